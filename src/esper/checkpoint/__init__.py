@@ -1,0 +1,8 @@
+"""Checkpoints: folders of safetensors and JSON that survive a crash at any moment, and load without executing anything."""
+
+from esper.checkpoint.files import CheckpointError
+from esper.checkpoint.modules import load_module, plain_names
+from esper.checkpoint.store import Checkpoint, CheckpointStore, Migration, Refused
+from esper.checkpoint.tree import Tree
+
+__all__ = ["Checkpoint", "CheckpointError", "CheckpointStore", "Migration", "Refused", "Tree", "load_module", "plain_names"]

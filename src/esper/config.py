@@ -1,0 +1,327 @@
+"""Configs: frozen records that cannot hold a wrong value, read from and written to TOML.
+
+    class PPOConfig(Config):
+        learning_rate: PositiveFloat = 3e-4  # Adam's step size at the start
+        hidden_sizes: tuple[PositiveInt, ...] = (64, 64)
+        '''Widths of the layers, first to last.'''
+
+The help of a field is the comment behind it or the docstring below it: those are what tyro shows in `--help` for a msgspec struct, and
+`describe` reads the same ones. tyro does not show the `description` of a `msgspec.Meta`.
+
+Layers are `defaults < TOML < command line`: `tyro.cli(RunConfig, default=load(RunConfig, path))`. A value that breaks a rule on the
+command line is printed by tyro, with its path, and ends the program with status 2. TOML has no null: a key that is left out keeps its
+default, and "None" empties an optional field, as it does on the command line.
+
+This file imports neither torch nor numpy, so that the command line can print its help at once.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import difflib
+import functools
+import inspect
+import os
+import textwrap
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, dataclass_transform, get_type_hints
+
+import msgspec
+from msgspec.inspect import Metadata, StructType, Type, UnionType
+
+PositiveInt = Annotated[int, msgspec.Meta(gt=0)]
+NonNegativeInt = Annotated[int, msgspec.Meta(ge=0)]
+PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
+NonNegativeFloat = Annotated[float, msgspec.Meta(ge=0)]
+Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
+
+NONE = "None"  # how a TOML file says that an optional field is empty
+
+
+class ConfigError(ValueError):
+    """A config that cannot be: `path` is the dotted name of the field, "" where the file itself is wrong.
+
+    >>> print(ConfigError("learning_rate", expected="a float > 0", got=-0.1))
+    learning_rate: expected a float > 0, got -0.1
+    """
+
+    def __init__(self, path: str, *, expected: str, got: object, problem: str | None = None, source: str | None = None) -> None:
+        self.path, self.expected, self.got, self.source = path, expected, got, source
+        self.problem = problem or f"expected {expected}, got {got!r}"
+        super().__init__(": ".join(part for part in (source, path, self.problem) if part))
+
+    def under(self, prefix: str) -> ConfigError:
+        """The same mistake, seen from the config that holds the broken one as `prefix`."""
+        path = prefix + ("" if self.path.startswith("[") or not self.path else ".") + self.path
+        return ConfigError(path, expected=self.expected, got=self.got, problem=self.problem)
+
+
+class _ConfigMeta(msgspec.StructMeta):
+    # msgspec does not hand `kw_only` down to subclasses, and a config that forgot one of these would be loose without a sign of it.
+    def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **options: Any) -> _ConfigMeta:
+        strict = {"frozen": True, "kw_only": True, "forbid_unknown_fields": True}
+        return super().__new__(mcs, name, bases, namespace, **(strict | options))
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+class Config(msgspec.Struct, metaclass=_ConfigMeta, frozen=True):
+    """Base of all configs; `class MyConfig(Config)` is frozen, keyword-only and strict. Fields are checked whoever builds it.
+
+    An int is taken where a float is expected and a list where a tuple is; a bool is no number.
+    """
+
+    def __post_init__(self) -> None:
+        for name, (annotation, info) in _fields(type(self)).items():
+            given = getattr(self, name)
+            try:
+                value = msgspec.convert(given, annotation, dec_hook=_decode_path)
+            except msgspec.ValidationError as error:
+                raise ConfigError(name, expected=_expected(info), got=given) from error
+            if value is not given:
+                msgspec.structs.force_setattr(self, name, value)
+        self.check()
+
+    def check(self) -> None:
+        """Override for checks between fields; raise `ConfigError(field, expected=..., got=...)`."""
+
+
+ConfigT = TypeVar("ConfigT", bound=Config)
+
+
+def load(config_type: type[ConfigT], path: str | Path) -> ConfigT:
+    """The config in a TOML file, filled from the defaults. Everything that is wrong with the file is a `ConfigError` that names it."""
+    try:
+        mapping = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        problem = f"no such config file: {path}" if isinstance(error, FileNotFoundError) else f"cannot read {path}: {error.strerror}"
+        raise ConfigError("", expected="a TOML file", got=str(path), problem=problem) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError("", expected="a TOML file", got=str(path), problem=f"is not TOML: {error}", source=str(path)) from error
+    try:
+        return from_mapping(config_type, mapping)
+    except ConfigError as error:
+        raise ConfigError(error.path, expected=error.expected, got=error.got, problem=error.problem, source=str(path)) from error
+
+
+def from_mapping(config_type: type[ConfigT], mapping: Mapping[str, object]) -> ConfigT:
+    """A config from nested mappings, as `tomllib` gives them. A key that is not a field is an error that names the nearest one.
+
+    A table fills from the default of its field, where that is a config, before it fills from the defaults of its own type.
+    """
+    return _build(config_type, mapping, default=None)
+
+
+def to_toml(config: Config) -> str:
+    """TOML that `load` turns into an equal config. Empty optional fields are left out unless their default is not empty."""
+    return msgspec.toml.encode(_plain_table(config, default=None)).decode()
+
+
+def save(config: Config, path: str | Path) -> None:
+    """Writes `to_toml(config)` so that a reader finds the old file or the new one, whole, even after a crash."""
+    path = Path(path)
+    text = to_toml(config)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def describe(config: Config) -> list[tuple[str, object, str]]:
+    """Every field as (dotted path, value, help), nested configs spread out, in the order of their definition."""
+    rows: list[tuple[str, object, str]] = []
+    helps = _helps(type(config))
+    for name in _fields(type(config)):
+        value = getattr(config, name)
+        if isinstance(value, Config):
+            rows += [(f"{name}.{path}", inner, text) for path, inner, text in describe(value)]
+        else:
+            rows.append((name, value, helps[name]))
+    return rows
+
+
+# From mappings
+
+
+def _build(config_type: type[ConfigT], mapping: Mapping[str, object], *, default: ConfigT | None) -> ConfigT:
+    fields = _fields(config_type)
+    for key, given in mapping.items():
+        if key not in fields:
+            raise _unknown(key, given, known=list(fields))
+    defaults = _defaults(config_type, default)
+    values = dict(defaults)
+    for name, given in mapping.items():
+        with _under(name):
+            values[name] = _parse(fields[name][1], given, default=defaults.get(name))
+    for name, (_, info) in fields.items():
+        if name not in values:
+            problem = f"is missing; it has no default and must be {_expected(info)}"
+            raise ConfigError(name, expected=_expected(info), got=None, problem=problem)
+    return config_type(**values)
+
+
+def _parse(info: Type, given: object, *, default: object) -> object:
+    """`given` with the tables in it turned into configs. Values are checked later, by the config that holds them."""
+    kinds = _kinds(info)
+    if given == NONE and any(isinstance(kind, msgspec.inspect.NoneType) for kind in kinds):
+        return None
+    for kind in kinds:
+        if isinstance(kind, StructType) and issubclass(kind.cls, Config) and isinstance(given, Mapping):
+            return _build(kind.cls, given, default=default if type(default) is kind.cls else None)
+        if isinstance(kind, msgspec.inspect.VarTupleType | msgspec.inspect.ListType) and isinstance(given, list | tuple):
+            return [_parse_item(kind.item_type, item, f"[{index}]") for index, item in enumerate(given)]
+        if isinstance(kind, msgspec.inspect.DictType) and isinstance(given, Mapping):
+            return {key: _parse_item(kind.value_type, item, str(key)) for key, item in given.items()}
+    return given
+
+
+def _parse_item(info: Type, given: object, name: str) -> object:
+    with _under(name):
+        return _parse(info, given, default=None)
+
+
+def _unknown(key: str, given: object, *, known: list[str]) -> ConfigError:
+    nearest = difflib.get_close_matches(key, known, n=1)
+    hint = f"did you mean {nearest[0]!r}?" if nearest else f"known keys are {', '.join(known)}"
+    return ConfigError(key, expected=f"one of {', '.join(known)}", got=given, problem=f"unknown key; {hint}")
+
+
+@contextlib.contextmanager
+def _under(prefix: str) -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        raise error.under(prefix) from error.__cause__
+
+
+# To TOML
+
+
+def _plain_table(config: Config, *, default: object) -> dict[str, object]:
+    defaults = _defaults(type(config), default)
+    table: dict[str, object] = {}
+    for name in _fields(type(config)):
+        value, usual = getattr(config, name), defaults.get(name, NONE)
+        if value is not None:
+            table[name] = _plain(value, default=usual)
+        elif usual is not None:
+            table[name] = NONE
+    return table
+
+
+def _plain(value: object, *, default: object = None) -> object:
+    if isinstance(value, Config):
+        return _plain_table(value, default=default)
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return NONE if value is None else msgspec.to_builtins(value, enc_hook=str)
+
+
+# What a config type is made of
+
+
+@functools.cache
+def _fields(config_type: type[Config]) -> dict[str, tuple[Any, Type]]:
+    """Field name -> (annotation, what msgspec makes of it)."""
+    annotations = get_type_hints(config_type, include_extras=True)
+    return {name: (annotations[name], msgspec.inspect.type_info(annotations[name])) for name in config_type.__struct_fields__}
+
+
+def _defaults(config_type: type[Config], default: object) -> dict[str, Any]:
+    """The values of `default` where it is such a config, else those that the type gives; required fields are missing then."""
+    if type(default) is config_type:
+        return {name: getattr(default, name) for name in config_type.__struct_fields__}
+    found: dict[str, Any] = {}
+    for field in msgspec.structs.fields(config_type):
+        if field.default is not msgspec.NODEFAULT:
+            found[field.name] = field.default
+        elif field.default_factory is not msgspec.NODEFAULT:
+            found[field.name] = field.default_factory()
+    return found
+
+
+def _kinds(info: Type) -> list[Type]:
+    """What a field may hold, one by one."""
+    if isinstance(info, Metadata):
+        return _kinds(info.type)
+    return [kind for member in info.types for kind in _kinds(member)] if isinstance(info, UnionType) else [info]
+
+
+@functools.cache
+def _helps(config_type: type[Config]) -> dict[str, str]:
+    helps = dict.fromkeys(config_type.__struct_fields__, "")
+    for owner in reversed(config_type.__mro__):
+        if issubclass(owner, Config) and owner is not Config:
+            helps |= _source_helps(owner)
+    for name, (annotation, _) in _fields(config_type).items():
+        described = [meta.description for meta in getattr(annotation, "__metadata__", ()) if isinstance(meta, msgspec.Meta)]
+        helps[name] = helps[name] or next(filter(None, described), "")
+    return helps
+
+
+def _source_helps(owner: type[Config]) -> dict[str, str]:
+    """The docstrings below and the comments behind the fields in the source of one class; none where the source is not at hand."""
+    try:
+        source = textwrap.dedent(inspect.getsource(owner))
+        definition = ast.parse(source).body[0]
+    except (OSError, TypeError, SyntaxError):
+        return {}
+    assert isinstance(definition, ast.ClassDef)
+    lines = source.splitlines()
+    helps = {}
+    for statement, following in zip(definition.body, [*definition.body[1:], None], strict=True):
+        if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name) or statement.end_lineno is None:
+            continue
+        rest = lines[statement.end_lineno - 1].encode()[statement.end_col_offset :].decode().strip()
+        if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant) and isinstance(following.value.value, str):
+            helps[statement.target.id] = " ".join(following.value.value.split())
+        elif rest.startswith("#"):
+            helps[statement.target.id] = rest.lstrip("#: ")
+    return helps
+
+
+def _decode_path(kind: type, value: object) -> object:
+    if kind is Path and isinstance(value, str | Path):
+        return Path(value)
+    raise TypeError(f"a {kind.__name__} is not a {type(value).__name__}")
+
+
+# What a field expects, in words
+
+_LIMITS = {
+    "gt": "> {}", "ge": ">= {}", "lt": "< {}", "le": "<= {}", "multiple_of": "a multiple of {}", "min_length": "of length >= {}",
+    "max_length": "of length <= {}", "pattern": "that matches {!r}",
+}  # fmt: skip
+_NOUNS = {
+    "IntType": "an int", "FloatType": "a float", "BoolType": "true or false", "StrType": "a string", "NoneType": NONE,
+    "AnyType": "anything", "ListType": "a list", "VarTupleType": "a list", "TupleType": "a list", "DictType": "a table",
+}  # fmt: skip
+
+
+def _expected(info: Type) -> str:
+    """What a value has to be, in words: "a float > 0", "one of 'mean', 'sum' or None"."""
+    return " or ".join(_expected_kind(kind) for kind in _kinds(info))
+
+
+def _expected_kind(kind: Type) -> str:
+    if isinstance(kind, msgspec.inspect.LiteralType):
+        return f"one of {', '.join(map(repr, kind.values))}"
+    owner = getattr(kind, "cls", None)  # of structs, enums and types that msgspec does not know
+    noun = "a path" if owner is Path else f"a {owner.__name__}" if owner else _NOUNS.get(type(kind).__name__, type(kind).__name__)
+    limits = [text.format(getattr(kind, name)) for name, text in _LIMITS.items() if getattr(kind, name, None) is not None]
+    if isinstance(kind, msgspec.inspect.VarTupleType | msgspec.inspect.ListType):
+        limits.append(f"in which each is {_expected(kind.item_type)}")
+    elif isinstance(kind, msgspec.inspect.DictType):
+        limits.append(f"in which each value is {_expected(kind.value_type)}")
+    elif isinstance(kind, msgspec.inspect.TupleType):
+        limits.append(f"of {len(kind.item_types)}: {', '.join(_expected(item) for item in kind.item_types)}")
+    return " ".join([noun, " and ".join(limits)]) if limits else noun

@@ -1,0 +1,192 @@
+"""What an event is, and how one becomes a line of the file and a line becomes one again.
+
+A line is a JSON object: `kind`, `time` (unix seconds), `run`, `rank`, `env`, then the fields of the event. JSON has no NaN or infinity:
+a float that is not finite is written as the string "nan", "inf" or "-inf", and read back as the float wherever the field's type has no
+`str` in it (in a field typed `float | str` it stays a string).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, dataclass_transform
+
+import msgspec
+
+SCHEMA = 1  # of the lines; a file with a higher number is refused
+MAX_LINE_BYTES = 64 * 1024
+STAMP = ("kind", "time", "run", "rank")  # what a line carries beside the event's own fields
+
+_kinds: dict[str, type[Event]] = {}
+
+
+class EventError(ValueError):
+    """An event that cannot be written, or a log that cannot be read."""
+
+
+# `frozen` is inherited in msgspec, and type checkers have to be told so.
+@dataclass_transform(frozen_default=True, field_specifiers=(msgspec.field,))
+class EventMeta(msgspec.StructMeta):
+    """Registers every event class under its tag when it is defined: only a metaclass sees the finished struct."""
+
+    def __init__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **config: Any) -> None:
+        super().__init__(name, bases, namespace)
+        if bases != (msgspec.Struct,):
+            _register(cls)  # type: ignore[arg-type]
+
+
+class Event(msgspec.Struct, metaclass=EventMeta, frozen=True, kw_only=True, tag_field="kind"):
+    """Base of all events. A subclass is a small frozen record, defined where the fact is known; its tag is the `kind` in the file.
+
+    >>> class LampLit(Event, tag="doctest_lamp_lit"):
+    ...     step: int
+    ...     brightness: float
+    >>> LampLit(step=3, brightness=0.5, env=7)
+    LampLit(step=3, brightness=0.5, env=7)
+    """
+
+    env: int | None = None  # which environment it happened in, if in one
+
+    @property
+    def kind(self) -> str:
+        return kind_of(type(self))
+
+
+def kind_of(event_type: type[Event]) -> str:
+    return str(event_type.__struct_config__.tag)
+
+
+def event_type_of(kind: str) -> type[Event] | None:
+    """The class registered for `kind`; None where the package that defines it has not been imported, or no longer exists."""
+    return _kinds.get(kind)
+
+
+def _register(event_type: type[Event]) -> None:
+    kind = kind_of(event_type)
+    reserved = sorted(set(STAMP) & set(event_type.__struct_encode_fields__))
+    if reserved:
+        raise EventError(f"{event_type.__qualname__} has fields named {reserved}, which every line already carries; rename them")
+    known = _kinds.get(kind)
+    # A module that is reloaded defines its events again; that is not a clash.
+    if known is not None and (known.__module__, known.__qualname__) != (event_type.__module__, event_type.__qualname__):
+        raise EventError(
+            f"{event_type.__module__}.{event_type.__qualname__} and {known.__module__}.{known.__qualname__} "
+            f"both have the tag {kind!r}; give one of them another"
+        )
+    _kinds[kind] = event_type
+
+
+class Record(msgspec.Struct, frozen=True):
+    """An event with its stamp."""
+
+    time: float  # unix seconds by the wall clock
+    run: str
+    rank: int
+    event: Event
+
+    @property
+    def kind(self) -> str:
+        return self.event.kind
+
+    @property
+    def env(self) -> int | None:
+        return self.event.env
+
+
+class Header(Event, tag="header"):
+    """The first line of every log. Its time is when the run started."""
+
+    schema: int
+    esper: str  # version
+
+
+class Resumed(Event, tag="resumed"):
+    """The run goes on from a checkpoint; whatever followed `offset` in the file was cut."""
+
+    offset: int
+    esper: str  # version
+
+
+class SinkFailed(Event, tag="sink_failed"):
+    """A sink raised and was switched off."""
+
+    sink: str
+    error: str
+
+
+class SinkDropped(Event, tag="sink_dropped"):
+    """How many records a sink was too slow for, over the whole life of the log."""
+
+    sink: str
+    dropped: int
+
+
+def encode(record: Record) -> bytes:
+    """The line for a record, newline included. Raises what `decode` could not read back, where the mistake was made."""
+    event = record.event
+    try:
+        fields = _without_nonfinite(msgspec.to_builtins(event))
+        msgspec.convert(fields, type(event), strict=False)
+    except (TypeError, msgspec.ValidationError) as error:
+        raise EventError(f"{event!r} cannot be written: {error}; give each field the plain Python value its type says") from error
+    line = {"kind": event.kind, "time": record.time, "run": record.run, "rank": record.rank, "env": event.env} | fields
+    encoded = msgspec.json.encode(line) + b"\n"
+    if len(encoded) > MAX_LINE_BYTES:
+        raise EventError(
+            f"an event of kind {event.kind!r} takes {len(encoded)} bytes, a line at most {MAX_LINE_BYTES}; events are small facts, "
+            "put large data in a file of its own"
+        )
+    return encoded
+
+
+def _without_nonfinite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, dict):
+        return {key: _without_nonfinite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_nonfinite(item) for item in value]
+    return value
+
+
+class Stamp(msgspec.Struct):
+    """The part of a line that does not depend on its kind."""
+
+    kind: str
+    time: float
+    run: str
+    rank: int
+
+
+_stamp_decoder = msgspec.json.Decoder(Stamp)
+_event_decoders: dict[type[Event], msgspec.json.Decoder[Event]] = {}
+
+
+def decode_stamp(line: bytes) -> Stamp:
+    """Raises `msgspec.DecodeError` where the line is not JSON, `msgspec.ValidationError` where it is not one of ours."""
+    return _stamp_decoder.decode(line)
+
+
+def decode(line: bytes, stamp: Stamp, event_type: type[Event]) -> Record:
+    """Fields that the class does not know are ignored, fields that are missing take their defaults."""
+    decoder = _event_decoders.get(event_type)
+    if decoder is None:
+        decoder = _event_decoders[event_type] = msgspec.json.Decoder(event_type, strict=False)
+    return Record(time=stamp.time, run=stamp.run, rank=stamp.rank, event=decoder.decode(line))
+
+
+def check_header(line: bytes, source: object) -> Record:
+    """The header of a log, or an error that says why `source` is none that this version can read."""
+    try:
+        stamp = decode_stamp(line)
+        found = msgspec.json.decode(line, type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise EventError(f"{source} does not begin with the header of an event log: {error}") from error
+    schema = found.get("schema")
+    if stamp.kind != kind_of(Header) or not isinstance(schema, int):
+        raise EventError(f"{source} begins with a line of kind {stamp.kind!r} and not with the header of an event log")
+    if schema > SCHEMA:
+        raise EventError(f"{source} was written by a newer esper: its schema is {schema}, this one reads up to {SCHEMA}; upgrade esper")
+    try:
+        return decode(line, stamp, Header)
+    except msgspec.ValidationError as error:
+        raise EventError(f"the header of {source} cannot be read: {error}") from error

@@ -1,0 +1,142 @@
+"""Named random streams: whoever needs chance asks for a stream of its own by name, and nobody draws from a global generator.
+
+A stream depends on the seed and its name alone, so a new consumer or another order of asking never changes the draws of the others.
+All streams can be saved and continued exactly.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+import torch as pytorch
+from numpy.random import PCG64, SeedSequence
+from numpy.random import Generator as NumpyGenerator
+from torch import Generator as TorchGenerator
+
+
+class Streams:
+    """Independent random streams of one seed.
+
+    The same name gives the same generator object each time, so that its state is shared; different names, kinds and devices give
+    independent streams. `spawn` gives a family of its own to a rank or an environment. Not thread-safe: one thread per stream.
+
+    >>> streams = Streams(seed=7)
+    >>> streams.numpy("shuffle") is streams.numpy("shuffle")
+    True
+    >>> streams.integer("env") == Streams(seed=7).integer("env")
+    True
+    """
+
+    def __init__(self, seed: int) -> None:
+        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+            raise ValueError(f"a seed is an int >= 0; got {seed!r}")
+        self.seed = seed
+        self._key: tuple[int, ...] = ()  # the place of this family among all families of the seed
+        self._torch: dict[tuple[str, str], TorchGenerator] = {}  # (name, device) -> generator
+        self._numpy: dict[str, NumpyGenerator] = {}
+        self._children: dict[str, Streams] = {}
+
+    def torch(self, name: str, device: str | pytorch.device = "cpu") -> TorchGenerator:
+        """The torch generator of this name on this device."""
+        place = _place(device)
+        if (name, place) not in self._torch:
+            generator = TorchGenerator(device=place)
+            self._torch[name, place] = generator.manual_seed(self._torch_seed(name, place))
+        return self._torch[name, place]
+
+    def numpy(self, name: str) -> NumpyGenerator:
+        """The numpy generator of this name."""
+        if name not in self._numpy:
+            self._numpy[name] = NumpyGenerator(PCG64(self._sequence("numpy", name)))
+        return self._numpy[name]
+
+    def integer(self, name: str) -> int:
+        """A seed for something that makes its own generator, in 0 .. 2³¹ - 1 so that anything takes it. Always the same for a name."""
+        return int(self._sequence("integer", name).generate_state(1)[0]) >> 1
+
+    def spawn(self, name: str) -> Streams:
+        """The family of streams of this name; its state is saved and loaded with this one's."""
+        if name not in self._children:
+            child = Streams(self.seed)
+            child._key = (*self._key, *_words("spawn", name))
+            self._children[name] = child
+        return self._children[name]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where every stream is: a tree of tensors, and of strings and small ints that any JSON keeps."""
+        torch_states: dict[str, dict[str, Any]] = {}
+        for (name, place), generator in self._torch.items():
+            torch_states.setdefault(place, {})[name] = generator.get_state()
+        return {
+            "seed": str(self.seed),
+            "torch": torch_states,
+            "numpy": {name: _packed(generator) for name, generator in self._numpy.items()},
+            "children": {name: child.state_dict() for name, child in self._children.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues every stream where `state_dict` left it. Streams that did not exist then start anew."""
+        _check_loadable(state, self.seed)
+        self._load(state)
+
+    def _load(self, state: dict[str, Any]) -> None:
+        # In place, because others hold these generators.
+        for (name, place), torch_generator in self._torch.items():
+            torch_generator.manual_seed(self._torch_seed(name, place))
+        for name, numpy_generator in self._numpy.items():
+            numpy_generator.bit_generator.state = PCG64(self._sequence("numpy", name)).state
+        for place, named in state["torch"].items():
+            for name, saved in named.items():
+                self.torch(name, place).set_state(saved.cpu())
+        for name, packed in state["numpy"].items():
+            self.numpy(name).bit_generator.state = _unpacked(packed)
+        for name in self._children.keys() | state["children"].keys():
+            self.spawn(name)._load(state["children"].get(name, _NOTHING))
+
+    def _sequence(self, kind: str, name: str) -> SeedSequence:
+        return SeedSequence(self.seed, spawn_key=(*self._key, *_words(kind, name)))
+
+    def _torch_seed(self, name: str, place: str) -> int:
+        # The generators of the CPU use only the lower half of it, so one pair of names in 2³² shares its draws there.
+        return int(self._sequence(f"torch {place}", name).generate_state(1, np.uint64)[0])
+
+
+_NOTHING: dict[str, Any] = {"torch": {}, "numpy": {}, "children": {}}
+
+
+def _check_loadable(state: dict[str, Any], seed: int) -> None:
+    if int(state["seed"]) != seed:
+        raise ValueError(f"the saved random streams belong to seed {state['seed']}, these to seed {seed}; use the saved seed")
+    for place, named in state["torch"].items():
+        kind, _, index = place.partition(":")
+        if kind == "cuda" and int(index) >= pytorch.cuda.device_count():
+            raise ValueError(
+                f"the saved random streams {sorted(named)} live on {place}, and this machine has {pytorch.cuda.device_count()} cuda"
+                " devices; resume where that device exists"
+            )
+    for child in state["children"].values():
+        _check_loadable(child, seed)
+
+
+def _place(device: str | pytorch.device) -> str:
+    """The device with its index, so that "cuda" and "cuda:0" are one."""
+    place = str(pytorch.device(device))
+    return f"cuda:{pytorch.cuda.current_device()}" if place == "cuda" else place
+
+
+def _words(kind: str, name: str) -> list[int]:
+    """A stable hash of a name as a spawn key. Python's own hash differs from one process to the next."""
+    digest = hashlib.sha256(f"{kind}\0{name}".encode()).digest()
+    return [int.from_bytes(digest[start : start + 4], "little") for start in range(0, 16, 4)]
+
+
+def _packed(generator: NumpyGenerator) -> dict[str, Any]:
+    state: Any = generator.bit_generator.state
+    # Two of its numbers have 128 bits, which many JSON readers round or refuse.
+    return {**state, "state": {key: str(value) for key, value in state["state"].items()}}
+
+
+def _unpacked(packed: dict[str, Any]) -> dict[str, Any]:
+    return {**packed, "state": {key: int(value) for key, value in packed["state"].items()}}

@@ -1,0 +1,337 @@
+"""Statistics: moments that are kept while data stream by (torch), and intervals and tests for comparing runs (numpy).
+
+Shapes: ... = any leading dimensions, counted as rows; *S = the shape of what is measured.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+Floats = NDArray[np.float64]
+EXACT_PAIRS = 12  # up to 2¹² sign flips are counted out instead of sampled
+RESAMPLED_AT_ONCE = 1 << 20  # numbers drawn in one go by a bootstrap or a permutation test, to bound its memory
+
+
+# Moments
+
+
+class Sums(NamedTuple):
+    """What is known of some rows: how much they weigh, their mean, and their weighted squared distances to it."""
+
+    weight: Tensor  # []
+    mean: Tensor  # [*S]
+    m2: Tensor  # [*S]
+
+
+def sums_of(batch: Tensor, shape: Sequence[int], *, valid: Tensor | None = None, dtype: torch.dtype = torch.float64) -> Sums:
+    """The sums of a batch [..., *S]. Rows where `valid` [...] is false do not exist, whatever they hold."""
+    leading = batch.shape[: batch.ndim - len(shape)]
+    if batch.shape != (*leading, *shape):
+        raise ValueError(f"a batch ends with the shape {tuple(shape)} of its moments; got {tuple(batch.shape)}")
+    if valid is not None and (valid.shape != leading or valid.dtype != torch.bool):
+        raise ValueError(f"valid is bool with shape {tuple(leading)}, one per row; got {valid.dtype} with {tuple(valid.shape)}")
+    rows = batch.detach().to(dtype).reshape(-1, *shape)
+    kept = torch.ones(len(rows), dtype=torch.bool, device=batch.device) if valid is None else valid.reshape(-1)
+    weight = kept.sum().to(dtype)
+    kept = kept.reshape(-1, *(1 for _ in shape))
+    mean = rows.where(kept, 0).sum(0) / weight.clamp(min=1)
+    m2 = (rows - mean).square().where(kept, 0).sum(0)
+    return Sums(weight, mean, m2)
+
+
+def combine(first: Sums, second: Sums) -> Sums:
+    """The sums of both together, by the parallel formula of Chan et al., which does not cancel as sums of squares do."""
+    weight = first.weight + second.weight
+    share = torch.where(weight > 0, second.weight / weight, 0)  # of the second in the whole
+    delta = second.mean - first.mean
+    return Sums(weight, first.mean + delta * share, first.m2 + second.m2 + delta.square() * first.weight * share)
+
+
+class Moments(ABC):
+    """Mean and variance of a stream of rows. Nothing is read back from the device, and old results stay as they were.
+
+    Before any row the mean is 0 and the variance 1, so that normalising changes nothing. Not thread-safe: one owner updates and
+    reads it. `absorb` takes the sums of a batch from elsewhere, such as those of all ranks together.
+    """
+
+    def __init__(self, shape: Sequence[int], device: torch.device | str = "cpu", *, dtype: torch.dtype = torch.float64) -> None:
+        self.shape = tuple(shape)
+        zeros = torch.zeros(self.shape, dtype=dtype, device=device)
+        self.sums = Sums(zeros.new_zeros(()), zeros, zeros.clone())
+
+    def update(self, batch: Tensor, valid: Tensor | None = None) -> None:
+        """Takes in the rows of a batch [..., *S], or those where `valid` [...] is true. No rows change nothing."""
+        self.absorb(sums_of(batch, self.shape, valid=valid, dtype=self.sums.mean.dtype))
+
+    @abstractmethod
+    def absorb(self, batch: Sums) -> None:
+        """Takes in the sums of one batch, its weight being its number of rows."""
+
+    @property
+    def mean(self) -> Tensor:
+        return self.sums.mean  # [*S]
+
+    @property
+    def var(self) -> Tensor:
+        """Variance of the population, [*S]: squared distances over their weight, not over one less."""
+        return torch.where(self.sums.weight > 0, self.sums.m2 / self.sums.weight, 1)
+
+    @property
+    def std(self) -> Tensor:
+        return self.var.sqrt()  # [*S]
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self.sums._asdict()
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        if tuple(state["mean"].shape) != self.shape:
+            raise ValueError(f"the saved moments have the shape {tuple(state['mean'].shape)}, these {self.shape}")
+        like = self.sums.mean
+        self.sums = Sums(*(state[name].detach().to(like, copy=True) for name in Sums._fields))
+
+
+class RunningMoments(Moments):
+    """Moments in which every row ever seen weighs the same.
+
+    >>> moments = RunningMoments(shape=(2,))
+    >>> moments.update(torch.tensor([[1.0, 0.0], [3.0, 0.0]]))
+    >>> moments.mean.tolist(), moments.var.tolist()
+    ([2.0, 0.0], [1.0, 0.0])
+    """
+
+    @property
+    def count(self) -> Tensor:
+        return self.sums.weight  # []
+
+    def absorb(self, batch: Sums) -> None:
+        self.sums = combine(self.sums, batch)
+
+
+class ExponentialMoments(Moments):
+    """Moments that forget: each batch that has rows shrinks the weight of all earlier ones by `momentum` and weighs 1 - `momentum`.
+
+    So about the last 1 / (1 - momentum) batches count, each as a whole, however many rows it has. Weights are relative to their sum,
+    which corrects the start: after one batch these are the moments of that batch.
+    """
+
+    def __init__(
+        self, shape: Sequence[int], device: torch.device | str = "cpu", *, momentum: float = 0.99, dtype: torch.dtype = torch.float64
+    ) -> None:
+        super().__init__(shape, device, dtype=dtype)
+        self.momentum = _checked_momentum(momentum)
+
+    def absorb(self, batch: Sums) -> None:
+        has_rows = batch.weight > 0
+        keep = torch.where(has_rows, self.momentum, 1.0).to(batch.weight.dtype)
+        scale = torch.where(has_rows, (1 - self.momentum) / batch.weight, 0)
+        old = Sums(self.sums.weight * keep, self.sums.mean, self.sums.m2 * keep)
+        self.sums = combine(old, Sums(batch.weight * scale, batch.mean, batch.m2 * scale))
+
+
+class Ema:
+    """An exponential mean of plain numbers, corrected at the start; nan before the first one. Not thread-safe.
+
+    >>> ema = Ema(momentum=0.9)
+    >>> ema.update(2.0), ema.update(2.0)
+    (2.0, 2.0)
+    """
+
+    def __init__(self, momentum: float = 0.99) -> None:
+        self.momentum = _checked_momentum(momentum)
+        self._weight = 0.0
+        self._mean = math.nan
+
+    @property
+    def value(self) -> float:
+        return self._mean
+
+    def update(self, number: float) -> float:
+        """Takes a number in and returns the new mean. A number that is not finite stays in it, visibly."""
+        self._weight = self._weight * self.momentum + 1 - self.momentum
+        share = (1 - self.momentum) / self._weight  # 1 for the first number
+        self._mean = number if share == 1 else self._mean + share * (number - self._mean)
+        return self._mean
+
+    def state_dict(self) -> dict[str, float | None]:
+        return {"weight": self._weight, "mean": self._mean if self._weight else None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._weight = float(state["weight"])
+        self._mean = math.nan if state["mean"] is None else float(state["mean"])
+
+
+def _checked_momentum(momentum: float) -> float:
+    if not 0 <= momentum < 1:
+        raise ValueError(f"momentum is the share of the past that is kept, at least 0 and below 1; got {momentum}")
+    return momentum
+
+
+def explained_variance(predictions: Tensor, targets: Tensor, valid: Tensor | None = None) -> Tensor:
+    """Share of the targets' variance that the predictions explain, at most 1, [] float64 on the device.
+
+    0 where the targets do not vary (or there are none): there is nothing to explain, and a number keeps averages of logs defined.
+    """
+    if predictions.shape != targets.shape:
+        raise ValueError(f"one prediction per target; got {tuple(predictions.shape)} for {tuple(targets.shape)}")
+    target, residual = sums_of(targets, (), valid=valid), sums_of(targets - predictions, (), valid=valid)
+    # Targets that are all the same still differ from their mean by its rounding.
+    rounding = target.weight * (torch.finfo(targets.dtype).eps * target.mean).square()
+    return torch.where(target.m2 > rounding, 1 - residual.m2 / target.m2, 0)
+
+
+# Intervals
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """An estimate and the ends of its confidence interval."""
+
+    estimate: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.estimate:.4g} [{self.low:.4g}, {self.high:.4g}]"
+
+
+def bootstrap_interval(values: ArrayLike, *, confidence: float = 0.95, resamples: int = 10_000, rng: np.random.Generator) -> Interval:
+    """BCa bootstrap interval of the mean: no assumption on the distribution, corrected for bias and skew.
+
+    Too narrow for a handful of values, as every bootstrap is; `student_interval` is the safer one there.
+    """
+    sample = _sample(values)
+    estimate = float(sample.mean())
+    if np.ptp(sample) == 0:
+        return Interval(estimate, estimate, estimate)
+    means = _in_chunks(lambda rows: rng.choice(sample, size=(rows, len(sample))).mean(axis=1), resamples, width=len(sample))
+    normal = NormalDist()
+    below = (np.count_nonzero(means < estimate) + 0.5 * np.count_nonzero(means == estimate)) / resamples
+    bias = normal.inv_cdf(min(max(below, 1 / resamples), 1 - 1 / resamples))
+    deviation = sample - estimate
+    skew = float((deviation**3).sum() / (6 * (deviation**2).sum() ** 1.5))  # the jackknife's acceleration, in closed form for a mean
+    ends = []
+    for tail in ((1 - _confidence(confidence)) / 2, (1 + confidence) / 2):
+        shifted = bias + normal.inv_cdf(tail)
+        ends.append(normal.cdf(bias + shifted / max(1 - skew * shifted, 1e-9)))
+    low, high = np.quantile(means, ends)
+    return Interval(estimate, float(low), float(high))
+
+
+def student_interval(values: ArrayLike, *, confidence: float = 0.95) -> Interval:
+    """Student's t interval of the mean: exact for normal values, the choice for a handful of seeds."""
+    sample = _sample(values)
+    estimate, error = float(sample.mean()), float(sample.std(ddof=1)) / math.sqrt(len(sample))
+    reach = student_quantile((1 + _confidence(confidence)) / 2, len(sample) - 1) * error
+    return Interval(estimate, estimate - reach, estimate + reach)
+
+
+def paired_interval(
+    ours: ArrayLike, theirs: ArrayLike, *, confidence: float = 0.95, resamples: int = 10_000, rng: np.random.Generator
+) -> Interval:
+    """Bootstrap interval of the mean of `ours - theirs`, pair by pair."""
+    return bootstrap_interval(_differences(ours, theirs), confidence=confidence, resamples=resamples, rng=rng)
+
+
+def wilson_interval(successes: int, trials: int, *, confidence: float = 0.95) -> Interval:
+    """Wilson's interval of a success rate: inside [0, 1], and honest at 0 and at all of the trials."""
+    if not 0 <= successes <= trials or trials == 0:
+        raise ValueError(f"a success rate needs at least one trial and 0 <= successes <= trials; got {successes} of {trials}")
+    z, rate = NormalDist().inv_cdf((1 + _confidence(confidence)) / 2), successes / trials
+    center = (rate + z * z / (2 * trials)) / (1 + z * z / trials)
+    reach = z * math.sqrt(rate * (1 - rate) / trials + z * z / (4 * trials * trials)) / (1 + z * z / trials)
+    return Interval(rate, min(max(center - reach, 0.0), rate), max(min(center + reach, 1.0), rate))
+
+
+def student_quantile(probability: float, freedom: int) -> float:
+    """The number below which Student's t with `freedom` degrees falls with `probability`."""
+    normal = NormalDist().inv_cdf(probability)
+    if freedom > 1_000_000 or normal == 0:
+        return normal
+    if normal < 0:
+        return -student_quantile(1 - probability, freedom)
+    scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(math.pi)
+    nodes, weights = np.polynomial.legendre.leggauss(64)
+    # With t = √freedom tan(angle) the density becomes scale · cos(angle)^(freedom - 1). The normal quantile lies below the wanted one and
+    # the distribution is concave from there on, so Newton's steps climb to it and never pass it.
+    quantile = normal
+    for _ in range(200):
+        angle = math.atan(quantile / math.sqrt(freedom))
+        reached = 0.5 + scale * float(weights @ np.cos(angle * (nodes + 1) / 2) ** (freedom - 1)) * angle / 2
+        density = scale / math.sqrt(freedom) * math.cos(angle) ** (freedom + 1)
+        step = (probability - reached) / density
+        quantile += step
+        if abs(step) <= 1e-12 * quantile:
+            break
+    return quantile
+
+
+# Tests
+
+
+def paired_p_value(ours: ArrayLike, theirs: ArrayLike, *, resamples: int = 10_000, rng: np.random.Generator) -> float:
+    """Two-sided p-value of "neither is better": how often random signs of the differences give a mean at least as far from 0.
+
+    Exact up to 12 pairs, where its smallest value is 2 / 2ⁿ: five pairs cannot get below 0.0625. Sampled above.
+    """
+    differences = _differences(ours, theirs)
+    pairs = len(differences)
+
+    def totals(flips: NDArray[Any]) -> Floats:  # [rows, pairs] of 0 and 1
+        found: Floats = np.abs((1 - 2 * flips) @ differences)
+        return found
+
+    at_least = abs(differences.sum()) - 1e-12 * np.abs(differences).sum()  # sums in another order differ by their rounding
+    if pairs <= EXACT_PAIRS:
+        every = np.arange(2**pairs)[:, None] >> np.arange(pairs) & 1
+        return float((totals(every) >= at_least).mean())
+    sampled = _in_chunks(lambda rows: totals(rng.integers(2, size=(rows, pairs))), resamples, width=pairs)
+    return float((1 + np.count_nonzero(sampled >= at_least)) / (1 + resamples))
+
+
+def holm(p_values: ArrayLike) -> Floats:
+    """Holm's adjusted p-values, in the given order: rejecting those below a level keeps the chance of any false one below it."""
+    given = np.asarray(p_values, dtype=np.float64)
+    if given.ndim != 1 or not ((given >= 0) & (given <= 1)).all():
+        raise ValueError(f"p-values are a list of numbers in [0, 1]; got {p_values!r}")
+    order = np.argsort(given, kind="stable")
+    adjusted = np.empty_like(given)
+    adjusted[order] = np.minimum(np.maximum.accumulate(given[order] * np.arange(len(given), 0, -1)), 1)
+    return adjusted
+
+
+def _sample(values: ArrayLike) -> Floats:
+    sample = np.asarray(values, dtype=np.float64)
+    if sample.ndim != 1 or len(sample) < 2 or not np.isfinite(sample).all():
+        raise ValueError(f"an interval needs a list of at least two finite numbers; got {values!r}")
+    return sample
+
+
+def _differences(ours: ArrayLike, theirs: ArrayLike) -> Floats:
+    first, second = np.asarray(ours, dtype=np.float64), np.asarray(theirs, dtype=np.float64)
+    if first.shape != second.shape:
+        raise ValueError(f"pairs need two lists of the same length; got shapes {first.shape} and {second.shape}")
+    return _sample(first - second)
+
+
+def _confidence(confidence: float) -> float:
+    if not 0 < confidence < 1:
+        raise ValueError(f"a confidence lies between 0 and 1, such as 0.95; got {confidence}")
+    return confidence
+
+
+def _in_chunks(draw: Callable[[int], Floats], count: int, *, width: int) -> Floats:
+    """`draw(rows)` until there are `count` rows, so many at a time that `width` numbers per row fit into memory."""
+    if count < 1:
+        raise ValueError(f"at least one resample is needed; got {count}")
+    rows = max(1, RESAMPLED_AT_ONCE // width)
+    return np.concatenate([draw(min(rows, count - done)) for done in range(0, count, rows)])

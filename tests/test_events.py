@@ -1,0 +1,405 @@
+"""The event log: what is emitted is read back, whatever crashes, and no sink can hurt the run."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import esper
+from esper.events import SCHEMA, Event, EventError, EventLog, Header, Queued, Reader, Record, Resumed, SinkDropped, SinkFailed, read
+
+
+class UpdateDone(Event, tag="test_update"):
+    step: int
+    loss: float
+    parts: dict[str, float] = msgspec.field(default_factory=dict)
+    label: str | None = None
+
+
+class StepTaken(Event, tag="test_step"):
+    reward: float = 0.0
+
+
+class Collected:
+    """A sink that keeps what it gets; it waits at the gate before each record, and breaks on demand."""
+
+    def __init__(self, *, breaks_at: int | None = None) -> None:
+        self.records: list[Record] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.breaks_at = breaks_at
+        self.is_closed = False
+
+    def write(self, record: Record) -> None:
+        self.gate.wait(10)
+        if len(self.records) == self.breaks_at:
+            raise RuntimeError("the cable is loose")
+        self.records.append(record)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Leaky(Collected):
+    def close(self) -> None:
+        super().close()
+        raise OSError("cannot close")
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "run" / "events.jsonl"
+
+
+def events_in(path: Path) -> list[Event]:
+    return [record.event for record in read(path)]
+
+
+def test_what_is_emitted_is_read_back_with_its_stamp(path: Path) -> None:
+    with EventLog(path, "maze-7", rank=2) as log:
+        log.emit(UpdateDone(step=3, loss=0.1, parts={"value": 1e-300}, env=5))
+    header, record = read(path)
+    assert header.event == Header(schema=SCHEMA, esper=esper.__version__)
+    assert record.event == UpdateDone(step=3, loss=0.1, parts={"value": 1e-300}, env=5)
+    assert (record.run, record.rank, record.env, record.kind) == ("maze-7", 2, 5, "test_update")
+    assert record.time >= header.time > 1.6e9
+
+
+def test_every_line_names_kind_time_run_rank_and_env_first(path: Path) -> None:
+    with EventLog(path, "maze-7") as log:
+        log.emit(StepTaken(reward=1.0))
+    for line in path.read_text().splitlines():
+        assert list(json.loads(line))[:5] == ["kind", "time", "run", "rank", "env"]
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    loss=st.floats(), parts=st.dictionaries(st.text(), st.floats()), label=st.none() | st.text() | st.sampled_from(["nan", "inf", "null"])
+)
+def test_any_float_and_any_text_survive_the_file(
+    tmp_path_factory: pytest.TempPathFactory, loss: float, parts: dict[str, float], label: str | None
+) -> None:
+    path = tmp_path_factory.mktemp("log") / "events.jsonl"
+    event = UpdateDone(step=1, loss=loss, parts=parts, label=label)
+    with EventLog(path, "run") as log:
+        log.emit(event)
+    assert repr(events_in(path)[1]) == repr(event)  # repr, because nan is not equal to itself
+
+
+def test_lines_with_nan_are_strict_json(path: Path) -> None:
+    with EventLog(path, "run") as log:
+        log.emit(UpdateDone(step=1, loss=math.nan, parts={"a": -math.inf}))
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    line = json.loads(path.read_text().splitlines()[1], parse_constant=refuse)
+    assert (line["loss"], line["parts"]) == ("nan", {"a": "-inf"})
+
+
+def test_two_classes_cannot_share_a_tag() -> None:
+    with pytest.raises(EventError, match=r"test_two.*Impostor and .*UpdateDone both have the tag 'test_update'"):
+
+        class Impostor(Event, tag="test_update"):
+            pass
+
+
+def test_a_field_cannot_hide_the_stamp() -> None:
+    with pytest.raises(EventError, match="'rank', 'time'"):
+
+        class Clock(Event, tag="test_clock"):
+            time: float
+            rank: int
+
+
+def test_events_are_frozen() -> None:
+    with pytest.raises(AttributeError):
+        UpdateDone(step=1, loss=0.0).step = 2
+
+
+@pytest.mark.parametrize("wrong", [UpdateDone(step=1.5, loss=0.0), UpdateDone(step=1, loss=object()), UpdateDone(step=None, loss=0.0)])  # type: ignore[arg-type]
+def test_an_event_that_could_not_be_read_back_raises_where_it_is_emitted(path: Path, wrong: Event) -> None:
+    with EventLog(path, "run") as log:
+        with pytest.raises(EventError, match="cannot be written"):
+            log.emit(wrong)
+        log.emit(StepTaken())
+    assert events_in(path)[1:] == [StepTaken()]
+
+
+def test_a_huge_event_is_refused(path: Path) -> None:
+    with EventLog(path, "run") as log, pytest.raises(EventError, match="a line at most 65536"):
+        log.emit(UpdateDone(step=1, loss=0.0, label="x" * 70_000))
+    assert len(events_in(path)) == 1
+
+
+def test_lines_of_many_threads_stay_whole_and_complete(path: Path) -> None:
+    with EventLog(path, "run") as log:
+
+        def work(worker: int) -> None:
+            for step in range(200):
+                log.emit(UpdateDone(step=step, loss=0.0, env=worker))
+                if step % 50 == 0:
+                    log.flush(sync=False)
+
+        threads = [threading.Thread(target=work, args=(worker,)) for worker in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    found = [(event.env, event.step) for event in events_in(path) if isinstance(event, UpdateDone)]
+    assert sorted(found) == [(worker, step) for worker in range(4) for step in range(200)]
+    for worker in range(4):
+        assert [step for env, step in found if env == worker] == list(range(200))
+
+
+def test_events_reach_the_file_within_seconds_without_a_flush(path: Path) -> None:
+    with EventLog(path, "run") as log:
+        log.emit(StepTaken())
+        assert len(events_in(path)) == 1
+        for _ in range(100):
+            if len(events_in(path)) == 2:
+                break
+            threading.Event().wait(0.1)
+        assert len(events_in(path)) == 2
+
+
+def test_an_exit_without_close_loses_nothing(path: Path) -> None:
+    program = "import sys; from esper.events import *; log = EventLog(sys.argv[1], 'run'); log.emit(Resumed(offset=1, esper='x'))"
+    subprocess.run([sys.executable, "-c", program, str(path)], check=True)
+    assert events_in(path)[1:] == [Resumed(offset=1, esper="x")]
+
+
+def test_a_full_disk_raises_at_the_flush_and_loses_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.write
+    with EventLog(path, "run") as log:
+        log.emit(StepTaken(reward=1.0))
+
+        def full(descriptor: int, data: bytearray) -> int:
+            if len(data) <= 10:
+                raise OSError(28, "No space left on device")
+            return real(descriptor, data[:10])
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "write", full)
+            with pytest.raises(OSError, match="No space"):
+                log.flush()
+        log.emit(StepTaken(reward=2.0))
+    assert events_in(path)[1:] == [StepTaken(reward=1.0), StepTaken(reward=2.0)]
+
+
+def test_an_existing_log_is_never_overwritten(path: Path) -> None:
+    EventLog(path, "run").close()
+    with pytest.raises(FileExistsError, match=r"EventLog\.resume"):
+        EventLog(path, "run")
+
+
+def test_emitting_after_close_is_an_error_and_closing_twice_is_not(path: Path) -> None:
+    log = EventLog(path, "run")
+    log.close()
+    log.close()
+    with pytest.raises(EventError, match="closed"):
+        log.emit(StepTaken())
+
+
+def test_resuming_cuts_what_followed_the_offset(path: Path) -> None:
+    with EventLog(path, "maze-7", rank=1) as log:
+        log.emit(UpdateDone(step=1, loss=0.0))
+        offset = log.offset()
+        assert offset == path.stat().st_size
+        log.emit(UpdateDone(step=2, loss=0.0))
+    with EventLog.resume(path, offset) as log:
+        assert (log.run, log.rank) == ("maze-7", 1)
+        log.emit(UpdateDone(step=2, loss=9.0))
+        second = log.offset()
+    assert events_in(path)[1:] == [
+        UpdateDone(step=1, loss=0.0),
+        Resumed(offset=offset, esper=esper.__version__),
+        UpdateDone(step=2, loss=9.0),
+    ]
+    assert second == path.stat().st_size
+
+
+def test_resuming_at_zero_keeps_the_header_alone(path: Path) -> None:
+    with EventLog(path, "run") as log:
+        log.emit(StepTaken())
+    EventLog.resume(path, 0).close()
+    assert [type(event) for event in events_in(path)] == [Header, Resumed]
+
+
+@pytest.mark.parametrize(("offset", "message"), [(10**6, "it has only"), (7, "no line ends there"), (-3, "no line ends there")])
+def test_resuming_at_an_impossible_offset_changes_nothing(path: Path, offset: int, message: str) -> None:
+    with EventLog(path, "run") as log:
+        log.emit(StepTaken())
+    before = path.read_bytes()
+    with pytest.raises(EventError, match=message):
+        EventLog.resume(path, offset)
+    assert path.read_bytes() == before
+
+
+def test_a_torn_last_line_is_survived_by_reading_and_by_resuming(path: Path) -> None:
+    with EventLog(path, "run") as log:
+        log.emit(StepTaken())
+        offset = log.offset()
+        log.emit(UpdateDone(step=1, loss=0.0))
+    whole = path.read_bytes()
+    for length in range(offset, len(whole)):
+        path.write_bytes(whole[:length])
+        assert len(events_in(path)) == 2
+    EventLog.resume(path, offset).close()
+    assert [type(event) for event in events_in(path)] == [Header, StepTaken, Resumed]
+
+
+def test_noise_at_the_end_of_the_file_is_a_torn_line(path: Path) -> None:
+    EventLog(path, "run").close()
+    with open(path, "ab") as file:
+        file.write(b"\0\0\xff\0\n")
+    assert len(events_in(path)) == 1
+
+
+def test_a_broken_line_in_the_middle_is_named(path: Path) -> None:
+    with EventLog(path, "run") as log:
+        log.emit(StepTaken())
+        log.emit(StepTaken())
+    header, first, second = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(header + first[:20] + b"\n" + second)
+    with pytest.raises(EventError, match=r"line 2 of .* is broken"):
+        events_in(path)
+
+
+def test_a_line_that_does_not_fit_its_kind_is_named(path: Path) -> None:
+    EventLog(path, "run").close()
+    append(path, kind="test_update", step=1)
+    with pytest.raises(EventError, match=r"line 2 of .* missing required field `loss`"):
+        events_in(path)
+
+
+def append(path: Path, **fields: object) -> None:
+    with open(path, "a") as file:
+        file.write(json.dumps({"time": 1.0, "run": "run", "rank": 0, "env": None} | fields) + "\n")
+
+
+def test_unknown_kinds_are_skipped_and_counted_and_unknown_fields_ignored(path: Path) -> None:
+    EventLog(path, "run").close()
+    append(path, kind="from_the_future", magic=3)
+    append(path, kind="test_update", step=1, loss=0.5, colour="red")
+    append(path, kind="test_step")
+    append(path, kind="from_the_future")
+    reader = Reader(path)
+    for _ in range(2):
+        assert [record.event for record in reader][1:] == [UpdateDone(step=1, loss=0.5), StepTaken(reward=0.0)]
+        assert reader.skipped == {"from_the_future": 2}
+
+
+def test_a_log_of_a_newer_schema_is_refused(path: Path) -> None:
+    EventLog(path, "run").close()
+    path.write_text(path.read_text().replace(f'"schema":{SCHEMA}', f'"schema":{SCHEMA + 1}'))
+    for attempt in (lambda: events_in(path), lambda: EventLog.resume(path, 0)):
+        with pytest.raises(EventError, match="newer esper"):
+            attempt()
+
+
+@pytest.mark.parametrize("content", [b"", b'{"kind":"head', b"step,loss\n1,2\n", b'{"kind":"test_step","time":1,"run":"a","rank":0}\n'])
+def test_a_file_without_a_header_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(EventError, match="header"):
+        events_in(path)
+
+
+def test_sinks_get_every_record_and_are_closed(path: Path) -> None:
+    sinks = [Collected(), Collected()]
+    with EventLog(path, "run", sinks=[sinks[0], Queued(sinks[1], 100)]) as log:
+        for step in range(50):
+            log.emit(UpdateDone(step=step, loss=0.0))
+    for sink in sinks:
+        assert sink.records == list(read(path))
+        assert sink.is_closed
+
+
+def test_a_slow_sink_drops_and_counts_while_the_file_keeps_all(path: Path) -> None:
+    slow = Collected()
+    slow.gate.clear()
+    queued = Queued(slow, 5)
+    log = EventLog(path, "run", sinks=[queued])
+    for step in range(100):
+        log.emit(UpdateDone(step=step, loss=0.0))
+    assert queued.dropped in (95, 96)  # 101 records; one may have left the queue for the sink
+    slow.gate.set()
+    log.close()
+    events = events_in(path)
+    assert len([event for event in events if isinstance(event, UpdateDone)]) == 100
+    assert events[-1] == SinkDropped(sink="Collected", dropped=queued.dropped)
+    assert len(slow.records) + queued.dropped == 101
+
+
+def test_a_hanging_sink_does_not_keep_the_run_from_ending() -> None:
+    hanging = Collected()
+    hanging.gate.clear()
+    queued = Queued(hanging, 5)
+    for _ in range(3):
+        queued.write(Record(time=0.0, run="run", rank=0, event=StepTaken()))
+    queued.close(timeout_s=0.05)
+    assert queued.dropped in (2, 3)
+    hanging.gate.set()
+
+
+def test_a_sink_that_raises_is_reported_once_and_switched_off(path: Path) -> None:
+    broken, healthy = Leaky(breaks_at=2), Collected()
+    with EventLog(path, "run", sinks=[broken, healthy]) as log:
+        for step in range(20):
+            log.emit(UpdateDone(step=step, loss=0.0))
+    events = events_in(path)
+    assert [event for event in events if isinstance(event, SinkFailed)] == [
+        SinkFailed(sink="Leaky", error="RuntimeError: the cable is loose")
+    ]
+    assert len(broken.records) == 2
+    assert broken.is_closed
+    assert len([record for record in healthy.records if isinstance(record.event, UpdateDone)]) == 20
+
+
+def test_a_sink_that_fails_on_closing_is_reported(path: Path) -> None:
+    with EventLog(path, "run", sinks=[Leaky()]):
+        pass
+    assert events_in(path)[1:] == [SinkFailed(sink="Leaky", error="OSError: cannot close")]
+
+
+def test_events_import_without_torch_or_numpy() -> None:
+    program = "import sys; sys.modules.update(torch=None, numpy=None, safetensors=None, tensorboard=None); import esper.events"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_missing_tensorboard_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from esper.events import TensorBoardSink
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ImportError, match=r"esper\[tensorboard\]"):
+        TensorBoardSink(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore")  # TensorBoard's own imports
+def test_tensorboard_gets_the_finite_numbers_of_events_with_a_step(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from esper.events import TensorBoardSink
+
+    with EventLog(tmp_path / "events.jsonl", "run", sinks=[TensorBoardSink(tmp_path / "board")]) as log:
+        log.emit(StepTaken(reward=3.0))
+        log.emit(UpdateDone(step=10, loss=0.5, label="text", env=1))
+        log.emit(UpdateDone(step=20, loss=math.nan))
+        log.emit(UpdateDone(step=30, loss=0.25))
+    board = EventAccumulator(str(tmp_path / "board"))
+    board.Reload()
+    assert board.Tags()["scalars"] == ["test_update/loss"]
+    assert [(scalar.step, scalar.value) for scalar in board.Scalars("test_update/loss")] == [(10, 0.5), (30, 0.25)]
+    assert not any(isinstance(event, SinkFailed) for event in events_in(tmp_path / "events.jsonl"))
