@@ -1,0 +1,26 @@
+"""Batched environments: the contract, the built-in ones, and bridges from and to Gymnasium (in `esper.vecenv.gymnasium`)."""
+
+from esper.vecenv.actions import ActionSpec, Continuous, Discrete, Head, Relevance
+from esper.vecenv.check import check_env, check_timestep, sample_actions
+from esper.vecenv.contract import Actions, Masks, Obs, ObservationSpec, Saveable, TensorSpec, Timestep, VecEnv
+from esper.vecenv.registry import make
+
+__all__ = [
+    "ActionSpec",
+    "Actions",
+    "Continuous",
+    "Discrete",
+    "Head",
+    "Masks",
+    "Obs",
+    "ObservationSpec",
+    "Relevance",
+    "Saveable",
+    "TensorSpec",
+    "Timestep",
+    "VecEnv",
+    "check_env",
+    "check_timestep",
+    "make",
+    "sample_actions",
+]

@@ -1,0 +1,196 @@
+"""Any Gymnasium vector environment as one of ours, whichever way it resets itself; `ToGymnasium` is the way back. Needs Gymnasium.
+
+Gymnasium resets in one of three ways, and all come out with true final observations:
+    SAME_STEP  as our contract has it; the final observation is taken from the infos
+    NEXT_STEP  the step after an end only resets: `valid` is false there, and the ending step's own observation is the final one
+    DISABLED   this adapter resets what ended, in the same step
+
+Action masks are read from `action_mask` in a Dict observation or in the infos: `[n]` for a discrete action, the heads' masks one
+after the other for several, or a dictionary by head; or from `action_mask/<head>` in the infos. An environment without one is free.
+Heads that depend on one another are declared as an ActionSpec in `metadata["action_spec"]`.
+
+Shapes: N = parallel environments.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+try:
+    import gymnasium
+    from gymnasium.vector import AutoresetMode
+except ImportError as error:
+    raise ImportError("esper.vecenv.gymnasium needs Gymnasium: pip install 'esper[gym]'") from error
+
+from esper.vecenv.actions import ActionSpec
+from esper.vecenv.contract import Actions, Masks, Obs, Timestep, VecEnv
+from esper.vecenv.info_masks import MaskReader
+from esper.vecenv.spaces import ROOT, Array, action_part, observation_parts
+from esper.vecenv.to_gymnasium import ToGymnasium
+
+__all__ = ["GymnasiumEnv", "SaveableGymnasiumEnv", "ToGymnasium", "from_gymnasium"]
+
+
+def from_gymnasium(vector_env: gymnasium.vector.VectorEnv[Any, Any, Any], *, seed: int | None = None) -> VecEnv:
+    """`vector_env` as one of ours, on the CPU. `seed` is what the first `reset()` uses unless it is given one.
+
+    It can be saved if `vector_env` has `state_dict` and `load_state_dict` of its own.
+    """
+    if hasattr(vector_env, "state_dict") and hasattr(vector_env, "load_state_dict"):
+        return SaveableGymnasiumEnv(vector_env, seed=seed)
+    return GymnasiumEnv(vector_env, seed=seed)
+
+
+class GymnasiumEnv:
+    """A VecEnv over a Gymnasium vector environment."""
+
+    def __init__(self, vector_env: gymnasium.vector.VectorEnv[Any, Any, Any], *, seed: int | None = None) -> None:
+        self.vector_env: Any = vector_env
+        self.num_envs: int = vector_env.num_envs
+        self.device = torch.device("cpu")
+        self._mode = _autoreset_mode(vector_env)
+        self._next_seed = seed
+        self._resetting: Array | None = None  # [N] bool: rows whose next step only resets them (NEXT_STEP)
+
+        space = vector_env.single_observation_space
+        # Gymnasium's own two hand out a copy of their buffers. Whoever else makes observations may write to them again.
+        copies = type(vector_env) in (gymnasium.vector.SyncVectorEnv, gymnasium.vector.AsyncVectorEnv) and getattr(
+            vector_env, "copy", False
+        )
+        parts = observation_parts(space, share_memory=copies)
+        masked_in_obs = isinstance(space, gymnasium.spaces.Dict) and "action_mask" in space.spaces
+        self._parts = [part for part in parts if not (masked_in_obs and part.path[0] == "action_mask")]
+        if not self._parts:
+            raise ValueError(f"the observation holds nothing to see: {space}")
+        self.observation_spec = {part.name: part.spec for part in self._parts}
+
+        self.action_spec, self._build_action = _actions(vector_env)
+        self._masks = MaskReader(self.action_spec, self.num_envs, in_obs=masked_in_obs)
+
+    def reset(self, seed: int | None = None) -> Timestep:
+        seed, self._next_seed = self._next_seed if seed is None else seed, None
+        raw, infos = self.vector_env.reset(seed=seed)
+        self._resetting = None
+        nothing = torch.zeros(self.num_envs, dtype=torch.bool)
+        return Timestep(self._observe(raw), torch.zeros(self.num_envs), nothing, nothing.clone(), self._masks.read(raw, infos))
+
+    def step(self, actions: Actions) -> Timestep:
+        raw, rewards, terminations, truncations, infos = self.vector_env.step(self._build_action(actions))
+        reward = np.array(rewards, dtype=np.float32)
+        terminated = np.array(terminations, dtype=np.bool_)
+        truncated = np.array(truncations, dtype=np.bool_)
+        obs = self._observe(raw)
+        masks = self._masks.read(raw, infos)
+        valid, final_obs = None, None
+        if self._resetting is not None:
+            reward[self._resetting] = 0.0
+            terminated[self._resetting] = truncated[self._resetting] = False
+            valid = torch.from_numpy(~self._resetting)
+            self._resetting = None
+        ended = terminated | truncated
+        if np.count_nonzero(ended):
+            truncated &= ~terminated
+            obs, masks, final_obs = self._end(ended, truncated, raw, infos, obs, masks)
+        return Timestep(
+            obs,
+            torch.from_numpy(reward),
+            torch.from_numpy(terminated),
+            torch.from_numpy(truncated),
+            masks,
+            final_obs=final_obs,
+            valid=valid,
+        )
+
+    def close(self) -> None:
+        self.vector_env.close()
+
+    def _observe(self, raw: Any) -> Obs:
+        return {part.name: torch.from_numpy(part.convert(part.find(raw))) for part in self._parts}
+
+    def _end(
+        self, ended: Array, truncated: Array, raw: Any, infos: dict[str, Any], obs: Obs, masks: Masks
+    ) -> tuple[Obs, Masks, Obs | None]:
+        """Next observation, its masks and the final observation of a step in which the rows `ended` ended."""
+        if self._mode is AutoresetMode.SAME_STEP:
+            return obs, masks, self._final_obs(raw, infos, truncated)
+        rows = torch.from_numpy(ended)
+        if self._mode is AutoresetMode.NEXT_STEP:
+            self._resetting = ended
+            # The next action of these rows is ignored, and a finished game may well allow nothing.
+            return obs, {name: mask | _like(rows, mask) for name, mask in masks.items()}, obs
+        next_raw, next_infos = self.vector_env.reset(options={"reset_mask": ended.copy()})
+        fresh = self._masks.read(next_raw, next_infos)
+        return self._observe(next_raw), _merged(rows, fresh, masks), obs
+
+    def _final_obs(self, raw: Any, infos: dict[str, Any], truncated: Array) -> Obs | None:
+        """Final observations out of the infos: a row each in an object array, or a batch like any observation."""
+        final = infos.get("final_obs")
+        present = infos.get("_final_obs", np.full(self.num_envs, final is not None))
+        if (truncated & ~present).any():
+            raise ValueError(
+                f"{self.vector_env} resets in the same step, but its infos hold no final_obs for the environments "
+                f"{np.flatnonzero(truncated & ~present).tolist()}, which were truncated"
+            )
+        if final is None:
+            return None
+        if not (isinstance(final, np.ndarray) and final.dtype == object):
+            return self._observe(final)
+        found = {}
+        for part in self._parts:
+            batch = np.array(part.find(raw))
+            for row in np.flatnonzero(present):
+                batch[row] = part.find(final[row])
+            found[part.name] = torch.from_numpy(part.convert(batch))
+        return found
+
+
+class SaveableGymnasiumEnv(GymnasiumEnv):
+    """A GymnasiumEnv whose vector environment can be saved."""
+
+    def state_dict(self) -> dict[str, Any]:
+        resetting = np.zeros(self.num_envs, dtype=np.bool_) if self._resetting is None else self._resetting
+        return {"vector_env": self.vector_env.state_dict(), "resetting": torch.from_numpy(resetting.copy())}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.vector_env.load_state_dict(state["vector_env"])
+        resetting = state["resetting"].cpu().numpy().copy()
+        self._resetting = resetting if resetting.any() else None
+
+
+def _autoreset_mode(vector_env: gymnasium.vector.VectorEnv[Any, Any, Any]) -> AutoresetMode:
+    mode = (vector_env.metadata or {}).get("autoreset_mode")
+    if mode is None:
+        raise ValueError(
+            f"{vector_env} does not say how it resets itself: set metadata['autoreset_mode'] to a gymnasium.vector.AutoresetMode"
+        )
+    return AutoresetMode(mode)
+
+
+def _actions(vector_env: gymnasium.vector.VectorEnv[Any, Any, Any]) -> tuple[ActionSpec, Any]:
+    """The action spec, from the space or as declared in the metadata, and what builds Gymnasium's actions."""
+    declared = vector_env.metadata.get("action_spec")
+    if declared is None:
+        part = action_part(vector_env.single_action_space)
+        return ActionSpec(part.heads), part.build
+    only = declared.heads[0].name if len(declared.heads) == 1 else ROOT
+    part = action_part(vector_env.single_action_space, only)
+    has = {(type(head), head.name, head.size) for head in part.heads}
+    says = {(type(head), head.name, head.size) for head in declared.heads}
+    if has != says:
+        raise ValueError(f"metadata['action_spec'] has the heads {declared.heads}, but the action space gives {part.heads}")
+    return declared, part.build
+
+
+def _like(rows: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """`rows` [N] with as many dimensions as `mask`."""
+    return rows.view(-1, *[1] * (mask.dim() - 1))
+
+
+def _merged(rows: torch.Tensor, new: Masks, old: Masks) -> Masks:
+    """Masks of `new` in `rows` and of `old` elsewhere; a head that only one of them masks is free in the other."""
+    free = torch.ones((), dtype=torch.bool)
+    names = new.keys() | old.keys()
+    return {name: torch.where(_like(rows, new.get(name, old.get(name, free))), new.get(name, free), old.get(name, free)) for name in names}

@@ -1,0 +1,77 @@
+"""Action masks out of what Gymnasium environments return.
+
+Shapes: N = parallel environments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from esper.vecenv.actions import ActionSpec
+from esper.vecenv.contract import Masks
+
+Array = np.ndarray[Any, np.dtype[Any]]
+KEY = "action_mask"
+
+
+class MaskReader:
+    """Reads `action_mask` from observations (`in_obs`) or infos, or one `action_mask/<head>` per head from infos."""
+
+    def __init__(self, spec: ActionSpec, num_envs: int, *, in_obs: bool) -> None:
+        self.num_envs = num_envs
+        self.in_obs = in_obs
+        self._shapes = {head.name: spec.mask_shape(head) for head in spec.discrete}
+        self._keys = {f"{KEY}/{name}": name for name in self._shapes}
+        # A flat mask is the masks of all heads one after the other; one that depends on another head has rows instead.
+        self._widths = {head.name: head.size for head in spec.discrete if head.parent is None}
+        self._is_flat = len(self._widths) == len(self._shapes)
+
+    def read(self, obs: Any, infos: Mapping[str, Any]) -> Masks:
+        """The masks, bool: `[N, size]` or `[N, parent size, size]` by head."""
+        if self.in_obs:
+            return self._split(obs)
+        if not infos:
+            return {}
+        if KEY in infos:
+            return self._split(infos)
+        return {name: torch.from_numpy(self._rows(infos, key, self._shapes[name])) for key, name in self._keys.items() if key in infos}
+
+    def _split(self, source: Mapping[str, Any]) -> Masks:
+        by_head = source[KEY]
+        if isinstance(by_head, Mapping):
+            return {
+                name: torch.from_numpy(self._rows(by_head, name, shape))
+                for name, shape in self._shapes.items()
+                if by_head.get(name) is not None
+            }
+        if not self._is_flat:
+            raise ValueError(
+                f"a flat {KEY!r} cannot say what depends on another head; give '{KEY}/<head>' in the infos: {list(self._keys)}"
+            )
+        flat = torch.from_numpy(self._rows(source, KEY, (sum(self._widths.values()),)))
+        return dict(zip(self._widths, torch.split_with_sizes(flat, list(self._widths.values()), 1), strict=True))
+
+    def _rows(self, source: Mapping[str, Any], key: str, shape: tuple[int, ...]) -> Array:
+        """`[N, *shape]` bool in memory of its own; true where an environment gave nothing."""
+        values = np.asarray(source[key])
+        present = source.get(f"_{key}")
+        if values.dtype != object:
+            if values.shape != (self.num_envs, *shape):
+                raise ValueError(f"{key!r} has shape {values.shape}, expected {(self.num_envs, *shape)}")
+            given: Array = values.astype(np.bool_)
+            if present is not None and not present.all():
+                given[~present] = True
+            return given
+        rows = np.ones((self.num_envs, *shape), dtype=np.bool_)
+        for row, value in enumerate(values):
+            if value is None or (present is not None and not present[row]):
+                continue
+            mask = np.concatenate([np.ravel(part) for part in value]) if isinstance(value, list | tuple) else np.asarray(value)
+            if mask.shape != shape:
+                raise ValueError(f"{key!r} of environment {row} has shape {mask.shape}, expected {shape}")
+            rows[row] = mask
+        return rows

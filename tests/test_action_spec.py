@@ -1,0 +1,44 @@
+"""Action specs say what is wrong with them, and travel as data."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from esper.vecenv import ActionSpec, Continuous, Discrete, Relevance
+
+
+def test_a_mask_of_a_dependent_head_has_a_row_for_each_choice_of_its_parent():
+    spec = ActionSpec((Discrete("op", 3), Discrete("slot", 4, parent="op")))
+    assert [spec.mask_shape(head) for head in spec.discrete] == [(3,), (3, 4)]
+
+
+def test_heads_are_told_apart_by_kind_and_keep_their_order():
+    spec = ActionSpec((Continuous("aim", 2), Discrete("fire", 2), Continuous("move", 3)))
+    assert [head.name for head in spec.discrete] == ["fire"]
+    assert [head.name for head in spec.continuous] == ["aim", "move"]
+
+
+def test_a_spec_survives_being_written_and_read():
+    spec = ActionSpec((Discrete("op", 3), Continuous("aim", 2)), (Relevance("aim", given="op", choices=(1, 2)),))
+    assert msgspec.json.decode(msgspec.json.encode(spec), type=ActionSpec) == spec
+
+
+@pytest.mark.parametrize(
+    ("heads", "relevance", "complaint"),
+    [
+        ((), (), "at least one head"),
+        ((Discrete("a", 2), Discrete("a", 3)), (), "must differ"),
+        ((Discrete("a", 0),), (), "size of at least 1; got 0"),
+        ((Discrete("a", 2, parent="b"), Discrete("b", 2)), (), "'b', which is no discrete head listed before it"),
+        ((Continuous("b", 2), Discrete("a", 2, parent="b")), (), "no discrete head listed before it"),
+        ((Discrete("a", 2), Discrete("b", 2)), (Relevance("b", given="c", choices=(0,)),), "the heads are"),
+        ((Discrete("a", 2), Discrete("b", 2)), (Relevance("a", given="b", choices=(0,)),), "listed before it"),
+        ((Discrete("a", 2), Discrete("b", 2)), (Relevance("b", given="a", choices=(2,)),), r"0..1; got \(2,\)"),
+        ((Discrete("a", 2), Discrete("b", 2)), (Relevance("b", given="a", choices=()),), "choices of 'a'"),
+        ((Discrete("a", 2), Discrete("b", 2)), (Relevance("b", "a", (0,)), Relevance("b", "a", (1,))), "given twice"),
+    ],
+)
+def test_a_spec_that_makes_no_sense_says_why(heads, relevance, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        ActionSpec(heads, relevance)
