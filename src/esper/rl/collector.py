@@ -1,0 +1,224 @@
+"""Acting: steps the environments with the policy and fills a rollout.
+
+Per step only what the next step needs is computed: values, log-probabilities and episode returns of all steps come in one go afterwards.
+
+Shapes: T = steps in the rollout, N = environments, S = state width.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from esper.rl.distributions import Noise
+from esper.rl.finals import Finals
+from esper.rl.gae import discounted_sums
+from esper.rl.policy import Policy, raise_on_empty_rows
+from esper.rl.rollout import Rollout
+from esper.rl.staging import Staging
+from esper.vecenv import Actions, Masks, Timestep, VecEnv
+from esper.vecenv.check import check_timestep
+
+RECENT_EPISODES = 100
+
+
+class Collector:
+    """Owns the environments' side of training: where each episode stands, and the memory that belongs to it."""
+
+    def __init__(self, env: VecEnv, policy: Policy, *, num_steps: int, length: int, time_limit_is_end: bool, validate: bool) -> None:
+        self.env, self.policy = env, policy
+        self.num_steps, self.length = num_steps, length
+        self.time_limit_is_end = time_limit_is_end
+        self.device = policy.device
+        self.checks_at_once = validate or self.device.type == "cpu"
+        self.finals = Finals(num_steps, env.num_envs, self.device)
+        self.timestep: Timestep | None = None
+        self._forget()
+        self.episodes = 0
+        self.recent_returns: deque[float] = deque(maxlen=RECENT_EPISODES)
+        self.recent_lengths: deque[float] = deque(maxlen=RECENT_EPISODES)
+        self._rollout: Rollout | None = None
+        elsewhere = env.device != self.device
+        self._to_learner = Staging(self.device) if elsewhere else None
+        self._to_env = Staging(env.device) if elsewhere else None
+
+    def reset(self, seed: int) -> None:
+        """Begins new episodes everywhere."""
+        timestep = self.env.reset(seed)
+        check_timestep(self.env, timestep)
+        self.timestep = self._here(timestep)
+        self._forget()
+
+    def _forget(self) -> None:
+        num_envs = self.env.num_envs
+        self.state = self.policy.initial_state(num_envs)  # [N, S] before the next step
+        self.starts = torch.ones(num_envs, dtype=torch.bool, device=self.device)
+        self.running_return = torch.zeros(num_envs, device=self.device)
+        self.running_length = torch.zeros(num_envs, device=self.device)
+
+    def collect(self, generator: torch.Generator) -> Rollout:
+        """The next `num_steps` steps of every environment. The rollout is overwritten by the next call."""
+        assert self.timestep is not None, "reset first"
+        rollout = self._allocate(self.timestep.masks)  # outside inference mode: the learner differentiates through copies of it
+        with torch.inference_mode():
+            self._fill(rollout, generator)
+            self._value(rollout)
+            self._count_episodes(rollout)
+        return rollout
+
+    def _fill(self, rollout: Rollout, generator: torch.Generator) -> None:
+        distribution = self.policy.distribution
+        noise = distribution.noise((self.num_steps, self.env.num_envs), generator)
+        problems = torch.zeros(self.env.num_envs, len(distribution.head_names), dtype=torch.bool, device=self.device)
+        for step, drawn in enumerate(zip(*noise, strict=True)):
+            self._step(rollout, step, Noise(*drawn), problems)
+        if not self.checks_at_once:
+            raise_on_empty_rows(distribution, problems)
+            _raise_on_non_finite(rollout.parameters)
+
+    def _allocate(self, masks: Masks) -> Rollout:
+        if self._rollout is None:
+            self._rollout = Rollout.allocate(self.policy, masks, num_steps=self.num_steps, num_envs=self.env.num_envs, length=self.length)
+        return self._rollout
+
+    def _step(self, rollout: Rollout, step: int, noise: Noise, problems: Tensor) -> None:
+        timestep, policy, distribution = self.timestep, self.policy, self.policy.distribution
+        assert timestep is not None
+        if step % self.length == 0:
+            rollout.states[step // self.length] = self.state
+        rollout.starts[step] = self.starts
+        for name, value in timestep.obs.items():
+            rollout.obs[name][step] = value
+        masks = self._store_masks(rollout, step, timestep.masks)
+
+        obs = {name: value[step] for name, value in rollout.obs.items()}
+        features, state = policy.step(policy.normalize(obs), self.state)
+        parameters = policy.decide(features)
+        choice = distribution.choose(parameters, masks, noise)
+        if self.checks_at_once:
+            _raise_on_non_finite(parameters)
+        if masks:
+            empty = distribution.empty_rows(masks, choice)
+            if self.checks_at_once:
+                raise_on_empty_rows(distribution, empty)
+            problems |= empty
+
+        after = self._here(self.env.step(self._there(distribution.actions(choice))))
+        rollout.features[step], rollout.parameters[step] = features, parameters
+        rollout.choice.picked[step], rollout.choice.latent[step] = choice
+        self._store_outcome(rollout, step, after, state)
+        self.timestep = after
+
+    def _here(self, timestep: Timestep) -> Timestep:
+        """A timestep on the learner's device, moved there in one transfer if it is elsewhere."""
+        if self._to_learner is None:
+            return timestep
+        parts = {"reward": timestep.reward, "terminated": timestep.terminated, "truncated": timestep.truncated}
+        if timestep.valid is not None:
+            parts["valid"] = timestep.valid
+        groups = {"obs/": timestep.obs, "masks/": timestep.masks, "final/": timestep.final_obs or {}}
+        for prefix, group in groups.items():
+            parts |= {prefix + name: value for name, value in group.items()}
+        moved = self._to_learner.move(parts)
+        obs, masks, final = ({name: moved[prefix + name] for name in group} for prefix, group in groups.items())
+        return Timestep(
+            obs=obs,
+            reward=moved["reward"],
+            terminated=moved["terminated"],
+            truncated=moved["truncated"],
+            masks=masks,
+            final_obs=final or None,
+            valid=moved.get("valid"),
+        )
+
+    def _there(self, actions: Actions) -> Actions:
+        """Actions on the environment's device."""
+        if self._to_env is None:
+            return actions
+        moved = self._to_env.move(actions)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        return moved
+
+    def _store_masks(self, rollout: Rollout, step: int, masks: Masks) -> Masks:
+        unknown = set(masks) - set(rollout.masks)
+        if unknown:
+            raise ValueError(f"masks for {sorted(unknown)} were not given at reset; an environment must mask the same heads at every step")
+        for head, store in rollout.masks.items():
+            store[step] = masks.get(head, True)
+        return {head: store[step] for head, store in rollout.masks.items()}
+
+    def _store_outcome(self, rollout: Rollout, step: int, after: Timestep, state: Tensor) -> None:
+        """What the environments answered, and the memory with which the next step begins."""
+        rollout.rewards[step], rollout.terminated[step], rollout.truncated[step] = after.reward, after.terminated, after.truncated
+        terminated, truncated = rollout.terminated[step], rollout.truncated[step]
+        starts = terminated | truncated
+        rollout.valid[step] = True if after.valid is None else after.valid
+        if after.valid is not None:
+            starts |= ~after.valid
+        self.starts = starts
+        if self.checks_at_once and not bool(starts.any()):
+            self.state = state
+            return
+        if not self.time_limit_is_end:
+            self.finals.add(step, after.final_obs, state, truncated & ~terminated)
+        self.state = state.masked_fill(starts.unsqueeze(-1), 0.0)
+
+    def _value(self, rollout: Rollout) -> None:
+        """Values of all steps and of what followed them."""
+        assert self.timestep is not None
+        following, _ = self.policy.step(self.policy.normalize(self.timestep.obs), self.state)
+        rollout.values.copy_(self.policy.value(rollout.features))
+        rollout.next_values[:-1] = rollout.values[1:]
+        rollout.next_values[-1] = self.policy.value(following)
+        rollout.next_values.masked_fill_(rollout.ended, 0.0)
+        cut = self.finals.values(self.policy)
+        if cut is not None:
+            positions, values = cut
+            rollout.next_values.view(-1)[positions] = values
+        self.finals.clear()
+
+    def _count_episodes(self, rollout: Rollout) -> None:
+        ended = rollout.ended
+        returns = discounted_sums(rollout.rewards, ended, self.running_return, gamma=1.0)
+        lengths = discounted_sums(rollout.valid.to(returns.dtype), ended, self.running_length, gamma=1.0)
+        self.running_return = torch.where(ended[-1], 0.0, returns[-1])
+        self.running_length = torch.where(ended[-1], 0.0, lengths[-1])
+        finished = torch.stack((returns[ended], lengths[ended])).tolist()
+        self.recent_returns.extend(finished[0])
+        self.recent_lengths.extend(finished[1])
+        self.episodes += len(finished[0])
+
+    def state_dict(self) -> dict[str, Any]:
+        assert self.timestep is not None
+        return {
+            "obs": dict(self.timestep.obs),
+            "masks": dict(self.timestep.masks),
+            "state": self.state,
+            "starts": self.starts,
+            "running_return": self.running_return,
+            "running_length": self.running_length,
+            "episodes": self.episodes,
+            "recent_returns": list(self.recent_returns),
+            "recent_lengths": list(self.recent_lengths),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.policy.core.check_state(state["state"], self.env.num_envs)
+        for name in ("state", "starts", "running_return", "running_length"):
+            setattr(self, name, state[name].to(self.device))
+        nothing = torch.zeros(self.env.num_envs, device=self.device)
+        obs, masks = ({name: value.to(self.device) for name, value in state[part].items()} for part in ("obs", "masks"))
+        self.timestep = Timestep(obs=obs, masks=masks, reward=nothing, terminated=nothing.bool(), truncated=nothing.bool())
+        self.episodes = state["episodes"]
+        self.recent_returns = deque(state["recent_returns"], maxlen=RECENT_EPISODES)
+        self.recent_lengths = deque(state["recent_lengths"], maxlen=RECENT_EPISODES)
+
+
+def _raise_on_non_finite(parameters: Tensor) -> None:
+    """A single sum tells: it is finite only if every number is (or they are absurdly large, which is no better)."""
+    if not bool(torch.isfinite(parameters.sum())):
+        raise FloatingPointError("the policy put out numbers that are not finite; lower the learning rate or look at the observations")

@@ -1,0 +1,80 @@
+"""Everything about the learner that can be set. Imports no torch, so that a command line can show it at once."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from esper.config import Config, ConfigError, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+Momentum = Annotated[float, Meta(gt=0, lt=1)]
+LogStd = Annotated[float, Meta(ge=-5, le=2)]
+
+
+class NetworkConfig(Config):
+    """Encoder, recurrent core and heads of the policy."""
+
+    core: Literal["lstm", "gru", "none"] = "lstm"  # memory between encoder and heads
+    hidden_size: PositiveInt = 128  # width of the core
+    encoder_sizes: tuple[PositiveInt, ...] = (64,)  # widths of the encoder's layers; empty: vectors go straight into the core
+    head_sizes: tuple[PositiveInt, ...] = ()  # widths of the layers between core and actor, and between core and critic
+    activation: Literal["tanh", "relu", "silu"] = "tanh"  # between layers
+    norm_before: bool = False  # layer norm before the core
+    norm_after: bool = False  # layer norm after the core
+    forget_bias: float = 1.0  # initial bias of the LSTM's forget gate
+    log_std: LogStd = -0.5  # initial log standard deviation of continuous heads
+
+
+class PPOConfig(Config):
+    """Recurrent proximal policy optimisation."""
+
+    seed: NonNegativeInt = 0  # of every random stream
+    num_steps: PositiveInt = 128  # steps of each environment in one rollout
+    num_epochs: PositiveInt = 4  # passes over a rollout
+    num_minibatches: PositiveInt = 4  # gradient steps in one pass
+    micro_batches: PositiveInt = 1  # pieces a minibatch is split into to save memory; the gradients are the same
+    bptt_length: PositiveInt | None = None  # steps that gradients flow back through; None: the whole rollout
+
+    learning_rate: PositiveFloat = 1e-3  # of Adam
+    learning_rate_schedule: Literal["constant", "linear"] = "constant"  # linear: down to zero at the last step
+    adam_eps: PositiveFloat = 1e-5  # Adam's epsilon
+    max_grad_norm: PositiveFloat = 0.5  # gradients are scaled down to this global L2 norm
+
+    gamma: Fraction = 0.99  # discount
+    gae_lambda: Fraction = 0.95  # of the advantage estimate
+    time_limit_is_end: bool = False  # take truncation for a real end: for finite horizons that the policy observes
+
+    clip_coef: PositiveFloat = 0.2  # how far the probability ratio counts
+    ratio: Literal["per_head", "joint"] = "per_head"  # clip each head's ratio, or that of the whole action
+    target_kl: PositiveFloat | None = None  # an update stops once its KL exceeds 1.5 times this; None: never
+    value_coef: NonNegativeFloat = 0.5  # weight of the value loss
+    value_clip_coef: PositiveFloat | None = None  # how far a value may move in one update, in the critic's units; None: as far as it likes
+    normalize_advantages: bool = True  # centre them per head where it mattered, scale by the rollout's spread
+
+    entropy_coef: NonNegativeFloat = 0.01  # weight of the normalised entropy of each head
+    entropy_coef_end: NonNegativeFloat | None = None  # its value at the last step, reached linearly; None: constant
+    entropy_weights: dict[str, NonNegativeFloat] = {}  # factor per head; 1 where not given
+    entropy_floor: Fraction = 0.0  # normalised entropy under which a head is pushed up; sinks to 0 in training
+    entropy_floor_coef: NonNegativeFloat = 0.1  # weight of that push
+    entropy_floor_until: Fraction = 0.5  # share of training after which the floor has sunk to 0
+
+    normalize_observations: bool = True  # by running mean and spread
+    observation_momentum: Momentum | None = None  # forget old observations at this rate per rollout; None: average all
+    normalize_rewards: bool = True  # divide by the running spread of discounted returns
+    normalize_values: bool = True  # let the critic predict returns in units of their running spread
+
+    precision: Literal["float32", "bfloat16"] = "float32"  # of the networks in the update
+    compile: bool = False  # torch.compile encoder and heads; falls back with an event
+    validate: bool = False  # raise errors at once on any device, at the price of synchronisation
+    max_skips: PositiveInt = 10  # non-finite gradient steps in a row after which training stops
+    network: NetworkConfig = NetworkConfig()
+
+    def check(self) -> None:
+        if self.bptt_length is not None and self.num_steps % self.bptt_length:
+            raise ConfigError("bptt_length", expected=f"a divisor of num_steps ({self.num_steps})", got=self.bptt_length)
+
+    @property
+    def sequence_length(self) -> int:
+        """Steps in one unit of a minibatch: single steps without memory, else what gradients flow back through."""
+        return 1 if self.network.core == "none" else (self.bptt_length or self.num_steps)

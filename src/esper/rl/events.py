@@ -1,0 +1,72 @@
+"""What the learner reports. Small records, emitted where the fact is known; who listens is not the learner's business."""
+
+from __future__ import annotations
+
+from esper.events import Event
+
+
+class Update(Event, tag="update"):
+    """One rollout was collected and learned from. Means are over the gradient steps taken; per-head values only where a head mattered."""
+
+    step: int  # environment steps so far
+    update: int
+    episodes: int  # finished so far
+    mean_return: float  # of the last 100 finished episodes, in raw reward; nan before the first
+    mean_length: float
+    policy_loss: float
+    value_loss: float
+    entropy: dict[str, float]  # per head, normalised
+    kl: dict[str, float]  # per head
+    total_kl: float
+    clip_fraction: float
+    ratio_max: float
+    explained_variance: float
+    grad_norm: float
+    learning_rate: float
+    gradient_steps: int  # taken; fewer than planned after a KL stop or a skip
+    skipped: int  # non-finite gradient steps so far
+    steps_per_second: float
+    collect_seconds: float
+    update_seconds: float
+
+
+class GradientNorms(Event, tag="gradient_norms"):
+    """Global L2 norms of the last minibatch's gradients, before clipping, by part of the policy."""
+
+    step: int
+    norms: dict[str, float]
+    health: dict[str, float]  # 1 healthy … 0 vanished or exploded
+
+
+class Skipped(Event, tag="skipped"):
+    """Gradient steps of one update that were not taken because loss or gradient were not finite, with the parts of the first."""
+
+    step: int
+    count: int
+    in_a_row: int
+    policy_loss: float
+    value_loss: float
+    entropy: float
+    grad_norm: float
+
+
+class Warned(Event, tag="warned"):
+    """A diagnostic crossed its threshold."""
+
+    step: int
+    diagnostic: str  # a field of `esper.rl.diagnostics.Thresholds`
+    subject: str  # head or part of the policy; "" where it is the whole
+    value: float
+    threshold: float
+
+
+class CompileFailed(Event, tag="compile_failed"):
+    """torch.compile did not work; training goes on without it."""
+
+    reason: str
+
+
+class EpisodesRestarted(Event, tag="episodes_restarted"):
+    """The environment cannot save itself, so resuming began new episodes."""
+
+    step: int

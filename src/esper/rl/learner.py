@@ -1,0 +1,250 @@
+"""Learning: several passes of clipped gradient steps over one rollout.
+
+The device is read once per update. Whether a step is skipped (loss or gradient not finite) or the update has stopped (KL too large) is
+decided on the device and obeyed by the optimiser there; on CPU, where asking is free, a stopped update also ends at once.
+
+Shapes: J = heads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from esper.rl.batch import Batch, Minibatch, prepare
+from esper.rl.compiling import Compiled
+from esper.rl.config import PPOConfig
+from esper.rl.fragments import Fragments, minibatches, split
+from esper.rl.loss import Coefficients, Counts, Terms, add_up, ppo_loss
+from esper.rl.normalize import RewardNormalizer
+from esper.rl.policy import Policy
+from esper.rl.rollout import Rollout
+from esper.vecenv import Head, Obs
+
+KL_SLACK = 1.5  # an update stops when its KL exceeds the target times this
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What an update did, read from the device once. Means are over the gradient steps taken."""
+
+    policy_loss: float
+    value_loss: float
+    entropy: list[float]  # per head
+    kl: list[float]  # per head
+    total_kl: float
+    clip_fraction: float
+    ratio_max: float
+    grad_norm: float
+    steps_taken: int
+    skipped: int
+    skipped_in_a_row: int
+    first_skipped: list[float] | None  # policy loss, value loss, summed entropy, gradient norm
+    gradient_norms: dict[str, float]  # of the last minibatch, by layer and head
+    explained_variance: float
+    value_spread: float
+    return_spread: float
+    mattered: list[bool]  # per head
+
+
+class Learner:
+    """Owns the optimiser, the reward normaliser and the gradient buffer of a policy."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        config: PPOConfig,
+        *,
+        num_envs: int,
+        rng: np.random.Generator,
+        on_compile_failure: Callable[[Exception], None],
+    ) -> None:
+        self.policy, self.config, self.rng = policy, config, rng
+        self.device = policy.device
+        self.reward_normalizer = RewardNormalizer(num_envs, gamma=config.gamma, device=self.device) if config.normalize_rewards else None
+        self.weights = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+        self.gradient = _flat_gradients(self.weights)  # every gradient is a view of this
+        self.optimizer = torch.optim.Adam(self.weights, lr=config.learning_rate, eps=config.adam_eps, fused=True)
+        self.in_a_row = torch.zeros((), device=self.device)  # skipped steps
+        self.encode: Callable[[Obs], Tensor] = policy.encode
+        self.heads: Callable[[Tensor], tuple[Tensor, Tensor]] = policy.heads
+        if config.compile:
+            self.encode, self.heads = Compiled(policy.encode, on_compile_failure), Compiled(policy.heads, on_compile_failure)
+        names = policy.distribution.head_names
+        unknown = set(config.entropy_weights) - set(names)
+        if unknown:
+            raise ValueError(f"entropy_weights names {sorted(unknown)}; the heads are {list(names)}")
+        self.entropy_weights = torch.tensor([config.entropy_weights.get(name, 1.0) for name in names], device=self.device)
+
+    def update(self, rollout: Rollout, *, progress: float) -> Outcome:
+        """Learns from a rollout. `progress` is the share of training that is done, for the schedules."""
+        config = self.config
+        batch = prepare(rollout, self.policy, config, self.reward_normalizer)
+        coefficients = self._coefficients(batch, progress)
+        self._set_learning_rate(progress)
+        log = _Log(config.num_epochs * config.num_minibatches, len(self.entropy_weights), self.device)
+        stopped = torch.zeros((), dtype=torch.bool, device=self.device)
+        for _ in range(config.num_epochs):
+            for fragments in minibatches(batch.starts, length=config.sequence_length, parts=config.num_minibatches, rng=self.rng):
+                stopped = self._gradient_step(batch, fragments, coefficients, stopped, log)
+            if self.device.type == "cpu" and bool(stopped):
+                break
+        return self._read(batch, log)
+
+    def _coefficients(self, batch: Batch, progress: float) -> Coefficients:
+        """The entropy weight of a head is raised while its entropy lies under the floor, by how far it lies there."""
+        config = self.config
+        end = config.entropy_coef if config.entropy_coef_end is None else config.entropy_coef_end
+        base = config.entropy_coef + (end - config.entropy_coef) * progress
+        floor = config.entropy_floor * max(0.0, 1.0 - progress / config.entropy_floor_until) if config.entropy_floor_until else 0.0
+        shortfall = (floor - batch.entropy).clamp_min(0.0)
+        return Coefficients(
+            clip=config.clip_coef,
+            value=config.value_coef,
+            value_clip=config.value_clip_coef,
+            entropy=self.entropy_weights * (base + config.entropy_floor_coef * shortfall),
+            joint_ratio=config.ratio == "joint",
+        )
+
+    def _set_learning_rate(self, progress: float) -> None:
+        factor = 1.0 - progress if self.config.learning_rate_schedule == "linear" else 1.0
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.config.learning_rate * factor
+
+    @property
+    def learning_rate(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def _gradient_step(self, batch: Batch, fragments: Fragments, coef: Coefficients, stopped: Tensor, log: _Log) -> Tensor:
+        """One step of the optimiser, or none. Returns whether the update has stopped."""
+        terms = self._backward(batch, fragments, coef)
+        norm = torch.linalg.vector_norm(self.gradient)
+        broken = ~torch.isfinite(terms.loss + norm)
+        if self.config.target_kl is not None:
+            stopped = stopped | (terms.total_kl > KL_SLACK * self.config.target_kl)
+        skip = broken | stopped
+        log.write(terms, norm, broken & ~stopped, ~skip)
+        self.in_a_row = torch.where(stopped, self.in_a_row, (self.in_a_row + 1) * broken)
+        self.gradient.mul_((self.config.max_grad_norm / (norm + 1e-6)).clamp_max(1.0))
+        # The fused optimiser skips its step on the device where this is 1; it is how torch's own GradScaler tells it.
+        self.optimizer.grad_scale, self.optimizer.found_inf = None, skip.float()  # type: ignore[attr-defined]
+        self.optimizer.step()
+        return stopped
+
+    def _backward(self, batch: Batch, fragments: Fragments, coef: Coefficients) -> Terms:
+        """Fills the gradient buffer from one minibatch, piece by piece, and returns its terms."""
+        self.gradient.zero_()
+        counts = batch.counts(fragments)
+        pieces = [self._piece(batch.gather(piece), counts, coef) for piece in split(fragments, self.config.micro_batches)]
+        return pieces[0] if len(pieces) == 1 else add_up(pieces)
+
+    def _piece(self, minibatch: Minibatch, counts: Counts, coef: Coefficients) -> Terms:
+        policy = self.policy
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.config.precision == "bfloat16"):
+            inputs = self.encode(minibatch.obs)
+            parameters, predicted = self.heads(policy.core.sequence(inputs, minibatch.states, minibatch.sizes))
+        new = policy.distribution.evaluate(parameters, minibatch.choice, minibatch.masks)
+        terms = ppo_loss(new, predicted.to(new.log_prob.dtype), minibatch.samples, counts, coef)
+        terms.loss.backward()  # type: ignore[no-untyped-call]
+        return Terms(*(term.detach() for term in terms))
+
+    @torch.no_grad()
+    def _read(self, batch: Batch, log: _Log) -> Outcome:
+        """Everything the host wants to know about an update, in one transfer."""
+        norms = gradient_norms(self.policy)
+        scalars = (batch.explained_variance, batch.value_spread, batch.return_spread, self.in_a_row)
+        mattered = batch.counts(None).weight > 0
+        parts = [log.rows.flatten(), mattered, torch.stack([*(s.to(torch.float32) for s in scalars), *norms.values()])]
+        numbers = torch.cat([part.to(torch.float32) for part in parts]).tolist()
+        size, heads = log.rows.numel(), len(self.entropy_weights)
+        rows = np.array(numbers[:size]).reshape(log.rows.shape)
+        rest = numbers[size:]
+        variance, value_spread, return_spread, in_a_row = rest[heads : heads + 4]
+        return log.summarise(
+            rows,
+            skipped_in_a_row=int(in_a_row),
+            gradient_norms=dict(zip(norms, rest[heads + 4 :], strict=True)),
+            explained_variance=variance,
+            value_spread=value_spread,
+            return_spread=return_spread,
+            mattered=[bool(flag) for flag in rest[:heads]],
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        rewards = None if self.reward_normalizer is None else self.reward_normalizer.state_dict()
+        return {"optimizer": self.optimizer.state_dict(), "reward_normalizer": rewards, "in_a_row": self.in_a_row}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.reward_normalizer is not None:
+            self.reward_normalizer.load_state_dict(state["reward_normalizer"])
+        self.in_a_row.copy_(state["in_a_row"])
+
+
+def _flat_gradients(weights: list[nn.Parameter]) -> Tensor:
+    """One buffer that all gradients are views of: zeroing, norm and clipping are one operation each."""
+    flat = torch.zeros(sum(weight.numel() for weight in weights), device=weights[0].device, dtype=weights[0].dtype)
+    offset = 0
+    for weight in weights:
+        weight.grad = flat[offset : offset + weight.numel()].view_as(weight)
+        offset += weight.numel()
+    return flat
+
+
+def gradient_norms(policy: Policy) -> dict[str, Tensor]:
+    """Global L2 norms of the gradients by layer, and of the actor's last layer by head."""
+    norms: dict[str, Tensor] = {}
+    for name, module in policy.named_modules():
+        gradients = [weight.grad for weight in module.parameters(recurse=False) if weight.grad is not None]
+        if gradients and name:
+            norms[name] = torch.nn.utils.get_total_norm(gradients)
+    last = policy.actor[-1].weight.grad
+    assert isinstance(last, Tensor)
+    heads: list[Head] = [*policy.action_spec.discrete, *policy.action_spec.continuous]
+    for head, rows in zip(heads, last.split_with_sizes([head.size for head in heads]), strict=True):
+        norms[f"head {head.name}"] = torch.linalg.vector_norm(rows)
+    return norms
+
+
+class _Log:
+    """One row per gradient step, on the device: the terms, the gradient norm, and whether the step was broken or taken."""
+
+    def __init__(self, capacity: int, heads: int, device: torch.device) -> None:
+        self.heads = heads
+        self.rows = torch.zeros(capacity, 8 + 2 * heads, device=device)
+        self.next = 0
+
+    def write(self, terms: Terms, norm: Tensor, broken: Tensor, taken: Tensor) -> None:
+        singles = torch.stack((terms.policy_loss, terms.value_loss, terms.total_kl, terms.clip_fraction, terms.ratio_max, norm))
+        flags = torch.stack((broken, taken)).to(singles.dtype)
+        torch.cat((flags, singles, terms.entropy, terms.kl), out=self.rows[self.next])
+        self.next += 1
+
+    def summarise(self, rows: NDArray[Any], **rest: Any) -> Outcome:
+        broken, taken = rows[:, 0] > 0, rows[:, 1] > 0
+        means = rows[taken].mean(0) if taken.any() else np.full(rows.shape[1], np.nan)
+        policy_loss, value_loss, total_kl, clip_fraction, _, grad_norm = means[2:8].tolist()
+        first = rows[np.argmax(broken)] if broken.any() else None
+        return Outcome(
+            policy_loss=policy_loss,
+            value_loss=value_loss,
+            entropy=means[8 : 8 + self.heads].tolist(),
+            kl=means[8 + self.heads :].tolist(),
+            total_kl=total_kl,
+            clip_fraction=clip_fraction,
+            ratio_max=float(rows[taken, 6].max()) if taken.any() else math.nan,
+            grad_norm=grad_norm,
+            steps_taken=int(taken.sum()),
+            skipped=int(broken.sum()),
+            first_skipped=None
+            if first is None
+            else [float(first[2]), float(first[3]), float(first[8 : 8 + self.heads].sum()), float(first[7])],
+            **rest,
+        )

@@ -1,0 +1,109 @@
+"""PPO's objective as pure functions of tensors.
+
+Everything is a sum over steps divided by counts that are given, so that the pieces of a minibatch add up to the whole.
+
+Shapes: M = steps in the minibatch (or a piece of it), J = heads, or 1 where the ratio is that of the whole action.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from esper.rl.distributions import Evaluation
+
+
+class Samples(NamedTuple):
+    """What a rollout says about each step, aligned with the minibatch."""
+
+    advantages: Tensor  # [M, J], 0 where a head did not matter
+    old_log_prob: Tensor  # [M, J]
+    weight: Tensor  # [M, J] 1 where the step was real and the head mattered, else 0
+    valid: Tensor  # [M] 1 where the step was real, else 0
+    target: Tensor  # [M] return in the critic's units
+    old_value: Tensor  # [M] in the critic's units
+
+
+class Counts(NamedTuple):
+    """What the sums are divided by: those of the whole minibatch, over all ranks."""
+
+    valid: Tensor  # []
+    weight: Tensor  # [J]
+
+
+class Terms(NamedTuple):
+    """The loss and what it is made of; all but `ratio_max` add up over pieces."""
+
+    loss: Tensor  # []
+    policy_loss: Tensor  # []
+    value_loss: Tensor  # []
+    entropy: Tensor  # [J] mean where the head mattered
+    kl: Tensor  # [J] mean where the head mattered
+    total_kl: Tensor  # [] of the whole action
+    clip_fraction: Tensor  # [] of the heads that mattered
+    ratio_max: Tensor  # []
+
+
+def add_up(pieces: list[Terms]) -> Terms:
+    """The terms of a minibatch from those of its pieces."""
+    sums = Terms(*(torch.stack(parts).sum(0) for parts in zip(*pieces, strict=True)))
+    return sums._replace(ratio_max=torch.stack([piece.ratio_max for piece in pieces]).max())
+
+
+@dataclass(frozen=True, slots=True)
+class Coefficients:
+    clip: float
+    value: float
+    value_clip: float | None
+    entropy: Tensor  # [J] weight of each head's mean entropy
+    joint_ratio: bool
+
+
+def ppo_loss(new: Evaluation, predicted: Tensor, samples: Samples, counts: Counts, coef: Coefficients) -> Terms:
+    """The clipped surrogate over heads, the value loss, and minus the weighted entropy.
+
+    policy: Σ over real steps and heads that mattered of -min(r·A, clip(r)·A), divided by the number of real steps
+    value: ½·(prediction - return)², mean over real steps
+    entropy: per head the mean normalised entropy over the steps where it mattered
+    """
+    valid_count, head_counts = counts.valid.clamp_min(1), counts.weight.clamp_min(1)
+    log_ratio = (new.log_prob - samples.old_log_prob) * samples.weight  # [M, J]
+    drift = torch.expm1(log_ratio) - log_ratio  # an estimate of KL that is never negative
+    if coef.joint_ratio:
+        log_ratio = log_ratio.sum(-1, keepdim=True)
+    ratio = log_ratio.exp()
+    clipped = ratio.clamp(1 - coef.clip, 1 + coef.clip)
+    policy_loss = -(torch.minimum(ratio * samples.advantages, clipped * samples.advantages)).sum() / valid_count
+    value_loss = _value_loss(predicted, samples, coef.value_clip) / valid_count
+    entropy = (new.entropy * samples.weight).sum(0) / head_counts
+    loss = policy_loss + coef.value * value_loss - (coef.entropy * entropy).sum()
+    with torch.no_grad():
+        head_drift = (drift * samples.weight).sum(0)
+        outside = ((ratio - 1).abs() > coef.clip).to(ratio.dtype).sum()
+        touched = valid_count if coef.joint_ratio else head_counts.sum()
+        diagnostics = head_drift / head_counts, head_drift.sum() / valid_count, outside / touched, ratio.max()
+    return Terms(loss, policy_loss.detach(), value_loss.detach(), entropy.detach(), *diagnostics)
+
+
+def _value_loss(predicted: Tensor, samples: Samples, clip: float | None) -> Tensor:
+    error = (predicted - samples.target).square()
+    if clip is not None:
+        near = samples.old_value + (predicted - samples.old_value).clamp(-clip, clip)
+        error = torch.maximum(error, (near - samples.target).square())
+    return 0.5 * (error * samples.valid).sum()
+
+
+def normalize_advantages(advantages: Tensor, weight: Tensor, valid: Tensor) -> Tensor:
+    """Advantages [M] per head [M, J], centred over the steps where the head mattered, in units of the spread over all real steps.
+
+    Centring per head is a baseline that knows whether the head mattered: the choice of a slot is not blamed for the decision to use one.
+    A head that mattered once, or a rollout of one step, gets 0; an empty one stays empty.
+    """
+    count = valid.sum().clamp_min(1)
+    mean = (advantages * valid).sum() / count
+    spread = (((advantages - mean) * valid).square().sum() / count).sqrt()
+    head_mean = (advantages.unsqueeze(-1) * weight).sum(0) / weight.sum(0).clamp_min(1)  # [J]
+    return (advantages.unsqueeze(-1) - head_mean) * weight / (spread + 1e-8)

@@ -1,0 +1,94 @@
+"""Encoders and the small networks around the core.
+
+Shapes: B = any leading dimension (environments, or packed steps).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from esper.vecenv import Obs, ObservationSpec
+
+ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU}
+_GAIN = 2.0**0.5
+_SMALLEST_IMAGE = 8  # pixels on a side; smaller ones are taken as vectors
+
+
+def mlp(sizes: Sequence[int], activation: str) -> nn.Sequential:
+    """Linear layers through these widths, each followed by the activation."""
+    layers: list[nn.Module] = []
+    for width_in, width_out in itertools.pairwise(sizes):
+        layers += [nn.Linear(width_in, width_out), ACTIVATIONS[activation]()]
+    return nn.Sequential(*layers)
+
+
+def initialize(module: nn.Module, generator: torch.Generator, *, gain: float = _GAIN) -> None:
+    """Orthogonal weights and zero biases for every linear layer and convolution inside."""
+    for layer in module.modules():
+        if isinstance(layer, nn.Linear | nn.Conv2d):
+            nn.init.orthogonal_(layer.weight, gain=gain, generator=generator)
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
+
+
+def is_image(shape: tuple[int, ...]) -> bool:
+    """Three dimensions, two of them large enough to slide a kernel over: [H, W, C] or [C, H, W]."""
+    return len(shape) == 3 and sorted(shape)[1] >= _SMALLEST_IMAGE
+
+
+class ImageEncoder(nn.Module):
+    """Three strided convolutions for an image of bytes, [C, H, W] or [H, W, C] (channels are the smallest of the outer two)."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.channels_last = shape[2] < shape[0]
+        channels = shape[2] if self.channels_last else shape[0]
+        self.convolutions = nn.Sequential(
+            nn.Conv2d(channels, 32, 5, stride=2, padding=2), nn.ReLU(),
+            nn.Conv2d(32, 64, 3, stride=2, padding=1), nn.ReLU(),
+            nn.Conv2d(64, 64, 3, stride=2, padding=1), nn.ReLU(),
+            nn.Flatten(),
+        )  # fmt: skip
+        with torch.no_grad():
+            self.output_size = self.convolutions(self._channels_first(torch.zeros(1, *shape))).shape[1]
+
+    def _channels_first(self, images: Tensor) -> Tensor:
+        return images.permute(0, 3, 1, 2) if self.channels_last else images
+
+    def forward(self, images: Tensor) -> Tensor:
+        scaled = images.to(torch.get_default_dtype())
+        if images.dtype == torch.uint8:
+            scaled = scaled / 255.0
+        features: Tensor = self.convolutions(self._channels_first(scaled))
+        return features
+
+
+class Encoder(nn.Module):
+    """Any observation to one vector: images through convolutions, everything else flattened, then layers of the stated widths."""
+
+    def __init__(self, spec: ObservationSpec, sizes: Sequence[int], activation: str) -> None:
+        super().__init__()
+        self.names = tuple(sorted(spec))
+        self.images = nn.ModuleDict({name: ImageEncoder(spec[name].shape) for name in self.names if is_image(spec[name].shape)})
+        widths = [_width(spec[name].shape, dict(self.images.items()).get(name)) for name in self.names]
+        self.layers = mlp([sum(widths), *sizes], activation)
+        self.output_size = sizes[-1] if sizes else sum(widths)
+
+    def forward(self, obs: Obs) -> Tensor:
+        parts = [self.images[name](obs[name]) if name in self.images else _flat(obs[name]) for name in self.names]
+        joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        features: Tensor = self.layers(joined)
+        return features
+
+
+def _flat(values: Tensor) -> Tensor:
+    flat = values.flatten(1)
+    return flat if flat.is_floating_point() else flat.to(torch.float32)
+
+
+def _width(shape: tuple[int, ...], image: nn.Module | None) -> int:
+    return image.output_size if isinstance(image, ImageEncoder) else int(torch.Size(shape).numel())

@@ -1,0 +1,116 @@
+"""Normalisers of observations, rewards and values.
+
+All of them are frozen while a rollout is collected and updated after it. None is thread-safe: one learner owns them.
+
+Shapes: T = steps in the rollout, N = parallel environments.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from esper.rl.gae import discounted_sums
+from esper.statistics import ExponentialMoments, RunningMoments
+from esper.vecenv import Obs, ObservationSpec
+
+CLIP = 10.0  # normalised observations and rewards lie within ± this
+SMALLEST_SPREAD = 1e-4  # a feature that never varies is not blown up
+VALUE_MOMENTUM = 0.9  # per rollout: returns change as the policy does
+
+
+class ObservationNormalizer(nn.Module):
+    """Shifts and scales floating-point observations by their running moments; images and other integers pass as they are.
+
+    What is needed to act is in buffers and travels with the policy; the moments behind them belong to training.
+    """
+
+    def __init__(self, spec: ObservationSpec, *, momentum: float | None = None) -> None:
+        super().__init__()
+        self.names = tuple(name for name, part in spec.items() if part.torch_dtype.is_floating_point)
+        self.moments = {
+            name: RunningMoments(spec[name].shape) if momentum is None else ExponentialMoments(spec[name].shape, momentum=momentum)
+            for name in self.names
+        }
+        self.means, self.scales = nn.ParameterDict(), nn.ParameterDict()
+        for name in self.names:
+            self.means[name] = nn.Parameter(torch.zeros(spec[name].shape), requires_grad=False)
+            self.scales[name] = nn.Parameter(torch.ones(spec[name].shape), requires_grad=False)
+
+    def forward(self, obs: Obs) -> Obs:
+        return {name: self._normalize(name, value) if name in self.moments else value for name, value in obs.items()}
+
+    def _normalize(self, name: str, value: Tensor) -> Tensor:
+        normalized: Tensor = (value - self.means[name]) * self.scales[name]
+        return normalized.clamp_(-CLIP, CLIP)
+
+    def update(self, raw: Obs, valid: Tensor | None) -> None:
+        """Takes in the raw observations of a rollout [T, N, ...]."""
+        for name, moments in self.moments.items():
+            moments.update(raw[name], valid)
+            self.means[name].copy_(moments.mean)
+            self.scales[name].copy_(1.0 / moments.std.clamp_min(SMALLEST_SPREAD))
+
+    def training_state(self) -> dict[str, Any]:
+        return {name: moments.state_dict() for name, moments in self.moments.items()}
+
+    def load_training_state(self, state: dict[str, Any]) -> None:
+        for name, moments in self.moments.items():
+            moments.load_state_dict(state[name])
+
+
+class RewardNormalizer:
+    """Divides rewards by the running spread of discounted returns. The mean is left alone: it carries what is good and bad."""
+
+    def __init__(self, num_envs: int, *, gamma: float, device: torch.device) -> None:
+        self.gamma = gamma
+        self.moments = RunningMoments((), device=device)
+        self.running = torch.zeros(num_envs, device=device)  # discounted return of each episode so far
+
+    def __call__(self, rewards: Tensor, ended: Tensor, valid: Tensor | None) -> Tensor:
+        """Normalised rewards [T, N], after taking in the rollout they belong to."""
+        sums = discounted_sums(rewards, ended, self.running, gamma=self.gamma)
+        self.running = torch.where(ended[-1], 0.0, sums[-1])
+        self.moments.update(sums, valid)
+        return (rewards / self.moments.std.clamp_min(SMALLEST_SPREAD).to(rewards.dtype)).clamp_(-CLIP, CLIP)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"moments": self.moments.state_dict(), "running": self.running}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.moments.load_state_dict(state["moments"])
+        self.running.copy_(state["running"])
+
+
+class ValueNormalizer(nn.Module):
+    """Returns in units of their running mean and spread. The critic predicts in those units; `restore` undoes them before use.
+
+    When the units change, the critic's last layer is changed with them, so that what it predicts does not jump.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moments = ExponentialMoments((), momentum=VALUE_MOMENTUM)
+        self.register_buffer("mean", torch.zeros(()))
+        self.register_buffer("spread", torch.ones(()))
+        self.mean: Tensor
+        self.spread: Tensor
+
+    def restore(self, predicted: Tensor) -> Tensor:
+        return predicted * self.spread + self.mean
+
+    def normalize(self, returns: Tensor) -> Tensor:
+        return (returns - self.mean) / self.spread
+
+    @torch.no_grad()
+    def update(self, returns: Tensor, valid: Tensor | None, last_layer: nn.Linear) -> None:
+        """Takes in the returns of a rollout [T, N] and moves the critic's last layer into the new units."""
+        self.moments.update(returns, valid)
+        mean = self.moments.mean.to(self.mean.dtype)
+        spread = self.moments.std.clamp_min(SMALLEST_SPREAD).to(self.spread.dtype)
+        last_layer.weight.mul_(self.spread / spread)
+        last_layer.bias.mul_(self.spread).add_(self.mean - mean).div_(spread)
+        self.mean.copy_(mean)
+        self.spread.copy_(spread)

@@ -1,0 +1,193 @@
+"""The policy: normaliser, encoder, recurrent core, actor and critic.
+
+Shapes: N = environments, M = packed steps, F = fragments, S = state width, H = core width, P = distribution parameters.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from esper.rl.config import NetworkConfig
+from esper.rl.distributions import ActionDistribution
+from esper.rl.networks import Encoder, initialize, mlp
+from esper.rl.normalize import ObservationNormalizer, ValueNormalizer
+from esper.rl.recurrent import GRU, LSTM, Core, NoMemory
+from esper.vecenv import Actions, ActionSpec, Masks, Obs, ObservationSpec
+
+_ACTOR_GAIN = 0.01  # nearly uniform at first
+_CRITIC_GAIN = 1.0
+
+
+@runtime_checkable
+class Sized(Protocol):
+    """What an encoder of one's own must be: a module from observations to [B, output_size]."""
+
+    output_size: int
+
+
+class Policy(nn.Module):
+    """Acts on raw observations; holds everything that acting needs.
+
+    An encoder of one's own takes the (normalised) observation, a tensor where there is only "obs" and else a dictionary, and has an
+    attribute `output_size`. It keeps its own initialisation.
+    """
+
+    def __init__(
+        self,
+        observation_spec: ObservationSpec,
+        action_spec: ActionSpec,
+        network: NetworkConfig,
+        *,
+        generator: torch.Generator,
+        encoder: nn.Module | None = None,
+        normalize_observations: bool = True,
+        normalize_values: bool = True,
+        observation_momentum: float | None = None,
+    ) -> None:
+        super().__init__()
+        if encoder is not None and not isinstance(encoder, Sized):
+            raise ValueError(f"the encoder {type(encoder).__name__} needs an attribute `output_size`, the width of what it returns")
+        self.observation_spec, self.action_spec, self.network = observation_spec, action_spec, network
+        self.distribution = ActionDistribution(action_spec)
+        self.takes_tensor = encoder is not None and set(observation_spec) == {"obs"}
+        # torch's layers draw their first weights from the global generator, which is not ours to move; ours replace them.
+        with torch.random.fork_rng(devices=[]):
+            self.normalizer = ObservationNormalizer(observation_spec, momentum=observation_momentum) if normalize_observations else None
+            self.value_normalizer = ValueNormalizer() if normalize_values else None
+            built = encoder or Encoder(observation_spec, network.encoder_sizes, network.activation)
+            assert isinstance(built, Sized)
+            self.encoder: nn.Module = built
+            self.core = _core(network, int(built.output_size))
+            self.norm_before = nn.LayerNorm(int(built.output_size)) if network.norm_before else nn.Identity()
+            self.norm_after = nn.LayerNorm(self.core.output_size) if network.norm_after else nn.Identity()
+            widths = [self.core.output_size, *network.head_sizes]
+            outputs = self.distribution.num_choices + self.distribution.num_continuous
+            self.actor = nn.Sequential(*mlp(widths, network.activation), nn.Linear(widths[-1], outputs))
+            self.critic = nn.Sequential(*mlp(widths, network.activation), nn.Linear(widths[-1], 1))
+        self.log_std = nn.Parameter(torch.full((self.distribution.num_continuous,), network.log_std))
+        self._initialize(generator, own_encoder=encoder is None)
+
+    def _initialize(self, generator: torch.Generator, *, own_encoder: bool) -> None:
+        if own_encoder:
+            initialize(self.encoder, generator)
+        if isinstance(self.core, LSTM):
+            self.core.initialize(generator, forget_bias=self.network.forget_bias)
+        elif isinstance(self.core, GRU):
+            self.core.initialize(generator)
+        for head, gain in ((self.actor, _ACTOR_GAIN), (self.critic, _CRITIC_GAIN)):
+            initialize(head[:-1], generator)
+            initialize(head[-1], generator, gain=gain)
+
+    @property
+    def device(self) -> torch.device:
+        return self.log_std.device
+
+    @property
+    def last_critic_layer(self) -> nn.Linear:
+        layer = self.critic[-1]
+        assert isinstance(layer, nn.Linear)
+        return layer
+
+    def initial_state(self, num_envs: int) -> Tensor:
+        return self.core.initial_state(num_envs, device=self.device)
+
+    def normalize(self, obs: Obs) -> Obs:
+        return obs if self.normalizer is None else self.normalizer(obs)
+
+    def encode(self, obs: Obs) -> Tensor:
+        """Normalised observations to the core's input [B, I]."""
+        features: Tensor = self.norm_before(self.encoder(obs["obs"] if self.takes_tensor else obs))
+        return features
+
+    def heads(self, output: Tensor) -> tuple[Tensor, Tensor]:
+        """From the core's output [B, H]: distribution parameters [B, P] and what the critic puts out [B]."""
+        features = self.norm_after(output)
+        return self.decide(features), self.predict(features)
+
+    def step(self, obs: Obs, state: Tensor) -> tuple[Tensor, Tensor]:
+        """One step from normalised observations: what the heads see [N, H], and the state after it [N, S]."""
+        output, state = self.core.step(self.encode(obs), state)
+        return self.norm_after(output), state
+
+    def decide(self, features: Tensor) -> Tensor:
+        """The parameters of the action distribution [B, P]."""
+        outputs: Tensor = self.actor(features)
+        if not self.distribution.num_continuous:
+            return outputs
+        return torch.cat((outputs, self.log_std.to(outputs.dtype).expand(*outputs.shape[:-1], -1)), dim=-1)
+
+    def predict(self, features: Tensor) -> Tensor:
+        """What the critic puts out [B], in its own units."""
+        predicted: Tensor = self.critic(features).squeeze(-1)
+        return predicted
+
+    def value(self, features: Tensor) -> Tensor:
+        """Expected return [B], in units of the reward."""
+        predicted = self.predict(features)
+        return predicted if self.value_normalizer is None else self.value_normalizer.restore(predicted)
+
+    @torch.inference_mode()
+    def act(
+        self,
+        obs: Obs | Tensor,
+        state: Tensor | None = None,
+        *,
+        masks: Masks | None = None,
+        starts: Tensor | None = None,
+        generator: torch.Generator | None = None,
+    ) -> tuple[Actions, Tensor]:
+        """Actions for raw observations [N, ...], and the state to pass on with the next ones.
+
+        No state, or `starts` [N] true: an episode begins there. With a generator actions are drawn, without one they are the likeliest.
+        """
+        named = {"obs": obs} if isinstance(obs, Tensor) else obs
+        rows = self._check_obs(named)
+        if state is None:
+            state = self.initial_state(rows)
+        self.core.check_state(state, rows)
+        if starts is not None:
+            state = state.masked_fill(starts.unsqueeze(-1), 0.0)
+        features, state = self.step(self.normalize(named), state)
+        noise = None if generator is None else self.distribution.noise((rows,), generator)
+        choice = self.distribution.choose(self.decide(features), masks or {}, noise)
+        if masks:
+            raise_on_empty_rows(self.distribution, self.distribution.empty_rows(masks, choice))
+        return self.distribution.actions(choice), state
+
+    def training_state(self) -> dict[str, Any]:
+        """What training needs beyond the weights: the moments behind the normalisers."""
+        observations = None if self.normalizer is None else self.normalizer.training_state()
+        values = None if self.value_normalizer is None else self.value_normalizer.moments.state_dict()
+        return {"observations": observations, "values": values}
+
+    def load_training_state(self, state: dict[str, Any]) -> None:
+        if self.normalizer is not None:
+            self.normalizer.load_training_state(state["observations"])
+        if self.value_normalizer is not None:
+            self.value_normalizer.moments.load_state_dict(state["values"])
+
+    def _check_obs(self, obs: Obs) -> int:
+        if set(obs) != set(self.observation_spec):
+            raise ValueError(f"this policy observes {sorted(self.observation_spec)}; got {sorted(obs)}")
+        rows = len(next(iter(obs.values())))
+        for name, value in obs.items():
+            expected = (rows, *self.observation_spec[name].shape)
+            if tuple(value.shape) != expected:
+                raise ValueError(f"observation {name!r} should have shape {expected}; got {tuple(value.shape)}")
+        return rows
+
+
+def raise_on_empty_rows(distribution: ActionDistribution, empty: Tensor) -> None:
+    """An error that names the first environment and head with nothing allowed, if there is one. `empty` is [N, J] bool."""
+    if bool(empty.any()):
+        env, head = (int(number) for number in empty.nonzero()[0])
+        raise ValueError(f"environment {env} allows nothing for head {distribution.head_names[head]!r}: its mask is all false")
+
+
+def _core(network: NetworkConfig, input_size: int) -> Core:
+    if network.core == "lstm":
+        return LSTM(input_size, network.hidden_size)
+    return GRU(input_size, network.hidden_size) if network.core == "gru" else NoMemory(input_size)

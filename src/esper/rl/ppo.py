@@ -1,0 +1,234 @@
+"""Recurrent PPO: collect, update, evaluate, save.
+
+    ppo = PPO(env, PPOConfig(num_steps=128))
+    for update in ppo.train(total_steps=200_000):
+        print(update.step, update.mean_return)
+
+`collect` and `update` can also be called on their own.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from esper.checkpoint import load_module, plain_names
+from esper.events import Event
+from esper.rl.collector import Collector
+from esper.rl.config import PPOConfig
+from esper.rl.diagnostics import Thresholds, gradient_health, warnings
+from esper.rl.evaluate import Evaluation, evaluate
+from esper.rl.events import CompileFailed, EpisodesRestarted, GradientNorms, Skipped, Update
+from esper.rl.learner import Learner, Outcome
+from esper.rl.policy import Policy
+from esper.rl.rollout import Rollout
+from esper.rng import Streams
+from esper.vecenv import Saveable, VecEnv
+
+
+class TrainingStopped(RuntimeError):
+    """Too many gradient steps in a row were not finite. The learner's state is that of before them."""
+
+
+def _ignore(event: Event) -> None:
+    pass
+
+
+class PPO:
+    """Trains a recurrent policy in a batch of environments.
+
+    `encoder` replaces the built-in one (see `Policy`). `on_event` hears what happens: every update, skipped steps, warnings. The policy
+    lives on `device`, by default the environment's.
+    """
+
+    def __init__(
+        self,
+        env: VecEnv,
+        config: PPOConfig | None = None,
+        encoder: nn.Module | None = None,
+        *,
+        device: torch.device | str | None = None,
+        on_event: Callable[[Event], None] = _ignore,
+        thresholds: Thresholds = Thresholds(),  # noqa: B008 — frozen
+    ) -> None:
+        self.env, self.config = env, config or PPOConfig()
+        self.device = torch.device(device) if device is not None else env.device
+        self.on_event, self.thresholds = on_event, thresholds
+        config = self.config
+        units = config.num_steps // config.sequence_length * env.num_envs
+        if units < config.num_minibatches:
+            raise ValueError(
+                f"{env.num_envs} environments of {config.num_steps} steps give {units} sequences of {config.sequence_length} steps, "
+                f"fewer than {config.num_minibatches} minibatches; use more environments, fewer minibatches or a shorter bptt_length"
+            )
+        self.streams = Streams(config.seed)
+        self.policy = Policy(
+            env.observation_spec,
+            env.action_spec,
+            config.network,
+            generator=self.streams.torch("policy"),
+            encoder=encoder,
+            normalize_observations=config.normalize_observations,
+            normalize_values=config.normalize_values,
+            observation_momentum=config.observation_momentum,
+        ).to(self.device)
+        self.collector = Collector(
+            env,
+            self.policy,
+            num_steps=config.num_steps,
+            length=config.sequence_length,
+            time_limit_is_end=config.time_limit_is_end,
+            validate=config.validate,
+        )
+        self.learner = Learner(
+            self.policy, config, num_envs=env.num_envs, rng=self.streams.numpy("minibatches"), on_compile_failure=self._compile_failed
+        )
+        self.step = 0  # of all environments together
+        self.updates = 0
+        self.skipped = 0
+        self._has_begun = False
+
+    @property
+    def steps_per_update(self) -> int:
+        return self.config.num_steps * self.env.num_envs
+
+    def train(self, total_steps: int) -> Iterator[Update]:
+        """Goes on until `total_steps` steps of the environments in all, counting those before; yields after every update."""
+        if total_steps < 1:
+            raise ValueError(f"total_steps must be at least 1; got {total_steps}")
+        while self.step < total_steps:
+            began = time.perf_counter()
+            rollout = self.collect()
+            collected = time.perf_counter()
+            outcome = self.update(rollout, progress=min(1.0, (self.step - self.steps_per_update) / total_steps))
+            done = time.perf_counter()
+            update = self._report(outcome, collected - began, done - collected)
+            yield update
+            if outcome.skipped_in_a_row >= self.config.max_skips:
+                raise TrainingStopped(
+                    f"{outcome.skipped_in_a_row} gradient steps in a row were not finite (limit {self.config.max_skips}); "
+                    "the events of kind 'skipped' hold their parts"
+                )
+
+    def collect(self) -> Rollout:
+        """One rollout with the current policy. It is overwritten by the next."""
+        if not self._has_begun:
+            self.collector.reset(self.streams.integer("environment"))
+            self._has_begun = True
+        rollout = self.collector.collect(self.streams.torch("actions", self.device))
+        self.step += self.steps_per_update
+        return rollout
+
+    def update(self, rollout: Rollout, *, progress: float = 0.0) -> Outcome:
+        """Learns from a rollout. `progress` is the share of training that is done, for the schedules."""
+        outcome = self.learner.update(rollout, progress=progress)
+        self.updates += 1
+        self.skipped += outcome.skipped
+        return outcome
+
+    def evaluate(self, env: VecEnv | None = None, *, episodes: int = 100, deterministic: bool = True, seed: int = 0) -> Evaluation:
+        """Returns and lengths of whole episodes; nothing is learned and no normaliser moves. Without `env`, in the training environments,
+        whose episodes start anew afterwards."""
+        generator = None if deterministic else self.streams.spawn("evaluation").torch(str(seed), self.device)
+        result = evaluate(self.policy, env or self.env, episodes=episodes, generator=generator, seed=seed)
+        if env is None:
+            self._has_begun = False
+        return result
+
+    def _compile_failed(self, error: Exception) -> None:
+        self.on_event(CompileFailed(reason=f"{type(error).__name__}: {error}".splitlines()[0][:500]))
+
+    def _report(self, outcome: Outcome, collect_seconds: float, update_seconds: float) -> Update:
+        collector, heads = self.collector, self.policy.distribution.head_names
+        update = Update(
+            step=self.step,
+            update=self.updates,
+            episodes=collector.episodes,
+            mean_return=_mean(collector.recent_returns),
+            mean_length=_mean(collector.recent_lengths),
+            policy_loss=outcome.policy_loss,
+            value_loss=outcome.value_loss,
+            entropy=dict(zip(heads, outcome.entropy, strict=True)),
+            kl=dict(zip(heads, outcome.kl, strict=True)),
+            total_kl=outcome.total_kl,
+            clip_fraction=outcome.clip_fraction,
+            ratio_max=outcome.ratio_max,
+            explained_variance=outcome.explained_variance,
+            grad_norm=outcome.grad_norm,
+            learning_rate=self.learner.learning_rate,
+            gradient_steps=outcome.steps_taken,
+            skipped=self.skipped,
+            steps_per_second=self.steps_per_update / (collect_seconds + update_seconds),
+            collect_seconds=collect_seconds,
+            update_seconds=update_seconds,
+        )
+        norms = outcome.gradient_norms
+        gradients = GradientNorms(step=self.step, norms=norms, health={name: gradient_health(norm) for name, norm in norms.items()})
+        self.on_event(update)
+        self.on_event(gradients)
+        if outcome.first_skipped is not None:
+            policy_loss, value_loss, entropy, norm = outcome.first_skipped
+            self.on_event(
+                Skipped(
+                    step=self.step,
+                    count=outcome.skipped,
+                    in_a_row=outcome.skipped_in_a_row,
+                    policy_loss=policy_loss,
+                    value_loss=value_loss,
+                    entropy=entropy,
+                    grad_norm=norm,
+                )
+            )
+        for warned in warnings(
+            update,
+            gradients,
+            value_spread=outcome.value_spread,
+            return_spread=outcome.return_spread,
+            mattered=dict(zip(heads, outcome.mattered, strict=True)),
+            thresholds=self.thresholds,
+        ):
+            self.on_event(warned)
+        return update
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that continuing exactly needs; a tree for `esper.checkpoint`. Taken between updates."""
+        env_state = self.env.state_dict() if self._has_begun and isinstance(self.env, Saveable) else None
+        return {
+            "config": msgspec.to_builtins(self.config),
+            "observation_spec": msgspec.to_builtins(self.env.observation_spec),
+            "action_spec": msgspec.to_builtins(self.env.action_spec),
+            "policy": plain_names(self.policy.state_dict()),
+            "policy_training": self.policy.training_state(),
+            "learner": self.learner.state_dict(),
+            "collector": self.collector.state_dict() if self._has_begun else None,
+            "environment": env_state,
+            "streams": self.streams.state_dict(),
+            "counters": {"step": self.step, "updates": self.updates, "skipped": self.skipped},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where `state_dict` was taken. An environment that cannot save itself begins new episodes, and an event says so."""
+        load_module(self.policy, state["policy"])
+        self.policy.load_training_state(state["policy_training"])
+        self.learner.load_state_dict(state["learner"])
+        self.streams.load_state_dict(state["streams"])
+        self.step, self.updates, self.skipped = (state["counters"][name] for name in ("step", "updates", "skipped"))
+        self._has_begun = state["collector"] is not None
+        if not self._has_begun:
+            return
+        self.collector.load_state_dict(state["collector"])
+        if isinstance(self.env, Saveable) and state["environment"] is not None:
+            self.env.load_state_dict(state["environment"])
+        else:
+            self.collector.reset(self.streams.integer(f"environment after {self.step}"))
+            self.on_event(EpisodesRestarted(step=self.step))
+
+
+def _mean(values: Any) -> float:
+    return sum(values) / len(values) if values else math.nan

@@ -1,0 +1,128 @@
+"""Recurrent cores: one step when acting, packed fragments when learning.
+
+When learning, a core sees *fragments*: stretches of one environment's steps with no reset inside. They are packed the way
+`torch.nn.utils.rnn` packs them: sorted by length, longest first; `sizes[t]` fragments have a step `t`; the steps lie time-major in one
+tensor without padding. A reset therefore costs nothing and cannot be got wrong: the next fragment simply begins with a zero state.
+
+Shapes: M = packed steps, F = fragments, N = environments, I = input width, H = hidden width, S = state width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from esper.rl.packed_lstm import PackedLSTM
+
+
+class Core(nn.Module):
+    """A memory between encoder and heads. `state` is one tensor [N, state_size], zero at the start of an episode."""
+
+    output_size: int
+    state_size: int
+
+    def initial_state(self, num_envs: int, *, device: torch.device | None = None) -> Tensor:
+        return torch.zeros(num_envs, self.state_size, device=device)
+
+    def check_state(self, state: Tensor, rows: int) -> None:
+        if state.shape != (rows, self.state_size):
+            raise ValueError(f"this policy's state has shape ({rows}, {self.state_size}); got {tuple(state.shape)}")
+
+    def step(self, inputs: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """One step of every environment: ([N, I], [N, S]) -> ([N, H], [N, S])."""
+        raise NotImplementedError
+
+    def sequence(self, inputs: Tensor, state: Tensor, sizes: list[int]) -> Tensor:
+        """Packed fragments from their initial states: ([M, I], [F, S]) -> [M, H]."""
+        raise NotImplementedError
+
+
+class NoMemory(Core):
+    """The feed-forward case: output is input, the state is empty."""
+
+    def __init__(self, input_size: int) -> None:
+        super().__init__()
+        self.output_size, self.state_size = input_size, 0
+
+    def step(self, inputs: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        return inputs, state
+
+    def sequence(self, inputs: Tensor, state: Tensor, sizes: list[int]) -> Tensor:
+        return inputs
+
+
+class LSTM(Core):
+    """Long short-term memory; the state is [h | c].
+
+    Gates are ordered output, input, forget, candidate, so that the three sigmoids lie together, and so do the three that act through
+    the cell. There is one bias, so the forget bias is the stated one. On CPU the recurrence is `PackedLSTM`, elsewhere torch's own.
+    """
+
+    def __init__(self, input_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.hidden_size = self.output_size = hidden_size
+        self.state_size = 2 * hidden_size
+        self.weight_ih = nn.Parameter(torch.empty(4 * hidden_size, input_size))
+        self.weight_hh = nn.Parameter(torch.empty(4 * hidden_size, hidden_size))
+        self.bias = nn.Parameter(torch.empty(4 * hidden_size))
+
+    def initialize(self, generator: torch.Generator, *, forget_bias: float = 1.0) -> None:
+        """Orthogonal weights per gate, forget-gate bias as stated, all other biases zero."""
+        with torch.no_grad():
+            for weight in (self.weight_ih, self.weight_hh):
+                for gate in weight.chunk(4):
+                    nn.init.orthogonal_(gate, generator=generator)
+            self.bias.zero_()
+            self.bias[2 * self.hidden_size : 3 * self.hidden_size] = forget_bias
+
+    def step(self, inputs: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        gates = torch.addmm(torch.addmm(self.bias, inputs, self.weight_ih.t()), state[:, : self.hidden_size], self.weight_hh.t())
+        out, inp, forget = gates[:, : 3 * self.hidden_size].sigmoid().chunk(3, dim=1)
+        cell = torch.addcmul(forget * state[:, self.hidden_size :], inp, gates[:, 3 * self.hidden_size :].tanh())
+        hidden = out * cell.tanh()
+        return hidden, torch.cat((hidden, cell), dim=1)
+
+    def sequence(self, inputs: Tensor, state: Tensor, sizes: list[int]) -> Tensor:
+        hidden, cell = state[:, : self.hidden_size], state[:, self.hidden_size :]
+        if inputs.device.type == "cpu":
+            output: Tensor = PackedLSTM.apply(inputs, hidden, cell, self.weight_ih, self.weight_hh, self.bias, sizes)  # type: ignore[no-untyped-call]
+            return output
+        initial = (hidden.unsqueeze(0).contiguous(), cell.unsqueeze(0).contiguous())
+        weights = [_torch_gate_order(tensor) for tensor in (self.weight_ih, self.weight_hh, self.bias)]
+        weights.append(torch.zeros_like(self.bias))
+        return torch.lstm(inputs, torch.tensor(sizes), initial, weights, True, 1, 0.0, self.training, False)[0]
+
+
+def _torch_gate_order(parameter: Tensor) -> Tensor:
+    """From output, input, forget, candidate to torch's input, forget, candidate, output."""
+    out, inp, forget, candidate = parameter.chunk(4)
+    return torch.cat((inp, forget, candidate, out))
+
+
+class GRU(Core):
+    """Gated recurrent unit; the state is h. Learning runs torch's own packed GRU."""
+
+    def __init__(self, input_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.output_size = self.state_size = hidden_size
+        self.weight_ih = nn.Parameter(torch.empty(3 * hidden_size, input_size))
+        self.weight_hh = nn.Parameter(torch.empty(3 * hidden_size, hidden_size))
+        self.bias_ih = nn.Parameter(torch.empty(3 * hidden_size))
+        self.bias_hh = nn.Parameter(torch.empty(3 * hidden_size))
+
+    def initialize(self, generator: torch.Generator) -> None:
+        """Orthogonal weights per gate, zero biases."""
+        with torch.no_grad():
+            for weight in (self.weight_ih, self.weight_hh):
+                for gate in weight.chunk(3):
+                    nn.init.orthogonal_(gate, generator=generator)
+            self.bias_ih.zero_()
+            self.bias_hh.zero_()
+
+    def step(self, inputs: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = torch.gru_cell(inputs, state, self.weight_ih, self.weight_hh, self.bias_ih, self.bias_hh)
+        return hidden, hidden
+
+    def sequence(self, inputs: Tensor, state: Tensor, sizes: list[int]) -> Tensor:
+        weights = (self.weight_ih, self.weight_hh, self.bias_ih, self.bias_hh)
+        return torch.gru(inputs, torch.tensor(sizes), state.unsqueeze(0), weights, True, 1, 0.0, self.training, False)[0]

@@ -1,0 +1,45 @@
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from esper.rl.gae import discounted_sums, gae
+
+
+def loop(rewards, values, next_values, ended, gamma, lam):
+    advantage, result = torch.zeros_like(values[0]), []
+    for step in reversed(range(len(rewards))):
+        surprise = rewards[step] + gamma * next_values[step] - values[step]
+        advantage = surprise + gamma * lam * torch.where(ended[step], 0.0, advantage)
+        result.append(advantage)
+    return torch.stack(result[::-1])
+
+
+@given(st.integers(1, 70), st.integers(1, 4), st.floats(0, 1), st.floats(0, 1), st.integers(0, 2**31))
+def test_advantages_equal_the_textbook_recursion(steps, envs, gamma, lam, seed):
+    generator = torch.Generator().manual_seed(seed)
+    rewards, values, next_values = torch.randn(3, steps, envs, generator=generator, dtype=torch.float64)
+    ended = torch.rand(steps, envs, generator=generator) < 0.2
+    expected = loop(rewards, values, next_values, ended, gamma, lam)
+    assert torch.allclose(gae(rewards, values, next_values, ended, gamma=gamma, lam=lam), expected, atol=1e-9)
+
+
+def test_advantages_stay_correct_over_a_very_long_rollout():
+    generator = torch.Generator().manual_seed(0)
+    rewards, values, next_values = torch.randn(3, 10_000, 2, generator=generator)
+    ended = torch.rand(10_000, 2, generator=generator) < 0.001
+    expected = loop(rewards.double(), values.double(), next_values.double(), ended, 0.999, 0.99)
+    assert torch.allclose(gae(rewards, values, next_values, ended, gamma=0.999, lam=0.99).double(), expected, atol=1e-3)
+
+
+def test_a_real_end_counts_nothing_that_follows_and_a_cut_counts_its_value():
+    ended = torch.tensor([[True], [False]])
+    advantage = gae(torch.ones(2, 1), torch.zeros(2, 1), torch.tensor([[10.0], [0.0]]), ended, gamma=0.5, lam=1.0)
+    assert advantage[:, 0].tolist() == [6.0, 1.0]
+    advantage = gae(torch.ones(2, 1), torch.zeros(2, 1), torch.zeros(2, 1), ended, gamma=0.5, lam=1.0)
+    assert advantage[:, 0].tolist() == [1.0, 1.0]
+
+
+def test_discounted_sums_go_on_from_the_rollout_before_and_start_anew_after_an_end():
+    rewards, ended = torch.tensor([[1.0], [1.0], [1.0]]), torch.tensor([[False], [True], [False]])
+    sums = discounted_sums(rewards, ended, torch.tensor([4.0]), gamma=0.5)
+    assert sums[:, 0].tolist() == [3.0, 2.5, 1.0]
