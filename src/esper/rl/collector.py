@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from esper.rl.distributions import Noise
+from esper.rl.distributions import Choice, Noise
 from esper.rl.finals import Finals
 from esper.rl.gae import discounted_sums
 from esper.rl.policy import Policy, raise_on_empty_rows
@@ -62,8 +62,8 @@ class Collector:
     def collect(self, generator: torch.Generator) -> Rollout:
         """The next `num_steps` steps of every environment. The rollout is overwritten by the next call."""
         assert self.timestep is not None, "reset first"
-        rollout = self._allocate(self.timestep.masks)  # outside inference mode: the learner differentiates through copies of it
-        with torch.inference_mode():
+        rollout = self._allocate(self.timestep.masks)
+        with torch.no_grad():
             self._fill(rollout, generator)
             self._value(rollout)
             self._count_episodes(rollout)
@@ -94,10 +94,11 @@ class Collector:
             rollout.obs[name][step] = value
         masks = self._store_masks(rollout, step, timestep.masks)
 
-        obs = {name: value[step] for name, value in rollout.obs.items()}
-        features, state = policy.step(policy.normalize(obs), self.state)
-        parameters = policy.decide(features)
-        choice = distribution.choose(parameters, masks, noise)
+        # Only the policy runs in inference mode: its tensors must not leak into environments, which may write to what they are given.
+        with torch.inference_mode():
+            features, state = policy.step(policy.normalize(timestep.obs), self.state)
+            parameters = policy.decide(features)
+            choice = distribution.choose(parameters, masks, noise)
         if self.checks_at_once:
             _raise_on_non_finite(parameters)
         if masks:
@@ -106,9 +107,10 @@ class Collector:
                 raise_on_empty_rows(distribution, empty)
             problems |= empty
 
-        after = self._here(self.env.step(self._there(distribution.actions(choice))))
         rollout.features[step], rollout.parameters[step] = features, parameters
         rollout.choice.picked[step], rollout.choice.latent[step] = choice
+        chosen = Choice(rollout.choice.picked[step], rollout.choice.latent[step])
+        after = self._here(self.env.step(self._there(distribution.actions(chosen))))
         self._store_outcome(rollout, step, after, state)
         self.timestep = after
 

@@ -1,0 +1,306 @@
+"""The learner: what it collects, what it computes, and what it does when things go wrong."""
+
+import math
+
+import pytest
+import torch
+
+from esper.rl.batch import prepare
+from esper.rl.config import NetworkConfig, PPOConfig
+from esper.rl.distributions import Evaluation
+from esper.rl.events import Skipped, Warned
+from esper.rl.fragments import pack
+from esper.rl.loss import Coefficients, Counts, Samples, normalize_advantages, ppo_loss
+from esper.rl.ppo import PPO, TrainingStopped
+from esper.vecenv import ActionSpec, Continuous, Discrete, Relevance
+from tests.rl.counting import Counting
+
+SMALL = NetworkConfig(hidden_size=8, encoder_sizes=(6,))
+MIXED = ActionSpec((Discrete("op", 3), Discrete("slot", 2), Continuous("aim", 2)), (Relevance("slot", given="op", choices=(1,)),))
+
+
+def config(**changes) -> PPOConfig:
+    return PPOConfig(**{"num_steps": 16, "num_minibatches": 3, "network": SMALL, **changes})
+
+
+def weights(ppo: PPO) -> torch.Tensor:
+    return torch.cat([weight.detach().flatten() for weight in ppo.learner.weights])
+
+
+def test_a_time_limit_bootstraps_from_the_final_observation_with_the_state_after_the_action():
+    ppo = PPO(Counting(length=5), config(normalize_observations=False, normalize_values=False))
+    rollout = ppo.collect()
+    policy = ppo.policy
+    with torch.no_grad():
+        for env in range(3):
+            state = policy.initial_state(1)
+            for step in range(16):
+                if rollout.starts[step, env]:
+                    state = policy.initial_state(1)
+                features, state = policy.step({"obs": rollout.obs["obs"][step, env : env + 1]}, state)
+                assert torch.allclose(policy.value(features), rollout.values[step, env], atol=1e-6)
+                if rollout.truncated[step, env]:
+                    final = torch.tensor([[env + 1.0, 5.0]])
+                    expected = policy.value(policy.step({"obs": final}, state)[0])
+                    assert torch.allclose(expected, rollout.next_values[step, env], atol=1e-6)
+                elif step < 15:
+                    assert rollout.next_values[step, env] == rollout.values[step + 1, env]
+    assert int(rollout.truncated.sum()) == 9
+
+
+@pytest.mark.parametrize(("truncates", "time_limit_is_end"), [(False, False), (True, True)])
+def test_nothing_follows_a_real_end(truncates, time_limit_is_end):
+    ppo = PPO(Counting(length=5, truncates=truncates), config(time_limit_is_end=time_limit_is_end))
+    rollout = ppo.collect()
+    assert bool(rollout.ended.any())
+    assert (rollout.next_values[rollout.ended] == 0).all()
+    assert (rollout.next_values[~rollout.ended] != 0).all()
+
+
+def test_the_state_is_cleared_at_every_start_and_carried_over_between_rollouts():
+    ppo = PPO(Counting(length=5), config(bptt_length=4))
+    first = ppo.collect().starts.clone()
+    second = ppo.collect()
+    starts = torch.cat((first, second.starts))
+    count = torch.zeros(3) + torch.tensor([0.0, 1.0, 2.0])
+    for step in range(32):
+        assert starts[step].tolist() == ((count == 0) | (step == 0)).tolist()
+        count = (count + 1) % 5
+    zero = (second.states == 0).all(-1)
+    assert torch.equal(zero, second.starts[::4])
+
+
+def test_the_ratio_is_one_before_the_first_gradient_step():
+    for core in ("lstm", "gru", "none"):
+        network = NetworkConfig(core=core, hidden_size=8, encoder_sizes=(6,))
+        ppo = PPO(Counting(length=5, spec=MIXED), config(network=network, learning_rate=1e-12, num_epochs=1))
+        for _ in range(2):
+            outcome = ppo.update(ppo.collect())
+        assert outcome.ratio_max == pytest.approx(1.0, abs=1e-4)
+        assert outcome.total_kl < 1e-6
+
+
+def test_a_head_that_did_not_matter_gets_no_gradient():
+    spec = ActionSpec((Discrete("op", 2), Discrete("slot", 3)), (Relevance("slot", given="op", choices=(1,)),))
+    masks = {"op": torch.tensor([[True, False]]).expand(3, 2)}  # op is always 0, so slot never matters
+    ppo = PPO(Counting(spec=spec, masks=masks), config(num_epochs=1))
+    rollout = ppo.collect()
+    outcome = ppo.update(rollout)
+    assert outcome.mattered == [True, False]
+    assert outcome.gradient_norms["head slot"] == 0.0
+    assert outcome.kl[1] == 0.0
+    assert outcome.entropy[1] == 0.0
+
+
+def gradient_of(config: PPOConfig) -> torch.Tensor:
+    ppo = PPO(Counting(num_envs=6, length=5, spec=MIXED), config)
+    batch = prepare(ppo.collect(), ppo.policy, config, None)
+    fragments = pack(batch.starts, torch.arange(6).numpy(), length=16)
+    ppo.learner._backward(batch, fragments, ppo.learner._coefficients(batch, 0.0))
+    return ppo.learner.gradient.clone()
+
+
+@pytest.mark.parametrize("micro_batches", [2, 5])
+@pytest.mark.parametrize("ratio", ["per_head", "joint"])
+def test_micro_batches_give_the_gradients_of_the_whole(micro_batches, ratio):
+    whole = gradient_of(config(ratio=ratio))
+    pieces = gradient_of(config(ratio=ratio, micro_batches=micro_batches))
+    assert whole.abs().max() > 0
+    assert torch.allclose(whole, pieces, atol=1e-6)
+
+
+def test_a_joint_ratio_and_a_ratio_per_head_are_the_same_for_one_head():
+    one = PPO(Counting(), config(ratio="joint"))
+    other = PPO(Counting(), config(ratio="per_head"))
+    for ppo in (one, other):
+        for _ in range(2):
+            ppo.update(ppo.collect())
+    assert torch.allclose(weights(one), weights(other), atol=1e-6)
+
+
+def samples(rows: int = 4, heads: int = 2) -> Samples:
+    return Samples(
+        advantages=torch.ones(rows, heads), old_log_prob=torch.zeros(rows, heads), weight=torch.ones(rows, heads),
+        valid=torch.ones(rows), target=torch.zeros(rows), old_value=torch.zeros(rows),
+    )  # fmt: skip
+
+
+COEFFICIENTS = Coefficients(clip=0.2, value=0.5, value_clip=None, entropy=torch.zeros(2), joint_ratio=False)
+
+
+def test_a_ratio_beyond_the_clip_has_no_gradient_where_the_advantage_is_positive():
+    log_prob = torch.tensor([[0.5, 0.0]] * 4, requires_grad=True)
+    terms = ppo_loss(
+        Evaluation(log_prob, torch.zeros(4, 2)),
+        torch.zeros(4),
+        samples(),
+        Counts(torch.tensor(4.0), torch.tensor([4.0, 4.0])),
+        COEFFICIENTS,
+    )
+    terms.loss.backward()
+    assert log_prob.grad[:, 0].tolist() == [0.0] * 4
+    assert log_prob.grad[:, 1].tolist() == [-0.25] * 4
+    assert terms.clip_fraction.item() == 0.5
+
+
+def test_steps_that_were_not_real_count_for_nothing():
+    real = samples()
+    ghost = torch.tensor([1.0, 1.0, 0.0, 0.0])
+    masked = real._replace(
+        advantages=real.advantages * ghost[:, None],
+        weight=real.weight * ghost[:, None],
+        valid=ghost,
+        target=torch.tensor([1.0, 1.0, 99.0, 99.0]),
+    )
+    new = Evaluation(torch.full((4, 2), 0.1), torch.full((4, 2), 0.7))
+    all_terms = ppo_loss(new, torch.zeros(4), masked, Counts(torch.tensor(2.0), torch.tensor([2.0, 2.0])), COEFFICIENTS)
+    half = Samples(*(part[:2] for part in masked))
+    half_terms = ppo_loss(
+        Evaluation(*(part[:2] for part in new)), torch.zeros(2), half, Counts(torch.tensor(2.0), torch.tensor([2.0, 2.0])), COEFFICIENTS
+    )
+    for one, other in zip(all_terms, half_terms, strict=True):
+        assert torch.allclose(one, other)
+
+
+def test_value_clipping_takes_the_larger_error():
+    given = samples()._replace(old_value=torch.full((4,), 2.0))
+    clipped = Coefficients(clip=0.2, value=0.5, value_clip=0.5, entropy=torch.zeros(2), joint_ratio=False)
+    counts = Counts(torch.tensor(4.0), torch.tensor([4.0, 4.0]))
+    new = Evaluation(torch.zeros(4, 2), torch.zeros(4, 2))
+    # The prediction moved from 2 to the target 0, but only half a unit of that counts: the error is that of 1.5.
+    assert ppo_loss(new, torch.zeros(4), given, counts, clipped).value_loss.item() == pytest.approx(0.5 * 1.5**2)
+
+
+def test_advantages_are_centred_where_a_head_mattered_and_scaled_alike():
+    advantages = torch.tensor([1.0, 3.0, 10.0, 50.0])
+    valid = torch.tensor([1.0, 1.0, 1.0, 0.0])
+    weight = torch.tensor([[1.0, 1.0], [1.0, 1.0], [1.0, 0.0], [0.0, 0.0]])
+    normalized = normalize_advantages(advantages, weight, valid)
+    spread = advantages[:3].std(correction=0)
+    assert torch.allclose(normalized[:3, 0], (advantages[:3] - 14 / 3) / spread)
+    assert torch.allclose(normalized[:, 1], torch.tensor([-1.0, 1.0, 0.0, 0.0]) / spread)
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_normalising_an_empty_or_single_step_is_defined(rows):
+    normalized = normalize_advantages(torch.ones(rows), torch.ones(rows, 1), torch.ones(rows))
+    assert normalized.shape == (rows, 1)
+    assert (normalized == 0).all()
+
+
+def test_a_large_kl_stops_the_update():
+    ppo = PPO(Counting(), config(learning_rate=0.1, target_kl=1e-4, num_epochs=10))
+    ppo.update(ppo.collect())
+    before = ppo.learner.optimizer.state[ppo.learner.weights[0]]["step"].item()
+    outcome = ppo.update(ppo.collect())
+    taken = ppo.learner.optimizer.state[ppo.learner.weights[0]]["step"].item() - before
+    assert 0 < outcome.steps_taken < 30
+    assert taken == outcome.steps_taken
+
+
+def broken_rewards(actions, count):
+    return torch.full_like(count, math.nan)
+
+
+def test_a_step_that_is_not_finite_is_skipped_counted_and_reported_with_its_parts():
+    events = []
+    env = Counting()
+    ppo = PPO(env, config(normalize_rewards=False, normalize_values=False), on_event=events.append)
+    updates = ppo.train(total_steps=10_000)
+    next(updates)
+    before = weights(ppo)
+    env.reward_of = broken_rewards
+    update = next(updates)
+    assert torch.equal(before, weights(ppo))
+    assert update.skipped == 12
+    assert update.gradient_steps == 0
+    report = next(event for event in events if isinstance(event, Skipped))
+    assert report.count == 12
+    assert math.isnan(report.value_loss)
+    with pytest.raises(TrainingStopped, match="12 gradient steps in a row"):
+        next(updates)
+
+
+def test_one_bad_rollout_does_not_stop_training():
+    env = Counting()
+    ppo = PPO(env, config(normalize_rewards=False, normalize_values=False, max_skips=13))
+    updates = ppo.train(total_steps=10_000)
+    env.reward_of = broken_rewards
+    assert next(updates).skipped == 12
+    env.reward_of = lambda actions, count: count
+    assert next(updates).gradient_steps == 12
+    assert torch.isfinite(weights(ppo)).all()
+
+
+def test_an_observation_that_is_not_finite_is_an_error_before_anything_changes():
+    env = Counting()
+    ppo = PPO(env, config())
+    ppo.update(ppo.collect())
+    env.count[1] = math.nan
+    with pytest.raises(FloatingPointError, match="not finite"):
+        for _ in range(2):
+            ppo.collect()
+
+
+def test_a_mask_that_allows_nothing_is_an_error_naming_environment_and_head():
+    masks = {"action": torch.tensor([[True, True], [True, True], [False, False]])}
+    with pytest.raises(ValueError, match="environment 2 allows nothing for head 'action'"):
+        PPO(Counting(masks=masks), config()).collect()
+
+
+def test_a_collapsed_entropy_is_reported():
+    events = []
+    env = Counting()
+    env.reward_of = lambda actions, count: actions["action"].float()
+    ppo = PPO(env, config(learning_rate=0.02, entropy_coef=0.0), on_event=events.append)
+    for _ in ppo.train(total_steps=16 * 3 * 60):
+        pass
+    warned = [event for event in events if isinstance(event, Warned) and event.diagnostic == "entropy_collapse"]
+    assert warned
+    assert warned[-1].subject == "action"
+    assert warned[-1].value < warned[-1].threshold
+
+
+def test_an_entropy_floor_keeps_a_head_open_until_it_sinks():
+    def entropies(**changes) -> list[float]:
+        env = Counting()
+        env.reward_of = lambda actions, count: actions["action"].float()
+        ppo = PPO(env, config(learning_rate=0.005, entropy_coef=0.0, **changes))
+        return [update.entropy["action"] for update in ppo.train(total_steps=16 * 3 * 40)]
+
+    free, floored = entropies(), entropies(entropy_floor=0.8, entropy_floor_coef=20.0, entropy_floor_until=1.0)
+    assert floored[24] > free[24] + 0.1
+    assert floored[-1] < floored[24] - 0.1
+    assert entropies(entropy_floor=0.8, entropy_floor_coef=20.0, entropy_floor_until=0.0) == free
+
+
+def test_the_learning_rate_falls_to_zero_where_it_is_asked_to():
+    rates = [update.learning_rate for update in PPO(Counting(), config(learning_rate_schedule="linear")).train(total_steps=16 * 3 * 4)]
+    assert rates == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])
+
+
+def test_bfloat16_learns_nearly_the_same():
+    full, half = PPO(Counting(), config()), PPO(Counting(), config(precision="bfloat16"))
+    for ppo in (full, half):
+        before = weights(ppo)
+        ppo.update(ppo.collect())
+        ppo.moved = weights(ppo) - before
+    assert torch.nn.functional.cosine_similarity(full.moved, half.moved, dim=0) > 0.9
+
+
+def test_too_few_sequences_for_the_minibatches_is_an_error_that_says_what_to_do():
+    with pytest.raises(ValueError, match="3 sequences of 16 steps, fewer than 4 minibatches"):
+        PPO(Counting(num_envs=3), config(num_minibatches=4))
+
+
+def test_an_unknown_head_in_the_entropy_weights_is_refused():
+    with pytest.raises(ValueError, match=r"\['jump'\]; the heads are \['action'\]"):
+        PPO(Counting(), config(entropy_weights={"jump": 2.0}))
+
+
+def test_training_never_touches_the_global_generator():
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    ppo = PPO(Counting(spec=MIXED), config())
+    ppo.update(ppo.collect())
+    assert torch.equal(before, torch.get_rng_state())

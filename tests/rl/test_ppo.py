@@ -1,0 +1,230 @@
+"""The learner as its users meet it: training, evaluation, deployment, saving."""
+
+import json
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from esper.rl.compiling import Compiled
+from esper.rl.config import NetworkConfig, PPOConfig
+from esper.rl.events import EpisodesRestarted
+from esper.rl.ppo import PPO
+from esper.rl.staging import Staging
+from esper.vecenv import make
+from esper.vecenv.gymnasium import from_gymnasium
+from tests.rl.counting import Counting
+
+SMALL = NetworkConfig(hidden_size=8, encoder_sizes=(6,))
+
+
+def config(**changes) -> PPOConfig:
+    return PPOConfig(**{"num_steps": 16, "num_minibatches": 2, "network": SMALL, **changes})
+
+
+def trained(ppo: PPO, updates: int) -> PPO:
+    for _ in ppo.train(total_steps=ppo.step + updates * ppo.steps_per_update):
+        pass
+    return ppo
+
+
+def assert_same_policy(one: PPO, other: PPO) -> None:
+    for (name, left), right in zip(one.policy.state_dict().items(), other.policy.state_dict().values(), strict=True):
+        assert torch.equal(left, right), name
+
+
+@pytest.mark.parametrize("env_id", ["cue", "conditional", "cartpole-hidden", "pendulum-hidden"])
+@pytest.mark.parametrize("core", ["lstm", "gru", "none"])
+def test_resuming_equals_never_having_stopped_bit_for_bit(env_id, core, tmp_path):
+    from esper.checkpoint import CheckpointStore
+
+    settings = config(network=NetworkConfig(core=core, hidden_size=8, encoder_sizes=(6,)))
+    whole = trained(PPO(make(env_id, 4), settings), 4)
+    first = trained(PPO(make(env_id, 4), settings), 2)
+    store = CheckpointStore(tmp_path, kind="ppo")
+    store.save(first.step, first.state_dict())
+    trained(first, 1)  # what came after the checkpoint must leave no trace in it
+    second = PPO(make(env_id, 4), settings)
+    second.load_state_dict(store.load().state)
+    trained(second, 2)
+    assert_same_policy(whole, second)
+    assert list(whole.collector.recent_returns) == list(second.collector.recent_returns)
+    assert whole.collector.episodes == second.collector.episodes
+
+
+def test_an_environment_that_cannot_be_saved_begins_new_episodes_and_says_so():
+    events = []
+    first = trained(PPO(Counting(num_envs=4), config()), 2)
+    second = PPO(Counting(num_envs=4), config(), on_event=events.append)
+    second.load_state_dict(first.state_dict())
+    assert [event for event in events if isinstance(event, EpisodesRestarted)] == [EpisodesRestarted(step=128)]
+    assert second.collector.starts.all()
+    trained(second, 1)
+
+
+def test_loading_a_policy_of_another_shape_names_both_shapes_and_changes_nothing():
+    other = PPO(Counting(num_envs=4), config(network=NetworkConfig(hidden_size=12, encoder_sizes=(6,)))).state_dict()
+    ppo = PPO(Counting(num_envs=4), config())
+    before = {name: value.clone() for name, value in ppo.policy.state_dict().items()}
+    with pytest.raises(ValueError, match=r"core\.weight_hh.*\(48, 12\).*\(32, 8\)|core\.weight_hh.*\(32, 8\).*\(48, 12\)"):
+        ppo.load_state_dict(other)
+    assert all(torch.equal(before[name], value) for name, value in ppo.policy.state_dict().items())
+
+
+def test_the_same_seed_gives_the_same_run_and_another_seed_another():
+    one, other, third = (trained(PPO(make("cue", 4, delay=3), config(seed=seed)), 2) for seed in (0, 0, 1))
+    assert_same_policy(one, other)
+    with pytest.raises(AssertionError):
+        assert_same_policy(one, third)
+
+
+def test_evaluation_moves_nothing_and_gives_every_environment_its_share():
+    ppo = trained(PPO(make("cue", 4, delay=3), config()), 1)
+    before = json.dumps(ppo.policy.normalizer.training_state()["obs"]["mean"].tolist())
+    result = ppo.evaluate(make("cue", 4, delay=3), episodes=10)
+    assert len(result.returns) == len(result.lengths) == 10
+    assert set(result.lengths) == {4}
+    assert json.dumps(ppo.policy.normalizer.training_state()["obs"]["mean"].tolist()) == before
+    assert ppo.evaluate(make("cue", 4, delay=3), episodes=10).returns == result.returns
+
+
+def test_training_goes_on_after_evaluating_in_the_training_environments():
+    ppo = trained(PPO(make("cue", 4, delay=3), config()), 1)
+    ppo.evaluate(episodes=4)
+    trained(ppo, 1)
+    assert ppo.step == 2 * ppo.steps_per_update
+
+
+def test_acting_one_observation_at_a_time_equals_what_the_rollout_did():
+    ppo = trained(PPO(Counting(num_envs=4), config()), 2)
+    rollout = ppo.collect()
+    state = ppo.policy.initial_state(4)
+    started = False
+    for step in range(16):
+        starts = rollout.starts[step]
+        actions, state = ppo.policy.act(rollout.obs["obs"][step], state, starts=starts)
+        started |= bool(starts.all())
+        likeliest = rollout.parameters[step].argmax(-1)
+        known = torch.ones(4, dtype=torch.bool) if started else rollout.starts[: step + 1].any(0)
+        assert torch.equal(actions["action"][known], likeliest[known])
+
+
+def test_acting_refuses_what_does_not_fit_with_both_shapes():
+    policy = PPO(Counting(num_envs=4), config()).policy
+    with pytest.raises(ValueError, match=r"should have shape \(2, 2\); got \(2, 3\)"):
+        policy.act(torch.zeros(2, 3))
+    with pytest.raises(ValueError, match=r"shape \(2, 16\); got \(3, 16\)"):
+        policy.act(torch.zeros(2, 2), policy.initial_state(3))
+    with pytest.raises(ValueError, match=r"observes \['obs'\]; got \['picture'\]"):
+        policy.act({"picture": torch.zeros(2, 2)})
+
+
+class Doubling(nn.Module):
+    output_size = 2
+
+    def forward(self, obs: torch.Tensor) -> torch.Tensor:
+        return obs * 2
+
+
+def test_an_encoder_of_ones_own_takes_the_place_of_the_built_in_one():
+    ppo = trained(PPO(Counting(num_envs=4), config(), encoder=Doubling()), 1)
+    assert isinstance(ppo.policy.encoder, Doubling)
+
+
+def test_an_encoder_that_does_not_say_its_width_is_refused():
+    with pytest.raises(ValueError, match="Sequential needs an attribute `output_size`"):
+        PPO(Counting(num_envs=4), config(), encoder=nn.Sequential(nn.Linear(2, 2)))
+
+
+class Pictures(gymnasium.Env):
+    """A Dict of an image of bytes, a vector and a single choice."""
+
+    observation_space = gymnasium.spaces.Dict(
+        {
+            "picture": gymnasium.spaces.Box(0, 255, (12, 12, 3), np.uint8),
+            "vector": gymnasium.spaces.Box(-1, 1, (4,), np.float64),
+            "mode": gymnasium.spaces.Discrete(3),
+        }
+    )
+    action_space = gymnasium.spaces.Dict({"turn": gymnasium.spaces.Box(-2, 2, (2,), np.float32), "press": gymnasium.spaces.Discrete(3)})
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.left = 6
+        return self._look(), {}
+
+    def _look(self):
+        return {
+            "picture": self.np_random.integers(0, 255, (12, 12, 3), dtype=np.uint8),
+            "vector": self.np_random.uniform(-1, 1, 4),
+            "mode": int(self.np_random.integers(3)),
+        }
+
+    def step(self, action):
+        self.left -= 1
+        return self._look(), float(action["press"] == 1), False, self.left == 0, {}
+
+
+@pytest.mark.parametrize("mode", list(gymnasium.vector.AutoresetMode)[:2])
+def test_pictures_vectors_and_mixed_actions_train_in_both_autoreset_modes(mode):
+    env = from_gymnasium(gymnasium.vector.SyncVectorEnv([Pictures] * 4, autoreset_mode=mode))
+    ppo = PPO(env, config())
+    updates = list(ppo.train(total_steps=3 * ppo.steps_per_update))
+    assert updates[-1].episodes > 0
+    assert updates[-1].mean_length == 6.0
+    assert ppo.collector._rollout.valid.all() == (mode is gymnasium.vector.AutoresetMode.SAME_STEP)
+
+
+def test_a_compiled_update_equals_the_plain_one_and_a_failed_compile_falls_back():
+    def broken(graph, inputs):
+        raise RuntimeError("no compiler here")
+
+    failures = []
+    linear = nn.Linear(3, 2)
+    inputs = torch.ones(4, 3)
+    for backend, expected in (("eager", 0), (broken, 1)):
+        function = Compiled(linear.forward, failures.append, backend=backend)
+        for _ in range(2):
+            assert torch.equal(function(inputs), linear(inputs))
+        assert len(failures) == expected
+
+
+def test_staging_moves_tensors_of_all_kinds_unchanged_in_one_buffer():
+    staging = Staging(torch.device("cpu"))
+    tensors = {
+        "flags": torch.tensor([True, False, True]),
+        "numbers": torch.randn(3, 2, generator=torch.Generator()),
+        "none": torch.empty(3, 0),
+    }
+    for _ in range(2):
+        moved = staging.move(tensors)
+        assert all(torch.equal(moved[name], tensor) for name, tensor in tensors.items())
+    tensors["numbers"] = torch.arange(5)
+    assert torch.equal(staging.move(tensors)["numbers"], torch.arange(5))
+
+
+@pytest.mark.slow
+def test_a_cue_is_recalled_by_a_recurrent_policy_and_not_by_a_feed_forward_one():
+    def success(core: str) -> float:
+        network = NetworkConfig(core=core, hidden_size=32, encoder_sizes=(32,))
+        settings = PPOConfig(num_steps=64, learning_rate=3e-3, gamma=0.99, network=network)
+        ppo = PPO(make("cue", 32, delay=10), settings)
+        for _ in ppo.train(total_steps=120_000):
+            pass
+        return ppo.evaluate(make("cue", 32, delay=10), episodes=320).mean_return
+
+    assert success("lstm") >= 0.95
+    assert success("none") <= 0.40
+
+
+@pytest.mark.slow
+def test_a_task_whose_second_mask_depends_on_the_first_choice_is_solved():
+    ppo = PPO(
+        make("conditional", 32),
+        PPOConfig(num_steps=32, learning_rate=3e-3, gamma=0.5, network=NetworkConfig(core="none", encoder_sizes=(64, 64))),
+    )
+    for _ in ppo.train(total_steps=200_000):
+        pass
+    assert ppo.evaluate(make("conditional", 32), episodes=320).mean_return >= 9.5
