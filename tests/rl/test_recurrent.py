@@ -125,6 +125,14 @@ def test_recurrent_weights_are_orthogonal_per_gate():
         assert torch.allclose(gate @ gate.T, torch.eye(HIDDEN, dtype=torch.float64), atol=1e-6)
 
 
+def test_a_gate_hears_few_inputs_as_loudly_as_many():
+    for inputs in (2, 64):
+        built = LSTM(inputs, 64)
+        built.initialize(torch.Generator().manual_seed(0))
+        drive = torch.randn(1000, inputs, generator=torch.Generator().manual_seed(1)) @ built.weight_ih.T
+        assert drive.std().item() == pytest.approx(1.0, abs=0.1)
+
+
 def test_a_state_of_the_wrong_shape_is_refused_with_both_shapes():
     with pytest.raises(ValueError, match=r"shape \(4, 14\); got \(4, 7\)"):
         core(LSTM).check_state(torch.zeros(4, HIDDEN), 4)

@@ -67,10 +67,11 @@ def policy_from(checkpoint: Checkpoint, encoder: nn.Module | None = None, *, dev
         msgspec.convert(saved["action_spec"], ActionSpec),
         config.network,
         generator=torch.Generator().manual_seed(0),  # of first weights, which the saved ones replace
+        device=torch.device(device),
         encoder=encoder,
         normalize_observations=config.normalize_observations,
         normalize_values=config.normalize_values,
         observation_momentum=config.observation_momentum,
     )
     load_module(policy, saved["policy"])
-    return policy.to(device).eval()
+    return policy.eval()

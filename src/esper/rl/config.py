@@ -20,6 +20,7 @@ class NetworkConfig(Config):
     encoder_sizes: tuple[PositiveInt, ...] = (64,)  # widths of the encoder's layers; empty: vectors go straight into the core
     head_sizes: tuple[PositiveInt, ...] = ()  # widths of the layers between core and actor, and between core and critic
     activation: Literal["tanh", "relu", "silu"] = "tanh"  # between layers
+    critic_gradient: Fraction = 1.0  # share of the critic's gradient that reaches the core and the encoder
     norm_before: bool = False  # layer norm before the core
     norm_after: bool = False  # layer norm after the core
     forget_bias: float = 1.0  # initial bias of the LSTM's forget gate

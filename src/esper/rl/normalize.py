@@ -27,11 +27,13 @@ class ObservationNormalizer(nn.Module):
     What is needed to act is in buffers and travels with the policy; the moments behind them belong to training.
     """
 
-    def __init__(self, spec: ObservationSpec, *, momentum: float | None = None) -> None:
+    def __init__(self, spec: ObservationSpec, *, momentum: float | None, device: torch.device) -> None:
         super().__init__()
         self.names = tuple(name for name, part in spec.items() if part.torch_dtype.is_floating_point)
         self.moments = {
-            name: RunningMoments(spec[name].shape) if momentum is None else ExponentialMoments(spec[name].shape, momentum=momentum)
+            name: RunningMoments(spec[name].shape, device)
+            if momentum is None
+            else ExponentialMoments(spec[name].shape, device, momentum=momentum)
             for name in self.names
         }
         self.means, self.scales = nn.ParameterDict(), nn.ParameterDict()
@@ -90,9 +92,9 @@ class ValueNormalizer(nn.Module):
     When the units change, the critic's last layer is changed with them, so that what it predicts does not jump.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self.moments = ExponentialMoments((), momentum=VALUE_MOMENTUM)
+        self.moments = ExponentialMoments((), device, momentum=VALUE_MOMENTUM)
         self.register_buffer("mean", torch.zeros(()))
         self.register_buffer("spread", torch.ones(()))
         self.mean: Tensor

@@ -42,6 +42,7 @@ class Policy(nn.Module):
         network: NetworkConfig,
         *,
         generator: torch.Generator,
+        device: torch.device | None = None,
         encoder: nn.Module | None = None,
         normalize_observations: bool = True,
         normalize_values: bool = True,
@@ -55,8 +56,11 @@ class Policy(nn.Module):
         self.takes_tensor = encoder is not None and set(observation_spec) == {"obs"}
         # torch's layers draw their first weights from the global generator, which is not ours to move; ours replace them.
         with torch.random.fork_rng(devices=[]):
-            self.normalizer = ObservationNormalizer(observation_spec, momentum=observation_momentum) if normalize_observations else None
-            self.value_normalizer = ValueNormalizer() if normalize_values else None
+            device = device or torch.device("cpu")
+            self.normalizer = (
+                ObservationNormalizer(observation_spec, momentum=observation_momentum, device=device) if normalize_observations else None
+            )
+            self.value_normalizer = ValueNormalizer(device) if normalize_values else None
             built = encoder or Encoder(observation_spec, network.encoder_sizes, network.activation)
             assert isinstance(built, Sized)
             self.encoder: nn.Module = built
@@ -69,6 +73,7 @@ class Policy(nn.Module):
             self.critic = nn.Sequential(*mlp(widths, network.activation), nn.Linear(widths[-1], 1))
         self.log_std = nn.Parameter(torch.full((self.distribution.num_continuous,), network.log_std))
         self._initialize(generator, own_encoder=encoder is None)
+        self.to(device)
 
     def _initialize(self, generator: torch.Generator, *, own_encoder: bool) -> None:
         if own_encoder:
@@ -120,7 +125,10 @@ class Policy(nn.Module):
         return torch.cat((outputs, self.log_std.to(outputs.dtype).expand(*outputs.shape[:-1], -1)), dim=-1)
 
     def predict(self, features: Tensor) -> Tensor:
-        """What the critic puts out [B], in its own units."""
+        """What the critic puts out [B], in its own units. Only a share of its gradient goes on into what it shares with the actor."""
+        share = self.network.critic_gradient
+        if share < 1:
+            features = share * features + (1 - share) * features.detach()
         predicted: Tensor = self.critic(features).squeeze(-1)
         return predicted
 

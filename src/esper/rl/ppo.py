@@ -73,11 +73,12 @@ class PPO:
             env.action_spec,
             config.network,
             generator=self.streams.torch("policy"),
+            device=self.device,
             encoder=encoder,
             normalize_observations=config.normalize_observations,
             normalize_values=config.normalize_values,
             observation_momentum=config.observation_momentum,
-        ).to(self.device)
+        )
         self.collector = Collector(
             env,
             self.policy,

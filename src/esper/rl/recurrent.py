@@ -69,9 +69,7 @@ class LSTM(Core):
     def initialize(self, generator: torch.Generator, *, forget_bias: float = 1.0) -> None:
         """Orthogonal weights per gate, forget-gate bias as stated, all other biases zero."""
         with torch.no_grad():
-            for weight in (self.weight_ih, self.weight_hh):
-                for gate in weight.chunk(4):
-                    nn.init.orthogonal_(gate, generator=generator)
+            _initialize_gates((self.weight_ih, self.weight_hh), 4, generator)
             self.bias.zero_()
             self.bias[2 * self.hidden_size : 3 * self.hidden_size] = forget_bias
 
@@ -91,6 +89,18 @@ class LSTM(Core):
         weights = [_torch_gate_order(tensor) for tensor in (self.weight_ih, self.weight_hh, self.bias)]
         weights.append(torch.zeros_like(self.bias))
         return torch.lstm(inputs, torch.tensor(sizes), initial, weights, True, 1, 0.0, self.training, False)[0]
+
+
+def _initialize_gates(weights: tuple[Tensor, ...], gates: int, generator: torch.Generator) -> None:
+    """Orthogonal per gate, and a gate hears its inputs at full strength however few they are.
+
+    An orthogonal matrix spreads a short input thinly over many units: of 2 numbers, each of 64 units would hear an eighth. Scaled by
+    √(units / inputs), every unit's variance is that of the inputs.
+    """
+    for weight in weights:
+        for gate in weight.chunk(gates):
+            units, inputs = gate.shape
+            nn.init.orthogonal_(gate, gain=max(1.0, units / inputs) ** 0.5, generator=generator)
 
 
 def _torch_gate_order(parameter: Tensor) -> Tensor:
@@ -113,9 +123,7 @@ class GRU(Core):
     def initialize(self, generator: torch.Generator) -> None:
         """Orthogonal weights per gate, zero biases."""
         with torch.no_grad():
-            for weight in (self.weight_ih, self.weight_hh):
-                for gate in weight.chunk(3):
-                    nn.init.orthogonal_(gate, generator=generator)
+            _initialize_gates((self.weight_ih, self.weight_hh), 3, generator)
             self.bias_ih.zero_()
             self.bias_hh.zero_()
 

@@ -1,0 +1,130 @@
+"""`esper`: finds the command, runs it, and turns whatever happens into an exit code.
+
+Exit codes: 0 fine, 1 the run failed, 2 the user's mistake, 130 after Ctrl-C, 143 after SIGTERM.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+import esper
+from esper.cli.outcome import FAILED, GLOBAL_HELP, INTERRUPTED, OK, USAGE, CommandError, Outcome
+
+
+class Command(NamedTuple):
+    module: str  # imported when the command is run; its `run(argv, prog)` gives an Outcome
+    help: str
+
+
+COMMANDS = {
+    "doctor": Command("esper.cli.doctor", "what is installed, which devices there are, and what is missing"),
+    "ppo train": Command("esper.cli.ppo_train", "train a recurrent policy; go on with a run"),
+    "ppo eval": Command("esper.cli.ppo_eval", "play fresh episodes with the policy of a run"),
+    "ppo envs": Command("esper.cli.ppo_envs", "list the built-in environments"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    wants_json, wants_debug = (_take(arguments, flag) for flag in ("--json", "--debug"))
+    try:
+        outcome = _dispatch(arguments)
+        if wants_json:
+            print(_json(outcome.result))
+        sys.stdout.flush()
+        return outcome.exit_code
+    except SystemExit as stop:  # tyro has printed the help
+        return OK if stop.code is None else int(stop.code)
+    except BrokenPipeError:  # whoever read our output has left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except (Exception, KeyboardInterrupt) as error:
+        if wants_debug:
+            traceback.print_exc()
+        message, code = _explain(error)
+        if not getattr(error, "is_printed", False):
+            print(f"error: {message}", file=sys.stderr)
+        if wants_json:
+            print(_json({"error": message}), flush=True)
+        return code
+
+
+def _take(arguments: list[str], flag: str) -> bool:
+    """Removes a flag that may stand anywhere."""
+    found = flag in arguments
+    arguments[:] = [argument for argument in arguments if argument != flag]
+    return found
+
+
+def _dispatch(arguments: list[str]) -> Outcome:
+    if arguments == ["--version"]:
+        print(f"esper {esper.__version__}")
+        return Outcome({"version": esper.__version__})
+    words = _leading_words(arguments)
+    for count in (2, 1):
+        name = " ".join(words[:count])
+        if len(words) >= count and name in COMMANDS:
+            run: Callable[[list[str], str], Outcome] = importlib.import_module(COMMANDS[name].module).run
+            return run(arguments[count:], f"esper {name}")
+    return _help_or_mistake(words, arguments)
+
+
+def _leading_words(arguments: list[str]) -> list[str]:
+    first_flag = next((index for index, argument in enumerate(arguments) if argument.startswith("-")), len(arguments))
+    return arguments[:first_flag]
+
+
+def _help_or_mistake(words: list[str], arguments: list[str]) -> Outcome:
+    group = words[0] if words and any(name.startswith(f"{words[0]} ") for name in COMMANDS) else ""
+    unknown = words[1:] if group else words
+    if unknown:
+        wanted = " ".join(words[:2])
+        near = difflib.get_close_matches(wanted, COMMANDS, n=1) or difflib.get_close_matches(words[0], COMMANDS, n=1)
+        hint = f"did you mean 'esper {near[0]}'?" if near else "see: esper --help"
+        raise CommandError(f"unknown command {wanted!r}; {hint}")
+    flags = [argument for argument in arguments[len(words) :] if argument not in ("-h", "--help")]
+    if flags:
+        raise CommandError(f"{flags[0]!r} needs a command before it; see: esper --help")
+    print(_overview(group))
+    return Outcome({"commands": _named(group)}, OK)
+
+
+def _named(group: str) -> list[str]:
+    return [name for name in COMMANDS if not group or name.startswith(f"{group} ")]
+
+
+def _overview(group: str) -> str:
+    lines = [f"usage: esper {group + ' ' if group else ''}COMMAND [--help] ...", "", "Commands:"]
+    lines += [f"  {name:<12}{COMMANDS[name].help}" for name in _named(group)]
+    lines += ["", GLOBAL_HELP]
+    return "\n".join(lines if group else [*lines, "", "  --version   the version of esper"])
+
+
+def _explain(error: BaseException) -> tuple[str, int]:
+    """What to tell the user, and the exit code."""
+    if isinstance(error, CommandError):
+        return str(error), error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", INTERRUPTED
+    from esper.config import ConfigError
+
+    if isinstance(error, ConfigError):
+        return str(error), USAGE
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return f"{text} (unexpected; run again with --debug for the traceback)", FAILED
+
+
+def _json(result: object) -> str:
+    return msgspec.json.encode(result, enc_hook=str).decode()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

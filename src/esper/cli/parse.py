@@ -1,0 +1,90 @@
+"""From words on the command line to a typed config: tyro does it, with two additions.
+
+`--config FILE.toml` changes the defaults, and the path of a nested option may be left out where its last name is unique:
+`--seed 3` means `--ppo.seed 3`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from typing import TypeVar, get_type_hints
+
+import tyro
+
+from esper.cli.outcome import GLOBAL_HELP, OK, CommandError
+from esper.config import Config
+
+ConfigT = TypeVar("ConfigT", bound=Config)
+
+
+def parse(arguments_type: type[ConfigT], argv: list[str], prog: str, *, default: ConfigT | None = None, description: str) -> ConfigT:
+    """The typed arguments, or CommandError after tyro has said on stderr what is wrong. `--help` prints and leaves by SystemExit."""
+    given = [_full_name(word, short_names(arguments_type)) for word in argv]
+    errors = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(errors):
+            text = f"{description}\n\n{GLOBAL_HELP}"
+            return tyro.cli(arguments_type, prog=prog, args=given, description=text, default=tyro.MISSING if default is None else default)
+    except SystemExit as stop:
+        if stop.code == OK or stop.code is None:
+            raise
+        sys.stderr.write(errors.getvalue())
+        raise CommandError(_without_frame(errors.getvalue()), is_printed=True) from None
+
+
+def take_option(argv: list[str], name: str) -> str | None:
+    """Removes `name VALUE` or `name=VALUE` from the arguments and returns the value."""
+    for index, word in enumerate(argv):
+        if word == name:
+            if index + 1 == len(argv):
+                raise CommandError(f"{name} needs a value")
+            value = argv[index + 1]
+            del argv[index : index + 2]
+            return value
+        if word.startswith(f"{name}="):
+            del argv[index]
+            return word.removeprefix(f"{name}=")
+    return None
+
+
+def short_names(config_type: type[Config]) -> dict[str, str]:
+    """Last name -> dotted name of the options inside nested configs, where no other option has that last name.
+
+    >>> from esper.rl.run_config import TrainConfig
+    >>> short_names(TrainConfig)["hidden-size"]
+    'ppo.network.hidden-size'
+    """
+    paths = [path.replace("_", "-") for path in _paths(config_type)]
+    last_names = [path.rpartition(".")[2] for path in paths]
+    return {last: path for last, path in zip(last_names, paths, strict=True) if last_names.count(last) == 1 and last != path}
+
+
+def _paths(config_type: type[Config], prefix: str = "") -> Iterator[str]:
+    for name, annotation in get_type_hints(config_type).items():
+        if name not in config_type.__struct_fields__:
+            continue
+        if isinstance(annotation, type) and issubclass(annotation, Config):
+            yield from _paths(annotation, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def _full_name(word: str, names: Mapping[str, str]) -> str:
+    match = re.fullmatch(r"--(no-)?([a-z][\w-]*)(=.*)?", word, re.DOTALL)
+    if match is None:
+        return word
+    negation, name, value = (group or "" for group in match.groups())
+    path = names.get(name.replace("_", "-"))
+    if path is None:
+        return word
+    parent, _, last = path.rpartition(".")
+    return f"--{parent}.{negation}{last}{value}"
+
+
+def _without_frame(text: str) -> str:
+    """tyro's message without the box around it, on one line."""
+    return " ".join(re.sub(r"[│╭╮╰╯─|+]|-{3,}", " ", text).split())

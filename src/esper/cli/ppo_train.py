@@ -1,0 +1,124 @@
+"""`esper ppo train`: a new run, or a saved one that goes on."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from esper.cli.outcome import FAILED, INTERRUPTED, CommandError, Outcome
+from esper.cli.parse import parse
+from esper.cli.stop_signals import StopSignals
+from esper.cli.train_arguments import TrainArguments, defaults_for
+from esper.config import describe
+from esper.rl.run_config import TrainConfig
+
+if TYPE_CHECKING:
+    from esper.rl.runs import Result
+
+DESCRIPTION = """Trains a recurrent policy and keeps everything in a run folder.
+
+Values come from the defaults, then from --config FILE.toml, then from the command line. The path of an option may be left out where its
+last name is unique: --seed for --ppo.seed, --hidden-size for --ppo.network.hidden-size."""
+
+
+def run(argv: list[str], prog: str) -> Outcome:
+    arguments = parse(TrainArguments, argv, prog, default=defaults_for(argv), description=DESCRIPTION)
+    if not arguments.env:
+        raise CommandError(f"name an environment: {prog} ENV_ID (esper ppo envs lists them)")
+    config = TrainConfig(**{name: getattr(arguments, name) for name in TrainConfig.__struct_fields__})
+    return _dry_run(config) if arguments.dry_run else _train(config, arguments)
+
+
+def _dry_run(config: TrainConfig) -> Outcome:
+    from esper.rl.run_folder import RunError
+    from esper.rl.run_setup import count_parameters, prepare
+
+    try:
+        with prepare(config) as (ppo, _):
+            plan = {
+                "env": config.env,
+                "device": str(ppo.device),
+                "parameters": count_parameters(ppo.policy),
+                "steps_per_update": ppo.steps_per_update,
+                "updates": -(-config.total_steps // ppo.steps_per_update),
+                "minibatch": _minibatch_shape(config),
+            }
+    except RunError as error:
+        raise CommandError(str(error)) from error
+    rows = describe(config)
+    width = max(len(name) for name, _, _ in rows)
+    for name, value, _ in rows:
+        print(f"{name:<{width}}  {value}")
+    print()
+    for name, value in plan.items():
+        print(f"{name.replace('_', ' '):<{width}}  {value}")
+    return Outcome({"plan": plan, "config": {name: value for name, value, _ in rows}})
+
+
+def _minibatch_shape(config: TrainConfig) -> str:
+    ppo = config.ppo
+    sequences = ppo.num_steps // ppo.sequence_length * config.num_envs / ppo.num_minibatches
+    return f"{sequences:g} sequences of {ppo.sequence_length} steps"
+
+
+def _train(config: TrainConfig, arguments: TrainArguments) -> Outcome:
+    from esper.checkpoint import CheckpointError
+    from esper.cli.progress import progress_sink
+    from esper.rl.ppo import TrainingStopped
+    from esper.rl.run_folder import RunError, default_folder
+    from esper.rl.runs import resume_run, train_run
+
+    folder = arguments.run or default_folder(config.env)
+    stop = StopSignals()
+    options: dict[str, Any] = {"sinks": [progress_sink()], "tensorboard": arguments.tensorboard, "should_stop": stop.was_asked}
+    try:
+        with stop:
+            result = resume_run(folder, config=config, **options) if arguments.resume else train_run(config, folder, **options)
+    except RunError as error:
+        raise CommandError(str(error)) from error
+    except CheckpointError as error:
+        raise CommandError(str(error), exit_code=FAILED) from error
+    except (TrainingStopped, FloatingPointError) as error:
+        raise CommandError(f"training failed: {error}; the run is in {folder}", exit_code=FAILED) from error
+    except KeyboardInterrupt:
+        what_next = _how_to_resume(folder) if (folder / "config.toml").exists() else "nothing was trained yet"
+        raise CommandError(f"stopped at once; {what_next}", exit_code=INTERRUPTED) from None
+    _print_summary(result)
+    return Outcome(_as_json(result), stop.exit_code if result.status == "stopped" else 0)
+
+
+def _how_to_resume(folder: Path) -> str:
+    return f"go on with: esper ppo train --resume --run {shlex.quote(str(folder))}"
+
+
+def _print_summary(result: Result) -> None:
+    folder = shlex.quote(str(result.folder))
+    if result.status == "had finished":
+        print(f"{folder} had already finished its {result.step:,} steps; ask for more with --total-steps")
+        return
+    print(f"{result.status} after {result.step:,} steps in {result.seconds:.1f} s")
+    print(f"mean return of the last episodes  {result.mean_return:.3f}  ({min(result.episodes, 100)} episodes)")
+    if result.evaluation is not None:
+        print(f"best policy on fresh episodes     {result.evaluation.mean_return:.3f}  ({len(result.evaluation.returns)} episodes)")
+    print(f"run folder                        {folder}")
+    if result.status == "stopped":
+        print(f"a checkpoint is saved; {_how_to_resume(result.folder)}")
+    else:
+        print(f"evaluate again with               esper ppo eval {folder}")
+
+
+def _as_json(result: Result) -> dict[str, Any]:
+    evaluation = result.evaluation
+    return {
+        "status": result.status,
+        "run": str(result.folder),
+        "step": result.step,
+        "seconds": round(result.seconds, 3),
+        "episodes": result.episodes,
+        "mean_return": result.mean_return,
+        "mean_length": result.mean_length,
+        "evaluation": None
+        if evaluation is None
+        else {"episodes": len(evaluation.returns), "mean_return": evaluation.mean_return, "mean_length": evaluation.mean_length},
+    }

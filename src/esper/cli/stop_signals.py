@@ -1,0 +1,39 @@
+"""Ctrl-C and SIGTERM as a wish that training can fulfil in its own time."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from types import FrameType
+from typing import Any
+
+from esper.cli.outcome import INTERRUPTED, TERMINATED
+
+
+class StopSignals:
+    """Turns the first Ctrl-C or SIGTERM into a wish to stop after the current update; the second one stops at once."""
+
+    def __init__(self) -> None:
+        self._received: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def was_asked(self) -> bool:
+        return self._received is not None
+
+    @property
+    def exit_code(self) -> int:
+        return TERMINATED if self._received == signal.SIGTERM else INTERRUPTED
+
+    def __enter__(self) -> StopSignals:
+        self._before = {number: signal.signal(number, self._receive) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self._received is not None:
+            raise KeyboardInterrupt
+        self._received = number
+        print("stopping after this update; once more to stop at once", file=sys.stderr, flush=True)

@@ -1,0 +1,90 @@
+"""The options of `esper ppo train`, and where they start from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from esper.cli.outcome import CommandError
+from esper.cli.parse import take_option
+from esper.config import load
+from esper.rl.run_config import EnvValue, TrainConfig
+
+
+def parse_env_args(words: list[str]) -> dict[str, EnvValue]:
+    pairs = [word.partition("=") for word in words]
+    wrong = [key for key, sign, _ in pairs if not (key and sign)]
+    if wrong:
+        raise ValueError(f"{wrong[0]!r} is not of the form KEY=VALUE")
+    return {key: _env_value(text) for key, _, text in pairs}
+
+
+def _env_value(text: str) -> EnvValue:
+    """JSON where it is JSON, Python's names for true, false and none, else the text itself."""
+    if text in ("True", "False", "None"):
+        return {"True": True, "False": False, "None": None}[text]
+    try:
+        value: EnvValue = json.loads(text)
+    except json.JSONDecodeError:
+        return text
+    return value
+
+
+_ENV_ARGS = tyro.constructors.PrimitiveConstructorSpec[dict[str, EnvValue]](
+    nargs="*",
+    metavar="KEY=VALUE",
+    instance_from_str=parse_env_args,
+    is_instance=lambda value: isinstance(value, dict),
+    str_from_instance=lambda value: [f"{key}={json.dumps(item)}" for key, item in value.items()],
+)
+_Flag = tyro.conf.FlagCreatePairsOff[bool]
+
+
+class FileConfig(TrainConfig):
+    """What a TOML file may say; the command line can name the environment instead."""
+
+    env: str = ""
+
+
+class TrainArguments(FileConfig):
+    env: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="ENV_ID", help_behavior_hint="")] = ""
+    """a built-in environment (esper ppo envs) or a Gymnasium id; not needed with --resume"""
+    env_args: Annotated[dict[str, EnvValue], _ENV_ARGS] = {}
+    """keywords for the environment, such as delay=20"""
+    run: Path | None = None
+    """folder of the run; None: runs/<environment>-<time>"""
+    config: Path | None = None
+    """TOML file with values for any of the options below"""
+    resume: _Flag = False
+    """go on with the run in --run, as it was configured"""
+    dry_run: _Flag = False
+    """say what would be done, and touch nothing"""
+    tensorboard: _Flag = False
+    """also write scalars for TensorBoard into the run folder"""
+
+
+def defaults_for(argv: list[str]) -> TrainArguments:
+    """What the options start from: the saved config of a run that is resumed, a TOML file, or nothing."""
+    words = list(argv)
+    path, folder = take_option(words, "--config"), take_option(words, "--run")
+    if "--resume" in words:
+        base: TrainConfig = _saved_config(folder, path)
+    elif path is not None:
+        base = load(FileConfig, path)
+    else:
+        return TrainArguments()
+    return TrainArguments(**{name: getattr(base, name) for name in TrainConfig.__struct_fields__})
+
+
+def _saved_config(folder: str | None, path: str | None) -> TrainConfig:
+    if folder is None:
+        raise CommandError("--resume needs the folder of the run: --run RUN")
+    if path is not None:
+        raise CommandError("--resume reads the config of the run; leave --config out")
+    saved = Path(folder) / "config.toml"
+    if not saved.is_file():
+        raise CommandError(f"there is no run in {folder}: it has no config.toml")
+    return load(TrainConfig, saved)

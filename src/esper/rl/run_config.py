@@ -1,0 +1,25 @@
+"""What a training run is made of. Imports no torch, so that a command line can show it at once."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from esper.config import Config, NonNegativeInt, PositiveInt
+from esper.rl.config import PPOConfig
+
+EnvValue = bool | int | float | str | None | list[bool | int | float | str]
+
+
+class TrainConfig(Config):
+    """A training run: an environment, how long to train in it, and the learner."""
+
+    env: str  # a built-in environment or a Gymnasium id
+    env_args: dict[str, EnvValue] = {}  # keywords for the environment
+    num_envs: PositiveInt = 16  # environments stepped as one
+    total_steps: PositiveInt = 200_000  # steps of all environments together
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where there is one
+    threads: PositiveInt | None = None  # CPU threads of torch; None: its own choice
+    checkpoint_every: PositiveInt = 20  # updates between checkpoints
+    keep: PositiveInt = 3  # checkpoints that stay, beside the best
+    eval_episodes: NonNegativeInt = 100  # fresh episodes that the best policy plays at the end; 0: none
+    ppo: PPOConfig = PPOConfig()

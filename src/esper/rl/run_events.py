@@ -1,0 +1,33 @@
+"""What a training run reports beside what the learner does."""
+
+from __future__ import annotations
+
+from esper.events import Event
+
+
+class RunStarted(Event, tag="run_started"):
+    """Training begins, or goes on, at `step`."""
+
+    step: int
+    total_steps: int
+    steps_per_update: int
+    env_id: str
+    num_envs: int
+    device: str
+    parameters: int
+
+
+class Evaluated(Event, tag="evaluated"):
+    """The best policy played fresh episodes."""
+
+    step: int  # of the checkpoint that it was taken from
+    episodes: int
+    mean_return: float
+    mean_length: float
+
+
+class CheckpointRefused(Event, tag="checkpoint_refused"):
+    """A newer checkpoint could not be loaded, so the run went on from one before it."""
+
+    checkpoint: str
+    reason: str

@@ -1,0 +1,89 @@
+"""What a training run is built from: device, environments, learner. Nothing here touches a file."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from esper.events import Event
+from esper.rl.evaluate import Evaluation, evaluate
+from esper.rl.policy import Policy
+from esper.rl.ppo import PPO
+from esper.rl.run_config import TrainConfig
+from esper.rl.run_folder import RunError
+from esper.rng import Streams
+from esper.vecenv import VecEnv, make
+from esper.vecenv.builtin import BUILTIN
+
+
+class Relay:
+    """Holds back what the learner reports until there is a log: everything is built and checked before a folder is touched."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Event] = []
+        self._emit: Callable[[Event], None] = self._waiting.append
+
+    def __call__(self, event: Event) -> None:
+        self._emit(event)
+
+    def connect(self, emit: Callable[[Event], None]) -> None:
+        self._emit = emit
+        for event in self._waiting:
+            emit(event)
+
+
+@contextlib.contextmanager
+def prepare(config: TrainConfig, *, encoder: nn.Module | None = None) -> Iterator[tuple[PPO, Relay]]:
+    """The learner of a run in its environment, which is closed at the end. Touches no files; mistakes in the config are RunErrors."""
+    device = find_device(config.device)
+    relay = Relay()
+    with _threads(config.threads), contextlib.closing(make_env(config, config.num_envs, device)) as env:
+        try:
+            ppo = PPO(env, config.ppo, encoder, device=device, on_event=relay)
+        except ValueError as error:
+            raise RunError(str(error)) from error
+        yield ppo, relay
+
+
+def find_device(wanted: Literal["auto", "cpu", "cuda"]) -> torch.device:
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise RunError("device 'cuda' was asked for, and torch finds none here; use device 'cpu' or 'auto'")
+    return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def make_env(config: TrainConfig, num_envs: int, device: torch.device) -> VecEnv:
+    """The environments of a run: built-in ones live on the learner's device, Gymnasium's on the CPU."""
+    place = device if config.env in BUILTIN else torch.device("cpu")
+    keywords: dict[str, Any] = dict(config.env_args)
+    try:
+        return make(config.env, num_envs, device=place, **keywords)
+    except (ValueError, ImportError) as error:
+        raise RunError(str(error)) from error
+    except Exception as error:  # whatever the environment's own constructor finds wrong
+        raise RunError(f"the environment {config.env!r} cannot be made with {config.env_args}: {type(error).__name__}: {error}") from error
+
+
+def evaluate_policy(policy: Policy, config: TrainConfig, *, episodes: int, deterministic: bool = True, seed: int = 0) -> Evaluation:
+    """Fresh episodes in the environment of a run; the same `seed` gives the same ones."""
+    streams = Streams(config.ppo.seed).spawn("evaluation of a run")
+    generator = None if deterministic else streams.torch(f"actions {seed}", policy.device)
+    with contextlib.closing(make_env(config, min(config.num_envs, episodes), policy.device)) as env:
+        return evaluate(policy, env, episodes=episodes, generator=generator, seed=streams.integer(f"environment {seed}"))
+
+
+def count_parameters(policy: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in policy.parameters())
+
+
+@contextlib.contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,244 @@
+"""A training run as a folder: started, stopped and gone on with as if it had never stopped.
+
+    result = train_run(TrainConfig(env="cue"), "runs/first")
+    result = resume_run("runs/first")                               # after a crash, or with more total_steps
+    policy = load_policy("runs/first")
+
+A checkpoint holds the whole learner and where the event log stood; resuming cuts the events after it. Both together make a run that was
+killed and resumed equal to one that was not, bit for bit on the CPU with the same number of threads.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+
+from esper.checkpoint import Checkpoint
+from esper.config import describe, load, save
+from esper.events import EventLog, Sink, TensorBoardSink
+from esper.rl.checkpoints import open_store, policy_from
+from esper.rl.collector import RECENT_EPISODES
+from esper.rl.evaluate import Evaluation
+from esper.rl.events import Update
+from esper.rl.ppo import PPO
+from esper.rl.run_config import TrainConfig
+from esper.rl.run_events import CheckpointRefused, Evaluated, RunStarted
+from esper.rl.run_folder import CONFIG, EVENTS, RunError, check_holds_a_run, check_is_free, default_folder, locked
+from esper.rl.run_setup import Relay, count_parameters, evaluate_policy, prepare
+
+__all__ = ["Result", "RunError", "resume_run", "train_run"]
+
+CHANGEABLE = ("total_steps", "threads", "checkpoint_every", "keep", "eval_episodes")  # when resuming
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How a run ended. `seconds` counts all its sessions; means are of the last 100 training episodes, nan where there were none."""
+
+    folder: Path
+    status: Literal["finished", "stopped", "had finished"]
+    step: int
+    seconds: float
+    episodes: int
+    mean_return: float
+    mean_length: float
+    evaluation: Evaluation | None = None  # of the best policy on fresh episodes
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What is not part of the run itself."""
+
+    encoder: nn.Module | None
+    sinks: tuple[Sink, ...]
+    tensorboard: bool
+    should_stop: Callable[[], bool]
+
+
+def _never() -> bool:
+    return False
+
+
+def train_run(
+    config: TrainConfig,
+    folder: Path | str | None = None,
+    *,
+    encoder: nn.Module | None = None,
+    sinks: Iterable[Sink] = (),
+    tensorboard: bool = False,
+    should_stop: Callable[[], bool] = _never,
+) -> Result:
+    """Trains a new run in a folder of its own. Stops after the update in which `should_stop()` becomes true, with a checkpoint."""
+    folder = default_folder(config.env) if folder is None else Path(folder)
+    check_is_free(folder)
+    _check_tensorboard(tensorboard)
+    options = Options(encoder, tuple(sinks), tensorboard, should_stop)
+    with prepare(config, encoder=encoder) as (ppo, relay):
+        folder.mkdir(parents=True, exist_ok=True)
+        with locked(folder):
+            check_is_free(folder)
+            save(config, folder / CONFIG)
+            with EventLog(folder / EVENTS, run=folder.name, sinks=_all_sinks(folder, options)) as log:
+                return _Session(config, folder, ppo, relay, log, options).run()
+
+
+def resume_run(
+    folder: Path | str,
+    *,
+    config: TrainConfig | None = None,
+    encoder: nn.Module | None = None,
+    sinks: Iterable[Sink] = (),
+    tensorboard: bool = False,
+    should_stop: Callable[[], bool] = _never,
+) -> Result:
+    """Goes on from the latest checkpoint, or from the start where there is none. `config` may ask for more steps than the saved one."""
+    folder = Path(folder)
+    check_holds_a_run(folder)
+    _check_tensorboard(tensorboard)
+    saved = load(TrainConfig, folder / CONFIG)
+    config = saved if config is None else config
+    _check_changes(saved, config)
+    options = Options(encoder, tuple(sinks), tensorboard, should_stop)
+    with locked(folder):
+        store = open_store(folder, keep=config.keep)
+        checkpoint = store.load("latest") if store.has_any() else None
+        if checkpoint is not None and checkpoint.step >= config.total_steps:
+            return _result_of(checkpoint, folder)
+        with prepare(config, encoder=encoder) as (ppo, relay):
+            _load(ppo, checkpoint)  # before anything is changed, because it may not fit
+            save(config, folder / CONFIG)
+            with _reopened_log(folder, checkpoint, options) as log:
+                session = _Session(config, folder, ppo, relay, log, options)
+                session.go_on_from(checkpoint)
+                return session.run()
+
+
+class _Session:
+    """One process's share of a run."""
+
+    def __init__(self, config: TrainConfig, folder: Path, ppo: PPO, relay: Relay, log: EventLog, options: Options) -> None:
+        self.config, self.folder, self.ppo, self.log, self.options = config, folder, ppo, log, options
+        self.store = open_store(folder, keep=config.keep)
+        self.best = (False, -math.inf)  # what `_score` said of the best checkpoint
+        self.began = time.perf_counter()
+        relay.connect(log.emit)
+
+    def go_on_from(self, checkpoint: Checkpoint | None) -> None:
+        if checkpoint is None:
+            return
+        self.best = checkpoint.state["best"]
+        self.began -= checkpoint.state["seconds"]
+        for refused in checkpoint.skipped:
+            self.log.emit(CheckpointRefused(checkpoint=refused.path.name, reason=refused.reason))
+
+    def run(self) -> Result:
+        ppo, config = self.ppo, self.config
+        self.log.emit(
+            RunStarted(
+                step=ppo.step,
+                total_steps=config.total_steps,
+                steps_per_update=ppo.steps_per_update,
+                env_id=config.env,
+                num_envs=config.num_envs,
+                device=str(ppo.device),
+                parameters=count_parameters(ppo.policy),
+            )
+        )
+        for update in ppo.train(config.total_steps):
+            stops = self.options.should_stop()
+            is_last = update.step >= config.total_steps
+            if stops or is_last or update.update % config.checkpoint_every == 0:
+                self._save(update)
+            if stops:
+                break
+        status: Literal["finished", "stopped"] = "finished" if is_last else "stopped"
+        evaluation = self._evaluate() if is_last else None
+        return Result(self.folder, status, update.step, self._seconds(), **_summary(update), evaluation=evaluation)
+
+    def _save(self, update: Update) -> None:
+        score = _score(update)
+        is_best = score >= self.best
+        self.best = max(score, self.best)
+        state = {
+            "ppo": self.ppo.state_dict(),
+            "events_offset": self.log.offset(),
+            "best": self.best,
+            "seconds": self._seconds(),
+            "summary": _summary(update),
+        }
+        self.store.save(update.step, state, is_best=is_best, note=_summary(update))
+
+    def _seconds(self) -> float:
+        return time.perf_counter() - self.began
+
+    def _evaluate(self) -> Evaluation | None:
+        if not self.config.eval_episodes:
+            return None
+        best = self.store.load("best")
+        policy = policy_from(best, copy.deepcopy(self.options.encoder), device=self.ppo.device)
+        evaluation = evaluate_policy(policy, self.config, episodes=self.config.eval_episodes)
+        event = Evaluated(
+            step=best.step, episodes=len(evaluation.returns), mean_return=evaluation.mean_return, mean_length=evaluation.mean_length
+        )
+        self.log.emit(event)
+        return evaluation
+
+
+def _score(update: Update) -> tuple[bool, float]:
+    """What a checkpoint is best by: the mean return once it is a mean of enough episodes; before that, the later the better."""
+    if update.episodes < RECENT_EPISODES or math.isnan(update.mean_return):
+        return False, float(update.step)
+    return True, update.mean_return
+
+
+def _summary(update: Update) -> dict[str, Any]:
+    return {"episodes": update.episodes, "mean_return": update.mean_return, "mean_length": update.mean_length}
+
+
+def _result_of(checkpoint: Checkpoint, folder: Path) -> Result:
+    seconds: float = checkpoint.state["seconds"]
+    return Result(folder, "had finished", checkpoint.step, seconds, **checkpoint.state["summary"])
+
+
+def _load(ppo: PPO, checkpoint: Checkpoint | None) -> None:
+    if checkpoint is None:
+        return
+    try:
+        ppo.load_state_dict(checkpoint.state["ppo"])
+    except ValueError as error:
+        raise RunError(f"cannot go on from {checkpoint.path}: {error}") from error
+
+
+def _reopened_log(folder: Path, checkpoint: Checkpoint | None, options: Options) -> EventLog:
+    path, sinks = folder / EVENTS, _all_sinks(folder, options)
+    if checkpoint is None:
+        path.unlink(missing_ok=True)  # everything in it will happen again, from the start
+        return EventLog(path, run=folder.name, sinks=sinks)
+    return EventLog.resume(path, checkpoint.state["events_offset"], sinks=sinks)
+
+
+def _check_changes(saved: TrainConfig, wanted: TrainConfig) -> None:
+    """A run goes on as what it was: only what does not touch the learner may change."""
+    for (name, before, _), (_, after, _) in zip(describe(saved), describe(wanted), strict=True):
+        if before != after and name not in CHANGEABLE:
+            raise RunError(
+                f"{name} is {before!r} in the saved run and cannot become {after!r} now; what may change when resuming is "
+                f"{', '.join(CHANGEABLE)}. Start a new run for the rest"
+            )
+
+
+def _check_tensorboard(wanted: bool) -> None:
+    if wanted and importlib.util.find_spec("tensorboard") is None:
+        raise RunError("TensorBoard is not installed; install it with: pip install 'esper[tensorboard]'")
+
+
+def _all_sinks(folder: Path, options: Options) -> tuple[Sink, ...]:
+    return (*options.sinks, TensorBoardSink(folder / "tensorboard")) if options.tensorboard else options.sinks

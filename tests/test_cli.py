@@ -1,0 +1,186 @@
+"""The command line: help, mistakes, exit codes, JSON. Runs of training are in test_cli_train.py."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import esper
+from esper.cli.main import COMMANDS, main
+
+HELP_AT_EVERY_LEVEL = """
+import sys, time
+began = time.perf_counter()
+from esper.cli.main import COMMANDS, main
+for words in ([], ["ppo"], *(name.split() for name in COMMANDS)):
+    assert main([*words, "--help"]) == 0
+assert "torch" not in sys.modules and "numpy" not in sys.modules
+print(time.perf_counter() - began)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def last_line(text: str) -> dict[str, object]:
+    result: dict[str, object] = json.loads(text.splitlines()[-1])
+    return result
+
+
+def test_help_at_every_level_comes_at_once_without_torch_and_numpy() -> None:
+    finished = subprocess.run([sys.executable, "-c", HELP_AT_EVERY_LEVEL], capture_output=True, text=True, check=True)
+    assert float(finished.stdout.splitlines()[-1]) < 5, "together they take well under a second unless the machine is busy"
+
+
+def test_the_installed_program_knows_its_version() -> None:
+    program = Path(sys.executable).with_name("esper")
+    finished = subprocess.run([program, "--version"], capture_output=True, text=True, check=True)
+    assert finished.stdout == f"esper {esper.__version__}\n"
+
+
+def test_every_command_of_the_table_can_be_run() -> None:
+    for command in COMMANDS.values():
+        assert callable(importlib.import_module(command.module).run)
+
+
+def test_the_overview_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    listed = capsys.readouterr().out
+    assert all(name in listed and command.help in listed for name, command in COMMANDS.items())
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["trian"], "unknown command 'trian'"),
+        (["ppo", "trian"], "did you mean 'esper ppo train'"),
+        (["--verbose"], "needs a command before it"),
+        (["ppo", "train"], "name an environment"),
+        (["ppo", "train", "cue", "--num-evns", "3"], "--num-envs"),
+        (["ppo", "train", "cue", "--num-envs", "0"], "expected an int > 0, got 0"),
+        (["ppo", "train", "cue", "--gamma", "1.5"], "expected a float >= 0 and <= 1, got 1.5"),
+        (["ppo", "train", "cue", "--env-args", "delay"], "'delay' is not of the form KEY=VALUE"),
+        (["ppo", "train", "cue", "--env-args", "dealy=3"], "dealy"),
+        (["ppo", "train", "cue", "--env-args", "delay=0"], "delay at least 1"),
+        (["ppo", "train", "cuee"], "did you mean 'cue'"),
+        (["ppo", "train", "cue", "--num-envs", "2"], "fewer than 4 minibatches"),
+        (["ppo", "train", "cue", "--config", "none.toml"], "no such config file: none.toml"),
+        (["ppo", "train", "cue", "--config"], "--config needs a value"),
+        (["ppo", "train", "--resume"], "--resume needs the folder of the run"),
+        (["ppo", "train", "--resume", "--run", "nowhere"], "there is no run in nowhere"),
+        (["ppo", "train", "--resume", "--run", "nowhere", "--config", "a.toml"], "leave --config out"),
+        (["ppo", "eval", "nowhere"], "there is no run in nowhere"),
+        (["ppo", "eval"], "RUN"),
+        (["ppo", "eval", "nowhere", "--checkpoint", "first"], "best"),
+    ],
+)
+def test_a_mistake_is_explained_and_ends_with_2(argv: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main([*argv, "--json"]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert "Traceback" not in captured.err
+    assert message in str(last_line(captured.out)["error"])
+    assert not list(tmp_path.iterdir()), "a mistake leaves nothing behind"
+
+
+def test_a_mistake_is_shown_with_its_traceback_on_request(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--debug", "ppo", "train", "cuee"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_an_unexpected_error_is_one_line_and_ends_with_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def broken(argv: list[str], prog: str) -> None:
+        raise RuntimeError("the disk\nis on fire")
+
+    monkeypatch.setattr("esper.cli.doctor.run", broken)
+    assert main(["doctor"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: RuntimeError: the disk is on fire")
+    assert "--debug" in error
+    assert error.count("\n") == 1
+
+
+def test_ctrl_c_before_anything_ends_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(argv: list[str], prog: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("esper.cli.doctor.run", interrupted)
+    assert main(["doctor", "--json"]) == 130
+    assert last_line(capsys.readouterr().out) == {"error": "interrupted"}
+
+
+def test_the_doctor_finds_what_these_tests_run_on(capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    assert main(["doctor", "--json"]) == 0
+    result = last_line(capsys.readouterr().out)
+    assert result["versions"]["torch"] == torch.__version__  # type: ignore[index]
+    assert result["folder_is_writable"] is True
+
+
+def test_the_doctor_says_how_to_get_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("esper.cli.doctor.EXTRAS", {"gym": ("no-such-package",)})
+    assert main(["doctor"]) == 0
+    assert "pip install 'esper[gym]'" in capsys.readouterr().out
+
+
+def test_the_built_in_environments_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ppo", "envs"]) == 0
+    assert "cue " in capsys.readouterr().out
+
+
+# Where values come from
+
+
+def plan_of(argv: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, object]]:
+    assert main(["ppo", "train", *argv, "--dry-run", "--json"]) == 0
+    result: dict[str, dict[str, object]] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    return result
+
+
+def test_a_dry_run_says_what_would_be_done_and_touches_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    argv = ["cue", "--num-envs", "8", "--num-steps", "32", "--total-steps", "1000", "--device", "cpu", "--bptt-length", "16"]
+    plan = plan_of(argv, capsys)["plan"]
+    assert plan["steps_per_update"] == 8 * 32
+    assert plan["updates"] == 4
+    assert plan["minibatch"] == "4 sequences of 16 steps"
+    assert plan["device"] == "cpu"
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('env = "cue"\nnum_envs = 8\n[env_args]\ndelay = 7\n[ppo]\ngamma = 0.9\nseed = 5\n[ppo.network]\nhidden_size = 16\n')
+    config = plan_of(["--config", str(path), "--seed", "6"], capsys)["config"]
+    assert (config["num_envs"], config["ppo.gamma"], config["ppo.network.hidden_size"]) == (8, 0.9, 16)
+    assert config["ppo.seed"] == 6
+    assert config["env_args"] == {"delay": 7}
+    assert config["total_steps"] == 200_000
+
+
+def test_a_wrong_key_in_the_file_names_the_right_one(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text("[ppo]\nlerning_rate = 1.0\n")
+    assert main(["ppo", "train", "cue", "--config", "mine.toml"]) == 2
+    error = capsys.readouterr().err
+    assert "mine.toml: ppo.lerning_rate: unknown key; did you mean 'learning_rate'?" in error
+
+
+def test_the_path_of_a_nested_option_may_be_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["cue", "--learning-rate=0.5", "--hidden_size", "16", "--no-normalize-rewards"]
+    config = plan_of(argv, capsys)["config"]
+    assert (config["ppo.learning_rate"], config["ppo.network.hidden_size"], config["ppo.normalize_rewards"]) == (0.5, 16, False)
+
+
+def test_environment_arguments_are_json_or_text() -> None:
+    from esper.cli.train_arguments import parse_env_args
+
+    words = ["a=3", "b=0.5", "c=true", "d=False", "e=None", "f=fast", "g=[1,2]", "h=x=y"]
+    parsed = parse_env_args(words)
+    assert parsed == {"a": 3, "b": 0.5, "c": True, "d": False, "e": None, "f": "fast", "g": [1, 2], "h": "x=y"}

@@ -1,0 +1,373 @@
+"""Training through the command line: what a run leaves behind, how it stops, and that going on is as if it had never stopped."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from esper.checkpoint import CheckpointStore, Tree
+from esper.checkpoint.tree import split
+from esper.cli.main import main
+from esper.cli.progress import LiveProgress, PlainProgress
+from esper.config import load
+from esper.events import Record, read
+from esper.rl import RunError, TrainConfig, load_policy, resume_run, train_run
+from esper.rl.checkpoints import FOLDER, KIND, open_store
+from esper.rl.config import NetworkConfig, PPOConfig
+from esper.rl.events import Update
+from esper.rl.run_events import CheckpointRefused
+from esper.vecenv import make
+
+UPDATE_STEPS = 4 * 16
+CONFIG = TrainConfig(
+    env="cue",
+    env_args={"delay": 3},
+    num_envs=4,
+    total_steps=10 * UPDATE_STEPS,
+    device="cpu",
+    threads=1,
+    checkpoint_every=3,
+    eval_episodes=8,
+    ppo=PPOConfig(num_steps=16, num_minibatches=2, num_epochs=2, network=NetworkConfig(hidden_size=8, encoder_sizes=(8,))),
+)
+OPTIONS = [
+    "--env-args", "delay=3", "--num-envs", "4", "--device", "cpu", "--threads", "1", "--checkpoint-every", "3", "--eval-episodes", "8",
+    "--num-steps", "16", "--num-minibatches", "2", "--num-epochs", "2", "--hidden-size", "8", "--encoder-sizes", "8",
+]  # fmt: skip
+CLOCKS = {"time", "steps_per_second", "collect_seconds", "update_seconds"}
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of CONFIG that was never interrupted. Tests that change it work on a copy."""
+    folder = tmp_path_factory.mktemp("runs") / "finished"
+    train_run(CONFIG, folder)
+    return folder
+
+
+def train(folder: str | Path, updates: int, *more: str) -> int:
+    return main(["ppo", "train", "cue", *OPTIONS, "--total-steps", str(updates * UPDATE_STEPS), "--run", str(folder), *more])
+
+
+def events_of(folder: Path) -> list[dict[str, Any]]:
+    """Everything that happened, without clocks and without what tells a resumed run from another."""
+    lines = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    kept = [line for line in lines if line["kind"] not in ("header", "resumed", "run_started", "checkpoint_refused")]
+    return [{key: value for key, value in line.items() if key not in CLOCKS | {"run"}} for line in kept]
+
+
+def assert_same_learner(one: Path, other: Path) -> None:
+    states = [split(open_store(folder).load("latest").state["ppo"]) for folder in (one, other)]
+    assert states[0][0] == states[1][0]
+    assert states[0][1].keys() == states[1][1].keys()
+    for name, tensor in states[0][1].items():
+        assert torch.equal(tensor, states[1][1][name]), name
+
+
+def after_update(count: int) -> Callable[[], bool]:
+    calls = iter(range(1, count + 1))
+    return lambda: next(calls, count) == count
+
+
+# What a run leaves behind
+
+
+def test_a_run_is_trained_evaluated_and_evaluated_again(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert train("run", 10, "--json") == 0
+    output = capsys.readouterr().out
+    result = json.loads(output.splitlines()[-1])
+    assert (result["status"], result["step"], result["evaluation"]["episodes"]) == ("finished", 10 * UPDATE_STEPS, 8)
+    assert "esper ppo eval run" in output
+    assert load(TrainConfig, tmp_path / "run/config.toml") == CONFIG
+    kinds = [record.kind for record in read(tmp_path / "run/events.jsonl")]
+    assert kinds[:2] == ["header", "run_started"]
+    assert kinds.count("update") == 10
+    assert kinds[-1] == "evaluated"
+
+    assert main(["ppo", "eval", "run", "--episodes", "8", "--json"]) == 0
+    again = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert again["mean_return"] == result["evaluation"]["mean_return"]
+    assert main(["ppo", "eval", "run", "--episodes", "1", "--checkpoint", "latest", "--stochastic"]) == 0
+
+
+def test_a_folder_that_holds_a_run_is_not_trained_in_again(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = (finished / "events.jsonl").read_bytes()
+    assert train(finished, 10) == 2
+    assert "--resume" in capsys.readouterr().err
+    assert (finished / "events.jsonl").read_bytes() == before
+
+
+def test_a_run_without_a_folder_gets_one_of_its_own(tmp_path: Path) -> None:
+    small = msgspec.structs.replace(CONFIG, total_steps=1, eval_episodes=0)
+    folders = {train_run(small).folder for _ in range(2)}
+    assert len(folders) == 2
+    assert all(folder.parent == Path("runs") and folder.name.startswith("cue-") for folder in folders)
+
+
+def test_a_folder_that_another_process_trains_in_is_refused(finished: Path, tmp_path: Path) -> None:
+    from esper.rl.run_folder import locked
+
+    copy = shutil.copytree(finished, tmp_path / "copy")
+    with locked(copy), pytest.raises(RunError, match="another process is training"):
+        resume_run(copy)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of numbers too large
+def test_training_that_diverges_ends_with_1_and_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("run", 10, "--learning-rate", "1e30", "--json") == 1
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: training failed")
+    assert "Traceback" not in captured.err
+    assert "not finite" in json.loads(captured.out.splitlines()[-1])["error"]
+
+
+def test_tensorboard_gets_the_scalars(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    assert train("run", 1, "--tensorboard") == 0
+    assert list((tmp_path / "run/tensorboard").iterdir())
+
+
+def test_a_missing_tensorboard_is_said_before_anything_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert train("run", 1, "--tensorboard") == 2
+    assert "pip install 'esper[tensorboard]'" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+# Policies from runs
+
+
+def test_a_policy_is_loaded_without_an_environment(finished: Path) -> None:
+    policy = load_policy(finished, "latest")
+    obs = make("cue", 3, delay=3).reset(seed=1).obs
+    actions, state = policy.act(obs)
+    assert actions["action"].shape == (3,)
+    assert state.shape == (3, 16)
+    newest = open_store(finished).list()[-1]
+    same = load_policy(newest)
+    assert all(torch.equal(value, same.state_dict()[name]) for name, value in policy.state_dict().items())
+
+
+def test_a_policy_with_an_encoder_of_ones_own_is_trained_resumed_and_loaded(tmp_path: Path) -> None:
+    class Wide(torch.nn.Module):
+        output_size = 12
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(5, 12)
+
+        def forward(self, obs: torch.Tensor) -> torch.Tensor:
+            return torch.relu(self.layer(obs))
+
+    train_run(CONFIG, tmp_path / "run", encoder=Wide(), should_stop=after_update(4))
+    result = resume_run(tmp_path / "run", encoder=Wide())
+    assert result.status == "finished"
+    assert load_policy(tmp_path / "run", encoder=Wide()).encoder.layer.weight.shape == (12, 5)  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match="encoder"):
+        load_policy(tmp_path / "run")
+
+
+def test_the_best_checkpoint_is_that_of_the_highest_return_once_there_are_enough_episodes() -> None:
+    from esper.rl.runs import _score
+
+    def update(step: int, episodes: int, mean_return: float) -> Update:
+        numbers = {name: 0 for name in Update.__struct_fields__ if name not in ("entropy", "kl", "env")}
+        return Update(**(numbers | {"entropy": {}, "kl": {}, "step": step, "episodes": episodes, "mean_return": mean_return}))
+
+    lucky, unknown, poor, good = update(1, 2, 1.0), update(2, 99, float("nan")), update(3, 100, 0.2), update(4, 200, 0.9)
+    assert _score(lucky) < _score(unknown) < _score(poor) < _score(good)
+
+
+# Going on
+
+
+def test_a_run_stopped_and_resumed_equals_one_that_was_not(finished: Path, tmp_path: Path) -> None:
+    stopped = train_run(CONFIG, tmp_path / "run", should_stop=after_update(4))
+    assert (stopped.status, stopped.step) == ("stopped", 4 * UPDATE_STEPS)
+    assert resume_run(tmp_path / "run").status == "finished"
+    assert events_of(tmp_path / "run") == events_of(finished)
+    assert_same_learner(tmp_path / "run", finished)
+
+
+def test_a_run_that_died_before_its_first_checkpoint_starts_over(finished: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(finished, tmp_path / "copy")
+    shutil.rmtree(copy / FOLDER)
+    resume_run(copy)
+    assert events_of(copy) == events_of(finished)
+    assert_same_learner(copy, finished)
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(finished: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(finished, tmp_path / "copy")
+    newest = open_store(copy).list()[-1]
+    (newest / "tensors.safetensors").write_bytes(b"")
+    resume_run(copy)
+    refused = [record.event for record in read(copy / "events.jsonl") if isinstance(record.event, CheckpointRefused)]
+    assert [event.checkpoint for event in refused] == [newest.name]
+    assert events_of(copy) == events_of(finished)
+    assert_same_learner(copy, finished)
+
+
+def test_a_finished_run_is_left_as_it_is(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = (finished / "events.jsonl").read_bytes()
+    assert main(["ppo", "train", "--resume", "--run", str(finished)]) == 0
+    assert "had already finished" in capsys.readouterr().out
+    assert (finished / "events.jsonl").read_bytes() == before
+
+
+def test_a_resumed_run_may_get_more_steps_but_no_other_learner(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy = shutil.copytree(finished, tmp_path / "copy")
+    assert main(["ppo", "train", "--resume", "--run", str(copy), "--hidden-size", "9"]) == 2
+    assert "ppo.network.hidden_size is 8 in the saved run and cannot become 9" in capsys.readouterr().err
+    assert main(["ppo", "train", "--resume", "--run", str(copy), "--total-steps", str(12 * UPDATE_STEPS)]) == 0
+    assert load(TrainConfig, copy / "config.toml").total_steps == 12 * UPDATE_STEPS
+    assert open_store(copy).load().step == 12 * UPDATE_STEPS
+
+
+def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
+    class Encoder(torch.nn.Linear):
+        output_size = 12
+
+    train_run(CONFIG, tmp_path / "run", encoder=Encoder(5, 12), should_stop=after_update(4))
+    before = (tmp_path / "run/events.jsonl").read_bytes()
+    with pytest.raises(RunError, match="cannot go on from"):
+        resume_run(tmp_path / "run")
+    assert (tmp_path / "run/events.jsonl").read_bytes() == before
+
+
+def test_a_checkpoint_of_version_1_is_migrated(finished: Path, tmp_path: Path) -> None:
+    def as_version_1(state: Tree) -> Tree:
+        ppo = dict(state["ppo"])
+        ppo["rng"] = ppo.pop("streams")
+        return {**state, "ppo": ppo}
+
+    copy = shutil.copytree(finished, tmp_path / "copy")
+    middle = open_store(copy).load(open_store(copy).list()[-2])
+    shutil.rmtree(copy / FOLDER)
+    CheckpointStore(copy / FOLDER, kind=KIND, schema_version=1).save(middle.step, as_version_1(middle.state), is_best=True)
+    resume_run(copy)
+    assert events_of(copy)[:-1] == events_of(finished)[:-1]
+    assert_same_learner(copy, finished)
+
+
+def test_an_environment_that_cannot_be_saved_begins_new_episodes_and_says_so(tmp_path: Path) -> None:
+    pytest.importorskip("gymnasium")
+    config = msgspec.structs.replace(CONFIG, env="CartPole-v1", env_args={})
+    train_run(config, tmp_path / "run", should_stop=after_update(4))
+    assert resume_run(tmp_path / "run").status == "finished"
+    kinds = [record.kind for record in read(tmp_path / "run/events.jsonl")]
+    assert kinds.count("update") == 10
+    assert kinds.count("episodes_restarted") == 1
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_stops_after_the_update_with_a_checkpoint(
+    number: signal.Signals, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt() -> None:
+        wait_for(tmp_path / "run" / FOLDER / "latest")
+        os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    assert train("run", 100_000, "--json") == code
+    thread.join()
+    captured = capsys.readouterr()
+    assert "esper ppo train --resume --run run" in captured.out
+    result = json.loads(captured.out.splitlines()[-1])
+    assert result["status"] == "stopped"
+    assert open_store(tmp_path / "run").load("latest").step == result["step"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.slow
+def test_a_run_killed_at_any_moment_and_resumed_equals_one_that_was_not(tmp_path: Path) -> None:
+    updates = 60
+    assert train(tmp_path / "whole", updates) == 0
+    command = [sys.executable, "-m", "esper.cli.main", "ppo", "train", "cue", *OPTIONS]
+    process = subprocess.Popen(
+        [*command, "--total-steps", str(updates * UPDATE_STEPS), "--run", "killed"], cwd=tmp_path, stdout=subprocess.DEVNULL
+    )
+    wait_for(tmp_path / "killed" / FOLDER / "latest")
+    time.sleep(random.SystemRandom().uniform(0.0, 0.3))
+    process.kill()
+    assert process.wait() == -signal.SIGKILL, "it finished before it could be killed"
+    reached = open_store(tmp_path / "killed").load("latest").step
+    assert 0 < reached < updates * UPDATE_STEPS
+
+    assert main(["ppo", "train", "--resume", "--run", str(tmp_path / "killed")]) == 0
+    assert events_of(tmp_path / "killed") == events_of(tmp_path / "whole")
+    assert_same_learner(tmp_path / "killed", tmp_path / "whole")
+
+
+def wait_for(path: Path, timeout_s: float = 60.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not path.exists():
+        assert time.monotonic() < end, f"{path} did not come"
+        time.sleep(0.002)
+
+
+# What is shown meanwhile
+
+
+def records_of(folder: Path) -> list[Record]:
+    return list(read(folder / "events.jsonl"))
+
+
+def test_plain_progress_is_a_start_lines_in_time_and_an_end(finished: Path) -> None:
+    stream = io.StringIO()
+    progress = PlainProgress(stream, every_s=1e9)
+    for record in records_of(finished):
+        progress.write(record)
+    progress.close()
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 2
+    assert "cue: 4 environments on cpu" in lines[0]
+    assert "100%  step 640  return" in lines[1]
+
+    often = io.StringIO()
+    progress = PlainProgress(often, every_s=0.0)
+    for record in records_of(finished):
+        progress.write(record)
+    assert len(often.getvalue().splitlines()) == 1 + 10
+
+
+def test_live_progress_shows_each_head_and_ends_with_the_last_state(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    stream = Terminal()
+    progress = LiveProgress(stream)
+    for record in records_of(finished):
+        if isinstance(record.event, Update):
+            record = msgspec.structs.replace(record, event=msgspec.structs.replace(record.event, entropy={"kind": 0.25, "item": 0.5}))
+        progress.write(record)
+    progress.close()
+    shown = stream.getvalue()
+    assert "kind 0.25 item 0.50" in shown
+    assert "640" in shown.splitlines()[-2]

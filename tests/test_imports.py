@@ -1,0 +1,193 @@
+"""The layers of the design: who may import whom, and what the computing packages need to be imported."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import json
+import pkgutil
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import esper
+
+SOURCE = Path(esper.__file__).parent
+GROUND = frozenset({"config", "events", "checkpoint", "rng", "statistics", "vecenv"})
+LIBRARIES = frozenset({"rl", "growth", "tasks", "arena"})
+
+# Part of the package -> the parts above the ground that it may import. Everything may import the ground, and itself.
+ABOVE_GROUND: dict[str, frozenset[str]] = {
+    **dict.fromkeys(GROUND | LIBRARIES | {"dashboard"}, frozenset()),
+    "fleet": frozenset({"growth", "tasks"}),
+    "controller": frozenset({"rl", "fleet", "growth", "tasks"}),
+    "league": frozenset({"rl", "arena"}),
+    "cli": LIBRARIES | {"fleet", "controller", "league"},
+    "": LIBRARIES | {"fleet", "controller", "league"},  # esper/__init__.py
+}
+
+
+def imported_modules(source: str, module: str, *, is_package: bool) -> Iterator[str]:
+    """Full names of all modules of esper that a file imports, wherever in the file."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                package = module.split(".") if is_package else module.split(".")[:-1]
+                base = ".".join([*package[: len(package) - node.level + 1], *filter(None, [node.module])])
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def part_of(module: str) -> str:
+    """`esper.rl.ppo` -> `rl`; `esper` itself and names defined in it (`esper.__version__`) -> the empty string."""
+    part = [*module.split("."), ""][1]
+    return part if part in ABOVE_GROUND else ""
+
+
+def violations(source: str, module: str, *, is_package: bool = False) -> list[str]:
+    own = part_of(module)
+    found = []
+    for name in imported_modules(source, module, is_package=is_package):
+        part = part_of(name)
+        is_allowed = part in ("", own) or part in GROUND or part in ABOVE_GROUND[own]
+        if name.split(".")[0] == "esper" and not is_allowed:
+            found.append(f"{module} imports {name}")
+    return found
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    for path in sorted(SOURCE.rglob("*.py")):
+        parts = path.relative_to(SOURCE).with_suffix("").parts
+        yield ".".join(("esper", *(part for part in parts if part != "__init__"))), path
+
+
+def test_every_import_follows_the_layers() -> None:
+    found = [
+        violation for module, path in modules() for violation in violations(path.read_text(), module, is_package=path.name == "__init__.py")
+    ]
+    assert not found
+
+
+def test_every_part_of_the_package_has_its_place_in_the_layers() -> None:
+    parts = {module.split(".")[1] for module, _ in modules() if module != "esper"}
+    assert parts <= set(ABOVE_GROUND)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("esper.rng", "import esper.rl.config"),
+        ("esper.vecenv.registry", "from esper.rl import PPO"),
+        ("esper.vecenv.registry", "from esper import rl"),
+        ("esper.rl.ppo", "def late():\n    from esper.growth import grow"),
+        ("esper.growth.slot", "from esper.tasks import data"),
+        ("esper.arena.battle", "from ..rl import ppo"),
+        ("esper.rl.ppo", "from esper.cli.main import main"),
+        ("esper.controller.policy", "import esper.arena"),
+        ("esper.cli.main", "import esper.dashboard"),
+        ("esper.league.rounds", "if TYPE_CHECKING:\n    from esper.dashboard.page import Page"),
+    ],
+)
+def test_an_import_against_the_layers_is_found(module: str, source: str) -> None:
+    assert violations(source, module)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("esper.rl.ppo", "import esper\nfrom esper.rng import Streams\nfrom .config import PPOConfig\nimport torch"),
+        ("esper.fleet.rows", "from esper.growth import grow"),
+        ("esper.cli.main", "from esper.cli.outcome import OK\nfrom esper.rl import PPO"),
+    ],
+)
+def test_an_import_along_the_layers_is_no_violation(module: str, source: str) -> None:
+    assert not violations(source, module)
+
+
+COMPUTING = ("config", "rng", "statistics", "events", "checkpoint", "vecenv", "rl")
+EDGES = ("esper.vecenv.gymnasium", "esper.vecenv.to_gymnasium", "esper.vecenv.spaces", "esper.vecenv.pettingzoo")  # need Gymnasium
+
+IMPORT_ALL = """
+import importlib, json, sys
+
+forbidden, names = json.load(sys.stdin)
+
+class Forbid:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in forbidden:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Forbid())
+for name in names:
+    importlib.import_module(name)
+import esper.rl
+for name in esper.rl.__all__:
+    getattr(esper.rl, name)
+"""
+
+
+def _import_with_little(names: list[str]) -> subprocess.CompletedProcess[str]:
+    message = json.dumps([sorted(_forbidden_packages()), names])
+    return subprocess.run([sys.executable, "-c", IMPORT_ALL], input=message, capture_output=True, text=True, check=False)
+
+
+def _forbidden_packages() -> set[str]:
+    """Top-level names of everything installed that neither torch, numpy and msgspec nor what they require bring along."""
+    allowed = _with_requirements({"torch", "numpy", "msgspec", "esper"}, stop_at="esper")
+    owners = importlib.metadata.packages_distributions()
+    return {package for package, names in owners.items() if not {_normal(name) for name in names} & allowed}
+
+
+def _with_requirements(names: set[str], *, stop_at: str) -> set[str]:
+    found, waiting = set[str](), list(names)
+    while waiting:
+        name = waiting.pop()
+        if name in found:
+            continue
+        found.add(name)
+        try:
+            requirements = [] if name == stop_at else importlib.metadata.requires(name) or []
+        except importlib.metadata.PackageNotFoundError:  # required on other systems only
+            continue
+        waiting += [_normal(re.split(r"[^\w.-]", text, maxsplit=1)[0]) for text in requirements if "extra ==" not in text]
+    return found
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def computing_modules() -> list[str]:
+    names = ["esper"]
+    for part in COMPUTING:
+        names.append(f"esper.{part}")
+        if (SOURCE / part).is_dir():
+            names += [found.name for found in pkgutil.walk_packages([str(SOURCE / part)], f"esper.{part}.")]
+    return [name for name in names if name not in EDGES]
+
+
+def test_the_computing_packages_import_with_torch_numpy_and_msgspec_alone() -> None:
+    forbidden = _forbidden_packages()
+    assert {"tyro", "rich", "safetensors", "pytest"} <= forbidden
+    assert not {"torch", "numpy", "msgspec", "esper"} & forbidden
+    finished = _import_with_little(computing_modules())
+    assert finished.returncode == 0, finished.stderr
+
+
+def test_the_import_of_a_package_from_the_edge_would_be_noticed() -> None:
+    finished = _import_with_little(["esper.cli.parse"])
+    assert finished.returncode == 1
+    assert "No module named 'tyro'" in finished.stderr
+
+
+def test_configs_import_without_torch() -> None:
+    program = (
+        "import sys, esper.rl.config, esper.rl.run_config, esper.rl.events; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
