@@ -83,7 +83,7 @@ def test_the_packed_lstm_equals_torchs_lstm_in_outputs_and_gradients(rows):
     inputs = torch.randn(sum(sizes), INPUT, generator=torch.Generator().manual_seed(1))
     ours = built.sequence(inputs, torch.zeros(rows, 2 * width), sizes)
     ours_grads = torch.autograd.grad(ours.square().sum(), list(built.parameters()))
-    weights = [_torch_gate_order(weight) for weight in (built.weight_ih, built.weight_hh, built.bias)]
+    weights = [_torch_gate_order(weight) for weight in (built.weight_ih.T, built.weight_hh.T, built.bias)]
     zero = torch.zeros(1, rows, width)
     theirs = torch.lstm(inputs, torch.tensor(sizes), (zero, zero), [*weights, torch.zeros(4 * width)], True, 1, 0.0, True, False)[0]
     theirs_grads = torch.autograd.grad(theirs.square().sum(), list(built.parameters()))
@@ -107,7 +107,7 @@ def test_a_fragment_that_starts_an_episode_does_not_feel_the_episode_before(roll
 def test_the_effective_forget_bias_is_the_stated_one():
     built = LSTM(INPUT, HIDDEN)
     built.initialize(torch.Generator().manual_seed(0), forget_bias=2.5)
-    weights = [_torch_gate_order(weight) for weight in (built.weight_ih, built.weight_hh, built.bias)]
+    weights = [_torch_gate_order(weight) for weight in (built.weight_ih.T, built.weight_hh.T, built.bias)]
     reference = torch.nn.LSTM(INPUT, HIDDEN)
     parameters = (reference.weight_ih_l0, reference.weight_hh_l0, reference.bias_ih_l0)
     with torch.no_grad():
@@ -121,7 +121,7 @@ def test_the_effective_forget_bias_is_the_stated_one():
 
 
 def test_recurrent_weights_are_orthogonal_per_gate():
-    for gate in core(LSTM).weight_hh.chunk(4):
+    for gate in core(LSTM).weight_hh.T.chunk(4):
         assert torch.allclose(gate @ gate.T, torch.eye(HIDDEN, dtype=torch.float64), atol=1e-6)
 
 
@@ -129,7 +129,7 @@ def test_a_gate_hears_few_inputs_as_loudly_as_many():
     for inputs in (2, 64):
         built = LSTM(inputs, 64)
         built.initialize(torch.Generator().manual_seed(0))
-        drive = torch.randn(1000, inputs, generator=torch.Generator().manual_seed(1)) @ built.weight_ih.T
+        drive = torch.randn(1000, inputs, generator=torch.Generator().manual_seed(1)) @ built.weight_ih
         assert drive.std().item() == pytest.approx(1.0, abs=0.1)
 
 

@@ -7,6 +7,7 @@ Shapes: T = steps in the rollout, N = environments, S = state width.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import Any
 
@@ -73,8 +74,11 @@ class Collector:
         distribution = self.policy.distribution
         noise = distribution.noise((self.num_steps, self.env.num_envs), generator)
         problems = torch.zeros(self.env.num_envs, len(distribution.head_names), dtype=torch.bool, device=self.device)
-        for step, drawn in enumerate(zip(*noise, strict=True)):
-            self._step(rollout, step, Noise(*drawn), problems)
+        rollout.valid.fill_(True)
+        decisions = [self._step(rollout, step, Noise(*drawn), problems) for step, drawn in enumerate(zip(*noise, strict=True))]
+        stores = (rollout.features, rollout.parameters, *rollout.choice)
+        for store, steps in zip(stores, zip(*decisions, strict=True), strict=True):
+            torch.stack(steps, out=store)
         if not self.checks_at_once:
             raise_on_empty_rows(distribution, problems)
             _raise_on_non_finite(rollout.parameters)
@@ -84,7 +88,8 @@ class Collector:
             self._rollout = Rollout.allocate(self.policy, masks, num_steps=self.num_steps, num_envs=self.env.num_envs, length=self.length)
         return self._rollout
 
-    def _step(self, rollout: Rollout, step: int, noise: Noise, problems: Tensor) -> None:
+    def _step(self, rollout: Rollout, step: int, noise: Noise, problems: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Acts once. Returns what the heads saw, the distribution's parameters and the two parts of the choice."""
         timestep, policy, distribution = self.timestep, self.policy, self.policy.distribution
         assert timestep is not None
         if step % self.length == 0:
@@ -107,12 +112,11 @@ class Collector:
                 raise_on_empty_rows(distribution, empty)
             problems |= empty
 
-        rollout.features[step], rollout.parameters[step] = features, parameters
-        rollout.choice.picked[step], rollout.choice.latent[step] = choice
-        chosen = Choice(rollout.choice.picked[step], rollout.choice.latent[step])
-        after = self._here(self.env.step(self._there(distribution.actions(chosen))))
+        actions = distribution.actions(Choice(*(part.clone() for part in choice)))
+        after = self._here(self.env.step(self._there(actions)))
         self._store_outcome(rollout, step, after, state)
         self.timestep = after
+        return features, parameters, *choice
 
     def _here(self, timestep: Timestep) -> Timestep:
         """A timestep on the learner's device, moved there in one transfer if it is elsewhere."""
@@ -158,8 +162,8 @@ class Collector:
         rollout.rewards[step], rollout.terminated[step], rollout.truncated[step] = after.reward, after.terminated, after.truncated
         terminated, truncated = rollout.terminated[step], rollout.truncated[step]
         starts = terminated | truncated
-        rollout.valid[step] = True if after.valid is None else after.valid
         if after.valid is not None:
+            rollout.valid[step] = after.valid
             starts |= ~after.valid
         self.starts = starts
         if self.checks_at_once and not bool(starts.any()):
@@ -173,7 +177,7 @@ class Collector:
         """Values of all steps and of what followed them."""
         assert self.timestep is not None
         following, _ = self.policy.step(self.policy.normalize(self.timestep.obs), self.state)
-        rollout.values.copy_(self.policy.value(rollout.features))
+        rollout.values.copy_(self.policy.value(rollout.features.flatten(0, 1)).view_as(rollout.values))
         rollout.next_values[:-1] = rollout.values[1:]
         rollout.next_values[-1] = self.policy.value(following)
         rollout.next_values.masked_fill_(rollout.ended, 0.0)
@@ -222,5 +226,5 @@ class Collector:
 
 def _raise_on_non_finite(parameters: Tensor) -> None:
     """A single sum tells: it is finite only if every number is (or they are absurdly large, which is no better)."""
-    if not bool(torch.isfinite(parameters.sum())):
+    if not math.isfinite(float(parameters.sum())):
         raise FloatingPointError("the policy put out numbers that are not finite; lower the learning rate or look at the observations")

@@ -119,9 +119,11 @@ class ActionDistribution:
             if mask is not None:
                 scores = scores.masked_fill(~mask, -torch.inf)
             columns.append(scores.argmax(-1))
-        index = _stack_columns(columns, parameters)
+        picked = _stack_columns(columns, parameters)
+        if not self.num_continuous:
+            return Choice(picked, parameters[..., :0])
         mean, log_std = self._gaussian(parameters)
-        return Choice(index, mean if noise is None else torch.addcmul(mean, log_std.exp(), noise.normal))
+        return Choice(picked, mean if noise is None else torch.addcmul(mean, log_std.exp(), noise.normal))
 
     def evaluate(self, parameters: Tensor, choice: Choice, masks: Masks) -> Evaluation:
         parameters = parameters.float() if parameters.dtype in (torch.bfloat16, torch.float16) else parameters

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from esper.rl.dense import Dense
 from esper.vecenv import Obs, ObservationSpec
 
-ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU}
+ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "silu": nn.SiLU}
 _GAIN = 2.0**0.5
 _SMALLEST_IMAGE = 8  # pixels on a side; smaller ones are taken as vectors
 
@@ -22,7 +23,9 @@ def mlp(sizes: Sequence[int], activation: str) -> nn.Sequential:
     """Linear layers through these widths, each followed by the activation."""
     layers: list[nn.Module] = []
     for width_in, width_out in itertools.pairwise(sizes):
-        layers += [nn.Linear(width_in, width_out), ACTIVATIONS[activation]()]
+        layers.append(Dense(width_in, width_out, has_tanh=activation == "tanh"))
+        if activation != "tanh":
+            layers.append(ACTIVATIONS[activation]())
     return nn.Sequential(*layers)
 
 

@@ -28,17 +28,16 @@ _SMALL_PRODUCT = 1 << 18
 
 
 class PackedLSTM(torch.autograd.Function):
-    """`apply(inputs [M, I], hidden [F, H], cell [F, H], weight_ih [4H, I], weight_hh [4H, H], bias [4H], sizes) -> hidden [M, H]`."""
+    """`apply(inputs [M, I], hidden [F, H], cell [F, H], weight_ih [I, 4H], weight_hh [H, 4H], bias [4H], sizes) -> hidden [M, H]`."""
 
     @staticmethod
     @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)  # type: ignore[untyped-decorator]
     def forward(ctx: Any, inputs: Tensor, hidden: Tensor, cell: Tensor, *weights_and_sizes: Any) -> Tensor:
         weight_ih, weight_hh, bias, sizes = weights_and_sizes
         halves = _half_for_sigmoids(bias)  # [4H]
-        gates = torch.addmm(bias * halves, inputs, (weight_ih * halves.unsqueeze(1)).t())  # [M, 4H], becomes the activations
-        recurrent = (weight_hh * halves.unsqueeze(1)).t().contiguous()  # [H, 4H]
-        output, cells, tanh_cells = (gates.new_empty(len(inputs), weight_hh.shape[1]) for _ in range(3))
-        _run_forward(gates, output, cells, tanh_cells, (hidden, cell), recurrent, sizes)
+        gates = torch.addmm(bias * halves, inputs, weight_ih * halves)  # [M, 4H], becomes the activations
+        output, cells, tanh_cells = (gates.new_empty(len(inputs), weight_hh.shape[0]) for _ in range(3))
+        _run_forward(gates, output, cells, tanh_cells, (hidden, cell), weight_hh * halves, sizes)
         ctx.save_for_backward(inputs, hidden, cell, weight_ih, weight_hh, gates, output, cells, tanh_cells)
         ctx.sizes = sizes
         return output
@@ -50,10 +49,10 @@ class PackedLSTM(torch.autograd.Function):
         inputs, hidden, cell, weight_ih, weight_hh, gates, output, cells, tanh_cells = ctx.saved_tensors
         before = _previous(output, hidden, ctx.sizes)
         local = _local_derivatives(gates, _previous(cells, cell, ctx.sizes), tanh_cells)
-        grad_gates, grad_cell = _run_backward(grad_output.clone(), gates, local, weight_hh, ctx.sizes)
-        grad_inputs = grad_gates @ weight_ih if ctx.needs_input_grad[0] else None
-        grad_hidden = grad_gates[: len(hidden)] @ weight_hh if ctx.needs_input_grad[1] else None
-        return grad_inputs, grad_hidden, grad_cell, grad_gates.t() @ inputs, grad_gates.t() @ before, grad_gates.sum(0), None
+        grad_gates, grad_cell = _run_backward(grad_output.clone(), gates, local, weight_hh.t().contiguous(), ctx.sizes)
+        grad_inputs = grad_gates @ weight_ih.t() if ctx.needs_input_grad[0] else None
+        grad_hidden = grad_gates[: len(hidden)] @ weight_hh.t() if ctx.needs_input_grad[1] else None
+        return grad_inputs, grad_hidden, grad_cell, inputs.t() @ grad_gates, before.t() @ grad_gates, grad_gates.sum(0), None
 
 
 def _half_for_sigmoids(bias: Tensor) -> Tensor:
@@ -90,11 +89,11 @@ def _run_forward(
 
 
 def _run_backward(
-    grad_hidden: Tensor, gates: Tensor, local: tuple[Tensor, Tensor, Tensor], weight_hh: Tensor, sizes: list[int]
+    grad_hidden: Tensor, gates: Tensor, local: tuple[Tensor, Tensor, Tensor], recurrent: Tensor, sizes: list[int]
 ) -> tuple[Tensor, Tensor]:
     """The gradients of the gates before their activations [M, 4H] and of the initial cell [F, H]. Uses up `grad_hidden` [M, H]."""
-    width = weight_hh.shape[1]
-    product = _Product(weight_hh, sizes[0])
+    width = recurrent.shape[1]
+    product = _Product(recurrent, sizes[0])
     grad_gates = torch.empty_like(gates)
     grad_cell = gates.new_zeros(sizes[0], width)
     all_hidden, all_gates, all_grads, cell = (tensor.numpy() for tensor in (grad_hidden, gates, grad_gates, grad_cell))
@@ -138,8 +137,14 @@ def _previous(packed: Tensor, initial: Tensor, sizes: list[int]) -> Tensor:
 
 def _local_derivatives(gates: Tensor, cell_before: Tensor, tanh_cell: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Per step: d(output gate)/dh [M, H], d(input, forget, candidate)/dc [M, 3, H], and dc/dh [M, H]."""
-    out, inp, forget, candidate = gates.chunk(4, dim=1)
-    by_hidden = tanh_cell * out * (1 - out)
-    by_cell = torch.stack((candidate * inp * (1 - inp), cell_before * forget * (1 - forget), inp * (1 - candidate * candidate)), dim=1)
-    carry = out * (1 - tanh_cell * tanh_cell)
+    width = tanh_cell.shape[1]
+    out, inp, _, candidate = gates.chunk(4, dim=1)
+    sigmoids = gates[:, : 3 * width]
+    slopes = torch.addcmul(sigmoids, sigmoids, sigmoids, value=-1.0)  # σ' = σ - σ²
+    by_hidden = slopes[:, :width] * tanh_cell
+    by_cell = gates.new_empty(len(gates), 3, width)
+    torch.mul(slopes[:, width : 2 * width], candidate, out=by_cell[:, 0])
+    torch.mul(slopes[:, 2 * width :], cell_before, out=by_cell[:, 1])
+    torch.addcmul(inp, inp * candidate, candidate, value=-1.0, out=by_cell[:, 2])
+    carry = torch.addcmul(out, out * tanh_cell, tanh_cell, value=-1.0)
     return by_hidden, by_cell, carry

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from esper.rl.config import NetworkConfig
+from esper.rl.dense import Dense
 from esper.rl.distributions import ActionDistribution
 from esper.rl.networks import Encoder, initialize, mlp
 from esper.rl.normalize import ObservationNormalizer, ValueNormalizer
@@ -69,8 +70,8 @@ class Policy(nn.Module):
             self.norm_after = nn.LayerNorm(self.core.output_size) if network.norm_after else nn.Identity()
             widths = [self.core.output_size, *network.head_sizes]
             outputs = self.distribution.num_choices + self.distribution.num_continuous
-            self.actor = nn.Sequential(*mlp(widths, network.activation), nn.Linear(widths[-1], outputs))
-            self.critic = nn.Sequential(*mlp(widths, network.activation), nn.Linear(widths[-1], 1))
+            self.actor = nn.Sequential(*mlp(widths, network.activation), Dense(widths[-1], outputs))
+            self.critic = nn.Sequential(*mlp(widths, network.activation), Dense(widths[-1], 1))
         self.log_std = nn.Parameter(torch.full((self.distribution.num_continuous,), network.log_std))
         self._initialize(generator, own_encoder=encoder is None)
         self.to(device)

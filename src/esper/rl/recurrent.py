@@ -55,28 +55,29 @@ class LSTM(Core):
     """Long short-term memory; the state is [h | c].
 
     Gates are ordered output, input, forget, candidate, so that the three sigmoids lie together, and so do the three that act through
-    the cell. There is one bias, so the forget bias is the stated one. On CPU the recurrence is `PackedLSTM`, elsewhere torch's own.
+    the cell. Weights are [inputs, gates]: a step multiplies by them as they lie, which on the CPU is up to twice as quick. There is one bias, so the forget bias is the stated one. On CPU the recurrence is `PackedLSTM`, elsewhere torch's own.
     """
 
     def __init__(self, input_size: int, hidden_size: int) -> None:
         super().__init__()
         self.hidden_size = self.output_size = hidden_size
         self.state_size = 2 * hidden_size
-        self.weight_ih = nn.Parameter(torch.empty(4 * hidden_size, input_size))
-        self.weight_hh = nn.Parameter(torch.empty(4 * hidden_size, hidden_size))
+        self.weight_ih = nn.Parameter(torch.empty(input_size, 4 * hidden_size))
+        self.weight_hh = nn.Parameter(torch.empty(hidden_size, 4 * hidden_size))
         self.bias = nn.Parameter(torch.empty(4 * hidden_size))
 
     def initialize(self, generator: torch.Generator, *, forget_bias: float = 1.0) -> None:
         """Orthogonal weights per gate, forget-gate bias as stated, all other biases zero."""
         with torch.no_grad():
-            _initialize_gates((self.weight_ih, self.weight_hh), 4, generator)
+            _initialize_gates((self.weight_ih.t(), self.weight_hh.t()), 4, generator)
             self.bias.zero_()
             self.bias[2 * self.hidden_size : 3 * self.hidden_size] = forget_bias
 
     def step(self, inputs: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        gates = torch.addmm(torch.addmm(self.bias, inputs, self.weight_ih.t()), state[:, : self.hidden_size], self.weight_hh.t())
-        out, inp, forget = gates[:, : 3 * self.hidden_size].sigmoid().chunk(3, dim=1)
-        cell = torch.addcmul(forget * state[:, self.hidden_size :], inp, gates[:, 3 * self.hidden_size :].tanh())
+        width = self.hidden_size
+        gates = torch.addmm(torch.addmm(self.bias, inputs, self.weight_ih), state[:, :width], self.weight_hh)
+        out, inp, forget = gates[:, : 3 * width].sigmoid().chunk(3, dim=1)
+        cell = torch.addcmul(forget * state[:, width:], inp, gates[:, 3 * width :].tanh())
         hidden = out * cell.tanh()
         return hidden, torch.cat((hidden, cell), dim=1)
 
@@ -86,7 +87,7 @@ class LSTM(Core):
             output: Tensor = PackedLSTM.apply(inputs, hidden, cell, self.weight_ih, self.weight_hh, self.bias, sizes)  # type: ignore[no-untyped-call]
             return output
         initial = (hidden.unsqueeze(0).contiguous(), cell.unsqueeze(0).contiguous())
-        weights = [_torch_gate_order(tensor) for tensor in (self.weight_ih, self.weight_hh, self.bias)]
+        weights = [_torch_gate_order(tensor) for tensor in (self.weight_ih.t(), self.weight_hh.t(), self.bias)]
         weights.append(torch.zeros_like(self.bias))
         return torch.lstm(inputs, torch.tensor(sizes), initial, weights, True, 1, 0.0, self.training, False)[0]
 
