@@ -67,6 +67,7 @@ SETTINGS = {
 SIDES: dict[str, Callable[..., Side]] = {
     "ours": Ours,
     "ours_bptt16": partial(Ours, bptt_length=16),
+    "ours_two_lstms": partial(Ours, has_critic_memory=True),
     "sb3": Sb3,
     "sb3_shared": partial(Sb3, shared=True),
 }
@@ -143,19 +144,24 @@ def summary(runs: Runs, seeds: int, checkpoints: list[int]) -> Record:
     def returns(side: str, checkpoint: int, of_seeds: list[int]) -> list[float]:
         return [runs[side, seed]["mean_return_at"][str(checkpoint)] for seed in of_seeds]
 
-    have = {side: [seed for seed in range(seeds) if (side, seed) in runs] for side in ("ours", "sb3")}
+    def mean_at(side: str) -> dict[int, float]:
+        return {checkpoint: statistics.fmean(returns(side, checkpoint, have[side])) for checkpoint in checkpoints}
+
+    have = {side: [seed for seed in range(seeds) if (side, seed) in runs] for side in SIDES}
+    have = {side: of_side for side, of_side in have.items() if of_side}
     record: Record = {"seeds": {side: len(of_side) for side, of_side in have.items()}}
-    for side, name in (("ours", "mean_return_at"), ("sb3", "sb3_mean_return_at")):
-        if have[side]:
-            record[name] = {checkpoint: statistics.fmean(returns(side, checkpoint, have[side])) for checkpoint in checkpoints}
-    both = [seed for seed in have["ours"] if seed in have["sb3"]]
-    if len(both) > 1:
-        pairs = {checkpoint: (returns("ours", checkpoint, both), returns("sb3", checkpoint, both)) for checkpoint in checkpoints}
+    for side in have:
+        prefix = "" if side == "ours" else f"{side}_"
+        record[f"{prefix}mean_return_at"] = mean_at(side)
+        both = [seed for seed in have[side] if seed in have.get("sb3", [])]
+        if side == "sb3" or len(both) < 2:
+            continue
         rng = np.random.default_rng(0)
-        record["difference_at"] = {
+        pairs = {checkpoint: (returns(side, checkpoint, both), returns("sb3", checkpoint, both)) for checkpoint in checkpoints}
+        record[f"{prefix}difference_at"] = {
             checkpoint: asdict(student_interval(np.subtract(ours, sb3))) for checkpoint, (ours, sb3) in pairs.items()
         }
-        record["difference_at_bootstrap"] = {
+        record[f"{prefix}difference_at_bootstrap"] = {
             checkpoint: asdict(paired_interval(ours, sb3, rng=rng)) for checkpoint, (ours, sb3) in pairs.items()
         }
     return record

@@ -10,7 +10,8 @@ square, ours half of it.
 
 Different, and part of what is compared:
 - sb3's default has a second LSTM for the critic; "shared" has one, which learns from the actor alone. Ours is one that learns from both.
-- sb3's LSTM starts from torch's uniform ±1/√width with random biases, ours orthogonal with a forget bias of 1.
+- sb3's LSTM starts from torch's uniform ±1/√width with random biases, ours orthogonal with a forget bias of 1 and input weights scaled by
+  √(units / inputs).
 - sb3 normalises advantages per minibatch, ours per rollout.
 - sb3 shuffles by rotating the rollout, environment after environment, and cutting it in order; ours deals out sequences.
 - sb3 values a cut episode in the step in which it is cut, ours once per rollout.
@@ -66,8 +67,10 @@ class Side(Protocol):
 
 
 class Ours:
-    def __init__(self, env: VecEnv, hyper: Hyper, *, seed: int, bptt_length: int | None = None) -> None:
-        self.ppo = PPO(env, our_config(env, hyper, seed=seed, bptt_length=bptt_length))
+    """One LSTM for actor and critic; with `has_critic_memory` one for each, as in sb3's default."""
+
+    def __init__(self, env: VecEnv, hyper: Hyper, *, seed: int, bptt_length: int | None = None, has_critic_memory: bool = False) -> None:
+        self.ppo = PPO(env, our_config(env, hyper, seed=seed, bptt_length=bptt_length, has_critic_memory=has_critic_memory))
         self.steps_per_update = self.ppo.steps_per_update
         self.last: Update | None = None
 
@@ -84,7 +87,7 @@ class Ours:
         return math.nan if self.last is None else self.last.mean_length
 
 
-def our_config(env: VecEnv, hyper: Hyper, *, seed: int, bptt_length: int | None = None) -> PPOConfig:
+def our_config(env: VecEnv, hyper: Hyper, *, seed: int, bptt_length: int | None = None, has_critic_memory: bool = False) -> PPOConfig:
     return PPOConfig(
         seed=seed,
         num_steps=hyper.num_steps,
@@ -106,7 +109,13 @@ def our_config(env: VecEnv, hyper: Hyper, *, seed: int, bptt_length: int | None 
         normalize_observations=False,
         normalize_rewards=False,
         normalize_values=False,
-        network=NetworkConfig(hidden_size=hyper.hidden_size, encoder_sizes=(), head_sizes=HEAD_SIZES, log_std=hyper.log_std),
+        network=NetworkConfig(
+            hidden_size=hyper.hidden_size,
+            encoder_sizes=(),
+            head_sizes=HEAD_SIZES,
+            log_std=hyper.log_std,
+            critic_memory="own" if has_critic_memory else "shared",
+        ),
     )
 
 

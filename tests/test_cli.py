@@ -57,6 +57,14 @@ def test_the_overview_lists_every_command(capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize(
+    ("asked", "usage"), [("help", "esper COMMAND"), ("ppo help", "esper ppo COMMAND"), ("doctor help", "esper doctor")]
+)
+def test_help_may_be_asked_for_as_a_word(asked: str, usage: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(asked.split()) == 0
+    assert f"usage: {usage}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
     ("argv", "message"),
     [
         (["trian"], "unknown command 'trian'"),
@@ -64,8 +72,12 @@ def test_the_overview_lists_every_command(capsys: pytest.CaptureFixture[str]) ->
         (["--verbose"], "needs a command before it"),
         (["ppo", "train"], "name an environment"),
         (["ppo", "train", "cue", "--num-evns", "3"], "--num-envs"),
-        (["ppo", "train", "cue", "--num-envs", "0"], "expected an int > 0, got 0"),
-        (["ppo", "train", "cue", "--gamma", "1.5"], "expected a float >= 0 and <= 1, got 1.5"),
+        (["ppo", "train", "cue", "--num-envs", "0"], "--num-envs: expected an int > 0, got 0"),
+        (["ppo", "train", "cue", "--gamma", "1.5"], "--ppo.gamma: expected a float >= 0 and <= 1, got 1.5"),
+        (["ppo", "train", "cue", "--encoder-sizes", "8", "0"], "--ppo.network.encoder-sizes: expected"),
+        (["ppo", "train", "cue", "--bptt-length", "1000000"], "--ppo.bptt-length: expected a divisor of num_steps (128), got 1000000"),
+        (["ppo", "train", "cue", "--run", "/dev/null/run"], "no run can be made in /dev/null/run"),
+        (["ppo", "train", "cue", "--wandb", "onlin"], "online"),
         (["ppo", "train", "cue", "--env-args", "delay"], "'delay' is not of the form KEY=VALUE"),
         (["ppo", "train", "cue", "--env-args", "dealy=3"], "dealy"),
         (["ppo", "train", "cue", "--env-args", "delay=0"], "delay at least 1"),

@@ -25,7 +25,7 @@ from esper.checkpoint.tree import split
 from esper.cli.main import main
 from esper.cli.progress import LiveProgress, PlainProgress
 from esper.config import load
-from esper.events import Record, read
+from esper.events import Record, SinkFailed, read
 from esper.rl import RunError, TrainConfig, load_policy, resume_run, train_run
 from esper.rl.checkpoints import FOLDER, KIND, open_store
 from esper.rl.config import NetworkConfig, PPOConfig
@@ -230,6 +230,16 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(finished: Path, 
     assert_same_learner(copy, finished)
 
 
+def test_a_run_that_lost_its_events_fails_with_their_name(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, damage in {"lost": Path.unlink, "torn": lambda path: os.truncate(path, 10)}.items():
+        copy = shutil.copytree(finished, tmp_path / name)
+        damage(copy / "events.jsonl")
+        assert main(["ppo", "train", "--resume", "--run", name, "--total-steps", str(12 * UPDATE_STEPS)]) == 1
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: the run in {name} cannot go on")
+        assert f"{name}/events.jsonl" in error
+
+
 def test_a_finished_run_is_left_as_it_is(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = (finished / "events.jsonl").read_bytes()
     assert main(["ppo", "train", "--resume", "--run", str(finished)]) == 0
@@ -352,6 +362,13 @@ def test_plain_progress_is_a_start_lines_in_time_and_an_end(finished: Path) -> N
     for record in records_of(finished):
         progress.write(record)
     assert len(often.getvalue().splitlines()) == 1 + 10
+
+
+def test_a_sink_that_was_switched_off_is_shown() -> None:
+    stream = io.StringIO()
+    event = SinkFailed(sink="WandbSink", error="no route to host")
+    PlainProgress(stream).write(Record(time=0.0, run="run", rank=0, event=event))
+    assert "WandbSink failed and was switched off, training goes on: no route to host" in stream.getvalue()
 
 
 def test_live_progress_shows_each_head_and_ends_with_the_last_state(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -374,7 +374,7 @@ def test_a_sink_that_fails_on_closing_is_reported(path: Path) -> None:
 
 
 def test_events_import_without_torch_or_numpy() -> None:
-    program = "import sys; sys.modules.update(torch=None, numpy=None, safetensors=None, tensorboard=None); import esper.events"
+    program = "import sys; sys.modules.update(torch=None, numpy=None, safetensors=None, tensorboard=None, wandb=None); import esper.events"
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
@@ -395,11 +395,12 @@ def test_tensorboard_gets_the_finite_numbers_of_events_with_a_step(tmp_path: Pat
 
     with EventLog(tmp_path / "events.jsonl", "run", sinks=[TensorBoardSink(tmp_path / "board")]) as log:
         log.emit(StepTaken(reward=3.0))
-        log.emit(UpdateDone(step=10, loss=0.5, label="text", env=1))
+        log.emit(UpdateDone(step=10, loss=0.5, label="text", env=1, parts={"value": 2.0, "policy": math.inf}))
         log.emit(UpdateDone(step=20, loss=math.nan))
         log.emit(UpdateDone(step=30, loss=0.25))
     board = EventAccumulator(str(tmp_path / "board"))
     board.Reload()
-    assert board.Tags()["scalars"] == ["test_update/loss"]
+    assert board.Tags()["scalars"] == ["test_update/loss", "test_update/parts/value"]
     assert [(scalar.step, scalar.value) for scalar in board.Scalars("test_update/loss")] == [(10, 0.5), (30, 0.25)]
+    assert [(scalar.step, scalar.value) for scalar in board.Scalars("test_update/parts/value")] == [(10, 2.0)]
     assert not any(isinstance(event, SinkFailed) for event in events_in(tmp_path / "events.jsonl"))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
 from esper.vecenv import ActionSpec, Continuous, Discrete, Saveable, VecEnv, check_env, make, sample_actions
 from esper.vecenv.gymnasium import ToGymnasium, from_gymnasium
@@ -113,6 +113,17 @@ def test_a_step_that_only_resets_is_marked_and_starts_an_episode(mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_adapted_environments_keep_the_contract_even_where_buffers_are_reused(mode):
     check_env(from_gymnasium(sync(Counter, mode=mode, copy=False)), steps=30)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # how Gymnasium starts its workers on Linux
+@pytest.mark.parametrize("mode", MODES)
+def test_environments_in_processes_of_their_own_give_what_those_in_this_one_give(mode):
+    env = from_gymnasium(AsyncVectorEnv([lambda row=row: Counter(row) for row in range(2)], autoreset_mode=mode))
+    try:
+        assert transitions(env, 20) == transitions(from_gymnasium(sync(Counter, 2, mode)), 20)
+        check_env(env, steps=10)
+    finally:
+        env.close()
 
 
 @pytest.mark.parametrize("name", ["CartPole-v1", "Pendulum-v1", "Acrobot-v1"])

@@ -1,6 +1,7 @@
 """The learner: what it collects, what it computes, and what it does when things go wrong."""
 
 import math
+import statistics
 
 import pytest
 import torch
@@ -71,13 +72,24 @@ def test_the_state_is_cleared_at_every_start_and_carried_over_between_rollouts()
 
 
 def test_the_ratio_is_one_before_the_first_gradient_step():
-    for core in ("lstm", "gru", "none"):
-        network = NetworkConfig(core=core, hidden_size=8, encoder_sizes=(6,))
+    for core, memory in (("lstm", "shared"), ("lstm", "own"), ("gru", "own"), ("none", "shared")):
+        network = NetworkConfig(core=core, critic_memory=memory, hidden_size=8, encoder_sizes=(6,))
         ppo = PPO(Counting(length=5, spec=MIXED), config(network=network, learning_rate=1e-12, num_epochs=1))
         for _ in range(2):
             outcome = ppo.update(ppo.collect())
         assert outcome.ratio_max == pytest.approx(1.0, abs=1e-4)
         assert outcome.total_kl < 1e-6
+
+
+def test_a_critic_with_a_memory_of_its_own_leaves_the_actors_alone():
+    network = NetworkConfig(hidden_size=8, encoder_sizes=(), critic_memory="own")
+    ppo = PPO(Counting(length=5), config(network=network))
+    rollout = ppo.collect()
+    obs = rollout.obs["obs"].flatten(0, 1)
+    features = ppo.policy.core.sequence(obs, ppo.policy.initial_state(len(obs)), [len(obs)])
+    ppo.policy.predict(features).sum().backward()
+    assert (ppo.policy.core.actor.weight_ih.grad == 0).all()
+    assert (ppo.policy.core.critic.weight_ih.grad != 0).any()
 
 
 def test_a_head_that_did_not_matter_gets_no_gradient():
@@ -96,7 +108,7 @@ def gradient_of(config: PPOConfig) -> torch.Tensor:
     ppo = PPO(Counting(num_envs=6, length=5, spec=MIXED), config)
     batch = prepare(ppo.collect(), ppo.policy, config, None)
     fragments = pack(batch.starts, torch.arange(6).numpy(), length=16)
-    ppo.learner._backward(batch, fragments, ppo.learner._coefficients(batch, 0.0))
+    ppo.learner._backward(batch, fragments, batch.counts([fragments])[0], ppo.learner._coefficients(batch, 0.0))
     return ppo.learner.gradient.clone()
 
 
@@ -251,8 +263,8 @@ def test_a_collapsed_entropy_is_reported():
     events = []
     env = Counting()
     env.reward_of = lambda actions, count: actions["action"].float()
-    ppo = PPO(env, config(learning_rate=0.02, entropy_coef=0.0), on_event=events.append)
-    for _ in ppo.train(total_steps=16 * 3 * 60):
+    ppo = PPO(env, config(learning_rate=0.05, entropy_coef=0.0), on_event=events.append)
+    for _ in ppo.train(total_steps=16 * 3 * 12):
         pass
     warned = [event for event in events if isinstance(event, Warned) and event.diagnostic == "entropy_collapse"]
     assert warned
@@ -261,16 +273,19 @@ def test_a_collapsed_entropy_is_reported():
 
 
 def test_an_entropy_floor_keeps_a_head_open_until_it_sinks():
-    def entropies(**changes) -> list[float]:
+    def entropies(updates: int = 12, **changes) -> list[float]:
         env = Counting()
         env.reward_of = lambda actions, count: actions["action"].float()
-        ppo = PPO(env, config(learning_rate=0.005, entropy_coef=0.0, **changes))
-        return [update.entropy["action"] for update in ppo.train(total_steps=16 * 3 * 40)]
+        ppo = PPO(env, config(learning_rate=0.02, entropy_coef=0.0, **changes))
+        return [update.entropy["action"] for update in ppo.train(total_steps=16 * 3 * updates)]
 
-    free, floored = entropies(), entropies(entropy_floor=0.8, entropy_floor_coef=20.0, entropy_floor_until=1.0)
-    assert floored[24] > free[24] + 0.1
-    assert floored[-1] < floored[24] - 0.1
-    assert entropies(entropy_floor=0.8, entropy_floor_coef=20.0, entropy_floor_until=0.0) == free
+    floor = {"entropy_floor": 0.8, "entropy_floor_coef": 20.0}
+    free, floored = entropies(), entropies(**floor, entropy_floor_until=1.0)
+    halfway = slice(4, 8)
+    assert statistics.mean(floored[halfway]) > statistics.mean(free[halfway]) + 0.1
+    assert floored[-1] < statistics.mean(floored[halfway]) - 0.1
+    assert free[4] < 0.8, "a floor would have been felt by then"
+    assert entropies(updates=6, **floor, entropy_floor_until=0.0) == free[:6]
 
 
 def test_the_learning_rate_falls_to_zero_where_it_is_asked_to():

@@ -66,8 +66,9 @@ def test_the_pieces_of_a_minibatch_give_the_same_outputs_as_the_whole(parts, rol
     assert sorted(seen) == list(range(STEPS * ENVS))
 
 
-def test_the_packed_lstm_passes_gradcheck():
-    built, sizes = core(LSTM), [4, 3, 3, 1]
+@pytest.mark.parametrize("sizes", [[4, 3, 3, 1], [4, 4], [4]])
+def test_the_packed_lstm_passes_gradcheck(sizes):
+    built = core(LSTM)
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(sum(sizes), INPUT, generator=generator, dtype=torch.float64)]
     tensors += [torch.randn(4, HIDDEN, generator=generator, dtype=torch.float64) for _ in range(2)]

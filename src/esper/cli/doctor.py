@@ -17,7 +17,7 @@ from esper.config import Config
 DESCRIPTION = "Says what is installed, which devices there are, and what is missing."
 
 REQUIRED = ("torch", "numpy", "msgspec", "tyro", "rich", "safetensors")
-EXTRAS = {"gym": ("gymnasium", "pettingzoo"), "tensorboard": ("tensorboard",)}
+EXTRAS = {"gym": ("gymnasium", "pettingzoo"), "tensorboard": ("tensorboard",), "wandb": ("wandb",)}
 
 
 class DoctorArguments(Config):

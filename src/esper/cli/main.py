@@ -69,6 +69,8 @@ def _dispatch(arguments: list[str]) -> Outcome:
         print(f"esper {esper.__version__}")
         return Outcome({"version": esper.__version__})
     words = _leading_words(arguments)
+    if words and words[-1] == "help" and len(words) <= 2:
+        words, arguments = words[:-1], [*words[:-1], "--help"]
     for count in (2, 1):
         name = " ".join(words[:count])
         if len(words) >= count and name in COMMANDS:

@@ -20,6 +20,9 @@ from esper.config import Config
 
 ConfigT = TypeVar("ConfigT", bound=Config)
 
+# What tyro makes of a ConfigError: the config it could not build (our class, or the dotted name of a nested one), the field, the rule.
+_RULE = re.compile(r"Error parsing ([\w.-]+): (\w+)[\w.\[\]]*: (expected .*?) For full helptext")
+
 
 def parse(arguments_type: type[ConfigT], argv: list[str], prog: str, *, default: ConfigT | None = None, description: str) -> ConfigT:
     """The typed arguments, or CommandError after tyro has said on stderr what is wrong. `--help` prints and leaves by SystemExit."""
@@ -32,8 +35,12 @@ def parse(arguments_type: type[ConfigT], argv: list[str], prog: str, *, default:
     except SystemExit as stop:
         if stop.code == OK or stop.code is None:
             raise
+        message = _without_frame(errors.getvalue())
+        broken_rule = _RULE.search(message)
+        if broken_rule is not None:
+            raise CommandError(f"{_flag(arguments_type, *broken_rule.group(1, 2))}: {broken_rule[3]}; see: {prog} --help") from None
         sys.stderr.write(errors.getvalue())
-        raise CommandError(_without_frame(errors.getvalue()), is_printed=True) from None
+        raise CommandError(message, is_printed=True) from None
 
 
 def take_option(argv: list[str], name: str) -> str | None:
@@ -83,6 +90,11 @@ def _full_name(word: str, names: Mapping[str, str]) -> str:
         return word
     parent, _, last = path.rpartition(".")
     return f"--{parent}.{negation}{last}{value}"
+
+
+def _flag(arguments_type: type[Config], config: str, field: str) -> str:
+    path = field if config == arguments_type.__name__ else f"{config}.{field}"
+    return f"--{path.replace('_', '-')}"
 
 
 def _without_frame(text: str) -> str:

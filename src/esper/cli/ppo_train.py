@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +16,16 @@ from esper.config import describe
 from esper.rl.run_config import TrainConfig
 
 if TYPE_CHECKING:
+    from esper.rl.parallel import Group
     from esper.rl.runs import Result
 
 DESCRIPTION = """Trains a recurrent policy and keeps everything in a run folder.
 
 Values come from the defaults, then from --config FILE.toml, then from the command line. The path of an option may be left out where its
-last name is unique: --seed for --ppo.seed, --hidden-size for --ppo.network.hidden-size."""
+last name is unique: --seed for --ppo.seed, --hidden-size for --ppo.network.hidden-size.
+
+Several processes, each with --num-envs environments and, where there are, a GPU of its own, train one policy together:
+  torchrun --nproc-per-node 2 --no-python -- esper ppo train ENV_ID ..."""
 
 
 def run(argv: list[str], prog: str) -> Outcome:
@@ -27,25 +33,38 @@ def run(argv: list[str], prog: str) -> Outcome:
     if not arguments.env:
         raise CommandError(f"name an environment: {prog} ENV_ID (esper ppo envs lists them)")
     config = TrainConfig(**{name: getattr(arguments, name) for name in TrainConfig.__struct_fields__})
-    return _dry_run(config) if arguments.dry_run else _train(config, arguments)
+    return _run_with_others(config, arguments)
 
 
-def _dry_run(config: TrainConfig) -> Outcome:
+def _run_with_others(config: TrainConfig, arguments: TrainArguments) -> Outcome:
+    """In the group that torchrun started, if it did. Only rank 0 writes to the standard output."""
+    from esper.rl.parallel import FirstFailed, GroupError, joined
     from esper.rl.run_folder import RunError
-    from esper.rl.run_setup import count_parameters, prepare
+    from esper.rl.run_setup import find_device
 
     try:
-        with prepare(config) as (ppo, _):
-            plan = {
-                "env": config.env,
-                "device": str(ppo.device),
-                "parameters": count_parameters(ppo.policy),
-                "steps_per_update": ppo.steps_per_update,
-                "updates": -(-config.total_steps // ppo.steps_per_update),
-                "minibatch": _minibatch_shape(config),
-            }
-    except RunError as error:
+        with joined(find_device(config.device)) as group:
+            if group.rank:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return _dry_run(config, group) if arguments.dry_run else _train(config, arguments, group)
+    except (RunError, GroupError) as error:
         raise CommandError(str(error)) from error
+    except FirstFailed as error:
+        raise CommandError(str(error), exit_code=FAILED, is_printed=True) from error
+
+
+def _dry_run(config: TrainConfig, group: Group) -> Outcome:
+    from esper.rl.run_setup import count_parameters, prepare
+
+    with prepare(config, group=group) as (ppo, _):
+        plan = {
+            "env": config.env,
+            "device": str(ppo.device),
+            "parameters": count_parameters(ppo.policy),
+            "steps_per_update": ppo.steps_per_update,
+            "updates": -(-config.total_steps // ppo.steps_per_update),
+            "minibatch": _minibatch_shape(config),
+        }
     rows = describe(config)
     width = max(len(name) for name, _, _ in rows)
     for name, value, _ in rows:
@@ -62,30 +81,44 @@ def _minibatch_shape(config: TrainConfig) -> str:
     return f"{sequences:g} sequences of {ppo.sequence_length} steps"
 
 
-def _train(config: TrainConfig, arguments: TrainArguments) -> Outcome:
+def _train(config: TrainConfig, arguments: TrainArguments, group: Group) -> Outcome:
     from esper.checkpoint import CheckpointError
     from esper.cli.progress import progress_sink
+    from esper.events import EventError
     from esper.rl.ppo import TrainingStopped
-    from esper.rl.run_folder import RunError, default_folder
+    from esper.rl.run_folder import default_folder
     from esper.rl.runs import resume_run, train_run
 
-    folder = arguments.run or default_folder(config.env)
+    folder = group.first(lambda: arguments.run or default_folder(config.env))
     stop = StopSignals()
-    options: dict[str, Any] = {"sinks": [progress_sink()], "tensorboard": arguments.tensorboard, "should_stop": stop.was_asked}
+    options: dict[str, Any] = {
+        "sinks": [progress_sink()],
+        "tensorboard": arguments.tensorboard,
+        "wandb": arguments.wandb,
+        "should_stop": stop.was_asked,
+        "group": group,
+    }
     try:
         with stop:
             result = resume_run(folder, config=config, **options) if arguments.resume else train_run(config, folder, **options)
-    except RunError as error:
-        raise CommandError(str(error)) from error
     except CheckpointError as error:
         raise CommandError(str(error), exit_code=FAILED) from error
     except (TrainingStopped, FloatingPointError) as error:
         raise CommandError(f"training failed: {error}; the run is in {folder}", exit_code=FAILED) from error
+    except (OSError, EventError) as error:
+        raise _files_failed(folder, error) from error
     except KeyboardInterrupt:
         what_next = _how_to_resume(folder) if (folder / "config.toml").exists() else "nothing was trained yet"
         raise CommandError(f"stopped at once; {what_next}", exit_code=INTERRUPTED) from None
     _print_summary(result)
     return Outcome(_as_json(result), stop.exit_code if result.status == "stopped" else 0)
+
+
+def _files_failed(folder: Path, error: Exception) -> CommandError:
+    """A folder that no run can be made in is the user's mistake; a run whose files fail has failed."""
+    if (folder / "config.toml").exists():
+        return CommandError(f"the run in {folder} cannot go on: {error}", exit_code=FAILED)
+    return CommandError(f"no run can be made in {folder}: {error}; choose another folder with --run")
 
 
 def _how_to_resume(folder: Path) -> str:

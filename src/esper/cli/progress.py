@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from esper.events import Record, Resumed, Sink
+from esper.events import Record, Resumed, Sink, SinkFailed
 from esper.rl.events import CompileFailed, EpisodesRestarted, Skipped, Update
 from esper.rl.run_events import CheckpointRefused, RunStarted
 from esper.statistics import Ema
@@ -72,6 +72,8 @@ def notice(record: Record) -> str | None:
             return "this environment cannot be saved in the middle of an episode: new episodes begin"
         case Skipped() as skipped:
             return f"step {skipped.step:,}: {skipped.count} gradient steps were not finite and were skipped"
+        case SinkFailed() as failed:
+            return f"{failed.sink} failed and was switched off, training goes on: {failed.error}"
         case CompileFailed() as failed:
             return f"torch.compile did not work, going on without it: {failed.reason}"
     return None

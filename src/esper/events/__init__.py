@@ -5,8 +5,9 @@ from esper.events.log import EventLog
 from esper.events.reader import Reader, read
 from esper.events.sinks import Queued, Sink
 from esper.events.tensorboard import TensorBoardSink
+from esper.events.wandb import WandbMode, WandbSink
 
 __all__ = [
     "SCHEMA", "Event", "EventError", "EventLog", "Header", "Queued", "Reader", "Record", "Resumed", "Sink", "SinkDropped", "SinkFailed",
-    "TensorBoardSink", "read",
+    "TensorBoardSink", "WandbMode", "WandbSink", "read",
 ]  # fmt: skip

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
 from esper.events.event import Record
+from esper.events.scalars import scalars
 
 
 class TensorBoardSink:
-    """Writes each finite number of each event that has a `step`, as the scalar `kind/field` at that step."""
+    """Writes each finite number of each event that has a `step` at that step, named as `scalars` names it."""
 
     def __init__(self, folder: Path | str) -> None:
         try:
@@ -23,11 +23,8 @@ class TensorBoardSink:
         step = getattr(record.event, "step", None)
         if step is None:
             return
-        for field in record.event.__struct_fields__:
-            value = getattr(record.event, field)
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if field not in ("step", "env") and is_number and math.isfinite(value):
-                self._writer.add_scalar(f"{record.kind}/{field}", value, step, walltime=record.time)
+        for name, value in scalars(record.event).items():
+            self._writer.add_scalar(name, value, step, walltime=record.time)
 
     def close(self) -> None:
         self._writer.close()

@@ -5,6 +5,7 @@ Shapes: T = steps, N = environments, M = T·N, J = heads (1 for advantages under
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +18,7 @@ from esper.rl.fragments import Booleans, Fragments
 from esper.rl.gae import gae
 from esper.rl.loss import Counts, Samples, normalize_advantages
 from esper.rl.normalize import RewardNormalizer
+from esper.rl.parallel import ALONE, Group
 from esper.rl.policy import Policy
 from esper.rl.rollout import Rollout
 from esper.statistics import explained_variance
@@ -46,18 +48,18 @@ class Batch:
     samples: Tensor  # the columns of `Samples` side by side, so that one gather fetches them
     widths: list[int]  # of those columns
     starts: Booleans  # [T, N] on the host
-    entropy: Tensor  # [J] mean of each head where it mattered
+    mattered: Tensor  # [J] bool: in some step of some rank
+    entropy: Tensor  # [J] mean of each head where it mattered; this and what follows are of all ranks
     explained_variance: Tensor  # []
     value_spread: Tensor  # []
     return_spread: Tensor  # []
 
-    def counts(self, fragments: Fragments | None) -> Counts:
-        """How many steps of a minibatch (None: of the rollout) were real, and in how many each head mattered."""
-        samples = (
-            self.samples if fragments is None else self.samples.index_select(0, torch.from_numpy(fragments.rows).to(self.samples.device))
-        )
-        totals = samples.sum(0).split_with_sizes(self.widths)
-        return Counts(valid=totals[3].squeeze(0), weight=totals[2])
+    def counts(self, minibatches: Sequence[Fragments], group: Group = ALONE) -> list[Counts]:
+        """How many steps of each minibatch were real, and in how many each head mattered, on all ranks together."""
+        counted = self.samples[:, sum(self.widths[:2]) : sum(self.widths[:4])]  # weight, valid
+        rows = [torch.from_numpy(fragments.rows).to(counted.device) for fragments in minibatches]
+        totals = group.sum_(torch.stack([counted.index_select(0, some).sum(0) for some in rows]))  # [minibatches, J + 1]
+        return [Counts(valid=total[-1], weight=total[:-1]) for total in totals]
 
     def gather(self, fragments: Fragments) -> Minibatch:
         device = self.samples.device
@@ -75,13 +77,13 @@ class Batch:
 
 
 @torch.no_grad()
-def prepare(rollout: Rollout, policy: Policy, config: PPOConfig, reward_normalizer: RewardNormalizer | None) -> Batch:
-    """Also takes the rollout into the normalisers: this is the one place where they change."""
+def prepare(rollout: Rollout, policy: Policy, config: PPOConfig, reward_normalizer: RewardNormalizer | None, group: Group = ALONE) -> Batch:
+    """Also takes the rollouts of all ranks into the normalisers: this is the one place where they change."""
     ended, valid = rollout.ended, rollout.valid
-    rewards = rollout.rewards if reward_normalizer is None else reward_normalizer(rollout.rewards, ended, valid)
+    rewards = rollout.rewards if reward_normalizer is None else reward_normalizer(rollout.rewards, ended, valid, group)
     advantages = gae(rewards, rollout.values, rollout.next_values, ended, gamma=config.gamma, lam=config.gae_lambda)
     returns = advantages + rollout.values
-    targets, old_values = _in_critic_units(policy, returns, rollout.values, valid)
+    targets, old_values = _in_critic_units(policy, returns, rollout.values, valid, group)
 
     flat_choice = Choice(*(part.flatten(0, 1) for part in rollout.choice))
     flat_masks = {head: mask.flatten(0, 1) for head, mask in rollout.masks.items()}
@@ -91,14 +93,18 @@ def prepare(rollout: Rollout, policy: Policy, config: PPOConfig, reward_normaliz
     counted = real.unsqueeze(1) if config.ratio == "joint" else weight
     flat_advantages = advantages.flatten()
     per_head = (
-        normalize_advantages(flat_advantages, counted, real) if config.normalize_advantages else flat_advantages.unsqueeze(1) * counted
+        normalize_advantages(flat_advantages, counted, real, group)
+        if config.normalize_advantages
+        else flat_advantages.unsqueeze(1) * counted
     )
     columns = [per_head, old.log_prob, weight, *(part.reshape(-1, 1) for part in (real, targets, old_values))]
 
     obs = {name: value.flatten(0, 1) for name, value in policy.normalize(rollout.obs).items()}
     if policy.normalizer is not None:
-        policy.normalizer.update(rollout.obs, valid)
+        policy.normalizer.update(rollout.obs, valid, group)
     states = rollout.states.flatten(0, 1)
+    entropy, head_counts = group.sum_(torch.stack(((old.entropy * weight).sum(0), weight.sum(0)))).unbind(0)  # [J] each
+    all_values, all_returns, all_valid = _of_all_ranks(group, rollout.values, returns, valid)
     return Batch(
         obs=obs,
         masks=flat_masks,
@@ -107,16 +113,24 @@ def prepare(rollout: Rollout, policy: Policy, config: PPOConfig, reward_normaliz
         samples=torch.cat(columns, dim=1),
         widths=[part.shape[1] for part in columns],
         starts=np.asarray(rollout.starts.cpu()),
-        entropy=(old.entropy * weight).sum(0) / weight.sum(0).clamp_min(1),
-        explained_variance=explained_variance(rollout.values, returns, valid),
-        value_spread=rollout.values.std(correction=0),
-        return_spread=returns.std(correction=0),
+        mattered=head_counts > 0,
+        entropy=entropy / head_counts.clamp_min(1),
+        explained_variance=explained_variance(all_values, all_returns, all_valid),
+        value_spread=all_values.std(correction=0),
+        return_spread=all_returns.std(correction=0),
     )
 
 
-def _in_critic_units(policy: Policy, returns: Tensor, values: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+def _of_all_ranks(group: Group, values: Tensor, returns: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What they are on each rank [T, N], side by side [T, ranks·N]."""
+    by_rank = group.gather((values, returns, valid.to(values.dtype)))
+    all_values, all_returns, all_valid = (torch.cat(parts, dim=1) for parts in zip(*by_rank, strict=True))
+    return all_values, all_returns, all_valid.bool()
+
+
+def _in_critic_units(policy: Policy, returns: Tensor, values: Tensor, valid: Tensor, group: Group) -> tuple[Tensor, Tensor]:
     normalizer = policy.value_normalizer
     if normalizer is None:
         return returns, values
-    normalizer.update(returns, valid, policy.last_critic_layer)
+    normalizer.update(returns, valid, policy.last_critic_layer, group)
     return normalizer.normalize(returns), normalizer.normalize(values)

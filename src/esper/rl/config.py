@@ -17,10 +17,10 @@ class NetworkConfig(Config):
 
     core: Literal["lstm", "gru", "none"] = "lstm"  # memory between encoder and heads
     hidden_size: PositiveInt = 128  # width of the core
+    critic_memory: Literal["shared", "own"] = "shared"  # own: a second core for the critic; steadier, and nearly twice the work
     encoder_sizes: tuple[PositiveInt, ...] = (64,)  # widths of the encoder's layers; empty: vectors go straight into the core
     head_sizes: tuple[PositiveInt, ...] = ()  # widths of the layers between core and actor, and between core and critic
     activation: Literal["tanh", "relu", "silu"] = "tanh"  # between layers
-    critic_gradient: Fraction = 1.0  # share of the critic's gradient that reaches the core and the encoder
     norm_before: bool = False  # layer norm before the core
     norm_after: bool = False  # layer norm after the core
     forget_bias: float = 1.0  # initial bias of the LSTM's forget gate
@@ -65,7 +65,7 @@ class PPOConfig(Config):
     normalize_rewards: bool = True  # divide by the running spread of discounted returns
     normalize_values: bool = True  # let the critic predict returns in units of their running spread
 
-    precision: Literal["float32", "bfloat16"] = "float32"  # of the networks in the update
+    precision: Literal["float32", "bfloat16", "float16"] = "float32"  # of the networks in the update; float16 scales its loss
     compile: bool = False  # torch.compile encoder and heads; falls back with an event
     validate: bool = False  # raise errors at once on any device, at the price of synchronisation
     max_skips: PositiveInt = 10  # non-finite gradient steps in a row after which training stops

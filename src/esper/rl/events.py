@@ -11,7 +11,7 @@ class Update(Event, tag="update"):
     step: int  # environment steps so far
     update: int
     episodes: int  # finished so far
-    mean_return: float  # of the last 100 finished episodes, in raw reward; nan before the first
+    mean_return: float  # of the last 100 finished episodes (of each rank), in raw reward; nan before the first
     mean_length: float
     policy_loss: float
     value_loss: float
@@ -28,6 +28,7 @@ class Update(Event, tag="update"):
     steps_per_second: float
     collect_seconds: float
     update_seconds: float
+    overflows: int = 0  # gradient steps of this update that were not taken because float16 overflowed; the loss scale is halved for each
 
 
 class GradientNorms(Event, tag="gradient_norms"):

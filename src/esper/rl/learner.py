@@ -3,6 +3,8 @@
 The device is read once per update. Whether a step is skipped (loss or gradient not finite) or the update has stopped (KL too large) is
 decided on the device and obeyed by the optimiser there; on CPU, where asking is free, a stopped update also ends at once.
 
+With several ranks, each has a part of every minibatch. Gradients and terms are summed over them, so all ranks decide and step alike.
+
 Shapes: J = heads.
 """
 
@@ -11,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,12 +25,24 @@ from esper.rl.compiling import Compiled
 from esper.rl.config import PPOConfig
 from esper.rl.fragments import Fragments, minibatches, split
 from esper.rl.loss import Coefficients, Counts, Terms, add_up, ppo_loss
+from esper.rl.loss_scale import LossScale, NoLossScale
 from esper.rl.normalize import RewardNormalizer
+from esper.rl.parallel import ALONE, Group
 from esper.rl.policy import Policy
 from esper.rl.rollout import Rollout
 from esper.vecenv import Head, Obs
 
 KL_SLACK = 1.5  # an update stops when its KL exceeds the target times this
+_HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Broken(NamedTuple):
+    """The parts of a gradient step that was not finite."""
+
+    policy_loss: float
+    value_loss: float
+    entropy: float  # of all heads
+    grad_norm: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +60,9 @@ class Outcome:
     steps_taken: int
     skipped: int
     skipped_in_a_row: int
-    first_skipped: list[float] | None  # policy loss, value loss, summed entropy, gradient norm
-    gradient_norms: dict[str, float]  # of the last minibatch, by layer and head
+    first_skipped: Broken | None
+    overflows: int  # steps not taken because of the loss scale alone
+    gradient_norms: dict[str, float]  # of the last minibatch before clipping, by layer and head
     explained_variance: float
     value_spread: float
     return_spread: float
@@ -65,13 +80,16 @@ class Learner:
         num_envs: int,
         rng: np.random.Generator,
         on_compile_failure: Callable[[Exception], None],
+        group: Group = ALONE,
     ) -> None:
-        self.policy, self.config, self.rng = policy, config, rng
+        self.policy, self.config, self.rng, self.group = policy, config, rng, group
         self.device = policy.device
         self.reward_normalizer = RewardNormalizer(num_envs, gamma=config.gamma, device=self.device) if config.normalize_rewards else None
         self.weights = [parameter for parameter in policy.parameters() if parameter.requires_grad]
         self.gradient = _flat_gradients(self.weights)  # every gradient is a view of this
         self.optimizer = torch.optim.Adam(self.weights, lr=config.learning_rate, eps=config.adam_eps, fused=True)
+        self.loss_scale = LossScale(self.device) if config.precision == "float16" else NoLossScale(self.device)
+        self.clip = torch.ones((), device=self.device)  # what the last gradient was multiplied by
         self.in_a_row = torch.zeros((), device=self.device)  # skipped steps
         self.encode: Callable[[Obs], Tensor] = policy.encode
         self.heads: Callable[[Tensor], tuple[Tensor, Tensor]] = policy.heads
@@ -86,14 +104,16 @@ class Learner:
     def update(self, rollout: Rollout, *, progress: float) -> Outcome:
         """Learns from a rollout. `progress` is the share of training that is done, for the schedules."""
         config = self.config
-        batch = prepare(rollout, self.policy, config, self.reward_normalizer)
+        batch = prepare(rollout, self.policy, config, self.reward_normalizer, self.group)
         coefficients = self._coefficients(batch, progress)
         self._set_learning_rate(progress)
         log = _Log(config.num_epochs * config.num_minibatches, len(self.entropy_weights), self.device)
         stopped = torch.zeros((), dtype=torch.bool, device=self.device)
         for _ in range(config.num_epochs):
-            for fragments in minibatches(batch.starts, length=config.sequence_length, parts=config.num_minibatches, rng=self.rng):
-                stopped = self._gradient_step(batch, fragments, coefficients, stopped, log)
+            dealt = list(minibatches(batch.starts, length=config.sequence_length, parts=config.num_minibatches, rng=self.rng))
+            for fragments, counts in zip(dealt, batch.counts(dealt, self.group), strict=True):
+                terms = self._backward(batch, fragments, counts, coefficients)
+                stopped = self._step(terms, stopped, log)
             if self.device.type == "cpu" and bool(stopped):
                 break
         return self._read(batch, log)
@@ -122,46 +142,50 @@ class Learner:
     def learning_rate(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])
 
-    def _gradient_step(self, batch: Batch, fragments: Fragments, coef: Coefficients, stopped: Tensor, log: _Log) -> Tensor:
+    def _step(self, terms: Terms, stopped: Tensor, log: _Log) -> Tensor:
         """One step of the optimiser, or none. Returns whether the update has stopped."""
-        terms = self._backward(batch, fragments, coef)
         norm = torch.linalg.vector_norm(self.gradient)
-        broken = ~torch.isfinite(terms.loss + norm)
         if self.config.target_kl is not None:
             stopped = stopped | (terms.total_kl > KL_SLACK * self.config.target_kl)
-        skip = broken | stopped
-        log.write(terms, norm, broken & ~stopped, ~skip)
-        self.in_a_row = torch.where(stopped, self.in_a_row, (self.in_a_row + 1) * broken)
-        self.gradient.mul_((self.config.max_grad_norm / (norm + 1e-6)).clamp_max(1.0))
+        skip = ~torch.isfinite(terms.loss + norm) | stopped
+        overflowed = self.loss_scale.overflowed(terms.loss, norm) & ~stopped
+        broken = skip & ~stopped & ~overflowed
+        log.write(terms, norm, broken=broken, taken=~skip, overflowed=overflowed)
+        self.loss_scale.update(overflowed, ~skip)
+        self.in_a_row = torch.where(stopped | overflowed, self.in_a_row, (self.in_a_row + 1) * broken)
+        self.clip = (self.config.max_grad_norm / (norm + 1e-6)).clamp_max(1.0)
+        self.gradient.mul_(self.clip)
         # The fused optimiser skips its step on the device where this is 1; it is how torch's own GradScaler tells it.
         self.optimizer.grad_scale, self.optimizer.found_inf = None, skip.float()  # type: ignore[attr-defined]
         self.optimizer.step()
         return stopped
 
-    def _backward(self, batch: Batch, fragments: Fragments, coef: Coefficients) -> Terms:
-        """Fills the gradient buffer from one minibatch, piece by piece, and returns its terms."""
+    def _backward(self, batch: Batch, fragments: Fragments, counts: Counts, coef: Coefficients) -> Terms:
+        """Fills the gradient buffer from one minibatch, piece by piece and rank by rank, and returns its terms."""
         self.gradient.zero_()
-        counts = batch.counts(fragments)
-        pieces = [self._piece(batch.gather(piece), counts, coef) for piece in split(fragments, self.config.micro_batches)]
-        return pieces[0] if len(pieces) == 1 else add_up(pieces)
+        own = add_up([self._piece(batch.gather(piece), counts, coef) for piece in split(fragments, self.config.micro_batches)])
+        self.group.sum_(self.gradient)
+        self.loss_scale.unscale_(self.gradient)
+        return add_up([Terms(*terms) for terms in self.group.gather(own)])
 
     def _piece(self, minibatch: Minibatch, counts: Counts, coef: Coefficients) -> Terms:
         policy = self.policy
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.config.precision == "bfloat16"):
+        half = _HALVES.get(self.config.precision)
+        with torch.autocast(self.device.type, dtype=half, enabled=half is not None):
             inputs = self.encode(minibatch.obs)
             parameters, predicted = self.heads(policy.core.sequence(inputs, minibatch.states, minibatch.sizes))
         new = policy.distribution.evaluate(parameters, minibatch.choice, minibatch.masks)
         terms = ppo_loss(new, predicted.to(new.log_prob.dtype), minibatch.samples, counts, coef)
-        terms.loss.backward()  # type: ignore[no-untyped-call]
+        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is dealt with in `_step`
+            self.loss_scale.scaled(terms.loss).backward()  # type: ignore[no-untyped-call]
         return Terms(*(term.detach() for term in terms))
 
     @torch.no_grad()
     def _read(self, batch: Batch, log: _Log) -> Outcome:
         """Everything the host wants to know about an update, in one transfer."""
-        norms = gradient_norms(self.policy)
+        norms = {part: norm / self.clip for part, norm in gradient_norms(self.policy).items()}
         scalars = (batch.explained_variance, batch.value_spread, batch.return_spread, self.in_a_row)
-        mattered = batch.counts(None).weight > 0
-        parts = [log.rows.flatten(), mattered, torch.stack([*(s.to(torch.float32) for s in scalars), *norms.values()])]
+        parts = [log.rows.flatten(), batch.mattered, torch.stack([*(s.to(torch.float32) for s in scalars), *norms.values()])]
         numbers = torch.cat([part.to(torch.float32) for part in parts]).tolist()
         size, heads = log.rows.numel(), len(self.entropy_weights)
         rows = np.array(numbers[:size]).reshape(log.rows.shape)
@@ -179,13 +203,19 @@ class Learner:
 
     def state_dict(self) -> dict[str, Any]:
         rewards = None if self.reward_normalizer is None else self.reward_normalizer.state_dict()
-        return {"optimizer": self.optimizer.state_dict(), "reward_normalizer": rewards, "in_a_row": self.in_a_row}
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "reward_normalizer": rewards,
+            "in_a_row": self.in_a_row,
+            "loss_scale": self.loss_scale.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state["optimizer"])
         if self.reward_normalizer is not None:
             self.reward_normalizer.load_state_dict(state["reward_normalizer"])
         self.in_a_row.copy_(state["in_a_row"])
+        self.loss_scale.load_state_dict(state.get("loss_scale"))
 
 
 def _flat_gradients(weights: list[nn.Parameter]) -> Tensor:
@@ -214,37 +244,41 @@ def gradient_norms(policy: Policy) -> dict[str, Tensor]:
 
 
 class _Log:
-    """One row per gradient step, on the device: the terms, the gradient norm, and whether the step was broken or taken."""
+    """One row per gradient step, on the device: what became of it, its terms, and the entropy and KL of each head."""
+
+    COLUMNS = ("broken", "taken", "overflowed", "policy_loss", "value_loss", "total_kl", "clip_fraction", "ratio_max", "grad_norm")
 
     def __init__(self, capacity: int, heads: int, device: torch.device) -> None:
         self.heads = heads
-        self.rows = torch.zeros(capacity, 8 + 2 * heads, device=device)
+        self.rows = torch.zeros(capacity, len(self.COLUMNS) + 2 * heads, device=device)
         self.next = 0
 
-    def write(self, terms: Terms, norm: Tensor, broken: Tensor, taken: Tensor) -> None:
+    def write(self, terms: Terms, norm: Tensor, *, broken: Tensor, taken: Tensor, overflowed: Tensor) -> None:
         singles = torch.stack((terms.policy_loss, terms.value_loss, terms.total_kl, terms.clip_fraction, terms.ratio_max, norm))
-        flags = torch.stack((broken, taken)).to(singles.dtype)
+        flags = torch.stack((broken, taken, overflowed)).to(singles.dtype)
         torch.cat((flags, singles, terms.entropy, terms.kl), out=self.rows[self.next])
         self.next += 1
 
     def summarise(self, rows: NDArray[Any], **rest: Any) -> Outcome:
-        broken, taken = rows[:, 0] > 0, rows[:, 1] > 0
-        means = rows[taken].mean(0) if taken.any() else np.full(rows.shape[1], np.nan)
-        policy_loss, value_loss, total_kl, clip_fraction, _, grad_norm = means[2:8].tolist()
-        first = rows[np.argmax(broken)] if broken.any() else None
+        column = dict(zip(self.COLUMNS, rows.T[: len(self.COLUMNS)], strict=True))
+        entropy, kl = np.split(rows[:, len(self.COLUMNS) :], 2, axis=1)  # [steps, J] each
+        broken, taken = column["broken"] > 0, column["taken"] > 0
+
+        def mean(values: NDArray[Any]) -> Any:
+            return values[taken].mean(0).tolist() if taken.any() else np.full(values.shape[1:], np.nan).tolist()
+
+        first = int(np.argmax(broken))
+        losses = ("policy_loss", "value_loss", "grad_norm")
         return Outcome(
-            policy_loss=policy_loss,
-            value_loss=value_loss,
-            entropy=means[8 : 8 + self.heads].tolist(),
-            kl=means[8 + self.heads :].tolist(),
-            total_kl=total_kl,
-            clip_fraction=clip_fraction,
-            ratio_max=float(rows[taken, 6].max()) if taken.any() else math.nan,
-            grad_norm=grad_norm,
+            **{name: mean(column[name]) for name in (*losses, "total_kl", "clip_fraction")},
+            entropy=mean(entropy),
+            kl=mean(kl),
+            ratio_max=float(column["ratio_max"][taken].max()) if taken.any() else math.nan,
             steps_taken=int(taken.sum()),
             skipped=int(broken.sum()),
-            first_skipped=None
-            if first is None
-            else [float(first[2]), float(first[3]), float(first[8 : 8 + self.heads].sum()), float(first[7])],
+            overflows=int(column["overflowed"].sum()),
+            first_skipped=Broken(**{name: float(column[name][first]) for name in losses}, entropy=float(entropy[first].sum()))
+            if broken.any()
+            else None,
             **rest,
         )

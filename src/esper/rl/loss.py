@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from esper.rl.distributions import Evaluation
+from esper.rl.parallel import ALONE, Group
 
 
 class Samples(NamedTuple):
@@ -49,6 +50,8 @@ class Terms(NamedTuple):
 
 def add_up(pieces: list[Terms]) -> Terms:
     """The terms of a minibatch from those of its pieces."""
+    if len(pieces) == 1:
+        return pieces[0]
     sums = Terms(*(torch.stack(parts).sum(0) for parts in zip(*pieces, strict=True)))
     return sums._replace(ratio_max=torch.stack([piece.ratio_max for piece in pieces]).max())
 
@@ -96,14 +99,15 @@ def _value_loss(predicted: Tensor, samples: Samples, clip: float | None) -> Tens
     return 0.5 * (error * samples.valid).sum()
 
 
-def normalize_advantages(advantages: Tensor, weight: Tensor, valid: Tensor) -> Tensor:
+def normalize_advantages(advantages: Tensor, weight: Tensor, valid: Tensor, group: Group = ALONE) -> Tensor:
     """Advantages [M] per head [M, J], centred over the steps where the head mattered, in units of the spread over all real steps.
 
     Centring per head is a baseline that knows whether the head mattered: the choice of a slot is not blamed for the decision to use one.
-    A head that mattered once, or a rollout of one step, gets 0; an empty one stays empty.
+    A head that mattered once, or a rollout of one step, gets 0; an empty one stays empty. The steps are those of all ranks.
     """
-    count = valid.sum().clamp_min(1)
-    mean = (advantages * valid).sum() / count
-    spread = (((advantages - mean) * valid).square().sum() / count).sqrt()
-    head_mean = (advantages.unsqueeze(-1) * weight).sum(0) / weight.sum(0).clamp_min(1)  # [J]
+    counted = torch.cat((valid.unsqueeze(1), weight), dim=1)  # [M, 1 + J]
+    counts, sums = group.sum_(torch.stack((counted.sum(0), (advantages.unsqueeze(1) * counted).sum(0)))).unbind(0)
+    means = sums / counts.clamp_min(1)
+    mean, head_mean = means[0], means[1:]
+    spread = (group.sum_(((advantages - mean) * valid).square().sum()) / counts[0].clamp_min(1)).sqrt()
     return (advantages.unsqueeze(-1) - head_mean) * weight / (spread + 1e-8)

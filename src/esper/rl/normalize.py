@@ -1,6 +1,7 @@
 """Normalisers of observations, rewards and values.
 
-All of them are frozen while a rollout is collected and updated after it. None is thread-safe: one learner owns them.
+All of them are frozen while a rollout is collected and updated after it, with the rollouts of all ranks: their moments are the same
+everywhere. None is thread-safe: one learner owns them.
 
 Shapes: T = steps in the rollout, N = parallel environments.
 """
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from esper.rl.gae import discounted_sums
-from esper.statistics import ExponentialMoments, RunningMoments
+from esper.rl.parallel import ALONE, Group
+from esper.statistics import ExponentialMoments, RunningMoments, sums_of
 from esper.vecenv import Obs, ObservationSpec
 
 CLIP = 10.0  # normalised observations and rewards lie within ± this
@@ -48,10 +50,11 @@ class ObservationNormalizer(nn.Module):
         normalized: Tensor = (value - self.means[name]) * self.scales[name]
         return normalized.clamp_(-CLIP, CLIP)
 
-    def update(self, raw: Obs, valid: Tensor | None) -> None:
+    def update(self, raw: Obs, valid: Tensor | None, group: Group = ALONE) -> None:
         """Takes in the raw observations of a rollout [T, N, ...]."""
-        for name, moments in self.moments.items():
-            moments.update(raw[name], valid)
+        sums = group.merge([sums_of(raw[name], moments.shape, valid=valid) for name, moments in self.moments.items()])
+        for (name, moments), seen in zip(self.moments.items(), sums, strict=True):
+            moments.absorb(seen)
             self.means[name].copy_(moments.mean)
             self.scales[name].copy_(1.0 / moments.std.clamp_min(SMALLEST_SPREAD))
 
@@ -71,11 +74,11 @@ class RewardNormalizer:
         self.moments = RunningMoments((), device=device)
         self.running = torch.zeros(num_envs, device=device)  # discounted return of each episode so far
 
-    def __call__(self, rewards: Tensor, ended: Tensor, valid: Tensor | None) -> Tensor:
+    def __call__(self, rewards: Tensor, ended: Tensor, valid: Tensor | None, group: Group = ALONE) -> Tensor:
         """Normalised rewards [T, N], after taking in the rollout they belong to."""
         sums = discounted_sums(rewards, ended, self.running, gamma=self.gamma)
         self.running = torch.where(ended[-1], 0.0, sums[-1])
-        self.moments.update(sums, valid)
+        self.moments.absorb(*group.merge([sums_of(sums, (), valid=valid)]))
         return (rewards / self.moments.std.clamp_min(SMALLEST_SPREAD).to(rewards.dtype)).clamp_(-CLIP, CLIP)
 
     def state_dict(self) -> dict[str, Any]:
@@ -107,9 +110,9 @@ class ValueNormalizer(nn.Module):
         return (returns - self.mean) / self.spread
 
     @torch.no_grad()
-    def update(self, returns: Tensor, valid: Tensor | None, last_layer: nn.Linear) -> None:
+    def update(self, returns: Tensor, valid: Tensor | None, last_layer: nn.Linear, group: Group = ALONE) -> None:
         """Takes in the returns of a rollout [T, N] and moves the critic's last layer into the new units."""
-        self.moments.update(returns, valid)
+        self.moments.absorb(*group.merge([sums_of(returns, (), valid=valid)]))
         mean = self.moments.mean.to(self.mean.dtype)
         spread = self.moments.std.clamp_min(SMALLEST_SPREAD).to(self.spread.dtype)
         last_layer.weight.mul_(self.spread / spread)

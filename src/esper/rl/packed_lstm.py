@@ -131,7 +131,8 @@ class _Product:
 
 def _previous(packed: Tensor, initial: Tensor, sizes: list[int]) -> Tensor:
     """What each packed step found: the packed value one step earlier, or the initial one."""
-    earlier = np.arange(sizes[0], len(packed)) - np.repeat(sizes[:-1], sizes[1:])
+    counts = np.array(sizes, dtype=np.int64)
+    earlier = np.arange(sizes[0], len(packed)) - np.repeat(counts[:-1], counts[1:])
     return torch.cat((initial, packed.index_select(0, torch.from_numpy(earlier))))
 
 

@@ -15,7 +15,7 @@ from esper.rl.dense import Dense
 from esper.rl.distributions import ActionDistribution
 from esper.rl.networks import Encoder, initialize, mlp
 from esper.rl.normalize import ObservationNormalizer, ValueNormalizer
-from esper.rl.recurrent import GRU, LSTM, Core, NoMemory
+from esper.rl.recurrent import GRU, LSTM, Core, NoMemory, Pair
 from esper.vecenv import Actions, ActionSpec, Masks, Obs, ObservationSpec
 
 _ACTOR_GAIN = 0.01  # nearly uniform at first
@@ -68,7 +68,8 @@ class Policy(nn.Module):
             self.core = _core(network, int(built.output_size))
             self.norm_before = nn.LayerNorm(int(built.output_size)) if network.norm_before else nn.Identity()
             self.norm_after = nn.LayerNorm(self.core.output_size) if network.norm_after else nn.Identity()
-            widths = [self.core.output_size, *network.head_sizes]
+            self.width = self.core.output_size // (2 if isinstance(self.core, Pair) else 1)  # of what actor and critic each see
+            widths = [self.width, *network.head_sizes]
             outputs = self.distribution.num_choices + self.distribution.num_continuous
             self.actor = nn.Sequential(*mlp(widths, network.activation), Dense(widths[-1], outputs))
             self.critic = nn.Sequential(*mlp(widths, network.activation), Dense(widths[-1], 1))
@@ -79,10 +80,11 @@ class Policy(nn.Module):
     def _initialize(self, generator: torch.Generator, *, own_encoder: bool) -> None:
         if own_encoder:
             initialize(self.encoder, generator)
-        if isinstance(self.core, LSTM):
-            self.core.initialize(generator, forget_bias=self.network.forget_bias)
-        elif isinstance(self.core, GRU):
-            self.core.initialize(generator)
+        for core in self.core.modules():
+            if isinstance(core, LSTM):
+                core.initialize(generator, forget_bias=self.network.forget_bias)
+            elif isinstance(core, GRU):
+                core.initialize(generator)
         for head, gain in ((self.actor, _ACTOR_GAIN), (self.critic, _CRITIC_GAIN)):
             initialize(head[:-1], generator)
             initialize(head[-1], generator, gain=gain)
@@ -120,17 +122,14 @@ class Policy(nn.Module):
 
     def decide(self, features: Tensor) -> Tensor:
         """The parameters of the action distribution [B, P]."""
-        outputs: Tensor = self.actor(features)
+        outputs: Tensor = self.actor(features[..., : self.width])
         if not self.distribution.num_continuous:
             return outputs
         return torch.cat((outputs, self.log_std.to(outputs.dtype).expand(*outputs.shape[:-1], -1)), dim=-1)
 
     def predict(self, features: Tensor) -> Tensor:
-        """What the critic puts out [B], in its own units. Only a share of its gradient goes on into what it shares with the actor."""
-        share = self.network.critic_gradient
-        if share < 1:
-            features = share * features + (1 - share) * features.detach()
-        predicted: Tensor = self.critic(features).squeeze(-1)
+        """What the critic puts out [B], in its own units."""
+        predicted: Tensor = self.critic(features[..., -self.width :]).squeeze(-1)
         return predicted
 
     def value(self, features: Tensor) -> Tensor:
@@ -197,6 +196,8 @@ def raise_on_empty_rows(distribution: ActionDistribution, empty: Tensor) -> None
 
 
 def _core(network: NetworkConfig, input_size: int) -> Core:
-    if network.core == "lstm":
-        return LSTM(input_size, network.hidden_size)
-    return GRU(input_size, network.hidden_size) if network.core == "gru" else NoMemory(input_size)
+    if network.core == "none":
+        return NoMemory(input_size)
+    kind = LSTM if network.core == "lstm" else GRU
+    actor = kind(input_size, network.hidden_size)
+    return actor if network.critic_memory == "shared" else Pair(actor, kind(input_size, network.hidden_size))

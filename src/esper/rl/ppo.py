@@ -4,11 +4,13 @@
     for update in ppo.train(total_steps=200_000):
         print(update.step, update.mean_return)
 
-`collect` and `update` can also be called on their own.
+`collect` and `update` can also be called on their own. On several ranks every method is called by all of them (see `esper.rl.parallel`).
 """
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +28,7 @@ from esper.rl.diagnostics import Thresholds, gradient_health, warnings
 from esper.rl.evaluate import Evaluation, evaluate
 from esper.rl.events import CompileFailed, EpisodesRestarted, GradientNorms, Skipped, Update
 from esper.rl.learner import Learner, Outcome
+from esper.rl.parallel import ALONE, Group
 from esper.rl.policy import Policy
 from esper.rl.rollout import Rollout
 from esper.rng import Streams
@@ -40,11 +43,14 @@ def _ignore(event: Event) -> None:
     pass
 
 
+_SHARED = tuple(field.name for field in dataclasses.fields(Outcome) if field.name in Update.__struct_fields__)
+
+
 class PPO:
     """Trains a recurrent policy in a batch of environments.
 
     `encoder` replaces the built-in one (see `Policy`). `on_event` hears what happens: every update, skipped steps, warnings. The policy
-    lives on `device`, by default the environment's.
+    lives on `device`, by default the environment's. With a `group`, every rank trains the same policy in environments of its own.
     """
 
     def __init__(
@@ -56,10 +62,12 @@ class PPO:
         device: torch.device | str | None = None,
         on_event: Callable[[Event], None] = _ignore,
         thresholds: Thresholds = Thresholds(),  # noqa: B008 — frozen
+        group: Group | None = None,
     ) -> None:
         self.env, self.config = env, config or PPOConfig()
         self.device = torch.device(device) if device is not None else env.device
         self.on_event, self.thresholds = on_event, thresholds
+        self.group = group or ALONE
         config = self.config
         units = config.num_steps // config.sequence_length * env.num_envs
         if units < config.num_minibatches:
@@ -67,18 +75,20 @@ class PPO:
                 f"{env.num_envs} environments of {config.num_steps} steps give {units} sequences of {config.sequence_length} steps, "
                 f"fewer than {config.num_minibatches} minibatches; use more environments, fewer minibatches or a shorter bptt_length"
             )
-        self.streams = Streams(config.seed)
+        common = Streams(config.seed)
+        self.streams = common.spawn(f"rank {self.group.rank}") if self.group.rank else common
         self.policy = Policy(
             env.observation_spec,
             env.action_spec,
             config.network,
-            generator=self.streams.torch("policy"),
+            generator=common.torch("policy"),
             device=self.device,
             encoder=encoder,
             normalize_observations=config.normalize_observations,
             normalize_values=config.normalize_values,
             observation_momentum=config.observation_momentum,
         )
+        self.group.broadcast_(self.policy.state_dict().values())  # an encoder of one's own may have begun differently on every rank
         self.collector = Collector(
             env,
             self.policy,
@@ -88,16 +98,21 @@ class PPO:
             validate=config.validate,
         )
         self.learner = Learner(
-            self.policy, config, num_envs=env.num_envs, rng=self.streams.numpy("minibatches"), on_compile_failure=self._compile_failed
+            self.policy,
+            config,
+            num_envs=env.num_envs,
+            rng=self.streams.numpy("minibatches"),
+            on_compile_failure=self._compile_failed,
+            group=self.group,
         )
-        self.step = 0  # of all environments together
+        self.step = 0  # of all environments of all ranks together
         self.updates = 0
         self.skipped = 0
         self._has_begun = False
 
     @property
     def steps_per_update(self) -> int:
-        return self.config.num_steps * self.env.num_envs
+        return self.config.num_steps * self.env.num_envs * self.group.world_size
 
     def train(self, total_steps: int) -> Iterator[Update]:
         """Goes on until `total_steps` steps of the environments in all, counting those before; yields after every update."""
@@ -146,46 +161,15 @@ class PPO:
         self.on_event(CompileFailed(reason=f"{type(error).__name__}: {error}".splitlines()[0][:500]))
 
     def _report(self, outcome: Outcome, collect_seconds: float, update_seconds: float) -> Update:
-        collector, heads = self.collector, self.policy.distribution.head_names
-        update = Update(
-            step=self.step,
-            update=self.updates,
-            episodes=collector.episodes,
-            mean_return=_mean(collector.recent_returns),
-            mean_length=_mean(collector.recent_lengths),
-            policy_loss=outcome.policy_loss,
-            value_loss=outcome.value_loss,
-            entropy=dict(zip(heads, outcome.entropy, strict=True)),
-            kl=dict(zip(heads, outcome.kl, strict=True)),
-            total_kl=outcome.total_kl,
-            clip_fraction=outcome.clip_fraction,
-            ratio_max=outcome.ratio_max,
-            explained_variance=outcome.explained_variance,
-            grad_norm=outcome.grad_norm,
-            learning_rate=self.learner.learning_rate,
-            gradient_steps=outcome.steps_taken,
-            skipped=self.skipped,
-            steps_per_second=self.steps_per_update / (collect_seconds + update_seconds),
-            collect_seconds=collect_seconds,
-            update_seconds=update_seconds,
-        )
-        norms = outcome.gradient_norms
+        """Tells of an update, and of what is worrying about it."""
+        heads, norms = self.policy.distribution.head_names, outcome.gradient_norms
+        update = self._summary(outcome, collect_seconds, update_seconds)
         gradients = GradientNorms(step=self.step, norms=norms, health={name: gradient_health(norm) for name, norm in norms.items()})
         self.on_event(update)
         self.on_event(gradients)
         if outcome.first_skipped is not None:
-            policy_loss, value_loss, entropy, norm = outcome.first_skipped
-            self.on_event(
-                Skipped(
-                    step=self.step,
-                    count=outcome.skipped,
-                    in_a_row=outcome.skipped_in_a_row,
-                    policy_loss=policy_loss,
-                    value_loss=value_loss,
-                    entropy=entropy,
-                    grad_norm=norm,
-                )
-            )
+            parts = outcome.first_skipped._asdict()
+            self.on_event(Skipped(step=self.step, count=outcome.skipped, in_a_row=outcome.skipped_in_a_row, **parts))
         for warned in warnings(
             update,
             gradients,
@@ -197,24 +181,54 @@ class PPO:
             self.on_event(warned)
         return update
 
+    def _summary(self, outcome: Outcome, collect_seconds: float, update_seconds: float) -> Update:
+        collector, heads = self.collector, self.policy.distribution.head_names
+        ranks = self.group.gather_objects((collector.episodes, list(collector.recent_returns), list(collector.recent_lengths)))
+        episodes, returns, lengths = zip(*ranks, strict=True)
+        changed = {
+            "entropy": dict(zip(heads, outcome.entropy, strict=True)),
+            "kl": dict(zip(heads, outcome.kl, strict=True)),
+            "skipped": self.skipped,
+        }
+        return Update(
+            **({name: getattr(outcome, name) for name in _SHARED} | changed),
+            step=self.step,
+            update=self.updates,
+            episodes=sum(episodes),
+            mean_return=_mean(list(itertools.chain(*returns))),
+            mean_length=_mean(list(itertools.chain(*lengths))),
+            learning_rate=self.learner.learning_rate,
+            gradient_steps=outcome.steps_taken,
+            steps_per_second=self.steps_per_update / (collect_seconds + update_seconds),
+            collect_seconds=collect_seconds,
+            update_seconds=update_seconds,
+        )
+
     def state_dict(self) -> dict[str, Any]:
-        """Everything that continuing exactly needs; a tree for `esper.checkpoint`. Taken between updates."""
-        env_state = self.env.state_dict() if self._has_begun and isinstance(self.env, Saveable) else None
+        """Everything that continuing exactly needs, of all ranks: rank 0's is the one to save. A tree for `esper.checkpoint`, taken between
+        updates."""
+        learner = self.learner.state_dict()
+        own = {
+            "collector": self.collector.state_dict() if self._has_begun else None,
+            "environment": self.env.state_dict() if self._has_begun and isinstance(self.env, Saveable) else None,
+            "streams": self.streams.state_dict(),
+        }
+        others = self.group.gather_trees({**own, "reward_normalizer": learner["reward_normalizer"]})[1:]
         return {
             "config": msgspec.to_builtins(self.config),
             "observation_spec": msgspec.to_builtins(self.env.observation_spec),
             "action_spec": msgspec.to_builtins(self.env.action_spec),
             "policy": plain_names(self.policy.state_dict()),
             "policy_training": self.policy.training_state(),
-            "learner": self.learner.state_dict(),
-            "collector": self.collector.state_dict() if self._has_begun else None,
-            "environment": env_state,
-            "streams": self.streams.state_dict(),
+            "learner": learner,
+            **own,
             "counters": {"step": self.step, "updates": self.updates, "skipped": self.skipped},
+            **({"other_ranks": others} if others else {}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where `state_dict` was taken. An environment that cannot save itself begins new episodes, and an event says so."""
+        state = _as_of_rank(state, self.group)
         load_module(self.policy, state["policy"])
         self.policy.load_training_state(state["policy_training"])
         self.learner.load_state_dict(state["learner"])
@@ -229,6 +243,19 @@ class PPO:
         else:
             self.collector.reset(self.streams.integer(f"environment after {self.step}"))
             self.on_event(EpisodesRestarted(step=self.step))
+
+
+def _as_of_rank(state: dict[str, Any], group: Group) -> dict[str, Any]:
+    """A saved state with what belongs to this rank in the place of what belongs to rank 0."""
+    others = state.get("other_ranks", [])
+    if len(others) + 1 != group.world_size:
+        raise ValueError(
+            f"it was saved by a training on {len(others) + 1} ranks, and now there are {group.world_size}; use as many as then"
+        )
+    if group.rank == 0:
+        return state
+    own = others[group.rank - 1]
+    return {**state, **own, "learner": {**state["learner"], "reward_normalizer": own["reward_normalizer"]}}
 
 
 def _mean(values: Any) -> float:

@@ -9,6 +9,10 @@ Shapes: M = packed steps, F = fragments, N = environments, I = input width, H = 
 
 from __future__ import annotations
 
+import contextlib
+import warnings
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 
@@ -55,7 +59,8 @@ class LSTM(Core):
     """Long short-term memory; the state is [h | c].
 
     Gates are ordered output, input, forget, candidate, so that the three sigmoids lie together, and so do the three that act through
-    the cell. Weights are [inputs, gates]: a step multiplies by them as they lie, which on the CPU is up to twice as quick. There is one bias, so the forget bias is the stated one. On CPU the recurrence is `PackedLSTM`, elsewhere torch's own.
+    the cell. Weights are [inputs, gates]: a step multiplies by them as they lie, which on the CPU is up to twice as quick. There is one
+    bias, so the forget bias is the stated one. On CPU the recurrence is `PackedLSTM`, elsewhere torch's own.
     """
 
     def __init__(self, input_size: int, hidden_size: int) -> None:
@@ -89,7 +94,8 @@ class LSTM(Core):
         initial = (hidden.unsqueeze(0).contiguous(), cell.unsqueeze(0).contiguous())
         weights = [_torch_gate_order(tensor) for tensor in (self.weight_ih.t(), self.weight_hh.t(), self.bias)]
         weights.append(torch.zeros_like(self.bias))
-        return torch.lstm(inputs, torch.tensor(sizes), initial, weights, True, 1, 0.0, self.training, False)[0]
+        with _weights_apart():
+            return torch.lstm(inputs, torch.tensor(sizes), initial, weights, True, 1, 0.0, self.training, False)[0]
 
 
 def _initialize_gates(weights: tuple[Tensor, ...], gates: int, generator: torch.Generator) -> None:
@@ -102,6 +108,36 @@ def _initialize_gates(weights: tuple[Tensor, ...], gates: int, generator: torch.
         for gate in weight.chunk(gates):
             units, inputs = gate.shape
             nn.init.orthogonal_(gate, gain=max(1.0, units / inputs) ** 0.5, generator=generator)
+
+
+class Pair(Core):
+    """Two cores side by side on the same input, the actor's and the critic's: outputs and states are theirs joined."""
+
+    def __init__(self, actor: Core, critic: Core) -> None:
+        super().__init__()
+        self.actor, self.critic = actor, critic
+        self.output_size = actor.output_size + critic.output_size
+        self.state_size = actor.state_size + critic.state_size
+
+    def _apart(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        return state[:, : self.actor.state_size], state[:, self.actor.state_size :]
+
+    def step(self, inputs: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        for_actor, for_critic = self._apart(state)
+        outputs, states = zip(self.actor.step(inputs, for_actor), self.critic.step(inputs, for_critic), strict=True)
+        return torch.cat(outputs, dim=1), torch.cat(states, dim=1)
+
+    def sequence(self, inputs: Tensor, state: Tensor, sizes: list[int]) -> Tensor:
+        for_actor, for_critic = self._apart(state)
+        return torch.cat((self.actor.sequence(inputs, for_actor, sizes), self.critic.sequence(inputs, for_critic, sizes)), dim=1)
+
+
+@contextlib.contextmanager
+def _weights_apart() -> Iterator[None]:
+    """cuDNN warns that it must copy weights that do not lie in one piece. They are small, and here they never do."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk")
+        yield
 
 
 def _torch_gate_order(parameter: Tensor) -> Tensor:
@@ -134,4 +170,5 @@ class GRU(Core):
 
     def sequence(self, inputs: Tensor, state: Tensor, sizes: list[int]) -> Tensor:
         weights = (self.weight_ih, self.weight_hh, self.bias_ih, self.bias_hh)
-        return torch.gru(inputs, torch.tensor(sizes), state.unsqueeze(0), weights, True, 1, 0.0, self.training, False)[0]
+        with _weights_apart():
+            return torch.gru(inputs, torch.tensor(sizes), state.unsqueeze(0), weights, True, 1, 0.0, self.training, False)[0]

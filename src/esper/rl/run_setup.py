@@ -11,6 +11,7 @@ from torch import nn
 
 from esper.events import Event
 from esper.rl.evaluate import Evaluation, evaluate
+from esper.rl.parallel import ALONE, Group
 from esper.rl.policy import Policy
 from esper.rl.ppo import PPO
 from esper.rl.run_config import TrainConfig
@@ -37,13 +38,13 @@ class Relay:
 
 
 @contextlib.contextmanager
-def prepare(config: TrainConfig, *, encoder: nn.Module | None = None) -> Iterator[tuple[PPO, Relay]]:
+def prepare(config: TrainConfig, *, encoder: nn.Module | None = None, group: Group = ALONE) -> Iterator[tuple[PPO, Relay]]:
     """The learner of a run in its environment, which is closed at the end. Touches no files; mistakes in the config are RunErrors."""
-    device = find_device(config.device)
+    device = group.place(find_device(config.device))
     relay = Relay()
     with _threads(config.threads), contextlib.closing(make_env(config, config.num_envs, device)) as env:
         try:
-            ppo = PPO(env, config.ppo, encoder, device=device, on_event=relay)
+            ppo = PPO(env, config.ppo, encoder, device=device, on_event=relay, group=group)
         except ValueError as error:
             raise RunError(str(error)) from error
         yield ppo, relay

@@ -6,28 +6,33 @@
 
 A checkpoint holds the whole learner and where the event log stood; resuming cuts the events after it. Both together make a run that was
 killed and resumed equal to one that was not, bit for bit on the CPU with the same number of threads.
+
+On several ranks all of them call these functions with the same arguments and a `group`. Only rank 0 touches the folder.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib.util
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 from torch import nn
 
 from esper.checkpoint import Checkpoint
 from esper.config import describe, load, save
-from esper.events import EventLog, Sink, TensorBoardSink
+from esper.events import Event, EventLog, Sink, TensorBoardSink, WandbMode, WandbSink
 from esper.rl.checkpoints import open_store, policy_from
 from esper.rl.collector import RECENT_EPISODES
 from esper.rl.evaluate import Evaluation
 from esper.rl.events import Update
+from esper.rl.parallel import ALONE, Group
 from esper.rl.ppo import PPO
 from esper.rl.run_config import TrainConfig
 from esper.rl.run_events import CheckpointRefused, Evaluated, RunStarted
@@ -60,11 +65,17 @@ class Options:
     encoder: nn.Module | None
     sinks: tuple[Sink, ...]
     tensorboard: bool
+    wandb: WandbMode | None
     should_stop: Callable[[], bool]
+    group: Group
 
 
 def _never() -> bool:
     return False
+
+
+def _ignore(event: Event) -> None:
+    pass
 
 
 def train_run(
@@ -74,20 +85,31 @@ def train_run(
     encoder: nn.Module | None = None,
     sinks: Iterable[Sink] = (),
     tensorboard: bool = False,
+    wandb: WandbMode | None = None,
     should_stop: Callable[[], bool] = _never,
+    group: Group = ALONE,
 ) -> Result:
     """Trains a new run in a folder of its own. Stops after the update in which `should_stop()` becomes true, with a checkpoint."""
-    folder = default_folder(config.env) if folder is None else Path(folder)
-    check_is_free(folder)
-    _check_tensorboard(tensorboard)
-    options = Options(encoder, tuple(sinks), tensorboard, should_stop)
-    with prepare(config, encoder=encoder) as (ppo, relay):
-        folder.mkdir(parents=True, exist_ok=True)
-        with locked(folder):
-            check_is_free(folder)
-            save(config, folder / CONFIG)
-            with EventLog(folder / EVENTS, run=folder.name, sinks=_all_sinks(folder, options)) as log:
-                return _Session(config, folder, ppo, relay, log, options).run()
+    options = Options(encoder, tuple(sinks), tensorboard, wandb, should_stop, group)
+    place = group.first(lambda: default_folder(config.env) if folder is None else Path(folder))
+    group.first(lambda: check_is_free(place))
+    _check_installed(tensorboard=tensorboard, wandb=wandb is not None)
+    with (
+        prepare(config, encoder=encoder, group=group) as (ppo, relay),
+        group.only_first(lambda: _new_log(config, place, options)) as log,
+    ):
+        return _Session(config, place, ppo, relay, log, options).run()
+
+
+@contextlib.contextmanager
+def _new_log(config: TrainConfig, folder: Path, options: Options) -> Iterator[EventLog]:
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder):
+        check_is_free(folder)
+        sinks = _all_sinks(config, folder, options)  # may fail, and the folder must still be free then
+        save(config, folder / CONFIG)
+        with EventLog(folder / EVENTS, run=folder.name, sinks=sinks) as log:
+            yield log
 
 
 def resume_run(
@@ -97,39 +119,49 @@ def resume_run(
     encoder: nn.Module | None = None,
     sinks: Iterable[Sink] = (),
     tensorboard: bool = False,
+    wandb: WandbMode | None = None,
     should_stop: Callable[[], bool] = _never,
+    group: Group = ALONE,
 ) -> Result:
     """Goes on from the latest checkpoint, or from the start where there is none. `config` may ask for more steps than the saved one."""
-    folder = Path(folder)
-    check_holds_a_run(folder)
-    _check_tensorboard(tensorboard)
-    saved = load(TrainConfig, folder / CONFIG)
-    config = saved if config is None else config
-    _check_changes(saved, config)
-    options = Options(encoder, tuple(sinks), tensorboard, should_stop)
-    with locked(folder):
-        store = open_store(folder, keep=config.keep)
-        checkpoint = store.load("latest") if store.has_any() else None
-        if checkpoint is not None and checkpoint.step >= config.total_steps:
-            return _result_of(checkpoint, folder)
-        with prepare(config, encoder=encoder) as (ppo, relay):
+    options = Options(encoder, tuple(sinks), tensorboard, wandb, should_stop, group)
+    place = Path(folder)
+    goes_on = group.first(lambda: _config_to_go_on_with(place, config))
+    _check_installed(tensorboard=tensorboard, wandb=wandb is not None)
+    with group.only_first(lambda: locked(place)):
+        checkpoint = group.first(lambda: _latest(place))
+        if checkpoint is not None and checkpoint.step >= goes_on.total_steps:
+            return _result_of(checkpoint, place)
+        with prepare(goes_on, encoder=encoder, group=group) as (ppo, relay):
             _load(ppo, checkpoint)  # before anything is changed, because it may not fit
-            save(config, folder / CONFIG)
-            with _reopened_log(folder, checkpoint, options) as log:
-                session = _Session(config, folder, ppo, relay, log, options)
+            with group.only_first(lambda: _reopened_log(goes_on, place, checkpoint, options)) as log:
+                session = _Session(goes_on, place, ppo, relay, log, options)
                 session.go_on_from(checkpoint)
                 return session.run()
 
 
-class _Session:
-    """One process's share of a run."""
+def _config_to_go_on_with(folder: Path, wanted: TrainConfig | None) -> TrainConfig:
+    check_holds_a_run(folder)
+    saved = load(TrainConfig, folder / CONFIG)
+    _check_changes(saved, wanted or saved)
+    return wanted or saved
 
-    def __init__(self, config: TrainConfig, folder: Path, ppo: PPO, relay: Relay, log: EventLog, options: Options) -> None:
+
+def _latest(folder: Path) -> Checkpoint | None:
+    store = open_store(folder)
+    return store.load("latest") if store.has_any() else None
+
+
+class _Session:
+    """One process's share of a run. Only rank 0 has the log, and writes."""
+
+    def __init__(self, config: TrainConfig, folder: Path, ppo: PPO, relay: Relay, log: EventLog | None, options: Options) -> None:
         self.config, self.folder, self.ppo, self.log, self.options = config, folder, ppo, log, options
         self.store = open_store(folder, keep=config.keep)
         self.best = (False, -math.inf)  # what `_score` said of the best checkpoint
         self.began = time.perf_counter()
-        relay.connect(log.emit)
+        self.emit: Callable[[Event], None] = _ignore if log is None else log.emit
+        relay.connect(self.emit)
 
     def go_on_from(self, checkpoint: Checkpoint | None) -> None:
         if checkpoint is None:
@@ -137,38 +169,41 @@ class _Session:
         self.best = checkpoint.state["best"]
         self.began -= checkpoint.state["seconds"]
         for refused in checkpoint.skipped:
-            self.log.emit(CheckpointRefused(checkpoint=refused.path.name, reason=refused.reason))
+            self.emit(CheckpointRefused(checkpoint=refused.path.name, reason=refused.reason))
 
     def run(self) -> Result:
-        ppo, config = self.ppo, self.config
-        self.log.emit(
+        ppo, config, group = self.ppo, self.config, self.options.group
+        self.emit(
             RunStarted(
                 step=ppo.step,
                 total_steps=config.total_steps,
                 steps_per_update=ppo.steps_per_update,
                 env_id=config.env,
-                num_envs=config.num_envs,
+                num_envs=config.num_envs * group.world_size,
                 device=str(ppo.device),
                 parameters=count_parameters(ppo.policy),
             )
         )
         for update in ppo.train(config.total_steps):
-            stops = self.options.should_stop()
+            stops = group.any(self.options.should_stop())
             is_last = update.step >= config.total_steps
             if stops or is_last or update.update % config.checkpoint_every == 0:
                 self._save(update)
             if stops:
                 break
         status: Literal["finished", "stopped"] = "finished" if is_last else "stopped"
-        evaluation = self._evaluate() if is_last else None
+        evaluation = group.first(self._evaluate) if is_last else None
         return Result(self.folder, status, update.step, self._seconds(), **_summary(update), evaluation=evaluation)
 
     def _save(self, update: Update) -> None:
+        ppo = self.ppo.state_dict()  # of all ranks
+        if self.log is None:
+            return
         score = _score(update)
         is_best = score >= self.best
         self.best = max(score, self.best)
         state = {
-            "ppo": self.ppo.state_dict(),
+            "ppo": ppo,
             "events_offset": self.log.offset(),
             "best": self.best,
             "seconds": self._seconds(),
@@ -188,7 +223,7 @@ class _Session:
         event = Evaluated(
             step=best.step, episodes=len(evaluation.returns), mean_return=evaluation.mean_return, mean_length=evaluation.mean_length
         )
-        self.log.emit(event)
+        self.emit(event)
         return evaluation
 
 
@@ -217,8 +252,9 @@ def _load(ppo: PPO, checkpoint: Checkpoint | None) -> None:
         raise RunError(f"cannot go on from {checkpoint.path}: {error}") from error
 
 
-def _reopened_log(folder: Path, checkpoint: Checkpoint | None, options: Options) -> EventLog:
-    path, sinks = folder / EVENTS, _all_sinks(folder, options)
+def _reopened_log(config: TrainConfig, folder: Path, checkpoint: Checkpoint | None, options: Options) -> EventLog:
+    path, sinks = folder / EVENTS, _all_sinks(config, folder, options)
+    save(config, folder / CONFIG)
     if checkpoint is None:
         path.unlink(missing_ok=True)  # everything in it will happen again, from the start
         return EventLog(path, run=folder.name, sinks=sinks)
@@ -235,10 +271,20 @@ def _check_changes(saved: TrainConfig, wanted: TrainConfig) -> None:
             )
 
 
-def _check_tensorboard(wanted: bool) -> None:
-    if wanted and importlib.util.find_spec("tensorboard") is None:
-        raise RunError("TensorBoard is not installed; install it with: pip install 'esper[tensorboard]'")
+def _check_installed(**wanted: bool) -> None:
+    """Each name is that of a package and of the extra that brings it."""
+    for name, is_wanted in wanted.items():
+        if is_wanted and importlib.util.find_spec(name) is None:
+            raise RunError(f"{name} was asked for and is not installed; install it with: pip install 'esper[{name}]'")
 
 
-def _all_sinks(folder: Path, options: Options) -> tuple[Sink, ...]:
-    return (*options.sinks, TensorBoardSink(folder / "tensorboard")) if options.tensorboard else options.sinks
+def _all_sinks(config: TrainConfig, folder: Path, options: Options) -> tuple[Sink, ...]:
+    sinks = list(options.sinks)
+    if options.tensorboard:
+        sinks.append(TensorBoardSink(folder / "tensorboard"))
+    if options.wandb is not None:
+        try:
+            sinks.append(WandbSink(folder, run=folder.name, mode=options.wandb, config=msgspec.to_builtins(config)))
+        except RuntimeError as error:
+            raise RunError(str(error)) from error
+    return tuple(sinks)
