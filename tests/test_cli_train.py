@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import random
 import shutil
@@ -139,6 +140,16 @@ def test_training_that_diverges_ends_with_1_and_no_traceback(capsys: pytest.Capt
     assert captured.err.startswith("error: training failed")
     assert "Traceback" not in captured.err
     assert "not finite" in json.loads(captured.out.splitlines()[-1])["error"]
+
+
+def test_training_that_stops_itself_leaves_a_checkpoint_and_says_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("esper.rl.batch.gae", lambda rewards, *rest, **settings: torch.full_like(rewards, math.nan))
+    assert train("run", 10) == 1
+    assert "gradient steps in a row were not finite" in (message := capsys.readouterr().err)
+    assert f"a checkpoint is in {Path('run/checkpoints')}" in message
+    assert open_store(tmp_path / "run").load("latest").step > 0
 
 
 def test_tensorboard_gets_the_scalars(tmp_path: Path) -> None:

@@ -312,3 +312,12 @@ def test_an_optional_config_is_chosen_as_a_subcommand() -> None:
 def test_configs_import_without_torch_and_numpy() -> None:
     code = "import sys, esper.config; sys.exit(bool({'torch', 'numpy', 'tyro'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_number_that_is_not_finite_is_refused():
+    class Rate(Config):
+        rate: float = 1.0
+
+    for value in (float("inf"), float("nan")):
+        with pytest.raises(ConfigError, match="rate: expected a float, and a finite one"):
+            Rate(rate=value)

@@ -22,6 +22,7 @@ import contextlib
 import difflib
 import functools
 import inspect
+import math
 import os
 import textwrap
 import tomllib
@@ -80,6 +81,8 @@ class Config(msgspec.Struct, metaclass=_ConfigMeta, frozen=True):
                 value = msgspec.convert(given, annotation, dec_hook=_decode_path)
             except msgspec.ValidationError as error:
                 raise ConfigError(name, expected=_expected(info), got=given) from error
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ConfigError(name, expected=f"{_expected(info)}, and a finite one", got=given)
             if value is not given:
                 msgspec.structs.force_setattr(self, name, value)
         self.check()

@@ -204,9 +204,18 @@ def test_a_large_kl_stops_the_update():
     ppo = PPO(Counting(), config(learning_rate=0.1, target_kl=1e-4, num_epochs=10))
     ppo.update(ppo.collect())
     before = ppo.learner.optimizer.state[ppo.learner.weights[0]]["step"].item()
+    passes, backward = 0, ppo.learner._backward
+
+    def counted(*given):
+        nonlocal passes
+        passes += 1
+        return backward(*given)
+
+    ppo.learner._backward = counted
     outcome = ppo.update(ppo.collect())
     taken = ppo.learner.optimizer.state[ppo.learner.weights[0]]["step"].item() - before
     assert 0 < outcome.steps_taken < 30
+    assert passes == outcome.steps_taken + 1
     assert taken == outcome.steps_taken
 
 
@@ -217,13 +226,13 @@ def broken_rewards(actions, count):
 def test_a_step_that_is_not_finite_is_skipped_counted_and_reported_with_its_parts():
     events = []
     env = Counting()
-    ppo = PPO(env, config(normalize_rewards=False, normalize_values=False), on_event=events.append)
+    ppo = PPO(env, config(), on_event=events.append)
     updates = ppo.train(total_steps=10_000)
     next(updates)
-    before = weights(ppo)
+    before = {name: value.clone() for name, value in ppo.policy.state_dict().items() if not name.startswith("normalizer")}
     env.reward_of = broken_rewards
     update = next(updates)
-    assert torch.equal(before, weights(ppo))
+    assert all(torch.equal(value, ppo.policy.state_dict()[name]) for name, value in before.items())
     assert update.skipped == 12
     assert update.gradient_steps == 0
     report = next(event for event in events if isinstance(event, Skipped))
@@ -235,13 +244,42 @@ def test_a_step_that_is_not_finite_is_skipped_counted_and_reported_with_its_part
 
 def test_one_bad_rollout_does_not_stop_training():
     env = Counting()
-    ppo = PPO(env, config(normalize_rewards=False, normalize_values=False, max_skips=13))
+    ppo = PPO(env, config(max_skips=13))
     updates = ppo.train(total_steps=10_000)
     env.reward_of = broken_rewards
     assert next(updates).skipped == 12
     env.reward_of = lambda actions, count: count
     assert next(updates).gradient_steps == 12
     assert torch.isfinite(weights(ppo)).all()
+
+
+def test_one_reward_that_is_not_finite_costs_one_rollout_and_nothing_more():
+    env = Counting()
+    ppo = PPO(env, config(max_skips=13))
+    updates = ppo.train(total_steps=10_000)
+    next(updates)
+    env.reward_of = lambda actions, count: torch.where(torch.arange(3) == 1, math.nan, count)
+    assert next(updates).gradient_steps < 12
+    env.reward_of = lambda actions, count: count
+    assert next(updates).gradient_steps == 12
+    assert all(torch.isfinite(value).all() for value in ppo.policy.state_dict().values())
+    assert torch.isfinite(ppo.learner.reward_normalizer.moments.std)
+
+
+def test_an_environment_that_answers_in_the_wrong_shape_is_refused_with_both_shapes():
+    env = Counting()
+    env.reward_of = lambda actions, count: count[:1]
+    with pytest.raises(ValueError, match=r"\(1,\).*\(3,\)|\(3,\).*\(1,\)"):
+        PPO(env, config()).collect()
+
+
+def test_a_probability_ratio_beyond_all_bounds_is_clipped_and_not_broken():
+    log_prob = torch.full((4, 2), 200.0, requires_grad=True)
+    counts = Counts(torch.tensor(4.0), torch.tensor([4.0, 4.0]))
+    terms = ppo_loss(Evaluation(log_prob, torch.zeros(4, 2)), torch.zeros(4), samples(), counts, COEFFICIENTS)
+    terms.loss.backward()
+    assert torch.isfinite(terms.loss)
+    assert (log_prob.grad == 0).all()
 
 
 def test_an_observation_that_is_not_finite_is_an_error_before_anything_changes():

@@ -1,5 +1,6 @@
 """The learner as its users meet it: training, evaluation, deployment, saving."""
 
+import functools
 import json
 
 import gymnasium
@@ -8,9 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from esper.rl.compiling import Compiled
 from esper.rl.config import NetworkConfig, PPOConfig
-from esper.rl.events import EpisodesRestarted
+from esper.rl.events import CompileFailed, EpisodesRestarted
 from esper.rl.ppo import PPO
 from esper.rl.staging import Staging
 from esper.vecenv import make
@@ -117,6 +117,8 @@ def test_acting_refuses_what_does_not_fit_with_both_shapes():
         policy.act(torch.zeros(2, 3))
     with pytest.raises(ValueError, match=r"shape \(2, 16\); got \(3, 16\)"):
         policy.act(torch.zeros(2, 2), policy.initial_state(3))
+    with pytest.raises(ValueError, match=r"should be of type float32; got torch.float64"):
+        policy.act(torch.zeros(2, 2, dtype=torch.float64))
     with pytest.raises(ValueError, match=r"observes \['obs'\]; got \['picture'\]"):
         policy.act({"picture": torch.zeros(2, 2)})
 
@@ -131,6 +133,40 @@ class Doubling(nn.Module):
 def test_an_encoder_of_ones_own_takes_the_place_of_the_built_in_one():
     ppo = trained(PPO(Counting(num_envs=4), config(), encoder=Doubling()), 1)
     assert isinstance(ppo.policy.encoder, Doubling)
+
+
+class Normed(nn.Module):
+    output_size = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2)
+
+    def forward(self, obs: torch.Tensor) -> torch.Tensor:
+        return self.norm(obs)
+
+
+def test_evaluation_leaves_the_encoders_own_statistics_alone():
+    ppo = trained(PPO(Counting(num_envs=4), config(), encoder=Normed()), 1)
+    before = ppo.policy.encoder.norm.running_mean.clone()
+    ppo.evaluate(Counting(num_envs=4), episodes=8)
+    assert torch.equal(before, ppo.policy.encoder.norm.running_mean)
+    assert ppo.policy.training
+
+
+class InPlace(Counting):
+    """Writes to its own state, as an environment may."""
+
+    def step(self, actions):
+        self.count.add_(0.0)
+        actions["action"].mul_(1)
+        return super().step(actions)
+
+
+def test_an_environment_may_write_to_its_state_and_to_what_it_is_given():
+    ppo = PPO(InPlace(num_envs=4), config())
+    ppo.evaluate(episodes=4)
+    trained(ppo, 1)
 
 
 def test_an_encoder_that_does_not_say_its_width_is_refused():
@@ -177,18 +213,30 @@ def test_pictures_vectors_and_mixed_actions_train_in_both_autoreset_modes(mode):
     assert ppo.collector._rollout.valid.all() == (mode is gymnasium.vector.AutoresetMode.SAME_STEP)
 
 
-def test_a_compiled_update_equals_the_plain_one_and_a_failed_compile_falls_back():
-    def broken(graph, inputs):
-        raise RuntimeError("no compiler here")
+def _no_compiler(graph, inputs):
+    raise RuntimeError("no compiler here")
 
-    failures = []
-    linear = nn.Linear(3, 2)
-    inputs = torch.ones(4, 3)
-    for backend, expected in (("eager", 0), (broken, 1)):
-        function = Compiled(linear.forward, failures.append, backend=backend)
-        for _ in range(2):
-            assert torch.equal(function(inputs), linear(inputs))
-        assert len(failures) == expected
+
+def _no_backward(graph, inputs):
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    return aot_autograd(fw_compiler=lambda graph, inputs: make_boxed_func(graph.forward), bw_compiler=_no_compiler)(graph, inputs)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # the compiler has some of its own
+@pytest.mark.parametrize(("backend", "fails"), [("aot_eager", False), (_no_compiler, True), (_no_backward, True)])
+def test_a_compiled_update_equals_the_plain_one_and_a_failed_compile_falls_back(monkeypatch, backend, fails):
+    torch.compiler.reset()
+    plain = trained(PPO(Counting(num_envs=4), config()), 2)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    events = []
+    compiled = trained(PPO(Counting(num_envs=4), config(compile=True), on_event=events.append), 2)
+    assert [isinstance(event, CompileFailed) for event in events].count(True) == fails
+    assert compiled.learner.is_compiled == (not fails)
+    for (name, left), right in zip(plain.policy.state_dict().items(), compiled.policy.state_dict().values(), strict=True):
+        assert torch.allclose(left, right, atol=1e-5), name
 
 
 def test_staging_moves_tensors_of_all_kinds_unchanged_in_one_buffer():

@@ -103,7 +103,9 @@ def _train(config: TrainConfig, arguments: TrainArguments, group: Group) -> Outc
             result = resume_run(folder, config=config, **options) if arguments.resume else train_run(config, folder, **options)
     except CheckpointError as error:
         raise CommandError(str(error), exit_code=FAILED) from error
-    except (TrainingStopped, FloatingPointError) as error:
+    except TrainingStopped as error:
+        raise CommandError(f"training failed: {error}; a checkpoint is in {folder / 'checkpoints'}", exit_code=FAILED) from error
+    except FloatingPointError as error:
         raise CommandError(f"training failed: {error}; the run is in {folder}", exit_code=FAILED) from error
     except (OSError, EventError) as error:
         raise _files_failed(folder, error) from error

@@ -41,6 +41,7 @@ class Collector:
         self.episodes = 0
         self.recent_returns: deque[float] = deque(maxlen=RECENT_EPISODES)
         self.recent_lengths: deque[float] = deque(maxlen=RECENT_EPISODES)
+        self._has_stepped = False
         self._rollout: Rollout | None = None
         elsewhere = env.device != self.device
         self._to_learner = Staging(self.device) if elsewhere else None
@@ -52,6 +53,7 @@ class Collector:
         check_timestep(self.env, timestep)
         self.timestep = self._here(timestep)
         self._forget()
+        self._has_stepped = False
 
     def _forget(self) -> None:
         num_envs = self.env.num_envs
@@ -113,7 +115,11 @@ class Collector:
             problems |= empty
 
         actions = distribution.actions(Choice(*(part.clone() for part in choice)))
-        after = self._here(self.env.step(self._there(actions)))
+        answer = self.env.step(self._there(actions))
+        if not self._has_stepped:
+            check_timestep(self.env, answer)
+            self._has_stepped = True
+        after = self._here(answer)
         self._store_outcome(rollout, step, after, state)
         self.timestep = after
         return features, parameters, *choice

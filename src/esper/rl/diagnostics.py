@@ -49,7 +49,7 @@ def warnings(
     mattered: dict[str, bool],
     thresholds: Thresholds,
 ) -> Iterator[Warned]:
-    """What is worrying about an update. `mattered` says which heads mattered at all in it."""
+    """What is worrying about an update. `mattered` says of the discrete heads which mattered in it: only their entropy has a bottom."""
 
     def warned(diagnostic: str, subject: str, value: float) -> Warned:
         return Warned(step=update.step, diagnostic=diagnostic, subject=subject, value=value, threshold=getattr(thresholds, diagnostic))
@@ -57,7 +57,7 @@ def warnings(
     if update.ratio_max > thresholds.ratio_explosion:
         yield warned("ratio_explosion", "", update.ratio_max)
     for head, entropy in update.entropy.items():
-        if mattered[head] and entropy < thresholds.entropy_collapse:
+        if mattered.get(head, False) and entropy < thresholds.entropy_collapse:
             yield warned("entropy_collapse", head, entropy)
     if return_spread > 0 and value_spread / return_spread < thresholds.value_collapse:
         yield warned("value_collapse", "", value_spread / return_spread)

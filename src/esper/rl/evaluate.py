@@ -26,11 +26,20 @@ class Evaluation:
         return sum(self.lengths) / len(self.lengths)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def evaluate(policy: Policy, env: VecEnv, *, episodes: int, generator: torch.Generator | None, seed: int) -> Evaluation:
     """The first `episodes` episodes, an equal share from each environment, so that short ones are not favoured."""
     if episodes < 1:
         raise ValueError(f"episodes must be at least 1; got {episodes}")
+    was_training = policy.training
+    policy.eval()
+    try:
+        return _evaluate(policy, env, episodes=episodes, generator=generator, seed=seed)
+    finally:
+        policy.train(was_training)
+
+
+def _evaluate(policy: Policy, env: VecEnv, *, episodes: int, generator: torch.Generator | None, seed: int) -> Evaluation:
     device = policy.device
     share = -(-episodes // env.num_envs)
     left = torch.full((env.num_envs,), share)
@@ -42,7 +51,8 @@ def evaluate(policy: Policy, env: VecEnv, *, episodes: int, generator: torch.Gen
         obs = {name: value.to(device) for name, value in timestep.obs.items()}
         masks = {head: mask.to(device) for head, mask in timestep.masks.items()}
         actions, state = policy.act(obs, state, masks=masks, starts=starts, generator=generator)
-        timestep = env.step({head: action.to(env.device) for head, action in actions.items()})
+        # Copies, because what comes out of inference mode must not leak into environments, which may write to what they are given.
+        timestep = env.step({head: action.clone().to(env.device) for head, action in actions.items()})
         valid = torch.ones(env.num_envs, dtype=torch.bool) if timestep.valid is None else timestep.valid.cpu()
         ended = timestep.ended.cpu()
         returns += timestep.reward.cpu() * valid

@@ -14,18 +14,21 @@ from torch import Tensor
 from esper.rl.policy import Policy
 from esper.vecenv import Obs
 
+_MISSING = "an episode was truncated but the environment gave no `final_obs`"
+
 
 class Finals:
     """Gathers rows where `truncated`. On CPU exactly those; elsewhere into a fixed buffer without asking the device how many."""
 
     def __init__(self, num_steps: int, num_envs: int, device: torch.device) -> None:
         self.num_envs = num_envs
-        self.capacity = num_envs + num_steps * num_envs // 4
+        self.capacity = num_steps * num_envs
         self.exact = device.type == "cpu"
         self.device = device
         self._rows: list[tuple[Obs, Tensor, Tensor]] = []  # final observations, states, positions in [T·N]
         self._buffer: tuple[Obs, Tensor, Tensor] | None = None
         self._count = torch.zeros((), dtype=torch.int64, device=device)
+        self._missing = torch.zeros((), dtype=torch.bool, device=device)  # was an episode cut without a final observation?
 
     def clear(self) -> None:
         self._rows.clear()
@@ -37,19 +40,21 @@ class Finals:
             envs = truncated.nonzero().squeeze(1)
             if len(envs):
                 if final_obs is None:
-                    raise ValueError("an episode was truncated but the environment gave no `final_obs`")
+                    raise ValueError(_MISSING)
                 self._rows.append(({name: value[envs] for name, value in final_obs.items()}, state[envs], envs + step * self.num_envs))
-        elif final_obs is not None:
+        elif final_obs is None:
+            self._missing |= truncated.any()
+        else:
             self._scatter(step, final_obs, state, truncated)
 
     def _scatter(self, step: int, final_obs: Obs, state: Tensor, truncated: Tensor) -> None:
         if self._buffer is None:
-            rows = self.capacity + 1  # the last row takes what is not truncated, and what no longer fits
+            rows = self.capacity + 1  # the last row takes what is not truncated
             obs = {name: value.new_zeros(rows, *value.shape[1:]) for name, value in final_obs.items()}
             self._buffer = (obs, state.new_zeros(rows, state.shape[1]), torch.zeros(rows, dtype=torch.int64, device=self.device))
         obs, states, positions = self._buffer
         place = self._count + torch.cumsum(truncated, 0) - 1
-        place = torch.where(truncated, place.clamp_max(self.capacity), self.capacity)
+        place = torch.where(truncated, place, self.capacity)
         for name, value in final_obs.items():
             obs[name].index_copy_(0, place, value)
         states.index_copy_(0, place, state)
@@ -64,14 +69,11 @@ class Finals:
             obs = {name: torch.cat([row[0][name] for row in self._rows]) for name in self._rows[0][0]}
             states, positions = torch.cat([row[1] for row in self._rows]), torch.cat([row[2] for row in self._rows])
         else:
-            count = int(self._count) if self._buffer is not None else 0
-            if count == 0:
+            if bool(self._missing):
+                raise ValueError(_MISSING)
+            count = int(self._count)
+            if self._buffer is None or count == 0:
                 return None
-            if count > self.capacity:
-                raise RuntimeError(
-                    f"{count} episodes were cut in one rollout, more than the {self.capacity} there is room for; use shorter rollouts"
-                )
-            assert self._buffer is not None
             obs = {name: value[:count] for name, value in self._buffer[0].items()}
             states, positions = self._buffer[1][:count], self._buffer[2][:count]
         features, _ = policy.step(policy.normalize(obs), states)

@@ -1,7 +1,8 @@
 """Learning: several passes of clipped gradient steps over one rollout.
 
-The device is read once per update. Whether a step is skipped (loss or gradient not finite) or the update has stopped (KL too large) is
-decided on the device and obeyed by the optimiser there; on CPU, where asking is free, a stopped update also ends at once.
+The device is read before the first gradient step, for where episodes start, and after the last, for all that the host wants to know, but
+not between. Whether a step is skipped (loss or gradient not finite) or the update has stopped (KL too large) is decided on the device and
+obeyed by the optimiser there; on CPU, where asking is free, a stopped update also ends at once.
 
 With several ranks, each has a part of every minibatch. Gradients and terms are summed over them, so all ranks decide and step alike.
 
@@ -21,7 +22,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from esper.rl.batch import Batch, Minibatch, prepare
-from esper.rl.compiling import Compiled
 from esper.rl.config import PPOConfig
 from esper.rl.fragments import Fragments, minibatches, split
 from esper.rl.loss import Coefficients, Counts, Terms, add_up, ppo_loss
@@ -91,10 +91,10 @@ class Learner:
         self.loss_scale = LossScale(self.device) if config.precision == "float16" else NoLossScale(self.device)
         self.clip = torch.ones((), device=self.device)  # what the last gradient was multiplied by
         self.in_a_row = torch.zeros((), device=self.device)  # skipped steps
-        self.encode: Callable[[Obs], Tensor] = policy.encode
-        self.heads: Callable[[Tensor], tuple[Tensor, Tensor]] = policy.heads
-        if config.compile:
-            self.encode, self.heads = Compiled(policy.encode, on_compile_failure), Compiled(policy.heads, on_compile_failure)
+        self.on_compile_failure = on_compile_failure
+        self.is_compiled = config.compile
+        self.encode: Callable[[Obs], Tensor] = torch.compile(policy.encode) if config.compile else policy.encode
+        self.heads: Callable[[Tensor], tuple[Tensor, Tensor]] = torch.compile(policy.heads) if config.compile else policy.heads
         names = policy.distribution.head_names
         unknown = set(config.entropy_weights) - set(names)
         if unknown:
@@ -114,9 +114,14 @@ class Learner:
             for fragments, counts in zip(dealt, batch.counts(dealt, self.group), strict=True):
                 terms = self._backward(batch, fragments, counts, coefficients)
                 stopped = self._step(terms, stopped, log)
-            if self.device.type == "cpu" and bool(stopped):
-                break
+                if self.device.type == "cpu" and bool(stopped):
+                    return self._read(batch, log)
         return self._read(batch, log)
+
+    def forget_episodes(self) -> None:
+        """The environments begin new episodes everywhere."""
+        if self.reward_normalizer is not None:
+            self.reward_normalizer.forget_episodes()
 
     def _coefficients(self, batch: Batch, progress: float) -> Coefficients:
         """The entropy weight of a head is raised while its entropy lies under the floor, by how far it lies there."""
@@ -161,12 +166,24 @@ class Learner:
         return stopped
 
     def _backward(self, batch: Batch, fragments: Fragments, counts: Counts, coef: Coefficients) -> Terms:
-        """Fills the gradient buffer from one minibatch, piece by piece and rank by rank, and returns its terms."""
-        self.gradient.zero_()
-        own = add_up([self._piece(batch.gather(piece), counts, coef) for piece in split(fragments, self.config.micro_batches)])
+        """Fills the gradient buffer from one minibatch, rank by rank, and returns its terms."""
+        try:
+            own = self._own_backward(batch, fragments, counts, coef)
+        except Exception as error:
+            if not self.is_compiled:
+                raise
+            # An error that is not the compiler's comes up again in the plain networks, so nothing is hidden.
+            self.is_compiled, self.encode, self.heads = False, self.policy.encode, self.policy.heads
+            self.on_compile_failure(error)
+            own = self._own_backward(batch, fragments, counts, coef)
         self.group.sum_(self.gradient)
         self.loss_scale.unscale_(self.gradient)
         return add_up([Terms(*terms) for terms in self.group.gather(own)])
+
+    def _own_backward(self, batch: Batch, fragments: Fragments, counts: Counts, coef: Coefficients) -> Terms:
+        """This rank's share, piece by piece."""
+        self.gradient.zero_()
+        return add_up([self._piece(batch.gather(piece), counts, coef) for piece in split(fragments, self.config.micro_batches)])
 
     def _piece(self, minibatch: Minibatch, counts: Counts, coef: Coefficients) -> Terms:
         policy = self.policy

@@ -16,6 +16,8 @@ from torch import Tensor
 from esper.rl.distributions import Evaluation
 from esper.rl.parallel import ALONE, Group
 
+LOG_RATIO_LIMIT = 20.0  # far beyond any clip; without it exp overflows, and its gradient with it
+
 
 class Samples(NamedTuple):
     """What a rollout says about each step, aligned with the minibatch."""
@@ -77,7 +79,7 @@ def ppo_loss(new: Evaluation, predicted: Tensor, samples: Samples, counts: Count
     drift = torch.expm1(log_ratio) - log_ratio  # an estimate of KL that is never negative
     if coef.joint_ratio:
         log_ratio = log_ratio.sum(-1, keepdim=True)
-    ratio = log_ratio.exp()
+    ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     clipped = ratio.clamp(1 - coef.clip, 1 + coef.clip)
     policy_loss = -(torch.minimum(ratio * samples.advantages, clipped * samples.advantages)).sum() / valid_count
     value_loss = _value_loss(predicted, samples, coef.value_clip) / valid_count

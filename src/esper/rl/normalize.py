@@ -1,13 +1,15 @@
 """Normalisers of observations, rewards and values.
 
 All of them are frozen while a rollout is collected and updated after it, with the rollouts of all ranks: their moments are the same
-everywhere. None is thread-safe: one learner owns them.
+everywhere. Numbers that are not finite are left out, so that one of them does not spoil all that follow. None is thread-safe: one learner
+owns them.
 
 Shapes: T = steps in the rollout, N = parallel environments.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 
 from esper.rl.gae import discounted_sums
 from esper.rl.parallel import ALONE, Group
-from esper.statistics import ExponentialMoments, RunningMoments, sums_of
+from esper.statistics import ExponentialMoments, RunningMoments, Sums, sums_of
 from esper.vecenv import Obs, ObservationSpec
 
 CLIP = 10.0  # normalised observations and rewards lie within ± this
@@ -52,7 +54,7 @@ class ObservationNormalizer(nn.Module):
 
     def update(self, raw: Obs, valid: Tensor | None, group: Group = ALONE) -> None:
         """Takes in the raw observations of a rollout [T, N, ...]."""
-        sums = group.merge([sums_of(raw[name], moments.shape, valid=valid) for name, moments in self.moments.items()])
+        sums = group.merge([_finite_sums(raw[name], moments.shape, valid) for name, moments in self.moments.items()])
         for (name, moments), seen in zip(self.moments.items(), sums, strict=True):
             moments.absorb(seen)
             self.means[name].copy_(moments.mean)
@@ -66,6 +68,13 @@ class ObservationNormalizer(nn.Module):
             moments.load_state_dict(state[name])
 
 
+def _finite_sums(values: Tensor, shape: Sequence[int], valid: Tensor | None) -> Sums:
+    """The sums of the rows [..., *shape] that were real and are finite."""
+    leading = values.dim() - len(shape)
+    finite = torch.isfinite(values).flatten(leading).all(-1) if shape else torch.isfinite(values)
+    return sums_of(values, shape, valid=finite if valid is None else finite & valid)
+
+
 class RewardNormalizer:
     """Divides rewards by the running spread of discounted returns. The mean is left alone: it carries what is good and bad."""
 
@@ -77,9 +86,13 @@ class RewardNormalizer:
     def __call__(self, rewards: Tensor, ended: Tensor, valid: Tensor | None, group: Group = ALONE) -> Tensor:
         """Normalised rewards [T, N], after taking in the rollout they belong to."""
         sums = discounted_sums(rewards, ended, self.running, gamma=self.gamma)
-        self.running = torch.where(ended[-1], 0.0, sums[-1])
-        self.moments.absorb(*group.merge([sums_of(sums, (), valid=valid)]))
+        self.running = torch.where(ended[-1] | ~torch.isfinite(sums[-1]), 0.0, sums[-1])
+        self.moments.absorb(*group.merge([_finite_sums(sums, (), valid)]))
         return (rewards / self.moments.std.clamp_min(SMALLEST_SPREAD).to(rewards.dtype)).clamp_(-CLIP, CLIP)
+
+    def forget_episodes(self) -> None:
+        """All episodes begin anew."""
+        self.running = torch.zeros_like(self.running)
 
     def state_dict(self) -> dict[str, Any]:
         return {"moments": self.moments.state_dict(), "running": self.running}
@@ -112,7 +125,7 @@ class ValueNormalizer(nn.Module):
     @torch.no_grad()
     def update(self, returns: Tensor, valid: Tensor | None, last_layer: nn.Linear, group: Group = ALONE) -> None:
         """Takes in the returns of a rollout [T, N] and moves the critic's last layer into the new units."""
-        self.moments.absorb(*group.merge([sums_of(returns, (), valid=valid)]))
+        self.moments.absorb(*group.merge([_finite_sums(returns, (), valid)]))
         mean = self.moments.mean.to(self.mean.dtype)
         spread = self.moments.std.clamp_min(SMALLEST_SPREAD).to(self.spread.dtype)
         last_layer.weight.mul_(self.spread / spread)

@@ -185,6 +185,8 @@ class Policy(nn.Module):
             expected = (rows, *self.observation_spec[name].shape)
             if tuple(value.shape) != expected:
                 raise ValueError(f"observation {name!r} should have shape {expected}; got {tuple(value.shape)}")
+            if value.dtype != self.observation_spec[name].torch_dtype:
+                raise ValueError(f"observation {name!r} should be of type {self.observation_spec[name].dtype}; got {value.dtype}")
         return rows
 
 

@@ -135,11 +135,16 @@ class PPO:
     def collect(self) -> Rollout:
         """One rollout with the current policy. It is overwritten by the next."""
         if not self._has_begun:
-            self.collector.reset(self.streams.integer("environment"))
-            self._has_begun = True
+            self._begin(self.streams.integer("environment"))
         rollout = self.collector.collect(self.streams.torch("actions", self.device))
         self.step += self.steps_per_update
         return rollout
+
+    def _begin(self, seed: int) -> None:
+        """New episodes everywhere."""
+        self.collector.reset(seed)
+        self.learner.forget_episodes()
+        self._has_begun = True
 
     def update(self, rollout: Rollout, *, progress: float = 0.0) -> Outcome:
         """Learns from a rollout. `progress` is the share of training that is done, for the schedules."""
@@ -175,7 +180,7 @@ class PPO:
             gradients,
             value_spread=outcome.value_spread,
             return_spread=outcome.return_spread,
-            mattered=dict(zip(heads, outcome.mattered, strict=True)),
+            mattered={head.name: outcome.mattered[heads.index(head.name)] for head in self.env.action_spec.discrete},
             thresholds=self.thresholds,
         ):
             self.on_event(warned)
@@ -241,7 +246,7 @@ class PPO:
         if isinstance(self.env, Saveable) and state["environment"] is not None:
             self.env.load_state_dict(state["environment"])
         else:
-            self.collector.reset(self.streams.integer(f"environment after {self.step}"))
+            self._begin(self.streams.integer(f"environment after {self.step}"))
             self.on_event(EpisodesRestarted(step=self.step))
 
 

@@ -15,7 +15,7 @@ class TrainConfig(Config):
 
     env: str  # a built-in environment or a Gymnasium id
     env_args: dict[str, EnvValue] = {}  # keywords for the environment
-    num_envs: PositiveInt = 16  # environments stepped as one
+    num_envs: PositiveInt = 16  # environments stepped as one; per rank under torchrun
     total_steps: PositiveInt = 200_000  # steps of all environments together
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where there is one
     threads: PositiveInt | None = None  # CPU threads of torch; None: its own choice

@@ -77,7 +77,8 @@ def evaluate_policy(policy: Policy, config: TrainConfig, *, episodes: int, deter
 
 
 def count_parameters(policy: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in policy.parameters())
+    """What is learned; the normalisers' numbers are not."""
+    return sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
 
 
 @contextlib.contextmanager

@@ -33,7 +33,7 @@ from esper.rl.collector import RECENT_EPISODES
 from esper.rl.evaluate import Evaluation
 from esper.rl.events import Update
 from esper.rl.parallel import ALONE, Group
-from esper.rl.ppo import PPO
+from esper.rl.ppo import PPO, TrainingStopped
 from esper.rl.run_config import TrainConfig
 from esper.rl.run_events import CheckpointRefused, Evaluated, RunStarted
 from esper.rl.run_folder import CONFIG, EVENTS, RunError, check_holds_a_run, check_is_free, default_folder, locked
@@ -184,13 +184,17 @@ class _Session:
                 parameters=count_parameters(ppo.policy),
             )
         )
-        for update in ppo.train(config.total_steps):
-            stops = group.any(self.options.should_stop())
-            is_last = update.step >= config.total_steps
-            if stops or is_last or update.update % config.checkpoint_every == 0:
-                self._save(update)
-            if stops:
-                break
+        try:
+            for update in ppo.train(config.total_steps):
+                stops = group.any(self.options.should_stop())
+                is_last = update.step >= config.total_steps
+                if stops or is_last or update.update % config.checkpoint_every == 0:
+                    self._save(update)
+                if stops:
+                    break
+        except TrainingStopped:
+            self._save(update)
+            raise
         status: Literal["finished", "stopped"] = "finished" if is_last else "stopped"
         evaluation = group.first(self._evaluate) if is_last else None
         return Result(self.folder, status, update.step, self._seconds(), **_summary(update), evaluation=evaluation)
