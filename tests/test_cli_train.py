@@ -366,13 +366,15 @@ def test_plain_progress_is_a_start_lines_in_time_and_an_end(finished: Path) -> N
     lines = stream.getvalue().splitlines()
     assert len(lines) == 2
     assert "cue: 4 environments on cpu" in lines[0]
-    assert "100%  step 640  return" in lines[1]
+    assert "done        100%  step 640  return" in lines[1]
 
     often = io.StringIO()
     progress = PlainProgress(often, every_s=0.0)
     for record in records_of(finished):
         progress.write(record)
     assert len(often.getvalue().splitlines()) == 1 + 10
+    assert "training     90%" in often.getvalue()
+    assert "evaluating  100%" in often.getvalue()
 
 
 def test_a_sink_that_was_switched_off_is_shown() -> None:

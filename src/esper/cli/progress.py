@@ -37,6 +37,7 @@ class Progress:
         self.started: RunStarted | None = None
         self.update: Update | None = None
         self.rate = Ema(_RATE_MOMENTUM)  # steps per second
+        self.is_over = False
 
     def take(self, record: Record) -> None:
         if isinstance(record.event, RunStarted):
@@ -44,6 +45,13 @@ class Progress:
         elif isinstance(record.event, Update):
             self.update = record.event
             self.rate.update(record.event.steps_per_second)
+
+    @property
+    def phase(self) -> str:
+        """What is going on: after the last update the best policy is evaluated."""
+        if self.is_over:
+            return "done" if self.share == 1.0 else "stopped"
+        return "training" if self.share < 1.0 else "evaluating"
 
     @property
     def share(self) -> float:
@@ -98,6 +106,7 @@ class PlainProgress:
             self._print_state()
 
     def close(self) -> None:
+        self._progress.is_over = True
         if self._has_news:
             self._print_state()
 
@@ -114,6 +123,7 @@ def _plain_line(progress: Progress) -> str:
     assert update is not None
     return "  ".join(
         (
+            f"{progress.phase:10}",
             f"{progress.share:4.0%}",
             f"step {update.step:,}",
             f"return {update.mean_return:.3f}",
@@ -142,6 +152,9 @@ class LiveProgress:
             self._live.update(_live_table(self._progress), refresh=True)
 
     def close(self) -> None:
+        self._progress.is_over = True
+        if self._progress.update is not None:
+            self._live.update(_live_table(self._progress), refresh=True)
         self._live.stop()
 
 
@@ -150,6 +163,7 @@ def _live_table(progress: Progress) -> Table:
     assert update is not None
     columns: dict[str, RenderableType] = {
         "": ProgressBar(total=1.0, completed=progress.share, width=_BAR_WIDTH),
+        "phase": progress.phase,
         "step": f"{update.step:,}",
         "left": duration(progress.seconds_left),
         "return": f"[bold]{update.mean_return:.3f}",
