@@ -30,6 +30,7 @@ from esper.events import Record, SinkFailed, read
 from esper.rl import RunError, TrainConfig, load_policy, resume_run, train_run
 from esper.rl.checkpoints import FOLDER, KIND, open_store
 from esper.rl.config import NetworkConfig, PPOConfig
+from esper.rl.evaluate import Evaluation
 from esper.rl.events import Update
 from esper.rl.run_events import CheckpointRefused
 from esper.vecenv import make
@@ -200,8 +201,16 @@ def test_a_policy_with_an_encoder_of_ones_own_is_trained_resumed_and_loaded(tmp_
         load_policy(tmp_path / "run")
 
 
-def test_the_best_checkpoint_is_that_of_the_highest_return_once_there_are_enough_episodes() -> None:
-    from esper.rl.runs import _score
+def test_the_best_checkpoint_is_the_one_whose_policy_does_best_on_fresh_episodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = iter([0.25, 1.0, 0.5, 0.75, 0.0, 0.0])
+    monkeypatch.setattr("esper.rl.runs.evaluate_policy", lambda *given, **settings: Evaluation([next(scores)], [1]))
+    every = msgspec.structs.replace(CONFIG, checkpoint_every=1, total_steps=5 * UPDATE_STEPS, eval_episodes=1)
+    train_run(every, tmp_path / "run")
+    assert open_store(tmp_path / "run").load("best").step == 2 * UPDATE_STEPS
+
+
+def test_without_evaluation_the_best_checkpoint_is_that_of_the_highest_return_once_there_are_enough_episodes() -> None:
+    from esper.rl.runs import _score_in_training as _score
 
     def update(step: int, episodes: int, mean_return: float) -> Update:
         numbers = {name: 0 for name in Update.__struct_fields__ if name not in ("entropy", "kl", "env")}

@@ -21,5 +21,5 @@ class TrainConfig(Config):
     threads: PositiveInt | None = None  # CPU threads of torch; None: its own choice
     checkpoint_every: PositiveInt = 20  # updates between checkpoints
     keep: PositiveInt = 3  # checkpoints that stay, beside the best
-    eval_episodes: NonNegativeInt = 100  # fresh episodes that the best policy plays at the end; 0: none
+    eval_episodes: NonNegativeInt = 100  # fresh episodes that tell the best checkpoint, and others it plays at the end; 0: none
     ppo: PPOConfig = PPOConfig()

@@ -203,7 +203,7 @@ class _Session:
         ppo = self.ppo.state_dict()  # of all ranks
         if self.log is None:
             return
-        score = _score(update)
+        score = self._score(update)
         is_best = score >= self.best
         self.best = max(score, self.best)
         state = {
@@ -218,12 +218,23 @@ class _Session:
     def _seconds(self) -> float:
         return time.perf_counter() - self.began
 
+    def _score(self, update: Update) -> tuple[bool, float]:
+        """What a checkpoint is best by: what its policy gets on the same fresh episodes as all others.
+
+        Returns seen in training are those of the policies before the update, which may have spoiled it; they are used only where no
+        episodes may be spent on this.
+        """
+        if self.config.eval_episodes:
+            return True, evaluate_policy(self.ppo.policy, self.config, episodes=self.config.eval_episodes).mean_return
+        return _score_in_training(update)
+
     def _evaluate(self) -> Evaluation | None:
+        """The best policy on episodes that it was not chosen by."""
         if not self.config.eval_episodes:
             return None
         best = self.store.load("best")
         policy = policy_from(best, copy.deepcopy(self.options.encoder), device=self.ppo.device)
-        evaluation = evaluate_policy(policy, self.config, episodes=self.config.eval_episodes)
+        evaluation = evaluate_policy(policy, self.config, episodes=self.config.eval_episodes, seed=1)
         event = Evaluated(
             step=best.step, episodes=len(evaluation.returns), mean_return=evaluation.mean_return, mean_length=evaluation.mean_length
         )
@@ -231,8 +242,8 @@ class _Session:
         return evaluation
 
 
-def _score(update: Update) -> tuple[bool, float]:
-    """What a checkpoint is best by: the mean return once it is a mean of enough episodes; before that, the later the better."""
+def _score_in_training(update: Update) -> tuple[bool, float]:
+    """The mean return once it is a mean of enough episodes; before that, the later the better."""
     if update.episodes < RECENT_EPISODES or math.isnan(update.mean_return):
         return False, float(update.step)
     return True, update.mean_return
