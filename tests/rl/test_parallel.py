@@ -30,6 +30,8 @@ from esper.statistics import RunningMoments, sums_of
 from esper.vecenv import ActionSpec, Continuous, Discrete, Relevance, make
 from tests.rl.counting import Counting
 
+pytestmark = pytest.mark.slow  # they start processes of their own
+
 RANKS, ENVS, STEPS = 2, 6, 16
 MIXED = ActionSpec((Discrete("op", 3), Discrete("slot", 2), Continuous("aim", 2)), (Relevance("slot", given="op", choices=(1,)),))
 SMALL = NetworkConfig(hidden_size=8, encoder_sizes=(6,))
@@ -283,7 +285,6 @@ def torchrun(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-@pytest.mark.slow
 def test_a_run_under_torchrun_that_is_stopped_and_resumed_equals_one_that_was_not(tmp_path: Path) -> None:
     steps = ["--total-steps", str(30 * RANKS * 4 * 16)]
     whole = torchrun(tmp_path / "whole", "cue", *OPTIONS, *steps)
