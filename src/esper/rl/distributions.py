@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from esper.vecenv import Actions, ActionSpec, Continuous, Discrete, Masks
+from esper.vecenv import Actions, ActionSpec, Masks
 
 LOG_STD_RANGE = (-5.0, 2.0)
 _QUADRATURE_NODES = 16
@@ -256,6 +256,3 @@ def _evaluate_discrete(logits: Tensor, chosen: Tensor, mask: Tensor | None) -> t
         # One allowed choice has entropy 0; the 2 only keeps the division defined there.
         normalised = torch.where(allowed > 1, entropy / allowed.clamp_min(2).to(logits.dtype).log(), 0.0)
     return log_probs.gather(-1, chosen.unsqueeze(-1)).squeeze(-1), normalised
-
-
-__all__ = ["ActionDistribution", "Choice", "Continuous", "Discrete", "Evaluation", "Noise"]
