@@ -266,6 +266,19 @@ def test_one_reward_that_is_not_finite_costs_one_rollout_and_nothing_more():
     assert torch.isfinite(ppo.learner.reward_normalizer.moments.std)
 
 
+def test_an_environment_may_write_over_the_observation_it_gave():
+    class Reusing(Counting):
+        def _obs(self):
+            fresh = super()._obs()["obs"]
+            self.buffer = getattr(self, "buffer", fresh.clone())
+            return {"obs": self.buffer.copy_(fresh)}
+
+    network = NetworkConfig(core="none", encoder_sizes=())  # what the heads see is the observation itself
+    rollout = PPO(Reusing(), config(network=network, normalize_observations=False)).collect()
+    assert torch.equal(rollout.features, rollout.obs["obs"])
+    assert rollout.features[:, 0, 1].unique().tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
 def test_an_environment_that_answers_in_the_wrong_shape_is_refused_with_both_shapes():
     env = Counting()
     env.reward_of = lambda actions, count: count[:1]

@@ -101,9 +101,10 @@ class Collector:
             rollout.obs[name][step] = value
         masks = self._store_masks(rollout, step, timestep.masks)
 
+        obs = {name: value[step] for name, value in rollout.obs.items()}  # the rollout's own: the environment may write over what it gave
         # Only the policy runs in inference mode: its tensors must not leak into environments, which may write to what they are given.
         with torch.inference_mode():
-            features, state = policy.step(policy.normalize(timestep.obs), self.state)
+            features, state = policy.step(policy.normalize(obs), self.state)
             parameters = policy.decide(features)
             choice = distribution.choose(parameters, masks, noise)
         if self.checks_at_once:

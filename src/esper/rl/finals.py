@@ -33,6 +33,7 @@ class Finals:
     def clear(self) -> None:
         self._rows.clear()
         self._count.zero_()
+        self._missing.zero_()
 
     def add(self, step: int, final_obs: Obs | None, state: Tensor, truncated: Tensor) -> None:
         """Keeps the truncated rows of `final_obs` [N, ...], normalised as usual, and of `state` [N, S] after the action."""

@@ -28,7 +28,7 @@ VALUE_MOMENTUM = 0.9  # per rollout: returns change as the policy does
 class ObservationNormalizer(nn.Module):
     """Shifts and scales floating-point observations by their running moments; images and other integers pass as they are.
 
-    What is needed to act is in buffers and travels with the policy; the moments behind them belong to training.
+    What is needed to act is in frozen parameters and travels with the policy; the moments behind them belong to training.
     """
 
     def __init__(self, spec: ObservationSpec, *, momentum: float | None, device: torch.device) -> None:

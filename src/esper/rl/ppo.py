@@ -36,7 +36,7 @@ from esper.vecenv import Saveable, VecEnv
 
 
 class TrainingStopped(RuntimeError):
-    """Too many gradient steps in a row were not finite. The learner's state is that of before them."""
+    """Too many gradient steps in a row were not finite. None of them touched the weights."""
 
 
 def _ignore(event: Event) -> None:
