@@ -28,11 +28,12 @@ from esper.cli.progress import LiveProgress, PlainProgress
 from esper.config import load
 from esper.events import Record, SinkFailed, read
 from esper.rl import RunError, TrainConfig, load_policy, resume_run, train_run
-from esper.rl.checkpoints import FOLDER, KIND, open_store
+from esper.rl.checkpoints import KIND, open_store
 from esper.rl.config import NetworkConfig, PPOConfig
 from esper.rl.evaluate import Evaluation
 from esper.rl.events import Update
 from esper.rl.run_events import CheckpointRefused
+from esper.run_folder import CHECKPOINTS
 from esper.vecenv import make
 
 UPDATE_STEPS = 4 * 16
@@ -127,7 +128,7 @@ def test_a_run_without_a_folder_gets_one_of_its_own(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_another_process_trains_in_is_refused(finished: Path, tmp_path: Path) -> None:
-    from esper.rl.run_folder import locked
+    from esper.run_folder import locked
 
     copy = shutil.copytree(finished, tmp_path / "copy")
     with locked(copy), pytest.raises(RunError, match="another process is training"):
@@ -233,7 +234,7 @@ def test_a_run_stopped_and_resumed_equals_one_that_was_not(finished: Path, tmp_p
 
 def test_a_run_that_died_before_its_first_checkpoint_starts_over(finished: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(finished, tmp_path / "copy")
-    shutil.rmtree(copy / FOLDER)
+    shutil.rmtree(copy / CHECKPOINTS)
     resume_run(copy)
     assert events_of(copy) == events_of(finished)
     assert_same_learner(copy, finished)
@@ -295,8 +296,8 @@ def test_a_checkpoint_of_version_1_is_migrated(finished: Path, tmp_path: Path) -
 
     copy = shutil.copytree(finished, tmp_path / "copy")
     middle = open_store(copy).load(open_store(copy).list()[-2])
-    shutil.rmtree(copy / FOLDER)
-    CheckpointStore(copy / FOLDER, kind=KIND, schema_version=1).save(middle.step, as_version_1(middle.state), is_best=True)
+    shutil.rmtree(copy / CHECKPOINTS)
+    CheckpointStore(copy / CHECKPOINTS, kind=KIND, schema_version=1).save(middle.step, as_version_1(middle.state), is_best=True)
     resume_run(copy)
     assert events_of(copy)[:-1] == events_of(finished)[:-1]
     assert_same_learner(copy, finished)
@@ -317,7 +318,7 @@ def test_a_signal_stops_after_the_update_with_a_checkpoint(
     number: signal.Signals, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupt() -> None:
-        wait_for(tmp_path / "run" / FOLDER / "latest")
+        wait_for(tmp_path / "run" / CHECKPOINTS / "latest")
         os.kill(os.getpid(), number)
 
     thread = threading.Thread(target=interrupt)
@@ -340,7 +341,7 @@ def test_a_run_killed_at_any_moment_and_resumed_equals_one_that_was_not(tmp_path
     process = subprocess.Popen(
         [*command, "--total-steps", str(updates * UPDATE_STEPS), "--run", "killed"], cwd=tmp_path, stdout=subprocess.DEVNULL
     )
-    wait_for(tmp_path / "killed" / FOLDER / "latest")
+    wait_for(tmp_path / "killed" / CHECKPOINTS / "latest")
     time.sleep(random.SystemRandom().uniform(0.0, 0.3))
     process.kill()
     assert process.wait() == -signal.SIGKILL, "it finished before it could be killed"

@@ -17,7 +17,7 @@ import pytest
 import esper
 
 SOURCE = Path(esper.__file__).parent
-GROUND = frozenset({"config", "events", "checkpoint", "rng", "statistics", "vecenv"})
+GROUND = frozenset({"config", "events", "checkpoint", "gradients", "parallel", "rng", "run_folder", "statistics", "vecenv"})
 LIBRARIES = frozenset({"rl", "growth", "tasks", "arena"})
 
 # Part of the package -> the parts above the ground that it may import. Everything may import the ground, and itself.
@@ -110,7 +110,20 @@ def test_an_import_along_the_layers_is_no_violation(module: str, source: str) ->
     assert not violations(source, module)
 
 
-COMPUTING = ("config", "rng", "statistics", "events", "checkpoint", "vecenv", "rl")
+COMPUTING = (
+    "config",
+    "rng",
+    "statistics",
+    "events",
+    "checkpoint",
+    "gradients",
+    "parallel",
+    "run_folder",
+    "vecenv",
+    "rl",
+    "growth",
+    "tasks",
+)
 EDGES = ("esper.vecenv.gymnasium", "esper.vecenv.to_gymnasium", "esper.vecenv.spaces", "esper.vecenv.pettingzoo")  # need Gymnasium
 
 IMPORT_ALL = """

@@ -17,12 +17,12 @@ import torch.distributed as dist
 
 from esper.checkpoint.tree import split
 from esper.events import read
+from esper.parallel import ALONE, FirstFailed, Group, Ranks
 from esper.rl.checkpoints import open_store
 from esper.rl.config import NetworkConfig, PPOConfig
 from esper.rl.distributions import Choice
 from esper.rl.events import Update
 from esper.rl.learner import Learner
-from esper.rl.parallel import ALONE, FirstFailed, Group, Ranks
 from esper.rl.policy import Policy
 from esper.rl.ppo import PPO
 from esper.rl.rollout import Rollout

@@ -30,7 +30,7 @@ class EvalArguments(Config):
 def run(argv: list[str], prog: str) -> Outcome:
     arguments = parse(EvalArguments, argv, prog, description=DESCRIPTION)
     from esper.checkpoint import CheckpointError
-    from esper.rl.run_folder import RunError
+    from esper.run_folder import RunError
 
     try:
         return _evaluate(arguments)
@@ -44,8 +44,8 @@ def _evaluate(arguments: EvalArguments) -> Outcome:
     from esper.config import load
     from esper.rl.checkpoints import load_checkpoint, policy_from
     from esper.rl.run_config import TrainConfig
-    from esper.rl.run_folder import CONFIG, check_holds_a_run
     from esper.rl.run_setup import evaluate_policy, find_device
+    from esper.run_folder import CONFIG, check_holds_a_run
     from esper.statistics import student_interval
 
     check_holds_a_run(arguments.run)

@@ -16,7 +16,7 @@ from esper.config import describe
 from esper.rl.run_config import TrainConfig
 
 if TYPE_CHECKING:
-    from esper.rl.parallel import Group
+    from esper.parallel import Group
     from esper.rl.runs import Result
 
 DESCRIPTION = """Trains a recurrent policy and keeps everything in a run folder.
@@ -38,9 +38,9 @@ def run(argv: list[str], prog: str) -> Outcome:
 
 def _run_with_others(config: TrainConfig, arguments: TrainArguments) -> Outcome:
     """In the group that torchrun started, if it did. Only rank 0 writes to the standard output."""
-    from esper.rl.parallel import FirstFailed, GroupError, joined
-    from esper.rl.run_folder import RunError
+    from esper.parallel import FirstFailed, GroupError, joined
     from esper.rl.run_setup import find_device
+    from esper.run_folder import RunError
 
     try:
         with joined(find_device(config.device)) as group:
@@ -86,8 +86,8 @@ def _train(config: TrainConfig, arguments: TrainArguments, group: Group) -> Outc
     from esper.cli.progress import progress_sink
     from esper.events import EventError
     from esper.rl.ppo import TrainingStopped
-    from esper.rl.run_folder import default_folder
     from esper.rl.runs import resume_run, train_run
+    from esper.run_folder import default_folder
 
     folder = group.first(lambda: arguments.run or default_folder(config.env))
     stop = StopSignals()

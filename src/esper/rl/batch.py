@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from esper.parallel import ALONE, Group
 from esper.rl.config import PPOConfig
 from esper.rl.distributions import Choice
 from esper.rl.fragments import Booleans, Fragments
 from esper.rl.gae import gae
 from esper.rl.loss import Counts, Samples, normalize_advantages
 from esper.rl.normalize import RewardNormalizer
-from esper.rl.parallel import ALONE, Group
 from esper.rl.policy import Policy
 from esper.rl.rollout import Rollout
 from esper.statistics import explained_variance

@@ -12,9 +12,9 @@ from torch import nn
 from esper.checkpoint import Checkpoint, CheckpointStore, Tree, load_module
 from esper.rl.config import PPOConfig
 from esper.rl.policy import Policy
+from esper.run_folder import CHECKPOINTS
 from esper.vecenv import ActionSpec, ObservationSpec
 
-FOLDER = "checkpoints"
 KIND = "ppo"
 SCHEMA = 2  # of the state; raise it together with a new row in MIGRATIONS
 
@@ -33,7 +33,7 @@ MIGRATIONS = {1: _rng_to_streams}
 
 def open_store(run: Path | str, *, keep: int = 3) -> CheckpointStore:
     """The checkpoints of the run in a folder. Nothing is touched."""
-    return CheckpointStore(Path(run) / FOLDER, kind=KIND, keep=keep, schema_version=SCHEMA, migrations=MIGRATIONS)
+    return CheckpointStore(Path(run) / CHECKPOINTS, kind=KIND, keep=keep, schema_version=SCHEMA, migrations=MIGRATIONS)
 
 
 def load_policy(

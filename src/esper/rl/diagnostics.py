@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -16,28 +15,6 @@ class Thresholds:
     value_collapse: float = 0.01  # spread of the values relative to that of the returns
     low_explained_variance: float = -0.5
     gradient_health: float = 0.3
-
-
-VANISHING = 1e-7  # gradient norms
-EXPLODING = 100.0
-_DECADES = 2.0  # over which health falls off beyond each of them
-
-
-def gradient_health(norm: float) -> float:
-    """1 for a healthy gradient norm, falling without a jump to ½ where it vanishes and to 0 where it explodes.
-
-    Between VANISHING·100 and EXPLODING it is 1. Below, it falls linearly in the logarithm and reaches ½ at VANISHING; above, it reaches 0
-    two decades beyond EXPLODING: a gradient that explodes destroys what was learned, one that vanishes only learns nothing.
-
-    >>> [gradient_health(norm) for norm in (0.0, 1e-6, 0.5, 1e3, math.inf)]
-    [0.5, 0.75, 1.0, 0.5, 0.0]
-    """
-    if not math.isfinite(norm):
-        return 0.0
-    decade = math.log10(norm) if norm > 0 else -math.inf
-    alive = min(max((decade - math.log10(VANISHING)) / _DECADES, 0.0), 1.0)
-    calm = min(max((math.log10(EXPLODING) + _DECADES - decade) / _DECADES, 0.0), 1.0)
-    return calm * (0.5 + 0.5 * alive)
 
 
 def warnings(

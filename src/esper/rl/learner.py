@@ -21,13 +21,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from esper.parallel import ALONE, Group
 from esper.rl.batch import Batch, Minibatch, prepare
 from esper.rl.config import PPOConfig
 from esper.rl.fragments import Fragments, minibatches, split
 from esper.rl.loss import Coefficients, Counts, Terms, add_up, ppo_loss
 from esper.rl.loss_scale import LossScale, NoLossScale
 from esper.rl.normalize import RewardNormalizer
-from esper.rl.parallel import ALONE, Group
 from esper.rl.policy import Policy
 from esper.rl.rollout import Rollout
 from esper.vecenv import Head, Obs

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from esper.parallel import ALONE, Group
 from esper.rl.distributions import Evaluation
-from esper.rl.parallel import ALONE, Group
 
 LOG_RATIO_LIMIT = 20.0  # far beyond any clip; without it exp overflows, and its gradient with it
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from esper.parallel import ALONE, Group
 from esper.rl.gae import discounted_sums
-from esper.rl.parallel import ALONE, Group
 from esper.statistics import ExponentialMoments, RunningMoments, Sums, sums_of
 from esper.vecenv import Obs, ObservationSpec
 

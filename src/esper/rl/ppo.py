@@ -4,7 +4,7 @@
     for update in ppo.train(total_steps=200_000):
         print(update.step, update.mean_return)
 
-`collect` and `update` can also be called on their own. On several ranks every method is called by all of them (see `esper.rl.parallel`).
+`collect` and `update` can also be called on their own. On several ranks every method is called by all of them (see `esper.parallel`).
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from torch import nn
 
 from esper.checkpoint import load_module, plain_names
 from esper.events import Event
+from esper.gradients import gradient_health
+from esper.parallel import ALONE, Group
 from esper.rl.collector import Collector
 from esper.rl.config import PPOConfig
-from esper.rl.diagnostics import Thresholds, gradient_health, warnings
+from esper.rl.diagnostics import Thresholds, warnings
 from esper.rl.evaluate import Evaluation, evaluate
 from esper.rl.events import CompileFailed, EpisodesRestarted, GradientNorms, Skipped, Update
 from esper.rl.learner import Learner, Outcome
-from esper.rl.parallel import ALONE, Group
 from esper.rl.policy import Policy
 from esper.rl.rollout import Rollout
 from esper.rng import Streams

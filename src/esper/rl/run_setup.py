@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from esper.events import Event
+from esper.parallel import ALONE, Group
 from esper.rl.evaluate import Evaluation, evaluate
-from esper.rl.parallel import ALONE, Group
 from esper.rl.policy import Policy
 from esper.rl.ppo import PPO
 from esper.rl.run_config import TrainConfig
-from esper.rl.run_folder import RunError
 from esper.rng import Streams
+from esper.run_folder import RunError
 from esper.vecenv import VecEnv, make
 from esper.vecenv.builtin import BUILTIN
 

@@ -28,16 +28,16 @@ from torch import nn
 from esper.checkpoint import Checkpoint
 from esper.config import describe, load, save
 from esper.events import Event, EventLog, Sink, TensorBoardSink, WandbMode, WandbSink
+from esper.parallel import ALONE, Group
 from esper.rl.checkpoints import open_store, policy_from
 from esper.rl.collector import RECENT_EPISODES
 from esper.rl.evaluate import Evaluation
 from esper.rl.events import Update
-from esper.rl.parallel import ALONE, Group
 from esper.rl.ppo import PPO, TrainingStopped
 from esper.rl.run_config import TrainConfig
 from esper.rl.run_events import CheckpointRefused, Evaluated, RunStarted
-from esper.rl.run_folder import CONFIG, EVENTS, RunError, check_holds_a_run, check_is_free, default_folder, locked
 from esper.rl.run_setup import Relay, count_parameters, evaluate_policy, prepare
+from esper.run_folder import CONFIG, EVENTS, RunError, check_holds_a_run, check_is_free, default_folder, locked
 
 __all__ = ["Result", "RunError", "resume_run", "train_run"]
 

@@ -14,9 +14,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from esper.rl.checkpoints import FOLDER
-
-CONFIG, EVENTS, LOCK = "config.toml", "events.jsonl", ".lock"
+CONFIG, EVENTS, CHECKPOINTS, LOCK = "config.toml", "events.jsonl", "checkpoints", ".lock"
 
 
 class RunError(ValueError):
@@ -36,7 +34,7 @@ def default_folder(env: str, *, root: Path | str = "runs") -> Path:
 def check_is_free(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise RunError(f"{folder} is a file; choose another folder for the run")
-    found = [name for name in (CONFIG, EVENTS, FOLDER) if (folder / name).exists()]
+    found = [name for name in (CONFIG, EVENTS, CHECKPOINTS) if (folder / name).exists()]
     if found:
         raise RunError(f"{folder} already holds a run ({', '.join(found)}); go on with it by --resume, or choose another folder")
 

@@ -1,0 +1,78 @@
+"""What can be set about growing. Imports no torch, so that a command line can show it at once."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from esper.config import Config, ConfigError, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+
+class Rent(Config):
+    """What a seed costs, in nats of loss: `parameters`·log(1 + added/host) + `flops`·(added/host)."""
+
+    parameters: NonNegativeFloat = 0.01  # for log(1 + added parameters / host parameters)
+    flops: NonNegativeFloat = 0.01  # for added FLOPs / host FLOPs
+
+
+class Budget(Config):
+    """How much may grow at most."""
+
+    max_seeds: PositiveInt | None = None  # seeds in the host at one time, fossilized ones included; None: one per slot
+    max_parameters: PositiveFloat | None = 8.0  # added, relative to the host's; None: no limit
+    max_flops: PositiveFloat | None = None  # added per forward pass, relative to the host's; None: no limit
+
+
+class Lifecycle(Config):
+    """How long stages last, in epochs."""
+
+    raise_mode: Literal["joint", "shadow"] = "joint"  # joint: with the host, from birth; shadow: the host stays untouched until blending
+    training_epochs: PositiveInt = 3  # shadow: least epochs of learning before blending
+    minimum_health: Fraction = 0.7  # shadow: least gradient health before blending
+    blend_epochs: NonNegativeInt = 2  # shadow: epochs over which alpha rises
+    blending: Literal["add", "multiply", "gate"] = "add"  # how a seed's branch changes what flows by; each starts as the identity
+    alpha_curve: Literal["linear", "cosine"] = "linear"  # how alpha moves
+    alpha_target: PositiveFloat = 1.0  # where it rises to
+    holding_epochs: PositiveInt = 3  # least epochs of probation before a seed may be kept
+    withdraw_epochs: NonNegativeInt = 1  # epochs over which alpha falls before a seed is taken out
+    embargo_epochs: NonNegativeInt = 5  # wait after a pruned seed
+
+
+class GovernorConfig(Config):
+    """When to go back to a healthy snapshot."""
+
+    window: PositiveInt = 20  # losses that make the run's own spread
+    spike_sigmas: PositiveFloat = 6.0  # a loss this far above the window's mean is a spike
+    spike_checks: PositiveInt = 3  # spikes in a row that are a disaster
+    checks_per_epoch: PositiveInt = 8  # means of the training loss that an epoch is watched by
+    uninformed_loss: PositiveFloat | None = None  # loss of a model that knows nothing, such as log(classes); None: not watched
+    snapshot_every: PositiveInt = 1  # epochs between snapshots of a healthy state
+    keep: PositiveInt = 2  # snapshots
+    max_rollbacks: NonNegativeInt = 5  # in a row, without a healthy epoch between them, before the run is given up
+
+
+class SeedOptimizer(Config):
+    """How seeds learn: by an optimiser of the host's kind with the settings of the group that owns the slot's module."""
+
+    learning_rate_factor: PositiveFloat = 1.0  # times the learning rate of that group
+    max_grad_norm: PositiveFloat | None = 1.0  # per seed; None: not clipped
+
+
+class GrowthConfig(Config):
+    """Everything about growing a model."""
+
+    seed: NonNegativeInt = 0  # of the random streams that initialise seeds and draw plans
+    probe_steps: PositiveInt = 8  # training steps at which a probe looks at the candidates
+    slots: tuple[str, ...] | None = None  # where something may grow: names or patterns of submodules; None: after the host's blocks
+    blueprints: tuple[str, ...] | None = None  # names of what may grow; None: everything that fits
+    rent: Rent = Rent()
+    budget: Budget = Budget()
+    lifecycle: Lifecycle = Lifecycle()
+    governor: GovernorConfig = GovernorConfig()
+    seed_optimizer: SeedOptimizer = SeedOptimizer()
+    patience: PositiveInt | None = None  # epochs without a better validation loss after which `grow` stops; None: never early
+
+    def check(self) -> None:
+        for name in ("slots", "blueprints"):
+            given = getattr(self, name)
+            if given is not None and (not given or len(set(given)) < len(given)):
+                raise ConfigError(name, expected="names, at least one and each once", got=given)

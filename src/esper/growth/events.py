@@ -1,0 +1,133 @@
+"""What happens while a model grows. Small records, emitted where the fact is known."""
+
+from __future__ import annotations
+
+import msgspec
+
+from esper.events import Event
+
+
+class GrowthStarted(Event, tag="growth_started"):
+    """Training begins, or goes on, after `epoch` epochs."""
+
+    epoch: int
+    epochs: int | None
+    controller: str
+    raise_mode: str
+    slots: list[str]
+    parameters: int
+    flops: int  # of a forward pass for one sample
+    optimizer: str = ""
+    title: str = ""  # of the task or model
+    device: str = "cpu"
+
+
+class SlotView(msgspec.Struct, frozen=True):
+    """One slot at the end of an epoch; a part of `EpochEnded`."""
+
+    slot: str
+    stage: str
+    blueprint: str | None
+    alpha: float
+    age: int
+    health: float | None
+    gain: float | None
+    gain_low: float | None
+    gain_high: float | None
+    parameters: int
+    rent: float
+
+
+class EpochEnded(Event, tag="epoch_ended"):
+    """An epoch is over and the controller has decided."""
+
+    epoch: int
+    train_loss: float
+    val_loss: float
+    learning_rate: float
+    decision: str  # what was decided and why, in words
+    slots: list[SlotView]
+    parameters: int  # of host and seeds
+    flops: int  # of a forward pass for one sample, seeds included
+    seconds: float = 0.0  # of the epoch, decisions included
+    samples_per_second: float | None = None
+    total_gflops: float | None = None  # spent so far, where the size of batches is known
+
+
+class StageEntered(Event, tag="stage_entered"):
+    """A seed, or its slot, entered a stage."""
+
+    epoch: int
+    slot: str
+    blueprint: str
+    stage: str
+    reason: str
+
+
+class ActionRefused(Event, tag="action_refused"):
+    """A gate did not let pass what the controller wanted."""
+
+    epoch: int
+    slot: str
+    action: str
+    reason: str
+
+
+class RolledBack(Event, tag="rolled_back"):
+    """The governor went back to a healthy snapshot."""
+
+    epoch: int
+    to_epoch: int
+    reason: str
+    embargoed: list[str]  # slots whose seeds were taken out
+
+
+class Probed(Event, tag="probed"):
+    """What candidates promised."""
+
+    epoch: int
+    promises: dict[str, dict[str, float]]  # slot -> blueprint -> nats per step
+
+
+class GrowthFinished(Event, tag="growth_finished"):
+    """The run is over."""
+
+    epoch: int
+    why: str  # "all epochs done", "stopped early: ...", "stopped"
+    tried: int
+    kept: int
+    rollbacks: int
+    val_loss_before: float
+    val_loss: float
+    parameters: int
+    parameters_added: int
+    flops: int
+    flops_added: int
+    total_gflops: float | None
+    seconds: float
+
+
+class LoaderRestarted(Event, tag="loader_restarted"):
+    """The loader cannot be saved in the middle of an epoch, so the run went on from the start of one."""
+
+    epoch: int
+
+
+class Measured(Event, tag="measured"):
+    """What a seed on trial contributes, by the epoch's validation batches."""
+
+    epoch: int
+    slot: str
+    gain: float  # nats
+    gain_low: float
+    gain_high: float
+    rent: float
+
+
+class Tested(Event, tag="tested"):
+    """The result on data that nobody who decides has seen, before and after; measured once, when everything is over."""
+
+    loss_before: float
+    loss: float
+    accuracy_before: float | None = None  # None: the loss is not one of a classifier
+    accuracy: float | None = None

@@ -1,0 +1,357 @@
+"""The garden: every slot of a model, the life of the seed in it, and the moves from stage to stage.
+
+It does as it is told. Whether a move is wise is the controller's business, whether it is allowed that of the gates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from torch.optim import Optimizer
+
+from esper.growth.blueprints import Blueprint, blueprints_for, check_branch, cost_of, get_blueprint
+from esper.growth.config import GrowthConfig
+from esper.growth.gates import may_move
+from esper.growth.ledger import Entry, Ledger, Outcome, Step
+from esper.growth.lifecycle import LIVING, OCCUPIED, Stage
+from esper.growth.rent import Allowance, allowance, marginal_rent, total
+from esper.growth.seed import Seed
+from esper.growth.seed_learner import MakeOptimizer, SeedLearner, group_of
+from esper.growth.slot import Slot
+from esper.growth.slotted import Slotted
+from esper.growth.state import Candidate, Contribution, Cost, GradientStats, SlotState
+from esper.parallel import Group
+from esper.rng import Streams
+
+
+class Ramp(msgspec.Struct):
+    """Alpha on its way, one tick a step."""
+
+    start: float
+    target: float
+    steps: int
+    done: int = 0
+
+    def alpha(self, curve: str) -> float:
+        progress = min(self.done / self.steps, 1.0)
+        if curve == "cosine":
+            progress = (1 - math.cos(math.pi * progress)) / 2
+        return self.start + (self.target - self.start) * progress
+
+
+class Life(msgspec.Struct):
+    """What is known about a slot beside its seed's weights."""
+
+    stage: Stage = Stage.DORMANT
+    blueprint: str | None = None
+    number: int | None = None  # of the seed, in the ledger
+    age: int = 0
+    epochs_in_stage: int = 0
+    ramp: Ramp | None = None
+    is_withdrawing: bool = False
+    embargo_left: int = 0
+    gradients: GradientStats | None = None
+    contribution: Contribution | None = None
+    tried: list[str] = []
+
+
+@dataclass
+class Bed:
+    """A slot, the life in it, and how its seed learns."""
+
+    slot: Slot
+    life: Life = field(default_factory=Life)
+    learner: SeedLearner | None = None
+
+
+OnStage = Callable[[str, str, Stage, str], None]  # slot, blueprint, stage, reason
+
+
+class Garden:
+    def __init__(
+        self,
+        slotted: Slotted,
+        optimizer: Optimizer,
+        config: GrowthConfig,
+        *,
+        ledger: Ledger,
+        on_stage: OnStage,
+        make_optimizer: MakeOptimizer | None = None,
+    ) -> None:
+        self.slotted, self.optimizer, self.config, self.ledger = slotted, optimizer, config, ledger
+        self.beds = {name: Bed(slot) for name, slot in slotted.slots.items()}
+        self.epoch = 0
+        self.steps_per_epoch = 0  # of the last epoch
+        self._on_stage = on_stage
+        self._make_optimizer = make_optimizer
+        self._streams = Streams(config.seed)
+        self.options: dict[str, tuple[Blueprint, ...]] = {
+            name: blueprints_for(bed.slot.place, config.blueprints) for name, bed in self.beds.items()
+        }
+
+    # Moves
+
+    def germinate(self, name: str, blueprint: str, reason: str) -> None:
+        """A new seed, which starts to learn at once: with the host, or in the shadow."""
+        bed, rules = self.beds[name], self.config.lifecycle
+        check_branch(get_blueprint(blueprint), bed.slot.place)
+        number = len(self.ledger.entries) + 1
+        seed = Seed(bed.slot.place, blueprint, random_seed=self._streams.integer(f"seed {number}"), blending=rules.blending)
+        learner = self._learner(name, seed)
+        bed.life = Life(blueprint=blueprint, number=number, tried=bed.life.tried)
+        bed.slot.plant(seed, connected=rules.raise_mode == "joint")
+        bed.slot.alpha = 1.0 if rules.raise_mode == "joint" else 0.0
+        bed.learner = learner
+        cost = self.price(name, blueprint)
+        self.ledger.entries.append(
+            Entry(number, name, blueprint, rules.raise_mode, self.epoch, reason, cost.parameters, cost.flops, steps=[])
+        )
+        self._enter(name, Stage.GERMINATED, reason)
+        if rules.raise_mode == "joint":
+            self._enter(name, Stage.HOLDING, "it is the identity, so it learns with the host from the start")
+        else:
+            self._enter(name, Stage.TRAINING, "it learns in the shadow")
+
+    def blend(self, name: str, reason: str, *, alpha: float | None = None) -> None:
+        """Alpha begins to move to a target; from TRAINING, the seed is connected."""
+        bed, rules = self.beds[name], self.config.lifecycle
+        target = rules.alpha_target if alpha is None else alpha
+        bed.slot.connect(True)
+        self._enter(name, Stage.BLENDING, reason)
+        self._ramp(bed, target, rules.blend_epochs)
+
+    def fossilize(self, name: str, reason: str) -> None:
+        bed = self.beds[name]
+        self._enter(name, Stage.FOSSILIZED, reason)
+        bed.slot.is_kept = True
+        self._close(name, "kept")
+
+    def withdraw(self, name: str, reason: str) -> None:
+        """Prunes gently: alpha falls first, so that the host can take over."""
+        bed, rules = self.beds[name], self.config.lifecycle
+        if not bed.slot.is_connected or rules.withdraw_epochs == 0 or bed.slot.alpha == 0.0:
+            self.prune(name, reason)
+            return
+        if bed.life.stage is not Stage.BLENDING:
+            self._enter(name, Stage.BLENDING, f"{reason}; alpha falls to 0")
+        bed.life.is_withdrawing = True
+        self._ramp(bed, 0.0, rules.withdraw_epochs)
+
+    def prune(self, name: str, reason: str, *, outcome: Outcome = "pruned") -> None:
+        """Takes the seed out at once. The slot waits before anything may grow in it again."""
+        bed = self.beds[name]
+        self._enter(name, Stage.PRUNED, reason)
+        self._close(name, outcome)
+        blueprint = bed.life.blueprint
+        assert blueprint is not None
+        bed.slot.plant(None)
+        bed.learner = None
+        bed.life = Life(stage=Stage.PRUNED, blueprint=blueprint, tried=[*bed.life.tried, blueprint])
+        self._embargo(name)
+
+    def banish(self, name: str, number: int, reason: str) -> None:
+        """After a rollback: the seed with this number was there when it went wrong, whether or not it was there before."""
+        life = self.beds[name].life
+        if life.number == number:
+            self.prune(name, reason, outcome="rolled back")
+            return
+        entry = self.ledger.entries[number - 1]
+        entry.outcome, entry.ended = "rolled back", self.epoch
+        entry.steps.append(Step(self.epoch, Stage.PRUNED, reason))
+        if life.stage is Stage.DORMANT:
+            life.stage, life.blueprint, life.tried = Stage.PRUNED, entry.blueprint, [*life.tried, entry.blueprint]
+            self._embargo(name)
+
+    def _embargo(self, name: str) -> None:
+        life, epochs = self.beds[name].life, self.config.lifecycle.embargo_epochs
+        self._enter(name, Stage.EMBARGOED, f"nothing grows here for {epochs} epochs")
+        life.embargo_left = epochs
+        if epochs == 0:
+            self._enter(name, Stage.DORMANT, "there is no embargo")
+
+    def _enter(self, name: str, stage: Stage, reason: str) -> None:
+        life = self.beds[name].life
+        answer = may_move(life.stage, stage)
+        assert answer.passed, f"{name}: {answer.reason}"
+        life.stage, life.epochs_in_stage = stage, 0
+        entry = self._entry(life)
+        if entry is not None:
+            entry.steps.append(Step(self.epoch, stage, reason))
+        self._on_stage(name, life.blueprint or "", stage, reason)
+        if stage is Stage.DORMANT:
+            life.blueprint = None
+
+    def _close(self, name: str, outcome: Outcome) -> None:
+        entry = self._entry(self.beds[name].life)
+        assert entry is not None
+        entry.outcome, entry.ended = outcome, self.epoch
+
+    def _entry(self, life: Life) -> Entry | None:
+        return None if life.number is None else self.ledger.entries[life.number - 1]
+
+    # Time
+
+    def tick(self) -> None:
+        """A training step is over: alphas move."""
+        for bed in self.beds.values():
+            ramp = bed.life.ramp
+            if ramp is not None and ramp.done < ramp.steps:
+                ramp.done += 1
+                bed.slot.alpha = ramp.alpha(self.config.lifecycle.alpha_curve)
+
+    def _ramp(self, bed: Bed, target: float, epochs: int) -> None:
+        steps = epochs * max(self.steps_per_epoch, 1)
+        if steps == 0:
+            bed.slot.alpha, bed.life.ramp = target, None
+        else:
+            bed.life.ramp = Ramp(bed.slot.alpha, target, steps)
+
+    def end_epoch(self) -> None:
+        """Everyone is an epoch older, gradients are read, and moves that need no decision are made."""
+        self.epoch += 1
+        for name, bed in self.beds.items():
+            life = bed.life
+            life.epochs_in_stage += 1
+            if life.stage in OCCUPIED:
+                life.age += 1
+            if bed.learner is not None:
+                life.gradients = bed.learner.report()
+            if life.stage is Stage.BLENDING and (life.ramp is None or life.ramp.done >= life.ramp.steps):
+                life.ramp = None
+                if life.is_withdrawing:
+                    self.prune(name, "alpha has fallen to 0")
+                else:
+                    self._enter(name, Stage.HOLDING, f"alpha has reached {bed.slot.alpha:g}")
+            elif life.stage is Stage.EMBARGOED:
+                life.embargo_left -= 1
+                if life.embargo_left <= 0:
+                    self._enter(name, Stage.DORMANT, "the embargo is over")
+
+    def step(self, *, scale: float, must_check: bool, group: Group) -> None:
+        """Connected seeds have got their gradient from the user's backward pass and learn from it."""
+        for bed in self.beds.values():
+            if bed.learner is not None and bed.slot.is_connected:
+                bed.learner.step(scale=scale, must_check=must_check, group=group)
+
+    def in_shadow(self) -> list[Bed]:
+        return [bed for bed in self.beds.values() if bed.life.stage is Stage.TRAINING]
+
+    # What there is
+
+    def occupied(self) -> Iterator[tuple[str, Bed]]:
+        return ((name, bed) for name, bed in self.beds.items() if bed.life.stage in OCCUPIED)
+
+    def living(self) -> list[str]:
+        return [name for name, bed in self.beds.items() if bed.life.stage in LIVING]
+
+    def cost(self, name: str) -> Cost:
+        life = self.beds[name].life
+        return self.price(name, str(life.blueprint)) if life.stage in OCCUPIED else Cost(0, 0)
+
+    def price(self, name: str, blueprint: str) -> Cost:
+        """What a blueprint would cost in a slot."""
+        return cost_of(get_blueprint(blueprint), self.beds[name].slot.place)
+
+    def added(self) -> Cost:
+        """By all seeds, connected or not: whoever learns has been paid for."""
+        return total(self.cost(name) for name in self.beds)
+
+    def connected(self) -> Cost:
+        """By the seeds that take part in a forward pass of the host."""
+        return total(self.cost(name) for name, bed in self.beds.items() if bed.slot.is_connected)
+
+    def allowance(self) -> Allowance:
+        seeds = len(list(self.occupied()))
+        return allowance(self.config.budget, host=self.slotted.survey.host, added=self.added(), seeds=seeds, slots=len(self.beds))
+
+    def view(self, name: str, promises: dict[tuple[str, str], float]) -> SlotState:
+        bed, life = self.beds[name], self.beds[name].life
+        return SlotState(
+            place=bed.slot.place,
+            stage=life.stage,
+            blueprint=life.blueprint if life.stage in OCCUPIED else None,
+            cost=self.cost(name),
+            rent=self.rent(name),
+            alpha=bed.slot.alpha if bed.slot.is_connected else 0.0,
+            age=life.age,
+            epochs_in_stage=life.epochs_in_stage,
+            is_withdrawing=life.is_withdrawing,
+            gradients=life.gradients,
+            contribution=life.contribution,
+            candidates=self._candidates(name, promises) if life.stage is Stage.DORMANT else (),
+            tried=tuple(life.tried),
+        )
+
+    def rent(self, name: str) -> float:
+        """Of the seed in a slot, beside all others."""
+        own = self.cost(name)
+        others = total(self.cost(other) for other in self.beds if other != name)
+        return marginal_rent(own, others, self.slotted.survey.host, self.config.rent)
+
+    def _candidates(self, name: str, promises: dict[tuple[str, str], float]) -> tuple[Candidate, ...]:
+        place, allowed, added = self.beds[name].slot.place, self.allowance(), self.added()
+        found = []
+        for blueprint in self.options[name]:
+            cost = cost_of(blueprint, place)
+            if allowed.refusal(cost) is None:
+                rent = marginal_rent(cost, added, self.slotted.survey.host, self.config.rent)
+                found.append(Candidate(blueprint.name, cost, rent, promises.get((name, blueprint.name))))
+        return tuple(found)
+
+    def note_contribution(self, name: str, contribution: Contribution) -> None:
+        life = self.beds[name].life
+        life.contribution = contribution
+        entry = self._entry(life)
+        if entry is not None:
+            gain = contribution.gain
+            entry.gain, entry.gain_low, entry.gain_high = gain.estimate, gain.low, gain.high
+            entry.rent = self.rent(name)
+
+    # State
+
+    def _learner(self, name: str, seed: Seed) -> SeedLearner:
+        host = self.slotted.host
+        owner = group_of(self.optimizer, host.get_submodule(name), host)
+        return SeedLearner(seed, self.optimizer, owner, self.config.seed_optimizer, self._make_optimizer)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: self._bed_state(bed) for name, bed in self.beds.items()}
+
+    def _bed_state(self, bed: Bed) -> dict[str, Any]:
+        return {
+            "life": msgspec.to_builtins(bed.life),
+            "seed": None if bed.slot.seed is None else dict(bed.slot.seed.state_dict()),
+            "optimizer": None if bed.learner is None else bed.learner.state_dict(),
+            "alpha": bed.slot.alpha,
+            "is_connected": bed.slot.is_connected,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Everything in the slots becomes what it was: seeds that came later go, seeds that have gone come back."""
+        for name, saved in state.items():
+            self._load_bed(name, self.beds[name], saved)
+
+    def _load_bed(self, name: str, bed: Bed, saved: dict[str, Any]) -> None:
+        life = msgspec.convert(saved["life"], Life)
+        is_same = bed.life.number == life.number and bed.slot.seed is not None
+        bed.life = life
+        if saved["seed"] is None:
+            bed.slot.plant(None)
+            bed.learner = None
+            return
+        if not is_same:
+            assert life.blueprint is not None
+            seed = Seed(bed.slot.place, life.blueprint, random_seed=0, blending=self.config.lifecycle.blending)
+            bed.slot.plant(seed)
+            bed.learner = self._learner(name, seed)
+        assert bed.slot.seed is not None
+        assert bed.learner is not None
+        bed.slot.seed.load_state_dict(saved["seed"])
+        bed.learner.load_state_dict(saved["optimizer"])
+        bed.slot.alpha = saved["alpha"]
+        bed.slot.is_kept = life.stage is Stage.FOSSILIZED
+        bed.slot.connect(saved["is_connected"])

@@ -1,0 +1,84 @@
+"""When the probe looks: at the last steps of the epoch after it was asked for, or at the first where the length of an epoch is unknown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from esper.growth.garden import Garden
+from esper.growth.isolation import is_compiled
+from esper.growth.lifecycle import Stage
+from esper.growth.promise import Probe
+from esper.growth.seed_learner import group_of
+from esper.growth.slotted import Slotted
+
+Promises = dict[tuple[str, str], float]  # (slot, blueprint) -> nats per step
+
+
+class Prober:
+    def __init__(self, slotted: Slotted, garden: Garden, optimizer: Optimizer) -> None:
+        self.slotted, self.garden, self.optimizer = slotted, garden, optimizer
+        self._probe: Probe | None = None
+
+    def request(self) -> None:
+        """For all that may grow now, in all slots that are free."""
+        allowed = self.garden.allowance()
+        candidates = {
+            name: [option for option in options if allowed.refusal(self.garden.price(name, option.name)) is None]
+            for name, options in self.garden.options.items()
+            if self.garden.beds[name].life.stage is Stage.DORMANT
+        }
+        wanted = {name: some for name, some in candidates.items() if some}
+        self._probe = Probe(self.slotted.slots, wanted, random_seed=self.garden.config.seed) if wanted else None
+
+    @property
+    def is_watching(self) -> bool:
+        return self._probe is not None and self._probe.is_watching
+
+    @property
+    def flops(self) -> int:
+        """Per sample of a step that is watched."""
+        return self._probe.flops if self._probe is not None and self._probe.is_watching else 0
+
+    def after_step(self, steps: int, *, length: int | None, scale: float) -> None:
+        """`steps` of this epoch are over, of `length` if that is known; 0 when one begins."""
+        if self._probe is None:
+            return
+        if self._probe.is_watching:
+            self._probe.ask(scale=scale)
+        is_due = length is None or steps >= length - self.garden.config.probe_steps
+        if self._probe.steps >= self.garden.config.probe_steps:
+            self._rest()
+        elif is_due and not self._probe.is_watching:
+            self._probe.watch()
+            # What is watched runs in Python. Compiled code would be compiled anew for it, and back again.
+            if is_compiled(self.slotted.model):
+                torch.compiler.set_stance("force_eager")
+
+    def _rest(self) -> None:
+        if self._probe is not None and self._probe.is_watching:
+            self._probe.stop()
+            if is_compiled(self.slotted.model):
+                torch.compiler.set_stance("default")
+
+    def finish(self) -> Promises | None:
+        """What was found; None where nothing was asked."""
+        self._rest()
+        probe, self._probe = self._probe, None
+        if probe is None:
+            return None
+        host = self.slotted.host
+        rates = {name: float(group_of(self.optimizer, host.get_submodule(name), host)["lr"]) for name in self.garden.beds}
+        return probe.promises(rates)
+
+    def state_dict(self) -> dict[str, Any] | None:
+        return None if self._probe is None else self._probe.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        self.finish()
+        if state is not None:
+            self.request()
+            if self._probe is not None:
+                self._probe.load_state_dict(state)

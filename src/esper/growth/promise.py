@@ -1,0 +1,126 @@
+"""The first-order probe: how fast the loss would fall if a candidate grew in a slot.
+
+A seed is zero at birth, so at first only its zeroed layer W learns, and the gradient there needs no seed in the host: with h the output at
+the slot and g = ∂loss/∂h, it is the product of g with ∂branch(h)/∂W. So the probe catches h and g in the user's own training steps, which
+stay what they are, and lets every candidate answer for itself, one at a time.
+
+    signal   ‖E[∂loss/∂W]‖², from products of different steps, in which the noise of single batches has no part
+    promise  learning rate · ‖∂loss/∂W‖₁ · share of signal: nats per step for an optimiser whose steps have the size of the learning rate
+
+Shapes: h and g are [B, *place.shape].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from esper.growth.blueprints import Blueprint, build_branch, cost_of
+from esper.growth.slot import Slot
+
+
+@dataclass
+class _Trial:
+    """A candidate that is asked, with what its gradients sum up to."""
+
+    branch: nn.Module
+    sums: list[Tensor] = field(default_factory=list)
+    squares: Tensor | None = None  # Σ‖gradient‖²
+    steps: int = 0
+
+
+class Probe:
+    """Looks at candidates in dormant slots for a number of training steps."""
+
+    def __init__(self, slots: dict[str, Slot], candidates: Mapping[str, Sequence[Blueprint]], *, random_seed: int) -> None:
+        self._slots = {name: slots[name] for name in candidates}
+        self._trials = {
+            (name, blueprint.name): _Trial(build_branch(blueprint, slots[name].place, seed=random_seed))
+            for name, some in candidates.items()
+            for blueprint in some
+        }
+        self._caught: dict[str, list[list[Tensor]]] = {}
+        self.steps = 0
+        self.is_watching = False
+        self.flops = 3 * sum(cost_of(blueprint, slots[name].place).flops for name, some in candidates.items() for blueprint in some)
+
+    def watch(self) -> None:
+        """Catches h and g in the forward and backward passes from now on."""
+        self.is_watching = True
+        for slot in self._slots.values():
+            slot.observe(self._catch)
+
+    def stop(self) -> None:
+        self.is_watching = False
+        self._caught.clear()
+        for slot in self._slots.values():
+            slot.observe(None)
+
+    def _catch(self, slot: Slot, output: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return output
+        if not output.requires_grad:  # everything before the slot is frozen
+            output = output.detach().requires_grad_()
+        pair = [output.detach().clone()]  # cloned, because the next layer may work in place
+        self._caught.setdefault(slot.place.name, []).append(pair)
+        output.register_hook(lambda gradient: pair.append(gradient.detach()))  # type: ignore[no-untyped-call]
+        return output
+
+    def ask(self, *, scale: float = 1.0) -> None:
+        """Lets every candidate answer to what was caught in this step. The caught gradients were multiplied by `scale`."""
+        for (name, _), trial in self._trials.items():
+            pairs = [pair for pair in self._caught.get(name, ()) if len(pair) == 2]
+            if pairs:
+                self._ask_one(trial, pairs, scale)
+        self._caught.clear()
+        self.steps += 1
+
+    def _ask_one(self, trial: _Trial, pairs: Iterable[list[Tensor]], scale: float) -> None:
+        parameters = [parameter for parameter in trial.branch.parameters() if parameter.requires_grad]
+        total = [torch.zeros_like(parameter) for parameter in parameters]
+        for h, g in pairs:
+            with torch.enable_grad():
+                output = trial.branch(h.to(parameters[0].dtype))
+            gradients = torch.autograd.grad(output, parameters, g.to(output.dtype) / scale, allow_unused=True)
+            for sum_, gradient in zip(total, gradients, strict=True):
+                if gradient is not None:
+                    sum_ += gradient
+        trial.sums = [old + new for old, new in zip(trial.sums, total, strict=True)] if trial.sums else total
+        square = sum((part.double().square().sum() for part in total), torch.zeros((), dtype=torch.float64, device=total[0].device))
+        trial.squares = square if trial.squares is None else trial.squares + square
+        trial.steps += 1
+
+    def promises(self, learning_rates: dict[str, float]) -> dict[tuple[str, str], float]:
+        """Nats per step for every (slot, blueprint) that was asked at least twice."""
+        return {key: _promise(trial) * learning_rates[key[0]] for key, trial in self._trials.items() if trial.steps > 1}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the candidates have answered so far. Their weights come from the random seed and do not change."""
+        answers = [
+            {"slot": slot, "blueprint": blueprint, "sums": list(trial.sums), "squares": trial.squares, "steps": trial.steps}
+            for (slot, blueprint), trial in self._trials.items()
+        ]
+        return {"steps": self.steps, "answers": answers}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = state["steps"]
+        for answer in state["answers"]:
+            trial = self._trials[answer["slot"], answer["blueprint"]]
+            device = next(trial.branch.parameters()).device
+            trial.sums = [part.to(device) for part in answer["sums"]]
+            trial.squares = None if answer["squares"] is None else answer["squares"].to(device)
+            trial.steps = answer["steps"]
+
+
+def _promise(trial: _Trial) -> float:
+    steps = trial.steps
+    together = sum((part.double().square().sum() for part in trial.sums), torch.zeros((), dtype=torch.float64, device=trial.sums[0].device))
+    absolute = sum((part.double().abs().sum() for part in trial.sums), torch.zeros_like(together)) / steps
+    assert trial.squares is not None
+    signal = (together - trial.squares) / (steps * (steps - 1))  # ‖E gradient‖², without bias
+    share = (signal / (together / steps**2).clamp(min=1e-30)).clamp(0, 1).sqrt()
+    return float(absolute * share)

@@ -1,0 +1,88 @@
+"""Going back: what makes up the state of a growing model, snapshots of it while it is healthy, and the way back to one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from esper.growth.config import GovernorConfig
+from esper.growth.garden import Garden
+from esper.growth.governor import Governor, Verdict
+from esper.growth.slotted import Slotted
+from esper.growth.snapshots import Snapshots
+
+
+class Recovery:
+    """Host, both kinds of optimiser, loss scale, schedule and the garden, together."""
+
+    def __init__(
+        self, slotted: Slotted, optimizer: Optimizer, garden: Garden, config: GovernorConfig, *, scaler: GradScaler | None, scheduler: Any
+    ) -> None:
+        self.host, self.optimizer, self.garden, self.config = slotted.host, optimizer, garden, config
+        self.scaler, self.scheduler = scaler, scheduler
+        self.rollbacks = 0
+        self.in_a_row = 0  # rollbacks without a healthy epoch between them
+        self._governor = Governor(config)
+        self._snapshots = Snapshots(config.keep)
+
+    def judge(self, train_losses: Sequence[float], val_loss: float) -> Verdict:
+        return self._governor.judge(train_losses, val_loss)
+
+    def take_snapshot(self) -> None:
+        self._snapshots.take({"now": self.now(), "governor": self._governor.state_dict()}, epoch=self.garden.epoch)
+
+    def go_back(self) -> int:
+        """Restores the latest snapshot, or the one before it where the latest has led to disaster again. Gives its epoch."""
+        self.rollbacks += 1
+        self.in_a_row += 1
+        if self.in_a_row > 1 and len(self._snapshots) > 1:
+            self._snapshots.drop_latest()
+        snapshot = self._snapshots.latest()
+        assert snapshot is not None
+        self.restore(snapshot.state["now"])
+        self._governor.load_state_dict(snapshot.state["governor"])
+        return snapshot.epoch
+
+    def now(self) -> dict[str, Any]:
+        """The state of this moment; its tensors are the live ones."""
+        return {
+            "parameters": {name: parameter.detach() for name, parameter in self.host.named_parameters(remove_duplicate=False)},
+            "buffers": dict(self.host.named_buffers(remove_duplicate=False)),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            "garden": self.garden.state_dict(),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        with torch.no_grad():
+            for name, parameter in self.host.named_parameters(remove_duplicate=False):
+                parameter.copy_(state["parameters"][name])
+                parameter.grad = None
+            for name, buffer in self.host.named_buffers(remove_duplicate=False):
+                buffer.copy_(state["buffers"][name])
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state["scaler"])
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+        self.garden.load_state_dict(state["garden"])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "now": self.now(),
+            "governor": self._governor.state_dict(),
+            "snapshots": self._snapshots.state_dict(),
+            "rollbacks": self.rollbacks,
+            "in_a_row": self.in_a_row,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.restore(state["now"])
+        self._governor.load_state_dict(state["governor"])
+        self._snapshots.load_state_dict(state["snapshots"])
+        self.rollbacks, self.in_a_row = state["rollbacks"], state["in_a_row"]

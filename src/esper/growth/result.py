@@ -1,0 +1,56 @@
+"""What `grow` gives back: the model, what was done to it, and what that gave and cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from torch import nn
+
+from esper.growth.baked import save
+from esper.growth.ledger import Ledger
+from esper.growth.state import Cost
+
+Status = Literal["finished", "stopped early", "stopped"]
+
+
+@dataclass(frozen=True, slots=True)
+class Grown:
+    model: nn.Module  # with the kept seeds in it
+    status: Status
+    epochs: int
+    val_loss_before: float
+    val_loss: float
+    train_losses: tuple[float, ...]  # per epoch
+    val_losses: tuple[float, ...]
+    host: Cost
+    added: Cost
+    gflops: float  # of the whole training, pruned seeds and measurements included
+    rollbacks: int
+    ledger: Ledger
+    controller: str
+    optimizer: str
+    seconds: float
+    folder: Path | None = None
+
+    def report(self) -> str:
+        """One line: what was kept, what it gave, what it cost."""
+        kept, tried = self.ledger.count("kept"), len(self.ledger.entries)
+        nothing = f"nothing was worth keeping ({tried} seeds tried)" if tried else "nothing was worth trying"
+        parameters = self.added.parameters / max(self.host.parameters, 1)
+        flops = self.added.flops / max(self.host.flops, 1)
+        return " · ".join(
+            [
+                f"kept {kept} of {tried} seeds" if kept else nothing,
+                f"val loss {self.val_loss_before:.3f} -> {self.val_loss:.3f}",
+                f"+{parameters:.1%} parameters",
+                f"+{flops:.1%} FLOPs",
+                f"{self.rollbacks} rollbacks",
+                self.optimizer,
+            ]
+        )
+
+    def save(self, path: Path | str) -> None:
+        """Writes weights and structure as safetensors; `esper.load(path, model=fresh_instance)` gives the grown model back."""
+        save(self.model, path)

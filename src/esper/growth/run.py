@@ -1,0 +1,173 @@
+"""A growing run as a folder: its events, its checkpoints, and how it goes on after a stop or a crash.
+
+A checkpoint is written after every epoch, and on a stop in the middle of one where the training loader can tell where it is. What is
+saved is everything: weights, optimisers, schedule, lives, ledger, snapshots, data position and the global random streams.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from esper.checkpoint import Checkpoint, CheckpointStore
+from esper.config import load, save
+from esper.events import Event, EventLog, Sink
+from esper.growth.config import GrowthConfig
+from esper.growth.errors import GrowthError
+from esper.growth.events import LoaderRestarted
+from esper.growth.grower import Grower
+from esper.run_folder import CHECKPOINTS, CONFIG, EVENTS, check_holds_a_run, check_is_free, locked
+
+KIND = "growth"
+
+
+class Run:
+    """Where a training reports to. This one keeps nothing."""
+
+    folder: Path | None = None
+
+    def emit(self, event: Event) -> None:
+        pass
+
+    def should_stop(self) -> bool:
+        return False
+
+    def restore(self, grower: Grower, loader: Iterable[Any], val_loss_before: float) -> float:
+        """Puts everything back where a saved run was; gives the validation loss from before it all began."""
+        return val_loss_before
+
+    def save(self, grower: Grower, loader: Iterable[Any], val_loss_before: float, *, at_end_of_epoch: bool) -> bool:
+        """Whether it could be saved at this point."""
+        return True
+
+
+NO_RUN = Run()
+
+
+class SavedRun(Run):
+    """In a folder of its own."""
+
+    def __init__(
+        self, folder: Path, log: EventLog, checkpoint: Checkpoint | None, *, keep: int = 3, should_stop: Callable[[], bool] = lambda: False
+    ) -> None:
+        self.folder = folder
+        self._log, self._checkpoint, self._should_stop = log, checkpoint, should_stop
+        self._store = CheckpointStore(folder / CHECKPOINTS, kind=KIND, keep=keep)
+        self._best = float("inf")
+
+    def emit(self, event: Event) -> None:
+        self._log.emit(event)
+
+    def should_stop(self) -> bool:
+        return self._should_stop()
+
+    def restore(self, grower: Grower, loader: Iterable[Any], val_loss_before: float) -> float:
+        if self._checkpoint is None:
+            return val_loss_before
+        state = self._checkpoint.state
+        grower.load_state_dict(state["grower"])
+        if state["loader"] is not None:
+            _stateful(loader).load_state_dict(state["loader"])
+        else:
+            self.emit(LoaderRestarted(epoch=grower.epoch))
+        _set_random_streams(state["random"])
+        self._best = state["best"]
+        before: float = state["val_loss_before"]
+        return before
+
+    def save(self, grower: Grower, loader: Iterable[Any], val_loss_before: float, *, at_end_of_epoch: bool) -> bool:
+        is_stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+        if not at_end_of_epoch and not is_stateful:
+            return True  # the checkpoint at the last epoch's end stands
+        is_best = at_end_of_epoch and grower.chronicle.val_losses[-1] < self._best
+        if is_best:
+            self._best = grower.chronicle.val_losses[-1]
+        state = {
+            "grower": grower.state_dict(),
+            "loader": _stateful(loader).state_dict() if is_stateful else None,
+            "random": _random_streams(),
+            "val_loss_before": val_loss_before,
+            "best": self._best,
+            "events_offset": self._log.offset(),
+        }
+        step = grower.epoch * 1_000_000 + grower.chronicle.steps  # checkpoints are ordered by it
+        self._store.save(step, state, is_best=is_best, note={"epoch": grower.epoch})
+        return True
+
+
+@contextlib.contextmanager
+def open_run(
+    folder: Path | str | None,
+    *,
+    resume: bool,
+    config: GrowthConfig,
+    sinks: Sequence[Sink] = (),
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Iterator[Run]:
+    """The run in a folder, new or going on; without a folder, nothing is kept."""
+    if folder is None:
+        if resume:
+            raise GrowthError("resume needs the folder of the run: run=...")
+        yield NO_RUN
+        return
+    place = Path(folder)
+    if resume:
+        check_holds_a_run(place)
+        _check_same(load(GrowthConfig, place / CONFIG), config, place)
+    else:
+        check_is_free(place)
+        place.mkdir(parents=True, exist_ok=True)
+    with locked(place):
+        store = CheckpointStore(place / CHECKPOINTS, kind=KIND)
+        checkpoint = store.load("latest") if resume and store.has_any() else None
+        save(config, place / CONFIG)
+        with _log(place, checkpoint, sinks) as log:
+            yield SavedRun(place, log, checkpoint, should_stop=should_stop)
+
+
+def _log(folder: Path, checkpoint: Checkpoint | None, sinks: Sequence[Sink]) -> EventLog:
+    path = folder / EVENTS
+    if checkpoint is None:
+        path.unlink(missing_ok=True)  # everything in it will happen again, from the start
+        return EventLog(path, run=folder.name, sinks=sinks)
+    return EventLog.resume(path, checkpoint.state["events_offset"], sinks=sinks)
+
+
+def _check_same(saved: GrowthConfig, wanted: GrowthConfig, folder: Path) -> None:
+    different = [name for name in GrowthConfig.__struct_fields__ if getattr(saved, name) != getattr(wanted, name)]
+    if different:
+        name = different[0]
+        raise GrowthError(
+            f"the run in {folder} was started with {name} = {getattr(saved, name)!r} and cannot go on with {getattr(wanted, name)!r}"
+        )
+
+
+def _stateful(loader: Any) -> Any:
+    return loader
+
+
+def _random_streams() -> dict[str, Any]:
+    """The global generators, which dropout and a user's loader draw from."""
+    version, words, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "python": [version, list(words), gauss],
+        "numpy": [name, np.asarray(keys), int(position), int(has_gauss), float(cached)],
+    }
+
+
+def _set_random_streams(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    if torch.cuda.is_available() and state["cuda"]:
+        torch.cuda.set_rng_state_all(state["cuda"])
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    np.random.set_state(tuple(state["numpy"]))  # noqa: NPY002

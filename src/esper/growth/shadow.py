@@ -1,0 +1,103 @@
+"""Raising seeds in the shadow: a second forward pass really uses them, only they get its gradient, and the host does not notice.
+
+What lies before the first of these slots is not computed again: its output is recorded in the user's own forward pass. The host's
+optimiser has stepped since, so the second pass is that of the new weights on the output of the old ones. A compiled model runs eagerly and
+as a whole in the second pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from esper.growth.errors import GrowthError
+from esper.growth.isolation import Isolation
+from esper.growth.replay import Replay
+from esper.growth.slotted import Slotted
+from esper.growth.state import Cost
+from esper.parallel import Group
+
+if TYPE_CHECKING:
+    from esper.growth.garden import Bed
+
+Closure = Callable[[], Tensor]  # computes the loss of the last batch again
+
+
+class Shadow:
+    def __init__(self, slotted: Slotted, *, alpha: float = 1.0) -> None:
+        self.slotted, self.alpha = slotted, alpha
+        self._isolation = Isolation(slotted.model)
+        self._replay: Replay | None = None
+        self._replayed_slot = ""
+        self._can_replay = True
+        self._recording = ExitStack()
+
+    def prepare(self, beds: Sequence[Bed]) -> None:
+        """The next forward pass of the user is recorded, where there are seeds that need it."""
+        first = self._first(beds)
+        if first is None or not self._can_replay:
+            return
+        if self._replay is None or self._replayed_slot != first:
+            self._replay, self._replayed_slot = Replay(self.slotted.model, self.slotted.survey.calls, first), first
+        self._recording.enter_context(self._replay.recording(keep_last=True))
+
+    def rest(self) -> None:
+        """Stops recording."""
+        self._recording.close()
+
+    def step(self, beds: Sequence[Bed], closure: Closure, *, scale: float, group: Group) -> None:
+        """Lets these seeds learn from the last batch. Their loss is multiplied by `scale` on the way, for half precision."""
+        self.rest()
+        parameters = [parameter for bed in beds if bed.learner is not None for parameter in bed.learner.parameters]
+        seeds = [bed.slot.seed for bed in beds if bed.slot.seed is not None]
+        with ExitStack() as stack:
+            stack.enter_context(self._isolation.guard(apart_from=seeds))
+            stack.enter_context(torch.enable_grad())
+            for bed in beds:
+                stack.enter_context(bed.slot.held_at(self.alpha))
+            loss = self._loss(closure)
+            gradients = torch.autograd.grad(loss * scale, parameters, allow_unused=True)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        for bed in beds:
+            if bed.learner is not None:
+                bed.learner.step(scale=scale, must_check=scale != 1.0, group=group)
+
+    def _loss(self, closure: Closure) -> Tensor:
+        loss = self._replayed_loss(closure)
+        loss = closure() if loss is None else loss
+        if not isinstance(loss, Tensor) or not loss.requires_grad:
+            raise GrowthError(
+                "the closure of after_step gave no loss with a gradient; it must compute the loss of the batch again, "
+                "through the slotted model and with gradients on: lambda: loss_fn(slotted(x), y)"
+            )
+        return loss
+
+    def _replayed_loss(self, closure: Closure) -> Tensor | None:
+        """None where it has to be computed as a whole."""
+        if self._replay is None or not self._can_replay or not self._replay.nbytes:
+            return None
+        try:
+            with self._replay.replaying():
+                return closure()
+        except RuntimeError:
+            # The closure does not run the model as the training step did. Whatever else is wrong comes up again without a replay.
+            self._can_replay = False
+            return None
+
+    def flops(self, beds: Sequence[Bed], costs: Sequence[Cost]) -> int:
+        """Of the second pass, per sample: forward and backward behind the first slot, and what lies before it unless replayed."""
+        first = self._first(beds)
+        if first is None:
+            return 0
+        behind = self.slotted.survey.places[first].flops_behind
+        before = 0 if self._replay is not None and self._can_replay and self._replay.is_usable else self.slotted.survey.host.flops - behind
+        return before + 2 * behind + 3 * sum(cost.flops for cost in costs)
+
+    def _first(self, beds: Sequence[Bed]) -> str | None:
+        names = {bed.slot.place.name for bed in beds}
+        return next((name for name in self.slotted.slots if name in names), None)

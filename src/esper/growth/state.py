@@ -1,0 +1,89 @@
+"""What a controller sees at the end of an epoch: plain numbers, nothing of the model itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from esper.growth.lifecycle import Stage
+from esper.growth.place import Place
+from esper.statistics import Interval
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of a seed, or of all of them."""
+
+    parameters: int
+    flops: int  # of a forward pass for one sample
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A blueprint that could grow in a slot."""
+
+    blueprint: str
+    cost: Cost
+    rent: float  # in nats, with everything that is in the host already
+    promise: float | None = None  # nats per step that the loss would fall at first, from the probe; None: not probed
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """What the validation loss gains by a seed: loss without it minus loss with it, over the same batches."""
+
+    gain: Interval  # in nats
+    epoch: int  # when it was measured
+
+
+@dataclass(frozen=True, slots=True)
+class GradientStats:
+    """Of a seed's gradient since the last epoch; norms are global L2, unscaled, before clipping."""
+
+    steps: int
+    mean_norm: float
+    max_norm: float
+    health: float  # in [0, 1], see esper.gradients.gradient_health
+    skipped: int  # steps not taken because the gradient was not finite
+
+
+@dataclass(frozen=True, slots=True)
+class SlotState:
+    place: Place
+    stage: Stage = Stage.DORMANT
+    blueprint: str | None = None
+    cost: Cost = Cost(0, 0)
+    rent: float = 0.0
+    alpha: float = 0.0
+    age: int = 0  # epochs since it germinated
+    epochs_in_stage: int = 0
+    is_withdrawing: bool = False  # alpha falls, then the seed is pruned
+    gradients: GradientStats | None = None
+    contribution: Contribution | None = None
+    candidates: tuple[Candidate, ...] = ()  # what may grow here and fits the budget; empty unless the slot is dormant
+    tried: tuple[str, ...] = ()  # blueprints that grew here and were pruned
+
+
+@dataclass(frozen=True, slots=True)
+class GrowthState:
+    epoch: int  # finished so far
+    epochs: int | None  # planned; None: unknown
+    steps_per_epoch: int
+    train_losses: tuple[float, ...]  # mean per epoch, oldest first
+    val_losses: tuple[float, ...]
+    slots: tuple[SlotState, ...]
+    host_cost: Cost
+    added: Cost  # by all seeds that are in the host
+    parameters_left: int | None  # of the budget; None: no limit
+    flops_left: int | None
+    seeds_left: int
+    rollbacks: int = 0
+    uninformed_loss: float | None = None
+    learning_rate: float = field(default=0.0)  # of the host's first group
+
+    @property
+    def progress(self) -> float | None:
+        """The part of the run that is over."""
+        return None if not self.epochs else self.epoch / self.epochs
+
+    def slot(self, name: str) -> SlotState:
+        return next(slot for slot in self.slots if slot.place.name == name)

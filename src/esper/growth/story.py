@@ -1,0 +1,151 @@
+"""The story of a growing run, folded from its events: what the terminal, the final table and the report are made from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from esper.events import Event, read
+from esper.growth.events import (
+    ActionRefused,
+    EpochEnded,
+    GrowthFinished,
+    GrowthStarted,
+    Measured,
+    RolledBack,
+    SlotView,
+    StageEntered,
+    Tested,
+)
+from esper.growth.lifecycle import LIVING, OCCUPIED, Stage
+from esper.run_folder import EVENTS, RunError
+
+Outcome = Literal["living", "kept", "pruned", "rolled back"]
+
+
+@dataclass
+class SeedStory:
+    """One seed, from birth to whatever became of it."""
+
+    number: int
+    slot: str
+    blueprint: str
+    born: int  # epochs that were over
+    reason: str  # why it was born, and later why it ended as it did
+    stages: list[tuple[int, str]] = field(default_factory=list)  # (epochs that were over, name of the stage)
+    outcome: Outcome = "living"
+    ended: int | None = None
+    parameters: int = 0
+    rent: float = 0.0
+    gain: float | None = None  # nats, as last measured
+    gain_low: float | None = None
+    gain_high: float | None = None
+
+
+@dataclass
+class Story:
+    """Everything that is known so far."""
+
+    began: GrowthStarted | None = None  # the first time
+    started: GrowthStarted | None = None  # the last time
+    epochs: list[EpochEnded] = field(default_factory=list)
+    seeds: list[SeedStory] = field(default_factory=list)
+    rollbacks: list[RolledBack] = field(default_factory=list)
+    refused: list[ActionRefused] = field(default_factory=list)
+    finished: GrowthFinished | None = None
+    tested: Tested | None = None
+
+    def take(self, event: Event) -> None:
+        match event:
+            case GrowthStarted():
+                self.began, self.started, self.finished = self.began or event, event, None
+            case StageEntered():
+                self._take_stage(event)
+            case Measured():
+                seed = self.seed_in(event.slot)
+                if seed is not None:
+                    _note_gain(seed, event)
+            case EpochEnded():
+                self.epochs.append(event)
+                for view in event.slots:
+                    self._take_view(event.epoch, view)
+            case RolledBack():
+                self.rollbacks.append(event)
+                for slot in event.embargoed:
+                    self._end(self.seed_in(slot), "rolled back", event.epoch, event.reason)
+            case ActionRefused():
+                self.refused.append(event)
+            case GrowthFinished():
+                self.finished = event
+            case Tested():
+                self.tested = event
+
+    @property
+    def seconds(self) -> float:
+        """Of training, with everything that was decided and measured on the way, also before a stop."""
+        return sum(epoch.seconds for epoch in self.epochs)
+
+    @property
+    def is_over(self) -> bool:
+        """There is nothing left to go on with."""
+        return self.finished is not None and self.finished.why != "stopped"
+
+    def seed_in(self, slot: str) -> SeedStory | None:
+        """The last one that grew there."""
+        return next((seed for seed in reversed(self.seeds) if seed.slot == slot), None)
+
+    def kept(self) -> list[SeedStory]:
+        return [seed for seed in self.seeds if seed.outcome == "kept"]
+
+    def _take_stage(self, event: StageEntered) -> None:
+        if event.stage == Stage.GERMINATED.name:
+            self.seeds.append(SeedStory(len(self.seeds) + 1, event.slot, event.blueprint, event.epoch, event.reason))
+        seed = self.seed_in(event.slot)
+        if seed is None or seed.ended is not None:
+            return  # an embargo, or its end, is no part of a seed's life
+        seed.stages.append((event.epoch, event.stage))
+        if event.stage == Stage.FOSSILIZED.name:
+            self._end(seed, "kept", event.epoch, event.reason)
+        elif event.stage == Stage.PRUNED.name:
+            # Before it is taken out alpha falls, and the reason was given then.
+            is_withdrawn = len(seed.stages) > 1 and seed.stages[-2][1] == Stage.BLENDING.name
+            self._end(seed, "pruned", event.epoch, seed.reason if is_withdrawn and seed.reason else event.reason)
+        elif event.stage == Stage.BLENDING.name:
+            seed.reason = event.reason
+
+    def _take_view(self, epoch: int, view: SlotView) -> None:
+        """A rollback brings seeds back and takes seeds away without a stage of their own; the slots at the end of the epoch show it."""
+        seed, stage = self.seed_in(view.slot), Stage[view.stage]
+        if seed is None:
+            return
+        if stage not in OCCUPIED:
+            if seed.outcome == "living":
+                self._end(seed, "rolled back", epoch, self.rollbacks[-1].reason if self.rollbacks else "it has gone")
+            return
+        if stage in LIVING and seed.ended is not None:
+            seed.outcome, seed.ended = "living", None
+            seed.stages.append((epoch, view.stage))
+        seed.parameters = view.parameters
+        if view.gain is not None:
+            _note_gain(seed, view)
+        seed.rent = view.rent or seed.rent
+
+    def _end(self, seed: SeedStory | None, outcome: Outcome, epoch: int, reason: str) -> None:
+        if seed is not None:
+            seed.outcome, seed.ended, seed.reason = outcome, epoch, reason
+
+
+def _note_gain(seed: SeedStory, measured: Measured | SlotView) -> None:
+    seed.gain, seed.gain_low, seed.gain_high, seed.rent = measured.gain, measured.gain_low, measured.gain_high, measured.rent
+
+
+def read_story(folder: Path | str) -> Story:
+    """The story of the run in a folder, finished or not."""
+    path = Path(folder) / EVENTS
+    if not path.is_file():
+        raise RunError(f"there is no run in {folder}: it has no {EVENTS}")
+    story = Story()
+    for record in read(path):
+        story.take(record.event)
+    return story

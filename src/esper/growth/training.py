@@ -1,0 +1,270 @@
+"""`grow`: the whole training loop around a grower, for a model, two loaders and a loss.
+
+grown = esper.grow(model, train_loader, val_loader, loss_fn=F.cross_entropy, epochs=30)
+print(grown.report())
+torch.save(grown.model.state_dict(), "model.pt")
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from esper.events import Event
+from esper.growth.batches import LossFunction, StepLoss, check_data, checked, device_of, example_of, move, size_of, step_loss_of
+from esper.growth.config import GrowthConfig
+from esper.growth.decisions import Controller
+from esper.growth.errors import GrowthError
+from esper.growth.events import GrowthFinished, GrowthStarted
+from esper.growth.grower import Grower
+from esper.growth.isolation import isolated
+from esper.growth.result import Grown, Status
+from esper.growth.run import NO_RUN, Run, open_run
+from esper.growth.slotted import Slotted, add_slots
+
+MakeHostOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+MakeScheduler = Callable[[Optimizer], Any]
+
+
+def default_optimizer(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def grow(
+    model: nn.Module,
+    train_loader: Iterable[Any],
+    val_loader: Iterable[Any],
+    loss_fn: LossFunction | None = None,
+    *,
+    epochs: int,
+    step_loss: StepLoss | None = None,
+    optimizer: MakeHostOptimizer = default_optimizer,
+    scheduler: MakeScheduler | None = None,
+    controller: Controller | str = "heuristic",
+    config: GrowthConfig | None = None,
+    run: Path | str | None = None,
+    resume: bool = False,
+) -> Grown:
+    """Trains a copy of the model for some epochs and grows it where that pays. The model itself is not touched.
+
+    A batch is (inputs, targets) with `loss_fn(outputs, targets)`, or anything with `step_loss(model, batch)`. `optimizer` makes one for the
+    parameters, `scheduler` a schedule for it, stepped after every epoch. The loaders are iterated as they are, on the model's device.
+    With `run`, everything is kept in that folder, and `resume` goes on with what is there: from the last epoch's end, or from the very step
+    where the training loader has a `state_dict`.
+    """
+    if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
+        raise GrowthError(f"epochs must be a number from 1 on, and is {epochs!r}")
+    training = Training(
+        copy.deepcopy(model),
+        train_loader,
+        val_loader,
+        step_loss_of(loss_fn, step_loss),
+        epochs=epochs,
+        make_optimizer=optimizer,
+        make_scheduler=scheduler,
+        config=config or GrowthConfig(),
+    )
+    with open_run(run, resume=resume, config=training.config) as opened:
+        return training.run(controller, opened)
+
+
+class Training:
+    """A model of its own, its data, its optimiser; `run` trains it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        train_loader: Iterable[Any],
+        val_loader: Iterable[Any],
+        step_loss: StepLoss,
+        *,
+        epochs: int,
+        make_optimizer: MakeHostOptimizer,
+        make_scheduler: MakeScheduler | None,
+        config: GrowthConfig,
+    ) -> None:
+        self.model, self.train_loader, self.val_loader, self.step_loss = model, train_loader, val_loader, step_loss
+        self.epochs, self.config = epochs, config
+        self.device = device_of(model)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if not trained:
+            raise GrowthError("all parameters of the model are frozen (requires_grad is False); there is nothing to train")
+        self.optimizer = make_optimizer(trained)
+        if not isinstance(self.optimizer, Optimizer):
+            raise GrowthError(
+                "optimizer must be a function that makes one: optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)"
+            )
+        self.scheduler = None if make_scheduler is None else make_scheduler(self.optimizer)
+
+    def run(self, controller: Controller | str, run: Run = NO_RUN) -> Grown:
+        began = time.perf_counter()
+        before, batch = self._first_look()
+        slotted = self._slotted(batch)
+        try:
+            grower = Grower(
+                slotted,
+                self.optimizer,
+                scheduler=self.scheduler,
+                controller=controller,
+                config=self.config,
+                epochs=self.epochs,
+                on_event=run.emit,
+            )
+            before = run.restore(grower, self.train_loader, before)
+            run.emit(self._started(grower))
+            status = self._train(grower, run, before)
+        except BaseException:
+            slotted.remove()
+            raise
+        return self._finish(grower, run, status, before, time.perf_counter() - began)
+
+    def _train(self, grower: Grower, run: Run, before: float) -> Status:
+        grower.begin()
+        while grower.epoch < self.epochs:
+            if not self._train_epoch(grower, run, before):
+                return "stopped"
+            grower.after_epoch(lambda: self._losses(grower))
+            if self.scheduler is not None:
+                self.scheduler.step()
+            is_over = grower.epoch >= self.epochs or self._is_stuck(grower)
+            run.save(grower, self.train_loader, before, at_end_of_epoch=True)
+            if is_over:
+                break
+            if run.should_stop():
+                return "stopped"
+        return "finished" if grower.epoch >= self.epochs else "stopped early"
+
+    def _train_epoch(self, grower: Grower, run: Run, before: float) -> bool:
+        """False where it was stopped."""
+        self.model.train()
+        for number, raw in enumerate(self.train_loader, start=grower.chronicle.steps + 1):
+            batch = move(raw, self.device)
+            loss = self._loss(batch)
+            torch.autograd.backward(loss)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            rollbacks = grower.rollbacks
+            grower.after_step(loss, closure=partial(self._loss, batch), samples=size_of(batch))
+            if grower.rollbacks > rollbacks:
+                check_data(batch, math.nan, f"batch {number} of the training loader")
+            if run.should_stop() and run.save(grower, self.train_loader, before, at_end_of_epoch=False):
+                return False
+        return True
+
+    def _loss(self, batch: Any) -> Tensor:
+        return checked(self.step_loss(self.model, batch))
+
+    def _losses(self, grower: Grower) -> list[Tensor]:
+        losses = list(self._evaluate(grower))
+        if not losses:
+            raise GrowthError("the validation loader yields nothing; it needs at least one batch")
+        return losses
+
+    def _evaluate(self, grower: Grower | None) -> Iterator[Tensor]:
+        """The loss of every validation batch. Draws nothing from the random streams that training uses."""
+        with isolated(self.model), torch.no_grad():
+            self.model.eval()
+            for raw in self.val_loader:
+                batch = move(raw, self.device)
+                yield self._loss(batch).detach()
+                if grower is not None:
+                    grower.count_evaluation(size_of(batch))
+
+    def _first_look(self) -> tuple[float, Any]:
+        """The validation loss before anything was done, and a batch. What is wrong with model, loss or data comes up here."""
+        losses, first = [], None
+        with isolated(self.model), torch.no_grad():
+            self.model.eval()
+            for number, raw in enumerate(self.val_loader, start=1):
+                batch = move(raw, self.device)
+                first = batch if first is None else first
+                loss = float(self._loss(batch))
+                check_data(batch, loss, f"batch {number} of the validation loader")
+                losses.append(loss)
+        if not losses:
+            raise GrowthError("the validation loader yields nothing; it needs at least one batch")
+        return sum(losses) / len(losses), first
+
+    def _slotted(self, batch: Any) -> Slotted:
+        return add_slots(self.model, example_of(batch), slots=self.config.slots)
+
+    def _is_stuck(self, grower: Grower) -> bool:
+        """Early stopping: no better validation loss for long, and no seed on its way."""
+        losses, patience = grower.chronicle.val_losses, self.config.patience
+        if patience is None or len(losses) <= patience or grower.garden.living():
+            return False
+        return min(losses[-patience:]) >= min(losses[:-patience])
+
+    def _started(self, grower: Grower) -> Event:
+        host = grower.slotted.survey.host
+        return GrowthStarted(
+            epoch=grower.epoch,
+            epochs=self.epochs,
+            controller=grower.controller.name,
+            raise_mode=self.config.lifecycle.raise_mode,
+            slots=list(grower.slotted.slots),
+            parameters=host.parameters,
+            flops=host.flops,
+            optimizer=describe_optimizer(self.optimizer),
+            device=str(self.device),
+        )
+
+    def _finish(self, grower: Grower, run: Run, status: Status, before: float, seconds: float) -> Grown:
+        if status != "stopped":
+            for name in grower.garden.living():
+                grower.garden.prune(name, "the training is over and it has not earned its place")
+        model = grower.bake()
+        losses = [float(loss) for loss in self._evaluate(None)]
+        grown = Grown(
+            model=model,
+            status=status,
+            epochs=grower.epoch,
+            val_loss_before=before,
+            val_loss=sum(losses) / len(losses),
+            train_losses=tuple(grower.chronicle.train_losses),
+            val_losses=tuple(grower.chronicle.val_losses),
+            host=grower.slotted.survey.host,
+            added=grower.garden.added(),
+            gflops=grower.chronicle.flops / 1e9,
+            rollbacks=grower.rollbacks,
+            ledger=grower.ledger,
+            controller=grower.controller.name,
+            optimizer=describe_optimizer(self.optimizer),
+            seconds=seconds,
+            folder=run.folder,
+        )
+        run.emit(_finished(grown))
+        return grown
+
+
+def _finished(grown: Grown) -> GrowthFinished:
+    return GrowthFinished(
+        epoch=grown.epochs,
+        why=grown.status,
+        tried=len(grown.ledger.entries),
+        kept=grown.ledger.count("kept"),
+        rollbacks=grown.rollbacks,
+        val_loss_before=grown.val_loss_before,
+        val_loss=grown.val_loss,
+        parameters=grown.host.parameters + grown.added.parameters,
+        parameters_added=grown.added.parameters,
+        flops=grown.host.flops + grown.added.flops,
+        flops_added=grown.added.flops,
+        total_gflops=grown.gflops,
+        seconds=grown.seconds,
+    )
+
+
+def describe_optimizer(optimizer: Optimizer) -> str:
+    """Such as "AdamW, learning rate 0.001"; the rate is the one it began with."""
+    rates = sorted({float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups})
+    return f"{type(optimizer).__name__}, learning rate {' / '.join(f'{rate:g}' for rate in rates)}"

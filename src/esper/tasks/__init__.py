@@ -1,0 +1,33 @@
+"""Tasks on which networks are grown: data in three parts, three hosts (too small, right, too large) and a loss.
+
+task = load_task("digits")
+host = task.make_host("starved", seed=0)
+for inputs, targets in task.train_loader(seed=0):
+    task.loss_fn(host(inputs), targets).backward()
+task.evaluate(host, task.val_loader()).accuracy
+"""
+
+from esper.tasks.conv_host import ConvBlock, ConvHost
+from esper.tasks.errors import TaskError
+from esper.tasks.gpt_host import GPTBlock, GPTHost
+from esper.tasks.loader import BatchLoader, batch_bounds, shuffled_order
+from esper.tasks.registry import TASKS, TaskEntry, load_task
+from esper.tasks.task import HOST_SIZES, Evaluation, Split, Task
+
+__all__ = [
+    "HOST_SIZES",
+    "TASKS",
+    "BatchLoader",
+    "ConvBlock",
+    "ConvHost",
+    "Evaluation",
+    "GPTBlock",
+    "GPTHost",
+    "Split",
+    "Task",
+    "TaskEntry",
+    "TaskError",
+    "batch_bounds",
+    "load_task",
+    "shuffled_order",
+]

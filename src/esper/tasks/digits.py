@@ -1,0 +1,61 @@
+"""`digits`: 1,797 handwritten digits of 8×8 pixels that come with the package."""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from functools import partial
+from importlib.resources import files
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from esper.tasks.conv_host import ConvHost
+from esper.tasks.errors import TaskError
+from esper.tasks.options import TaskOptions
+from esper.tasks.splits import Indices, stratified_parts
+from esper.tasks.task import Split, Task
+
+PART_SIZES = (1_000, 397, 400)  # train, validation, test
+SPLIT_SEED = 1_797
+MEAN, SPREAD = 4.884, 6.017  # of the pixels (0 .. 16) of the training part
+CHANNELS = {"starved": (4, 8, 16), "right": (16, 32, 64), "oversized": (48, 96, 192)}
+
+SOURCE = (
+    "the test part of 'Optical Recognition of Handwritten Digits' (E. Alpaydin and C. Kaynak, UCI Machine Learning Repository), CC BY 4.0"
+)
+
+
+def load_digits(options: TaskOptions) -> Task:
+    options.refuse_data_dir("digits")
+    options.refuse_sequence_length("digits")
+    images, labels = _read()
+    train, validation, test = (_split(images, labels, part) for part in stratified_parts(labels, PART_SIZES, seed=SPLIT_SEED))
+    return Task(
+        name="digits",
+        title="handwritten digits, 8×8 pixels",
+        source=SOURCE,
+        num_classes=10,
+        train=train,
+        validation=validation,
+        test=test,
+        hosts={size: partial(ConvHost, 1, 10, channels, pool=(True, True, False)) for size, channels in CHANNELS.items()},
+        batch_size=options.batch_size or 64,
+        seed=options.seed,
+    )
+
+
+def _read() -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    resource = files("esper.tasks") / "data" / "digits.npz"
+    try:
+        with resource.open("rb") as file, np.load(file, allow_pickle=False) as archive:
+            images, labels = archive["images"], archive["labels"]
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise TaskError(f"{resource}, a file of esper itself, is missing or damaged ({error}); install esper again") from error
+    return images, labels
+
+
+def _split(images: NDArray[np.uint8], labels: NDArray[np.uint8], part: Indices) -> Split:
+    inputs = (torch.from_numpy(images[part]).float() - MEAN) / SPREAD
+    return Split(inputs.unsqueeze(1), torch.from_numpy(labels[part]).long())

@@ -1,0 +1,52 @@
+"""What a user may choose about a task, and the checks that all tasks share."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from esper.tasks.errors import TaskError
+
+
+@dataclass(frozen=True)
+class TaskOptions:
+    """The arguments of `load_task`, checked as far as they can be without the task."""
+
+    data_dir: Path | None
+    seed: int
+    batch_size: int | None
+    sequence_length: int | None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
+            raise TaskError(f"a seed is an int >= 0; got {self.seed!r}")
+        for name, value in {"batch_size": self.batch_size, "sequence_length": self.sequence_length}.items():
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise TaskError(f"{name} is an int >= 1; got {value!r}")
+
+    def refuse_data_dir(self, task: str) -> None:
+        if self.data_dir is not None:
+            raise TaskError(f"{task} brings its own data and reads nothing from {self.data_dir}; leave out --data-dir")
+
+    def refuse_sequence_length(self, task: str) -> None:
+        if self.sequence_length is not None:
+            raise TaskError(f"{task} has no sequences; leave out the sequence length")
+
+    def need_data_dir(self, task: str, what: str) -> Path:
+        """The folder that the user named; `what` says what has to be in it."""
+        if self.data_dir is None:
+            raise TaskError(f"{task} needs a folder with its data: put {what} there, and pass it with --data-dir")
+        if not self.data_dir.is_dir():
+            raise TaskError(f"no folder {self.data_dir}; put {what} into a folder, and pass it with --data-dir")
+        return self.data_dir
+
+
+def import_for_data(module: str, purpose: str) -> Any:
+    """A module that only one kind of data needs."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        missing = f"{module.split('.')[0]} is not installed"
+        raise TaskError(f"{purpose}, and {missing}: pip install 'esper[data]' (pyarrow and pillow)") from error

@@ -1,0 +1,57 @@
+"""Tasks by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+
+from esper.tasks.cifar10 import load_cifar10
+from esper.tasks.digits import load_digits
+from esper.tasks.digits_1d import load_digits_1d
+from esper.tasks.errors import TaskError
+from esper.tasks.mnist import load_fashion_mnist, load_mnist
+from esper.tasks.options import TaskOptions
+from esper.tasks.task import Task
+from esper.tasks.text import load_text
+
+
+@dataclass(frozen=True)
+class TaskEntry:
+    """One line of the list of tasks."""
+
+    title: str
+    data: str  # what --data-dir must hold, for a person
+    load: Callable[[TaskOptions], Task]
+
+
+TASKS: dict[str, TaskEntry] = {
+    "digits": TaskEntry("handwritten digits, 8×8 pixels", "none: comes with esper", load_digits),
+    "digits-1d": TaskEntry("disturbed curves of digits, series of 40 values", "none: made by esper", load_digits_1d),
+    "cifar10": TaskEntry("CIFAR-10, colour photographs, 32×32 pixels", "train.parquet and test.parquet, or *.bin", load_cifar10),
+    "mnist": TaskEntry("MNIST, handwritten digits, 28×28 pixels", "the four idx files", load_mnist),
+    "fashion-mnist": TaskEntry("Fashion-MNIST, articles of clothing, 28×28 pixels", "the four idx files", load_fashion_mnist),
+    "text": TaskEntry("the next character of a text", "input.txt; without it, Python's own sources", load_text),
+}
+
+
+def load_task(
+    name: str,
+    *,
+    data_dir: str | Path | None = None,
+    seed: int = 0,
+    batch_size: int | None = None,
+    sequence_length: int | None = None,
+) -> Task:
+    """The task of this name, its data read and checked. `seed` is for hosts and orders; the data and their parts never depend on it.
+
+    >>> load_task("digits").host_sizes
+    ('starved', 'right', 'oversized')
+    """
+    if name not in TASKS:
+        near = get_close_matches(name.lower(), TASKS, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(TASKS)}"
+        raise TaskError(f"no task named {name!r}; {hint}")
+    folder = None if data_dir is None else Path(data_dir).expanduser()
+    return TASKS[name].load(TaskOptions(folder, seed=seed, batch_size=batch_size, sequence_length=sequence_length))

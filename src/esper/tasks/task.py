@@ -1,0 +1,156 @@
+"""A task: data in three parts, hosts in three sizes, a loss, and how well a model does.
+
+Shapes: M = samples of a part, B = samples of a batch, T = tokens of a sequence (text only), K = classes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from esper.rng import Streams
+from esper.tasks.errors import TaskError
+from esper.tasks.loader import Augmentation, BatchLoader
+
+HOST_SIZES = ("starved", "right", "oversized")
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """One part of the data, on the CPU."""
+
+    inputs: Tensor  # float32 [M, channels, ...], or int64 [M, T]
+    targets: Tensor  # int64 [M], or int64 [M, T], 0 .. K - 1
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How a model did on one pass over a loader."""
+
+    loss: float  # nats, mean over all targets
+    accuracy: float  # share of the targets that got the highest score, 0 .. 1
+    losses: tuple[float, ...]  # mean loss of each batch, for paired comparisons
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """What `load_task` gives. Nobody who decides or is rewarded may use `test`."""
+
+    name: str
+    title: str  # one line for a person
+    source: str  # where the data come from, and their licence
+    num_classes: int
+    train: Split
+    validation: Split
+    test: Split
+    hosts: Mapping[str, Callable[[], nn.Module]]  # size -> a fresh host
+    batch_size: int
+    seed: int = 0  # of hosts and data orders that are asked for without one; the data and their parts never depend on it
+    augmentation: Augmentation | None = None
+
+    @property
+    def host_sizes(self) -> tuple[str, ...]:
+        return HOST_SIZES
+
+    @property
+    def uninformed_loss(self) -> float:
+        """The loss, in nats, of a model that gives every class the same probability."""
+        return math.log(self.num_classes)
+
+    @property
+    def example_input(self) -> Tensor:
+        """Two training inputs, for a probe of a host."""
+        return self.train.inputs[:2].clone()
+
+    def make_host(self, size: str, *, seed: int | None = None) -> nn.Module:
+        """A host on the CPU, its weights drawn from a stream of its own: the same for the same seed, whatever was drawn before."""
+        if size not in self.hosts:
+            raise TaskError(f"no host named {size!r}; {self.name} has {', '.join(self.hosts)}")
+        stream = Streams(self.seed if seed is None else seed).integer(f"host {size}")
+        # Layers draw their weights from the global generator of the CPU. That one alone is set and put back: `torch.manual_seed` would
+        # seed those of all other devices too.
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            torch.default_generator.manual_seed(stream)
+            return self.hosts[size]()
+
+    def train_loader(
+        self, *, seed: int | None = None, device: str | torch.device = "cpu", augment: bool = False, drop_last: bool = False
+    ) -> BatchLoader:
+        """The whole training part, shuffled anew in each epoch; the data are copied to `device` once and live as long as the loader."""
+        if augment and self.augmentation is None:
+            raise TaskError(f"{self.name} has no augmentation; leave augment off")
+        return BatchLoader(
+            self.train.inputs.to(device),
+            self.train.targets.to(device),
+            batch_size=self.batch_size,
+            seed=self.seed if seed is None else seed,
+            drop_last=drop_last,
+            augmentation=self.augmentation if augment else None,
+        )
+
+    def val_loader(self, *, device: str | torch.device = "cpu") -> BatchLoader:
+        """The validation part, always in the same order."""
+        return self._fixed_loader(self.validation, device)
+
+    def test_loader(self, *, device: str | torch.device = "cpu") -> BatchLoader:
+        """The test part, always in the same order."""
+        return self._fixed_loader(self.test, device)
+
+    def _fixed_loader(self, split: Split, device: str | torch.device) -> BatchLoader:
+        return BatchLoader(split.inputs.to(device), split.targets.to(device), batch_size=self.batch_size)
+
+    def loss_fn(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross entropy in nats: logits [B, K] or [B, T, K] against targets [B] or [B, T]."""
+        return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+
+    def accuracy(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Share of the targets that have the highest logit: a scalar tensor on the device, 0 .. 1."""
+        return (outputs.argmax(dim=-1) == targets).float().mean()
+
+    def evaluate(self, model: nn.Module, loader: Iterable[tuple[Tensor, Tensor]]) -> Evaluation:
+        """One pass in evaluation mode, without gradients; every module has its own mode back afterwards. Reads the device once."""
+        rows, counts = [], []
+        was_training = [(module, module.training) for module in model.modules()]
+        model.eval()
+        try:
+            with torch.inference_mode():
+                for inputs, targets in loader:
+                    outputs = model(inputs)
+                    rows.append(torch.stack([self.loss_fn(outputs, targets).float(), self.accuracy(outputs, targets)]))
+                    counts.append(targets.numel())
+        finally:
+            for module, mode in was_training:
+                module.training = mode
+        if not rows:
+            raise TaskError("the loader gave no batch to evaluate on")
+        table = torch.stack(rows).cpu().double()  # [batches, 2]
+        weights = torch.tensor(counts, dtype=torch.float64, device="cpu") / sum(counts)
+        loss, accuracy = (weights @ table).tolist()
+        return Evaluation(loss=loss, accuracy=accuracy, losses=tuple(table[:, 0].tolist()))
+
+    def num_parameters(self, size: str) -> int:
+        """How many parameters the host of this size has."""
+        return sum(parameter.numel() for parameter in self.make_host(size).parameters())
+
+    def describe(self) -> str:
+        """A few lines for a person."""
+        hosts = " · ".join(f"{size} {self.num_parameters(size):,}" for size in self.host_sizes)
+        shape = " × ".join(map(str, self.train.inputs.shape[1:]))
+        return "\n".join(
+            [
+                f"{self.name}: {self.title}",
+                f"  samples   train {len(self.train):,} · validation {len(self.validation):,} · test {len(self.test):,}, of {shape}",
+                f"  classes   {self.num_classes}; the uninformed loss is {self.uninformed_loss:.3f}",
+                f"  hosts     {hosts} parameters",
+                f"  batches   of {self.batch_size}",
+                f"  data      {self.source}",
+            ]
+        )

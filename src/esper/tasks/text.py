@@ -1,0 +1,125 @@
+"""`text`: the next character of a text, from a file or, without one, from the sources of the Python that runs.
+
+The text is cut in order: 90 % train, 5 % validation, 5 % test. A sample is a stretch of characters and the same one character further on;
+the stretches of a part follow one another without overlap, so an epoch asks for every character once. Ids are the places of the characters
+of the training part in their sorted order; the last id stands for all characters that are not in it.
+
+Shapes: M = samples, T = characters of a sample.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import sysconfig
+from functools import partial
+from pathlib import Path
+from typing import TypedDict
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from esper.tasks.errors import TaskError
+from esper.tasks.gpt_host import GPTHost
+from esper.tasks.options import TaskOptions
+from esper.tasks.task import Split, Task
+
+
+class GPTShape(TypedDict):
+    width: int
+    layers: int
+    heads: int
+
+
+SEQUENCE_LENGTH = 64
+SHARES = (0.90, 0.05)  # train and validation; the rest is test
+HOSTS: dict[str, GPTShape] = {
+    "starved": {"width": 32, "layers": 2, "heads": 2},
+    "right": {"width": 128, "layers": 4, "heads": 4},
+    "oversized": {"width": 256, "layers": 6, "heads": 8},
+}
+
+# fmt: off
+MODULES = (  # of the standard library: written in Python, in every version from 3.11 on, about 1.5 MB together
+    "argparse", "ast", "bdb", "calendar", "codecs", "configparser", "contextlib", "copy", "csv", "dataclasses", "difflib", "dis", "doctest",
+    "enum", "fractions", "functools", "heapq", "inspect", "optparse", "pdb", "pickle", "random", "shlex", "shutil", "statistics",
+    "subprocess", "textwrap", "threading", "tokenize", "traceback", "warnings", "weakref",
+)
+# fmt: on
+
+
+def load_text(options: TaskOptions) -> Task:
+    text, source = _python_sources() if options.data_dir is None else _read_file(options.data_dir)
+    length = options.sequence_length or SEQUENCE_LENGTH
+    parts = _cut(text)
+    for part, part_text in parts.items():
+        _check_length(part, len(part_text), length, len(text))
+    alphabet = sorted(set(parts["train"]))
+    vocabulary_size = len(alphabet) + 1
+    train, validation, test = (_stretches(_ids(part_text, alphabet), length) for part_text in parts.values())
+    return Task(
+        name="text",
+        title=f"the next character of a text of {len(text):,}",
+        source=f"{source}, SHA-256 {hashlib.sha256(text.encode()).hexdigest()[:12]}",
+        num_classes=vocabulary_size,
+        train=train,
+        validation=validation,
+        test=test,
+        hosts={size: partial(GPTHost, vocabulary_size, sequence_length=length, **shape) for size, shape in HOSTS.items()},
+        batch_size=options.batch_size or 32,
+        seed=options.seed,
+    )
+
+
+def _cut(text: str) -> dict[str, str]:
+    first = int(len(text) * SHARES[0])
+    second = first + int(len(text) * SHARES[1])
+    return {"train": text[:first], "validation": text[first:second], "test": text[second:]}
+
+
+def _check_length(part: str, have: int, sequence_length: int, total: int) -> None:
+    samples = 2 if part == "train" else 1
+    if have < samples * sequence_length + 1:
+        raise TaskError(
+            f"a text of {total:,} characters leaves {have:,} for the {part} part, less than {samples} × {sequence_length} + 1; "
+            "use a longer text or a smaller sequence length"
+        )
+
+
+def _ids(text: str, alphabet: list[str]) -> Tensor:
+    """The id of every character, [len(text)]; the last id where the training part does not have it."""
+    codes = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
+    known = np.array([ord(character) for character in alphabet], dtype=np.uint32)
+    place = np.minimum(np.searchsorted(known, codes), len(known) - 1)
+    return torch.from_numpy(np.where(known[place] == codes, place, len(known)).astype(np.int64))
+
+
+def _stretches(ids: Tensor, length: int) -> Split:
+    count = (len(ids) - 1) // length
+    return Split(ids[: count * length].view(count, length), ids[1 : count * length + 1].view(count, length))
+
+
+def _read_file(path: Path) -> tuple[str, str]:
+    wanted = "pass a text file, or a folder with input.txt, with --data-dir"
+    file = path / "input.txt" if path.is_dir() else path
+    if not file.is_file():
+        raise TaskError(f"no input.txt in {path}; {wanted}" if path.is_dir() else f"no file {path}; {wanted}")
+    try:
+        return file.read_text(encoding="utf-8"), str(file)
+    except UnicodeDecodeError as error:
+        raise TaskError(f"{file} is not a text in UTF-8 ({error}); {wanted}") from error
+    except OSError as error:
+        raise TaskError(f"cannot read {file}: {error.strerror}; {wanted}") from error
+
+
+def _python_sources() -> tuple[str, str]:
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    paths = [folder / f"{module}.py" for module in MODULES]
+    missing = [path.name for path in paths if not path.is_file()]
+    if missing:
+        raise TaskError(
+            f"this Python has no {', '.join(missing)} in {folder}; pass a text file, or a folder with input.txt, with --data-dir"
+        )
+    text = "\n".join(path.read_text(encoding="utf-8") for path in paths)
+    return text, f"{len(paths)} modules of the standard library of Python {platform.python_version()} (PSF licence)"

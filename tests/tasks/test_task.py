@@ -1,0 +1,205 @@
+"""Tasks that need no files: their parts, their losses, and that they can be learned."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from importlib.resources import files
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from esper.tasks import TASKS, Split, Task, TaskError, load_task
+from esper.tasks.augment import crop_and_flip
+from esper.tasks.splits import stratified_parts
+
+OWN_DATA = ("digits", "digits-1d")
+
+
+def parts_of(task: Task) -> tuple[Split, Split, Split]:
+    return task.train, task.validation, task.test
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "shape"), [("digits", (1_000, 397, 400), (1, 8, 8)), ("digits-1d", (4_000, 1_000, 1_000), (1, 40))]
+)
+def test_parts_have_the_stated_sizes_and_shapes(name: str, sizes: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    task = load_task(name)
+    assert tuple(len(part) for part in parts_of(task)) == sizes
+    assert all(part.inputs.shape[1:] == shape and part.inputs.dtype == torch.float32 for part in parts_of(task))
+    assert task.example_input.shape == (2, *shape)
+
+
+@pytest.mark.parametrize("name", OWN_DATA)
+def test_no_sample_is_in_two_parts_or_twice_in_one(name: str) -> None:
+    rows = [row.numpy().tobytes() for part in parts_of(load_task(name)) for row in part.inputs]
+    assert len(set(rows)) == len(rows)
+
+
+@pytest.mark.parametrize("name", OWN_DATA)
+def test_every_class_has_its_share_of_every_part(name: str) -> None:
+    parts = parts_of(load_task(name))
+    totals = sum(part.targets.bincount(minlength=10) for part in parts)
+    for part in parts:
+        expected = totals * len(part) / sum(len(other) for other in parts)
+        assert (part.targets.bincount(minlength=10) - expected).abs().max() <= 1
+
+
+@pytest.mark.parametrize("name", OWN_DATA)
+def test_training_inputs_have_about_mean_zero_and_spread_one(name: str) -> None:
+    inputs = load_task(name).train.inputs
+    assert abs(inputs.mean()) < 0.01
+    assert abs(inputs.std() - 1) < 0.01
+
+
+@pytest.mark.parametrize("name", OWN_DATA)
+def test_the_parts_do_not_depend_on_the_seed_of_the_run(name: str) -> None:
+    for one, other in zip(parts_of(load_task(name, seed=1)), parts_of(load_task(name, seed=2)), strict=True):
+        assert torch.equal(one.inputs, other.inputs)
+        assert torch.equal(one.targets, other.targets)
+
+
+def test_the_parts_of_the_digits_are_the_same_for_ever() -> None:
+    labels = load_digit_labels()
+    parts = stratified_parts(labels, (1_000, 397, 400), seed=1_797)
+    digests = [hashlib.sha256(part.astype("<i8").tobytes()).hexdigest()[:12] for part in parts]
+    assert digests == ["633972e2d602", "82dfd81ecdf5", "a99edbd1a495"]
+
+
+def load_digit_labels() -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    with (files("esper.tasks") / "data" / "digits.npz").open("rb") as file, np.load(file, allow_pickle=False) as archive:
+        return archive["labels"]  # type: ignore[no-any-return]
+
+
+def test_the_digits_take_less_than_60_kilobytes_and_name_their_licence() -> None:
+    folder = files("esper.tasks") / "data"
+    assert len((folder / "digits.npz").read_bytes()) < 60_000
+    assert "CC BY 4.0" in (folder / "digits-LICENSE.txt").read_text()
+    assert "CC BY 4.0" in load_task("digits").describe()
+
+
+@pytest.mark.parametrize("name", [*OWN_DATA, "text"])
+def test_loading_and_using_a_task_leaves_all_global_generators_alone(name: str) -> None:
+    before_torch, before_numpy = torch.get_rng_state(), np.random.get_state(legacy=False)  # noqa: NPY002
+    task = load_task(name)
+    next(iter(task.train_loader()))
+    task.describe()
+    task.make_host("right")
+    after_numpy = np.random.get_state(legacy=False)  # noqa: NPY002
+    assert torch.equal(torch.get_rng_state(), before_torch)
+    assert np.array_equal(before_numpy["state"]["key"], after_numpy["state"]["key"])
+    assert before_numpy["state"]["pos"] == after_numpy["state"]["pos"]
+
+
+@pytest.mark.parametrize(("name", "default"), [("digits", 64), ("digits-1d", 100), ("text", 32)])
+def test_the_batch_size_is_what_the_user_set_on_every_task(name: str, default: int) -> None:
+    assert load_task(name).train_loader().batch_size == default
+    task = load_task(name, batch_size=17)
+    for loader in (task.train_loader(), task.val_loader(), task.test_loader()):
+        assert loader.batch_size == len(next(iter(loader))[0]) == 17
+
+
+def test_the_training_loader_covers_the_whole_training_part() -> None:
+    task = load_task("digits")
+    assert sum(len(inputs) for inputs, _ in task.train_loader(seed=1)) == 1_000
+    assert len(task.train_loader()) == 16
+    assert len(task.train_loader(drop_last=True)) == 15
+
+
+def test_equal_scores_cost_the_uninformed_loss() -> None:
+    task, text = load_task("digits"), load_task("text")
+    assert task.uninformed_loss == math.log(10)
+    assert task.loss_fn(torch.zeros(4, 10), torch.arange(4)).item() == pytest.approx(task.uninformed_loss)
+    scores = torch.zeros(4, 6, text.num_classes)
+    assert text.loss_fn(scores, torch.ones(4, 6, dtype=torch.int64)).item() == pytest.approx(text.uninformed_loss)
+
+
+def test_accuracy_is_the_share_of_targets_with_the_highest_score() -> None:
+    task = load_task("digits")
+    scores = torch.eye(10)[:4]
+    assert task.accuracy(scores, torch.tensor([0, 1, 2, 9])).item() == 0.75
+    assert task.accuracy(scores.view(2, 2, 10), torch.tensor([[0, 1], [9, 9]])).item() == 0.5
+
+
+def test_evaluation_weights_batches_by_their_size_and_keeps_their_losses() -> None:
+    task = load_task("digits")
+    host = task.make_host("starved")
+    loader = task.val_loader()
+    found = task.evaluate(host, loader)
+    host.eval()
+    with torch.no_grad():
+        outputs = host(task.validation.inputs)
+    assert found.loss == pytest.approx(task.loss_fn(outputs, task.validation.targets).item(), abs=1e-5)
+    assert found.accuracy == pytest.approx(task.accuracy(outputs, task.validation.targets).item(), abs=1e-6)
+    assert len(found.losses) == len(loader)
+
+
+def test_evaluation_changes_neither_buffers_nor_the_mode_of_any_module() -> None:
+    task = load_task("digits")
+    host = task.make_host("starved")
+    frozen = host.get_submodule("blocks.1.norm")
+    frozen.eval()
+    before = {name: value.clone() for name, value in host.state_dict().items()}
+    task.evaluate(host, task.val_loader())
+    assert {name for name, module in host.named_modules() if not module.training} == {"blocks.1.norm"}
+    assert all(torch.equal(value, before[name]) for name, value in host.state_dict().items())
+
+
+def test_evaluation_on_nothing_is_refused() -> None:
+    with pytest.raises(TaskError, match="no batch"):
+        load_task("digits").evaluate(nn.Identity(), [])
+
+
+def test_a_starved_host_learns_the_digits_far_beyond_guessing_in_five_epochs() -> None:
+    task = load_task("digits")
+    host = task.make_host("starved", seed=0)
+    optimizer = torch.optim.AdamW(host.parameters(), lr=3e-3)
+    loader = task.train_loader(seed=0)
+    for _ in range(5):
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            task.loss_fn(host(inputs), targets).backward()
+            optimizer.step()
+    assert task.evaluate(host, task.val_loader()).accuracy > 0.6
+
+
+def test_a_name_that_is_no_task_is_refused_with_the_nearest() -> None:
+    with pytest.raises(TaskError, match="did you mean 'digits-1d'"):
+        load_task("Digits1d")
+    with pytest.raises(TaskError, match="there are digits, digits-1d"):
+        load_task("xyz")
+
+
+@pytest.mark.parametrize("name", OWN_DATA)
+def test_what_a_task_would_ignore_is_refused(name: str) -> None:
+    with pytest.raises(TaskError, match="leave out --data-dir"):
+        load_task(name, data_dir="somewhere")
+    with pytest.raises(TaskError, match="sequence length"):
+        load_task(name, sequence_length=8)
+    with pytest.raises(TaskError, match="no augmentation"):
+        load_task(name).train_loader(augment=True)
+    with pytest.raises(TaskError, match="starved, right, oversized"):
+        load_task(name).make_host("huge")
+
+
+@pytest.mark.parametrize("options", [{"batch_size": 0}, {"batch_size": 2.5}, {"seed": -1}, {"seed": True}])
+def test_a_number_that_cannot_be_is_refused_before_anything_is_read(options: dict[str, int]) -> None:
+    with pytest.raises(TaskError, match="is an int"):
+        load_task("digits", **options)  # type: ignore[arg-type]
+
+
+def test_the_list_of_tasks_has_the_titles_of_the_tasks() -> None:
+    assert all(TASKS[name].title == load_task(name).title for name in OWN_DATA)
+
+
+def test_crop_and_flip_moves_whole_images_and_repeats_with_its_generator() -> None:
+    images = torch.rand(64, 3, 8, 8) + 1  # no pixel is 0, as the border is
+    changed = crop_and_flip(images, torch.Generator().manual_seed(0))
+    assert torch.equal(changed, crop_and_flip(images, torch.Generator().manual_seed(0)))
+    assert not torch.equal(changed, images)
+    for before, after in zip(images, changed, strict=True):
+        assert set(after.flatten().tolist()) <= {*before.flatten().tolist(), 0.0}
+        rows, columns = (after[0] != 0).any(1).sum(), (after[0] != 0).any(0).sum()
+        assert (after[0] != 0).sum() == rows * columns >= 16  # one rectangle, moved by four pixels at most
