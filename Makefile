@@ -1,4 +1,4 @@
-# make demo    trains a recurrent policy on a memory task, live, in about a minute
+# make demo    grows a network that is too small for its task, live, beside a twin that never grows, in about a minute
 # make check   format, lint, types, fast tests: the development loop
 # make test    all tests
 # make clean   removes what tools leave behind, but neither .venv nor runs/
@@ -11,14 +11,13 @@ JOBS ?= 2
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-DEMO = --env-args delay=20 --num-envs 32 --total-steps 150000 --checkpoint-every 5 --threads 1 --device cpu --learning-rate-schedule linear
+DEMO = --task digits --host starved --controller heuristic --twin --epochs 40 --threads 1 --device cpu
 
 .PHONY: demo check test clean
 
 demo: $(INSTALLED)
-	@echo "Name the cue that was shown 20 steps ago, out of 4. A policy without memory can only guess: mean return 0.25."
-	@$(BIN)/esper ppo train cue $(DEMO)
-	@echo "without memory, by guessing       0.250"
+	@echo "Handwritten digits, and a convolutional network that is too small for them. It grows where that pays; its twin never does."
+	@$(BIN)/esper grow $(DEMO)
 
 check: $(INSTALLED)
 	@$(BIN)/ruff format --check .

@@ -262,6 +262,7 @@ class Family(NamedTuple):
     shape: tuple[int, ...]  # of a batch
     slots: tuple[str, ...]  # that it gets when the user names none
     is_tokens: bool = False
+    is_fused: bool = False  # torch computes it by one kernel in evaluation, but not where there are hooks
 
     def model(self) -> nn.Module:
         """With the same weights every time, and statistics of norms that are not those of birth."""
@@ -287,7 +288,7 @@ FAMILIES = {
     "unet": Family(UNet, (3, 1, 16, 16), ("down1", "down2", "middle", "merge2", "merge1")),
     "vit": Family(ViT, (3, 3, 8, 8), ("blocks.0", "blocks.1")),
     "gpt": Family(GPT, (3, 8), ("blocks.0", "blocks.1"), is_tokens=True),
-    "encoder": Family(lambda: Encoder(batch_first=True), (3, 7, 4), ("encoder.layers.0", "encoder.layers.1")),
+    "encoder": Family(lambda: Encoder(batch_first=True), (3, 7, 4), ("encoder.layers.0", "encoder.layers.1"), is_fused=True),
     "sequential mlp": Family(sequential_mlp, (3, 6), ("1", "4")),
     "functional mlp": Family(FunctionalMLP, (3, 6), ("first", "second")),
     "conv1d": Family(Conv1dNet, (3, 1, 32), ("features.2", "features.5")),

@@ -98,7 +98,7 @@ def test_a_branch_is_zero_at_birth_and_learns_from_the_first_step(name: str) -> 
             step(branch, h, draw(place, batch, seed=2))
             weight, bias = last_layer(branch)
             assert is_live(bias), place
-            assert is_live(weight) or place.shape == (1,) * len(place.shape), place  # of a single value, a ReLU may let nothing through
+            assert is_live(weight), place
             assert branch(h).any(), place
 
 
@@ -128,7 +128,7 @@ def test_a_trained_branch_does_the_same_in_training_and_evaluation_and_for_each_
     assert not list(branch.buffers())
     assert torch.equal(branch.eval()(h), together)
     for index in range(len(h)):
-        torch.testing.assert_close(branch(h[index : index + 1])[0], together[index])
+        torch.testing.assert_close(branch(h[index : index + 1])[0], together[index], rtol=1e-4, atol=1e-4)
 
 
 @every_blueprint
@@ -231,6 +231,7 @@ def test_flops_are_those_of_the_products() -> None:
         "conv1x1": 2 * channels**2 * positions,
         "conv3x3": 2 * 9 * channels**2 * positions,
         "double_conv3x3": 2 * 2 * 9 * channels**2 * positions,
+        "wide_conv3x3": 2 * 2 * 9 * 2 * channels**2 * positions,
         "bottleneck": 2 * (2 * 4 * channels + 9 * 4**2) * positions,
         "depthwise": 2 * (9 * channels + channels**2) * positions,
     }
@@ -316,7 +317,7 @@ def zeroed(layer: nn.Linear) -> nn.Linear:
 
 
 def test_blueprints_of_a_place_come_in_the_order_of_registration() -> None:
-    conv = ["norm", "squeeze_excite", "conv1x1", "conv3x3", "double_conv3x3", "bottleneck", "depthwise"]
+    conv = ["norm", "squeeze_excite", "conv1x1", "conv3x3", "double_conv3x3", "wide_conv3x3", "bottleneck", "depthwise"]
     assert (names(CONV), names(TOKEN), names(DENSE)) == (conv, ["norm", "low_rank", "mlp", "attention"], ["norm", "low_rank", "mlp"])
     assert [blueprint.name for blueprint in blueprints_for(CONV, ["conv3x3", "mlp", "norm"])] == ["norm", "conv3x3"]
     assert blueprints_for(DENSE, ["conv3x3"]) == blueprints_for(DENSE, []) == ()

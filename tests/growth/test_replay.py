@@ -358,6 +358,23 @@ def test_keeping_the_last_pass_holds_no_more_than_one() -> None:
         assert torch.equal(model(IMAGES[-1]), computed[-1])
 
 
+def test_several_slots_are_recorded_in_the_same_passes() -> None:
+    model = made(ResNet)
+    calls, names = calls_of(model, IMAGES[0]), ("stem.1", "blocks.1.conv2", "blocks.2")
+    replays, seeds = [Replay(model, calls, name) for name in names], [Seed(model, name) for name in names]
+    for seed in seeds:
+        seed.is_on = True
+    for _ in range(2):
+        with replays[0].recording(keep_last=True), replays[1].recording(keep_last=True), replays[2].recording(keep_last=True):
+            model(IMAGES[0])
+        for replay, seed in zip(replays, seeds, strict=True):
+            seed.is_on = False
+            expected = model(IMAGES[0])
+            with replay.replaying():
+                assert torch.equal(model(IMAGES[0]), expected)
+            seed.is_on = True
+
+
 def test_more_passes_than_recorded_are_refused_in_words() -> None:
     model = made(ResNet)
     replay = Replay(model, calls_of(model, IMAGES[0]), "blocks.1")

@@ -26,6 +26,8 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "doctor": Command("esper.cli.doctor", "what is installed, which devices there are, and what is missing"),
+    "grow": Command("esper.cli.grow", "train a model and grow it where that pays; go on with a run"),
+    "grow report": Command("esper.cli.grow_report", "write the report of a run again, also of one that was killed"),
     "ppo train": Command("esper.cli.ppo_train", "train a recurrent policy; go on with a run"),
     "ppo eval": Command("esper.cli.ppo_eval", "play fresh episodes with the policy of a run"),
     "ppo envs": Command("esper.cli.ppo_envs", "list the built-in environments"),

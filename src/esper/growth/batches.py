@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -48,9 +49,40 @@ def pair_of(batch: Any) -> tuple[Any, Any]:
     )
 
 
+class Listener:
+    """Hears what a model is called with, for a step_loss may take anything out of its batches."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.heard: Any = None  # the arguments of the first call: a tuple of them, or a dict by name
+        self._model = model
+        self._handle = model.register_forward_pre_hook(self._hear, with_kwargs=True)
+
+    def _hear(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        if self.heard is None:
+            self.heard = inspect.signature(self._model.forward).bind(*arguments, **named).arguments if named else arguments
+
+    def stop(self) -> None:
+        self._handle.remove()
+
+
 def example_of(batch: Any) -> Any:
     """What the model gets of a batch, as far as that can be guessed: the inputs of a pair, or the batch itself."""
     return batch[0] if isinstance(batch, tuple | list) and len(batch) == 2 else batch
+
+
+def check_can_repeat(loader: Iterable[Any], which: str) -> None:
+    if isinstance(loader, Iterator):  # asking it for an iterator would make a DataLoader draw random numbers
+        raise GrowthError(f"the {which} loader is an iterator, which can be gone through once; pass a DataLoader or a list of batches")
+
+
+def explained(error: Exception, batch: Any) -> Exception:
+    """The same error, or one that says what to do where the batch is too small for batch norm."""
+    if "more than 1 value per channel" not in str(error):
+        return error
+    return GrowthError(
+        f"a training batch of {size_of(batch)} is too small for batch norm ({error}); "
+        "build the DataLoader with drop_last=True, or choose a batch size that leaves no rest of one"
+    )
 
 
 def move(batch: Any, device: torch.device) -> Any:

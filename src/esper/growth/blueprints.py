@@ -202,6 +202,7 @@ def _register_ours() -> None:
     register_blueprint("conv1x1", kinds=conv)(branches.conv1x1)
     register_blueprint("conv3x3", kinds=conv)(branches.conv3x3)
     register_blueprint("double_conv3x3", kinds=conv)(branches.double_conv3x3)
+    register_blueprint("wide_conv3x3", kinds=conv)(branches.wide_conv3x3)
     register_blueprint("bottleneck", kinds=conv)(branches.bottleneck)
     register_blueprint("depthwise", kinds=conv)(branches.depthwise)
     register_blueprint("low_rank", kinds=features)(branches.low_rank)

@@ -3,7 +3,8 @@
 A branch maps the output h of a submodule to what is added to it. Its last layer, or its gain, is zero, so that it is born as the identity,
 and nothing stands behind that layer: a ReLU there would keep its gradient at zero for ever. The layer has a bias, whose gradient is alive
 whatever the input. There is no batch norm, no dropout and no buffer, so that a branch does the same in training and evaluation, with a
-batch of one and on many ranks.
+batch of one and on many ranks. Convolutional branches have no norm at all: the hosts that they grow in normalise already, and a norm over
+few channels cost accuracy (docs/log.md).
 
 Shapes: B = batch, C = channels, H, W (or L) = positions in space, T = positions in a sequence, D = features.
 """
@@ -41,49 +42,43 @@ def squeeze_excite(place: Place) -> nn.Module:
 
 def conv1x1(place: Place) -> nn.Module:
     """Channels mixed at each position."""
-    return _chain(
-        norm=_group_norm(place.width, place.positions),
-        relu=nn.ReLU(),
-        conv=_zeroed(_conv(place, place.width, place.width, kernel=1)),
-    )
+    return _chain(act=_leaky(), conv=_zeroed(_conv(place, place.width, place.width, kernel=1)))
 
 
 def conv3x3(place: Place) -> nn.Module:
     """Neighbours mixed, all channels with all."""
-    return _chain(
-        norm=_group_norm(place.width, place.positions),
-        relu=nn.ReLU(),
-        conv=_zeroed(_conv(place, place.width, place.width)),
-    )
+    return _chain(act=_leaky(), conv=_zeroed(_conv(place, place.width, place.width)))
 
 
 def double_conv3x3(place: Place) -> nn.Module:
     """Two convolutions, a whole residual block."""
-    width, positions = place.width, place.positions
+    return _two_convs(place, between=place.width)
+
+
+def wide_conv3x3(place: Place) -> nn.Module:
+    """Two convolutions with twice the channels between them: room that the host's own width does not give."""
+    return _two_convs(place, between=2 * place.width)
+
+
+def _two_convs(place: Place, *, between: int) -> nn.Module:
     return _chain(
-        norm1=_group_norm(width, positions),
-        relu1=nn.ReLU(),
-        conv1=_conv(place, width, width, has_bias=not can_normalise(place)),  # the norm behind it has one
-        norm2=_group_norm(width, positions),
-        relu2=nn.ReLU(),
-        conv2=_zeroed(_conv(place, width, width)),
+        act1=_leaky(),
+        conv1=_conv(place, place.width, between),
+        act2=_leaky(),
+        conv2=_zeroed(_conv(place, between, place.width)),
     )
 
 
 def bottleneck(place: Place) -> nn.Module:
     """Neighbours mixed in a quarter of the channels."""
-    width, positions = place.width, place.positions
-    narrow = max(width // 4, 4)
+    narrow = max(place.width // 4, 4)
     return _chain(
-        norm1=_group_norm(width, positions),
-        relu1=nn.ReLU(),
-        down=_conv(place, width, narrow, kernel=1, has_bias=False),
-        norm2=_group_norm(narrow, positions),
-        relu2=nn.ReLU(),
-        conv=_conv(place, narrow, narrow, has_bias=False),
-        norm3=_group_norm(narrow, positions),
-        relu3=nn.ReLU(),
-        up=_zeroed(_conv(place, narrow, width, kernel=1)),
+        act1=_leaky(),
+        down=_conv(place, place.width, narrow, kernel=1),
+        act2=_leaky(),
+        conv=_conv(place, narrow, narrow),
+        act3=_leaky(),
+        up=_zeroed(_conv(place, narrow, place.width, kernel=1)),
     )
 
 
@@ -91,9 +86,8 @@ def depthwise(place: Place) -> nn.Module:
     """Neighbours mixed within each channel, then channels at each position."""
     width = place.width
     return _chain(
-        norm=_group_norm(width, place.positions),
-        relu=nn.ReLU(),
-        depthwise=_conv(place, width, width, groups=width, has_bias=False),
+        act=_leaky(),
+        depthwise=_conv(place, width, width, groups=width),
         pointwise=_zeroed(_conv(place, width, width, kernel=1)),
     )
 
@@ -184,10 +178,18 @@ def _layer_norm(features: int) -> nn.LayerNorm | None:
     return nn.LayerNorm(features) if features > 1 else None
 
 
-def _conv(place: Place, inputs: int, outputs: int, *, kernel: int = 3, groups: int = 1, has_bias: bool = True) -> nn.Module:
+def _conv(place: Place, inputs: int, outputs: int, *, kernel: int = 3, groups: int = 1) -> nn.Module:
     assert place.spatial in (1, 2), place
     conv = nn.Conv1d if place.spatial == 1 else nn.Conv2d
-    return conv(inputs, outputs, kernel, padding=kernel // 2, groups=groups, bias=has_bias)
+    layer = conv(inputs, outputs, kernel, padding=kernel // 2, groups=groups)
+    # Its output is as large as its input. The default of torch makes it a fraction of that, and the layer behind it learns as slowly.
+    nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+    return layer
+
+
+def _leaky() -> nn.Module:
+    """A ReLU that lets something through everywhere: in a narrow place all units of a plain one can be off, and stay off."""
+    return nn.LeakyReLU(0.1)
 
 
 def _zeroed(layer: Layer) -> Layer:

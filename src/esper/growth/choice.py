@@ -1,7 +1,8 @@
 """Which places become slots when the user names none: after the blocks that a host is made of, or else after its activations.
 
 A block is a submodule with layers of its own whose output is one tensor. Containers (nn.Sequential and the like) and whole backbones are
-looked into; blocks are not. The host's own output is never chosen: a seed there would write into the predictions.
+looked into; blocks are not. What the host gives, and what nothing lies behind, is never chosen: a seed there would write into the
+predictions.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 
 from esper.growth.errors import GrowthError
+from esper.growth.seed import Seed
 from esper.growth.survey import Survey
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -26,21 +28,26 @@ def choose(model: nn.Module, survey: Survey, patterns: Sequence[str] | None) -> 
 
 
 def _default(model: nn.Module, survey: Survey) -> set[str]:
-    usable = {name for name in survey.places if survey.same_output[name] != 0}
-    blocks = {name for name in _walk(model, "") if name in usable}
-    chosen = blocks or _leaves(model, usable)
-    if not chosen:
-        raise GrowthError(
-            "there is no place for a slot in this model. "
-            + "; ".join(f"{refusal.name} {refusal.reason}" for refusal in survey.refusals[:8])
-            + ". Name places yourself with slots=[...] or grow a model whose parts are modules of their own"
-        )
-    return _one_each(chosen, survey)
+    inner = set(survey.places) - survey.last
+    hidden = {name for name in inner if survey.same_output[name] != 0}
+    for usable in (hidden, inner):  # a host may give away what is inside it
+        blocks = {name for name in _walk(model, "") if name in usable}
+        chosen = blocks or _leaves(model, usable)
+        if chosen:
+            return _one_each(chosen, survey)
+    reasons = dict[str, str]()
+    for refusal in survey.refusals:
+        reasons.setdefault(refusal.reason, f"{refusal.name!r} {refusal.reason}")
+    raise GrowthError(
+        "there is no place for a slot inside this model: "
+        + "; ".join(reasons.values())
+        + (f". With slots=[...], these can be chosen: {', '.join(survey.places)}" if survey.places else "")
+    )
 
 
 def _walk(module: nn.Module, prefix: str) -> Iterator[str]:
     """Blocks below a module."""
-    for name, child in module.named_children():
+    for name, child in _children(module):
         path = f"{prefix}{name}"
         if _is_block(child) and not isinstance(child, _CONTAINERS) and not _is_backbone(child):
             yield path
@@ -48,28 +55,40 @@ def _walk(module: nn.Module, prefix: str) -> Iterator[str]:
             yield from _walk(child, f"{path}.")
 
 
+def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Those that the host is made of: no kept seeds, and nothing that only makes a weight."""
+    return ((name, child) for name, child in module.named_children() if not isinstance(child, Seed) and name != "parametrizations")
+
+
 def _is_block(module: nn.Module) -> bool:
-    return any(next(child.parameters(), None) is not None for child in module.children())
+    return any(next(child.parameters(), None) is not None for _, child in _children(module))
 
 
 def _is_backbone(module: nn.Module) -> bool:
-    holds_blocks = any(
-        isinstance(part, _CONTAINERS) and any(map(_is_block, part.children())) for part in module.modules() if part is not module
-    )
-    return holds_blocks or sum(map(_is_block, module.children())) >= _BACKBONE_PARTS
+    parts = [child for _, child in _children(module)]
+    return _holds_blocks(module) or sum(map(_is_block, parts)) >= _BACKBONE_PARTS
+
+
+def _holds_blocks(module: nn.Module) -> bool:
+    """Whether there is a container of blocks in it, at any depth."""
+    for _, child in _children(module):
+        if isinstance(child, _CONTAINERS) and any(_is_block(part) for _, part in _children(child)):
+            return True
+        if _holds_blocks(child):
+            return True
+    return False
 
 
 def _leaves(model: nn.Module, usable: set[str]) -> set[str]:
     """Activations, or layers with weights where activations are no modules."""
-    leaves = {name: model.get_submodule(name) for name in usable if not list(model.get_submodule(name).children())}
+    leaves = {name: model.get_submodule(name) for name in usable if not _is_block(model.get_submodule(name))}
     activations = {name for name, leaf in leaves.items() if type(leaf).__module__ == nn.ReLU.__module__}
     return activations or {name for name, leaf in leaves.items() if next(leaf.parameters(), None) is not None}
 
 
 def _one_each(names: set[str], survey: Survey) -> set[str]:
     """One name for outputs that are the same tensor."""
-    by_number = {survey.same_output[name]: name for name in survey.places if name in names}
-    return set(by_number.values())
+    return set({survey.same_output[name] or name: name for name in survey.places if name in names}.values())
 
 
 def _named(model: nn.Module, survey: Survey, patterns: Sequence[str]) -> set[str]:
@@ -78,16 +97,22 @@ def _named(model: nn.Module, survey: Survey, patterns: Sequence[str]) -> set[str
     duplicates = sorted({pattern for pattern in patterns if list(patterns).count(pattern) > 1})
     if duplicates:
         raise GrowthError(f"{duplicates[0]!r} is named twice in slots")
+    matched = {pattern: _matched(pattern, model, survey) for pattern in patterns}
+    exact = {name for name in patterns if name in survey.places}
+    taken = {survey.same_output[name] for name in exact}
+    by_pattern = {name for names in matched.values() for name in names if survey.same_output[name] not in taken}
+    return exact | _one_each(by_pattern, survey)
+
+
+def _matched(pattern: str, model: nn.Module, survey: Survey) -> list[str]:
+    """Places that a name or pattern means."""
     names = [name for name, _ in model.named_modules() if name]
-    reasons = {refusal.name: refusal.reason for refusal in survey.refusals}
-    chosen = set[str]()
-    for pattern in patterns:
-        matched = fnmatch.filter(names, pattern)
-        if not matched:
-            near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4) or names[:5]
-            raise GrowthError(f"no submodule is named {pattern!r}; near to it: {', '.join(near)}. describe() lists all places")
-        usable = [name for name in matched if name in survey.places]
-        if not usable:
-            raise GrowthError(f"nothing can grow after {matched[0]!r}: it {reasons[matched[0]]}")
-        chosen |= set(usable)
-    return _one_each(chosen, survey)
+    matched = [pattern] if pattern in names else [name for name in names if fnmatch.fnmatchcase(name, pattern)]
+    if not matched:
+        near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4) or names[:5]
+        raise GrowthError(f"no submodule is named {pattern!r}; near to it: {', '.join(near)}. add_slots(...).describe() lists all places")
+    usable = [name for name in matched if name in survey.places]
+    if not usable:
+        reasons = {refusal.name: refusal.reason for refusal in survey.refusals}
+        raise GrowthError(f"nothing can grow after {matched[0]!r}: it {reasons[matched[0]]}")
+    return usable

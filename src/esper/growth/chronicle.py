@@ -17,36 +17,43 @@ class Chronicle:
         self.val_losses: list[float] = []
         self.flops = 0  # spent so far, where the numbers of samples were told
         self.length: int | None = None  # steps in an epoch, once that is known
+        self.samples: int | None = None  # in an epoch, once that is known and where it was told
+        self.steps = 0  # of this epoch, so far
         self._checks = checks_per_epoch
         self._losses: list[Tensor] = []  # of this epoch, on the device
+        self._loaded = torch.empty(0)  # of this epoch, from before the run was resumed
         self._samples = 0
         self._began = time.perf_counter()
 
-    @property
-    def steps(self) -> int:
-        """Of this epoch, so far."""
-        return len(self._losses)
-
     def note_step(self, loss: Tensor, *, samples: int | None, flops_per_sample: int) -> None:
+        self.steps += 1
         self._losses.append(loss)
         if samples is not None:
             self._samples += samples
             self.flops += samples * flops_per_sample
 
+    def forget_losses(self) -> None:
+        """After a rollback: what this epoch has lost so far does not count against the state that it went back to."""
+        self._losses, self._loaded = [], torch.empty(0)
+
     def chunks(self) -> list[float]:
-        """Means of the epoch's training losses, chunk by chunk."""
-        if not self._losses:
+        """Means of the epoch's training losses, chunk by chunk; none where all of them are forgotten."""
+        if not self.steps:
             raise GrowthError(
                 "an epoch is over without a single after_step: the training loader yields nothing, or after_step is not called"
             )
-        losses = torch.stack([loss.float() for loss in self._losses]).cpu()
-        return [float(part.mean()) for part in losses.tensor_split(min(len(losses), self._checks))]
+        losses = self._read()
+        return [float(part.mean()) for part in losses.tensor_split(min(len(losses), self._checks))] if len(losses) else []
+
+    def _read(self) -> Tensor:
+        return torch.cat([self._loaded, torch.stack([loss.float() for loss in self._losses]).cpu()]) if self._losses else self._loaded
 
     def end_epoch(self, chunks: list[float], val_loss: float) -> None:
-        self.train_losses.append(sum(chunks) / len(chunks))
+        self.train_losses.append(sum(chunks) / len(chunks) if chunks else (self.train_losses or [val_loss])[-1])
         self.val_losses.append(val_loss)
-        self.length = len(self._losses)
-        self._losses = []
+        self.length, self.steps = self.steps, 0
+        self.samples = self._samples or None
+        self.forget_losses()
 
     def lap(self) -> tuple[float, int]:
         """Seconds and samples since the last lap."""
@@ -61,11 +68,15 @@ class Chronicle:
             "val_losses": list(self.val_losses),
             "flops": self.flops,
             "length": self.length,
-            "losses": [float(loss) for loss in self._losses],
+            "samples_per_epoch": self.samples,
+            "steps": self.steps,
+            "losses": self._read(),
             "samples": self._samples,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.train_losses, self.val_losses = list(state["train_losses"]), list(state["val_losses"])
-        self.flops, self.length, self._samples = state["flops"], state["length"], state["samples"]
-        self._losses = [torch.tensor(loss) for loss in state["losses"]]
+        self.flops, self.length, self.steps, self._samples = state["flops"], state["length"], state["steps"], state["samples"]
+        self.samples = state["samples_per_epoch"]
+        self._losses, self._loaded = [], state["losses"].cpu()
+        self._began = time.perf_counter()

@@ -50,6 +50,22 @@ class GovernorConfig(Config):
     max_rollbacks: NonNegativeInt = 5  # in a row, without a healthy epoch between them, before the run is given up
 
 
+class HeuristicConfig(Config):
+    """When the heuristic controller grows, and what it asks of a seed. Losses are relative to that of a model that knows nothing."""
+
+    grow_at: Fraction = 0.1  # part of the training after which it looks whether the host is starved
+    grow_until: Fraction = 0.5  # part of the training after which nothing new is grown: it could not pay any more
+    high_loss: Fraction = 0.05  # a training loss below this is low enough
+    projected_loss: Fraction = 0.04  # a host whose training loss is going to end above this is starved
+    overfit_gap: PositiveFloat = 2.0  # validation loss / training loss above which more capacity would not help
+    evidence: PositiveFloat = 1.5  # positions in the training data for every weight of a new seed
+    evidence_at_the_end: PositiveFloat = 30.0  # the same at a place with little behind it, where a seed is part of the classifier
+    least_share: Fraction = 0.1  # of the host's weights for each slot: a slot holds one seed for good, too much for a trifle
+    plateau_epochs: PositiveInt = 4  # over which the training loss must have fallen
+    plateau_fall: Fraction = 0.05  # by at least this part of it, or it is a plateau
+    data_change: PositiveFloat = 1.3  # a training loss so many times higher than it was is a change in the data
+
+
 class SeedOptimizer(Config):
     """How seeds learn: by an optimiser of the host's kind with the settings of the group that owns the slot's module."""
 
@@ -68,6 +84,7 @@ class GrowthConfig(Config):
     budget: Budget = Budget()
     lifecycle: Lifecycle = Lifecycle()
     governor: GovernorConfig = GovernorConfig()
+    heuristic: HeuristicConfig = HeuristicConfig()
     seed_optimizer: SeedOptimizer = SeedOptimizer()
     patience: PositiveInt | None = None  # epochs without a better validation loss after which `grow` stops; None: never early
 

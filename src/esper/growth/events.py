@@ -124,7 +124,7 @@ class Measured(Event, tag="measured"):
     rent: float
 
 
-class Tested(Event, tag="tested"):
+class FinalTest(Event, tag="final_test"):
     """The result on data that nobody who decides has seen, before and after; measured once, when everything is over."""
 
     loss_before: float

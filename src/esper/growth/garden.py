@@ -5,68 +5,27 @@ It does as it is told. Whether a move is wise is the controller's business, whet
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import torch
+from torch import nn
 from torch.optim import Optimizer
 
+from esper.growth.bed import Bed, Life, Ramp
 from esper.growth.blueprints import Blueprint, blueprints_for, check_branch, cost_of, get_blueprint
 from esper.growth.config import GrowthConfig
 from esper.growth.gates import may_move
 from esper.growth.ledger import Entry, Ledger, Outcome, Step
 from esper.growth.lifecycle import LIVING, OCCUPIED, Stage
 from esper.growth.rent import Allowance, allowance, marginal_rent, total
-from esper.growth.seed import Seed
+from esper.growth.seed import GATE_WIDTH, Seed
 from esper.growth.seed_learner import MakeOptimizer, SeedLearner, group_of
-from esper.growth.slot import Slot
 from esper.growth.slotted import Slotted
-from esper.growth.state import Candidate, Contribution, Cost, GradientStats, SlotState
+from esper.growth.state import Candidate, Contribution, Cost, SlotState
 from esper.parallel import Group
 from esper.rng import Streams
-
-
-class Ramp(msgspec.Struct):
-    """Alpha on its way, one tick a step."""
-
-    start: float
-    target: float
-    steps: int
-    done: int = 0
-
-    def alpha(self, curve: str) -> float:
-        progress = min(self.done / self.steps, 1.0)
-        if curve == "cosine":
-            progress = (1 - math.cos(math.pi * progress)) / 2
-        return self.start + (self.target - self.start) * progress
-
-
-class Life(msgspec.Struct):
-    """What is known about a slot beside its seed's weights."""
-
-    stage: Stage = Stage.DORMANT
-    blueprint: str | None = None
-    number: int | None = None  # of the seed, in the ledger
-    age: int = 0
-    epochs_in_stage: int = 0
-    ramp: Ramp | None = None
-    is_withdrawing: bool = False
-    embargo_left: int = 0
-    gradients: GradientStats | None = None
-    contribution: Contribution | None = None
-    tried: list[str] = []
-
-
-@dataclass
-class Bed:
-    """A slot, the life in it, and how its seed learns."""
-
-    slot: Slot
-    life: Life = field(default_factory=Life)
-    learner: SeedLearner | None = None
-
 
 OnStage = Callable[[str, str, Stage, str], None]  # slot, blueprint, stage, reason
 
@@ -89,9 +48,9 @@ class Garden:
         self._on_stage = on_stage
         self._make_optimizer = make_optimizer
         self._streams = Streams(config.seed)
-        self.options: dict[str, tuple[Blueprint, ...]] = {
-            name: blueprints_for(bed.slot.place, config.blueprints) for name, bed in self.beds.items()
-        }
+        self.options: dict[str, tuple[Blueprint, ...]] = {name: self._options(bed) for name, bed in self.beds.items()}
+        for name in self.beds:  # a seed that could not learn is better known now than when it germinates
+            self._learner(name, nn.ParameterList([torch.zeros(2, 2), torch.zeros(2)]))
 
     # Moves
 
@@ -121,7 +80,8 @@ class Garden:
         bed, rules = self.beds[name], self.config.lifecycle
         target = rules.alpha_target if alpha is None else alpha
         bed.slot.connect(True)
-        self._enter(name, Stage.BLENDING, reason)
+        if bed.life.stage is not Stage.BLENDING:
+            self._enter(name, Stage.BLENDING, reason)
         self._ramp(bed, target, rules.blend_epochs)
 
     def fossilize(self, name: str, reason: str) -> None:
@@ -160,11 +120,26 @@ class Garden:
             self.prune(name, reason, outcome="rolled back")
             return
         entry = self.ledger.entries[number - 1]
-        entry.outcome, entry.ended = "rolled back", self.epoch
-        entry.steps.append(Step(self.epoch, Stage.PRUNED, reason))
+        if entry.outcome != "rolled back":
+            self._undo(entry, reason)
         if life.stage is Stage.DORMANT:
             life.stage, life.blueprint, life.tried = Stage.PRUNED, entry.blueprint, [*life.tried, entry.blueprint]
             self._embargo(name)
+
+    def square_ledger(self, reason: str) -> None:
+        """After a rollback: seeds that have come back live again, whatever became of them since; those that are gone never were."""
+        there = {bed.life.number: bed.life for bed in self.beds.values() if bed.life.number is not None}
+        for entry in self.ledger.entries:
+            life = there.get(entry.number)
+            if life is None and entry.outcome in ("living", "kept"):
+                self._undo(entry, reason)
+            elif life is not None and life.stage in LIVING and entry.outcome != "living":
+                entry.outcome, entry.ended = "living", None
+                entry.steps.append(Step(self.epoch, life.stage, f"it is back: {reason}"))
+
+    def _undo(self, entry: Entry, reason: str) -> None:
+        entry.outcome, entry.ended = "rolled back", self.epoch
+        entry.steps.append(Step(self.epoch, Stage.PRUNED, reason))
 
     def _embargo(self, name: str) -> None:
         life, epochs = self.beds[name].life, self.config.lifecycle.embargo_epochs
@@ -253,8 +228,19 @@ class Garden:
         return self.price(name, str(life.blueprint)) if life.stage in OCCUPIED else Cost(0, 0)
 
     def price(self, name: str, blueprint: str) -> Cost:
-        """What a blueprint would cost in a slot."""
-        return cost_of(get_blueprint(blueprint), self.beds[name].slot.place)
+        """What a seed of this blueprint would cost in a slot."""
+        place = self.beds[name].slot.place
+        branch = cost_of(get_blueprint(blueprint), place)
+        if self.config.lifecycle.blending != "gate":
+            return branch
+        products = GATE_WIDTH * (place.width + 1)
+        return total([branch, Cost(products + GATE_WIDTH + 1, 2 * products)])
+
+    def _options(self, bed: Bed) -> tuple[Blueprint, ...]:
+        """What may grow in a slot; a gate looks at the whole sequence, which a causal one must not."""
+        place = bed.slot.place
+        is_closed = place.is_causal and self.config.lifecycle.blending == "gate"
+        return () if is_closed else blueprints_for(place, self.config.blueprints)
 
     def added(self) -> Cost:
         """By all seeds, connected or not: whoever learns has been paid for."""
@@ -293,13 +279,14 @@ class Garden:
         return marginal_rent(own, others, self.slotted.survey.host, self.config.rent)
 
     def _candidates(self, name: str, promises: dict[tuple[str, str], float]) -> tuple[Candidate, ...]:
-        place, allowed, added = self.beds[name].slot.place, self.allowance(), self.added()
+        allowed, added = self.allowance(), self.added()
         found = []
         for blueprint in self.options[name]:
-            cost = cost_of(blueprint, place)
+            cost = self.price(name, blueprint.name)
             if allowed.refusal(cost) is None:
                 rent = marginal_rent(cost, added, self.slotted.survey.host, self.config.rent)
-                found.append(Candidate(blueprint.name, cost, rent, promises.get((name, blueprint.name))))
+                load = cost.parameters / self.beds[name].slot.place.positions
+                found.append(Candidate(blueprint.name, cost, rent, promises.get((name, blueprint.name)), load))
         return tuple(found)
 
     def note_contribution(self, name: str, contribution: Contribution) -> None:
@@ -313,10 +300,9 @@ class Garden:
 
     # State
 
-    def _learner(self, name: str, seed: Seed) -> SeedLearner:
-        host = self.slotted.host
-        owner = group_of(self.optimizer, host.get_submodule(name), host)
-        return SeedLearner(seed, self.optimizer, owner, self.config.seed_optimizer, self._make_optimizer)
+    def _learner(self, name: str, seed: nn.Module) -> SeedLearner:
+        group = group_of(self.optimizer, self.slotted.host.get_submodule(name), self.slotted.host)
+        return SeedLearner(seed, self.optimizer, group, self.config.seed_optimizer, self._make_optimizer)
 
     def state_dict(self) -> dict[str, Any]:
         return {name: self._bed_state(bed) for name, bed in self.beds.items()}
@@ -325,7 +311,7 @@ class Garden:
         return {
             "life": msgspec.to_builtins(bed.life),
             "seed": None if bed.slot.seed is None else dict(bed.slot.seed.state_dict()),
-            "optimizer": None if bed.learner is None else bed.learner.state_dict(),
+            "learner": None if bed.learner is None else bed.learner.state_dict(),
             "alpha": bed.slot.alpha,
             "is_connected": bed.slot.is_connected,
         }
@@ -351,7 +337,7 @@ class Garden:
         assert bed.slot.seed is not None
         assert bed.learner is not None
         bed.slot.seed.load_state_dict(saved["seed"])
-        bed.learner.load_state_dict(saved["optimizer"])
+        bed.learner.load_state_dict(saved["learner"])
         bed.slot.alpha = saved["alpha"]
         bed.slot.is_kept = life.stage is Stage.FOSSILIZED
         bed.slot.connect(saved["is_connected"])

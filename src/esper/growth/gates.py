@@ -36,11 +36,8 @@ def may_germinate(slot: SlotState, cost: Cost, allowance: Allowance) -> Answer:
 
 
 def may_blend(slot: SlotState, rules: Lifecycle) -> Answer:
-    move = may_move(slot.stage, Stage.BLENDING)
-    if not move.passed:
-        return move
-    if slot.stage is Stage.HOLDING:
-        return Answer(True, "alpha moves to another target")
+    if slot.stage is not Stage.TRAINING:
+        return _no(f"only a seed that is TRAINING can begin to blend, and this slot is {slot.stage.name}")
     if slot.epochs_in_stage < rules.training_epochs:
         return _no(f"it has learned for {slot.epochs_in_stage} of {rules.training_epochs} epochs")
     if slot.gradients is None or slot.gradients.steps == 0:

@@ -20,19 +20,19 @@ from typing import Any
 
 from esper.growth.config import GovernorConfig
 
-ENOUGH = 5  # losses before there can be a spike
+ENOUGH = 5  # losses before anything finite can be wrong
 RECENT = 5  # losses whose median is where the run is now
 
-# Least spread, relative to the level and in nats. With six sigmas a loss must rise by 60 % before it can be a spike, and a loss below
-# 0.006 never is one: at convergence the measured spread goes to zero, and a few samples that are forgotten for an epoch look like an
-# explosion in any relative measure. Yet a jump to ten times the level is a spike from 0.0007 upwards.
-RELATIVE_FLOOR = 0.1
-ABSOLUTE_FLOOR = 1e-3
+# Least spread, relative to the level and in nats. At convergence the measured spread goes to zero, and a schedule's bump or a few samples
+# that are forgotten for a while look like an explosion. With six sigmas a loss must nearly double before it can be a spike, and one below
+# 0.003 never is; yet ten times the level is a spike at every level from 0.0004 upwards.
+RELATIVE_FLOOR = 0.15
+ABSOLUTE_FLOOR = 5e-4
 
 INFORMED = 0.8  # of the uninformed loss; a window with a lower mean has learned something
 COLLAPSED = 0.97  # of the uninformed loss; higher losses know nothing
 
-_SIGMA_PER_MAD = 1 / 0.6745  # of a normal distribution
+_QUANTILE, _QUANTILE_SIGMAS = 0.75, 1.1503  # so many of the distances from the middle of a normal distribution are within so many sigmas
 
 
 class Diverged(RuntimeError):
@@ -50,7 +50,8 @@ def spread(losses: Sequence[float]) -> float:
     """Standard deviation of the losses around their trend, robustly: 0 for fewer than three.
 
     From the differences of neighbours, in which a trend is only a constant: a falling loss spreads widely around its mean, and a spike
-    would hide in that. By their median absolute deviation, which a spike in the window hardly changes.
+    would hide in that. By the upper quartile of their distances from the middle: a spike or a bad start in the window hardly moves it, and
+    it varies less from window to window than the median, by which noise of 50 % is now and then taken for a spike that stays.
 
     >>> spread([5.0, 4.0, 3.0, 2.0, 1.0])
     0.0
@@ -59,7 +60,8 @@ def spread(losses: Sequence[float]) -> float:
     if len(steps) < 2:
         return 0.0
     middle = median(steps)
-    return median(abs(step - middle) for step in steps) * _SIGMA_PER_MAD / math.sqrt(2)  # a difference has twice the variance
+    distances = sorted(abs(step - middle) for step in steps)
+    return distances[int(_QUANTILE * len(distances))] / _QUANTILE_SIGMAS / math.sqrt(2)  # a difference has twice the variance
 
 
 def spike_limit(losses: Sequence[float], *, sigmas: float, may_drift: bool) -> float:
@@ -75,6 +77,11 @@ def spike_limit(losses: Sequence[float], *, sigmas: float, may_drift: bool) -> f
     return level + sigmas * max(spread(losses), RELATIVE_FLOOR * abs(level), ABSOLUTE_FLOOR)
 
 
+def is_informed(losses: Sequence[float], uninformed_loss: float) -> bool:
+    """Whether a run with these recent losses has learned something."""
+    return fmean(losses) < INFORMED * uninformed_loss
+
+
 class Watch:
     """The recent losses of one kind, and how many spikes in a row they end with."""
 
@@ -84,18 +91,22 @@ class Watch:
         self.spikes = 0
         self.limit = math.inf  # that the last loss was held against
 
+    @property
+    def is_enough(self) -> bool:
+        return len(self.losses) >= min(ENOUGH, self.size)
+
     def see(self, loss: float) -> None:
-        is_enough = len(self.losses) >= min(ENOUGH, self.size)
-        self.limit = spike_limit(self.losses, sigmas=self.sigmas, may_drift=self.may_drift) if is_enough else math.inf
+        self.limit = spike_limit(self.losses, sigmas=self.sigmas, may_drift=self.may_drift) if self.is_enough else math.inf
         self.spikes = self.spikes + 1 if loss > self.limit else 0
         # A spike enters only as high as the limit: it does not move the window much, but a run that has become noisier for good does.
         self.losses = [*self.losses, min(loss, self.limit)][-self.size :]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"losses": list(self.losses), "spikes": self.spikes}
+        return {"losses": list(self.losses), "spikes": self.spikes, "limit": self.limit}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.losses, self.spikes = list(state["losses"])[-self.size :], state["spikes"]
+        self.losses = list(state["losses"])[-self.size :]
+        self.spikes, self.limit = state["spikes"], state["limit"]
 
 
 class Governor:
@@ -107,7 +118,7 @@ class Governor:
     >>> governor.judge([1.0, 0.9, 0.9, 0.8, 0.8, 0.8], val_loss=0.9)
     Verdict(is_healthy=True, is_disaster=False, reason='')
     >>> governor.judge([0.8, 0.7, 7.0, 7.0, 7.0], val_loss=5.0).reason
-    'the training loss 7 was above 1.28 for 3 checks in a row'
+    'the training loss 7 was above 1.52 for 3 checks in a row'
     """
 
     def __init__(self, config: GovernorConfig) -> None:
@@ -130,13 +141,12 @@ class Governor:
         """
         if reason := _not_finite(train_losses, val_loss):
             return Verdict(is_healthy=False, is_disaster=True, reason=reason)
-        disasters = [self._see_training(loss) for loss in train_losses]
-        disasters.append(self._collapse())
+        spikes = [self._see_training(loss) for loss in train_losses]
         if val_loss is not None:
-            disasters.append(self._see_validation(val_loss))
-        if reasons := list(filter(None, disasters)):
-            return Verdict(is_healthy=False, is_disaster=True, reason=reasons[0])
-        worry = self._worry(val_loss)
+            spikes.append(self._see_validation(val_loss))
+        if reason := next(filter(None, [self._collapse(), *spikes]), ""):  # a collapse is often a spike too, and says more
+            return Verdict(is_healthy=False, is_disaster=True, reason=reason)
+        worry = self._worry()
         return Verdict(is_healthy=not worry, is_disaster=False, reason=worry)
 
     def _see_training(self, loss: float) -> str:
@@ -144,7 +154,7 @@ class Governor:
         self._training.see(loss)
         uninformed = self.config.uninformed_loss
         if uninformed is not None:
-            self._is_informed |= is_informed(self._training.losses, uninformed)
+            self._is_informed |= self._training.is_enough and is_informed(self._training.losses, uninformed)
             self._uninformed_checks = self._uninformed_checks + 1 if self._is_informed and loss >= COLLAPSED * uninformed else 0
         if self._training.spikes < self.config.spike_checks:
             return ""
@@ -168,17 +178,15 @@ class Governor:
             return f"the validation loss {loss:.3g} is above {limit:.3g}, and the training loss above {self._training.limit:.3g}"
         return ""
 
-    def _worry(self, val_loss: float | None) -> str:
+    def _worry(self) -> str:
         """Why the state is not fit to be kept although it is no disaster yet."""
         checks = self.config.spike_checks
         if self._training.spikes:
             return f"the training loss is above {self._training.limit:.3g} for {self._training.spikes} of {checks} checks"
         if self._uninformed_checks:
             return f"the training loss is that of a model that knows nothing for {self._uninformed_checks} of {checks} checks"
-        if val_loss is not None and self._validation.spikes:
-            return (
-                f"the validation loss {val_loss:.3g} is above {self._validation.limit:.3g} for {self._validation.spikes} of {checks} epochs"
-            )
+        if self._validation.spikes:  # until the next validation says otherwise
+            return f"the validation loss is above {self._validation.limit:.3g} for {self._validation.spikes} of {checks} epochs"
         return ""
 
     def state_dict(self) -> dict[str, Any]:
@@ -193,11 +201,6 @@ class Governor:
         self._training.load_state_dict(state["training"])
         self._validation.load_state_dict(state["validation"])
         self._is_informed, self._uninformed_checks = state["is_informed"], state["uninformed_checks"]
-
-
-def is_informed(losses: Sequence[float], uninformed_loss: float) -> bool:
-    """Whether a run with these recent losses has learned something."""
-    return len(losses) >= ENOUGH and fmean(losses) < INFORMED * uninformed_loss
 
 
 def _not_finite(train_losses: Sequence[float], val_loss: float | None) -> str:

@@ -17,9 +17,10 @@ Under DistributedDataParallel every rank does the same, the seeds' gradients are
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import msgspec
@@ -32,23 +33,26 @@ from torch.optim import Optimizer
 from esper.events import Event
 from esper.growth.chronicle import Chronicle
 from esper.growth.config import GrowthConfig
-from esper.growth.contribution import Evaluate, Measurement
+from esper.growth.contribution import AlphaSearch, Evaluate, Measurement, search_alpha
 from esper.growth.controllers import make_controller
-from esper.growth.decisions import Action, Advance, Controller, Decision, Fossilize, Germinate, Prune, Retarget
+from esper.growth.decisions import Action, Controller, Decision
 from esper.growth.errors import GrowthError
-from esper.growth.events import ActionRefused, EpochEnded, Probed, RolledBack, SlotView, StageEntered
+from esper.growth.events import ActionRefused, EpochEnded, RolledBack, StageEntered
 from esper.growth.garden import Garden
-from esper.growth.gates import Answer, may_blend, may_fossilize, may_germinate, may_prune, may_retarget
 from esper.growth.governor import Diverged
 from esper.growth.ledger import Ledger, Refused, Rollback
 from esper.growth.lifecycle import Stage
+from esper.growth.moves import ask_gate, carry_out, check_can_grow
 from esper.growth.prober import Prober, Promises
 from esper.growth.recovery import Recovery
+from esper.growth.reporting import epoch_ended, probed
 from esper.growth.seed_learner import MakeOptimizer
 from esper.growth.shadow import Closure, Shadow
+from esper.growth.shapley import MOST
 from esper.growth.slotted import Slotted
 from esper.growth.state import Contribution, GrowthState
 from esper.parallel import ALONE, Ranks
+from esper.statistics import Interval
 
 
 class Grower:
@@ -79,14 +83,17 @@ class Grower:
         self.garden = Garden(
             slotted, optimizer, self.config, ledger=self.ledger, on_stage=self._stage_entered, make_optimizer=seed_optimizer
         )
-        self._check_budget()
+        check_can_grow(self.garden)
         self._recovery = Recovery(slotted, optimizer, self.garden, self.config.governor, scaler=scaler, scheduler=scheduler)
         self._prober = Prober(slotted, self.garden, optimizer)
-        self._measurement = Measurement(slotted)
+        is_parallel = any(isinstance(module, nn.parallel.DistributedDataParallel) for module in slotted.model.modules())
+        self._group = Ranks() if is_parallel and dist.is_initialized() else ALONE
+        self._measurement = Measurement(slotted, group=self._group)
         self._shadow = Shadow(slotted, alpha=self.config.lifecycle.alpha_target)
+        slotted.recording = self._shadow.recording
         self._promises: Promises = {}
-        self._emit = on_event
-        self._group = Ranks() if isinstance(slotted.model, nn.parallel.DistributedDataParallel) and dist.is_initialized() else ALONE
+        self._on_event = on_event
+        self._events: deque[Event] = deque()  # those not told yet: the user hears of them when all is done
         self._scale = self._current_scale()  # that of the backward pass to come
         self._has_begun = False
 
@@ -110,47 +117,58 @@ class Grower:
         self._decide()
         self._get_ready(scale=1.0)
         self.chronicle.lap()
+        self._tell()
 
     def after_step(self, loss: Tensor | float, *, closure: Closure | None = None, samples: int | None = None) -> None:
         """Call it after every step of the optimiser. `closure` computes this step's loss again, for seeds that are raised in the shadow.
 
         `samples` in this step, if told, make the FLOPs countable.
         """
+        value = _one_number(loss)
         if closure is None and self.config.lifecycle.raise_mode == "shadow":
             raise GrowthError(
                 "seeds in the shadow learn by a second forward pass; pass after_step(loss, closure=lambda: loss_fn(slotted(x), y)), "
                 "or raise them jointly"
             )
         self.begin()
-        value = loss.detach().reshape(()) if isinstance(loss, Tensor) else torch.tensor(float(loss))
         self.chronicle.note_step(value, samples=samples, flops_per_sample=self._step_flops())
         scale, self._scale = self._scale, self._current_scale()
         # Elsewhere a look at every loss would wait for the device, or for the other ranks; there the end of the epoch shows it.
         if value.device.type == "cpu" and self._group.world_size == 1 and not math.isfinite(float(value)):
             self._go_back(f"the training loss of step {self.chronicle.steps} is {float(value)}")
-            return
-        self.garden.step(scale=scale, must_check=self.scaler is not None, group=self._group)
+        else:
+            self._learn(closure, scale)
+        self._get_ready(scale=scale)
+        self._tell()
+
+    def _learn(self, closure: Closure | None, scale: float) -> None:
+        """`scale` is that of the backward pass that is over."""
+        must_check = self.scaler is not None
+        self.garden.step(scale=scale, must_check=must_check, group=self._group)
         learning = self.garden.in_shadow()
         if learning and closure is not None:
-            self._shadow.step(learning, closure, scale=self._scale, group=self._group)
+            with self._prober.paused():
+                self._shadow.step(learning, closure, scale=self._scale, must_check=must_check, group=self._group)
         self.garden.tick()
-        self._get_ready(scale=scale)
+
+    def recording(self) -> AbstractContextManager[None]:
+        """Around a forward pass that is not a call of the slotted model: seeds in the shadow then need not compute all of it again."""
+        return self._shadow.recording()
 
     def after_epoch(self, evaluate: Evaluate) -> EpochEnded:
         """Call it after every epoch. `evaluate()` gives the validation loss of every batch; it is called once more for each seed on trial.
 
         It is the user's: it puts the model into eval mode and switches gradients off. The modes of all modules are put back after it.
-        Until it has given everything that is needed nothing is changed, so an error in it leaves all as it was.
+        Until it has given everything that is needed nothing is changed, so an error in it leaves all as it was. On several ranks, each
+        goes through as many batches, and what counts is what rank 0 finds.
         """
         self.begin()
-        self._shadow.rest()
-        promises = self._prober.finish()
-        with _modes_kept(self.slotted):
-            measured = self._agreed(self._measurement.measure(evaluate, self._on_trial(), epoch=self.epoch + 1))
+        self._rest()
         chunks = self.chronicle.chunks()
+        measured = self._agreed(self._measurement.measure(evaluate, self._on_trial(), epoch=self.epoch + 1))
         val_loss = sum(measured.losses) / len(measured.losses)
         verdict = self._group.first(lambda: self._recovery.judge(chunks, val_loss))
-        self._end_epoch(chunks, val_loss, measured.contributions, self._agreed(promises))
+        self._end_epoch(chunks, val_loss, measured.contributions)
         if verdict.is_disaster:
             self._go_back(verdict.reason)
             decision = Decision(reason=f"went back to a healthy state: {verdict.reason}")
@@ -160,16 +178,48 @@ class Grower:
                 self._recovery.take_snapshot()
             decision = self._decide()
         self._get_ready(scale=1.0)
-        return self._report(decision)
+        ended = epoch_ended(self.garden, self.chronicle, decision)
+        self._emit(ended)
+        self._tell()
+        return ended
 
     def bake(self) -> nn.Module:
         """The model with the fossilized seeds in it, and nothing else of ours."""
-        self._rest()
+        self.stop()
         return self.slotted.bake()
+
+    def stop(self) -> None:
+        """Nothing of ours is at work in the model any more but connected seeds, whether or not the training has come to its end."""
+        self._prober.finish()
+        self._shadow.rest()
+        self.slotted.recording = None
 
     def count_evaluation(self, samples: int) -> None:
         """Adds the FLOPs of a forward pass over so many samples; `evaluate` may call it."""
         self.chronicle.flops += samples * (self.slotted.survey.host.flops + self.garden.connected().flops)
+
+    # Questions that cost evaluations
+
+    def shapley(self, evaluate: Evaluate, slots: Sequence[str] | None = None) -> dict[str, Interval]:
+        """How the gain of some living seeds together divides among them, in nats; `evaluate` is called 2^k times for k of them."""
+        living = [name for name in self.garden.living() if self.garden.beds[name].slot.is_connected]
+        names = living if slots is None else list(slots)
+        strange = [name for name in names if name not in living]
+        if strange:
+            raise GrowthError(f"no living seed is connected in {strange[0]!r}; there is one in {', '.join(living) or 'no slot'}")
+        if not 0 < len(names) <= MOST:
+            raise GrowthError(f"Shapley values are for 1 to {MOST} seeds, and these are {len(names)}; name some: slots=[...]")
+        with self._prober.paused():
+            return self._measurement.shapley(evaluate, names)
+
+    def search_alpha(self, slot: str, evaluate: Evaluate, *, alphas: Sequence[float] = (0.25, 0.5, 0.75, 1.0)) -> AlphaSearch:
+        """Which of these alphas gives the lowest validation loss, for a `Retarget`. Nothing is changed; `evaluate` is called for each."""
+        if self.slotted.slot(slot).seed is None:
+            raise GrowthError(f"there is no seed in {slot!r}, so it has no alpha")
+        if not alphas or not all(0 <= alpha <= 1 for alpha in alphas):
+            raise GrowthError(f"alphas are some numbers from 0 to 1, not {list(alphas)}")
+        with self._prober.paused():
+            return search_alpha(self.slotted, slot, evaluate, alphas)
 
     # Deciding
 
@@ -191,6 +241,8 @@ class Grower:
             rollbacks=self.rollbacks,
             uninformed_loss=self.config.governor.uninformed_loss,
             learning_rate=float(self.optimizer.param_groups[0]["lr"]),
+            samples_per_epoch=self.chronicle.samples,
+            host_load=self.slotted.survey.load,
         )
 
     def _decide(self) -> Decision:
@@ -199,46 +251,18 @@ class Grower:
         if len(set(slots)) < len(slots):
             raise GrowthError(f"the controller {self.controller.name!r} decided twice about one slot: {', '.join(slots)}")
         for action in decision.actions:
-            answer = self._agreed(self._gate(action))
+            answer = ask_gate(self.garden, action)
             if answer.passed:
-                self._do(action)
+                carry_out(self.garden, action, is_over=self._is_over)
             else:
                 self._refuse(action, answer.reason)
-        if decision.probe:
+        if decision.probe and not self._is_over:
             self._prober.request()
         return decision
 
-    def _gate(self, action: Action) -> Answer:
-        slot = self.garden.view(action.slot, {})
-        match action:
-            case Germinate():
-                names = [option.name for option in self.garden.options[action.slot]]
-                if action.blueprint not in names:
-                    return Answer(False, f"{action.blueprint!r} cannot grow there; what can is {', '.join(names)}")
-                return may_germinate(slot, self.garden.price(action.slot, action.blueprint), self.garden.allowance())
-            case Advance():
-                return may_blend(slot, self.config.lifecycle)
-            case Retarget():
-                return may_retarget(slot, action.alpha)
-            case Fossilize():
-                return may_fossilize(slot, self.config.lifecycle, epoch=self.epoch)
-            case Prune():
-                return may_prune(slot)
-        raise GrowthError(f"{type(action).__name__} is no action that a controller can decide on")
-
-    def _do(self, action: Action) -> None:
-        match action:
-            case Germinate():
-                self.garden.germinate(action.slot, action.blueprint, action.reason)
-            case Advance():
-                self.garden.blend(action.slot, action.reason)
-            case Retarget():
-                self.garden.blend(action.slot, action.reason, alpha=action.alpha)
-            case Fossilize():
-                self.garden.fossilize(action.slot, action.reason)
-            case Prune():
-                is_over = self.epochs is not None and self.epoch >= self.epochs
-                (self.garden.prune if is_over else self.garden.withdraw)(action.slot, action.reason)
+    @property
+    def _is_over(self) -> bool:
+        return self.epochs is not None and self.epoch >= self.epochs
 
     def _refuse(self, action: Action, reason: str) -> None:
         name = type(action).__name__.lower()
@@ -257,16 +281,21 @@ class Grower:
     # What happens around decisions
 
     def _go_back(self, reason: str) -> None:
-        self._rest()
+        self._prober.finish()
+        self._shadow.rest()
+        self.chronicle.forget_losses()
         suspects = {name: bed.life.number for name, bed in self.garden.beds.items() if bed.slot.is_connected and not bed.slot.is_kept}
         to_epoch = self._recovery.go_back()
         self._scale = self._current_scale()
+        why = f"the governor went back: {reason}"
+        self.garden.square_ledger(why)
         for name, number in suspects.items():
             assert number is not None
-            self.garden.banish(name, number, f"the governor went back: {reason}")
+            self.garden.banish(name, number, why)
         self.ledger.rollbacks.append(Rollback(self.epoch, to_epoch, reason))
         self._emit(RolledBack(epoch=self.epoch, to_epoch=to_epoch, reason=reason, embargoed=list(suspects)))
         if self._recovery.in_a_row > self.config.governor.max_rollbacks:
+            self._tell()
             raise Diverged(
                 f"the training fails again and again from a healthy state: {reason}. The model is as it was after epoch {to_epoch}; "
                 "look for NaN in the data, or lower the learning rate"
@@ -278,11 +307,12 @@ class Grower:
         self._shadow.prepare(self.garden.in_shadow())
 
     def _rest(self) -> None:
-        """Nothing of ours is at work in the model but connected seeds."""
-        self._prober.finish()
+        """Nothing of ours is at work in the model but connected seeds, until the next training step."""
+        self._prober.rest()
         self._shadow.rest()
 
-    def _end_epoch(self, chunks: list[float], val_loss: float, measured: dict[str, Contribution], promises: Promises | None) -> None:
+    def _end_epoch(self, chunks: list[float], val_loss: float, measured: dict[str, Contribution]) -> None:
+        promises = self._agreed(self._prober.finish())
         self.chronicle.end_epoch(chunks, val_loss)
         self.garden.steps_per_epoch = self.chronicle.length or 0
         self.garden.end_epoch()
@@ -290,20 +320,14 @@ class Grower:
             self.garden.note_contribution(name, contribution)
         self._promises = promises or {}
         if promises is not None:
-            nested: dict[str, dict[str, float]] = {}
-            for (slot, blueprint), promise in promises.items():
-                nested.setdefault(slot, {})[blueprint] = promise
-            self._emit(Probed(epoch=self.epoch, promises=nested))
+            self._emit(probed(self.epoch, promises))
 
-    def _check_budget(self) -> None:
-        allowed = self.garden.allowance()
-        options = [(name, option.name) for name, options in self.garden.options.items() for option in options]
-        if not options:
-            raise GrowthError(f"none of the blueprints {self.config.blueprints} fits into any slot; see describe()")
-        refusals = [(name, option, allowed.refusal(self.garden.price(name, option))) for name, option in options]
-        if all(refusal is not None for _, _, refusal in refusals):
-            name, option, refusal = refusals[0]
-            raise GrowthError(f"the budget is smaller than any blueprint; {option} after {name!r}: {refusal}. Raise the budget")
+    def _emit(self, event: Event) -> None:
+        self._events.append(event)
+
+    def _tell(self) -> None:
+        while self._events:
+            self._on_event(self._events.popleft())
 
     def _agreed(self, value: Any) -> Any:
         """What rank 0 has found."""
@@ -320,26 +344,6 @@ class Grower:
     def _stage_entered(self, slot: str, blueprint: str, stage: Stage, reason: str) -> None:
         self._emit(StageEntered(epoch=self.epoch, slot=slot, blueprint=blueprint, stage=stage.name, reason=reason))
 
-    def _report(self, decision: Decision) -> EpochEnded:
-        host = self.slotted.survey.host
-        seconds, samples = self.chronicle.lap()
-        actions = [f"{type(action).__name__.lower()} {action.slot}: {action.reason}" for action in decision.actions]
-        event = EpochEnded(
-            epoch=self.epoch,
-            train_loss=self.chronicle.train_losses[-1],
-            val_loss=self.chronicle.val_losses[-1],
-            learning_rate=float(self.optimizer.param_groups[0]["lr"]),
-            decision="; ".join(filter(None, [*actions, decision.reason])),
-            slots=[_slot_view(self.garden, name) for name in self.garden.beds],
-            parameters=host.parameters + self.garden.added().parameters,
-            flops=host.flops + self.garden.connected().flops,
-            seconds=seconds,
-            samples_per_second=samples / seconds if samples else None,
-            total_gflops=self.chronicle.flops / 1e9 if self.chronicle.flops else None,
-        )
-        self._emit(event)
-        return event
-
     # Resuming
 
     def state_dict(self) -> dict[str, Any]:
@@ -353,53 +357,37 @@ class Grower:
             "has_begun": self._has_begun,
             "promises": [[slot, blueprint, value] for (slot, blueprint), value in self._promises.items()],
             "probe": self._prober.state_dict(),
+            "measurement": self._measurement.state_dict(),
+            "shadow": self._shadow.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         saved = state["controller"]["name"]
         if saved != self.controller.name:
-            raise GrowthError(f"the saved run was decided by {saved!r}, not by {self.controller.name!r}")
-        self._rest()
+            raise GrowthError(
+                f"the saved run was decided by {saved!r}, not by {self.controller.name!r}; resume it with the same controller"
+            )
+        self._prober.finish()
+        self._shadow.rest()
+        self._recovery.load_state_dict(state["recovery"])
         ledger = msgspec.convert(state["ledger"], Ledger)
         self.ledger.entries, self.ledger.refused, self.ledger.rollbacks = ledger.entries, ledger.refused, ledger.rollbacks
         self.garden.epoch = state["epoch"]
-        self._recovery.load_state_dict(state["recovery"])
         self.controller.load_state_dict(state["controller"]["state"])
         self.chronicle.load_state_dict(state["chronicle"])
         self.garden.steps_per_epoch = self.chronicle.length or 0
         self._has_begun = state["has_begun"]
         self._promises = {(slot, blueprint): value for slot, blueprint, value in state["promises"]}
         self._scale = self._current_scale()
+        self._measurement.load_state_dict(state["measurement"])
+        self._shadow.load_state_dict(state["shadow"])
         self._prober.load_state_dict(state["probe"])
         self._get_ready(scale=1.0)
-        self.chronicle.lap()
 
 
-def _slot_view(garden: Garden, name: str) -> SlotView:
-    slot = garden.view(name, {})
-    gain = slot.contribution.gain if slot.contribution is not None else None
-    return SlotView(
-        slot=name,
-        stage=slot.stage.name,
-        blueprint=slot.blueprint,
-        alpha=slot.alpha,
-        age=slot.age,
-        health=None if slot.gradients is None else slot.gradients.health,
-        gain=None if gain is None else gain.estimate,
-        gain_low=None if gain is None else gain.low,
-        gain_high=None if gain is None else gain.high,
-        parameters=slot.cost.parameters,
-        rent=slot.rent,
-    )
-
-
-@contextlib.contextmanager
-def _modes_kept(slotted: Slotted) -> Iterator[None]:
-    """Which modules are in training mode is afterwards as it was, whatever happens."""
-    seeds = [slot.seed for slot in slotted.slots.values() if slot.seed is not None]
-    modes = [(module, module.training) for root in (slotted.model, *seeds) for module in root.modules()]
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
+def _one_number(loss: Tensor | float) -> Tensor:
+    if not isinstance(loss, Tensor):
+        return torch.tensor(float(loss))
+    if loss.numel() != 1:
+        raise GrowthError(f"the loss of a step must be one number, and has the shape {list(loss.shape)}; take its mean")
+    return loss.detach().reshape(())

@@ -1,25 +1,207 @@
-"""The heuristic controller."""
+"""The heuristic controller: grows a starved host early, where and what the probe says, and keeps what pays its rent.
+
+It looks once after a tenth of the training, and again whenever the training loss stops falling or jumps up, as long as enough of the
+training is left. Before it looks it asks for a probe.
+
+A host is starved when its training loss is still high, validation does not lag behind it, and one of these holds:
+- the loss is going to end high: training losses fall like a power of time, and the last epochs tell which;
+- the data could teach more weights than the host has.
+
+In every free slot it takes the candidate that would lower the loss most within an epoch, after its rent, as long as the data could teach
+that many weights in that place: a convolution over a wide map sees many positions in one sample, one over a small map few. Right before the
+head it asks for ten times the evidence: what grows there lowers the training loss fastest of all, and does not generalise from few samples.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from esper.growth.config import GrowthConfig
-from esper.growth.decisions import Decision
-from esper.growth.state import GrowthState
+from esper.growth.config import GrowthConfig, HeuristicConfig
+from esper.growth.decisions import Action, Advance, Decision, Fossilize, Germinate, Prune
+from esper.growth.lifecycle import LIVING, Stage
+from esper.growth.rent import Allowance
+from esper.growth.state import Candidate, Contribution, GrowthState, SlotState
+
+FIRST_LOOK = 2  # epochs that a look needs at least
+PATIENCE = 3  # probations before a seed can be found useless: it takes longer to show than to be seen
+LITTLE_BEHIND = 0.1  # of the host's FLOPs
+UNKNOWN_HORIZON = 10  # where nobody knows how long the training will be: this many times longer than now
 
 
 class Heuristic:
     name = "heuristic"
 
     def __init__(self, config: GrowthConfig) -> None:
-        self.config = config
+        self.rules = config.heuristic
+        self.lifecycle = config.lifecycle
+        self._reason_to_look = ""  # why it asked for the probe that is under way
 
     def decide(self, state: GrowthState) -> Decision:
-        return Decision(reason="nothing yet", probe=True)
+        actions = [action for slot in state.slots for action in self._review(slot, state)]
+        looked_for, self._reason_to_look = self._reason_to_look, ""
+        if looked_for:
+            grown, why = self._grow(state, looked_for)
+            return Decision((*actions, *grown), why)
+        self._reason_to_look = self._why_look(state)
+        return Decision(tuple(actions), self._reason_to_look, probe=bool(self._reason_to_look))
+
+    # Seeds that are there
+
+    def _review(self, slot: SlotState, state: GrowthState) -> list[Action]:
+        name = slot.place.name
+        if slot.stage is Stage.TRAINING and slot.epochs_in_stage >= self.lifecycle.training_epochs:
+            return [Advance(name, f"it has learned for {slot.epochs_in_stage} epochs")]
+        measured = slot.contribution
+        if slot.stage is not Stage.HOLDING or measured is None or measured.epoch != state.epoch:
+            return []
+        is_last = state.epochs is not None and state.epoch >= state.epochs
+        is_settled = slot.epochs_in_stage >= PATIENCE * self.lifecycle.holding_epochs
+        return judge(name, measured, slot.rent, may_prune=is_settled or is_last, is_last=is_last)
+
+    # Seeds to come
+
+    def _why_look(self, state: GrowthState) -> str:
+        """Why a probe should look during the next epoch; empty where it should not."""
+        if not self._may_grow(state, at=state.epoch + 1):
+            return ""
+        first = self._first_look(state)
+        if state.epoch < first:
+            return f"looks after epoch {first}" if state.epoch == first - 1 else ""
+        if any(slot.stage in LIVING for slot in state.slots):
+            return ""  # first let those on trial show what they are worth
+        if jump := has_jumped(state.train_losses, self.rules):
+            return jump
+        return has_stopped_falling(state.train_losses, self.rules)
+
+    def _first_look(self, state: GrowthState) -> int:
+        return max(FIRST_LOOK, round(self.rules.grow_at * state.epochs) if state.epochs else FIRST_LOOK)
+
+    def _may_grow(self, state: GrowthState, *, at: int) -> bool:
+        is_in_time = state.epochs is None or at <= max(self.rules.grow_until * state.epochs, self._first_look(state))
+        return is_in_time and any(slot.candidates for slot in state.slots)
+
+    def _grow(self, state: GrowthState, looked_for: str) -> tuple[list[Action], str]:
+        verdict = starvation(state, self.rules)
+        if not verdict.is_starved:
+            return [], f"lets the host alone: {verdict.reason}"
+        plan = choose(state, self.rules)
+        if not plan:
+            return [], f"the host is starved ({verdict.reason}), but nothing that fits would pay"
+        return [Germinate(slot, reason, blueprint) for slot, blueprint, reason in plan], f"the host is starved: {verdict.reason}"
 
     def state_dict(self) -> dict[str, Any]:
-        return {}
+        return {"reason_to_look": self._reason_to_look}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
+        self._reason_to_look = state["reason_to_look"]
+
+
+def judge(name: str, measured: Contribution, rent: float, *, may_prune: bool, is_last: bool) -> list[Action]:
+    """Keep a seed that certainly pays its rent, prune one that certainly does not, wait while it is open, and end with the estimate."""
+    gain = measured.gain
+    words = f"it gives {gain.estimate:.4f} [{gain.low:.4f}, {gain.high:.4f}] nats for a rent of {rent:.4f}"
+    if gain.low > rent or (is_last and gain.estimate > rent):
+        return [Fossilize(name, words)]
+    if may_prune and (gain.high < rent or is_last):
+        return [Prune(name, words)]
+    return []
+
+
+@dataclass(frozen=True, slots=True)
+class Starvation:
+    is_starved: bool
+    reason: str
+
+
+def starvation(state: GrowthState, rules: HeuristicConfig) -> Starvation:
+    """Whether more capacity would help, from what the losses tell."""
+    train, val = state.train_losses[-1], state.val_losses[-1]
+    nothing = state.uninformed_loss or state.train_losses[0]
+    if train < rules.high_loss * nothing:
+        return Starvation(False, f"its training loss is {train:.3f}, below {rules.high_loss:.0%} of {nothing:.2f}")
+    if val > rules.overfit_gap * train:
+        return Starvation(False, f"it overfits: validation loss {val:.3f}, training loss {train:.3f}")
+    end = projected_loss(state.train_losses, state.epochs or UNKNOWN_HORIZON * state.epoch)
+    if end > rules.projected_loss * nothing:
+        return Starvation(True, f"its training loss is {train:.3f} and going to end at about {end:.3f}")
+    if state.samples_per_epoch and state.host_load < state.samples_per_epoch:
+        return Starvation(True, f"its training loss is {train:.3f}, and the data could teach more weights than it has")
+    return Starvation(False, f"its training loss is going to end at about {end:.3f}")
+
+
+def projected_loss(losses: Sequence[float], epochs: int) -> float:
+    """Where the training loss will be after so many epochs, if it goes on falling by the power of time of the last two.
+
+    >>> round(projected_loss([1.0, 0.5, 1 / 3], 30), 4)
+    0.0333
+    """
+    now = len(losses)
+    if now < 2 or losses[-1] <= 0 or losses[-2] <= 0 or epochs <= now:
+        return losses[-1]
+    power = math.log(losses[-2] / losses[-1]) / math.log(now / (now - 1))
+    return losses[-1] * math.exp(-max(power, 0.0) * math.log(epochs / now))
+
+
+def has_stopped_falling(losses: Sequence[float], rules: HeuristicConfig) -> str:
+    count = rules.plateau_epochs
+    if len(losses) <= count:
+        return ""
+    before, now = losses[-1 - count], min(losses[-count:])
+    if now > (1 - rules.plateau_fall) * before:
+        return f"the training loss was {before:.3f} {count} epochs ago and is {losses[-1]:.3f}"
+    return ""
+
+
+def has_jumped(losses: Sequence[float], rules: HeuristicConfig) -> str:
+    """The data have changed: the last two losses are well above those before."""
+    count = rules.plateau_epochs
+    if len(losses) < count + 2:
+        return ""
+    before = sorted(losses[-2 - count : -2])[count // 2]
+    if min(losses[-2:]) > rules.data_change * before:
+        return f"the training loss has risen from {before:.3f} to {losses[-1]:.3f}"
+    return ""
+
+
+def choose(state: GrowthState, rules: HeuristicConfig) -> list[tuple[str, str, str]]:
+    """(slot, blueprint, reason) of what to grow: the best candidate of every free slot, the best slots first, within the budget."""
+    best = [(slot, option) for slot in state.slots if (option := _best(slot, state, rules)) is not None]
+    plan = []
+    allowed = Allowance(state.seeds_left, state.parameters_left, state.flops_left)
+    for slot, candidate in sorted(best, key=lambda pair: _worth(pair[1], state), reverse=True):
+        if allowed.refusal(candidate.cost) is None:
+            allowed = allowed.after(candidate.cost)
+            gain = _worth(candidate, state) + candidate.rent
+            plan.append(
+                (
+                    slot.place.name,
+                    candidate.blueprint,
+                    f"an epoch of it would give about {gain:.3f} nats for a rent of {candidate.rent:.4f}",
+                )
+            )
+    return plan
+
+
+def _best(slot: SlotState, state: GrowthState, rules: HeuristicConfig) -> Candidate | None:
+    options = [candidate for candidate in _teachable(slot, state, rules) if _worth(candidate, state) > 0]
+    return max(options, key=lambda candidate: _worth(candidate, state), default=None)
+
+
+def _worth(candidate: Candidate, state: GrowthState) -> float:
+    """What an epoch at the promised speed would give, after rent."""
+    return (candidate.promise or 0.0) * max(state.steps_per_epoch, 1) - candidate.rent
+
+
+def _teachable(slot: SlotState, state: GrowthState, rules: HeuristicConfig) -> list[Candidate]:
+    """Those that the data could teach, that are no trifles, and that were not tried here before."""
+    least = rules.least_share * state.host_cost.parameters / len(state.slots)
+    fresh = [candidate for candidate in slot.candidates if candidate.blueprint not in slot.tried and candidate.cost.parameters >= least]
+    if state.samples_per_epoch is None:
+        return fresh
+    is_at_the_end = slot.place.flops_behind < LITTLE_BEHIND * state.host_cost.flops
+    evidence = rules.evidence_at_the_end if is_at_the_end else rules.evidence
+    limit = state.samples_per_epoch / evidence
+    return [candidate for candidate in fresh if candidate.load <= limit]

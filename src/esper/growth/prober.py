@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -50,14 +52,28 @@ class Prober:
             self._probe.ask(scale=scale)
         is_due = length is None or steps >= length - self.garden.config.probe_steps
         if self._probe.steps >= self.garden.config.probe_steps:
-            self._rest()
+            self.rest()
         elif is_due and not self._probe.is_watching:
             self._probe.watch()
             # What is watched runs in Python. Compiled code would be compiled anew for it, and back again.
             if is_compiled(self.slotted.model):
                 torch.compiler.set_stance("force_eager")
 
-    def _rest(self) -> None:
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What runs inside is none of the user's training, and is not looked at."""
+        probe = self._probe
+        if probe is None:
+            yield
+            return
+        probe.is_paused = True
+        try:
+            yield
+        finally:
+            probe.is_paused = False
+
+    def rest(self) -> None:
+        """Looks no more; what was found so far stays."""
         if self._probe is not None and self._probe.is_watching:
             self._probe.stop()
             if is_compiled(self.slotted.model):
@@ -65,13 +81,15 @@ class Prober:
 
     def finish(self) -> Promises | None:
         """What was found; None where nothing was asked."""
-        self._rest()
+        self.rest()
         probe, self._probe = self._probe, None
         if probe is None:
             return None
-        host = self.slotted.host
-        rates = {name: float(group_of(self.optimizer, host.get_submodule(name), host)["lr"]) for name in self.garden.beds}
-        return probe.promises(rates)
+        host, groups = self.slotted.host, self.optimizer.param_groups
+        factor = self.garden.config.seed_optimizer.learning_rate_factor
+        return probe.promises(
+            {name: factor * float(groups[group_of(self.optimizer, host.get_submodule(name), host)]["lr"]) for name in self.garden.beds}
+        )
 
     def state_dict(self) -> dict[str, Any] | None:
         return None if self._probe is None else self._probe.state_dict()

@@ -5,7 +5,8 @@ the slot and g = ∂loss/∂h, it is the product of g with ∂branch(h)/∂W. So
 stay what they are, and lets every candidate answer for itself, one at a time.
 
     signal   ‖E[∂loss/∂W]‖², from products of different steps, in which the noise of single batches has no part
-    promise  learning rate · ‖∂loss/∂W‖₁ · share of signal: nats per step for an optimiser whose steps have the size of the learning rate
+    promise  learning rate · ‖∂loss/∂W‖₁ · share of signal · all weights / weights in W: nats per step, for an optimiser whose steps have
+             the size of the learning rate. The last factor stands for the layers before W, which learn as soon as W has moved
 
 Shapes: h and g are [B, *place.shape].
 """
@@ -46,6 +47,7 @@ class Probe:
         self._caught: dict[str, list[list[Tensor]]] = {}
         self.steps = 0
         self.is_watching = False
+        self.is_paused = False  # what runs now is none of the user's training
         self.flops = 3 * sum(cost_of(blueprint, slots[name].place).flops for name, some in candidates.items() for blueprint in some)
 
     def watch(self) -> None:
@@ -61,10 +63,12 @@ class Probe:
             slot.observe(None)
 
     def _catch(self, slot: Slot, output: Tensor) -> Tensor:
-        if not torch.is_grad_enabled():
+        if self.is_paused or not torch.is_grad_enabled():
             return output
         if not output.requires_grad:  # everything before the slot is frozen
-            output = output.detach().requires_grad_()
+            output = output.detach().requires_grad_().clone()  # a leaf could not be worked on in place
+        elif output._is_view():
+            output = output.clone()  # a view that is worked on in place forgets its hooks
         pair = [output.detach().clone()]  # cloned, because the next layer may work in place
         self._caught.setdefault(slot.place.name, []).append(pair)
         output.register_hook(lambda gradient: pair.append(gradient.detach()))  # type: ignore[no-untyped-call]
@@ -122,5 +126,7 @@ def _promise(trial: _Trial) -> float:
     absolute = sum((part.double().abs().sum() for part in trial.sums), torch.zeros_like(together)) / steps
     assert trial.squares is not None
     signal = (together - trial.squares) / (steps * (steps - 1))  # ‖E gradient‖², without bias
-    share = (signal / (together / steps**2).clamp(min=1e-30)).clamp(0, 1).sqrt()
-    return float(absolute * share)
+    # A signal that drowns in the noise of few steps is not known to be zero; what it could be is what the noise leaves.
+    share = (signal / (together / steps**2).clamp(min=1e-30)).clamp(1 / steps, 1).sqrt()
+    moving = sum((torch.count_nonzero(part) for part in trial.sums), torch.zeros_like(together)).clamp(min=1)
+    return float(absolute * share * sum(part.numel() for part in trial.sums) / moving)

@@ -10,6 +10,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from esper.growth.config import GovernorConfig
+from esper.growth.errors import GrowthError
 from esper.growth.garden import Garden
 from esper.growth.governor import Governor, Verdict
 from esper.growth.slotted import Slotted
@@ -74,6 +75,7 @@ class Recovery:
 
     def state_dict(self) -> dict[str, Any]:
         return {
+            "optimizer": type(self.optimizer).__name__,
             "now": self.now(),
             "governor": self._governor.state_dict(),
             "snapshots": self._snapshots.state_dict(),
@@ -82,7 +84,32 @@ class Recovery:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """That of another run of the same model, optimiser and schedule; otherwise nothing is changed."""
+        self._check_fits(state["optimizer"], state["now"])
         self.restore(state["now"])
         self._governor.load_state_dict(state["governor"])
         self._snapshots.load_state_dict(state["snapshots"])
         self.rollbacks, self.in_a_row = state["rollbacks"], state["in_a_row"]
+
+    def _check_fits(self, optimizer: str, state: dict[str, Any]) -> None:
+        own, saved = _shapes(self.now()), _shapes(state)
+        for name in sorted(own.keys() | saved.keys()):
+            if own.get(name) != saved.get(name):
+                there, here = (shapes.get(name, "not there") for shapes in (saved, own))
+                raise GrowthError(f"the saved run is of another model: {name} is {there} in it and {here} here")
+        kind = type(self.optimizer).__name__
+        if optimizer != kind:
+            raise GrowthError(f"the saved run was trained by {optimizer}, and this one has {kind}; use the same optimiser")
+        sizes = [[len(group["params"]) for group in groups] for groups in (state["optimizer"]["param_groups"], self.optimizer.param_groups)]
+        if sizes[0] != sizes[1]:
+            raise GrowthError(f"the saved run's optimiser had groups of {sizes[0]} parameters, this one has {sizes[1]}")
+        for what, mine in (("scheduler", self.scheduler), ("scaler", self.scaler)):
+            if (state[what] is None) != (mine is None):
+                had, has = ("no", "one") if state[what] is None else ("a", "none")
+                raise GrowthError(f"the saved run had {had} {what}, and this one has {has}; resume it as it was started")
+        if state["garden"].keys() != self.garden.beds.keys():
+            raise GrowthError(f"the saved run had the slots {', '.join(state['garden'])}, this one has {', '.join(self.garden.beds)}")
+
+
+def _shapes(state: dict[str, Any]) -> dict[str, list[int]]:
+    return {name: list(tensor.shape) for kind in ("parameters", "buffers") for name, tensor in state[kind].items()}

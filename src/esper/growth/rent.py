@@ -43,6 +43,14 @@ class Allowance:
             return f"it needs {cost.flops:,} FLOPs per sample and the budget has {self.flops:,} left"
         return None
 
+    def after(self, cost: Cost) -> Allowance:
+        """What is left when a seed of this cost has been added."""
+        return Allowance(
+            seeds=self.seeds - 1,
+            parameters=None if self.parameters is None else self.parameters - cost.parameters,
+            flops=None if self.flops is None else self.flops - cost.flops,
+        )
+
 
 def allowance(budget: Budget, *, host: Cost, added: Cost, seeds: int, slots: int) -> Allowance:
     return Allowance(

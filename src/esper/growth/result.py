@@ -9,6 +9,7 @@ from typing import Literal
 from torch import nn
 
 from esper.growth.baked import save
+from esper.growth.events import GrowthFinished
 from esper.growth.ledger import Ledger
 from esper.growth.state import Cost
 
@@ -33,6 +34,7 @@ class Grown:
     optimizer: str
     seconds: float
     folder: Path | None = None
+    had_finished: bool = False  # it was resumed, and there was nothing left to do
 
     def report(self) -> str:
         """One line: what was kept, what it gave, what it cost."""
@@ -48,9 +50,28 @@ class Grown:
                 f"+{flops:.1%} FLOPs",
                 f"{self.rollbacks} rollbacks",
                 self.optimizer,
+                *(["had finished already"] if self.had_finished else []),
             ]
         )
 
     def save(self, path: Path | str) -> None:
         """Writes weights and structure as safetensors; `esper.load(path, model=fresh_instance)` gives the grown model back."""
         save(self.model, path)
+
+
+def finished(grown: Grown) -> GrowthFinished:
+    return GrowthFinished(
+        epoch=grown.epochs,
+        why=grown.status,
+        tried=len(grown.ledger.entries),
+        kept=grown.ledger.count("kept"),
+        rollbacks=grown.rollbacks,
+        val_loss_before=grown.val_loss_before,
+        val_loss=grown.val_loss,
+        parameters=grown.host.parameters + grown.added.parameters,
+        parameters_added=grown.added.parameters,
+        flops=grown.host.flops + grown.added.flops,
+        flops_added=grown.added.flops,
+        total_gflops=grown.gflops,
+        seconds=grown.seconds,
+    )

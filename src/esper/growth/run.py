@@ -1,7 +1,8 @@
 """A growing run as a folder: its events, its checkpoints, and how it goes on after a stop or a crash.
 
-A checkpoint is written after every epoch, and on a stop in the middle of one where the training loader can tell where it is. What is
-saved is everything: weights, optimisers, schedule, lives, ledger, snapshots, data position and the global random streams.
+A checkpoint is written before the first epoch and after every one, and on a stop in the middle of one where the training loader can tell
+where it is. What is saved is everything: weights, optimisers, schedule, lives, ledger, snapshots, data position and the global random
+streams. So a loader that shuffles by the global generator gives the same batches again when an epoch is begun anew.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import contextlib
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ class Run:
     """Where a training reports to. This one keeps nothing."""
 
     folder: Path | None = None
+    is_resumed = False
 
     def emit(self, event: Event) -> None:
         pass
@@ -42,9 +44,8 @@ class Run:
         """Puts everything back where a saved run was; gives the validation loss from before it all began."""
         return val_loss_before
 
-    def save(self, grower: Grower, loader: Iterable[Any], val_loss_before: float, *, at_end_of_epoch: bool) -> bool:
-        """Whether it could be saved at this point."""
-        return True
+    def save(self, grower: Grower, loader: Iterable[Any], val_loss_before: float, *, at_end_of_epoch: bool) -> None:
+        """Between two epochs, or in the middle of one, which a loader without a state does not allow: then the last checkpoint stands."""
 
 
 NO_RUN = Run()
@@ -57,6 +58,7 @@ class SavedRun(Run):
         self, folder: Path, log: EventLog, checkpoint: Checkpoint | None, *, keep: int = 3, should_stop: Callable[[], bool] = lambda: False
     ) -> None:
         self.folder = folder
+        self.is_resumed = checkpoint is not None
         self._log, self._checkpoint, self._should_stop = log, checkpoint, should_stop
         self._store = CheckpointStore(folder / CHECKPOINTS, kind=KIND, keep=keep)
         self._best = float("inf")
@@ -72,25 +74,29 @@ class SavedRun(Run):
             return val_loss_before
         state = self._checkpoint.state
         grower.load_state_dict(state["grower"])
-        if state["loader"] is not None:
-            _stateful(loader).load_state_dict(state["loader"])
-        else:
+        if state["loader"] is None:
             self.emit(LoaderRestarted(epoch=grower.epoch))
+        elif isinstance(loader, Stateful):
+            loader.load_state_dict(state["loader"])
+        else:
+            raise GrowthError(
+                f"the saved run knows its place in the data, and this loader ({type(loader).__name__}) has no load_state_dict"
+            )
         _set_random_streams(state["random"])
         self._best = state["best"]
         before: float = state["val_loss_before"]
         return before
 
-    def save(self, grower: Grower, loader: Iterable[Any], val_loss_before: float, *, at_end_of_epoch: bool) -> bool:
-        is_stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-        if not at_end_of_epoch and not is_stateful:
-            return True  # the checkpoint at the last epoch's end stands
-        is_best = at_end_of_epoch and grower.chronicle.val_losses[-1] < self._best
+    def save(self, grower: Grower, loader: Iterable[Any], val_loss_before: float, *, at_end_of_epoch: bool) -> None:
+        if not at_end_of_epoch and not isinstance(loader, Stateful):
+            return
+        losses = grower.chronicle.val_losses
+        is_best = at_end_of_epoch and bool(losses) and losses[-1] < self._best
         if is_best:
-            self._best = grower.chronicle.val_losses[-1]
+            self._best = losses[-1]
         state = {
             "grower": grower.state_dict(),
-            "loader": _stateful(loader).state_dict() if is_stateful else None,
+            "loader": loader.state_dict() if isinstance(loader, Stateful) else None,
             "random": _random_streams(),
             "val_loss_before": val_loss_before,
             "best": self._best,
@@ -98,7 +104,6 @@ class SavedRun(Run):
         }
         step = grower.epoch * 1_000_000 + grower.chronicle.steps  # checkpoints are ordered by it
         self._store.save(step, state, is_best=is_best, note={"epoch": grower.epoch})
-        return True
 
 
 @contextlib.contextmanager
@@ -144,12 +149,18 @@ def _check_same(saved: GrowthConfig, wanted: GrowthConfig, folder: Path) -> None
     if different:
         name = different[0]
         raise GrowthError(
-            f"the run in {folder} was started with {name} = {getattr(saved, name)!r} and cannot go on with {getattr(wanted, name)!r}"
+            f"the run in {folder} was started with {name} = {getattr(saved, name)!r} and cannot go on with {getattr(wanted, name)!r}; "
+            "resume it with the same settings, or start another run"
         )
 
 
-def _stateful(loader: Any) -> Any:
-    return loader
+@runtime_checkable
+class Stateful(Protocol):
+    """A loader that can tell where it is in the middle of an epoch, and go on from there."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 def _random_streams() -> dict[str, Any]:

@@ -55,6 +55,7 @@ class Seed(nn.Module):
         self.branch = build_branch(get_blueprint(blueprint), place, seed=random_seed)
         self.gate = _make_gate(place, random_seed) if blending == "gate" else None
         self.blending = blending
+        self.is_baked = False  # part of the host, and applied by a hook
         self._pooled = _pooled_dimensions(place)
         self.register_buffer("alpha", torch.zeros((), dtype=place.dtype, device=place.device))
         self.register_buffer("spec", SeedSpec(blueprint, place.kind, place.shape, place.is_causal, blending).as_tensor().to(place.device))
@@ -68,13 +69,17 @@ class Seed(nn.Module):
             return opening.reshape(len(h), *([1] * (h.ndim - 1))) * branch
         return branch
 
+    def grown(self, h: Tensor) -> Tensor:
+        # Autocast computes norms in float32, which must not change the precision of the host.
+        return h + (self.alpha * self.delta(h)).to(h.dtype)
+
     def forward(self, h: Tensor) -> Tensor:
-        return h + self.alpha * self.delta(h)
+        # A host that runs all of its children in turn, as nn.Sequential does, runs a baked seed too; the hook comes after that.
+        return h if self.is_baked else self.grown(h)
 
     def after(self, module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
         """The forward hook of the submodule that a baked seed belongs to."""
-        grown: Tensor = self(output)
-        return grown
+        return self.grown(output)
 
 
 def _pooled_dimensions(place: Place) -> tuple[int, ...]:

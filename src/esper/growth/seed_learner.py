@@ -3,7 +3,9 @@
 The optimiser is of the host's kind and has the settings of that group. The host's optimiser does not know of seeds: parameters that are
 added to it break schedules such as OneCycleLR. A seed is born with a fresh optimiser, so no momentum outlives the seed it belonged to.
 
-A gradient that is not finite is not stepped on, and counted; what the host's optimiser does is its own business, and the other way round.
+Under a GradScaler the seed's gradients are unscaled here, before they are measured, clipped and stepped on. A gradient that is not finite
+is not stepped on, and counted. Each looks at its own: an overflow in the seed skips the seed's step and not the host's, one in the host
+skips the host's and not the seed's. The loss scale is the host's business; what overflows in seeds alone does not lower it.
 """
 
 from __future__ import annotations
@@ -21,35 +23,37 @@ from esper.gradients import gradient_health, gradient_norm
 from esper.growth.config import SeedOptimizer
 from esper.growth.errors import GrowthError
 from esper.growth.state import GradientStats
-from esper.parallel import Group
+from esper.parallel import ALONE, Group
 
 MakeOptimizer = Callable[[list[nn.Parameter], float], Optimizer]
 
 
 class SeedLearner:
-    """`host_group` is the group of the host's optimiser whose learning rate the seed follows."""
+    """`group` is the number of the host optimiser's group whose learning rate the seed follows.
 
-    def __init__(
-        self, seed: nn.Module, host: Optimizer, host_group: dict[str, Any], config: SeedOptimizer, make: MakeOptimizer | None
-    ) -> None:
+    A number, because an optimiser has new groups after its `load_state_dict`.
+    """
+
+    def __init__(self, seed: nn.Module, host: Optimizer, group: int, config: SeedOptimizer, make: MakeOptimizer | None) -> None:
         self.parameters = [parameter for parameter in seed.parameters() if parameter.requires_grad]
         self.config = config
-        self._host_group = host_group
-        self.optimizer = make(self.parameters, self._rate()) if make is not None else _of_the_same_kind(host, host_group, self.parameters)
+        self._host, self._group = host, group
+        self.optimizer = make(self.parameters, self._rate()) if make is not None else _like(host, group, self.parameters)
+        _check_steps_alone(self.optimizer)
         self._norms: list[Tensor] = []  # of the steps since the last report, on the device
         self._skipped = 0
 
-    def step(self, *, scale: float = 1.0, must_check: bool = False, group: Group | None = None) -> None:
+    def step(self, *, scale: float = 1.0, must_check: bool = False, group: Group = ALONE) -> None:
         """One step by the gradients that are there, which were multiplied by `scale`; then they are gone.
 
         On the CPU, or where `must_check`, a gradient that is not finite is skipped here; elsewhere that would wait for the device at every
         step, and the governor finds out.
         """
+        if group.world_size > 1:
+            _average(self.parameters, group)
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         if not gradients:
             return
-        if group is not None and group.world_size > 1:
-            _average(gradients, group)
         if scale != 1.0:
             for gradient in gradients:
                 gradient /= scale
@@ -60,17 +64,21 @@ class SeedLearner:
         else:
             if self.config.max_grad_norm is not None:
                 clip_grads_with_norm_(self.parameters, self.config.max_grad_norm, norm)
-            for group_ in self.optimizer.param_groups:
-                group_["lr"] = self._rate()
+            for own in self.optimizer.param_groups:
+                own["lr"] = self._rate()
             self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.forget_gradients()
+
+    def forget_gradients(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
 
     def _rate(self) -> float:
-        return float(self._host_group["lr"]) * self.config.learning_rate_factor
+        return float(self._host.param_groups[self._group]["lr"]) * self.config.learning_rate_factor
 
     def report(self) -> GradientStats:
         """What the gradients were like since the last report. Reads the device once."""
-        norms = torch.stack([norm.float() for norm in self._norms]).tolist() if self._norms else []
+        norms = self._gathered().tolist()
         finite = [norm for norm in norms if norm < float("inf")]
         skipped, self._norms, self._skipped = self._skipped, [], 0
         mean = sum(finite) / len(finite) if finite else 0.0
@@ -78,38 +86,55 @@ class SeedLearner:
         health = (sum(map(gradient_health, finite)) / len(norms)) if norms else 0.0
         return GradientStats(len(norms), mean, max(finite, default=0.0), health, max(skipped, broken))
 
+    def _gathered(self) -> Tensor:
+        return torch.stack([norm.float() for norm in self._norms]) if self._norms else torch.empty(0)
+
     def state_dict(self) -> dict[str, Any]:
-        return self.optimizer.state_dict()
+        return {"optimizer": self.optimizer.state_dict(), "norms": self._gathered(), "skipped": self._skipped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self._norms = list(state["norms"].to(self.parameters[0].device).unbind())
+        self._skipped = state["skipped"]
+        self.forget_gradients()
 
 
-def _average(gradients: list[Tensor], group: Group) -> None:
-    """In one transfer: the data-parallel wrapper does not know of these parameters."""
-    flat = group.sum_(torch.cat([gradient.reshape(-1) for gradient in gradients])) / group.world_size
-    for gradient, part in zip(gradients, flat.split_with_sizes([gradient.numel() for gradient in gradients]), strict=True):
-        gradient.copy_(part.view_as(gradient))
+def _average(parameters: list[nn.Parameter], group: Group) -> None:
+    """In one transfer: the data-parallel wrapper does not know of these parameters. A rank that has no gradient sends zeros."""
+    with torch.no_grad():
+        own = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in parameters]
+        flat = group.sum_(torch.cat([gradient.reshape(-1) for gradient in own])) / group.world_size
+        for parameter, part in zip(parameters, flat.split_with_sizes([gradient.numel() for gradient in own]), strict=True):
+            parameter.grad = part.view_as(parameter).clone()
 
 
-def _of_the_same_kind(host: Optimizer, host_group: dict[str, Any], parameters: list[nn.Parameter]) -> Optimizer:
-    kind = type(host)
+def _like(host: Optimizer, group: int, parameters: list[nn.Parameter]) -> Optimizer:
+    kind, settings = type(host), host.param_groups[group]
     accepted = inspect.signature(kind).parameters
-    settings = {name: host_group[name] for name in host.defaults if name in accepted and name in host_group}
+    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepted.values())
     try:
-        return kind(parameters, **settings)
+        return kind(parameters, **{name: settings[name] for name in host.defaults if name in settings and (takes_all or name in accepted)})
     except Exception as error:
-        raise GrowthError(
-            f"no optimiser like the host's ({kind.__name__}) can be made for seeds: {error}; "
-            "pass one as seed_optimizer=lambda parameters, learning_rate: ..."
-        ) from error
+        raise GrowthError(f"no optimiser like the host's ({kind.__name__}) can be made for seeds: {error}; {_OWN}") from error
 
 
-def group_of(optimizer: Optimizer, module: nn.Module, host: nn.Module) -> dict[str, Any]:
-    """The group of the host's optimiser that holds a submodule's parameters; for one without parameters, or frozen, the first group."""
+def _check_steps_alone(optimizer: Optimizer) -> None:
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise GrowthError(f"{type(optimizer).__name__} computes the loss itself in every step, which seeds cannot do; {_OWN}")
 
-    def find(parameters: Iterable[nn.Parameter]) -> dict[str, Any] | None:
+
+_OWN = "pass another one as seed_optimizer=lambda parameters, learning_rate: torch.optim.AdamW(parameters, lr=learning_rate)"
+
+
+def group_of(optimizer: Optimizer, module: nn.Module, host: nn.Module) -> int:
+    """The number of the group that holds a submodule's parameters; for one that has none, or is frozen, that of any of the host's."""
+
+    def find(parameters: Iterable[nn.Parameter]) -> int | None:
         wanted = {id(parameter) for parameter in parameters}
-        return next((group for group in optimizer.param_groups if any(id(parameter) in wanted for parameter in group["params"])), None)
+        found = (index for index, group in enumerate(optimizer.param_groups) if any(id(one) in wanted for one in group["params"]))
+        return next(found, None)
 
-    return find(module.parameters()) or find(host.parameters()) or optimizer.param_groups[0]
+    own = find(module.parameters())
+    anywhere = find(host.parameters()) if own is None else own
+    return 0 if anywhere is None else anywhere

@@ -1,28 +1,26 @@
 """Raising seeds in the shadow: a second forward pass really uses them, only they get its gradient, and the host does not notice.
 
-What lies before the first of these slots is not computed again: its output is recorded in the user's own forward pass. The host's
-optimiser has stepped since, so the second pass is that of the new weights on the output of the old ones. A compiled model runs eagerly and
-as a whole in the second pass.
+What lies before the first of these slots is not computed again where its output was recorded in the user's own forward pass, which is so
+for calls of the slotted model (not of the model in it). The host's optimiser has stepped since, so the second pass is that of the new
+weights on the output of the old ones. A compiled model runs eagerly and as a whole in the second pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from esper.growth.bed import Bed
 from esper.growth.errors import GrowthError
 from esper.growth.isolation import Isolation
 from esper.growth.replay import Replay
 from esper.growth.slotted import Slotted
 from esper.growth.state import Cost
 from esper.parallel import Group
-
-if TYPE_CHECKING:
-    from esper.growth.garden import Bed
 
 Closure = Callable[[], Tensor]  # computes the loss of the last batch again
 
@@ -34,24 +32,39 @@ class Shadow:
         self._replay: Replay | None = None
         self._replayed_slot = ""
         self._can_replay = True
-        self._recording = ExitStack()
+        self._is_due = False  # the next forward pass is to be recorded
 
     def prepare(self, beds: Sequence[Bed]) -> None:
         """The next forward pass of the user is recorded, where there are seeds that need it."""
         first = self._first(beds)
-        if first is None or not self._can_replay:
-            return
-        if self._replay is None or self._replayed_slot != first:
+        self._is_due = first is not None and self._can_replay
+        if first is not None and self._replayed_slot != first:
             self._replay, self._replayed_slot = Replay(self.slotted.model, self.slotted.survey.calls, first), first
-        self._recording.enter_context(self._replay.recording(keep_last=True))
+        elif self._replay is not None:
+            self._replay.clear()
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Around a forward pass of the user. Nothing of this stays in the model afterwards, so that it can be copied and saved."""
+        if not self._is_due or self._replay is None or not torch.is_grad_enabled():
+            yield
+            return
+        self._is_due = False  # forward passes inside this one are a part of it
+        try:
+            with self._replay.recording(keep_last=True):
+                yield
+        finally:
+            self._is_due = True
 
     def rest(self) -> None:
-        """Stops recording."""
-        self._recording.close()
+        """Records no more."""
+        self._is_due = False
+        if self._replay is not None:
+            self._replay.clear()
 
-    def step(self, beds: Sequence[Bed], closure: Closure, *, scale: float, group: Group) -> None:
+    def step(self, beds: Sequence[Bed], closure: Closure, *, scale: float, must_check: bool, group: Group) -> None:
         """Lets these seeds learn from the last batch. Their loss is multiplied by `scale` on the way, for half precision."""
-        self.rest()
+        self._is_due = False
         parameters = [parameter for bed in beds if bed.learner is not None for parameter in bed.learner.parameters]
         seeds = [bed.slot.seed for bed in beds if bed.slot.seed is not None]
         with ExitStack() as stack:
@@ -65,12 +78,12 @@ class Shadow:
             parameter.grad = gradient
         for bed in beds:
             if bed.learner is not None:
-                bed.learner.step(scale=scale, must_check=scale != 1.0, group=group)
+                bed.learner.step(scale=scale, must_check=must_check, group=group)
 
     def _loss(self, closure: Closure) -> Tensor:
         loss = self._replayed_loss(closure)
         loss = closure() if loss is None else loss
-        if not isinstance(loss, Tensor) or not loss.requires_grad:
+        if not isinstance(loss, Tensor) or not loss.requires_grad or loss.numel() != 1:
             raise GrowthError(
                 "the closure of after_step gave no loss with a gradient; it must compute the loss of the batch again, "
                 "through the slotted model and with gradients on: lambda: loss_fn(slotted(x), y)"
@@ -95,9 +108,16 @@ class Shadow:
         if first is None:
             return 0
         behind = self.slotted.survey.places[first].flops_behind
-        before = 0 if self._replay is not None and self._can_replay and self._replay.is_usable else self.slotted.survey.host.flops - behind
+        is_replayed = self._replay is not None and self._can_replay and self._replay.nbytes > 0
+        before = 0 if is_replayed else self.slotted.survey.host.flops - behind
         return before + 2 * behind + 3 * sum(cost.flops for cost in costs)
 
     def _first(self, beds: Sequence[Bed]) -> str | None:
         names = {bed.slot.place.name for bed in beds}
         return next((name for name in self.slotted.slots if name in names), None)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"can_replay": self._can_replay}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._can_replay = state["can_replay"]

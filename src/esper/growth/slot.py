@@ -43,10 +43,14 @@ class Slot:
             output = self.observer(self, output)
         if self.is_connected and self.seed is not None:
             # A user's own blueprint may have dropout. Compiled code must not change modules; there `Slotted.train` reaches the seed.
-            if self.seed.training != module.training and not torch.compiler.is_compiling():
+            if not torch.compiler.is_compiling() and self.seed.training != module.training:
                 self.seed.train(module.training)
             output = self.seed(output)
         return output
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy of the slot has no observer: whoever looks here would never look there."""
+        return {**self.__dict__, "observer": None, "is_idle": not self.is_connected}
 
     def plant(self, seed: Seed | None, *, connected: bool = False) -> None:
         """Puts a seed in, outside the host unless `connected`; None empties the slot."""

@@ -9,18 +9,19 @@ slotted.remove()                                      # as it was before
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from esper.growth.blueprints import blueprints_for, cost_of
+from esper.growth.blueprints import KINDS, blueprints_for, cost_of
 from esper.growth.choice import choose
 from esper.growth.errors import GrowthError
 from esper.growth.isolation import is_compiled
-from esper.growth.seed import Seed
+from esper.growth.place import Place
+from esper.growth.seed import Seed, SeedSpec
 from esper.growth.slot import Slot
 from esper.growth.survey import Survey, survey
 
@@ -34,6 +35,7 @@ def add_slots(model: nn.Module, example_input: Any, *, slots: Sequence[str] | No
     submodules, by patterns such as "layer?" or "blocks.*"; without it, slots are put after the blocks of the model. A compiled model and
     one under DistributedDataParallel stay what they are.
     """
+    _check_model(model)
     host = unwrap(model)
     check_has_no_slots(host)
     found = survey(host, example_input)
@@ -49,10 +51,22 @@ def unwrap(model: nn.Module) -> nn.Module:
         model = inner
 
 
+def _check_model(model: object) -> None:
+    if isinstance(model, nn.DataParallel):
+        raise GrowthError(
+            "nn.DataParallel copies the model in every step, without what grows; use DistributedDataParallel, or model.module"
+        )
+    if not isinstance(model, nn.Module):
+        raise GrowthError(f"slots are put into an nn.Module, and this is a {type(model).__name__}")
+
+
 def check_has_no_slots(host: nn.Module) -> None:
     for name, module in host.named_modules():
         if any(isinstance(getattr(hook, "__self__", None), Slot) for hook in module._forward_hooks.values()):
-            raise GrowthError(f"the model already has slots (after {name!r}); remove them first, with remove() or bake()")
+            raise GrowthError(
+                f"the model already has slots (after {name!r}); remove them first, by remove() or bake() of what add_slots gave. "
+                "To have a copy whose slots can be removed, copy that: copy.deepcopy(slotted)"
+            )
 
 
 class Slotted:
@@ -61,6 +75,7 @@ class Slotted:
     def __init__(self, model: nn.Module, host: nn.Module, survey: Survey, names: Sequence[str]) -> None:
         self.model, self.host, self.survey = model, host, survey
         self.slots = {name: Slot(survey.places[name]) for name in names}
+        self.recording: Callable[[], contextlib.AbstractContextManager[None]] | None = None  # around every call of this object
         self._handles: list[RemovableHandle] = [
             host.get_submodule(name).register_forward_hook(slot.hook) for name, slot in self.slots.items()
         ]
@@ -69,7 +84,14 @@ class Slotted:
             torch.compiler.reset()
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        return self.model(*arguments, **keywords)
+        if self.recording is None:
+            return self.model(*arguments, **keywords)
+        with self.recording():
+            return self.model(*arguments, **keywords)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy is called without whatever goes on around calls of the original."""
+        return {**self.__dict__, "recording": None}
 
     def train(self, mode: bool = True) -> Self:
         self.model.train(mode)
@@ -117,24 +139,28 @@ class Slotted:
 
         All names in its state dict stay; those of the seeds are added.
         """
-        kept = {name: slot.seed for name, slot in self.slots.items() if slot.is_kept and slot.seed is not None}
+        kept = {name: slot.seed for name, slot in self.slots.items() if self._handles and slot.is_kept and slot.seed is not None}
         self.remove()
         for name, seed in kept.items():
             attach(self.host.get_submodule(name), seed)
         return self.host
 
     def describe(self) -> str:
-        """A table for a person: every place, what is or could be there and what that costs, and why nothing can grow elsewhere."""
-        rows = [("place", "shape", "slot", "could grow (parameters)")]
-        for name, place in self.survey.places.items():
-            options = ", ".join(f"{blueprint.name} {cost_of(blueprint, place).parameters:,}" for blueprint in blueprints_for(place))
-            shape = f"{place.kind} {'×'.join(map(str, place.shape))}"
-            rows.append((name, shape, _content(self.slots.get(name)), options))
-        rows += [(refusal.name, "", "refused", refusal.reason) for refusal in self.survey.refusals]
-        widths = [max(len(row[column]) for row in rows) for column in range(3)]
-        return "\n".join(
-            "  ".join([*(cell.ljust(width) for cell, width in zip(row[:3], widths, strict=True)), row[3]]).rstrip() for row in rows
-        )
+        """Tables for a person: every place and what is there, why nothing can grow elsewhere, and what could grow at what cost."""
+        found = self.survey
+        rows = [("place", "output", "slot")]
+        rows += [(name, _output(place), _content(self.slots.get(name))) for name, place in found.places.items()]
+        rows += [(refusal.name, "–", f"none: it {refusal.reason}") for refusal in found.refusals]
+        tables = [_table(rows)]
+        for kind in KINDS:
+            alike = {_output(place): place for place in found.places.values() if place.kind == kind}
+            if alike:
+                tables.append("parameters and FLOPs per sample of what could grow\n" + _table(_costs(alike)))
+        return "\n\n".join(tables)
+
+
+def _output(place: Place) -> str:
+    return f"{place.kind} {'×'.join(map(str, place.shape))}" + (" causal" if place.is_causal else "")
 
 
 def _content(slot: Slot | None) -> str:
@@ -142,14 +168,42 @@ def _content(slot: Slot | None) -> str:
         return "–"
     if slot.seed is None:
         return "empty"
-    return "kept" if slot.is_kept else f"alpha {slot.alpha:g}"
+    blueprint = SeedSpec.from_tensor(slot.seed.spec).blueprint
+    return f"{blueprint}, kept" if slot.is_kept else f"{blueprint}, alpha {slot.alpha:g}"
 
 
-def attach(module: nn.Module, seed: Seed) -> None:
-    """Makes a seed part of a submodule, under a name that is free."""
-    name, count = BAKED, 1
-    while hasattr(module, name):
-        count += 1
-        name = f"{BAKED}_{count}"
-    module.add_module(name, seed)
+def _costs(places: Mapping[str, Place]) -> list[tuple[str, ...]]:
+    """A row for each of these places, a column for each blueprint."""
+    blueprints = list(dict.fromkeys(blueprint for place in places.values() for blueprint in blueprints_for(place)))
+    rows = [("output", *(blueprint.name for blueprint in blueprints))]
+    for output, place in places.items():
+        costs = [cost_of(blueprint, place) if blueprint in blueprints_for(place) else None for blueprint in blueprints]
+        rows.append((output, *(f"{_short(cost.parameters)} · {_short(cost.flops)}" if cost else "–" for cost in costs)))
+    return rows
+
+
+def _short(number: int) -> str:
+    """Three digits.
+
+    >>> [_short(number) for number in (0, 999, 1192, 76_288, 2_500_000)]
+    ['0', '999', '1.19k', '76.3k', '2.5M']
+    """
+    for unit, size in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return str(number)
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def attach(module: nn.Module, seed: Seed, name: str | None = None) -> None:
+    """Makes a seed part of a submodule, under this name or one that is free."""
+    count = 1
+    while name is None or hasattr(module, name):
+        name, count = BAKED if count == 1 else f"{BAKED}_{count}", count + 1
+    seed.is_baked = True
+    module.add_module(name, seed.train(module.training))
     module.register_forward_hook(seed.after)

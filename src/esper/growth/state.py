@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from esper.growth.lifecycle import Stage
 from esper.growth.place import Place
@@ -25,6 +25,7 @@ class Candidate:
     cost: Cost
     rent: float  # in nats, with everything that is in the host already
     promise: float | None = None  # nats per step that the loss would fall at first, from the probe; None: not probed
+    load: float = 0.0  # weights / positions that share them
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,9 @@ class GrowthState:
     seeds_left: int
     rollbacks: int = 0
     uninformed_loss: float | None = None
-    learning_rate: float = field(default=0.0)  # of the host's first group
+    learning_rate: float = 0.0  # of the host's first group
+    samples_per_epoch: int | None = None  # where the grower was told
+    host_load: float = 0.0  # Σ over layers of weights / positions that share them
 
     @property
     def progress(self) -> float | None:

@@ -10,13 +10,13 @@ from esper.events import Event, read
 from esper.growth.events import (
     ActionRefused,
     EpochEnded,
+    FinalTest,
     GrowthFinished,
     GrowthStarted,
     Measured,
     RolledBack,
     SlotView,
     StageEntered,
-    Tested,
 )
 from esper.growth.lifecycle import LIVING, OCCUPIED, Stage
 from esper.run_folder import EVENTS, RunError
@@ -32,7 +32,8 @@ class SeedStory:
     slot: str
     blueprint: str
     born: int  # epochs that were over
-    reason: str  # why it was born, and later why it ended as it did
+    why_born: str
+    why: str  # it is where it is now
     stages: list[tuple[int, str]] = field(default_factory=list)  # (epochs that were over, name of the stage)
     outcome: Outcome = "living"
     ended: int | None = None
@@ -41,6 +42,16 @@ class SeedStory:
     gain: float | None = None  # nats, as last measured
     gain_low: float | None = None
     gain_high: float | None = None
+
+
+@dataclass
+class Remark:
+    """What was decided or happened, and why, after the epochs from `first` to `last`."""
+
+    first: int
+    last: int
+    text: str
+    is_trouble: bool = False
 
 
 @dataclass
@@ -53,8 +64,9 @@ class Story:
     seeds: list[SeedStory] = field(default_factory=list)
     rollbacks: list[RolledBack] = field(default_factory=list)
     refused: list[ActionRefused] = field(default_factory=list)
+    remarks: list[Remark] = field(default_factory=list)  # the same one epoch after epoch is one
     finished: GrowthFinished | None = None
-    tested: Tested | None = None
+    tested: FinalTest | None = None
 
     def take(self, event: Event) -> None:
         match event:
@@ -70,15 +82,18 @@ class Story:
                 self.epochs.append(event)
                 for view in event.slots:
                     self._take_view(event.epoch, view)
+                self._remark(event.epoch, event.decision)
             case RolledBack():
                 self.rollbacks.append(event)
                 for slot in event.embargoed:
                     self._end(self.seed_in(slot), "rolled back", event.epoch, event.reason)
+                self._remark(event.epoch, f"went back to epoch {event.to_epoch}: {event.reason}", is_trouble=True)
             case ActionRefused():
                 self.refused.append(event)
+                self._remark(event.epoch, f"refused to {event.action} {event.slot}: {event.reason}")
             case GrowthFinished():
                 self.finished = event
-            case Tested():
+            case FinalTest():
                 self.tested = event
 
     @property
@@ -98,9 +113,18 @@ class Story:
     def kept(self) -> list[SeedStory]:
         return [seed for seed in self.seeds if seed.outcome == "kept"]
 
+    def _remark(self, epoch: int, text: str, *, is_trouble: bool = False) -> None:
+        last = self.remarks[-1] if self.remarks else None
+        if last is not None and last.text == text:
+            last.last = epoch
+        elif text:
+            self.remarks.append(Remark(epoch, epoch, text, is_trouble))
+
     def _take_stage(self, event: StageEntered) -> None:
         if event.stage == Stage.GERMINATED.name:
-            self.seeds.append(SeedStory(len(self.seeds) + 1, event.slot, event.blueprint, event.epoch, event.reason))
+            if event.epoch == 0:  # what is decided before the first epoch is no part of any epoch
+                self._remark(0, f"germinate {event.slot}: {event.reason}")
+            self.seeds.append(SeedStory(len(self.seeds) + 1, event.slot, event.blueprint, event.epoch, event.reason, event.reason))
         seed = self.seed_in(event.slot)
         if seed is None or seed.ended is not None:
             return  # an embargo, or its end, is no part of a seed's life
@@ -108,11 +132,10 @@ class Story:
         if event.stage == Stage.FOSSILIZED.name:
             self._end(seed, "kept", event.epoch, event.reason)
         elif event.stage == Stage.PRUNED.name:
-            # Before it is taken out alpha falls, and the reason was given then.
-            is_withdrawn = len(seed.stages) > 1 and seed.stages[-2][1] == Stage.BLENDING.name
-            self._end(seed, "pruned", event.epoch, seed.reason if is_withdrawn and seed.reason else event.reason)
-        elif event.stage == Stage.BLENDING.name:
-            seed.reason = event.reason
+            self._remark(event.epoch, f"pruned {event.slot}: {event.reason}")
+            self._end(seed, "pruned", event.epoch, seed.why if _was_withdrawn(seed) else event.reason)
+        else:
+            seed.why = event.reason
 
     def _take_view(self, epoch: int, view: SlotView) -> None:
         """A rollback brings seeds back and takes seeds away without a stage of their own; the slots at the end of the epoch show it."""
@@ -126,14 +149,19 @@ class Story:
         if stage in LIVING and seed.ended is not None:
             seed.outcome, seed.ended = "living", None
             seed.stages.append((epoch, view.stage))
-        seed.parameters = view.parameters
-        if view.gain is not None:
-            _note_gain(seed, view)
-        seed.rent = view.rent or seed.rent
+        if seed.ended is None or seed.ended == epoch:  # what it was kept for is not measured again
+            seed.parameters, seed.rent = view.parameters, view.rent
+            if view.gain is not None:
+                _note_gain(seed, view)
 
     def _end(self, seed: SeedStory | None, outcome: Outcome, epoch: int, reason: str) -> None:
         if seed is not None:
-            seed.outcome, seed.ended, seed.reason = outcome, epoch, reason
+            seed.outcome, seed.ended, seed.why = outcome, epoch, reason
+
+
+def _was_withdrawn(seed: SeedStory) -> bool:
+    """Alpha fell before it was taken out, and the reason was given when that began."""
+    return [stage for _, stage in seed.stages[-3:]] == [Stage.HOLDING.name, Stage.BLENDING.name, Stage.PRUNED.name]
 
 
 def _note_gain(seed: SeedStory, measured: Measured | SlotView) -> None:

@@ -5,21 +5,26 @@ Shapes: B = batch, C = channels, H, W, L = positions in space, T = positions in 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch.nn.parameter import is_lazy
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from esper.growth.errors import GrowthError
 from esper.growth.isolation import isolated
 from esper.growth.place import Call, Kind, Place, Refusal
+from esper.growth.seed import Seed
+from esper.growth.spread import Outputs, Spread, spread
+from esper.growth.spread import tensors_in as tensors_in
 from esper.growth.state import Cost
 
 _CHANNELS_FIRST = (nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase, nn.GroupNorm)
-_FEATURES_LAST = (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Embedding)
+_OF_PLANES = (nn.Conv2d, nn.ConvTranspose2d, nn.BatchNorm2d)
+_WIDTHS = ("out_channels", "num_features", "num_channels", "out_features", "embedding_dim")  # what layers call their output's
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,27 +33,30 @@ class Survey:
     refusals: tuple[Refusal, ...]
     calls: tuple[Call, ...]
     host: Cost
-    same_output: dict[str, int]  # places whose outputs are one tensor have the same number; the host's own output has number 0
+    same_output: dict[str, int]  # places whose outputs are one tensor have the same number; what the host itself gives has number 0
+    last: frozenset[str]  # places with nothing behind them that could use what grows there
+    load: float  # Σ over layers of weights / positions that share them: what a sample has to teach the host
 
 
 def survey(model: nn.Module, example_input: Any) -> Survey:
-    """Runs the model once on the example, in eval mode and without a trace."""
+    """Runs the model on the example, in eval mode and without a trace."""
     batch = batch_size_of(example_input)
+    _check_weights(model)
     log = _run(model, example_input)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    names = [name for name, _ in model.named_modules() if name]
-    places, refusals = dict[str, Place](), []
-    numbers = {id(log.output): 0}
-    same_output = dict[str, int]()
-    for name in sorted(names, key=lambda name: log.last_end(name)):
-        found = _classify(model, name, log, batch)
+    places, refusals, kept = dict[str, Place](), list[Refusal](), _kept_seeds(model)
+    for name in sorted((name for name, _ in model.named_modules() if name), key=log.last_end):
+        found = Refusal(name, "belongs to a seed that was kept") if name in kept else _classify(model, name, log, batch)
         if isinstance(found, Refusal):
             refusals.append(found)
         else:
             places[name] = found
-            same_output[name] = numbers.setdefault(id(log.outputs[name][0]), len(numbers))
-    places = _with_causality(model, example_input, places, log)
-    return Survey(places, tuple(refusals), tuple(log.calls), Cost(parameters, log.total_flops // batch), same_output)
+    flow = spread(places, example_input, log.tensors(places), lambda example: _run(model, example).tensors(places))
+    places, more = _apply(flow, places)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    last = {name for name, place in places.items() if place.flops_behind == 0 and log.layers_done[name] == log.layers}
+    host = Cost(parameters, log.total_flops // batch)
+    refusals = sorted([*refusals, *more], key=lambda refusal: log.last_end(refusal.name))
+    return Survey(places, tuple(refusals), tuple(log.calls), host, _numbers(log, places), frozenset(last), log.load)
 
 
 def call(model: Any, example_input: Any) -> Any:
@@ -58,17 +66,6 @@ def call(model: Any, example_input: Any) -> Any:
     if isinstance(example_input, tuple | list):
         return model(*example_input)
     return model(example_input)
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from tensors_in(item)
 
 
 def batch_size_of(batch: Any) -> int:
@@ -81,14 +78,24 @@ def batch_size_of(batch: Any) -> int:
     )
 
 
+def _check_weights(model: nn.Module) -> None:
+    lazy = next((name for name, parameter in model.named_parameters() if is_lazy(parameter)), None)
+    if lazy is not None:
+        raise GrowthError(f"the weight {lazy!r} of a lazy layer has no size yet; run the model once on a batch, then add slots")
+
+
 @dataclass
 class _Log:
     outputs: dict[str, list[Any]] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
-    flops: dict[str, int] = field(default_factory=dict)  # of the forward pass until the submodule was done
     starts: dict[str, list[int]] = field(default_factory=dict)
-    leaves: list[str] = field(default_factory=list)  # submodules with parameters and without children, as they ran
-    leaf_before: dict[str, str] = field(default_factory=dict)  # the last of them when a submodule was done
+    flops: dict[str, int] = field(default_factory=dict)  # of the forward pass until the submodule was done
+    layer_before: dict[str, nn.Module | None] = field(default_factory=dict)  # the last one with weights of its own until then
+    layers_done: dict[str, int] = field(default_factory=dict)  # how many of them until then
+    is_autocast: dict[str, bool] = field(default_factory=dict)
+    layer: nn.Module | None = None
+    layers: int = 0
+    load: float = 0.0
     ticks: int = 0
     output: Any = None
     total_flops: int = 0
@@ -97,36 +104,48 @@ class _Log:
         ends = [call.end for call in self.calls if call.name == name]
         return (max(ends) if ends else self.ticks + 1, name)
 
+    def tensors(self, places: Mapping[str, Place]) -> Outputs:
+        """The outputs at these places, after they were found to be one tensor each."""
+        return {name: self.outputs[name][0] for name in places}
+
+    def enter(self, name: str) -> None:
+        self.starts.setdefault(name, []).append(self.ticks)
+        self.ticks += 1
+
+    def leave(self, name: str, module: nn.Module, output: Any, flops: int) -> None:
+        self.calls.append(Call(name, self.starts[name].pop(), self.ticks))
+        self.ticks += 1
+        self.outputs.setdefault(name, []).append(output)
+        self.flops[name] = flops
+        if not list(module.children()) and list(module.parameters(recurse=False)):
+            self.layer, self.layers = module, self.layers + 1
+            self.load += sum(parameter.numel() for parameter in module.parameters(recurse=False)) / _positions(module, output)
+        self.layer_before[name], self.layers_done[name] = self.layer, self.layers
+        self.is_autocast[name] = isinstance(output, Tensor) and torch.is_autocast_enabled(output.device.type)
+
+
+def _positions(layer: nn.Module, output: Any) -> int:
+    """How often a layer's weights are used for one sample."""
+    if not isinstance(output, Tensor) or output.ndim < 2:
+        return 1
+    return max(output[0].numel() // (_width(layer) or output.shape[-1] or 1), 1)
+
 
 def _run(model: nn.Module, example_input: Any) -> _Log:
-    log = _Log()
-    counter = FlopCounterMode(display=False)
-    handles = []
+    log, counter, handles = _Log(), _flop_counter(), []
 
     def enter(name: str) -> Any:
-        def hook(module: nn.Module, arguments: Any) -> None:
-            log.starts.setdefault(name, []).append(log.ticks)
-            log.ticks += 1
-
-        return hook
+        return lambda module, arguments: log.enter(name)
 
     def leave(name: str) -> Any:
-        def hook(module: nn.Module, arguments: Any, output: Any) -> None:
-            log.calls.append(Call(name, log.starts[name].pop(), log.ticks))
-            log.ticks += 1
-            log.outputs.setdefault(name, []).append(output)
-            log.flops[name] = counter.get_total_flops()
-            if not list(module.children()) and list(module.parameters(recurse=False)):
-                log.leaves.append(name)
-            log.leaf_before[name] = log.leaves[-1] if log.leaves else ""
-
-        return hook
+        return lambda module, arguments, output: log.leave(name, module, output, counter.get_total_flops())
 
     with isolated(model), torch.no_grad():
         model.eval()
         try:
+            kept = _kept_seeds(model)
             for name, module in model.named_modules():
-                if name and not isinstance(module, torch.jit.ScriptModule):
+                if name and name not in kept and not isinstance(module, torch.jit.ScriptModule):
                     handles += [module.register_forward_pre_hook(enter(name)), module.register_forward_hook(leave(name))]
             with counter:
                 log.output = call(model, example_input)
@@ -142,90 +161,105 @@ def _run(model: nn.Module, example_input: Any) -> _Log:
     return log
 
 
+def _kept_seeds(model: nn.Module) -> set[str]:
+    """Names of what grew in the host earlier, with all its parts: it tells nothing about the layers of the host."""
+    seeds = {name: module for name, module in model.named_modules() if isinstance(module, Seed)}
+    return {part for name, seed in seeds.items() for part, _ in seed.named_modules(prefix=name)}
+
+
+def _flop_counter() -> FlopCounterMode:
+    """Torch's, which knows all attention kernels but that of the CPU."""
+
+    def count(query: Any, key: Any, value: Any, *rest: Any, out_shape: Any = None, **others: Any) -> int:
+        flops: int = sdpa_flop_count(query, key, value)  # type: ignore[no-untyped-call]
+        return flops
+
+    return FlopCounterMode(display=False, custom_mapping={torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: count})
+
+
 def _classify(model: nn.Module, name: str, log: _Log, batch: int) -> Place | Refusal:
-    module = model.get_submodule(name)
-    outputs = log.outputs.get(name, [])
-    if not outputs:
-        is_script = isinstance(module, torch.jit.ScriptModule)
-        return Refusal(name, "is compiled by TorchScript" if is_script else "does not run in the forward pass, or not as a module")
-    if len(outputs) > 1:
-        return Refusal(name, f"runs {len(outputs)} times in a forward pass, and a seed would act each time")
+    module, outputs = model.get_submodule(name), log.outputs.get(name, [])
+    reason = _reason_against(module, name, outputs, batch)
+    if reason is not None:
+        return Refusal(name, reason)
     (output,) = outputs
-    if not isinstance(output, Tensor):
-        return Refusal(name, f"gives a {type(output).__name__}, not one tensor")
-    if not output.is_floating_point():
-        return Refusal(name, f"gives {output.dtype}, not floating-point numbers")
-    if output.ndim not in (2, 3, 4):
-        return Refusal(name, f"gives {_shape(output)}, and seeds fit [B, C, H, W], [B, C, L], [B, T, D] and [B, D]")
-    if len(output) != batch:
-        return Refusal(name, f"gives {_shape(output)}, whose first dimension is not the batch of {batch}")
-    kind = _kind_of(model, log.leaf_before[name], output)
+    kind = _kind_of(log.layer_before[name], output)
     if kind is None:
-        return Refusal(name, f"gives {_shape(output)} with the features last, and seeds with positions in a plane expect [B, C, H, W]")
-    total = max(log.total_flops, 1)
-    own = next((parameter for parameter in module.parameters() if parameter.is_floating_point()), None)
+        return Refusal(name, f"gives {_shape(output)} whose channels are not, or not for certain, the second dimension: [B, C, H, W]")
     return Place(
         name=name,
         kind=kind,
         shape=tuple(output.shape[1:]),
-        dtype=output.dtype if own is None else own.dtype,
+        dtype=_dtype_of_weights(model, module) if log.is_autocast[name] else output.dtype,
         device=output.device,
-        depth=log.flops[name] / total,
+        depth=log.flops[name] / max(log.total_flops, 1),
         flops_behind=(log.total_flops - log.flops[name]) // batch,
     )
 
 
-def _kind_of(model: nn.Module, leaf: str, output: Tensor) -> Kind | None:
+def _reason_against(module: nn.Module, name: str, outputs: list[Any], batch: int) -> str | None:
+    if "parametrizations" in name.split("."):
+        return "makes a weight, not an output"
+    if not outputs:
+        return "is compiled by TorchScript" if isinstance(module, torch.jit.ScriptModule) else "does not run as a module of its own"
+    if len(outputs) > 1:
+        return f"runs {len(outputs)} times in a forward pass, and a seed would act each time"
+    (output,) = outputs
+    if not isinstance(output, Tensor):
+        return f"gives a {type(output).__name__}, not one tensor"
+    if not output.is_floating_point():
+        return f"gives {output.dtype}, not floating-point numbers"
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        return "would run a seed in it as one of its own parts; choose a part of it"
+    if output.ndim not in (2, 3, 4):
+        return f"gives {_shape(output)}, and seeds fit [B, C, H, W], [B, C, L], [B, T, D] and [B, D]"
+    if len(output) != batch:
+        return f"gives {_shape(output)}, whose first dimension is not the batch of {batch}"
+    return None
+
+
+def _kind_of(layer: nn.Module | None, output: Tensor) -> Kind | None:
     """Channels come first after convolutions, features last after linear layers; the last layer with weights tells which it was."""
     if output.ndim == 2:
         return "dense"
-    layer = model.get_submodule(leaf) if leaf else None
-    if output.ndim == 4:
-        return None if isinstance(layer, _FEATURES_LAST) and output.shape[1] != output.shape[-1] else "conv"
-    return "conv" if isinstance(layer, _CHANNELS_FIRST) and output.shape[1] == _channels(layer) else "token"
+    width = _width(layer)
+    is_second, is_last = output.shape[1] == width, output.shape[-1] == width
+    if output.ndim == 3:
+        return "conv" if isinstance(layer, _CHANNELS_FIRST) and not isinstance(layer, _OF_PLANES) and is_second else "token"
+    if isinstance(layer, _CHANNELS_FIRST) or layer is None:
+        return None if is_last and not is_second else "conv"
+    return "conv" if is_second and not is_last else None
 
 
-def _channels(layer: nn.Module) -> int:
-    found = [getattr(layer, name) for name in ("out_channels", "num_features", "num_channels") if hasattr(layer, name)]
-    return int(found[0])
+def _width(layer: nn.Module | None) -> int | None:
+    """Channels or features of what a layer gives."""
+    shape = getattr(layer, "normalized_shape", None)
+    return int(shape[-1]) if shape else next((int(getattr(layer, name)) for name in _WIDTHS if hasattr(layer, name)), None)
 
 
-def _with_causality(model: nn.Module, example_input: Any, places: dict[str, Place], log: _Log) -> dict[str, Place]:
-    """Changes the last position of the input: where no earlier position of an output changes, the host is causal."""
-    first = next(tensors_in(example_input))
-    suspects = [
-        name for name, place in places.items() if place.kind == "token" and first.ndim >= 2 and place.shape[0] == first.shape[1] > 1
-    ]
-    if not suspects:
-        return places
-    changed = first.clone()
-    changed[:, -1] = _something_else(first)
-    again = _run(model, _with_first(example_input, changed))
-    result = dict(places)
-    for name in suspects:
-        before, after = log.outputs[name][0], again.outputs[name][0]
-        is_causal = torch.equal(before[:, :-1], after[:, :-1]) and not torch.equal(before, after)
-        result[name] = replace(places[name], is_causal=is_causal)
-    return result
+def _dtype_of_weights(model: nn.Module, module: nn.Module) -> torch.dtype:
+    """Under autocast, outputs have another precision than the weights, and a seed's weights are like the host's."""
+    weights = (parameter for part in (module, model) for parameter in part.parameters() if parameter.is_floating_point())
+    first = next(weights, None)
+    return torch.float32 if first is None else first.dtype
 
 
-def _something_else(sequence: Tensor) -> Tensor:
-    """A last position that differs from the present one, and that the model can take: a token it knows."""
-    first, last = sequence[:, 0], sequence[:, -1]
-    return first if not torch.equal(first, last) else (last == 0).to(sequence.dtype)
+def _apply(flow: Spread, places: dict[str, Place]) -> tuple[dict[str, Place], list[Refusal]]:
+    kept, refusals = dict[str, Place](), []
+    for name, place in places.items():
+        if place.kind == "token" and flow.mixes:
+            reason = "has no batch as its first dimension, for one sample changes others; if time is the first, use batch_first=True"
+            refusals.append(Refusal(name, reason))
+        elif place.kind == "conv" and name in flow.causal and flow.looks_back:
+            refusals.append(Refusal(name, "sees only positions before its own, and every seed for convolutions would look ahead"))
+        else:
+            kept[name] = replace(place, is_causal=place.kind == "token" and name in flow.causal)
+    return kept, refusals
 
 
-def _with_first(example_input: Any, tensor: Tensor) -> Any:
-    """The example with its first tensor replaced."""
-    if isinstance(example_input, Tensor):
-        return tensor
-    if isinstance(example_input, Mapping):
-        key = next(key for key, value in example_input.items() if next(tensors_in(value), None) is not None)
-        return {**example_input, key: _with_first(example_input[key], tensor)}
-    index = next(index for index, value in enumerate(example_input) if next(tensors_in(value), None) is not None)
-    items = list(example_input)
-    items[index] = _with_first(items[index], tensor)
-    return items
+def _numbers(log: _Log, places: Mapping[str, Place]) -> dict[str, int]:
+    numbers = {id(tensor): 0 for tensor in tensors_in(log.output)}
+    return {name: numbers.setdefault(id(log.outputs[name][0]), len(numbers) + 1) for name in places}
 
 
 def _shape(tensor: Tensor) -> str:

@@ -18,18 +18,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from esper.events import Event
-from esper.growth.batches import LossFunction, StepLoss, check_data, checked, device_of, example_of, move, size_of, step_loss_of
+from esper.growth.batches import (
+    Listener,
+    LossFunction,
+    StepLoss,
+    check_can_repeat,
+    check_data,
+    checked,
+    device_of,
+    example_of,
+    explained,
+    move,
+    size_of,
+    step_loss_of,
+)
 from esper.growth.config import GrowthConfig
 from esper.growth.decisions import Controller
 from esper.growth.errors import GrowthError
-from esper.growth.events import GrowthFinished, GrowthStarted
+from esper.growth.events import GrowthStarted
 from esper.growth.grower import Grower
 from esper.growth.isolation import isolated
-from esper.growth.result import Grown, Status
+from esper.growth.result import Grown, Status, finished
 from esper.growth.run import NO_RUN, Run, open_run
-from esper.growth.slotted import Slotted, add_slots
+from esper.growth.slotted import add_slots
 
 MakeHostOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 MakeScheduler = Callable[[Optimizer], Any]
@@ -73,12 +87,13 @@ def grow(
         make_scheduler=scheduler,
         config=config or GrowthConfig(),
     )
+    training.prepare(controller)
     with open_run(run, resume=resume, config=training.config) as opened:
         return training.run(controller, opened)
 
 
 class Training:
-    """A model of its own, its data, its optimiser; `run` trains it."""
+    """A model of its own, its data, its optimiser; `run` trains it, once."""
 
     def __init__(
         self,
@@ -94,6 +109,10 @@ class Training:
     ) -> None:
         self.model, self.train_loader, self.val_loader, self.step_loss = model, train_loader, val_loader, step_loss
         self.epochs, self.config = epochs, config
+        self._prepared: tuple[Grower, float] | None = None
+        self._run = NO_RUN
+        check_can_repeat(train_loader, "training")
+        check_can_repeat(val_loader, "validation")
         self.device = device_of(model)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if not trained:
@@ -105,10 +124,12 @@ class Training:
             )
         self.scheduler = None if make_scheduler is None else make_scheduler(self.optimizer)
 
-    def run(self, controller: Controller | str, run: Run = NO_RUN) -> Grown:
-        began = time.perf_counter()
-        before, batch = self._first_look()
-        slotted = self._slotted(batch)
+    def prepare(self, controller: Controller | str) -> None:
+        """The first look at model, loss, data and settings. What is wrong with them comes up here, before anything is written."""
+        if self._prepared is not None:
+            return
+        before, example = self._first_look()
+        slotted = add_slots(self.model, example, slots=self.config.slots)
         try:
             grower = Grower(
                 slotted,
@@ -117,38 +138,49 @@ class Training:
                 controller=controller,
                 config=self.config,
                 epochs=self.epochs,
-                on_event=run.emit,
+                on_event=lambda event: self._run.emit(event),
             )
-            before = run.restore(grower, self.train_loader, before)
-            run.emit(self._started(grower))
-            status = self._train(grower, run, before)
         except BaseException:
             slotted.remove()
             raise
-        return self._finish(grower, run, status, before, time.perf_counter() - began)
+        self._prepared = grower, before
+
+    def run(self, controller: Controller | str, run: Run = NO_RUN) -> Grown:
+        began = time.perf_counter()
+        self.prepare(controller)
+        assert self._prepared is not None
+        (grower, before), self._run = self._prepared, run
+        try:
+            before = run.restore(grower, self.train_loader, before)
+            had_finished = run.is_resumed and self._is_over(grower)
+            run.emit(self._started(grower))
+            status = self._train(grower, run, before)
+        except BaseException:
+            grower.stop()
+            grower.slotted.remove()
+            raise
+        return self._finish(grower, run, status, before, time.perf_counter() - began, had_finished=had_finished)
 
     def _train(self, grower: Grower, run: Run, before: float) -> Status:
-        grower.begin()
-        while grower.epoch < self.epochs:
-            if not self._train_epoch(grower, run, before):
-                return "stopped"
-            grower.after_epoch(lambda: self._losses(grower))
-            if self.scheduler is not None:
-                self.scheduler.step()
-            is_over = grower.epoch >= self.epochs or self._is_stuck(grower)
+        if not run.is_resumed:
+            grower.begin()
             run.save(grower, self.train_loader, before, at_end_of_epoch=True)
-            if is_over:
-                break
-            if run.should_stop():
+        while not self._is_over(grower):
+            if run.should_stop() or not self._train_epoch(grower, run, before):
                 return "stopped"
+            self._end_epoch(grower)
+            run.save(grower, self.train_loader, before, at_end_of_epoch=True)
         return "finished" if grower.epoch >= self.epochs else "stopped early"
+
+    def _is_over(self, grower: Grower) -> bool:
+        return grower.chronicle.steps == 0 and (grower.epoch >= self.epochs or self._is_stuck(grower))
 
     def _train_epoch(self, grower: Grower, run: Run, before: float) -> bool:
         """False where it was stopped."""
         self.model.train()
         for number, raw in enumerate(self.train_loader, start=grower.chronicle.steps + 1):
             batch = move(raw, self.device)
-            loss = self._loss(batch)
+            loss = self._train_loss(batch, grower)
             torch.autograd.backward(loss)
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -156,9 +188,26 @@ class Training:
             grower.after_step(loss, closure=partial(self._loss, batch), samples=size_of(batch))
             if grower.rollbacks > rollbacks:
                 check_data(batch, math.nan, f"batch {number} of the training loader")
-            if run.should_stop() and run.save(grower, self.train_loader, before, at_end_of_epoch=False):
+            if run.should_stop():
+                run.save(grower, self.train_loader, before, at_end_of_epoch=False)
                 return False
         return True
+
+    def _end_epoch(self, grower: Grower) -> None:
+        # Before the epoch is over, so that a snapshot holds the schedule as the next epoch needs it. One that follows the loss has to wait.
+        follows_loss = isinstance(self.scheduler, ReduceLROnPlateau)
+        if self.scheduler is not None and not follows_loss:
+            self.scheduler.step()
+        ended = grower.after_epoch(lambda: self._losses(grower))
+        if isinstance(self.scheduler, ReduceLROnPlateau):
+            self.scheduler.step(ended.val_loss)
+
+    def _train_loss(self, batch: Any, grower: Grower) -> Tensor:
+        try:
+            with grower.recording():
+                return self._loss(batch)
+        except ValueError as error:
+            raise explained(error, batch) from error
 
     def _loss(self, batch: Any) -> Tensor:
         return checked(self.step_loss(self.model, batch))
@@ -180,29 +229,31 @@ class Training:
                     grower.count_evaluation(size_of(batch))
 
     def _first_look(self) -> tuple[float, Any]:
-        """The validation loss before anything was done, and a batch. What is wrong with model, loss or data comes up here."""
+        """The validation loss before anything was done, and what the model is called with."""
         losses, first = [], None
-        with isolated(self.model), torch.no_grad():
-            self.model.eval()
-            for number, raw in enumerate(self.val_loader, start=1):
-                batch = move(raw, self.device)
-                first = batch if first is None else first
-                loss = float(self._loss(batch))
-                check_data(batch, loss, f"batch {number} of the validation loader")
-                losses.append(loss)
+        listener = Listener(self.model)
+        try:
+            with isolated(self.model), torch.no_grad():
+                self.model.eval()
+                for number, raw in enumerate(self.val_loader, start=1):
+                    batch = move(raw, self.device)
+                    first = batch if first is None else first
+                    loss = float(self._loss(batch))
+                    check_data(batch, loss, f"batch {number} of the validation loader")
+                    losses.append(loss)
+        finally:
+            listener.stop()
         if not losses:
             raise GrowthError("the validation loader yields nothing; it needs at least one batch")
-        return sum(losses) / len(losses), first
-
-    def _slotted(self, batch: Any) -> Slotted:
-        return add_slots(self.model, example_of(batch), slots=self.config.slots)
+        return sum(losses) / len(losses), example_of(first) if listener.heard is None else listener.heard
 
     def _is_stuck(self, grower: Grower) -> bool:
         """Early stopping: no better validation loss for long, and no seed on its way."""
         losses, patience = grower.chronicle.val_losses, self.config.patience
         if patience is None or len(losses) <= patience or grower.garden.living():
             return False
-        return min(losses[-patience:]) >= min(losses[:-patience])
+        recent, before = ([loss for loss in some if math.isfinite(loss)] for some in (losses[-patience:], losses[:-patience]))
+        return min(recent, default=math.inf) >= min(before, default=math.inf)
 
     def _started(self, grower: Grower) -> Event:
         host = grower.slotted.survey.host
@@ -218,7 +269,7 @@ class Training:
             device=str(self.device),
         )
 
-    def _finish(self, grower: Grower, run: Run, status: Status, before: float, seconds: float) -> Grown:
+    def _finish(self, grower: Grower, run: Run, status: Status, before: float, seconds: float, *, had_finished: bool) -> Grown:
         if status != "stopped":
             for name in grower.garden.living():
                 grower.garden.prune(name, "the training is over and it has not earned its place")
@@ -241,27 +292,10 @@ class Training:
             optimizer=describe_optimizer(self.optimizer),
             seconds=seconds,
             folder=run.folder,
+            had_finished=had_finished,
         )
-        run.emit(_finished(grown))
+        run.emit(finished(grown))
         return grown
-
-
-def _finished(grown: Grown) -> GrowthFinished:
-    return GrowthFinished(
-        epoch=grown.epochs,
-        why=grown.status,
-        tried=len(grown.ledger.entries),
-        kept=grown.ledger.count("kept"),
-        rollbacks=grown.rollbacks,
-        val_loss_before=grown.val_loss_before,
-        val_loss=grown.val_loss,
-        parameters=grown.host.parameters + grown.added.parameters,
-        parameters_added=grown.added.parameters,
-        flops=grown.host.flops + grown.added.flops,
-        flops_added=grown.added.flops,
-        total_gflops=grown.gflops,
-        seconds=grown.seconds,
-    )
 
 
 def describe_optimizer(optimizer: Optimizer) -> str:

@@ -1,0 +1,115 @@
+"""`esper grow`: trains a model and grows it where that pays, on a task of esper or on the user's own code."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from esper.cli.grow_arguments import SAVED, GrowArguments, defaults_for, with_long_names
+from esper.cli.grow_config import GrowTaskConfig
+from esper.cli.outcome import FAILED, INTERRUPTED, CommandError, Outcome
+from esper.cli.parse import parse
+from esper.cli.stop_signals import StopSignals
+from esper.config import describe
+
+DESCRIPTION = """Trains a model, grows it where that pays, and keeps everything in a run folder with a report.
+
+  esper grow --task digits                                              a task of esper, with its starved host
+  esper grow --model mycode.nets:make_model --data mycode.data:loaders  your own code, from the current folder
+
+make_model() gives an nn.Module, loaders() gives (train, validation) or (train, validation, test). The test part is looked at once, when
+everything is over. Values come from the defaults, then from --config FILE.toml, then from the command line. The path of an option may be
+left out where its last name is unique: --max-seeds for --budget.max-seeds; --raise stands for --lifecycle.raise-mode."""
+
+
+def run(argv: list[str], prog: str) -> Outcome:
+    words = with_long_names(argv)
+    arguments = parse(GrowArguments, words, prog, default=defaults_for(words), description=DESCRIPTION)
+    if arguments.task is None and arguments.model is None:
+        raise CommandError(f"name what to grow: --task TASK, or --model and --data of your own. {_known_tasks()}")
+    with _threads(arguments.threads), _mistakes():
+        return _dry_run(arguments.settings()) if arguments.dry_run else _grow(arguments)
+
+
+def _known_tasks() -> str:
+    from esper.tasks import TASKS
+
+    return "Tasks: " + "; ".join(f"{name} ({entry.title})" for name, entry in TASKS.items())
+
+
+def _dry_run(config: GrowTaskConfig) -> Outcome:
+    from esper.cli.grow_plan import plan, print_plan
+    from esper.rl.run_setup import find_device
+
+    figures, places = plan(config, find_device(config.device))
+    print_plan(config, figures, places)
+    return Outcome({"plan": figures, "config": {name: value for name, value, _ in describe(config)}})
+
+
+def _grow(arguments: GrowArguments) -> Outcome:
+    from esper.cli.grow_progress import progress_sink
+    from esper.cli.grow_run import grow_in, run_folder
+    from esper.cli.grow_summary import as_json, print_summary
+    from esper.rl.run_setup import find_device
+
+    config, stop = arguments.settings(), StopSignals()
+    device = find_device(config.device)
+    with run_folder(config, arguments.run) as folder, _failures(folder), stop:
+        result = grow_in(folder, config, resume=arguments.resume, device=device, make_sink=progress_sink, should_stop=stop.was_asked)
+    print_summary(result, config)
+    return Outcome(as_json(result), stop.exit_code if result.status == "stopped" else 0)
+
+
+@contextlib.contextmanager
+def _mistakes() -> Iterator[None]:
+    """What the user has to put right, in one line."""
+    from esper.growth.errors import GrowthError
+    from esper.run_folder import RunError
+    from esper.tasks import TaskError
+
+    try:
+        yield
+    except (GrowthError, RunError, TaskError) as error:
+        raise CommandError(str(error)) from error
+
+
+@contextlib.contextmanager
+def _failures(folder: Path) -> Iterator[None]:
+    """What goes wrong with a run, with what is left of it."""
+    from esper.checkpoint import CheckpointError
+    from esper.cli.grow_run import has_begun
+    from esper.cli.grow_summary import how_to_resume
+    from esper.events import EventError
+    from esper.growth.errors import GrowthError
+    from esper.growth.governor import Diverged
+
+    try:
+        yield
+    except CheckpointError as error:
+        raise CommandError(str(error), exit_code=FAILED) from error
+    except Diverged as error:
+        raise CommandError(f"training failed: {error}; the run is in {folder}", exit_code=FAILED) from error
+    except GrowthError as error:
+        if not has_begun(folder):
+            raise
+        raise CommandError(f"training failed: {error}; the run is in {folder}", exit_code=FAILED) from error
+    except (OSError, EventError) as error:
+        if (folder / SAVED).exists():
+            raise CommandError(f"the run in {folder} cannot go on: {error}", exit_code=FAILED) from error
+        raise CommandError(f"no run can be made in {folder}: {error}; choose another folder with --run") from error
+    except KeyboardInterrupt:
+        what_next = how_to_resume(folder) if has_begun(folder) else "nothing was trained yet"
+        raise CommandError(f"stopped at once; {what_next}", exit_code=INTERRUPTED) from None
+
+
+@contextlib.contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,54 @@
+"""What `esper grow` can be told: everything about growing, and what is grown on which data. Imports no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from esper.config import ConfigError, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from esper.growth.config import GrowthConfig
+
+
+class GrowTaskConfig(GrowthConfig):
+    """One run. Either a task of esper with one of its hosts, or a model and loaders from the user's own code."""
+
+    seed: NonNegativeInt = 0  # of everything that is random: weights, order of the data, seeds that grow, plans
+    task: str | None = None  # a task of esper, such as digits; `esper grow` alone lists them
+    host: Literal["starved", "right", "oversized"] = "starved"  # which host of the task
+    data_dir: Path | None = None  # folder with the data of a task that does not bring its own
+    batch_size: PositiveInt | None = None  # of a task; None: the task's own
+    model: str | None = None  # package.module:make_model, which gives an nn.Module
+    data: str | None = None  # package.module:make_loaders, which gives loaders: (train, validation) or (train, validation, test)
+    loss: str | None = None  # package.module:loss, called as loss(outputs, targets); None: cross entropy
+    step_loss: str | None = None  # package.module:step_loss, called as step_loss(model, batch), for anything that is not a pair
+    controller: Literal["heuristic", "random", "schedule", "never"] = "heuristic"  # who decides
+    twin: bool = False  # train a twin that never grows as well, from the same weights on the same batches
+    epochs: PositiveInt = 40
+    optimizer: Literal["adamw", "sgd"] = "adamw"  # of the host; sgd: with Nesterov momentum 0.9
+    learning_rate: PositiveFloat = 1e-3
+    weight_decay: NonNegativeFloat | None = None  # None: what the optimizer does by itself
+    schedule: Literal["none", "cosine"] = "none"  # of the learning rate, by epochs; cosine: falls towards 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where there is one
+    threads: PositiveInt | None = None  # CPU threads of torch; None: its own choice
+
+    def check(self) -> None:
+        super().check()
+        of_model = {name: getattr(self, name) for name in ("data", "loss", "step_loss")}
+        of_task = {name: getattr(self, name) for name in ("data_dir", "batch_size")}
+        if self.task is not None and self.model is not None:
+            raise ConfigError("model", expected="nothing beside a task: either one of esper's or your own model", got=self.model)
+        for name, value in of_model.items():
+            if value is not None and self.model is None:
+                raise ConfigError(name, expected="a model of your own beside it (model = package.module:make_model)", got=value)
+        for name, value in of_task.items():
+            if value is not None and self.model is not None:
+                raise ConfigError(name, expected="nothing: make_loaders decides about the data of your own model", got=value)
+        if self.model is not None and self.data is None:
+            raise ConfigError("data", expected="package.module:make_loaders beside the model", got=self.data)
+        if self.loss is not None and self.step_loss is not None:
+            raise ConfigError("step_loss", expected="nothing beside loss; one of them", got=self.step_loss)
+
+    @property
+    def title(self) -> str:
+        """What is grown, in a few words."""
+        return f"{self.task}, {self.host} host" if self.task is not None else str(self.model)

@@ -1,0 +1,288 @@
+"""What a user sees while a model grows: a live view on a terminal, plain lines elsewhere. Both are folds over the run's events."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from esper.cli.progress import PLAIN_EVERY_S, duration
+from esper.events import Record, Resumed, Sink, SinkFailed
+from esper.growth.events import (
+    ActionRefused,
+    EpochEnded,
+    GrowthFinished,
+    GrowthStarted,
+    LoaderRestarted,
+    RolledBack,
+    SlotView,
+    StageEntered,
+)
+from esper.growth.lifecycle import OCCUPIED, Stage
+from esper.growth.story import Remark, Story
+from esper.statistics import Ema
+
+_SPARKS = "▁▂▃▄▅▆▇█"
+_SPARK_WIDTH = 16
+_BAR_WIDTH = 20
+WIDE = 100  # columns from which on intervals are written out
+_MAX_SLOTS = 12  # rows; empty slots beyond are counted
+_MAX_REMARKS = 4
+_MOMENTUM = 0.7  # of the mean over the speed of recent epochs
+_STYLES = {"HOLDING": "blue", "FOSSILIZED": "bold green", "EMBARGOED": "dim", "DORMANT": "dim", "BLENDING": "yellow", "TRAINING": "magenta"}
+
+
+def progress_sink(title: str, stream: TextIO | None = None) -> Sink:
+    """The display that fits the stream; standard output unless told."""
+    stream = stream or sys.stdout
+    return LiveView(title, stream) if stream.isatty() else PlainLines(title, stream)
+
+
+class Progress:
+    """Where the run stands, and how fast it goes."""
+
+    def __init__(self, title: str) -> None:
+        self.title, self.story = title, Story()
+        self.seconds_per_epoch, self.samples_per_second = Ema(_MOMENTUM), Ema(_MOMENTUM)
+
+    def take(self, record: Record) -> None:
+        self.story.take(record.event)
+        if isinstance(record.event, EpochEnded):
+            self.seconds_per_epoch.update(record.event.seconds)
+            if record.event.samples_per_second is not None:
+                self.samples_per_second.update(record.event.samples_per_second)
+
+    @property
+    def last(self) -> EpochEnded:
+        return self.story.epochs[-1]
+
+    @property
+    def planned(self) -> int:
+        started = self.story.started
+        return (started.epochs if started is not None else None) or self.last.epoch
+
+    @property
+    def left(self) -> str:
+        finished = self.story.finished
+        if finished is not None:
+            return finished.why
+        return f"{duration((self.planned - self.last.epoch) * self.seconds_per_epoch.value)} left"
+
+    @property
+    def speed(self) -> str:
+        value = self.samples_per_second.value
+        return f"{value:,.0f} samples/s" if value == value else f"{duration(self.seconds_per_epoch.value)} an epoch"
+
+
+def notice(record: Record, title: str) -> str | None:
+    """What is worth a line of its own, wherever it is shown."""
+    match record.event:
+        case GrowthStarted() as started:
+            again = f", going on after epoch {started.epoch}" if started.epoch else ""
+            what = f"{title}: {started.parameters:,} parameters, {len(started.slots)} slots on {started.device}, {started.optimizer}"
+            return f"{what}, {started.epochs} epochs, controller {started.controller}, {started.raise_mode}{again}"
+        case Resumed():
+            return "resumed"
+        case LoaderRestarted():
+            return "this loader cannot be saved in the middle of an epoch: the epoch begins again"
+        case RolledBack() as back:
+            lost = f"; taken out: {', '.join(back.embargoed)}" if back.embargoed else ""
+            return f"epoch {back.epoch}: went back to epoch {back.to_epoch}: {back.reason}{lost}"
+        case SinkFailed() as failed:
+            return f"{failed.sink} failed and was switched off, training goes on: {failed.error}"
+    return None
+
+
+class PlainLines:
+    """Lines for a log file: the start, every change in a slot with its reason, the losses every few seconds, and the end."""
+
+    def __init__(self, title: str, stream: TextIO, *, every_s: float = PLAIN_EVERY_S) -> None:
+        self._stream, self._every_s = stream, every_s
+        self._progress = Progress(title)
+        self._printed_at = time.monotonic()
+        self._has_news = False
+
+    def write(self, record: Record) -> None:
+        self._progress.take(record)
+        line = notice(record, self._progress.title) or _change(record)
+        if line is not None:
+            self._print(line)
+        self._has_news |= isinstance(record.event, EpochEnded)
+        is_end = isinstance(record.event, GrowthFinished)
+        if self._has_news and (is_end or time.monotonic() - self._printed_at >= self._every_s):
+            self._print_state()
+
+    def close(self) -> None:
+        if self._has_news:
+            self._print_state()
+
+    def _print_state(self) -> None:
+        self._has_news, self._printed_at = False, time.monotonic()
+        progress, last = self._progress, self._progress.last
+        occupied = sum(Stage[view.stage] in OCCUPIED for view in last.slots)
+        losses = f"train {last.train_loss:.4f}  val {last.val_loss:.4f}"
+        seeds = f"{occupied} seeds  {last.parameters:,} parameters"
+        self._print(f"epoch {last.epoch}/{progress.planned}  {losses}  {seeds}  {progress.speed}  {progress.left}")
+
+    def _print(self, line: str) -> None:
+        print(f"{time.strftime('%H:%M:%S')}  {line}", file=self._stream, flush=True)
+
+
+def _change(record: Record) -> str | None:
+    match record.event:
+        case StageEntered() as entered if entered.stage not in (Stage.EMBARGOED.name, Stage.DORMANT.name):
+            word = "KEPT" if entered.stage == Stage.FOSSILIZED.name else entered.stage
+            return f"epoch {entered.epoch}: {entered.slot} {entered.blueprint} {word}: {entered.reason}"
+        case ActionRefused() as refused:
+            return f"epoch {refused.epoch}: refused to {refused.action} {refused.slot}: {refused.reason}"
+    return None
+
+
+class LiveView:
+    """Drawn again after every epoch."""
+
+    def __init__(self, title: str, stream: TextIO) -> None:
+        self._console = Console(file=stream)
+        self._progress = Progress(title)
+        self._live = Live(console=self._console, auto_refresh=False)
+
+    def write(self, record: Record) -> None:
+        self._progress.take(record)
+        line = notice(record, self._progress.title)
+        if line is not None:
+            self._console.print(line, highlight=False, markup=False)
+        if isinstance(record.event, EpochEnded | GrowthFinished) and self._progress.story.epochs:
+            self._live.start()  # not earlier: it hides the cursor, and a run that never starts would not show it again
+            self._live.update(live_view(self._progress, self._console.width), refresh=True)
+
+    def close(self) -> None:
+        self._live.stop()
+
+
+def live_view(progress: Progress, width: int) -> RenderableType:
+    """The whole display, after at least one epoch."""
+    return Group(
+        _heading(progress, width), _losses(progress), Text(), _slots(progress.last.slots, width), Text(), _remarks(progress.story.remarks)
+    )
+
+
+def _heading(progress: Progress, width: int) -> RenderableType:
+    last, rollbacks = progress.last, len(progress.story.rollbacks)
+    line = Table.grid(padding=(0, 2, 0, 0))
+    cells: list[RenderableType] = [
+        ProgressBar(
+            total=1.0, completed=min(last.epoch / max(progress.planned, 1), 1.0), width=_BAR_WIDTH if width >= WIDE else _BAR_WIDTH // 2
+        ),
+        Text(f"epoch {last.epoch}/{progress.planned}", style="bold"),
+        Text(progress.left),
+        Text(progress.speed, style="dim"),
+        Text(f"{rollbacks} {'rollback' if rollbacks == 1 else 'rollbacks'}", style="red" if rollbacks else "dim"),
+    ]
+    for _ in cells:
+        line.add_column(no_wrap=True)
+    line.add_row(*cells)
+    return line
+
+
+def _losses(progress: Progress) -> RenderableType:
+    story, last = progress.story, progress.last
+    host = story.began.parameters if story.began is not None else last.parameters
+    best = min(story.epochs, key=lambda epoch: epoch.val_loss)
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    for _ in range(4):
+        grid.add_column(no_wrap=True)
+    train, validation = [epoch.train_loss for epoch in story.epochs], [epoch.val_loss for epoch in story.epochs]
+    added = f"+{last.parameters / max(host, 1) - 1:.1%}" if last.parameters != host else "none added"
+    grid.add_row("train", f"{last.train_loss:.4f}", Text(sparkline(train), style="dim"), f"parameters {last.parameters:,}  ({added})")
+    best_text = f"best {best.val_loss:.4f} after epoch {best.epoch}"
+    grid.add_row("val", Text(f"{last.val_loss:.4f}", style="bold"), Text(sparkline(validation), style="blue"), best_text)
+    return grid
+
+
+def sparkline(values: Sequence[float], width: int = _SPARK_WIDTH) -> str:
+    """The last values, the highest as a full block.
+
+    >>> sparkline([3.0, 2.0, 1.0, float("nan"), 1.0])
+    '█▅▁ ▁'
+    """
+    recent = values[-width:]
+    finite = [value for value in recent if abs(value) < float("inf")]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    step = (high - low) / (len(_SPARKS) - 1) or 1.0
+    return "".join(_SPARKS[round((value - low) / step)] if abs(value) < float("inf") else " " for value in recent)
+
+
+def _slots(views: Sequence[SlotView], width: int) -> RenderableType:
+    """Slots with something in them come first where not all find room."""
+    shown = list(views)
+    if len(shown) > _MAX_SLOTS:
+        shown = sorted(shown, key=lambda view: Stage[view.stage] not in OCCUPIED)[:_MAX_SLOTS]
+        shown = [view for view in views if view in shown]
+    table = Table(box=None, padding=(0, 2 if width >= WIDE else 1, 0, 0), pad_edge=False, header_style="dim")
+    for name in ("slot", "stage", "blueprint"):
+        table.add_column(name, no_wrap=True)
+    for name in ("alpha", "age", "gain in nats", "rent"):
+        table.add_column(name, no_wrap=True, justify="right")
+    for view in shown:
+        table.add_row(*_slot_cells(view, width))
+    left_out = len(views) - len(shown)
+    return Group(table, Text(f"and {left_out} more slots", style="dim")) if left_out else table
+
+
+def _slot_cells(view: SlotView, width: int) -> list[RenderableType]:
+    stage = Text(view.stage, style=_STYLES.get(view.stage, ""))
+    slot = Text(shortened(view.slot, 40 if width >= WIDE else 18))
+    if Stage[view.stage] not in OCCUPIED:
+        return [slot, stage, *[Text("–" if column == 0 else "", style="dim") for column in range(5)]]
+    return [
+        slot,
+        stage,
+        Text(shortened(view.blueprint or "", 30 if width >= WIDE else 16)),
+        f"{view.alpha:.2f}",
+        str(view.age),
+        Text(_gain(view, width)),
+        f"{view.rent:.4f}",
+    ]
+
+
+def shortened(name: str, width: int) -> str:
+    """The end of a name, which tells it from others.
+
+    >>> shortened("encoder.layers.11.attention", 14)
+    '…11.attention'
+    >>> shortened("blocks.0", 14)
+    'blocks.0'
+    """
+    if len(name) <= width:
+        return name
+    end = name[-(width - 1) :]
+    return f"…{end[end.find('.') + 1 :] if '.' in end[:-1] else end}"
+
+
+def _gain(view: SlotView, width: int) -> str:
+    if view.gain is None or view.gain_low is None or view.gain_high is None:
+        return "not yet"
+    if width >= WIDE:
+        return f"{view.gain:+.4f} [{view.gain_low:+.4f}, {view.gain_high:+.4f}]"
+    return f"{view.gain:+.4f} ±{(view.gain_high - view.gain_low) / 2:.4f}"
+
+
+def _remarks(remarks: Sequence[Remark]) -> RenderableType:
+    """The newest in full, older ones on a line each."""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(no_wrap=True, justify="right", style="dim")
+    grid.add_column(overflow="fold")
+    recent = remarks[-_MAX_REMARKS:]
+    for item in recent:
+        epochs = str(item.first) if item.first == item.last else f"{item.first}–{item.last}"
+        style = "red" if item.is_trouble else ("" if item is recent[-1] else "dim")
+        text = Text(item.text, style=style, no_wrap=item is not recent[-1], overflow="fold" if item is recent[-1] else "ellipsis")
+        grid.add_row(epochs, text)
+    return grid

@@ -1,0 +1,154 @@
+"""A run of `esper grow` in its folder: the host, then its twin where one was asked for, then the model file, the test and the report.
+
+runs/digits-starved-20260131-235959/
+  grow.toml           what was asked for
+  model.safetensors   the grown model, for esper.load
+  report.html
+  twin/               the same training without growth
+  ...                 and what every run has
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+
+from esper.cli.grow_arguments import SAVED
+from esper.cli.grow_config import GrowTaskConfig
+from esper.cli.grow_work import Score, make_work
+from esper.config import load, save
+from esper.events import Sink
+from esper.growth.events import FinalTest
+from esper.growth.html_report import TWIN, write_report
+from esper.growth.run import open_run
+from esper.growth.story import Story, read_story
+from esper.run_folder import CONFIG, EVENTS, RunError, default_folder
+
+MODEL = "model.safetensors"  # written last, so a run that has it is complete
+MAY_CHANGE = {"epochs", "device", "threads", "twin"}  # when a run goes on
+
+MakeSink = Callable[[str], Sink]  # from the title of what is trained
+
+
+@dataclass(frozen=True)
+class Result:
+    folder: Path
+    story: Story
+    twin: Story | None
+    report: Path
+    status: str  # "finished", "stopped early", "stopped", or "had finished" where nothing was left to do
+
+
+def grow_in(
+    folder: Path,
+    config: GrowTaskConfig,
+    *,
+    resume: bool,
+    device: torch.device,
+    make_sink: MakeSink,
+    should_stop: Callable[[], bool],
+) -> Result:
+    if resume:
+        _check_same(load(GrowTaskConfig, folder / SAVED), config, folder)
+    was_over = resume and _all_complete(folder, config)
+    _train(folder, config, resume=resume, device=device, sink=lambda: make_sink(config.title), should_stop=should_stop)
+    twin = None
+    if config.twin and not should_stop():
+        never = msgspec.structs.replace(config, controller="never", twin=False)
+        has_begun = (folder / TWIN / CONFIG).exists()
+        title = "its twin, which never grows"
+        _train(folder / TWIN, never, resume=has_begun, device=device, sink=lambda: make_sink(title), should_stop=should_stop)
+        twin = read_story(folder / TWIN)
+    story = read_story(folder)
+    status = "had finished" if was_over else "stopped"
+    if not was_over and _all_complete(folder, config) and story.finished is not None:
+        status = story.finished.why
+    return Result(folder, story, twin, write_report(folder), status)
+
+
+def _train(
+    folder: Path,
+    config: GrowTaskConfig,
+    *,
+    resume: bool,
+    device: torch.device,
+    sink: Callable[[], Sink],
+    should_stop: Callable[[], bool],
+) -> None:
+    """Does what is left to do, which may be nothing."""
+    if resume and _is_complete(folder, config):
+        return
+    work = make_work(config, device)
+    training = work.training(config)
+    with open_run(folder, resume=resume, config=work.growth, sinks=[sink()], should_stop=should_stop) as run:
+        save(config, folder / SAVED)
+        (folder / MODEL).unlink(missing_ok=True)
+        grown = training.run(config.controller, run)
+        if grown.status == "stopped":
+            return
+        if work.score is not None:
+            run.emit(_tested(work.score(work.model), work.score(grown.model)))
+        grown.save(folder / MODEL)
+
+
+def _tested(before: Score, after: Score) -> FinalTest:
+    return FinalTest(loss_before=before.loss, loss=after.loss, accuracy_before=before.accuracy, accuracy=after.accuracy)
+
+
+def _is_complete(folder: Path, config: GrowTaskConfig) -> bool:
+    """Everything was done, and no more is asked for."""
+    if not (folder / MODEL).exists() or not (folder / EVENTS).exists():
+        return False
+    story = read_story(folder)
+    return story.is_over and story.started is not None and story.started.epochs == config.epochs
+
+
+def _all_complete(folder: Path, config: GrowTaskConfig) -> bool:
+    return _is_complete(folder, config) and (not config.twin or _is_complete(folder / TWIN, config))
+
+
+def _check_same(saved: GrowTaskConfig, wanted: GrowTaskConfig, folder: Path) -> None:
+    for name in GrowTaskConfig.__struct_fields__:
+        before, now = getattr(saved, name), getattr(wanted, name)
+        if before != now and name not in MAY_CHANGE:
+            raise RunError(f"{name} is {before!r} in the run in {folder} and cannot become {now!r}; start a new run for that")
+    if wanted.epochs != saved.epochs and saved.schedule != "none":
+        raise RunError(f"the {saved.schedule} schedule of the run in {folder} is made for {saved.epochs} epochs; start a new run for more")
+    if wanted.twin < saved.twin:
+        raise RunError(f"the run in {folder} has a twin, and it stays")
+
+
+@contextlib.contextmanager
+def run_folder(config: GrowTaskConfig, wanted: Path | None) -> Iterator[Path]:
+    """The folder to train in. Where an error keeps the training from beginning, nothing new is left behind."""
+    folder = wanted or _proposed(config)
+    missing = [place for place in (folder, *folder.parents) if not place.exists()]  # innermost first
+    while wanted is None:
+        try:
+            folder.mkdir(parents=True)  # at once, so that nobody else can choose it
+            break
+        except FileExistsError:
+            folder = missing[0] = _proposed(config)
+    try:
+        yield folder
+    except BaseException:
+        if folder in missing and not has_begun(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+            for parent in missing[1:]:
+                with contextlib.suppress(OSError):
+                    parent.rmdir()
+        raise
+
+
+def _proposed(config: GrowTaskConfig) -> Path:
+    return default_folder(f"{config.task}-{config.host}" if config.task is not None else str(config.model))
+
+
+def has_begun(folder: Path) -> bool:
+    return (folder / EVENTS).is_file() and read_story(folder).began is not None

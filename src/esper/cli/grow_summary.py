@@ -1,0 +1,96 @@
+"""What is said when a run of `esper grow` is over: on the terminal, and as JSON."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from esper.cli.grow_config import GrowTaskConfig
+from esper.cli.grow_progress import WIDE
+from esper.cli.grow_run import MODEL, Result
+from esper.growth import summary
+from esper.growth.story import Story
+from esper.growth.summary import Row
+
+
+def how_to_resume(folder: Path) -> str:
+    return f"go on with: esper grow --resume --run {shlex.quote(str(folder))}"
+
+
+def print_summary(result: Result, config: GrowTaskConfig, *, console: Console | None = None) -> None:
+    console = console or Console(highlight=False)
+    if result.status == "had finished":
+        console.print(Text(f"{result.folder} had already finished its {config.epochs} epochs; ask for more with --epochs"))
+    console.print()
+    console.print(Text(summary.headline(result.story), style="bold"))
+    heading, rows = summary.comparison(result.story, result.twin)
+    if rows:
+        console.print()
+        console.print(_table(heading, rows, right=range(1, len(heading))))
+    if result.story.seeds:
+        console.print()
+        _print_ledger(console, result.story)
+    for sentence in summary.about_rent(result.story, config.rent):
+        console.print()
+        console.print(Text(sentence))
+    console.print()
+    if result.status != "stopped":
+        _print_place(console, "model", result.folder / MODEL)
+    _print_place(console, "report", result.report)
+    if result.status == "stopped":
+        console.print(Text(f"a checkpoint is saved; {how_to_resume(result.folder)}"), soft_wrap=True)
+
+
+def _print_place(console: Console, name: str, path: Path) -> None:
+    console.print(Text(f"{name:<8}{path}"), soft_wrap=True)  # in one piece, to be copied
+
+
+def _print_ledger(console: Console, story: Story) -> None:
+    """The reasons stand below the table, where there is room for them."""
+    rows, heading = summary.ledger(story, is_short=console.width < WIDE), summary.LEDGER_HEADING
+    console.print(_table(heading[:-1], [row[:-1] for row in rows], right=(0, 5, 6, 7)))
+    for row in rows:
+        console.print(Text(f"  {row[0]}: {row[-1]}", style="dim"))
+
+
+def _table(heading: Row, rows: Sequence[Row], *, right: Sequence[int]) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
+    for column, name in enumerate(heading):
+        table.add_column(name, justify="right" if column in right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    return table
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    figures = {"status": result.status, **_figures(result.story), "run": str(result.folder), "report": str(result.report)}
+    model = result.folder / MODEL
+    figures["model"] = str(model) if model.exists() else None
+    if result.twin is not None:
+        figures["twin"] = _figures(result.twin)
+    return figures
+
+
+def _figures(story: Story) -> dict[str, Any]:
+    finished, tested = story.finished, story.tested
+    return {
+        "epochs": finished.epoch if finished is not None else len(story.epochs),
+        "test_accuracy": None if tested is None else tested.accuracy,
+        "test_loss": None if tested is None else tested.loss,
+        "val_loss": None if finished is None else finished.val_loss,
+        "val_loss_before": None if finished is None else finished.val_loss_before,
+        "params": None if finished is None else finished.parameters,
+        "params_added": None if finished is None else finished.parameters_added,
+        "flops": None if finished is None else finished.flops,
+        "train_gflops": None if finished is None else finished.total_gflops,
+        "seeds": len(story.kept()),
+        "tried": len(story.seeds),
+        "rollbacks": len(story.rollbacks),
+        "seconds": round(story.seconds, 3),
+    }

@@ -1,0 +1,145 @@
+"""What there is to do: a model, its data, its loss and its optimiser, from a task of esper or from the user's code."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+from esper.cli.grow_config import GrowTaskConfig
+from esper.cli.grow_user_code import find_function, make_loaders, make_model
+from esper.growth.batches import StepLoss, move, size_of, step_loss_of
+from esper.growth.config import GrowthConfig
+from esper.growth.training import Training
+from esper.tasks import load_task
+
+
+class Score(NamedTuple):
+    """Of a model on the test part."""
+
+    loss: float
+    accuracy: float | None  # None: the loss is not one of a classifier
+
+
+@dataclass(frozen=True)
+class Work:
+    """Made afresh for every training, so that the twin meets the same weights and the same batches."""
+
+    model: nn.Module
+    train_loader: Iterable[Any]
+    val_loader: Iterable[Any]
+    step_loss: StepLoss
+    score: Callable[[nn.Module], Score] | None  # on the test part; None: there is none
+    growth: GrowthConfig
+
+    def training(self, config: GrowTaskConfig) -> Training:
+        """On a copy of the model."""
+        return Training(
+            copy.deepcopy(self.model),
+            self.train_loader,
+            self.val_loader,
+            self.step_loss,
+            epochs=config.epochs,
+            make_optimizer=partial(_make_optimizer, config),
+            make_scheduler=None if config.schedule == "none" else partial(_make_scheduler, config),
+            config=self.growth,
+        )
+
+
+def make_work(config: GrowTaskConfig, device: torch.device) -> Work:
+    return _from_task(config, device) if config.task is not None else _from_user_code(config, device)
+
+
+def _from_task(config: GrowTaskConfig, device: torch.device) -> Work:
+    assert config.task is not None
+    task = load_task(config.task, data_dir=config.data_dir, seed=config.seed, batch_size=config.batch_size)
+    test_loader = task.test_loader(device=device)
+
+    def score(model: nn.Module) -> Score:
+        result = task.evaluate(model, test_loader)
+        return Score(result.loss, result.accuracy)
+
+    growth = _growth_part(config)
+    if growth.governor.uninformed_loss is None:  # a task knows it
+        governor = msgspec.structs.replace(growth.governor, uninformed_loss=task.uninformed_loss)
+        growth = msgspec.structs.replace(growth, governor=governor)
+    return Work(
+        model=task.make_host(config.host).to(device),
+        train_loader=task.train_loader(device=device),
+        val_loader=task.val_loader(device=device),
+        step_loss=step_loss_of(task.loss_fn, None),
+        score=score,
+        growth=growth,
+    )
+
+
+def _from_user_code(config: GrowTaskConfig, device: torch.device) -> Work:
+    """The program is the user's then, and so are the global generators: models and loaders draw from them, and a seed means a seed."""
+    assert config.model is not None
+    assert config.data is not None
+    _seed_everything(config.seed)
+    model = make_model(config.model).to(device)
+    train_loader, val_loader, test_loader = make_loaders(config.data)
+    is_classifier = config.loss is None and config.step_loss is None
+    loss_fn = None if config.step_loss else find_function(config.loss, "--loss") if config.loss else F.cross_entropy
+    step_loss = step_loss_of(loss_fn, find_function(config.step_loss, "--step-loss") if config.step_loss else None)
+    score = None if test_loader is None else partial(_score, test_loader, step_loss, device, is_classifier)
+    return Work(model, train_loader, val_loader, step_loss, score, _growth_part(config))
+
+
+def _growth_part(config: GrowTaskConfig) -> GrowthConfig:
+    return GrowthConfig(**{name: getattr(config, name) for name in GrowthConfig.__struct_fields__})
+
+
+def _seed_everything(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002
+    torch.manual_seed(seed)
+
+
+def _score(loader: Iterable[Any], step_loss: StepLoss, device: torch.device, is_classifier: bool, model: nn.Module) -> Score:
+    """Means over samples. Accuracy where the outputs are scores of classes and the targets their numbers."""
+    losses, hits, counts = [], [], []
+    with torch.no_grad():
+        model.eval()
+        for raw in loader:
+            batch = move(raw, device)
+            counts.append(size_of(batch))
+            losses.append(float(step_loss(model, batch)))
+            accuracy = _accuracy(model(batch[0]), batch[1]) if is_classifier else None
+            hits.append(math.nan if accuracy is None else float(accuracy))
+    total = sum(counts)
+    if not total:
+        return Score(math.nan, None)
+    loss, share = (sum(value * count for value, count in zip(values, counts, strict=True)) / total for values in (losses, hits))
+    return Score(loss, share if math.isfinite(share) else None)
+
+
+def _accuracy(outputs: Tensor, targets: Tensor) -> Tensor | None:
+    if targets.is_floating_point() or outputs.ndim < 2:
+        return None
+    return (outputs.argmax(dim=1) == targets).float().mean()
+
+
+def _make_optimizer(config: GrowTaskConfig, parameters: Iterable[nn.Parameter]) -> Optimizer:
+    options: dict[str, Any] = {"lr": config.learning_rate}
+    if config.weight_decay is not None:
+        options["weight_decay"] = config.weight_decay
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(parameters, momentum=0.9, nesterov=True, **options)
+    return torch.optim.AdamW(parameters, **options)
+
+
+def _make_scheduler(config: GrowTaskConfig, optimizer: Optimizer) -> Any:
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=config.epochs)

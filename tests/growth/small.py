@@ -1,0 +1,176 @@
+"""Small hosts, data and loops that the tests of growth share."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim import Optimizer
+
+from esper.events import Event
+from esper.growth import Grower, GrowthConfig, Slotted, add_slots
+from esper.growth.config import Lifecycle
+from esper.growth.decisions import Action, Decision
+from esper.growth.state import GrowthState
+
+Batch = tuple[Tensor, Tensor]
+Data = list[Batch]
+
+QUICK = Lifecycle(training_epochs=1, blend_epochs=1, holding_epochs=1, withdraw_epochs=1, embargo_epochs=1)
+QUICK_SHADOW = Lifecycle(raise_mode="shadow", training_epochs=1, blend_epochs=1, holding_epochs=1, withdraw_epochs=1, embargo_epochs=1)
+
+
+class Host(nn.Module):
+    """Batch norm and dropout, and a ReLU that works in place behind the first slot."""
+
+    def __init__(self, *, dropout: float = 0.2, norm: bool = True) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.after = nn.Sequential(nn.ReLU(inplace=True), nn.BatchNorm1d(8) if norm else nn.Identity(), nn.Dropout(dropout))
+        self.second = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(dropout))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.head(self.second(self.after(self.first(x))))
+        return output
+
+
+SLOTS = ("first", "second")
+
+
+def make_host(seed: int = 0, *, dtype: torch.dtype = torch.float32, **options: Any) -> Host:
+    torch.manual_seed(seed)
+    return Host(**options).to(dtype)
+
+
+def make_data(batches: int = 4, *, seed: int = 1, size: int = 8, dtype: torch.dtype = torch.float32) -> Data:
+    """Something that can be learned: the class is that of the largest of three sums."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = [torch.randn(size, 6, generator=generator).to(dtype) for _ in range(batches)]
+    return [(x, (x[:, :3] * x[:, 3:]).argmax(dim=1)) for x in inputs]
+
+
+def config(lifecycle: Lifecycle = QUICK, **others: Any) -> GrowthConfig:
+    return GrowthConfig(lifecycle=lifecycle, **others)
+
+
+@dataclass
+class Script:
+    """Decides what it is told for an epoch, and nothing else."""
+
+    actions: Mapping[int, Sequence[Action]] = field(default_factory=dict)
+    probes: Sequence[int] = ()
+    name: str = "script"
+    states: list[GrowthState] = field(default_factory=list)
+
+    def decide(self, state: GrowthState) -> Decision:
+        self.states.append(state)
+        return Decision(tuple(self.actions.get(state.epoch, ())), "as written", probe=state.epoch in self.probes)
+
+    def state_dict(self) -> dict[str, object]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        pass
+
+
+def sgd(model: nn.Module) -> Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def adamw(model: nn.Module) -> Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+MakeOptimizer = Callable[[nn.Module], Optimizer]
+
+
+@dataclass
+class Loop:
+    """A user's own training loop."""
+
+    host: nn.Module
+    optimizer: Optimizer
+    slotted: Slotted
+    grower: Grower
+    data: Data
+    val: Data
+    events: list[Event]
+    losses: list[float] = field(default_factory=list)
+
+    def epoch(self, *, epochs: int = 1, use_slotted: bool = True) -> None:
+        for _ in range(epochs):
+            for x, y in self.data:
+                self.step(x, y, use_slotted=use_slotted)
+            self.grower.after_epoch(self.evaluate)
+
+    def step(self, x: Tensor, y: Tensor, *, use_slotted: bool = True) -> None:
+        call = self.slotted if use_slotted else self.host
+        loss = cross_entropy(call(x), y)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.losses.append(loss.item())
+        self.grower.after_step(loss, closure=lambda: cross_entropy(call(x), y), samples=len(x))
+
+    def evaluate(self) -> list[Tensor]:
+        self.host.eval()
+        with torch.no_grad():
+            return [cross_entropy(self.slotted(x), y) for x, y in self.val]
+
+
+def make_loop(
+    controller: Any = "never",
+    settings: GrowthConfig | None = None,
+    *,
+    host: nn.Module | None = None,
+    make_optimizer: MakeOptimizer = sgd,
+    dtype: torch.dtype = torch.float32,
+    slots: Sequence[str] = SLOTS,
+    **options: Any,
+) -> Loop:
+    host = make_host(dtype=dtype) if host is None else host
+    optimizer = make_optimizer(host)
+    events: list[Event] = []
+    slotted = add_slots(host, torch.randn(2, 6, generator=torch.Generator().manual_seed(0)).to(dtype), slots=list(slots))
+    grower = Grower(slotted, optimizer, controller=controller, config=settings or config(), on_event=events.append, **options)
+    return Loop(host, optimizer, slotted, grower, make_data(dtype=dtype), make_data(3, seed=2, dtype=dtype), events)
+
+
+def plain_losses(host: nn.Module, optimizer: Optimizer, data: Data, *, epochs: int) -> list[float]:
+    """The same loop without any of ours."""
+    losses = []
+    for _ in range(epochs):
+        for x, y in data:
+            loss = cross_entropy(host(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    return losses
+
+
+def snapshot(*parts: nn.Module | Optimizer) -> list[dict[str, Any]]:
+    return [copy.deepcopy(part.state_dict()) for part in parts]
+
+
+def assert_same(one: Any, other: Any, *, place: str = "") -> None:
+    """The same tree, to the last bit."""
+    assert type(one) is type(other), place
+    if isinstance(one, dict):
+        assert one.keys() == other.keys(), place
+        for key in one:
+            assert_same(one[key], other[key], place=f"{place}/{key}")
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other), place
+        for index, (left, right) in enumerate(zip(one, other, strict=True)):
+            assert_same(left, right, place=f"{place}/{index}")
+    elif isinstance(one, Tensor):
+        assert torch.equal(one, other), place
+    else:
+        assert one == other, place

@@ -1,0 +1,148 @@
+"""What a user gets wrong is told with the value and what to do, and nothing is left half done."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from esper.config import ConfigError
+from esper.growth import GrowthConfig, GrowthError, Planned, add_slots, grow
+from esper.growth.config import Budget, Lifecycle
+from tests.growth.small import SLOTS, Data, assert_same, config, make_data, make_host
+
+NAMED = {"slots": SLOTS}
+
+
+def start(model: nn.Module | None = None, loss=cross_entropy, *, folder: Path | None = None, epochs=2, **options):
+    """A run that would be fine but for what is given."""
+    settings = {"controller": "never", "config": config(**NAMED), "run": folder, **options}
+    train, val = settings.pop("train", make_data()), settings.pop("val", make_data(2))
+    return grow(make_host() if model is None else model, train, val, loss, epochs=epochs, **settings)
+
+
+class Dictionary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.host = make_host()
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"logits": self.host(x)}
+
+
+def spoiled(data: Data) -> Data:
+    data[1][0][2, 3] = math.nan
+    return data
+
+
+def frozen() -> nn.Module:
+    return make_host().requires_grad_(False)
+
+
+TINY = Budget(max_parameters=1e-6)
+
+CASES = {
+    "unknown slot": (lambda f: start(folder=f, config=config(slots=("frist",))), GrowthError, "frist"),
+    "epochs 0": (lambda f: start(folder=f, epochs=0), GrowthError, "epochs must be a number from 1 on, and is 0"),
+    "epochs True": (lambda f: start(folder=f, epochs=True), GrowthError, "epochs must be a number from 1 on, and is True"),
+    "validation yields nothing": (lambda f: start(folder=f, val=[]), GrowthError, "validation loader yields nothing"),
+    "an iterator": (lambda f: start(folder=f, train=iter(make_data())), GrowthError, "training loader is an iterator"),
+    "NaN in validation data": (
+        lambda f: start(folder=f, val=spoiled(make_data())),
+        GrowthError,
+        "batch 2 of the validation loader holds 1 ",
+    ),
+    "a dict of outputs": (lambda f: start(Dictionary(), folder=f), GrowthError, "returns a dict.*pass step_loss=lambda"),
+    "budget too small": (
+        lambda f: start(folder=f, config=config(budget=TINY, **NAMED)),
+        GrowthError,
+        "smaller than any blueprint.*Raise the",
+    ),
+    "all frozen": (lambda f: start(frozen(), folder=f), GrowthError, "all parameters of the model are frozen"),
+    "unknown controller": (lambda f: start(folder=f, controller="clever"), GrowthError, "no controller is named 'clever'; there are"),
+    "unknown blueprint": (lambda f: start(folder=f, config=config(blueprints=("mpl",), **NAMED)), ValueError, "did you mean 'mlp'"),
+    "no fitting blueprint": (lambda f: start(folder=f, config=config(blueprints=("conv3x3",), **NAMED)), GrowthError, "fits into any slot"),
+    "a loss that is a vector": (
+        lambda f: start(folder=f, loss=lambda out, y: cross_entropy(out, y, reduction="none")),
+        GrowthError,
+        r"is a tensor of shape \[8\]; take its mean",
+    ),
+    "a loss that is a float": (lambda f: start(folder=f, loss=lambda out, y: 1.0), GrowthError, "is a float"),
+    "no loss": (lambda f: start(folder=f, loss=None), GrowthError, "pass loss_fn for batches of"),
+    "batches of three": (lambda f: start(folder=f, val=[(*make_data(1)[0], 1)]), GrowthError, "a batch is a tuple of 3"),
+    "an optimiser that is none": (
+        lambda f: start(folder=f, optimizer=lambda parameters: 3),
+        GrowthError,
+        "must be a function that makes one",
+    ),
+    "LBFGS": (lambda f: start(folder=f, optimizer=torch.optim.LBFGS), GrowthError, "LBFGS computes the loss itself"),
+    "resume without a folder": (lambda f: start(resume=True), GrowthError, "resume needs the folder"),
+    "resume of nothing": (lambda f: start(folder=f, resume=True), ValueError, "there is no run in"),
+    "a wrong plan": (lambda f: start(folder=f, controller=Planned([(-1, "first", "mlp")])), GrowthError, "epochs from 0 on"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_mistake_is_told_and_leaves_no_run_behind(case: str, tmp_path: Path) -> None:
+    attempt, kind, words = CASES[case]
+    with pytest.raises(kind, match=words):
+        attempt(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_training_loader_that_yields_nothing_is_told() -> None:
+    with pytest.raises(GrowthError, match="training loader yields nothing"):
+        start(train=[])
+
+
+def test_nan_in_the_training_data_is_told_with_the_batch() -> None:
+    with pytest.raises(GrowthError, match="batch 2 of the training loader holds 1 values that are NaN or infinite"):
+        start(train=spoiled(make_data()))
+
+
+def test_a_batch_of_one_with_batch_norm_is_told_what_to_do() -> None:
+    x, y = make_data(1)[0]
+    with pytest.raises(GrowthError, match=r"training batch of 1 is too small for batch norm .*drop_last=True"):
+        start(train=[(x, y), (x[:1], y[:1])])
+
+
+def test_a_loss_function_that_fails_comes_through_and_the_model_is_untouched() -> None:
+    host, calls = make_host(), []
+    before = copy.deepcopy(host.state_dict())
+
+    def fail(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        calls.append(1)
+        if len(calls) == 7:
+            raise KeyError("targets")
+        return cross_entropy(model(batch[0]), batch[1])
+
+    with pytest.raises(KeyError, match="targets"):
+        grow(host, make_data(), make_data(2), step_loss=fail, epochs=3, config=config(**NAMED), controller="schedule")
+    assert_same(dict(host.state_dict()), dict(before))
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in host.modules())
+
+
+def test_a_wrong_example_input_is_told_and_leaves_no_hooks() -> None:
+    host = make_host()
+    with pytest.raises(GrowthError, match=r"cannot run the example input \(\[2, 7\] float32\)"):
+        add_slots(host, torch.zeros(2, 7))
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in host.modules())
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: GrowthConfig(slots=()), "slots"),
+        (lambda: GrowthConfig(blueprints=("mlp", "mlp")), "blueprints"),
+        (lambda: Lifecycle(raise_mode="alone"), "raise_mode"),
+        (lambda: Budget(max_seeds=0), "max_seeds"),
+    ],
+)
+def test_settings_are_checked_where_they_are_made(make, words: str) -> None:
+    with pytest.raises((ConfigError, ValueError), match=words):
+        make()

@@ -1,0 +1,240 @@
+"""Compiled models with slots: whatever grows after compilation takes effect, and while nothing grows nothing is compiled anew."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
+
+from esper.growth import add_slots
+from esper.growth.baked import load
+from esper.growth.slotted import Slotted
+from tests.growth.hosts import FAMILIES
+from tests.growth.test_models import disturb, germinate, grow, hooks_of
+
+FAMILY = FAMILIES["functional mlp"]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled_before() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@contextmanager
+def compilations(counter: CompileCounter, expected: int) -> Iterator[None]:
+    before = counter.frame_count
+    yield
+    assert counter.frame_count - before == expected
+
+
+def out(model: Any, batch: Tensor) -> Tensor:
+    with torch.no_grad():
+        result: Tensor = model(batch)
+    return result
+
+
+def compiled_host(*, is_in_place: bool = False, name: str = "functional mlp") -> tuple[nn.Module, nn.Module, CompileCounter]:
+    """A compiled model, the same one eager, and how often it was compiled."""
+    model, counter = FAMILIES[name].model(), CompileCounter()
+    if is_in_place:
+        model.compile(backend=counter)
+        return model, model, counter
+    return torch.compile(model, backend=counter), model, counter  # type: ignore[return-value]
+
+
+def eager_output(slotted: Slotted, batch: Tensor) -> Tensor:
+    with torch.compiler.set_stance("force_eager"):
+        return out(slotted, batch)
+
+
+@pytest.mark.parametrize("name", ["resnet", "unet", "vit", "gpt", "functional mlp", "conv1d"])
+def test_idle_slots_break_no_graph(name: str) -> None:
+    family = FAMILIES[name]
+    model, batch = family.model(), family.batch()
+    slotted = add_slots(model, batch)
+    explained = torch._dynamo.explain(model)(batch)
+    assert (explained.graph_count, explained.graph_break_count) == (1, 0)
+    germinate(slotted, family.slots[0], "norm")
+    torch.compiler.reset()
+    explained = torch._dynamo.explain(model)(batch)
+    assert (explained.graph_count, explained.graph_break_count) == (1, 0)
+
+
+@pytest.mark.parametrize("is_in_place", [False, True], ids=["torch.compile", "module.compile"])
+@pytest.mark.parametrize("is_called_before", [False, True], ids=["fresh", "called before"])
+def test_what_germinates_after_compilation_equals_eager_and_compiles_once(is_in_place: bool, is_called_before: bool) -> None:
+    model, host, counter = compiled_host(is_in_place=is_in_place)
+    batch = FAMILY.batch()
+    if is_called_before:
+        out(model, batch)
+    before = out(FAMILY.model(), batch)
+    slotted = add_slots(model, batch)
+    assert slotted.host is host
+    with compilations(counter, 1):
+        assert torch.equal(out(slotted, batch), before)
+    with compilations(counter, 0):  # while it is idle
+        for seed in range(5):
+            out(slotted, FAMILY.batch(seed))
+    for name in slotted.slots:
+        with compilations(counter, 1):
+            seed_ = germinate(slotted, name, "mlp")
+            torch.testing.assert_close(out(slotted, batch), before)
+        with compilations(counter, 0):
+            disturb(seed_)
+            grown = out(slotted, batch)
+            assert not torch.allclose(grown, before)
+            torch.testing.assert_close(grown, eager_output(slotted, batch))
+        slotted.slot(name).plant(None)
+        with compilations(counter, 0):  # what it was before is still known
+            torch.testing.assert_close(out(slotted, batch), before)
+
+
+def test_alpha_and_what_a_seed_learns_compile_nothing() -> None:
+    model, _, counter = compiled_host()
+    batch = FAMILY.batch()
+    slotted = add_slots(model, batch)
+    disturb(germinate(slotted, "first", "mlp"))
+    slot, seen = slotted.slot("first"), []
+    out(slotted, batch)
+    with compilations(counter, 0):
+        for alpha in (0.0, 0.1, 0.5, 1.0):
+            slot.alpha = alpha
+            seen.append(out(slotted, batch))
+            torch.testing.assert_close(seen[-1], eager_output(slotted, batch))
+        with slotted.without(["first"]):
+            assert torch.equal(out(slotted, batch), seen[0])
+    assert len({float(output.sum()) for output in seen}) == len(seen)
+
+
+def test_two_seeds_of_one_blueprint_compile_once_each_at_most() -> None:
+    model, _, counter = compiled_host()
+    batch = FAMILY.batch()
+    slotted = add_slots(model, batch)
+    out(slotted, batch)
+    with compilations(counter, 1):
+        disturb(germinate(slotted, "first", "low_rank"))
+        first = out(slotted, batch)
+    with compilations(counter, 1):
+        disturb(germinate(slotted, "second", "low_rank"))
+        both = out(slotted, batch)
+    torch.testing.assert_close(both, eager_output(slotted, batch))
+    assert not torch.allclose(first, both)
+
+
+def test_a_seed_that_follows_another_in_a_slot_is_the_one_that_runs() -> None:
+    model, _, _ = compiled_host()
+    batch = FAMILY.batch()
+    slotted = add_slots(model, batch)
+    before = out(slotted, batch)
+    disturb(germinate(slotted, "first", "mlp"))
+    out(slotted, batch)
+    slotted.slot("first").plant(None)
+    assert torch.equal(out(slotted, batch), before)
+    successor = germinate(slotted, "first", "mlp")
+    torch.testing.assert_close(out(slotted, batch), before)
+    disturb(successor)
+    disturb(successor)
+    torch.testing.assert_close(out(slotted, batch), eager_output(slotted, batch))
+
+
+@pytest.mark.parametrize("is_in_place", [False, True], ids=["torch.compile", "module.compile"])
+def test_removing_and_baking_reach_a_compiled_model(is_in_place: bool) -> None:
+    model, host, _ = compiled_host(is_in_place=is_in_place)
+    batch = FAMILY.batch()
+    before = out(model, batch)
+    slotted = add_slots(model, batch)
+    disturb(germinate(slotted, "first", "mlp"))
+    assert not torch.allclose(out(model, batch), before)
+    assert slotted.remove() is model
+    assert torch.equal(out(model, batch), before)
+
+    slotted = add_slots(model, batch)
+    grow(slotted, "second")
+    expected = out(slotted, batch)
+    assert slotted.bake() is host
+    torch.testing.assert_close(out(model, batch), expected)
+    torch.testing.assert_close(out(host, batch), expected)
+    torch.testing.assert_close(out(copy.deepcopy(host), batch), expected)
+
+
+def test_a_model_compiled_after_slots_were_added_forgets_them_when_they_go() -> None:
+    host, batch = FAMILY.model(), FAMILY.batch()
+    slotted = add_slots(host, batch)
+    before = out(host, batch)
+    disturb(germinate(slotted, "first", "mlp"))
+    model: Any = torch.compile(host, backend="eager")
+    torch.testing.assert_close(out(model, batch), out(host, batch))
+    slotted.remove()
+    assert not hooks_of(host)
+    torch.testing.assert_close(out(model, batch), before)
+
+
+def test_a_part_that_is_compiled_on_its_own_takes_slots() -> None:
+    family = FAMILIES["resnet"]
+    model, batch, counter = family.model(), family.batch(), CompileCounter()
+    model.get_submodule("layer1").compile(backend=counter)
+    before = out(model, batch)
+    slotted = add_slots(model, batch)
+    disturb(germinate(slotted, "layer1.0", "conv1x1"))
+    grown = out(slotted, batch)
+    assert not torch.allclose(grown, before)
+    torch.testing.assert_close(grown, eager_output(slotted, batch))
+    assert counter.frame_count > 0
+
+
+def test_a_baked_model_compiles_as_a_whole() -> None:
+    batch = FAMILY.batch()
+    slotted = add_slots(FAMILY.model(), batch)
+    grow(slotted, "first", "second")
+    baked = slotted.bake()
+    expected = out(baked, batch)
+    explained = torch._dynamo.explain(baked)(batch)
+    assert (explained.graph_count, explained.graph_break_count) == (1, 0)
+    torch.testing.assert_close(out(torch.compile(baked, backend="aot_eager"), batch), expected)
+
+
+def test_what_was_saved_loads_into_a_compiled_model_that_has_run() -> None:
+    batch = FAMILY.batch()
+    slotted = add_slots(FAMILY.model(), batch)
+    grow(slotted, "first")
+    baked = slotted.bake()
+    expected = out(baked, batch)
+    state: Any = torch.compile(baked, backend="eager").state_dict()
+    assert all(name.startswith("_orig_mod.") for name in state)
+    fresh, _, _ = compiled_host()
+    out(fresh, batch)
+    assert load(state, model=fresh) is fresh
+    torch.testing.assert_close(out(fresh, batch), expected)
+
+
+def test_gradients_of_a_compiled_seed_equal_eager_ones() -> None:
+    batch, gradients = FAMILY.batch(), []
+    for is_compiled in (False, True):
+        host = FAMILY.model()
+        model: Any = torch.compile(host, backend="aot_eager") if is_compiled else host
+        slotted = add_slots(model, batch)
+        slotted(batch).square().mean().backward()  # compiled before anything grew
+        seed = germinate(slotted, "first", "mlp")
+        disturb(seed)
+        slotted(batch).square().mean().backward()
+        gradients.append([parameter.grad for parameter in (*seed.parameters(), *host.parameters())])
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.slow
+def test_the_default_compiler_gives_what_eager_gives_before_and_after_germination() -> None:
+    family = FAMILIES["resnet"]
+    batch = family.batch()
+    model: Any = torch.compile(family.model())
+    slotted = add_slots(model, batch)
+    torch.testing.assert_close(out(slotted, batch), out(family.model(), batch))
+    disturb(germinate(slotted, "layer1.0", "conv3x3"))
+    torch.testing.assert_close(out(slotted, batch), eager_output(slotted, batch))

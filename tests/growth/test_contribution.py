@@ -1,0 +1,329 @@
+"""What a seed contributes, and what a candidate promises."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from esper.growth import GrowthError, add_slots
+from esper.growth.blueprints import blueprints_for
+from esper.growth.contribution import Measurement, gain_of
+from esper.growth.decisions import Advance, Germinate
+from esper.growth.promise import Probe
+from esper.growth.seed import Seed
+from esper.statistics import Interval, student_interval
+from tests.growth.small import (
+    QUICK,
+    QUICK_SHADOW,
+    SLOTS,
+    Lifecycle,
+    Loop,
+    Script,
+    assert_same,
+    config,
+    make_host,
+    make_loop,
+    snapshot,
+)
+
+BOTH = {0: [Germinate("first", "test", "mlp"), Germinate("second", "test", "low_rank")]}
+
+
+def grown(lifecycle: Lifecycle = QUICK, **options) -> Loop:
+    loop = make_loop(Script(BOTH), config(lifecycle), dtype=torch.float64, **options)
+    loop.epoch(epochs=3)
+    loop.host.eval()
+    return loop
+
+
+class Counted:
+    """How often the validation set was gone through."""
+
+    def __init__(self, loop: Loop) -> None:
+        self.loop, self.calls = loop, 0
+
+    def __call__(self) -> list[Tensor]:
+        self.calls += 1
+        return self.loop.evaluate()
+
+
+def bounds(interval: Interval) -> tuple[float, float, float]:
+    return interval.estimate, interval.low, interval.high
+
+
+def by_hand(loop: Loop, off: str) -> list[float]:
+    slot = loop.slotted.slots[off]
+    slot.connect(False)
+    losses = [float(loss) for loss in loop.evaluate()]
+    slot.connect(True)
+    return losses
+
+
+def test_the_contribution_is_the_paired_difference_of_on_and_off() -> None:
+    loop = grown()
+    losses, contributions = Measurement(loop.slotted).measure(loop.evaluate, SLOTS, epoch=4)
+    assert losses == [float(loss) for loss in loop.evaluate()]
+    for name in SLOTS:
+        expected = student_interval([off - on for off, on in zip(by_hand(loop, name), losses, strict=True)])
+        assert contributions[name].epoch == 4
+        assert bounds(contributions[name].gain) == pytest.approx(bounds(expected), abs=1e-12)
+        assert expected.estimate != 0
+
+
+def test_replayed_and_computed_contributions_are_the_same_bits() -> None:
+    loop = grown()
+    replayed, computed = Measurement(loop.slotted), Measurement(loop.slotted)
+    computed._distrusted.update(SLOTS)
+    assert replayed.measure(loop.evaluate, SLOTS, epoch=1) == computed.measure(loop.evaluate, SLOTS, epoch=1)
+    assert replayed._trusted == set(SLOTS)
+
+
+def test_k_seeds_take_k_plus_1_evaluations_and_one_more_for_each_slot_the_first_time() -> None:
+    loop = grown()
+    measurement, counted = Measurement(loop.slotted), Counted(loop)
+    measurement.measure(counted, SLOTS, epoch=1)
+    assert counted.calls == 3 + 2
+    counted.calls = 0
+    measurement.measure(counted, SLOTS, epoch=2)
+    assert counted.calls == 3
+    counted.calls = 0
+    measurement.measure(counted, [], epoch=3)
+    assert counted.calls == 1
+
+
+def test_a_host_that_cannot_be_replayed_is_measured_without() -> None:
+    class Moody(nn.Module):
+        """Does something else each time it really runs."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.runs = nn.Linear(6, 8), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.runs += 1
+            output: Tensor = self.inner(x)
+            return output * (2 if self.runs % 2 else 1)
+
+    host = make_host(dtype=torch.float64)
+    host.first = Moody().double()
+    loop = grown(host=host)
+    loop.val = loop.val[:1]
+    measurement = Measurement(loop.slotted)
+    measurement.measure(loop.evaluate, ["second"], epoch=1)
+    assert "second" in measurement._trusted | measurement._distrusted
+
+
+def test_one_batch_has_no_interval_and_losses_that_differ_in_number_are_told() -> None:
+    assert gain_of([3.0], [1.0]) == Interval(2.0, 2.0, 2.0)
+    loop = grown()
+    lengths = iter([3, 3, 2])
+    with pytest.raises(GrowthError, match="gave 3 losses and then 2; it must go through the same batches"):
+        Measurement(loop.slotted).measure(lambda: loop.evaluate()[: next(lengths)], ["first"], epoch=1)
+    with pytest.raises(GrowthError, match="gave no losses"):
+        Measurement(loop.slotted).measure(lambda: [], [], epoch=1)
+    assert loop.slotted.slots["first"].alpha == 1.0
+    assert not any("forward" in vars(module) for module in loop.host.modules())
+
+
+def test_losses_that_are_not_finite_end_the_measurement() -> None:
+    loop = grown()
+    losses, contributions = Measurement(loop.slotted).measure(lambda: [1.0, math.inf], SLOTS, epoch=1)
+    assert losses == [1.0, math.inf]
+    assert not contributions
+
+
+def test_shapley_values_share_out_the_whole_gain_in_2_to_the_k_evaluations() -> None:
+    loop = grown()
+    loop.grower.shapley(loop.evaluate)  # the replays are checked once
+    counted = Counted(loop)
+    values = loop.grower.shapley(counted)
+    assert counted.calls == 4
+    with_all = sum(float(loss) for loss in loop.evaluate()) / len(loop.val)
+    with loop.slotted.without(SLOTS):
+        without = sum(float(loss) for loss in loop.evaluate()) / len(loop.val)
+    assert sum(value.estimate for value in values.values()) == pytest.approx(without - with_all, abs=1e-12)
+    alone = {name: by_hand(loop, name) for name in SLOTS}
+    with loop.slotted.without(SLOTS):
+        neither = [float(loss) for loss in loop.evaluate()]
+    both = [float(loss) for loss in loop.evaluate()]
+    first = [(a - b + c - d) / 2 for a, b, c, d in zip(alone["first"], both, neither, alone["second"], strict=True)]
+    assert bounds(values["first"]) == pytest.approx(bounds(student_interval(first)), abs=1e-12)
+    assert list(loop.grower.shapley(loop.evaluate, ["second"])) == ["second"]
+    with pytest.raises(GrowthError, match="no living seed is connected in 'third'"):
+        loop.grower.shapley(loop.evaluate, ["third"])
+
+
+def test_shapley_values_of_a_host_without_seeds_are_refused() -> None:
+    loop = make_loop()
+    with pytest.raises(GrowthError, match="for 1 to 4 seeds, and these are 0"):
+        loop.grower.shapley(loop.evaluate)
+
+
+def test_the_search_for_alpha_finds_the_lowest_loss_and_leaves_alpha_alone() -> None:
+    loop = grown(QUICK_SHADOW)
+    before = snapshot(loop.host)
+    found = loop.grower.search_alpha("first", loop.evaluate, alphas=(0.0, 0.5, 1.0))
+    assert found.losses[0.0] == pytest.approx(sum(float(loss) for loss in loop.evaluate()) / len(loop.val))
+    assert found.losses[found.alpha] == min(found.losses.values())
+    assert len(set(found.losses.values())) == 3
+    assert loop.slotted.slots["first"].alpha == 0.0
+    assert not loop.slotted.slots["first"].is_connected
+    assert_same(snapshot(loop.host), before)
+    with pytest.raises(GrowthError, match="no seed in 'second'"):
+        make_loop().grower.search_alpha("second", loop.evaluate)
+    with pytest.raises(GrowthError, match="numbers from 0 to 1"):
+        loop.grower.search_alpha("first", loop.evaluate, alphas=(2.0,))
+
+
+def test_alpha_of_a_blending_seed_does_not_change_by_a_measurement() -> None:
+    rules = Lifecycle(raise_mode="shadow", training_epochs=1, blend_epochs=4)
+    loop = make_loop(Script({**BOTH, 1: [Advance("first", "test")]}), config(rules))
+    loop.epoch(epochs=2)
+    assert 0 < loop.slotted.slots["first"].alpha < 1
+    alpha = loop.slotted.slots["first"].alpha
+    Measurement(loop.slotted).measure(loop.evaluate, ["first"], epoch=1)
+    assert loop.slotted.slots["first"].alpha == alpha
+
+
+# Promises
+
+
+class Convolutional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Conv2d(1, 4, 3, padding=1)
+        self.head = nn.Sequential(nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(4 * 16, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.head(self.body(x))
+        return output
+
+
+class Sequence(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.head(self.body(x).relu_().mean(dim=1))
+        return output
+
+
+class Dense(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 8)
+        self.head = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.head(self.body(x))
+        return output
+
+
+CASES = {"conv": (Convolutional, (1, 4, 4)), "token": (Sequence, (5, 4)), "dense": (Dense, (4,))}
+
+
+@pytest.mark.parametrize("is_frozen", [False, True], ids=["trained host", "frozen prefix"])
+@pytest.mark.parametrize("kind", CASES)
+def test_the_probe_finds_the_gradient_of_a_planted_seed_for_every_blueprint(kind: str, is_frozen: bool) -> None:
+    make, shape = CASES[kind]
+    torch.manual_seed(0)
+    host = make().double()
+    host.body.requires_grad_(not is_frozen)
+    x, y = torch.randn(6, *shape, dtype=torch.float64), torch.tensor([0, 1, 2, 0, 1, 2])
+    slotted = add_slots(host, x[:2], slots=["body"])
+    slot = slotted.slots["body"]
+    options = blueprints_for(slot.place)
+    assert len(options) >= 3
+    cross_entropy(slotted(x), y).backward()
+    expected_host = [None if parameter.grad is None else parameter.grad.clone() for parameter in host.parameters()]
+    host.zero_grad()
+
+    probe = Probe(slotted.slots, {"body": options}, random_seed=7)
+    probe.watch()
+    scale = 16.0
+    for part_x, part_y in zip(x.chunk(2), y.chunk(2), strict=True):  # accumulated, and scaled
+        (cross_entropy(slotted(part_x), part_y) / 2 * scale).backward()
+    probe.ask(scale=scale)
+    probe.stop()
+    for parameter, expected in zip(host.parameters(), expected_host, strict=True):
+        assert (parameter.grad is None) == (expected is None)
+        if expected is not None:
+            torch.testing.assert_close(parameter.grad / scale, expected, rtol=1e-12, atol=1e-14)
+    for option in options:
+        twin = copy.deepcopy(host)
+        planted = Seed(slot.place, option.name, random_seed=7)
+        planted.alpha.fill_(1.0)
+        for hook in list(twin.body._forward_hooks):
+            del twin.body._forward_hooks[hook]
+        twin.body.register_forward_hook(lambda module, arguments, output, planted=planted: planted(output))
+        cross_entropy(twin(x), y).backward()
+        trial = probe._trials["body", option.name]
+        for found, parameter in zip(trial.sums, planted.branch.parameters(), strict=True):
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            torch.testing.assert_close(found, gradient, rtol=1e-9, atol=1e-13)
+        assert any(found.abs().sum() > 0 for found in trial.sums)
+
+
+def test_a_probe_leaves_the_host_bit_identical_and_finds_promises_for_free_slots() -> None:
+    torch.manual_seed(3)
+    plain = make_loop(Script())
+    torch.manual_seed(3)
+    plain.epoch(epochs=3)
+    probed = make_loop(Script(probes=[0, 1]), config(probe_steps=3))
+    torch.manual_seed(3)
+    probed.epoch(epochs=3)
+    assert probed.losses == plain.losses
+    assert_same(snapshot(probed.host, probed.optimizer), snapshot(plain.host, plain.optimizer))
+    events = [event for event in probed.events if event.kind == "probed"]
+    assert [event.epoch for event in events] == [1, 2]
+    names = {name: {option.name for option in options} for name, options in probed.grower.garden.options.items()}
+    for event in events:
+        assert {slot: set(found) for slot, found in event.promises.items()} == names
+        assert all(0 <= promise < math.inf for found in event.promises.values() for promise in found.values())
+    state = probed.grower.controller.states[1]
+    assert all(candidate.promise is not None for slot in state.slots for candidate in slot.candidates)
+    assert all(candidate.promise is None for slot in probed.grower.controller.states[3].slots for candidate in slot.candidates)
+
+
+def test_a_second_pass_in_the_shadow_is_not_taken_for_the_users_step() -> None:
+    def promises(closure_again: int) -> dict:
+        loop = make_loop(Script({0: [Germinate("first", "test", "mlp")]}, probes=[0]), config(QUICK_SHADOW), dtype=torch.float64)
+        loop.grower.begin()
+        for x, y in loop.data:
+            loss = cross_entropy(loop.host(x), y)
+            loss.backward()
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+
+            def closure(x=x, y=y) -> Tensor:
+                return sum(cross_entropy(loop.host(x), y) for _ in range(closure_again)) / closure_again
+
+            loop.grower.after_step(loss, closure=closure)
+        loop.grower.after_epoch(loop.evaluate)
+        return next(event.promises for event in loop.events if event.kind == "probed")
+
+    torch.manual_seed(0)
+    once = promises(1)
+    torch.manual_seed(0)
+    assert promises(2) == once
+    assert once.keys() == {"second"}
+
+
+def test_promising_candidates_fall_faster() -> None:
+    """A branch after a layer that everything depends on promises more than one whose output hardly matters."""
+    host = make_host(dtype=torch.float64)
+    with torch.no_grad():
+        host.head.weight.mul_(1e-3)
+    quiet = make_loop(Script(probes=[0]), host=host, dtype=torch.float64)
+    loud = make_loop(Script(probes=[0]), dtype=torch.float64)
+    for loop in (quiet, loud):
+        loop.epoch()
+    promise = [next(event for event in loop.events if event.kind == "probed").promises["second"]["mlp"] for loop in (quiet, loud)]
+    assert promise[0] < promise[1]

@@ -1,0 +1,146 @@
+"""What only a GPU can show of growing; skipped where there is none."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from esper.growth import Grower, add_slots, grow
+from esper.growth.decisions import Advance, Fossilize, Germinate, Prune
+from tests.growth.small import (
+    QUICK,
+    QUICK_SHADOW,
+    SLOTS,
+    Data,
+    Lifecycle,
+    Loop,
+    Script,
+    adamw,
+    assert_same,
+    config,
+    make_data,
+    make_host,
+    make_loop,
+    plain_losses,
+    snapshot,
+)
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+BOTH = {0: [Germinate("first", "test", "mlp"), Germinate("second", "test", "low_rank")]}
+
+
+def on_gpu(data: Data) -> Data:
+    return [(x.cuda(), y.cuda()) for x, y in data]
+
+
+def gpu_loop(script: Script, lifecycle: Lifecycle = QUICK, **options) -> Loop:
+    host = make_host().cuda()
+    optimizer = adamw(host)
+    events: list = []
+    slotted = add_slots(host, torch.zeros(2, 6, device="cuda"), slots=list(SLOTS))
+    grower = Grower(slotted, optimizer, controller=script, config=config(lifecycle, probe_steps=2), on_event=events.append, **options)
+    return Loop(host, optimizer, slotted, grower, on_gpu(make_data()), on_gpu(make_data(3, seed=2)), events)
+
+
+@pytest.mark.parametrize("replayed", [True, False])
+def test_a_seed_in_the_shadow_leaves_the_host_bit_identical_on_the_gpu(replayed: bool) -> None:
+    plain = make_host().cuda()
+    optimizer = adamw(plain)
+    torch.manual_seed(5)
+    expected = plain_losses(plain, optimizer, on_gpu(make_data()), epochs=4)
+    loop = gpu_loop(Script({**BOTH, 2: [Prune("first", "test")], 3: [Germinate("first", "test", "mlp")]}, probes=[0, 2]), QUICK_SHADOW)
+    torch.manual_seed(5)
+    loop.epoch(epochs=4, use_slotted=replayed)
+    assert loop.losses == expected
+    assert_same(snapshot(loop.host, loop.optimizer), snapshot(plain, optimizer))
+
+
+@pytest.mark.parametrize("lifecycle", [QUICK, QUICK_SHADOW], ids=["joint", "shadow"])
+def test_half_precision_with_a_loss_scale_grows(lifecycle: Lifecycle) -> None:
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**40, growth_interval=4)  # it overflows at first
+    loop = gpu_loop(Script({**BOTH, 1: [Advance(slot, "test") for slot in SLOTS]}, probes=[0, 1]), lifecycle, scaler=scaler)
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cuda", torch.float16):
+            return cross_entropy(loop.slotted(x), y)
+
+    loop.grower.begin()
+    for _ in range(12):
+        for x, y in loop.data:
+            loss = loss_of(x, y)
+            scaler.scale(loss).backward()
+            scaler.step(loop.optimizer)
+            scaler.update()
+            loop.optimizer.zero_grad()
+            loop.grower.after_step(loss, closure=lambda x=x, y=y: loss_of(x, y))
+        loop.grower.after_epoch(loop.evaluate)
+    assert loop.grower.rollbacks == 0
+    assert scaler.get_scale() < 2.0**40
+    first = next(event for event in loop.events if event.kind == "epoch_ended")
+    assert all(slot.health is not None and slot.health < 1 for slot in first.slots)
+    for bed in loop.grower.garden.beds.values():
+        assert bed.life.gradients.skipped <= 2
+        assert bed.life.gradients.health > 0.4
+        assert all(torch.isfinite(parameter).all() for parameter in bed.slot.seed.parameters())
+
+
+def test_a_disaster_on_the_gpu_is_found_at_the_end_of_the_epoch_and_undone() -> None:
+    loop = gpu_loop(Script(BOTH))
+    loop.epoch(epochs=2)
+    before = snapshot(loop.host, loop.optimizer)
+    with torch.no_grad():
+        next(loop.slotted.slots["first"].seed.parameters()).fill_(math.nan)
+    loop.epoch()
+    assert loop.grower.rollbacks == 1
+    assert_same(snapshot(loop.host, loop.optimizer), before)
+    loop.epoch(epochs=2)
+    assert math.isfinite(loop.grower.chronicle.train_losses[-1])
+
+
+def test_a_grower_on_the_gpu_goes_on_from_its_state_in_the_middle_of_an_epoch() -> None:
+    script = {**BOTH, 3: [Fossilize("first", "test"), Prune("second", "test")]}
+    whole = gpu_loop(Script(script, probes=[0, 1]))
+    torch.manual_seed(8)
+    whole.epoch(epochs=4)
+    first = gpu_loop(Script(script, probes=[0, 1]))
+    torch.manual_seed(8)
+    first.epoch()
+    first.step(*first.data[0])
+    state = copy.deepcopy(first.grower.state_dict())
+    numbers = torch.get_rng_state(), torch.cuda.get_rng_state()
+    second = gpu_loop(Script(script, probes=[0, 1]))
+    second.grower.load_state_dict(state)
+    torch.set_rng_state(numbers[0])
+    torch.cuda.set_rng_state(numbers[1])
+    for x, y in second.data[1:]:
+        second.step(x, y)
+    second.grower.after_epoch(second.evaluate)
+    second.epoch(epochs=2)
+    assert second.losses == whole.losses[-len(second.losses) :]
+    assert second.grower.ledger == whole.grower.ledger
+
+
+def test_growing_on_the_gpu_equals_growing_on_the_cpu() -> None:
+    """In float64, with batches that come from the CPU."""
+    settings = config(slots=SLOTS)
+    results = []
+    for device in ("cpu", "cuda"):
+        host = make_host(dtype=torch.float64, dropout=0.0).to(device)
+        data = make_data(dtype=torch.float64)
+        results.append(grow(host, data, data, cross_entropy, epochs=6, controller=Script(BOTH, probes=[0]), config=settings))
+    assert results[0].val_losses == pytest.approx(results[1].val_losses, rel=1e-9)
+
+
+def test_seeds_on_the_gpu_start_as_those_on_the_cpu() -> None:
+    here, there = make_loop(Script(BOTH)), gpu_loop(Script(BOTH))
+    here.grower.begin()
+    there.grower.begin()
+    for name in SLOTS:
+        for one, other in zip(here.slotted.slots[name].seed.parameters(), there.slotted.slots[name].seed.parameters(), strict=True):
+            assert torch.equal(one, other.cpu())

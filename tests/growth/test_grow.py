@@ -1,0 +1,239 @@
+"""`grow`: a copy of the model is trained as a plain loop would, and grown where that pays."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
+from torch.utils.data import DataLoader, TensorDataset
+
+from esper.growth import Planned, grow
+from esper.growth.config import GovernorConfig, Rent
+from esper.growth.decisions import Germinate
+from esper.growth.training import default_optimizer
+from tests.growth.small import QUICK, SLOTS, Script, assert_same, config, make_data, make_host
+
+NAMED = {"slots": SLOTS}
+
+
+def dataset(seed: int = 1, samples: int = 40) -> TensorDataset:
+    ((x, y),) = make_data(1, seed=seed, size=samples)
+    return TensorDataset(x, y)
+
+
+def plain(host: nn.Module, loader: DataLoader, *, epochs: int, schedule=None) -> nn.Module:
+    host = copy.deepcopy(host)
+    optimizer = default_optimizer(host.parameters())
+    scheduler = None if schedule is None else schedule(optimizer)
+    for _ in range(epochs):
+        host.train()
+        for x, y in loader:
+            optimizer.zero_grad()
+            cross_entropy(host(x), y).backward()
+            optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+    return host
+
+
+@pytest.mark.parametrize("schedule", [None, lambda optimizer: CosineAnnealingLR(optimizer, 4)], ids=["constant", "cosine"])
+def test_never_growing_is_the_plain_loop_with_a_loader_that_shuffles_by_the_global_generator(schedule) -> None:
+    loader, validation = DataLoader(dataset(), batch_size=8, shuffle=True), DataLoader(dataset(2), batch_size=8, shuffle=True)
+    host = make_host()
+    torch.manual_seed(11)
+    expected = plain(host, loader, epochs=4, schedule=schedule)
+    after = torch.rand(2)
+    torch.manual_seed(11)
+    grown = grow(host, loader, validation, cross_entropy, epochs=4, scheduler=schedule, controller="never", config=config(**NAMED))
+    assert_same(dict(grown.model.state_dict()), dict(expected.state_dict()))
+    assert torch.equal(torch.rand(2), after)
+    assert grown.report().startswith("nothing was worth trying · val loss ")
+    assert "AdamW, learning rate 0.001" in grown.report()
+
+
+def test_the_model_itself_is_not_touched() -> None:
+    host = make_host()
+    host.second.eval()
+    host.first.weight.grad = torch.ones_like(host.first.weight)
+    before = copy.deepcopy(host.state_dict())
+    modes = [module.training for module in host.modules()]
+    grown = grow(host, make_data(), make_data(2, seed=3), cross_entropy, epochs=4, controller=plan(), config=config(**NAMED))
+    assert_same(dict(host.state_dict()), dict(before))
+    assert [module.training for module in host.modules()] == modes
+    assert torch.equal(host.first.weight.grad, torch.ones_like(host.first.weight))
+    assert not any(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module) for module in host.modules())
+    assert grown.model is not host
+
+
+def plan() -> Planned:
+    return Planned([(1, "first", "mlp")])
+
+
+def test_what_was_kept_is_in_the_model_the_ledger_and_the_report() -> None:
+    data = make_data(6)
+    grown = grow(make_host(), data, data, cross_entropy, epochs=14, controller=plan(), config=config(**NAMED))
+    (entry,) = grown.ledger.entries
+    assert entry.outcome == "kept"
+    assert grown.report().startswith("kept 1 of 1 seeds · val loss ")
+    real = sum(parameter.numel() for parameter in grown.model.parameters())
+    assert grown.added.parameters == entry.parameters == real - grown.host.parameters
+    assert grown.val_loss == pytest.approx(grown.val_losses[-1])
+    assert grown.gflops > 0
+    assert set(make_host().state_dict()) < set(grown.model.state_dict())
+
+
+def test_nothing_was_worth_keeping_is_a_result() -> None:
+    """The validation data are noise, so no seed does them any good, and everything is taken out in the end."""
+    script = Script({1: [Germinate("first", "test", "mlp")]})
+    grown = grow(make_host(), make_data(), make_data(2, seed=5), cross_entropy, epochs=5, controller=script, config=config(**NAMED))
+    assert grown.status == "finished"
+    assert grown.report().startswith("nothing was worth keeping (1 seeds tried) · ")
+    assert [entry.outcome for entry in grown.ledger.entries] == ["pruned"]
+    assert "has not earned its place" in grown.ledger.entries[0].steps[-1].reason
+    assert grown.added.parameters == 0
+    assert list(grown.model.state_dict()) == list(make_host().state_dict())
+    alone = make_host()
+    alone.load_state_dict(grown.model.state_dict())
+    x = make_data(1, seed=6)[0][0]
+    assert torch.equal(alone.eval()(x), grown.model.eval()(x))
+
+
+def test_training_stops_early_when_nothing_gets_better() -> None:
+    frozen = lambda parameters: torch.optim.SGD(parameters, lr=1e-12)  # noqa: E731
+    host = make_host(norm=False)
+    grown = grow(
+        host, make_data(), make_data(2), cross_entropy, epochs=50, optimizer=frozen, controller="never", config=config(patience=3, **NAMED)
+    )
+    assert grown.status == "stopped early"
+    assert grown.epochs < 12
+
+
+def test_a_living_seed_holds_off_the_early_stop() -> None:
+    frozen = lambda parameters: torch.optim.SGD(parameters, lr=1e-12)  # noqa: E731
+    settings = config(patience=1, **NAMED)
+    grown = grow(make_host(), make_data(), make_data(2), cross_entropy, epochs=6, optimizer=frozen, controller=plan_at(0), config=settings)
+    assert grown.epochs == 6
+
+
+def plan_at(epoch: int) -> Script:
+    return Script({epoch: [Germinate("first", "test", "mlp")]})
+
+
+class Answers(nn.Module):
+    """Returns a dict, and takes its inputs by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.host = make_host()
+
+    def forward(self, *, inputs: Tensor, scale: float = 1.0) -> dict[str, Tensor]:
+        return {"logits": self.host(inputs) * scale}
+
+
+def test_step_loss_takes_any_batch_and_any_output_and_the_slots_are_found_all_the_same() -> None:
+    batches = [{"image": x, "label": y, "name": ["a"] * len(x)} for x, y in make_data()]
+    grown = grow(
+        Answers(),
+        batches,
+        batches,
+        step_loss=lambda model, batch: cross_entropy(model(inputs=batch["image"], scale=0.5)["logits"], batch["label"]),
+        epochs=2,
+        controller=Script({0: [Germinate("host.first", "test", "mlp")]}),
+        config=config(slots=("host.first",)),
+    )
+    assert len(grown.ledger.entries) == 1
+
+
+def test_a_schedule_that_follows_the_loss_is_told_the_loss() -> None:
+    rates = []
+
+    def schedule(optimizer):
+        scheduler = ReduceLROnPlateau(optimizer, patience=0, factor=0.1, eps=0.0)
+        rates.append(optimizer)
+        return scheduler
+
+    frozen = lambda parameters: torch.optim.SGD(parameters, lr=1e-12)  # noqa: E731
+    grow(
+        make_host(norm=False),
+        make_data(),
+        make_data(2),
+        cross_entropy,
+        epochs=6,
+        optimizer=frozen,
+        scheduler=schedule,
+        controller="never",
+        config=config(**NAMED),
+    )
+    assert rates[0].param_groups[0]["lr"] < 1e-12
+
+
+def test_a_seed_gone_mad_costs_a_rollback_and_the_run_ends_well() -> None:
+    settings = config(QUICK, governor=GovernorConfig(uninformed_loss=math.log(3)), rent=Rent(), **NAMED)
+    explosive = []
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        value = cross_entropy(outputs, targets)
+        explosive.append(1)
+        return value * math.nan if len(explosive) == 30 and torch.is_grad_enabled() else value
+
+    grown = grow(make_host(), make_data(), make_data(2), loss, epochs=8, controller=plan_at(1), config=settings)
+    assert grown.rollbacks == 1
+    assert grown.epochs == 8
+    assert math.isfinite(grown.val_loss)
+    assert all(torch.isfinite(parameter).all() for parameter in grown.model.parameters())
+    assert grown.ledger.entries[0].outcome == "rolled back"
+
+
+def test_the_schedule_after_a_rollback_within_an_epoch_is_the_one_of_that_epoch() -> None:
+    rates, calls = [], []
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        value = cross_entropy(outputs, targets)
+        if torch.is_grad_enabled():
+            rates.append(optimizers[0].param_groups[0]["lr"])
+            calls.append(1)
+        return value * math.nan if len(calls) == 10 and torch.is_grad_enabled() else value
+
+    optimizers = []
+
+    def schedule(optimizer):
+        optimizers.append(optimizer)
+        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    grown = grow(make_host(), make_data(), make_data(2), loss, epochs=5, scheduler=schedule, controller="never", config=config(**NAMED))
+    assert grown.rollbacks == 1
+    assert rates == [1e-3 * 0.5**epoch for epoch in range(5) for _ in range(4)]
+
+
+def test_the_flops_of_a_run_are_three_forward_passes_for_a_training_step_and_one_for_an_evaluation() -> None:
+    data, val = make_data(4, size=8), make_data(2, size=8)
+    never = grow(make_host(), data, val, cross_entropy, epochs=3, controller="never", config=config(**NAMED))
+    samples = 3 * (3 * 32 + 16)
+    assert never.gflops * 1e9 == pytest.approx(samples * never.host.flops)
+    script = Script({0: [Germinate("first", "test", "mlp")]})
+    grown = grow(make_host(), data, val, cross_entropy, epochs=3, controller=script, config=config(**NAMED))
+    seed = grown.ledger.entries[0].flops
+    # Three evaluations with everything on, three with the seed off, and one that checks the replay.
+    assert grown.gflops * 1e9 == pytest.approx((3 * 3 * 32 + 7 * 16) * (grown.host.flops + seed))
+
+
+@pytest.mark.parametrize("controller", ["heuristic", "random", "schedule"])
+@pytest.mark.parametrize("poisoned", [None, 9, 14])
+def test_every_controller_comes_to_an_end_with_and_without_a_disaster(controller: str, poisoned: int | None) -> None:
+    calls = []
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        calls.append(1)
+        value = cross_entropy(outputs, targets)
+        is_bad = poisoned is not None and len(calls) in (poisoned * 6 + 3, poisoned * 6 + 6)  # in training, and in validation
+        return value * math.nan if is_bad else value
+
+    grown = grow(make_host(), make_data(), make_data(2), loss, epochs=20, controller=controller, config=config(**NAMED))
+    assert (grown.status, grown.epochs) == ("finished", 20)
+    assert grown.rollbacks >= (0 if poisoned is None else 1)
+    assert math.isfinite(grown.val_loss)

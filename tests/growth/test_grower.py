@@ -1,0 +1,325 @@
+"""A grower beside a user's own loop: what it leaves alone, what it follows, and what it survives."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import clip_grad_norm_
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+
+from esper.growth import Grower, GrowthError, add_slots
+from esper.growth.config import SeedOptimizer
+from esper.growth.decisions import Fossilize, Germinate, Prune
+from esper.growth.lifecycle import Stage
+from esper.growth.state import GradientStats
+from tests.growth.small import (
+    QUICK,
+    QUICK_SHADOW,
+    SLOTS,
+    Script,
+    adamw,
+    assert_same,
+    config,
+    make_data,
+    make_host,
+    make_loop,
+    plain_losses,
+    sgd,
+    snapshot,
+)
+
+GROW = {0: [Germinate("first", "test", "mlp"), Germinate("second", "test", "low_rank")]}
+
+
+@pytest.mark.parametrize("make_optimizer", [sgd, adamw])
+def test_never_growing_is_the_plain_loop_to_the_last_bit(make_optimizer) -> None:
+    plain = make_host()
+    optimizer = make_optimizer(plain)
+    torch.manual_seed(7)
+    expected = plain_losses(plain, optimizer, make_data(), epochs=3)
+    loop = make_loop("never", make_optimizer=make_optimizer)
+    torch.manual_seed(7)
+    loop.epoch(epochs=3)
+    assert loop.losses == expected
+    assert_same(snapshot(loop.host, loop.optimizer), snapshot(plain, optimizer))
+
+
+def test_a_model_in_mid_training_with_adam_and_one_cycle_goes_on_unchanged() -> None:
+    def trained(grows: bool) -> tuple[nn.Module, torch.optim.Optimizer, OneCycleLR, list[float]]:
+        host = make_host()
+        optimizer = torch.optim.Adam(host.parameters(), lr=0.01)
+        schedule = OneCycleLR(optimizer, max_lr=0.05, total_steps=40)
+        losses, grower, call = [], None, host
+        torch.manual_seed(3)
+        for step, (x, y) in enumerate(make_data() * 4):
+            if step == 6 and grows:
+                slotted = add_slots(host, x[:2], slots=list(SLOTS))
+                grower, call = Grower(slotted, optimizer, scheduler=schedule, controller="never"), slotted
+            loss = cross_entropy(call(x), y)
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            if grower is not None:
+                grower.after_step(loss)
+        return host, optimizer, schedule, losses
+
+    (host, optimizer, schedule, losses), (plain, plain_optimizer, plain_schedule, expected) = trained(True), trained(False)
+    assert losses == expected
+    assert_same(snapshot(host, optimizer), snapshot(plain, plain_optimizer))
+    assert schedule.get_last_lr() == plain_schedule.get_last_lr()
+
+
+def test_a_seed_leaves_the_hosts_optimiser_and_schedule_whole_and_follows_the_schedule() -> None:
+    host = make_host()
+    groups = [{"params": host.first.parameters(), "lr": 0.02}, {"params": [*host.second.parameters(), *host.head.parameters()], "lr": 0.01}]
+    optimizer = torch.optim.Adam(groups)
+    schedule = LambdaLR(optimizer, [lambda epoch: 0.5**epoch, lambda epoch: 0.1**epoch])
+    settings = config(seed_optimizer=SeedOptimizer(learning_rate_factor=3.0))
+    loop = make_loop(Script(GROW), settings, host=host, make_optimizer=lambda model: optimizer)
+    keys = len(optimizer.state_dict()["param_groups"][0]["params"]), len(optimizer.state_dict()["param_groups"][1]["params"])
+    for epoch in range(3):
+        loop.epoch()
+        rates = [loop.grower.garden.beds[name].learner.optimizer.param_groups[0]["lr"] for name in SLOTS]
+        assert rates == pytest.approx([3 * 0.02 * 0.5**epoch, 3 * 0.01 * 0.1**epoch])
+        schedule.step()
+    assert [len(group["params"]) for group in optimizer.param_groups] == list(keys)
+    optimizer.load_state_dict(optimizer.state_dict())  # its groups are other objects afterwards
+    optimizer.param_groups[0]["lr"] = 0.5
+    loop.epoch()
+    assert loop.grower.garden.beds["first"].learner.optimizer.param_groups[0]["lr"] == 1.5
+
+
+def test_a_slot_whose_module_is_frozen_or_without_parameters_follows_some_group_and_learns() -> None:
+    host = make_host()
+    host.first.requires_grad_(False)
+    trained = [parameter for parameter in host.parameters() if parameter.requires_grad]
+    loop = make_loop(
+        Script({0: [Germinate("first", "test", "mlp"), Germinate("after", "test", "mlp")]}),
+        host=host,
+        make_optimizer=lambda model: torch.optim.SGD(trained, lr=0.05),
+        slots=["first", "after"],
+    )
+    before = copy.deepcopy(host.first.state_dict())
+    loop.epoch(epochs=2)
+    assert_same(dict(host.first.state_dict()), dict(before))
+    for bed in loop.grower.garden.beds.values():
+        assert bed.life.gradients.mean_norm > 0
+        assert bed.learner.optimizer.param_groups[0]["lr"] == 0.05
+
+
+def test_clipping_by_the_models_parameters_does_not_see_seeds() -> None:
+    loop = make_loop(Script(GROW))
+    x, y = loop.data[0]
+    loop.grower.begin()
+    loss = cross_entropy(loop.slotted(x), y)
+    loss.backward()
+    host_norm = torch.linalg.vector_norm(torch.cat([parameter.grad.reshape(-1) for parameter in loop.host.parameters()]))
+    seed = loop.slotted.slots["first"].seed
+    before = [parameter.grad.clone() for parameter in seed.parameters() if parameter.grad is not None]
+    assert torch.allclose(clip_grad_norm_(loop.host.parameters(), 1e-3), host_norm)
+    assert_same([parameter.grad for parameter in seed.parameters() if parameter.grad is not None], before)
+
+
+@pytest.mark.parametrize("lifecycle", [QUICK, QUICK_SHADOW], ids=["joint", "shadow"])
+def test_accumulated_gradients_are_those_of_one_large_batch(lifecycle) -> None:
+    x, y = make_data(1, size=16, dtype=torch.float64)[0]
+
+    def trained(parts: int) -> tuple[dict, dict]:
+        host = make_host(dtype=torch.float64, dropout=0.0, norm=False)
+        loop = make_loop(Script(GROW, probes=[0]), config(lifecycle), host=host, dtype=torch.float64)
+        loop.grower.begin()
+        for _ in range(5):
+            for small_x, small_y in zip(x.chunk(parts), y.chunk(parts), strict=True):
+                loss = cross_entropy(loop.host(small_x), small_y) / parts
+                loss.backward()
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+            loop.grower.after_step(loss * parts, closure=lambda: cross_entropy(loop.host(x), y))
+        return host.state_dict(), {name: loop.slotted.slots[name].seed.state_dict() for name in SLOTS}
+
+    (host, seeds), (other_host, other_seeds) = trained(1), trained(4)
+    for name, value in host.items():
+        torch.testing.assert_close(value, other_host[name], rtol=1e-9, atol=1e-12)
+    for slot in SLOTS:
+        for name, value in seeds[slot].items():
+            torch.testing.assert_close(value, other_seeds[slot][name], rtol=1e-9, atol=1e-12)
+
+
+class Halved(torch.optim.SGD):
+    """A class of the user's own, with a setting of its own."""
+
+    def __init__(self, parameters, lr: float, share: float = 0.5) -> None:
+        super().__init__(parameters, lr=lr * share)
+        self.defaults["share"] = share
+        for group in self.param_groups:
+            group["share"] = share
+
+
+KINDS = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-3),
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, betas=(0.8, 0.9), amsgrad=True),
+    "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+    "RMSprop": lambda parameters: torch.optim.RMSprop(parameters, lr=0.01),
+    "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.01),
+    "Halved": lambda parameters: Halved(parameters, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_seeds_learn_by_an_optimiser_of_the_hosts_kind_with_its_settings(kind: str) -> None:
+    loop = make_loop(Script(GROW), make_optimizer=lambda model: KINDS[kind](model.parameters()))
+    loop.epoch(epochs=2)
+    own = loop.grower.garden.beds["first"].learner.optimizer
+    assert type(own) is type(loop.optimizer)
+    settings = {name: value for name, value in loop.optimizer.param_groups[0].items() if name not in ("params", "lr")}
+    assert {name: own.param_groups[0][name] for name in settings} == settings
+    assert own.state or kind == "Halved"
+
+
+class Demanding(torch.optim.SGD):
+    def __init__(self, parameters, model: nn.Module) -> None:
+        super().__init__(parameters, lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [(lambda host: torch.optim.LBFGS(host.parameters()), "LBFGS"), (lambda host: Demanding(host.parameters(), host), "Demanding")],
+)
+def test_an_optimiser_that_seeds_cannot_have_is_refused_at_once_and_another_can_be_given(make, words: str) -> None:
+    host = make_host()
+    slotted = add_slots(host, torch.zeros(2, 6), slots=["first"])
+    with pytest.raises(GrowthError, match=f"{words}.*seed_optimizer=lambda"):
+        Grower(slotted, make(host))
+    own = lambda parameters, learning_rate: torch.optim.SGD(parameters, lr=learning_rate)  # noqa: E731
+    grower = Grower(slotted, make(host), controller=Script({0: [Germinate("first", "test", "mlp")]}), seed_optimizer=own)
+    grower.begin()
+    assert type(grower.garden.beds["first"].learner.optimizer) is torch.optim.SGD
+
+
+def test_a_new_seed_in_a_used_slot_has_a_fresh_optimiser() -> None:
+    script = Script({0: [Germinate("first", "test", "mlp")], 2: [Prune("first", "test")], 5: [Germinate("first", "test", "mlp")]})
+    loop = make_loop(script)
+    loop.epoch(epochs=2)
+    old = loop.grower.garden.beds["first"].learner
+    assert old.optimizer.state
+    loop.epoch(epochs=3)
+    bed = loop.grower.garden.beds["first"]
+    assert bed.life.stage is Stage.HOLDING
+    assert bed.learner is not old
+    assert not bed.learner.optimizer.state
+    assert bed.life.gradients is None
+    assert bed.life.age == 0
+
+
+def test_gradient_statistics_are_of_unclipped_global_norms_and_healthy_ones_are_near_one() -> None:
+    settings = config(seed_optimizer=SeedOptimizer(max_grad_norm=1e-3))
+    loop = make_loop(Script({0: [Germinate("first", "test", "mlp")]}), settings)
+    loop.grower.begin()
+    norms = []
+    for x, y in loop.data:
+        loss = cross_entropy(loop.slotted(x), y)
+        loss.backward()
+        seed = loop.slotted.slots["first"].seed
+        gradients = [parameter.grad for parameter in seed.parameters() if parameter.grad is not None]
+        norms.append(float(torch.linalg.vector_norm(torch.cat([gradient.reshape(-1) for gradient in gradients]))))
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+        loop.grower.after_step(loss)
+        assert all(parameter.grad is None for parameter in seed.parameters())
+    loop.grower.after_epoch(loop.evaluate)
+    stats = loop.grower.garden.beds["first"].life.gradients
+    assert stats == GradientStats(len(norms), pytest.approx(sum(norms) / len(norms)), pytest.approx(max(norms)), stats.health, 0)
+    assert stats.max_norm > 1e-3
+    assert stats.health == 1.0
+
+
+@pytest.mark.parametrize("norm", [0.0, 1e-9, 1.0, 1e3, 1e9, float("inf"), float("nan")])
+def test_health_lies_between_0_and_1(norm: float) -> None:
+    loop = make_loop(Script({0: [Germinate("first", "test", "mlp")]}))
+    loop.grower.begin()
+    learner = loop.grower.garden.beds["first"].learner
+    for parameter in learner.parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    learner.parameters[0].grad.view(-1)[0] = norm
+    learner.step()
+    stats = learner.report()
+    assert 0 <= stats.health <= 1
+    assert stats.steps == 1
+    assert stats.skipped == (0 if norm < float("inf") else 1)
+
+
+def test_an_evaluation_that_fails_changes_nothing_and_can_be_repeated() -> None:
+    def until_the_end(fails: bool):
+        torch.manual_seed(0)
+        script = Script({0: [Germinate("first", "test", "mlp")], 2: [Fossilize("first", "test")]}, probes=[0, 1])
+        loop = make_loop(script, config(probe_steps=2))
+        for _ in range(3):
+            for x, y in loop.data:
+                loop.step(x, y)
+            if fails:
+                before = snapshot(loop.host, loop.optimizer)
+                epoch, told = loop.grower.epoch, len(loop.events)
+                with pytest.raises(ZeroDivisionError):
+                    loop.grower.after_epoch(lambda: (loop.evaluate(), 1 // 0))
+                assert loop.host.training
+                assert (loop.grower.epoch, len(loop.events)) == (epoch, told)
+                assert_same(snapshot(loop.host, loop.optimizer), before)
+            loop.grower.after_epoch(loop.evaluate)
+        return loop, [event for event in loop.events if event.kind != "epoch_ended"]
+
+    (loop, events), (other, expected) = until_the_end(True), until_the_end(False)
+    assert events == expected
+    assert any(event.kind == "probed" for event in events)
+    assert_same(snapshot(loop.host), snapshot(other.host))
+    assert loop.grower.chronicle.val_losses == other.grower.chronicle.val_losses
+
+
+def test_a_listener_that_fails_finds_everything_done() -> None:
+    def listen(event) -> None:
+        if event.kind == "stage_entered":
+            raise RuntimeError("nobody home")
+
+    host = make_host()
+    optimizer = sgd(host)
+    slotted = add_slots(host, torch.zeros(2, 6), slots=["first"])
+    grower = Grower(slotted, optimizer, controller=Script({0: [Germinate("first", "test", "mlp")]}), config=config(), on_event=listen)
+    with pytest.raises(RuntimeError, match="nobody home"):
+        grower.begin()
+    bed = grower.garden.beds["first"]
+    assert bed.life.stage is Stage.HOLDING
+    assert bed.slot.is_connected
+    assert bed.slot.alpha == 1.0
+
+
+def test_a_controller_that_decides_about_an_unknown_slot_or_twice_is_told_so() -> None:
+    loop = make_loop(Script({0: [Germinate("frist", "test", "mlp")]}))
+    with pytest.raises(GrowthError, match="no slot is named 'frist'; this model has first, second"):
+        loop.grower.begin()
+    loop = make_loop(Script({0: [Germinate("first", "test", "mlp"), Germinate("first", "test", "norm")]}))
+    with pytest.raises(GrowthError, match="decided twice about one slot"):
+        loop.grower.begin()
+
+
+def test_a_loss_that_is_not_one_number_and_an_epoch_without_steps_are_told() -> None:
+    loop = make_loop()
+    with pytest.raises(GrowthError, match=r"shape \[3\]; take its mean"):
+        loop.grower.after_step(torch.ones(3))
+    with pytest.raises(GrowthError, match="without a single after_step"):
+        loop.grower.after_epoch(loop.evaluate)
+    assert loop.grower.epoch == 0
+
+
+def test_baking_leaves_nothing_of_the_grower_in_the_model() -> None:
+    loop = make_loop(Script(GROW, probes=[0, 1, 2]), config(QUICK_SHADOW))
+    loop.epoch(epochs=2)
+    names = list(loop.host.state_dict())
+    model = loop.grower.bake()
+    assert model is loop.host
+    assert list(model.state_dict()) == names
+    assert not any(module._forward_hooks or "forward" in vars(module) for module in model.modules())

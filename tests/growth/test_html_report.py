@@ -1,0 +1,266 @@
+"""The report of a run: a fold over its events that is one page of its own."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from esper.config import save
+from esper.events import Event, EventLog
+from esper.growth import GrowthConfig, grow
+from esper.growth.config import Lifecycle, Rent
+from esper.growth.decisions import Decision, Fossilize, Germinate, Prune
+from esper.growth.events import (
+    ActionRefused,
+    EpochEnded,
+    FinalTest,
+    GrowthFinished,
+    GrowthStarted,
+    Measured,
+    RolledBack,
+    SlotView,
+    StageEntered,
+)
+from esper.growth.html_report import render, write_report
+from esper.growth.lifecycle import Stage
+from esper.growth.state import GrowthState
+from esper.growth.story import Story, read_story
+from esper.growth.summary import about_rent, analytics, comparison, headline, ledger
+from esper.run_folder import RunError
+
+NASTY = "<script>alert('x')</script> & $x^2$"
+
+
+def view(slot: str, stage: str, blueprint: str | None = None, *, gain: float | None = None) -> SlotView:
+    low, high = (None, None) if gain is None else (gain - 0.01, gain + 0.01)
+    return SlotView(slot, stage, blueprint, 1.0, 2, 1.0, gain, low, high, 300 if blueprint else 0, 0.01 if blueprint else 0.0)
+
+
+def epoch(number: int, *views: SlotView, decision: str = "waits") -> EpochEnded:
+    loss = 2.0 / number
+    return EpochEnded(
+        epoch=number, train_loss=loss, val_loss=loss + 0.1, learning_rate=0.1, decision=decision, slots=list(views), parameters=1_300,
+        flops=9_000, seconds=0.5,
+    )  # fmt: skip
+
+
+def entered(number: int, slot: str, stage: str, reason: str = "a reason", blueprint: str = "conv3x3") -> StageEntered:
+    return StageEntered(epoch=number, slot=slot, blueprint=blueprint, stage=stage, reason=reason)
+
+
+def eventful() -> list[Event]:
+    """A run in which everything happens: one seed is kept, one pruned, one rolled back."""
+    return [
+        GrowthStarted(epoch=0, epochs=6, controller="heuristic", raise_mode="joint", slots=["a", "b"], parameters=1_000, flops=8_000),
+        epoch(1, view("a", "DORMANT"), view("b", "DORMANT")),
+        entered(2, "a", "GERMINATED", NASTY, NASTY),
+        entered(2, "a", "HOLDING"),
+        entered(2, "b", "GERMINATED"),
+        entered(2, "b", "HOLDING"),
+        epoch(2, view("a", "HOLDING", NASTY), view("b", "HOLDING", "conv3x3"), decision=f"germinate a: {NASTY}"),
+        ActionRefused(epoch=3, slot="b", action="fossilize", reason="too early"),
+        entered(3, "a", "FOSSILIZED", "it gives 0.05 nats"),
+        epoch(3, view("a", "FOSSILIZED", NASTY, gain=0.05), view("b", "HOLDING", "conv3x3", gain=0.004)),
+        Measured(epoch=4, slot="b", gain=0.005, gain_low=-0.005, gain_high=0.015, rent=0.01),
+        entered(4, "b", "BLENDING", "it does not pay; alpha falls to 0"),
+        epoch(4, view("a", "FOSSILIZED", NASTY, gain=0.05), view("b", "BLENDING", "conv3x3", gain=0.005)),
+        entered(5, "b", "PRUNED", "alpha has fallen to 0"),
+        entered(5, "b", "EMBARGOED"),
+        entered(5, "b", "DORMANT"),
+        entered(5, "b", "GERMINATED", blueprint="norm"),
+        entered(5, "b", "HOLDING", blueprint="norm"),
+        epoch(5, view("a", "FOSSILIZED", NASTY, gain=0.05), view("b", "HOLDING", "norm")),
+        entered(6, "b", "PRUNED", "the governor went back", blueprint="norm"),
+        entered(6, "b", "EMBARGOED", blueprint="norm"),
+        RolledBack(epoch=6, to_epoch=5, reason="the training loss is nan", embargoed=["b"]),
+        epoch(6, view("a", "FOSSILIZED", NASTY, gain=0.05), view("b", "EMBARGOED")),
+        GrowthFinished(
+            epoch=6, why="finished", tried=3, kept=1, rollbacks=1, val_loss_before=2.3, val_loss=0.4, parameters=1_300,
+            parameters_added=300, flops=9_000, flops_added=1_000, total_gflops=1.5, seconds=4.0,
+        ),
+        FinalTest(loss_before=2.3, loss=0.5, accuracy_before=0.1, accuracy=0.9),
+    ]  # fmt: skip
+
+
+def told(events: list[Event]) -> Story:
+    story = Story()
+    for event in events:
+        story.take(event)
+    return story
+
+
+def written(folder: Path, events: list[Event]) -> Path:
+    with EventLog(folder / "events.jsonl", run=folder.name) as log:
+        for event in events:
+            log.emit(event)
+    save(GrowthConfig(blueprints=("<b>bold</b>",)), folder / "config.toml")
+    return folder
+
+
+class Tags(HTMLParser):
+    """What a browser would see: the names of all elements, what they point at, and the text."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+        self.targets: list[str] = []
+        self.ids: list[str] = []
+        self.text = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.names.add(tag)
+        self.targets += [value or "" for name, value in attrs if name in ("href", "src", "xlink:href", "data", "srcset")]
+        self.ids += [value or "" for name, value in attrs if name == "id"]
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+# The fold
+
+
+def test_every_seed_gets_its_outcome_and_its_reason() -> None:
+    seeds = told(eventful()).seeds
+    assert [(seed.slot, seed.outcome, seed.born, seed.ended) for seed in seeds] == [
+        ("a", "kept", 2, 3),
+        ("b", "pruned", 2, 5),
+        ("b", "rolled back", 5, 6),
+    ]
+    assert seeds[1].why == "it does not pay; alpha falls to 0", "not that alpha has fallen, which says nothing"
+    assert seeds[2].why == "the training loss is nan"
+    assert (seeds[0].gain, seeds[1].gain, seeds[2].gain) == (0.05, 0.005, None)
+
+
+def test_a_seed_that_a_rollback_brings_back_lives_on() -> None:
+    events = [
+        *eventful()[:6],
+        epoch(2, view("a", "HOLDING", "conv3x3"), view("b", "HOLDING", "conv3x3")),
+        entered(3, "a", "PRUNED"),
+        RolledBack(epoch=3, to_epoch=2, reason="a spike", embargoed=["b"]),
+        epoch(3, view("a", "HOLDING", "conv3x3"), view("b", "EMBARGOED")),
+    ]
+    assert [seed.outcome for seed in told(events).seeds] == ["living", "rolled back"]
+
+
+def test_the_same_remark_epoch_after_epoch_is_one() -> None:
+    story = told([epoch(number) for number in (1, 2, 3)])
+    assert [(remark.first, remark.last, remark.text) for remark in story.remarks] == [(1, 3, "waits")]
+
+
+class Once:
+    """Grows in the first slots, keeps the first seed, prunes the second."""
+
+    name = "once"
+
+    def decide(self, state: GrowthState) -> Decision:
+        first, second = (slot for slot in state.slots[:2])
+        if state.epoch == 1:
+            return Decision(tuple(Germinate(slot.place.name, "try it", slot.candidates[0].blueprint) for slot in (first, second)))
+        if first.stage is Stage.HOLDING and first.contribution is not None:
+            return Decision((Fossilize(first.place.name, "keep it"), Prune(second.place.name, "take it out")))
+        return Decision()
+
+    def state_dict(self) -> dict[str, object]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        pass
+
+
+def test_the_fold_tells_what_the_ledger_tells(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(64, 6, generator=generator)
+    batches = [(part, part[:, :3].argmax(dim=1)) for part in inputs.split(16)]
+    model = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 3))
+    config = GrowthConfig(lifecycle=Lifecycle(holding_epochs=1, withdraw_epochs=1))
+    grown = grow(model, batches, batches, F.cross_entropy, epochs=6, controller=Once(), config=config, run=tmp_path / "run")
+    seeds = read_story(tmp_path / "run").seeds
+    assert {seed.outcome for seed in seeds} == {"kept", "pruned"}
+    for seed, entry in zip(seeds, grown.ledger.entries, strict=True):
+        told_by_ledger = (entry.number, entry.slot, entry.blueprint, entry.born, entry.outcome, entry.ended, entry.parameters)
+        assert (seed.number, seed.slot, seed.blueprint, seed.born, seed.outcome, seed.ended, seed.parameters) == told_by_ledger
+        assert (seed.gain, seed.gain_low, seed.gain_high) == (entry.gain, entry.gain_low, entry.gain_high)
+    assert write_report(tmp_path / "run").exists()
+
+
+# Tables and sentences
+
+
+def test_before_after_and_cost_stand_beside_the_twin() -> None:
+    story, twin = told(eventful()), told(eventful()[:2])
+    heading, rows = comparison(story, twin)
+    assert heading == ("", "before", "after", "change", "never grown")
+    table = {row[0]: row[1:] for row in rows}
+    assert table["parameters"] == ("1,000", "1,300", "+30.0%", "–"), "a twin that has not finished has no figures"
+    assert table["test accuracy"] == ("10.00%", "90.00%", "+80.00 points", "–")
+    assert comparison(story)[0] == ("", "before", "after", "change")
+    assert len(ledger(story)) == 3
+    assert {row[0]: row[1:5] for row in analytics(story)}["conv3x3"] == ("1", "0", "1", "0")
+    assert headline(story).startswith("kept 1 of 3 seeds · validation loss 2.300 -> 0.400 · +30.0% parameters")
+
+
+def test_the_rent_that_would_have_changed_a_decision_is_named() -> None:
+    kept, pruned = about_rent(told(eventful()), Rent(parameters=0.02, flops=0.04))
+    assert "surely 0.0400, for a rent of 0.0100" in kept
+    assert "above rent.parameters 0.08 and rent.flops 0.16 it would not" in kept
+    assert "below rent.parameters 0.01 and rent.flops 0.02 it would have paid" in pruned
+    assert "There is no rent" in about_rent(told(eventful()), Rent(parameters=0.0, flops=0.0))[0]
+
+
+# The page
+
+
+def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
+    page = write_report(written(tmp_path, eventful())).read_text()
+    tags = Tags(page)
+    assert not {"script", "link", "img", "iframe", "object", "embed"} & tags.names
+    assert all(target.startswith("#") for target in tags.targets), "only what is in the page itself"
+    assert {target[1:] for target in tags.targets} <= set(tags.ids)
+    assert not re.search(r"https?://|@import", page)
+    assert set(re.findall(r"url\((.)", page)) <= {"#"}
+    assert page.count("<svg") == 3
+
+
+def test_what_users_have_named_is_text_and_nothing_else(tmp_path: Path) -> None:
+    page = write_report(written(tmp_path, eventful())).read_text()
+    tags = Tags(page)
+    assert "script" not in tags.names
+    assert "b" not in tags.names
+    assert tags.text.count(NASTY) >= 4, "in the plot, the ledger, the blueprints and the decisions"
+    assert "<b>bold</b>" in tags.text
+
+
+def test_light_and_dark_come_from_the_page(tmp_path: Path) -> None:
+    page = write_report(written(tmp_path, eventful())).read_text()
+    drawings = "".join(re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL))
+    used = set(re.findall(r"var\(--(\w+)\)", drawings))
+    assert {"ink", "validation", "fossilized", "trouble"} <= used
+    light, _, dark = page.partition("prefers-color-scheme: dark")
+    assert all(f"--{name}:" in light and f"--{name}:" in dark for name in used)
+    assert not re.search(r"(fill|stroke): #", drawings), "a plot has no colours of its own"
+
+
+def test_equal_runs_give_equal_pages() -> None:
+    pages = {render(told(eventful()), told(eventful()), title="run", config="", rent=Rent()) for _ in range(2)}
+    assert len(pages) == 1
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 17, 23])
+def test_a_run_that_was_killed_has_a_report_too(tmp_path: Path, count: int) -> None:
+    page = write_report(written(tmp_path, eventful()[:count])).read_text()
+    assert "</html>" in page
+    assert "Before, after, cost" not in page
+
+
+def test_a_folder_without_a_training_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="there is no run"):
+        write_report(tmp_path)
+    with pytest.raises(RunError, match="has not begun"):
+        write_report(written(tmp_path, []))

@@ -1,0 +1,261 @@
+"""The life of a seed: only legal moves, gates that say why not, budgets, ramps and embargoes."""
+
+from __future__ import annotations
+
+import math
+import random
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from esper.growth.config import Budget, Lifecycle
+from esper.growth.decisions import Action, Advance, Decision, Fossilize, Germinate, Prune, Retarget
+from esper.growth.gates import may_move
+from esper.growth.lifecycle import LIVING, MOVES, OCCUPIED, Stage
+from esper.growth.state import GrowthState
+from tests.growth.small import QUICK, QUICK_SHADOW, SLOTS, Loop, Script, config, make_data, make_host, make_loop
+
+GROW = {0: [Germinate("first", "test", "mlp")]}
+
+
+def stages(loop: Loop, number: int = 1) -> list[str]:
+    return [step.stage.name for step in loop.grower.ledger.entries[number - 1].steps]
+
+
+def refusals(loop: Loop) -> list[str]:
+    return [refused.reason for refused in loop.grower.ledger.refused]
+
+
+def test_the_table_of_moves_is_the_one_that_gates_ask() -> None:
+    for stage in Stage:
+        for to in Stage:
+            answer = may_move(stage, to)
+            assert answer.passed == (to in MOVES[stage])
+            assert answer.reason
+    assert not MOVES[Stage.FOSSILIZED]
+
+
+def test_a_seed_raised_jointly_germinates_holds_and_is_kept() -> None:
+    loop = make_loop(Script({**GROW, 6: [Fossilize("first", "test")]}))
+    loop.val = loop.data
+    loop.epoch(epochs=6)
+    assert stages(loop) == ["GERMINATED", "HOLDING", "FOSSILIZED"]
+    assert loop.grower.ledger.entries[0].gain > 0
+
+
+def test_a_seed_raised_in_the_shadow_trains_blends_and_holds() -> None:
+    loop = make_loop(Script({**GROW, 1: [Advance("first", "test")]}), config(QUICK_SHADOW))
+    loop.epoch()
+    slot = loop.slotted.slots["first"]
+    assert slot.is_connected
+    assert slot.alpha == 0.0
+    loop.epoch()
+    assert stages(loop) == ["GERMINATED", "TRAINING", "BLENDING", "HOLDING"]
+    assert slot.alpha == 1.0
+
+
+@pytest.mark.parametrize("curve", ["linear", "cosine"])
+@pytest.mark.parametrize("target", [1.0, 0.5])
+def test_alpha_rises_step_by_step_and_reaches_its_target(curve: str, target: float) -> None:
+    rules = Lifecycle(raise_mode="shadow", training_epochs=1, blend_epochs=2, alpha_curve=curve, alpha_target=target)
+    loop = make_loop(Script({**GROW, 1: [Advance("first", "test")]}), config(rules))
+    loop.epoch()
+    alphas = []
+    steps = 2 * len(loop.data)
+    for _ in range(2):
+        for x, y in loop.data:
+            loop.step(x, y)
+            alphas.append(loop.slotted.slots["first"].alpha)
+            assert float(loop.slotted.slots["first"].seed.alpha) == pytest.approx(alphas[-1])
+        loop.grower.after_epoch(loop.evaluate)
+    shape = (lambda part: part) if curve == "linear" else (lambda part: (1 - math.cos(math.pi * part)) / 2)
+    assert alphas == pytest.approx([target * shape((step + 1) / steps) for step in range(steps)])
+    assert alphas[-1] == target
+
+
+def test_a_seed_that_is_withdrawn_fades_and_the_slot_waits_out_its_embargo() -> None:
+    rules = Lifecycle(holding_epochs=1, withdraw_epochs=1, embargo_epochs=2)
+    again = [Germinate("first", "again", "norm")]
+    loop = make_loop(Script({**GROW, 1: [Prune("first", "test")], 2: again, 3: again, 4: again}), config(rules))
+    loop.epoch()
+    alphas = []
+    for x, y in loop.data:
+        loop.step(x, y)
+        alphas.append(loop.slotted.slots["first"].alpha)
+    assert alphas == pytest.approx([0.75, 0.5, 0.25, 0.0])
+    loop.grower.after_epoch(loop.evaluate)
+    assert loop.slotted.slots["first"].seed is None
+    assert loop.slotted.slots["first"].is_idle
+    loop.epoch(epochs=2)
+    assert refusals(loop) == ["the slot is under embargo after a pruned seed"] * 2
+    assert [entry.blueprint for entry in loop.grower.ledger.entries] == ["mlp", "norm"]
+    assert loop.grower.garden.beds["first"].life.tried == ["mlp"]
+
+
+@pytest.mark.parametrize("lifecycle", [QUICK, QUICK_SHADOW], ids=["joint", "shadow"])
+def test_pruning_gives_the_outputs_of_the_host_alone_bit_for_bit(lifecycle: Lifecycle) -> None:
+    loop = make_loop(Script({**GROW, 2: [Prune("first", "test")]}), config(lifecycle))
+    loop.epoch(epochs=3)
+    assert loop.slotted.slots["first"].seed is None
+    alone = make_host()
+    alone.load_state_dict(loop.host.state_dict())
+    x = make_data(1, seed=8)[0][0]
+    assert torch.equal(loop.slotted.eval()(x), alone.eval()(x))
+
+
+def test_gates_say_why_not() -> None:
+    script = Script(
+        {
+            0: [Germinate("first", "test", "conv3x3"), Advance("second", "test")],
+            1: [Germinate("first", "test", "mlp"), Prune("second", "test")],
+            2: [Germinate("first", "test", "mlp")],
+            3: [Fossilize("first", "test")],
+            4: [Advance("first", "test"), Retarget("second", "test", 0.5)],
+            5: [Retarget("first", "test", 1.5)],
+        }
+    )
+    loop = make_loop(script, config(Lifecycle(holding_epochs=6)))
+    loop.epoch(epochs=5)
+    first, *rest = refusals(loop)
+    assert first.startswith("'conv3x3' cannot grow there; what can is ")
+    assert rest == [
+        "only a seed that is TRAINING can begin to blend, and this slot is DORMANT",
+        "there is nothing to prune: the slot is DORMANT",
+        "the slot holds a seed that is HOLDING",
+        "it has been on probation for 2 of 6 epochs",
+        "only a seed that is TRAINING can begin to blend, and this slot is HOLDING",
+        "alpha moves only in BLENDING and HOLDING, and the seed is DORMANT",
+        "alpha must be above 0 and at most 1, not 1.5; to get rid of a seed, prune it",
+    ]
+    assert [event.reason for event in loop.events if event.kind == "action_refused"] == [first, *rest]
+
+
+def test_a_seed_in_the_shadow_must_have_learned_with_healthy_gradients_before_it_blends() -> None:
+    rules = Lifecycle(raise_mode="shadow", training_epochs=2)
+    loop = make_loop(Script({**GROW, 1: [Advance("first", "test")], 2: [Advance("first", "test")]}), config(rules))
+    loop.epoch()
+    for _ in loop.data:
+        loop.grower.after_step(torch.tensor(1.0), closure=lambda: next(loop.host.parameters()).sum() * 0 + _poisoned(loop))
+    loop.grower.after_epoch(loop.evaluate)
+    assert refusals(loop) == ["it has learned for 1 of 2 epochs", "the health of its gradients is 0.00, below 0.7"]
+    assert loop.grower.garden.beds["first"].life.gradients.skipped == len(loop.data)
+
+
+def _poisoned(loop: Loop) -> torch.Tensor:
+    return loop.slotted(loop.data[0][0]).sum() * math.nan
+
+
+def test_a_target_can_be_changed_while_alpha_is_on_its_way() -> None:
+    rules = Lifecycle(raise_mode="shadow", training_epochs=1, blend_epochs=2)
+    script = Script({**GROW, 1: [Advance("first", "test")], 2: [Retarget("first", "test", 0.25)], 4: [Retarget("first", "test", 0.75)]})
+    loop = make_loop(script, config(rules))
+    loop.epoch(epochs=2)
+    assert loop.slotted.slots["first"].alpha == 0.5
+    loop.epoch(epochs=2)
+    assert loop.slotted.slots["first"].alpha == 0.25
+    loop.epoch(epochs=2)
+    assert loop.slotted.slots["first"].alpha == 0.75
+    assert stages(loop)[-2:] == ["BLENDING", "HOLDING"]
+    assert not refusals(loop)
+
+
+def test_budgets_of_seeds_parameters_and_flops_refuse_with_the_numbers() -> None:
+    both = {0: [Germinate("first", "test", "low_rank"), Germinate("second", "test", "low_rank")]}
+    cost = make_loop().grower.garden.price("first", "low_rank")
+    host = make_loop().slotted.survey.host
+    parameters = Budget(max_parameters=1.5 * cost.parameters / host.parameters)
+    flops = Budget(max_parameters=None, max_flops=1.5 * cost.flops / host.flops)
+    for budget, words in (
+        (Budget(max_seeds=1), "there are as many seeds as the budget allows"),
+        (parameters, f"it needs {cost.parameters} parameters and the budget has "),
+        (flops, f"it needs {cost.flops} FLOPs per sample and the budget has "),
+    ):
+        loop = make_loop(Script(both), config(budget=budget))
+        loop.grower.begin()
+        (reason,) = refusals(loop)
+        assert reason.startswith(words)
+        assert loop.grower.state().seeds_left == (0 if budget.max_seeds == 1 else 1)
+        assert loop.slotted.slots["second"].seed is None
+
+
+def test_the_parameters_of_a_gate_are_counted() -> None:
+    loop = make_loop(Script(GROW), config(Lifecycle(blending="gate")))
+    loop.grower.begin()
+    seed = loop.slotted.slots["first"].seed
+    assert loop.grower.garden.added().parameters == sum(parameter.numel() for parameter in seed.parameters())
+
+
+class Wild:
+    """Decides anything at all, sensible or not."""
+
+    name = "wild"
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+
+    def decide(self, state: GrowthState) -> Decision:
+        actions = [self._action(name) for name in SLOTS if self.random.random() < 0.8]
+        return Decision(tuple(actions), probe=self.random.random() < 0.3)
+
+    def _action(self, slot: str) -> Action:
+        kinds = [
+            lambda: Germinate(slot, "wild", self.random.choice(["mlp", "norm", "low_rank", "conv1x1"])),
+            lambda: Advance(slot, "wild"),
+            lambda: Retarget(slot, "wild", self.random.choice([0.0, 0.3, 1.0, 2.0])),
+            lambda: Fossilize(slot, "wild"),
+            lambda: Prune(slot, "wild"),
+        ]
+        return self.random.choices(kinds, weights=[4, 3, 1, 0.3, 1])[0]()
+
+    def state_dict(self) -> dict[str, object]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        pass
+
+
+def check_consistent(loop: Loop) -> None:
+    garden, ledger = loop.grower.garden, loop.grower.ledger
+    for bed in garden.beds.values():
+        stage, slot = bed.life.stage, bed.slot
+        assert (slot.seed is not None) == (stage in OCCUPIED) == (bed.learner is not None) == (bed.life.number is not None)
+        assert stage not in (Stage.GERMINATED, Stage.PRUNED)  # only passed through
+        assert slot.is_kept == (stage is Stage.FOSSILIZED)
+        assert slot.is_connected == (stage in OCCUPIED and stage is not Stage.TRAINING)
+        assert bed.life.is_withdrawing <= (stage is Stage.BLENDING)
+        if slot.seed is not None:
+            assert float(slot.seed.alpha) == pytest.approx(slot.alpha)
+            assert set(bed.learner.parameters) == set(slot.seed.parameters())
+            entry = ledger.entries[bed.life.number - 1]
+            assert entry.outcome == ("living" if stage in LIVING else "kept")
+            assert entry.steps[-1].stage is stage
+    here = {bed.life.number for bed in garden.beds.values()}
+    for index, entry in enumerate(ledger.entries, start=1):
+        assert entry.number == index
+        assert (entry.outcome in ("living", "kept")) == (entry.number in here)
+        assert (entry.ended is None) == (entry.outcome == "living")
+        if not loop.grower.ledger.rollbacks:
+            moves = [step.stage for step in entry.steps]
+            assert moves[0] is Stage.GERMINATED
+            assert all(may_move(one, other).passed for one, other in pairwise(moves))
+    real = sum(parameter.numel() for slot in loop.slotted.slots.values() if slot.seed for parameter in slot.seed.parameters())
+    assert garden.added().parameters == real
+    assert loop.grower.state().seeds_left == len(SLOTS) - sum(bed.slot.seed is not None for bed in garden.beds.values())
+
+
+@settings(max_examples=12)
+@given(seed=st.integers(0, 10_000), is_shadow=st.booleans(), poison=st.sampled_from([None, 3, 7]))
+def test_no_controller_can_bring_stage_slot_seed_learner_and_ledger_out_of_step(seed: int, is_shadow: bool, poison: int | None) -> None:
+    loop = make_loop(Wild(seed), config(QUICK_SHADOW if is_shadow else QUICK, seed=seed, probe_steps=2))
+    loop.data = loop.data[:2]
+    for epoch in range(14):
+        if epoch == poison:
+            with torch.no_grad():
+                loop.host.first.weight.fill_(math.nan)
+        loop.epoch()
+        check_consistent(loop)
+    assert loop.grower.rollbacks == (poison is not None)
+    assert all(torch.isfinite(parameter).all() for parameter in loop.host.parameters())

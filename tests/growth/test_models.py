@@ -1,0 +1,490 @@
+"""Models of every family take slots as they are: nothing changes until something has grown and learned, and everything can be undone."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from esper.growth import add_slots
+from esper.growth.baked import load
+from esper.growth.blueprints import blueprints_for
+from esper.growth.place import Place
+from esper.growth.seed import Blending, Seed
+from esper.growth.slotted import Slotted
+from esper.growth.spread import tensors_in
+from tests.growth.hosts import FAMILIES, GPT, VOCABULARY, Encoder, Family
+
+# Torch says so once on processors that have to do without.
+pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def _kernels_kept() -> Iterator[None]:
+    """On those processors torch also changes the kernels of all that comes after."""
+    with torch.backends.mkldnn.flags(enabled=torch.backends.mkldnn.enabled):
+        yield
+
+
+every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+
+
+def hooks_of(model: nn.Module) -> list[Any]:
+    tables = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return [hook for module in model.modules() for table in tables for hook in getattr(module, table).values()]
+
+
+def run(model: Any, batch: Any) -> list[Tensor]:
+    with torch.no_grad():
+        return list(tensors_in(model(batch)))
+
+
+def is_same(some: list[Tensor], others: list[Tensor]) -> bool:
+    return all(torch.equal(one, other) and one.dtype == other.dtype for one, other in zip(some, others, strict=True))
+
+
+def is_close(some: list[Tensor], others: list[Tensor]) -> bool:
+    return all(torch.allclose(one, other, atol=1e-5) for one, other in zip(some, others, strict=True))
+
+
+def germinate(slotted: Slotted, name: str, blueprint: str, *, blending: Blending = "add") -> Seed:
+    """A seed as it is born, at full strength."""
+    slot = slotted.slot(name)
+    seed = Seed(slot.place, blueprint, random_seed=1, blending=blending)
+    slot.plant(seed, connected=True)
+    slot.alpha = 1.0
+    return seed
+
+
+def disturb(seed: Seed) -> None:
+    """As if it had learned something."""
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in seed.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator).to(parameter)
+
+
+def grow(slotted: Slotted, *names: str) -> None:
+    """Something that has learned and is kept in each of these slots."""
+    for name in names:
+        slot = slotted.slot(name)
+        disturb(germinate(slotted, name, blueprints_for(slot.place)[-1].name))
+        slot.is_kept = True
+
+
+def growths(slotted: Slotted) -> Iterator[tuple[str, str]]:
+    return ((name, blueprint.name) for name, slot in slotted.slots.items() for blueprint in blueprints_for(slot.place))
+
+
+@every_family
+def test_slots_are_found_and_change_nothing(family: Family) -> None:
+    model, batch = family.model(), family.batch()
+    before, names, parameters = run(model, batch), list(model.state_dict()), list(model.parameters())
+    slotted = add_slots(model, batch[:2])
+    assert tuple(slotted.slots) == family.slots
+    assert (is_close if family.is_fused else is_same)(run(slotted, batch), before)
+    assert list(model.state_dict()) == names
+    assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
+    assert slotted.remove() is model
+    assert not hooks_of(model)
+    assert is_same(run(model, batch), before)
+
+
+@every_family
+def test_slots_change_nothing_in_training(family: Family) -> None:
+    """With dropout, statistics of norms, and gradients."""
+    plain, model, batch = family.model().train(), family.model().train(), family.batch()
+    slotted = add_slots(model, batch[:2])
+    results = []
+    for callee in (plain, slotted):
+        torch.manual_seed(0)
+        outputs = list(tensors_in(callee(batch)))
+        sum(output.square().sum() for output in outputs).backward()  # type: ignore[union-attr]
+        results.append([output.detach() for output in outputs])
+    assert is_same(*results)
+    assert is_same(list(plain.buffers()), list(model.buffers()))
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None)
+        assert one.grad is None or torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
+
+
+@every_family
+def test_every_blueprint_is_the_identity_at_birth_and_gone_without_a_trace(family: Family) -> None:
+    model, batch = family.model(), family.batch()
+    slotted = add_slots(model, batch[:2])
+    before, names = run(slotted, batch), list(model.state_dict())
+    for name, blueprint in growths(slotted):
+        seed = germinate(slotted, name, blueprint)
+        assert is_same(run(slotted, batch), before)
+        disturb(seed)
+        assert not is_close(run(slotted, batch), before)
+        assert list(model.state_dict()) == names
+        slotted.slot(name).plant(None)
+        assert is_same(run(slotted, batch), before)
+
+
+@every_family
+def test_a_baked_model_keeps_its_names_and_outputs_and_survives_pickle_copy_and_a_second_growth(family: Family) -> None:
+    model, batch = family.model(), family.batch()
+    names = list(model.state_dict())
+    slotted = add_slots(model, batch[:2])
+    grow(slotted, family.slots[0])
+    expected = run(slotted, batch)
+    baked = slotted.bake()
+    assert baked is model
+    assert slotted.bake() is model  # and again, nothing
+    assert is_same(run(baked, batch), expected)
+    assert [name for name in baked.state_dict() if name in names] == names
+    added = set(baked.state_dict()) - set(names)
+    assert added
+    assert all(name.startswith(f"{family.slots[0]}.esper_seed.") for name in added)
+    assert is_same(run(copy.deepcopy(baked), batch), expected)
+    assert is_same(run(pickle.loads(pickle.dumps(baked)), batch), expected)
+
+    again = add_slots(baked, batch[:2])
+    assert tuple(again.slots) == family.slots
+    grow(again, family.slots[0], family.slots[-1])
+    expected = run(again, batch)
+    twice = again.bake()
+    assert is_same(run(twice, batch), expected)
+    assert f"{family.slots[0]}.esper_seed_2.spec" in twice.state_dict()
+    assert is_same(run(load(twice.state_dict(), model=family.model()), batch), expected)
+
+
+def test_baking_nothing_gives_the_model_without_hooks() -> None:
+    family = FAMILIES["resnet"]
+    model, batch = family.model(), family.batch()
+    slotted = add_slots(model, batch)
+    disturb(germinate(slotted, "layer1.0", "conv3x3"))  # which nobody kept
+    assert slotted.bake() is model
+    assert not hooks_of(model)
+    assert is_same(run(model, batch), run(family.model(), batch))
+
+
+def test_a_seed_after_a_container_acts_once_when_it_is_baked() -> None:
+    family = FAMILIES["resnet"]
+    batch = family.batch()
+    slotted = add_slots(family.model(), batch, slots=["layer1", "layer2.0.downsample"])
+    grow(slotted, "layer1", "layer2.0.downsample")
+    expected = run(slotted, batch)
+    assert is_same(run(slotted.bake(), batch), expected)
+
+
+class RunsItsChildren(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.act, self.two = nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for child in self.children():
+            x = child(x)
+        return x
+
+
+def test_a_seed_in_a_block_that_runs_all_of_its_children_acts_once_when_it_is_baked() -> None:
+    model, batch = nn.Sequential(RunsItsChildren(), nn.Linear(8, 2)), torch.randn(3, 8)
+    slotted = add_slots(model, batch)
+    grow(slotted, "0")
+    expected = run(slotted, batch)
+    assert is_same(run(slotted.bake(), batch), expected)
+
+
+# Copies
+
+
+def test_a_copy_with_a_living_seed_is_independent() -> None:
+    family = FAMILIES["resnet"]
+    model, batch = family.model(), family.batch()
+    slotted = add_slots(model, batch)
+    seed = germinate(slotted, "layer1.1", "conv3x3")
+    disturb(seed)
+    grown = run(model, batch)
+    twin = copy.deepcopy(model)
+    assert is_same(run(twin, batch), grown)
+    disturb(seed)
+    assert is_same(run(twin, batch), grown)
+    assert not is_close(run(model, batch), grown)
+    slotted.slot("layer1.1").plant(None)
+    assert is_same(run(twin, batch), grown)
+
+
+def test_a_copy_of_what_add_slots_gave_can_be_grown_and_undone_on_its_own() -> None:
+    family = FAMILIES["gpt"]
+    batch = family.batch()
+    slotted = add_slots(family.model(), batch)
+    before = run(slotted, batch)
+    slotted.slot("blocks.0").observe(lambda slot, output: output + 1)
+    twin = copy.deepcopy(slotted)
+    slotted.slot("blocks.0").observe(None)
+    assert is_same(run(twin, batch), before)  # nobody looks at the copy
+    disturb(germinate(twin, "blocks.1", "attention"))
+    assert is_same(run(slotted, batch), before)
+    grown = run(twin, batch)
+    assert not is_close(grown, before)
+    disturb(germinate(slotted, "blocks.1", "mlp"))
+    assert is_same(run(twin, batch), grown)
+    twin.remove()
+    assert not hooks_of(twin.host)
+    assert is_same(run(twin.host, batch), before)
+    assert len(hooks_of(slotted.host)) == 2
+
+
+# Sequences
+
+
+def flows_back(model: Any, batch: Tensor) -> bool:
+    """Whether earlier outputs change with the last input."""
+    changed = batch.clone()
+    changed[:, -1] = (changed[:, -1] + 1) % VOCABULARY if not batch.is_floating_point() else -changed[:, -1]
+    (before,), (after,) = run(model, batch), run(model, changed)
+    assert not torch.equal(before[:, -1], after[:, -1])
+    return not torch.equal(before[:, :-1], after[:, :-1])
+
+
+@pytest.mark.parametrize("is_float", [False, True], ids=["tokens", "embeddings"])
+def test_a_causal_host_stays_causal_whatever_grows(is_float: bool) -> None:
+    family = FAMILIES["gpt"]
+    batch = torch.randn(3, 8, 16, generator=torch.Generator().manual_seed(0)) if is_float else family.batch()
+    slotted = add_slots(family.model(), batch[:2])
+    assert all(place.is_causal for place in slotted.survey.places.values())
+    for name, blueprint in growths(slotted):
+        disturb(germinate(slotted, name, blueprint))
+        assert not flows_back(slotted, batch)
+        slotted.slot(name).plant(None)
+    assert "causal" in slotted.describe()
+
+
+class TwoStreams(nn.Module):
+    """A bidirectional encoder, and a decoder that looks at it and back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerDecoderLayer(16, 2, 32, batch_first=True)
+        self.source, self.target = nn.Embedding(VOCABULARY, 16), nn.Embedding(VOCABULARY, 16)
+        self.encoder = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        self.decoder = nn.TransformerDecoder(layer, 2)
+        self.head = nn.Linear(16, VOCABULARY)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1])
+        memory = self.encoder(self.source(source))
+        result: Tensor = self.head(self.decoder(self.target(target), memory, tgt_mask=mask, tgt_is_causal=True))
+        return result
+
+
+def test_causality_is_seen_in_each_input_on_its_own() -> None:
+    batch = torch.randint(VOCABULARY, (2, 6), generator=torch.Generator().manual_seed(0))
+    slotted = add_slots(TwoStreams(), {"source": batch, "target": batch.flip(0)})
+    assert {name: slot.place.is_causal for name, slot in slotted.slots.items()} == {
+        "encoder": False,
+        "decoder.layers.0": True,
+        "decoder.layers.1": True,
+    }
+
+
+class Prefixed(GPT):
+    """Puts a position of its own before the sequence."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.cat([torch.zeros_like(x[:, :1]), x], 1))
+
+
+def test_causality_is_seen_where_the_host_changes_the_length() -> None:
+    slotted = add_slots(Prefixed(), torch.randint(VOCABULARY, (2, 6), generator=torch.Generator().manual_seed(0)))
+    assert all(slot.place.is_causal and slot.place.shape == (7, 16) for slot in slotted.slots.values())
+
+
+@pytest.mark.parametrize("name", ["vit", "encoder"])
+def test_a_host_that_looks_both_ways_is_not_taken_for_causal(name: str) -> None:
+    family = FAMILIES[name]
+    assert not any(slot.place.is_causal for slot in add_slots(family.model(), family.batch()[:2]).slots.values())
+
+
+class Wave(nn.Module):
+    """Convolutions along a line that look back only, unless padded on both sides."""
+
+    def __init__(self, *, kernel: int = 3, is_causal: bool = True) -> None:
+        super().__init__()
+        self.padding = (kernel - 1, 0) if is_causal else (kernel // 2, kernel // 2)
+        self.first, self.second, self.head = nn.Conv1d(4, 8, kernel), nn.Conv1d(8, 8, kernel), nn.Conv1d(8, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pad = nn.functional.pad
+        result: Tensor = self.head(self.second(pad(self.first(pad(x, self.padding)).relu(), self.padding)).relu())
+        return result
+
+
+def test_nothing_that_would_look_ahead_grows_in_causal_convolutions() -> None:
+    batch = torch.randn(2, 4, 12)
+    with pytest.raises(ValueError, match="'first' sees only positions before its own, and every seed for convolutions would look ahead"):
+        add_slots(Wave(), batch)
+    assert list(add_slots(Wave(is_causal=False), batch).slots) == ["first", "second"]
+    assert list(add_slots(Wave(kernel=1), batch).slots) == ["first", "second"]  # which look at nobody
+
+
+def test_time_first_is_refused_with_what_to_do() -> None:
+    batch = torch.randn(7, 3, 4)
+    with pytest.raises(ValueError, match=r"'embed' has no batch as its first dimension.*batch_first=True"):
+        add_slots(Encoder(batch_first=False), batch)
+
+
+class Transposing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Encoder(batch_first=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.inner(x.transpose(0, 1))
+        return result
+
+
+@pytest.mark.parametrize("length", [7, 3], ids=["another length", "as long as the batch"])
+def test_time_first_inside_a_model_is_refused_too(length: int) -> None:
+    model = Transposing()
+    with pytest.raises(ValueError, match="no place for a slot inside this model"):
+        add_slots(model, torch.randn(3, length, 4))
+    assert not hooks_of(model)
+
+
+# Precision and memory format
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("name", ["resnet", "vit", "gpt", "sequential mlp"])
+def test_seeds_have_the_precision_of_the_host(name: str, dtype: torch.dtype) -> None:
+    family = FAMILIES[name]
+    batch = family.batch() if family.is_tokens else family.batch().to(dtype)
+    model = family.model().to(dtype)
+    before = run(model, batch)
+    slotted = add_slots(model, batch[:2])
+    for slot, blueprint in growths(slotted):
+        seed = germinate(slotted, slot, blueprint)
+        assert {tensor.dtype for tensor in (*seed.parameters(), seed.alpha)} == {dtype}
+        assert is_same(run(slotted, batch), before)
+        slotted.slot(slot).plant(None)
+    grow(slotted, family.slots[0])
+    expected = run(slotted, batch)
+    baked = slotted.bake()
+    assert is_same(run(load(baked.state_dict(), model=family.model().to(dtype)), batch), expected)
+
+
+@pytest.mark.parametrize("is_inside", [False, True], ids=["slots outside autocast", "slots inside"])
+@pytest.mark.parametrize("name", ["resnet", "vit", "gpt", "sequential mlp", "conv1d"])
+def test_identity_at_birth_is_exact_under_autocast(name: str, is_inside: bool) -> None:
+    family = FAMILIES[name]
+    model, batch = family.model(), family.batch()
+    with torch.autocast("cpu", torch.bfloat16):
+        before = run(model, batch)
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_inside):
+        slotted = add_slots(model, batch[:2])
+    assert all(slot.place.dtype == torch.float32 for slot in slotted.slots.values())
+    with torch.autocast("cpu", torch.bfloat16):
+        for slot, blueprint in growths(slotted):
+            seed = germinate(slotted, slot, blueprint)
+            assert is_same(run(slotted, batch), before)
+            next(tensors_in(slotted(batch))).square().mean().backward()
+            assert any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in seed.parameters())
+            slotted.slot(slot).plant(None)
+
+
+class MixedPrecision(nn.Module):
+    """Norms in float32 in a host of another precision, as large models have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 8).bfloat16(), nn.LayerNorm(8), nn.Linear(8, 2).bfloat16()
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.last(self.norm(self.first(x).float()).bfloat16())
+        return result
+
+
+def test_a_seed_has_the_precision_of_what_flows_at_its_place() -> None:
+    batch = torch.randn(3, 6).bfloat16()
+    slotted = add_slots(MixedPrecision(), batch)
+    assert {name: slot.place.dtype for name, slot in slotted.slots.items()} == {"first": torch.bfloat16, "norm": torch.float32}
+    for name, blueprint in growths(slotted):
+        germinate(slotted, name, blueprint)
+        run(slotted, batch)
+
+
+def test_channels_last_is_kept() -> None:
+    family = FAMILIES["resnet"]
+    batch = family.batch().to(memory_format=torch.channels_last)
+    model = family.model().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    slotted = add_slots(model, batch)
+    before = run(slotted, batch)
+    seen = []
+    model.get_submodule("layer2.0.conv1").register_forward_pre_hook(lambda module, arguments: seen.append(arguments[0]))
+    for blueprint in blueprints_for(slotted.slot("layer1.1").place):
+        germinate(slotted, "layer1.1", blueprint.name)
+        assert is_same(run(slotted, batch), before)
+    assert all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in seen)
+
+
+# What flows elsewhere
+
+
+def test_frozen_parts_stay_frozen_and_seeds_in_them_learn() -> None:
+    family = FAMILIES["finetuned"]
+    model, batch = family.model(), family.batch()
+    slotted = add_slots(model, batch)
+    seed = germinate(slotted, "backbone.layer1.0", "conv3x3")
+    slotted(batch).square().mean().backward()
+    assert all(parameter.grad is None for name, parameter in model.named_parameters() if name.startswith("backbone"))
+    assert all(parameter.requires_grad for parameter in seed.parameters())
+    assert any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in seed.parameters())
+
+
+def test_a_tied_head_stays_tied_through_growth() -> None:
+    family = FAMILIES["gpt"]
+    slotted = add_slots(family.model(), family.batch())
+    grow(slotted, "blocks.1")
+    baked = slotted.bake()
+    assert baked.get_submodule("head").weight is baked.get_submodule("tokens").weight
+    twin = copy.deepcopy(baked)
+    assert twin.get_submodule("head").weight is twin.get_submodule("tokens").weight
+
+
+def test_the_gate_refuses_a_causal_place_and_opens_elsewhere() -> None:
+    for name, is_refused in (("gpt", True), ("vit", False), ("resnet", False), ("sequential mlp", False)):
+        family = FAMILIES[name]
+        model, batch = family.model(), family.batch()
+        before = run(model, batch)
+        slotted = add_slots(model, batch)
+        first = family.slots[0]
+        blueprint = blueprints_for(slotted.slot(first).place)[-1].name
+        if is_refused:
+            with pytest.raises(ValueError, match="the gate looks at the mean of the whole sequence"):
+                germinate(slotted, first, blueprint, blending="gate")
+            continue
+        for blending in ("gate", "multiply"):
+            seed = germinate(slotted, first, blueprint, blending=blending)
+            assert is_same(run(slotted, batch), before)
+            disturb(seed)
+            assert not is_close(run(slotted, batch), before)
+
+
+def test_places_know_their_depth_and_what_lies_behind() -> None:
+    family = FAMILIES["resnet"]
+    found = add_slots(family.model(), family.batch()).survey
+    inner = [found.places[name] for name in family.slots]
+    assert [place.depth for place in inner] == sorted(place.depth for place in inner)
+    assert all(0 < place.depth < 1 for place in inner)
+    for place in inner:
+        assert place.flops_behind == pytest.approx((1 - place.depth) * found.host.flops, abs=1)
+    assert found.places["fc"] == Place("fc", "dense", (5,), depth=1.0)
+    assert found.host.parameters == sum(parameter.numel() for parameter in family.model().parameters())
+
+
+def test_flops_of_attention_are_counted() -> None:
+    width, length, blocks = 16, 5, 2
+    family = FAMILIES["vit"]
+    per_block = 2 * length * width * (3 * width + width + 4 * width) + 2 * 2 * length**2 * width
+    patches = 2 * (length - 1) * width * 3 * 16
+    assert add_slots(family.model(), family.batch()).survey.host.flops == patches + blocks * per_block + 2 * width * 5

@@ -1,0 +1,163 @@
+"""A seed that is raised in the shadow leaves no trace in the host."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.optim.swa_utils import AveragedModel
+
+from esper.growth import Grower, GrowthError, add_slots
+from esper.growth.decisions import Germinate, Prune
+from esper.growth.lifecycle import Stage
+from tests.growth.small import (
+    QUICK_SHADOW,
+    Script,
+    adamw,
+    assert_same,
+    config,
+    make_data,
+    make_host,
+    make_loop,
+    plain_losses,
+    sgd,
+    snapshot,
+)
+
+GROW = {0: [Germinate("first", "test", "mlp"), Germinate("second", "test", "low_rank")]}
+AGAIN = {
+    0: [Germinate("first", "test", "mlp"), Germinate("second", "test", "low_rank")],
+    2: [Prune("first", "test"), Prune("second", "test")],
+    4: [Germinate("first", "test", "low_rank"), Germinate("second", "test", "mlp")],
+}
+
+
+@pytest.mark.parametrize("make_optimizer", [sgd, adamw])
+@pytest.mark.parametrize("replayed", [True, False], ids=["with replay", "without replay"])
+@pytest.mark.parametrize(("actions", "epochs"), [(GROW, 3), (AGAIN, 6)], ids=["germinate", "germinate, prune, germinate"])
+def test_a_seed_in_the_shadow_leaves_a_host_with_batch_norm_and_dropout_bit_identical(make_optimizer, replayed, actions, epochs) -> None:
+    settings = config(QUICK_SHADOW)
+    torch.manual_seed(5)
+    plain = make_host()
+    optimizer = make_optimizer(plain)
+    expected = plain_losses(plain, optimizer, make_data(), epochs=epochs)
+
+    torch.manual_seed(5)
+    loop = make_loop(Script(actions), settings, host=make_host(), make_optimizer=make_optimizer)
+    for _ in range(epochs):
+        loop.host.train()
+        loop.epoch(use_slotted=replayed)
+
+    assert loop.losses == expected
+    assert_same(snapshot(loop.host, loop.optimizer), snapshot(plain, optimizer))
+    assert torch.equal(torch.rand(3), _next_numbers(make_host, make_optimizer, epochs))
+    seeds = [slot.seed for slot in loop.slotted.slots.values()]
+    assert all(seed is not None and any(parameter.abs().sum() > 0 for parameter in _last_layer(seed)) for seed in seeds)
+    assert {bed.life.stage for bed in loop.grower.garden.beds.values()} == {Stage.TRAINING}
+
+
+def _next_numbers(make, make_optimizer, epochs: int) -> torch.Tensor:
+    torch.manual_seed(5)
+    host = make()
+    plain_losses(host, make_optimizer(host), make_data(), epochs=epochs)
+    return torch.rand(3)
+
+
+def _last_layer(seed: nn.Module) -> list[nn.Parameter]:
+    """The parameters that are zero at birth are among these."""
+    return list(seed.parameters())[-2:]
+
+
+def test_the_second_pass_of_a_recorded_prefix_is_shorter_and_learns(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = make_loop(Script({0: [Germinate("second", "test", "mlp")]}), config(QUICK_SHADOW))
+    loop.grower.begin()
+    original = loop.host.second[0].forward
+    computed = []
+    monkeypatch.setattr(loop.host.second[0], "forward", lambda x: (computed.append(1), original(x))[1])
+    loop.epoch()
+    steps = len(loop.data)
+    assert len(computed) == steps + len(loop.val)  # in the user's own passes and in evaluation, never in the second pass
+    assert loop.grower.garden.beds["second"].life.gradients.steps == steps
+
+
+def test_a_copy_of_the_model_made_while_a_seed_is_in_the_shadow_is_a_model_of_its_own() -> None:
+    loop = make_loop(Script({0: [Germinate("second", "test", "mlp")]}), config(QUICK_SHADOW))
+    loop.epoch()
+    twin, average = copy.deepcopy(loop.host), AveragedModel(loop.host)
+    pickled = pickle.loads(pickle.dumps(loop.host.second))
+    x = make_data(1, seed=9)[0][0]
+    loop.host.eval(), twin.eval(), average.eval(), pickled.eval()
+    before = loop.host(x)
+    with torch.no_grad():
+        for parameter in loop.host.parameters():
+            parameter.zero_()
+    assert torch.equal(twin(x), before)
+    assert torch.equal(average(x), before)
+    assert not torch.equal(loop.host(x), before)
+
+
+def test_shadow_without_a_closure_is_refused_before_anything_happens() -> None:
+    loop = make_loop(Script(GROW), config(QUICK_SHADOW))
+    with pytest.raises(GrowthError, match="closure=lambda"):
+        loop.grower.after_step(torch.tensor(1.0))
+    assert not loop.events
+    assert loop.grower.chronicle.steps == 0
+
+
+@pytest.mark.parametrize("wrong", [lambda: 1.0, lambda: torch.tensor(1.0), lambda: torch.ones(3, requires_grad=True)])
+def test_a_closure_that_gives_no_loss_is_told_so(wrong) -> None:
+    loop = make_loop(Script(GROW), config(QUICK_SHADOW))
+    with pytest.raises(GrowthError, match="must compute the loss of the batch again"):
+        loop.grower.after_step(torch.tensor(1.0), closure=wrong)
+
+
+def test_a_closure_that_fails_leaves_the_host_as_it_was_and_training_goes_on() -> None:
+    loop = make_loop(Script(GROW), config(QUICK_SHADOW))
+    before = snapshot(loop.host, loop.optimizer)
+
+    def fail():
+        cross_entropy(loop.slotted(loop.data[0][0]), loop.data[0][1])
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="disk is gone"):
+        loop.grower.after_step(torch.tensor(1.0), closure=fail)
+    assert_same(snapshot(loop.host, loop.optimizer), before)
+    assert all(slot.alpha == 0.0 and not slot.is_connected for slot in loop.slotted.slots.values())
+    loop.epoch(epochs=2)
+    assert loop.grower.epoch == 2
+    assert all(bed.life.gradients.health > 0 for bed in loop.grower.garden.beds.values())
+
+
+def test_a_closure_that_runs_the_model_in_another_way_is_computed_as_a_whole() -> None:
+    loop = make_loop(Script({0: [Germinate("second", "test", "mlp")]}), config(QUICK_SHADOW))
+    for x, y in loop.data:
+        loss = cross_entropy(loop.slotted(x), y)
+        loss.backward()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+        loop.grower.after_step(loss, closure=lambda x=x, y=y: cross_entropy(loop.slotted(torch.cat([x, x])), torch.cat([y, y])))
+    loop.grower.after_epoch(loop.evaluate)
+    assert loop.grower.garden.beds["second"].life.gradients.steps == len(loop.data)
+
+
+def test_the_gradient_in_the_shadow_is_that_of_the_host_with_the_seed_in_it() -> None:
+    """Without a replay the second pass is that of the stepped host, so it can be computed by hand."""
+    host = make_host(dtype=torch.float64, dropout=0.0)
+    optimizer = sgd(host)
+    x, y = make_data(1, dtype=torch.float64)[0]
+    slotted = add_slots(host, x[:2], slots=["second"])
+    settings = config(QUICK_SHADOW)
+    grower = Grower(slotted, optimizer, controller=Script({0: [Germinate("second", "test", "mlp")]}), config=settings)
+    grower.begin()
+    seed = slotted.slots["second"].seed
+    assert seed is not None
+    twin_host, twin_seed = copy.deepcopy(host), copy.deepcopy(seed)
+    twin_host.second.register_forward_hook(lambda module, arguments, output: output + twin_seed.branch(output))
+    grower.after_step(torch.tensor(1.0), closure=lambda: cross_entropy(host(x), y))
+    cross_entropy(twin_host(x), y).backward()
+    norm = torch.linalg.vector_norm(torch.cat([parameter.grad.reshape(-1) for parameter in twin_seed.parameters()]))
+    assert grower.garden.beds["second"].learner.report().mean_norm == pytest.approx(float(norm), rel=1e-6)

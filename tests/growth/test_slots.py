@@ -1,0 +1,347 @@
+"""Which slots a user gets, what a mistake is answered with, and that a mistake leaves no trace."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from esper.growth import GrowthError, add_slots
+from esper.growth.blueprints import cost_of, get_blueprint
+from esper.growth.slotted import Slotted
+from tests.growth.hosts import FAMILIES, GPT, ResNet, Returning, ViT
+from tests.growth.test_models import disturb, germinate, grow, hooks_of, is_same, run
+
+RESNET = FAMILIES["resnet"]
+
+
+def slots_of(*patterns: str) -> list[str]:
+    return list(add_slots(RESNET.model(), RESNET.batch(), slots=list(patterns)).slots)
+
+
+def refused(model: nn.Module, example_input: Any, message: str, **arguments: Any) -> None:
+    """The mistake is answered, and the model is what it was."""
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    modes = [module.training for module in model.modules()]
+    with pytest.raises(GrowthError, match=message):
+        add_slots(model, example_input, **arguments)
+    assert not hooks_of(model)
+    assert [module.training for module in model.modules()] == modes
+    assert is_same(list(model.state_dict().values()), list(before.values()))
+
+
+# Names
+
+
+def test_patterns_mean_what_they_match_in_the_order_of_the_forward_pass() -> None:
+    assert slots_of("layer?.0") == ["layer1.0", "layer2.0"]
+    assert slots_of("layer2.*", "layer1.0") == ["layer1.0", *(name for name in slots_of("layer2.*"))]
+    assert slots_of("layer2.1", "layer1.0") == ["layer1.0", "layer2.1"]
+    assert slots_of("[lm]ayer[12].1") == ["layer1.1", "layer2.1"]
+
+
+def test_a_pattern_gives_one_slot_for_a_tensor_that_has_two_names_and_both_may_be_named() -> None:
+    assert slots_of("layer1", "layer1.1") == ["layer1.1", "layer1"]
+    assert slots_of("layer1*") == [name for name in slots_of("*") if name.startswith("layer1")]
+    assert "layer1" in slots_of("layer1*")
+    assert "layer1.1" not in slots_of("layer1*")
+    assert slots_of("layer1.1", "layer?") == ["layer1.1", "layer2"]
+
+
+def test_a_pattern_leaves_out_what_is_refused() -> None:
+    assert not any(name.endswith("0.relu") for name in slots_of("layer1.*"))
+
+
+def test_an_unknown_name_is_answered_with_near_ones() -> None:
+    refused(RESNET.model(), RESNET.batch(), r"no submodule is named 'layer1.3'; near to it: layer1.\d, layer1", slots=["layer1.3"])
+    refused(RESNET.model(), RESNET.batch(), "no submodule is named '7'; near to it: conv1, bn1", slots=["layer1.0", "7"])
+
+
+def test_a_refused_place_that_is_named_is_answered_with_the_reason() -> None:
+    model, batch = RESNET.model(), RESNET.batch()
+    refused(model, batch, "nothing can grow after 'layer1.0.relu': it runs 2 times in a forward pass", slots=["layer1.0.relu"])
+    refused(model, batch, "nothing can grow after 'layer1.0.relu': it runs 2", slots=["layer1.0", "layer?.?.relu"])
+
+
+@pytest.mark.parametrize(
+    ("slots", "message"),
+    [
+        ([], r"slots must be a list of names or patterns such as .*, not \[\]"),
+        ("layer1", "slots must be a list of names or patterns such as .*, not 'layer1'"),
+        (["layer1", "layer1"], "'layer1' is named twice in slots"),
+    ],
+)
+def test_slots_are_a_list_of_different_names(slots: Any, message: str) -> None:
+    refused(RESNET.model(), RESNET.batch(), message, slots=slots)
+
+
+def test_a_slot_that_does_not_exist_is_answered_with_those_that_do() -> None:
+    slotted = add_slots(RESNET.model(), RESNET.batch(), slots=["layer1", "layer2"])
+    with pytest.raises(GrowthError, match="no slot is named 'layer3'; this model has layer1, layer2"):
+        slotted.slot("layer3")
+
+
+# Example inputs
+
+
+@pytest.mark.parametrize(
+    ("example", "message"),
+    [
+        (torch.randn(2, 5, 16, 16), r"cannot run the example input \(\[2, 5, 16, 16\] float32\): RuntimeError: .*pass a batch as"),
+        (torch.zeros(2, 3, 16, 16, dtype=torch.int64), r"cannot run the example input \(\[2, 3, 16, 16\] int64\)"),
+        ((torch.randn(2, 3, 16, 16), torch.zeros(2)), r"cannot run the example input .*TypeError.*takes 2 positional arguments"),
+        ({"image": torch.randn(2, 3, 16, 16)}, r"TypeError.*unexpected keyword argument 'image'"),
+        ("a string", "no batch in the example input: a str without a tensor; pass a batch .* such as x"),
+        (torch.randn(0, 3, 16, 16), r"no batch in the example input: \[0, 3, 16, 16\]"),
+        (torch.tensor(1.0), "no batch in the example input"),
+        (None, "no batch in the example input: a NoneType"),
+    ],
+    ids=["channels", "integers", "too many", "keyword", "no tensor", "empty", "scalar", "nothing"],
+)
+def test_a_wrong_example_input_is_answered_with_what_to_do(example: Any, message: str) -> None:
+    refused(RESNET.model().train(), example, message)
+
+
+class FailsLate(nn.Module):
+    """Has drawn random numbers and moved its statistics when it fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.dropout, self.last = nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 2)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        noise = torch.randn(4) + random.random() + np.random.rand()  # noqa: NPY002
+        result: Tensor = self.last(self.dropout(self.norm(x)) + noise)
+        return result.reshape(7, 7, 7)
+
+
+def test_a_failed_probe_draws_nothing_and_moves_nothing() -> None:
+    model = FailsLate().train()
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[2]  # noqa: NPY002
+    refused(model, torch.randn(3, 4, generator=torch.Generator()), "cannot run the example input")
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert (random.getstate(), np.random.get_state()[2]) == states[1:]  # noqa: NPY002
+
+
+def test_a_probe_draws_nothing_and_moves_nothing() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(), nn.Linear(8, 2)).train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state = torch.get_rng_state()
+    add_slots(model, torch.randn(3, 4, generator=torch.Generator()))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(module.training for module in model.modules())
+
+
+def test_a_batch_of_one_will_do() -> None:
+    for name in ("resnet", "vit", "gpt", "sequential mlp", "encoder"):
+        family = FAMILIES[name]
+        model = family.model().train()
+        assert tuple(add_slots(model, family.batch()[:1]).slots) == family.slots
+
+
+def test_examples_may_be_arguments_or_keywords() -> None:
+    family = FAMILIES["gpt"]
+    for example in (family.batch(), (family.batch(),), [family.batch()], {"x": family.batch()}):
+        slotted = add_slots(family.model(), example)
+        assert [slot.place.is_causal for slot in slotted.slots.values()] == [True, True]
+
+
+def test_a_lazy_layer_is_answered_with_what_to_do() -> None:
+    model = nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.Linear(8, 2))
+    with pytest.raises(GrowthError, match=r"'0.weight' of a lazy layer has no size yet; run the model once"):
+        add_slots(model, torch.randn(2, 4))
+    assert isinstance(model[0], nn.LazyLinear)
+
+
+# Models
+
+
+def test_slots_are_added_once_at_a_time() -> None:
+    model = RESNET.model()
+    slotted = add_slots(model, RESNET.batch())
+    with pytest.raises(GrowthError, match=r"already has slots \(after 'layer1.0'\); remove them first"):
+        add_slots(model, RESNET.batch())
+    assert len(hooks_of(model)) == 4
+    slotted.remove()
+    slotted.remove()
+    assert list(add_slots(model, RESNET.batch(), slots=["layer1"]).slots) == ["layer1"]
+
+
+def test_what_is_no_model_is_refused() -> None:
+    slotted = add_slots(RESNET.model(), RESNET.batch())
+    with pytest.raises(GrowthError, match=r"slots are put into an nn.Module, and this is a Slotted"):
+        add_slots(slotted, RESNET.batch())  # type: ignore[arg-type]
+    refused(nn.DataParallel(RESNET.model()), RESNET.batch(), "use DistributedDataParallel, or model.module")
+
+
+class Shared(nn.Module):
+    """One layer twice, one that gives a tuple, one that is not called, one with its features last, one in five dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice, self.lstm, self.unused = nn.Linear(8, 8), nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.features_last, self.square = nn.Linear(8, 6), nn.Linear(6, 2)
+        self.volume, self.count, self.head = nn.Conv3d(1, 2, 1), Count(), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.twice(self.twice(x))
+        x, _ = self.lstm(x)
+        x, _ = self.attention(x, x, x)
+        plane = self.features_last(x.reshape(len(x), 2, -1, 8))
+        aside = (self.square(plane), self.volume(x[:, None, None]), self.count(x))
+        x = x + sum(part.flatten(1).sum(1) for part in aside)[:, None, None]  # type: ignore[index]
+        result: Tensor = self.head(x)
+        return result
+
+
+class Count(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.argmax(-1)
+
+
+def test_every_refusal_has_its_reason() -> None:
+    model, batch = Shared(), torch.randn(3, 4, 8)
+    reasons = {refusal.name: refusal.reason for refusal in add_slots(model, batch, slots=["head"]).survey.refusals}
+    assert reasons == {
+        "twice": "runs 2 times in a forward pass, and a seed would act each time",
+        "lstm": "gives a tuple, not one tensor",
+        "attention": "gives a tuple, not one tensor",
+        "attention.out_proj": "does not run as a module of its own",
+        "unused": "does not run as a module of its own",
+        "features_last": "gives [3, 2, 2, 6] whose channels are not, or not for certain, the second dimension: [B, C, H, W]",
+        "square": "gives [3, 2, 2, 2] whose channels are not, or not for certain, the second dimension: [B, C, H, W]",
+        "volume": "gives [3, 2, 1, 4, 8], and seeds fit [B, C, H, W], [B, C, L], [B, T, D] and [B, D]",
+        "count": "gives torch.int64, not floating-point numbers",
+    }
+
+
+class ConvNeXtBlock(nn.Module):
+    """Channels are last inside and first outside."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.depthwise, self.norm = nn.Conv2d(width, width, 7, padding=3, groups=width), nn.LayerNorm(width)
+        self.up, self.act, self.down = nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.down(self.act(self.up(self.norm(self.depthwise(x).permute(0, 2, 3, 1)))))
+        return x + inner.permute(0, 3, 1, 2)
+
+
+def test_channels_that_come_back_to_the_front_are_found() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 4, 4), ConvNeXtBlock(8), ConvNeXtBlock(8), nn.Flatten(), nn.Linear(128, 5))
+    slotted = add_slots(model, torch.randn(2, 3, 16, 16))
+    assert {name: (slot.place.kind, slot.place.shape) for name, slot in slotted.slots.items()} == {
+        "1": ("conv", (8, 4, 4)),
+        "2": ("conv", (8, 4, 4)),
+    }
+    assert "1.norm" in {refusal.name for refusal in slotted.survey.refusals}
+
+
+def test_as_many_tokens_as_channels_are_still_tokens() -> None:
+    class Patches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project = nn.Conv2d(3, 16, 2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.project(x).flatten(2).transpose(1, 2)
+
+    model = nn.Sequential(Patches(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 2))
+    assert add_slots(model, torch.randn(2, 3, 8, 8)).survey.places["0"].kind == "token"
+
+
+def test_weights_that_are_made_by_modules_are_no_places() -> None:
+    model = nn.Sequential(
+        parametrizations.weight_norm(nn.Linear(6, 8)), nn.ReLU(), parametrizations.weight_norm(nn.Linear(8, 8)), nn.ReLU()
+    )
+    model.append(nn.Linear(8, 2))
+    slotted = add_slots(model, torch.randn(8, 6))  # as many samples as a weight has rows
+    assert list(slotted.slots) == ["1", "3"]
+    assert not any("parametrizations" in name for name in slotted.survey.places)
+
+
+@dataclasses.dataclass
+class Output:
+    logits: Tensor
+
+
+@pytest.mark.parametrize(
+    "form",
+    [lambda logits, features: Output(logits), lambda logits, features: logits.squeeze(-1), lambda logits, features: [{"a": (logits,)}]],
+    ids=["dataclass", "squeezed", "nested"],
+)
+def test_predictions_are_not_written_into_whatever_form_they_have(form: Callable[[Tensor, Tensor], Any]) -> None:
+    assert list(add_slots(Returning(form), torch.randn(3, 6)).slots) == ["body.1", "body.3"]
+
+
+def test_features_that_a_model_gives_away_are_left_alone_where_there_is_something_else() -> None:
+    both = Returning(lambda logits, features: (logits, features))
+    assert list(add_slots(both, torch.randn(3, 6)).slots) == ["body.1"]
+
+
+class HiddenStates(nn.Module):
+    """Gives away everything that is inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        one = self.first(x)
+        two = self.second(one)
+        return self.head(two), one, two
+
+
+def test_a_model_that_gives_everything_away_still_gets_slots_inside() -> None:
+    assert list(add_slots(HiddenStates(), torch.randn(3, 6)).slots) == ["first", "second"]
+
+
+def test_a_model_without_an_inside_is_refused_with_what_could_be_chosen() -> None:
+    refused(nn.Sequential(nn.Linear(6, 2)), torch.randn(3, 6), r"no place for a slot inside this model.*can be chosen: 0")
+    assert list(add_slots(nn.Sequential(nn.Linear(6, 2)), torch.randn(3, 6), slots=["0"]).slots) == ["0"]
+
+
+# The description
+
+
+def described(slotted: Slotted) -> list[str]:
+    """First cells of the table of places."""
+    table = slotted.describe().split("\n\n")[0]
+    return [line.split("  ")[0] for line in table.splitlines()[1:]]
+
+
+@pytest.mark.parametrize("make", [ResNet, ViT, GPT], ids=lambda make: make.__name__)
+def test_the_description_lists_every_submodule_once(make: Callable[[], nn.Module]) -> None:
+    family = next(family for family in FAMILIES.values() if family.make is make)
+    model = family.model()
+    names = [name for name, _ in model.named_modules() if name]
+    assert sorted(described(add_slots(model, family.batch()))) == sorted(names)
+
+
+def test_the_description_tells_what_is_where_and_what_it_costs() -> None:
+    slotted = add_slots(RESNET.model(), RESNET.batch())
+    disturb(germinate(slotted, "layer1.0", "conv3x3"))
+    slotted.slot("layer1.0").alpha = 0.25
+    grow(slotted, "layer2.1")
+    lines = {line.split("  ")[0]: line for line in slotted.describe().splitlines()}
+    assert lines["layer1.0"].split("  ")[-1].strip() == "conv3x3, alpha 0.25"
+    assert lines["layer2.1"].split("  ")[-1].strip() == "depthwise, kept"
+    assert lines["layer1.1"].split("  ")[-1].strip() == "empty"
+    assert lines["layer1.1.conv1"].split("  ")[-1].strip() == "–"
+    assert lines["layer1.1.relu"].endswith("none: it runs 2 times in a forward pass, and a seed would act each time")
+    parameters = cost_of(get_blueprint("conv3x3"), slotted.slot("layer1.0").place).parameters
+    assert f"{parameters} · 73.7k" in lines["conv 8×8×8"]
+    assert max(map(len, lines.values())) <= 140
+    assert run(slotted, RESNET.batch())

@@ -1,0 +1,485 @@
+"""`esper grow`: help, mistakes, what a run leaves behind, how it stops and goes on, the user's own code, and what is shown meanwhile."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+import esper
+from esper.checkpoint import CheckpointStore
+from esper.checkpoint.tree import split
+from esper.cli.grow_config import GrowTaskConfig
+from esper.cli.grow_progress import LiveView, PlainLines, Progress, live_view
+from esper.cli.grow_run import run_folder
+from esper.cli.main import main
+from esper.config import load
+from esper.events import Record, read
+from esper.growth.events import EpochEnded, GrowthStarted, SlotView
+from esper.growth.run import KIND
+from esper.growth.story import read_story
+from esper.run_folder import CHECKPOINTS
+from esper.tasks import load_task
+
+OPTIONS = ["--task", "digits", "--controller", "schedule", "--threads", "1", "--device", "cpu"]
+CLOCKS = {"time", "seconds", "samples_per_second"}
+
+USER_CODE = """
+import torch
+from torch import nn
+
+def make_model():
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+
+def make_loaders():
+    inputs = torch.randn(240, 6)
+    targets = inputs[:, :3].argmax(dim=1)
+    parts = [torch.utils.data.TensorDataset(inputs[a:b], targets[a:b]) for a, b in ((0, 160), (160, 200), (200, 240))]
+    return [torch.utils.data.DataLoader(part, batch_size=32, shuffle=index == 0) for index, part in enumerate(parts)]
+
+def two_loaders():
+    return make_loaders()[:2]
+
+def squared(outputs, targets):
+    return ((outputs - nn.functional.one_hot(targets, 3)) ** 2).mean()
+
+def step_loss(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+def one_loader():
+    return make_loaders()[0]
+
+def iterators():
+    return tuple(iter(loader) for loader in make_loaders())
+
+def no_loaders():
+    return 3, 4
+
+def broken():
+    return {}["missing"]
+
+number = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def user_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "mycode.py").write_text(USER_CODE)
+    (tmp_path / "badcode.py").write_text("import not_there_at_all\n")
+    yield
+    sys.modules.pop("mycode", None)
+
+
+def grow(folder: str | Path, epochs: int, *more: str) -> int:
+    return main(["grow", *OPTIONS, "--epochs", str(epochs), "--run", str(folder), *more])
+
+
+def last_line(text: str) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads(text.splitlines()[-1])
+    return result
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with its twin that was never interrupted."""
+    folder = tmp_path_factory.mktemp("runs") / "finished"
+    assert grow(folder, 6, "--twin") == 0
+    return folder
+
+
+# Help and mistakes
+
+
+def test_the_help_shows_every_option_about_growing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["grow", "--help"]) == 0
+    shown = capsys.readouterr().out
+    for option in ("--task", "--model", "--rent.parameters", "--budget.max-seeds", "--lifecycle.raise-mode", "--governor.window"):
+        assert option in shown
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "Tasks: digits (handwritten digits, 8×8 pixels); digits-1d"),
+        (["--task", "digts"], "no task named 'digts'; did you mean 'digits'?"),
+        (["--task", "digits", "--host", "huge"], "oversized"),
+        (["--task", "digits", "--controller", "heuristc"], "heuristic"),
+        (["--task", "digits", "--raise", "joined"], "joint"),
+        (["--task", "digits", "--epohcs", "3"], "--epochs"),
+        (["--task", "digits", "--epochs", "0"], "--epochs: expected an int > 0, got 0"),
+        (["--task", "digits", "--rent.parameters", "-1"], "--rent.parameters: expected a float >= 0, got -1.0"),
+        (["--task", "digits", "--data-dir", "here"], "leave out --data-dir"),
+        (["--task", "cifar10"], "--data-dir"),
+        (["--task", "cifar10", "--data-dir", "nowhere"], "no folder nowhere"),
+        (["--task", "digits", "--slots", "blcks.0"], "no submodule is named 'blcks.0'"),
+        (["--task", "digits", "--max-parameters", "0.000001"], "Raise the budget"),
+        (["--task", "digits", "--model", "a:b", "--data", "c:d"], "--model: expected nothing beside a task"),
+        (["--model", "a:b"], "--data: expected package.module:make_loaders beside the model"),
+        (["--task", "digits", "--loss", "a:b"], "--loss: expected a model of your own beside it"),
+        (["--task", "digits", "--config", "none.toml"], "no such config file: none.toml"),
+        (["--task", "digits", "--run", "/dev/null/run"], "no run can be made in /dev/null/run"),
+        (["--resume"], "--resume needs the folder of the run"),
+        (["--resume", "--run", "nowhere"], "there is no run in nowhere"),
+        (["--resume", "--run", "nowhere", "--config", "a.toml"], "leave --config out"),
+        (["report", "nowhere"], "there is no run in nowhere"),
+    ],
+)
+def test_a_mistake_is_explained_and_leaves_nothing_behind(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["grow", *argv, "--json"]) == 2
+    captured = capsys.readouterr()
+    assert message in " ".join(captured.err.replace("│", " ").split())
+    assert "Traceback" not in captured.err
+    assert message in last_line(captured.out)["error"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_wrong_key_in_the_file_names_the_right_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.toml").write_text('task = "digits"\n[rent]\nparamters = 1.0\n')
+    assert main(["grow", "--config", "mine.toml"]) == 2
+    assert "mine.toml: rent.paramters: unknown key; did you mean 'parameters'?" in capsys.readouterr().err
+
+
+def test_a_dry_run_says_what_would_be_done_and_touches_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["grow", *OPTIONS, "--host", "right", "--epochs", "1", "--raise", "shadow", "--max-seeds", "2", "--dry-run", "--json"]) == 0
+    shown = capsys.readouterr().out
+    result = last_line(shown)
+    assert result["plan"]["slots"] == ["blocks.0", "blocks.1", "blocks.2"]
+    assert result["plan"]["parameters"] == load_task("digits").num_parameters("right")
+    assert result["config"]["lifecycle.raise_mode"] == "shadow"
+    assert result["config"]["budget.max_seeds"] == 2
+    assert "epochs                               1\n" in shown
+    assert "double_conv3x3" in shown
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.toml").write_text('task = "digits"\nhost = "right"\nepochs = 7\nseed = 5\n[rent]\nflops = 0.5\n')
+    assert main(["grow", "--config", "mine.toml", "--seed", "6", "--dry-run", "--json"]) == 0
+    config = last_line(capsys.readouterr().out)["config"]
+    assert (config["host"], config["epochs"], config["seed"], config["rent.flops"]) == ("right", 7, 6, 0.5)
+    assert config["rent.parameters"] == GrowTaskConfig().rent.parameters
+
+
+# What a run leaves behind
+
+
+def test_a_run_ends_with_a_table_a_ledger_a_report_and_a_model_that_loads(capsys: pytest.CaptureFixture[str]) -> None:
+    assert grow("run", 6, "--json") == 0
+    shown = capsys.readouterr().out
+    result = last_line(shown)
+    needed = {"test_accuracy", "test_loss", "val_loss", "params", "params_added", "train_gflops", "seeds", "tried", "rollbacks", "seconds"}
+    assert needed | {"run", "status", "report", "model"} <= result.keys()
+    assert (result["status"], result["seeds"], result["tried"], result["rollbacks"]) == ("finished", 3, 3, 0)
+    for words in ("validation loss", "test accuracy", "training GFLOPs", "double_conv3x3", "rent.parameters", "run/report.html"):
+        assert words in shown
+    task = load_task("digits")
+    model = esper.load(result["model"], model=task.make_host("starved"))
+    assert sum(parameter.numel() for parameter in model.parameters()) == result["params"]
+    assert task.evaluate(model, task.test_loader()).loss == pytest.approx(result["test_loss"], abs=1e-6)
+    assert result["params"] - result["params_added"] == task.num_parameters("starved")
+
+
+def test_the_twin_is_the_same_training_without_growth(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    twin, alone = read_story(finished / "twin"), Path("alone")
+    assert main(["grow", *OPTIONS[:2], "--controller", "never", *OPTIONS[4:], "--epochs", "6", "--run", str(alone), "--json"]) == 0
+    result = last_line(capsys.readouterr().out)
+    assert twin.tested is not None
+    assert result["test_loss"] == twin.tested.loss
+    grown = read_story(finished)
+    assert grown.finished is not None
+    assert twin.finished is not None
+    assert grown.finished.val_loss_before == twin.finished.val_loss_before, "they start from the same weights"
+    assert grown.epochs[0].train_loss == twin.epochs[0].train_loss, "and see the same batches"
+
+
+def test_nothing_worth_keeping_is_a_normal_end(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["grow", "--task", "digits", "--controller", "never", "--epochs", "1", "--threads", "1", "--json"]) == 0
+    shown = capsys.readouterr().out
+    assert "nothing was grown" in shown
+    assert last_line(shown)["seeds"] == 0
+
+
+def test_runs_of_the_same_second_get_folders_of_their_own() -> None:
+    folders = set()
+    for _ in range(3):
+        with run_folder(GrowTaskConfig(task="digits"), None) as folder:
+            folders.add(folder)
+    assert len(folders) == 3
+
+
+def test_a_run_that_cannot_begin_leaves_no_folder_but_one_that_was_there(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("keep me")
+    assert grow("mine", 1, "--slots", "nosuch") == 2
+    assert (tmp_path / "mine" / "notes.txt").exists()
+
+
+def test_a_folder_that_holds_a_run_is_not_trained_in_again(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = (finished / "events.jsonl").read_bytes()
+    assert grow(finished, 6) == 2
+    assert "--resume" in capsys.readouterr().err
+    assert (finished / "events.jsonl").read_bytes() == before
+
+
+# Stopping and going on
+
+
+def events_of(folder: Path) -> list[dict[str, Any]]:
+    """Everything that happened, without clocks and without what tells a resumed run from another."""
+    lines = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    kept = [line for line in lines if line["kind"] not in ("header", "resumed", "growth_started")]
+    return [{key: value for key, value in line.items() if key not in CLOCKS | {"run"}} for line in kept]
+
+
+def assert_same_state(one: Path, other: Path) -> None:
+    states = [split(CheckpointStore(folder / CHECKPOINTS, kind=KIND).load("latest").state["grower"]) for folder in (one, other)]
+    assert states[0][1].keys() == states[1][1].keys()
+    for name, tensor in states[0][1].items():
+        assert torch.equal(tensor, states[1][1][name]), name
+
+
+def wait_for(path: Path, timeout_s: float = 60.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not path.exists():
+        assert time.monotonic() < end, f"{path} did not come"
+        time.sleep(0.002)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_stops_with_a_checkpoint_and_says_how_to_go_on(
+    number: signal.Signals, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt() -> None:
+        wait_for(tmp_path / "run" / CHECKPOINTS / "latest")
+        os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    assert grow("run", 10_000, "--twin", "--json") == code
+    thread.join()
+    shown = capsys.readouterr().out
+    assert "esper grow --resume --run run" in shown
+    result = last_line(shown)
+    assert result["status"] == "stopped"
+    assert result["test_accuracy"] is None, "the test part is for the end"
+    assert Path(result["report"]).exists()
+    assert not (tmp_path / "run/twin").exists()
+
+
+@pytest.mark.slow
+def test_a_run_that_is_interrupted_and_resumed_equals_one_that_was_not(tmp_path: Path) -> None:
+    assert grow(tmp_path / "whole", 12, "--twin") == 0
+    command = [sys.executable, "-m", "esper.cli.main", "grow", *OPTIONS, "--epochs", "12", "--twin", "--run", "stopped"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_for(tmp_path / "stopped" / CHECKPOINTS / "latest")
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    assert process.wait() == 130, "it finished before it could be stopped"
+    assert not read_story(tmp_path / "stopped").is_over
+
+    assert main(["grow", "--resume", "--run", str(tmp_path / "stopped")]) == 0
+    for part in ("", "twin"):
+        assert events_of(tmp_path / "stopped" / part) == events_of(tmp_path / "whole" / part)
+        assert_same_state(tmp_path / "stopped" / part, tmp_path / "whole" / part)
+
+
+def test_a_run_that_had_finished_says_so_and_goes_on_for_more_epochs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert grow("run", 2) == 0
+    before = Path("run/events.jsonl").read_bytes()
+    capsys.readouterr()
+    assert main(["grow", "--resume", "--run", "run", "--json"]) == 0
+    shown = capsys.readouterr().out
+    assert "had already finished its 2 epochs" in shown
+    assert last_line(shown)["status"] == "had finished"
+    assert Path("run/events.jsonl").read_bytes() == before
+    assert main(["grow", "--resume", "--run", "run", "--epochs", "3", "--json"]) == 0
+    assert last_line(capsys.readouterr().out)["epochs"] == 3
+    assert [epoch.epoch for epoch in read_story("run").epochs] == [1, 2, 3]
+    assert load(GrowTaskConfig, "run/grow.toml").epochs == 3
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--seed", "4"], "seed is 0 in the run in run and cannot become 4"),
+        (["--host", "right"], "host is 'starved'"),
+        (["--epochs", "4"], "is made for 1 epochs"),
+    ],
+)
+def test_what_a_run_was_made_with_cannot_change(more: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert grow("run", 1, "--schedule", "cosine") == 0
+    assert main(["grow", "--resume", "--run", "run", *more]) == 2
+    assert message in capsys.readouterr().err
+
+
+# The user's own code
+
+
+@pytest.mark.usefixtures("user_code")
+def test_a_users_model_grows_on_the_users_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = ["--model", "mycode:make_model", "--data", "mycode:make_loaders", "--controller", "schedule", "--epochs", "6", "--run", "run"]
+    assert main(["grow", *own, "--learning-rate", "0.01", "--twin", "--json"]) == 0
+    result = last_line(capsys.readouterr().out)
+    assert result["tried"] > 0
+    assert 0.5 < result["test_accuracy"] <= 1
+    story, twin = read_story("run"), read_story("run/twin")
+    assert story.epochs[0].train_loss == twin.epochs[0].train_loss, "same weights, same batches"
+    model = esper.load(tmp_path / "run/model.safetensors", model=sys.modules["mycode"].make_model())
+    assert sum(parameter.numel() for parameter in model.parameters()) == result["params"]
+
+
+@pytest.mark.usefixtures("user_code")
+@pytest.mark.parametrize("more", [["--loss", "mycode:squared"], ["--step-loss", "mycode:step_loss"]])
+def test_a_loss_of_ones_own_has_no_accuracy(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    own = ["--model", "mycode:make_model", "--data", "mycode:make_loaders", "--controller", "never", "--epochs", "1", "--run", "run"]
+    assert main(["grow", *own, *more, "--json"]) == 0
+    result = last_line(capsys.readouterr().out)
+    assert result["test_loss"] > 0
+    assert result["test_accuracy"] is None
+
+
+@pytest.mark.usefixtures("user_code")
+def test_without_a_test_part_there_is_no_number_for_it(capsys: pytest.CaptureFixture[str]) -> None:
+    own = ["--model", "mycode:make_model", "--data", "mycode:two_loaders", "--controller", "never", "--epochs", "1", "--run", "run"]
+    assert main(["grow", *own, "--json"]) == 0
+    shown = capsys.readouterr().out
+    assert last_line(shown)["test_loss"] is None
+    assert "test accuracy" not in shown
+
+
+@pytest.mark.usefixtures("user_code")
+@pytest.mark.parametrize(
+    ("model", "data", "code", "message"),
+    [
+        ("nowhere.nets:make_model", "mycode:make_loaders", 2, "there is no module 'nowhere'"),
+        ("mycode.nets:make_model", "mycode:make_loaders", 2, "there is no module 'mycode.nets'"),
+        ("mycode", "mycode:make_loaders", 2, "expected package.module:function"),
+        ("mycode:make_modle", "mycode:make_loaders", 2, "has no 'make_modle'; did you mean 'make_model'?"),
+        ("mycode:number", "mycode:make_loaders", 2, "is a int and cannot be called"),
+        ("mycode:make_loaders", "mycode:make_loaders", 2, "it returned a list, and must return an nn.Module"),
+        ("mycode:broken", "mycode:make_loaders", 1, "mycode:broken raised KeyError: 'missing' (mycode.py, line"),
+        (
+            "badcode:make_model",
+            "mycode:make_loaders",
+            1,
+            "importing badcode raised ModuleNotFoundError: No module named 'not_there_at_all'",
+        ),
+        ("mycode:make_model", "mycode:one_loader", 2, "it returned a DataLoader, and must return loaders"),
+        ("mycode:make_model", "mycode:no_loaders", 2, "the train loader is a int, which cannot be iterated"),
+        ("mycode:make_model", "mycode:iterators", 2, "is an iterator and is used up after one epoch"),
+    ],
+)
+def test_what_is_wrong_with_the_users_code_is_said_in_one_line(
+    model: str, data: str, code: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["grow", "--model", model, "--data", data]) == code
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not Path("runs").exists()
+
+
+@pytest.mark.usefixtures("user_code")
+def test_the_traceback_of_the_users_code_is_shown_on_request(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["grow", "--model", "mycode:broken", "--data", "mycode:make_loaders", "--debug"]) == 1
+    assert 'return {}["missing"]' in capsys.readouterr().err
+
+
+# What is shown meanwhile
+
+
+def view_of(story_of: Path, width: int) -> str:
+    progress = Progress("digits")
+    for record in read(story_of / "events.jsonl"):
+        progress.take(record)
+    return drawn(progress, width)
+
+
+def drawn(progress: Progress, width: int) -> str:
+    console = Console(record=True, width=width, file=io.StringIO())
+    console.print(live_view(progress, width))
+    return console.export_text()
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_live_view_fits_the_terminal(finished: Path, width: int) -> None:
+    shown = view_of(finished, width)
+    assert all(len(line) <= width for line in shown.splitlines())
+    assert "epoch 6/6" in shown
+    assert "…" not in next(line for line in shown.splitlines() if "FOSSILIZED" in line)
+    assert "double_conv3x3" in shown
+    assert ("[+" in shown) == (width == 120), "the interval is written out where there is room"
+    assert "as planned" in shown
+
+
+def test_long_names_and_many_slots_still_fit() -> None:
+    progress = Progress("large")
+    slots = [f"encoder.layers.{index}.attention.output.projection" for index in range(40)]
+    started = GrowthStarted(epoch=0, epochs=9, controller="never", raise_mode="joint", slots=slots, parameters=10, flops=10)
+    progress.take(Record(time=0.0, run="run", rank=0, event=started))
+    views = [
+        SlotView(slot, "HOLDING" if index == 39 else "DORMANT", "a_very_long_blueprint_of_ones_own", 1.0, 3, 1.0, 0.1, 0.05, 0.2, 5, 0.01)
+        for index, slot in enumerate(slots)
+    ]
+    ended = EpochEnded(epoch=1, train_loss=1.0, val_loss=1.0, learning_rate=0.1, decision="x " * 100, slots=views, parameters=15, flops=12)
+    progress.take(Record(time=0.0, run="run", rank=0, event=ended))
+    shown = drawn(progress, 80)
+    assert all(len(line) <= 80 for line in shown.splitlines())
+    assert "HOLDING" in shown, "a slot with a seed is never left out"
+    assert "and 28 more slots" in shown
+
+
+def test_plain_lines_tell_every_change_with_its_reason(finished: Path) -> None:
+    stream = io.StringIO()
+    lines = PlainLines("digits", stream, every_s=1e9)
+    for record in read(finished / "events.jsonl"):
+        lines.write(record)
+    lines.close()
+    shown = stream.getvalue()
+    assert "digits: 1,702 parameters, 3 slots on cpu" in shown
+    assert "epoch 1: blocks.0 double_conv3x3 GERMINATED: planned for epoch 1" in shown
+    assert "KEPT: as planned; it gives" in shown
+    assert shown.count("epoch 6/6") == 1
+
+
+def test_the_live_view_ends_with_the_last_state(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    stream = Terminal()
+    view = LiveView("digits [bold]", stream)
+    for record in read(finished / "events.jsonl"):
+        view.write(record)
+    view.close()
+    assert "digits [bold]" in stream.getvalue(), "a title is no markup"
+    assert "epoch 6/6" in stream.getvalue().rpartition("train")[0].splitlines()[-1]
+
+
+def test_the_report_of_a_run_is_written_again(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = (finished / "report.html").read_bytes()
+    (finished / "report.html").unlink()
+    assert main(["grow", "report", str(finished)]) == 0
+    assert (finished / "report.html").read_bytes() == before
