@@ -230,6 +230,7 @@ def test_gradients_of_a_compiled_seed_equal_eager_ones() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what the compiler itself imports
 def test_the_default_compiler_gives_what_eager_gives_before_and_after_germination() -> None:
     family = FAMILIES["resnet"]
     batch = family.batch()

@@ -27,8 +27,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning
 @pytest.fixture(autouse=True)
 def _kernels_kept() -> Iterator[None]:
     """On those processors torch also changes the kernels of all that comes after."""
-    with torch.backends.mkldnn.flags(enabled=torch.backends.mkldnn.enabled):
-        yield
+    is_enabled = torch.backends.mkldnn.enabled
+    yield
+    torch.backends.mkldnn.set_flags(is_enabled)
 
 
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)

@@ -37,16 +37,17 @@ class Heuristic:
     def __init__(self, config: GrowthConfig) -> None:
         self.rules = config.heuristic
         self.lifecycle = config.lifecycle
-        self._reason_to_look = ""  # why it asked for the probe that is under way
+        self._looks_at: int | None = None  # the epoch after which the probe that it asked for will have answered
 
     def decide(self, state: GrowthState) -> Decision:
         actions = [action for slot in state.slots for action in self._review(slot, state)]
-        looked_for, self._reason_to_look = self._reason_to_look, ""
-        if looked_for:
-            grown, why = self._grow(state, looked_for)
+        if self._looks_at == state.epoch:
+            grown, why = self._grow(state)
             return Decision((*actions, *grown), why)
-        self._reason_to_look = self._why_look(state)
-        return Decision(tuple(actions), self._reason_to_look, probe=bool(self._reason_to_look))
+        must_look, why = self._look(state)
+        if must_look:
+            self._looks_at = state.epoch + 1
+        return Decision(tuple(actions), why, probe=must_look)
 
     # Seeds that are there
 
@@ -63,18 +64,20 @@ class Heuristic:
 
     # Seeds to come
 
-    def _why_look(self, state: GrowthState) -> str:
-        """Why a probe should look during the next epoch; empty where it should not."""
-        if not self._may_grow(state, at=state.epoch + 1):
-            return ""
+    def _look(self, state: GrowthState) -> tuple[bool, str]:
+        """Whether a probe should look at the candidates during the next epoch, and why or why not."""
         first = self._first_look(state)
-        if state.epoch < first:
-            return f"looks after epoch {first}" if state.epoch == first - 1 else ""
-        if any(slot.stage in LIVING for slot in state.slots):
-            return ""  # first let those on trial show what they are worth
-        if jump := has_jumped(state.train_losses, self.rules):
-            return jump
-        return has_stopped_falling(state.train_losses, self.rules)
+        if state.epoch < first - 1 or not self._may_grow(state, at=state.epoch + 1):
+            return False, ""
+        verdict = starvation(state, self.rules)
+        if state.epoch == first - 1:
+            return verdict.is_starved, "looks for places to grow" if verdict.is_starved else f"lets the host alone: {verdict.reason}"
+        is_busy = any(slot.stage in LIVING for slot in state.slots)  # first let those on trial show what they are worth
+        has_just_looked = self._looks_at is not None and state.epoch < self._looks_at + self.rules.plateau_epochs
+        if is_busy or has_just_looked or not verdict.is_starved:
+            return False, ""
+        why = has_jumped(state.train_losses, self.rules) or has_stopped_falling(state.train_losses, self.rules)
+        return bool(why), why
 
     def _first_look(self, state: GrowthState) -> int:
         return max(FIRST_LOOK, round(self.rules.grow_at * state.epochs) if state.epochs else FIRST_LOOK)
@@ -83,7 +86,7 @@ class Heuristic:
         is_in_time = state.epochs is None or at <= max(self.rules.grow_until * state.epochs, self._first_look(state))
         return is_in_time and any(slot.candidates for slot in state.slots)
 
-    def _grow(self, state: GrowthState, looked_for: str) -> tuple[list[Action], str]:
+    def _grow(self, state: GrowthState) -> tuple[list[Action], str]:
         verdict = starvation(state, self.rules)
         if not verdict.is_starved:
             return [], f"lets the host alone: {verdict.reason}"
@@ -93,10 +96,10 @@ class Heuristic:
         return [Germinate(slot, reason, blueprint) for slot, blueprint, reason in plan], f"the host is starved: {verdict.reason}"
 
     def state_dict(self) -> dict[str, Any]:
-        return {"reason_to_look": self._reason_to_look}
+        return {"looks_at": self._looks_at}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._reason_to_look = state["reason_to_look"]
+        self._looks_at = state["looks_at"]
 
 
 def judge(name: str, measured: Contribution, rent: float, *, may_prune: bool, is_last: bool) -> list[Action]:

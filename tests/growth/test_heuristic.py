@@ -1,0 +1,181 @@
+"""What the heuristic decides, from states written down by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from esper.growth.config import GrowthConfig, HeuristicConfig
+from esper.growth.decisions import Germinate
+from esper.growth.heuristic import Heuristic, choose, has_jumped, has_stopped_falling, projected_loss, starvation
+from esper.growth.lifecycle import Stage
+from esper.growth.place import Place
+from esper.growth.state import Candidate, Contribution, Cost, GrowthState, SlotState
+from esper.statistics import Interval
+
+RULES = HeuristicConfig()
+HOST = Cost(parameters=2_000, flops=100_000)
+BIG = Candidate("big", Cost(1_000, 50_000), rent=0.01, promise=0.01, load=100.0)
+SMALL = Candidate("small", Cost(300, 5_000), rent=0.001, promise=0.002, load=30.0)
+TRIFLE = Candidate("trifle", Cost(8, 100), rent=0.0001, promise=0.05, load=1.0)
+
+
+def slot(name: str = "a", *, behind: int = 50_000, **fields: object) -> SlotState:
+    place = Place(name, "conv", (4, 8, 8), flops_behind=behind)
+    return replace(SlotState(place, candidates=(BIG, SMALL)), **fields)  # type: ignore[arg-type]
+
+
+def state(
+    epoch: int = 4, *, train: tuple[float, ...] = (2.2, 2.0, 1.9, 1.8), slots: tuple[SlotState, ...] = (slot(),), **fields: object
+) -> GrowthState:
+    base = GrowthState(
+        epoch=epoch,
+        epochs=40,
+        steps_per_epoch=16,
+        train_losses=train,
+        val_losses=train,
+        slots=slots,
+        host_cost=HOST,
+        added=Cost(0, 0),
+        parameters_left=None,
+        flops_left=None,
+        seeds_left=len(slots),
+        uninformed_loss=2.3,
+        samples_per_epoch=1_000,
+        host_load=400.0,
+    )
+    return replace(base, **fields)  # type: ignore[arg-type]
+
+
+def decided(heuristic: Heuristic, now: GrowthState) -> list[tuple[str, str]]:
+    return [(type(action).__name__, action.slot) for action in heuristic.decide(now).actions]
+
+
+def test_a_starved_host_is_probed_before_a_tenth_of_the_training_and_grows_after_it() -> None:
+    heuristic = Heuristic(GrowthConfig())
+    assert not heuristic.decide(state(0, train=())).probe
+    assert not heuristic.decide(state(2, train=(2.2, 2.0))).probe
+    asked = heuristic.decide(state(3, train=(2.2, 2.0, 1.9)))
+    assert asked.probe
+    assert not asked.actions
+    (action,) = heuristic.decide(state(4)).actions
+    assert isinstance(action, Germinate)
+    assert (action.slot, action.blueprint) == ("a", "big")
+
+
+@pytest.mark.parametrize(
+    ("train", "val", "reason"),
+    [
+        ((1.2, 0.3, 0.12, 0.06), 0.1, "below 5% of"),  # large enough: it has learned it all
+        ((2.2, 2.0, 1.5, 0.9), 2.5, "overfits"),
+    ],
+)
+def test_a_host_that_is_large_enough_is_let_alone(train: tuple[float, ...], val: float, reason: str) -> None:
+    now = state(4, train=train, val_losses=(*train[:-1], val))
+    verdict = starvation(now, RULES)
+    assert not verdict.is_starved
+    assert reason in verdict.reason
+    heuristic = Heuristic(GrowthConfig())
+    assert not heuristic.decide(replace(now, epoch=3, train_losses=train[:3], val_losses=(*train[:2], 3 * train[2]))).probe
+    assert not heuristic.decide(now).actions
+
+
+def test_a_loss_that_will_end_low_is_no_hunger_where_the_data_could_not_teach_more() -> None:
+    falling = (2.0, 1.0, 0.5, 0.25)
+    assert starvation(state(4, train=falling, host_load=400.0), RULES).is_starved  # few weights for so many samples
+    verdict = starvation(state(4, train=falling, host_load=40_000.0), RULES)
+    assert not verdict.is_starved
+    assert "going to end" in verdict.reason
+
+
+def test_nothing_new_grows_after_half_of_the_training() -> None:
+    flat = (1.8,) * 30
+    heuristic = Heuristic(GrowthConfig())
+    assert not heuristic.decide(state(25, train=flat[:25])).probe
+    assert heuristic.decide(state(15, train=flat[:15])).probe  # a plateau, with time left
+
+
+def test_a_plateau_and_a_jump_of_the_loss_are_seen() -> None:
+    assert has_stopped_falling((2.0, 1.5, 1.5, 1.49, 1.49, 1.48), RULES)
+    assert not has_stopped_falling((2.0, 1.5, 1.4, 1.3, 1.2, 1.1), RULES)
+    assert has_jumped((1.0, 0.9, 0.8, 0.8, 1.6, 1.5), RULES)
+    assert not has_jumped((1.0, 0.9, 0.8, 0.8, 1.6, 0.8), RULES)  # one bad epoch is none
+
+
+def test_a_seed_on_trial_delays_further_growth() -> None:
+    flat = (1.8,) * 15
+    trial = slot("b", stage=Stage.HOLDING, blueprint="big", candidates=())
+    assert not Heuristic(GrowthConfig()).decide(state(15, train=flat, slots=(slot(), trial))).probe
+    kept = replace(trial, stage=Stage.FOSSILIZED)
+    assert Heuristic(GrowthConfig()).decide(state(15, train=flat, slots=(slot(), kept))).probe
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "held", "epoch", "expected"),
+    [
+        (0.02, 0.04, 3, 10, [("Fossilize", "a")]),
+        (0.005, 0.04, 3, 10, []),  # open
+        (-0.02, 0.005, 3, 10, []),  # useless so far, but young
+        (-0.02, 0.005, 9, 10, [("Prune", "a")]),
+        (0.005, 0.04, 9, 40, [("Fossilize", "a")]),  # the end: the estimate decides
+        (-0.01, 0.015, 3, 40, [("Prune", "a")]),
+    ],
+)
+def test_seeds_are_kept_by_contribution_against_rent(
+    low: float, high: float, held: int, epoch: int, expected: list[tuple[str, str]]
+) -> None:
+    gain = Contribution(Interval((low + high) / 2, low, high), epoch)
+    seed = slot(stage=Stage.HOLDING, blueprint="big", rent=0.01, epochs_in_stage=held, contribution=gain, candidates=())
+    assert decided(Heuristic(GrowthConfig()), state(epoch, train=(0.01,) * epoch, slots=(seed,))) == expected
+
+
+def test_an_old_measurement_decides_nothing() -> None:
+    gain = Contribution(Interval(0.5, 0.4, 0.6), 9)
+    seed = slot(stage=Stage.HOLDING, blueprint="big", rent=0.01, epochs_in_stage=5, contribution=gain, candidates=())
+    assert decided(Heuristic(GrowthConfig()), state(10, train=(0.01,) * 10, slots=(seed,))) == []
+
+
+def test_a_seed_in_the_shadow_is_blended_when_it_has_learned_long_enough() -> None:
+    seed = slot(stage=Stage.TRAINING, blueprint="big", epochs_in_stage=2, candidates=())
+    heuristic = Heuristic(GrowthConfig())
+    assert decided(heuristic, state(10, train=(0.01,) * 10, slots=(seed,))) == []
+    assert decided(heuristic, state(11, train=(0.01,) * 11, slots=(replace(seed, epochs_in_stage=3),))) == [("Advance", "a")]
+
+
+def test_the_best_candidate_of_every_slot_is_chosen_within_the_budget() -> None:
+    better = replace(BIG, promise=0.02)
+    slots = (slot("a"), slot("b", candidates=(better, SMALL)), slot("c", candidates=(replace(BIG, promise=0.0),)))
+    now = state(slots=slots, seeds_left=3)
+    assert [(name, blueprint) for name, blueprint, _ in choose(now, RULES)] == [("b", "big"), ("a", "big")]
+    assert [name for name, _, _ in choose(replace(now, parameters_left=1_500), RULES)] == ["b"]
+    assert [name for name, _, _ in choose(replace(now, flops_left=60_000), RULES)] == ["b"]
+    assert [name for name, _, _ in choose(replace(now, seeds_left=1), RULES)] == ["b"]
+
+
+def test_trifles_what_was_tried_and_what_the_data_cannot_teach_are_not_chosen() -> None:
+    assert [blueprint for _, blueprint, _ in choose(state(slots=(slot(candidates=(TRIFLE, SMALL)),)), RULES)] == ["small"]
+    assert [blueprint for _, blueprint, _ in choose(state(slots=(slot(tried=("big",)),)), RULES)] == ["small"]
+    assert [blueprint for _, blueprint, _ in choose(state(samples_per_epoch=100), RULES)] == ["small"]
+    at_the_end = slot(behind=1_000)
+    assert [blueprint for _, blueprint, _ in choose(state(slots=(at_the_end,)), RULES)] == ["small"]
+    assert [blueprint for _, blueprint, _ in choose(state(slots=(at_the_end,), samples_per_epoch=None), RULES)] == ["big"]
+
+
+def test_rent_decides_between_candidates_and_against_all() -> None:
+    dear = replace(BIG, rent=0.14)  # an epoch would give 0.16
+    assert [blueprint for _, blueprint, _ in choose(state(slots=(slot(candidates=(dear, SMALL)),)), RULES)] == ["small"]
+    assert choose(state(slots=(slot(candidates=(replace(BIG, rent=0.2),)),)), RULES) == []
+
+
+def test_a_power_law_is_projected_exactly_and_a_rising_loss_stays() -> None:
+    assert projected_loss([2 / t**0.5 for t in (1, 2, 3, 4)], 100) == pytest.approx(0.2)
+    assert projected_loss([1.0, 1.2], 100) == 1.2
+    assert projected_loss([1.0], 100) == 1.0
+
+
+def test_what_it_was_waiting_for_survives_a_resume() -> None:
+    first, second = Heuristic(GrowthConfig()), Heuristic(GrowthConfig())
+    assert first.decide(state(3, train=(2.2, 2.0, 1.9))).probe
+    second.load_state_dict(first.state_dict())
+    assert decided(second, state(4)) == decided(first, state(4)) == [("Germinate", "a")]
