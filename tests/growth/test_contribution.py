@@ -21,11 +21,13 @@ from tests.growth.small import (
     QUICK,
     QUICK_SHADOW,
     SLOTS,
+    Host,
     Lifecycle,
     Loop,
     Script,
     assert_same,
     config,
+    make_data,
     make_host,
     make_loop,
     snapshot,
@@ -96,26 +98,25 @@ def test_k_seeds_take_k_plus_1_evaluations_and_one_more_for_each_slot_the_first_
     assert counted.calls == 1
 
 
-def test_a_host_that_cannot_be_replayed_is_measured_without() -> None:
-    class Moody(nn.Module):
-        """Does something else each time it really runs."""
+class Moody(Host):
+    """Does something else in every pass, which no recording of its modules can know."""
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner, self.runs = nn.Linear(6, 8), 0
+    passes = 0
 
-        def forward(self, x: Tensor) -> Tensor:
-            self.runs += 1
-            output: Tensor = self.inner(x)
-            return output * (2 if self.runs % 2 else 1)
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += 1
+        return super().forward(x) * (1 + 0.1 * self.passes)
 
-    host = make_host(dtype=torch.float64)
-    host.first = Moody().double()
-    loop = grown(host=host)
-    loop.val = loop.val[:1]
-    measurement = Measurement(loop.slotted)
-    measurement.measure(loop.evaluate, ["second"], epoch=1)
-    assert "second" in measurement._trusted | measurement._distrusted
+
+def test_a_replay_that_gives_other_losses_is_not_trusted_and_not_tried_again() -> None:
+    torch.manual_seed(0)
+    loop = grown(host=Moody().double())
+    measurement, counted = Measurement(loop.slotted), Counted(loop)
+    measurement.measure(counted, ["second"], epoch=1)
+    assert measurement._distrusted == {"second"}
+    counted.calls = 0
+    assert measurement.measure(counted, ["second"], epoch=2).contributions.keys() == {"second"}
+    assert counted.calls == 2
 
 
 def test_one_batch_has_no_interval_and_losses_that_differ_in_number_are_told() -> None:
@@ -127,6 +128,7 @@ def test_one_batch_has_no_interval_and_losses_that_differ_in_number_are_told() -
     with pytest.raises(GrowthError, match="gave no losses"):
         Measurement(loop.slotted).measure(lambda: [], [], epoch=1)
     assert loop.slotted.slots["first"].alpha == 1.0
+    loop.slotted.remove()
     assert not any("forward" in vars(module) for module in loop.host.modules())
 
 
@@ -260,8 +262,6 @@ def test_the_probe_finds_the_gradient_of_a_planted_seed_for_every_blueprint(kind
         twin = copy.deepcopy(host)
         planted = Seed(slot.place, option.name, random_seed=7)
         planted.alpha.fill_(1.0)
-        for hook in list(twin.body._forward_hooks):
-            del twin.body._forward_hooks[hook]
         twin.body.register_forward_hook(lambda module, arguments, output, planted=planted: planted(output))
         cross_entropy(twin(x), y).backward()
         trial = probe._trials["body", option.name]
@@ -327,3 +327,21 @@ def test_promising_candidates_fall_faster() -> None:
         loop.epoch()
     promise = [next(event for event in loop.events if event.kind == "probed").promises["second"]["mlp"] for loop in (quiet, loud)]
     assert promise[0] < promise[1]
+
+
+def test_a_step_whose_gradient_overflowed_does_not_count_for_a_promise() -> None:
+    def promises(spoiled: bool) -> dict[tuple[str, str], float]:
+        host = make_host(dtype=torch.float64, dropout=0.0, norm=False)
+        slotted = add_slots(host, torch.zeros(2, 6, dtype=torch.float64), slots=["first"])
+        probe = Probe(slotted.slots, {"first": blueprints_for(slotted.slots["first"].place)}, random_seed=0)
+        probe.watch()
+        for number, (x, y) in enumerate(make_data(5, dtype=torch.float64)):
+            if number == 2 and not spoiled:
+                continue
+            (cross_entropy(slotted(x), y) * (math.inf if number == 2 else 1.0)).backward()
+            probe.ask()
+        return probe.promises({"first": 0.1})
+
+    expected = promises(False)
+    assert all(promise > 0 for promise in expected.values())
+    assert promises(True) == expected

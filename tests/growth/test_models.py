@@ -37,7 +37,8 @@ every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES
 
 def hooks_of(model: nn.Module) -> list[Any]:
     tables = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return [hook for module in model.modules() for table in tables for hook in getattr(module, table).values()]
+    hooks = [hook for module in model.modules() for table in tables for hook in getattr(module, table).values()]
+    return [*hooks, *(vars(module)["forward"] for module in model.modules() if "forward" in vars(module))]
 
 
 def run(model: Any, batch: Any) -> list[Tensor]:

@@ -112,7 +112,7 @@ def assert_close(one: Any, other: Any, *, atol: float) -> None:
     elif isinstance(one, torch.Tensor):
         torch.testing.assert_close(one, other, rtol=0, atol=atol)
     elif isinstance(one, float):
-        assert one == pytest.approx(other, abs=atol)
+        assert one == pytest.approx(other, abs=atol, nan_ok=True)
     elif not isinstance(one, str):  # reasons hold rounded numbers
         assert one == other
 

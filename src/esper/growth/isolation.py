@@ -23,16 +23,17 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+
+from esper.growth.around import forward_replaced
 
 SMALL_BYTES = 64 * 1024  # buffers up to here, such as the statistics of norms, are cheaper to copy than to think about
 
@@ -156,21 +157,6 @@ def eager() -> Iterator[None]:
 def is_eager() -> bool:
     """Whether this runs inside `eager`; torch does not tell."""
     return _IS_EAGER.get()
-
-
-@contextmanager
-def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Calls of the module run `forward` instead of its own. Its hooks run as ever."""
-    attributes = vars(module)
-    own = attributes.get("forward")  # where the user had replaced it on this instance already
-    attributes["forward"] = forward
-    try:
-        yield
-    finally:
-        if own is None:
-            del attributes["forward"]
-        else:
-            attributes["forward"] = own
 
 
 @contextmanager

@@ -31,7 +31,7 @@ class _Trial:
     branch: nn.Module
     sums: list[Tensor] = field(default_factory=list)
     squares: Tensor | None = None  # Σ‖gradient‖²
-    steps: int = 0
+    steps: Tensor | None = None  # that counted, on the device: a step whose gradient overflowed does not
 
 
 class Probe:
@@ -93,14 +93,21 @@ class Probe:
             for sum_, gradient in zip(total, gradients, strict=True):
                 if gradient is not None:
                     sum_ += gradient
-        trial.sums = [old + new for old, new in zip(trial.sums, total, strict=True)] if trial.sums else total
         square = sum((part.double().square().sum() for part in total), torch.zeros((), dtype=torch.float64, device=total[0].device))
+        counts = torch.isfinite(square)
+        total = [torch.where(counts, part, torch.zeros_like(part)) for part in total]
+        square = torch.where(counts, square, torch.zeros_like(square))
+        trial.sums = [old + new for old, new in zip(trial.sums, total, strict=True)] if trial.sums else total
         trial.squares = square if trial.squares is None else trial.squares + square
-        trial.steps += 1
+        trial.steps = counts.double() if trial.steps is None else trial.steps + counts
 
     def promises(self, learning_rates: dict[str, float]) -> dict[tuple[str, str], float]:
         """Nats per step for every (slot, blueprint) that was asked at least twice."""
-        return {key: _promise(trial) * learning_rates[key[0]] for key, trial in self._trials.items() if trial.steps > 1}
+        return {
+            key: _promise(trial) * learning_rates[key[0]]
+            for key, trial in self._trials.items()
+            if trial.steps is not None and trial.steps > 1
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """What the candidates have answered so far. Their weights come from the random seed and do not change."""
@@ -116,12 +123,12 @@ class Probe:
             trial = self._trials[answer["slot"], answer["blueprint"]]
             device = next(trial.branch.parameters()).device
             trial.sums = [part.to(device) for part in answer["sums"]]
-            trial.squares = None if answer["squares"] is None else answer["squares"].to(device)
-            trial.steps = answer["steps"]
+            trial.squares, trial.steps = (None if part is None else part.to(device) for part in (answer["squares"], answer["steps"]))
 
 
 def _promise(trial: _Trial) -> float:
-    steps = trial.steps
+    assert trial.steps is not None
+    steps = float(trial.steps)
     together = sum((part.double().square().sum() for part in trial.sums), torch.zeros((), dtype=torch.float64, device=trial.sums[0].device))
     absolute = sum((part.double().abs().sum() for part in trial.sums), torch.zeros_like(together)) / steps
     assert trial.squares is not None

@@ -29,12 +29,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from esper.growth.isolation import forward_replaced, is_compiled, is_eager
+from esper.growth.around import Forward, forward_replaced, own_forward
+from esper.growth.isolation import is_compiled, is_eager
 from esper.growth.place import Call
 
 MAX_BYTES = 256 * 1024**2
-
-Forward = Callable[..., Any]
 Shapes = tuple[torch.Size, ...]
 
 
@@ -166,8 +165,8 @@ class Replay:
         with ExitStack() as stack:
             for name in self._counts:
                 module = self._host.get_submodule(name)
-                stack.enter_context(forward_replaced(module, wrap(name, module.forward)))
-            forward = self._host.forward  # wrapped already, where the slot is the host itself
+                stack.enter_context(forward_replaced(module, wrap(name, own_forward(module))))
+            forward = own_forward(self._host)  # wrapped already, where the slot is the host itself
             stack.enter_context(forward_replaced(self._host, lambda *arguments, **named: run(forward, arguments, named)))
             yield
 

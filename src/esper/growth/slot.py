@@ -1,7 +1,7 @@
-"""A slot: the forward hook after a submodule of the host. While it is idle it does nothing at all.
+"""A slot: stands after a submodule of the host. While it is idle it does nothing at all.
 
 Slots are not part of the host's module tree: parameters and state dict of the host stay what they were, so that the user's optimiser,
-gradient clipping and checkpoints do not notice them. The hook is a bound method, because a copy of the model then gets a copy of the slot.
+gradient clipping and checkpoints do not notice them.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from esper.growth.around import Around
 from esper.growth.place import Place
 from esper.growth.seed import Seed
 
@@ -23,7 +24,7 @@ class Observer(Protocol):
     def __call__(self, slot: Slot, output: Tensor) -> Tensor: ...
 
 
-class Slot:
+class Slot(Around):
     def __init__(self, place: Place) -> None:
         self.place = place
         self.seed: Seed | None = None
@@ -33,18 +34,17 @@ class Slot:
         self.is_idle = True
         self._alpha = 0.0  # what the seed's buffer holds, readable without waiting for the device
 
-    def hook(self, module: nn.Module, arguments: Any, output: Tensor) -> Tensor | None:
-        if self.is_idle:
-            return None
-        return self._act(module, output)
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        output = self.inner(*arguments, **named)
+        return output if self.is_idle else self._act(output)
 
-    def _act(self, module: nn.Module, output: Tensor) -> Tensor:
+    def _act(self, output: Tensor) -> Tensor:
         if self.observer is not None:
             output = self.observer(self, output)
         if self.is_connected and self.seed is not None:
             # A user's own blueprint may have dropout. Compiled code must not change modules; there `Slotted.train` reaches the seed.
-            if not torch.compiler.is_compiling() and self.seed.training != module.training:
-                self.seed.train(module.training)
+            if not torch.compiler.is_compiling() and self.seed.training != self.module.training:
+                self.seed.train(self.module.training)
             output = self.seed(output)
         return output
 

@@ -1,6 +1,6 @@
 """A model with slots: what `add_slots` gives.
 
-slotted = add_slots(model, example_input=x[:2])       # hooks after some submodules of `model`, nothing else
+slotted = add_slots(model, example_input=x[:2])       # after some submodules of `model`, nothing else
 print(slotted.describe())                             # every place, and why nothing can grow at the others
 slotted(x)                                            # as model(x)
 slotted.remove()                                      # as it was before
@@ -14,8 +14,8 @@ from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
+from esper.growth.around import around
 from esper.growth.blueprints import KINDS, blueprints_for, cost_of
 from esper.growth.choice import choose
 from esper.growth.errors import GrowthError
@@ -62,7 +62,7 @@ def _check_model(model: object) -> None:
 
 def check_has_no_slots(host: nn.Module) -> None:
     for name, module in host.named_modules():
-        if any(isinstance(getattr(hook, "__self__", None), Slot) for hook in module._forward_hooks.values()):
+        if isinstance(around(module), Slot):
             raise GrowthError(
                 f"the model already has slots (after {name!r}); remove them first, by remove() or bake() of what add_slots gave. "
                 "To have a copy whose slots can be removed, copy that: copy.deepcopy(slotted)"
@@ -76,10 +76,10 @@ class Slotted:
         self.model, self.host, self.survey = model, host, survey
         self.slots = {name: Slot(survey.places[name]) for name in names}
         self.recording: Callable[[], contextlib.AbstractContextManager[None]] | None = None  # around every call of this object
-        self._handles: list[RemovableHandle] = [
-            host.get_submodule(name).register_forward_hook(slot.hook) for name, slot in self.slots.items()
-        ]
-        # Compiled code does not look at hooks again; it has to be traced anew, now that they are there.
+        for name, slot in self.slots.items():
+            slot.attach(host.get_submodule(name))
+        self._is_attached = True
+        # Compiled code has been traced without the slots.
         if is_compiled(model):
             torch.compiler.reset()
 
@@ -127,9 +127,11 @@ class Slotted:
 
     def remove(self) -> nn.Module:
         """Takes all slots out, with whatever is in them, and gives the model back."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        if not self._is_attached:
+            return self.model
+        for slot in self.slots.values():
+            slot.detach()
+        self._is_attached = False
         if is_compiled(self.model):
             torch.compiler.reset()
         return self.model
@@ -139,7 +141,7 @@ class Slotted:
 
         All names in its state dict stay; those of the seeds are added.
         """
-        kept = {name: slot.seed for name, slot in self.slots.items() if self._handles and slot.is_kept and slot.seed is not None}
+        kept = {name: slot.seed for name, slot in self.slots.items() if self._is_attached and slot.is_kept and slot.seed is not None}
         self.remove()
         for name, seed in kept.items():
             attach(self.host.get_submodule(name), seed)
@@ -201,9 +203,11 @@ def _table(rows: Sequence[tuple[str, ...]]) -> str:
 
 def attach(module: nn.Module, seed: Seed, name: str | None = None) -> None:
     """Makes a seed part of a submodule, under this name or one that is free."""
+    # Before the hooks that the user may have on the module, as a slot is, but behind seeds that were kept earlier.
+    is_first = not any(isinstance(child, Seed) for child in module.children())
     count = 1
     while name is None or hasattr(module, name):
         name, count = BAKED if count == 1 else f"{BAKED}_{count}", count + 1
     seed.is_baked = True
     module.add_module(name, seed.train(module.training))
-    module.register_forward_hook(seed.after)
+    module.register_forward_hook(seed.after, prepend=is_first)

@@ -1,0 +1,97 @@
+"""Controllers without wisdom: never, a drawn plan, a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from esper.growth import GrowthConfig, GrowthError, grow
+from esper.growth.config import Budget, Lifecycle
+from esper.growth.controllers import CONTROLLERS, Never, Planned, Random, Schedule, make_controller
+from esper.growth.result import Grown
+
+
+def learn(controller: object, *, epochs: int = 12, config: GrowthConfig | None = None) -> Grown:
+    """A small classifier of points in three classes."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(192, 6, generator=generator)
+    y = (x[:, 0] * x[:, 1] > 0).long() + (x[:, 2] > 0.5).long()
+    train, val = TensorDataset(x[:128], y[:128]), TensorDataset(x[128:], y[128:])
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+    loaders = DataLoader(train, batch_size=32), DataLoader(val, batch_size=16)
+    return grow(model, *loaders, nn.functional.cross_entropy, epochs=epochs, controller=controller, config=config)  # type: ignore[arg-type]
+
+
+def births(grown: Grown) -> list[tuple[int, str, str]]:
+    return [(entry.born, entry.slot, entry.blueprint) for entry in grown.ledger.entries]
+
+
+def test_never_tries_nothing() -> None:
+    grown = learn("never", epochs=3)
+    assert births(grown) == []
+    assert grown.added.parameters == 0
+    assert "nothing was worth trying" in grown.report()
+
+
+def test_a_plan_is_kept_from_before_the_first_epoch_to_the_end() -> None:
+    plan = [(0, "1", "mlp"), (3, "3", "low_rank")]
+    grown = learn(Planned(plan), epochs=9)
+    assert births(grown) == plan
+    assert {entry.outcome for entry in grown.ledger.entries} <= {"kept", "pruned"}
+    assert grown.ledger.count("kept") >= 1
+
+
+def test_a_random_plan_is_drawn_once_and_depends_on_the_seed_alone() -> None:
+    def plan(seed: int, seeds: int | None = None) -> list[tuple[int, str, str]]:
+        return births(learn(Random(seed=seed, seeds=seeds), epochs=8))
+
+    assert plan(3) == plan(3)
+    assert len({tuple(plan(seed)) for seed in range(6)}) > 2
+    for seed in range(3):
+        drawn = plan(seed, seeds=2)
+        assert len(drawn) == 2
+        assert all(born < 4 for born, _, _ in drawn)  # the first half of the training
+        assert len({slot for _, slot, _ in drawn}) == 2
+
+
+def test_the_schedule_grows_everywhere_after_a_tenth_of_the_training() -> None:
+    assert births(learn(Schedule(), epochs=20)) == [(2, "1", "mlp"), (2, "3", "mlp")]
+
+
+def test_a_plan_beyond_the_budget_is_refused_with_the_reason() -> None:
+    grown = learn(Planned([(0, "1", "mlp"), (0, "3", "mlp")]), epochs=3, config=GrowthConfig(budget=Budget(max_seeds=1)))
+    assert len(births(grown)) == 1
+    assert [refused.action for refused in grown.ledger.refused] == ["germinate"]
+    assert "as many seeds as the budget allows" in grown.ledger.refused[0].reason
+
+
+def test_a_plan_in_the_shadow_goes_through_all_stages() -> None:
+    rules = Lifecycle(raise_mode="shadow", training_epochs=2, blend_epochs=1, holding_epochs=1, minimum_health=0.0)
+    grown = learn(Planned([(1, "1", "mlp")]), epochs=12, config=GrowthConfig(lifecycle=rules))
+    (entry,) = grown.ledger.entries
+    assert [step.stage.name for step in entry.steps][:4] == ["GERMINATED", "TRAINING", "BLENDING", "HOLDING"]
+    assert entry.outcome in ("kept", "pruned")
+
+
+@pytest.mark.parametrize("make", [Never, lambda: Random(seed=1), Schedule, lambda: Planned([(1, "1", "mlp")])])
+def test_a_controller_goes_on_where_it_was(make: Callable[[], Planned]) -> None:
+    first, second = make(), make()
+    second.load_state_dict(first.state_dict())
+    assert second.state_dict() == first.state_dict()
+
+
+def test_names_of_controllers() -> None:
+    assert {make_controller(name, GrowthConfig()).name for name in CONTROLLERS} == {"heuristic", "never", "random", "schedule"}
+    with pytest.raises(GrowthError, match="no controller is named 'wise'; there are heuristic, never"):
+        make_controller("wise", GrowthConfig())
+
+
+def test_a_plan_for_a_negative_epoch_is_refused() -> None:
+    with pytest.raises(GrowthError, match="from 0 on"):
+        Planned([(-1, "1", "mlp")])
