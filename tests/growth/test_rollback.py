@@ -194,3 +194,17 @@ def test_a_gradient_that_was_on_its_way_does_not_outlive_the_rollback() -> None:
     assert all(parameter.grad is None for parameter in seed.parameters())
     loop.epoch()
     assert loop.grower.garden.beds["first"].life.gradients.skipped == 0
+
+
+def test_a_change_in_the_data_is_gone_back_from_once_and_then_accepted() -> None:
+    loop = make_loop(Script({}), config(QUICK))
+    loop.epoch(epochs=12)
+    assert loop.grower.rollbacks == 0
+    before = loop.grower.chronicle.train_losses[-1]
+    loop.data = [(x, (y + 1) % 3) for x, y in loop.data]  # everything it has learned is wrong now
+    for _ in range(8):
+        loop.epoch()
+    assert loop.grower.rollbacks == 1
+    losses = loop.grower.chronicle.train_losses
+    assert max(losses[12:14]) > 1.5 * before
+    assert losses[-1] < 0.7 * max(losses[12:])  # it learns what is right now

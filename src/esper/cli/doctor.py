@@ -16,8 +16,8 @@ from esper.config import Config
 
 DESCRIPTION = "Says what is installed, which devices there are, and what is missing."
 
-REQUIRED = ("torch", "numpy", "msgspec", "tyro", "rich", "safetensors")
-EXTRAS = {"gym": ("gymnasium", "pettingzoo"), "tensorboard": ("tensorboard",), "wandb": ("wandb",)}
+REQUIRED = ("torch", "numpy", "msgspec", "tyro", "rich", "safetensors", "matplotlib")
+EXTRAS = {"gym": ("gymnasium", "pettingzoo"), "tensorboard": ("tensorboard",), "wandb": ("wandb",), "data": ("pyarrow", "pillow")}
 
 
 class DoctorArguments(Config):

@@ -11,7 +11,7 @@ from esper.cli.outcome import INTERRUPTED, TERMINATED
 
 
 class StopSignals:
-    """Turns the first Ctrl-C or SIGTERM into a wish to stop after the current update; the second one stops at once."""
+    """Turns the first Ctrl-C or SIGTERM into a wish to stop after the current step; the second one stops at once."""
 
     def __init__(self) -> None:
         self._received: int | None = None
@@ -36,4 +36,4 @@ class StopSignals:
         if self._received is not None:
             raise KeyboardInterrupt
         self._received = number
-        print("stopping after this update; once more to stop at once", file=sys.stderr, flush=True)
+        print("stopping after this step; once more to stop at once", file=sys.stderr, flush=True)

@@ -38,6 +38,7 @@ class Life(msgspec.Struct):
     epochs_in_stage: int = 0
     ramp: Ramp | None = None
     is_withdrawing: bool = False
+    why_withdrawn: str = ""
     embargo_left: int = 0
     gradients: GradientStats | None = None
     contribution: Contribution | None = None

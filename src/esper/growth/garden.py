@@ -98,7 +98,7 @@ class Garden:
             return
         if bed.life.stage is not Stage.BLENDING:
             self._enter(name, Stage.BLENDING, f"{reason}; alpha falls to 0")
-        bed.life.is_withdrawing = True
+        bed.life.is_withdrawing, bed.life.why_withdrawn = True, reason
         self._ramp(bed, 0.0, rules.withdraw_epochs)
 
     def prune(self, name: str, reason: str, *, outcome: Outcome = "pruned") -> None:
@@ -198,7 +198,7 @@ class Garden:
             if life.stage is Stage.BLENDING and (life.ramp is None or life.ramp.done >= life.ramp.steps):
                 life.ramp = None
                 if life.is_withdrawing:
-                    self.prune(name, "alpha has fallen to 0")
+                    self.prune(name, life.why_withdrawn)
                 else:
                     self._enter(name, Stage.HOLDING, f"alpha has reached {bed.slot.alpha:g}")
             elif life.stage is Stage.EMBARGOED:

@@ -36,7 +36,12 @@ _QUANTILE, _QUANTILE_SIGMAS = 0.75, 1.1503  # so many of the distances from the 
 
 
 class Diverged(RuntimeError):
-    """The run is given up: going back to healthy snapshots has led to disaster again and again."""
+    """The run is given up: going back to healthy snapshots has led to disaster again and again.
+
+    Where `grow` gave up, `model` is its copy as it was after the last healthy epoch, with what was kept.
+    """
+
+    model: object = None  # an nn.Module
 
 
 @dataclass(frozen=True, slots=True)

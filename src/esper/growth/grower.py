@@ -37,7 +37,7 @@ from esper.growth.contribution import AlphaSearch, Evaluate, Measurement, search
 from esper.growth.controllers import make_controller
 from esper.growth.decisions import Action, Controller, Decision
 from esper.growth.errors import GrowthError
-from esper.growth.events import ActionRefused, EpochEnded, RolledBack, StageEntered
+from esper.growth.events import ActionRefused, EpochEnded, Measured, RolledBack, StageEntered
 from esper.growth.garden import Garden
 from esper.growth.governor import Diverged
 from esper.growth.ledger import Ledger, Refused, Rollback
@@ -167,7 +167,7 @@ class Grower:
         chunks = self.chronicle.chunks()
         measured = self._agreed(self._measurement.measure(evaluate, self._on_trial(), epoch=self.epoch + 1))
         val_loss = sum(measured.losses) / len(measured.losses)
-        verdict = self._group.first(lambda: self._recovery.judge(chunks, val_loss))
+        verdict = self._group.first(lambda: self._recovery.judge(chunks, val_loss, is_blameless=not self._suspects()))
         self._end_epoch(chunks, val_loss, measured.contributions)
         if verdict.is_disaster:
             self._go_back(verdict.reason)
@@ -284,13 +284,12 @@ class Grower:
         self._prober.finish()
         self._shadow.rest()
         self.chronicle.forget_losses()
-        suspects = {name: bed.life.number for name, bed in self.garden.beds.items() if bed.slot.is_connected and not bed.slot.is_kept}
+        suspects = self._suspects()
         to_epoch = self._recovery.go_back()
         self._scale = self._current_scale()
         why = f"the governor went back: {reason}"
         self.garden.square_ledger(why)
         for name, number in suspects.items():
-            assert number is not None
             self.garden.banish(name, number, why)
         self.ledger.rollbacks.append(Rollback(self.epoch, to_epoch, reason))
         self._emit(RolledBack(epoch=self.epoch, to_epoch=to_epoch, reason=reason, embargoed=list(suspects)))
@@ -300,6 +299,11 @@ class Grower:
                 f"the training fails again and again from a healthy state: {reason}. The model is as it was after epoch {to_epoch}; "
                 "look for NaN in the data, or lower the learning rate"
             )
+
+    def _suspects(self) -> dict[str, int]:
+        """Seeds that take part in the host and are not part of it yet, with their numbers."""
+        beds = {name: bed for name, bed in self.garden.beds.items() if bed.slot.is_connected and not bed.slot.is_kept}
+        return {name: bed.life.number for name, bed in beds.items() if bed.life.number is not None}
 
     def _get_ready(self, *, scale: float) -> None:
         """For the next forward pass."""
@@ -318,6 +322,8 @@ class Grower:
         self.garden.end_epoch()
         for name, contribution in measured.items():
             self.garden.note_contribution(name, contribution)
+            gain, rent = contribution.gain, self.garden.rent(name)
+            self._emit(Measured(epoch=self.epoch, slot=name, gain=gain.estimate, gain_low=gain.low, gain_high=gain.high, rent=rent))
         self._promises = promises or {}
         if promises is not None:
             self._emit(probed(self.epoch, promises))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,8 +31,14 @@ class Recovery:
         self._governor = Governor(config)
         self._snapshots = Snapshots(config.keep)
 
-    def judge(self, train_losses: Sequence[float], val_loss: float) -> Verdict:
-        return self._governor.judge(train_losses, val_loss)
+    def judge(self, train_losses: Sequence[float], val_loss: float, *, is_blameless: bool) -> Verdict:
+        """`is_blameless` where no seed could have done it. A spike that comes back after a rollback is then the data's, and stays."""
+        verdict = self._governor.judge(train_losses, val_loss)
+        is_finite = all(map(math.isfinite, (*train_losses, val_loss)))
+        if verdict.is_disaster and is_finite and is_blameless and self.in_a_row > 0:
+            self._governor.forgive()
+            return Verdict(is_healthy=True, is_disaster=False, reason=f"accepted, with no seed to blame: {verdict.reason}")
+        return verdict
 
     def take_snapshot(self) -> None:
         self._snapshots.take({"now": self.now(), "governor": self._governor.state_dict()}, epoch=self.garden.epoch)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
 
 from esper.events import Event
 from esper.growth.batches import (
@@ -39,6 +39,7 @@ from esper.growth.config import GrowthConfig
 from esper.growth.decisions import Controller
 from esper.growth.errors import GrowthError
 from esper.growth.events import GrowthStarted
+from esper.growth.governor import Diverged
 from esper.growth.grower import Grower
 from esper.growth.isolation import isolated
 from esper.growth.result import Grown, Status, finished
@@ -47,6 +48,7 @@ from esper.growth.slotted import add_slots
 
 MakeHostOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 MakeScheduler = Callable[[Optimizer], Any]
+EVERY_STEP = (OneCycleLR, CyclicLR)  # schedules whose time is counted in steps, by their own documentation
 
 
 def default_optimizer(parameters: Iterable[nn.Parameter]) -> Optimizer:
@@ -71,9 +73,9 @@ def grow(
     """Trains a copy of the model for some epochs and grows it where that pays. The model itself is not touched.
 
     A batch is (inputs, targets) with `loss_fn(outputs, targets)`, or anything with `step_loss(model, batch)`. `optimizer` makes one for the
-    parameters, `scheduler` a schedule for it, stepped after every epoch. The loaders are iterated as they are, on the model's device.
-    With `run`, everything is kept in that folder, and `resume` goes on with what is there: from the last epoch's end, or from the very step
-    where the training loader has a `state_dict`.
+    parameters, `scheduler` a schedule for it, stepped after every epoch (OneCycleLR and CyclicLR: after every step). The loaders are
+    iterated as they are, on the model's device. With `run`, everything is kept in that folder, and `resume` goes on with what is there:
+    from the last epoch's end, or from the very step where the training loader has a `state_dict`.
     """
     if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
         raise GrowthError(f"epochs must be a number from 1 on, and is {epochs!r}")
@@ -155,6 +157,9 @@ class Training:
             had_finished = run.is_resumed and self._is_over(grower)
             run.emit(self._started(grower))
             status = self._train(grower, run, before)
+        except Diverged as error:
+            error.model = grower.bake()
+            raise
         except BaseException:
             grower.stop()
             grower.slotted.remove()
@@ -184,6 +189,8 @@ class Training:
             torch.autograd.backward(loss)
             self.optimizer.step()
             self.optimizer.zero_grad()
+            if isinstance(self.scheduler, EVERY_STEP):
+                self.scheduler.step()
             rollbacks = grower.rollbacks
             grower.after_step(loss, closure=partial(self._loss, batch), samples=size_of(batch))
             if grower.rollbacks > rollbacks:
@@ -195,8 +202,7 @@ class Training:
 
     def _end_epoch(self, grower: Grower) -> None:
         # Before the epoch is over, so that a snapshot holds the schedule as the next epoch needs it. One that follows the loss has to wait.
-        follows_loss = isinstance(self.scheduler, ReduceLROnPlateau)
-        if self.scheduler is not None and not follows_loss:
+        if self.scheduler is not None and not isinstance(self.scheduler, (*EVERY_STEP, ReduceLROnPlateau)):
             self.scheduler.step()
         ended = grower.after_epoch(lambda: self._losses(grower))
         if isinstance(self.scheduler, ReduceLROnPlateau):
