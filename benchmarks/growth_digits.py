@@ -54,7 +54,8 @@ def run_arm(setting: Setting, host: str, arm: str, seed: int, runs: Arms) -> Rec
 
 def epochs_for_equal_flops(runs: Arms) -> int:
     never = runs["never"]
-    return math.ceil(runs["heuristic"]["train_gflops"] / (never["train_gflops"] / never["epochs"]) - 1e-5)
+    exactly: float = runs["heuristic"]["train_gflops"] / never["train_gflops"] * never["epochs"]
+    return math.ceil(exactly - 1e-3)
 
 
 def final(setting: Setting, runs: Arms, run: Callable[[Planned, int], Record]) -> Record:

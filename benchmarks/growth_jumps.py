@@ -6,8 +6,9 @@ Events are forced, `--gap` epochs apart. With seeds that are raised jointly: ger
 gone), germinate again, a NaN in a seed's weights, which makes the governor go back and banish the seed, and a NaN in the host's weights
 while nothing grows. With seeds in the shadow: germinate, blend, prune.
 
-After every step of the training the loss of the validation part is computed as a whole, in evaluation mode. The jump of an event is the
-largest of these losses within 50 steps less the one just before it. The twin has the same first weights and sees the same batches; its
+After every step of the training the loss of the validation part is computed as a whole, and leaves no trace: once as evaluation sees it, by
+the running statistics of the batch norms, which lag behind, and once as training sees it, by those of the batch. The jump of an event is
+the largest of these losses within 50 steps less the one just before it. The twin has the same first weights and sees the same batches; its
 jump is that over the same steps. Differences are paired over seeds.
 """
 
@@ -18,6 +19,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -35,6 +37,7 @@ EVENTS = {
     "joint": ("germinate", "prune", "germinate again", "rollback, NaN in a seed", "rollback, NaN in the host"),
     "shadow": ("germinate", "blend", "prune"),
 }
+VIEWS = ("evaluation", "training")  # the mode in which a loss is computed
 # Nothing is measured or kept, and nothing has to be healthy: all that happens is what is forced.
 LIFE = Lifecycle(holding_epochs=10_000, embargo_epochs=0, training_epochs=1, minimum_health=0.0)
 
@@ -82,7 +85,7 @@ class Forced:
 
 
 class Watched:
-    """A run whose loss on the validation part is known after every step."""
+    """A run whose losses on the validation part are known after every step."""
 
     def __init__(self, setting: Setting, events: Events, mode: str | None, *, seed: int) -> None:
         self.events, self.mode = events, mode
@@ -93,18 +96,20 @@ class Watched:
         self.loop = Loop(setting, setting.load().make_host("starved", seed=seed), Forced(plan), config, seed=seed)
         data = setting.load().validation
         self._inputs, self._targets = data.inputs.to(setting.device), data.targets.to(setting.device)
-        self.losses = [self._loss()]  # before the first step, and after each
+        self.losses: dict[str, list[float]] = {view: [] for view in VIEWS}  # before the first step, and after each
+        self._look()
 
     def run(self, epochs: int) -> None:
         for _ in range(epochs):
-            self.loop.run_epoch(before_step=self._harm, after_step=lambda: self.losses.append(self._loss()))
+            self.loop.run_epoch(before_step=self._harm, after_step=self._look)
         assert not self.loop.grower.ledger.refused, self.loop.grower.ledger.refused
 
-    def _loss(self) -> float:
+    def _look(self) -> None:
         model = self.loop.slotted.model
-        with isolated(model), torch.no_grad():
-            model.eval()
-            return float(self.loop.task.loss_fn(model(self._inputs), self._targets))
+        for view, losses in self.losses.items():
+            with isolated(model), torch.no_grad():
+                model.train(view == "training")
+                losses.append(float(self.loop.task.loss_fn(model(self._inputs), self._targets)))
 
     def _harm(self, step: int) -> None:
         """In the middle of its epoch, so that going back costs steps."""
@@ -140,8 +145,8 @@ def run_seed(setting: Setting, events: Events, seed: int) -> list[Record]:
     for mode in EVENTS:
         run = Watched(setting, events, mode, seed=seed)
         run.run(max(run.times.values()) + events.gap)
-        for event in EVENTS[mode]:
-            start = run.step_of(event)
+        for event, view in product(EVENTS[mode], VIEWS):
+            start, losses, twins = run.step_of(event), run.losses[view], twin.losses[view]
             records.append(
                 {
                     **setting.about,
@@ -149,11 +154,12 @@ def run_seed(setting: Setting, events: Events, seed: int) -> list[Record]:
                     "seed": seed,
                     "raise": mode,
                     "event": event,
+                    "view": view,
                     "step": start,
-                    "before": run.losses[start],
-                    "twin_before": twin.losses[start],
-                    "jump": jump(run.losses, start, events.window),
-                    "twin_jump": jump(twin.losses, start, events.window),
+                    "before": losses[start],
+                    "twin_before": twins[start],
+                    "jump": jump(losses, start, events.window),
+                    "twin_jump": jump(twins, start, events.window),
                     "rollbacks": run.loop.grower.rollbacks,
                 }
             )
@@ -162,23 +168,21 @@ def run_seed(setting: Setting, events: Events, seed: int) -> list[Record]:
 
 def summary(setting: Setting, events: Events, runs: list[Record]) -> Record:
     rows = []
-    for mode, names in EVENTS.items():
-        for event in names:
-            some = [run for run in runs if (run["raise"], run["event"]) == (mode, event)]
-            twins = [{**run, "jump": run["twin_jump"]} for run in some]
-            found = difference(some, twins, "jump")
-            means = {name: mean(some, name) for name in ("jump", "twin_jump", "before", "twin_before")}
-            is_above = None if found is None else found["low"] > 0
-            rows.append({"raise": mode, "event": event, **means, "difference": found, "is_above": is_above})
+    for view, mode, event in [(view, mode, event) for view in VIEWS for mode, names in EVENTS.items() for event in names]:
+        some = [run for run in runs if (run["view"], run["raise"], run["event"]) == (view, mode, event)]
+        found = difference(some, [{**run, "jump": run["twin_jump"]} for run in some], "jump")
+        means = {name: mean(some, name) for name in ("jump", "twin_jump", "before", "twin_before")}
+        is_above = None if found is None else found["low"] > 0
+        rows.append({"view": view, "raise": mode, "event": event, **means, "difference": found, "is_above": is_above})
     return {"what": "summary", **setting.about, **events.about, "rows": rows}
 
 
 def show(record: Record) -> None:
-    rows = [("raise", "event", "loss before", "twin's", "largest jump", "twin's", "difference", "above the twin's")]
+    rows = [("seen in", "raise", "event", "loss before", "twin's", "largest jump", "twin's", "difference", "above the twin's")]
     for about in record["rows"]:
         numbers = [f"{about[name]:.4f}" for name in ("before", "twin_before", "jump", "twin_jump")]
         verdict = {None: "–", True: "yes", False: "no"}[about["is_above"]]
-        rows.append((about["raise"], about["event"], *numbers, shown(about["difference"], 4), verdict))
+        rows.append((about["view"], about["raise"], about["event"], *numbers, shown(about["difference"], 4), verdict))
     print_table(rows)
 
 

@@ -25,6 +25,7 @@ def metadata() -> Record:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "processor": processor(),
         "cores": os.cpu_count(),
+        "gpu": _gpu(),
         "platform": platform.platform(),
         "python": platform.python_version(),
         **{package: _version(package) for package in ("torch", "numpy", "stable-baselines3", "sb3-contrib")},
@@ -39,6 +40,13 @@ def processor() -> str:
             if line.startswith("Model name:"):
                 return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
+
+
+def _gpu() -> str | None:
+    """The name of the first one, where there is one."""
+    import torch
+
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
 
 
 def _version(package: str) -> str | None:

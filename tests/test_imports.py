@@ -124,7 +124,10 @@ COMPUTING = (
     "growth",
     "tasks",
 )
-EDGES = ("esper.vecenv.gymnasium", "esper.vecenv.to_gymnasium", "esper.vecenv.spaces", "esper.vecenv.pettingzoo")  # need Gymnasium
+EDGES = (
+    *("esper.vecenv.gymnasium", "esper.vecenv.to_gymnasium", "esper.vecenv.spaces", "esper.vecenv.pettingzoo"),  # need Gymnasium
+    *("esper.growth.lightning", "esper.growth.huggingface"),  # need Lightning and transformers
+)
 
 IMPORT_ALL = """
 import importlib, json, sys

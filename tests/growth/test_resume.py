@@ -165,7 +165,7 @@ def test_a_run_that_an_error_ended_goes_on_from_its_last_checkpoint(make_loader,
 
 
 SCHEDULES = {
-    "one cycle": lambda optimizer: OneCycleLR(optimizer, max_lr=0.05, total_steps=EPOCHS + 1),
+    "one cycle": lambda optimizer: OneCycleLR(optimizer, max_lr=0.05, total_steps=200),
     "steps": lambda optimizer: MultiStepLR(optimizer, [2, 4]),
     "plateau": lambda optimizer: ReduceLROnPlateau(optimizer, patience=0),
     "in sequence": lambda optimizer: SequentialLR(

@@ -17,7 +17,14 @@ from esper.config import Config
 DESCRIPTION = "Says what is installed, which devices there are, and what is missing."
 
 REQUIRED = ("torch", "numpy", "msgspec", "tyro", "rich", "safetensors", "matplotlib")
-EXTRAS = {"gym": ("gymnasium", "pettingzoo"), "tensorboard": ("tensorboard",), "wandb": ("wandb",), "data": ("pyarrow", "pillow")}
+EXTRAS = {
+    "gym": ("gymnasium", "pettingzoo"),
+    "tensorboard": ("tensorboard",),
+    "wandb": ("wandb",),
+    "data": ("pyarrow", "pillow"),
+    "lightning": ("lightning",),
+    "transformers": ("transformers", "accelerate"),
+}
 
 
 class DoctorArguments(Config):

@@ -27,6 +27,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.flop_counter import FlopCounterMode
 
 from esper.growth import branches
+from esper.growth.errors import GrowthError
 from esper.growth.place import CPU, Kind, Place
 from esper.growth.state import Cost
 
@@ -59,13 +60,13 @@ def register_blueprint(
     """
     chosen = frozenset(kinds)
     if not name.isidentifier():
-        raise ValueError(f"a blueprint's name is one word of letters, digits and underscores; got {name!r}")
+        raise GrowthError(f"a blueprint's name is one word of letters, digits and underscores; got {name!r}")
     if not chosen or not chosen <= set(KINDS):
-        raise ValueError(f"kinds of blueprint {name!r} are a list of some of {list(KINDS)}; got {sorted(chosen)}")
+        raise GrowthError(f"kinds of blueprint {name!r} are a list of some of {list(KINDS)}; got {sorted(chosen)}")
 
     def register(build: Build) -> Build:
         if name in _registry and not replace:
-            raise ValueError(f"there is a blueprint named {name!r} already; choose another name, or replace it with replace=True")
+            raise GrowthError(f"there is a blueprint named {name!r} already; choose another name, or replace it with replace=True")
         first_line = (build.__doc__ or "").strip().partition("\n")[0]
         _registry[name] = Blueprint(name, chosen, build, description or first_line, fits)
         return build
@@ -77,7 +78,7 @@ def get_blueprint(name: str) -> Blueprint:
     if name not in _registry:
         near = get_close_matches(name, _registry, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"no blueprint named {name!r}; {hint}there are {', '.join(_registry)}")
+        raise GrowthError(f"no blueprint named {name!r}; {hint}there are {', '.join(_registry)}")
     return _registry[name]
 
 
@@ -96,7 +97,7 @@ def build_branch(blueprint: Blueprint, place: Place, seed: int) -> nn.Module:
     """A branch for the place. Its weights depend on the seed alone, on any device, and the global generators stay where they are."""
     if not _fits(blueprint, place):
         fitting = ", ".join(other.name for other in blueprints_for(place))
-        raise ValueError(f"blueprint {blueprint.name!r} does not fit {_described(place)} of {place.name!r}; these do: {fitting or 'none'}")
+        raise GrowthError(f"blueprint {blueprint.name!r} does not fit {_described(place)} of {place.name!r}; these do: {fitting or 'none'}")
     with _apart(CPU, seed):
         branch = blueprint.build(place)
     return branch.to(device=place.device, dtype=place.dtype).requires_grad_()
@@ -156,7 +157,7 @@ def _check(blueprint: Blueprint, place: Place) -> None:
         branch = blueprint.build(place)
         fault = _fault_of_layers(branch, blueprint.build(place)) or _fault_at_birth(branch, torch.randn(2, *place.shape))
     if fault:
-        raise ValueError(f"blueprint {blueprint.name!r} for {_described(place)}: {fault}")
+        raise GrowthError(f"blueprint {blueprint.name!r} for {_described(place)}: {fault}")
 
 
 def _fault_of_layers(branch: object, twin: nn.Module) -> str | None:

@@ -19,7 +19,7 @@ class Budget(Config):
 
     max_seeds: PositiveInt | None = None  # seeds in the host at one time, fossilized ones included; None: one per slot
     max_parameters: PositiveFloat | None = 8.0  # added, relative to the host's; None: no limit
-    max_flops: PositiveFloat | None = None  # added per forward pass, relative to the host's; None: no limit
+    max_flops: PositiveFloat | None = 8.0  # added per forward pass, relative to the host's; None: no limit
 
 
 class Lifecycle(Config):

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from esper.growth.blueprints import build_branch, get_blueprint
+from esper.growth.errors import GrowthError
 from esper.growth.place import Place
 
 Blending = Literal["add", "multiply", "gate"]
@@ -90,7 +91,7 @@ def _pooled_dimensions(place: Place) -> tuple[int, ...]:
 
 def _make_gate(place: Place, random_seed: int) -> nn.Module:
     if place.is_causal:
-        raise ValueError(f"the gate looks at the mean of the whole sequence, and {place.name!r} is causal; blend by 'add' or 'multiply'")
+        raise GrowthError(f"the gate looks at the mean of the whole sequence, and {place.name!r} is causal; blend by 'add' or 'multiply'")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(random_seed + 1)
         gate = nn.Sequential(nn.Linear(place.width, GATE_WIDTH), nn.ReLU(), nn.Linear(GATE_WIDTH, 1))

@@ -1,0 +1,198 @@
+"""That the growth benchmarks run, pair like with like, and give every control its due. Nothing here measures anything."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from esper.growth import Planned
+from esper.growth.config import Lifecycle
+from esper.growth.lifecycle import Stage
+from esper.tasks import Split, Task, load_task
+
+with pytest.MonkeyPatch.context() as patch:  # scripts: they find one another by path
+    patch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    import growth_digits
+    import growth_jumps
+    import growth_raise
+    import growth_runs
+    import growth_shadow_cost
+    import growth_sizes
+
+PLAN = [(1, "blocks.0", "conv3x3"), (1, "blocks.1", "norm")]
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> Task:
+    """The digits, but few of them: four steps an epoch."""
+
+    def first(split: Split, count: int) -> Split:
+        return Split(split.inputs[:count], split.targets[:count])
+
+    digits = load_task("digits")
+    task = replace(
+        digits,
+        train=first(digits.train, 64),
+        validation=first(digits.validation, 48),
+        test=first(digits.test, 48),
+        batch_size=16,
+    )
+    monkeypatch.setattr(growth_runs, "_loaded", lambda name, data_dir: task)
+    return task
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_loop_that_is_looked_into_trains_as_grow_does(small: Task) -> None:
+    setting = growth_runs.Setting(epochs=6)
+    by_grow = growth_runs.train(setting, small.make_host("starved", seed=3), Planned(PLAN), seed=3)
+    loop = growth_runs.Loop(setting, small.make_host("starved", seed=3), Planned(PLAN), setting.config(3), seed=3)
+    for _ in range(6):
+        loop.run_epoch()
+    by_hand = loop.finish()
+    for name in ("test_loss", "test_accuracy", "parameters", "train_gflops", "seeds"):
+        assert by_hand[name] == by_grow[name]
+
+
+def test_controls_cost_what_the_grown_run_cost(small: Task) -> None:
+    setting = growth_runs.Setting(epochs=6)
+    grown = growth_runs.train(setting, small.make_host("starved", seed=0), Planned(PLAN[:1]), seed=0)
+    assert [seed["outcome"] for seed in grown["seeds"]] == ["kept"]
+    made = growth_digits.run_seed(setting, "starved", 0, ["heuristic", "never", "longer", "final"], {"heuristic": grown})
+    never, longer, final = made
+    assert [run["arm"] for run in made] == ["never", "longer", "final"]
+    an_epoch = never["train_gflops"] / 6
+    assert 0 <= longer["train_gflops"] - grown["train_gflops"] <= an_epoch * 1.001
+    assert longer["parameters"] == never["parameters"]
+    assert final["train_gflops"] <= grown["train_gflops"]
+    assert final["epochs"] in (4, 5, 6)
+    assert [(seed["slot"], seed["blueprint"], seed["born"]) for seed in final["seeds"]] == [("blocks.0", "conv3x3", 0)]
+
+
+def test_runs_that_are_in_the_file_are_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "digits.jsonl"
+    command = ["--arms", "never", "--epochs", "1", "--jobs", "1", "--out", str(path)]
+    growth_digits.main([*command, "--seeds", "2"])
+    about, *runs, summary = lines(path)
+    assert "command" in about
+    assert [(run["arm"], run["seed"]) for run in runs] == [("never", 0), ("never", 1)]
+    assert summary["arms"]["never"]["accuracy_difference"]["estimate"] == 0
+    trained = []
+    own = growth_runs.train
+    monkeypatch.setattr(growth_digits, "train", lambda *given, **named: trained.append(named["seed"]) or own(*given, **named))
+    growth_digits.main([*command, "--seeds", "3"])
+    assert trained == [2]
+    assert lines(path)[-1]["arms"]["never"]["runs"] == 3
+    growth_digits.main([*command, "--seeds", "1", "--recipe", "default"])
+    assert trained == [2, 0]
+
+
+def test_arms_that_a_control_needs_are_run_with_it(tmp_path: Path) -> None:
+    path = tmp_path / "digits.jsonl"
+    growth_digits.main(["--arms", "longer", "--seeds", "1", "--epochs", "2", "--jobs", "1", "--out", str(path)])
+    assert [run["arm"] for run in lines(path)[1:-1]] == ["heuristic", "never", "longer"]
+
+
+def test_a_width_that_the_task_has_begins_with_its_weights(small: Task) -> None:
+    starved, same = small.make_host("starved", seed=5), growth_sizes.make_host(small, 4, seed=5)
+    assert all(torch.equal(one, other) for one, other in zip(starved.parameters(), same.parameters(), strict=True))
+    wider = growth_sizes.make_host(small, 6, seed=5)
+    assert wider.blocks[2].conv.weight.shape[:2] == (24, 12)
+    assert isinstance(wider.blocks[2].pool, torch.nn.Identity)
+
+
+def test_a_sweep_takes_the_best_by_validation_and_pays_for_all(tmp_path: Path) -> None:
+    path = tmp_path / "sizes.jsonl"
+    growth_sizes.main(["--widths", "4,8", "--seeds", "2", "--epochs", "2", "--jobs", "1", "--out", str(path)])
+    _, *runs, summary = lines(path)
+    for seed in range(2):
+        static = [run for run in runs if run["seed"] == seed and run["width"] != growth_sizes.GROWN]
+        best = growth_sizes.best_of_sweep(static)
+        assert best["val_loss"] == min(run["val_loss"] for run in static)
+        assert best["train_gflops"] == pytest.approx(sum(run["train_gflops"] for run in static))
+    assert sum(summary["rows"]["sweep"]["chosen"].values()) == 2
+    assert summary["rows"]["sweep"]["train_gflops"] > summary["rows"]["width 8"]["train_gflops"]
+
+
+def test_events_happen_and_the_shadow_is_not_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "jumps.jsonl"
+    timeline = ["--first", "1", "--gap", "2", "--window", "6"]
+    growth_jumps.main([*timeline, "--seeds", "2", "--jobs", "1", "--out", str(path)])
+    _, *runs, summary = lines(path)
+    for run in runs:
+        assert run["rollbacks"] == (2 if run["raise"] == "joint" else 0)
+        if run["event"] == "germinate":
+            assert run["before"] == run["twin_before"]
+            assert (run["jump"] == run["twin_jump"]) == (run["raise"] == "shadow")
+    middle_of_epoch = {run["step"] for run in runs if run["event"] == "rollback, NaN in the host"}
+    assert middle_of_epoch == {(1 + 4 * 2) * 4 + 2}
+    assert len(summary["rows"]) == 2 * 8
+    assert all((row["difference"]["low"] > 0) == row["is_above"] for row in summary["rows"])
+
+
+def test_a_straight_through_seed_learns_and_its_host_does_not_notice(small: Task) -> None:
+    setting = growth_runs.Setting(epochs=8)
+    loops = []
+    for plan in ([], PLAN[:1]):
+        life = Lifecycle(raise_mode="shadow")
+        loop = growth_runs.Loop(
+            setting, small.make_host("starved", seed=0), Planned(plan), setting.config(0, lifecycle=life, slots=("blocks.0",)), seed=0
+        )
+        loop.grower._shadow = growth_raise.StraightThrough(loop.slotted)
+        for _ in range(3):
+            loop.run_epoch()
+        loops.append(loop)
+    never, grown = loops
+    assert grown.grower.garden.beds["blocks.0"].life.stage is Stage.TRAINING
+    assert growth_raise.relative_size(grown, grown.slotted.slot("blocks.0")) > 0
+    mine, theirs = grown.slotted.host.state_dict(), never.slotted.host.state_dict()
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+def test_all_ways_to_raise_a_seed_are_compared(tmp_path: Path) -> None:
+    path = tmp_path / "raise.jsonl"
+    growth_raise.main(["--seeds", "1", "--epochs", "7", "--jobs", "1", "--out", str(path)])
+    rows = {(row["way"], row["at"]): row for row in lines(path)[-1]["rows"]}
+    assert set(rows) == {*((way, at) for way in growth_raise.WAYS for at in growth_raise.TIMES), ("never", None)}
+    for (way, _), row in rows.items():
+        assert way == "never" or all(size > 0 for size in row["relative_size"].values())
+    assert rows["shadow", 0.1]["train_gflops"] > rows["straight_through", 0.1]["train_gflops"] > rows["never", None]["train_gflops"]
+
+
+def shadow_options(*more: str) -> list[str]:
+    return ["--blocks", "3", "--width", "4", "--size", "4", "--batch", "2", "--at", "1", "--rounds", "3", "--warmup", "1", *more]
+
+
+def test_the_cost_of_the_shadow_is_measured_with_and_without_replay(tmp_path: Path) -> None:
+    path = tmp_path / "cost.jsonl"
+    growth_shadow_cost.main(shadow_options("--out", str(path)))
+    _, *records = lines(path)
+    assert [record["is_replayed"] for record in records] == [True, False]
+    assert all(record["behind"] == 1 and record["ratio"]["low"] > 0 for record in records)
+
+
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_only_what_was_recorded_is_replayed(is_recorded: bool) -> None:
+    options = argparse.Namespace(blocks=3, width=4, size=4, batch=2, device="cpu", blueprint="conv3x3")
+    side = growth_shadow_cost.Side(options, 1)
+    calls: list[int] = []
+    side.model.blocks[0].layers.register_forward_hook(lambda *_: calls.append(1))
+    for _ in range(2):
+        side.after_step(side.step(is_recorded=is_recorded))
+    assert len(calls) == (2 if is_recorded else 4)
