@@ -166,6 +166,12 @@ def run_seed(setting: Setting, events: Events, seed: int) -> list[Record]:
     return records
 
 
+def whole_seed(earlier: list[Record], seed: int) -> list[Record]:
+    """The records of a seed; none where whoever wrote them was stopped before the last."""
+    found = {(run["raise"], run["event"], run["view"]): run for run in earlier if run["seed"] == seed}
+    return list(found.values()) if len(found) == len(VIEWS) * sum(map(len, EVENTS.values())) else []
+
+
 def summary(setting: Setting, events: Events, runs: list[Record]) -> Record:
     rows = []
     for view, mode, event in [(view, mode, event) for view in VIEWS for mode, names in EVENTS.items() for event in names]:
@@ -201,7 +207,8 @@ def main(arguments: list[str] | None = None) -> None:
     if (options.gap - 0.5) * length < options.window:
         parser.error(f"{options.gap} epochs of {length} steps are too short for a window of {options.window} steps; choose a larger --gap")
     output = Output(options.out, resume=not options.fresh)
-    runs = [run for run in earlier_runs(output, setting, **events.about) if run["seed"] < options.seeds]
+    earlier = earlier_runs(output, setting, **events.about)
+    runs = [run for seed in range(options.seeds) for run in whole_seed(earlier, seed)]
     have = {run["seed"] for run in runs}
     jobs = [partial(run_seed, setting, events, seed) for seed in range(options.seeds) if seed not in have]
     runs += run_all(jobs, processes=options.jobs, output=output)

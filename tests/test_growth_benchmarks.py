@@ -32,6 +32,7 @@ PLAN = [(1, "blocks.0", "conv3x3"), (1, "blocks.1", "norm")]
 @pytest.fixture(autouse=True)
 def _threads() -> Iterator[None]:
     before = torch.get_num_threads()
+    torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
 
@@ -130,6 +131,7 @@ def test_a_sweep_takes_the_best_by_validation_and_pays_for_all(tmp_path: Path) -
     assert summary["rows"]["sweep"]["train_gflops"] > summary["rows"]["width 8"]["train_gflops"]
 
 
+@pytest.mark.slow
 def test_events_happen_and_the_shadow_is_not_noticed(tmp_path: Path) -> None:
     path = tmp_path / "jumps.jsonl"
     timeline = ["--first", "1", "--gap", "2", "--window", "6"]
@@ -144,6 +146,19 @@ def test_events_happen_and_the_shadow_is_not_noticed(tmp_path: Path) -> None:
     assert middle_of_epoch == {(1 + 4 * 2) * 4 + 2}
     assert len(summary["rows"]) == 2 * 8
     assert all((row["difference"]["low"] > 0) == row["is_above"] for row in summary["rows"])
+
+
+def test_a_seed_whose_records_were_cut_off_counts_for_nothing() -> None:
+    views = growth_jumps.VIEWS
+    whole = [
+        {"seed": 0, "raise": mode, "event": event, "view": view}
+        for mode, names in growth_jumps.EVENTS.items()
+        for event in names
+        for view in views
+    ]
+    assert growth_jumps.whole_seed(whole, 0) == whole
+    assert growth_jumps.whole_seed([*whole, whole[0]], 0) == whole
+    assert growth_jumps.whole_seed(whole[:-1], 0) == []
 
 
 def test_a_straight_through_seed_learns_and_its_host_does_not_notice(small: Task) -> None:
@@ -165,6 +180,7 @@ def test_a_straight_through_seed_learns_and_its_host_does_not_notice(small: Task
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.slow
 def test_all_ways_to_raise_a_seed_are_compared(tmp_path: Path) -> None:
     path = tmp_path / "raise.jsonl"
     growth_raise.main(["--seeds", "1", "--epochs", "7", "--jobs", "1", "--out", str(path)])
