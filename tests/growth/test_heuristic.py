@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from esper.growth.config import GrowthConfig, HeuristicConfig
+from esper.growth.config import GrowthConfig, HeuristicConfig, Lifecycle
 from esper.growth.decisions import Germinate
 from esper.growth.heuristic import Heuristic, choose, has_jumped, has_stopped_falling, projected_loss, starvation
 from esper.growth.lifecycle import Stage
@@ -179,3 +179,10 @@ def test_what_it_was_waiting_for_survives_a_resume() -> None:
     assert first.decide(state(3, train=(2.2, 2.0, 1.9))).probe
     second.load_state_dict(first.state_dict())
     assert decided(second, state(4)) == decided(first, state(4)) == [("Germinate", "a")]
+
+
+def test_nothing_grows_that_could_not_be_kept_in_the_time_left() -> None:
+    early = {"train": (2.2,), "epochs": 5}
+    assert not Heuristic(GrowthConfig()).decide(state(1, **early)).probe
+    assert Heuristic(GrowthConfig()).decide(state(1, train=(2.2,), epochs=6)).probe
+    assert not Heuristic(GrowthConfig(lifecycle=Lifecycle(raise_mode="shadow"))).decide(state(1, train=(2.2,), epochs=6)).probe

@@ -33,7 +33,7 @@ class Lifecycle(Config):
     alpha_curve: Literal["linear", "cosine"] = "linear"  # how alpha moves
     alpha_target: PositiveFloat = 1.0  # where it rises to
     holding_epochs: PositiveInt = 3  # least epochs of probation before a seed may be kept
-    withdraw_epochs: NonNegativeInt = 1  # epochs over which alpha falls before a seed is taken out
+    withdraw_epochs: NonNegativeInt = 2  # epochs over which alpha falls before a seed is taken out
     embargo_epochs: NonNegativeInt = 5  # wait after a pruned seed
 
 
@@ -71,6 +71,7 @@ class SeedOptimizer(Config):
 
     learning_rate_factor: PositiveFloat = 1.0  # times the learning rate of that group
     max_grad_norm: PositiveFloat | None = 1.0  # per seed; None: not clipped
+    warmup_epochs: NonNegativeFloat = 2.0  # in which the rate of a joint seed rises; one that is there from the start has none
 
 
 class GrowthConfig(Config):

@@ -60,7 +60,7 @@ class Garden:
         check_branch(get_blueprint(blueprint), bed.slot.place)
         number = len(self.ledger.entries) + 1
         seed = Seed(bed.slot.place, blueprint, random_seed=self._streams.integer(f"seed {number}"), blending=rules.blending)
-        learner = self._learner(name, seed)
+        learner = self._learner(name, seed, warmup=self._warmup())
         bed.life = Life(blueprint=blueprint, number=number, tried=bed.life.tried)
         bed.slot.plant(seed, connected=rules.raise_mode == "joint")
         bed.slot.alpha = 1.0 if rules.raise_mode == "joint" else 0.0
@@ -300,9 +300,14 @@ class Garden:
 
     # State
 
-    def _learner(self, name: str, seed: nn.Module) -> SeedLearner:
+    def _learner(self, name: str, seed: nn.Module, *, warmup: int = 0) -> SeedLearner:
         group = group_of(self.optimizer, self.slotted.host.get_submodule(name), self.slotted.host)
-        return SeedLearner(seed, self.optimizer, group, self.config.seed_optimizer, self._make_optimizer)
+        return SeedLearner(seed, self.optimizer, group, self.config.seed_optimizer, self._make_optimizer, warmup=warmup)
+
+    def _warmup(self) -> int:
+        """Steps; none for a seed that the host does not see yet, and before the first epoch, when the host is as young as the seed."""
+        is_joint = self.config.lifecycle.raise_mode == "joint"
+        return round(self.config.seed_optimizer.warmup_epochs * self.steps_per_epoch) if is_joint else 0
 
     def state_dict(self) -> dict[str, Any]:
         return {name: self._bed_state(bed) for name, bed in self.beds.items()}

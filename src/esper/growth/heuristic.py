@@ -83,8 +83,16 @@ class Heuristic:
         return max(FIRST_LOOK, round(self.rules.grow_at * state.epochs) if state.epochs else FIRST_LOOK)
 
     def _may_grow(self, state: GrowthState, *, at: int) -> bool:
-        is_in_time = state.epochs is None or at <= max(self.rules.grow_until * state.epochs, self._first_look(state))
+        is_in_time = state.epochs is None or (
+            at <= max(self.rules.grow_until * state.epochs, self._first_look(state)) and state.epochs - at >= self._trial_epochs()
+        )
         return is_in_time and any(slot.candidates for slot in state.slots)
+
+    def _trial_epochs(self) -> int:
+        """What a seed needs at least before it can be kept."""
+        rules = self.lifecycle
+        before = rules.training_epochs + rules.blend_epochs if rules.raise_mode == "shadow" else 0
+        return before + rules.holding_epochs + 1
 
     def _grow(self, state: GrowthState) -> tuple[list[Action], str]:
         verdict = starvation(state, self.rules)

@@ -2,6 +2,7 @@
 
 The optimiser is of the host's kind and has the settings of that group. The host's optimiser does not know of seeds: parameters that are
 added to it break schedules such as OneCycleLR. A seed is born with a fresh optimiser, so no momentum outlives the seed it belonged to.
+Its learning rate rises from 0 at first: a fresh Adam makes full steps in all weights at once, and the host's loss jumps (docs/log.md).
 
 Under a GradScaler the seed's gradients are unscaled here, before they are measured, clipped and stepped on. A gradient that is not finite
 is not stepped on, and counted. Each looks at its own: an overflow in the seed skips the seed's step and not the host's, one in the host
@@ -31,10 +32,13 @@ MakeOptimizer = Callable[[list[nn.Parameter], float], Optimizer]
 class SeedLearner:
     """`group` is the number of the host optimiser's group whose learning rate the seed follows.
 
-    A number, because an optimiser has new groups after its `load_state_dict`.
+    A number, because an optimiser has new groups after its `load_state_dict`. `warmup` is the number of steps in which the rate rises.
     """
 
-    def __init__(self, seed: nn.Module, host: Optimizer, group: int, config: SeedOptimizer, make: MakeOptimizer | None) -> None:
+    def __init__(
+        self, seed: nn.Module, host: Optimizer, group: int, config: SeedOptimizer, make: MakeOptimizer | None, *, warmup: int = 0
+    ) -> None:
+        self._warmup, self._steps = warmup, 0
         self.parameters = [parameter for parameter in seed.parameters() if parameter.requires_grad]
         self.config = config
         self._host, self._group = host, group
@@ -65,8 +69,9 @@ class SeedLearner:
             if self.config.max_grad_norm is not None:
                 clip_grads_with_norm_(self.parameters, self.config.max_grad_norm, norm)
             for own in self.optimizer.param_groups:
-                own["lr"] = self._rate()
+                own["lr"] = self._rate() * min((self._steps + 1) / (self._warmup + 1), 1.0)
             self.optimizer.step()
+            self._steps += 1
         self.forget_gradients()
 
     def forget_gradients(self) -> None:
@@ -90,12 +95,13 @@ class SeedLearner:
         return torch.stack([norm.float() for norm in self._norms]) if self._norms else torch.empty(0)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"optimizer": self.optimizer.state_dict(), "norms": self._gathered(), "skipped": self._skipped}
+        counts = {"skipped": self._skipped, "steps": self._steps, "warmup": self._warmup}
+        return {"optimizer": self.optimizer.state_dict(), "norms": self._gathered(), **counts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state["optimizer"])
         self._norms = list(state["norms"].to(self.parameters[0].device).unbind())
-        self._skipped = state["skipped"]
+        self._skipped, self._steps, self._warmup = state["skipped"], state["steps"], state["warmup"]
         self.forget_gradients()
 
 
