@@ -11,13 +11,14 @@ JOBS ?= 2
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-DEMO = --task digits --host starved --controller heuristic --twin --epochs 40 --threads 1 --device cpu
+DEMO = --task digits --host starved --controller heuristic --twin --seed 0 --epochs 40 --learning-rate 0.01 --schedule cosine --threads 1 --device cpu
 
 .PHONY: demo check test clean
 
 demo: $(INSTALLED)
 	@echo "Handwritten digits, and a convolutional network that is too small for them. It grows where that pays; its twin never does."
 	@$(BIN)/esper grow $(DEMO)
+	@echo "One seed is one draw; what twenty of them say is in README.md."
 
 check: $(INSTALLED)
 	@$(BIN)/ruff format --check .

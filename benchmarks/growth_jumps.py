@@ -9,7 +9,8 @@ while nothing grows. With seeds in the shadow: germinate, blend, prune.
 After every step of the training the loss of the validation part is computed as a whole, and leaves no trace: once as evaluation sees it, by
 the running statistics of the batch norms, which lag behind, and once as training sees it, by those of the batch. The jump of an event is
 the largest of these losses within 50 steps less the one just before it. The twin has the same first weights and sees the same batches; its
-jump is that over the same steps. Differences are paired over seeds.
+jump is that over the same steps. Differences are paired over seeds. Taking out a seed that was useful gives back what it gave, so beside
+the jump stands the peak: the largest loss in those steps less the twin's, which says whether it is ever worse than never to have grown.
 """
 
 from __future__ import annotations
@@ -178,17 +179,30 @@ def summary(setting: Setting, events: Events, runs: list[Record]) -> Record:
         some = [run for run in runs if (run["view"], run["raise"], run["event"]) == (view, mode, event)]
         found = difference(some, [{**run, "jump": run["twin_jump"]} for run in some], "jump")
         means = {name: mean(some, name) for name in ("jump", "twin_jump", "before", "twin_before")}
+        peaks = [{"seed": run["seed"], "peak": run["before"] + run["jump"]} for run in some]
+        twins = [{"seed": run["seed"], "peak": run["twin_before"] + run["twin_jump"]} for run in some]
         is_above = None if found is None else found["low"] > 0
-        rows.append({"view": view, "raise": mode, "event": event, **means, "difference": found, "is_above": is_above})
+        about = {"view": view, "raise": mode, "event": event}
+        rows.append({**about, **means, "difference": found, "is_above": is_above, "peak_difference": difference(peaks, twins, "peak")})
     return {"what": "summary", **setting.about, **events.about, "rows": rows}
 
 
 def show(record: Record) -> None:
-    rows = [("seen in", "raise", "event", "loss before", "twin's", "largest jump", "twin's", "difference", "above the twin's")]
+    rows = [("seen in", "raise", "event", "loss before", "twin's", "largest jump", "twin's", "difference", "above", "peak − twin's")]
     for about in record["rows"]:
         numbers = [f"{about[name]:.4f}" for name in ("before", "twin_before", "jump", "twin_jump")]
         verdict = {None: "–", True: "yes", False: "no"}[about["is_above"]]
-        rows.append((about["view"], about["raise"], about["event"], *numbers, shown(about["difference"], 4), verdict))
+        rows.append(
+            (
+                about["view"],
+                about["raise"],
+                about["event"],
+                *numbers,
+                shown(about["difference"], 4),
+                verdict,
+                shown(about["peak_difference"], 4),
+            )
+        )
     print_table(rows)
 
 

@@ -24,13 +24,15 @@ from esper.checkpoint.tree import split
 from esper.cli.grow_config import GrowTaskConfig
 from esper.cli.grow_progress import LiveView, PlainLines, Progress, live_view
 from esper.cli.grow_run import run_folder
+from esper.cli.grow_work import make_work
 from esper.cli.main import main
 from esper.config import load
 from esper.events import Record, read
-from esper.growth.events import EpochEnded, GrowthStarted, SlotView
+from esper.growth.events import EpochEnded, GrowthStarted, Probed, SlotView
 from esper.growth.run import KIND
 from esper.growth.story import read_story
 from esper.run_folder import CHECKPOINTS
+from esper.statistics import student_interval
 from esper.tasks import load_task
 
 OPTIONS = ["--task", "digits", "--controller", "schedule", "--threads", "1", "--device", "cpu"]
@@ -127,6 +129,9 @@ def test_the_help_shows_every_option_about_growing(capsys: pytest.CaptureFixture
         (["--task", "digits", "--epochs", "0"], "--epochs: expected an int > 0, got 0"),
         (["--task", "digits", "--rent.parameters", "-1"], "--rent.parameters: expected a float >= 0, got -1.0"),
         (["--task", "digits", "--data-dir", "here"], "leave out --data-dir"),
+        (["--task", "digits", "--sequence-length", "32"], "digits has no sequences"),
+        (["--task", "digits", "--augment"], "digits has no augmentation"),
+        (["--model", "a:b", "--data", "c:d", "--augment"], "--augment: expected nothing: make_loaders decides"),
         (["--task", "cifar10"], "--data-dir"),
         (["--task", "cifar10", "--data-dir", "nowhere"], "no folder nowhere"),
         (["--task", "digits", "--slots", "blcks.0"], "no submodule is named 'blcks.0'"),
@@ -151,6 +156,11 @@ def test_a_mistake_is_explained_and_leaves_nothing_behind(
     assert "Traceback" not in captured.err
     assert message in last_line(captured.out)["error"]
     assert not list(tmp_path.iterdir())
+
+
+def test_what_a_machine_reads_says_what_is_wrong_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["grow", "--task", "digits", "--controller", "foo", "--json"]) == 2
+    assert last_line(capsys.readouterr().out)["error"].startswith("invalid choice 'foo' for argument '--controller'. Expected one of")
 
 
 def test_a_wrong_key_in_the_file_names_the_right_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -210,6 +220,29 @@ def test_the_twin_is_the_same_training_without_growth(finished: Path, capsys: py
     assert twin.finished is not None
     assert grown.finished.val_loss_before == twin.finished.val_loss_before, "they start from the same weights"
     assert grown.epochs[0].train_loss == twin.epochs[0].train_loss, "and see the same batches"
+
+
+def test_the_twin_is_compared_sample_by_sample(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    task = load_task("digits")
+    rights = []
+    for folder in (finished, finished / "twin"):
+        model = esper.load(folder / "model.safetensors", model=task.make_host("starved")).eval()
+        with torch.no_grad():
+            rights.append((model(task.test.inputs).argmax(dim=1) == task.test.targets).double())
+    expected = student_interval((rights[0] - rights[1]).numpy())
+
+    assert main(["grow", "--resume", "--run", str(finished), "--json"]) == 0
+    shown = capsys.readouterr().out
+    found = last_line(shown)["accuracy_difference"]
+    assert found["samples"] == len(task.test)
+    assert [found[name] for name in ("estimate", "low", "high")] == pytest.approx([expected.estimate, expected.low, expected.high])
+    twin = read_story(finished / "twin").finished
+    assert twin is not None
+    assert f", its twin {twin.val_loss:.3f}" in shown
+    points = f"{100 * expected.estimate:+.2f} ±{50 * (expected.high - expected.low):.2f} points"
+    assert points in next(line for line in shown.splitlines() if line.startswith("test accuracy"))
+    assert f"One run on {len(task.test)} test samples" in shown
+    assert points in (finished / "report.html").read_text()
 
 
 def test_nothing_worth_keeping_is_a_normal_end(capsys: pytest.CaptureFixture[str]) -> None:
@@ -349,6 +382,22 @@ def test_a_users_model_grows_on_the_users_data(tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.usefixtures("user_code")
+def test_a_twin_without_an_accuracy_has_no_interval(capsys: pytest.CaptureFixture[str]) -> None:
+    own = ["--model", "mycode:make_model", "--data", "mycode:make_loaders", "--loss", "mycode:squared", "--epochs", "1", "--run", "run"]
+    assert main(["grow", *own, "--controller", "never", "--twin", "--json"]) == 0
+    shown = capsys.readouterr().out
+    assert last_line(shown)["accuracy_difference"] is None
+    assert "One run is one draw" in shown
+
+
+def test_the_length_of_sequences_reaches_the_task(tmp_path: Path) -> None:
+    (tmp_path / "input.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
+    config = GrowTaskConfig(task="text", data_dir=tmp_path, sequence_length=16)
+    inputs, _ = next(iter(make_work(config, torch.device("cpu")).train_loader))
+    assert inputs.shape[1] == 16
+
+
+@pytest.mark.usefixtures("user_code")
 @pytest.mark.parametrize("more", [["--loss", "mycode:squared"], ["--step-loss", "mycode:step_loss"]])
 def test_a_loss_of_ones_own_has_no_accuracy(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     own = ["--model", "mycode:make_model", "--data", "mycode:make_loaders", "--controller", "never", "--epochs", "1", "--run", "run"]
@@ -375,8 +424,8 @@ def test_without_a_test_part_there_is_no_number_for_it(capsys: pytest.CaptureFix
         ("mycode.nets:make_model", "mycode:make_loaders", 2, "there is no module 'mycode.nets'"),
         ("mycode", "mycode:make_loaders", 2, "expected package.module:function"),
         ("mycode:make_modle", "mycode:make_loaders", 2, "has no 'make_modle'; did you mean 'make_model'?"),
-        ("mycode:number", "mycode:make_loaders", 2, "is a int and cannot be called"),
-        ("mycode:make_loaders", "mycode:make_loaders", 2, "it returned a list, and must return an nn.Module"),
+        ("mycode:number", "mycode:make_loaders", 2, "is of type int and cannot be called"),
+        ("mycode:make_loaders", "mycode:make_loaders", 2, "what it returned is of type list, and must be an nn.Module"),
         ("mycode:broken", "mycode:make_loaders", 1, "mycode:broken raised KeyError: 'missing' (mycode.py, line"),
         (
             "badcode:make_model",
@@ -384,8 +433,8 @@ def test_without_a_test_part_there_is_no_number_for_it(capsys: pytest.CaptureFix
             1,
             "importing badcode raised ModuleNotFoundError: No module named 'not_there_at_all'",
         ),
-        ("mycode:make_model", "mycode:one_loader", 2, "it returned a DataLoader, and must return loaders"),
-        ("mycode:make_model", "mycode:no_loaders", 2, "the train loader is a int, which cannot be iterated"),
+        ("mycode:make_model", "mycode:one_loader", 2, "it returned something of type DataLoader; expected loaders"),
+        ("mycode:make_model", "mycode:no_loaders", 2, "the train loader is of type int, which cannot be iterated"),
         ("mycode:make_model", "mycode:iterators", 2, "is an iterator and is used up after one epoch"),
     ],
 )
@@ -460,6 +509,13 @@ def test_plain_lines_tell_every_change_with_its_reason(finished: Path) -> None:
     assert "epoch 1: blocks.0 double_conv3x3 GERMINATED: planned for epoch 1" in shown
     assert "KEPT: as planned; it gives" in shown
     assert shown.count("epoch 6/6") == 1
+
+
+def test_what_the_probe_saw_is_a_line() -> None:
+    stream = io.StringIO()
+    promises = {"a": {"norm": 0.001, "conv3x3": 0.02}, "b": {"norm": 0.03}}
+    PlainLines("digits", stream).write(Record(time=0.0, run="run", rank=0, event=Probed(epoch=4, promises=promises)))
+    assert "epoch 4: the probe saw norm after b 0.03000, conv3x3 after a 0.02000 nats per step" in stream.getvalue()
 
 
 def test_the_live_view_ends_with_the_last_state(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,10 @@ def check_is_free(folder: Path) -> None:
         raise RunError(f"{folder} is a file; choose another folder for the run")
     found = [name for name in (CONFIG, EVENTS, CHECKPOINTS) if (folder / name).exists()]
     if found:
-        raise RunError(f"{folder} already holds a run ({', '.join(found)}); go on with it by --resume, or choose another folder")
+        raise RunError(
+            f"{folder} already holds a run ({', '.join(found)}); go on with it by resume=True (--resume on the command line), "
+            "or choose another folder"
+        )
 
 
 def check_holds_a_run(folder: Path) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 Floats = NDArray[np.float64]
 EXACT_PAIRS = 12  # up to 2¹² sign flips are counted out instead of sampled
+LEAST_COUNT = 1.5  # values' worth of weights, below which their spread tells nothing
 RESAMPLED_AT_ONCE = 1 << 20  # numbers drawn in one go by a bootstrap or a permutation test, to bound its memory
 
 
@@ -235,6 +236,38 @@ def student_interval(values: ArrayLike, *, confidence: float = 0.95) -> Interval
     return Interval(estimate, estimate - reach, estimate + reach)
 
 
+def weighted_interval(values: ArrayLike, weights: ArrayLike, *, confidence: float = 0.95) -> Interval:
+    """Interval of a mean in which some values weigh more, such as means over batches of different sizes.
+
+    It is Student's, for as many values as the weights make up: (Σw)² / Σw². Where that is hardly more than one, any mean is possible.
+
+    >>> print(weighted_interval([1.0, 2.0, 4.0], [8, 8, 8]), "=", student_interval([1.0, 2.0, 4.0]))
+    2.333 [-1.461, 6.128] = 2.333 [-1.461, 6.128]
+    >>> print(weighted_interval([1.0, 2.0], [160, 1]))
+    1.006 [-inf, inf]
+    """
+    sample, weight = np.asarray(values, dtype=np.float64), np.asarray(weights, dtype=np.float64)
+    if sample.ndim != 1 or not len(sample) or sample.shape != weight.shape or not (np.isfinite(sample).all() and (weight > 0).all()):
+        raise ValueError(f"an interval needs finite numbers and a weight above 0 for each; got {values!r} with {weights!r}")
+    share = weight / weight.sum()
+    estimate, count = float(share @ sample), effective_count(weights)
+    if count < LEAST_COUNT:
+        return Interval(estimate, -math.inf, math.inf)
+    error = math.sqrt(float(share @ (sample - estimate) ** 2) / (count - 1))
+    reach = student_quantile((1 + _confidence(confidence)) / 2, count - 1) * error
+    return Interval(estimate, estimate - reach, estimate + reach)
+
+
+def effective_count(weights: ArrayLike) -> float:
+    """How many values of equal weight tell as much as values with these weights.
+
+    >>> effective_count([3, 3, 3]), round(effective_count([160, 1]), 3)
+    (3.0, 1.012)
+    """
+    weight = np.asarray(weights, dtype=np.float64)
+    return float(weight.sum() ** 2 / (weight @ weight))
+
+
 def paired_interval(
     ours: ArrayLike, theirs: ArrayLike, *, confidence: float = 0.95, resamples: int = 10_000, rng: np.random.Generator
 ) -> Interval:
@@ -252,7 +285,7 @@ def wilson_interval(successes: int, trials: int, *, confidence: float = 0.95) ->
     return Interval(rate, min(max(center - reach, 0.0), rate), max(min(center + reach, 1.0), rate))
 
 
-def student_quantile(probability: float, freedom: int) -> float:
+def student_quantile(probability: float, freedom: float) -> float:
     """The number below which Student's t with `freedom` degrees falls with `probability`."""
     normal = NormalDist().inv_cdf(probability)
     if freedom > 1_000_000 or normal == 0:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import StepLR
 
 from esper.config import ConfigError
 from esper.growth import GrowthConfig, GrowthError, Planned, add_slots, grow
 from esper.growth.config import Budget, Lifecycle
-from tests.growth.small import SLOTS, Data, assert_same, config, make_data, make_host
+from esper.growth.governor import Diverged
+from esper.run_folder import EVENTS, RunError
+from tests.growth.small import SLOTS, Batch, Data, assert_same, config, make_data, make_host
 
 NAMED = {"slots": SLOTS}
 
@@ -80,7 +84,36 @@ CASES = {
         GrowthError,
         "must be a function that makes one",
     ),
-    "LBFGS": (lambda f: start(folder=f, optimizer=torch.optim.LBFGS), GrowthError, "LBFGS computes the loss itself"),
+    "an optimiser instead of a function": (
+        lambda f: start(folder=f, optimizer=torch.optim.SGD(make_host().parameters(), lr=0.1)),
+        GrowthError,
+        "must be a function that makes one, and is a SGD: optimizer=lambda parameters: ",
+    ),
+    "a schedule instead of a function": (
+        lambda f: start(folder=f, scheduler=StepLR(torch.optim.SGD(make_host().parameters(), lr=0.1), 1)),
+        GrowthError,
+        "must be a function that makes one, and is a StepLR: scheduler=lambda optimizer: ",
+    ),
+    "LBFGS": (
+        lambda f: start(folder=f, optimizer=torch.optim.LBFGS),
+        GrowthError,
+        "LBFGS computes the loss itself.*use another optimiser, or a loop of your own with esper.Grower",
+    ),
+    "a dict of settings": (lambda f: start(folder=f, config={"patience": 3}), GrowthError, "must be a GrowthConfig, and is a dict"),
+    "a function as model": (lambda f: start(cross_entropy, folder=f), GrowthError, "model must be an nn.Module, and is a function"),
+    "a class as model": (lambda f: start(Dictionary, folder=f), GrowthError, "model must be an nn.Module, and is the class Dictionary"),
+    "a controller's class": (lambda f: start(folder=f, controller=Planned), GrowthError, "the class Planned itself"),
+    "training yields nothing": (lambda f: start(folder=f, train=[]), GrowthError, "^the training loader yields nothing; it needs at least"),
+    "NaN in training data": (
+        lambda f: start(folder=f, train=spoiled(make_data())),
+        GrowthError,
+        "batch 2 of the training loader holds 1 values that are NaN or infinite",
+    ),
+    "a batch of one with batch norm": (
+        lambda f: start(folder=f, train=[(x[:1], y[:1]) for x, y in make_data()]),
+        GrowthError,
+        "training batch of 1 is too small for batch norm .*drop_last=True",
+    ),
     "resume without a folder": (lambda f: start(resume=True), GrowthError, "resume needs the folder"),
     "resume of nothing": (lambda f: start(folder=f, resume=True), ValueError, "there is no run in"),
     "a wrong plan": (lambda f: start(folder=f, controller=Planned([(-1, "first", "mlp")])), GrowthError, "epochs from 0 on"),
@@ -95,36 +128,82 @@ def test_a_mistake_is_told_and_leaves_no_run_behind(case: str, tmp_path: Path) -
     assert not (tmp_path / "run").exists()
 
 
-def test_a_training_loader_that_yields_nothing_is_told() -> None:
-    with pytest.raises(GrowthError, match="training loader yields nothing"):
-        start(train=[])
+@pytest.mark.parametrize("folder", ["run", "a/b/run"])
+def test_after_a_mistake_in_the_data_the_same_folder_can_be_used_again(folder: str, tmp_path: Path) -> None:
+    with pytest.raises(GrowthError, match="NaN"):
+        start(folder=tmp_path / folder, train=spoiled(make_data()))
+    assert not list(tmp_path.iterdir())
+    assert start(folder=tmp_path / folder).status == "finished"
 
 
-def test_nan_in_the_training_data_is_told_with_the_batch() -> None:
-    with pytest.raises(GrowthError, match="batch 2 of the training loader holds 1 values that are NaN or infinite"):
-        start(train=spoiled(make_data()))
+def test_a_folder_that_was_there_before_stays_with_what_was_in_it(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(GrowthError, match="NaN"):
+        start(folder=tmp_path, train=spoiled(make_data()))
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    assert start(folder=tmp_path).status == "finished"
 
 
-def test_a_batch_of_one_with_batch_norm_is_told_what_to_do() -> None:
-    x, y = make_data(1)[0]
-    with pytest.raises(GrowthError, match=r"training batch of 1 is too small for batch norm .*drop_last=True"):
-        start(train=[(x, y), (x[:1], y[:1])])
+class Worse:
+    """A loader that fails in its second epoch."""
+
+    def __init__(self) -> None:
+        self.rounds = 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        self.rounds += 1
+        if self.rounds == 2:
+            raise OSError("the disk is gone")
+        return iter(make_data())
 
 
-def test_a_loss_function_that_fails_comes_through_and_the_model_is_untouched() -> None:
-    host, calls = make_host(), []
+def test_an_error_after_the_first_epoch_leaves_the_run_to_go_on_with(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="disk is gone"):
+        start(folder=tmp_path / "run", train=Worse())
+    with pytest.raises(RunError, match=r"already holds a run .* go on with it by resume=True \(--resume on the command line\)"):
+        start(folder=tmp_path / "run")
+    assert start(folder=tmp_path / "run", resume=True).epochs == 2
+
+
+def test_a_training_that_diverged_at_once_keeps_the_folder_that_tells_how(tmp_path: Path) -> None:
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        value = cross_entropy(outputs, targets)
+        return value * math.nan if torch.is_grad_enabled() else value
+
+    with pytest.raises(Diverged, match="fails again and again"):
+        start(loss=loss, folder=tmp_path / "run", train=make_data(12))
+    assert (tmp_path / "run" / EVENTS).is_file()
+
+
+def test_a_run_that_goes_on_keeps_its_folder_whatever_happens(tmp_path: Path) -> None:
+    start(folder=tmp_path / "run", epochs=1)
+    with pytest.raises(GrowthError, match="NaN"):
+        start(folder=tmp_path / "run", resume=True, train=spoiled(make_data()))
+    assert start(folder=tmp_path / "run", resume=True).epochs == 2
+
+
+def test_a_loss_function_that_fails_comes_through_and_nothing_of_ours_stays_anywhere() -> None:
+    host, calls, slotted = make_host(), [], []
     before = copy.deepcopy(host.state_dict())
 
     def fail(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         calls.append(1)
+        slotted[:] = [any(map(is_touched, model.modules())), model]
         if len(calls) == 7:
             raise KeyError("targets")
         return cross_entropy(model(batch[0]), batch[1])
 
+    controller = Planned([(0, "first", "mlp"), (0, "second", "mlp")])
     with pytest.raises(KeyError, match="targets"):
-        grow(host, make_data(), make_data(2), step_loss=fail, epochs=3, config=config(**NAMED), controller="schedule")
+        grow(host, make_data(), make_data(2), step_loss=fail, epochs=3, config=config(**NAMED), controller=controller)
     assert_same(dict(host.state_dict()), dict(before))
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in host.modules())
+    was_touched, copied = slotted
+    assert was_touched
+    assert not any(map(is_touched, [*host.modules(), *copied.modules()]))
+
+
+def is_touched(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
 def test_a_wrong_example_input_is_told_and_leaves_no_hooks() -> None:

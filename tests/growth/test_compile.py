@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
-from esper.growth import add_slots
+from esper.growth import Grower, add_slots
 from esper.growth.baked import load
 from esper.growth.slotted import Slotted
 from tests.growth.hosts import FAMILIES
+from tests.growth.small import Script, config, sgd
 from tests.growth.test_models import disturb, germinate, grow, hooks_of
 
 FAMILY = FAMILIES["functional mlp"]
@@ -239,3 +240,86 @@ def test_the_default_compiler_gives_what_eager_gives_before_and_after_germinatio
     torch.testing.assert_close(out(slotted, batch), out(family.model(), batch))
     disturb(germinate(slotted, "layer1.0", "conv3x3"))
     torch.testing.assert_close(out(slotted, batch), eager_output(slotted, batch))
+
+
+def watched(model: nn.Module, batch: Tensor) -> tuple[Slotted, Grower]:
+    """The probe looks from the first step on."""
+    slotted = add_slots(model, batch)
+    grower = Grower(slotted, sgd(slotted.host), controller=Script(probes=[0]), config=config(probe_steps=2))
+    grower.begin()
+    return slotted, grower
+
+
+def train_step(call: Any, grower: Grower, batch: Tensor) -> None:
+    loss = call(batch).square().mean()
+    loss.backward()
+    grower.optimizer.step()
+    grower.optimizer.zero_grad()
+    grower.after_step(loss)
+
+
+@pytest.mark.parametrize("is_in_place", [False, True], ids=["torch.compile", "module.compile"])
+@pytest.mark.parametrize("is_called_by_slotted", [False, True], ids=["model(x)", "slotted(x)"])
+def test_steps_that_the_probe_looks_at_compile_nothing_and_those_after_run_compiled(is_in_place: bool, is_called_by_slotted: bool) -> None:
+    model, _, counter = compiled_host(is_in_place=is_in_place)
+    batch = FAMILY.batch()
+    slotted, grower = watched(model, batch)
+    call = slotted if is_called_by_slotted else model
+    with compilations(counter, 0):
+        for _ in range(2):
+            train_step(call, grower, batch)
+    assert grower._prober.finish()
+    with compilations(counter, 1):
+        for _ in range(2):
+            train_step(call, grower, batch)
+
+
+@pytest.mark.parametrize("is_in_place", [False, True], ids=["torch.compile", "module.compile"])
+@pytest.mark.parametrize("end", ["remove", "bake"])
+def test_a_loop_that_is_abandoned_while_the_probe_looks_leaves_compiling_as_it_was(is_in_place: bool, end: str) -> None:
+    model, _, counter = compiled_host(is_in_place=is_in_place)
+    other, _, other_counter = compiled_host()
+    batch = FAMILY.batch()
+    slotted, grower = watched(model, batch)
+    train_step(slotted, grower, batch)
+    with compilations(other_counter, 1):  # another model does not notice
+        out(other, batch)
+    getattr(slotted, end)()
+    with compilations(counter, 1):
+        out(model, batch)
+
+
+def test_a_stance_of_the_users_own_outlives_the_probe() -> None:
+    model, _, counter = compiled_host()
+    batch = FAMILY.batch()
+    with torch.compiler.set_stance("force_eager"), compilations(counter, 0):
+        slotted, grower = watched(model, batch)
+        for _ in range(4):
+            train_step(slotted, grower, batch)
+    with compilations(counter, 1):
+        train_step(slotted, grower, batch)
+
+
+def test_a_copy_that_is_made_while_the_probe_looks_runs_compiled() -> None:
+    host, batch = FAMILY.model(), FAMILY.batch()
+    slotted, grower = watched(torch.compile(host, backend="eager"), batch)
+    twin = copy.deepcopy(slotted)
+    assert torch.equal(out(twin, batch), out(slotted, batch))
+    twin.remove()
+    train_step(slotted, grower, batch)
+    assert torch.equal(out(twin.model, batch), out(FAMILY.model(), batch))
+
+
+@pytest.mark.filterwarnings("ignore:Using `torch.compile:UserWarning")  # torch's, of the counter of FLOPs
+def test_a_part_that_is_compiled_on_its_own_runs_as_written_while_the_probe_looks() -> None:
+    family = FAMILIES["resnet"]
+    model, batch, counter = family.model(), family.batch(), CompileCounter()
+    model.layer1 = torch.compile(model.layer1, backend=counter)
+    before = hooks_of(model)
+    slotted, grower = watched(model, batch)
+    with compilations(counter, 0):
+        train_step(slotted, grower, batch)
+    slotted.remove()
+    assert hooks_of(model) == before
+    out(model, batch)
+    assert counter.frame_count > 0

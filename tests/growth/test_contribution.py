@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,11 +13,11 @@ from torch.nn.functional import cross_entropy
 
 from esper.growth import GrowthError, add_slots
 from esper.growth.blueprints import blueprints_for
-from esper.growth.contribution import Measurement, gain_of
+from esper.growth.contribution import Losses, Measurement, gain_of, losses_of
 from esper.growth.decisions import Advance, Germinate
 from esper.growth.promise import Probe
 from esper.growth.seed import Seed
-from esper.statistics import Interval, student_interval
+from esper.statistics import Interval, student_interval, weighted_interval
 from tests.growth.small import (
     QUICK,
     QUICK_SHADOW,
@@ -68,8 +69,9 @@ def by_hand(loop: Loop, off: str) -> list[float]:
 
 def test_the_contribution_is_the_paired_difference_of_on_and_off() -> None:
     loop = grown()
-    losses, contributions = Measurement(loop.slotted).measure(loop.evaluate, SLOTS, epoch=4)
+    (losses, samples), contributions = Measurement(loop.slotted).measure(loop.evaluate, SLOTS, epoch=4)
     assert losses == [float(loss) for loss in loop.evaluate()]
+    assert samples == [1.0] * len(losses)
     for name in SLOTS:
         expected = student_interval([off - on for off, on in zip(by_hand(loop, name), losses, strict=True)])
         assert contributions[name].epoch == 4
@@ -119,8 +121,76 @@ def test_a_replay_that_gives_other_losses_is_not_trusted_and_not_tried_again() -
     assert counted.calls == 2
 
 
-def test_one_batch_has_no_interval_and_losses_that_differ_in_number_are_told() -> None:
-    assert gain_of([3.0], [1.0]) == Interval(2.0, 2.0, 2.0)
+def test_one_batch_tells_nothing_about_how_sure_its_gain_is() -> None:
+    assert gain_of(Losses([3.0], [1.0]), Losses([1.0], [1.0])) == Interval(2.0, -math.inf, math.inf)
+
+
+def test_every_sample_counts_alike_where_the_sizes_of_batches_are_told() -> None:
+    with_all, without = Losses([1.0, 1.0], [160, 1]), Losses([1.5, 82.0], [160, 1])
+    assert without.mean == pytest.approx((160 * 1.5 + 82.0) / 161)
+    gain = gain_of(without, with_all)
+    assert gain.estimate == pytest.approx((160 * 0.5 + 81.0) / 161)
+    assert (gain.low, gain.high) == (-math.inf, math.inf)  # one batch, as good as
+
+
+def test_a_split_of_the_validation_data_with_a_rest_gives_the_same_contribution_as_whole_batches() -> None:
+    loop = grown()
+    x, y = (torch.cat(parts) for parts in zip(*loop.val, strict=True))
+
+    def evaluate(size: int) -> list[tuple[Tensor, int]]:
+        with torch.no_grad():
+            return [(cross_entropy(loop.slotted(a), b), len(a)) for a, b in zip(x.split(size), y.split(size), strict=True)]
+
+    whole, ragged = (Measurement(loop.slotted).measure(lambda size=size: evaluate(size), SLOTS, epoch=1) for size in (8, 7))
+    assert ragged.losses.samples == [7, 7, 7, 3]
+    assert ragged.losses.mean == pytest.approx(whole.losses.mean)
+    for name in SLOTS:
+        one, other = ragged.contributions[name].gain, whole.contributions[name].gain
+        assert one.estimate == pytest.approx(other.estimate)
+        assert one.low < one.estimate < one.high
+
+
+def test_the_epochs_loss_and_the_best_alpha_are_by_samples() -> None:
+    loop = grown()
+    for x, y in loop.data:
+        loop.step(x, y)
+    assert loop.grower.after_epoch(lambda: [(1.0, 3), (5.0, 1)]).val_loss == 2.0
+    assert set(loop.grower.search_alpha("first", lambda: [(1.0, 3), (5.0, 1)]).losses.values()) == {2.0}
+
+
+def test_a_weighted_interval_is_students_for_equal_weights_and_wider_for_unequal_ones() -> None:
+    values = [0.1, 0.4, -0.2, 0.3]
+    assert bounds(weighted_interval(values, [0.1] * 4)) == pytest.approx(bounds(student_interval(values)))
+    wide = weighted_interval([0.1, -0.1], [2, 1])
+    assert wide.estimate == pytest.approx(0.1 / 3)
+    assert math.inf > wide.high - wide.low > 2 * (student_interval([0.1, -0.1]).high)
+    with pytest.raises(ValueError, match="a weight above 0 for each"):
+        weighted_interval([1.0, 2.0], [1, 0])
+
+
+def test_a_weighted_interval_covers_the_mean_of_batches_with_a_rest() -> None:
+    rng = np.random.default_rng(0)
+    sizes = [32, 32, 32, 32, 5]
+    covered = 0
+    for _ in range(400):
+        means = [rng.normal(size=size).mean() for size in sizes]
+        interval = weighted_interval(means, sizes)
+        covered += interval.low <= 0 <= interval.high
+    assert 0.92 <= covered / 400 <= 0.98
+
+
+def test_batches_that_make_no_sense_are_told() -> None:
+    with pytest.raises(GrowthError, match="a validation batch has 0 samples"):
+        losses_of(lambda: [(1.0, 2), (1.0, 0)])
+    loop = grown()
+    answers = iter([[(1.0, 2), (1.0, 1)], [(1.0, 1), (1.0, 2)]])
+    measurement = Measurement(loop.slotted)
+    measurement._distrusted.update(SLOTS)
+    with pytest.raises(GrowthError, match="2 losses and then batches of other sizes; it must go through the same batches"):
+        measurement.measure(lambda: next(answers), ["first"], epoch=1)
+
+
+def test_losses_that_differ_in_number_are_told() -> None:
     loop = grown()
     lengths = iter([3, 3, 2])
     with pytest.raises(GrowthError, match="gave 3 losses and then 2; it must go through the same batches"):
@@ -134,7 +204,7 @@ def test_one_batch_has_no_interval_and_losses_that_differ_in_number_are_told() -
 
 def test_losses_that_are_not_finite_end_the_measurement() -> None:
     loop = grown()
-    losses, contributions = Measurement(loop.slotted).measure(lambda: [1.0, math.inf], SLOTS, epoch=1)
+    (losses, _), contributions = Measurement(loop.slotted).measure(lambda: [1.0, math.inf], SLOTS, epoch=1)
     assert losses == [1.0, math.inf]
     assert not contributions
 
@@ -247,7 +317,7 @@ def test_the_probe_finds_the_gradient_of_a_planted_seed_for_every_blueprint(kind
     expected_host = [None if parameter.grad is None else parameter.grad.clone() for parameter in host.parameters()]
     host.zero_grad()
 
-    probe = Probe(slotted.slots, {"body": options}, random_seed=7)
+    probe = Probe(slotted, {"body": options}, random_seed=7)
     probe.watch()
     scale = 16.0
     for part_x, part_y in zip(x.chunk(2), y.chunk(2), strict=True):  # accumulated, and scaled
@@ -333,7 +403,7 @@ def test_a_step_whose_gradient_overflowed_does_not_count_for_a_promise() -> None
     def promises(spoiled: bool) -> dict[tuple[str, str], float]:
         host = make_host(dtype=torch.float64, dropout=0.0, norm=False)
         slotted = add_slots(host, torch.zeros(2, 6, dtype=torch.float64), slots=["first"])
-        probe = Probe(slotted.slots, {"first": blueprints_for(slotted.slots["first"].place)}, random_seed=0)
+        probe = Probe(slotted, {"first": blueprints_for(slotted.slots["first"].place)}, random_seed=0)
         probe.watch()
         for number, (x, y) in enumerate(make_data(5, dtype=torch.float64)):
             if number == 2 and not spoiled:

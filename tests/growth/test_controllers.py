@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +13,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from esper.growth import GrowthConfig, GrowthError, grow
 from esper.growth.config import Budget, Lifecycle
-from esper.growth.controllers import CONTROLLERS, Never, Planned, Random, Schedule, make_controller
+from esper.growth.controllers import CONTROLLERS, Never, Planned, Random, Schedule, as_controller, make_controller
+from esper.growth.decisions import Decision, Germinate
 from esper.growth.result import Grown
+from esper.growth.state import GrowthState
 
 
-def learn(controller: object, *, epochs: int = 12, config: GrowthConfig | None = None) -> Grown:
+def learn(controller: object, *, epochs: int = 12, **options: Any) -> Grown:
     """A small classifier of points in three classes."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(192, 6, generator=generator)
@@ -25,7 +29,7 @@ def learn(controller: object, *, epochs: int = 12, config: GrowthConfig | None =
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
     loaders = DataLoader(train, batch_size=32), DataLoader(val, batch_size=16)
-    return grow(model, *loaders, nn.functional.cross_entropy, epochs=epochs, controller=controller, config=config)  # type: ignore[arg-type]
+    return grow(model, *loaders, nn.functional.cross_entropy, epochs=epochs, controller=controller, **options)  # type: ignore[arg-type]
 
 
 def births(grown: Grown) -> list[tuple[int, str, str]]:
@@ -36,7 +40,7 @@ def test_never_tries_nothing() -> None:
     grown = learn("never", epochs=3)
     assert births(grown) == []
     assert grown.added.parameters == 0
-    assert "nothing was worth trying" in grown.report()
+    assert "nothing was grown" in grown.report()
 
 
 def test_a_plan_is_kept_from_before_the_first_epoch_to_the_end() -> None:
@@ -95,3 +99,63 @@ def test_names_of_controllers() -> None:
 def test_a_plan_for_a_negative_epoch_is_refused() -> None:
     with pytest.raises(GrowthError, match="from 0 on"):
         Planned([(-1, "1", "mlp")])
+
+
+class Eager:
+    """One method, as a user would write it."""
+
+    def decide(self, state: GrowthState) -> Decision:
+        return Decision((Germinate("1", "why not", "mlp"),) if state.epoch == 1 else ())
+
+
+class Remembering(Eager):
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def decide(self, state: GrowthState) -> Decision:
+        self.seen.append(state.epoch)
+        return super().decide(state)
+
+    def state_dict(self) -> dict[str, object]:
+        return {"seen": list(self.seen)}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        self.seen = list(state["seen"])  # type: ignore[call-overload]
+
+
+class Forgetful(Eager):
+    def state_dict(self) -> dict[str, object]:
+        return {}
+
+
+def test_a_controller_is_one_method() -> None:
+    grown = learn(Eager(), epochs=4)
+    assert births(grown) == [(1, "1", "mlp")]
+    assert grown.controller == "Eager"
+
+
+def test_a_controller_of_ones_own_is_saved_and_resumed(tmp_path: Path) -> None:
+    for make in (Eager, Remembering):
+        whole = learn(make(), epochs=4)
+        folder = tmp_path / make.__name__
+        learn(make(), epochs=2, run=folder)
+        controller = make()
+        assert births(learn(controller, epochs=4, run=folder, resume=True)) == births(whole)
+    assert isinstance(controller, Remembering)
+    assert controller.seen == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("controller", "words"),
+    [
+        (Eager, r"is the class Eager itself; pass an object of it: controller=Eager\("),
+        (object(), r"has a method decide\(state\) that gives a Decision, and this object has none"),
+        (None, "this NoneType has none"),
+        (Forgetful(), "Forgetful has only state_dict of state_dict and load_state_dict"),
+    ],
+)
+def test_what_is_no_controller_is_told(controller: object, words: str) -> None:
+    with pytest.raises(GrowthError, match=words):
+        as_controller(controller, GrowthConfig())  # type: ignore[arg-type]
+    with pytest.raises(GrowthError, match=words):
+        learn(controller, epochs=1)

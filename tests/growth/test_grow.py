@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,11 +14,16 @@ from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset
 
+from esper.events import read
 from esper.growth import Planned, grow
 from esper.growth.config import GovernorConfig, Rent
-from esper.growth.decisions import Germinate
+from esper.growth.decisions import Fossilize, Germinate
+from esper.growth.heuristic import judge
+from esper.growth.state import Contribution
 from esper.growth.training import default_optimizer
-from tests.growth.small import QUICK, SLOTS, Script, assert_same, config, make_data, make_host
+from esper.run_folder import EVENTS
+from esper.statistics import Interval
+from tests.growth.small import QUICK, SLOTS, Batch, Data, Script, assert_same, config, make_data, make_host
 
 NAMED = {"slots": SLOTS}
 
@@ -52,7 +59,7 @@ def test_never_growing_is_the_plain_loop_with_a_loader_that_shuffles_by_the_glob
     grown = grow(host, loader, validation, cross_entropy, epochs=4, scheduler=schedule, controller="never", config=config(**NAMED))
     assert_same(dict(grown.model.state_dict()), dict(expected.state_dict()))
     assert torch.equal(torch.rand(2), after)
-    assert grown.report().startswith("nothing was worth trying · val loss ")
+    assert grown.report().startswith("nothing was grown · validation loss ")
     assert "AdamW, learning rate 0.001" in grown.report()
 
 
@@ -79,7 +86,7 @@ def test_what_was_kept_is_in_the_model_the_ledger_and_the_report() -> None:
     grown = grow(make_host(), data, data, cross_entropy, epochs=14, controller=plan(), config=config(**NAMED))
     (entry,) = grown.ledger.entries
     assert entry.outcome == "kept"
-    assert grown.report().startswith("kept 1 of 1 seeds · val loss ")
+    assert grown.report().startswith("kept 1 of 1 seed · validation loss ")
     real = sum(parameter.numel() for parameter in grown.model.parameters())
     assert grown.added.parameters == entry.parameters == real - grown.host.parameters
     assert grown.val_loss == pytest.approx(grown.val_losses[-1])
@@ -92,7 +99,7 @@ def test_nothing_was_worth_keeping_is_a_result() -> None:
     script = Script({1: [Germinate("first", "test", "mlp")]})
     grown = grow(make_host(), make_data(), make_data(2, seed=5), cross_entropy, epochs=5, controller=script, config=config(**NAMED))
     assert grown.status == "finished"
-    assert grown.report().startswith("nothing was worth keeping (1 seeds tried) · ")
+    assert grown.report().startswith("nothing was worth keeping (1 seed tried) · ")
     assert [entry.outcome for entry in grown.ledger.entries] == ["pruned"]
     assert "has not earned its place" in grown.ledger.entries[0].steps[-1].reason
     assert grown.added.parameters == 0
@@ -237,3 +244,99 @@ def test_every_controller_comes_to_an_end_with_and_without_a_disaster(controller
     assert (grown.status, grown.epochs) == ("finished", 20)
     assert grown.rollbacks >= (0 if poisoned is None else 1)
     assert math.isfinite(grown.val_loss)
+
+
+def test_the_validation_loss_is_the_mean_over_samples_whatever_the_batches() -> None:
+    (x, y), *_ = make_data(1, seed=2, size=17)
+    whole, ragged = ([(x, y)], [(x[:16], y[:16]), (x[16:], y[16:])])
+    results = [
+        grow(make_host(), make_data(), val, cross_entropy, epochs=2, controller="never", config=config(**NAMED)) for val in (whole, ragged)
+    ]
+    one, other = results
+    assert other.val_loss_before == pytest.approx(one.val_loss_before)
+    assert other.val_losses == pytest.approx(one.val_losses)
+    assert other.val_loss == pytest.approx(one.val_loss)
+    with torch.no_grad():
+        assert other.val_loss == pytest.approx(float(cross_entropy(other.model.eval()(x), y)))
+
+
+@pytest.mark.parametrize(("batches", "is_noted"), [(1, True), (2, False)])
+def test_one_validation_batch_is_noted_and_its_interval_is_infinite_everywhere(batches: int, is_noted: bool, tmp_path: Path) -> None:
+    """In events, in the checkpoint that the run goes on from, and in the ledger."""
+    data = make_data(6)
+    rounds = [(torch.cat([x for x, _ in part]), torch.cat([y for _, y in part])) for part in (data[:3], data[3:])]
+    val = rounds if batches == 2 else [(torch.cat([x for x, _ in rounds]), torch.cat([y for _, y in rounds]))]
+
+    def run(epochs: int, *, resume: bool = False):
+        controller = Script({1: [Germinate("first", "test", "mlp")]})
+        options = {"controller": controller, "config": config(**NAMED), "run": tmp_path / "run", "resume": resume}
+        return grow(make_host(), data, val, cross_entropy, epochs=epochs, **options)
+
+    run(4)
+    grown = run(5, resume=True)
+    (entry,) = grown.ledger.entries
+    assert (entry.gain_low == -math.inf and entry.gain_high == math.inf) == is_noted
+    assert math.isfinite(entry.gain)
+    assert "nan" not in grown.ledger.table()
+    events = [record.event for record in read(tmp_path / "run" / EVENTS)]
+    assert [bool(event.note) for event in events if event.kind == "growth_started"] == [is_noted, is_noted]
+    measured = [event for event in events if event.kind == "measured"]
+    assert measured
+    assert all((event.gain_low == -math.inf) == is_noted for event in measured)
+
+
+def test_a_gain_of_which_nobody_knows_how_sure_it_is_decides_at_the_end_only() -> None:
+    measured = Contribution(Interval(0.5, -math.inf, math.inf), epoch=3)
+    assert judge("first", measured, 0.1, may_prune=True, is_last=False) == []
+    assert judge("first", measured, 0.9, may_prune=True, is_last=False) == []
+    (action,) = judge("first", measured, 0.1, may_prune=True, is_last=True)
+    assert isinstance(action, Fossilize)
+
+
+class Interrupted:
+    """Ctrl-C in the middle of an epoch."""
+
+    def __init__(self, data: Data, *, epoch: int, batch: int) -> None:
+        self.data, self.left, self.batch = data, epoch, batch
+
+    def __iter__(self) -> Iterator[Batch]:
+        self.left -= 1
+        for number, batch in enumerate(self.data, start=1):
+            if self.left == 0 and number == self.batch:
+                raise KeyboardInterrupt
+            yield batch
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_ctrl_c_gives_back_what_is_fossilized(batch: int) -> None:
+    data = make_data(6)
+    loader = Interrupted(data, epoch=12, batch=batch)
+    grown = grow(make_host(), loader, data, cross_entropy, epochs=14, controller=plan(), config=config(**NAMED))
+    assert (grown.status, grown.epochs) == ("stopped", 11)
+    assert [entry.outcome for entry in grown.ledger.entries] == ["kept"]
+    assert set(make_host().state_dict()) < set(grown.model.state_dict())
+    assert math.isfinite(grown.val_loss)
+
+
+def test_ctrl_c_takes_out_a_seed_on_trial_and_all_that_is_ours() -> None:
+    data = make_data()
+    loader = Interrupted(data, epoch=3, batch=2)
+    grown = grow(make_host(), loader, data, cross_entropy, epochs=9, controller=plan_at(1), config=config(**NAMED))
+    assert (grown.status, grown.epochs) == ("stopped", 2)
+    assert list(grown.model.state_dict()) == list(make_host().state_dict())
+    assert not any(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module) for module in grown.model.modules())
+
+
+def test_a_run_goes_on_after_ctrl_c_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    def run(folder: str, loader, **options):
+        torch.manual_seed(5)
+        settings = {"controller": plan_at(1), "config": config(**NAMED), "run": tmp_path / folder, **options}
+        return grow(make_host(), loader, make_data(2), cross_entropy, epochs=5, **settings)
+
+    data = make_data()
+    for epoch in (1, 4):
+        whole = run(f"whole {epoch}", data)
+        assert run(f"run {epoch}", Interrupted(data, epoch=epoch, batch=3)).status == "stopped"
+        resumed = run(f"run {epoch}", data, resume=True)
+        assert resumed.status == "finished"
+        assert_same(dict(resumed.model.state_dict()), dict(whole.model.state_dict()))

@@ -11,8 +11,9 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
+from esper.config import ConfigError
 from esper.growth import Grower, GrowthError, add_slots
-from esper.growth.config import SeedOptimizer
+from esper.growth.config import Lifecycle, SeedOptimizer
 from esper.growth.decisions import Fossilize, Germinate, Prune
 from esper.growth.lifecycle import Stage
 from esper.growth.state import GradientStats
@@ -93,6 +94,20 @@ def test_a_seed_leaves_the_hosts_optimiser_and_schedule_whole_and_follows_the_sc
     optimizer.param_groups[0]["lr"] = 0.5
     loop.epoch()
     assert loop.grower.garden.beds["first"].learner.optimizer.param_groups[0]["lr"] == 1.5
+
+
+def test_a_seed_that_joins_a_host_in_training_warms_up_over_the_epochs_that_are_set() -> None:
+    settings = config(seed_optimizer=SeedOptimizer(warmup_epochs=2.0))
+    loop = make_loop(Script({1: GROW[0]}), settings, make_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.5))
+    loop.epoch()
+    learner = loop.grower.garden.beds["first"].learner
+    rates = []
+    for _ in range(3):
+        for x, y in loop.data:  # of 4 batches, so the warm-up has 8 steps
+            loop.step(x, y)
+            rates.append(learner.optimizer.param_groups[0]["lr"])
+        loop.grower.after_epoch(loop.evaluate)
+    assert rates == pytest.approx([0.5 * min(step / 9, 1.0) for step in range(1, 13)])
 
 
 def test_a_slot_whose_module_is_frozen_or_without_parameters_follows_some_group_and_learns() -> None:
@@ -323,3 +338,115 @@ def test_baking_leaves_nothing_of_the_grower_in_the_model() -> None:
     assert model is loop.host
     assert list(model.state_dict()) == names
     assert not any(module._forward_hooks or "forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("lifecycle", [QUICK, QUICK_SHADOW], ids=["joint", "shadow"])
+def test_a_loop_that_does_not_tell_its_samples_grows_and_counts_as_one_that_does(lifecycle) -> None:
+    def grown(tells: bool) -> Grower:
+        torch.manual_seed(5)
+        host = make_host()
+        optimizer = adamw(host)
+        slotted = add_slots(host, torch.zeros(2, 6), slots=list(SLOTS))
+        slotted(torch.zeros(9, 6))  # of no concern to a grower that is made later
+        grower = Grower(slotted, optimizer, config=config(lifecycle, probe_steps=2), epochs=12)
+        data, val = make_data(5, size=30), make_data(3, seed=2)
+
+        def evaluate() -> list[torch.Tensor]:
+            return [cross_entropy(slotted(x), y).detach() for x, y in val]  # with gradients on
+
+        for _ in range(6):
+            for x, y in data:
+                for part_x, part_y in zip(x.chunk(2), y.chunk(2), strict=True):  # accumulated
+                    loss = cross_entropy(slotted(part_x), part_y)
+                    loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                closure = lambda: cross_entropy(slotted(x), y)  # noqa: B023, E731
+                grower.after_step(loss, closure=closure, **({"samples": len(x)} if tells else {}))
+            grower.after_epoch(evaluate)
+        return grower
+
+    quiet, telling = grown(False), grown(True)
+    assert quiet.ledger == telling.ledger
+    assert quiet.state().samples_per_epoch == telling.state().samples_per_epoch == 150
+    assert quiet.chronicle.flops == telling.chronicle.flops > 0
+    assert quiet.ledger.entries  # the heuristic does not grow where it does not know how much data there is
+
+
+class Odd(nn.Module):
+    """Takes anything beside what it works on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+
+    def forward(self, kind, scale=None, *, x=None):
+        return self.body(torch.ones(4, 6) if x is None else x)
+
+
+def test_calls_with_odd_arguments_are_counted_as_far_as_they_tell() -> None:
+    slotted = add_slots(Odd(), {"kind": "a", "x": torch.zeros(2, 6)}, slots=["body"])
+    for arguments, keywords, expected in [
+        (("a",), {}, 0),
+        (("a", torch.tensor(2.0)), {"x": torch.zeros(5, 6)}, 5),
+        (({"deep": [torch.zeros(3, 1)]}, None), {"x": torch.zeros(5, 6)}, 3),
+        ((object(),), {"x": torch.zeros(0, 6)}, 0),
+    ]:
+        slotted.samples = 0
+        slotted(*arguments, **keywords)
+        assert slotted.samples == expected
+    with torch.no_grad():
+        slotted("a", x=torch.zeros(5, 6))
+    assert slotted.samples == 0
+
+
+def test_an_optimiser_of_another_model_is_refused() -> None:
+    host = make_host()
+    slotted = add_slots(host, torch.zeros(2, 6), slots=["first"])
+    with pytest.raises(GrowthError, match=r"holds none of the model's parameters; make it for this very model"):
+        Grower(slotted, sgd(copy.deepcopy(host)))
+    assert slotted.recording is None
+    Grower(slotted, torch.optim.SGD(host.head.parameters(), lr=0.1))  # one that trains a part of it is not
+
+
+def test_a_model_without_slots_and_settings_that_are_no_config_are_refused() -> None:
+    host = make_host()
+    with pytest.raises(GrowthError, match=r"this is a Host; call add_slots first"):
+        Grower(host, sgd(host))
+    slotted = add_slots(host, torch.zeros(2, 6), slots=["first"])
+    with pytest.raises(GrowthError, match=r"config is a dict; pass config=GrowthConfig"):
+        Grower(slotted, sgd(host), config={"probe_steps": 3})
+
+
+@pytest.mark.parametrize("how", ["bake", "remove", "bake by the grower"])
+def test_a_grower_whose_slots_have_been_taken_out_says_so_and_does_nothing(how: str) -> None:
+    loop = make_loop(Script(GROW))
+    loop.epoch()
+    {"bake": loop.slotted.bake, "remove": loop.slotted.remove, "bake by the grower": loop.grower.bake}[how]()
+    ledger = copy.deepcopy(loop.grower.ledger)
+    for call in (loop.grower.begin, lambda: loop.grower.after_step(torch.tensor(1.0)), lambda: loop.grower.after_epoch(loop.evaluate)):
+        with pytest.raises(GrowthError, match="the slots have been taken out"):
+            call()
+    assert loop.grower.ledger == ledger
+    assert loop.grower.chronicle.steps == 0
+
+
+@pytest.mark.parametrize("mover", ["slotted", "model"])
+@pytest.mark.parametrize("lifecycle", [QUICK, QUICK_SHADOW], ids=["joint", "shadow"])
+def test_what_germinates_after_the_host_was_cast_is_cast_too(mover: str, lifecycle) -> None:
+    actions = {0: [Germinate("first", "test", "mlp")], 1: [Germinate("after", "test", "norm")]}
+    loop = make_loop(Script(actions, probes=[0, 1]), config(lifecycle, probe_steps=2), slots=["first", "after", "second"])
+    (loop.slotted if mover == "slotted" else loop.host).to(torch.float64)
+    loop.data, loop.val = make_data(dtype=torch.float64), make_data(3, seed=2, dtype=torch.float64)
+    loop.epoch(epochs=3)
+    for name in ("first", "after"):  # one has parameters, the other only such of a norm
+        assert {parameter.dtype for parameter in loop.slotted.slots[name].seed.parameters()} == {torch.float64}
+    assert sum(event.kind == "probed" for event in loop.events) == 2
+    loop.grower.after_step(torch.tensor(float("nan")), closure=lambda: None)
+    assert loop.grower.rollbacks == 1
+    loop.epoch()
+
+
+def test_a_target_of_alpha_above_1_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"alpha_target: expected a float > 0 and <= 1, got 1.5"):
+        Lifecycle(raise_mode="shadow", alpha_target=1.5)

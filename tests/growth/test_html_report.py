@@ -6,6 +6,7 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -23,15 +24,18 @@ from esper.growth.events import (
     GrowthFinished,
     GrowthStarted,
     Measured,
+    Probed,
     RolledBack,
     SlotView,
     StageEntered,
+    TwinCompared,
 )
 from esper.growth.html_report import render, write_report
-from esper.growth.lifecycle import Stage
+from esper.growth.ledger import analytics_rows, ledger_rows
+from esper.growth.lifecycle import OCCUPIED, Stage
 from esper.growth.state import GrowthState
 from esper.growth.story import Story, read_story
-from esper.growth.summary import about_rent, analytics, comparison, headline, ledger
+from esper.growth.summary import about_chance, about_rent, about_skipped, comparison, headline, probe_rows
 from esper.run_folder import RunError
 
 NASTY = "<script>alert('x')</script> & $x^2$"
@@ -187,6 +191,12 @@ def test_the_fold_tells_what_the_ledger_tells(tmp_path: Path) -> None:
         told_by_ledger = (entry.number, entry.slot, entry.blueprint, entry.born, entry.outcome, entry.ended, entry.parameters)
         assert (seed.number, seed.slot, seed.blueprint, seed.born, seed.outcome, seed.ended, seed.parameters) == told_by_ledger
         assert (seed.gain, seed.gain_low, seed.gain_high) == (entry.gain, entry.gain_low, entry.gain_high)
+    assert ledger_rows(seeds) == ledger_rows(grown.ledger.entries), "every cell of them, the reasons too"
+    assert analytics_rows(seeds) == analytics_rows(grown.ledger.entries)
+    assert grown.report().startswith(headline(read_story(tmp_path / "run")))
+    views = [slot for ended in read_story(tmp_path / "run").epochs for slot in ended.slots if Stage[slot.stage] in OCCUPIED and slot.age]
+    assert views
+    assert all(slot.grad_norm is not None and slot.grad_norm > 0 and slot.skipped == 0 for slot in views)
     assert write_report(tmp_path / "run").exists()
 
 
@@ -196,14 +206,48 @@ def test_the_fold_tells_what_the_ledger_tells(tmp_path: Path) -> None:
 def test_before_after_and_cost_stand_beside_the_twin() -> None:
     story, twin = told(eventful()), told(eventful()[:2])
     heading, rows = comparison(story, twin)
-    assert heading == ("", "before", "after", "change", "never grown")
+    assert heading == ("", "before", "after", "change", "never grown", "grown − never")
     table = {row[0]: row[1:] for row in rows}
-    assert table["parameters"] == ("1,000", "1,300", "+30.0%", "–"), "a twin that has not finished has no figures"
-    assert table["test accuracy"] == ("10.00%", "90.00%", "+80.00 points", "–")
+    assert table["parameters"] == ("1,000", "1,300", "+30.0%", "–", "–"), "a twin that has not finished has no figures"
+    assert table["test accuracy"] == ("10.00%", "90.00%", "+80.00 points", "–", "–")
     assert comparison(story)[0] == ("", "before", "after", "change")
-    assert len(ledger(story)) == 3
-    assert {row[0]: row[1:5] for row in analytics(story)}["conv3x3"] == ("1", "0", "1", "0")
     assert headline(story).startswith("kept 1 of 3 seeds · validation loss 2.300 -> 0.400 · +30.0% parameters")
+
+
+def test_the_grown_model_is_held_against_its_twin() -> None:
+    finished = GrowthFinished(
+        epoch=6, why="finished", tried=0, kept=0, rollbacks=0, val_loss_before=2.3, val_loss=0.6, parameters=1_000,
+        parameters_added=0, flops=8_000, flops_added=0, total_gflops=1.0, seconds=3.0,
+    )  # fmt: skip
+    tested = FinalTest(loss_before=2.3, loss=0.7, accuracy_before=0.1, accuracy=0.88)
+    compared = TwinCompared(samples=360, accuracy_difference=0.02, low=0.005, high=0.035)
+    story, twin = told(eventful()), told([*eventful()[:2], finished, tested, compared])
+    table = {row[0]: row[4:] for row in comparison(story, twin)[1]}
+    assert table["validation loss"] == ("0.6000", "-0.2000")
+    assert table["test accuracy"] == ("88.00%", "+2.00 ±1.50 points")
+    assert table["parameters"] == ("1,000", "+30.0%")
+    assert headline(story, twin).startswith("kept 1 of 3 seeds · validation loss 0.400, its twin 0.600 · ")
+    assert "360 test samples: a difference in accuracy below 1.50 points may be chance" in about_chance(twin)[0]
+    assert not about_chance(told(eventful()[:2])), "it has not finished"
+
+
+def test_the_best_of_every_slot_is_shown_as_the_probe_saw_it_last() -> None:
+    first = Probed(epoch=1, promises={"a": {"norm": 0.5}, "b": {"norm": 0.25}})
+    promises = {"norm": 0.001, "conv3x3": 0.02, "film": 0.003, "attention": 0.0001}
+    story = told([first, Probed(epoch=2, promises={"a": promises})])
+    assert probe_rows(story) == [
+        ("2", "a", "conv3x3", "0.02000"),
+        ("2", "a", "film", "0.00300"),
+        ("2", "a", "norm", "0.00100"),
+        ("1", "b", "norm", "0.25000"),
+    ]
+    assert "What the probe saw" in render(told([*eventful(), first]), None, title="run", config="", rent=Rent())
+
+
+def test_steps_that_a_seed_did_not_take_are_told() -> None:
+    skipping = msgspec.structs.replace(view("a", "HOLDING", "conv3x3"), skipped=1, grad_norm=3.0)
+    story = told([entered(1, "a", "GERMINATED"), epoch(1, skipping), epoch(2, skipping), epoch(3, view("a", "HOLDING", "conv3x3"))])
+    assert about_skipped(story) == ["Seed 1, conv3x3 after a, did not take 2 steps: the gradient was not finite."]
 
 
 def test_the_rent_that_would_have_changed_a_decision_is_named() -> None:

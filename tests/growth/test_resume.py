@@ -257,6 +257,21 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path: Path) -> None:
         start(tmp_path / "run")
 
 
+def test_an_interrupt_comes_through_a_training_that_was_not_told_to_stop_by_it_and_leaves_the_run(tmp_path: Path) -> None:
+    class Impatient(list):
+        def __iter__(self):
+            yield self[0]
+            raise KeyboardInterrupt
+
+    interrupted = training(Impatient(make_data()), QUICK)
+    with pytest.raises(KeyboardInterrupt), open_run(tmp_path / "run", resume=False, config=interrupted.config) as opened:
+        interrupted.run(script(), opened)
+    assert not any(module._forward_hooks or "forward" in vars(module) for module in interrupted.model.modules())
+    again = training(make_data(), QUICK, epochs=2)
+    with open_run(tmp_path / "run", resume=True, config=again.config) as opened:
+        assert again.run(script(), opened).epochs == 2
+
+
 def test_a_grower_of_a_users_own_loop_saves_and_loads_everything_in_the_middle_of_an_epoch() -> None:
     def fresh():
         torch.manual_seed(7)

@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import StepLR
 
-from esper.growth import Diverged
+from esper.growth import Diverged, GrowthError
 from esper.growth.config import GovernorConfig
 from esper.growth.decisions import Advance, Fossilize, Germinate, Prune
 from esper.growth.lifecycle import Stage
@@ -208,3 +208,66 @@ def test_a_change_in_the_data_is_gone_back_from_once_and_then_accepted() -> None
     losses = loop.grower.chronicle.train_losses
     assert max(losses[12:14]) > 1.5 * before
     assert losses[-1] < 0.7 * max(losses[12:])  # it learns what is right now
+
+
+def plain_step(loop: Loop, x: torch.Tensor, y: torch.Tensor) -> None:
+    loss = cross_entropy(loop.slotted(x), y)
+    loss.backward()
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+    loop.losses.append(loss.item())
+    loop.grower.after_step(loss)
+
+
+@pytest.mark.parametrize("script", [{}, GROW], ids=["nothing grows", "something grows at once"])
+def test_a_first_batch_that_breaks_the_weights_is_gone_back_from(script: dict) -> None:
+    loop = make_loop(Script(script))
+    before = snapshot(loop.host)
+    x, y = loop.data[0]
+    plain_step(loop, torch.full_like(x, math.nan), y)
+    assert loop.grower.rollbacks == 1
+    assert_same(snapshot(loop.host), before)
+    assert [entry.outcome for entry in loop.grower.ledger.entries] == ["living"] * len(script)  # what was not there is not to blame
+    for x, y in loop.data[1:]:
+        plain_step(loop, x, y)
+    loop.grower.after_epoch(loop.evaluate)
+    loop.epoch()
+    assert loop.grower.rollbacks == 1
+    assert all(map(math.isfinite, loop.losses[1:]))
+    assert all(torch.isfinite(parameter).all() for parameter in loop.host.parameters())
+
+
+@pytest.mark.parametrize("whose", ["host", "seed"])
+def test_weights_that_are_not_finite_are_no_state_to_go_back_to_however_healthy_the_losses(whose: str) -> None:
+    loop = make_loop(Script(GROW))
+    loop.epoch(epochs=2)
+    before = snapshot(loop.host, loop.optimizer)
+    for x, y in loop.data:
+        loop.step(x, y)
+    (poison_host if whose == "host" else lambda loop: poison_seed(loop, "first"))(loop)
+    loop.grower.after_epoch(lambda: [torch.tensor(0.5), torch.tensor(0.6)])
+    assert loop.grower.rollbacks == 0
+    loop.step(*loop.data[0])
+    assert loop.grower.rollbacks == 1
+    assert loop.grower.ledger.rollbacks[-1].to_epoch == 2
+    assert_same(snapshot(loop.host, loop.optimizer), before)
+
+
+def test_a_model_that_is_broken_before_the_training_is_refused() -> None:
+    host = make_host()
+    with torch.no_grad():
+        host.head.bias[0] = math.inf
+    with pytest.raises(GrowthError, match="NaN or infinite before the training"):
+        make_loop(host=host)
+
+
+def test_what_was_loaded_before_the_training_begins_is_what_is_gone_back_to() -> None:
+    loop = make_loop("never")
+    loop.host.load_state_dict(make_host(seed=8).state_dict())
+    loop.grower.begin()
+    before = snapshot(loop.host)
+    for _ in range(2):  # the second time to the snapshot before the latest, if there were one
+        poison_host(loop)
+        loop.step(*loop.data[0])
+        assert_same(snapshot(loop.host), before)
+    assert loop.grower.rollbacks == 2

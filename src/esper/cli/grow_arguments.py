@@ -16,6 +16,8 @@ _Flag = tyro.conf.FlagCreatePairsOff[bool]
 
 
 class GrowArguments(GrowTaskConfig):
+    augment: _Flag = False
+    """disturb the training images of a task that knows how, such as cifar10"""
     twin: _Flag = False
     """train a twin that never grows as well, from the same weights on the same batches"""
     run: Path | None = None

@@ -17,6 +17,8 @@ class GrowTaskConfig(GrowthConfig):
     host: Literal["starved", "right", "oversized"] = "starved"  # which host of the task
     data_dir: Path | None = None  # folder with the data of a task that does not bring its own
     batch_size: PositiveInt | None = None  # of a task; None: the task's own
+    sequence_length: PositiveInt | None = None  # of the text task, in characters; None: the task's own
+    augment: bool = False  # disturb the training images of a task that knows how, such as cifar10
     model: str | None = None  # package.module:make_model, which gives an nn.Module
     data: str | None = None  # package.module:make_loaders, which gives loaders: (train, validation) or (train, validation, test)
     loss: str | None = None  # package.module:loss, called as loss(outputs, targets); None: cross entropy
@@ -34,14 +36,14 @@ class GrowTaskConfig(GrowthConfig):
     def check(self) -> None:
         super().check()
         of_model = {name: getattr(self, name) for name in ("data", "loss", "step_loss")}
-        of_task = {name: getattr(self, name) for name in ("data_dir", "batch_size")}
+        of_task = {name: getattr(self, name) for name in ("data_dir", "batch_size", "sequence_length", "augment")}
         if self.task is not None and self.model is not None:
             raise ConfigError("model", expected="nothing beside a task: either one of esper's or your own model", got=self.model)
         for name, value in of_model.items():
             if value is not None and self.model is None:
                 raise ConfigError(name, expected="a model of your own beside it (model = package.module:make_model)", got=value)
         for name, value in of_task.items():
-            if value is not None and self.model is not None:
+            if value not in (None, False) and self.model is not None:
                 raise ConfigError(name, expected="nothing: make_loaders decides about the data of your own model", got=value)
         if self.model is not None and self.data is None:
             raise ConfigError("data", expected="package.module:make_loaders beside the model", got=self.data)

@@ -21,12 +21,15 @@ from esper.growth.events import (
     GrowthFinished,
     GrowthStarted,
     LoaderRestarted,
+    Probed,
     RolledBack,
     SlotView,
     StageEntered,
 )
+from esper.growth.ledger import gain_in_words
 from esper.growth.lifecycle import OCCUPIED, Stage
 from esper.growth.story import Remark, Story
+from esper.growth.summary import counted, probe_in_words
 from esper.statistics import Ema
 
 _SPARKS = "▁▂▃▄▅▆▇█"
@@ -86,7 +89,8 @@ def notice(record: Record, title: str) -> str | None:
     match record.event:
         case GrowthStarted() as started:
             again = f", going on after epoch {started.epoch}" if started.epoch else ""
-            what = f"{title}: {started.parameters:,} parameters, {len(started.slots)} slots on {started.device}, {started.optimizer}"
+            size = f"{counted(started.parameters, 'parameter')}, {counted(len(started.slots), 'slot')}"
+            what = f"{title}: {size} on {started.device}, {started.optimizer}"
             return f"{what}, {started.epochs} epochs, controller {started.controller}, {started.raise_mode}{again}"
         case Resumed():
             return "resumed"
@@ -95,6 +99,8 @@ def notice(record: Record, title: str) -> str | None:
         case RolledBack() as back:
             lost = f"; taken out: {', '.join(back.embargoed)}" if back.embargoed else ""
             return f"epoch {back.epoch}: went back to epoch {back.to_epoch}: {back.reason}{lost}"
+        case Probed() as probe:
+            return f"epoch {probe.epoch}: {probe_in_words(probe)}"
         case SinkFailed() as failed:
             return f"{failed.sink} failed and was switched off, training goes on: {failed.error}"
     return None
@@ -128,7 +134,7 @@ class PlainLines:
         progress, last = self._progress, self._progress.last
         occupied = sum(Stage[view.stage] in OCCUPIED for view in last.slots)
         losses = f"train {last.train_loss:.4f}  val {last.val_loss:.4f}"
-        seeds = f"{occupied} seeds  {last.parameters:,} parameters"
+        seeds = f"{counted(occupied, 'seed')}  {last.parameters:,} parameters"
         self._print(f"epoch {last.epoch}/{progress.planned}  {losses}  {seeds}  {progress.speed}  {progress.left}")
 
     def _print(self, line: str) -> None:
@@ -183,7 +189,7 @@ def _heading(progress: Progress, width: int) -> RenderableType:
         Text(f"epoch {last.epoch}/{progress.planned}", style="bold"),
         Text(progress.left),
         Text(progress.speed, style="dim"),
-        Text(f"{rollbacks} {'rollback' if rollbacks == 1 else 'rollbacks'}", style="red" if rollbacks else "dim"),
+        Text(counted(rollbacks, "rollback"), style="red" if rollbacks else "dim"),
     ]
     for _ in cells:
         line.add_column(no_wrap=True)
@@ -247,7 +253,7 @@ def _slot_cells(view: SlotView, width: int) -> list[RenderableType]:
         Text(shortened(view.blueprint or "", 30 if width >= WIDE else 16)),
         f"{view.alpha:.2f}",
         str(view.age),
-        Text(_gain(view, width)),
+        Text(gain_in_words(view.gain, view.gain_low, view.gain_high, is_short=width < WIDE)),
         f"{view.rent:.4f}",
     ]
 
@@ -264,14 +270,6 @@ def shortened(name: str, width: int) -> str:
         return name
     end = name[-(width - 1) :]
     return f"…{end[end.find('.') + 1 :] if '.' in end[:-1] else end}"
-
-
-def _gain(view: SlotView, width: int) -> str:
-    if view.gain is None or view.gain_low is None or view.gain_high is None:
-        return "not yet"
-    if width >= WIDE:
-        return f"{view.gain:+.4f} [{view.gain_low:+.4f}, {view.gain_high:+.4f}]"
-    return f"{view.gain:+.4f} ±{(view.gain_high - view.gain_low) / 2:.4f}"
 
 
 def _remarks(remarks: Sequence[Remark]) -> RenderableType:

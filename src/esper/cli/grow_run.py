@@ -11,24 +11,29 @@ runs/digits-starved-20260131-235959/
 from __future__ import annotations
 
 import contextlib
+import copy
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import torch
+from torch import nn
 
 from esper.cli.grow_arguments import SAVED
 from esper.cli.grow_config import GrowTaskConfig
-from esper.cli.grow_work import Score, make_work
+from esper.cli.grow_work import Score, Work, make_work
 from esper.config import load, save
 from esper.events import Sink
-from esper.growth.events import FinalTest
+from esper.growth.baked import load as load_grown
+from esper.growth.events import FinalTest, TwinCompared
 from esper.growth.html_report import TWIN, write_report
 from esper.growth.run import open_run
 from esper.growth.story import Story, read_story
 from esper.run_folder import CONFIG, EVENTS, RunError, default_folder
+from esper.statistics import student_interval
 
 MODEL = "model.safetensors"  # written last, so a run that has it is complete
 MAY_CHANGE = {"epochs", "device", "threads", "twin"}  # when a run goes on
@@ -57,13 +62,13 @@ def grow_in(
     if resume:
         _check_same(load(GrowTaskConfig, folder / SAVED), config, folder)
     was_over = resume and _all_complete(folder, config)
-    _train(folder, config, resume=resume, device=device, sink=lambda: make_sink(config.title), should_stop=should_stop)
+    _train(folder, config, resume=resume, device=device, sink=partial(make_sink, config.title), should_stop=should_stop)
     twin = None
     if config.twin and not should_stop():
         never = msgspec.structs.replace(config, controller="never", twin=False)
         has_begun = (folder / TWIN / CONFIG).exists()
-        title = "its twin, which never grows"
-        _train(folder / TWIN, never, resume=has_begun, device=device, sink=lambda: make_sink(title), should_stop=should_stop)
+        twin_sink = partial(make_sink, "its twin, which never grows")
+        _train(folder / TWIN, never, resume=has_begun, device=device, sink=twin_sink, should_stop=should_stop, twin_of=folder / MODEL)
         twin = read_story(folder / TWIN)
     story = read_story(folder)
     status = "had finished" if was_over else "stopped"
@@ -80,8 +85,9 @@ def _train(
     device: torch.device,
     sink: Callable[[], Sink],
     should_stop: Callable[[], bool],
+    twin_of: Path | None = None,
 ) -> None:
-    """Does what is left to do, which may be nothing."""
+    """Does what is left to do, which may be nothing. `twin_of` is the file of the grown model that a twin is held against."""
     if resume and _is_complete(folder, config):
         return
     work = make_work(config, device)
@@ -94,11 +100,23 @@ def _train(
             return
         if work.score is not None:
             run.emit(_tested(work.score(work.model), work.score(grown.model)))
+        compared = None if twin_of is None else _compared(work, twin_of, grown.model)
+        if compared is not None:
+            run.emit(compared)
         grown.save(folder / MODEL)
 
 
 def _tested(before: Score, after: Score) -> FinalTest:
     return FinalTest(loss_before=before.loss, loss=after.loss, accuracy_before=before.accuracy, accuracy=after.accuracy)
+
+
+def _compared(work: Work, grown: Path, twin: nn.Module) -> TwinCompared | None:
+    """None where there is no test part, or no accuracy."""
+    differences = None if work.compare is None else work.compare(load_grown(grown, model=copy.deepcopy(work.model)), twin)
+    if differences is None or len(differences) < 2:
+        return None
+    interval = student_interval(differences.numpy())
+    return TwinCompared(samples=len(differences), accuracy_difference=interval.estimate, low=interval.low, high=interval.high)
 
 
 def _is_complete(folder: Path, config: GrowTaskConfig) -> bool:

@@ -15,8 +15,8 @@ from esper.cli.grow_config import GrowTaskConfig
 from esper.cli.grow_progress import WIDE
 from esper.cli.grow_run import MODEL, Result
 from esper.growth import summary
+from esper.growth.ledger import LEDGER_HEADING, Row, ledger_rows
 from esper.growth.story import Story
-from esper.growth.summary import Row
 
 
 def how_to_resume(folder: Path) -> str:
@@ -28,11 +28,13 @@ def print_summary(result: Result, config: GrowTaskConfig, *, console: Console | 
     if result.status == "had finished":
         console.print(Text(f"{result.folder} had already finished its {config.epochs} epochs; ask for more with --epochs"))
     console.print()
-    console.print(Text(summary.headline(result.story), style="bold"))
+    console.print(Text(summary.headline(result.story, result.twin), style="bold"))
     heading, rows = summary.comparison(result.story, result.twin)
     if rows:
         console.print()
         console.print(_table(heading, rows, right=range(1, len(heading))))
+        for sentence in summary.about_chance(result.twin):
+            console.print(Text(sentence))
     if result.story.seeds:
         console.print()
         _print_ledger(console, result.story)
@@ -53,8 +55,8 @@ def _print_place(console: Console, name: str, path: Path) -> None:
 
 def _print_ledger(console: Console, story: Story) -> None:
     """The reasons stand below the table, where there is room for them."""
-    rows, heading = summary.ledger(story, is_short=console.width < WIDE), summary.LEDGER_HEADING
-    console.print(_table(heading[:-1], [row[:-1] for row in rows], right=(0, 5, 6, 7)))
+    rows = ledger_rows(story.seeds, is_short=console.width < WIDE)
+    console.print(_table(LEDGER_HEADING[:-1], [row[:-1] for row in rows], right=(0, 5, 6, 7)))
     for row in rows:
         console.print(Text(f"  {row[0]}: {row[-1]}", style="dim"))
 
@@ -74,7 +76,16 @@ def as_json(result: Result) -> dict[str, Any]:
     figures["model"] = str(model) if model.exists() else None
     if result.twin is not None:
         figures["twin"] = _figures(result.twin)
+        figures["accuracy_difference"] = _difference(result.twin)
     return figures
+
+
+def _difference(twin: Story) -> dict[str, Any] | None:
+    """Grown - never grown on the test part, with its 95 % interval."""
+    compared = twin.compared
+    if compared is None:
+        return None
+    return {"estimate": compared.accuracy_difference, "low": compared.low, "high": compared.high, "samples": compared.samples}
 
 
 def _figures(story: Story) -> dict[str, Any]:

@@ -27,7 +27,7 @@ def find_function(name: str, option: str) -> Callable[..., Any]:
         raise CommandError(f"{option} {name}: the module {module_name} has no {function_name!r}; {hint}")
     function = getattr(module, function_name)
     if not callable(function):
-        raise CommandError(f"{option} {name}: {function_name} is a {type(function).__name__} and cannot be called; name a function")
+        raise CommandError(f"{option} {name}: {function_name} is of type {type(function).__name__} and cannot be called; name a function")
     found: Callable[..., Any] = function
     return found
 
@@ -51,20 +51,20 @@ def _import(name: str, option: str) -> Any:
 def make_model(name: str) -> nn.Module:
     model = _call(name, "--model")
     if not isinstance(model, nn.Module):
-        raise CommandError(f"--model {name}: it returned a {type(model).__name__}, and must return an nn.Module")
+        raise CommandError(f"--model {name}: what it returned is of type {type(model).__name__}, and must be an nn.Module")
     return model
 
 
 def make_loaders(name: str) -> tuple[Iterable[Any], Iterable[Any], Iterable[Any] | None]:
     """(train, validation, test or None)."""
     loaders = _call(name, "--data")
-    rule = "must return loaders: (train, validation) or (train, validation, test)"
+    rule = "expected loaders: (train, validation) or (train, validation, test)"
     if not isinstance(loaders, tuple | list) or len(loaders) not in (2, 3):
-        what = f"{len(loaders)} values" if isinstance(loaders, tuple | list) else f"a {type(loaders).__name__}"
-        raise CommandError(f"--data {name}: it returned {what}, and {rule}")
+        what = f"{len(loaders)} values" if isinstance(loaders, tuple | list) else f"something of type {type(loaders).__name__}"
+        raise CommandError(f"--data {name}: it returned {what}; {rule}")
     for part, loader in zip(("train", "validation", "test"), loaders, strict=False):
         if not hasattr(loader, "__iter__"):
-            raise CommandError(f"--data {name}: the {part} loader is a {type(loader).__name__}, which cannot be iterated; it {rule}")
+            raise CommandError(f"--data {name}: the {part} loader is of type {type(loader).__name__}, which cannot be iterated; {rule}")
         if iter(loader) is loader:
             raise CommandError(f"--data {name}: the {part} loader is an iterator and is used up after one epoch; return a loader or a list")
     return loaders[0], loaders[1], loaders[2] if len(loaders) == 3 else None

@@ -32,6 +32,10 @@ class Score(NamedTuple):
     accuracy: float | None  # None: the loss is not one of a classifier
 
 
+# From two models to the difference of their accuracies, sample by sample, [samples]; None: the loss is not one of a classifier.
+Compare = Callable[[nn.Module, nn.Module], Tensor | None]
+
+
 @dataclass(frozen=True)
 class Work:
     """Made afresh for every training, so that the twin meets the same weights and the same batches."""
@@ -41,6 +45,7 @@ class Work:
     val_loader: Iterable[Any]
     step_loss: StepLoss
     score: Callable[[nn.Module], Score] | None  # on the test part; None: there is none
+    compare: Compare | None  # on the test part; None: there is none
     growth: GrowthConfig
 
     def training(self, config: GrowTaskConfig) -> Training:
@@ -63,7 +68,9 @@ def make_work(config: GrowTaskConfig, device: torch.device) -> Work:
 
 def _from_task(config: GrowTaskConfig, device: torch.device) -> Work:
     assert config.task is not None
-    task = load_task(config.task, data_dir=config.data_dir, seed=config.seed, batch_size=config.batch_size)
+    task = load_task(
+        config.task, data_dir=config.data_dir, seed=config.seed, batch_size=config.batch_size, sequence_length=config.sequence_length
+    )
     test_loader = task.test_loader(device=device)
 
     def score(model: nn.Module) -> Score:
@@ -76,10 +83,11 @@ def _from_task(config: GrowTaskConfig, device: torch.device) -> Work:
         growth = msgspec.structs.replace(growth, governor=governor)
     return Work(
         model=task.make_host(config.host).to(device),
-        train_loader=task.train_loader(device=device),
+        train_loader=task.train_loader(device=device, augment=config.augment),
         val_loader=task.val_loader(device=device),
         step_loss=step_loss_of(task.loss_fn, None),
         score=score,
+        compare=partial(_compare, test_loader, device, -1),
         growth=growth,
     )
 
@@ -95,7 +103,8 @@ def _from_user_code(config: GrowTaskConfig, device: torch.device) -> Work:
     loss_fn = None if config.step_loss else find_function(config.loss, "--loss") if config.loss else F.cross_entropy
     step_loss = step_loss_of(loss_fn, find_function(config.step_loss, "--step-loss") if config.step_loss else None)
     score = None if test_loader is None else partial(_score, test_loader, step_loss, device, is_classifier)
-    return Work(model, train_loader, val_loader, step_loss, score, _growth_part(config))
+    compare = partial(_compare, test_loader, device, 1) if is_classifier and test_loader is not None else None
+    return Work(model, train_loader, val_loader, step_loss, score, compare, _growth_part(config))
 
 
 def _growth_part(config: GrowTaskConfig) -> GrowthConfig:
@@ -117,8 +126,8 @@ def _score(loader: Iterable[Any], step_loss: StepLoss, device: torch.device, is_
             batch = move(raw, device)
             counts.append(size_of(batch))
             losses.append(float(step_loss(model, batch)))
-            accuracy = _accuracy(model(batch[0]), batch[1]) if is_classifier else None
-            hits.append(math.nan if accuracy is None else float(accuracy))
+            is_right = _is_right(model(batch[0]), batch[1], classes=1) if is_classifier else None
+            hits.append(math.nan if is_right is None else float(is_right.float().mean()))
     total = sum(counts)
     if not total:
         return Score(math.nan, None)
@@ -126,10 +135,27 @@ def _score(loader: Iterable[Any], step_loss: StepLoss, device: torch.device, is_
     return Score(loss, share if math.isfinite(share) else None)
 
 
-def _accuracy(outputs: Tensor, targets: Tensor) -> Tensor | None:
+def _compare(loader: Iterable[Any], device: torch.device, classes: int, grown: nn.Module, never: nn.Module) -> Tensor | None:
+    """Both models see a batch before the next one comes: a loader may shuffle. The targets of one sample count as one, their mean."""
+    differences = []
+    with torch.no_grad():
+        for raw in loader:
+            inputs, targets = move(raw, device)[:2]
+            shares = []
+            for model in (grown, never):
+                is_right = _is_right(model.eval()(inputs), targets, classes=classes)
+                if is_right is None:
+                    return None
+                shares.append(is_right.double().reshape(len(targets), -1).mean(dim=1))
+            differences.append(shares[0] - shares[1])
+    return torch.cat(differences).cpu() if differences else None
+
+
+def _is_right(outputs: Tensor, targets: Tensor, *, classes: int) -> Tensor | None:
+    """Whether a target has the highest score along the dimension `classes`; None where the targets are no numbers of classes."""
     if targets.is_floating_point() or outputs.ndim < 2:
         return None
-    return (outputs.argmax(dim=1) == targets).float().mean()
+    return outputs.argmax(dim=classes) == targets
 
 
 def _make_optimizer(config: GrowTaskConfig, parameters: Iterable[nn.Parameter]) -> Optimizer:

@@ -23,6 +23,8 @@ ConfigT = TypeVar("ConfigT", bound=Config)
 # What tyro makes of a ConfigError: the config it could not build (our class, or the dotted name of a nested one), the field, the rule.
 _RULE = re.compile(r"Error parsing ([\w.-]+): (\w+)[\w.\[\]]*: (expected .*?) For full helptext")
 
+_TITLE = re.compile(r"\A(╭─.*|.*\n *-{3,} *)\n")  # of tyro's box: in its upper edge, or above a line where there are only plain characters
+
 
 def parse(arguments_type: type[ConfigT], argv: list[str], prog: str, *, default: ConfigT | None = None, description: str) -> ConfigT:
     """The typed arguments, or CommandError after tyro has said on stderr what is wrong. `--help` prints and leaves by SystemExit."""
@@ -98,5 +100,5 @@ def _flag(arguments_type: type[Config], config: str, field: str) -> str:
 
 
 def _without_frame(text: str) -> str:
-    """tyro's message without the box around it, on one line."""
-    return " ".join(re.sub(r"[│╭╮╰╯─|+]|-{3,}", " ", text).split())
+    """tyro's message without the box around it and its title, on one line."""
+    return " ".join(re.sub(r"[│╭╮╰╯─|+]|-{3,}", " ", _TITLE.sub("", text)).split())

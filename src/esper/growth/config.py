@@ -31,10 +31,14 @@ class Lifecycle(Config):
     blend_epochs: NonNegativeInt = 2  # shadow: epochs over which alpha rises
     blending: Literal["add", "multiply", "gate"] = "add"  # how a seed's branch changes what flows by; each starts as the identity
     alpha_curve: Literal["linear", "cosine"] = "linear"  # how alpha moves
-    alpha_target: PositiveFloat = 1.0  # where it rises to
+    alpha_target: PositiveFloat = 1.0  # shadow: where it rises to, at most 1; joint seeds are at 1 from birth
     holding_epochs: PositiveInt = 3  # least epochs of probation before a seed may be kept
     withdraw_epochs: NonNegativeInt = 2  # epochs over which alpha falls before a seed is taken out
     embargo_epochs: NonNegativeInt = 5  # wait after a pruned seed
+
+    def check(self) -> None:
+        if self.alpha_target > 1:
+            raise ConfigError("alpha_target", expected="a float > 0 and <= 1", got=self.alpha_target)
 
 
 class GovernorConfig(Config):

@@ -2,6 +2,8 @@
 
 With k seeds there are k + 1 distinct settings: all on, and each one off. What ran before a slot is the same with its seed on and off, so it
 is recorded while everything is on, and replayed; that this changes no bit is checked once for every slot.
+
+Every sample counts alike: where the sizes of batches are told, a batch weighs as many samples as it holds.
 """
 
 from __future__ import annotations
@@ -20,13 +22,40 @@ from esper.growth.shapley import shapley_values, subsets
 from esper.growth.slotted import Slotted
 from esper.growth.state import Contribution
 from esper.parallel import ALONE, Group
-from esper.statistics import Interval, student_interval
+from esper.statistics import LEAST_COUNT, Interval, effective_count, weighted_interval
 
-Evaluate = Callable[[], Sequence[float] | Sequence[Tensor] | Tensor]  # the loss of every batch, always in the same order
+Loss = float | Tensor
+# The loss of every batch, or pairs of it and the number of samples in the batch; always in the same order.
+Evaluate = Callable[[], Sequence[Loss] | Sequence[tuple[Loss, float]] | Tensor]
+
+
+class Losses(NamedTuple):
+    """Of the batches of one evaluation."""
+
+    values: list[float]
+    samples: list[float]  # in each batch; all 1 where nobody told
+
+    @property
+    def mean(self) -> float:
+        """Over samples.
+
+        >>> Losses([1.0, 4.0], [2, 1]).mean
+        2.0
+        """
+        return weighted_mean(self.values, self.samples)
+
+    @property
+    def are_finite(self) -> bool:
+        return all(map(math.isfinite, self.values))
+
+    @property
+    def have_spread(self) -> bool:
+        """False where there is one batch, or as good as one: then nobody can tell how sure a difference is."""
+        return effective_count(self.samples) >= LEAST_COUNT
 
 
 class Measured(NamedTuple):
-    losses: list[float]  # per batch, with everything on
+    losses: Losses  # with everything on
     contributions: dict[str, Contribution]
 
 
@@ -43,7 +72,7 @@ class Measurement:
     def measure(self, evaluate: Evaluate, names: Sequence[str], *, epoch: int) -> Measured:
         """The losses of this moment, and the contribution of the seed in each of these slots. Losses that are not finite end it."""
         with self._all_on(evaluate, names) as with_all:
-            if self._group.any(not all(map(math.isfinite, with_all))):
+            if self._group.any(not with_all.are_finite):
                 return Measured(with_all, {})
             without = {name: self._without(evaluate, [name], with_all) for name in names}
         return Measured(with_all, {name: Contribution(gain_of(losses, with_all), epoch) for name, losses in without.items()})
@@ -51,11 +80,11 @@ class Measurement:
     def shapley(self, evaluate: Evaluate, names: Sequence[str]) -> dict[str, Interval]:
         """The Shapley value of the seed in each of these slots, exactly: every subset of them is evaluated once."""
         with self._all_on(evaluate, names) as with_all:
-            losses = {off: self._without(evaluate, off, with_all) if off else with_all for off in subsets(names)}
-        return {name: _interval(values) for name, values in shapley_values(losses, names).items()}
+            losses = {off: (self._without(evaluate, off, with_all) if off else with_all).values for off in subsets(names)}
+        return {name: _interval(values, with_all.samples) for name, values in shapley_values(losses, names).items()}
 
     @contextmanager
-    def _all_on(self, evaluate: Evaluate, names: Sequence[str]) -> Iterator[list[float]]:
+    def _all_on(self, evaluate: Evaluate, names: Sequence[str]) -> Iterator[Losses]:
         """The losses with everything on; inside, what was recorded with them can be replayed."""
         replays = [self._replay(name) for name in names if name not in self._distrusted]
         try:
@@ -74,7 +103,7 @@ class Measurement:
             self._replays[name] = Replay(self.slotted.model, self.slotted.survey.calls, name)
         return self._replays[name]
 
-    def _without(self, evaluate: Evaluate, off: Collection[str], with_all: list[float]) -> list[float]:
+    def _without(self, evaluate: Evaluate, off: Collection[str], with_all: Losses) -> Losses:
         """The losses with these seeds off. What runs before the first of them is replayed."""
         first = next(name for name in self.slotted.slots if name in off)
         with ExitStack() as stack:
@@ -82,13 +111,10 @@ class Measurement:
                 stack.enter_context(self._replays[first].replaying())
             stack.enter_context(self.slotted.without(list(off)))
             losses = losses_of(evaluate)
-        if len(losses) != len(with_all):
-            raise GrowthError(
-                f"evaluate() gave {len(with_all)} losses and then {len(losses)}; it must go through the same batches in the same order"
-            )
+        _check_same_batches(with_all, losses)
         return losses
 
-    def _can_trust(self, evaluate: Evaluate, name: str, with_all: list[float]) -> bool:
+    def _can_trust(self, evaluate: Evaluate, name: str, with_all: Losses) -> bool:
         replay = self._replays.get(name)
         if self._group.any(name in self._distrusted or replay is None or not replay.is_usable or not replay.nbytes):
             return False
@@ -118,29 +144,49 @@ def modes_kept(slotted: Slotted) -> Iterator[None]:
             module.training = mode
 
 
-def losses_of(evaluate: Evaluate) -> list[float]:
-    """The losses per batch that the user's function gives, checked."""
+def losses_of(evaluate: Evaluate) -> Losses:
+    """What the user's function gives, checked.
+
+    >>> losses_of(lambda: [(0.5, 160), (2.0, 1)])
+    Losses(values=[0.5, 2.0], samples=[160.0, 1.0])
+    """
     answer = evaluate()
-    if not isinstance(answer, Tensor):
-        parts = [torch.as_tensor(loss).detach().reshape(()).double() for loss in answer]
-        answer = torch.stack(parts) if parts else torch.empty(0)  # read from the device in one go
-    losses: list[float] = answer.detach().reshape(-1).tolist()
-    if not losses:
+    if isinstance(answer, Tensor):
+        losses = Losses(answer.detach().reshape(-1).tolist(), [1.0] * answer.numel())
+    else:
+        pairs = [item if isinstance(item, tuple | list) and len(item) == 2 else (item, 1.0) for item in answer]
+        parts = [torch.as_tensor(loss).detach().reshape(()).double() for loss, _ in pairs]
+        losses = Losses(torch.stack(parts).tolist() if parts else [], [float(samples) for _, samples in pairs])  # read in one go
+    if not losses.values:
         raise GrowthError("evaluate() gave no losses: the validation loader yields nothing; give it at least one batch")
+    strange = [samples for samples in losses.samples if not 0 < samples < math.inf]
+    if strange:
+        raise GrowthError(f"a validation batch has {strange[0]:g} samples; every one needs at least one")
     return losses
 
 
-def gain_of(without: Sequence[float], with_all: Sequence[float]) -> Interval:
+def _check_same_batches(first: Losses, then: Losses) -> None:
+    if first.samples == then.samples:
+        return
+    counts = len(first.values), len(then.values)
+    found = "batches of other sizes" if counts[0] == counts[1] else f"{counts[1]}"
+    raise GrowthError(f"evaluate() gave {counts[0]} losses and then {found}; it must go through the same batches in the same order")
+
+
+def gain_of(without: Losses, with_all: Losses) -> Interval:
     """The paired difference, batch by batch."""
-    return _interval([off - on for off, on in zip(without, with_all, strict=True)])
+    return _interval([off - on for off, on in zip(without.values, with_all.values, strict=True)], with_all.samples)
 
 
-def _interval(differences: Sequence[float]) -> Interval:
-    """One batch has no spread to tell: its interval is the difference itself."""
-    if len(differences) == 1 or not all(map(math.isfinite, differences)):
-        mean = sum(differences) / len(differences)
+def _interval(differences: Sequence[float], samples: Sequence[float]) -> Interval:
+    if not all(map(math.isfinite, differences)):
+        mean = weighted_mean(differences, samples)
         return Interval(mean, mean, mean)
-    return student_interval(differences)
+    return weighted_interval(differences, samples)
+
+
+def weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float:
+    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
 
 
 class AlphaSearch(NamedTuple):
@@ -154,5 +200,5 @@ def search_alpha(slotted: Slotted, name: str, evaluate: Evaluate, alphas: Sequen
     for alpha in alphas:
         with modes_kept(slotted), slotted.slot(name).held_at(alpha):
             losses = losses_of(evaluate)
-        found[alpha] = sum(losses) / len(losses)
+        found[alpha] = losses.mean
     return AlphaSearch(min(found, key=lambda alpha: (not math.isfinite(found[alpha]), found[alpha])), found)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from esper.growth.config import GrowthConfig
-from esper.growth.decisions import Action, Advance, Controller, Decision, Fossilize, Germinate, Prune
+from esper.growth.decisions import Action, Advance, CompleteController, Controller, Decision, Fossilize, Germinate, Prune
 from esper.growth.errors import GrowthError
 from esper.growth.heuristic import Heuristic
 from esper.growth.lifecycle import Stage
@@ -133,7 +133,28 @@ class Schedule(Planned):
         return usual[0] if usual else max(candidates, key=lambda candidate: candidate.cost.parameters).blueprint
 
 
-CONTROLLERS: dict[str, Callable[[GrowthConfig], Controller]] = {
+class Completed:
+    """A controller that only decides, with the rest added: its class's name, and an empty state."""
+
+    def __init__(self, controller: Controller) -> None:
+        self.controller = controller
+        self.name = str(getattr(controller, "name", type(controller).__name__))
+
+    def decide(self, state: GrowthState) -> Decision:
+        return self.controller.decide(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        save = getattr(self.controller, "state_dict", dict)
+        state: dict[str, Any] = save()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        load = getattr(self.controller, "load_state_dict", None)
+        if load is not None:
+            load(state)
+
+
+CONTROLLERS: dict[str, Callable[[GrowthConfig], CompleteController]] = {
     "heuristic": lambda config: Heuristic(config),
     "never": lambda config: Never(),
     "random": lambda config: Random(seed=config.seed),
@@ -141,7 +162,22 @@ CONTROLLERS: dict[str, Callable[[GrowthConfig], Controller]] = {
 }
 
 
-def make_controller(name: str, config: GrowthConfig) -> Controller:
+def as_controller(controller: Controller | str, config: GrowthConfig) -> CompleteController:
+    """What a user passed as controller: a name, or an object that can at least decide."""
+    if isinstance(controller, str):
+        return make_controller(controller, config)
+    kind = controller.__name__ if isinstance(controller, type) else type(controller).__name__
+    if isinstance(controller, type):
+        raise GrowthError(f"the controller is the class {kind} itself; pass an object of it: controller={kind}(...)")
+    if not callable(getattr(controller, "decide", None)):
+        raise GrowthError(f"a controller has a method decide(state) that gives a Decision, and this {kind} has none")
+    has = [name for name in ("state_dict", "load_state_dict") if callable(getattr(controller, name, None))]
+    if len(has) == 1:
+        raise GrowthError(f"the controller {kind} has only {has[0]} of state_dict and load_state_dict; it needs both, or neither")
+    return controller if isinstance(controller, CompleteController) else Completed(controller)
+
+
+def make_controller(name: str, config: GrowthConfig) -> CompleteController:
     if name not in CONTROLLERS:
         raise GrowthError(f"no controller is named {name!r}; there are {', '.join(CONTROLLERS)}")
     return CONTROLLERS[name](config)

@@ -7,7 +7,7 @@ says why. A decision may also ask for a probe: the next one then knows what ever
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from esper.growth.state import GrowthState
 
@@ -55,11 +55,20 @@ class Decision:
 
 
 class Controller(Protocol):
-    """Decides before the first epoch and after every one. What it remembers is in its state."""
+    """Decides before the first epoch and after every one.
 
-    name: str
+    It may also have a `name` (else it goes by that of its class), and `state_dict` with `load_state_dict` where it remembers something.
+    """
 
     def decide(self, state: GrowthState) -> Decision: ...
+
+
+@runtime_checkable
+class CompleteController(Controller, Protocol):
+    """With all that it may have. What it remembers is in its state."""
+
+    @property
+    def name(self) -> str: ...
 
     def state_dict(self) -> dict[str, object]: ...
 

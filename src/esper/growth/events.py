@@ -20,6 +20,7 @@ class GrowthStarted(Event, tag="growth_started"):
     optimizer: str = ""
     title: str = ""  # of the task or model
     device: str = "cpu"
+    note: str = ""  # what a person should know before it begins
 
 
 class SlotView(msgspec.Struct, frozen=True):
@@ -36,6 +37,8 @@ class SlotView(msgspec.Struct, frozen=True):
     gain_high: float | None
     parameters: int
     rent: float
+    grad_norm: float | None = None  # of the seed: mean over the epoch's steps, before clipping
+    skipped: int = 0  # steps that the seed did not take because its gradient was not finite
 
 
 class EpochEnded(Event, tag="epoch_ended"):
@@ -83,7 +86,7 @@ class RolledBack(Event, tag="rolled_back"):
 
 
 class Probed(Event, tag="probed"):
-    """What candidates promised."""
+    """What candidates promised when they were looked at."""
 
     epoch: int
     promises: dict[str, dict[str, float]]  # slot -> blueprint -> nats per step
@@ -93,7 +96,7 @@ class GrowthFinished(Event, tag="growth_finished"):
     """The run is over."""
 
     epoch: int
-    why: str  # "all epochs done", "stopped early: ...", "stopped"
+    why: str  # "finished", "stopped early" or "stopped"
     tried: int
     kept: int
     rollbacks: int
@@ -131,3 +134,12 @@ class FinalTest(Event, tag="final_test"):
     loss: float
     accuracy_before: float | None = None  # None: the loss is not one of a classifier
     accuracy: float | None = None
+
+
+class TwinCompared(Event, tag="twin_compared"):
+    """The grown model against its twin, which never grew, on the same test samples; a part of the twin's run."""
+
+    samples: int
+    accuracy_difference: float  # grown - never grown, mean over samples
+    low: float  # ends of its 95 % interval, over samples
+    high: float

@@ -59,7 +59,8 @@ class Garden:
         bed, rules = self.beds[name], self.config.lifecycle
         check_branch(get_blueprint(blueprint), bed.slot.place)
         number = len(self.ledger.entries) + 1
-        seed = Seed(bed.slot.place, blueprint, random_seed=self._streams.integer(f"seed {number}"), blending=rules.blending)
+        place = self.slotted.place(name)
+        seed = Seed(place, blueprint, random_seed=self._streams.integer(f"seed {number}"), blending=rules.blending)
         learner = self._learner(name, seed, warmup=self._warmup())
         bed.life = Life(blueprint=blueprint, number=number, tried=bed.life.tried)
         bed.slot.plant(seed, connected=rules.raise_mode == "joint")
@@ -336,7 +337,7 @@ class Garden:
             return
         if not is_same:
             assert life.blueprint is not None
-            seed = Seed(bed.slot.place, life.blueprint, random_seed=0, blending=self.config.lifecycle.blending)
+            seed = Seed(self.slotted.place(name), life.blueprint, random_seed=0, blending=self.config.lifecycle.blending)
             bed.slot.plant(seed)
             bed.learner = self._learner(name, seed)
         assert bed.slot.seed is not None

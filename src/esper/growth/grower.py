@@ -24,17 +24,17 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import msgspec
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from esper.events import Event
+from esper.growth.checks import check_alphas, check_fit_together, one_number, players
 from esper.growth.chronicle import Chronicle
 from esper.growth.config import GrowthConfig
 from esper.growth.contribution import AlphaSearch, Evaluate, Measurement, search_alpha
-from esper.growth.controllers import make_controller
+from esper.growth.controllers import as_controller
 from esper.growth.decisions import Action, Controller, Decision
 from esper.growth.errors import GrowthError
 from esper.growth.events import ActionRefused, EpochEnded, Measured, RolledBack, StageEntered
@@ -48,7 +48,6 @@ from esper.growth.recovery import Recovery
 from esper.growth.reporting import epoch_ended, probed
 from esper.growth.seed_learner import MakeOptimizer
 from esper.growth.shadow import Closure, Shadow
-from esper.growth.shapley import MOST
 from esper.growth.slotted import Slotted
 from esper.growth.state import Contribution, GrowthState
 from esper.parallel import ALONE, Ranks
@@ -59,7 +58,8 @@ class Grower:
     """Owns the seeds' optimisers, their lives, the snapshots and the ledger.
 
     `optimizer`, `scaler` and `scheduler` are the user's, needed to follow learning rates and to go back after a disaster; `scheduler` is
-    anything with a `state_dict`. `epochs` is how long the training is planned to be: a controller that knows it does not grow too late.
+    anything with a `state_dict`. Make the grower, or call `begin`, when weights and states are loaded: it goes back to them at first.
+    `epochs` is how long the training is planned to be: a controller that knows it does not grow too late.
     """
 
     def __init__(
@@ -75,9 +75,10 @@ class Grower:
         seed_optimizer: MakeOptimizer | None = None,
         on_event: Callable[[Event], None] = lambda event: None,
     ) -> None:
+        check_fit_together(slotted, optimizer, config)
         self.slotted, self.optimizer, self.scaler, self.epochs = slotted, optimizer, scaler, epochs
         self.config = config or GrowthConfig()
-        self.controller = make_controller(controller, self.config) if isinstance(controller, str) else controller
+        self.controller = as_controller(controller, self.config)
         self.ledger = Ledger(entries=[], refused=[], rollbacks=[])
         self.chronicle = Chronicle(self.config.governor.checks_per_epoch)
         self.garden = Garden(
@@ -85,12 +86,15 @@ class Grower:
         )
         check_can_grow(self.garden)
         self._recovery = Recovery(slotted, optimizer, self.garden, self.config.governor, scaler=scaler, scheduler=scheduler)
+        if not self._recovery.has_finite_weights():
+            raise GrowthError("some of the model's weights are NaN or infinite before the training; begin with others")
+        self._recovery.take_snapshot()
         self._prober = Prober(slotted, self.garden, optimizer)
         is_parallel = any(isinstance(module, nn.parallel.DistributedDataParallel) for module in slotted.model.modules())
         self._group = Ranks() if is_parallel and dist.is_initialized() else ALONE
         self._measurement = Measurement(slotted, group=self._group)
         self._shadow = Shadow(slotted, alpha=self.config.lifecycle.alpha_target)
-        slotted.recording = self._shadow.recording
+        slotted.recording, slotted.samples = self._shadow.recording, 0
         self._promises: Promises = {}
         self._on_event = on_event
         self._events: deque[Event] = deque()  # those not told yet: the user hears of them when all is done
@@ -110,10 +114,16 @@ class Grower:
 
     def begin(self) -> None:
         """The first decision, before any training: a schedule may grow at once. Later calls do nothing."""
+        self._check_has_slots()
+        if not self._has_begun:
+            self._recovery.take_snapshot()  # again, for states may have been loaded since the grower was made
+            self._begin()
+
+    def _begin(self) -> None:
+        """Once, at the latest after the first step. The state is then not what was there before the training."""
         if self._has_begun:
             return
         self._has_begun = True
-        self._recovery.take_snapshot()
         self._decide()
         self._get_ready(scale=1.0)
         self.chronicle.lap()
@@ -122,24 +132,32 @@ class Grower:
     def after_step(self, loss: Tensor | float, *, closure: Closure | None = None, samples: int | None = None) -> None:
         """Call it after every step of the optimiser. `closure` computes this step's loss again, for seeds that are raised in the shadow.
 
-        `samples` in this step, if told, make the FLOPs countable.
+        FLOPs are counted by the samples of this step, which calls of the slotted model tell; give `samples` where it was called otherwise.
         """
-        value = _one_number(loss)
+        self._check_has_slots()
+        value = one_number(loss)
         if closure is None and self.config.lifecycle.raise_mode == "shadow":
             raise GrowthError(
                 "seeds in the shadow learn by a second forward pass; pass after_step(loss, closure=lambda: loss_fn(slotted(x), y)), "
                 "or raise them jointly"
             )
-        self.begin()
+        samples = self.slotted.samples or None if samples is None else samples
+        is_lost = self._is_lost(value)
+        if not is_lost:
+            self._begin()
         self.chronicle.note_step(value, samples=samples, flops_per_sample=self._step_flops())
         scale, self._scale = self._scale, self._current_scale()
-        # Elsewhere a look at every loss would wait for the device, or for the other ranks; there the end of the epoch shows it.
-        if value.device.type == "cpu" and self._group.world_size == 1 and not math.isfinite(float(value)):
+        if is_lost:
             self._go_back(f"the training loss of step {self.chronicle.steps} is {float(value)}")
+            self._begin()  # not before: what is decided at the beginning is not to blame for the first step
         else:
             self._learn(closure, scale)
         self._get_ready(scale=scale)
         self._tell()
+
+    def _is_lost(self, loss: Tensor) -> bool:
+        """Elsewhere a look at every loss would wait for the device, or for the other ranks; there the end of the epoch shows it."""
+        return loss.device.type == "cpu" and self._group.world_size == 1 and not math.isfinite(float(loss))
 
     def _learn(self, closure: Closure | None, scale: float) -> None:
         """`scale` is that of the backward pass that is over."""
@@ -157,24 +175,27 @@ class Grower:
 
     def after_epoch(self, evaluate: Evaluate) -> EpochEnded:
         """Call it after every epoch. `evaluate()` gives the validation loss of every batch; it is called once more for each seed on trial.
+        Batches of different sizes are best given as pairs of (loss, number of samples), so that every sample counts alike.
 
         It is the user's: it puts the model into eval mode and switches gradients off. The modes of all modules are put back after it.
         Until it has given everything that is needed nothing is changed, so an error in it leaves all as it was. On several ranks, each
         goes through as many batches, and what counts is what rank 0 finds.
         """
-        self.begin()
+        self._check_has_slots()
+        self._begin()
         self._rest()
         chunks = self.chronicle.chunks()
         measured = self._agreed(self._measurement.measure(evaluate, self._on_trial(), epoch=self.epoch + 1))
-        val_loss = sum(measured.losses) / len(measured.losses)
+        val_loss = measured.losses.mean
         verdict = self._group.first(lambda: self._recovery.judge(chunks, val_loss, is_blameless=not self._suspects()))
         self._end_epoch(chunks, val_loss, measured.contributions)
         if verdict.is_disaster:
             self._go_back(verdict.reason)
             decision = Decision(reason=f"went back to a healthy state: {verdict.reason}")
         else:
-            self._recovery.in_a_row = 0
-            if verdict.is_healthy and self.epoch % self.config.governor.snapshot_every == 0:
+            if chunks:  # else every step of the epoch has been gone back from, and nothing is healthy yet
+                self._recovery.in_a_row = 0
+            if chunks and verdict.is_healthy and self.epoch % self.config.governor.snapshot_every == 0:
                 self._recovery.take_snapshot()
             decision = self._decide()
         self._get_ready(scale=1.0)
@@ -194,6 +215,13 @@ class Grower:
         self._shadow.rest()
         self.slotted.recording = None
 
+    def _check_has_slots(self) -> None:
+        if not self.slotted.is_attached:
+            raise GrowthError(
+                "the slots have been taken out, by bake() or remove(), so nothing can grow any more; to grow further, call add_slots again "
+                "and make a new Grower, with an optimiser that holds the parameters of the seeds that were kept"
+            )
+
     def count_evaluation(self, samples: int) -> None:
         """Adds the FLOPs of a forward pass over so many samples; `evaluate` may call it."""
         self.chronicle.flops += samples * (self.slotted.survey.host.flops + self.garden.connected().flops)
@@ -202,22 +230,13 @@ class Grower:
 
     def shapley(self, evaluate: Evaluate, slots: Sequence[str] | None = None) -> dict[str, Interval]:
         """How the gain of some living seeds together divides among them, in nats; `evaluate` is called 2^k times for k of them."""
-        living = [name for name in self.garden.living() if self.garden.beds[name].slot.is_connected]
-        names = living if slots is None else list(slots)
-        strange = [name for name in names if name not in living]
-        if strange:
-            raise GrowthError(f"no living seed is connected in {strange[0]!r}; there is one in {', '.join(living) or 'no slot'}")
-        if not 0 < len(names) <= MOST:
-            raise GrowthError(f"Shapley values are for 1 to {MOST} seeds, and these are {len(names)}; name some: slots=[...]")
+        names = players(self.garden, slots)
         with self._prober.paused():
             return self._measurement.shapley(evaluate, names)
 
     def search_alpha(self, slot: str, evaluate: Evaluate, *, alphas: Sequence[float] = (0.25, 0.5, 0.75, 1.0)) -> AlphaSearch:
         """Which of these alphas gives the lowest validation loss, for a `Retarget`. Nothing is changed; `evaluate` is called for each."""
-        if self.slotted.slot(slot).seed is None:
-            raise GrowthError(f"there is no seed in {slot!r}, so it has no alpha")
-        if not alphas or not all(0 <= alpha <= 1 for alpha in alphas):
-            raise GrowthError(f"alphas are some numbers from 0 to 1, not {list(alphas)}")
+        check_alphas(self.slotted, slot, alphas)
         with self._prober.paused():
             return search_alpha(self.slotted, slot, evaluate, alphas)
 
@@ -309,6 +328,7 @@ class Grower:
         """For the next forward pass."""
         self._prober.after_step(self.chronicle.steps, length=self.chronicle.length, scale=scale)
         self._shadow.prepare(self.garden.in_shadow())
+        self.slotted.samples = 0
 
     def _rest(self) -> None:
         """Nothing of ours is at work in the model but connected seeds, until the next training step."""
@@ -389,11 +409,3 @@ class Grower:
         self._shadow.load_state_dict(state["shadow"])
         self._prober.load_state_dict(state["probe"])
         self._get_ready(scale=1.0)
-
-
-def _one_number(loss: Tensor | float) -> Tensor:
-    if not isinstance(loss, Tensor):
-        return torch.tensor(float(loss))
-    if loss.numel() != 1:
-        raise GrowthError(f"the loss of a step must be one number, and has the shape {list(loss.shape)}; take its mean")
-    return loss.detach().reshape(())

@@ -10,8 +10,8 @@ from pathlib import Path
 from esper.config import load
 from esper.growth import plots, summary
 from esper.growth.config import GrowthConfig, Rent
+from esper.growth.ledger import ANALYTICS_HEADING, LEDGER_HEADING, Row, analytics_rows, ledger_rows
 from esper.growth.story import Remark, Story, read_story
-from esper.growth.summary import Row
 from esper.run_folder import CONFIG, EVENTS, RunError
 
 REPORT = "report.html"
@@ -72,20 +72,23 @@ def write_report(run_folder: Path | str) -> Path:
 
 def render(story: Story, twin: Story | None, *, title: str, config: str, rent: Rent) -> str:
     """The page. Equal stories give equal pages."""
-    sections = [f'<p class="summary">{escape(summary.headline(story))}</p>', _circumstances(story)]
+    sections = [f'<p class="summary">{escape(summary.headline(story, twin))}</p>', _circumstances(story)]
     heading, rows = summary.comparison(story, twin)
     if rows:
         sections.append(_section("Before, after, cost", _table(heading, rows, numbers=range(1, len(heading)))))
-        sections += [f'<p class="note">{escape(sentence)}</p>' for sentence in summary.about_rent(story, rent)]
+        sections += _notes([*summary.about_chance(twin), *summary.about_rent(story, rent)])
     if story.epochs:
         sections.append(_section("Loss", plots.loss_plot(story, twin)))
         if story.seeds:
             sections.append(_section("Lives of the seeds", plots.lives_plot(story)))
         sections.append(_section("Parameters", plots.parameters_plot(story)))
     if story.seeds:
-        ledger = _table(summary.LEDGER_HEADING, summary.ledger(story), numbers=(0, 3, 5, 6, 7))
-        sections.append(_section("Ledger", ledger))
-        sections.append(_section("Blueprints", _table(summary.ANALYTICS_HEADING, summary.analytics(story), numbers=range(1, 7))))
+        sections.append(_section("Ledger", _table(LEDGER_HEADING, ledger_rows(story.seeds), numbers=(0, 3, 5, 6, 7))))
+        sections += _notes(summary.about_skipped(story))
+        sections.append(_section("Blueprints", _table(ANALYTICS_HEADING, analytics_rows(story.seeds), numbers=range(1, 7))))
+    if story.probes:
+        sections.append(_section("What the probe saw", _table(summary.PROBE_HEADING, summary.probe_rows(story), numbers=(0, 3))))
+        sections += _notes(["How fast the loss would fall at first with a candidate in the slot; the best few of every slot."])
     sections.append(_section("Decisions", _remarks(story.remarks)))
     if config:
         sections.append(_section("Configuration", f"<pre>{escape(config)}</pre>"))
@@ -100,9 +103,13 @@ def _circumstances(story: Story) -> str:
         f"seeds raised in mode {started.raise_mode}",
         started.optimizer,
         f"on {started.device}",
-        f"{len(started.slots)} slots",
+        summary.counted(len(started.slots), "slot"),
     ]
     return f'<p class="note">{escape(" · ".join(filter(None, parts)))}</p>'
+
+
+def _notes(sentences: Sequence[str]) -> list[str]:
+    return [f'<p class="note">{escape(sentence)}</p>' for sentence in sentences]
 
 
 def _section(name: str, content: str) -> str:

@@ -150,8 +150,8 @@ class GrowthTrainerCallback(TrainerCallback):
         if grower.chronicle.steps:  # of an epoch that is not over for the grower
             grower.after_epoch(lambda: list(self._evaluate(grower)))
 
-    def _evaluate(self, grower: Grower) -> Iterator[Tensor]:
-        """The loss of every batch. Draws nothing from the random streams that training uses."""
+    def _evaluate(self, grower: Grower) -> Iterator[tuple[Tensor, int]]:
+        """The loss and the size of every batch. Draws nothing from the random streams that training uses."""
         trainer = self._trainer()
         with isolated(trainer.model):
             trainer.model.eval()
@@ -160,7 +160,7 @@ class GrowthTrainerCallback(TrainerCallback):
                     loss, _, _ = trainer.prediction_step(trainer.model, batch, prediction_loss_only=True)
                     if loss is None:
                         raise GrowthError(f"the eval_dataset gives no loss: it has no {' or '.join(trainer.label_names)}")
-                    yield loss
+                    yield loss, size_of(batch)
                     grower.count_evaluation(size_of(batch))
 
     def _loss(self, batch: Mapping[str, Any]) -> Tensor:

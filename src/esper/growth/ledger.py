@@ -1,9 +1,13 @@
-"""The ledger: what was tried, when, why, what it gave and what it cost. One entry for a seed, and the sum over blueprints."""
+"""The ledger: what was tried, when, why, what it gave and what it cost. One entry for a seed, and the sum over blueprints.
+
+The tables are made here alone: of a ledger, and of the seeds that a run's events tell about.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Literal
+import math
+from collections.abc import Iterable, Sequence
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -11,6 +15,10 @@ from esper.growth.lifecycle import Stage
 
 Outcome = Literal["living", "kept", "pruned", "rolled back"]
 Row = tuple[str, ...]
+NONE = "–"
+
+LEDGER_HEADING = ("#", "slot", "blueprint", "born", "outcome", "gain in nats", "rent", "parameters", "why it ended so")
+ANALYTICS_HEADING = ("blueprint", "tried", "kept", "pruned", "rolled back", "mean gain of kept", "mean parameters")
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -40,6 +48,13 @@ class Entry(msgspec.Struct):
     rent: float = 0.0
     ended: int | None = None
 
+    @property
+    def why(self) -> str:
+        """It is where it is now."""
+        reasons = [self.reason, *(step.reason for step in self.steps)]
+        is_gentle = self.outcome == "pruned" and was_withdrawn([step.stage for step in self.steps])
+        return reasons[-2] if is_gentle else reasons[-1]
+
 
 class Refused(msgspec.Struct, frozen=True):
     """Something that a controller wanted and a gate did not let pass."""
@@ -68,37 +83,90 @@ class Ledger(msgspec.Struct):
 
     def table(self) -> str:
         """For a person: one line for a seed."""
-        rows: list[Row] = [("#", "slot", "blueprint", "born", "outcome", "gain in nats", "rent", "parameters", "why it ended so")]
-        for entry in self.entries:
-            why = entry.steps[-1].reason if entry.steps else entry.reason
-            born = f"epoch {entry.born}"
-            rent, parameters = f"{entry.rent:.4f}", f"{entry.parameters:,}"
-            rows.append((str(entry.number), entry.slot, entry.blueprint, born, entry.outcome, _gain(entry), rent, parameters, why))
-        return _aligned(rows) if len(rows) > 1 else "no seed was tried"
+        return aligned([LEDGER_HEADING, *ledger_rows(self.entries)]) if self.entries else "no seed was tried"
 
     def analytics(self) -> str:
         """For a person: which blueprints were tried, kept and pruned, at what gain and cost."""
-        rows: list[Row] = [("blueprint", "tried", "kept", "pruned", "rolled back", "mean gain of kept", "mean parameters")]
-        for name in dict.fromkeys(entry.blueprint for entry in self.entries):
-            some = [entry for entry in self.entries if entry.blueprint == name]
-            kept = [entry.gain for entry in some if entry.outcome == "kept" and entry.gain is not None]
-            counts = [str(sum(entry.outcome == outcome for entry in some)) for outcome in ("kept", "pruned", "rolled back")]
-            gain = f"{_mean(kept):.4f}" if kept else "–"
-            rows.append((name, str(len(some)), *counts, gain, f"{_mean([entry.parameters for entry in some]):,.0f}"))
-        return _aligned(rows) if len(rows) > 1 else "no blueprint was tried"
+        return aligned([ANALYTICS_HEADING, *analytics_rows(self.entries)]) if self.entries else "no blueprint was tried"
 
 
-def _gain(entry: Entry) -> str:
-    if entry.gain is None:
+# Tables
+
+
+class Life(Protocol):
+    """What a table says about a seed."""
+
+    @property
+    def number(self) -> int: ...
+    @property
+    def slot(self) -> str: ...
+    @property
+    def blueprint(self) -> str: ...
+    @property
+    def born(self) -> int: ...
+    @property
+    def outcome(self) -> Outcome: ...
+    @property
+    def gain(self) -> float | None: ...
+    @property
+    def gain_low(self) -> float | None: ...
+    @property
+    def gain_high(self) -> float | None: ...
+    @property
+    def rent(self) -> float: ...
+    @property
+    def parameters(self) -> int: ...
+    @property
+    def why(self) -> str: ...
+
+
+def ledger_rows(lives: Iterable[Life], *, is_short: bool = False) -> list[Row]:
+    """One row for a seed, below LEDGER_HEADING."""
+    return [
+        (
+            str(life.number),
+            life.slot,
+            life.blueprint,
+            f"epoch {life.born}",
+            life.outcome,
+            gain_in_words(life.gain, life.gain_low, life.gain_high, is_short=is_short),
+            f"{life.rent:.4f}",
+            f"{life.parameters:,}",
+            life.why,
+        )
+        for life in lives
+    ]
+
+
+def analytics_rows(lives: Sequence[Life]) -> list[Row]:
+    """One row for a blueprint, below ANALYTICS_HEADING."""
+    rows: list[Row] = []
+    for name in dict.fromkeys(life.blueprint for life in lives):
+        some = [life for life in lives if life.blueprint == name]
+        gains = [life.gain for life in some if life.outcome == "kept" and life.gain is not None]
+        counts = [str(sum(life.outcome == outcome for life in some)) for outcome in ("kept", "pruned", "rolled back")]
+        mean_gain = f"{sum(gains) / len(gains):+.4f}" if gains else NONE
+        rows.append((name, str(len(some)), *counts, mean_gain, f"{sum(life.parameters for life in some) / len(some):,.0f}"))
+    return rows
+
+
+def gain_in_words(gain: float | None, low: float | None, high: float | None, *, is_short: bool = False) -> str:
+    """
+    >>> gain_in_words(0.1, 0.05, 0.15), gain_in_words(0.1, 0.05, 0.15, is_short=True)
+    ('+0.1000 [+0.0500, +0.1500]', '+0.1000 ±0.0500')
+    """
+    if gain is None or low is None or high is None:
         return "not measured"
-    return f"{entry.gain:+.4f} [{entry.gain_low:+.4f}, {entry.gain_high:+.4f}]"
+    if not math.isfinite(high - low):
+        return f"{gain:+.4f}, interval unknown"
+    return f"{gain:+.4f} ±{(high - low) / 2:.4f}" if is_short else f"{gain:+.4f} [{low:+.4f}, {high:+.4f}]"
 
 
-def _mean(values: Iterable[float]) -> float:
-    values = list(values)
-    return sum(values) / len(values)
+def was_withdrawn(stages: Sequence[Stage]) -> bool:
+    """Alpha fell before the seed was taken out, and the reason was given when that began."""
+    return tuple(stages[-3:]) == (Stage.HOLDING, Stage.BLENDING, Stage.PRUNED)
 
 
-def _aligned(rows: list[Row]) -> str:
+def aligned(rows: Sequence[Row]) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)

@@ -6,7 +6,8 @@
 | GERMINATED | born as the identity, alpha 1               | born as the identity, outside the host                            |
 | TRAINING   | –                                           | learns in a second forward pass that uses it; the host is as if   |
 |            |                                             | it were not there, to the last bit                                |
-| BLENDING   | only on the way out, alpha falls to 0       | alpha rises from 0 to its target; host and seed learn together    |
+| BLENDING   | only when alpha is moved:                   | alpha rises from 0 to its target; host and seed learn together    |
+|            | on the way out it falls to 0                |                                                                   |
 | HOLDING    | learns with the host, on probation          | the same                                                          |
 | FOSSILIZED | part of the host for good                   | the same                                                          |
 | PRUNED     | taken out, the host is as before            | the same                                                          |

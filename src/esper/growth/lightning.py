@@ -193,12 +193,12 @@ class GrowthCallback(Callback):
         if grower.chronicle.steps:  # of an epoch that is not over for the grower
             grower.after_epoch(lambda: list(self._evaluate(trainer, pl_module, grower)))
 
-    def _evaluate(self, trainer: Any, pl_module: Any, grower: Grower) -> Iterator[Tensor]:
-        """The loss of every validation batch. Draws nothing from the random streams that training uses."""
+    def _evaluate(self, trainer: Any, pl_module: Any, grower: Grower) -> Iterator[tuple[Tensor, int]]:
+        """The loss and the size of every validation batch. Draws nothing from the random streams that training uses."""
         with isolated(pl_module), torch.no_grad():
             pl_module.eval()
             for batch in _validation_batches(trainer, pl_module):
-                yield self._loss(trainer, pl_module, batch)
+                yield self._loss(trainer, pl_module, batch), size_of(batch)
                 grower.count_evaluation(size_of(batch))
 
     def _loss(self, trainer: Any, pl_module: Any, batch: Any) -> Tensor:

@@ -6,11 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
 from esper.growth.garden import Garden
-from esper.growth.isolation import is_compiled
 from esper.growth.lifecycle import Stage
 from esper.growth.promise import Probe
 from esper.growth.seed_learner import group_of
@@ -33,7 +31,7 @@ class Prober:
             if self.garden.beds[name].life.stage is Stage.DORMANT
         }
         wanted = {name: some for name, some in candidates.items() if some}
-        self._probe = Probe(self.slotted.slots, wanted, random_seed=self.garden.config.seed) if wanted else None
+        self._probe = Probe(self.slotted, wanted, random_seed=self.garden.config.seed) if wanted else None
 
     @property
     def is_watching(self) -> bool:
@@ -56,8 +54,7 @@ class Prober:
         elif is_due and not self._probe.is_watching:
             self._probe.watch()
             # What is watched runs in Python. Compiled code would be compiled anew for it, and back again.
-            if is_compiled(self.slotted.model):
-                torch.compiler.set_stance("force_eager")
+            self.slotted.run_eagerly(True)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -76,8 +73,7 @@ class Prober:
         """Looks no more; what was found so far stays."""
         if self._probe is not None and self._probe.is_watching:
             self._probe.stop()
-            if is_compiled(self.slotted.model):
-                torch.compiler.set_stance("default")
+            self.slotted.run_eagerly(False)
 
     def finish(self) -> Promises | None:
         """What was found; None where nothing was asked."""

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from esper.growth.blueprints import Blueprint, build_branch, cost_of
 from esper.growth.slot import Slot
+from esper.growth.slotted import Slotted
 
 
 @dataclass
@@ -37,10 +38,10 @@ class _Trial:
 class Probe:
     """Looks at candidates in dormant slots for a number of training steps."""
 
-    def __init__(self, slots: dict[str, Slot], candidates: Mapping[str, Sequence[Blueprint]], *, random_seed: int) -> None:
-        self._slots = {name: slots[name] for name in candidates}
+    def __init__(self, slotted: Slotted, candidates: Mapping[str, Sequence[Blueprint]], *, random_seed: int) -> None:
+        self._slots = {name: slotted.slot(name) for name in candidates}
         self._trials = {
-            (name, blueprint.name): _Trial(build_branch(blueprint, slots[name].place, seed=random_seed))
+            (name, blueprint.name): _Trial(build_branch(blueprint, slotted.place(name), seed=random_seed))
             for name, some in candidates.items()
             for blueprint in some
         }
@@ -48,7 +49,7 @@ class Probe:
         self.steps = 0
         self.is_watching = False
         self.is_paused = False  # what runs now is none of the user's training
-        self.flops = 3 * sum(cost_of(blueprint, slots[name].place).flops for name, some in candidates.items() for blueprint in some)
+        self.flops = 3 * sum(cost_of(blueprint, slotted.slot(name).place).flops for name, some in candidates.items() for blueprint in some)
 
     def watch(self) -> None:
         """Catches h and g in the forward and backward passes from now on."""
@@ -88,8 +89,8 @@ class Probe:
         total = [torch.zeros_like(parameter) for parameter in parameters]
         for h, g in pairs:
             with torch.enable_grad():
-                output = trial.branch(h.to(parameters[0].dtype))
-            gradients = torch.autograd.grad(output, parameters, g.to(output.dtype) / scale, allow_unused=True)
+                output = trial.branch(h.to(parameters[0]))  # in its precision, and where it is
+            gradients = torch.autograd.grad(output, parameters, g.to(output) / scale, allow_unused=True)
             for sum_, gradient in zip(total, gradients, strict=True):
                 if gradient is not None:
                     sum_ += gradient

@@ -41,7 +41,19 @@ class Recovery:
         return verdict
 
     def take_snapshot(self) -> None:
-        self._snapshots.take({"now": self.now(), "governor": self._governor.state_dict()}, epoch=self.garden.epoch)
+        """Nothing is taken where a weight is not finite: losses that look healthy do not tell, and there would be no way back."""
+        if self.has_finite_weights():
+            if self._snapshots.epochs[-1:] == (self.garden.epoch,):
+                self._snapshots.drop_latest()  # an epoch has one state to go back to, its last
+            self._snapshots.take({"now": self.now(), "governor": self._governor.state_dict()}, epoch=self.garden.epoch)
+
+    def has_finite_weights(self) -> bool:
+        """Those that learn, of the host and of the seeds that it sees."""
+        seeds = [bed.slot.seed for bed in self.garden.beds.values() if bed.slot.is_connected and bed.slot.seed is not None]
+        weights = [parameter for module in (self.host, *seeds) for parameter in module.parameters() if parameter.requires_grad]
+        with torch.no_grad():
+            answers = [torch.isfinite(weight).all() for weight in weights]
+        return not answers or bool(torch.stack([answer.to(answers[0].device) for answer in answers]).all())
 
     def go_back(self) -> int:
         """Restores the latest snapshot, or the one before it where the latest has led to disaster again. Gives its epoch."""

@@ -31,18 +31,21 @@ def epoch_ended(garden: Garden, chronicle: Chronicle, decision: Decision) -> Epo
 def _slot_view(garden: Garden, name: str) -> SlotView:
     slot = garden.view(name, {})
     gain = slot.contribution.gain if slot.contribution is not None else None
+    gradients = slot.gradients
     return SlotView(
         slot=name,
         stage=slot.stage.name,
         blueprint=slot.blueprint,
         alpha=slot.alpha,
         age=slot.age,
-        health=None if slot.gradients is None else slot.gradients.health,
+        health=None if gradients is None else gradients.health,
         gain=None if gain is None else gain.estimate,
         gain_low=None if gain is None else gain.low,
         gain_high=None if gain is None else gain.high,
         parameters=slot.cost.parameters,
         rent=slot.rent,
+        grad_norm=None if gradients is None else gradients.mean_norm,
+        skipped=0 if gradients is None else gradients.skipped,
     )
 
 

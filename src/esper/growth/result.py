@@ -12,6 +12,7 @@ from esper.growth.baked import save
 from esper.growth.events import GrowthFinished
 from esper.growth.ledger import Ledger
 from esper.growth.state import Cost
+from esper.growth.summary import result_in_words
 
 Status = Literal["finished", "stopped early", "stopped"]
 
@@ -38,21 +39,8 @@ class Grown:
 
     def report(self) -> str:
         """One line: what was kept, what it gave, what it cost."""
-        kept, tried = self.ledger.count("kept"), len(self.ledger.entries)
-        nothing = f"nothing was worth keeping ({tried} seeds tried)" if tried else "nothing was worth trying"
-        parameters = self.added.parameters / max(self.host.parameters, 1)
-        flops = self.added.flops / max(self.host.flops, 1)
-        return " · ".join(
-            [
-                f"kept {kept} of {tried} seeds" if kept else nothing,
-                f"val loss {self.val_loss_before:.3f} -> {self.val_loss:.3f}",
-                f"+{parameters:.1%} parameters",
-                f"+{flops:.1%} FLOPs",
-                f"{self.rollbacks} rollbacks",
-                self.optimizer,
-                *(["had finished already"] if self.had_finished else []),
-            ]
-        )
+        parts = [result_in_words(finished(self)), self.optimizer, "had finished already" if self.had_finished else ""]
+        return " · ".join(filter(None, parts))
 
     def save(self, path: Path | str) -> None:
         """Writes weights and structure as safetensors; `esper.load(path, model=fresh_instance)` gives the grown model back."""

@@ -3,12 +3,15 @@
 A checkpoint is written before the first epoch and after every one, and on a stop in the middle of one where the training loader can tell
 where it is. What is saved is everything: weights, optimisers, schedule, lives, ledger, snapshots, data position and the global random
 streams. So a loader that shuffles by the global generator gives the same batches again when an epoch is begun anew.
+
+Where an error ends a new run before its first epoch is over, such as one in the data, nothing of it is left behind.
 """
 
 from __future__ import annotations
 
 import contextlib
 import random
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -22,8 +25,9 @@ from esper.events import Event, EventLog, Sink
 from esper.growth.config import GrowthConfig
 from esper.growth.errors import GrowthError
 from esper.growth.events import LoaderRestarted
+from esper.growth.governor import Diverged
 from esper.growth.grower import Grower
-from esper.run_folder import CHECKPOINTS, CONFIG, EVENTS, check_holds_a_run, check_is_free, locked
+from esper.run_folder import CHECKPOINTS, CONFIG, EVENTS, LOCK, check_holds_a_run, check_is_free, locked
 
 KIND = "growth"
 
@@ -62,6 +66,7 @@ class SavedRun(Run):
         self._log, self._checkpoint, self._should_stop = log, checkpoint, should_stop
         self._store = CheckpointStore(folder / CHECKPOINTS, kind=KIND, keep=keep)
         self._best = float("inf")
+        self.epochs_saved = 0  # by this process
 
     def emit(self, event: Event) -> None:
         self._log.emit(event)
@@ -104,6 +109,7 @@ class SavedRun(Run):
         }
         step = grower.epoch * 1_000_000 + grower.chronicle.steps  # checkpoints are ordered by it
         self._store.save(step, state, is_best=is_best, note={"epoch": grower.epoch})
+        self.epochs_saved += at_end_of_epoch and grower.epoch > 0
 
 
 @contextlib.contextmanager
@@ -127,13 +133,36 @@ def open_run(
         _check_same(load(GrowthConfig, place / CONFIG), config, place)
     else:
         check_is_free(place)
-        place.mkdir(parents=True, exist_ok=True)
+    missing = [each for each in (place, *place.parents) if not each.exists()]  # innermost first
+    place.mkdir(parents=True, exist_ok=True)
     with locked(place):
         store = CheckpointStore(place / CHECKPOINTS, kind=KIND)
         checkpoint = store.load("latest") if resume and store.has_any() else None
         save(config, place / CONFIG)
         with _log(place, checkpoint, sinks) as log:
-            yield SavedRun(place, log, checkpoint, should_stop=should_stop)
+            run = SavedRun(place, log, checkpoint, should_stop=should_stop)
+            try:
+                yield run
+            except Diverged:
+                raise  # a run of its own right, whose events tell what happened
+            except Exception:
+                if not resume and not run.epochs_saved:
+                    log.close()
+                    _remove(place, missing)
+                raise
+
+
+def _remove(folder: Path, missing: Sequence[Path]) -> None:
+    """What a new run has written, and the folders that were missing before, where nothing else is in them."""
+    if folder in missing:
+        shutil.rmtree(folder, ignore_errors=True)
+        for parent in missing[1:]:
+            with contextlib.suppress(OSError):
+                parent.rmdir()
+        return
+    shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
+    for name in (CONFIG, EVENTS, LOCK):
+        (folder / name).unlink(missing_ok=True)
 
 
 def _log(folder: Path, checkpoint: Checkpoint | None, sinks: Sequence[Sink]) -> EventLog:

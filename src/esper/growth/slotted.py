@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -18,12 +19,13 @@ from torch import nn
 from esper.growth.around import around
 from esper.growth.blueprints import KINDS, blueprints_for, cost_of
 from esper.growth.choice import choose
+from esper.growth.eager_calls import eager_calls
 from esper.growth.errors import GrowthError
 from esper.growth.isolation import is_compiled
 from esper.growth.place import Place
 from esper.growth.seed import Seed, SeedSpec
 from esper.growth.slot import Slot
-from esper.growth.survey import Survey, survey
+from esper.growth.survey import Survey, samples_in, survey, weights_of
 
 BAKED = "esper_seed"  # the name of a kept seed in the submodule that it grew after
 
@@ -70,20 +72,29 @@ def check_has_no_slots(host: nn.Module) -> None:
 
 
 class Slotted:
-    """A host and its slots. `model` is what the user passed, `host` the same without wrappers."""
+    """A host and its slots. `model` is what the user passed, `host` the same without wrappers.
+
+    `samples` counts those of all calls with gradients; whoever takes them sets it back to 0.
+    """
 
     def __init__(self, model: nn.Module, host: nn.Module, survey: Survey, names: Sequence[str]) -> None:
         self.model, self.host, self.survey = model, host, survey
         self.slots = {name: Slot(survey.places[name]) for name in names}
         self.recording: Callable[[], contextlib.AbstractContextManager[None]] | None = None  # around every call of this object
+        self.samples = 0
+        self.is_attached = True
+        self._weights = {name: weights_of(host, host.get_submodule(name)) for name in names}  # as they were when the host was looked at
+        self._eager: contextlib.ExitStack | None = None
         for name, slot in self.slots.items():
             slot.attach(host.get_submodule(name))
-        self._is_attached = True
         # Compiled code has been traced without the slots.
         if is_compiled(model):
             torch.compiler.reset()
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        # Compiled code would be compiled anew for every number.
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self.samples += samples_in((arguments, keywords))
         if self.recording is None:
             return self.model(*arguments, **keywords)
         with self.recording():
@@ -91,7 +102,7 @@ class Slotted:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy is called without whatever goes on around calls of the original."""
-        return {**self.__dict__, "recording": None}
+        return {**self.__dict__, "recording": None, "samples": 0, "_eager": None}
 
     def train(self, mode: bool = True) -> Self:
         self.model.train(mode)
@@ -117,6 +128,24 @@ class Slotted:
             raise GrowthError(f"no slot is named {name!r}; this model has {', '.join(self.slots)}")
         return self.slots[name]
 
+    def place(self, name: str) -> Place:
+        """What a seed is built for now: the host may have been moved or cast since it was looked at."""
+        place, before = self.slot(name).place, self._weights[name]
+        now = weights_of(self.host, self.host.get_submodule(name))
+        # Only what has changed, for an output need not have the precision of the weights, nor be where they are.
+        dtype = place.dtype if now.dtype == before.dtype else now.dtype
+        device = place.device if now.device == before.device else now.device
+        return replace(place, dtype=dtype, device=device)
+
+    def run_eagerly(self, is_eager: bool) -> None:
+        """A compiled model runs as it was written until this is taken back, or the slots are taken out."""
+        if self._eager is not None:
+            self._eager.close()
+            self._eager = None
+        if is_eager and is_compiled(self.model):
+            self._eager = contextlib.ExitStack()
+            self._eager.enter_context(eager_calls(self.model))
+
     @contextlib.contextmanager
     def without(self, names: Sequence[str]) -> Iterator[None]:
         """For a while, the seeds in these slots do not reach the output."""
@@ -127,11 +156,13 @@ class Slotted:
 
     def remove(self) -> nn.Module:
         """Takes all slots out, with whatever is in them, and gives the model back."""
-        if not self._is_attached:
+        if not self.is_attached:
             return self.model
+        self.run_eagerly(False)
+        self.recording = None
         for slot in self.slots.values():
             slot.detach()
-        self._is_attached = False
+        self.is_attached = False
         if is_compiled(self.model):
             torch.compiler.reset()
         return self.model
@@ -139,9 +170,10 @@ class Slotted:
     def bake(self) -> nn.Module:
         """Makes the fossilized seeds part of the model, takes everything else out, and gives the model without wrappers.
 
-        All names in its state dict stay; those of the seeds are added.
+        All names in its state dict stay; those of the seeds are added. The host's optimiser does not hold the parameters of these seeds:
+        make a new one to train on.
         """
-        kept = {name: slot.seed for name, slot in self.slots.items() if self._is_attached and slot.is_kept and slot.seed is not None}
+        kept = {name: slot.seed for name, slot in self.slots.items() if self.is_attached and slot.is_kept and slot.seed is not None}
         self.remove()
         for name, seed in kept.items():
             attach(self.host.get_submodule(name), seed)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from esper.events import Event, read
 from esper.growth.events import (
@@ -14,14 +13,15 @@ from esper.growth.events import (
     GrowthFinished,
     GrowthStarted,
     Measured,
+    Probed,
     RolledBack,
     SlotView,
     StageEntered,
+    TwinCompared,
 )
+from esper.growth.ledger import Outcome, was_withdrawn
 from esper.growth.lifecycle import LIVING, OCCUPIED, Stage
 from esper.run_folder import EVENTS, RunError
-
-Outcome = Literal["living", "kept", "pruned", "rolled back"]
 
 
 @dataclass
@@ -42,6 +42,7 @@ class SeedStory:
     gain: float | None = None  # nats, as last measured
     gain_low: float | None = None
     gain_high: float | None = None
+    skipped: int = 0  # steps that it did not take because its gradient was not finite
 
 
 @dataclass
@@ -64,14 +65,19 @@ class Story:
     seeds: list[SeedStory] = field(default_factory=list)
     rollbacks: list[RolledBack] = field(default_factory=list)
     refused: list[ActionRefused] = field(default_factory=list)
+    probes: list[Probed] = field(default_factory=list)
     remarks: list[Remark] = field(default_factory=list)  # the same one epoch after epoch is one
     finished: GrowthFinished | None = None
     tested: FinalTest | None = None
+    compared: TwinCompared | None = None  # in the story of a twin
 
     def take(self, event: Event) -> None:
         match event:
             case GrowthStarted():
-                self.began, self.started, self.finished = self.began or event, event, None
+                self.began, self.started = self.began or event, event
+                self.finished = self.tested = self.compared = None  # of the training so far, which goes on
+                if event.note:
+                    self._remark(event.epoch, event.note)
             case StageEntered():
                 self._take_stage(event)
             case Measured():
@@ -91,10 +97,14 @@ class Story:
             case ActionRefused():
                 self.refused.append(event)
                 self._remark(event.epoch, f"refused to {event.action} {event.slot}: {event.reason}")
+            case Probed():
+                self.probes.append(event)
             case GrowthFinished():
                 self.finished = event
             case FinalTest():
                 self.tested = event
+            case TwinCompared():
+                self.compared = event
 
     @property
     def seconds(self) -> float:
@@ -133,7 +143,7 @@ class Story:
             self._end(seed, "kept", event.epoch, event.reason)
         elif event.stage == Stage.PRUNED.name:
             self._remark(event.epoch, f"pruned {event.slot}: {event.reason}")
-            self._end(seed, "pruned", event.epoch, seed.why if _was_withdrawn(seed) else event.reason)
+            self._end(seed, "pruned", event.epoch, seed.why if was_withdrawn([Stage[name] for _, name in seed.stages]) else event.reason)
         else:
             seed.why = event.reason
 
@@ -149,6 +159,7 @@ class Story:
         if stage in LIVING and seed.ended is not None:
             seed.outcome, seed.ended = "living", None
             seed.stages.append((epoch, view.stage))
+        seed.skipped += view.skipped
         if seed.ended is None or seed.ended == epoch:  # what it was kept for is not measured again
             seed.parameters, seed.rent = view.parameters, view.rent
             if view.gain is not None:
@@ -157,11 +168,6 @@ class Story:
     def _end(self, seed: SeedStory | None, outcome: Outcome, epoch: int, reason: str) -> None:
         if seed is not None:
             seed.outcome, seed.ended, seed.why = outcome, epoch, reason
-
-
-def _was_withdrawn(seed: SeedStory) -> bool:
-    """Alpha fell before it was taken out, and the reason was given when that began."""
-    return [stage for _, stage in seed.stages[-3:]] == [Stage.HOLDING.name, Stage.BLENDING.name, Stage.PRUNED.name]
 
 
 def _note_gain(seed: SeedStory, measured: Measured | SlotView) -> None:

@@ -1,120 +1,195 @@
-"""A run in a few tables and sentences: before, after and cost, the ledger, the blueprints, and what the rent has to do with it.
+"""A run in a few tables and sentences: before, after and cost, what the probe saw, and what chance and the rent have to do with it.
 
-Cells are text for a person; the terminal and the report only draw them.
+Cells are text for a person; the terminal and the report only draw them. The tables of seeds and blueprints are the ledger's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from esper.growth.config import Rent
-from esper.growth.events import FinalTest
+from esper.growth.events import FinalTest, GrowthFinished, Probed, TwinCompared
+from esper.growth.ledger import NONE, Row
 from esper.growth.story import SeedStory, Story
 
-Row = tuple[str, ...]
-NONE = "–"
-
-LEDGER_HEADING = ("#", "slot", "blueprint", "epochs", "outcome", "gain in nats", "rent", "parameters", "why")
-ANALYTICS_HEADING = ("blueprint", "tried", "kept", "pruned", "rolled back", "mean gain of kept", "mean parameters")
+PROBE_HEADING = ("epoch", "slot", "blueprint", "nats per step")
+_BEST_PER_SLOT = 3
 
 
-def headline(story: Story) -> str:
-    """Such as "kept 2 of 5 seeds · validation loss 0.412 -> 0.371 · +8.3 % parameters"."""
+def headline(story: Story, twin: Story | None = None) -> str:
+    """Where the run stands, or what came of it."""
     began, finished = story.began, story.finished
     if began is None or not story.epochs:
         return "nothing was trained yet"
-    kept, tried = len(story.kept()), len(story.seeds)
-    nothing = f"nothing was worth keeping ({tried} seeds tried)" if tried else "nothing was grown"
     if finished is None:
         last = story.epochs[-1]
-        return f"not finished: epoch {last.epoch} of {began.epochs} · validation loss {last.val_loss:.3f} · {tried} seeds so far"
+        seeds = f"{counted(len(story.seeds), 'seed')} so far"
+        return f"not finished: epoch {last.epoch} of {began.epochs} · validation loss {last.val_loss:.3f} · {seeds}"
+    return result_in_words(finished, None if twin is None else twin.finished)
+
+
+def result_in_words(finished: GrowthFinished, twin: GrowthFinished | None = None) -> str:
+    """Such as "kept 2 of 5 seeds · validation loss 2.310 -> 0.371 · +8.3% parameters · +9.1% FLOPs · 0 rollbacks".
+
+    Beside a twin its loss is what the grown model's is held against: most of the way from the start is ordinary training.
+    """
+    tried = counted(finished.tried, "seed")
+    nothing = f"nothing was worth keeping ({tried} tried)" if finished.tried else "nothing was grown"
+    before = f"{finished.val_loss_before:.3f} -> {finished.val_loss:.3f}"
     parts = [
-        f"kept {kept} of {tried} seeds" if kept else nothing,
-        f"validation loss {finished.val_loss_before:.3f} -> {finished.val_loss:.3f}",
-        f"{_share(finished.parameters_added, began.parameters)} parameters",
-        f"{_share(finished.flops_added, began.flops)} FLOPs",
-        f"{finished.rollbacks} {'rollback' if finished.rollbacks == 1 else 'rollbacks'}",
+        f"kept {finished.kept} of {tried}" if finished.kept else nothing,
+        f"validation loss {before if twin is None else f'{finished.val_loss:.3f}, its twin {twin.val_loss:.3f}'}",
+        f"{_share(finished.parameters_added, finished.parameters - finished.parameters_added)} parameters",
+        f"{_share(finished.flops_added, finished.flops - finished.flops_added)} FLOPs",
+        counted(finished.rollbacks, "rollback"),
     ]
     if finished.why != "finished":
         parts.append(f"{finished.why} after epoch {finished.epoch}")
     return " · ".join(parts)
 
 
+def counted(number: int, what: str) -> str:
+    """
+    >>> counted(1, "seed"), counted(0, "seed")
+    ('1 seed', '0 seeds')
+    """
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
+
+
+# Before, after, and the twin
+
+
+@dataclass(frozen=True, slots=True)
+class _Figure:
+    """One line of the comparison."""
+
+    name: str
+    before: float | None
+    after: float | None
+    write: Callable[[float], str]
+    change: Literal["nats", "points", "share"]  # how a difference is written
+
+    def cells(self) -> Row:
+        return (self.name, self._written(self.before), self._written(self.after), self._difference(self.after, self.before))
+
+    def against(self, twin: _Figure | None, compared: TwinCompared | None) -> Row:
+        if twin is None:
+            return (*self.cells(), NONE, NONE)
+        difference = self._difference(self.after, twin.after)
+        if self.change == "points" and compared is not None:
+            difference = f"{100 * compared.accuracy_difference:+.2f} ±{_reach(compared):.2f} points"
+        return (*self.cells(), self._written(twin.after), difference)
+
+    def _difference(self, one: float | None, other: float | None) -> str:
+        if one is None or other is None:
+            return NONE
+        match self.change:
+            case "share":
+                return f"{one / other - 1:+.1%}" if other else NONE
+            case "points":
+                return f"{100 * (one - other):+.2f} points"
+        return f"{one - other:+.4f}"
+
+    def _written(self, value: float | None) -> str:
+        return NONE if value is None else self.write(value)
+
+
 def comparison(story: Story, twin: Story | None = None) -> tuple[Row, list[Row]]:
-    """Before, after and cost: heading and rows; with a twin, what came of it without growth."""
-    rows = _figures(story)
+    """Before, after and cost: heading and rows; with a twin, what came of it without growth, and by how much the two differ.
+
+    The accuracies are compared sample by sample, with a 95 % interval.
+    """
+    figures = _figures(story)
     if twin is None:
-        return ("", "before", "after", "change"), rows
-    others = {row[0]: row[2] for row in _figures(twin)}
-    return ("", "before", "after", "change", "never grown"), [(*row, others.get(row[0], NONE)) for row in rows]
+        return ("", "before", "after", "change"), [figure.cells() for figure in figures]
+    others = {figure.name: figure for figure in _figures(twin)}
+    rows = [figure.against(others.get(figure.name), twin.compared) for figure in figures]
+    return ("", "before", "after", "change", "never grown", "grown − never"), rows
 
 
-def _figures(story: Story) -> list[Row]:
-    began, finished = story.began, story.finished
-    if began is None or finished is None or not story.epochs:
+def about_chance(twin: Story | None) -> list[str]:
+    """What a difference between the two models of one run is worth, in a sentence; nothing where there are no two."""
+    if twin is None or twin.finished is None:
         return []
-    before, after = finished.val_loss_before, finished.val_loss
+    compared = twin.compared
+    if compared is None or not _reach(compared):
+        return ["One run is one draw: another seed gives another difference, so only several tell what is chance."]
     return [
-        ("validation loss", f"{before:.4f}", f"{after:.4f}", f"{after - before:+.4f}"),
-        *_test_rows(story.tested),
-        ("parameters", f"{began.parameters:,}", f"{finished.parameters:,}", _share(finished.parameters_added, began.parameters)),
-        ("FLOPs per sample", f"{began.flops:,}", f"{finished.flops:,}", _share(finished.flops_added, began.flops)),
-        ("training GFLOPs", NONE, NONE if finished.total_gflops is None else f"{finished.total_gflops:,.1f}", NONE),
-        ("seconds", NONE, f"{story.seconds:.1f}", NONE),
+        f"One run on {counted(compared.samples, 'test sample')}: a difference in accuracy below {_reach(compared):.2f} points may be "
+        "chance, and another seed gives another difference."
     ]
 
 
-def _test_rows(tested: FinalTest | None) -> list[Row]:
+def _reach(compared: TwinCompared) -> float:
+    """Half of the interval, in points."""
+    return 50 * (compared.high - compared.low)
+
+
+def _figures(story: Story) -> list[_Figure]:
+    began, finished = story.began, story.finished
+    if began is None or finished is None or not story.epochs:
+        return []
+    return [
+        _Figure("validation loss", finished.val_loss_before, finished.val_loss, "{:.4f}".format, "nats"),
+        *_test_figures(story.tested),
+        _Figure("parameters", began.parameters, finished.parameters, "{:,}".format, "share"),
+        _Figure("FLOPs per sample", began.flops, finished.flops, "{:,}".format, "share"),
+        _Figure("training GFLOPs", None, finished.total_gflops, "{:,.1f}".format, "share"),
+        _Figure("seconds", None, story.seconds, "{:.1f}".format, "share"),
+    ]
+
+
+def _test_figures(tested: FinalTest | None) -> list[_Figure]:
     if tested is None:
         return []
-    change = f"{tested.loss - tested.loss_before:+.4f}"
-    rows: list[Row] = [("test loss", f"{tested.loss_before:.4f}", f"{tested.loss:.4f}", change)]
-    if tested.accuracy is not None and tested.accuracy_before is not None:
-        points = 100 * (tested.accuracy - tested.accuracy_before)
-        rows.append(("test accuracy", f"{tested.accuracy_before:.2%}", f"{tested.accuracy:.2%}", f"{points:+.2f} points"))
-    return rows
+    figures = [_Figure("test loss", tested.loss_before, tested.loss, "{:.4f}".format, "nats")]
+    if tested.accuracy is not None:
+        figures.append(_Figure("test accuracy", tested.accuracy_before, tested.accuracy, "{:.2%}".format, "points"))
+    return figures
 
 
 def _share(added: int, whole: int) -> str:
     return f"{added / max(whole, 1):+.1%}"
 
 
-def ledger(story: Story, *, is_short: bool = False) -> list[Row]:
-    """One row for a seed."""
+# What the probe saw
+
+
+def probe_rows(story: Story) -> list[Row]:
+    """The best few of every slot, as the last probe there saw them."""
+    last = {slot: probe for probe in story.probes for slot in probe.promises}
     return [
-        (
-            str(seed.number),
-            seed.slot,
-            seed.blueprint,
-            f"{seed.born}–{'' if seed.ended is None else seed.ended}",
-            seed.outcome,
-            gain(seed, is_short=is_short),
-            f"{seed.rent:.4f}",
-            f"{seed.parameters:,}",
-            seed.why,
-        )
-        for seed in story.seeds
+        (str(probe.epoch), slot, blueprint, f"{promise:.5f}")
+        for slot, probe in last.items()
+        for blueprint, promise in _best(probe.promises[slot])[:_BEST_PER_SLOT]
     ]
 
 
-def gain(seed: SeedStory, *, is_short: bool = False) -> str:
-    if seed.gain is None or seed.gain_low is None or seed.gain_high is None:
-        return "not measured"
-    if is_short:
-        return f"{seed.gain:+.4f} ±{(seed.gain_high - seed.gain_low) / 2:.4f}"
-    return f"{seed.gain:+.4f} [{seed.gain_low:+.4f}, {seed.gain_high:+.4f}]"
+def probe_in_words(probe: Probed) -> str:
+    """The best of the best slots, on a line."""
+    tops = [(slot, *_best(promises)[0]) for slot, promises in probe.promises.items() if promises]
+    tops.sort(key=lambda top: -top[2])
+    shown = ", ".join(f"{blueprint} after {slot} {promise:.5f}" for slot, blueprint, promise in tops[:_BEST_PER_SLOT])
+    return f"the probe saw {shown} nats per step" if tops else "the probe saw no candidate"
 
 
-def analytics(story: Story) -> list[Row]:
-    """One row for a blueprint."""
-    rows: list[Row] = []
-    for name in dict.fromkeys(seed.blueprint for seed in story.seeds):
-        some = [seed for seed in story.seeds if seed.blueprint == name]
-        gains = [seed.gain for seed in some if seed.outcome == "kept" and seed.gain is not None]
-        counts = [str(sum(seed.outcome == outcome for seed in some)) for outcome in ("kept", "pruned", "rolled back")]
-        mean_gain = f"{sum(gains) / len(gains):+.4f}" if gains else NONE
-        rows.append((name, str(len(some)), *counts, mean_gain, f"{sum(seed.parameters for seed in some) / len(some):,.0f}"))
-    return rows
+def _best(promises: dict[str, float]) -> list[tuple[str, float]]:
+    return sorted(promises.items(), key=lambda item: -item[1])
+
+
+def about_skipped(story: Story) -> list[str]:
+    """Nothing where every step of every seed was taken."""
+    return [
+        f"Seed {seed.number}, {seed.blueprint} after {seed.slot}, did not take {counted(seed.skipped, 'step')}: "
+        "the gradient was not finite."
+        for seed in story.seeds
+        if seed.skipped
+    ]
+
+
+# What the rent has to do with it
 
 
 def about_rent(story: Story, rent: Rent) -> list[str]:
@@ -135,7 +210,8 @@ def about_rent(story: Story, rent: Rent) -> list[str]:
 
 
 def _about_kept(seed: SeedStory, rent: Rent) -> str:
-    gives = f"{seed.blueprint} after {seed.slot} gives {seed.gain:.4f} nats, surely {seed.gain_low:.4f}, for a rent of {seed.rent:.4f}"
+    surely = f", surely {seed.gain_low:.4f}," if _sure_ratio(seed) > 0 else ""
+    gives = f"{seed.blueprint} after {seed.slot} gives {seed.gain:.4f} nats{surely} for a rent of {seed.rent:.4f}"
     if _sure_ratio(seed) > 1:
         return f"Of what was kept, {gives}, the least per rent; above {_scaled(rent, _sure_ratio(seed))} it would not surely have paid."
     if _ratio(seed) > 1:

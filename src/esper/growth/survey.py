@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,13 @@ class Survey:
     same_output: dict[str, int]  # places whose outputs are one tensor have the same number; what the host itself gives has number 0
     last: frozenset[str]  # places with nothing behind them that could use what grows there
     load: float  # Σ over layers of weights / positions that share them: what a sample has to teach the host
+
+
+class Weights(NamedTuple):
+    """What a seed's weights are to be like."""
+
+    dtype: torch.dtype
+    device: torch.device
 
 
 def survey(model: nn.Module, example_input: Any) -> Survey:
@@ -76,6 +83,11 @@ def batch_size_of(batch: Any) -> int:
     raise GrowthError(
         f"there is no batch in the example input: {_describe(batch)}; pass a batch as the model gets it in training, such as x[:2]"
     )
+
+
+def samples_in(arguments: Any) -> int:
+    """The leading size of the first tensor that has one; 0 where there is none, which is no mistake in a call of a model."""
+    return next((tensor.size(0) for tensor in tensors_in(arguments) if tensor.ndim > 0), 0)
 
 
 def _check_weights(model: nn.Module) -> None:
@@ -190,7 +202,7 @@ def _classify(model: nn.Module, name: str, log: _Log, batch: int) -> Place | Ref
         name=name,
         kind=kind,
         shape=tuple(output.shape[1:]),
-        dtype=_dtype_of_weights(model, module) if log.is_autocast[name] else output.dtype,
+        dtype=weights_of(model, module).dtype if log.is_autocast[name] else output.dtype,
         device=output.device,
         depth=log.flops[name] / max(log.total_flops, 1),
         flops_behind=(log.total_flops - log.flops[name]) // batch,
@@ -237,11 +249,11 @@ def _width(layer: nn.Module | None) -> int | None:
     return int(shape[-1]) if shape else next((int(getattr(layer, name)) for name in _WIDTHS if hasattr(layer, name)), None)
 
 
-def _dtype_of_weights(model: nn.Module, module: nn.Module) -> torch.dtype:
-    """Under autocast, outputs have another precision than the weights, and a seed's weights are like the host's."""
+def weights_of(model: nn.Module, module: nn.Module) -> Weights:
+    """Those of a submodule, or of the model where it has none. Under autocast, outputs have another precision than the weights."""
     weights = (parameter for part in (module, model) for parameter in part.parameters() if parameter.is_floating_point())
     first = next(weights, None)
-    return torch.float32 if first is None else first.dtype
+    return Weights(torch.float32, torch.device("cpu")) if first is None else Weights(first.dtype, first.device)
 
 
 def _apply(flow: Spread, places: dict[str, Place]) -> tuple[dict[str, Place], list[Refusal]]:

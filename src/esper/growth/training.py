@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
 
 from esper.events import Event
+from esper.growth.arguments import MakeHostOptimizer, MakeScheduler, check_call, optimizer_from, scheduler_from
 from esper.growth.batches import (
     Listener,
     LossFunction,
@@ -36,6 +37,7 @@ from esper.growth.batches import (
     step_loss_of,
 )
 from esper.growth.config import GrowthConfig
+from esper.growth.contribution import Losses, losses_of
 from esper.growth.decisions import Controller
 from esper.growth.errors import GrowthError
 from esper.growth.events import GrowthStarted
@@ -46,9 +48,11 @@ from esper.growth.result import Grown, Status, finished
 from esper.growth.run import NO_RUN, Run, open_run
 from esper.growth.slotted import add_slots
 
-MakeHostOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
-MakeScheduler = Callable[[Optimizer], Any]
 EVERY_STEP = (OneCycleLR, CyclicLR)  # schedules whose time is counted in steps, by their own documentation
+ONE_BATCH = (
+    "the validation data come in one batch, or as good as one, so nobody can tell how sure a gain is, and seeds are judged at the end "
+    "only; a smaller batch size helps"
+)
 
 
 def default_optimizer(parameters: Iterable[nn.Parameter]) -> Optimizer:
@@ -75,10 +79,10 @@ def grow(
     A batch is (inputs, targets) with `loss_fn(outputs, targets)`, or anything with `step_loss(model, batch)`. `optimizer` makes one for the
     parameters, `scheduler` a schedule for it, stepped after every epoch (OneCycleLR and CyclicLR: after every step). The loaders are
     iterated as they are, on the model's device. With `run`, everything is kept in that folder, and `resume` goes on with what is there:
-    from the last epoch's end, or from the very step where the training loader has a `state_dict`.
+    from the last epoch's end, or from the very step where the training loader has a `state_dict`. Ctrl-C ends the training with what is
+    fossilized by then, and the status "stopped".
     """
-    if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
-        raise GrowthError(f"epochs must be a number from 1 on, and is {epochs!r}")
+    check_call(model, epochs=epochs, config=config)
     training = Training(
         copy.deepcopy(model),
         train_loader,
@@ -91,7 +95,7 @@ def grow(
     )
     training.prepare(controller)
     with open_run(run, resume=resume, config=training.config) as opened:
-        return training.run(controller, opened)
+        return training.run(controller, opened, may_interrupt=True)
 
 
 class Training:
@@ -111,7 +115,7 @@ class Training:
     ) -> None:
         self.model, self.train_loader, self.val_loader, self.step_loss = model, train_loader, val_loader, step_loss
         self.epochs, self.config = epochs, config
-        self._prepared: tuple[Grower, float] | None = None
+        self._prepared: tuple[Grower, Losses] | None = None
         self._run = NO_RUN
         check_can_repeat(train_loader, "training")
         check_can_repeat(val_loader, "validation")
@@ -119,12 +123,8 @@ class Training:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if not trained:
             raise GrowthError("all parameters of the model are frozen (requires_grad is False); there is nothing to train")
-        self.optimizer = make_optimizer(trained)
-        if not isinstance(self.optimizer, Optimizer):
-            raise GrowthError(
-                "optimizer must be a function that makes one: optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)"
-            )
-        self.scheduler = None if make_scheduler is None else make_scheduler(self.optimizer)
+        self.optimizer = optimizer_from(make_optimizer, trained)
+        self.scheduler = scheduler_from(make_scheduler, self.optimizer)
 
     def prepare(self, controller: Controller | str) -> None:
         """The first look at model, loss, data and settings. What is wrong with them comes up here, before anything is written."""
@@ -147,16 +147,17 @@ class Training:
             raise
         self._prepared = grower, before
 
-    def run(self, controller: Controller | str, run: Run = NO_RUN) -> Grown:
+    def run(self, controller: Controller | str, run: Run = NO_RUN, *, may_interrupt: bool = False) -> Grown:
+        """With `may_interrupt`, a KeyboardInterrupt stops the training; without, it comes through."""
         began = time.perf_counter()
         self.prepare(controller)
         assert self._prepared is not None
-        (grower, before), self._run = self._prepared, run
+        (grower, first), self._run = self._prepared, run
         try:
-            before = run.restore(grower, self.train_loader, before)
+            before = run.restore(grower, self.train_loader, first.mean)
             had_finished = run.is_resumed and self._is_over(grower)
-            run.emit(self._started(grower))
-            status = self._train(grower, run, before)
+            run.emit(self._started(grower, first))
+            status = self._train(grower, run, before, may_interrupt=may_interrupt)
         except Diverged as error:
             error.model = grower.bake()
             raise
@@ -166,15 +167,21 @@ class Training:
             raise
         return self._finish(grower, run, status, before, time.perf_counter() - began, had_finished=had_finished)
 
-    def _train(self, grower: Grower, run: Run, before: float) -> Status:
-        if not run.is_resumed:
-            grower.begin()
-            run.save(grower, self.train_loader, before, at_end_of_epoch=True)
-        while not self._is_over(grower):
-            if run.should_stop() or not self._train_epoch(grower, run, before):
-                return "stopped"
-            self._end_epoch(grower)
-            run.save(grower, self.train_loader, before, at_end_of_epoch=True)
+    def _train(self, grower: Grower, run: Run, before: float, *, may_interrupt: bool) -> Status:
+        try:
+            if not run.is_resumed:
+                grower.begin()
+                run.save(grower, self.train_loader, before, at_end_of_epoch=True)
+            while not self._is_over(grower):
+                if run.should_stop() or not self._train_epoch(grower, run, before):
+                    return "stopped"
+                self._end_epoch(grower)
+                run.save(grower, self.train_loader, before, at_end_of_epoch=True)
+        except KeyboardInterrupt:
+            # In the middle of a step, which is no state to go on from: the last checkpoint stands.
+            if not may_interrupt:
+                raise
+            return "stopped"
         return "finished" if grower.epoch >= self.epochs else "stopped early"
 
     def _is_over(self, grower: Grower) -> bool:
@@ -198,13 +205,15 @@ class Training:
             if run.should_stop():
                 run.save(grower, self.train_loader, before, at_end_of_epoch=False)
                 return False
+        if not grower.chronicle.steps:
+            raise GrowthError("the training loader yields nothing; it needs at least one batch")
         return True
 
     def _end_epoch(self, grower: Grower) -> None:
         # Before the epoch is over, so that a snapshot holds the schedule as the next epoch needs it. One that follows the loss has to wait.
         if self.scheduler is not None and not isinstance(self.scheduler, (*EVERY_STEP, ReduceLROnPlateau)):
             self.scheduler.step()
-        ended = grower.after_epoch(lambda: self._losses(grower))
+        ended = grower.after_epoch(lambda: list(self._evaluate(grower)))
         if isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step(ended.val_loss)
 
@@ -218,25 +227,20 @@ class Training:
     def _loss(self, batch: Any) -> Tensor:
         return checked(self.step_loss(self.model, batch))
 
-    def _losses(self, grower: Grower) -> list[Tensor]:
-        losses = list(self._evaluate(grower))
-        if not losses:
-            raise GrowthError("the validation loader yields nothing; it needs at least one batch")
-        return losses
-
-    def _evaluate(self, grower: Grower | None) -> Iterator[Tensor]:
-        """The loss of every validation batch. Draws nothing from the random streams that training uses."""
+    def _evaluate(self, grower: Grower | None) -> Iterator[tuple[Tensor, int]]:
+        """The loss of every validation batch, and its samples. Draws nothing from the random streams that training uses."""
         with isolated(self.model), torch.no_grad():
             self.model.eval()
             for raw in self.val_loader:
                 batch = move(raw, self.device)
-                yield self._loss(batch).detach()
+                yield self._loss(batch).detach(), size_of(batch)
                 if grower is not None:
                     grower.count_evaluation(size_of(batch))
 
-    def _first_look(self) -> tuple[float, Any]:
-        """The validation loss before anything was done, and what the model is called with."""
-        losses, first = [], None
+    def _first_look(self) -> tuple[Losses, Any]:
+        """The validation losses before anything was done, and what the model is called with."""
+        found: list[tuple[float, int]] = []
+        first = None
         listener = Listener(self.model)
         try:
             with isolated(self.model), torch.no_grad():
@@ -246,12 +250,12 @@ class Training:
                     first = batch if first is None else first
                     loss = float(self._loss(batch))
                     check_data(batch, loss, f"batch {number} of the validation loader")
-                    losses.append(loss)
+                    found.append((loss, size_of(batch)))
         finally:
             listener.stop()
-        if not losses:
+        if not found:
             raise GrowthError("the validation loader yields nothing; it needs at least one batch")
-        return sum(losses) / len(losses), example_of(first) if listener.heard is None else listener.heard
+        return losses_of(lambda: found), example_of(first) if listener.heard is None else listener.heard
 
     def _is_stuck(self, grower: Grower) -> bool:
         """Early stopping: no better validation loss for long, and no seed on its way."""
@@ -261,7 +265,7 @@ class Training:
         recent, before = ([loss for loss in some if math.isfinite(loss)] for some in (losses[-patience:], losses[:-patience]))
         return min(recent, default=math.inf) >= min(before, default=math.inf)
 
-    def _started(self, grower: Grower) -> Event:
+    def _started(self, grower: Grower, losses: Losses) -> Event:
         host = grower.slotted.survey.host
         return GrowthStarted(
             epoch=grower.epoch,
@@ -273,6 +277,7 @@ class Training:
             flops=host.flops,
             optimizer=describe_optimizer(self.optimizer),
             device=str(self.device),
+            note="" if losses.have_spread else ONE_BATCH,
         )
 
     def _finish(self, grower: Grower, run: Run, status: Status, before: float, seconds: float, *, had_finished: bool) -> Grown:
@@ -280,13 +285,12 @@ class Training:
             for name in grower.garden.living():
                 grower.garden.prune(name, "the training is over and it has not earned its place")
         model = grower.bake()
-        losses = [float(loss) for loss in self._evaluate(None)]
         grown = Grown(
             model=model,
             status=status,
             epochs=grower.epoch,
             val_loss_before=before,
-            val_loss=sum(losses) / len(losses),
+            val_loss=losses_of(lambda: list(self._evaluate(None))).mean,
             train_losses=tuple(grower.chronicle.train_losses),
             val_losses=tuple(grower.chronicle.val_losses),
             host=grower.slotted.survey.host,

@@ -1,0 +1,58 @@
+"""What a grower is given, looked at before anything is done with it. Mistakes are told with what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from esper.growth.config import GrowthConfig
+from esper.growth.errors import GrowthError
+from esper.growth.garden import Garden
+from esper.growth.shapley import MOST
+from esper.growth.slotted import Slotted
+
+
+def check_fit_together(slotted: object, optimizer: Optimizer, config: object) -> None:
+    if not isinstance(slotted, Slotted):
+        raise GrowthError(
+            f"a Grower is made for a model with slots, and this is a {type(slotted).__name__}; "
+            "call add_slots first: slotted = add_slots(model, example_input=x[:2]), then Grower(slotted, optimizer)"
+        )
+    if config is not None and not isinstance(config, GrowthConfig):
+        raise GrowthError(f"config is a {type(config).__name__}; pass config=GrowthConfig(...)")
+    own = {id(parameter) for parameter in slotted.host.parameters()}
+    if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+        raise GrowthError(
+            "the optimiser holds none of the model's parameters; make it for this very model, of which a copy has others: "
+            "optimizer = torch.optim.AdamW(model.parameters())"
+        )
+
+
+def one_number(loss: Tensor | float) -> Tensor:
+    if not isinstance(loss, Tensor):
+        return torch.tensor(float(loss))
+    if loss.numel() != 1:
+        raise GrowthError(f"the loss of a step must be one number, and has the shape {list(loss.shape)}; take its mean")
+    return loss.detach().reshape(())
+
+
+def players(garden: Garden, slots: Sequence[str] | None) -> list[str]:
+    """Whose gain is to be divided: these, or all living seeds that the host sees."""
+    living = [name for name in garden.living() if garden.beds[name].slot.is_connected]
+    names = living if slots is None else list(slots)
+    strange = [name for name in names if name not in living]
+    if strange:
+        raise GrowthError(f"no living seed is connected in {strange[0]!r}; there is one in {', '.join(living) or 'no slot'}")
+    if not 0 < len(names) <= MOST:
+        raise GrowthError(f"Shapley values are for 1 to {MOST} seeds, and these are {len(names)}; name some: slots=[...]")
+    return names
+
+
+def check_alphas(slotted: Slotted, slot: str, alphas: Sequence[float]) -> None:
+    if slotted.slot(slot).seed is None:
+        raise GrowthError(f"there is no seed in {slot!r}, so it has no alpha")
+    if not alphas or not all(0 <= alpha <= 1 for alpha in alphas):
+        raise GrowthError(f"alphas are some numbers from 0 to 1, not {list(alphas)}")

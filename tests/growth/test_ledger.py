@@ -1,0 +1,69 @@
+"""The ledger's tables: what a person reads about seeds and blueprints."""
+
+from __future__ import annotations
+
+import re
+
+from esper.growth.ledger import ANALYTICS_HEADING, LEDGER_HEADING, Entry, Ledger, Outcome, Step
+from esper.growth.lifecycle import Stage
+
+
+def entry(number: int, blueprint: str, outcome: Outcome, *, gain: float | None = None, parameters: int = 1_000) -> Entry:
+    low, high = (None, None) if gain is None else (gain - 0.01, gain + 0.01)
+    return Entry(
+        number, f"blocks.{number}", blueprint, "joint", 4, "it looked good", parameters, 9_000, [Step(4, Stage.HOLDING, "on probation")],
+        outcome, gain, low, high, 0.015, 9,
+    )  # fmt: skip
+
+
+def some() -> Ledger:
+    entries = [
+        entry(1, "conv3x3", "kept", gain=0.1),
+        entry(2, "conv3x3", "kept", gain=0.3, parameters=3_000),
+        entry(3, "conv3x3", "pruned", gain=-0.2, parameters=2_000),
+        entry(4, "norm", "rolled back"),
+        entry(5, "norm", "living"),
+    ]
+    return Ledger(entries)
+
+
+def cells(line: str) -> tuple[str, ...]:
+    return tuple(re.split(r" {2,}", line))
+
+
+def test_the_table_has_a_line_for_a_seed() -> None:
+    heading, first, *others = some().table().splitlines()
+    assert cells(heading) == LEDGER_HEADING
+    gain = "+0.1000 [+0.0900, +0.1100]"
+    assert cells(first) == ("1", "blocks.1", "conv3x3", "epoch 4", "kept", gain, "0.0150", "1,000", "on probation")
+    assert len(others) == 4
+    assert cells(others[2])[4:6] == ("rolled back", "not measured")
+
+
+def test_columns_stand_below_their_names() -> None:
+    heading, *lines = some().table().splitlines()
+    for name in ("outcome", "rent", "parameters"):
+        assert all(line[heading.index(name) - 1] == " " != line[heading.index(name)] for line in lines), name
+
+
+def test_a_seed_is_gone_for_the_reason_it_was_withdrawn_for() -> None:
+    seed = entry(1, "conv3x3", "pruned")
+    seed.steps += [Step(6, Stage.BLENDING, "it does not pay; alpha falls to 0"), Step(8, Stage.PRUNED, "alpha has fallen to 0")]
+    assert seed.why == "it does not pay; alpha falls to 0"
+    seed.outcome = "rolled back"
+    assert seed.why == "alpha has fallen to 0", "something else came between"
+    seed.outcome = "pruned"
+    seed.steps[-2] = Step(6, Stage.HOLDING, "alpha has risen")
+    assert seed.why == "alpha has fallen to 0", "nothing was said before"
+
+
+def test_blueprints_are_summed_up() -> None:
+    heading, conv, norm = some().analytics().splitlines()
+    assert cells(heading) == ANALYTICS_HEADING
+    assert cells(conv) == ("conv3x3", "3", "2", "1", "0", "+0.2000", "2,000"), "the gain is that of what was kept"
+    assert cells(norm) == ("norm", "2", "0", "0", "1", "–", "1,000")
+
+
+def test_nothing_tried_is_said_in_words() -> None:
+    assert Ledger().table() == "no seed was tried"
+    assert Ledger().analytics() == "no blueprint was tried"
