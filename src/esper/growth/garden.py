@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from esper.growth.bed import Bed, Life, Ramp
-from esper.growth.blueprints import Blueprint, blueprints_for, check_branch, cost_of, get_blueprint
+from esper.growth.blueprints import Blueprint, blueprints_for, check_branch, cost_of, get_blueprint, is_built_in
 from esper.growth.config import GrowthConfig
 from esper.growth.gates import may_move
 from esper.growth.ledger import Entry, Ledger, Outcome, Step
@@ -57,7 +57,8 @@ class Garden:
     def germinate(self, name: str, blueprint: str, reason: str) -> None:
         """A new seed, which starts to learn at once: with the host, or in the shadow."""
         bed, rules = self.beds[name], self.config.lifecycle
-        check_branch(get_blueprint(blueprint), bed.slot.place)
+        if not is_built_in(get_blueprint(blueprint)):
+            check_branch(get_blueprint(blueprint), bed.slot.place)
         number = len(self.ledger.entries) + 1
         place = self.slotted.place(name)
         seed = Seed(place, blueprint, random_seed=self._streams.integer(f"seed {number}"), blending=rules.blending)

@@ -17,9 +17,6 @@
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Literal
-
-RaiseMode = Literal["joint", "shadow"]
 
 
 class Stage(IntEnum):
