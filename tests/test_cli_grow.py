@@ -193,6 +193,7 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults(tmp_
 # What a run leaves behind
 
 
+@pytest.mark.slow
 def test_a_run_ends_with_a_table_a_ledger_a_report_and_a_model_that_loads(capsys: pytest.CaptureFixture[str]) -> None:
     assert grow("run", 6, "--json") == 0
     shown = capsys.readouterr().out
@@ -209,6 +210,7 @@ def test_a_run_ends_with_a_table_a_ledger_a_report_and_a_model_that_loads(capsys
     assert result["params"] - result["params_added"] == task.num_parameters("starved")
 
 
+@pytest.mark.slow
 def test_the_twin_is_the_same_training_without_growth(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     twin, alone = read_story(finished / "twin"), Path("alone")
     assert main(["grow", *OPTIONS[:2], "--controller", "never", *OPTIONS[4:], "--epochs", "6", "--run", str(alone), "--json"]) == 0
@@ -336,6 +338,7 @@ def test_a_run_that_is_interrupted_and_resumed_equals_one_that_was_not(tmp_path:
         assert_same_state(tmp_path / "stopped" / part, tmp_path / "whole" / part)
 
 
+@pytest.mark.slow
 def test_a_run_that_had_finished_says_so_and_goes_on_for_more_epochs(capsys: pytest.CaptureFixture[str]) -> None:
     assert grow("run", 2) == 0
     before = Path("run/events.jsonl").read_bytes()

@@ -19,6 +19,8 @@ from tests.growth.hosts import FAMILIES
 from tests.growth.small import Script, config, sgd
 from tests.growth.test_models import disturb, germinate, grow, hooks_of
 
+pytestmark = pytest.mark.slow  # the compiler takes its time
+
 FAMILY = FAMILIES["functional mlp"]
 
 

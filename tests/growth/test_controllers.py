@@ -51,6 +51,7 @@ def test_a_plan_is_kept_from_before_the_first_epoch_to_the_end() -> None:
     assert grown.ledger.count("kept") >= 1
 
 
+@pytest.mark.slow
 def test_a_random_plan_is_drawn_once_and_depends_on_the_seed_alone() -> None:
     def plan(seed: int, seeds: int | None = None) -> list[tuple[int, str, str]]:
         return births(learn(Random(seed=seed, seeds=seeds), epochs=8))

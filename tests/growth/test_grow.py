@@ -231,6 +231,7 @@ def test_the_flops_of_a_run_are_three_forward_passes_for_a_training_step_and_one
 
 @pytest.mark.parametrize("controller", ["heuristic", "random", "schedule"])
 @pytest.mark.parametrize("poisoned", [None, 9, 14])
+@pytest.mark.slow
 def test_every_controller_comes_to_an_end_with_and_without_a_disaster(controller: str, poisoned: int | None) -> None:
     calls = []
 
@@ -327,6 +328,7 @@ def test_ctrl_c_takes_out_a_seed_on_trial_and_all_that_is_ours() -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module) for module in grown.model.modules())
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_after_ctrl_c_as_if_nothing_had_happened(tmp_path: Path) -> None:
     def run(folder: str, loader, **options):
         torch.manual_seed(5)

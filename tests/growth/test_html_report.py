@@ -38,6 +38,8 @@ from esper.growth.story import Story, read_story
 from esper.growth.summary import about_chance, about_rent, about_skipped, comparison, headline, probe_rows
 from esper.run_folder import RunError
 
+pytestmark = pytest.mark.slow  # every page is drawn
+
 NASTY = "<script>alert('x')</script> & $x^2$"
 
 

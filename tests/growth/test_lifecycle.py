@@ -248,6 +248,7 @@ def check_consistent(loop: Loop) -> None:
 
 @settings(max_examples=12)
 @given(seed=st.integers(0, 10_000), is_shadow=st.booleans(), poison=st.sampled_from([None, 3, 7]))
+@pytest.mark.slow
 def test_no_controller_can_bring_stage_slot_seed_learner_and_ledger_out_of_step(seed: int, is_shadow: bool, poison: int | None) -> None:
     loop = make_loop(Wild(seed), config(QUICK_SHADOW if is_shadow else QUICK, seed=seed, probe_steps=2))
     loop.data = loop.data[:2]

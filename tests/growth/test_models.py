@@ -377,6 +377,7 @@ def test_seeds_have_the_precision_of_the_host(name: str, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("is_inside", [False, True], ids=["slots outside autocast", "slots inside"])
 @pytest.mark.parametrize("name", ["resnet", "vit", "gpt", "sequential mlp", "conv1d"])
+@pytest.mark.slow
 def test_identity_at_birth_is_exact_under_autocast(name: str, is_inside: bool) -> None:
     family = FAMILIES[name]
     model, batch = family.model(), family.batch()

@@ -29,6 +29,8 @@ from esper.run_folder import EVENTS, RunError
 from esper.tasks.loader import BatchLoader
 from tests.growth.small import QUICK, QUICK_SHADOW, SLOTS, Lifecycle, Script, adamw, assert_same, config, make_data, make_host, make_loop
 
+pytestmark = pytest.mark.slow  # whole trainings, several times over
+
 EPOCHS = 7
 LIVES = {
     1: [Germinate("first", "test", "mlp"), Germinate("second", "test", "low_rank")],
