@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 # Before torch is imported, and inherited by the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import pytest
 import torch
 from hypothesis import settings
 
 torch.set_num_threads(1)
 settings.register_profile("esper", deadline=None)
 settings.load_profile("esper")
+
+
+@pytest.fixture(autouse=True)
+def _kernels_kept() -> Iterator[None]:
+    """On processors without bfloat16, a product of such numbers makes torch change the kernels of all that comes after."""
+    is_enabled = torch.backends.mkldnn.enabled
+    yield
+    torch.backends.mkldnn.set_flags(is_enabled)

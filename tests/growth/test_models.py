@@ -24,14 +24,6 @@ from tests.growth.hosts import FAMILIES, GPT, VOCABULARY, Encoder, Family
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")
 
 
-@pytest.fixture(autouse=True)
-def _kernels_kept() -> Iterator[None]:
-    """On those processors torch also changes the kernels of all that comes after."""
-    is_enabled = torch.backends.mkldnn.enabled
-    yield
-    torch.backends.mkldnn.set_flags(is_enabled)
-
-
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 
 
