@@ -17,7 +17,7 @@ import pytest
 import esper
 
 SOURCE = Path(esper.__file__).parent
-GROUND = frozenset({"config", "events", "checkpoint", "gradients", "parallel", "rng", "run_folder", "statistics", "vecenv"})
+GROUND = frozenset({"config", "events", "checkpoint", "devices", "gradients", "parallel", "rng", "run_folder", "statistics", "vecenv"})
 LIBRARIES = frozenset({"rl", "growth", "tasks", "arena"})
 
 # Part of the package -> the parts above the ground that it may import. Everything may import the ground, and itself.

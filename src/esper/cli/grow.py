@@ -28,7 +28,9 @@ def run(argv: list[str], prog: str) -> Outcome:
     arguments = parse(GrowArguments, words, prog, default=defaults_for(words), description=DESCRIPTION)
     if arguments.task is None and arguments.model is None:
         raise CommandError(f"name what to grow: --task TASK, or --model and --data of your own. {_known_tasks()}")
-    with _threads(arguments.threads), _mistakes():
+    from esper.devices import threads
+
+    with threads(arguments.threads), _mistakes():
         return _dry_run(arguments.settings()) if arguments.dry_run else _grow(arguments)
 
 
@@ -40,7 +42,7 @@ def _known_tasks() -> str:
 
 def _dry_run(config: GrowTaskConfig) -> Outcome:
     from esper.cli.grow_plan import plan, print_plan
-    from esper.rl.run_setup import find_device
+    from esper.devices import find_device
 
     figures, places = plan(config, find_device(config.device))
     print_plan(config, figures, places)
@@ -51,7 +53,7 @@ def _grow(arguments: GrowArguments) -> Outcome:
     from esper.cli.grow_progress import progress_sink
     from esper.cli.grow_run import grow_in, run_folder
     from esper.cli.grow_summary import as_json, print_summary
-    from esper.rl.run_setup import find_device
+    from esper.devices import find_device
 
     config, stop = arguments.settings(), StopSignals()
     device = find_device(config.device)
@@ -101,15 +103,3 @@ def _failures(folder: Path) -> Iterator[None]:
     except KeyboardInterrupt:
         what_next = how_to_resume(folder) if has_begun(folder) else "nothing was trained yet"
         raise CommandError(f"stopped at once; {what_next}", exit_code=INTERRUPTED) from None
-
-
-@contextlib.contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

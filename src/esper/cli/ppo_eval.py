@@ -42,9 +42,10 @@ def run(argv: list[str], prog: str) -> Outcome:
 
 def _evaluate(arguments: EvalArguments) -> Outcome:
     from esper.config import load
+    from esper.devices import find_device
     from esper.rl.checkpoints import load_checkpoint, policy_from
     from esper.rl.run_config import TrainConfig
-    from esper.rl.run_setup import evaluate_policy, find_device
+    from esper.rl.run_setup import evaluate_policy
     from esper.run_folder import CONFIG, check_holds_a_run
     from esper.statistics import student_interval
 

@@ -38,8 +38,8 @@ def run(argv: list[str], prog: str) -> Outcome:
 
 def _run_with_others(config: TrainConfig, arguments: TrainArguments) -> Outcome:
     """In the group that torchrun started, if it did. Only rank 0 writes to the standard output."""
+    from esper.devices import find_device
     from esper.parallel import FirstFailed, GroupError, joined
-    from esper.rl.run_setup import find_device
     from esper.run_folder import RunError
 
     try:

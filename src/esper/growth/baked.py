@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from esper.checkpoint.modules import plain_names
 from esper.growth.errors import GrowthError
-from esper.growth.isolation import is_compiled
+from esper.growth.isolation import is_compiled, unwrap
 from esper.growth.place import Place
 from esper.growth.seed import Seed, SeedSpec
-from esper.growth.slotted import BAKED, attach, unwrap
+from esper.growth.slotted import BAKED, attach
 
 
 def save(model: nn.Module, path: Path | str) -> None:

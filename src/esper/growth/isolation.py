@@ -134,6 +134,15 @@ class _Large:
     key: tuple[str, str, bool]  # the module, its own name, whether the module is in training mode
 
 
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model itself, without torch.compile and DistributedDataParallel around it."""
+    while True:
+        inner = getattr(model, "_orig_mod", None) or (model.module if isinstance(model, DistributedDataParallel) else None)
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
 def is_compiled(model: nn.Module) -> bool:
     """Whether torch.compile got hold of the model or a part of it: of the wrapper it returns, or in place by `module.compile()`."""
     return _is_any_compiled(model.modules())

@@ -27,10 +27,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from esper.growth.around import Forward, forward_replaced, own_forward
-from esper.growth.isolation import is_compiled, is_eager
+from esper.growth.isolation import is_compiled, is_eager, unwrap
 from esper.growth.place import Call
 
 MAX_BYTES = 256 * 1024**2
@@ -47,7 +46,7 @@ class Replay:
 
     def __init__(self, model: nn.Module, calls: Sequence[Call], slot: str, *, max_bytes: int = MAX_BYTES) -> None:
         self.max_bytes = max_bytes
-        self._model, self._host = model, _unwrapped(model)
+        self._model, self._host = model, unwrap(model)
         self._calls, self._slot = tuple(calls), slot
         self._unstorable: set[str] = set()  # modules whose output cannot be stored
         self._counts = _prefix(self._calls, slot, self._unstorable)
@@ -364,13 +363,3 @@ def _prefix(calls: Sequence[Call], slot: str, unstorable: Collection[str]) -> Co
             counts[call.name] += 1
             end = call.end
     return counts
-
-
-def _unwrapped(model: nn.Module) -> nn.Module:
-    while True:
-        if isinstance(model, DistributedDataParallel):
-            model = model.module
-        elif "_orig_mod" in model._modules:
-            model = model.get_submodule("_orig_mod")
-        else:
-            return model

@@ -21,7 +21,7 @@ from esper.growth.blueprints import KINDS, blueprints_for, cost_of
 from esper.growth.choice import choose
 from esper.growth.eager_calls import eager_calls
 from esper.growth.errors import GrowthError
-from esper.growth.isolation import is_compiled
+from esper.growth.isolation import is_compiled, unwrap
 from esper.growth.place import Place
 from esper.growth.seed import Seed, SeedSpec
 from esper.growth.slot import Slot
@@ -42,15 +42,6 @@ def add_slots(model: nn.Module, example_input: Any, *, slots: Sequence[str] | No
     check_has_no_slots(host)
     found = survey(host, example_input)
     return Slotted(model, host, found, choose(host, found, slots))
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """The model itself, without torch.compile and DistributedDataParallel around it."""
-    while True:
-        inner = getattr(model, "_orig_mod", None) or (model.module if isinstance(model, nn.parallel.DistributedDataParallel) else None)
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner
 
 
 def _check_model(model: object) -> None:

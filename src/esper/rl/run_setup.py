@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
+from esper.devices import find_device, threads
 from esper.events import Event
 from esper.parallel import ALONE, Group
 from esper.rl.evaluate import Evaluation, evaluate
@@ -42,18 +43,12 @@ def prepare(config: TrainConfig, *, encoder: nn.Module | None = None, group: Gro
     """The learner of a run in its environment, which is closed at the end. Touches no files; mistakes in the config are RunErrors."""
     device = group.place(find_device(config.device))
     relay = Relay()
-    with _threads(config.threads), contextlib.closing(make_env(config, config.num_envs, device)) as env:
+    with threads(config.threads), contextlib.closing(make_env(config, config.num_envs, device)) as env:
         try:
             ppo = PPO(env, config.ppo, encoder, device=device, on_event=relay, group=group)
         except ValueError as error:
             raise RunError(str(error)) from error
         yield ppo, relay
-
-
-def find_device(wanted: Literal["auto", "cpu", "cuda"]) -> torch.device:
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise RunError("device 'cuda' was asked for, and torch finds none here; use device 'cpu' or 'auto'")
-    return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def make_env(config: TrainConfig, num_envs: int, device: torch.device) -> VecEnv:
@@ -79,13 +74,3 @@ def evaluate_policy(policy: Policy, config: TrainConfig, *, episodes: int, deter
 def count_parameters(policy: nn.Module) -> int:
     """What is learned; the normalisers' numbers are not."""
     return sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
-
-
-@contextlib.contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
