@@ -329,7 +329,7 @@ def test_a_run_that_is_interrupted_and_resumed_equals_one_that_was_not(tmp_path:
     wait_for(tmp_path / "stopped" / CHECKPOINTS / "latest")
     time.sleep(0.3)
     process.send_signal(signal.SIGINT)
-    assert process.wait() == 130, "it finished before it could be stopped"
+    assert process.wait(timeout=90) == 130, "it finished before it could be stopped"
     assert not read_story(tmp_path / "stopped").is_over
 
     assert main(["grow", "--resume", "--run", str(tmp_path / "stopped")]) == 0

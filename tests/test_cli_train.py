@@ -345,7 +345,7 @@ def test_a_run_killed_at_any_moment_and_resumed_equals_one_that_was_not(tmp_path
     wait_for(tmp_path / "killed" / CHECKPOINTS / "latest")
     time.sleep(random.SystemRandom().uniform(0.0, 0.3))
     process.kill()
-    assert process.wait() == -signal.SIGKILL, "it finished before it could be killed"
+    assert process.wait(timeout=90) == -signal.SIGKILL, "it finished before it could be killed"
     reached = open_store(tmp_path / "killed").load("latest").step
     assert 0 < reached < updates * UPDATE_STEPS
 

@@ -329,6 +329,6 @@ def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(tmp_path: Path) -> 
                 break
             time.sleep(0.01)
         process.send_signal(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL
+        assert process.wait(timeout=90) == -signal.SIGKILL
     assert_same_result(run(folder, stateful, QUICK_SHADOW, resume=True), whole)
     assert story(folder) == story(tmp_path / "whole")

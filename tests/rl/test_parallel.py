@@ -285,24 +285,32 @@ def torchrun(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+def output_of(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """Output and errors, at the latest after a minute and a half: ranks that wait for one another would wait for long."""
+    try:
+        return process.communicate(timeout=90)
+    finally:
+        process.kill()
+
+
 def test_a_run_under_torchrun_that_is_stopped_and_resumed_equals_one_that_was_not(tmp_path: Path) -> None:
     steps = ["--total-steps", str(30 * RANKS * 4 * 16)]
     whole = torchrun(tmp_path / "whole", "cue", *OPTIONS, *steps)
-    output, errors = whole.communicate()
+    output, errors = output_of(whole)
     assert whole.returncode == 0, errors
     assert len([line for line in output.splitlines() if line.startswith("finished after")]) == 1  # told by one rank
 
     process = torchrun(tmp_path / "stopped", "cue", *OPTIONS, *steps)
     end = time.monotonic() + 60
     while not (tmp_path / "stopped/checkpoints/latest").exists():
-        assert time.monotonic() < end, process.communicate()
+        assert time.monotonic() < end, output_of(process)
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate()
+    output, _ = output_of(process)
     assert json.loads(output.splitlines()[-1])["status"] == "stopped"
 
     again = torchrun(tmp_path / "stopped", "--resume")
-    output, errors = again.communicate()
+    output, errors = output_of(again)
     assert again.returncode == 0, errors
     assert json.loads(output.splitlines()[-1])["status"] == "finished"
     one, other = (split(open_store(tmp_path / name).load("latest").state["ppo"]) for name in ("whole", "stopped"))
