@@ -1,15 +1,20 @@
-"""A bed of the garden: a slot, what is known about the life in it, and how its seed learns."""
+"""A bed of the garden: a place in a host, what is known about the life there, and what can be done with the seed in it.
+
+What a seed is made of is not the garden's business. In one model it is a module behind a slot (`ModelBed`); in a fleet it is a row of
+stacked tensors. Both live by the same rules.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from abc import ABC, abstractmethod
+from typing import Any
 
 import msgspec
 
 from esper.growth.lifecycle import Stage
-from esper.growth.seed_learner import SeedLearner
-from esper.growth.slot import Slot
+from esper.growth.place import Place
+from esper.growth.seed import Blending
 from esper.growth.state import Contribution, GradientStats
 
 
@@ -45,10 +50,58 @@ class Life(msgspec.Struct):
     tried: list[str] = []
 
 
-@dataclass
-class Bed:
-    """A slot, the life in it, and how its seed learns."""
+class SeedPlan(msgspec.Struct, frozen=True):
+    """How a seed is to be born."""
 
-    slot: Slot
-    life: Life = field(default_factory=Life)
-    learner: SeedLearner | None = None
+    blueprint: str
+    random_seed: int  # of its first weights
+    blending: Blending
+    is_connected: bool  # the host sees it from birth
+    alpha: float
+    warmup: int  # steps in which its learning rate rises
+
+
+class Bed(ABC):
+    """`is_connected`: the host's output goes through the seed. `is_kept`: the seed is part of the host for good."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.life = Life()
+
+    @property
+    @abstractmethod
+    def is_connected(self) -> bool: ...
+
+    @property
+    @abstractmethod
+    def alpha(self) -> float: ...
+
+    @alpha.setter
+    @abstractmethod
+    def alpha(self, value: float) -> None: ...
+
+    @abstractmethod
+    def plant(self, plan: SeedPlan) -> None:
+        """Puts a new seed in. What is wrong with it is raised before anything changes."""
+
+    @abstractmethod
+    def uproot(self) -> None:
+        """Takes the seed out, with everything that it has learned."""
+
+    @abstractmethod
+    def connect(self) -> None: ...
+
+    @abstractmethod
+    def keep(self) -> None: ...
+
+    @abstractmethod
+    def gradients(self) -> GradientStats | None:
+        """What the seed's gradients were like since the last report; None without a seed."""
+
+    @abstractmethod
+    def seed_state(self) -> dict[str, Any]:
+        """Everything about the seed beside its life."""
+
+    @abstractmethod
+    def load_seed_state(self, state: dict[str, Any], life: Life, blending: Blending) -> None:
+        """`life` is the one that the state belongs to; `self.life` still is the one before it."""

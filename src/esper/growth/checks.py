@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from esper.growth.config import GrowthConfig
 from esper.growth.errors import GrowthError
-from esper.growth.garden import Garden
+from esper.growth.garden import AnyBed, Garden
 from esper.growth.shapley import MOST
 from esper.growth.slotted import Slotted
 
@@ -39,9 +39,9 @@ def one_number(loss: Tensor | float) -> Tensor:
     return loss.detach().reshape(())
 
 
-def players(garden: Garden, slots: Sequence[str] | None) -> list[str]:
+def players(garden: Garden[AnyBed], slots: Sequence[str] | None) -> list[str]:
     """Whose gain is to be divided: these, or all living seeds that the host sees."""
-    living = [name for name in garden.living() if garden.beds[name].slot.is_connected]
+    living = [name for name in garden.living() if garden.beds[name].is_connected]
     names = living if slots is None else list(slots)
     strange = [name for name in names if name not in living]
     if strange:

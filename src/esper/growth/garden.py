@@ -1,78 +1,57 @@
-"""The garden: every slot of a model, the life of the seed in it, and the moves from stage to stage.
+"""The garden: every slot of a host, the life of the seed in it, and the moves from stage to stage.
 
 It does as it is told. Whether a move is wise is the controller's business, whether it is allowed that of the gates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Generic, TypeVar
 
 import msgspec
-import torch
-from torch import nn
-from torch.optim import Optimizer
 
-from esper.growth.bed import Bed, Life, Ramp
-from esper.growth.blueprints import Blueprint, blueprints_for, check_branch, cost_of, get_blueprint, is_built_in
+from esper.growth.bed import Bed, Life, Ramp, SeedPlan
+from esper.growth.blueprints import Blueprint, blueprints_for, cost_of, get_blueprint
 from esper.growth.config import GrowthConfig
 from esper.growth.gates import may_move
 from esper.growth.ledger import Entry, Ledger, Outcome, Step
 from esper.growth.lifecycle import LIVING, OCCUPIED, Stage
 from esper.growth.rent import Allowance, allowance, marginal_rent, total
-from esper.growth.seed import GATE_WIDTH, Seed
-from esper.growth.seed_learner import MakeOptimizer, SeedLearner, group_of
-from esper.growth.slotted import Slotted
+from esper.growth.seed import GATE_WIDTH
 from esper.growth.state import Candidate, Contribution, Cost, SlotState
-from esper.parallel import Group
 from esper.rng import Streams
 
 OnStage = Callable[[str, str, Stage, str], None]  # slot, blueprint, stage, reason
+AnyBed = TypeVar("AnyBed", bound=Bed)
 
 
-class Garden:
-    def __init__(
-        self,
-        slotted: Slotted,
-        optimizer: Optimizer,
-        config: GrowthConfig,
-        *,
-        ledger: Ledger,
-        on_stage: OnStage,
-        make_optimizer: MakeOptimizer | None = None,
-    ) -> None:
-        self.slotted, self.optimizer, self.config, self.ledger = slotted, optimizer, config, ledger
-        self.beds = {name: Bed(slot) for name, slot in slotted.slots.items()}
+class Garden(Generic[AnyBed]):
+    """`host` is what the host costs without seeds."""
+
+    def __init__(self, beds: Mapping[str, AnyBed], host: Cost, config: GrowthConfig, *, ledger: Ledger, on_stage: OnStage) -> None:
+        self.beds, self.host, self.config, self.ledger = dict(beds), host, config, ledger
         self.epoch = 0
         self.steps_per_epoch = 0  # of the last epoch
         self._on_stage = on_stage
-        self._make_optimizer = make_optimizer
         self._streams = Streams(config.seed)
         self.options: dict[str, tuple[Blueprint, ...]] = {name: self._options(bed) for name, bed in self.beds.items()}
-        for name in self.beds:  # a seed that could not learn is better known now than when it germinates
-            self._learner(name, nn.ParameterList([torch.zeros(2, 2), torch.zeros(2)]))
 
     # Moves
 
     def germinate(self, name: str, blueprint: str, reason: str) -> None:
         """A new seed, which starts to learn at once: with the host, or in the shadow."""
         bed, rules = self.beds[name], self.config.lifecycle
-        if not is_built_in(get_blueprint(blueprint)):
-            check_branch(get_blueprint(blueprint), bed.slot.place)
         number = len(self.ledger.entries) + 1
-        place = self.slotted.place(name)
-        seed = Seed(place, blueprint, random_seed=self._streams.integer(f"seed {number}"), blending=rules.blending)
-        learner = self._learner(name, seed, warmup=self._warmup())
+        is_joint = rules.raise_mode == "joint"
+        random_seed = self._streams.integer(f"seed {number}")
+        bed.plant(SeedPlan(blueprint, random_seed, rules.blending, is_joint, alpha=1.0 if is_joint else 0.0, warmup=self._warmup()))
         bed.life = Life(blueprint=blueprint, number=number, tried=bed.life.tried)
-        bed.slot.plant(seed, connected=rules.raise_mode == "joint")
-        bed.slot.alpha = 1.0 if rules.raise_mode == "joint" else 0.0
-        bed.learner = learner
         cost = self.price(name, blueprint)
         self.ledger.entries.append(
             Entry(number, name, blueprint, rules.raise_mode, self.epoch, reason, cost.parameters, cost.flops, steps=[])
         )
         self._enter(name, Stage.GERMINATED, reason)
-        if rules.raise_mode == "joint":
+        if is_joint:
             self._enter(name, Stage.HOLDING, "it is the identity, so it learns with the host from the start")
         else:
             self._enter(name, Stage.TRAINING, "it learns in the shadow")
@@ -81,7 +60,7 @@ class Garden:
         """Alpha begins to move to a target; from TRAINING, the seed is connected."""
         bed, rules = self.beds[name], self.config.lifecycle
         target = rules.alpha_target if alpha is None else alpha
-        bed.slot.connect(True)
+        bed.connect()
         if bed.life.stage is not Stage.BLENDING:
             self._enter(name, Stage.BLENDING, reason)
         self._ramp(bed, target, rules.blend_epochs)
@@ -89,13 +68,13 @@ class Garden:
     def fossilize(self, name: str, reason: str) -> None:
         bed = self.beds[name]
         self._enter(name, Stage.FOSSILIZED, reason)
-        bed.slot.is_kept = True
+        bed.keep()
         self._close(name, "kept")
 
     def withdraw(self, name: str, reason: str) -> None:
         """Prunes gently: alpha falls first, so that the host can take over."""
         bed, rules = self.beds[name], self.config.lifecycle
-        if not bed.slot.is_connected or rules.withdraw_epochs == 0 or bed.slot.alpha == 0.0:
+        if not bed.is_connected or rules.withdraw_epochs == 0 or bed.alpha == 0.0:
             self.prune(name, reason)
             return
         if bed.life.stage is not Stage.BLENDING:
@@ -110,8 +89,7 @@ class Garden:
         self._close(name, outcome)
         blueprint = bed.life.blueprint
         assert blueprint is not None
-        bed.slot.plant(None)
-        bed.learner = None
+        bed.uproot()
         bed.life = Life(stage=Stage.PRUNED, blueprint=blueprint, tried=[*bed.life.tried, blueprint])
         self._embargo(name)
 
@@ -178,14 +156,14 @@ class Garden:
             ramp = bed.life.ramp
             if ramp is not None and ramp.done < ramp.steps:
                 ramp.done += 1
-                bed.slot.alpha = ramp.alpha(self.config.lifecycle.alpha_curve)
+                bed.alpha = ramp.alpha(self.config.lifecycle.alpha_curve)
 
-    def _ramp(self, bed: Bed, target: float, epochs: int) -> None:
+    def _ramp(self, bed: AnyBed, target: float, epochs: int) -> None:
         steps = epochs * max(self.steps_per_epoch, 1)
         if steps == 0:
-            bed.slot.alpha, bed.life.ramp = target, None
+            bed.alpha, bed.life.ramp = target, None
         else:
-            bed.life.ramp = Ramp(bed.slot.alpha, target, steps)
+            bed.life.ramp = Ramp(bed.alpha, target, steps)
 
     def end_epoch(self) -> None:
         """Everyone is an epoch older, gradients are read, and moves that need no decision are made."""
@@ -195,31 +173,22 @@ class Garden:
             life.epochs_in_stage += 1
             if life.stage in OCCUPIED:
                 life.age += 1
-            if bed.learner is not None:
-                life.gradients = bed.learner.report()
+            if (gradients := bed.gradients()) is not None:
+                life.gradients = gradients
             if life.stage is Stage.BLENDING and (life.ramp is None or life.ramp.done >= life.ramp.steps):
                 life.ramp = None
                 if life.is_withdrawing:
                     self.prune(name, life.why_withdrawn)
                 else:
-                    self._enter(name, Stage.HOLDING, f"alpha has reached {bed.slot.alpha:g}")
+                    self._enter(name, Stage.HOLDING, f"alpha has reached {bed.alpha:g}")
             elif life.stage is Stage.EMBARGOED:
                 life.embargo_left -= 1
                 if life.embargo_left <= 0:
                     self._enter(name, Stage.DORMANT, "the embargo is over")
 
-    def step(self, *, scale: float, must_check: bool, group: Group) -> None:
-        """Connected seeds have got their gradient from the user's backward pass and learn from it."""
-        for bed in self.beds.values():
-            if bed.learner is not None and bed.slot.is_connected:
-                bed.learner.step(scale=scale, must_check=must_check, group=group)
-
-    def in_shadow(self) -> list[Bed]:
-        return [bed for bed in self.beds.values() if bed.life.stage is Stage.TRAINING]
-
     # What there is
 
-    def occupied(self) -> Iterator[tuple[str, Bed]]:
+    def occupied(self) -> Iterator[tuple[str, AnyBed]]:
         return ((name, bed) for name, bed in self.beds.items() if bed.life.stage in OCCUPIED)
 
     def living(self) -> list[str]:
@@ -231,16 +200,16 @@ class Garden:
 
     def price(self, name: str, blueprint: str) -> Cost:
         """What a seed of this blueprint would cost in a slot."""
-        place = self.beds[name].slot.place
+        place = self.beds[name].place
         branch = cost_of(get_blueprint(blueprint), place)
         if self.config.lifecycle.blending != "gate":
             return branch
         products = GATE_WIDTH * (place.width + 1)
         return total([branch, Cost(products + GATE_WIDTH + 1, 2 * products)])
 
-    def _options(self, bed: Bed) -> tuple[Blueprint, ...]:
+    def _options(self, bed: AnyBed) -> tuple[Blueprint, ...]:
         """What may grow in a slot; a gate looks at the whole sequence, which a causal one must not."""
-        place = bed.slot.place
+        place = bed.place
         is_closed = place.is_causal and self.config.lifecycle.blending == "gate"
         return () if is_closed else blueprints_for(place, self.config.blueprints)
 
@@ -250,21 +219,21 @@ class Garden:
 
     def connected(self) -> Cost:
         """By the seeds that take part in a forward pass of the host."""
-        return total(self.cost(name) for name, bed in self.beds.items() if bed.slot.is_connected)
+        return total(self.cost(name) for name, bed in self.beds.items() if bed.is_connected)
 
     def allowance(self) -> Allowance:
         seeds = len(list(self.occupied()))
-        return allowance(self.config.budget, host=self.slotted.survey.host, added=self.added(), seeds=seeds, slots=len(self.beds))
+        return allowance(self.config.budget, host=self.host, added=self.added(), seeds=seeds, slots=len(self.beds))
 
     def view(self, name: str, promises: dict[tuple[str, str], float]) -> SlotState:
         bed, life = self.beds[name], self.beds[name].life
         return SlotState(
-            place=bed.slot.place,
+            place=bed.place,
             stage=life.stage,
             blueprint=life.blueprint if life.stage in OCCUPIED else None,
             cost=self.cost(name),
             rent=self.rent(name),
-            alpha=bed.slot.alpha if bed.slot.is_connected else 0.0,
+            alpha=bed.alpha if bed.is_connected else 0.0,
             age=life.age,
             epochs_in_stage=life.epochs_in_stage,
             is_withdrawing=life.is_withdrawing,
@@ -278,7 +247,7 @@ class Garden:
         """Of the seed in a slot, beside all others."""
         own = self.cost(name)
         others = total(self.cost(other) for other in self.beds if other != name)
-        return marginal_rent(own, others, self.slotted.survey.host, self.config.rent)
+        return marginal_rent(own, others, self.host, self.config.rent)
 
     def _candidates(self, name: str, promises: dict[tuple[str, str], float]) -> tuple[Candidate, ...]:
         allowed, added = self.allowance(), self.added()
@@ -286,8 +255,8 @@ class Garden:
         for blueprint in self.options[name]:
             cost = self.price(name, blueprint.name)
             if allowed.refusal(cost) is None:
-                rent = marginal_rent(cost, added, self.slotted.survey.host, self.config.rent)
-                load = cost.parameters / self.beds[name].slot.place.positions
+                rent = marginal_rent(cost, added, self.host, self.config.rent)
+                load = cost.parameters / self.beds[name].place.positions
                 found.append(Candidate(blueprint.name, cost, rent, promises.get((name, blueprint.name)), load))
         return tuple(found)
 
@@ -300,51 +269,19 @@ class Garden:
             entry.gain, entry.gain_low, entry.gain_high = gain.estimate, gain.low, gain.high
             entry.rent = self.rent(name)
 
-    # State
-
-    def _learner(self, name: str, seed: nn.Module, *, warmup: int = 0) -> SeedLearner:
-        group = group_of(self.optimizer, self.slotted.host.get_submodule(name), self.slotted.host)
-        return SeedLearner(seed, self.optimizer, group, self.config.seed_optimizer, self._make_optimizer, warmup=warmup)
-
     def _warmup(self) -> int:
         """Steps; none for a seed that the host does not see yet, and before the first epoch, when the host is as young as the seed."""
         is_joint = self.config.lifecycle.raise_mode == "joint"
         return round(self.config.seed_optimizer.warmup_epochs * self.steps_per_epoch) if is_joint else 0
 
-    def state_dict(self) -> dict[str, Any]:
-        return {name: self._bed_state(bed) for name, bed in self.beds.items()}
+    # State
 
-    def _bed_state(self, bed: Bed) -> dict[str, Any]:
-        return {
-            "life": msgspec.to_builtins(bed.life),
-            "seed": None if bed.slot.seed is None else dict(bed.slot.seed.state_dict()),
-            "learner": None if bed.learner is None else bed.learner.state_dict(),
-            "alpha": bed.slot.alpha,
-            "is_connected": bed.slot.is_connected,
-        }
+    def state_dict(self) -> dict[str, Any]:
+        return {name: {"life": msgspec.to_builtins(bed.life), **bed.seed_state()} for name, bed in self.beds.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Everything in the slots becomes what it was: seeds that came later go, seeds that have gone come back."""
         for name, saved in state.items():
-            self._load_bed(name, self.beds[name], saved)
-
-    def _load_bed(self, name: str, bed: Bed, saved: dict[str, Any]) -> None:
-        life = msgspec.convert(saved["life"], Life)
-        is_same = bed.life.number == life.number and bed.slot.seed is not None
-        bed.life = life
-        if saved["seed"] is None:
-            bed.slot.plant(None)
-            bed.learner = None
-            return
-        if not is_same:
-            assert life.blueprint is not None
-            seed = Seed(self.slotted.place(name), life.blueprint, random_seed=0, blending=self.config.lifecycle.blending)
-            bed.slot.plant(seed)
-            bed.learner = self._learner(name, seed)
-        assert bed.slot.seed is not None
-        assert bed.learner is not None
-        bed.slot.seed.load_state_dict(saved["seed"])
-        bed.learner.load_state_dict(saved["learner"])
-        bed.slot.alpha = saved["alpha"]
-        bed.slot.is_kept = life.stage is Stage.FOSSILIZED
-        bed.slot.connect(saved["is_connected"])
+            bed, life = self.beds[name], msgspec.convert(saved["life"], Life)
+            bed.load_seed_state(saved, life, self.config.lifecycle.blending)
+            bed.life = life

@@ -18,12 +18,10 @@ Under DistributedDataParallel every rank does the same, the seeds' gradients are
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-import msgspec
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
@@ -31,25 +29,22 @@ from torch.optim import Optimizer
 
 from esper.events import Event
 from esper.growth.checks import check_alphas, check_fit_together, one_number, players
-from esper.growth.chronicle import Chronicle
 from esper.growth.config import GrowthConfig
 from esper.growth.contribution import AlphaSearch, Evaluate, Measurement, search_alpha
 from esper.growth.controllers import as_controller
-from esper.growth.decisions import Action, Controller, Decision
+from esper.growth.decisions import Controller, Decision
 from esper.growth.errors import GrowthError
-from esper.growth.events import ActionRefused, EpochEnded, Measured, RolledBack, StageEntered
-from esper.growth.garden import Garden
+from esper.growth.events import EpochEnded
 from esper.growth.governor import Diverged
-from esper.growth.ledger import Ledger, Refused, Rollback
-from esper.growth.lifecycle import Stage
-from esper.growth.moves import ask_gate, carry_out, check_can_grow
-from esper.growth.prober import Prober, Promises
+from esper.growth.model_bed import ModelBed, in_shadow, make_beds
+from esper.growth.plot import Plot
+from esper.growth.prober import Prober
 from esper.growth.recovery import Recovery
-from esper.growth.reporting import epoch_ended, probed
+from esper.growth.reporting import epoch_ended
 from esper.growth.seed_learner import MakeOptimizer
 from esper.growth.shadow import Closure, Shadow
 from esper.growth.slotted import Slotted
-from esper.growth.state import Contribution, GrowthState
+from esper.growth.state import GrowthState
 from esper.parallel import ALONE, Ranks
 from esper.statistics import Interval
 
@@ -79,13 +74,12 @@ class Grower:
         self.slotted, self.optimizer, self.scaler, self.epochs = slotted, optimizer, scaler, epochs
         self.config = config or GrowthConfig()
         self.controller = as_controller(controller, self.config)
-        self.ledger = Ledger(entries=[], refused=[], rollbacks=[])
-        self.chronicle = Chronicle(self.config.governor.checks_per_epoch)
-        self.garden = Garden(
-            slotted, optimizer, self.config, ledger=self.ledger, on_stage=self._stage_entered, make_optimizer=seed_optimizer
+        beds = make_beds(slotted, optimizer, self.config.seed_optimizer, seed_optimizer)
+        self.plot: Plot[ModelBed] = Plot(beds, self.config, host=slotted.survey.host, load=slotted.survey.load, epochs=epochs)
+        self.garden, self.chronicle, self.ledger = self.plot.garden, self.plot.chronicle, self.plot.ledger
+        self._recovery = Recovery(
+            slotted, optimizer, self.garden, self.plot.judge, keep=self.config.governor.keep, scaler=scaler, scheduler=scheduler
         )
-        check_can_grow(self.garden)
-        self._recovery = Recovery(slotted, optimizer, self.garden, self.config.governor, scaler=scaler, scheduler=scheduler)
         if not self._recovery.has_finite_weights():
             raise GrowthError("some of the model's weights are NaN or infinite before the training; begin with others")
         self._recovery.take_snapshot()
@@ -95,20 +89,18 @@ class Grower:
         self._measurement = Measurement(slotted, group=self._group)
         self._shadow = Shadow(slotted, alpha=self.config.lifecycle.alpha_target)
         slotted.recording, slotted.samples = self._shadow.recording, 0
-        self._promises: Promises = {}
         self._on_event = on_event
-        self._events: deque[Event] = deque()  # those not told yet: the user hears of them when all is done
         self._scale = self._current_scale()  # that of the backward pass to come
         self._has_begun = False
 
     @property
     def epoch(self) -> int:
         """Finished so far."""
-        return self.garden.epoch
+        return self.plot.epoch
 
     @property
     def rollbacks(self) -> int:
-        return self._recovery.rollbacks
+        return self.plot.judge.rollbacks
 
     # What the training loop calls
 
@@ -162,8 +154,10 @@ class Grower:
     def _learn(self, closure: Closure | None, scale: float) -> None:
         """`scale` is that of the backward pass that is over."""
         must_check = self.scaler is not None
-        self.garden.step(scale=scale, must_check=must_check, group=self._group)
-        learning = self.garden.in_shadow()
+        for bed in self.garden.beds.values():  # connected seeds have got their gradient from the user's backward pass
+            if bed.learner is not None and bed.is_connected:
+                bed.learner.step(scale=scale, must_check=must_check, group=self._group)
+        learning = self._in_shadow()
         if learning and closure is not None:
             with self._prober.paused():
                 self._shadow.step(learning, closure, scale=self._scale, must_check=must_check, group=self._group)
@@ -185,22 +179,19 @@ class Grower:
         self._begin()
         self._rest()
         chunks = self.chronicle.chunks()
-        measured = self._agreed(self._measurement.measure(evaluate, self._on_trial(), epoch=self.epoch + 1))
+        measured = self._agreed(self._measurement.measure(evaluate, self.plot.on_trial(), epoch=self.epoch + 1))
         val_loss = measured.losses.mean
-        verdict = self._group.first(lambda: self._recovery.judge(chunks, val_loss, is_blameless=not self._suspects()))
-        self._end_epoch(chunks, val_loss, measured.contributions)
+        verdict = self._group.first(lambda: self.plot.verdict(chunks, val_loss))
+        self.plot.end_epoch(chunks, val_loss, measured.contributions, self._agreed(self._prober.finish()))
         if verdict.is_disaster:
             self._go_back(verdict.reason)
             decision = Decision(reason=f"went back to a healthy state: {verdict.reason}")
         else:
-            if chunks:  # else every step of the epoch has been gone back from, and nothing is healthy yet
-                self._recovery.in_a_row = 0
-            if chunks and verdict.is_healthy and self.epoch % self.config.governor.snapshot_every == 0:
-                self._recovery.take_snapshot()
+            self.plot.settle(verdict, chunks, self._recovery)
             decision = self._decide()
         self._get_ready(scale=1.0)
-        ended = epoch_ended(self.garden, self.chronicle, decision)
-        self._emit(ended)
+        ended = epoch_ended(self.garden, self.chronicle, decision, learning_rate=self._learning_rate())
+        self.plot.emit(ended)
         self._tell()
         return ended
 
@@ -244,90 +235,37 @@ class Grower:
 
     def state(self) -> GrowthState:
         """What a controller sees."""
-        allowed = self.garden.allowance()
-        return GrowthState(
-            epoch=self.epoch,
-            epochs=self.epochs,
-            steps_per_epoch=self.chronicle.length or 0,
-            train_losses=tuple(self.chronicle.train_losses),
-            val_losses=tuple(self.chronicle.val_losses),
-            slots=tuple(self.garden.view(name, self._promises) for name in self.garden.beds),
-            host_cost=self.slotted.survey.host,
-            added=self.garden.added(),
-            parameters_left=allowed.parameters,
-            flops_left=allowed.flops,
-            seeds_left=allowed.seeds,
-            rollbacks=self.rollbacks,
-            uninformed_loss=self.config.governor.uninformed_loss,
-            learning_rate=float(self.optimizer.param_groups[0]["lr"]),
-            samples_per_epoch=self.chronicle.samples,
-            host_load=self.slotted.survey.load,
-        )
+        return self.plot.state(learning_rate=self._learning_rate())
+
+    def _learning_rate(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
 
     def _decide(self) -> Decision:
         decision = self._group.first(lambda: self.controller.decide(self.state()))
-        slots = [self.slotted.slot(action.slot).place.name for action in decision.actions]
-        if len(set(slots)) < len(slots):
-            raise GrowthError(f"the controller {self.controller.name!r} decided twice about one slot: {', '.join(slots)}")
         for action in decision.actions:
-            answer = ask_gate(self.garden, action)
-            if answer.passed:
-                carry_out(self.garden, action, is_over=self._is_over)
-            else:
-                self._refuse(action, answer.reason)
-        if decision.probe and not self._is_over:
+            self.slotted.slot(action.slot)  # which names the slots there are, where this is none
+        self.plot.carry_out(decision, by=self.controller.name)
+        if decision.probe and not self.plot.is_over:
             self._prober.request()
         return decision
-
-    @property
-    def _is_over(self) -> bool:
-        return self.epochs is not None and self.epoch >= self.epochs
-
-    def _refuse(self, action: Action, reason: str) -> None:
-        name = type(action).__name__.lower()
-        self.ledger.refused.append(Refused(self.epoch, action.slot, name, reason))
-        self._emit(ActionRefused(epoch=self.epoch, slot=action.slot, action=name, reason=reason))
-
-    def _on_trial(self) -> list[str]:
-        """Seeds that will have been on probation long enough when this epoch is over."""
-        least = self.config.lifecycle.holding_epochs
-        return [
-            name
-            for name, bed in self.garden.beds.items()
-            if bed.life.stage is Stage.HOLDING and bed.life.epochs_in_stage + 1 >= least and not bed.life.is_withdrawing
-        ]
 
     # What happens around decisions
 
     def _go_back(self, reason: str) -> None:
         self._prober.finish()
         self._shadow.rest()
-        self.chronicle.forget_losses()
-        suspects = self._suspects()
-        to_epoch = self._recovery.go_back()
+        self.plot.go_back(reason, self._recovery)
         self._scale = self._current_scale()
-        why = f"the governor went back: {reason}"
-        self.garden.square_ledger(why)
-        for name, number in suspects.items():
-            self.garden.banish(name, number, why)
-        self.ledger.rollbacks.append(Rollback(self.epoch, to_epoch, reason))
-        self._emit(RolledBack(epoch=self.epoch, to_epoch=to_epoch, reason=reason, embargoed=list(suspects)))
-        if self._recovery.in_a_row > self.config.governor.max_rollbacks:
+        try:
+            self.plot.check_not_diverged(reason)
+        except Diverged:
             self._tell()
-            raise Diverged(
-                f"the training fails again and again from a healthy state: {reason}. The model is as it was after epoch {to_epoch}; "
-                "look for NaN in the data, or lower the learning rate"
-            )
-
-    def _suspects(self) -> dict[str, int]:
-        """Seeds that take part in the host and are not part of it yet, with their numbers."""
-        beds = {name: bed for name, bed in self.garden.beds.items() if bed.slot.is_connected and not bed.slot.is_kept}
-        return {name: bed.life.number for name, bed in beds.items() if bed.life.number is not None}
+            raise
 
     def _get_ready(self, *, scale: float) -> None:
         """For the next forward pass."""
         self._prober.after_step(self.chronicle.steps, length=self.chronicle.length, scale=scale)
-        self._shadow.prepare(self.garden.in_shadow())
+        self._shadow.prepare(self._in_shadow())
         self.slotted.samples = 0
 
     def _rest(self) -> None:
@@ -335,25 +273,8 @@ class Grower:
         self._prober.rest()
         self._shadow.rest()
 
-    def _end_epoch(self, chunks: list[float], val_loss: float, measured: dict[str, Contribution]) -> None:
-        promises = self._agreed(self._prober.finish())
-        self.chronicle.end_epoch(chunks, val_loss)
-        self.garden.steps_per_epoch = self.chronicle.length or 0
-        self.garden.end_epoch()
-        for name, contribution in measured.items():
-            self.garden.note_contribution(name, contribution)
-            gain, rent = contribution.gain, self.garden.rent(name)
-            self._emit(Measured(epoch=self.epoch, slot=name, gain=gain.estimate, gain_low=gain.low, gain_high=gain.high, rent=rent))
-        self._promises = promises or {}
-        if promises is not None:
-            self._emit(probed(self.epoch, promises))
-
-    def _emit(self, event: Event) -> None:
-        self._events.append(event)
-
     def _tell(self) -> None:
-        while self._events:
-            self._on_event(self._events.popleft())
+        self.plot.tell(self._on_event)
 
     def _agreed(self, value: Any) -> Any:
         """What rank 0 has found."""
@@ -363,12 +284,12 @@ class Grower:
         return self.scaler.get_scale() if self.scaler is not None and self.scaler.is_enabled() else 1.0
 
     def _step_flops(self) -> int:
-        shadow = self.garden.in_shadow()
-        second = self._shadow.flops(shadow, [self.garden.cost(bed.slot.place.name) for bed in shadow])
+        shadow = self._in_shadow()
+        second = self._shadow.flops(shadow, [self.garden.cost(bed.place.name) for bed in shadow])
         return 3 * (self.slotted.survey.host.flops + self.garden.connected().flops) + second + self._prober.flops
 
-    def _stage_entered(self, slot: str, blueprint: str, stage: Stage, reason: str) -> None:
-        self._emit(StageEntered(epoch=self.epoch, slot=slot, blueprint=blueprint, stage=stage.name, reason=reason))
+    def _in_shadow(self) -> list[ModelBed]:
+        return in_shadow(list(self.garden.beds.values()))
 
     # Resuming
 
@@ -377,11 +298,8 @@ class Grower:
         return {
             "recovery": self._recovery.state_dict(),
             "controller": {"name": self.controller.name, "state": self.controller.state_dict()},
-            "ledger": msgspec.to_builtins(self.ledger),
-            "chronicle": self.chronicle.state_dict(),
-            "epoch": self.epoch,
+            "plot": self.plot.state_dict(),
             "has_begun": self._has_begun,
-            "promises": [[slot, blueprint, value] for (slot, blueprint), value in self._promises.items()],
             "probe": self._prober.state_dict(),
             "measurement": self._measurement.state_dict(),
             "shadow": self._shadow.state_dict(),
@@ -396,14 +314,9 @@ class Grower:
         self._prober.finish()
         self._shadow.rest()
         self._recovery.load_state_dict(state["recovery"])
-        ledger = msgspec.convert(state["ledger"], Ledger)
-        self.ledger.entries, self.ledger.refused, self.ledger.rollbacks = ledger.entries, ledger.refused, ledger.rollbacks
-        self.garden.epoch = state["epoch"]
+        self.plot.load_state_dict(state["plot"])
         self.controller.load_state_dict(state["controller"]["state"])
-        self.chronicle.load_state_dict(state["chronicle"])
-        self.garden.steps_per_epoch = self.chronicle.length or 0
         self._has_begun = state["has_begun"]
-        self._promises = {(slot, blueprint): value for slot, blueprint, value in state["promises"]}
         self._scale = self._current_scale()
         self._measurement.load_state_dict(state["measurement"])
         self._shadow.load_state_dict(state["shadow"])

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from esper.growth.decisions import Action, Advance, Fossilize, Germinate, Prune, Retarget
 from esper.growth.errors import GrowthError
-from esper.growth.garden import Garden
+from esper.growth.garden import AnyBed, Garden
 from esper.growth.gates import Answer, may_blend, may_fossilize, may_germinate, may_prune, may_retarget
 
 
-def ask_gate(garden: Garden, action: Action) -> Answer:
+def ask_gate(garden: Garden[AnyBed], action: Action) -> Answer:
     slot, rules = garden.view(action.slot, {}), garden.config.lifecycle
     match action:
         case Germinate():
@@ -27,7 +27,7 @@ def ask_gate(garden: Garden, action: Action) -> Answer:
     raise GrowthError(f"{type(action).__name__} is no action that a controller can decide on")
 
 
-def carry_out(garden: Garden, action: Action, *, is_over: bool) -> None:
+def carry_out(garden: Garden[AnyBed], action: Action, *, is_over: bool) -> None:
     """When the training is over there is no time left for a gentle end."""
     match action:
         case Germinate():
@@ -42,7 +42,7 @@ def carry_out(garden: Garden, action: Action, *, is_over: bool) -> None:
             (garden.prune if is_over else garden.withdraw)(action.slot, action.reason)
 
 
-def check_can_grow(garden: Garden) -> None:
+def check_can_grow(garden: Garden[AnyBed]) -> None:
     """Raises where there is no slot and no blueprint that could ever come together within the budget."""
     options = [(name, option.name) for name, options in garden.options.items() for option in options]
     if not options:

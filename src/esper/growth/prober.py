@@ -10,15 +10,15 @@ from torch.optim import Optimizer
 
 from esper.growth.garden import Garden
 from esper.growth.lifecycle import Stage
+from esper.growth.model_bed import ModelBed
 from esper.growth.promise import Probe
+from esper.growth.reporting import Promises
 from esper.growth.seed_learner import group_of
 from esper.growth.slotted import Slotted
 
-Promises = dict[tuple[str, str], float]  # (slot, blueprint) -> nats per step
-
 
 class Prober:
-    def __init__(self, slotted: Slotted, garden: Garden, optimizer: Optimizer) -> None:
+    def __init__(self, slotted: Slotted, garden: Garden[ModelBed], optimizer: Optimizer) -> None:
         self.slotted, self.garden, self.optimizer = slotted, garden, optimizer
         self._probe: Probe | None = None
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from esper.growth.config import GovernorConfig
 from esper.growth.errors import GrowthError
 from esper.growth.garden import Garden
-from esper.growth.governor import Governor, Verdict
+from esper.growth.judge import Judge
+from esper.growth.model_bed import ModelBed
 from esper.growth.slotted import Slotted
 from esper.growth.snapshots import Snapshots
 
@@ -22,30 +20,26 @@ class Recovery:
     """Host, both kinds of optimiser, loss scale, schedule and the garden, together."""
 
     def __init__(
-        self, slotted: Slotted, optimizer: Optimizer, garden: Garden, config: GovernorConfig, *, scaler: GradScaler | None, scheduler: Any
+        self,
+        slotted: Slotted,
+        optimizer: Optimizer,
+        garden: Garden[ModelBed],
+        judge: Judge,
+        *,
+        keep: int,
+        scaler: GradScaler | None,
+        scheduler: Any,
     ) -> None:
-        self.host, self.optimizer, self.garden, self.config = slotted.host, optimizer, garden, config
+        self.host, self.optimizer, self.garden, self.judge = slotted.host, optimizer, garden, judge
         self.scaler, self.scheduler = scaler, scheduler
-        self.rollbacks = 0
-        self.in_a_row = 0  # rollbacks without a healthy epoch between them
-        self._governor = Governor(config)
-        self._snapshots = Snapshots(config.keep)
-
-    def judge(self, train_losses: Sequence[float], val_loss: float, *, is_blameless: bool) -> Verdict:
-        """`is_blameless` where no seed could have done it. A spike that comes back after a rollback is then the data's, and stays."""
-        verdict = self._governor.judge(train_losses, val_loss)
-        is_finite = all(map(math.isfinite, (*train_losses, val_loss)))
-        if verdict.is_disaster and is_finite and is_blameless and self.in_a_row > 0:
-            self._governor.forgive()
-            return Verdict(is_healthy=True, is_disaster=False, reason=f"accepted, with no seed to blame: {verdict.reason}")
-        return verdict
+        self._snapshots = Snapshots(keep)
 
     def take_snapshot(self) -> None:
         """Nothing is taken where a weight is not finite: losses that look healthy do not tell, and there would be no way back."""
         if self.has_finite_weights():
             if self._snapshots.epochs[-1:] == (self.garden.epoch,):
                 self._snapshots.drop_latest()  # an epoch has one state to go back to, its last
-            self._snapshots.take({"now": self.now(), "governor": self._governor.state_dict()}, epoch=self.garden.epoch)
+            self._snapshots.take({"now": self.now(), "governor": self.judge.governor.state_dict()}, epoch=self.garden.epoch)
 
     def has_finite_weights(self) -> bool:
         """Those that learn, of the host and of the seeds that it sees."""
@@ -55,16 +49,14 @@ class Recovery:
             answers = [torch.isfinite(weight).all() for weight in weights]
         return not answers or bool(torch.stack([answer.to(answers[0].device) for answer in answers]).all())
 
-    def go_back(self) -> int:
+    def go_back(self, *, is_repeated: bool) -> int:
         """Restores the latest snapshot, or the one before it where the latest has led to disaster again. Gives its epoch."""
-        self.rollbacks += 1
-        self.in_a_row += 1
-        if self.in_a_row > 1 and len(self._snapshots) > 1:
+        if is_repeated and len(self._snapshots) > 1:
             self._snapshots.drop_latest()
         snapshot = self._snapshots.latest()
         assert snapshot is not None
         self.restore(snapshot.state["now"])
-        self._governor.load_state_dict(snapshot.state["governor"])
+        self.judge.governor.load_state_dict(snapshot.state["governor"])
         return snapshot.epoch
 
     def now(self) -> dict[str, Any]:
@@ -96,19 +88,16 @@ class Recovery:
         return {
             "optimizer": type(self.optimizer).__name__,
             "now": self.now(),
-            "governor": self._governor.state_dict(),
+            "judge": self.judge.state_dict(),
             "snapshots": self._snapshots.state_dict(),
-            "rollbacks": self.rollbacks,
-            "in_a_row": self.in_a_row,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """That of another run of the same model, optimiser and schedule; otherwise nothing is changed."""
         self._check_fits(state["optimizer"], state["now"])
         self.restore(state["now"])
-        self._governor.load_state_dict(state["governor"])
+        self.judge.load_state_dict(state["judge"])
         self._snapshots.load_state_dict(state["snapshots"])
-        self.rollbacks, self.in_a_row = state["rollbacks"], state["in_a_row"]
 
     def _check_fits(self, optimizer: str, state: dict[str, Any]) -> None:
         own, saved = _shapes(self.now()), _shapes(state)

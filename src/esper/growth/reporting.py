@@ -5,19 +5,20 @@ from __future__ import annotations
 from esper.growth.chronicle import Chronicle
 from esper.growth.decisions import Decision
 from esper.growth.events import EpochEnded, Probed, SlotView
-from esper.growth.garden import Garden
-from esper.growth.prober import Promises
+from esper.growth.garden import AnyBed, Garden
+
+Promises = dict[tuple[str, str], float]  # (slot, blueprint) -> nats per step
 
 
-def epoch_ended(garden: Garden, chronicle: Chronicle, decision: Decision) -> EpochEnded:
-    host = garden.slotted.survey.host
+def epoch_ended(garden: Garden[AnyBed], chronicle: Chronicle, decision: Decision, *, learning_rate: float) -> EpochEnded:
+    host = garden.host
     seconds, samples = chronicle.lap()
     actions = [f"{type(action).__name__.lower()} {action.slot}: {action.reason}" for action in decision.actions]
     return EpochEnded(
         epoch=garden.epoch,
         train_loss=chronicle.train_losses[-1],
         val_loss=chronicle.val_losses[-1],
-        learning_rate=float(garden.optimizer.param_groups[0]["lr"]),
+        learning_rate=learning_rate,
         decision="; ".join(filter(None, [*actions, decision.reason])),
         slots=[_slot_view(garden, name) for name in garden.beds],
         parameters=host.parameters + garden.added().parameters,
@@ -28,7 +29,7 @@ def epoch_ended(garden: Garden, chronicle: Chronicle, decision: Decision) -> Epo
     )
 
 
-def _slot_view(garden: Garden, name: str) -> SlotView:
+def _slot_view(garden: Garden[AnyBed], name: str) -> SlotView:
     slot = garden.view(name, {})
     gain = slot.contribution.gain if slot.contribution is not None else None
     gradients = slot.gradients

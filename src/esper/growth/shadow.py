@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from esper.growth.bed import Bed
 from esper.growth.errors import GrowthError
 from esper.growth.isolation import Isolation
+from esper.growth.model_bed import ModelBed
 from esper.growth.replay import Replay
 from esper.growth.slotted import Slotted
 from esper.growth.state import Cost
@@ -34,7 +34,7 @@ class Shadow:
         self._can_replay = True
         self._is_due = False  # the next forward pass is to be recorded
 
-    def prepare(self, beds: Sequence[Bed]) -> None:
+    def prepare(self, beds: Sequence[ModelBed]) -> None:
         """The next forward pass of the user is recorded, where there are seeds that need it."""
         first = self._first(beds)
         self._is_due = first is not None and self._can_replay
@@ -62,7 +62,7 @@ class Shadow:
         if self._replay is not None:
             self._replay.clear()
 
-    def step(self, beds: Sequence[Bed], closure: Closure, *, scale: float, must_check: bool, group: Group) -> None:
+    def step(self, beds: Sequence[ModelBed], closure: Closure, *, scale: float, must_check: bool, group: Group) -> None:
         """Lets these seeds learn from the last batch. Their loss is multiplied by `scale` on the way, for half precision."""
         self._is_due = False
         parameters = [parameter for bed in beds if bed.learner is not None for parameter in bed.learner.parameters]
@@ -102,7 +102,7 @@ class Shadow:
             self._can_replay = False
             return None
 
-    def flops(self, beds: Sequence[Bed], costs: Sequence[Cost]) -> int:
+    def flops(self, beds: Sequence[ModelBed], costs: Sequence[Cost]) -> int:
         """Of the second pass, per sample: forward and backward behind the first slot, and what lies before it unless replayed."""
         first = self._first(beds)
         if first is None:
@@ -112,7 +112,7 @@ class Shadow:
         before = 0 if is_replayed else self.slotted.survey.host.flops - behind
         return before + 2 * behind + 3 * sum(cost.flops for cost in costs)
 
-    def _first(self, beds: Sequence[Bed]) -> str | None:
+    def _first(self, beds: Sequence[ModelBed]) -> str | None:
         names = {bed.slot.place.name for bed in beds}
         return next((name for name in self.slotted.slots if name in names), None)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from esper.growth.config import Rent
 from esper.growth.lifecycle import Stage
 from esper.growth.place import Place
 from esper.statistics import Interval
@@ -82,11 +83,4 @@ class GrowthState:
     learning_rate: float = 0.0  # of the host's first group
     samples_per_epoch: int | None = None  # where the grower was told
     host_load: float = 0.0  # Σ over layers of weights / positions that share them
-
-    @property
-    def progress(self) -> float | None:
-        """The part of the run that is over."""
-        return None if not self.epochs else self.epoch / self.epochs
-
-    def slot(self, name: str) -> SlotState:
-        return next(slot for slot in self.slots if slot.place.name == name)
+    rent: Rent = field(default_factory=Rent)  # the price level
