@@ -182,6 +182,92 @@ def test_gradients_of_log_probability_and_entropy_pass_gradcheck():
     assert torch.autograd.gradcheck(lambda p: tuple(distribution.evaluate(p, choice, masks)), (parameters,))
 
 
+CHAIN = ActionSpec(
+    heads=(
+        Discrete("op", 3),
+        Continuous("aim", 2),
+        Discrete("slot", 4, parent="op", has_own_logits=True),
+        Discrete("speed", 2),
+        Discrete("part", 5, parent="slot", has_own_logits=True),
+    )
+)
+
+
+def tables(distribution: ActionDistribution, parameters: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The logits of each discrete head, as the specification shapes them."""
+    shapes = {head.name: distribution.spec.logits_shape(head) for head in distribution.spec.discrete}
+    return {name: parameters[:, distribution.output_slices[name]].reshape(-1, *shape) for name, shape in shapes.items()}
+
+
+def row_logits(distribution: ActionDistribution, parameters: torch.Tensor, picked: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What holds for each head of CHAIN, picked by plain indexing."""
+    op, slot, _, _ = picked.unbind(-1)
+    rows = torch.arange(len(op))
+    logits = tables(distribution, parameters)
+    return {"op": logits["op"], "slot": logits["slot"][rows, op], "speed": logits["speed"], "part": logits["part"][rows, slot]}
+
+
+def test_a_head_with_own_logits_takes_its_parents_size_times_its_own_numbers_and_noise_for_one_row():
+    distribution = ActionDistribution(CHAIN)
+    assert distribution.num_logits == 3 + 3 * 4 + 2 + 4 * 5
+    assert distribution.num_outputs == distribution.num_logits + 2
+    assert distribution.num_parameters == distribution.num_logits + 4
+    assert distribution.noise((7,), generator()).gumbel.shape == (7, 3 + 4 + 2 + 5)
+
+
+def test_log_probabilities_and_entropies_of_own_logits_equal_torchs_categorical_of_the_row_that_held():
+    distribution = ActionDistribution(CHAIN)
+    parameters = torch.randn(500, distribution.num_parameters, generator=generator())
+    choice = distribution.choose(parameters, {}, distribution.noise((500,), generator(1)))
+    evaluation = distribution.evaluate(parameters, choice, {})
+    for column, (name, logits) in enumerate(row_logits(distribution, parameters, choice.picked).items()):
+        reference, head = Categorical(logits=logits), distribution.head_names.index(name)
+        assert torch.allclose(evaluation.log_prob[:, head], reference.log_prob(choice.picked[:, column]), atol=1e-5), name
+        assert torch.allclose(evaluation.entropy[:, head] * math.log(logits.shape[1]), reference.entropy(), atol=1e-5), name
+
+
+def test_the_likeliest_choice_takes_the_row_of_the_likeliest_parent():
+    distribution = ActionDistribution(CHAIN)
+    parameters = torch.randn(200, distribution.num_parameters, generator=generator())
+    picked = distribution.choose(parameters, {}, None).picked
+    for column, logits in enumerate(row_logits(distribution, parameters, picked).values()):
+        assert torch.equal(picked[:, column], logits.argmax(-1))
+
+
+def test_draws_of_own_logits_follow_the_joint_probabilities():
+    distribution = ActionDistribution(ActionSpec((Discrete("a", 2), Discrete("b", 3, parent="a", has_own_logits=True))))
+    parameters = torch.tensor([[0.5, -0.5, 0.0, 1.0, -1.0, 2.0, 0.0, -2.0]])
+    picked = distribution.choose(parameters.expand(200_000, -1), {}, distribution.noise((200_000,), generator())).picked
+    logits = tables(distribution, parameters)
+    joint = logits["a"][0].softmax(0).unsqueeze(1) * logits["b"][0].softmax(1)
+    counts = torch.bincount(picked[:, 0] * 3 + picked[:, 1], minlength=6).view(2, 3)
+    assert torch.allclose(counts / 200_000, joint, atol=0.005)
+
+
+def test_no_masked_choice_of_a_head_with_own_logits_is_ever_drawn():
+    distribution = ActionDistribution(CHAIN)
+    masks = {"slot": random_masks(50_000, 3)["slot"], "part": torch.rand(50_000, 4, 5, generator=generator(4)) < 0.3}
+    masks["part"][:, :, 2] |= ~masks["part"].any(-1)
+    parameters = torch.randn(50_000, distribution.num_parameters, generator=generator(5)) * 3
+    op, slot, _, part = distribution.choose(parameters, masks, distribution.noise((50_000,), generator(6))).picked.unbind(-1)
+    rows = torch.arange(50_000)
+    assert masks["slot"][rows, op, slot].all()
+    assert masks["part"][rows, slot, part].all()
+
+
+def test_gradients_of_own_logits_pass_gradcheck_and_reach_only_the_row_that_held():
+    distribution = ActionDistribution(CHAIN)
+    parameters = torch.randn(4, distribution.num_parameters, generator=generator(), dtype=torch.float64).requires_grad_()
+    choice = distribution.choose(parameters.detach(), {}, distribution.noise((4,), generator(1)))
+    choice = Choice(choice.picked, choice.latent.double())
+    assert torch.autograd.gradcheck(lambda p: tuple(distribution.evaluate(p, choice, {})), (parameters,))
+    distribution.evaluate(parameters, choice, {}).log_prob.sum().backward()
+    gradient = tables(distribution, parameters.grad)["slot"]  # [4, 3, 4]
+    held = torch.nn.functional.one_hot(choice.picked[:, 0], 3).bool()
+    assert (gradient[~held] == 0).all()
+    assert (gradient[held] != 0).all()
+
+
 @pytest.mark.parametrize(
     ("heads", "relevance", "message"),
     [

@@ -13,7 +13,8 @@ from esper.rl.config import NetworkConfig, PPOConfig
 from esper.rl.events import CompileFailed, EpisodesRestarted
 from esper.rl.ppo import PPO
 from esper.rl.staging import Staging
-from esper.vecenv import make
+from esper.vecenv import ActionSpec, Discrete, TensorSpec, make
+from esper.vecenv.builtin.base import BuiltinEnv, Outcome
 from esper.vecenv.gymnasium import from_gymnasium
 from tests.rl.counting import Counting
 
@@ -172,6 +173,105 @@ def test_an_environment_may_write_to_its_state_and_to_what_it_is_given():
 def test_an_encoder_that_does_not_say_its_width_is_refused():
     with pytest.raises(ValueError, match="Sequential needs an attribute `output_size`"):
         PPO(Counting(num_envs=4), config(), encoder=nn.Sequential(nn.Linear(2, 2)))
+
+
+class Forked(nn.Module):
+    """Half of what it sees goes into the core, all of it around."""
+
+    output_size, bypass_size = 1, 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))
+
+    def forward(self, obs: torch.Tensor) -> torch.Tensor:
+        return torch.cat((obs[:, :1], obs * self.scale), dim=1)
+
+
+CORES = [("lstm", "shared"), ("lstm", "own"), ("gru", "own"), ("none", "shared")]
+
+
+@pytest.mark.parametrize(("core", "memory"), CORES)
+def test_what_goes_around_the_core_reaches_actor_and_critic_as_it_is(core, memory):
+    network = NetworkConfig(core=core, critic_memory=memory, hidden_size=8)
+    policy = PPO(Counting(num_envs=4), config(network=network, normalize_observations=False), encoder=Forked()).policy
+    seen = {}
+    for name, head in (("actor", policy.actor), ("critic", policy.critic)):
+        head.register_forward_pre_hook(lambda module, inputs, name=name: seen.update({name: inputs[0]}))
+    obs = torch.randn(4, 2, generator=torch.Generator().manual_seed(0))
+    features, _ = policy.step({"obs": obs}, policy.initial_state(4))
+    policy.decide(features), policy.predict(features)
+    width = 1 if core == "none" else 8
+    for inputs in seen.values():
+        assert inputs.shape == (4, width + 2)
+        assert torch.equal(inputs[:, width:], obs)
+    assert torch.equal(seen["actor"], seen["critic"]) == (memory == "shared")
+
+
+@pytest.mark.parametrize(("core", "memory"), CORES)
+def test_with_a_way_around_the_core_the_ratio_is_one_before_the_first_gradient_step(core, memory):
+    network = NetworkConfig(core=core, critic_memory=memory, hidden_size=8)
+    ppo = PPO(Counting(num_envs=4), config(network=network, learning_rate=1e-12, num_epochs=1), encoder=Forked())
+    for _ in range(2):
+        outcome = ppo.update(ppo.collect())
+    assert outcome.ratio_max == pytest.approx(1.0, abs=1e-4)
+    assert float(ppo.policy.encoder.scale.grad.abs().sum()) > 0
+
+
+def test_an_actor_and_a_critic_of_ones_own_keep_their_weights_and_are_trained():
+    actor, critic = nn.Linear(8 + 2, 2), nn.Sequential(nn.Linear(8 + 2, 3), nn.Tanh(), nn.Linear(3, 1))
+    before = [weight.detach().clone() for module in (actor, critic) for weight in module.parameters()]
+    ppo = PPO(Counting(num_envs=4), config(network=NetworkConfig(hidden_size=8)), encoder=Forked(), actor=actor, critic=critic)
+    assert ppo.policy.actor is actor
+    assert ppo.policy.critic is critic
+    weights = [weight for module in (actor, critic) for weight in module.parameters()]
+    assert all(torch.equal(old, new) for old, new in zip(before, weights, strict=True))
+    trained(ppo, 2)
+    assert not any(torch.equal(old, new) for old, new in zip(before, weights, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("network", "parts", "message"),
+    [
+        (SMALL, {"actor": nn.Linear(8, 3)}, "Linear must put out 2 numbers.* it puts out 3"),
+        (SMALL, {"critic": nn.Linear(8, 1)}, "an nn.Sequential that ends in an nn.Linear with 1 output; got Linear"),
+        (SMALL, {"critic": nn.Sequential(nn.Linear(8, 2))}, "with 1 output; got Sequential that ends in Linear"),
+        (NetworkConfig(norm_after=True), {"encoder": Forked()}, "Forked has a bypass_size, and norm_before and norm_after know no bypass"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(network, parts, message):
+    with pytest.raises(ValueError, match=message):
+        PPO(Counting(num_envs=4), config(network=network), **parts).collect()
+
+
+class Hint(BuiltinEnv):
+    """The mask of "said" allows one choice, drawn anew and not observed; right is to answer with the same. Every step is an episode."""
+
+    def __init__(self, num_envs: int, *, has_own_logits: bool) -> None:
+        super().__init__(num_envs)
+        self.observation_spec = {"obs": TensorSpec((1,))}
+        self.action_spec = ActionSpec((Discrete("said", 3), Discrete("answer", 3, parent="said", has_own_logits=has_own_logits)))
+
+    def start(self):
+        return {"said": torch.randint(3, (self.num_envs,), generator=self.generator)}
+
+    def advance(self, state, actions):
+        right = (actions["answer"] == actions["said"]).float()
+        return self.start(), Outcome(right, torch.ones(self.num_envs, dtype=torch.bool), torch.zeros(self.num_envs, dtype=torch.bool))
+
+    def observe(self, state):
+        return {"obs": torch.ones(self.num_envs, 1)}, {"said": nn.functional.one_hot(state["said"], 3).bool()}
+
+
+def test_a_task_whose_second_choice_must_depend_on_the_first_is_solved_with_own_logits_alone():
+    def success(has_own_logits: bool) -> float:
+        network = NetworkConfig(core="none", encoder_sizes=(8,))
+        ppo = PPO(Hint(32, has_own_logits=has_own_logits), PPOConfig(num_steps=16, learning_rate=1e-2, network=network))
+        trained(ppo, 20)
+        return ppo.evaluate(episodes=320).mean_return
+
+    assert success(True) >= 0.99
+    assert success(False) <= 0.45
 
 
 class Pictures(gymnasium.Env):

@@ -32,6 +32,12 @@ class Chronicle:
             self._samples += samples
             self.flops += samples * flops_per_sample
 
+    def note_steps(self, steps: int, *, samples: int, flops: int) -> None:
+        """Several steps at once, whose losses are kept elsewhere."""
+        self.steps += steps
+        self._samples += samples
+        self.flops += flops
+
     def forget_losses(self) -> None:
         """After a rollback: what this epoch has lost so far does not count against the state that it went back to."""
         self._losses, self._loaded = [], torch.empty(0)
@@ -43,7 +49,8 @@ class Chronicle:
                 "an epoch is over without a single after_step: the training loader yields nothing, or after_step is not called"
             )
         losses = self._read()
-        return [float(part.mean()) for part in losses.tensor_split(min(len(losses), self._checks))] if len(losses) else []
+        means: list[float] = chunk_means(losses, self._checks).tolist() if len(losses) else []
+        return means
 
     def _read(self) -> Tensor:
         return torch.cat([self._loaded, torch.stack([loss.float() for loss in self._losses]).cpu()]) if self._losses else self._loaded
@@ -80,3 +87,12 @@ class Chronicle:
         self.samples = state["samples_per_epoch"]
         self._losses, self._loaded = [], state["losses"].cpu()
         self._began = time.perf_counter()
+
+
+def chunk_means(losses: Tensor, checks: int) -> Tensor:
+    """Means of consecutive parts of the losses [T, ...], as many parts as there are checks: [checks or T, ...].
+
+    >>> chunk_means(torch.tensor([1.0, 2.0, 3.0, 5.0]), 2).tolist()
+    [1.5, 4.0]
+    """
+    return torch.stack([part.mean(dim=0) for part in losses.tensor_split(min(len(losses), checks))])

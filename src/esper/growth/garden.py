@@ -16,6 +16,7 @@ from esper.growth.config import GrowthConfig
 from esper.growth.gates import may_move
 from esper.growth.ledger import Entry, Ledger, Outcome, Step
 from esper.growth.lifecycle import LIVING, OCCUPIED, Stage
+from esper.growth.place import Place
 from esper.growth.rent import Allowance, allowance, marginal_rent, total
 from esper.growth.seed import GATE_WIDTH
 from esper.growth.state import Candidate, Contribution, Cost, SlotState
@@ -23,6 +24,12 @@ from esper.rng import Streams
 
 OnStage = Callable[[str, str, Stage, str], None]  # slot, blueprint, stage, reason
 AnyBed = TypeVar("AnyBed", bound=Bed)
+
+
+def options_for(place: Place, config: GrowthConfig) -> tuple[Blueprint, ...]:
+    """What may grow in a place; a gate looks at the whole sequence, which a causal one must not."""
+    is_closed = place.is_causal and config.lifecycle.blending == "gate"
+    return () if is_closed else blueprints_for(place, config.blueprints)
 
 
 class Garden(Generic[AnyBed]):
@@ -34,7 +41,7 @@ class Garden(Generic[AnyBed]):
         self.steps_per_epoch = 0  # of the last epoch
         self._on_stage = on_stage
         self._streams = Streams(config.seed)
-        self.options: dict[str, tuple[Blueprint, ...]] = {name: self._options(bed) for name, bed in self.beds.items()}
+        self.options: dict[str, tuple[Blueprint, ...]] = {name: options_for(bed.place, config) for name, bed in self.beds.items()}
 
     # Moves
 
@@ -206,12 +213,6 @@ class Garden(Generic[AnyBed]):
             return branch
         products = GATE_WIDTH * (place.width + 1)
         return total([branch, Cost(products + GATE_WIDTH + 1, 2 * products)])
-
-    def _options(self, bed: AnyBed) -> tuple[Blueprint, ...]:
-        """What may grow in a slot; a gate looks at the whole sequence, which a causal one must not."""
-        place = bed.place
-        is_closed = place.is_causal and self.config.lifecycle.blending == "gate"
-        return () if is_closed else blueprints_for(place, self.config.blueprints)
 
     def added(self) -> Cost:
         """By all seeds, connected or not: whoever learns has been paid for."""

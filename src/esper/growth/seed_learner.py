@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
-from esper.gradients import gradient_health, gradient_norm
+from esper.gradients import gradient_norm
 from esper.growth.config import SeedOptimizer
 from esper.growth.errors import GrowthError
 from esper.growth.state import GradientStats
@@ -83,13 +83,9 @@ class SeedLearner:
 
     def report(self) -> GradientStats:
         """What the gradients were like since the last report. Reads the device once."""
-        norms = self._gathered().tolist()
-        finite = [norm for norm in norms if norm < float("inf")]
-        skipped, self._norms, self._skipped = self._skipped, [], 0
-        mean = sum(finite) / len(finite) if finite else 0.0
-        broken = len(norms) - len(finite)
-        health = (sum(map(gradient_health, finite)) / len(norms)) if norms else 0.0
-        return GradientStats(len(norms), mean, max(finite, default=0.0), health, max(skipped, broken))
+        norms, skipped = self._gathered().tolist(), self._skipped
+        self._norms, self._skipped = [], 0
+        return GradientStats.of(norms, skipped=skipped)
 
     def _gathered(self) -> Tensor:
         return torch.stack([norm.float() for norm in self._norms]) if self._norms else torch.empty(0)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from esper.gradients import gradient_health
 from esper.growth.config import Rent
 from esper.growth.lifecycle import Stage
 from esper.growth.place import Place
@@ -46,6 +49,18 @@ class GradientStats:
     max_norm: float
     health: float  # in [0, 1], see esper.gradients.gradient_health
     skipped: int  # steps not taken because the gradient was not finite
+
+    @classmethod
+    def of(cls, norms: Sequence[float], *, skipped: int = 0) -> GradientStats:
+        """From the norm of every step, which is not finite where the gradient was not.
+
+        >>> GradientStats.of([0.5, 1.5]).mean_norm
+        1.0
+        """
+        finite = [norm for norm in norms if math.isfinite(norm)]
+        mean = sum(finite) / len(finite) if finite else 0.0
+        health = sum(map(gradient_health, finite)) / len(norms) if norms else 0.0
+        return cls(len(norms), mean, max(finite, default=0.0), health, max(skipped, len(norms) - len(finite)))
 
 
 @dataclass(frozen=True, slots=True)

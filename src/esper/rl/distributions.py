@@ -1,8 +1,9 @@
 """From the numbers a policy puts out to actions, log-probabilities and entropies, head by head.
 
 A policy puts out one row of parameters per decision: first the logits of every discrete head, then the means of every continuous head,
-then their log standard deviations. What was chosen is kept as a `Choice`: indices for the discrete heads, and for the continuous ones the
-Gaussian sample *before* tanh, from which log-probabilities are exact however saturated the action is.
+then their log standard deviations. A head with logits of its own for every choice of its parent has them row by row, and the row of what
+the parent chose is the one that holds. What was chosen is kept as a `Choice`: indices for the discrete heads, and for the continuous ones
+the Gaussian sample *before* tanh, from which log-probabilities are exact however saturated the action is.
 
 Shapes: B = any leading dimensions (environments, or packed steps), J = heads, K = choices of one head, P = parameters,
 D = discrete heads, C = continuous numbers over all continuous heads.
@@ -48,13 +49,14 @@ class Evaluation(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """Where a head's numbers lie. `column` is its place in Choice.picked, or the first of its places in Choice.latent."""
+    """Where a head's numbers lie."""
 
     name: str
-    size: int
     parameters: slice
-    column: int
+    own: slice  # a discrete head's noise among all noise of its kind; a continuous head's numbers in Choice.latent
+    column: int | None = None  # of a discrete head in Choice.picked
     parent: int | None = None  # column of the discrete head on whose choice the mask depends
+    has_own_logits: bool = False  # for every choice of that head
 
 
 def masked_logits(logits: Tensor, mask: Tensor) -> Tensor:
@@ -94,9 +96,12 @@ class ActionDistribution:
         self.spec = spec
         self.head_names = tuple(head.name for head in spec.heads)
         self.num_choices = sum(head.size for head in spec.discrete)  # ΣK
+        self.num_logits = sum(math.prod(spec.logits_shape(head)) for head in spec.discrete)
         self.num_continuous = sum(head.size for head in spec.continuous)  # C
-        self.num_parameters = self.num_choices + 2 * self.num_continuous  # P
+        self.num_outputs = self.num_logits + self.num_continuous  # of an actor: logits and means
+        self.num_parameters = self.num_outputs + self.num_continuous  # P
         self._heads = _lay_out(spec)
+        self.output_slices = {head.name: head.parameters for head in self._heads}  # where each head's logits or means lie
         self._rules = [_Rule.of(spec, self.head_names, name) for name in self.head_names]
         self.always_relevant = not spec.relevance
 
@@ -110,11 +115,11 @@ class ActionDistribution:
         """A random choice, or the most likely one where there is no noise. Never one that is masked."""
         columns: list[Tensor] = []
         for head in self._heads:
-            if head.parameters.start >= self.num_choices:
+            if head.column is None:
                 break
-            scores = parameters[..., head.parameters]
+            scores = _logits(head, parameters, columns)
             if noise is not None:
-                scores = scores + noise.gumbel[..., head.parameters]
+                scores = scores + noise.gumbel[..., head.own]
             mask = self._mask(head, masks, columns)
             if mask is not None:
                 scores = scores.masked_fill(~mask, -torch.inf)
@@ -131,20 +136,17 @@ class ActionDistribution:
         log_probs: dict[str, Tensor] = {}
         entropies: dict[str, Tensor] = {}
         for head in self._heads:
-            if head.parameters.start < self.num_choices:
-                mask = self._mask(head, masks, columns)
-                log_probs[head.name], entropies[head.name] = _evaluate_discrete(
-                    parameters[..., head.parameters], columns[head.column], mask
-                )
+            if head.column is not None:
+                logits, mask = _logits(head, parameters, columns), self._mask(head, masks, columns)
+                log_probs[head.name], entropies[head.name] = _evaluate_discrete(logits, columns[head.column], mask)
         if self.num_continuous:
             mean, log_std = self._gaussian(parameters)
             density = log_prob_of_gaussian(choice.latent, mean, log_std) - log_derivative_of_tanh(choice.latent)
             spread = entropy_of_squashed_gaussian(mean, log_std) / math.log(2.0)
             for head in self._heads:
-                if head.parameters.start >= self.num_choices:
-                    own = slice(head.column, head.column + head.size)
-                    log_probs[head.name] = density[..., own].sum(-1)
-                    entropies[head.name] = spread[..., own].mean(-1)
+                if head.column is None:
+                    log_probs[head.name] = density[..., head.own].sum(-1)
+                    entropies[head.name] = spread[..., head.own].mean(-1)
         return Evaluation(*(torch.stack([part[name] for name in self.head_names], dim=-1) for part in (log_probs, entropies)))
 
     def relevance(self, choice: Choice) -> Tensor:
@@ -174,10 +176,10 @@ class ActionDistribution:
         """The choice in the form environments take."""
         result: Actions = {}
         for head in self._heads:
-            if head.parameters.start < self.num_choices:
+            if head.column is not None:
                 result[head.name] = choice.picked[..., head.column]
             else:
-                result[head.name] = torch.tanh(choice.latent[..., head.column : head.column + head.size])
+                result[head.name] = torch.tanh(choice.latent[..., head.own])
         return result
 
     def choice(self, actions: Actions) -> Choice:
@@ -194,12 +196,11 @@ class ActionDistribution:
         mask = masks.get(head.name)
         if mask is None or head.parent is None:
             return mask
-        rows = columns[head.parent][..., None, None].expand(*mask.shape[:-2], 1, mask.shape[-1])
-        return mask.gather(-2, rows).squeeze(-2)
+        return _row(mask, columns[head.parent])
 
     def _gaussian(self, parameters: Tensor) -> tuple[Tensor, Tensor]:
-        mean = parameters[..., self.num_choices : self.num_choices + self.num_continuous]
-        return mean, parameters[..., self.num_choices + self.num_continuous :].clamp(*LOG_STD_RANGE)
+        mean = parameters[..., self.num_logits : self.num_outputs]
+        return mean, parameters[..., self.num_outputs :].clamp(*LOG_STD_RANGE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,16 +225,34 @@ def _lay_out(spec: ActionSpec) -> list[_Head]:
     """Discrete heads first, in their order, then the continuous ones."""
     columns = {head.name: column for column, head in enumerate(spec.discrete)}
     heads: list[_Head] = []
-    start = 0
-    for discrete in spec.discrete:
-        parent = None if discrete.parent is None else columns[discrete.parent]
-        heads.append(_Head(discrete.name, discrete.size, slice(start, start + discrete.size), columns[discrete.name], parent))
-        start += discrete.size
+    start = offset = 0
+    for head in spec.discrete:
+        parent = None if head.parent is None else columns[head.parent]
+        width = math.prod(spec.logits_shape(head))
+        own, parameters = slice(offset, offset + head.size), slice(start, start + width)
+        heads.append(_Head(head.name, parameters, own, columns[head.name], parent, head.has_own_logits))
+        start, offset = parameters.stop, own.stop
     offset = 0
     for continuous in spec.continuous:
-        heads.append(_Head(continuous.name, continuous.size, slice(start + offset, start + offset + continuous.size), offset))
-        offset += continuous.size
+        own = slice(offset, offset + continuous.size)
+        heads.append(_Head(continuous.name, slice(start + own.start, start + own.stop), own))
+        offset = own.stop
     return heads
+
+
+def _logits(head: _Head, parameters: Tensor, columns: list[Tensor]) -> Tensor:
+    """The logits that hold for this head [B, K], given what its parent chose."""
+    logits = parameters[..., head.parameters]
+    if not head.has_own_logits:
+        return logits
+    assert head.parent is not None
+    return _row(logits.reshape(*logits.shape[:-1], -1, head.own.stop - head.own.start), columns[head.parent])
+
+
+def _row(table: Tensor, index: Tensor) -> Tensor:
+    """Row `index` [B] of a table [B, rows, K]."""
+    rows = index[..., None, None].expand(*table.shape[:-2], 1, table.shape[-1])
+    return table.gather(-2, rows).squeeze(-2)
 
 
 def _stack_columns(columns: list[Tensor], like: Tensor) -> Tensor:

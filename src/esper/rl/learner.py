@@ -30,7 +30,7 @@ from esper.rl.loss_scale import LossScale, NoLossScale
 from esper.rl.normalize import RewardNormalizer
 from esper.rl.policy import Policy
 from esper.rl.rollout import Rollout
-from esper.vecenv import Head, Obs
+from esper.vecenv import Obs
 
 KL_SLACK = 1.5  # an update stops when its KL exceeds the target times this
 _HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -246,17 +246,17 @@ def _flat_gradients(weights: list[nn.Parameter]) -> Tensor:
 
 
 def gradient_norms(policy: Policy) -> dict[str, Tensor]:
-    """Global L2 norms of the gradients by layer, and of the actor's last layer by head."""
+    """Global L2 norms of the gradients by layer, and of the actor's last layer by head if it has such a layer."""
     norms: dict[str, Tensor] = {}
     for name, module in policy.named_modules():
         gradients = [weight.grad for weight in module.parameters(recurse=False) if weight.grad is not None]
         if gradients and name:
             norms[name] = torch.nn.utils.get_total_norm(gradients)
-    last = policy.actor[-1].weight.grad
-    assert isinstance(last, Tensor)
-    heads: list[Head] = [*policy.action_spec.discrete, *policy.action_spec.continuous]
-    for head, rows in zip(heads, last.split_with_sizes([head.size for head in heads]), strict=True):
-        norms[f"head {head.name}"] = torch.linalg.vector_norm(rows)
+    last = policy.last_actor_layer
+    if last is not None:
+        assert last.weight.grad is not None
+        for head, rows in policy.distribution.output_slices.items():
+            norms[f"head {head}"] = torch.linalg.vector_norm(last.weight.grad[rows])
     return norms
 
 

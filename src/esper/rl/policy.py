@@ -15,7 +15,7 @@ from esper.rl.dense import Dense
 from esper.rl.distributions import ActionDistribution
 from esper.rl.networks import Encoder, initialize, mlp
 from esper.rl.normalize import ObservationNormalizer, ValueNormalizer
-from esper.rl.recurrent import GRU, LSTM, Core, NoMemory, Pair
+from esper.rl.recurrent import GRU, LSTM, Around, Core, NoMemory, Pair
 from esper.vecenv import Actions, ActionSpec, Masks, Obs, ObservationSpec
 
 _ACTOR_GAIN = 0.01  # nearly uniform at first
@@ -24,7 +24,8 @@ _CRITIC_GAIN = 1.0
 
 @runtime_checkable
 class Sized(Protocol):
-    """What an encoder of one's own must be: a module from observations to [B, output_size]."""
+    """What an encoder of one's own must be: a module from observations to [B, output_size], or with a `bypass_size` to
+    [B, output_size + bypass_size]."""
 
     output_size: int
 
@@ -33,7 +34,10 @@ class Policy(nn.Module):
     """Acts on raw observations; holds everything that acting needs.
 
     An encoder of one's own takes the (normalised) observation, a tensor where there is only "obs" and else a dictionary, and has an
-    attribute `output_size`. It keeps its own initialisation.
+    attribute `output_size`. It may also have a `bypass_size`: so many numbers behind the first `output_size` go around the core, and actor
+    and critic see them behind the core's output. An actor of one's own goes from that, [B, core width + bypass_size], to the logits of the
+    discrete heads and the means of the continuous ones, [B, `distribution.num_outputs`]; a critic is an `nn.Sequential` from the same
+    input, and its last layer is an `nn.Linear` with one output. They keep their own initialisation.
     """
 
     def __init__(
@@ -45,13 +49,14 @@ class Policy(nn.Module):
         generator: torch.Generator,
         device: torch.device | None = None,
         encoder: nn.Module | None = None,
+        actor: nn.Module | None = None,
+        critic: nn.Sequential | None = None,
         normalize_observations: bool = True,
         normalize_values: bool = True,
         observation_momentum: float | None = None,
     ) -> None:
         super().__init__()
-        if encoder is not None and not isinstance(encoder, Sized):
-            raise ValueError(f"the encoder {type(encoder).__name__} needs an attribute `output_size`, the width of what it returns")
+        _check_parts(network, encoder, critic)
         self.observation_spec, self.action_spec, self.network = observation_spec, action_spec, network
         self.distribution = ActionDistribution(action_spec)
         self.takes_tensor = encoder is not None and set(observation_spec) == {"obs"}
@@ -65,20 +70,22 @@ class Policy(nn.Module):
             built = encoder or Encoder(observation_spec, network.encoder_sizes, network.activation)
             assert isinstance(built, Sized)
             self.encoder: nn.Module = built
-            self.core = _core(network, int(built.output_size))
+            self.core = _core(network, int(built.output_size), _bypass_size(encoder))
             self.norm_before = nn.LayerNorm(int(built.output_size)) if network.norm_before else nn.Identity()
             self.norm_after = nn.LayerNorm(self.core.output_size) if network.norm_after else nn.Identity()
             self.width = self.core.output_size // (2 if isinstance(self.core, Pair) else 1)  # of what actor and critic each see
-            widths = [self.width, *network.head_sizes]
-            outputs = self.distribution.num_choices + self.distribution.num_continuous
-            self.actor = nn.Sequential(*mlp(widths, network.activation), Dense(widths[-1], outputs))
-            self.critic = nn.Sequential(*mlp(widths, network.activation), Dense(widths[-1], 1))
+            self.actor: nn.Module = self._head(self.distribution.num_outputs) if actor is None else actor
+            self.critic = self._head(1) if critic is None else critic
         self.log_std = nn.Parameter(torch.full((self.distribution.num_continuous,), network.log_std))
-        self._initialize(generator, own_encoder=encoder is None)
+        self._initialize(generator, given=(encoder, actor, critic))
         self.to(device)
 
-    def _initialize(self, generator: torch.Generator, *, own_encoder: bool) -> None:
-        if own_encoder:
+    def _head(self, outputs: int) -> nn.Sequential:
+        widths = [self.width, *self.network.head_sizes]
+        return nn.Sequential(*mlp(widths, self.network.activation), Dense(widths[-1], outputs))
+
+    def _initialize(self, generator: torch.Generator, *, given: tuple[nn.Module | None, ...]) -> None:
+        if self.encoder not in given:
             initialize(self.encoder, generator)
         for core in self.core.modules():
             if isinstance(core, LSTM):
@@ -86,12 +93,20 @@ class Policy(nn.Module):
             elif isinstance(core, GRU):
                 core.initialize(generator)
         for head, gain in ((self.actor, _ACTOR_GAIN), (self.critic, _CRITIC_GAIN)):
-            initialize(head[:-1], generator)
-            initialize(head[-1], generator, gain=gain)
+            if head not in given:
+                assert isinstance(head, nn.Sequential)
+                initialize(head[:-1], generator)
+                initialize(head[-1], generator, gain=gain)
 
     @property
     def device(self) -> torch.device:
         return self.log_std.device
+
+    @property
+    def last_actor_layer(self) -> nn.Linear | None:
+        """Each of its rows is an output of one head; None where an actor of one's own has no such layer."""
+        layer = self.actor[-1] if isinstance(self.actor, nn.Sequential) else None
+        return layer if isinstance(layer, nn.Linear) else None
 
     @property
     def last_critic_layer(self) -> nn.Linear:
@@ -123,6 +138,11 @@ class Policy(nn.Module):
     def decide(self, features: Tensor) -> Tensor:
         """The parameters of the action distribution [B, P]."""
         outputs: Tensor = self.actor(features[..., : self.width])
+        if outputs.shape[-1] != self.distribution.num_outputs:
+            raise ValueError(
+                f"the actor {type(self.actor).__name__} must put out {self.distribution.num_outputs} numbers, the logits of all discrete "
+                f"heads and the means of all continuous ones; it puts out {outputs.shape[-1]}"
+            )
         if not self.distribution.num_continuous:
             return outputs
         return torch.cat((outputs, self.log_std.to(outputs.dtype).expand(*outputs.shape[:-1], -1)), dim=-1)
@@ -197,9 +217,35 @@ def raise_on_empty_rows(distribution: ActionDistribution, empty: Tensor) -> None
         raise ValueError(f"environment {env} allows nothing for head {distribution.head_names[head]!r}: its mask is all false")
 
 
-def _core(network: NetworkConfig, input_size: int) -> Core:
-    if network.core == "none":
-        return NoMemory(input_size)
-    kind = LSTM if network.core == "lstm" else GRU
-    actor = kind(input_size, network.hidden_size)
-    return actor if network.critic_memory == "shared" else Pair(actor, kind(input_size, network.hidden_size))
+def _check_parts(network: NetworkConfig, encoder: nn.Module | None, critic: nn.Module | None) -> None:
+    """Raises where a part of one's own cannot work."""
+    if encoder is not None and not isinstance(encoder, Sized):
+        raise ValueError(f"the encoder {type(encoder).__name__} needs an attribute `output_size`, the width of what it returns")
+    if _bypass_size(encoder) and (network.norm_before or network.norm_after):
+        raise ValueError(
+            f"the encoder {type(encoder).__name__} has a bypass_size, and norm_before and norm_after know no bypass; "
+            "set them to false and normalise in the encoder"
+        )
+    if critic is None:
+        return
+    last = critic[-1] if isinstance(critic, nn.Sequential) and len(critic) else None
+    if not isinstance(last, nn.Linear) or last.out_features != 1:
+        raise ValueError(
+            "a critic of one's own is an nn.Sequential that ends in an nn.Linear with 1 output; "
+            f"got {type(critic).__name__} that ends in {last}"
+        )
+
+
+def _bypass_size(encoder: nn.Module | None) -> int:
+    return int(getattr(encoder, "bypass_size", 0))
+
+
+def _core(network: NetworkConfig, input_size: int, bypass_size: int) -> Core:
+    def single() -> Core:
+        if network.core == "none":
+            core: Core = NoMemory(input_size)
+        else:
+            core = (LSTM if network.core == "lstm" else GRU)(input_size, network.hidden_size)
+        return Around(core, bypass_size) if bypass_size else core
+
+    return single() if network.core == "none" or network.critic_memory == "shared" else Pair(single(), single())

@@ -50,8 +50,9 @@ _SHARED = tuple(field.name for field in dataclasses.fields(Outcome) if field.nam
 class PPO:
     """Trains a recurrent policy in a batch of environments.
 
-    `encoder` replaces the built-in one (see `Policy`). `on_event` hears what happens: every update, skipped steps, warnings. The policy
-    lives on `device`, by default the environment's. With a `group`, every rank trains the same policy in environments of its own.
+    `encoder`, `actor` and `critic` replace the built-in ones (see `Policy`). `on_event` hears what happens: every update, skipped steps,
+    warnings. The policy lives on `device`, by default the environment's. With a `group`, every rank trains the same policy in environments
+    of its own.
     """
 
     def __init__(
@@ -60,6 +61,8 @@ class PPO:
         config: PPOConfig | None = None,
         encoder: nn.Module | None = None,
         *,
+        actor: nn.Module | None = None,
+        critic: nn.Sequential | None = None,
         device: torch.device | str | None = None,
         on_event: Callable[[Event], None] = _ignore,
         thresholds: Thresholds = Thresholds(),  # noqa: B008 — frozen
@@ -85,6 +88,8 @@ class PPO:
             generator=common.torch("policy"),
             device=self.device,
             encoder=encoder,
+            actor=actor,
+            critic=critic,
             normalize_observations=config.normalize_observations,
             normalize_values=config.normalize_values,
             observation_momentum=config.observation_momentum,

@@ -110,6 +110,23 @@ def _initialize_gates(weights: tuple[Tensor, ...], gates: int, generator: torch.
             nn.init.orthogonal_(gate, gain=max(1.0, units / inputs) ** 0.5, generator=generator)
 
 
+class Around(Core):
+    """A core of which only the first inputs know; the other `bypass_size` go around it and are joined to its output as they are."""
+
+    def __init__(self, inner: Core, bypass_size: int) -> None:
+        super().__init__()
+        self.inner, self.bypass_size = inner, bypass_size
+        self.output_size, self.state_size = inner.output_size + bypass_size, inner.state_size
+
+    def step(self, inputs: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        output, state = self.inner.step(inputs[:, : -self.bypass_size], state)
+        return torch.cat((output, inputs[:, -self.bypass_size :]), dim=1), state
+
+    def sequence(self, inputs: Tensor, state: Tensor, sizes: list[int]) -> Tensor:
+        output = self.inner.sequence(inputs[:, : -self.bypass_size], state, sizes)
+        return torch.cat((output, inputs[:, -self.bypass_size :]), dim=1)
+
+
 class Pair(Core):
     """Two cores side by side on the same input, the actor's and the critic's: outputs and states are theirs joined."""
 

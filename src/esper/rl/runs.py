@@ -17,31 +17,71 @@ import copy
 import importlib.util
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import msgspec
 from torch import nn
 
-from esper.checkpoint import Checkpoint
+from esper.checkpoint import Checkpoint, load_module
 from esper.config import describe, load, save
 from esper.events import Event, EventLog, Sink, TensorBoardSink, WandbMode, WandbSink
 from esper.parallel import ALONE, Group
-from esper.rl.checkpoints import open_store, policy_from
+from esper.rl.checkpoints import open_store
 from esper.rl.collector import RECENT_EPISODES
 from esper.rl.evaluate import Evaluation
 from esper.rl.events import Update
+from esper.rl.policy import Policy
 from esper.rl.ppo import PPO, TrainingStopped
 from esper.rl.run_config import TrainConfig
 from esper.rl.run_events import CheckpointRefused, Evaluated, RunStarted
 from esper.rl.run_setup import Relay, count_parameters, evaluate_policy, prepare
 from esper.run_folder import CONFIG, EVENTS, RunError, check_holds_a_run, check_is_free, default_folder, locked
 
-__all__ = ["Result", "RunError", "resume_run", "train_run"]
+__all__ = ["Kind", "Result", "RunError", "resume_run", "train_run"]
 
-CHANGEABLE = ("total_steps", "threads", "checkpoint_every", "keep", "eval_episodes")  # when resuming
+
+class RunConfig(Protocol):
+    """What every kind of run has set."""
+
+    @property
+    def total_steps(self) -> int: ...
+
+    @property
+    def checkpoint_every(self) -> int: ...
+
+    @property
+    def keep(self) -> int: ...
+
+
+AnyConfig = TypeVar("AnyConfig", bound=RunConfig)
+
+
+@dataclass(frozen=True)
+class Kind(Generic[AnyConfig]):
+    """What is trained: how its learner is made, and how a policy of it is judged."""
+
+    config: type[AnyConfig]
+    title: Callable[[AnyConfig], str]  # names its folder
+    prepare: Callable[[AnyConfig, nn.Module | None, Group], AbstractContextManager[tuple[PPO, Relay]]]
+    changeable: tuple[str, ...]  # when resuming
+    score: Callable[[AnyConfig, Policy, int], Evaluation | None]  # a policy on fresh episodes; the number says which
+
+
+def _score_on_episodes(config: TrainConfig, policy: Policy, seed: int) -> Evaluation | None:
+    return evaluate_policy(policy, config, episodes=config.eval_episodes, seed=seed) if config.eval_episodes else None
+
+
+ENVIRONMENT = Kind(
+    config=TrainConfig,
+    title=lambda config: config.env,
+    prepare=lambda config, encoder, group: prepare(config, encoder=encoder, group=group),
+    changeable=("total_steps", "threads", "checkpoint_every", "keep", "eval_episodes"),
+    score=_score_on_episodes,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +108,7 @@ class Options:
     wandb: WandbMode | None
     should_stop: Callable[[], bool]
     group: Group
+    kind: Kind[Any]
 
 
 def _never() -> bool:
@@ -79,9 +120,10 @@ def _ignore(event: Event) -> None:
 
 
 def train_run(
-    config: TrainConfig,
+    config: RunConfig,
     folder: Path | str | None = None,
     *,
+    kind: Kind[Any] = ENVIRONMENT,
     encoder: nn.Module | None = None,
     sinks: Iterable[Sink] = (),
     tensorboard: bool = False,
@@ -90,19 +132,19 @@ def train_run(
     group: Group = ALONE,
 ) -> Result:
     """Trains a new run in a folder of its own. Stops after the update in which `should_stop()` becomes true, with a checkpoint."""
-    options = Options(encoder, tuple(sinks), tensorboard, wandb, should_stop, group)
-    place = group.first(lambda: default_folder(config.env) if folder is None else Path(folder))
+    options = Options(encoder, tuple(sinks), tensorboard, wandb, should_stop, group, kind)
+    place = group.first(lambda: default_folder(kind.title(config)) if folder is None else Path(folder))
     group.first(lambda: check_is_free(place))
     _check_installed(tensorboard=tensorboard, wandb=wandb is not None)
     with (
-        prepare(config, encoder=encoder, group=group) as (ppo, relay),
+        kind.prepare(config, encoder, group) as (ppo, relay),
         group.only_first(lambda: _new_log(config, place, options)) as log,
     ):
         return _Session(config, place, ppo, relay, log, options).run()
 
 
 @contextlib.contextmanager
-def _new_log(config: TrainConfig, folder: Path, options: Options) -> Iterator[EventLog]:
+def _new_log(config: Any, folder: Path, options: Options) -> Iterator[EventLog]:
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder):
         check_is_free(folder)
@@ -115,7 +157,8 @@ def _new_log(config: TrainConfig, folder: Path, options: Options) -> Iterator[Ev
 def resume_run(
     folder: Path | str,
     *,
-    config: TrainConfig | None = None,
+    config: RunConfig | None = None,
+    kind: Kind[Any] = ENVIRONMENT,
     encoder: nn.Module | None = None,
     sinks: Iterable[Sink] = (),
     tensorboard: bool = False,
@@ -124,15 +167,15 @@ def resume_run(
     group: Group = ALONE,
 ) -> Result:
     """Goes on from the latest checkpoint, or from the start where there is none. `config` may ask for more steps than the saved one."""
-    options = Options(encoder, tuple(sinks), tensorboard, wandb, should_stop, group)
+    options = Options(encoder, tuple(sinks), tensorboard, wandb, should_stop, group, kind)
     place = Path(folder)
-    goes_on = group.first(lambda: _config_to_go_on_with(place, config))
+    goes_on = group.first(lambda: _config_to_go_on_with(place, config, kind))
     _check_installed(tensorboard=tensorboard, wandb=wandb is not None)
     with group.only_first(lambda: locked(place)):
         checkpoint = group.first(lambda: _latest(place))
         if checkpoint is not None and checkpoint.step >= goes_on.total_steps:
             return _result_of(checkpoint, place)
-        with prepare(goes_on, encoder=encoder, group=group) as (ppo, relay):
+        with kind.prepare(goes_on, encoder, group) as (ppo, relay):
             _load(ppo, checkpoint)  # before anything is changed, because it may not fit
             with group.only_first(lambda: _reopened_log(goes_on, place, checkpoint, options)) as log:
                 session = _Session(goes_on, place, ppo, relay, log, options)
@@ -140,10 +183,10 @@ def resume_run(
                 return session.run()
 
 
-def _config_to_go_on_with(folder: Path, wanted: TrainConfig | None) -> TrainConfig:
+def _config_to_go_on_with(folder: Path, wanted: RunConfig | None, kind: Kind[Any]) -> Any:
     check_holds_a_run(folder)
-    saved = load(TrainConfig, folder / CONFIG)
-    _check_changes(saved, wanted or saved)
+    saved = load(kind.config, folder / CONFIG)
+    _check_changes(saved, wanted or saved, kind.changeable)
     return wanted or saved
 
 
@@ -155,7 +198,7 @@ def _latest(folder: Path) -> Checkpoint | None:
 class _Session:
     """One process's share of a run. Only rank 0 has the log, and writes."""
 
-    def __init__(self, config: TrainConfig, folder: Path, ppo: PPO, relay: Relay, log: EventLog | None, options: Options) -> None:
+    def __init__(self, config: RunConfig, folder: Path, ppo: PPO, relay: Relay, log: EventLog | None, options: Options) -> None:
         self.config, self.folder, self.ppo, self.log, self.options = config, folder, ppo, log, options
         self.store = open_store(folder, keep=config.keep)
         self.best = (False, -math.inf)  # what `_score` said of the best checkpoint
@@ -178,8 +221,8 @@ class _Session:
                 step=ppo.step,
                 total_steps=config.total_steps,
                 steps_per_update=ppo.steps_per_update,
-                env_id=config.env,
-                num_envs=config.num_envs * group.world_size,
+                env_id=self.options.kind.title(config),
+                num_envs=ppo.env.num_envs * group.world_size,
                 device=str(ppo.device),
                 parameters=count_parameters(ppo.policy),
             )
@@ -224,17 +267,17 @@ class _Session:
         Returns seen in training are those of the policies before the update, which may have spoiled it; they are used only where no
         episodes may be spent on this.
         """
-        if self.config.eval_episodes:
-            return True, evaluate_policy(self.ppo.policy, self.config, episodes=self.config.eval_episodes).mean_return
-        return _score_in_training(update)
+        evaluation = self.options.kind.score(self.config, self.ppo.policy, 0)
+        return _score_in_training(update) if evaluation is None else (True, evaluation.mean_return)
 
     def _evaluate(self) -> Evaluation | None:
         """The best policy on episodes that it was not chosen by."""
-        if not self.config.eval_episodes:
-            return None
         best = self.store.load("best")
-        policy = policy_from(best, copy.deepcopy(self.options.encoder), device=self.ppo.device)
-        evaluation = evaluate_policy(policy, self.config, episodes=self.config.eval_episodes, seed=1)
+        policy = copy.deepcopy(self.ppo.policy).eval()
+        load_module(policy, best.state["ppo"]["policy"])
+        evaluation = self.options.kind.score(self.config, policy, 1)
+        if evaluation is None:
+            return None
         event = Evaluated(
             step=best.step, episodes=len(evaluation.returns), mean_return=evaluation.mean_return, mean_length=evaluation.mean_length
         )
@@ -267,7 +310,7 @@ def _load(ppo: PPO, checkpoint: Checkpoint | None) -> None:
         raise RunError(f"cannot go on from {checkpoint.path}: {error}") from error
 
 
-def _reopened_log(config: TrainConfig, folder: Path, checkpoint: Checkpoint | None, options: Options) -> EventLog:
+def _reopened_log(config: Any, folder: Path, checkpoint: Checkpoint | None, options: Options) -> EventLog:
     path, sinks = folder / EVENTS, _all_sinks(config, folder, options)
     save(config, folder / CONFIG)
     if checkpoint is None:
@@ -276,13 +319,13 @@ def _reopened_log(config: TrainConfig, folder: Path, checkpoint: Checkpoint | No
     return EventLog.resume(path, checkpoint.state["events_offset"], sinks=sinks)
 
 
-def _check_changes(saved: TrainConfig, wanted: TrainConfig) -> None:
+def _check_changes(saved: Any, wanted: Any, changeable: Sequence[str]) -> None:
     """A run goes on as what it was: only what does not touch the learner may change."""
     for (name, before, _), (_, after, _) in zip(describe(saved), describe(wanted), strict=True):
-        if before != after and name not in CHANGEABLE:
+        if before != after and name not in changeable:
             raise RunError(
                 f"{name} is {before!r} in the saved run and cannot become {after!r} now; what may change when resuming is "
-                f"{', '.join(CHANGEABLE)}. Start a new run for the rest"
+                f"{', '.join(changeable)}. Start a new run for the rest"
             )
 
 
@@ -293,7 +336,7 @@ def _check_installed(**wanted: bool) -> None:
             raise RunError(f"{name} was asked for and is not installed; install it with: pip install 'esper[{name}]'")
 
 
-def _all_sinks(config: TrainConfig, folder: Path, options: Options) -> tuple[Sink, ...]:
+def _all_sinks(config: Any, folder: Path, options: Options) -> tuple[Sink, ...]:
     sinks = list(options.sinks)
     if options.tensorboard:
         sinks.append(TensorBoardSink(folder / "tensorboard"))

@@ -45,11 +45,16 @@ def load_cifar10(options: TaskOptions) -> Task:
         train=split(images[train], labels[train]),
         validation=split(images[validation], labels[validation]),
         test=split(test_images, test_labels),
-        hosts={size: partial(ConvHost, 3, 10, channels, pool=(True, True, True)) for size, channels in CHANNELS.items()},
+        hosts={size: partial(_host, channels) for size, channels in CHANNELS.items()},
+        host_of=_host,
         batch_size=options.batch_size or 256,
         seed=options.seed,
         augmentation=crop_and_flip,
     )
+
+
+def _host(channels: tuple[int, ...]) -> ConvHost:
+    return ConvHost(3, 10, channels, pool=(True, True, True))
 
 
 def _read(folder: Path) -> tuple[Images, Labels, Images, Labels]:

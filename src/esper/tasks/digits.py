@@ -40,10 +40,15 @@ def load_digits(options: TaskOptions) -> Task:
         train=train,
         validation=validation,
         test=test,
-        hosts={size: partial(ConvHost, 1, 10, channels, pool=(True, True, False)) for size, channels in CHANNELS.items()},
+        hosts={size: partial(_host, channels) for size, channels in CHANNELS.items()},
+        host_of=_host,
         batch_size=options.batch_size or 64,
         seed=options.seed,
     )
+
+
+def _host(channels: tuple[int, ...]) -> ConvHost:
+    return ConvHost(1, 10, channels, pool=(True, True, False))
 
 
 def _read() -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:

@@ -63,10 +63,15 @@ def load_digits_1d(options: TaskOptions) -> Task:
         train=train,
         validation=validation,
         test=test,
-        hosts={size: partial(ConvHost, 1, 10, channels, pool=(True, True, True), spatial=1) for size, channels in CHANNELS.items()},
+        hosts={size: partial(_host, channels) for size, channels in CHANNELS.items()},
+        host_of=_host,
         batch_size=options.batch_size or 100,
         seed=options.seed,
     )
+
+
+def _host(channels: tuple[int, ...]) -> ConvHost:
+    return ConvHost(1, 10, channels, pool=(True, True, True), spatial=1)
 
 
 def make_series(count: int, generator: np.random.Generator) -> Split:

@@ -53,10 +53,15 @@ def _load(options: TaskOptions, name: str, title: str, source: str, *, mean: flo
         train=split(images[train], labels[train]),
         validation=split(images[validation], labels[validation]),
         test=split(*_read_pair(folder, "t10k")),
-        hosts={size: partial(ConvHost, 1, 10, channels, pool=(True, True, True)) for size, channels in CHANNELS.items()},
+        hosts={size: partial(_host, channels) for size, channels in CHANNELS.items()},
+        host_of=_host,
         batch_size=options.batch_size or 256,
         seed=options.seed,
     )
+
+
+def _host(channels: tuple[int, ...]) -> ConvHost:
+    return ConvHost(1, 10, channels, pool=(True, True, True))
 
 
 def _read_pair(folder: Path, part: str) -> tuple[Images, Labels]:

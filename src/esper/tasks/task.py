@@ -6,8 +6,10 @@ Shapes: M = samples of a part, B = samples of a batch, T = tokens of a sequence 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +57,7 @@ class Task:
     batch_size: int
     seed: int = 0  # of hosts and data orders that are asked for without one; the data and their parts never depend on it
     augmentation: Augmentation | None = None
+    host_of: Callable[[tuple[int, ...]], nn.Module] | None = None  # a fresh host with blocks of these channels
 
     @property
     def host_sizes(self) -> tuple[str, ...]:
@@ -71,15 +74,28 @@ class Task:
         return self.train.inputs[:2].clone()
 
     def make_host(self, size: str, *, seed: int | None = None) -> nn.Module:
-        """A host on the CPU, its weights drawn from a stream of its own: the same for the same seed, whatever was drawn before."""
-        if size not in self.hosts:
-            raise TaskError(f"no host named {size!r}; {self.name} has {', '.join(self.hosts)}")
+        """A host on the CPU, its weights drawn from a stream of its own: the same for the same seed, whatever was drawn before.
+
+        `size` is a name, or for convolutional hosts the channels of its blocks, such as "5-10-20".
+        """
+        build = self._builder(size)
         stream = Streams(self.seed if seed is None else seed).integer(f"host {size}")
         # Layers draw their weights from the global generator of the CPU. That one alone is set and put back: `torch.manual_seed` would
         # seed those of all other devices too.
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.default_generator.manual_seed(stream)
-            return self.hosts[size]()
+            try:
+                return build()
+            except ValueError as error:
+                raise TaskError(f"no host {size!r} for {self.name}: {error}") from error
+
+    def _builder(self, size: str) -> Callable[[], nn.Module]:
+        if size in self.hosts:
+            return self.hosts[size]
+        if self.host_of is None or not re.fullmatch(r"[1-9]\d*(-[1-9]\d*)*", size):
+            widths = "" if self.host_of is None else ', or one by the channels of its blocks, such as "5-10-20"'
+            raise TaskError(f"no host named {size!r}; {self.name} has {', '.join(self.hosts)}{widths}")
+        return partial(self.host_of, tuple(map(int, size.split("-"))))
 
     def train_loader(
         self, *, seed: int | None = None, device: str | torch.device = "cpu", augment: bool = False, drop_last: bool = False

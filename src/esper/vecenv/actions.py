@@ -13,12 +13,14 @@ class Discrete(msgspec.Struct, frozen=True, tag="discrete"):
     """One of `size` choices.
 
     A mask for this head is `[N, size]` bool, true where allowed. With `parent`, the mask depends on what that discrete head chose:
-    `[N, parent size, size]`, and row `parent choice` is the one that holds.
+    `[N, parent size, size]`, and row `parent choice` is the one that holds. With `has_own_logits` so do the logits: a policy then has a
+    distribution of its own over this head for each choice of the parent, and not one for all of them.
     """
 
     name: str
     size: int
     parent: str | None = None
+    has_own_logits: bool = False
 
 
 class Continuous(msgspec.Struct, frozen=True, tag="continuous"):
@@ -65,6 +67,8 @@ class ActionSpec(msgspec.Struct, frozen=True):
                 raise ValueError(f"head {head.name!r} needs a size of at least 1; got {head.size}")
             if isinstance(head, Discrete) and head.parent is not None and not isinstance(seen.get(head.parent), Discrete):
                 raise ValueError(f"head {head.name!r} depends on {head.parent!r}, which is no discrete head listed before it: {list(seen)}")
+            if isinstance(head, Discrete) and head.has_own_logits and head.parent is None:
+                raise ValueError(f"head {head.name!r} has logits of its own for every choice of its parent, but no parent; name one")
             seen[head.name] = head
         ruled: set[str] = set()
         for rule in self.relevance:
@@ -97,3 +101,7 @@ class ActionSpec(msgspec.Struct, frozen=True):
             return (head.size,)
         parent = next(other for other in self.discrete if other.name == head.parent)
         return (parent.size, head.size)
+
+    def logits_shape(self, head: Discrete) -> tuple[int, ...]:
+        """Shape of one environment's logits for `head`."""
+        return self.mask_shape(head) if head.has_own_logits else (head.size,)
