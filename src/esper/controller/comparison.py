@@ -1,0 +1,166 @@
+"""What a comparison found: all runs, and a table for each rent level with paired intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+import msgspec
+
+from esper.controller.compare_config import CompareConfig
+from esper.controller.config import RENT_LEVELS
+from esper.controller.lives import Run
+from esper.growth.rent import rent_of
+from esper.growth.state import Cost
+from esper.rng import Streams
+from esper.statistics import Interval, bootstrap_interval, holm, paired_interval, paired_p_value
+
+HEADING = ("controller", "test loss", "gain", "rent", "utility [95 %]", "parameters", "FLOPs", "compared − this [95 %]", "Holm p")
+
+
+@dataclass(frozen=True)
+class Score:
+    """One run at one level of rent."""
+
+    run: Run
+    gain: float  # nats of test loss over never on the same seed
+    rent: float
+
+    @property
+    def utility(self) -> float:
+        return self.gain - self.rent
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A controller at one level: its mean, and how far the compared one is ahead of it, pair by pair."""
+
+    controller: str
+    level: str
+    utility: Interval
+    ahead: Interval | None  # None for the compared controller itself
+    p_value: float | None  # by Holm, over all controllers of the level
+
+
+class Comparison:
+    def __init__(self, config: CompareConfig, runs: Sequence[Run], schedules: dict[str, str]) -> None:
+        self.config, self.runs, self.schedules = config, list(runs), schedules
+        self._never = {(run.task, run.host, run.seed): run for run in runs if run.controller == "never"}
+        self.compared = config.compared
+
+    def scores(self, controller: str, level: str) -> list[Score]:
+        """Sorted by task, host and seed, so that those of two controllers are pairs."""
+        own = [run for run in self.runs if run.controller == controller and run.level in (level, None)]
+        return [self._score(run, level) for run in sorted(own, key=lambda run: (run.task, run.host, run.seed))]
+
+    def _score(self, run: Run, level: str) -> Score:
+        never = self._never_of(run)
+        host = Cost(never.parameters, never.flops_per_sample)
+        whole = Cost(run.parameters + run.added_parameters, run.flops_per_sample + run.added_flops)
+        added = Cost(whole.parameters - host.parameters, whole.flops - host.flops)
+        return Score(run, never.test_loss - run.test_loss, rent_of(added, host, RENT_LEVELS[level]))
+
+    def _never_of(self, run: Run) -> Run:
+        """What a run is held against: the same host, or for a static size the first of the comparison, that never grew."""
+        return self._never[run.task, run.host if run.host in self.config.hosts else self.config.hosts[0], run.seed]
+
+    def controllers(self) -> list[str]:
+        return list(dict.fromkeys(run.controller for run in self.runs if not run.controller.startswith("static ")))
+
+    def standings(self, level: str) -> list[Standing]:
+        ours = [score.utility for score in self.scores(self.compared, level)]
+        others = [name for name in self.controllers() if name != self.compared]
+        rng = Streams(self.config.seed).numpy(f"bootstrap {level}")
+        pairs = {name: [score.utility for score in self.scores(name, level)] for name in others}
+        raw = [paired_p_value(ours, theirs, rng=rng) for theirs in pairs.values()]
+        adjusted = dict(zip(others, holm(raw), strict=True)) if others else {}
+        found = [Standing(self.compared, level, bootstrap_interval(ours, rng=rng), None, None)]
+        for name, theirs in pairs.items():
+            ahead = paired_interval(ours, theirs, rng=rng)
+            found.append(Standing(name, level, bootstrap_interval(theirs, rng=rng), ahead, float(adjusted[name])))
+        return found
+
+    def pooled(self, other: str) -> Interval:
+        """How far the compared controller is ahead of another, over all levels together, hosts being the pairs."""
+        rng = Streams(self.config.seed).numpy(f"pooled {other}")
+        return paired_interval(self._over_levels(self.compared), self._over_levels(other), rng=rng)
+
+    def _over_levels(self, controller: str) -> list[float]:
+        """The mean utility of each host over all levels."""
+        columns = [[score.utility for score in self.scores(controller, level)] for level in self.config.levels]
+        return [fmean(values) for values in zip(*columns, strict=True)]
+
+    def tables(self) -> str:
+        parts = [self._table(level) for level in self.config.levels]
+        others = [name for name in self.controllers() if name != self.compared]
+        pooled = [f"{self.compared} − {name}, all levels: {shown(self.pooled(name))} nats" for name in others]
+        return "\n\n".join([*parts, "\n".join(pooled), *self._sweep()]).strip()
+
+    def _table(self, level: str) -> str:
+        rent = RENT_LEVELS[level]
+        rows = [HEADING]
+        for standing in self.standings(level):
+            scores = self.scores(standing.controller, level)
+            flops = fmean(score.run.total_flops / self._never_of(score.run).total_flops for score in scores)
+            rows.append(
+                (
+                    standing.controller,
+                    f"{fmean(score.run.test_loss for score in scores):.4f}",
+                    f"{fmean(score.gain for score in scores):+.4f}",
+                    f"{fmean(score.rent for score in scores):.4f}",
+                    shown(standing.utility),
+                    f"{fmean(score.run.parameters + score.run.added_parameters for score in scores):,.0f}",
+                    f"{flops:.2f}×",
+                    "" if standing.ahead is None else shown(standing.ahead),
+                    "" if standing.p_value is None else f"{standing.p_value:.3f}",
+                )
+            )
+        title = f"rent {level}: {rent.parameters:g}·log(1 + added/host parameters) + {rent.flops:g}·added/host FLOPs, in nats"
+        return f"{title}\n{aligned(rows)}"
+
+    def _sweep(self) -> list[str]:
+        """The best static size by validation loss, with what finding it cost."""
+        if not self.config.sweep:
+            return []
+        return ["\n".join(self._best_static(task) for task in self.config.tasks)]
+
+    def _best_static(self, task: str) -> str:
+        def runs_of(controller: str) -> list[Run]:
+            return [run for run in self.runs if run.controller == controller and run.task == task]
+
+        sizes = {name: runs_of(f"static {name}") for name in self.config.sweep}
+        best = min(sizes, key=lambda name: fmean(run.val_loss for run in sizes[name]))
+        ours = runs_of(self.compared)
+        ratio = sum(fmean(run.total_flops for run in runs) for runs in sizes.values()) / fmean(run.total_flops for run in ours)
+        return (
+            f"{task}: the best of {len(sizes)} static sizes by validation is {best} with a test loss of "
+            f"{fmean(run.test_loss for run in sizes[best]):.4f}; the sweep cost {ratio:.1f} times the FLOPs of {self.compared}, "
+            f"whose test loss is {fmean(run.test_loss for run in ours):.4f}"
+        )
+
+    def to_builtins(self) -> dict[str, Any]:
+        return {
+            "compared": self.compared,
+            "config": msgspec.to_builtins(self.config),
+            "schedules": self.schedules,
+            "runs": msgspec.to_builtins(self.runs),
+            "standings": [msgspec.to_builtins(standing) for level in self.config.levels for standing in self.standings(level)],
+            "pooled": {name: msgspec.to_builtins(self.pooled(name)) for name in self.controllers() if name != self.compared},
+        }
+
+
+def shown(interval: Interval) -> str:
+    return f"{interval.estimate:+.4f} [{interval.low:+.4f}, {interval.high:+.4f}]"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """A table as text, the first column to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+
+    def line(row: Sequence[str]) -> str:
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        return "  ".join([row[0].ljust(widths[0]), *cells[1:]]).rstrip()
+
+    return "\n".join(map(line, rows))

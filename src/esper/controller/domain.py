@@ -1,0 +1,137 @@
+"""The hosts of one round of training, drawn from what a `DomainConfig` allows, and those that are held out for comparisons.
+
+The hosts of a fleet share an architecture, because they are one tensor program, and a horizon, because one that stopped early would be
+carried along frozen. Groups of them share all but the rent: the same initialisation, data and order, so that one never-grow twin serves
+them all. Everything else differs from group to group.
+
+A draw depends on the seed, the round and the config alone, and each quantity has a stream of its own: more hosts leave the first ones as
+they are, and a run that is resumed needs no state of this.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from esper.controller.config import RENT_LEVELS, DomainConfig
+from esper.fleet.config import HostSetting
+from esper.growth.config import Rent
+from esper.rng import Streams
+
+Floats = NDArray[np.float64]
+
+HELD_OUT_SEEDS = 10_000  # host seeds below this are for comparisons, all others for training
+SEED_LIMIT = 2**31  # of host seeds, so that anything takes them
+
+
+@dataclass(frozen=True, slots=True)
+class FleetSetting:
+    """Hosts of one architecture and one horizon."""
+
+    task: str
+    host: str  # channels of its blocks, such as "4-8-16"
+    hosts: tuple[HostSetting, ...]
+
+    def __post_init__(self) -> None:
+        assert len({host.horizon for host in self.hosts}) == 1
+
+    @property
+    def horizon(self) -> int:
+        return self.hosts[0].horizon
+
+
+def draw_round(config: DomainConfig, *, round_number: int, hosts: int, seed: int) -> list[FleetSetting]:
+    """The fleets of a round, each of another architecture; `hosts` is shared out as evenly as it goes."""
+    if hosts < 1:
+        raise ValueError(f"a round needs one host at least; got hosts={hosts}")
+    streams = Streams(seed).spawn(f"round {round_number}")
+    architectures = list(product(config.tasks, config.hosts))
+    count = min(config.fleets, hosts, len(architectures))
+    chosen = streams.numpy("architectures").permutation(len(architectures))[:count]
+    sizes = [len(share) for share in np.array_split(np.arange(hosts), count)]
+    return [
+        _draw_fleet(config, *architectures[index], hosts=size, streams=streams.spawn(f"fleet {number}"))
+        for number, (index, size) in enumerate(zip(chosen, sizes, strict=True))
+    ]
+
+
+def training_seeds(count: int, *, seed: int) -> list[int]:
+    """Host seeds for whoever has to be tuned before it is compared. None is held out."""
+    return _draw_seeds(Streams(seed), count)
+
+
+def held_out_fleets(config: DomainConfig, *, hosts: int, horizon: int, learning_rate: float, rent: Rent) -> list[FleetSetting]:
+    """A fleet for each task and each held-out architecture, of `hosts` hosts on the task as it is, with the first held-out seeds."""
+    if not 1 <= hosts <= HELD_OUT_SEEDS:
+        raise ValueError(f"{HELD_OUT_SEEDS:,} host seeds are held out; ask for 1 to {HELD_OUT_SEEDS:,} hosts, not {hosts:,}")
+    if not config.held_out_hosts:
+        raise ValueError("no architecture is held out, so nothing can be compared on; name some in held_out_hosts")
+    hosts_of = tuple(
+        HostSetting(seed=seed, growth_seed=seed, horizon=horizon, learning_rate=learning_rate, rent=rent) for seed in range(hosts)
+    )
+    return [FleetSetting(task, host, hosts_of) for task, host in product(config.tasks, config.held_out_hosts)]
+
+
+def is_held_out(fleet: FleetSetting, config: DomainConfig) -> bool:
+    """Whether training must never see anything of it: by its seeds, or by its channels."""
+    return fleet.host in config.held_out_hosts or any(host.seed < HELD_OUT_SEEDS for host in fleet.hosts)
+
+
+# Drawing
+
+
+def _draw_fleet(config: DomainConfig, task: str, host: str, *, hosts: int, streams: Streams) -> FleetSetting:
+    least, most = config.horizon
+    horizon = int(streams.numpy("horizon").integers(least, most, endpoint=True))
+    groups = math.ceil(hosts / config.hosts_per_twin)
+    is_plain = streams.numpy("plain").random(groups) < config.plain_share
+    seeds = _draw_seeds(streams, groups)
+    rates = [_log_between(*config.learning_rate, share) for share in _uniform(streams, "learning rate", 0.0, 1.0, groups)]
+    noise = np.where(is_plain, 0.0, _uniform(streams, "label noise", *config.label_noise, groups))
+    data = np.where(is_plain, 1.0, _uniform(streams, "data share", *config.data_share, groups))
+    classes = np.where(is_plain, 1.0, _uniform(streams, "classes share", *config.classes_share, groups))
+    rents, growth_seeds = _draw_rents(config, streams, hosts), _draw_seeds(streams, hosts, "growth seeds")
+    drawn = [
+        HostSetting(
+            seed=seeds[number // config.hosts_per_twin],
+            growth_seed=growth_seed,
+            horizon=horizon,
+            learning_rate=rates[number // config.hosts_per_twin],
+            label_noise=float(noise[number // config.hosts_per_twin]),
+            data_share=float(data[number // config.hosts_per_twin]),
+            classes_share=float(classes[number // config.hosts_per_twin]),
+            rent=rent,
+        )
+        for number, (rent, growth_seed) in enumerate(zip(rents, growth_seeds, strict=True))
+    ]
+    return FleetSetting(task, host, tuple(drawn))
+
+
+def _draw_seeds(streams: Streams, count: int, name: str = "host seeds") -> list[int]:
+    return [int(seed) for seed in streams.numpy(name).integers(HELD_OUT_SEEDS, SEED_LIMIT, size=count)]
+
+
+def _draw_rents(config: DomainConfig, streams: Streams, hosts: int) -> list[Rent]:
+    levels = list(RENT_LEVELS.values())
+    is_level = streams.numpy("is level").random(hosts) < config.rent_level_share
+    level = streams.numpy("level").integers(len(levels), size=hosts)
+    height = _uniform(streams, "rent", 0.0, 1.0, hosts)
+    return [levels[index] if is_one else _rent_between(float(share)) for is_one, index, share in zip(is_level, level, height, strict=True)]
+
+
+def _rent_between(share: float) -> Rent:
+    """0 is the low level and 1 the high one, both prices on a log scale."""
+    low, high = RENT_LEVELS["low"], RENT_LEVELS["high"]
+    return Rent(parameters=_log_between(low.parameters, high.parameters, share), flops=_log_between(low.flops, high.flops, share))
+
+
+def _log_between(low: float, high: float, share: float) -> float:
+    return math.exp((1 - share) * math.log(low) + share * math.log(high))
+
+
+def _uniform(streams: Streams, name: str, low: float, high: float, count: int) -> Floats:
+    return streams.numpy(name).uniform(low, high, size=count)

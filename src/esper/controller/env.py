@@ -1,0 +1,202 @@
+"""Growth as a batch of environments: one step is one decision for every host, and the training up to the next one.
+
+An episode is the life of a host. It ends for real at its horizon, which is observed. All hosts of a squad end together; then the squad is
+drawn anew, in the same step. A host that was given up, because it failed again and again, ends at once; until its squad ends, its steps
+are not real.
+
+Shapes: N = hosts of all squads together, S = slots, K = blueprints; both are the most that any host has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from esper.checkpoint.tree import Tree
+from esper.controller.config import ControllerConfig
+from esper.controller.domain import FleetSetting, draw_round
+from esper.controller.events import RoundEnded
+from esper.controller.layout import decision, observe, spec
+from esper.controller.reward import Standing, potential, rewards, units
+from esper.controller.squad import Squad, growth_for
+from esper.events import Event
+from esper.fleet.data import TaskTensors
+from esper.growth.garden import options_for
+from esper.growth.slotted import add_slots
+from esper.tasks import Task
+from esper.vecenv import Actions, Masks, Obs, Timestep
+
+LoadTask = Callable[[str], Task]
+
+
+def _ignore(event: Event) -> None:
+    pass
+
+
+class GrowthEnv:
+    """`seed` makes the hosts that are drawn; `load` gives the tasks by name."""
+
+    def __init__(
+        self,
+        config: ControllerConfig,
+        load: LoadTask,
+        *,
+        seed: int,
+        device: torch.device | str = "cpu",
+        on_event: Callable[[Event], None] = _ignore,
+    ) -> None:
+        self.config, self.device, self.on_event = config, torch.device(device), on_event
+        self.num_envs = config.hosts
+        self._seed = seed
+        self._tasks = {name: load(name) for name in config.domain.tasks}
+        dtype = torch.float64 if config.fleet.precision == "float64" else torch.float32
+        self._tensors = {name: TaskTensors.of(task, device=self.device, dtype=dtype) for name, task in self._tasks.items()}
+        self.slots, self.blueprints = most_slots_and_blueprints(self._tasks, config)
+        self.observation_spec, self.action_spec = spec(self.slots, self.blueprints)
+        self.squads: list[Squad] = []
+        self._rounds: list[int] = []  # that each squad has begun
+        self._standings: list[Standing] = []
+
+    # The contract
+
+    # Hosts learn in here, whatever the caller does about gradients.
+
+    @torch.inference_mode(False)
+    @torch.enable_grad()
+    def reset(self, seed: int | None = None) -> Timestep:
+        """`seed` draws other hosts; None goes on with those to come."""
+        if seed is not None:
+            self._seed = seed
+        fleets = draw_round(self.config.domain, round_number=0, hosts=self.num_envs, seed=self._seed)
+        self._rounds = [0] * len(fleets)
+        self.squads = [self._squad(setting) for setting in fleets]
+        self._standings = [Standing.start(squad.hosts) for squad in self.squads]
+        zeros = torch.zeros(self.num_envs, device=self.device)
+        obs, masks = self._observe()
+        return Timestep(obs, zeros, zeros.bool(), zeros.bool(), masks)
+
+    @torch.inference_mode(False)
+    @torch.enable_grad()
+    def step(self, actions: Actions) -> Timestep:
+        chosen = {name: values.tolist() for name, values in actions.items()}
+        parts = [self._step_squad(number, rows, chosen) for number, rows in enumerate(self._rows())]
+        reward, ended, valid = (torch.cat(values).to(self.device) for values in zip(*parts, strict=True))
+        obs, masks = self._observe()
+        is_whole = bool(valid.all())
+        return Timestep(obs, reward.float(), ended, torch.zeros_like(ended), masks, valid=None if is_whole else valid)
+
+    def close(self) -> None:
+        self.squads = []
+
+    # Squads
+
+    def _rows(self) -> Iterator[range]:
+        start = 0
+        for squad in self.squads:
+            yield range(start, start + squad.hosts)
+            start += squad.hosts
+
+    def _step_squad(self, number: int, rows: range, chosen: Mapping[str, list[int]]) -> tuple[Tensor, Tensor, Tensor]:
+        """Reward, whether the life has ended, and whether the step was real, for each of its hosts."""
+        squad = self.squads[number]
+        was_alive, is_last = squad.alive(), squad.is_last
+        states = squad.states()
+        squad.decide(
+            {
+                place: decision(states[place], {name: values[row] for name, values in chosen.items()})
+                for place, row in enumerate(rows)
+                if was_alive[place]
+            }
+        )
+        if is_last:
+            squad.finish()
+            standing = squad.last_standing()
+        else:
+            squad.advance()
+            standing = squad.standing()
+        valid = torch.tensor(was_alive)
+        ended = valid & (torch.ones_like(valid) if is_last else ~torch.tensor(squad.alive()))
+        nats = rewards(self._standings[number], standing, ended, self.config.reward, gamma=self.config.ppo.gamma)
+        reward = torch.where(valid, nats / units(squad.rents(), self.config.reward), torch.zeros_like(nats))
+        self._standings[number] = standing
+        if is_last:
+            self._tell(squad, standing)
+            self._begin_next(number)
+        return reward, ended, valid
+
+    def _begin_next(self, number: int) -> None:
+        self._rounds[number] += 1
+        self.squads[number] = self._squad(self._drawn(number))
+        self._standings[number] = Standing.start(self.squads[number].hosts)
+
+    def _drawn(self, number: int) -> FleetSetting:
+        return draw_round(self.config.domain, round_number=self._rounds[number], hosts=self.num_envs, seed=self._seed)[number]
+
+    def _squad(self, setting: FleetSetting) -> Squad:
+        return Squad(setting, self.config, self._tasks[setting.task], self._tensors[setting.task], device=self.device)
+
+    def _tell(self, squad: Squad, standing: Standing) -> None:
+        entries = [entry for host in squad.fleet.rows[: squad.hosts] for entry in host.plot.ledger.entries]
+        self.on_event(
+            RoundEnded(
+                task=squad.setting.task,
+                host=squad.setting.host,
+                horizon=squad.setting.horizon,
+                hosts=squad.hosts,
+                gain=float(standing.gain.mean()),
+                rent=float(standing.rent.mean()),
+                utility=float((standing.gain - standing.rent).mean()),
+                worth=float(potential(standing, self.config.reward).mean()),
+                grown=len(entries),
+                kept=sum(entry.outcome == "kept" for entry in entries),
+                rollbacks=int(standing.rollbacks.sum()),
+                samples=squad.fleet.samples_trained,
+            )
+        )
+
+    def _observe(self) -> tuple[Obs, Masks]:
+        states = [state for squad in self.squads for state in squad.states()]
+        rules = self.config.growth.lifecycle
+        obs, masks = observe(states, slots=self.slots, blueprints=self.blueprints, rules=rules, ops=self.config.ops)
+        return {name: part.to(self.device) for name, part in obs.items()}, {name: mask.to(self.device) for name, mask in masks.items()}
+
+    # Saving
+
+    def state_dict(self) -> dict[str, Any]:
+        """A copy: what happens later does not change it."""
+        return {
+            "seed": self._seed,
+            "rounds": list(self._rounds),
+            "squads": [_copied(squad.state_dict()) for squad in self.squads],
+            "standings": [list(standing.values()) for standing in self._standings],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._seed, self._rounds = state["seed"], list(state["rounds"])
+        self.squads = [self._squad(self._drawn(number)) for number in range(len(self._rounds))]
+        for squad, saved in zip(self.squads, state["squads"], strict=True):
+            squad.load_state_dict(saved)
+        self._standings = [Standing(*values) for values in state["standings"]]
+
+
+def _copied(tree: Tree) -> Tree:
+    if isinstance(tree, dict):
+        return {name: _copied(value) for name, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [_copied(value) for value in tree]
+    return tree.detach().clone() if isinstance(tree, Tensor) else tree
+
+
+def most_slots_and_blueprints(tasks: Mapping[str, Task], config: ControllerConfig) -> tuple[int, int]:
+    """Of any host of the domain, those that are held out included."""
+    slots, blueprints = 0, 0
+    for task in tasks.values():
+        growth = growth_for(task, config.growth)
+        for host in (*config.domain.hosts, *config.domain.held_out_hosts):
+            slotted = add_slots(task.make_host(host, seed=0), task.example_input, slots=growth.slots)
+            names = [{option.name for option in options_for(slotted.place(name), growth)} for name in slotted.slots]
+            slots, blueprints = max(slots, len(slotted.slots)), max(blueprints, len(set().union(*names)))
+    return slots, blueprints

@@ -1,0 +1,22 @@
+"""What a controller's training tells beside what the learner does."""
+
+from __future__ import annotations
+
+from esper.events import Event
+
+
+class RoundEnded(Event, tag="round_ended", frozen=True):
+    """All hosts of a squad have come to their end. Means over the hosts, in nats of validation loss."""
+
+    task: str
+    host: str
+    horizon: int
+    hosts: int
+    gain: float  # over the never-grow twin
+    rent: float
+    utility: float  # gain minus rent
+    worth: float  # what the reward adds up to
+    grown: int  # seeds of all hosts
+    kept: int
+    rollbacks: int
+    samples: int  # trained on by all hosts, twins included

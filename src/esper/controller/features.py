@@ -1,0 +1,250 @@
+"""The rows of a controller's observation: of a host, of each slot, of each candidate in a slot.
+
+Losses are in nats. Where they are relative, it is to the loss of a model that knows nothing, or to the first one where that is not known.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from esper.controller.table import Feature, Scale, Table, flag, log, share, signed_log
+from esper.growth.blueprints import KINDS
+from esper.growth.config import Lifecycle
+from esper.growth.heuristic import projected_loss
+from esper.growth.lifecycle import Stage
+from esper.growth.place import Kind
+from esper.growth.rent import rent_of
+from esper.growth.state import Candidate, GrowthState, SlotState
+from esper.statistics import Interval
+
+SLOPE_EPOCHS = 4  # of the longer slope of a loss
+LOAD = "samples for each weight that a position must teach"
+
+Thing = TypeVar("Thing")
+
+
+@dataclass(frozen=True, slots=True)
+class HostView:
+    state: GrowthState
+    rules: Lifecycle
+
+
+@dataclass(frozen=True, slots=True)
+class SlotView:
+    state: GrowthState
+    slot: SlotState
+    may: Mapping[str, bool]  # what its gates let pass
+
+
+@dataclass(frozen=True, slots=True)
+class CandidateView:
+    state: GrowthState
+    slot: SlotState
+    name: str
+    candidate: Candidate | None  # None: it cannot grow here now
+    may: bool
+
+
+def when(thing: Thing | None, value: Callable[[Thing], float | None]) -> float | None:
+    """Its value if there is such a thing."""
+    return None if thing is None else value(thing)
+
+
+def ratio(part: float | None, whole: float | None) -> float | None:
+    return None if part is None or not whole else part / whole
+
+
+def reference_loss(state: GrowthState) -> float | None:
+    first = (*state.val_losses[:1], *state.train_losses[:1], None)[0]
+    return first if state.uninformed_loss is None else state.uninformed_loss
+
+
+def relative(loss: float | None, state: GrowthState) -> float | None:
+    """To the reference; a loss that is no number is as bad as can be."""
+    return ratio(math.inf if loss is not None and math.isnan(loss) else loss, reference_loss(state))
+
+
+def last(losses: Sequence[float]) -> float | None:
+    return losses[-1] if losses else None
+
+
+def log_ratio(after: float | None, before: float | None) -> float | None:
+    """None where one of them is not known or no positive number."""
+    if after is None or before is None or not (0 < after < math.inf and 0 < before < math.inf):
+        return None
+    return math.log(after) - math.log(before)
+
+
+def slope(losses: Sequence[float], epochs: int) -> float | None:
+    """Change of the log loss per epoch, over the last `epochs` or as many as there are."""
+    span = min(epochs, len(losses) - 1)
+    change = log_ratio(losses[-1], losses[-1 - span]) if span > 0 else None
+    return None if change is None else change / span
+
+
+def projected(state: GrowthState) -> float | None:
+    """The training loss at the end of the run, if it goes on falling as it does."""
+    if state.epochs is None or not state.train_losses or not all(map(math.isfinite, state.train_losses[-2:])):
+        return None
+    return relative(projected_loss(state.train_losses, state.epochs), state)
+
+
+def gap(state: GrowthState) -> float | None:
+    return log_ratio(last(state.val_losses), last(state.train_losses))
+
+
+def above_best(losses: Sequence[float]) -> float | None:
+    return log_ratio(last(losses), min(losses, default=None))
+
+
+def epochs_left(state: GrowthState) -> float | None:
+    return None if state.epochs is None else max(state.epochs - state.epoch, 0)
+
+
+HOST: Table[HostView] = Table((
+    flag("has_horizon", lambda v: v.state.epochs is not None),
+    share("progress", "of the planned epochs", lambda v: ratio(v.state.epoch, v.state.epochs)),
+    signed_log("epochs_left", "epochs", 3, 300, lambda v: epochs_left(v.state)),
+    signed_log("epoch", "epochs", 3, 300, lambda v: v.state.epoch),
+    Feature("train_loss", "of the reference", Scale.AS_IS, 0.0, 1.5, lambda v: relative(last(v.state.train_losses), v.state)),
+    Feature("val_loss", "of the reference", Scale.AS_IS, 0.0, 1.5, lambda v: relative(last(v.state.val_losses), v.state)),
+    log("train_loss_log", "of the reference", 1e-4, 2, lambda v: relative(last(v.state.train_losses), v.state)),
+    log("val_loss_log", "of the reference", 1e-4, 2, lambda v: relative(last(v.state.val_losses), v.state)),
+    log("projected_train_loss", "of the reference", 1e-4, 2, lambda v: projected(v.state)),
+    signed_log("train_slope", "log loss per epoch", 0.01, 1, lambda v: slope(v.state.train_losses, 1)),
+    signed_log("val_slope", "log loss per epoch", 0.01, 1, lambda v: slope(v.state.val_losses, 1)),
+    signed_log("long_train_slope", "log loss per epoch", 0.01, 1, lambda v: slope(v.state.train_losses, SLOPE_EPOCHS)),
+    signed_log("long_val_slope", "log loss per epoch", 0.01, 1, lambda v: slope(v.state.val_losses, SLOPE_EPOCHS)),
+    signed_log("gap", "log of validation / training loss", 0.05, 3, lambda v: gap(v.state)),
+    signed_log("above_best", "log of validation loss / its best", 0.02, 3, lambda v: above_best(v.state.val_losses)),
+    log("reference_loss", "nats", 0.1, 12, lambda v: reference_loss(v.state)),
+    flag("has_parameter_budget", lambda v: v.state.parameters_left is not None),
+    flag("has_flops_budget", lambda v: v.state.flops_left is not None),
+    signed_log("parameters_left", "of the host's", 0.05, 10, lambda v: ratio(v.state.parameters_left, v.state.host_cost.parameters)),
+    signed_log("flops_left", "of the host's", 0.05, 10, lambda v: ratio(v.state.flops_left, v.state.host_cost.flops)),
+    share("seeds_left", "of the slots", lambda v: ratio(v.state.seeds_left, len(v.state.slots))),
+    signed_log("rent_of_parameters", "nats", 1e-3, 10, lambda v: v.state.rent.parameters),
+    signed_log("rent_of_flops", "nats", 1e-3, 10, lambda v: v.state.rent.flops),
+    signed_log("rent", "nats", 1e-3, 3, lambda v: rent_of(v.state.added, v.state.host_cost, v.state.rent)),
+    signed_log("added_parameters", "of the host's", 0.05, 10, lambda v: ratio(v.state.added.parameters, v.state.host_cost.parameters)),
+    signed_log("added_flops", "of the host's", 0.05, 10, lambda v: ratio(v.state.added.flops, v.state.host_cost.flops)),
+    signed_log("learning_rate", "", 1e-5, 1, lambda v: v.state.learning_rate),
+    signed_log("rollbacks", "count", 1, 10, lambda v: v.state.rollbacks),
+    log("host_parameters", "count", 1e2, 1e9, lambda v: v.state.host_cost.parameters),
+    log("host_flops", "per sample", 1e3, 1e12, lambda v: v.state.host_cost.flops),
+    log("steps_per_epoch", "count", 1, 1e5, lambda v: v.state.steps_per_epoch or None),
+    log("samples_per_epoch", "count", 1e2, 1e7, lambda v: v.state.samples_per_epoch),
+    log("samples_per_load", LOAD, 1e-3, 1e4, lambda v: ratio(v.state.samples_per_epoch, v.state.host_load)),
+    signed_log("slots", "count", 3, 100, lambda v: len(v.state.slots)),
+    flag("is_raised_in_shadow", lambda v: v.rules.raise_mode == "shadow"),
+    signed_log("holding_epochs", "epochs", 3, 30, lambda v: v.rules.holding_epochs),
+))  # fmt: skip
+
+
+def is_kind(kind: Kind) -> Feature[SlotView]:
+    return flag(f"is_{kind}", lambda v: v.slot.place.kind == kind)
+
+
+def is_in_stage(stage: Stage) -> Feature[SlotView]:
+    return flag(f"is_{stage.name.lower()}", lambda v: v.slot.stage is stage)
+
+
+def may(what: str) -> Feature[SlotView]:
+    return flag(f"may_{what}", lambda v: v.may[what])
+
+
+def gain(name: str, end: Callable[[Interval], float]) -> tuple[Feature[SlotView], Feature[SlotView]]:
+    """What a seed contributes, before and after rent."""
+    return (
+        signed_log(name, "nats", 1e-3, 3, lambda v: when(v.slot.contribution, lambda c: end(c.gain))),
+        signed_log(f"{name}_after_rent", "nats", 1e-3, 3, lambda v: when(v.slot.contribution, lambda c: end(c.gain) - v.slot.rent)),
+    )
+
+
+def widest(state: GrowthState) -> int:
+    return max(slot.place.width for slot in state.slots)
+
+
+def largest(state: GrowthState) -> int:
+    return max(slot.place.positions for slot in state.slots)
+
+
+SLOT: Table[SlotView] = Table((
+    flag("exists", lambda v: True),
+    *map(is_kind, KINDS),
+    *map(is_in_stage, Stage),
+    *map(may, ("germinate", "advance", "retarget", "fossilize", "prune")),
+    share("depth", "of the host", lambda v: v.slot.place.depth),
+    log("width", "channels or features", 1, 4096, lambda v: v.slot.place.width),
+    log("positions", "count", 1, 1e5, lambda v: v.slot.place.positions),
+    log("relative_width", "of the widest slot", 0.01, 1, lambda v: v.slot.place.width / widest(v.state)),
+    log("relative_positions", "of the slot with most", 1e-4, 1, lambda v: v.slot.place.positions / largest(v.state)),
+    share("flops_behind", "of the host's", lambda v: ratio(v.slot.place.flops_behind, v.state.host_cost.flops)),
+    share("alpha", "", lambda v: v.slot.alpha),
+    share("relative_age", "of the planned epochs", lambda v: ratio(v.slot.age, v.state.epochs)),
+    share("relative_epochs_in_stage", "of the planned epochs", lambda v: ratio(v.slot.epochs_in_stage, v.state.epochs)),
+    signed_log("age", "epochs", 2, 100, lambda v: v.slot.age),
+    signed_log("epochs_in_stage", "epochs", 2, 100, lambda v: v.slot.epochs_in_stage),
+    flag("is_withdrawing", lambda v: v.slot.is_withdrawing),
+    signed_log("parameters", "of the host's", 0.02, 10, lambda v: ratio(v.slot.cost.parameters, v.state.host_cost.parameters)),
+    signed_log("flops", "of the host's", 0.02, 10, lambda v: ratio(v.slot.cost.flops, v.state.host_cost.flops)),
+    signed_log("rent", "nats", 1e-3, 3, lambda v: v.slot.rent),
+    flag("has_gradients", lambda v: v.slot.gradients is not None),
+    log("gradient_norm", "mean L2", 1e-6, 1e3, lambda v: when(v.slot.gradients, lambda g: g.mean_norm)),
+    share("gradient_health", "", lambda v: when(v.slot.gradients, lambda g: g.health)),
+    flag("is_measured", lambda v: v.slot.contribution is not None),
+    *gain("contribution", lambda interval: interval.estimate),
+    *gain("contribution_low", lambda interval: interval.low),
+    *gain("contribution_high", lambda interval: interval.high),
+    signed_log("measured_ago", "epochs", 1, 30, lambda v: when(v.slot.contribution, lambda c: v.state.epoch - c.epoch)),
+    signed_log("tried", "blueprints", 1, 10, lambda v: len(v.slot.tried)),
+))  # fmt: skip
+
+
+def relative_parameters(view: CandidateView) -> float | None:
+    return when(view.candidate, lambda candidate: ratio(candidate.cost.parameters, view.state.host_cost.parameters))
+
+
+def relative_flops(view: CandidateView) -> float | None:
+    return when(view.candidate, lambda candidate: ratio(candidate.cost.flops, view.state.host_cost.flops))
+
+
+def promised(view: CandidateView) -> float | None:
+    """Nats that an epoch at the promised speed would give."""
+    promise = None if view.candidate is None else view.candidate.promise
+    return when(promise, lambda nats: nats * max(view.state.steps_per_epoch, 1))
+
+
+def promised_after_rent(view: CandidateView) -> float | None:
+    return when(view.candidate, lambda candidate: when(promised(view), lambda nats: nats - candidate.rent))
+
+
+def weights_per_width(view: CandidateView) -> float | None:
+    """1 for a dense product of the place's width with itself, 9 for a 3×3 convolution."""
+    return when(view.candidate, lambda candidate: candidate.cost.parameters / view.slot.place.width**2)
+
+
+def reuse(view: CandidateView) -> float | None:
+    """Multiplications of a weight at each position: 1 for a convolution, less for what looks at a summary, more for attention."""
+    return when(view.candidate, lambda candidate: ratio(candidate.cost.flops, 2 * candidate.cost.parameters * view.slot.place.positions))
+
+
+CANDIDATE: Table[CandidateView] = Table((
+    flag("exists", lambda v: True),
+    flag("fits", lambda v: v.candidate is not None),
+    flag("may_germinate", lambda v: v.may),
+    flag("grows_here", lambda v: v.slot.blueprint == v.name),
+    flag("was_tried", lambda v: v.name in v.slot.tried),
+    signed_log("parameters", "of the host's", 0.02, 10, relative_parameters),
+    signed_log("flops", "of the host's", 0.02, 10, relative_flops),
+    signed_log("rent", "nats", 1e-3, 3, lambda v: when(v.candidate, lambda c: c.rent)),
+    log("samples_per_load", LOAD, 1e-2, 1e5, lambda v: when(v.candidate, lambda c: ratio(v.state.samples_per_epoch, c.load))),
+    log("weights_per_width", "weights / width²", 1e-3, 1e2, weights_per_width),
+    log("reuse", "multiplications of a weight at each position", 1e-3, 10, reuse),
+    flag("is_probed", lambda v: v.candidate is not None and v.candidate.promise is not None),
+    signed_log("promise", "nats per epoch", 1e-3, 3, promised),
+    signed_log("promise_after_rent", "nats per epoch", 1e-3, 3, promised_after_rent),
+))  # fmt: skip

@@ -1,0 +1,179 @@
+"""What a learned controller observes and what it can decide, for one host after one epoch: tables, and nothing else knows the numbers.
+
+It is a function of growth's plain state, so a fleet and a single run show the same. All slots have the same description, and so have all
+candidates; neither has a name. Blueprints are columns in alphabetical order so that a person finds them; a policy must not depend on it.
+
+Heads: `op`; `slot`, given the op; `blueprint` and `alpha`, given the slot. What is allowed is what growth's gates let pass and the
+candidates that it names; to wait is always allowed.
+
+Shapes: N = hosts, S = slots, K = blueprints; both padded, and padding is all zero: `exists` tells.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from esper.controller.features import CANDIDATE, HOST, SLOT, CandidateView, HostView, SlotView
+from esper.growth.config import Lifecycle
+from esper.growth.decisions import Action, Advance, Decision, Fossilize, Germinate, Prune, Retarget
+from esper.growth.gates import may_blend, may_fossilize, may_germinate, may_prune, may_retarget
+from esper.growth.rent import Allowance
+from esper.growth.state import Candidate, GrowthState, SlotState
+from esper.vecenv import ActionSpec, Discrete, Masks, Obs, ObservationSpec, Relevance, TensorSpec
+
+ALPHA_TARGETS = (0.5, 0.7, 1.0)
+
+
+class Op(IntEnum):
+    """What can be decided; the numbers are the choices of the head `op`."""
+
+    WAIT = 0
+    GERMINATE = 1
+    ADVANCE = 2
+    RETARGET = 3
+    FOSSILIZE = 4
+    PRUNE = 5
+
+
+def _version() -> str:
+    tables = "\n".join(table.description() for table in (HOST, SLOT, CANDIDATE))
+    return "1-" + hashlib.sha256(f"{tables}\n{list(Op)}\n{ALPHA_TARGETS}".encode()).hexdigest()[:8]
+
+
+# The number before the dash is raised when a value changes its meaning under the same row; all else changes what is behind it.
+LAYOUT_VERSION = _version()
+
+
+def spec(slots: int, blueprints: int) -> tuple[ObservationSpec, ActionSpec]:
+    observation = {
+        "host": TensorSpec((HOST.width,)),
+        "slots": TensorSpec((slots, SLOT.width)),
+        "candidates": TensorSpec((slots, blueprints, CANDIDATE.width)),
+    }
+    heads = (
+        Discrete("op", len(Op)),
+        Discrete("slot", slots, parent="op", has_own_logits=True),
+        Discrete("blueprint", blueprints, parent="slot", has_own_logits=True),
+        Discrete("alpha", len(ALPHA_TARGETS), parent="slot", has_own_logits=True),
+    )
+    relevance = (
+        Relevance("slot", given="op", choices=tuple(op for op in Op if op is not Op.WAIT)),
+        Relevance("blueprint", given="op", choices=(Op.GERMINATE,)),
+        Relevance("alpha", given="op", choices=(Op.RETARGET,)),
+    )
+    return observation, ActionSpec(heads, relevance)
+
+
+def blueprint_names(state: GrowthState) -> tuple[str, ...]:
+    """The columns of this state: all that may grow, grows or has grown anywhere in the host."""
+    names = {candidate.blueprint for slot in state.slots for candidate in slot.candidates}
+    names |= {name for slot in state.slots for name in (*slot.tried, *([slot.blueprint] if slot.blueprint else ()))}
+    return tuple(sorted(names))
+
+
+OPS = tuple(op.name.lower() for op in Op)
+
+
+def observe(states: Sequence[GrowthState], *, slots: int, blueprints: int, rules: Lifecycle, ops: Sequence[str] = OPS) -> tuple[Obs, Masks]:
+    """Observations and masks of these hosts, padded to `slots` and `blueprints`. Only `ops` may be chosen, and to wait."""
+    count = len(states)
+    host, slot, candidate = HOST.nothing(count), SLOT.nothing(count, slots), CANDIDATE.nothing(count, slots, blueprints)
+    may_op = np.zeros((count, len(Op), slots), dtype=bool)
+    may_grow = np.zeros((count, slots, blueprints), dtype=bool)
+    may_move = np.zeros((count, slots, len(ALPHA_TARGETS)), dtype=bool)
+    for row, state in enumerate(states):
+        names = blueprint_names(state)
+        _check_room(state, names, slots=slots, blueprints=blueprints)
+        host[row] = HOST.values(HostView(state, rules))
+        for place, one in enumerate(state.slots):
+            allowed = _Allowed(state, one, rules, names)
+            may_op[row, :, place] = [allowed.ops[op] for op in Op]
+            may_grow[row, place, : len(names)] = allowed.blueprints
+            may_move[row, place] = allowed.alphas
+            slot[row, place] = SLOT.values(SlotView(state, one, {op.name.lower(): passed for op, passed in allowed.ops.items()}))
+            for column, name in enumerate(names):
+                view = CandidateView(state, one, name, allowed.candidates.get(name), allowed.blueprints[column])
+                candidate[row, place, column] = CANDIDATE.values(view)
+    for op in Op:
+        may_op[:, op] &= op is Op.WAIT or op.name.lower() in ops
+    obs = {"host": HOST.scaled(host), "slots": SLOT.scaled(slot), "candidates": CANDIDATE.scaled(candidate)}
+    masks = {"op": _ops(may_op), "slot": may_op, "blueprint": may_grow, "alpha": may_move}
+    return {name: torch.from_numpy(part) for name, part in obs.items()}, {name: torch.from_numpy(mask) for name, mask in masks.items()}
+
+
+def decision(state: GrowthState, action: Mapping[str, int], *, probe: bool = False) -> Decision:
+    """What was chosen, in growth's words. `probe` is passed on."""
+    op = Op(int(action["op"]))
+    if op is Op.WAIT:
+        return Decision(reason="the policy waits", probe=probe)
+    slot = state.slots[int(action["slot"])]
+    return Decision((_action(state, slot, op, action),), f"the policy chose to {op.name.lower()}", probe=probe)
+
+
+class _Allowed:
+    """What the gates let pass in one slot."""
+
+    def __init__(self, state: GrowthState, slot: SlotState, rules: Lifecycle, names: Sequence[str]) -> None:
+        allowance = Allowance(state.seeds_left, state.parameters_left, state.flops_left)
+        self.candidates: dict[str, Candidate] = {candidate.blueprint: candidate for candidate in slot.candidates}
+        growing = {name for name, candidate in self.candidates.items() if may_germinate(slot, candidate.cost, allowance).passed}
+        self.blueprints = [name in growing for name in names]
+        self.alphas = [may_retarget(slot, alpha).passed for alpha in ALPHA_TARGETS]
+        self.ops = {
+            Op.WAIT: True,
+            Op.GERMINATE: any(self.blueprints),
+            Op.ADVANCE: may_blend(slot, rules).passed,
+            Op.RETARGET: any(self.alphas),
+            Op.FOSSILIZE: may_fossilize(slot, rules, epoch=state.epoch).passed,
+            Op.PRUNE: may_prune(slot).passed,
+        }
+
+
+def _ops(may_op: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """[N, ops]: those that some slot allows, and to wait, even where there is no slot."""
+    allowed: NDArray[np.bool_] = np.any(may_op, axis=2)
+    allowed[:, Op.WAIT] = True
+    return allowed
+
+
+def _check_room(state: GrowthState, names: Sequence[str], *, slots: int, blueprints: int) -> None:
+    for what, found, room in (("slots", len(state.slots), slots), ("blueprints", len(names), blueprints)):
+        if found > room:
+            raise ValueError(f"a host has {found} {what} and there is room for {room}; observe it with {what}={found} or more")
+
+
+def _action(state: GrowthState, slot: SlotState, op: Op, action: Mapping[str, int]) -> Action:
+    name = slot.place.name
+    match op:
+        case Op.GERMINATE:
+            chosen = blueprint_names(state)[int(action["blueprint"])]
+            return Germinate(name, _why_grow(next(one for one in slot.candidates if one.blueprint == chosen)), chosen)
+        case Op.ADVANCE:
+            return Advance(name, f"the policy lets it blend after {slot.epochs_in_stage} epochs of learning")
+        case Op.RETARGET:
+            target = ALPHA_TARGETS[int(action["alpha"])]
+            return Retarget(name, f"the policy moves alpha from {slot.alpha:.2f} to {target:g}", target)
+        case Op.FOSSILIZE:
+            return Fossilize(name, f"the policy keeps it: {_worth(slot)}")
+        case Op.PRUNE:
+            return Prune(name, f"the policy takes it out: {_worth(slot)}")
+        case Op.WAIT:
+            raise AssertionError("waiting is no action")
+
+
+def _why_grow(candidate: Candidate) -> str:
+    promise = "" if candidate.promise is None else f" and promises {candidate.promise:.2g} nats per step"
+    return f"the policy grows it here: it adds {candidate.cost.parameters:,} parameters for a rent of {candidate.rent:.4f} nats{promise}"
+
+
+def _worth(slot: SlotState) -> str:
+    if slot.contribution is None:
+        return f"what it gives has not been measured, and its rent is {slot.rent:.4f} nats"
+    gain = slot.contribution.gain
+    return f"it gives {gain.estimate:.4f} [{gain.low:.4f}, {gain.high:.4f}] nats for a rent of {slot.rent:.4f}"

@@ -1,0 +1,146 @@
+"""Whole lives of hosts under any controller, in fleets, and what became of them.
+
+All controllers go through the same code: the same initialisation and data order for the same seed, a decision before every stretch of
+training and one after the last, and every FLOP counted, those of pruned seeds and of measurements included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import msgspec
+import torch
+
+from esper.controller.squad import finite, growth_for
+from esper.fleet.config import FleetConfig, HostSetting
+from esper.fleet.data import TaskTensors
+from esper.fleet.fleet import Fleet
+from esper.fleet.row_bed import RowBed
+from esper.growth.config import GrowthConfig
+from esper.growth.decisions import Controller
+from esper.growth.garden import Garden
+from esper.growth.lifecycle import Stage
+from esper.tasks import Task
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A host to be, and who decides for it."""
+
+    name: str
+    setting: HostSetting
+    controller: Controller
+    level: str | None = None  # of rent, where the controller sees it
+    is_static: bool = False  # whatever is in it stays, kept or not
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of one host."""
+
+    task: str
+    host: str  # channels of its blocks
+    controller: str
+    level: str | None  # of rent that the controller saw; None where it makes no difference
+    seed: int
+    horizon: int
+    test_loss: float  # nats
+    val_loss: float
+    parameters: int  # of the host alone
+    added_parameters: int
+    flops_per_sample: int  # of a forward pass of the host alone
+    added_flops: int
+    total_flops: int  # of all training and all measurements
+    grown: int  # seeds
+    kept: list[tuple[str, str]]  # slot and blueprint
+    rollbacks: int
+    trace: list[str] = []  # what was grown when
+
+
+@dataclass(frozen=True)
+class Course:
+    """Where lives are lived: a task and an architecture."""
+
+    task: Task
+    host: str
+    tensors: TaskTensors
+    fleet: FleetConfig
+    growth: GrowthConfig
+    device: torch.device
+    rows: int  # hosts that train at once
+
+
+def live(course: Course, contestants: Sequence[Contestant], on_progress: Callable[[int], Any] = lambda decisions: None) -> list[Run]:
+    """One run for each contestant, in their order."""
+    order = sorted(range(len(contestants)), key=lambda index: contestants[index].setting.horizon)
+    runs: dict[int, Run] = {}
+    for start in range(0, len(order), course.rows):
+        some = order[start : start + course.rows]
+        runs |= dict(zip(some, _live_together(course, [contestants[index] for index in some], on_progress), strict=True))
+    return [runs[index] for index in range(len(contestants))]
+
+
+def _live_together(course: Course, contestants: Sequence[Contestant], on_progress: Callable[[int], Any]) -> list[Run]:
+    fleet = Fleet(
+        course.task,
+        partial(_make_host, course.task, course.host),
+        hosts=len(contestants),
+        growth=growth_for(course.task, course.growth),
+        config=course.fleet,
+        device=course.device,
+        tensors=course.tensors,
+    )
+    fleet.reset({row: contestant.setting for row, contestant in enumerate(contestants)})
+    rows = list(range(len(contestants)))
+    while True:
+        fleet.decide({row: contestants[row].controller.decide(finite(fleet.state(row))) for row in rows if not fleet.rows[row].is_given_up})
+        for row in rows:
+            if contestants[row].is_static:
+                _settle(fleet.rows[row].plot.garden)
+        on_progress(len(rows))
+        rows = fleet.advance()
+        if not rows:
+            break
+    return _runs(course, fleet, contestants)
+
+
+def _make_host(task: Task, channels: str, seed: int) -> torch.nn.Module:
+    return task.make_host(channels, seed=seed)
+
+
+def _settle(garden: Garden[RowBed]) -> None:
+    """What is in a static network is part of it from the start; nobody measures whether it should be."""
+    for name in [name for name in garden.living() if garden.beds[name].life.stage is Stage.HOLDING]:
+        garden.fossilize(name, "a part of the network from the start")
+
+
+def _runs(course: Course, fleet: Fleet, contestants: Sequence[Contestant]) -> list[Run]:
+    fleet.finish(range(len(contestants)))
+    test, validation = fleet.losses(course.task.test).tolist(), fleet.losses(course.task.validation).tolist()
+    return [_run(course, fleet, row, contestant, test[row], validation[row]) for row, contestant in enumerate(contestants)]
+
+
+def _run(course: Course, fleet: Fleet, row: int, contestant: Contestant, test_loss: float, val_loss: float) -> Run:
+    plot = fleet.rows[row].plot
+    added, entries = plot.garden.added(), plot.ledger.entries
+    return Run(
+        task=course.task.name,
+        host=course.host,
+        controller=contestant.name,
+        level=contestant.level,
+        seed=contestant.setting.seed,
+        horizon=contestant.setting.horizon,
+        test_loss=test_loss,
+        val_loss=val_loss,
+        parameters=plot.garden.host.parameters,
+        added_parameters=added.parameters,
+        flops_per_sample=plot.garden.host.flops,
+        added_flops=added.flops,
+        total_flops=plot.chronicle.flops,
+        grown=len(entries),
+        kept=[(name, str(bed.life.blueprint)) for name, bed in plot.garden.occupied()],
+        rollbacks=plot.judge.rollbacks,
+        trace=[f"{entry.born} {entry.slot} {entry.blueprint} {entry.outcome}" for entry in entries],
+    )

@@ -1,0 +1,192 @@
+"""The network of a controller: it works for any number of slots and blueprints, and their order does not matter.
+
+Every candidate is encoded by the same weights, and so is every slot, with its candidates pooled and the host beside it. Slots see one
+another by attention. The host and the pooled slots are the summary that goes into the policy's memory; the slots and candidates themselves
+go around it, because the actor points at them: a slot's logit for an op is the product of what the op looks for with what the slot is, and
+likewise for a blueprint in a slot.
+
+Shapes: B = any leading dimension (hosts, or packed steps), S = slots, K = blueprints, D = width of a slot, C = width of a candidate,
+E = width of the summary, H = width of the core.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from esper.controller.features import CANDIDATE, HOST, SLOT
+from esper.controller.layout import ALPHA_TARGETS, Op, spec
+from esper.controller.network_config import SlotNetworkConfig
+from esper.rl.config import NetworkConfig
+from esper.rl.dense import Dense
+from esper.rl.networks import initialize, mlp
+from esper.rl.policy import Policy
+from esper.vecenv import Obs
+
+_NEARLY_UNIFORM = 0.01  # gain of the layers that logits come from
+_ACTIVATION = "relu"
+
+
+def apply_to_rows(module: nn.Module, values: Tensor) -> Tensor:
+    """A module for rows [B, F] on [..., F]: its products are quickest on plain rows."""
+    rows: Tensor = module(values.flatten(0, -2))
+    return rows.view(*values.shape[:-1], rows.shape[-1])
+
+
+def pool(values: Tensor, exists: Tensor) -> Tensor:
+    """Mean and maximum over those that exist: ([..., M, F], [..., M]) -> [..., 2F]; zeros where nothing does."""
+    there = exists.unsqueeze(-1)
+    mean = (values * there).sum(-2) / there.sum(-2).clamp_min(1)
+    most = values.masked_fill(~there, torch.finfo(values.dtype).min).amax(-2)
+    return torch.cat((mean, most.masked_fill(~there.any(-2), 0.0)), dim=-1)
+
+
+def point(wanted: Tensor, offered: Tensor) -> Tensor:
+    """Logits [...]: how well what is offered [..., F] is what is wanted [..., F]."""
+    # Not a batched product: torch works through the batch one by one where the products are so small.
+    return (wanted * offered).sum(-1) / math.sqrt(offered.shape[-1])
+
+
+class Attention(nn.Module):
+    """Slots see one another: attention and a layer of its own for each slot, both added to what was there."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm = nn.LayerNorm(width)
+        self.looks = Dense(width, 3 * width)
+        self.mix = Dense(width, width)
+        self.layers = nn.Sequential(nn.LayerNorm(width), *mlp((width, 2 * width), _ACTIVATION), Dense(2 * width, width))
+
+    def forward(self, slots: Tensor, exists: Tensor) -> Tensor:
+        """([B, S, D], [B, S]) -> [B, S, D]."""
+        count, places, _ = slots.shape
+        looks = apply_to_rows(self.looks, self.norm(slots)).view(count, places, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        query, key, value = looks.unbind(0)  # [B, heads, S, D / heads]
+        visible = exists | ~exists.any(1, keepdim=True)  # in a host without slots padding sees itself, which is harmless and finite
+        heard = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=visible[:, None, None, :])
+        slots = slots + apply_to_rows(self.mix, heard.transpose(1, 2).flatten(2))
+        return slots + apply_to_rows(self.layers, slots)
+
+
+class SlotEncoder(nn.Module):
+    """From an observation to [B, E], which is the core's input, and behind it what goes around the core: the summary again, all slots, all
+    candidates."""
+
+    def __init__(self, config: SlotNetworkConfig, *, slots: int, blueprints: int) -> None:
+        super().__init__()
+        self.config = config
+        width = config.width
+        self.output_size = config.summary_width
+        self.bypass_size = config.summary_width + slots * (width + blueprints * config.candidate_width)
+        self.host = mlp((HOST.width, width), _ACTIVATION)
+        self.candidate = mlp((CANDIDATE.width, 2 * config.candidate_width, config.candidate_width), _ACTIVATION)
+        self.slot = mlp((SLOT.width + 2 * config.candidate_width + width, width, width), _ACTIVATION)
+        self.attention = nn.ModuleList(Attention(width, config.attention_heads) for _ in range(config.blocks))
+        self.norm = nn.LayerNorm(width)
+        self.summary = mlp((3 * width, config.summary_width), _ACTIVATION)
+
+    def forward(self, obs: Obs) -> Tensor:
+        exists = obs["slots"][..., SLOT.column("exists")] > 0.5  # [B, S]
+        host = self.host(obs["host"])  # [B, D]
+        candidates = apply_to_rows(self.candidate, obs["candidates"])  # [B, S, K, C]
+        options = pool(candidates, obs["candidates"][..., CANDIDATE.column("exists")] > 0.5)  # [B, S, 2C]
+        beside = host.unsqueeze(1).expand(-1, exists.shape[1], -1)
+        slots = apply_to_rows(self.slot, torch.cat((obs["slots"], options, beside), dim=-1))  # [B, S, D]
+        for block in self.attention:
+            slots = block(slots, exists)
+        slots = self.norm(slots)
+        summary = self.summary(torch.cat((host, pool(slots, exists)), dim=1))  # [B, E]
+        return torch.cat((summary, summary, slots.flatten(1), candidates.flatten(1)), dim=1)
+
+
+class PointerActor(nn.Module):
+    """Logits of all heads, row by row, from [B, H + E + S·D + S·K·C]."""
+
+    def __init__(self, config: SlotNetworkConfig, *, core_width: int, slots: int, blueprints: int) -> None:
+        super().__init__()
+        width, candidate_width = config.width, config.candidate_width
+        front = core_width + config.summary_width
+        self.sizes = [front, slots * width, slots * blueprints * candidate_width]
+        self.slots, self.blueprints = slots, blueprints
+        self.trunk = mlp((front, width), _ACTIVATION)
+        self.op = Dense(width, len(Op))
+        self.wanted_slots = Dense(width, len(Op) * width)
+        self.context = mlp((2 * width, width), _ACTIVATION)
+        self.wanted_candidates = Dense(width, candidate_width)
+        self.alpha = Dense(width, len(ALPHA_TARGETS))
+
+    def forward(self, features: Tensor) -> Tensor:
+        count = len(features)
+        front, slots, candidates = features.split_with_sizes(self.sizes, dim=1)
+        slots = slots.reshape(count, self.slots, -1)  # [B, S, D]
+        candidates = candidates.reshape(count, self.slots, self.blueprints, -1)  # [B, S, K, C]
+        trunk = self.trunk(front)  # [B, D]
+        wanted = self.wanted_slots(trunk).view(count, len(Op), -1)  # [B, ops, D]
+        slot_logits = point(wanted.unsqueeze(2), slots.unsqueeze(1))  # [B, ops, S]
+        context = apply_to_rows(self.context, torch.cat((trunk.unsqueeze(1).expand_as(slots), slots), dim=2))  # [B, S, D]
+        candidate_logits = point(apply_to_rows(self.wanted_candidates, context).unsqueeze(2), candidates)  # [B, S, K]
+        alpha_logits = apply_to_rows(self.alpha, context)  # [B, S, alphas]
+        return torch.cat([part.flatten(1) for part in (self.op(trunk), slot_logits, candidate_logits, alpha_logits)], dim=1)
+
+
+class Front(nn.Module):
+    """The first numbers of a row: what a critic looks at, which need not know single slots."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+
+    def forward(self, features: Tensor) -> Tensor:
+        return features[:, : self.width]
+
+
+class Parts(NamedTuple):
+    """What a controller's policy brings of its own: `PPO(env, config, parts.encoder, actor=parts.actor, critic=parts.critic)`."""
+
+    encoder: SlotEncoder
+    actor: PointerActor
+    critic: nn.Sequential
+
+
+def make_parts(config: SlotNetworkConfig, memory: NetworkConfig, *, slots: int, blueprints: int, generator: torch.Generator) -> Parts:
+    """For hosts of up to so many slots and blueprints. The weights have the same shapes whatever these are."""
+    # torch's layers draw their first weights from the global generator, which is not ours to move; ours replace them.
+    with torch.random.fork_rng(devices=[]):
+        encoder = SlotEncoder(config, slots=slots, blueprints=blueprints)
+        core_width = encoder.output_size if memory.core == "none" else memory.hidden_size
+        actor = PointerActor(config, core_width=core_width, slots=slots, blueprints=blueprints)
+        front = actor.sizes[0]
+        critic = nn.Sequential(Front(front), *mlp((front, config.width), _ACTIVATION), Dense(config.width, 1))
+    for part in (encoder, actor, critic):
+        initialize(part, generator)
+    for layer in (actor.op, actor.wanted_slots, actor.wanted_candidates, actor.alpha):
+        initialize(layer, generator, gain=_NEARLY_UNIFORM)
+    initialize(critic[-1], generator, gain=1.0)
+    return Parts(encoder, actor, critic)
+
+
+def make_policy(
+    config: SlotNetworkConfig,
+    memory: NetworkConfig,
+    *,
+    slots: int,
+    blueprints: int,
+    generator: torch.Generator,
+    normalize_values: bool = True,
+) -> Policy:
+    """A policy for hosts of up to so many slots and blueprints, as training would make it."""
+    parts = make_parts(config, memory, slots=slots, blueprints=blueprints, generator=generator)
+    return Policy(
+        *spec(slots, blueprints),
+        memory,
+        generator=generator,
+        encoder=parts.encoder,
+        actor=parts.actor,
+        critic=parts.critic,
+        normalize_observations=False,
+        normalize_values=normalize_values,
+    )

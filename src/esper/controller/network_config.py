@@ -1,0 +1,19 @@
+"""Widths of a controller's network. Imports no torch, so that a command line can show it at once."""
+
+from __future__ import annotations
+
+from esper.config import Config, ConfigError, NonNegativeInt, PositiveInt
+
+
+class SlotNetworkConfig(Config):
+    """What lies around the core of the policy: the encoder of slots and candidates, and the pointers back to them."""
+
+    width: PositiveInt = 32  # of what a slot is encoded to
+    candidate_width: PositiveInt = 16  # of what a candidate is encoded to
+    blocks: NonNegativeInt = 1  # of attention, in which slots see one another
+    attention_heads: PositiveInt = 4  # in each block; divides width
+    summary_width: PositiveInt = 64  # of what goes into the core: the host and all its slots
+
+    def check(self) -> None:
+        if self.width % self.attention_heads:
+            raise ConfigError("attention_heads", expected=f"a divisor of width ({self.width})", got=self.attention_heads)

@@ -1,0 +1,130 @@
+"""What a controller is paid: the worth of a host now, less what it was worth before.
+
+A `Standing` says how a host stands after a decision. Its potential is a sum of terms, one small function each, and a decision is paid by
+what it changed:
+
+    dense     gamma · potential(after) - potential(before)
+    sparse    0, and gamma · potential(after) at the last decision
+
+A host starts with potential 0: it is its own never-grow twin, and nothing is in it. So the discounted return of both forms is
+gamma^T · potential(end), whatever the path: what was gained on the way and lost again pays nothing, and there is nothing to farm. That
+needs the learner's gamma in the formula. With gamma < 1 and plain differences, (1 - gamma) of the potential would be paid again at every
+decision, and a seed that looks good for a while would earn by being there. Our choice is gamma 1: horizons are finite and observed, only
+the end counts, and a long life counts as much as a short one.
+
+At the end only fossilized seeds count: the environment prunes what is still living, measures the host again, and then takes the last
+standing. So the FLOPs of a seed that nobody decided on are spent for nothing.
+
+The family `loss` takes the validation loss against the twin's, `contribution` the sum of what all seeds were measured at. A host leans on
+what grew in it, so contributions can be large where growing gained nothing: `loss` is the honest one.
+
+Shapes: N = hosts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from esper.controller.config import RewardConfig
+from esper.growth.config import Rent
+from esper.growth.lifecycle import OCCUPIED
+from esper.growth.rent import rent_of
+from esper.growth.state import GrowthState
+
+Number = TypeVar("Number", float, Tensor)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Standing:
+    """How N hosts stand after a decision; all float64 [N]."""
+
+    gain: Tensor  # nats: validation loss of the never-grow twin, with the same initialisation and data order, minus the host's
+    contributions: Tensor  # nats: of the seeds in all slots together
+    rent: Tensor  # nats: of everything that is in the host, connected or not, from germination on
+    spent: Tensor  # FLOPs that went into seeds that were pruned, over those of the host's whole training; never falls
+    rollbacks: Tensor  # so far
+
+    def __post_init__(self) -> None:
+        assert all(value.shape == self.gain.shape and value.dtype == torch.float64 for value in self.values())
+
+    def values(self) -> tuple[Tensor, ...]:
+        return (self.gain, self.contributions, self.rent, self.spent, self.rollbacks)
+
+    @classmethod
+    def start(cls, hosts: int, *, device: str | torch.device = "cpu") -> Standing:
+        """Before anything was decided: every host is its own twin."""
+        return cls(*(torch.zeros(hosts, dtype=torch.float64, device=device) for _ in range(5)))
+
+
+def standing_of(states: Sequence[GrowthState], *, twin_losses: Sequence[float], spent: Sequence[float]) -> Standing:
+    """The standing of each host, from what its controller sees, its twin's validation loss and the share it spent on pruned seeds."""
+    rows = [
+        (
+            twin_loss - state.val_losses[-1],
+            sum(slot.contribution.gain.estimate for slot in state.slots if slot.stage in OCCUPIED and slot.contribution is not None),
+            rent_of(state.added, state.host_cost, state.rent),
+            share,
+            float(state.rollbacks),
+        )
+        for state, twin_loss, share in zip(states, twin_losses, spent, strict=True)
+    ]
+    return Standing(*torch.tensor(rows, dtype=torch.float64).reshape(-1, 5).unbind(dim=1))
+
+
+# The terms: each [N], in nats, times its weight
+
+
+def gain_term(standing: Standing, config: RewardConfig) -> Tensor:
+    """What growing gained, by the family's measure."""
+    nats = standing.gain if config.family == "loss" else standing.contributions
+    return config.gain * nats.clamp(-config.largest_gain, config.largest_gain)
+
+
+def rent_term(standing: Standing, config: RewardConfig) -> Tensor:
+    """What everything in the host costs."""
+    return -config.rent * standing.rent
+
+
+def spent_term(standing: Standing, config: RewardConfig) -> Tensor:
+    """What was spent for nothing."""
+    return -config.spent * standing.spent
+
+
+def rollback_term(standing: Standing, config: RewardConfig) -> Tensor:
+    """What disasters cost, beside the training that was lost."""
+    return -config.rollback * standing.rollbacks
+
+
+TERMS = {"gain": gain_term, "rent": rent_term, "spent": spent_term, "rollback": rollback_term}
+
+
+def potential(standing: Standing, config: RewardConfig) -> Tensor:
+    """What each host is worth [N], in nats."""
+    return sum((term(standing, config) for term in TERMS.values()), start=torch.zeros_like(standing.gain))
+
+
+def rewards(before: Standing, after: Standing, is_last: Tensor, config: RewardConfig, *, gamma: float = 1.0) -> Tensor:
+    """What each host's decision is paid [N], in nats. `is_last` [N] says where a life ended with it; `gamma` is the learner's."""
+    worth = gamma * potential(after, config)
+    if config.is_sparse:
+        return torch.where(is_last, worth, torch.zeros_like(worth))
+    return worth - potential(before, config)
+
+
+def units(rents: Sequence[Rent], config: RewardConfig) -> Tensor:
+    """Nats [N] that count as 1 for each host, for an environment to divide its rewards by.
+
+    High rents make rewards a hundred times larger than low ones do, and a learner that normalises over all hosts would see nothing else. A
+    host's unit is the same for its whole life, so what is best for it stays the best.
+    """
+    return torch.tensor([config.unit + rent.parameters for rent in rents], dtype=torch.float64)
+
+
+def utility(test_gain: Number, rent: Number) -> Number:
+    """What growing was worth, for reports: nats of test loss gained over the twin, minus rent. Nobody is rewarded by it."""
+    return test_gain - rent

@@ -1,0 +1,139 @@
+"""A squad: the hosts of one fleet that a controller decides for, and the twins that never grow.
+
+Hosts with the same initialisation, data and order share a twin. A life has horizon + 1 decisions: one before every stretch of training, and
+a last one after it. Then what was not kept is taken out, and the host is measured once more, as it will be used.
+
+Shapes: H = hosts that are decided for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from esper.controller.config import ControllerConfig
+from esper.controller.domain import FleetSetting
+from esper.controller.reward import Standing, standing_of
+from esper.fleet.config import HostSetting
+from esper.fleet.data import TaskTensors
+from esper.fleet.fleet import Fleet
+from esper.growth.config import GrowthConfig, Rent
+from esper.growth.decisions import Decision
+from esper.growth.state import GrowthState
+from esper.tasks import Task
+
+
+class Squad:
+    def __init__(self, setting: FleetSetting, config: ControllerConfig, task: Task, tensors: TaskTensors, *, device: torch.device) -> None:
+        self.setting, self.config, self.task = setting, config, task
+        self.hosts = len(setting.hosts)
+        twins = list(dict.fromkeys(map(_training_of, setting.hosts)))
+        self.twin_of = [self.hosts + twins.index(_training_of(host)) for host in setting.hosts]
+        self.fleet = Fleet(
+            task,
+            partial(_make_host, task, setting.host),
+            hosts=self.hosts + len(twins),
+            growth=growth_for(task, config.growth),
+            config=config.fleet,
+            device=device,
+            tensors=tensors,
+        )
+        self.fleet.reset(dict(enumerate((*setting.hosts, *twins))))
+
+    # Lives
+
+    @property
+    def is_last(self) -> bool:
+        """The next decision is the last one."""
+        return not self.fleet.training()
+
+    def alive(self) -> list[bool]:
+        """Which hosts have not been given up."""
+        return [not host.is_given_up for host in self.fleet.rows[: self.hosts]]
+
+    def states(self) -> list[GrowthState]:
+        return [finite(self.fleet.state(row)) for row in range(self.hosts)]
+
+    def decide(self, decisions: Mapping[int, Decision]) -> None:
+        self.fleet.decide(decisions, by="the policy")
+
+    def advance(self) -> None:
+        self.fleet.advance()
+
+    def finish(self) -> None:
+        """After the last decision."""
+        self.fleet.finish(range(self.hosts))
+
+    # What it was worth
+
+    def standing(self) -> Standing:
+        """How the hosts stand, by the validation losses of the last stretch."""
+        losses = [finite(self.fleet.state(row)).val_losses[-1] for row in range(self.fleet.hosts)]
+        return self._standing(losses)
+
+    def last_standing(self) -> Standing:
+        """As they are when everything is over: with what was kept, and measured anew."""
+        losses = self.fleet.losses(self.task.validation, count=self.config.fleet.validation_samples).tolist()
+        return self._standing([loss if math.isfinite(loss) else self.task.uninformed_loss for loss in losses])
+
+    def _standing(self, losses: Sequence[float]) -> Standing:
+        states = [replace(finite(self.fleet.state(row)), val_losses=(losses[row],)) for row in range(self.hosts)]
+        twins = [losses[twin] for twin in self.twin_of]
+        return standing_of(states, twin_losses=twins, spent=[self._spent(row) for row in range(self.hosts)])
+
+    def _spent(self, row: int) -> float:
+        """FLOPs that went into seeds that are gone, over those of the host's whole training."""
+        samples = self.fleet.config.batch_size * self.fleet.steps_per_decision * self.setting.horizon
+        return self.fleet.rows[row].spent_flops / (3 * samples * self.fleet.survey.host.flops)
+
+    def test_gains(self) -> Tensor:
+        """Nats of test loss that each host is ahead of its twin [H]. For reports: nobody decides or is rewarded by it."""
+        losses = self.fleet.losses(self.task.test)
+        return losses[self.twin_of] - losses[: self.hosts]
+
+    def rents(self) -> list[Rent]:
+        return [host.rent for host in self.setting.hosts]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"fleet": self.fleet.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.fleet.load_state_dict(state["fleet"])
+
+
+def _make_host(task: Task, channels: str, seed: int) -> torch.nn.Module:
+    return task.make_host(channels, seed=seed)
+
+
+def _training_of(host: HostSetting) -> HostSetting:
+    """What a host is without growth: the setting of its twin."""
+    return msgspec.structs.replace(host, rent=Rent(), growth_seed=0)
+
+
+def growth_for(task: Task, growth: GrowthConfig) -> GrowthConfig:
+    """With the loss of a model that knows nothing, which the task knows."""
+    if growth.governor.uninformed_loss is not None:
+        return growth
+    return msgspec.structs.replace(growth, governor=msgspec.structs.replace(growth.governor, uninformed_loss=task.uninformed_loss))
+
+
+def finite(state: GrowthState) -> GrowthState:
+    """With finite losses: where one was not, the run went back, and the loss before it is where the host stands."""
+    if all(map(math.isfinite, (*state.train_losses, *state.val_losses))):
+        return state
+    start = state.uninformed_loss or 0.0
+    return replace(state, train_losses=_mended(state.train_losses, start), val_losses=_mended(state.val_losses, start))
+
+
+def _mended(losses: Sequence[float], start: float) -> tuple[float, ...]:
+    mended: list[float] = []
+    for loss in losses:
+        mended.append(loss if math.isfinite(loss) else (mended or [start])[-1])
+    return tuple(mended)

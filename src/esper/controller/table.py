@@ -1,0 +1,108 @@
+"""A table of what is observed: one row per number, with its unit, its range and how it is scaled to about [-1, 1].
+
+Widths, columns and the scaling of whole arrays come from the table. What is not known is not a number before scaling and 0 after it.
+
+Shapes: F = rows of the table, which are the last dimension of what is observed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from typing import Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+View = TypeVar("View")
+
+
+class Scale(Enum):
+    """How a number between `low` and `high` is scaled; what lies beyond is cut off."""
+
+    AS_IS = "as it is"
+    LOG = "its logarithm, from -1 at low to 1 at high"
+    SIGNED_LOG = "proportional up to about ±low, its logarithm beyond, ±1 at ±high"
+
+
+@dataclass(frozen=True, slots=True)
+class Feature(Generic[View]):
+    name: str
+    unit: str
+    scale: Scale
+    low: float
+    high: float
+    value: Callable[[View], float | None]  # in its unit; None: not known
+
+
+def flag(name: str, value: Callable[[View], bool]) -> Feature[View]:
+    return Feature(name, "1 if so", Scale.AS_IS, 0.0, 1.0, value)
+
+
+def share(name: str, unit: str, value: Callable[[View], float | None]) -> Feature[View]:
+    return Feature(name, unit, Scale.AS_IS, 0.0, 1.0, value)
+
+
+def log(name: str, unit: str, low: float, high: float, value: Callable[[View], float | None]) -> Feature[View]:
+    return Feature(name, unit, Scale.LOG, low, high, value)
+
+
+def signed_log(name: str, unit: str, low: float, high: float, value: Callable[[View], float | None]) -> Feature[View]:
+    return Feature(name, unit, Scale.SIGNED_LOG, low, high, value)
+
+
+@dataclass(frozen=True)
+class Table(Generic[View]):
+    """The rows that describe one thing: a host, a slot or a candidate."""
+
+    features: Sequence[Feature[View]]
+
+    def __post_init__(self) -> None:
+        assert len({feature.name for feature in self.features}) == len(self.features), "names differ"
+
+    @property
+    def width(self) -> int:
+        return len(self.features)
+
+    def column(self, name: str) -> int:
+        return next(column for column, feature in enumerate(self.features) if feature.name == name)
+
+    def nothing(self, *shape: int) -> Floats:
+        """[*shape, F] of which nothing is known."""
+        return np.full((*shape, self.width), np.nan)
+
+    def values(self, view: View) -> list[float | None]:
+        """[F] in their units, for an array of floats, where None is not a number."""
+        return [feature.value(view) for feature in self.features]
+
+    @cached_property
+    def _ranges(self) -> tuple[Floats, Floats]:
+        return np.array([feature.low for feature in self.features]), np.array([feature.high for feature in self.features])
+
+    def _columns(self, scale: Scale) -> list[int]:
+        return [column for column, feature in enumerate(self.features) if feature.scale is scale]
+
+    def scaled(self, values: Floats) -> NDArray[np.float32]:
+        """From units [..., F] to about [-1, 1] [..., F]."""
+        lows, highs = self._ranges
+        result = np.empty(values.shape, dtype=np.float32)
+        for scale in Scale:
+            columns = self._columns(scale)
+            low, high, some = lows[columns], highs[columns], values[..., columns]
+            if scale is Scale.AS_IS:
+                result[..., columns] = np.clip(some, low, high)
+            elif scale is Scale.LOG:
+                result[..., columns] = 2 * np.log(np.clip(some, low, high) / low) / np.log(high / low) - 1
+            else:
+                result[..., columns] = np.arcsinh(np.clip(some, -high, high) / low) / np.arcsinh(high / low)
+        result[np.isnan(result)] = 0.0
+        return result
+
+    def description(self) -> str:
+        """One line per number: what it is, and how it becomes what a policy sees."""
+        return "\n".join(
+            f"{feature.name}: {feature.unit}, {feature.low:g} to {feature.high:g}, {feature.scale.value}" for feature in self.features
+        )

@@ -1,0 +1,133 @@
+"""Training a controller: a run of `esper.rl` in the environment of growth, whose end is a file that `esper grow --controller` takes.
+
+result = train_controller(ControllerConfig(rounds=50), "runs/controller")
+result = resume_controller("runs/controller")                 # after a crash, or for more rounds
+controller = load_controller("runs/controller/controller.safetensors")
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from torch import nn
+
+from esper.checkpoint import load_module
+from esper.config import load
+from esper.controller.config import ControllerConfig
+from esper.controller.env import GrowthEnv
+from esper.controller.learned import save_controller
+from esper.controller.network import make_parts, make_policy
+from esper.devices import find_device, threads
+from esper.events import Sink
+from esper.parallel import ALONE, Group
+from esper.rl.checkpoints import open_store
+from esper.rl.evaluate import Evaluation
+from esper.rl.policy import Policy
+from esper.rl.ppo import PPO
+from esper.rl.run_setup import Relay
+from esper.rl.runs import Kind, Result, resume_run, train_run
+from esper.rng import Streams
+from esper.run_folder import CONFIG, RunError
+from esper.tasks import TASKS, Task, TaskError, load_task
+
+CONTROLLER = "controller.safetensors"  # in the folder of a run: its best policy
+
+
+def train_controller(
+    config: ControllerConfig,
+    folder: Path | str | None = None,
+    *,
+    sinks: Iterable[Sink] = (),
+    should_stop: Callable[[], bool] = lambda: False,
+    group: Group = ALONE,
+) -> Result:
+    """Trains a new controller in a folder of its own. Stops after the round in which `should_stop()` becomes true, with a checkpoint."""
+    result = train_run(config, folder, kind=GROWTH, sinks=sinks, should_stop=should_stop, group=group)
+    return _written(result, group)
+
+
+def resume_controller(
+    folder: Path | str,
+    *,
+    config: ControllerConfig | None = None,
+    sinks: Iterable[Sink] = (),
+    should_stop: Callable[[], bool] = lambda: False,
+    group: Group = ALONE,
+) -> Result:
+    """Goes on from the latest checkpoint, with seeds alive in the fleets. `config` may ask for more rounds than the saved one."""
+    result = resume_run(folder, config=config, kind=GROWTH, sinks=sinks, should_stop=should_stop, group=group)
+    return _written(result, group)
+
+
+@contextlib.contextmanager
+def prepare_controller(config: ControllerConfig, group: Group = ALONE) -> Iterator[tuple[PPO, Relay]]:
+    """The learner of a run in its environment. Touches no files but those of the tasks; mistakes in the config are RunErrors."""
+    device, relay = group.place(find_device(config.device)), Relay()
+    with threads(config.threads):
+        try:
+            env = GrowthEnv(config, partial(load_from, config.data_dir), seed=config.ppo.seed, device=device, on_event=relay)
+            parts = make_parts(
+                config.network,
+                config.ppo.network,
+                slots=env.slots,
+                blueprints=env.blueprints,
+                generator=Streams(config.ppo.seed).torch("controller"),
+            )
+            ppo = PPO(env, config.ppo, parts.encoder, actor=parts.actor, critic=parts.critic, device=device, on_event=relay, group=group)
+        except (ValueError, TaskError) as error:
+            raise RunError(str(error)) from error
+        yield ppo, relay
+
+
+def load_from(data_dir: str | None, name: str) -> Task:
+    """A task; those that bring their own data take no folder."""
+    return load_task(name, data_dir=None if name in TASKS and TASKS[name].has_own_data else data_dir)
+
+
+def _prepare(config: ControllerConfig, encoder: nn.Module | None, group: Group) -> contextlib.AbstractContextManager[tuple[PPO, Relay]]:
+    return prepare_controller(config, group)
+
+
+def _no_score(config: ControllerConfig, policy: Policy, seed: int) -> Evaluation | None:
+    """Fresh lives are dear: the best policy is the one that did best while it was trained."""
+    return None
+
+
+GROWTH = Kind(
+    config=ControllerConfig,
+    title=lambda config: "controller",
+    prepare=_prepare,
+    changeable=("rounds", "threads", "checkpoint_every", "keep", "data_dir"),
+    score=_no_score,
+)
+
+
+def _written(result: Result, group: Group) -> Result:
+    if group.rank == 0 and result.status != "had finished":
+        write_controller(result.folder)
+    return result
+
+
+def write_controller(folder: Path) -> Path:
+    """Makes the controller file from the best checkpoint of a run."""
+    config = load(ControllerConfig, folder / CONFIG)
+    best = open_store(folder).load("best")
+    saved: dict[str, Any] = best.state["ppo"]
+    slots, blueprints, _ = saved["observation_spec"]["candidates"]["shape"]
+    policy = make_policy(
+        config.network,
+        config.ppo.network,
+        slots=slots,
+        blueprints=blueprints,
+        generator=Streams(config.ppo.seed).torch("controller"),
+        normalize_values=config.ppo.normalize_values,
+    )
+    load_module(policy, saved["policy"])
+    info = {"run": folder.name, "step": best.step, "domain": msgspec.to_builtins(config.domain), **best.state["summary"]}
+    save_controller(folder / CONTROLLER, policy, info, ops=("wait", *config.ops))
+    return folder / CONTROLLER

@@ -1,0 +1,39 @@
+"""N hosts of one architecture, trained as one tensor program, each with its own seeds.
+
+Names are imported when they are first used, so that a command line can show its help at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from esper.fleet.config import FleetConfig, HostSetting
+    from esper.fleet.data import TaskTensors
+    from esper.fleet.errors import FleetError
+    from esper.fleet.fleet import Fleet
+    from esper.fleet.memory import Memory
+
+_MODULES = {
+    "Fleet": "fleet",
+    "FleetConfig": "config",
+    "FleetError": "errors",
+    "HostSetting": "config",
+    "Memory": "memory",
+    "TaskTensors": "data",
+}
+
+__all__ = ["Fleet", "FleetConfig", "FleetError", "HostSetting", "Memory", "TaskTensors"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,344 @@
+"""A fleet: N hosts of one architecture that train as one tensor program, each with its own weights, data, seeds and life.
+
+    fleet = Fleet(task, make_host, hosts=32, growth=GrowthConfig(), config=FleetConfig())
+    fleet.reset({row: HostSetting(seed=row) for row in range(32)})
+    rows = fleet.training()
+    while rows:
+        fleet.decide({row: controllers[row].decide(fleet.state(row)) for row in rows})
+        rows = fleet.advance()                         # training, validation, contributions; the device is read once
+    fleet.finish(range(32))
+    losses = fleet.losses(task.test)                   # of the hosts as they are now
+
+Lives, gates, governor and ledger are those of `esper.growth`: every host has a `Plot`. Tensors have the host index first. The hosts that
+`advance` gives include those whose horizon has just ended: they have a last decision, what to keep. From then on they are frozen and cost
+nothing until they are reset.
+
+Shapes: N = hosts, A = those that train, T = steps until the next decision, V = validation batches.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from esper.fleet.config import FleetConfig, HostSetting
+from esper.fleet.data import FleetData, TaskTensors, placed_inputs
+from esper.fleet.ensemble import Ensemble
+from esper.fleet.errors import FleetError
+from esper.fleet.formation import Gardens, crews_of, members_of
+from esper.fleet.host import Host
+from esper.fleet.host_bank import HostBank
+from esper.fleet.measurement import Samples, are_finite, losses_of, losses_without
+from esper.fleet.memory import Memory, check_fits, explained, free_bytes, seed_bytes, state_bytes, step_bytes
+from esper.fleet.optimizers import SGD, AdamW
+from esper.fleet.probe import probes_of
+from esper.fleet.reading import Reading
+from esper.fleet.row_bed import RowBed
+from esper.fleet.seeds import MakeRowOptimizer, SeedBank, Species
+from esper.fleet.snapshots import RowRecovery, RowSnapshots, Wishes
+from esper.fleet.stretch import Plan, Stretch
+from esper.fleet.upload import upload
+from esper.growth.chronicle import chunk_means
+from esper.growth.config import GrowthConfig
+from esper.growth.contribution import Losses
+from esper.growth.decisions import Decision
+from esper.growth.garden import options_for
+from esper.growth.place import Place
+from esper.growth.plot import Plot
+from esper.growth.reporting import Promises
+from esper.growth.slotted import add_slots
+from esper.growth.state import GrowthState
+from esper.tasks import Split, Task
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.float32, "float64": torch.float64}  # of weights
+
+
+class Fleet:
+    """`make_host(seed)` gives a fresh host on the CPU; all of them are of one architecture."""
+
+    def __init__(
+        self,
+        task: Task,
+        make_host: Callable[[int], nn.Module],
+        *,
+        hosts: int,
+        growth: GrowthConfig | None = None,
+        config: FleetConfig | None = None,
+        device: torch.device | str = "cpu",
+        tensors: TaskTensors | None = None,
+    ) -> None:
+        if hosts < 1:
+            raise FleetError(f"a fleet has at least one host; got {hosts}")
+        self.task, self.make_host, self.hosts = task, make_host, hosts
+        self.growth, self.config = growth or GrowthConfig(), config or FleetConfig()
+        self.device, self.dtype = torch.device(device), _DTYPES[self.config.precision]
+        self._precision = torch.bfloat16 if self.config.precision == "bfloat16" else None
+        tensors = tensors or TaskTensors.of(task, device=self.device, dtype=self.dtype)
+        self.data = FleetData(tensors, hosts=hosts)
+        template = make_host(0).to(self.device, self.dtype)
+        slotted = add_slots(template, tensors.inputs[:2], slots=self.growth.slots)
+        self.survey, self.places = slotted.survey, {name: slotted.place(name) for name in slotted.slots}
+        slotted.remove()
+        make, species = _optimizer(self.config), _species(self.places, self.growth)
+        self._room = free_bytes(self.device)
+        self._memory = self._least_memory(template, species, make)
+        check_fits(hosts, self._memory.least, room=self._room, device=self.device)
+        self.host = HostBank(template, list(self.places), hosts=hosts, make=make, device=self.device, dtype=self.dtype)
+        self.banks = {name: SeedBank(self.places[name], some, hosts=hosts, make=make) for name, some in species.items()}
+        self._snapshots = RowSnapshots(self.tensors(), self.growth.governor.keep)
+        self._wishes = Wishes()
+        self.samples = self._samples(tensors.validation, self.config.validation_samples)
+        self.rows: list[Host] = [self._host(row, HostSetting()) for row in range(hosts)]
+        self.samples_trained = 0  # by all hosts together
+
+    # What it is made of
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All that hosts are made of: name -> [N, ...]."""
+        parts = {f"host {name}": tensor for name, tensor in self.host.tensors.items()}
+        for slot, bank in self.banks.items():
+            parts |= {f"{slot} {name}": tensor for name, tensor in bank.tensors.items()}
+        return parts
+
+    @property
+    def steps_per_decision(self) -> int:
+        return self.config.steps_per_decision or max(len(self.task.train) // self.config.batch_size, 1)
+
+    def _samples(self, split: Split, count: int | None = None) -> Samples:
+        inputs = placed_inputs(split.inputs[:count], self.device, self.dtype)
+        return Samples(inputs, split.targets[:count].to(self.device), self.config.validation_batch)
+
+    def _least_memory(self, template: nn.Module, species: Mapping[str, Mapping[str, Species]], make: MakeRowOptimizer) -> Memory:
+        """Without what seeds keep for a backward pass."""
+        copies = 2 + self.growth.governor.keep  # the hosts as they are, as they train, and the snapshots
+        samples = torch.arange(self.config.batch_size, device=self.device) % len(self.data.tensors)
+        inputs, targets = self.data.tensors.inputs[samples], self.data.tensors.targets[samples]
+        return Memory(
+            state=copies * state_bytes(template, species, make), step=step_bytes(template, inputs, targets, self._precision), seeds=0
+        )
+
+    def memory_per_host(self) -> Memory:
+        """In bytes."""
+        largest = [
+            max(seed_bytes(species, self.config.batch_size, self._precision) for species in bank.species.values())
+            for bank in self.banks.values()
+        ]
+        return Memory(self._memory.state, self._memory.step, sum(largest))
+
+    # Beginning
+
+    def reset(self, settings: Mapping[int, HostSetting]) -> None:
+        """These hosts begin a new life."""
+        self._check_rows(settings)
+        if self.data.tensors.labels.ndim > 1 and any(setting.classes_share < 1 for setting in settings.values()):
+            raise FleetError(
+                f"the samples of {self.task.name!r} are of many classes each, so no host can see some of them; leave classes_share at 1"
+            )
+        for row, setting in settings.items():
+            self.data.reset(row, setting)
+            self.host.load(row, self.make_host(setting.seed).to(self.dtype))
+            self.rows[row] = self._host(row, setting)
+            self.rows[row].recovery.take_snapshot()
+        self._wishes.carry_out(self._snapshots)
+
+    def _host(self, row: int, setting: HostSetting) -> Host:
+        beds = {name: RowBed(self.places[name], bank, row) for name, bank in self.banks.items()}
+        growth = msgspec.structs.replace(self.growth, rent=setting.rent, seed=setting.growth_seed)
+        plot = Plot(beds, growth, host=self.survey.host, load=self.survey.load, epochs=setting.horizon)
+        recovery = RowRecovery(row, plot.garden, plot.judge, self._wishes, self.growth.governor.keep)
+        return Host(setting, plot, recovery)
+
+    # Deciding
+
+    def training(self) -> list[int]:
+        """Hosts whose horizon is not over."""
+        return [row for row, host in enumerate(self.rows) if not host.is_over]
+
+    def state(self, row: int) -> GrowthState:
+        """What a controller sees of a host."""
+        return self.rows[row].plot.state(learning_rate=self.rows[row].rate(self.config.schedule))
+
+    def decide(self, decisions: Mapping[int, Decision], *, by: str = "controller") -> None:
+        """What the gates of a host refuse does not happen, and its ledger says why. A probe looks until the next decision."""
+        self._check_rows(decisions)
+        for decision in decisions.values():
+            for action in decision.actions:
+                if action.slot not in self.banks:
+                    raise FleetError(f"no slot named {action.slot!r} where something could grow; these hosts have {', '.join(self.banks)}")
+        for row, decision in decisions.items():
+            self.rows[row].decide(decision, by=by)
+
+    def _check_rows(self, rows: Iterable[int]) -> None:
+        unknown = [row for row in rows if not 0 <= row < self.hosts]
+        if unknown:
+            raise FleetError(f"no host {unknown[0]}; a fleet of {self.hosts} has the hosts 0 to {self.hosts - 1}")
+
+    def finish(self, rows: Iterable[int]) -> None:
+        """The training of these hosts is over: what has not been kept is taken out."""
+        for row in rows:
+            garden = self.rows[row].plot.garden
+            for name in garden.living():
+                garden.prune(name, "the training is over and it has not earned its place")
+
+    # Training
+
+    def advance(self) -> list[int]:
+        """Trains every host that is not over up to its next decision. Gives their rows."""
+        rows = self.training()
+        if not rows:
+            return []
+        with explained(self.hosts, self.memory_per_host, room=self._room, device=self.device):
+            plan, reading = self._plan(rows), Reading()
+            self._train(plan, reading)
+            trials = self._measure(rows, reading)
+            found = reading.read()
+        for number, (slot, crew) in enumerate((*plan.connected, *plan.in_shadow)):
+            for position, norms in zip(crew.rows, found[f"norms {number}"].T.tolist(), strict=True):
+                self.rows[rows[position]].plot.garden.beds[slot].norms = norms
+        self._end_epoch(rows, found, trials, self._promises(plan, found))
+        return rows
+
+    def _plan(self, rows: list[int]) -> Plan:
+        rates = upload([self.rows[row].rate(self.config.schedule) for row in rows], self.device, self.dtype)
+        asking = {position: self.rows[row].plot for position, row in enumerate(rows) if self.rows[row].wants_probe}
+        probes = probes_of(self.banks, asking, self.steps_per_decision)
+        connected, in_shadow = crews_of(self.banks, self._gardens(rows), self.steps_per_decision)
+        return Plan(rows, rates, connected, in_shadow, self.growth.lifecycle.alpha_target, self._precision, probes)
+
+    def _train(self, plan: Plan, reading: Reading) -> None:
+        steps, batch_size = self.steps_per_decision, self.config.batch_size
+        stretch = Stretch(self.host, self.data, plan, self.growth.seed_optimizer)
+        reading.add("losses", stretch.run(self.data.batches(steps, batch_size, rows=plan.rows)))
+        for number, (_, crew) in enumerate((*plan.connected, *plan.in_shadow)):
+            reading.add(f"norms {number}", torch.stack(crew.norms))
+        for number, probe in enumerate(plan.probes):
+            reading.add(f"promises {number}", probe.promises())
+        self.samples_trained += steps * batch_size * len(plan.rows)
+        for position, row in enumerate(plan.rows):
+            probed = sum(len(probe.window) * batch_size * probe.flops.get(position, 0) for probe in plan.probes)
+            self.rows[row].note_steps(steps, samples=steps * batch_size, probe_flops=probed)
+
+    def _promises(self, plan: Plan, found: Mapping[str, Tensor]) -> dict[int, Promises]:
+        """By position, of the hosts that asked, at the learning rate that a seed would begin with."""
+        promises: dict[int, Promises] = {}
+        for number, probe in enumerate(plan.probes):
+            for position, some in probe.by_position(found[f"promises {number}"].tolist()).items():
+                host = self.rows[plan.rows[position]]
+                rate = host.rate(self.config.schedule) * self.growth.seed_optimizer.learning_rate_factor
+                promises[position] = {key: rate * promise for key, promise in some.items()}
+        return promises
+
+    # Measuring
+
+    def ensemble(self, rows: Sequence[int], *, only_kept: bool = False) -> Ensemble:
+        """These hosts as one network, with the seeds that they see now."""
+        members = members_of(self.banks, self._gardens(rows), only_kept=only_kept)
+        with torch.no_grad():
+            tensors = {name: tensor.detach() for name, tensor in self.host.rows.tensors(upload(rows, self.device)).items()}
+        return Ensemble(self.host.stacked, tensors, members, self._precision)
+
+    def _gardens(self, rows: Sequence[int]) -> Gardens:
+        return [(row, self.rows[row].plot.garden) for row in rows]
+
+    def losses(self, split: Split, *, rows: Sequence[int] | None = None, count: int | None = None) -> Tensor:
+        """Mean loss of every host, in nats, on a part of the data [hosts], on the CPU; seeds that are not kept yet are left out."""
+        rows = list(range(self.hosts)) if rows is None else rows
+        samples = self._samples(split, count)
+        each = losses_of(self.ensemble(rows, only_kept=True), samples, len(rows)).double().cpu()
+        weights = torch.tensor(samples.sizes, dtype=torch.float64)
+        return (each * weights.unsqueeze(1)).sum(0) / weights.sum()
+
+    def _measure(self, rows: list[int], reading: Reading) -> dict[str, list[int]]:
+        """Gives the seeds on trial: slot -> positions of their hosts."""
+        ensemble = self.ensemble(rows)
+        trials: dict[str, list[int]] = defaultdict(list)
+        for position, row in enumerate(rows):
+            on_trial = self.rows[row].plot.on_trial()
+            for slot in on_trial:
+                trials[slot].append(position)
+            self.rows[row].note_validation(samples=len(self.samples), passes=1 + len(on_trial))
+        reading.add("validation", losses_of(ensemble, self.samples, len(rows)))
+        for slot, losses in losses_without(ensemble, self.samples, trials).items():
+            reading.add(f"without {slot}", losses)
+        reading.add("finite", are_finite(ensemble, self.host.rows.parameters.layout.shapes, len(rows)))
+        return trials
+
+    def _end_epoch(
+        self, rows: list[int], found: Mapping[str, Tensor], trials: Mapping[str, list[int]], promises: Mapping[int, Promises]
+    ) -> None:
+        sizes = [float(size) for size in self.samples.sizes]
+        validation = found["validation"].T.tolist()
+        without: dict[int, dict[str, Losses]] = defaultdict(dict)
+        for slot, positions in trials.items():
+            for position, values in zip(positions, found[f"without {slot}"].T.tolist(), strict=True):
+                without[position][slot] = Losses(values, sizes)
+        chunks = chunk_means(found["losses"], self.growth.governor.checks_per_epoch).T.tolist()
+        is_finite = found["finite"].tolist()
+        for position, row in enumerate(rows):
+            host = self.rows[row]
+            host.recovery.is_finite = bool(is_finite[position])
+            host.end_epoch(chunks[position], Losses(validation[position], sizes), without[position], promises.get(position))
+        self._wishes.carry_out(self._snapshots)
+
+    # Saving
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, with seeds alive. The tensors are the live ones."""
+        return {
+            "tensors": self.tensors(),
+            "snapshots": self._snapshots.state_dict(),
+            "rows": [host.state_dict() for host in self.rows],
+            "data": self.data.state_dict(),
+            "samples_trained": self.samples_trained,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """That of a fleet of the same architecture, size and configuration; otherwise nothing is changed."""
+        self._check_state(state)
+        for row, saved in enumerate(state["rows"]):
+            setting = msgspec.convert(saved["setting"], HostSetting)
+            self.data.reset(row, setting)
+            self.rows[row] = self._host(row, setting)
+            self.rows[row].load_state_dict(saved)
+        with torch.no_grad():
+            for name, tensor in self.tensors().items():
+                tensor.copy_(state["tensors"][name])
+        self._snapshots.load_state_dict(state["snapshots"])
+        self.data.load_state_dict(state["data"])
+        self.samples_trained = state["samples_trained"]
+
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        if len(state["rows"]) != self.hosts:
+            raise FleetError(f"the saved fleet has {len(state['rows'])} hosts, and this one {self.hosts}; make one of the same size")
+        own, saved = ({name: list(tensor.shape) for name, tensor in tensors.items()} for tensors in (self.tensors(), state["tensors"]))
+        for name in sorted(own.keys() | saved.keys()):
+            if own.get(name) != saved.get(name):
+                there, here = (shapes.get(name, "not there") for shapes in (saved, own))
+                raise FleetError(
+                    f"the saved fleet is of other hosts: {name!r} is {there} in it and {here} here; make one of the same hosts"
+                )
+
+
+def _species(places: Mapping[str, Place], growth: GrowthConfig) -> dict[str, dict[str, Species]]:
+    """What may grow in every slot; slots where nothing may are left out."""
+    species = {
+        name: {blueprint.name: Species(place, blueprint.name, growth.lifecycle.blending) for blueprint in options_for(place, growth)}
+        for name, place in places.items()
+    }
+    if not any(species.values()):
+        raise FleetError(
+            f"none of the blueprints {growth.blueprints} fits any of the slots {', '.join(places)} with {growth.lifecycle.blending!r} blending; "
+            "leave `blueprints` out to allow all that fit"
+        )
+    return {name: some for name, some in species.items() if some}
+
+
+def _optimizer(config: FleetConfig) -> MakeRowOptimizer:
+    if config.optimizer == "sgd":
+        return lambda flat: SGD(flat, lr=0.0, momentum=config.momentum, weight_decay=config.weight_decay)
+    return lambda flat: AdamW(flat, lr=0.0, weight_decay=config.weight_decay)

@@ -1,0 +1,89 @@
+"""Validation losses of all hosts, and what each seed on trial contributes: one pass with everything on, and one for each slot without it.
+
+Shapes: A = hosts that are looked at, R = those with a seed on trial in one slot, V = batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from esper.fleet.ensemble import Ensemble
+from esper.fleet.seeds import Member
+from esper.fleet.upload import upload
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What is measured on, in batches of a fixed order."""
+
+    inputs: Tensor  # [M, ...]
+    targets: Tensor
+    batch_size: int
+
+    @property
+    def sizes(self) -> list[int]:
+        """Samples of every batch."""
+        return [len(targets) for _, targets in self.batches()]
+
+    def batches(self) -> list[tuple[Tensor, Tensor]]:
+        starts = range(0, len(self), self.batch_size)
+        return [(self.inputs[start : start + self.batch_size], self.targets[start : start + self.batch_size]) for start in starts]
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+
+@torch.no_grad()
+def losses_of(ensemble: Ensemble, samples: Samples, hosts: int) -> Tensor:
+    """Mean loss of every host on every batch [V, hosts]; all hosts see the same samples."""
+    found = []
+    for inputs, targets in samples.batches():
+        shared = (tensor.unsqueeze(1).expand(-1, hosts, *tensor.shape[1:]) for tensor in (inputs, targets))
+        found.append(ensemble.losses(*shared, training=False))
+    return torch.stack(found)
+
+
+def losses_without(ensemble: Ensemble, samples: Samples, trials: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
+    """For every slot with seeds on trial, slot -> positions of their hosts: the losses of those hosts without that seed [V, R]."""
+    found = {}
+    for slot, hosts in trials.items():
+        some = part_of(ensemble, hosts, without=slot)
+        found[slot] = losses_of(some, samples, len(hosts))
+    return found
+
+
+def part_of(ensemble: Ensemble, hosts: Sequence[int], *, without: str | None = None) -> Ensemble:
+    """Some of the hosts, by position; those seeds of theirs that are in the slot `without` are left out."""
+    device = next(iter(ensemble.tensors.values())).device
+    index = upload(hosts, device)
+    tensors = {name: tensor.index_select(0, index) for name, tensor in ensemble.tensors.items()}
+    places = {host: place for place, host in enumerate(hosts)}
+    members = [part for member in ensemble.members if member.slot != without and (part := _member(member, places)) is not None]
+    return Ensemble(ensemble.host, tensors, members, ensemble.precision)
+
+
+def _member(member: Member, places: Mapping[int, int]) -> Member | None:
+    owners = range(len(member.alpha)) if member.index is None else member.owners
+    staying = [(number, places[owner]) for number, owner in enumerate(owners) if owner in places]
+    if not staying:
+        return None
+    chosen = upload([number for number, _ in staying], member.alpha.device)
+    weights = {name: tensor.index_select(0, chosen) for name, tensor in member.weights.items()}
+    remaining = [place for _, place in staying]
+    index = upload(remaining, member.alpha.device)
+    return Member(member.slot, member.species, weights, member.alpha.index_select(0, chosen), index, remaining)
+
+
+@torch.no_grad()
+def are_finite(ensemble: Ensemble, trained: Iterable[str], hosts: int) -> Tensor:
+    """Which hosts have weights that are all finite [hosts], their seeds included; `trained` are the names of those that learn."""
+    found = torch.stack([ensemble.tensors[name].flatten(1).isfinite().all(1) for name in trained]).all(0)
+    for member in ensemble.members:
+        own = torch.stack([weight.flatten(1).isfinite().all(1) for weight in member.weights.values()]).all(0)
+        index = torch.arange(hosts, device=own.device) if member.index is None else member.index
+        found = found.index_copy(0, index, found.index_select(0, index) & own)
+    return found

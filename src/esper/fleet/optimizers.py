@@ -1,0 +1,146 @@
+"""Optimisers over flat rows: what torch.optim does to N hosts one after another, done to all of them at once.
+
+Every row has a learning rate, moments and a count of its steps, so a host that starts late, or is left out of a step, is where it would be
+had it been trained alone.
+
+Shapes: N = rows, P = parameters of one host.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+_CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grads_with_norm_
+
+
+class RowOptimizer(ABC):
+    """Steps on `flat` [N, P], in place. `lr` [N] may be written to between steps. `state` has the row as its first dimension throughout."""
+
+    moments: ClassVar[tuple[str, ...]]
+
+    def __init__(self, flat: Tensor, *, lr: float | Tensor, weight_decay: float = 0.0) -> None:
+        self.flat = flat
+        self.lr = torch.as_tensor(lr, dtype=flat.dtype, device=flat.device).expand(len(flat)).clone()
+        self.weight_decay = weight_decay
+        self.state = {name: torch.zeros_like(flat, requires_grad=False) for name in self.moments}
+        self.state["steps"] = torch.zeros(len(flat), dtype=torch.int64, device=flat.device)
+
+    @torch.no_grad()
+    def step(self, gradient: Tensor, *, active: Tensor | None = None) -> None:
+        """One step by `gradient` [N, P], which stays as it is. Rows outside `active` [N] stay bit-identical, whatever their gradient."""
+        changed = [self.flat, *self.state.values()]
+        before = None if active is None else [tensor.clone() for tensor in changed]
+        self.state["steps"] += 1
+        self._advance(gradient)
+        if active is not None and before is not None:
+            for tensor, old in zip(changed, before, strict=True):
+                torch.where(active.view(-1, *[1] * (tensor.ndim - 1)), tensor, old, out=tensor)
+
+    @abstractmethod
+    def _advance(self, gradient: Tensor) -> None:
+        """Changes weights and moments of all rows; the steps are counted already."""
+
+    def reset(self, rows: Tensor) -> None:
+        """These rows, given by index, begin anew."""
+        for tensor in self.state.values():
+            tensor.index_fill_(0, rows, 0)
+
+    def read(self, rows: Tensor) -> dict[str, Tensor]:
+        """A copy of the state of these rows, learning rates included."""
+        return {name: tensor.index_select(0, rows) for name, tensor in {"lr": self.lr, **self.state}.items()}
+
+    def write(self, rows: Tensor, state: dict[str, Tensor]) -> None:
+        """Puts back what `read` gave."""
+        for name, tensor in {"lr": self.lr, **self.state}.items():
+            tensor.index_copy_(0, rows, state[name])
+
+
+class SGD(RowOptimizer):
+    """torch.optim.SGD: the weight decay is part of the gradient."""
+
+    moments = ("momentum",)
+
+    def __init__(
+        self, flat: Tensor, *, lr: float | Tensor, momentum: float = 0.0, nesterov: bool = False, weight_decay: float = 0.0
+    ) -> None:
+        if nesterov and momentum <= 0:
+            raise ValueError(f"nesterov needs a momentum above 0; got momentum={momentum}")
+        super().__init__(flat, lr=lr, weight_decay=weight_decay)
+        self.momentum, self.nesterov = momentum, nesterov
+
+    def _advance(self, gradient: Tensor) -> None:
+        direction = gradient.add(self.flat, alpha=self.weight_decay) if self.weight_decay else gradient
+        if self.momentum:
+            moment = self.state["momentum"].mul_(self.momentum).add_(direction)
+            direction = direction.add(moment, alpha=self.momentum) if self.nesterov else moment
+        self.flat.addcmul_(direction, self.lr.unsqueeze(1), value=-1)
+
+
+class Adam(RowOptimizer):
+    """torch.optim.Adam: the weight decay is part of the gradient."""
+
+    moments = ("mean", "square")
+
+    def __init__(
+        self,
+        flat: Tensor,
+        *,
+        lr: float | Tensor,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(flat, lr=lr, weight_decay=weight_decay)
+        self.betas, self.eps = betas, eps
+
+    def _advance(self, gradient: Tensor) -> None:
+        self._step_along(gradient.add(self.flat, alpha=self.weight_decay) if self.weight_decay else gradient)
+
+    def _step_along(self, gradient: Tensor) -> None:
+        mean_correction, square_correction = (self._correction(beta) for beta in self.betas)
+        mean = self.state["mean"].lerp_(gradient, 1 - self.betas[0])
+        square = self.state["square"].mul_(self.betas[1]).addcmul_(gradient, gradient, value=1 - self.betas[1])
+        spread = square.sqrt().div_(square_correction.sqrt()).add_(self.eps)
+        self.flat.addcdiv_(mean * (self.lr.unsqueeze(1) / mean_correction), spread, value=-1)
+
+    def _correction(self, beta: float) -> Tensor:
+        """1 - beta^steps [N, 1], without the cancellation that would cost float32 half of its digits."""
+        if beta == 0:
+            return torch.ones_like(self.lr).unsqueeze(1)
+        return -torch.expm1(self.state["steps"].to(self.flat.dtype) * math.log(beta)).unsqueeze(1)
+
+
+class AdamW(Adam):
+    """torch.optim.AdamW: weights decay on their own, by the learning rate times the weight decay."""
+
+    def __init__(
+        self,
+        flat: Tensor,
+        *,
+        lr: float | Tensor,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+    ) -> None:
+        super().__init__(flat, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+
+    def _advance(self, gradient: Tensor) -> None:
+        if self.weight_decay:
+            self.flat.mul_(1 - self.lr.unsqueeze(1) * self.weight_decay)
+        self._step_along(gradient)
+
+
+@torch.no_grad()
+def clip_rows_(gradient: Tensor, max_norm: float | Tensor) -> Tensor:
+    """Scales every row of [N, P] that is longer than `max_norm` (one, or one for each row) down to it, in place; the norms [N] before.
+
+    A row whose norm is not finite is not usable afterwards: leave it out of the step by `active=norms.isfinite()`.
+    """
+    norms: Tensor = torch.linalg.vector_norm(gradient, dim=1)
+    gradient.mul_((max_norm / (norms + _CLIP_EPSILON)).clamp(max=1.0).unsqueeze(1))
+    return norms

@@ -1,0 +1,143 @@
+"""The first-order probe of a fleet: what every candidate would do for its host, from the host's own training steps.
+
+What is asked, and how an answer becomes a promise, is written in `esper.growth.promise`. Here all hosts that ask about one blueprint in one
+slot are answered at once.
+
+Shapes: A = hosts that train, R = those of them that ask about one blueprint in one slot, P = weights of its branch, B = samples.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from esper.fleet.formation import Banks
+from esper.fleet.row_bed import RowBed
+from esper.fleet.seeds import Species
+from esper.fleet.upload import upload
+from esper.growth.blueprints import build_branch, cost_of, get_blueprint
+from esper.growth.garden import Garden
+from esper.growth.plot import Plot
+from esper.growth.promise import promise_of
+from esper.growth.reporting import Promises
+
+
+def probes_of(banks: Banks, plots: Mapping[int, Plot[RowBed]], steps: int) -> list[RowProbe]:
+    """For the hosts that ask: position among those that train -> plot. `steps` are those until the next decision.
+
+    A probe looks at the last of them, or at the first in the first epoch of a host, as it does in a `Grower`, which cannot know how long
+    that will be.
+    """
+    groups: dict[int, dict[int, Garden[RowBed]]] = defaultdict(dict)
+    for position, plot in plots.items():
+        is_first = plot.chronicle.length is None
+        groups[0 if is_first else max(steps - plot.config.probe_steps, 0)][position] = plot.garden
+    return [
+        RowProbe(banks, gardens, window=range(first, min(first + _steps_of(gardens), steps)))
+        for first, gardens in sorted(groups.items())
+        if any(_candidates(gardens))
+    ]
+
+
+def _steps_of(gardens: Mapping[int, Garden[RowBed]]) -> int:
+    return next(iter(gardens.values())).config.probe_steps
+
+
+def _candidates(gardens: Mapping[int, Garden[RowBed]]) -> Iterator[tuple[int, str, str]]:
+    """Position, slot and blueprint of all that may grow now."""
+    for position, garden in gardens.items():
+        for slot in garden.beds:
+            for candidate in garden.view(slot, {}).candidates:
+                yield position, slot, candidate.blueprint
+
+
+class RowProbe:
+    """Looks in the steps of its `window`: `catch` in the forward pass, `ask` with the gradients of what was `caught`."""
+
+    def __init__(self, banks: Banks, gardens: Mapping[int, Garden[RowBed]], *, window: range) -> None:
+        self.window = window
+        self.flops: dict[int, int] = defaultdict(int)  # position -> FLOPs per sample of a step in the window
+        asking: dict[tuple[str, str], list[int]] = defaultdict(list)
+        for position, slot, blueprint in _candidates(gardens):
+            asking[slot, blueprint].append(position)
+            self.flops[position] += 3 * cost_of(get_blueprint(blueprint), banks[slot].place).flops
+        seeds = {position: garden.config.seed for position, garden in gardens.items()}
+        self._trials = [
+            _Trial(slot, banks[slot].species[blueprint], positions, [seeds[position] for position in positions])
+            for (slot, blueprint), positions in asking.items()
+        ]
+        self._slots = {slot for slot, _ in asking}
+        self._caught: dict[str, Tensor] = {}
+
+    def catch(self, slot: str, h: Tensor) -> Tensor:
+        """h [B, A, ...], what flows there. Gives what is to flow on: a copy, for the next layer may work in place."""
+        if slot not in self._slots:
+            return h
+        if not h.requires_grad:  # everything before the slot is frozen
+            h = h.detach().requires_grad_()
+        self._caught[slot] = h
+        return h.clone()
+
+    @property
+    def caught(self) -> list[Tensor]:
+        """What the loss is to be differentiated by."""
+        return list(self._caught.values())
+
+    def ask(self, gradients: Sequence[Tensor]) -> None:
+        """Lets every candidate answer to this step. `gradients` are those of `caught`."""
+        by_slot = dict(zip(self._caught, gradients, strict=True))
+        for trial in self._trials:
+            trial.answer(self._caught[trial.slot].detach(), by_slot[trial.slot])
+        self._caught.clear()
+
+    def promises(self) -> Tensor:
+        """Those of all candidates, at a learning rate of 1: on the device, for `by_position`."""
+        return torch.cat([trial.promises() for trial in self._trials])
+
+    def by_position(self, promises: Sequence[float]) -> dict[int, Promises]:
+        """What was read of `promises()`, by host. A candidate that has answered less than twice has none."""
+        found: dict[int, Promises] = {position: {} for position in self.flops}
+        keys = [(position, trial.slot, trial.species.blueprint) for trial in self._trials for position in trial.positions]
+        for (position, slot, blueprint), promise in zip(keys, promises, strict=True):
+            if not math.isnan(promise):
+                found[position][slot, blueprint] = promise
+        return found
+
+
+class _Trial:
+    """One blueprint in one slot, for all hosts that ask about it. Their branches are as different as their random seeds."""
+
+    def __init__(self, slot: str, species: Species, positions: list[int], seeds: list[int]) -> None:
+        self.slot, self.species, self.positions = slot, species, positions
+        self._index = upload(positions, species.place.device)
+        self._flat = _weights(species, seeds).requires_grad_()  # [R, P]
+        self._sums = torch.zeros_like(self._flat, requires_grad=False)
+        self._squares = torch.zeros(len(positions), dtype=torch.float64, device=self._flat.device)
+        self._steps = torch.zeros_like(self._squares)  # that counted: one whose gradient overflowed does not
+
+    def answer(self, h: Tensor, g: Tensor) -> None:
+        """h and the gradient of the loss there [B, A, ...]."""
+        own, pull = (tensor.index_select(1, self._index).to(self._flat.dtype) for tensor in (h, g))
+        output = self.species.branch(self.species.branch_layout.unflatten(self._flat), own)
+        (gradient,) = torch.autograd.grad(output, [self._flat], pull)
+        square = gradient.double().square().sum(1)
+        counts = square.isfinite()
+        self._sums += torch.where(counts.unsqueeze(1), gradient, 0)
+        self._squares += torch.where(counts, square, 0)
+        self._steps += counts
+
+    def promises(self) -> Tensor:
+        return promise_of(self._sums, self._squares, self._steps)
+
+
+@torch.no_grad()
+def _weights(species: Species, seeds: Sequence[int]) -> Tensor:
+    """Branches of these random seeds [R, P]; hosts with the same one have the same branch."""
+    blueprint = get_blueprint(species.blueprint)
+    branches = {seed: dict(build_branch(blueprint, species.place, seed=seed).named_parameters()) for seed in set(seeds)}
+    stacked = {name: torch.stack([branches[seed][name] for seed in seeds]) for name in species.branch_layout.shapes}
+    return species.branch_layout.flatten(stacked)

@@ -1,0 +1,196 @@
+"""The hosts of a round: drawn from what the config allows, the same for the same seed, and never those that are held out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import tyro
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from esper.config import ConfigError, from_mapping, load, save
+from esper.controller.config import RENT_LEVELS, ControllerConfig, DomainConfig
+from esper.controller.domain import FleetSetting, draw_round, held_out_fleets, is_held_out, training_seeds
+from esper.fleet.config import HostSetting
+from esper.growth.config import Rent
+
+CONFIG = DomainConfig()
+seeds = st.integers(0, 2**31 - 1)
+
+
+def drawn(config: DomainConfig = CONFIG, *, rounds: int = 30, hosts: int = 16, seed: int = 0) -> list[FleetSetting]:
+    return [fleet for number in range(rounds) for fleet in draw_round(config, round_number=number, hosts=hosts, seed=seed)]
+
+
+def hosts_of(fleets: list[FleetSetting]) -> Iterator[HostSetting]:
+    return (host for fleet in fleets for host in fleet.hosts)
+
+
+# Drawing
+
+
+@settings(max_examples=20)
+@given(seed=seeds, number=st.integers(0, 10_000))
+def test_the_same_seed_and_round_draw_the_same_hosts(seed: int, number: int) -> None:
+    first = draw_round(CONFIG, round_number=number, hosts=8, seed=seed)
+    assert first == draw_round(CONFIG, round_number=number, hosts=8, seed=seed)
+    assert first != draw_round(CONFIG, round_number=number + 1, hosts=8, seed=seed)
+    assert first != draw_round(CONFIG, round_number=number, hosts=8, seed=seed + 1)
+
+
+@settings(max_examples=20)
+@given(hosts=st.integers(1, 20), fleets=st.integers(1, 20), seed=seeds)
+def test_a_round_has_as_many_hosts_as_asked_for_in_fleets_of_different_architectures(hosts: int, fleets: int, seed: int) -> None:
+    round_ = draw_round(DomainConfig(fleets=fleets), round_number=0, hosts=hosts, seed=seed)
+    sizes = [len(fleet.hosts) for fleet in round_]
+    assert sum(sizes) == hosts
+    assert max(sizes) - min(sizes) <= 1
+    assert len({(fleet.task, fleet.host) for fleet in round_}) == len(round_) == min(fleets, hosts, 12)
+
+
+def test_more_hosts_leave_the_first_ones_as_they_are() -> None:
+    few = draw_round(CONFIG, round_number=3, hosts=8, seed=1)
+    many = draw_round(CONFIG, round_number=3, hosts=32, seed=1)
+    for fleet, larger in zip(few, many, strict=True):
+        assert larger.hosts[: len(fleet.hosts)] == fleet.hosts
+
+
+def test_everything_drawn_lies_in_its_range_and_reaches_both_ends_of_it() -> None:
+    hosts = list(hosts_of(drawn()))
+    for name in ("horizon", "learning_rate", "label_noise", "data_share", "classes_share"):
+        values = [getattr(host, name) for host in hosts]
+        least, most = getattr(CONFIG, name)
+        near = 0.15 * (most - least)
+        assert least <= min(values) < least + near, name
+        assert most - near < max(values) <= most + 1e-12, name
+
+
+def test_every_architecture_is_drawn() -> None:
+    found = {(fleet.task, fleet.host) for fleet in drawn(rounds=100, hosts=2)}
+    assert found == {(task, host) for task in CONFIG.tasks for host in CONFIG.hosts}
+
+
+def test_half_of_the_learning_rates_lie_below_the_middle_of_the_log_scale() -> None:
+    rates = [host.learning_rate for host in hosts_of(drawn())]
+    middle = math.sqrt(math.prod(CONFIG.learning_rate))
+    assert sum(rate < middle for rate in rates) / len(rates) == pytest.approx(0.5, abs=0.08)
+
+
+def test_the_plain_share_of_the_hosts_trains_on_the_task_as_it_is() -> None:
+    def share(plain_share: float) -> float:
+        hosts = list(hosts_of(drawn(DomainConfig(plain_share=plain_share))))
+        return sum((host.label_noise, host.data_share, host.classes_share) == (0, 1, 1) for host in hosts) / len(hosts)
+
+    assert share(0) == 0
+    assert share(0.5) == pytest.approx(0.5, abs=0.08)
+    assert share(1) == 1
+
+
+def test_rents_are_levels_or_lie_between_low_and_high() -> None:
+    rents = [host.rent for host in hosts_of(drawn())]
+    levels = list(RENT_LEVELS.values())
+    counts = [rents.count(level) for level in levels]
+    assert sum(counts) / len(rents) == pytest.approx(CONFIG.rent_level_share, abs=0.08)
+    assert min(counts) > 0.7 * max(counts)
+    low, high = RENT_LEVELS["low"], RENT_LEVELS["high"]
+    between = [rent for rent in rents if rent not in levels]
+    assert all(low.parameters < rent.parameters < high.parameters and low.flops < rent.flops < high.flops for rent in between)
+    middle = math.sqrt(low.parameters * high.parameters)
+    assert sum(rent.parameters < middle for rent in between) / len(between) == pytest.approx(0.5, abs=0.1)
+
+
+def test_hosts_that_share_a_twin_share_all_but_the_rent_and_what_their_seeds_begin_with() -> None:
+    for fleet in drawn(DomainConfig(hosts_per_twin=3), rounds=5):
+        for start in range(0, len(fleet.hosts), 3):
+            group = fleet.hosts[start : start + 3]
+            alike = {msgspec.structs.replace(host, rent=Rent(), growth_seed=0) for host in group}
+            assert len(alike) == 1
+            assert len({host.growth_seed for host in group}) == len(group)
+
+
+def test_no_two_groups_of_a_run_share_a_seed() -> None:
+    found = [host.seed for host in hosts_of(drawn(DomainConfig(hosts_per_twin=1)))]
+    assert len(set(found)) == len(found)
+
+
+def test_a_round_without_hosts_is_refused() -> None:
+    with pytest.raises(ValueError, match="one host at least; got hosts=0"):
+        draw_round(CONFIG, round_number=0, hosts=0, seed=0)
+
+
+# Held out
+
+
+@settings(max_examples=30)
+@given(seed=seeds, number=st.integers(0, 10_000))
+def test_training_never_sees_what_is_held_out(seed: int, number: int) -> None:
+    assert not any(is_held_out(fleet, CONFIG) for fleet in draw_round(CONFIG, round_number=number, hosts=64, seed=seed))
+
+
+def test_comparisons_see_nothing_but_what_is_held_out_by_seed_and_by_channels() -> None:
+    rent = RENT_LEVELS["middle"]
+    fleets = held_out_fleets(CONFIG, hosts=20, horizon=30, learning_rate=0.01, rent=rent)
+    assert [(fleet.task, fleet.host) for fleet in fleets] == [
+        *(("digits", "4-8-16"), ("digits", "5-10-20")),
+        *(("digits-1d", "4-8-16"), ("digits-1d", "5-10-20")),
+    ]
+    trained_seeds = {host.seed for host in hosts_of(drawn())} | set(training_seeds(100, seed=0))
+    for fleet in fleets:
+        assert [host.seed for host in fleet.hosts] == list(range(20))
+        assert is_held_out(fleet, CONFIG)
+        assert all(host.seed not in trained_seeds for host in fleet.hosts)
+        assert all((host.rent, host.horizon, host.learning_rate, host.label_noise) == (rent, 30, 0.01, 0) for host in fleet.hosts)
+    assert not {fleet.host for fleet in fleets} & {fleet.host for fleet in drawn()}
+
+
+@settings(max_examples=20)
+@given(seed=seeds)
+def test_seeds_for_tuning_are_not_held_out(seed: int) -> None:
+    found = training_seeds(50, seed=seed)
+    assert min(found) >= 10_000
+    assert found == training_seeds(50, seed=seed)
+
+
+def test_more_hosts_than_seeds_are_held_out_are_refused() -> None:
+    with pytest.raises(ValueError, match="ask for 1 to 10,000 hosts, not 10,001"):
+        held_out_fleets(CONFIG, hosts=10_001, horizon=20, learning_rate=0.01, rent=RENT_LEVELS["low"])
+    with pytest.raises(ValueError, match="name some in held_out_hosts"):
+        held_out_fleets(DomainConfig(held_out_hosts=()), hosts=1, horizon=20, learning_rate=0.01, rent=RENT_LEVELS["low"])
+
+
+# The config
+
+
+@pytest.mark.parametrize(
+    ("mapping", "message"),
+    [
+        ({"held_out_hosts": ["2-4-8"]}, "held_out_hosts: expected channels that are not among hosts"),
+        ({"hosts": ["4-x"]}, "hosts: expected a list"),
+        ({"hosts": []}, "hosts: expected names, at least one"),
+        ({"tasks": ["digits", "digits"]}, "tasks: expected names, at least one and each once"),
+        ({"horizon": [40, 12]}, r"horizon: expected a range, the smaller number first, got \(40, 12\)"),
+        ({"data_share": [0.0, 1.0]}, "data_share: expected"),
+    ],
+)
+def test_a_domain_that_cannot_be_is_refused(mapping: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        from_mapping(DomainConfig, mapping)
+
+
+def test_a_config_survives_its_file_and_the_command_line(tmp_path: Path) -> None:
+    config = ControllerConfig(hosts=8, domain=DomainConfig(hosts=("2-2", "3-3-3"), horizon=(5, 9)))
+    save(config, tmp_path / "config.toml")
+    assert load(ControllerConfig, tmp_path / "config.toml") == config
+    arguments = ["--domain.hosts", "2-2", "3-3-3", "--domain.horizon", "5", "9", "--hosts", "8"]
+    assert tyro.cli(ControllerConfig, args=arguments, default=ControllerConfig()) == config
+
+
+def test_nothing_is_discounted_by_default_and_a_horizon_is_an_end() -> None:
+    ppo = ControllerConfig().ppo
+    assert ppo.gamma == 1
+    assert ppo.time_limit_is_end
+    assert ppo.num_steps >= ControllerConfig().domain.horizon[1]

@@ -1,0 +1,188 @@
+"""Growth as an environment: the contract holds, rewards add up to what a host is worth, and it goes on from a saved state."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import torch
+
+from esper.controller.config import RENT_LEVELS, ControllerConfig, DomainConfig, RewardConfig
+from esper.controller.env import GrowthEnv
+from esper.controller.events import RoundEnded
+from esper.controller.layout import Op
+from esper.controller.reward import potential, units
+from esper.controller.squad import finite
+from esper.fleet.config import FleetConfig
+from esper.growth.config import GovernorConfig, GrowthConfig, Lifecycle
+from esper.growth.state import Cost, GrowthState
+from esper.rl.distributions import ActionDistribution
+from esper.tasks import load_task
+from esper.vecenv import Actions, Timestep, check_env
+
+HORIZON = 4
+CONFIG = ControllerConfig(
+    hosts=6,
+    domain=DomainConfig(hosts=("2-3-4", "3-4-6"), held_out_hosts=(), fleets=2, hosts_per_twin=3, horizon=(HORIZON, HORIZON)),
+    fleet=FleetConfig(batch_size=16, steps_per_decision=3, validation_samples=100, validation_batch=50),
+    growth=GrowthConfig(blueprints=("norm", "conv3x3"), lifecycle=Lifecycle(holding_epochs=1, embargo_epochs=1, withdraw_epochs=1)),
+)
+
+
+def make_env(config: ControllerConfig = CONFIG, seed: int = 0, **options: object) -> GrowthEnv:
+    return GrowthEnv(config, load_task, seed=seed, **options)
+
+
+class RandomPolicy:
+    """Draws from what is allowed."""
+
+    def __init__(self, env: GrowthEnv, seed: int = 0) -> None:
+        self.distribution = ActionDistribution(env.action_spec)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.hosts = env.num_envs
+
+    def __call__(self, step: Timestep) -> Actions:
+        parameters = torch.zeros(self.hosts, self.distribution.num_parameters)
+        noise = self.distribution.noise((self.hosts,), self.generator)
+        return self.distribution.actions(self.distribution.choose(parameters, step.masks, noise))
+
+
+def waiting(env: GrowthEnv) -> Actions:
+    return {head.name: torch.zeros(env.num_envs, dtype=torch.int64) for head in env.action_spec.discrete}
+
+
+def test_it_keeps_the_contract_of_environments() -> None:
+    check_env(make_env(), steps=HORIZON + 3)
+
+
+def test_a_life_has_a_decision_before_every_stretch_and_one_after_the_last() -> None:
+    env = make_env()
+    step = env.reset(0)
+    policy = RandomPolicy(env)
+    for _ in range(HORIZON):
+        step = env.step(policy(step))
+        assert not step.ended.any()
+    step = env.step(policy(step))
+    assert step.terminated.all()
+    assert not step.truncated.any()
+
+
+def test_who_never_grows_earns_nothing_and_ends_as_its_twin() -> None:
+    env = make_env()
+    env.reset(0)
+    total = torch.zeros(env.num_envs)
+    for _ in range(HORIZON + 1):
+        squads = list(env.squads)
+        total += env.step(waiting(env)).reward
+    assert total.abs().max() < 1e-4
+    for squad in squads:
+        assert squad.test_gains().abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("family", ["loss", "contribution"])
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_rewards_add_up_to_what_a_host_is_worth_at_the_end(family: str, is_sparse: bool) -> None:
+    env = make_env(msgspec.structs.replace(CONFIG, reward=RewardConfig(family=family, is_sparse=is_sparse)))
+    step, policy = env.reset(1), RandomPolicy(env, seed=1)
+    total = torch.zeros(env.num_envs, dtype=torch.float64)
+    for number in range(HORIZON + 1):
+        squads = list(env.squads)
+        step = env.step(policy(step))
+        total += step.reward.double()
+        if number < HORIZON and is_sparse:
+            assert not step.reward.any()
+    worth = [potential(squad.last_standing(), env.config.reward) / units(squad.rents(), env.config.reward) for squad in squads]
+    assert torch.allclose(total, torch.cat(worth), atol=1e-4)
+    assert total.abs().max() > 0
+
+
+def test_a_twin_serves_the_hosts_that_share_its_training() -> None:
+    env = make_env()
+    env.reset(0)
+    for squad in env.squads:
+        assert squad.fleet.hosts == 3 + 1
+        assert len(set(squad.twin_of)) == 1
+        states = [squad.fleet.rows[row].setting for row in (0, squad.twin_of[0])]
+        assert states[0].seed == states[1].seed
+        assert states[0].learning_rate == states[1].learning_rate
+
+
+def test_rent_is_observed_and_charged() -> None:
+    env = make_env()
+    env.reset(0)
+    rents = [squad.states()[0].rent for squad in env.squads]
+    assert rents == [squad.setting.hosts[0].rent for squad in env.squads]
+
+
+def test_new_hosts_are_drawn_when_all_of_a_squad_have_ended() -> None:
+    env, told = make_env(), []
+    env.on_event = told.append
+    step, policy = env.reset(0), RandomPolicy(env)
+    before = [squad.setting for squad in env.squads]
+    for _ in range(HORIZON + 1):
+        step = env.step(policy(step))
+    assert all(squad.setting != old for squad, old in zip(env.squads, before, strict=True))
+    assert [type(event) for event in told] == [RoundEnded, RoundEnded]
+    assert all(squad.fleet.rows[0].plot.epoch == 0 for squad in env.squads)
+
+
+def test_it_goes_on_from_a_saved_state_bit_for_bit_with_seeds_alive() -> None:
+    env = make_env()
+    step, policy = env.reset(0), RandomPolicy(env)
+    for _ in range(2):
+        step = env.step(policy(step))
+    assert any(host.plot.garden.living() for squad in env.squads for host in squad.fleet.rows)
+    saved = env.state_dict()
+    actions = [policy(step)]
+    whole = [env.step(actions[0])]
+    for _ in range(HORIZON + 1):
+        actions.append(policy(whole[-1]))
+        whole.append(env.step(actions[-1]))
+
+    other = make_env()
+    other.load_state_dict(saved)
+    for action, expected in zip(actions, whole, strict=True):
+        found = other.step(action)
+        assert torch.equal(found.reward, expected.reward)
+        assert all(torch.equal(found.obs[name], expected.obs[name]) for name in expected.obs)
+        assert all(torch.equal(found.masks[name], expected.masks[name]) for name in expected.masks)
+
+
+def test_ops_that_are_switched_off_are_never_allowed() -> None:
+    env = make_env(msgspec.structs.replace(CONFIG, ops=("germinate", "fossilize")))
+    step, policy = env.reset(0), RandomPolicy(env)
+    for _ in range(3):
+        assert not step.masks["op"][:, [Op.PRUNE, Op.RETARGET, Op.ADVANCE]].any()
+        step = env.step(policy(step))
+    assert step.masks["op"][:, Op.FOSSILIZE].any()
+
+
+def test_a_host_that_is_given_up_ends_at_once_and_its_later_steps_are_not_real() -> None:
+    growth = msgspec.structs.replace(CONFIG.growth, governor=GovernorConfig(max_rollbacks=0))
+    env = make_env(msgspec.structs.replace(CONFIG, growth=growth))
+    env.reset(0)
+    step = env.step(waiting(env))
+    with torch.no_grad():
+        env.squads[0].fleet.host.rows.parameters.flat[0].fill_(torch.nan)
+    step = env.step(waiting(env))
+    assert step.terminated.tolist() == [True] + [False] * 5
+    assert step.valid is None
+    assert torch.isfinite(step.reward).all()
+    assert all(torch.isfinite(part).all() for part in step.obs.values())
+    step = env.step(waiting(env))
+    assert step.valid is not None
+    assert step.valid.tolist() == [False] + [True] * 5
+    assert not step.terminated.any()
+
+
+def test_losses_that_are_not_finite_are_seen_as_those_before_them() -> None:
+    state = GrowthState(
+        3, 5, 1, (1.0, float("nan"), 0.5), (float("inf"), 2.0, float("nan")), (), Cost(1, 1), Cost(0, 0), None, None, 0, uninformed_loss=2.3
+    )
+    assert finite(state).train_losses == (1.0, 1.0, 0.5)
+    assert finite(state).val_losses == (2.3, 2.0, 2.0)
+
+
+def test_the_levels_of_rent_rise() -> None:
+    low, middle, high = RENT_LEVELS.values()
+    assert low.parameters < middle.parameters < high.parameters
+    assert low.flops < middle.flops < high.flops

@@ -1,0 +1,211 @@
+"""What a controller sees and may do, from states written down by hand."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from esper.controller.features import CANDIDATE, HOST, SLOT
+from esper.controller.layout import ALPHA_TARGETS, LAYOUT_VERSION, Op, blueprint_names, decision, observe, spec
+from esper.controller.table import Scale
+from esper.growth.config import Lifecycle
+from esper.growth.decisions import Advance, Fossilize, Germinate, Prune, Retarget
+from esper.growth.lifecycle import Stage
+from esper.growth.state import Contribution, Cost, GrowthState
+from esper.statistics import Interval
+from tests.controller.hosts import HEALTHY, LARGE, RULES, SMALL, drawn_state, seed_on_trial, slot, state
+
+SHADOW = Lifecycle(raise_mode="shadow", training_epochs=2, holding_epochs=2)
+
+
+def seen(now: GrowthState, part: str, name: str, *index: int) -> float:
+    obs, _ = observe([now], slots=3, blueprints=4, rules=RULES)
+    table = {"host": HOST, "slots": SLOT, "candidates": CANDIDATE}[part]
+    return float(obs[part][(0, *index, table.column(name))])
+
+
+def allowed(now: GrowthState, rules: Lifecycle = RULES) -> dict[str, set[str]]:
+    """Which ops, and for each of them which slots."""
+    _, masks = observe([now], slots=3, blueprints=4, rules=rules)
+    places = [one.place.name for one in now.slots]
+    table = {op.name: {name for place, name in enumerate(places) if masks["slot"][0, op, place]} for op in Op if masks["op"][0, op]}
+    assert not masks["slot"][0, :, len(places) :].any()
+    return table
+
+
+def test_observations_and_masks_are_what_the_spec_says():
+    rng = np.random.default_rng(0)
+    states = [drawn_state(rng, slots=count) for count in (3, 1, 2)]
+    obs, masks = observe(states, slots=3, blueprints=5, rules=RULES)
+    observation_spec, action_spec = spec(3, 5)
+    assert {name: tuple(value.shape[1:]) for name, value in obs.items()} == {name: part.shape for name, part in observation_spec.items()}
+    assert all(value.dtype == torch.float32 and len(value) == 3 for value in obs.values())
+    for head in action_spec.discrete:
+        assert masks[head.name].shape == (3, *action_spec.mask_shape(head))
+        assert masks[head.name].dtype == torch.bool
+
+
+def test_everything_lies_between_minus_one_and_one_and_a_half_whatever_the_state():
+    rng = np.random.default_rng(1)
+    obs, _ = observe([drawn_state(rng) for _ in range(100)], slots=3, blueprints=5, rules=RULES)
+    for value in obs.values():
+        assert value.isfinite().all()
+        assert value.abs().max() <= 1.5
+
+
+def test_absurd_numbers_stay_finite():
+    broken = (1.0, math.nan)
+    endless = Contribution(Interval(0.1, -math.inf, math.inf), 4)
+    now = state(seed_on_trial(contribution=endless), slot(), train_losses=broken, val_losses=(2.0, math.inf), uninformed_loss=None)
+    empty = state(train_losses=(), val_losses=(), epoch=0, epochs=None, host_cost=Cost(0, 0), host_load=0.0)
+    for one in (
+        now,
+        empty,
+        replace(now, val_losses=(-1.0, -2.0)),
+        replace(now, train_losses=(1.0, math.inf)),
+        replace(now, val_losses=(0.0,)),
+    ):
+        obs, masks = observe([one], slots=2, blueprints=2, rules=RULES)
+        assert all(value.isfinite().all() for value in obs.values())
+        assert masks["op"][0, Op.WAIT]
+    assert seen(now, "host", "train_loss") == 1.5
+
+
+def test_a_row_of_a_table_is_scaled_as_it_says():
+    values = HOST.nothing(3)
+    values[0] = [feature.low for feature in HOST.features]
+    values[1] = [feature.high for feature in HOST.features]
+    low, high, unknown = HOST.scaled(values)
+    for column, feature in enumerate(HOST.features):
+        assert high[column] == pytest.approx(feature.high if feature.scale is Scale.AS_IS else 1.0)
+        assert unknown[column] == 0.0
+        if feature.scale is Scale.LOG:
+            assert low[column] == pytest.approx(-1.0)
+
+
+def test_what_a_controller_is_charged_for_is_observed():
+    now = state(slot(), seed_on_trial(gain=0.05))
+    assert seen(now, "host", "rent_of_parameters") < seen(replace(now, rent=replace_rent(4.0)), "host", "rent_of_parameters")
+    assert seen(now, "candidates", "rent", 0, 1) > seen(now, "candidates", "rent", 0, 0) > 0  # double_conv3x3, conv1x1
+    assert seen(now, "slots", "contribution", 1) > seen(now, "slots", "contribution_after_rent", 1) > 0
+    assert seen(state(slot(), seed_on_trial(gain=0.05, rent=0.2)), "slots", "contribution_after_rent", 1) < 0
+    assert seen(now, "host", "parameters_left") > 0
+    assert seen(replace(now, parameters_left=None), "host", "has_parameter_budget") == 0
+
+
+def replace_rent(parameters: float):
+    return type(state().rent)(parameters=parameters, flops=0.03)
+
+
+def test_losses_are_seen_relative_to_a_model_that_knows_nothing():
+    now = state(slot())
+    assert seen(now, "host", "val_loss") == pytest.approx(1.3 / 2.3)
+    assert seen(replace(now, uninformed_loss=None), "host", "val_loss") == pytest.approx(1.3 / 2.1)
+    assert seen(now, "host", "train_slope") < 0
+    assert seen(now, "host", "gap") > 0
+    assert seen(now, "host", "above_best") == 0
+
+
+def test_a_blueprint_that_was_not_probed_says_so_and_promises_nothing():
+    now = state(slot())
+    small, large = 0, 1
+    assert blueprint_names(now) == ("conv1x1", "double_conv3x3")
+    assert (seen(now, "candidates", "is_probed", 0, small), seen(now, "candidates", "promise", 0, small)) == (0, 0)
+    assert seen(now, "candidates", "is_probed", 0, large) == 1
+    assert seen(now, "candidates", "promise", 0, large) > 0
+
+
+def test_padding_is_all_zero_and_nothing_is_allowed_in_it():
+    now = state(slot(), seed_on_trial())
+    obs, masks = observe([now], slots=4, blueprints=6, rules=RULES)
+    tight_obs, tight_masks = observe([now], slots=2, blueprints=2, rules=RULES)
+    assert not obs["slots"][0, 2:].any()
+    assert not obs["candidates"][0, 2:].any()
+    assert not obs["candidates"][0, :, 2:].any()
+    assert torch.equal(obs["slots"][:, :2], tight_obs["slots"])
+    assert torch.equal(obs["candidates"][:, :2, :2], tight_obs["candidates"])
+    assert not masks["blueprint"][0, 2:].any()
+    assert not masks["blueprint"][0, :, 2:].any()
+    assert torch.equal(masks["slot"][:, :, :2], tight_masks["slot"])
+
+
+def test_what_is_allowed_is_what_the_gates_let_pass():
+    young = seed_on_trial("young", epochs_in_stage=1)
+    now = state(slot("free"), young, seed_on_trial("ripe"))
+    assert allowed(now) == {
+        "WAIT": {"free", "young", "ripe"},
+        "GERMINATE": {"free"},
+        "RETARGET": {"young", "ripe"},
+        "FOSSILIZE": {"ripe"},
+        "PRUNE": {"young", "ripe"},
+    }
+    learned = slot("learned", stage=Stage.TRAINING, blueprint="conv1x1", epochs_in_stage=2, candidates=(), gradients=HEALTHY)
+    assert allowed(state(learned), SHADOW) == {"WAIT": {"learned"}, "ADVANCE": {"learned"}, "PRUNE": {"learned"}}
+    gone = slot("gone", stage=Stage.EMBARGOED, candidates=(), tried=("conv1x1",))
+    assert allowed(state(gone)) == {"WAIT": {"gone"}}
+    assert allowed(state()) == {"WAIT": set()}
+
+
+def test_what_the_budget_does_not_allow_cannot_be_chosen():
+    now = state(slot(), parameters_left=100)
+    _, masks = observe([now], slots=1, blueprints=2, rules=RULES)
+    assert masks["blueprint"][0, 0].tolist() == [True, False]  # conv1x1 needs 72 parameters, double_conv3x3 1,200
+    assert "GERMINATE" not in allowed(replace(now, seeds_left=0))
+
+
+@pytest.mark.parametrize(
+    ("op", "place", "expected"),
+    [
+        (Op.GERMINATE, 0, Germinate),
+        (Op.RETARGET, 1, Retarget),
+        (Op.FOSSILIZE, 1, Fossilize),
+        (Op.PRUNE, 1, Prune),
+        (Op.ADVANCE, 1, Advance),
+    ],
+)
+def test_a_choice_becomes_the_decision_it_stands_for_with_a_reason(op, place, expected):
+    now = state(slot("free"), seed_on_trial("ripe"))
+    decided = decision(now, {"op": op, "slot": place, "blueprint": 1, "alpha": 0})
+    (action,) = decided.actions
+    assert type(action) is expected
+    assert action.slot == ("free", "ripe")[place]
+    assert len(action.reason.split()) > 4
+    if isinstance(action, Germinate):
+        assert action.blueprint == LARGE.blueprint
+        assert "1,200 parameters" in action.reason
+    if isinstance(action, Retarget):
+        assert action.alpha == ALPHA_TARGETS[0]
+    if isinstance(action, Fossilize):
+        assert "0.0500" in action.reason
+
+
+def test_to_wait_decides_nothing_and_may_ask_for_a_probe():
+    now = state(slot())
+    waited = decision(now, {"op": 0, "slot": 0, "blueprint": 0, "alpha": 0}, probe=True)
+    assert not waited.actions
+    assert waited.probe
+    assert not decision(now, {"op": 0, "slot": 0, "blueprint": 0, "alpha": 0}).probe
+
+
+def test_a_host_with_more_than_there_is_room_for_is_refused_with_the_numbers():
+    with pytest.raises(ValueError, match=r"2 slots and there is room for 1; observe it with slots=2 or more"):
+        observe([state(slot("a"), slot("b"))], slots=1, blueprints=4, rules=RULES)
+    with pytest.raises(ValueError, match=r"2 blueprints and there is room for 1"):
+        observe([state(slot())], slots=1, blueprints=1, rules=RULES)
+
+
+def test_blueprints_that_grow_or_were_tried_keep_their_column_when_they_are_no_candidates():
+    now = state(slot("gone", stage=Stage.EMBARGOED, candidates=(), tried=(SMALL.blueprint,)), seed_on_trial(blueprint=LARGE.blueprint))
+    assert blueprint_names(now) == ("conv1x1", "double_conv3x3")
+    assert seen(now, "candidates", "was_tried", 0, 0) == 1
+    assert seen(now, "candidates", "grows_here", 1, 1) == 1
+
+
+def test_the_version_names_the_layout():
+    # A row that comes, goes or is scaled otherwise gives another version by itself. Where a value changes its meaning under the same row,
+    # raise the number before the dash; then state the new version here.
+    assert LAYOUT_VERSION == "1-79606d95"

@@ -1,0 +1,211 @@
+"""A trained controller in a file, and as the controller of a run."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn.functional import cross_entropy
+
+from esper.checkpoint import CheckpointStore
+from esper.controller import layout, learned
+from esper.controller.layout import observe
+from esper.controller.learned import ControllerError, load_controller, save_controller
+from esper.controller.network import make_policy
+from esper.controller.network_config import SlotNetworkConfig
+from esper.growth import grow
+from esper.growth.config import GrowthConfig, Lifecycle
+from esper.growth.controllers import as_controller
+from esper.growth.decisions import CompleteController
+from esper.growth.state import GrowthState
+from esper.rl.config import NetworkConfig
+from esper.rl.policy import Policy
+from tests.controller.hosts import RULES, drawn_state, slot, state
+from tests.controller.test_network import opinionated
+from tests.growth.small import SLOTS, make_data, make_host
+
+NETWORK = SlotNetworkConfig(width=16, candidate_width=8, attention_heads=2, summary_width=16)
+
+
+def trained_policy(memory: NetworkConfig = NetworkConfig(hidden_size=12)) -> Policy:  # noqa: B008 — frozen
+    return opinionated(make_policy(NETWORK, memory, slots=3, blueprints=4, generator=torch.Generator().manual_seed(0)))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    save_controller(tmp_path / "controller.safetensors", trained_policy(), {"tasks": ["digits"], "rounds": 3})
+    return tmp_path / "controller.safetensors"
+
+
+def life(seed: int = 0, *, slots: int = 3, blueprints: int = 4, epochs: int = 12) -> list[GrowthState]:
+    rng = np.random.default_rng(seed)
+    return [drawn_state(rng, slots=slots, blueprints=blueprints) for _ in range(epochs)]
+
+
+@pytest.mark.parametrize(
+    "memory", [NetworkConfig(hidden_size=12), NetworkConfig(core="none"), NetworkConfig(core="gru", critic_memory="own")]
+)
+def test_a_controller_from_a_file_decides_as_the_policy_that_was_saved(memory: NetworkConfig, tmp_path: Path) -> None:
+    policy = trained_policy(memory)
+    save_controller(tmp_path / "here" / "controller.safetensors", policy)
+    controller = load_controller(tmp_path / "here" / "controller.safetensors", rules=RULES)
+    core_state = None
+    for now in life():
+        obs, masks = observe([now], slots=3, blueprints=4, rules=RULES)
+        actions, core_state = policy.act(obs, core_state, masks=masks)
+        assert controller.decide(now) == layout.decision(now, {head: int(choice) for head, choice in actions.items()})
+
+
+def test_it_is_a_complete_controller_that_growth_takes_as_it_is(path: Path) -> None:
+    controller = load_controller(path)
+    assert isinstance(controller, CompleteController)
+    assert as_controller(controller, GrowthConfig()) is controller
+    assert controller.name == "learned"
+    assert controller.description.info == {"tasks": ["digits"], "rounds": 3}
+
+
+@pytest.mark.parametrize("mode", ["joint", "shadow"])
+def test_it_grows_a_real_model_and_no_gate_refuses_what_it_decides(path: Path, mode: Literal["joint", "shadow"]) -> None:
+    rules = Lifecycle(raise_mode=mode, training_epochs=1, blend_epochs=1, holding_epochs=1, withdraw_epochs=1, embargo_epochs=1)
+    settings = GrowthConfig(slots=SLOTS, lifecycle=rules)
+    kinds = set()
+    for seed in range(3):
+        controller = load_controller(path, rules=rules, seed=seed)
+        grown = grow(make_host(), make_data(), make_data(seed=2), cross_entropy, epochs=15, controller=controller, config=settings)
+        assert grown.controller == "learned"
+        assert not grown.ledger.refused
+        kinds |= {entry.blueprint for entry in grown.ledger.entries}
+    assert len(kinds) > 1
+
+
+def test_a_host_with_more_slots_and_blueprints_than_seen_is_no_error(path: Path) -> None:
+    controller = load_controller(path, rules=RULES)
+    for now in (state(), *life(slots=2), *life(slots=20, blueprints=30), *life(slots=1, blueprints=1)):
+        for action in controller.decide(now).actions:
+            assert action.slot in {one.place.name for one in now.slots}
+
+
+@pytest.mark.parametrize("seed", [None, 7])
+def test_it_goes_on_where_it_was_saved(path: Path, seed: int | None, tmp_path: Path) -> None:
+    states = life(epochs=30)
+    whole = load_controller(path, rules=RULES, seed=seed)
+    expected = [whole.decide(now) for now in states]
+    first, second = (load_controller(path, rules=RULES, seed=seed) for _ in range(2))
+    for now in states[:15]:
+        first.decide(now)
+    store = CheckpointStore(tmp_path / "checkpoints", kind="test")
+    store.save(15, first.state_dict())
+    second.load_state_dict(store.load().state)
+    assert [second.decide(now) for now in states[15:]] == expected[15:]
+    forgetful = load_controller(path, rules=RULES, seed=seed)
+    assert not torch.equal(forgetful_memory(forgetful, states[15:]), whole.state_dict()["memory"])
+
+
+def forgetful_memory(controller: learned.Learned, states: list[GrowthState]) -> torch.Tensor:
+    for now in states:
+        controller.decide(now)
+    memory = controller.state_dict()["memory"]
+    assert isinstance(memory, torch.Tensor)
+    return memory
+
+
+def test_a_seed_draws_and_no_seed_takes_the_likeliest(path: Path) -> None:
+    states = life(epochs=20)
+
+    def decisions(seed: int | None) -> list[object]:
+        controller = load_controller(path, rules=RULES, seed=seed)
+        return [controller.decide(now) for now in states]
+
+    assert decisions(None) == decisions(None)
+    assert decisions(1) == decisions(1)
+    assert decisions(1) != decisions(2)
+
+
+def test_a_state_that_does_not_fit_is_refused(path: Path, tmp_path: Path) -> None:
+    controller = load_controller(path)
+    with pytest.raises(ValueError, match=r"shape \(1, 24\); got \(1, 5\)"):
+        controller.load_state_dict({"memory": torch.zeros(1, 5), "streams": None})
+    with pytest.raises(ControllerError, match="takes the likeliest actions, and the saved one drew them"):
+        controller.load_state_dict(load_controller(path, seed=3).state_dict())
+
+
+def test_a_controller_trained_with_probes_asks_for_them_where_something_can_grow(tmp_path: Path) -> None:
+    save_controller(tmp_path / "probing", trained_policy(), is_probing=True)
+    controller = load_controller(tmp_path / "probing", rules=RULES)
+    assert controller.decide(state(slot())).probe
+    assert not controller.decide(state(slot(candidates=()))).probe
+
+
+def test_a_damaged_file_says_so(path: Path) -> None:
+    content = path.read_bytes()
+    flipped = bytearray(content)
+    flipped[-5] ^= 1
+    for damaged, complaint in (
+        (content[: len(content) // 2], "damaged, or no controller file at all; copy the file again"),
+        (b"", "damaged, or no controller file"),
+        (b"these are no tensors, only words about them", "damaged, or no controller file"),
+        (bytes(flipped), "its weights are not those that were written"),
+    ):
+        path.write_bytes(damaged)
+        with pytest.raises(ControllerError, match=complaint):
+            load_controller(path)
+
+
+def test_a_file_that_is_something_else_says_so(tmp_path: Path) -> None:
+    save_file({"weight": torch.ones(2)}, tmp_path / "other.safetensors")
+    with pytest.raises(ControllerError, match="holds tensors, but no controller"):
+        load_controller(tmp_path / "other.safetensors")
+    with pytest.raises(ControllerError, match=r"there is no file .*missing; give the path"):
+        load_controller(tmp_path / "missing")
+    with pytest.raises(ControllerError, match="there is no file"):
+        load_controller(tmp_path)
+
+
+def rewrite(path: Path, **changes: object) -> None:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        header = json.loads(file.metadata()["esper controller"])
+    save_file(load_file(path), path, {"esper controller": json.dumps({**header, **changes})})
+
+
+def test_a_file_of_another_layout_names_both_and_what_to_do(path: Path) -> None:
+    rewrite(path, layout="0-old", esper="0.0.1")
+    with pytest.raises(ControllerError, match=rf"layout 0-old, .* by layout {layout.LAYOUT_VERSION}; use it with esper 0.0.1, or train"):
+        load_controller(path)
+
+
+def test_a_description_that_does_not_fit_the_weights_says_so(path: Path) -> None:
+    rewrite(path, network={"width": 64})
+    with pytest.raises(ControllerError, match="do not fit their own description"):
+        load_controller(path)
+    rewrite(path, network={"width": "wide"})
+    with pytest.raises(ControllerError, match="cannot be understood"):
+        load_controller(path)
+    rewrite(path, network={}, heads=["op"])
+    with pytest.raises(ControllerError, match="with the heads op"):
+        load_controller(path)
+
+
+def test_saving_replaces_the_file_in_one_step(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = path.read_bytes()
+
+    def crash(*names: object) -> None:
+        raise OSError("power is out")
+
+    monkeypatch.setattr(os, "replace", crash)
+    with pytest.raises(OSError, match="power is out"):
+        save_controller(path, trained_policy(NetworkConfig(hidden_size=5)))
+    assert path.read_bytes() == before
+
+
+def test_only_a_controllers_policy_can_be_saved(tmp_path: Path) -> None:
+    other = Policy(*layout.spec(1, 1), NetworkConfig(), generator=torch.Generator())
+    with pytest.raises(ControllerError, match="has a SlotEncoder, and this one a Encoder"):
+        save_controller(tmp_path / "controller", other)

@@ -1,0 +1,472 @@
+"""A fleet: hosts that do not disturb one another, their data, their snapshots, their precision, and what is wrong with what is asked."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor, nn
+
+from esper.fleet import Fleet, FleetConfig, FleetError, HostSetting, TaskTensors
+from esper.fleet.reading import Reading
+from esper.growth import GrowthError, blueprints, register_blueprint
+from esper.growth.config import GovernorConfig, GrowthConfig, Lifecycle, SeedOptimizer
+from esper.growth.decisions import Action, Advance, Decision, Fossilize, Germinate
+from esper.growth.lifecycle import Stage
+from esper.growth.place import Place
+from esper.tasks import ConvHost, Split, Task, load_task, shuffled_order
+from esper.tasks.gpt_host import GPTHost
+from tests.fleet.test_fleet_equals_grower import BATCH, SLOTS, alone, assert_same, germinate, make_host, small_task, together
+
+CONFIG = FleetConfig(batch_size=BATCH, validation_batch=20, precision="float64")
+QUICK = Lifecycle(holding_epochs=1, embargo_epochs=1)
+SHADOW = Lifecycle(raise_mode="shadow", training_epochs=2, minimum_health=0.0, blend_epochs=1, holding_epochs=1)
+State = dict[str, Tensor]
+
+
+def settings_of(count: int, **changes: Any) -> list[HostSetting]:
+    return [HostSetting(**{"seed": row, "growth_seed": row, "horizon": 8, "learning_rate": 0.01, **changes}) for row in range(count)]
+
+
+def make_fleet(
+    settings: list[HostSetting], growth: GrowthConfig | None = None, config: FleetConfig = CONFIG, task: Task | None = None
+) -> Fleet:
+    fleet = Fleet(task or small_task(), make_host, hosts=len(settings), growth=growth or GrowthConfig(lifecycle=QUICK), config=config)
+    fleet.reset(dict(enumerate(settings)))
+    return fleet
+
+
+def rows_of(fleet: Fleet, rows: list[int]) -> State:
+    """Everything that these hosts are made of, copied."""
+    return {name: tensor[rows].clone() for name, tensor in fleet.tensors().items()}
+
+
+def assert_identical(first: State, second: State) -> None:
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name]), name
+
+
+def decide(fleet: Fleet, row: int, *actions: Action) -> None:
+    fleet.decide({row: Decision(actions)})
+
+
+def in_every_slot(fleet: Fleet, row: int, blueprints: tuple[str, str, str] = ("conv3x3", "bottleneck", "norm")) -> None:
+    decide(fleet, row, *(germinate(slot, blueprint) for slot, blueprint in zip(SLOTS, blueprints, strict=True)))
+
+
+# Disasters
+
+
+def test_a_host_whose_loss_is_not_finite_goes_back_and_no_other_notices() -> None:
+    explodes = settings_of(3)
+    explodes[1] = msgspec.structs.replace(explodes[1], learning_rate=1e300)
+    calm, other = make_fleet(settings_of(3)), make_fleet(explodes)
+    for fleet in (calm, other):
+        in_every_slot(fleet, 0)
+        for _ in range(3):
+            fleet.advance()
+    assert_identical(rows_of(calm, [0, 2]), rows_of(other, [0, 2]))
+    assert [host.plot.judge.rollbacks for host in other.rows] == [0, 3, 0]
+    beginning = make_fleet(explodes)
+    assert_identical(rows_of(other, [1]), rows_of(beginning, [1]))
+    assert "is nan" in other.rows[1].plot.ledger.rollbacks[0].reason
+
+
+def test_a_host_that_fails_again_and_again_is_given_up_and_the_others_go_on() -> None:
+    settings = settings_of(2)
+    settings[0] = msgspec.structs.replace(settings[0], learning_rate=1e300)
+    fleet = make_fleet(settings, GrowthConfig(governor=GovernorConfig(max_rollbacks=1)))
+    fleet.advance()
+    assert fleet.training() == [0, 1]
+    fleet.advance()
+    assert fleet.rows[0].is_given_up
+    assert fleet.advance() == [1]
+
+
+def test_a_seed_that_explodes_is_rolled_back_as_in_a_host_alone() -> None:
+    """The loss stays finite, so that a host alone is judged at the end of the epoch too."""
+    task = small_task()
+    growth = GrowthConfig(lifecycle=QUICK, seed_optimizer=SeedOptimizer(learning_rate_factor=3000.0, warmup_epochs=0.0))
+    scripts = [{}, {4: [germinate("blocks.2", "conv3x3")], 7: [germinate("blocks.0", "norm")]}, {}]
+    settings = settings_of(3, horizon=9, learning_rate=0.001)
+    fleet = together(task, settings, scripts, growth, CONFIG)
+    assert [host.plot.judge.rollbacks > 0 for host in fleet.rows] == [False, True, False]
+    assert fleet.rows[1].plot.ledger.entries[0].outcome == "rolled back"
+    for row, (setting, script) in enumerate(zip(settings, scripts, strict=True)):
+        grown = alone(task, setting, script, growth, CONFIG)
+        assert grown.rollbacks == fleet.rows[row].plot.judge.rollbacks
+        assert grown.ledger.rollbacks == fleet.rows[row].plot.ledger.rollbacks
+        assert_same(fleet, row, grown, atol=1e-9)
+
+
+def test_going_back_brings_seeds_weights_moments_and_alphas_of_that_time() -> None:
+    growth = GrowthConfig(lifecycle=msgspec.structs.replace(SHADOW, blend_epochs=3))
+    fleet = make_fleet(settings_of(2), growth)
+    in_every_slot(fleet, 0)
+    for _ in range(3):
+        fleet.advance()
+    decide(fleet, 0, Advance("blocks.0", ""))
+    fleet.advance()
+    before, garden = rows_of(fleet, [0]), copy.deepcopy(fleet.rows[0].plot.garden.state_dict())
+    fleet.advance()  # a snapshot of a healthy epoch
+    host = fleet.rows[0]
+    host.plot.judge.note_rollback()  # so that the one before it is asked for
+    assert host.recovery.go_back(is_repeated=True) == 4
+    fleet._wishes.carry_out(fleet._snapshots)
+    assert_identical(before, rows_of(fleet, [0]))
+    assert host.plot.garden.state_dict() == garden
+    assert 0 < host.plot.garden.beds["blocks.0"].alpha < 1
+
+
+# Freezing
+
+
+def test_a_host_that_is_over_stays_bit_identical_while_others_train() -> None:
+    settings = [msgspec.structs.replace(setting, horizon=horizon) for setting, horizon in zip(settings_of(3), (2, 5, 4), strict=True)]
+    fleet = make_fleet(settings)
+    in_every_slot(fleet, 0)
+    fleet.advance()
+    fleet.advance()
+    before, position = rows_of(fleet, [0]), (fleet.data.orders[0].epoch, fleet.data.orders[0].position)
+    samples = fleet.samples_trained
+    assert fleet.advance() == [1, 2]
+    assert fleet.samples_trained - samples == 2 * 4 * BATCH
+    fleet.advance()
+    assert_identical(before, rows_of(fleet, [0]))
+    assert position == (fleet.data.orders[0].epoch, fleet.data.orders[0].position)
+    assert len(fleet.rows[0].plot.chronicle.val_losses) == 2
+    while fleet.training():
+        fleet.advance()
+    assert fleet.advance() == []
+
+
+def test_a_reset_host_lives_as_in_a_new_fleet_and_the_others_go_on() -> None:
+    fleet, straight = make_fleet(settings_of(2)), make_fleet(settings_of(2))
+    again = HostSetting(seed=5, growth_seed=6, horizon=8, learning_rate=0.02)
+    for each in (fleet, straight):
+        in_every_slot(each, 0)
+        each.advance()
+    fleet.reset({0: again})
+    new = make_fleet([again, settings_of(2)[1]])
+    for each in (fleet, straight, new):
+        each.advance()
+    # What others grow may change the order in which the numbers of a host are summed up, and nothing else.
+    for row, other in ((0, new), (1, straight)):
+        for name, tensor in fleet.host.tensors.items():
+            torch.testing.assert_close(tensor[row], other.host.tensors[name][row], atol=1e-12, rtol=1e-12)
+    assert [bed.life.stage for bed in fleet.rows[0].plot.garden.beds.values()] == [Stage.DORMANT] * 3
+
+
+# Data
+
+
+def test_every_host_sees_all_training_samples_in_an_order_of_its_own() -> None:
+    fleet = make_fleet(settings_of(3))
+    first = fleet.data.batches(4, BATCH, rows=[0, 1, 2]).reshape(-1, 3)
+    second = fleet.data.batches(4, BATCH, rows=[0, 2]).reshape(-1, 2)
+    for row in range(3):
+        assert first[:, row].tolist() == shuffled_order(100, seed=row, epoch=0).tolist()
+    assert sorted(second[:, 1].tolist()) == list(range(100))
+    assert len({tuple(order.tolist()) for order in (*first.T, *second.T)}) == 5
+
+
+def test_hosts_see_the_labels_and_the_part_of_the_data_of_their_setting() -> None:
+    task = small_task()
+    train, test = task.train.targets.clone(), task.test.targets.clone()
+    settings = settings_of(4)
+    changes: list[dict[str, float]] = [{}, {"label_noise": 0.3}, {"data_share": 0.25}, {"classes_share": 0.3}]
+    settings = [msgspec.structs.replace(setting, **change) for setting, change in zip(settings, changes, strict=True)]
+    fleet = make_fleet(settings, task=task)
+    index = fleet.data.batches(8, BATCH, rows=[0, 1, 2, 3]).reshape(-1, 4)  # twice as many as there are
+    inputs, labels = fleet.data.batch(index, torch.arange(4))
+    assert torch.equal(inputs, task.train.inputs[index])
+    assert torch.equal(labels[:, [0, 2, 3]], train[index[:, [0, 2, 3]]])
+    is_wrong = labels[:, 1] != train[index[:, 1]]
+    assert 0.2 < is_wrong.double().mean() < 0.4
+    by_sample = {(sample, label) for sample, label in zip(index[:, 1].tolist(), labels[:, 1].tolist(), strict=True)}
+    assert len(by_sample) == 100  # wrong for good: in the second epoch as in the first
+    assert len(set(index[:, 2].tolist())) == 25
+    assert len(set(labels[:, 3].tolist())) == 3
+    for _ in range(2):
+        fleet.advance()
+    assert torch.equal(task.train.targets, train)
+    assert torch.equal(task.test.targets, test)
+
+
+def test_nobody_reads_the_test_part_until_it_is_asked_for() -> None:
+    task = small_task()
+    poisoned = replace(task, test=Split(torch.full_like(task.test.inputs, math.nan), task.test.targets))
+    clean, other = make_fleet(settings_of(1), task=task), make_fleet(settings_of(1), task=poisoned)
+    for fleet in (clean, other):
+        fleet.advance()
+    assert_identical(rows_of(clean, [0]), rows_of(other, [0]))
+    assert clean.losses(task.test).isfinite().all()
+    assert other.losses(poisoned.test).isnan().all()
+
+
+def test_losses_are_those_of_the_host_with_what_it_has_kept() -> None:
+    task = small_task()
+    settings = settings_of(2, horizon=4)
+    growth = GrowthConfig(lifecycle=QUICK)
+    scripts = [{0: [germinate("blocks.1", "conv3x3")], 2: [Fossilize("blocks.1", "")], 3: [germinate("blocks.0", "norm")]}, {}]
+    fleet = together(task, settings, scripts, growth, CONFIG)
+    for row, (setting, script) in enumerate(zip(settings, scripts, strict=True)):
+        model = alone(task, setting, script, growth, CONFIG).model.eval()
+        expected = nn.functional.cross_entropy(model(task.test.inputs), task.test.targets)
+        torch.testing.assert_close(fleet.losses(task.test, rows=[row])[0], expected.detach(), atol=1e-9, rtol=0)
+
+
+# Saving
+
+
+@pytest.mark.parametrize("lifecycle", [QUICK, SHADOW], ids=["joint", "shadow"])
+def test_a_saved_fleet_goes_on_bit_for_bit_with_seeds_alive(lifecycle: Lifecycle) -> None:
+    growth = GrowthConfig(lifecycle=lifecycle)
+    settings = settings_of(3, horizon=9)
+    settings[2] = msgspec.structs.replace(settings[2], label_noise=0.2, data_share=0.5)
+    fleet = make_fleet(settings, growth)
+
+    def go_on(fleet: Fleet) -> None:
+        fleet.decide({1: Decision((germinate("blocks.2", "wide_conv3x3"),)), 0: Decision((Advance("blocks.0", ""),))})
+        for _ in range(5):
+            fleet.advance()
+        fleet.decide({0: Decision((Fossilize("blocks.0", ""),))})
+        fleet.finish(range(3))
+
+    in_every_slot(fleet, 0)
+    fleet.advance()
+    fleet.advance()
+    saved = copy.deepcopy(fleet.state_dict())
+    resumed = make_fleet(settings_of(3), growth)  # whose hosts were others
+    resumed.advance()
+    resumed.load_state_dict(saved)
+    for each in (fleet, resumed):
+        go_on(each)
+    assert_identical(rows_of(fleet, [0, 1, 2]), rows_of(resumed, [0, 1, 2]))
+    for own, other in zip(fleet.rows, resumed.rows, strict=True):
+        assert own.plot.ledger == other.plot.ledger
+        assert own.plot.chronicle.val_losses == other.plot.chronicle.val_losses
+        assert own.plot.chronicle.flops == other.plot.chronicle.flops
+        assert own.seed_flops == other.seed_flops
+    assert fleet.samples_trained == resumed.samples_trained
+    assert torch.equal(fleet.losses(fleet.task.test), resumed.losses(fleet.task.test))
+
+
+def test_a_state_of_another_fleet_is_refused_before_anything_changes() -> None:
+    fleet, larger = make_fleet(settings_of(2)), make_fleet(settings_of(3))
+    before = rows_of(fleet, [0, 1])
+    with pytest.raises(FleetError, match="has 3 hosts, and this one 2"):
+        fleet.load_state_dict(larger.state_dict())
+    other = make_fleet(settings_of(2), config=msgspec.structs.replace(CONFIG, optimizer="sgd"))
+    with pytest.raises(FleetError, match="make one of the same hosts"):
+        fleet.load_state_dict(other.state_dict())
+    assert_identical(before, rows_of(fleet, [0, 1]))
+
+
+# Precision
+
+
+def named_as(state: Any, dtype: torch.dtype) -> Any:
+    """The state of a fleet in float64, named as one of another dtype is."""
+    if not isinstance(state, dict):
+        return state
+    return {name.replace("torch.float64", str(dtype)): named_as(value, dtype) for name, value in state.items()}
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-5), ("bfloat16", 2e-2)])
+@pytest.mark.parametrize("lifecycle", [QUICK, SHADOW], ids=["joint", "shadow"])
+def test_one_step_in_lower_precision_agrees_with_float64(precision: str, tolerance: float, lifecycle: Lifecycle) -> None:
+    growth = GrowthConfig(lifecycle=lifecycle)
+    config = msgspec.structs.replace(CONFIG, steps_per_decision=1)
+    fleet = make_fleet(settings_of(3, horizon=20), growth, config)
+    in_every_slot(fleet, 0)
+    in_every_slot(fleet, 1, ("squeeze_excite", "depthwise", "wide_conv3x3"))
+    for _ in range(8):
+        fleet.advance()
+    other = make_fleet(settings_of(3), growth, msgspec.structs.replace(config, precision=precision))
+    other.load_state_dict(named_as(copy.deepcopy(fleet.state_dict()), torch.float32))
+    for each in (fleet, other):
+        each.advance()
+    for name, tensor in fleet.host.rows.tensors().items():
+        torch.testing.assert_close(other.host.rows.tensors()[name].to(tensor.dtype), tensor, atol=tolerance, rtol=tolerance)
+    for slot, bank in fleet.banks.items():
+        torch.testing.assert_close(other.banks[slot].tensors["weights"].double(), bank.tensors["weights"], atol=tolerance, rtol=tolerance)
+    for own, there in zip(fleet.rows, other.rows, strict=True):
+        assert there.plot.chronicle.train_losses[-1] == pytest.approx(own.plot.chronicle.train_losses[-1], rel=tolerance)
+        assert there.plot.chronicle.val_losses[-1] == pytest.approx(own.plot.chronicle.val_losses[-1], rel=tolerance)
+
+
+# Reading
+
+
+def test_the_device_is_read_once_in_a_decision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever would wait for a device is forbidden until the one read."""
+    fleet = make_fleet(settings_of(2), GrowthConfig(lifecycle=QUICK, probe_steps=2))
+    in_every_slot(fleet, 0)
+    fleet.advance()
+    fleet.decide({1: Decision(probe=True)})
+    reads: list[int] = []
+    read = Reading.read
+
+    def counted(self: Reading) -> dict[str, Tensor]:
+        reads.append(1)
+        with monkeypatch.context() as inside:
+            for name, method in allowed.items():
+                inside.setattr(Tensor, name, method)
+            return read(self)
+
+    names = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__")
+    allowed = {name: getattr(Tensor, name) for name in names}
+
+    def guarded(name: str) -> Any:
+        def method(self: Tensor, *arguments: Any, **named: Any) -> Any:
+            assert reads, f"{name} before the read would wait for the device"
+            return allowed[name](self, *arguments, **named)
+
+        return method
+
+    with monkeypatch.context() as patch:
+        for name in names:
+            patch.setattr(Tensor, name, guarded(name))
+        patch.setattr(Reading, "read", counted)
+        fleet.advance()
+    assert reads == [1]
+    assert fleet.rows[0].plot.garden.beds["blocks.0"].life.contribution is not None
+    assert fleet.state(1).slots[0].candidates[0].promise is not None
+
+
+# Other hosts
+
+
+def text_task() -> Task:
+    task = load_task("text", sequence_length=8, batch_size=BATCH)
+    parts = {name: Split(split.inputs[:count], split.targets[:count]) for name, split, count in (
+        ("train", task.train, 100), ("validation", task.validation, 60), ("test", task.test, 60)
+    )}  # fmt: skip
+    return replace(task, **parts)
+
+
+class Own(nn.Module):
+    """A user's own module, which no lowering knows: its layers are, what it does with them is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 8, bias=False)  # the norm has one
+        self.norm = nn.BatchNorm1d(8)
+        self.second = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(self.first(x.flatten(1))).relu_()
+        return self.head(hidden + self.second(hidden).sin())
+
+
+def own_host(seed: int) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        return Own().double()
+
+
+@pytest.mark.parametrize("lifecycle", [QUICK, SHADOW], ids=["joint", "shadow"])
+@pytest.mark.parametrize("kind", ["own", "text"])
+def test_hosts_of_other_kinds_equal_themselves_alone(kind: str, lifecycle: Lifecycle, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = small_task() if kind == "own" else text_task()
+
+    def gpt_host(seed: int) -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            return GPTHost(task.num_classes, sequence_length=8, width=8, layers=2, heads=2).double()
+
+    slots = ("norm", "second") if kind == "own" else ("blocks.0", "blocks.1")
+    module = "tests.fleet.test_fleet_equals_grower"
+    monkeypatch.setattr(f"{module}.make_host", own_host if kind == "own" else gpt_host)
+    monkeypatch.setattr(f"{module}.nn.functional.cross_entropy", _sequence_loss)
+    growth = GrowthConfig(lifecycle=lifecycle, slots=slots)
+    scripts = [
+        {},
+        {0: [germinate(slots[0], "mlp")], 3: [Advance(slots[0], ""), germinate(slots[1], "low_rank")], 5: [Fossilize(slots[0], "")]},
+        {1: [germinate(slots[1], "norm" if kind == "text" else "mlp")]},
+    ]
+    settings = settings_of(3, horizon=6)
+    fleet = together(task, settings, scripts, growth, CONFIG)
+    for row, (setting, script) in enumerate(zip(settings, scripts, strict=True)):
+        assert_same(fleet, row, alone(task, setting, script, growth, CONFIG), atol=1e-9)
+
+
+_cross_entropy = nn.functional.cross_entropy
+
+
+def _sequence_loss(outputs: Tensor, targets: Tensor, **named: Any) -> Tensor:
+    return _cross_entropy(outputs.flatten(0, -2), targets.flatten(), **named)
+
+
+# What cannot be done
+
+
+def test_a_fleet_without_hosts_is_refused() -> None:
+    with pytest.raises(FleetError, match="at least one host; got 0"):
+        Fleet(small_task(), make_host, hosts=0)
+
+
+def test_slots_that_do_not_exist_are_refused() -> None:
+    with pytest.raises(GrowthError, match=r"blocks\.7"):
+        Fleet(small_task(), make_host, hosts=1, growth=GrowthConfig(slots=("blocks.7",)), config=CONFIG)
+    fleet = make_fleet(settings_of(1))
+    with pytest.raises(FleetError, match=r"no slot named 'blocks\.7'.*blocks\.0, blocks\.1, blocks\.2"):
+        decide(fleet, 0, germinate("blocks.0", "norm"), Germinate("blocks.7", "", "norm"))
+    assert not fleet.rows[0].plot.ledger.entries
+
+
+def test_hosts_that_do_not_exist_are_refused() -> None:
+    fleet = make_fleet(settings_of(2))
+    for row in (2, -1):
+        with pytest.raises(FleetError, match=f"no host {row}; a fleet of 2 has the hosts 0 to 1"):
+            decide(fleet, row)
+        with pytest.raises(FleetError, match=f"no host {row}"):
+            fleet.reset({0: HostSetting(), row: HostSetting()})
+
+
+def test_blueprints_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(FleetError, match=r"none of the blueprints \('mlp',\) fits any of the slots blocks\.0"):
+        Fleet(small_task(), make_host, hosts=1, growth=GrowthConfig(blueprints=("mlp",)), config=CONFIG)
+    fleet = make_fleet(settings_of(1))
+    decide(fleet, 0, germinate("blocks.0", "mlp"))
+    assert "'mlp' cannot grow there" in fleet.rows[0].plot.ledger.refused[0].reason
+
+
+def test_a_blueprint_with_buffers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blueprints, "_registry", dict(blueprints._registry))
+
+    @register_blueprint("with_buffers", kinds=["conv"])
+    def with_buffers(place: Place) -> nn.Module:
+        branch = nn.BatchNorm2d(place.width)
+        nn.init.zeros_(branch.weight)
+        return branch
+
+    with pytest.raises(FleetError, match="'with_buffers' holds buffers"):
+        Fleet(small_task(), make_host, hosts=1, growth=GrowthConfig(blueprints=("with_buffers",)), config=CONFIG)
+
+
+def test_some_classes_of_a_text_are_refused() -> None:
+    task = text_task()
+    fleet = Fleet(task, lambda seed: GPTHost(task.num_classes, sequence_length=8, width=8, layers=1, heads=2), hosts=1, config=CONFIG)
+    with pytest.raises(FleetError, match="leave classes_share at 1"):
+        fleet.reset({0: HostSetting(classes_share=0.5)})
+
+
+def test_data_on_the_device_are_shared_by_fleets() -> None:
+    task = small_task()
+    tensors = TaskTensors.of(task, device=torch.device("cpu"), dtype=torch.float64)
+    fleets = [
+        Fleet(task, lambda seed, width=width: ConvHost(1, 10, (width, 4, 4)), hosts=1, config=CONFIG, tensors=tensors) for width in (2, 3)
+    ]
+    assert fleets[0].data.tensors is fleets[1].data.tensors
+    for fleet in fleets:
+        fleet.reset({0: HostSetting()})
+        fleet.advance()

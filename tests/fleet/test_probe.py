@@ -1,0 +1,208 @@
+"""The probe of a fleet finds what the probe of a host alone finds, and leaves the training as it is."""
+
+from __future__ import annotations
+
+import copy
+
+import msgspec
+import pytest
+import torch
+from torch import nn
+
+import esper
+from esper.fleet.config import FleetConfig, HostSetting
+from esper.fleet.fleet import Fleet
+from esper.growth.config import GovernorConfig, GrowthConfig, HeuristicConfig, Lifecycle, Rent
+from esper.growth.decisions import Decision, Germinate
+from esper.growth.heuristic import Heuristic
+from esper.growth.lifecycle import Stage
+from esper.growth.state import GrowthState
+from esper.tasks import BatchLoader, Task
+from tests.fleet.test_fleet_equals_grower import BATCH, SLOTS, assert_same, make_host, small_task
+
+CONFIG = FleetConfig(batch_size=BATCH, validation_batch=20, precision="float64")
+Promises = dict[tuple[str, str], float]
+
+
+class Noting:
+    """A heuristic that writes down what the probe has promised it."""
+
+    name = "heuristic"
+
+    def __init__(self, growth: GrowthConfig) -> None:
+        self.heuristic = Heuristic(growth)
+        self.seen: dict[int, Promises] = {}
+
+    def decide(self, state: GrowthState) -> Decision:
+        self.seen[state.epoch] = promises_in(state)
+        return self.heuristic.decide(state)
+
+
+def promises_in(state: GrowthState) -> Promises:
+    return {
+        (slot.place.name, candidate.blueprint): candidate.promise
+        for slot in state.slots
+        for candidate in slot.candidates
+        if candidate.promise is not None
+    }
+
+
+def alone(task: Task, setting: HostSetting, growth: GrowthConfig) -> tuple[esper.Grown, dict[int, Promises]]:
+    controller = Noting(growth)
+    grown = esper.grow(
+        make_host(setting.seed),
+        BatchLoader(task.train.inputs, task.train.targets, batch_size=BATCH, seed=setting.seed),
+        BatchLoader(task.validation.inputs, task.validation.targets, batch_size=CONFIG.validation_batch),
+        loss_fn=nn.functional.cross_entropy,
+        epochs=setting.horizon,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=setting.learning_rate, weight_decay=CONFIG.weight_decay),
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=setting.horizon),
+        controller=controller,
+        config=msgspec.structs.replace(growth, seed=setting.growth_seed, rent=setting.rent),
+    )
+    return grown, controller.seen
+
+
+def make_fleet(growth: GrowthConfig, settings: list[HostSetting], config: FleetConfig = CONFIG) -> Fleet:
+    fleet = Fleet(small_task(), make_host, hosts=len(settings), growth=growth, config=config)
+    fleet.reset(dict(enumerate(settings)))
+    return fleet
+
+
+@pytest.mark.parametrize("raise_mode", ["joint", "shadow"])
+def test_hosts_that_the_heuristic_decides_about_equal_the_same_hosts_alone(raise_mode: str) -> None:
+    """They look at different times, different things grow in them, and not everything is kept."""
+    growth = GrowthConfig(
+        probe_steps=3,
+        lifecycle=Lifecycle(
+            raise_mode=raise_mode,
+            training_epochs=1,
+            minimum_health=0.0,
+            blend_epochs=1,
+            holding_epochs=1,
+            embargo_epochs=1,
+            withdraw_epochs=1,
+        ),
+        governor=GovernorConfig(uninformed_loss=2.3026),
+        heuristic=HeuristicConfig(grow_at=0.2, evidence=0.05, evidence_at_the_end=0.05, plateau_epochs=1),
+    )
+    settings = [
+        HostSetting(seed=1, growth_seed=7, horizon=12, learning_rate=0.01),
+        HostSetting(seed=2, growth_seed=8, horizon=20, learning_rate=0.002, rent=Rent(parameters=0.1, flops=0.1)),
+        HostSetting(seed=3, growth_seed=7, horizon=14, learning_rate=0.05),
+    ]
+    fleet = make_fleet(growth, settings)
+    controllers = [Noting(growth) for _ in settings]
+    rows = fleet.training()
+    while rows:
+        fleet.decide({row: controllers[row].decide(fleet.state(row)) for row in rows})
+        rows = fleet.advance()
+    fleet.finish(range(len(settings)))
+    for row, setting in enumerate(settings):
+        grown, seen = alone(fleet.task, setting, growth)
+        assert {epoch: set(found) for epoch, found in controllers[row].seen.items()} == {epoch: set(found) for epoch, found in seen.items()}
+        for epoch, promises in seen.items():
+            for key, promise in promises.items():
+                assert controllers[row].seen[epoch][key] == pytest.approx(promise, rel=1e-9, abs=1e-12)
+        assert any(seen.values())
+        assert_same(fleet, row, grown, atol=1e-9)
+    grew = [[(entry.slot, entry.blueprint, entry.born) for entry in host.plot.ledger.entries] for host in fleet.rows]
+    assert all(grew)
+    assert len({tuple(some) for some in grew}) == len(grew)
+    assert {entry.outcome for host in fleet.rows for entry in host.plot.ledger.entries} == {"kept", "pruned"}
+
+
+GROWTH = GrowthConfig(probe_steps=3)
+TWO = [HostSetting(seed=row, growth_seed=row, horizon=4, learning_rate=0.01) for row in range(2)]
+
+
+def advance_asking(fleet: Fleet, asking: list[int]) -> None:
+    fleet.decide({row: Decision(probe=True) for row in asking})
+    fleet.advance()
+
+
+def test_a_probe_leaves_every_host_bit_identical() -> None:
+    plain, probed = (make_fleet(GROWTH, TWO) for _ in range(2))
+    for asking in ([0], [0, 1], [1]):
+        plain.advance()
+        advance_asking(probed, asking)
+    for name, tensor in plain.tensors().items():
+        assert torch.equal(tensor, probed.tensors()[name]), name
+
+
+def test_only_those_who_asked_are_answered_and_only_once() -> None:
+    fleet = make_fleet(GROWTH, TWO)
+    advance_asking(fleet, [1])
+    assert [len(promises_in(fleet.state(row))) for row in range(2)] == [0, len(SLOTS) * 8]
+    fleet.advance()
+    assert not any(promises_in(fleet.state(row)) for row in range(2))
+
+
+def test_what_is_there_is_not_probed_and_a_host_whose_training_is_over_gets_no_probe() -> None:
+    fleet = make_fleet(GROWTH, TWO)
+    fleet.decide({0: Decision((Germinate("blocks.1", "", "norm"),), probe=True)})
+    fleet.advance()
+    assert {slot for slot, _ in promises_in(fleet.state(0))} == {"blocks.0", "blocks.2"}
+    for _ in range(3):
+        fleet.advance()
+    fleet.decide({0: Decision(probe=True)})
+    assert not fleet.rows[0].wants_probe
+
+
+@pytest.mark.parametrize("blending", ["multiply", "gate"])
+def test_a_promise_does_not_depend_on_the_blending(blending: str) -> None:
+    """As in a host alone: the branch is asked, and every blending begins with it."""
+    found = []
+    for each in ("add", blending):
+        fleet = make_fleet(msgspec.structs.replace(GROWTH, lifecycle=Lifecycle(blending=each)), TWO[:1])
+        advance_asking(fleet, [0])
+        found.append(promises_in(fleet.state(0)))
+    assert found[0] == found[1]
+
+
+def test_hosts_that_look_at_different_steps_are_answered_as_alone() -> None:
+    """A host in its first epoch is looked at in the first steps of it, the others in their last."""
+    task = small_task()
+    both, young, old = (Fleet(task, make_host, hosts=hosts, growth=GROWTH, config=CONFIG) for hosts in (2, 1, 1))
+    both.reset({0: TWO[0]})
+    old.reset({0: TWO[0]})
+    both.reset({1: msgspec.structs.replace(TWO[1], horizon=9)})
+    for fleet in (both, old):
+        fleet.advance()
+    both.reset({1: TWO[1]})
+    young.reset({0: TWO[1]})
+    for fleet in (both, young, old):
+        advance_asking(fleet, list(range(fleet.hosts)))
+    for row, fleet in enumerate((old, young)):
+        expected = promises_in(fleet.state(0))
+        assert expected
+        assert promises_in(both.state(row)) == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_probe_that_was_asked_for_is_saved() -> None:
+    fleet, resumed = (make_fleet(GROWTH, TWO) for _ in range(2))
+    fleet.decide({1: Decision(probe=True)})
+    resumed.load_state_dict(copy.deepcopy(fleet.state_dict()))
+    fleet.advance()
+    resumed.advance()
+    assert promises_in(resumed.state(1)) == promises_in(fleet.state(1)) != {}
+
+
+def test_what_a_probe_costs_is_counted() -> None:
+    plain, probed = (make_fleet(GROWTH, TWO[:1]) for _ in range(2))
+    plain.advance()
+    advance_asking(probed, [0])
+    state = plain.state(0)
+    each = sum(candidate.cost.flops for slot in state.slots for candidate in slot.candidates)
+    extra = probed.rows[0].plot.chronicle.flops - plain.rows[0].plot.chronicle.flops
+    assert extra == GROWTH.probe_steps * BATCH * 3 * each
+
+
+def test_one_host_that_overflows_does_not_spoil_the_promises_of_another() -> None:
+    good, bad = TWO[0], HostSetting(seed=1, growth_seed=1, horizon=4, learning_rate=1e300)
+    fleet, other = make_fleet(GROWTH, [good, bad]), make_fleet(GROWTH, [good, TWO[1]])
+    for each in (fleet, other):
+        advance_asking(each, [0, 1])
+    assert promises_in(fleet.state(0)) == promises_in(other.state(0))
+    assert fleet.rows[1].plot.judge.rollbacks == 1
+    assert fleet.state(1).slots[0].stage is Stage.DORMANT
