@@ -10,7 +10,7 @@ from esper.controller.config import RENT_LEVELS, ControllerConfig, DomainConfig,
 from esper.controller.env import GrowthEnv
 from esper.controller.events import RoundEnded
 from esper.controller.layout import Op
-from esper.controller.reward import potential, units
+from esper.controller.reward import potential
 from esper.controller.squad import finite
 from esper.fleet.config import FleetConfig
 from esper.growth.config import GovernorConfig, GrowthConfig, Lifecycle
@@ -90,7 +90,7 @@ def test_rewards_add_up_to_what_a_host_is_worth_at_the_end(family: str, is_spars
         total += step.reward.double()
         if number < HORIZON and is_sparse:
             assert not step.reward.any()
-    worth = [potential(squad.last_standing(), env.config.reward) / units(squad.rents(), env.config.reward) for squad in squads]
+    worth = [potential(squad.last_standing(), env.config.reward) for squad in squads]
     assert torch.allclose(total, torch.cat(worth), atol=1e-4)
     assert total.abs().max() > 0
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from esper.controller.config import RENT_LEVELS, RewardConfig
-from esper.controller.reward import TERMS, Standing, potential, rewards, standing_of, units, utility
+from esper.controller.reward import TERMS, Standing, potential, rewards, standing_of, utility
 from esper.growth.config import Rent
 from esper.growth.lifecycle import LIVING, Stage
 from esper.growth.place import Place
@@ -30,8 +31,8 @@ RENT = Rent(parameters=0.05, flops=0.01)
 HORIZON = 12
 TWIN_LOSS = 1.0
 
-DENSE = [RewardConfig(family="loss"), RewardConfig(family="contribution")]
-ALL = [*DENSE, RewardConfig(family="loss", is_sparse=True), RewardConfig(family="contribution", is_sparse=True)]
+DENSE = [RewardConfig(family="loss", most=50), RewardConfig(family="contribution", most=50)]
+ALL = [*DENSE, *(msgspec.structs.replace(config, is_sparse=True) for config in DENSE)]
 
 few = settings(max_examples=20)
 both_families = pytest.mark.parametrize("config", DENSE, ids=lambda config: config.family)
@@ -233,11 +234,11 @@ def test_the_sparse_form_pays_at_the_last_decision_only(config: RewardConfig, li
 def test_each_term_is_its_weight_times_its_number() -> None:
     numbers = {"gain": 0.5, "contributions": 0.7, "rent": 0.3, "spent": 0.2, "rollbacks": 3.0}
     standing = Standing(**{name: torch.tensor([value], dtype=torch.float64) for name, value in numbers.items()})
-    config = RewardConfig(gain=2, rent=3, spent=5, rollback=7)
+    config = RewardConfig(gain=2, rent=3, spent=5, rollback=7, most=50)
     assert {name: term(standing, config).item() for name, term in TERMS.items()} == pytest.approx(
         {"gain": 1.0, "rent": -0.9, "spent": -1.0, "rollback": -21.0}
     )
-    by_contribution = RewardConfig(family="contribution", gain=2, rent=3, spent=5, rollback=7)
+    by_contribution = RewardConfig(family="contribution", gain=2, rent=3, spent=5, rollback=7, most=50)
     assert potential(standing, config).item() == pytest.approx(-22.9 + 1.0)
     assert potential(standing, by_contribution).item() == pytest.approx(-22.9 + 1.4)
 
@@ -250,10 +251,10 @@ def test_the_contributions_of_all_slots_count() -> None:
     assert standings([life.end()])[-1].contributions.item() == pytest.approx(0.7)
 
 
-def test_a_host_that_blew_up_is_no_worse_than_the_largest_loss_that_counts() -> None:
+def test_a_host_that_blew_up_is_no_worse_than_the_most_that_one_can_owe() -> None:
     life = Life()
     life.harm = 1e6
-    config = RewardConfig(largest_gain=2)
+    config = RewardConfig(most=2)
     assert returned(life.end(), config) == -2
 
 
@@ -393,14 +394,15 @@ def test_a_rollback_costs_and_is_not_forgotten(config: RewardConfig) -> None:
     assert returned(life.end(), config) == pytest.approx(-2 * config.rollback)
 
 
-# Units and reports
+# Size, and reports
 
 
-def test_units_bring_the_rents_of_all_levels_to_one_size() -> None:
-    rents = list(RENT_LEVELS.values())
-    doubled = torch.tensor([rent_of(HOST, HOST, rent) for rent in rents], dtype=torch.float64)  # as much again as the host
-    assert (doubled / units(rents, RewardConfig())).max() < 1
-    assert (0.3 / units(rents, RewardConfig())).max() > 1, "a gain at a low rent is no smaller than that"
+def test_a_ruin_by_rent_is_one_whatever_its_size() -> None:
+    worth = potential(
+        Standing(*(torch.tensor([0.1, 0.1], dtype=torch.float64) * scale for scale in (1, 0, torch.tensor([5, 500.0]), 0, 0))),
+        RewardConfig(most=0.3),
+    )
+    assert worth.tolist() == pytest.approx([-0.3, -0.3])
 
 
 def test_utility_is_what_the_test_part_gained_less_the_rent() -> None:

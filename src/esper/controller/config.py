@@ -41,8 +41,7 @@ class RewardConfig(Config):
     rent: NonNegativeFloat = 1.0  # weight of the rent of everything that is in the host
     spent: NonNegativeFloat = 0.05  # nats for as many FLOPs as the host's whole training, when they went into seeds that were pruned
     rollback: NonNegativeFloat = 0.02  # nats for each rollback
-    largest_gain: PositiveFloat = 2.0  # nats that a host may be ahead or behind: one that blew up is no worse than one that knows nothing
-    unit: PositiveFloat = 0.1  # nats that count as 1 where there is no rent; see `esper.controller.reward.units`
+    most: PositiveFloat = 1.0  # nats that a host can be worth, or owe, at most: beyond that, worse is not told from worst
 
 
 class DomainConfig(Config):

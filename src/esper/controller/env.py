@@ -20,7 +20,7 @@ from esper.controller.config import ControllerConfig
 from esper.controller.domain import FleetSetting, draw_round
 from esper.controller.events import RoundEnded
 from esper.controller.layout import decision, observe, spec
-from esper.controller.reward import Standing, potential, rewards, units
+from esper.controller.reward import Standing, potential, rewards
 from esper.controller.squad import Squad, growth_for
 from esper.events import Event
 from esper.fleet.data import TaskTensors
@@ -119,8 +119,8 @@ class GrowthEnv:
             standing = squad.standing()
         valid = torch.tensor(was_alive)
         ended = valid & (torch.ones_like(valid) if is_last else ~torch.tensor(squad.alive()))
-        nats = rewards(self._standings[number], standing, ended, self.config.reward, gamma=self.config.ppo.gamma)
-        reward = torch.where(valid, nats / units(squad.rents(), self.config.reward), torch.zeros_like(nats))
+        reward = rewards(self._standings[number], standing, ended, self.config.reward, gamma=self.config.ppo.gamma)
+        reward = torch.where(valid, reward, torch.zeros_like(reward))
         self._standings[number] = standing
         if is_last:
             self._tell(squad, standing)

@@ -31,7 +31,6 @@ import torch
 from torch import Tensor
 
 from esper.controller.config import RewardConfig
-from esper.growth.config import Rent
 from esper.growth.lifecycle import OCCUPIED
 from esper.growth.rent import rent_of
 from esper.growth.state import GrowthState
@@ -82,7 +81,7 @@ def standing_of(states: Sequence[GrowthState], *, twin_losses: Sequence[float], 
 def gain_term(standing: Standing, config: RewardConfig) -> Tensor:
     """What growing gained, by the family's measure."""
     nats = standing.gain if config.family == "loss" else standing.contributions
-    return config.gain * nats.clamp(-config.largest_gain, config.largest_gain)
+    return config.gain * nats
 
 
 def rent_term(standing: Standing, config: RewardConfig) -> Tensor:
@@ -104,8 +103,13 @@ TERMS = {"gain": gain_term, "rent": rent_term, "spent": spent_term, "rollback": 
 
 
 def potential(standing: Standing, config: RewardConfig) -> Tensor:
-    """What each host is worth [N], in nats."""
-    return sum((term(standing, config) for term in TERMS.values()), start=torch.zeros_like(standing.gain))
+    """What each host is worth [N], in nats, within ±`config.most`.
+
+    Where the rent is high, a careless seed can owe a hundred times what a good one earns elsewhere, and a learner that sees hosts of all
+    rents would see nothing else. So a ruin is a ruin, whatever its size, and what lies above it keeps its scale.
+    """
+    whole = sum((term(standing, config) for term in TERMS.values()), start=torch.zeros_like(standing.gain))
+    return whole.clamp(-config.most, config.most)
 
 
 def rewards(before: Standing, after: Standing, is_last: Tensor, config: RewardConfig, *, gamma: float = 1.0) -> Tensor:
@@ -114,15 +118,6 @@ def rewards(before: Standing, after: Standing, is_last: Tensor, config: RewardCo
     if config.is_sparse:
         return torch.where(is_last, worth, torch.zeros_like(worth))
     return worth - potential(before, config)
-
-
-def units(rents: Sequence[Rent], config: RewardConfig) -> Tensor:
-    """Nats [N] that count as 1 for each host, for an environment to divide its rewards by.
-
-    High rents make rewards a hundred times larger than low ones do, and a learner that normalises over all hosts would see nothing else. A
-    host's unit is the same for its whole life, so what is best for it stays the best.
-    """
-    return torch.tensor([config.unit + rent.parameters for rent in rents], dtype=torch.float64)
 
 
 def utility(test_gain: Number, rent: Number) -> Number:

@@ -98,9 +98,6 @@ class Squad:
         losses = self.fleet.losses(self.task.test)
         return losses[self.twin_of] - losses[: self.hosts]
 
-    def rents(self) -> list[Rent]:
-        return [host.rent for host in self.setting.hosts]
-
     def state_dict(self) -> dict[str, Any]:
         return {"fleet": self.fleet.state_dict()}
 
