@@ -159,8 +159,8 @@ def test_a_mistake_is_explained_and_leaves_nothing_behind(
 
 
 def test_what_a_machine_reads_says_what_is_wrong_once(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["grow", "--task", "digits", "--controller", "foo", "--json"]) == 2
-    assert last_line(capsys.readouterr().out)["error"].startswith("invalid choice 'foo' for argument '--controller'. Expected one of")
+    assert main(["grow", "--task", "digits", "--host", "foo", "--json"]) == 2
+    assert last_line(capsys.readouterr().out)["error"].startswith("invalid choice 'foo' for argument '--host'. Expected one of")
 
 
 def test_a_wrong_key_in_the_file_names_the_right_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

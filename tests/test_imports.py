@@ -17,7 +17,9 @@ import pytest
 import esper
 
 SOURCE = Path(esper.__file__).parent
-GROUND = frozenset({"config", "events", "checkpoint", "devices", "gradients", "parallel", "rng", "run_folder", "statistics", "vecenv"})
+GROUND = frozenset(
+    {"config", "events", "checkpoint", "devices", "gradients", "lazy", "parallel", "rng", "run_folder", "statistics", "vecenv"}
+)
 LIBRARIES = frozenset({"rl", "growth", "tasks", "arena"})
 
 # Part of the package -> the parts above the ground that it may import. Everything may import the ground, and itself.
@@ -123,6 +125,8 @@ COMPUTING = (
     "rl",
     "growth",
     "tasks",
+    "fleet",
+    "controller",
 )
 EDGES = (
     *("esper.vecenv.gymnasium", "esper.vecenv.to_gymnasium", "esper.vecenv.spaces", "esper.vecenv.pettingzoo"),  # need Gymnasium

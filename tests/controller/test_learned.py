@@ -130,9 +130,11 @@ def test_a_seed_draws_and_no_seed_takes_the_likeliest(path: Path) -> None:
 def test_a_state_that_does_not_fit_is_refused(path: Path, tmp_path: Path) -> None:
     controller = load_controller(path)
     with pytest.raises(ValueError, match=r"shape \(1, 24\); got \(1, 5\)"):
-        controller.load_state_dict({"memory": torch.zeros(1, 5), "streams": None})
+        controller.load_state_dict(controller.state_dict() | {"memory": torch.zeros(1, 5)})
     with pytest.raises(ControllerError, match="takes the likeliest actions, and the saved one drew them"):
         controller.load_state_dict(load_controller(path, seed=3).state_dict())
+    with pytest.raises(ControllerError, match="decided by another controller file"):
+        controller.load_state_dict(controller.state_dict() | {"sha256": "0" * 64})
 
 
 def test_a_controller_trained_with_probes_asks_for_them_where_something_can_grow(tmp_path: Path) -> None:

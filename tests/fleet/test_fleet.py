@@ -163,6 +163,13 @@ def test_a_reset_host_lives_as_in_a_new_fleet_and_the_others_go_on() -> None:
     assert [bed.life.stage for bed in fleet.rows[0].plot.garden.beds.values()] == [Stage.DORMANT] * 3
 
 
+def test_a_host_that_was_never_reset_does_not_train() -> None:
+    fleet = Fleet(small_task(), make_host, hosts=3, config=CONFIG)
+    assert fleet.advance() == []
+    fleet.reset({1: HostSetting(horizon=2)})
+    assert fleet.advance() == [1]
+
+
 # Data
 
 
@@ -357,13 +364,13 @@ class Own(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(64, 8, bias=False)  # the norm has one
+        self.first = nn.Linear(64, 8)
         self.norm = nn.BatchNorm1d(8)
         self.second = nn.Linear(8, 8)
         self.head = nn.Linear(8, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.norm(self.first(x.flatten(1))).relu_()
+        hidden = self.norm(self.first(x.flatten(1)).tanh()).relu_()
         return self.head(hidden + self.second(hidden).sin())
 
 

@@ -17,6 +17,7 @@ DESCRIPTION = """Trains a model, grows it where that pays, and keeps everything 
 
   esper grow --task digits                                              a task of esper, with its starved host
   esper grow --model mycode.nets:make_model --data mycode.data:loaders  your own code, from the current folder
+  esper grow --task digits --controller runs/.../controller.safetensors what esper controller train has made decides
 
 make_model() gives an nn.Module, loaders() gives (train, validation) or (train, validation, test). The test part is looked at once, when
 everything is over. Values come from the defaults, then from --config FILE.toml, then from the command line. The path of an option may be

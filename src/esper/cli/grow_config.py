@@ -8,6 +8,17 @@ from typing import Literal
 from esper.config import ConfigError, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from esper.growth.config import GrowthConfig
 
+CONTROLLERS = ("heuristic", "random", "schedule", "never")  # that need no file
+
+
+def is_file_name(controller: str) -> bool:
+    """A path has a slash, or the ending of a controller file; a bare word is a name, or one that was mistyped.
+
+    >>> is_file_name("./mine"), is_file_name("mine.safetensors"), is_file_name("heuristc")
+    (True, True, False)
+    """
+    return Path(controller).suffix == ".safetensors" or "/" in controller
+
 
 class GrowTaskConfig(GrowthConfig):
     """One run. Either a task of esper with one of its hosts, or a model and loaders from the user's own code."""
@@ -23,7 +34,7 @@ class GrowTaskConfig(GrowthConfig):
     data: str | None = None  # package.module:make_loaders, which gives loaders: (train, validation) or (train, validation, test)
     loss: str | None = None  # package.module:loss, called as loss(outputs, targets); None: cross entropy
     step_loss: str | None = None  # package.module:step_loss, called as step_loss(model, batch), for anything that is not a pair
-    controller: Literal["heuristic", "random", "schedule", "never"] = "heuristic"  # who decides
+    controller: str = "heuristic"  # who decides: heuristic, random, schedule, never, or the file of a trained one
     twin: bool = False  # train a twin that never grows as well, from the same weights on the same batches
     epochs: PositiveInt = 40
     optimizer: Literal["adamw", "sgd"] = "adamw"  # of the host; sgd: with Nesterov momentum 0.9
@@ -49,6 +60,14 @@ class GrowTaskConfig(GrowthConfig):
             raise ConfigError("data", expected="package.module:make_loaders beside the model", got=self.data)
         if self.loss is not None and self.step_loss is not None:
             raise ConfigError("step_loss", expected="nothing beside loss; one of them", got=self.step_loss)
+        if self.controller not in CONTROLLERS and self.controller_file is None:
+            expected = f"one of {', '.join(CONTROLLERS)}, or the path of a trained one, such as ./controller.safetensors"
+            raise ConfigError("controller", expected=expected, got=self.controller)
+
+    @property
+    def controller_file(self) -> Path | None:
+        """Of a trained controller."""
+        return Path(self.controller) if is_file_name(self.controller) else None
 
     @property
     def title(self) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from esper.cli.grow_config import GrowTaskConfig
+from esper.cli.grow_controller import make_controller
 from esper.cli.grow_work import make_work
 from esper.config import describe
 from esper.growth.batches import example_of, move
@@ -18,6 +19,7 @@ from esper.growth.slotted import add_slots
 def plan(config: GrowTaskConfig, device: torch.device) -> tuple[dict[str, Any], str]:
     """Figures, and a table of places."""
     work = make_work(config, device)
+    make_controller(config, None)  # whose file may be wrong
     batch = next(iter(work.val_loader), None)
     if batch is None:
         raise GrowthError("the validation loader yields nothing; it needs at least one batch")

@@ -1,11 +1,12 @@
 """A run of `esper grow` in its folder: the host, then its twin where one was asked for, then the model file, the test and the report.
 
 runs/digits-starved-20260131-235959/
-  grow.toml           what was asked for
-  model.safetensors   the grown model, for esper.load
+  grow.toml                what was asked for
+  controller.safetensors   with a trained controller: a copy of its file, which the run goes on with
+  model.safetensors        the grown model, for esper.load
   report.html
-  twin/               the same training without growth
-  ...                 and what every run has
+  twin/                    the same training without growth
+  ...                      and what every run has
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import nn
 
 from esper.cli.grow_arguments import SAVED
 from esper.cli.grow_config import GrowTaskConfig
+from esper.cli.grow_controller import keep_controller, make_controller
 from esper.cli.grow_work import Score, Work, make_work
 from esper.config import load, save
 from esper.events import Sink
@@ -92,10 +94,13 @@ def _train(
         return
     work = make_work(config, device)
     training = work.training(config)
+    controller = make_controller(config, folder if resume else None)  # before anything is written
     with open_run(folder, resume=resume, config=work.growth, sinks=[sink()], should_stop=should_stop) as run:
+        if not resume:
+            controller = keep_controller(config, folder)
         save(config, folder / SAVED)
         (folder / MODEL).unlink(missing_ok=True)
-        grown = training.run(config.controller, run)
+        grown = training.run(controller, run)
         if grown.status == "stopped":
             return
         if work.score is not None:

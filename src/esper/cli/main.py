@@ -28,6 +28,8 @@ COMMANDS = {
     "doctor": Command("esper.cli.doctor", "what is installed, which devices there are, and what is missing"),
     "grow": Command("esper.cli.grow", "train a model and grow it where that pays; go on with a run"),
     "grow report": Command("esper.cli.grow_report", "write the report of a run again, also of one that was killed"),
+    "controller train": Command("esper.cli.controller_train", "train a controller that decides what grows; go on with a run"),
+    "controller compare": Command("esper.cli.controller_compare", "compare controllers on the same networks, seed by seed"),
     "ppo train": Command("esper.cli.ppo_train", "train a recurrent policy; go on with a run"),
     "ppo eval": Command("esper.cli.ppo_eval", "play fresh episodes with the policy of a run"),
     "ppo envs": Command("esper.cli.ppo_envs", "list the built-in environments"),
@@ -106,8 +108,9 @@ def _named(group: str) -> list[str]:
 
 
 def _overview(group: str) -> str:
+    names = _named(group)
     lines = [f"usage: esper {group + ' ' if group else ''}COMMAND [--help] ...", "", "Commands:"]
-    lines += [f"  {name:<12}{COMMANDS[name].help}" for name in _named(group)]
+    lines += [f"  {name:<{max(map(len, names))}}  {COMMANDS[name].help}" for name in names]
     lines += ["", GLOBAL_HELP]
     return "\n".join(lines if group else [*lines, "", "  --version   the version of esper"])
 

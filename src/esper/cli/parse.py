@@ -21,7 +21,7 @@ from esper.config import Config
 ConfigT = TypeVar("ConfigT", bound=Config)
 
 # What tyro makes of a ConfigError: the config it could not build (our class, or the dotted name of a nested one), the field, the rule.
-_RULE = re.compile(r"Error parsing ([\w.-]+): (\w+)[\w.\[\]]*: (expected .*?) For full helptext")
+_RULE = re.compile(r"Error parsing ([\w.-]+): ([\w.]+)[\w.\[\]]*?: (expected .*?) For full helptext")
 
 _TITLE = re.compile(r"\A(╭─.*|.*\n *-{3,} *)\n")  # of tyro's box: in its upper edge, or above a line where there are only plain characters
 

@@ -13,7 +13,8 @@ from esper.cli.outcome import INTERRUPTED, TERMINATED
 class StopSignals:
     """Turns the first Ctrl-C or SIGTERM into a wish to stop after the current step; the second one stops at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, unit: str = "step") -> None:
+        self._unit = unit  # what is finished first
         self._received: int | None = None
         self._before: dict[int, Any] = {}
 
@@ -36,4 +37,4 @@ class StopSignals:
         if self._received is not None:
             raise KeyboardInterrupt
         self._received = number
-        print("stopping after this step; once more to stop at once", file=sys.stderr, flush=True)
+        print(f"stopping after this {self._unit}; once more to stop at once", file=sys.stderr, flush=True)

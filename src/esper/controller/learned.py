@@ -144,11 +144,14 @@ class Learned:
 
     def state_dict(self) -> dict[str, Any]:
         return {
+            "sha256": self.description.sha256,
             "memory": None if self._memory is None else self._memory.clone(),
             "streams": None if self._streams is None else self._streams.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["sha256"] != self.description.sha256:
+            raise ControllerError("the saved run was decided by another controller file; resume it with the same one")
         memory, streams = state["memory"], state["streams"]
         if memory is not None:
             self._policy.core.check_state(memory, 1)

@@ -104,6 +104,7 @@ GROWTH = Kind(
     prepare=_prepare,
     changeable=("rounds", "threads", "checkpoint_every", "keep", "data_dir"),
     score=_no_score,
+    steps_of_all_ranks=False,
 )
 
 

@@ -5,8 +5,9 @@ Names are imported when they are first used, so that a command line can show its
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from esper.lazy import names_of
 
 if TYPE_CHECKING:
     from esper.fleet.config import FleetConfig, HostSetting
@@ -27,13 +28,4 @@ _MODULES = {
 __all__ = ["Fleet", "FleetConfig", "FleetError", "HostSetting", "Memory", "TaskTensors"]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = names_of(__name__, _MODULES)

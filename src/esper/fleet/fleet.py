@@ -30,7 +30,7 @@ from esper.fleet.config import FleetConfig, HostSetting
 from esper.fleet.data import FleetData, TaskTensors, placed_inputs
 from esper.fleet.ensemble import Ensemble
 from esper.fleet.errors import FleetError
-from esper.fleet.formation import Gardens, crews_of, members_of
+from esper.fleet.formation import Gardens, SpeciesOf, crews_of, members_of, species_for
 from esper.fleet.host import Host
 from esper.fleet.host_bank import HostBank
 from esper.fleet.measurement import Samples, are_finite, losses_of, losses_without
@@ -39,7 +39,7 @@ from esper.fleet.optimizers import SGD, AdamW
 from esper.fleet.probe import probes_of
 from esper.fleet.reading import Reading
 from esper.fleet.row_bed import RowBed
-from esper.fleet.seeds import MakeRowOptimizer, SeedBank, Species
+from esper.fleet.seeds import MakeRowOptimizer, SeedBank
 from esper.fleet.snapshots import RowRecovery, RowSnapshots, Wishes
 from esper.fleet.stretch import Plan, Stretch
 from esper.fleet.upload import upload
@@ -47,8 +47,6 @@ from esper.growth.chronicle import chunk_means
 from esper.growth.config import GrowthConfig
 from esper.growth.contribution import Losses
 from esper.growth.decisions import Decision
-from esper.growth.garden import options_for
-from esper.growth.place import Place
 from esper.growth.plot import Plot
 from esper.growth.reporting import Promises
 from esper.growth.slotted import add_slots
@@ -79,15 +77,15 @@ class Fleet:
         self.device, self.dtype = torch.device(device), _DTYPES[self.config.precision]
         self._precision = torch.bfloat16 if self.config.precision == "bfloat16" else None
         tensors = tensors or TaskTensors.of(task, device=self.device, dtype=self.dtype)
-        self.data = FleetData(tensors, hosts=hosts)
         template = make_host(0).to(self.device, self.dtype)
         slotted = add_slots(template, tensors.inputs[:2], slots=self.growth.slots)
         self.survey, self.places = slotted.survey, {name: slotted.place(name) for name in slotted.slots}
         slotted.remove()
-        make, species = _optimizer(self.config), _species(self.places, self.growth)
+        make, species = _optimizer(self.config), species_for(self.places, self.growth)
         self._room = free_bytes(self.device)
-        self._memory = self._least_memory(template, species, make)
+        self._memory = self._least_memory(template, species, make, tensors)
         check_fits(hosts, self._memory.least, room=self._room, device=self.device)
+        self.data = FleetData(tensors, hosts=hosts)
         self.host = HostBank(template, list(self.places), hosts=hosts, make=make, device=self.device, dtype=self.dtype)
         self.banks = {name: SeedBank(self.places[name], some, hosts=hosts, make=make) for name, some in species.items()}
         self._snapshots = RowSnapshots(self.tensors(), self.growth.governor.keep)
@@ -113,14 +111,12 @@ class Fleet:
         inputs = placed_inputs(split.inputs[:count], self.device, self.dtype)
         return Samples(inputs, split.targets[:count].to(self.device), self.config.validation_batch)
 
-    def _least_memory(self, template: nn.Module, species: Mapping[str, Mapping[str, Species]], make: MakeRowOptimizer) -> Memory:
+    def _least_memory(self, template: nn.Module, species: SpeciesOf, make: MakeRowOptimizer, tensors: TaskTensors) -> Memory:
         """Without what seeds keep for a backward pass."""
         copies = 2 + self.growth.governor.keep  # the hosts as they are, as they train, and the snapshots
-        samples = torch.arange(self.config.batch_size, device=self.device) % len(self.data.tensors)
-        inputs, targets = self.data.tensors.inputs[samples], self.data.tensors.targets[samples]
-        return Memory(
-            state=copies * state_bytes(template, species, make), step=step_bytes(template, inputs, targets, self._precision), seeds=0
-        )
+        chosen = torch.arange(self.config.batch_size, device=self.device) % len(tensors)
+        step = step_bytes(template, tensors.inputs[chosen], tensors.targets[chosen], self._precision)
+        return Memory(copies * state_bytes(template, species, make), step, seeds=0)
 
     def memory_per_host(self) -> Memory:
         """In bytes."""
@@ -133,7 +129,7 @@ class Fleet:
     # Beginning
 
     def reset(self, settings: Mapping[int, HostSetting]) -> None:
-        """These hosts begin a new life."""
+        """These hosts begin a new life. Before its first one, a host does not take part in anything."""
         self._check_rows(settings)
         if self.data.tensors.labels.ndim > 1 and any(setting.classes_share < 1 for setting in settings.values()):
             raise FleetError(
@@ -193,7 +189,7 @@ class Fleet:
         if not rows:
             return []
         with explained(self.hosts, self.memory_per_host, room=self._room, device=self.device):
-            plan, reading = self._plan(rows), Reading()
+            plan, reading = self.plan(rows), Reading()
             self._train(plan, reading)
             trials = self._measure(rows, reading)
             found = reading.read()
@@ -203,7 +199,8 @@ class Fleet:
         self._end_epoch(rows, found, trials, self._promises(plan, found))
         return rows
 
-    def _plan(self, rows: list[int]) -> Plan:
+    def plan(self, rows: list[int]) -> Plan:
+        """What these hosts will do until their next decision."""
         rates = upload([self.rows[row].rate(self.config.schedule) for row in rows], self.device, self.dtype)
         asking = {position: self.rows[row].plot for position, row in enumerate(rows) if self.rows[row].wants_probe}
         probes = probes_of(self.banks, asking, self.steps_per_decision)
@@ -322,20 +319,6 @@ class Fleet:
                 raise FleetError(
                     f"the saved fleet is of other hosts: {name!r} is {there} in it and {here} here; make one of the same hosts"
                 )
-
-
-def _species(places: Mapping[str, Place], growth: GrowthConfig) -> dict[str, dict[str, Species]]:
-    """What may grow in every slot; slots where nothing may are left out."""
-    species = {
-        name: {blueprint.name: Species(place, blueprint.name, growth.lifecycle.blending) for blueprint in options_for(place, growth)}
-        for name, place in places.items()
-    }
-    if not any(species.values()):
-        raise FleetError(
-            f"none of the blueprints {growth.blueprints} fits any of the slots {', '.join(places)} with {growth.lifecycle.blending!r} blending; "
-            "leave `blueprints` out to allow all that fit"
-        )
-    return {name: some for name, some in species.items() if some}
 
 
 def _optimizer(config: FleetConfig) -> MakeRowOptimizer:

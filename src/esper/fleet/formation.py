@@ -1,4 +1,4 @@
-"""Seeds, gathered by slot and blueprint: as crews that learn, and as members of an ensemble that is measured.
+"""Seeds, gathered by slot and blueprint: what may grow, crews that learn, and members of an ensemble that is measured.
 
 Shapes: R = seeds of one blueprint in one slot, T = steps.
 """
@@ -10,15 +10,34 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
+from esper.fleet.errors import FleetError
 from esper.fleet.row_bed import RowBed
-from esper.fleet.seeds import Crew, Member, SeedBank
+from esper.fleet.seeds import Crew, Member, SeedBank, Species
 from esper.fleet.upload import upload
-from esper.growth.garden import Garden
+from esper.growth.config import GrowthConfig
+from esper.growth.garden import Garden, options_for
 from esper.growth.lifecycle import Stage
+from esper.growth.place import Place
 
 Banks = Mapping[str, SeedBank]  # by slot, in the order in which they run
 Gardens = Sequence[tuple[int, Garden[RowBed]]]  # row of the fleet, and its garden; positions are places in this list
 Named = list[tuple[str, Crew]]  # slot and crew
+SpeciesOf = Mapping[str, Mapping[str, Species]]  # slot -> blueprint -> species
+
+
+def species_for(places: Mapping[str, Place], growth: GrowthConfig) -> dict[str, dict[str, Species]]:
+    """What may grow in every slot; slots where nothing may are left out."""
+    blending = growth.lifecycle.blending
+    species = {
+        name: {blueprint.name: Species(place, blueprint.name, blending) for blueprint in options_for(place, growth)}
+        for name, place in places.items()
+    }
+    if not any(species.values()):
+        raise FleetError(
+            f"none of the blueprints {growth.blueprints} fits any of the slots {', '.join(places)} with {blending!r} blending; "
+            "leave `blueprints` out to allow all that fit"
+        )
+    return {name: some for name, some in species.items() if some}
 
 
 def crews_of(banks: Banks, gardens: Gardens, steps: int) -> tuple[Named, Named]:

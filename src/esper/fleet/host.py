@@ -31,7 +31,7 @@ class Host:
 
     @property
     def is_over(self) -> bool:
-        return self.is_given_up or self.plot.epoch >= self.setting.horizon
+        return self.is_given_up or not self.recovery.has_begun or self.plot.epoch >= self.setting.horizon
 
     @property
     def spent_flops(self) -> int:

@@ -5,7 +5,7 @@ Shapes: B = samples of a training batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +15,10 @@ from torch import Tensor, nn
 
 from esper.fleet.ensemble import Ensemble
 from esper.fleet.errors import FleetError
+from esper.fleet.formation import SpeciesOf
 from esper.fleet.lowering import lower
 from esper.fleet.rows import ModuleRows
 from esper.fleet.seeds import MakeRowOptimizer, Species
-
-SpeciesOf = Mapping[str, Mapping[str, Species]]  # slot -> blueprint -> what may grow there
 
 
 @dataclass(frozen=True)

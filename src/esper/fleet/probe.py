@@ -11,16 +11,18 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from esper.fleet.formation import Banks
 from esper.fleet.row_bed import RowBed
-from esper.fleet.seeds import Species
+from esper.fleet.seeds import Species, of_hosts
 from esper.fleet.upload import upload
 from esper.growth.blueprints import build_branch, cost_of, get_blueprint
 from esper.growth.garden import Garden
+from esper.growth.place import CPU
 from esper.growth.plot import Plot
 from esper.growth.promise import promise_of
 from esper.growth.reporting import Promises
@@ -32,19 +34,12 @@ def probes_of(banks: Banks, plots: Mapping[int, Plot[RowBed]], steps: int) -> li
     A probe looks at the last of them, or at the first in the first epoch of a host, as it does in a `Grower`, which cannot know how long
     that will be.
     """
-    groups: dict[int, dict[int, Garden[RowBed]]] = defaultdict(dict)
+    groups: dict[range, dict[int, Garden[RowBed]]] = defaultdict(dict)
     for position, plot in plots.items():
-        is_first = plot.chronicle.length is None
-        groups[0 if is_first else max(steps - plot.config.probe_steps, 0)][position] = plot.garden
-    return [
-        RowProbe(banks, gardens, window=range(first, min(first + _steps_of(gardens), steps)))
-        for first, gardens in sorted(groups.items())
-        if any(_candidates(gardens))
-    ]
-
-
-def _steps_of(gardens: Mapping[int, Garden[RowBed]]) -> int:
-    return next(iter(gardens.values())).config.probe_steps
+        count, is_first_epoch = plot.config.probe_steps, plot.chronicle.length is None
+        first = 0 if is_first_epoch else max(steps - count, 0)
+        groups[range(first, min(first + count, steps))][position] = plot.garden
+    return [RowProbe(banks, gardens, window=window) for window, gardens in groups.items() if any(_candidates(gardens))]
 
 
 def _candidates(gardens: Mapping[int, Garden[RowBed]]) -> Iterator[tuple[int, str, str]]:
@@ -121,7 +116,7 @@ class _Trial:
 
     def answer(self, h: Tensor, g: Tensor) -> None:
         """h and the gradient of the loss there [B, A, ...]."""
-        own, pull = (tensor.index_select(1, self._index).to(self._flat.dtype) for tensor in (h, g))
+        own, pull = (of_hosts(tensor, self._index).to(self._flat.dtype) for tensor in (h, g))
         output = self.species.branch(self.species.branch_layout.unflatten(self._flat), own)
         (gradient,) = torch.autograd.grad(output, [self._flat], pull)
         square = gradient.double().square().sum(1)
@@ -137,7 +132,7 @@ class _Trial:
 @torch.no_grad()
 def _weights(species: Species, seeds: Sequence[int]) -> Tensor:
     """Branches of these random seeds [R, P]; hosts with the same one have the same branch."""
-    blueprint = get_blueprint(species.blueprint)
-    branches = {seed: dict(build_branch(blueprint, species.place, seed=seed).named_parameters()) for seed in set(seeds)}
+    blueprint, place = get_blueprint(species.blueprint), replace(species.place, device=CPU)
+    branches = {seed: dict(build_branch(blueprint, place, seed=seed).named_parameters()) for seed in set(seeds)}
     stacked = {name: torch.stack([branches[seed][name] for seed in seeds]) for name in species.branch_layout.shapes}
-    return species.branch_layout.flatten(stacked)
+    return upload(species.branch_layout.flatten(stacked), species.place.device)

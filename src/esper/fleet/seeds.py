@@ -98,11 +98,27 @@ class Member:
     owners: Sequence[int] = ()  # the index as numbers, where somebody will ask without waiting for the device
 
     def act(self, h: Tensor) -> Tensor:
-        own = h if self.index is None else h.index_select(1, self.index)
+        own = h if self.index is None else of_hosts(h, self.index)
         delta = self.species.delta(self.weights, own)
         # Autocast computes norms in float32, which must not change the precision of the host.
         added = (self.alpha.view(1, -1, *[1] * (h.ndim - 2)) * delta).to(h.dtype)
-        return h + added if self.index is None else h.index_add(1, self.index, added)
+        return h + added if self.index is None else _added_to_hosts(h, self.index, added)
+
+
+def of_hosts(h: Tensor, index: Tensor) -> Tensor:
+    """What flows in some hosts, [B, N, ...] to [B, R, ...].
+
+    Where samples lie innermost in memory, as they do behind an unfolded convolution, they stay there: seeds are twice as fast for it.
+    """
+    if h.stride(0) == 1:
+        return h.movedim(0, -1).index_select(0, index).movedim(-1, 0)
+    return h.index_select(1, index)
+
+
+def _added_to_hosts(h: Tensor, index: Tensor, added: Tensor) -> Tensor:
+    if h.stride(0) == 1:
+        return h.movedim(0, -1).index_add(0, index, added.movedim(0, -1)).movedim(-1, 0)
+    return h.index_add(1, index, added)
 
 
 class Crew:

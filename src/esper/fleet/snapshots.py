@@ -73,6 +73,11 @@ class RowRecovery:
         self.clock = 0  # decisions that the schedule of the learning rate has seen
         self._entries: list[dict[str, Any]] = []  # oldest first
 
+    @property
+    def has_begun(self) -> bool:
+        """There is a state to go back to, the first one at least."""
+        return bool(self._entries)
+
     def take_snapshot(self) -> None:
         if not self.is_finite:  # losses that look healthy do not tell, and there would be no way back
             return

@@ -63,7 +63,7 @@ class Stretch:
         caught = [h for probe in probes for h in probe.caught]
         gradients = torch.autograd.grad(losses.sum(), [*learning, *caught])
         self._crew.learn(gradients[0])
-        for crew, gradient in zip(crews, gradients[1:], strict=False):
+        for crew, gradient in zip(crews, gradients[1 : len(learning)], strict=True):
             crew.learn(gradient, self.plan.rates, self._config)
         _answer(probes, gradients[len(learning) :])
         if self._shadow is not None:

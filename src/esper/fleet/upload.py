@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+Numbers = Tensor | Sequence[int] | Sequence[float] | Sequence[Sequence[float]]
 
-def upload(
-    values: Sequence[int] | Sequence[float] | Sequence[Sequence[float]], device: torch.device, dtype: torch.dtype | None = None
-) -> Tensor:
+
+def upload(values: Numbers, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """Does not wait for the device: a copy from ordinary memory would wait for all that is still to be computed there."""
-    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    tensor = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)

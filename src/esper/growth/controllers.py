@@ -179,5 +179,8 @@ def as_controller(controller: Controller | str, config: GrowthConfig) -> Complet
 
 def make_controller(name: str, config: GrowthConfig) -> CompleteController:
     if name not in CONTROLLERS:
-        raise GrowthError(f"no controller is named {name!r}; there are {', '.join(CONTROLLERS)}")
+        file = "; for the file of a trained one, pass controller=esper.controller.learned.load_controller(path)"
+        raise GrowthError(
+            f"no controller is named {name!r}; there are {', '.join(CONTROLLERS)}{file if name.endswith('.safetensors') else ''}"
+        )
     return CONTROLLERS[name](config)

@@ -13,6 +13,7 @@ Shapes: h and g are [B, *place.shape].
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -104,11 +105,8 @@ class Probe:
 
     def promises(self, learning_rates: dict[str, float]) -> dict[tuple[str, str], float]:
         """Nats per step for every (slot, blueprint) that was asked at least twice."""
-        return {
-            key: _promise(trial) * learning_rates[key[0]]
-            for key, trial in self._trials.items()
-            if trial.steps is not None and trial.steps > 1
-        }
+        found = {key: _promise(trial) for key, trial in self._trials.items()}
+        return {key: promise * learning_rates[key[0]] for key, promise in found.items() if not math.isnan(promise)}
 
     def state_dict(self) -> dict[str, Any]:
         """What the candidates have answered so far. Their weights come from the random seed and do not change."""
@@ -128,13 +126,21 @@ class Probe:
 
 
 def _promise(trial: _Trial) -> float:
-    assert trial.steps is not None
-    steps = float(trial.steps)
-    together = sum((part.double().square().sum() for part in trial.sums), torch.zeros((), dtype=torch.float64, device=trial.sums[0].device))
-    absolute = sum((part.double().abs().sum() for part in trial.sums), torch.zeros_like(together)) / steps
-    assert trial.squares is not None
-    signal = (together - trial.squares) / (steps * (steps - 1))  # ‖E gradient‖², without bias
+    """NaN where it was asked less than twice."""
+    if trial.squares is None or trial.steps is None:
+        return math.nan
+    return float(promise_of(torch.cat([part.reshape(-1) for part in trial.sums]), trial.squares, trial.steps))
+
+
+def promise_of(sums: Tensor, squares: Tensor, steps: Tensor) -> Tensor:
+    """Nats per step at a learning rate of 1, from what the gradients of some steps sum up to; NaN where these are less than two.
+
+    `sums` [..., P] are those of the gradients, `squares` [...] those of their squared norms, `steps` [...] is how many there were.
+    """
+    sums = sums.double()
+    together, absolute = sums.square().sum(-1), sums.abs().sum(-1) / steps
+    signal = (together - squares) / (steps * (steps - 1))  # ‖E gradient‖², without bias
     # A signal that drowns in the noise of few steps is not known to be zero; what it could be is what the noise leaves.
-    share = (signal / (together / steps**2).clamp(min=1e-30)).clamp(1 / steps, 1).sqrt()
-    moving = sum((torch.count_nonzero(part) for part in trial.sums), torch.zeros_like(together)).clamp(min=1)
-    return float(absolute * share * sum(part.numel() for part in trial.sums) / moving)
+    share = torch.maximum(signal / (together / steps**2).clamp(min=1e-30), 1 / steps).clamp(max=1).sqrt()
+    moving = torch.count_nonzero(sums, dim=-1).clamp(min=1)
+    return torch.where(steps > 1, absolute * share * sums.shape[-1] / moving, math.nan)

@@ -69,6 +69,11 @@ class Kind(Generic[AnyConfig]):
     prepare: Callable[[AnyConfig, nn.Module | None, Group], AbstractContextManager[tuple[PPO, Relay]]]
     changeable: tuple[str, ...]  # when resuming
     score: Callable[[AnyConfig, Policy, int], Evaluation | None]  # a policy on fresh episodes; the number says which
+    steps_of_all_ranks: bool = True  # what total_steps counts; else those of one
+
+    def total_steps(self, config: AnyConfig, group: Group) -> int:
+        """Steps of all environments of all ranks."""
+        return config.total_steps * (1 if self.steps_of_all_ranks else group.world_size)
 
 
 def _score_on_episodes(config: TrainConfig, policy: Policy, seed: int) -> Evaluation | None:
@@ -173,7 +178,7 @@ def resume_run(
     _check_installed(tensorboard=tensorboard, wandb=wandb is not None)
     with group.only_first(lambda: locked(place)):
         checkpoint = group.first(lambda: _latest(place))
-        if checkpoint is not None and checkpoint.step >= goes_on.total_steps:
+        if checkpoint is not None and checkpoint.step >= kind.total_steps(goes_on, group):
             return _result_of(checkpoint, place)
         with kind.prepare(goes_on, encoder, group) as (ppo, relay):
             _load(ppo, checkpoint)  # before anything is changed, because it may not fit
@@ -216,10 +221,11 @@ class _Session:
 
     def run(self) -> Result:
         ppo, config, group = self.ppo, self.config, self.options.group
+        total_steps = self.options.kind.total_steps(config, group)
         self.emit(
             RunStarted(
                 step=ppo.step,
-                total_steps=config.total_steps,
+                total_steps=total_steps,
                 steps_per_update=ppo.steps_per_update,
                 env_id=self.options.kind.title(config),
                 num_envs=ppo.env.num_envs * group.world_size,
@@ -228,9 +234,9 @@ class _Session:
             )
         )
         try:
-            for update in ppo.train(config.total_steps):
+            for update in ppo.train(total_steps):
                 stops = group.any(self.options.should_stop())
-                is_last = update.step >= config.total_steps
+                is_last = update.step >= total_steps
                 if stops or is_last or update.update % config.checkpoint_every == 0:
                     self._save(update)
                 if stops:

@@ -1,0 +1,128 @@
+"""`esper controller compare`: controllers on the same hosts, seed by seed, with a table for each level of rent."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import functools
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, TextIO
+
+from esper.cli.controller_arguments import CompareArguments, compare_defaults, compare_words
+from esper.cli.grow_config import is_file_name
+from esper.cli.outcome import CommandError, Outcome
+from esper.cli.parse import parse
+from esper.config import ConfigError
+from esper.controller.compare_config import NAMES, CompareConfig
+from esper.controller.config import ControllerConfig, DomainConfig
+
+if TYPE_CHECKING:
+    from esper.tasks import Task
+
+DESCRIPTION = """Compares controllers on the same networks with the same data orders, seed by seed, and counts every FLOP.
+
+  esper controller compare --controllers never,random,schedule,heuristic,runs/first/controller.safetensors --task digits --seeds 20
+
+The first file is what all others are held against, with paired 95 % intervals and p values after Holm. The hosts' seeds were never trained
+on. Utility is the nats of test loss gained over the host that never grows, less the rent; there is a table for each level of rent. Small
+hosts trained longer and the final size from the start, both at the same FLOPs, take part too; --sweep 2-4-8 4-8-16 ... adds static sizes.
+--task and --host may be given several times. With --json, the last line holds all runs."""
+
+
+def run(argv: list[str], prog: str) -> Outcome:
+    words = compare_words(argv)
+    config = parse(CompareArguments, words, prog, default=compare_defaults(words), description=DESCRIPTION).settings()
+    with _mistakes():
+        load = _checked(config)
+        from esper.controller.compare import compare
+
+        with Progress(sys.stdout) as progress:
+            comparison = compare(config, load, on_progress=progress.add)
+    print(f"\n{comparison.tables()}")
+    return Outcome(comparison.to_builtins())
+
+
+def _checked(config: CompareConfig) -> Callable[[str], Task]:
+    """What loads the tasks. Whatever is wrong with files, tasks and hosts comes up here, before the first of them is trained."""
+    if config.seeds * len(config.tasks) * len(config.hosts) < 2:
+        raise CommandError("one pair has no interval; ask for 2 --seeds at least, better for 20")
+    _check_horizon(config)
+    from esper.controller.learned import load_controller
+    from esper.controller.training import load_from
+
+    for name in config.files:
+        if not is_file_name(name):
+            near = difflib.get_close_matches(name, NAMES, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(NAMES)}, and paths of controller files"
+            raise CommandError(f"no controller is named {name!r}; {hint}")
+        load_controller(name, rules=config.growth.lifecycle)
+    load = functools.cache(functools.partial(load_from, config.data_dir))
+    for task in map(load, config.tasks):
+        for host in (*config.hosts, *config.sweep):
+            task.make_host(host, seed=0)
+    return load
+
+
+def _check_horizon(config: CompareConfig) -> None:
+    """By the rule for training a controller."""
+    try:
+        ControllerConfig(growth=config.growth, domain=DomainConfig(horizon=(config.horizon, config.horizon)))
+    except ConfigError as error:
+        raise CommandError(f"--horizon: expected {error.expected}, got {config.horizon}") from error
+
+
+@contextlib.contextmanager
+def _mistakes() -> Iterator[None]:
+    """What the user has to put right, in one line."""
+    from esper.controller.learned import ControllerError
+    from esper.fleet.errors import FleetError
+    from esper.growth.errors import GrowthError
+    from esper.tasks import TaskError
+
+    try:
+        yield
+    except (ControllerError, FleetError, GrowthError, TaskError) as error:
+        raise CommandError(str(error)) from error
+
+
+class Progress:
+    """What is at work and how fast: a line that changes on a terminal, else a line whenever something else begins."""
+
+    def __init__(self, stream: TextIO) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._stream = stream
+        self._live = Live(console=Console(file=stream), auto_refresh=False) if stream.isatty() else None
+        self._what, self._decisions, self._began = "", 0, time.monotonic()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+        elif self._what:
+            self._print()
+
+    def add(self, what: str, decisions: int) -> None:
+        if self._live is None and self._what not in ("", what):
+            self._print()
+        self._what = what
+        self._decisions += decisions
+        if self._live is not None:
+            from rich.text import Text
+
+            self._live.start()
+            self._live.update(Text(self._line(), no_wrap=True, overflow="ellipsis"), refresh=True)
+
+    def _print(self) -> None:
+        print(f"{time.strftime('%H:%M:%S')}  {self._line()}", file=self._stream, flush=True)
+
+    def _line(self) -> str:
+        from esper.cli.progress import duration
+
+        seconds = time.monotonic() - self._began
+        return f"{self._what}  {self._decisions:,} decisions  {self._decisions / max(seconds, 1e-9):,.0f}/s  {duration(seconds)}"

@@ -1,0 +1,210 @@
+"""What a user sees while a controller is trained: a live view on a terminal, plain lines elsewhere. Both are folds over events."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from esper.cli import progress as ppo
+from esper.cli.progress import PLAIN_EVERY_S, duration
+from esper.controller.events import RoundEnded
+from esper.events import Record, Sink, read
+from esper.rl.events import Update
+from esper.rl.run_events import RunStarted
+from esper.run_folder import EVENTS
+
+_BAR_WIDTH = 12
+_RECENT_FLEETS = 10  # whose ends are what is shown
+
+
+def progress_sink(stream: TextIO | None = None) -> Sink:
+    """The display that fits the stream; standard output unless told."""
+    stream = stream or sys.stdout
+    return LiveView(stream) if stream.isatty() else PlainLines(stream)
+
+
+class Recent(NamedTuple):
+    """How the last hosts ended: means over them in nats of validation loss, and their seeds."""
+
+    hosts: int
+    utility: float  # gain minus rent
+    gain: float  # over the twin that never grows
+    rent: float
+    grown: int
+    kept: int
+
+    def in_words(self) -> str:
+        if not self.hosts:
+            return "no host has come to its end yet"
+        nats = f"utility {self.utility:+.4f} (gain {self.gain:+.4f}, rent {self.rent:.4f})"
+        return f"{nats}  {self.grown} seeds grown, {self.kept} kept  in {self.hosts} hosts"
+
+
+class Progress(ppo.Progress):
+    """Where the training stands. A round is an update of the learner; fleets come to their ends in their own time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ended: deque[RoundEnded] = deque(maxlen=_RECENT_FLEETS)
+
+    def take(self, record: Record) -> None:
+        super().take(record)
+        if isinstance(record.event, RoundEnded):
+            self._ended.append(record.event)
+
+    @property
+    def left(self) -> str:
+        if self.share == 1.0:
+            return "done"
+        return "stopped" if self.is_over else f"{duration(self.seconds_left)} left"
+
+    @property
+    def rounds(self) -> str:
+        assert self.started is not None
+        assert self.update is not None
+        return f"round {self.update.update}/{-(-self.started.total_steps // self.started.steps_per_update)}"
+
+    @property
+    def recent(self) -> Recent:
+        hosts = sum(end.hosts for end in self._ended)
+        utility, gain, rent = (
+            sum(getattr(end, name) * end.hosts for end in self._ended) / hosts if hosts else math.nan
+            for name in ("utility", "gain", "rent")
+        )
+        return Recent(hosts, utility, gain, rent, sum(end.grown for end in self._ended), sum(end.kept for end in self._ended))
+
+    @property
+    def samples_per_second(self) -> float:
+        """What hosts and twins train on: decisions per second, times the samples for a decision in the fleets that have ended."""
+        decisions = sum(end.hosts * (end.horizon + 1) for end in self._ended)
+        return self.rate.value * sum(end.samples for end in self._ended) / decisions if decisions else math.nan
+
+    @property
+    def speed(self) -> str:
+        samples = self.samples_per_second
+        return f"{self.rate.value:,.0f} decisions/s  {f'{samples:,.0f}' if samples == samples else '?'} samples/s"
+
+    @property
+    def health(self) -> str:
+        assert self.update is not None
+        return f"explained variance {self.update.explained_variance:.2f}  clipped {self.update.clip_fraction:.3f}"
+
+    @property
+    def entropy(self) -> str:
+        """Per head; a dash where there was nothing to choose."""
+        assert self.update is not None
+        return " ".join(f"{head} {value:.2f}" if value else f"{head} –" for head, value in self.update.entropy.items())
+
+    def figures(self) -> dict[str, Any]:
+        """For a machine, after at least one round."""
+        assert self.update is not None
+        learner = {name: getattr(self.update, name) for name in ("entropy", "explained_variance", "clip_fraction")}
+        speed = {"decisions_per_second": self.rate.value, "samples_per_second": self.samples_per_second}
+        return {"rounds": self.update.update, **self.recent._asdict(), **learner, **speed}
+
+
+def read_progress(folder: Path) -> Progress:
+    """Where the training in this folder stands."""
+    progress = Progress()
+    for record in read(folder / EVENTS):
+        progress.take(record)
+    return progress
+
+
+def notice(record: Record) -> str | None:
+    """What is worth a line of its own."""
+    if not isinstance(record.event, RunStarted):
+        return ppo.notice(record)
+    started = record.event
+    rounds = -(-started.total_steps // started.steps_per_update)
+    what = f"a controller of {started.parameters:,} parameters, for {started.num_envs} hosts at once on {started.device}"
+    return f"{what}: {rounds} rounds of {started.steps_per_update:,} decisions; Ctrl-C stops after the round"
+
+
+class PlainLines:
+    """Lines for a log file: at the start, after rounds, every few seconds at most, and at the end."""
+
+    def __init__(self, stream: TextIO, *, every_s: float = PLAIN_EVERY_S) -> None:
+        self._stream, self._every_s = stream, every_s
+        self._progress = Progress()
+        self._printed_at = time.monotonic()
+        self._has_news = False
+
+    def write(self, record: Record) -> None:
+        self._progress.take(record)
+        line = notice(record)
+        if line is not None:
+            self._print(line)
+        if isinstance(record.event, Update):
+            self._has_news = True
+            if time.monotonic() - self._printed_at >= self._every_s:
+                self._print_state()
+
+    def close(self) -> None:
+        self._progress.is_over = True
+        if self._has_news:
+            self._print_state()
+
+    def _print_state(self) -> None:
+        self._has_news, self._printed_at = False, time.monotonic()
+        progress = self._progress
+        learner = f"entropy {progress.entropy}  {progress.health}"
+        self._print(f"{progress.rounds}  {progress.recent.in_words()}  {learner}  {progress.speed}  {progress.left}")
+
+    def _print(self, line: str) -> None:
+        print(f"{time.strftime('%H:%M:%S')}  {line}", file=self._stream, flush=True)
+
+
+class LiveView:
+    """Drawn again after every round."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._console = Console(file=stream)
+        self._progress = Progress()
+        self._live = Live(console=self._console, auto_refresh=False)
+
+    def write(self, record: Record) -> None:
+        self._progress.take(record)
+        line = notice(record)
+        if line is not None:
+            self._console.print(line, highlight=False, markup=False)
+        if isinstance(record.event, Update):
+            self._live.start()  # not earlier: it hides the cursor, and a run that never starts would not show it again
+            self._live.update(live_view(self._progress), refresh=True)
+
+    def close(self) -> None:
+        self._progress.is_over = True
+        if self._progress.update is not None:
+            self._live.update(live_view(self._progress), refresh=True)
+        self._live.stop()
+
+
+def live_view(progress: Progress) -> RenderableType:
+    """The whole display, after at least one round."""
+    update = progress.update
+    assert update is not None
+    heading = Table.grid(padding=(0, 2, 0, 0))
+    heading.add_row(
+        ProgressBar(total=1.0, completed=progress.share, width=_BAR_WIDTH),
+        Text(progress.rounds, style="bold", no_wrap=True),
+        Text(progress.left, no_wrap=True),
+        Text(progress.speed, style="dim", no_wrap=True),
+    )
+    rows = Table.grid(padding=(0, 2, 0, 0))
+    rows.add_column(no_wrap=True, style="dim")
+    rows.add_column(overflow="fold")
+    rows.add_row("hosts", Text(progress.recent.in_words()))
+    rows.add_row("entropy", Text(progress.entropy))
+    rows.add_row("learner", Text(progress.health))
+    rows.add_row("a round", Text(f"{duration(update.collect_seconds)} of training hosts, {duration(update.update_seconds)} of learning"))
+    return Group(heading, rows)

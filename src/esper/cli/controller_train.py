@@ -1,0 +1,176 @@
+"""`esper controller train`: a new training of a controller, or a saved one that goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from esper.cli.controller_arguments import ControllerArguments, train_defaults, train_words
+from esper.cli.outcome import FAILED, INTERRUPTED, CommandError, Outcome
+from esper.cli.parse import parse
+from esper.cli.stop_signals import StopSignals
+from esper.config import describe
+from esper.controller.config import ControllerConfig
+
+if TYPE_CHECKING:
+    from esper.cli.controller_progress import Progress
+    from esper.parallel import Group
+    from esper.rl.runs import Result
+
+DESCRIPTION = """Trains a controller, which decides when, where and what networks grow, and keeps everything in a run folder.
+
+  esper controller train --task digits --task digits-1d --hosts 64 --rounds 100
+  esper grow --task digits --controller runs/controller-.../controller.safetensors
+
+It decides for many small networks at once, drawn anew again and again: tasks, widths, horizons, noise and rents differ (--domain.*). Each
+is held against a twin with the same first weights and data that never grows; the controller is paid what growing gained, less the rent. In
+a round it makes --num-steps decisions for each host, and then learns from them. Ctrl-C stops after the round, which may take minutes,
+with a checkpoint.
+
+Values come from the defaults, then from --config FILE.toml, then from the command line. The path of an option may be left out where its
+last name is unique: --steps-per-decision for --fleet.steps-per-decision; --task, once for each, stands for --domain.tasks, and --seed
+for --ppo.seed.
+
+Several processes, each with --hosts hosts and, where there are, a GPU of its own, train one controller together:
+  torchrun --nproc-per-node 2 --no-python -- esper controller train ..."""
+
+
+def run(argv: list[str], prog: str) -> Outcome:
+    words = train_words(argv)
+    arguments = parse(ControllerArguments, words, prog, default=train_defaults(words), description=DESCRIPTION)
+    from esper.devices import find_device
+    from esper.parallel import FirstFailed, GroupError, joined
+    from esper.run_folder import RunError
+
+    config = arguments.settings()
+    try:
+        with joined(find_device(config.device)) as group:
+            if group.rank:  # only rank 0 writes to the standard output
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return _dry_run(config, group) if arguments.dry_run else _train(config, arguments, group)
+    except (RunError, GroupError) as error:
+        raise CommandError(str(error)) from error
+    except FirstFailed as error:
+        raise CommandError(str(error), exit_code=FAILED, is_printed=True) from error
+
+
+def _dry_run(config: ControllerConfig, group: Group) -> Outcome:
+    from esper.controller.training import prepare_controller
+    from esper.rl.run_setup import count_parameters
+
+    with prepare_controller(config, group) as (ppo, _):
+        slots, blueprints, _ = ppo.env.observation_spec["candidates"].shape
+        plan = {
+            "device": str(ppo.device),
+            "parameters": count_parameters(ppo.policy),
+            "rounds": config.rounds,
+            "decisions_per_round": ppo.steps_per_update,
+            "most_slots": slots,
+            "most_blueprints": blueprints,
+        }
+    rows = describe(config)
+    width = max(len(name) for name, _, _ in rows)
+    for name, value, _ in rows:
+        print(f"{name:<{width}}  {value}")
+    print()
+    for name, value in plan.items():
+        print(f"{name.replace('_', ' '):<{width}}  {value}")
+    return Outcome({"plan": plan, "config": {name: value for name, value, _ in rows}})
+
+
+def _train(config: ControllerConfig, arguments: ControllerArguments, group: Group) -> Outcome:
+    from esper.cli.controller_progress import progress_sink, read_progress
+    from esper.controller.training import GROWTH
+    from esper.rl.runs import resume_run, train_run
+    from esper.run_folder import default_folder
+
+    folder = group.first(lambda: arguments.run or default_folder("controller"))
+    stop = StopSignals("round of decisions, which may take minutes")
+    options: dict[str, Any] = {
+        "kind": GROWTH,
+        "sinks": [progress_sink()],
+        "tensorboard": arguments.tensorboard,
+        "wandb": arguments.wandb,
+        "should_stop": stop.was_asked,
+        "group": group,
+    }
+    with _failures(folder), stop:
+        result = resume_run(folder, config=config, **options) if arguments.resume else train_run(config, folder, **options)
+        controller = group.first(lambda: _controller_of(result))
+        progress = group.first(lambda: read_progress(folder))
+    _print_summary(result, controller, progress, config)
+    return Outcome(_as_json(result, controller, progress), stop.exit_code if result.status == "stopped" else 0)
+
+
+def _controller_of(result: Result) -> Path:
+    """The file of the best policy, written unless it is there already."""
+    from esper.controller.training import CONTROLLER, write_controller
+
+    path = result.folder / CONTROLLER
+    return path if result.status == "had finished" and path.exists() else write_controller(result.folder)
+
+
+@contextlib.contextmanager
+def _failures(folder: Path) -> Iterator[None]:
+    """What goes wrong with a run, with what is left of it."""
+    from esper.checkpoint import CheckpointError
+    from esper.events import EventError
+    from esper.fleet.errors import FleetError
+    from esper.growth.errors import GrowthError
+    from esper.rl.ppo import TrainingStopped
+
+    try:
+        yield
+    except CheckpointError as error:
+        raise CommandError(str(error), exit_code=FAILED) from error
+    except TrainingStopped as error:
+        raise CommandError(f"training failed: {error}; a checkpoint is in {folder / 'checkpoints'}", exit_code=FAILED) from error
+    except (FloatingPointError, FleetError, GrowthError) as error:
+        raise CommandError(f"training failed: {error}; the run is in {folder}", exit_code=FAILED) from error
+    except (OSError, EventError) as error:
+        if _has_begun(folder):
+            raise CommandError(f"the run in {folder} cannot go on: {error}", exit_code=FAILED) from error
+        raise CommandError(f"no run can be made in {folder}: {error}; choose another folder with --run") from error
+    except KeyboardInterrupt:
+        what_next = _how_to_resume(folder) if _has_begun(folder) else "nothing was trained yet"
+        raise CommandError(f"stopped at once; {what_next}", exit_code=INTERRUPTED) from None
+
+
+def _has_begun(folder: Path) -> bool:
+    return (folder / "config.toml").exists()
+
+
+def _how_to_resume(folder: Path) -> str:
+    return f"go on with: esper controller train --resume --run {shlex.quote(str(folder))}"
+
+
+def _print_summary(result: Result, controller: Path, progress: Progress, config: ControllerConfig) -> None:
+    folder, path = shlex.quote(str(result.folder)), shlex.quote(str(controller))
+    if result.status == "had finished":
+        print(f"{folder} had already finished its {config.rounds} rounds; ask for more with --rounds")
+    else:
+        print(f"{result.status} after {progress.rounds}, {result.step:,} decisions, in {result.seconds:.1f} s")
+    print(f"the last hosts   {progress.recent.in_words()}")
+    print(f"controller       {path}")
+    print(f"grow with it     esper grow --task {config.domain.tasks[0]} --controller {path}")
+    if result.status == "stopped":
+        print(f"a checkpoint is saved; {_how_to_resume(result.folder)}")
+    else:
+        print(f"train it longer  esper controller train --resume --run {folder} --rounds {2 * config.rounds}")
+
+
+def _as_json(result: Result, controller: Path, progress: Progress) -> dict[str, Any]:
+    return {
+        "status": result.status,
+        "run": str(result.folder),
+        "controller": str(controller),
+        "decisions": result.step,
+        "seconds": round(result.seconds, 3),
+        "mean_return": result.mean_return,
+        **progress.figures(),
+    }

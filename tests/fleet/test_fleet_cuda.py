@@ -1,0 +1,144 @@
+"""What only a GPU can show of a fleet; skipped where there is none."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+import torch
+
+from esper.fleet import Fleet, FleetConfig, FleetError, HostSetting
+from esper.growth.config import GrowthConfig, Lifecycle
+from esper.growth.decisions import Advance, Decision, Fossilize
+from esper.tasks import ConvHost
+from tests.fleet.test_fleet import in_every_slot, named_as
+from tests.fleet.test_fleet_equals_grower import BATCH, germinate, make_host, small_task
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+CONFIG = FleetConfig(batch_size=BATCH, validation_batch=20, precision="float64")
+JOINT = Lifecycle(holding_epochs=1, embargo_epochs=1)
+SHADOW = Lifecycle(raise_mode="shadow", training_epochs=2, minimum_health=0.0, blend_epochs=1, holding_epochs=1)
+
+
+@pytest.fixture(autouse=True)
+def _exact() -> Iterator[None]:
+    """Products in full float32."""
+    before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def make_fleet(hosts: int, lifecycle: Lifecycle, config: FleetConfig = CONFIG, device: str = "cuda") -> Fleet:
+    growth = GrowthConfig(lifecycle=lifecycle, probe_steps=2)
+    fleet = Fleet(small_task(), make_host, hosts=hosts, growth=growth, config=config, device=device)
+    fleet.reset({row: HostSetting(seed=row, growth_seed=row, horizon=20, learning_rate=0.01) for row in range(hosts)})
+    return fleet
+
+
+def live(fleet: Fleet) -> None:
+    """Some epochs with seeds that come, are kept, and are taken out."""
+    in_every_slot(fleet, 0)
+    fleet.decide({2: Decision(probe=True)})
+    fleet.advance()
+    fleet.decide({1: Decision((germinate("blocks.1", "wide_conv3x3"),))})
+    fleet.advance()
+    fleet.decide({0: Decision((Advance("blocks.0", ""),))})
+    for _ in range(3):
+        fleet.advance()
+    fleet.decide({0: Decision((Fossilize("blocks.0", ""),))})
+    fleet.advance()
+
+
+@pytest.mark.parametrize("lifecycle", [JOINT, SHADOW], ids=["joint", "shadow"])
+def test_a_fleet_on_a_gpu_equals_the_same_on_a_cpu(lifecycle: Lifecycle) -> None:
+    """In float64, by another lowering."""
+    fleets = [make_fleet(3, lifecycle, device=device) for device in ("cpu", "cuda")]
+    for fleet in fleets:
+        live(fleet)
+    for name, tensor in fleets[0].tensors().items():
+        torch.testing.assert_close(fleets[1].tensors()[name].cpu(), tensor, atol=1e-8, rtol=1e-8)
+    for host, there in zip(fleets[0].rows, fleets[1].rows, strict=True):
+        assert [entry.outcome for entry in host.plot.ledger.entries] == [entry.outcome for entry in there.plot.ledger.entries]
+        assert there.plot.promises == pytest.approx(host.plot.promises, rel=1e-7)
+
+
+@pytest.mark.parametrize("lifecycle", [JOINT, SHADOW], ids=["joint", "shadow"])
+def test_the_device_is_waited_for_once_in_a_decision(lifecycle: Lifecycle) -> None:
+    fleet = make_fleet(3, lifecycle)
+    live(fleet)
+    in_every_slot(fleet, 2)
+    fleet.decide({1: Decision(probe=True)})
+    fleet.advance()  # what is loaded at its first use
+    fleet.decide({1: Decision(probe=True)})
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fleet.advance()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    waits = [warning for warning in caught if "synchroniz" in str(warning.message)]
+    assert len(waits) == 1, [f"{warning.filename}:{warning.lineno}" for warning in waits]
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-5), ("bfloat16", 2e-2)])
+@pytest.mark.parametrize("lifecycle", [JOINT, SHADOW], ids=["joint", "shadow"])
+def test_one_step_in_lower_precision_agrees_with_float64(precision: str, tolerance: float, lifecycle: Lifecycle) -> None:
+    config = msgspec.structs.replace(CONFIG, steps_per_decision=1)
+    fleet = make_fleet(3, lifecycle, config)
+    in_every_slot(fleet, 0)
+    in_every_slot(fleet, 1, ("squeeze_excite", "depthwise", "wide_conv3x3"))
+    for _ in range(8):
+        fleet.advance()
+    other = make_fleet(3, lifecycle, msgspec.structs.replace(config, precision=precision))
+    other.load_state_dict(named_as(copy.deepcopy(fleet.state_dict()), torch.float32))
+    for each in (fleet, other):
+        each.advance()
+    for name, tensor in fleet.host.rows.tensors().items():
+        torch.testing.assert_close(other.host.rows.tensors()[name].to(tensor.dtype), tensor, atol=tolerance, rtol=tolerance)
+    for slot, bank in fleet.banks.items():
+        torch.testing.assert_close(other.banks[slot].tensors["weights"].double(), bank.tensors["weights"], atol=tolerance, rtol=tolerance)
+
+
+def test_a_step_takes_about_as_much_memory_as_is_said() -> None:
+    config = FleetConfig(batch_size=100, steps_per_decision=1, validation_samples=10)
+
+    def host(seed: int) -> torch.nn.Module:
+        return ConvHost(1, 10, (32, 64, 64))
+
+    fleet = Fleet(small_task(), host, hosts=32, config=config, device="cuda")
+    fleet.reset({row: HostSetting(seed=row) for row in range(32)})
+    fleet.advance()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    fleet.advance()
+    taken = torch.cuda.max_memory_allocated() - before
+    memory = fleet.memory_per_host()
+    said = 32 * (memory.step + memory.state // 4)  # the snapshots and the hosts themselves were there before
+    assert 0.4 * said < taken < 2.5 * said
+
+
+def test_a_fleet_that_does_not_fit_says_how_many_would() -> None:
+    with pytest.raises(FleetError, match=r"1000000000 hosts do not fit.*cuda had .* would fit"):
+        Fleet(small_task(), make_host, hosts=10**9, config=CONFIG, device="cuda")
+
+
+def test_running_out_of_memory_in_training_says_how_many_would_fit() -> None:
+    config = FleetConfig(batch_size=100, steps_per_decision=1)
+    fleet = Fleet(small_task(), lambda seed: ConvHost(1, 10, (32, 64, 64)), hosts=16, config=config, device="cuda")
+    fleet.reset({row: HostSetting(seed=row) for row in range(16)})
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**20) / total)
+    try:
+        with pytest.raises(FleetError, match="16 hosts do not fit"):
+            fleet.advance()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)

@@ -1,0 +1,150 @@
+"""How much memory a host takes, and what is said where a fleet does not fit."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import torch
+from torch import nn
+
+from esper.fleet import Fleet, FleetConfig, FleetError, HostSetting, Memory
+from esper.fleet import memory as fleet_memory
+from esper.fleet.data import FleetData
+from esper.fleet.memory import check_fits, free_bytes, in_words
+from esper.growth.config import GovernorConfig, GrowthConfig, Lifecycle
+from esper.growth.decisions import Decision, Germinate
+from tests.fleet.test_fleet_equals_grower import BATCH, SLOTS, make_host, small_task
+
+CPU = torch.device("cpu")
+CONFIG = FleetConfig(batch_size=BATCH, precision="float64")
+
+
+def make_fleet(hosts: int, growth: GrowthConfig | None = None, config: FleetConfig = CONFIG) -> Fleet:
+    return Fleet(small_task(), make_host, hosts=hosts, growth=growth, config=config)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("blending", ["add", "gate"])
+def test_the_state_is_what_a_fleet_holds_for_every_host(optimizer: str, blending: str) -> None:
+    growth = GrowthConfig(lifecycle=Lifecycle(blending=blending), governor=GovernorConfig(keep=3))
+    fleet = make_fleet(5, growth, msgspec.structs.replace(CONFIG, optimizer=optimizer))
+    held = sum(tensor.nbytes for tensor in fleet.tensors().values())
+    assert held % 5 == 0
+    assert fleet.memory_per_host().state == held // 5 * (1 + 1 + 3)  # as they are, as they train, and the snapshots
+
+
+class _Peak:
+    """What autograd holds at most while something runs, over all graphs, by the storages that it saves."""
+
+    def __enter__(self) -> _Peak:
+        self.saved: dict[int, int] = {}
+
+        def see(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            self.saved[storage.data_ptr()] = max(self.saved.get(storage.data_ptr(), 0), storage.nbytes())
+            return tensor
+
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(see, lambda tensor: tensor)
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._hooks.__exit__(*error)
+
+    @property
+    def total(self) -> int:
+        return sum(self.saved.values())
+
+
+@pytest.mark.parametrize("is_grown", [False, True])
+def test_a_step_keeps_about_as_much_as_is_said(is_grown: bool) -> None:
+    """One step of many hosts, with and without the largest seed in every slot."""
+    fleet = make_fleet(16, config=msgspec.structs.replace(CONFIG, steps_per_decision=1))
+    fleet.reset({row: HostSetting(seed=row) for row in range(16)})
+    if is_grown:
+        grown = Decision(tuple(Germinate(slot, "", "wide_conv3x3") for slot in SLOTS))
+        fleet.decide({row: grown for row in range(16)})
+    with _Peak() as peak:
+        fleet.advance()
+    memory = fleet.memory_per_host()
+    said = memory.step + (memory.seeds if is_grown else 0)
+    assert 0.5 * said < peak.total / 16 < 1.2 * said
+
+
+def test_memory_grows_with_the_batch_and_not_with_the_hosts() -> None:
+    small, large, many = (
+        make_fleet(hosts, config=msgspec.structs.replace(CONFIG, batch_size=batch)).memory_per_host()
+        for hosts, batch in ((1, 10), (1, 40), (8, 10))
+    )
+    assert small == many
+    assert large.state == small.state
+    assert 3.5 * small.step < large.step < 4.1 * small.step
+    assert large.seeds > 3 * small.seeds
+
+
+def test_measuring_draws_no_random_numbers_and_changes_nothing() -> None:
+    class Dropping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
+            self.head = nn.Linear(8, 10)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.body(x))
+
+    hosts = [Dropping().double() for _ in range(2)]
+    before = torch.get_rng_state()
+    fleet = Fleet(small_task(), lambda seed: hosts[seed], hosts=1, growth=GrowthConfig(slots=("body",)), config=CONFIG)
+    fleet.memory_per_host()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert hosts[0].body[2].num_batches_tracked == 0
+
+
+def test_a_fleet_that_does_not_fit_says_how_many_would_and_allocates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    each = make_fleet(1).memory_per_host().least
+    monkeypatch.setattr("esper.fleet.fleet.free_bytes", lambda device: 7 * each + 1)
+    make_fleet(7)
+
+    def too_late(*arguments: object, **named: object) -> None:
+        raise AssertionError("allocated before it was checked")
+
+    monkeypatch.setattr("esper.fleet.fleet.HostBank", too_late)
+    with pytest.raises(FleetError, match=r"9 hosts do not fit: one takes about .* 7 would fit. Take fewer hosts, a smaller batch_size"):
+        make_fleet(9)
+
+
+def test_a_device_without_room_for_one_host_says_so() -> None:
+    with pytest.raises(FleetError, match="not even one would fit"):
+        check_fits(1, 10, room=9, device=CPU)
+    check_fits(1, 10, room=10, device=CPU)
+    check_fits(10**9, 10, room=None, device=CPU)
+
+
+def test_an_absurd_number_of_hosts_is_refused_at_once() -> None:
+    with pytest.raises(FleetError, match="1000000000 hosts do not fit"):
+        make_fleet(10**9)
+
+
+def test_a_device_that_runs_out_of_memory_in_training_says_how_many_hosts_would_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = make_fleet(1).memory_per_host()
+    monkeypatch.setattr("esper.fleet.fleet.free_bytes", lambda device: 3 * memory.most)
+    fleet = make_fleet(4)
+    fleet.reset({row: HostSetting() for row in range(4)})
+
+    def full(self: FleetData, *arguments: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(FleetData, "batch", full)
+    with pytest.raises(FleetError, match=r"4 hosts do not fit.* 3 would fit"):
+        fleet.advance()
+
+
+def test_the_free_memory_of_this_machine_is_known() -> None:
+    free = free_bytes(CPU)
+    assert free is None or free > 10**7
+    assert fleet_memory.free_bytes(torch.device("meta")) is None
+
+
+def test_memory_is_told_in_words() -> None:
+    assert str(Memory(state=1_500_000, step=20_000, seeds=0)) == "1.5 MB of state, 20 kB for a step and up to 0 B for its seeds"
+    assert in_words(12_345_678_901) == "12.3 GB"

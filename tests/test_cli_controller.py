@@ -1,0 +1,473 @@
+"""`esper controller` and trained controllers in `esper grow`: mistakes, what is left behind, how it stops and goes on, what is shown."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+
+import esper
+from esper.checkpoint.tree import split
+from esper.cli.controller_compare import Progress as CompareProgress
+from esper.cli.controller_progress import LiveView, PlainLines, live_view, read_progress
+from esper.cli.grow_config import GrowTaskConfig
+from esper.cli.grow_progress import progress_sink
+from esper.cli.grow_run import grow_in
+from esper.cli.main import main
+from esper.config import load
+from esper.controller.config import ControllerConfig
+from esper.controller.events import RoundEnded
+from esper.controller.layout import LAYOUT_VERSION, Op
+from esper.controller.learned import Learned, load_controller, save_controller
+from esper.controller.network import make_policy
+from esper.controller.network_config import SlotNetworkConfig
+from esper.events import Sink, read
+from esper.growth.config import GrowthConfig, Lifecycle
+from esper.growth.lifecycle import Stage
+from esper.growth.story import read_story
+from esper.rl.checkpoints import open_store
+from esper.rl.config import NetworkConfig
+from esper.run_folder import CHECKPOINTS
+from esper.tasks import load_task
+
+SMALL = [
+    "--holding-epochs", "1", "--steps-per-decision", "2", "--fleet.batch-size", "16", "--validation-samples", "64", "--threads", "1",
+    "--device", "cpu", "--growth.blueprints", "norm", "conv1x1",
+]  # fmt: skip
+OPTIONS = [
+    *SMALL, "--task", "digits", "--domain.hosts", "2-4-8", "--held-out-hosts", "3-6-12", "--hosts", "4", "--horizon", "3", "4",
+    "--num-steps", "6", "--num-minibatches", "2", "--num-epochs", "1", "--hidden-size", "8", "--width", "8", "--checkpoint-every", "1",
+]  # fmt: skip
+CLOCKS = {"time", "steps_per_second", "collect_seconds", "update_seconds"}
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two rounds that were never interrupted. Tests that change it work on a copy."""
+    folder = tmp_path_factory.mktemp("runs") / "finished"
+    assert train(folder, 2) == 0
+    return folder
+
+
+def train(folder: str | Path, rounds: int, *more: str) -> int:
+    return main(["controller", "train", *OPTIONS, "--rounds", str(rounds), "--run", str(folder), *more])
+
+
+def last_line(text: str) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads(text.splitlines()[-1])
+    return result
+
+
+def events_of(folder: Path) -> list[dict[str, Any]]:
+    """Everything that happened, without clocks and without what tells a resumed run from another."""
+    lines = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    kept = [line for line in lines if line["kind"] not in ("header", "resumed", "run_started")]
+    return [{key: value for key, value in line.items() if key not in CLOCKS | {"run"}} for line in kept]
+
+
+def assert_same_learner(one: Path, other: Path) -> None:
+    states = [split(open_store(folder).load("latest").state["ppo"]) for folder in (one, other)]
+    assert states[0][0] == states[1][0]
+    assert states[0][1].keys() == states[1][1].keys()
+    for name, tensor in states[0][1].items():
+        assert torch.equal(tensor, states[1][1][name]), name
+
+
+def living_seeds(folder: Path) -> int:
+    """In all hosts of the latest checkpoint."""
+    environment = open_store(folder).load("latest").state["ppo"]["environment"]
+    beds = [bed for squad in environment["squads"] for host in squad["fleet"]["rows"] for bed in host["garden"].values()]
+    return sum(bed["has_seed"] and bed["life"]["stage"] != Stage.FOSSILIZED for bed in beds)
+
+
+def wait_for(path: Path, timeout_s: float = 60.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not path.exists():
+        assert time.monotonic() < end, f"{path} did not come"
+        time.sleep(0.002)
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["train", "--hosts", "0"], "--hosts: expected an int > 0, got 0"),
+        (["train", "--rounds", "0"], "--rounds: expected an int > 0, got 0"),
+        (["train", "--task", "digts"], "no task named 'digts'; did you mean 'digits'?"),
+        (["train", "--task", "digits", "--task", "digits"], "--domain.tasks: expected names, at least one and each once"),
+        (["train", "--task", "digits", "--domain.tasks", "digits-1d"], "--task is short for --domain.tasks; leave one of them out"),
+        (["train", "--task", "cifar10"], "pass it with --data-dir"),
+        (["train", "--task", "cifar10", "--data-dir", "nowhere"], "no folder nowhere"),
+        (["train", "--horizon", "2", "9"], "expected at least 3 decisions: a seed needs as many to be raised, blended and kept"),
+        (["train", "--raise-mode", "shadow", "--horizon", "7", "9"], "expected at least 8 decisions"),
+        (["train", "--horizon", "9", "8"], "--domain.horizon: expected a range, the smaller number first"),
+        (["train", "--growth.slots", "blocks.0", "blocks.9"], "no submodule is named 'blocks.9'; near to it: blocks."),
+        (["train", "--domain.hosts", "4-8-16"], "--domain.held-out-hosts: expected channels that are not among hosts"),
+        (["train", "--hosts", "2"], "fewer than 4 minibatches"),
+        (["train", "--run", "/dev/null/run"], "no run can be made in /dev/null/run"),
+        (["train", "--config", "none.toml"], "no such config file: none.toml"),
+        (["train", "--resume"], "--resume needs the folder of the run"),
+        (["train", "--resume", "--run", "nowhere"], "there is no run in nowhere"),
+        (["train", "--resume", "--run", "nowhere", "--config", "a.toml"], "leave --config out"),
+        (["compare", "--controllers", "never,randm"], "no controller is named 'randm'; did you mean 'random'?"),
+        (["compare", "--controllers", "never,nowhere/controller.safetensors"], "there is no file nowhere/controller.safetensors"),
+        (["compare", "--controllers", "never,never"], "--controllers: expected names, at least one and each once"),
+        (["compare", "--task", "digts"], "no task named 'digts'"),
+        (["compare", "--task", "digits", "--task", "cifar10"], "pass it with --data-dir"),
+        (["compare", "--host", "four"], "--hosts: expected a list in which each is a string that matches"),
+        (["compare", "--seeds", "1"], "ask for 2 --seeds at least"),
+        (["compare", "--horizon", "2"], "--horizon: expected at least 3 decisions: a seed needs as many"),
+        (["compare", "--seeds", "0"], "--seeds: expected an int > 0, got 0"),
+    ],
+)
+def test_a_mistake_is_explained_and_leaves_nothing_behind(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["controller", *argv, "--json"]) == 2
+    captured = capsys.readouterr()
+    assert message in " ".join(captured.err.replace("│", " ").split())
+    assert "Traceback" not in captured.err
+    assert message in last_line(captured.out)["error"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_with_another_kind_of_run_is_not_gone_on_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.toml").write_text('env = "cue"\n')
+    assert main(["controller", "train", "--resume", "--run", "run"]) == 2
+    error = capsys.readouterr().err
+    assert "run holds no training of a controller (run/config.toml: env: unknown key" in error
+    assert "by the command that began it" in error
+
+
+def test_a_folder_that_holds_a_run_is_not_trained_in_again(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = (finished / "events.jsonl").read_bytes()
+    assert train(finished, 2) == 2
+    assert "--resume" in capsys.readouterr().err
+    assert (finished / "events.jsonl").read_bytes() == before
+
+
+# What a run leaves behind
+
+
+def test_a_run_leaves_a_controller_and_says_how_to_use_it(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["controller", "train", "--resume", "--run", str(finished), "--json"]) == 0
+    shown = capsys.readouterr().out
+    path = finished / "controller.safetensors"
+    assert f"esper grow --task digits --controller {path}" in shown
+    assert f"esper controller train --resume --run {finished} --rounds 4" in shown
+    result = last_line(shown)
+    assert (result["status"], result["rounds"], result["decisions"], result["controller"]) == ("had finished", 2, 2 * 4 * 6, str(path))
+    assert isinstance(load_controller(path), Learned)
+    ends = [record.event for record in read(finished / "events.jsonl") if isinstance(record.event, RoundEnded)]
+    assert result["hosts"] == sum(end.hosts for end in ends) > 0
+    assert result["utility"] == pytest.approx(result["gain"] - result["rent"])
+    assert result["grown"] == sum(end.grown for end in ends) > 0
+    assert load(ControllerConfig, finished / "config.toml").domain.tasks == ("digits",)
+
+
+def test_a_controller_file_that_was_lost_is_written_again(finished: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(finished, tmp_path / "copy")
+    (copy / "controller.safetensors").unlink()
+    assert main(["controller", "train", "--resume", "--run", "copy"]) == 0
+    one, other = (load_file(folder / "controller.safetensors") for folder in (copy, finished))
+    assert all(torch.equal(weight, other[name]) for name, weight in one.items())
+
+
+def test_tensorboard_gets_the_scalars(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    assert train("run", 1, "--tensorboard") == 0
+    assert list((tmp_path / "run/tensorboard").iterdir())
+
+
+def test_a_dry_run_says_what_would_be_done_and_touches_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["controller", "train", *OPTIONS, "--seed", "7", "--rounds", "3", "--dry-run", "--json"]) == 0
+    result = last_line(capsys.readouterr().out)
+    plan = result["plan"]
+    assert (plan["rounds"], plan["decisions_per_round"], plan["most_slots"], plan["most_blueprints"]) == (3, 24, 3, 2)
+    assert result["config"]["ppo.seed"] == 7
+    assert result["config"]["domain.tasks"] == ["digits"]
+    assert not list(tmp_path.iterdir())
+
+
+# Stopping and going on
+
+
+def test_a_run_that_goes_on_may_get_more_rounds_but_no_other_setting(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = shutil.copytree(finished, tmp_path / "copy")
+    assert main(["controller", "train", "--resume", "--run", "copy", "--hosts", "8"]) == 2
+    assert "hosts is 4 in the saved run and cannot become 8 now" in capsys.readouterr().err
+    assert main(["controller", "train", "--resume", "--run", "copy", "--rounds", "3", "--json"]) == 0
+    result = last_line(capsys.readouterr().out)
+    assert (result["status"], result["rounds"]) == ("finished", 3)
+    assert load(ControllerConfig, copy / "config.toml").rounds == 3
+    assert events_of(copy)[: len(events_of(finished))] == events_of(finished)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_stops_after_the_round_with_a_checkpoint_and_a_controller(
+    number: signal.Signals, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt() -> None:
+        wait_for(tmp_path / "run" / CHECKPOINTS / "latest")
+        os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    assert train("run", 10_000, "--json") == code
+    thread.join()
+    captured = capsys.readouterr()
+    assert "stopping after this round of decisions, which may take minutes" in captured.err
+    assert "esper controller train --resume --run run" in captured.out
+    result = last_line(captured.out)
+    assert result["status"] == "stopped"
+    assert open_store(tmp_path / "run").load("latest").step == result["decisions"]
+    assert Path(result["controller"]).exists()
+
+
+@pytest.mark.slow
+def test_a_training_killed_and_resumed_with_seeds_alive_equals_one_that_was_not(tmp_path: Path) -> None:
+    rounds = 12
+    assert train("whole", rounds) == 0
+    command = [sys.executable, "-m", "esper.cli.main", "controller", "train", *OPTIONS, "--rounds", str(rounds), "--run", "killed"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL)
+    wait_for(tmp_path / "killed" / CHECKPOINTS / "latest")
+    while not living_seeds(tmp_path / "killed"):
+        assert process.poll() is None, "it finished before it could be killed"
+    process.kill()
+    assert process.wait(timeout=90) == -signal.SIGKILL, "it finished before it could be killed"
+    assert living_seeds(tmp_path / "killed") > 0
+    assert main(["controller", "train", "--resume", "--run", "killed"]) == 0
+    assert events_of(tmp_path / "killed") == events_of(tmp_path / "whole")
+    assert_same_learner(tmp_path / "killed", tmp_path / "whole")
+    one, other = (load_file(tmp_path / name / "controller.safetensors") for name in ("killed", "whole"))
+    assert all(torch.equal(weight, other[name]) for name, weight in one.items())
+
+
+@pytest.mark.slow
+def test_two_ranks_train_one_controller_and_stop_together(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python", "--"]
+    command = [*torchrun, sys.executable, "-m", "esper.cli.main", "controller", "train", "--run", "run"]
+    first = [*command, *OPTIONS, "--rounds", "4", "--json"]
+    finished = subprocess.run(first, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    assert finished.returncode == 0, finished.stderr
+    result = last_line(finished.stdout)
+    assert finished.stdout.count("for 8 hosts at once") == 1, "only rank 0 writes"
+    assert (result["status"], result["decisions"]) == ("finished", 48 * result["rounds"])
+    controller, store = tmp_path / "run/controller.safetensors", open_store(tmp_path / "run")
+    controller.unlink()
+
+    newest = store.list()[-1]
+    process = subprocess.Popen(
+        [*command, "--resume", "--rounds", "100000"], cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    end = time.monotonic() + 60
+    while store.list()[-1] == newest:
+        assert time.monotonic() < end, "it did not go on"
+        time.sleep(0.05)
+    process.terminate()
+    process.wait(timeout=60)
+    assert controller.exists(), "it is written when all has come to its end"
+
+
+# What is shown meanwhile
+
+
+def test_plain_lines_are_a_start_a_line_after_a_round_and_an_end(finished: Path) -> None:
+    stream = io.StringIO()
+    lines = PlainLines(stream, every_s=1e9)
+    for record in read(finished / "events.jsonl"):
+        lines.write(record)
+    lines.close()
+    first, last = stream.getvalue().splitlines()
+    assert "for 4 hosts at once on cpu: 2 rounds of 24 decisions" in first
+    recent = read_progress(finished).recent
+    assert f"round 2/2  utility {recent.utility:+.4f} (gain {recent.gain:+.4f}, rent {recent.rent:.4f})" in last
+    assert f"{recent.grown} seeds grown, {recent.kept} kept" in last
+    for words in ("entropy op ", "alpha –", "explained variance", "clipped", "decisions/s", "samples/s", "done"):
+        assert words in last
+
+    often = io.StringIO()
+    lines = PlainLines(often, every_s=0.0)
+    for record in read(finished / "events.jsonl"):
+        lines.write(record)
+    assert len(often.getvalue().splitlines()) == 1 + 2
+    assert "round 1/2" in often.getvalue()
+    assert " left" in often.getvalue()
+
+
+def test_samples_per_second_are_those_of_all_hosts_and_twins(finished: Path) -> None:
+    progress = read_progress(finished)
+    ends = [record.event for record in read(finished / "events.jsonl") if isinstance(record.event, RoundEnded)]
+    # Four hosts that share a twin train on 5 x 2 steps of 16 samples between decisions; there is one more decision than stretches.
+    assert all(end.samples == 5 * 2 * 16 * end.horizon for end in ends)
+    per_decision = sum(end.samples for end in ends) / sum(4 * (end.horizon + 1) for end in ends)
+    assert progress.samples_per_second == pytest.approx(progress.rate.value * per_decision)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_live_view_fits_the_terminal(finished: Path, width: int) -> None:
+    console = Console(record=True, width=width, file=io.StringIO())
+    console.print(live_view(read_progress(finished)))
+    shown = console.export_text()
+    assert all(len(line) <= width for line in shown.splitlines())
+    assert "round 2/2" in shown
+    assert "samples/s" in shown
+    assert "…" not in shown
+
+
+def test_the_live_view_ends_with_the_last_state(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    stream = Terminal()
+    view = LiveView(stream)
+    for record in read(finished / "events.jsonl"):
+        view.write(record)
+    view.close()
+    assert "done" in stream.getvalue().rpartition("round 2/2")[2]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+# Comparing
+
+
+def test_controllers_are_compared_and_all_runs_are_json(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(finished / "controller.safetensors")
+    settings = [*SMALL, "--seeds", "3", "--horizon", "3", "--levels", "low", "high", "--host", "2-4-8", "--no-controls"]
+    assert main(["controller", "compare", "--controllers", f"never,random,{path}", "--task", "digits", *settings, "--json"]) == 0
+    shown = capsys.readouterr().out
+    assert "rent low" in shown
+    assert "rent high" in shown
+    assert f"digits 2-4-8: {path}" in shown, "what is at work"
+    result = last_line(shown)
+    assert result["compared"] == path
+    found = {(run["controller"], run["level"]) for run in result["runs"]}
+    assert found == {("never", None), *((name, level) for name in ("random", path) for level in ("low", "high"))}
+    assert {run["seed"] for run in result["runs"]} == {0, 1, 2}
+
+
+def test_what_a_comparison_is_at_is_a_line_that_changes_on_a_terminal_and_lines_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    for stream, expected in ((io.StringIO(), ["first  5 decisions", "second  7 decisions"]), (Terminal(), ["second  7 decisions"])):
+        with CompareProgress(stream) as progress:
+            for what, decisions in (("first", 2), ("first", 3), ("second", 2)):
+                progress.add(what, decisions)
+        ends = [line for line in stream.getvalue().splitlines() if any(text in line for text in expected)]
+        assert len(ends) >= len(expected)
+    assert "first  2 decisions" in stream.getvalue()
+
+
+# Growing with a trained controller
+
+
+@pytest.fixture
+def eager(tmp_path: Path) -> Path:
+    """A controller that grows wherever it can, and keeps what it grew."""
+    memory = NetworkConfig(hidden_size=8)
+    policy = make_policy(SlotNetworkConfig(), memory, slots=3, blueprints=2, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        bias = policy.actor.op.bias  # type: ignore[union-attr]
+        bias[Op.GERMINATE], bias[Op.FOSSILIZE], bias[Op.PRUNE] = 5.0, 9.0, -5.0  # type: ignore[index, operator]
+    (tmp_path / "mine").mkdir()
+    save_controller(tmp_path / "mine/controller.safetensors", policy)
+    return tmp_path / "mine/controller.safetensors"
+
+
+GROW = ["--task", "digits", "--threads", "1", "--device", "cpu", "--holding-epochs", "1", "--blueprints", "norm", "conv1x1"]
+
+
+def test_a_trained_controller_grows_a_task(eager: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = [*GROW, "--controller", "mine/controller.safetensors", "--epochs", "4", "--run", "run", "--json"]
+    assert main(["grow", *options]) == 0
+    assert last_line(capsys.readouterr().out)["tried"] > 0
+    story = read_story(tmp_path / "run")
+    assert story.started is not None
+    assert story.started.controller == "learned"
+
+
+def test_a_trained_controller_grows_a_model_in_python(eager: Path) -> None:
+    task, rules = load_task("digits"), Lifecycle(holding_epochs=1)
+    grown = esper.grow(
+        task.make_host("starved"),
+        task.train_loader(),
+        task.val_loader(),
+        task.loss_fn,
+        epochs=2,
+        controller=load_controller(eager, rules=rules),
+        config=GrowthConfig(lifecycle=rules),
+    )
+    assert grown.ledger.entries
+
+
+def test_a_run_goes_on_with_the_controller_that_it_began_with(eager: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rules = Lifecycle(holding_epochs=1)
+    settings: dict[str, Any] = {"epochs": 3, "threads": 1, "device": "cpu", "lifecycle": rules, "blueprints": ("norm",)}
+    config = GrowTaskConfig(task="digits", controller=str(eager), **settings)
+
+    def grow(folder: Path, should_stop: Callable[[], bool]) -> str:
+        return grow_in(
+            folder, config, resume=False, device=torch.device("cpu"), make_sink=lambda title: io_sink(), should_stop=should_stop
+        ).status
+
+    stops = iter([False] * 30)
+    assert grow(tmp_path / "whole", lambda: False) == "finished"
+    assert grow(tmp_path / "stopped", lambda: next(stops, True)) == "stopped"
+    story = read_story(tmp_path / "stopped")
+    assert 0 < len(story.epochs) < 3
+    assert story.seeds, "something has grown by then"
+    eager.unlink()  # nor does the run need it again
+    assert main(["grow", "--resume", "--run", "stopped", "--controller", "other/controller.safetensors"]) == 2
+    assert "cannot become 'other/controller.safetensors'" in capsys.readouterr().err
+    assert main(["grow", "--resume", "--run", "stopped"]) == 0
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "stopped"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(weight, other[name]) for name, weight in one.items())
+
+
+def io_sink() -> Sink:
+    return progress_sink("digits", io.StringIO())
+
+
+@pytest.mark.parametrize("command", ["grow --controller", "grow --dry-run --controller", "controller compare --controllers"])
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: path.unlink(), "there is no file mine/controller.safetensors"),
+        (lambda path: os.truncate(path, 200), "mine/controller.safetensors is damaged"),
+        (lambda path: save_file({"weight": torch.zeros(3)}, path), "holds tensors, but no controller"),
+        (lambda path: path.write_bytes(path.read_bytes().replace(LAYOUT_VERSION.encode(), b"0-00000000")), "by layout 0-00000000"),
+    ],
+)
+def test_a_controller_file_that_cannot_be_used_is_explained(
+    damage: Callable[[Path], None], message: str, command: str, eager: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage(eager)
+    assert main([*command.split(), "mine/controller.safetensors", "--task", "digits"]) == 2
+    assert message in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
