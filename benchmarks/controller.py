@@ -38,12 +38,12 @@ GROWTH = GrowthConfig(
     blueprints=("norm", "conv3x3", "wide_conv3x3", "bottleneck"), lifecycle=Lifecycle(holding_epochs=2, embargo_epochs=2, withdraw_epochs=1)
 )
 TRAINING = ControllerConfig(
-    hosts=32,
-    rounds=100,
+    hosts=64,  # of all ranks together
+    rounds=90,
     device="cpu",
     threads=1,
     checkpoint_every=10,
-    domain=DomainConfig(fleets=2, horizon=(12, 12), learning_rate=(0.01, 0.01), plain_share=1.0),
+    domain=DomainConfig(fleets=1, horizon=(12, 12), learning_rate=(0.01, 0.01), plain_share=1.0),
     fleet=FLEET,
     growth=GROWTH,
     ppo=PPOConfig(
@@ -61,7 +61,18 @@ TRAINING = ControllerConfig(
         network=NetworkConfig(hidden_size=64),
     ),
 )
-COMPARISON = CompareConfig(hosts=DomainConfig().held_out_hosts, seeds=20, horizon=12, device="cpu", threads=1, fleet=FLEET, growth=GROWTH)
+COMPARISON = CompareConfig(
+    hosts=DomainConfig().held_out_hosts,
+    seeds=20,
+    horizon=12,
+    tuning_seeds=4,
+    sweep=("2-4-8", "8-16-32", "16-32-64"),
+    device="cpu",
+    threads=1,
+    fleet=FLEET,
+    growth=GROWTH,
+)
+TASKS = ("digits", "digits-1d")
 
 
 def train(folder: Path, rounds: int, ranks: int) -> float:
@@ -82,8 +93,10 @@ def compare_on(task: str, host: str, controller: str, seeds: int) -> dict[str, A
     from esper.controller.compare import compare
     from esper.tasks import load_task
 
-    config = msgspec.structs.replace(COMPARISON, controllers=(*NAMES, controller), tasks=(task,), hosts=(host,), seeds=seeds)
-    return msgspec.to_builtins(compare(config, load_task).to_builtins()["runs"])
+    sweep = COMPARISON.sweep if host == COMPARISON.hosts[0] else ()  # static sizes do not depend on the host that grows
+    config = msgspec.structs.replace(COMPARISON, controllers=(*NAMES, controller), tasks=(task,), hosts=(host,), seeds=seeds, sweep=sweep)
+    found = compare(config, load_task)
+    return {"runs": msgspec.to_builtins(found.runs), "schedules": found.schedules}
 
 
 def health(folder: Path) -> dict[str, Any]:
@@ -103,14 +116,15 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=COMPARISON.seeds)
     parser.add_argument("--output", type=Path, default=RESULTS / "controller.jsonl")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch, Output(options.output) as output:
+    output = Output(options.output)
+    with tempfile.TemporaryDirectory() as scratch:
         controller = options.controller
         if controller is None:
             folder = options.run or Path(scratch) / "controller"
             seconds = train(folder, options.rounds, options.ranks)
             controller = folder / "controller.safetensors"
             output.write({"kind": "training", "seconds": round(seconds, 1), "rounds": options.rounds, **health(folder)})
-        jobs = [(task, host) for task in ("digits", "digits-1d") for host in COMPARISON.hosts]
+        jobs = [(task, host) for host in COMPARISON.hosts for task in TASKS]
         began = time.perf_counter()
         with ProcessPoolExecutor(options.ranks) as pool:
             results = list(pool.map(compare_on, *zip(*jobs, strict=True), [str(controller)] * len(jobs), [options.seeds] * len(jobs)))
@@ -118,18 +132,20 @@ def main() -> None:
         output.write({"kind": "comparison", "seconds": round(time.perf_counter() - began, 1)})
 
 
-def report(results: list[Any], controller: str, seeds: int, output: Output) -> None:
+def report(results: list[dict[str, Any]], controller: str, seeds: int, output: Output) -> None:
     from esper.controller.comparison import Comparison
     from esper.controller.lives import Run
 
-    runs = [msgspec.convert(run, Run) for some in results for run in some]
-    config = msgspec.structs.replace(COMPARISON, controllers=(*NAMES, controller), tasks=("digits", "digits-1d"), seeds=seeds)
-    for run in runs:
-        output.write({"kind": "run", **msgspec.to_builtins(run)}, is_quiet=True)
-    comparison = Comparison(config, runs, {})
-    for level in config.levels:
-        for standing in comparison.standings(level):
-            output.write({"kind": "standing", **msgspec.to_builtins(standing)}, is_quiet=True)
+    runs = [msgspec.convert(run, Run) for some in results for run in some["runs"]]
+    config = msgspec.structs.replace(COMPARISON, controllers=(*NAMES, controller), tasks=TASKS, seeds=seeds)
+    comparison = Comparison(config, runs, {name: plan for some in results for name, plan in some["schedules"].items()})
+    told = comparison.to_builtins()
+    for run in told["runs"]:
+        output.append({"kind": "run", **run, "controller": run["controller"].replace(controller, "learned")})
+    output.append({"kind": "schedules", **comparison.schedules})
+    for standing in told["standings"]:
+        output.append({"kind": "standing", **standing, "controller": standing["controller"].replace(controller, "learned")})
+    output.append({"kind": "pooled", **told["pooled"]})
     print(comparison.tables().replace(controller, "learned"))
 
 

@@ -69,13 +69,14 @@ class Output:
             self.earlier = []
             path.write_text("")
         if not self.earlier:
-            self._append(metadata())
+            self.append(metadata())
 
     def write(self, record: Record) -> None:
-        self._append(record)
+        self.append(record)
         print(_line(record), end="", flush=True)
 
-    def _append(self, record: Record) -> None:
+    def append(self, record: Record) -> None:
+        """Without printing it."""
         with self.path.open("a") as file:
             file.write(_line(record))
 
