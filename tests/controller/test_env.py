@@ -186,3 +186,23 @@ def test_the_levels_of_rent_rise() -> None:
     low, middle, high = RENT_LEVELS.values()
     assert low.parameters < middle.parameters < high.parameters
     assert low.flops < middle.flops < high.flops
+
+
+def test_a_decision_may_have_several_actions_and_training_comes_after_the_last() -> None:
+    env = make_env(msgspec.structs.replace(CONFIG, actions=3))
+    step, policy = env.reset(0), RandomPolicy(env)
+    for _ in range(2):
+        step = env.step(policy(step))
+        assert not step.reward.any()
+        assert all(host.plot.epoch == 0 and not host.plot.ledger.entries for squad in env.squads for host in squad.fleet.rows)
+    step = env.step(policy(step))
+    grown = [len(host.plot.ledger.entries) for squad in env.squads for host in squad.fleet.rows[: squad.hosts]]
+    assert max(grown) > 1
+    assert all(host.plot.epoch == 1 for squad in env.squads for host in squad.fleet.rows)
+    assert not any(host.plot.ledger.refused for squad in env.squads for host in squad.fleet.rows)
+    saved = env.state_dict()
+    other = make_env(env.config)
+    other.load_state_dict(saved)
+    actions = policy(step)
+    one, two = env.step(actions), other.step(actions)
+    assert all(torch.equal(one.masks[name], two.masks[name]) for name in one.masks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import replace
 
@@ -169,7 +170,7 @@ def test_what_the_budget_does_not_allow_cannot_be_chosen():
 )
 def test_a_choice_becomes_the_decision_it_stands_for_with_a_reason(op, place, expected):
     now = state(slot("free"), seed_on_trial("ripe"))
-    decided = decision(now, {"op": op, "slot": place, "blueprint": 1, "alpha": 0})
+    decided = decision(now, [{"op": op, "slot": place, "blueprint": 1, "alpha": 0}])
     (action,) = decided.actions
     assert type(action) is expected
     assert action.slot == ("free", "ripe")[place]
@@ -185,10 +186,10 @@ def test_a_choice_becomes_the_decision_it_stands_for_with_a_reason(op, place, ex
 
 def test_to_wait_decides_nothing_and_may_ask_for_a_probe():
     now = state(slot())
-    waited = decision(now, {"op": 0, "slot": 0, "blueprint": 0, "alpha": 0}, probe=True)
+    waited = decision(now, [{"op": 0, "slot": 0, "blueprint": 0, "alpha": 0}], probe=True)
     assert not waited.actions
     assert waited.probe
-    assert not decision(now, {"op": 0, "slot": 0, "blueprint": 0, "alpha": 0}).probe
+    assert not decision(now, [{"op": 0, "slot": 0, "blueprint": 0, "alpha": 0}]).probe
 
 
 def test_a_host_with_more_than_there_is_room_for_is_refused_with_the_numbers():
@@ -209,3 +210,22 @@ def test_the_version_names_the_layout():
     # A row that comes, goes or is scaled otherwise gives another version by itself. Where a value changes its meaning under the same row,
     # raise the number before the dash; then state the new version here.
     assert LAYOUT_VERSION == "1-79606d95"
+
+
+def test_several_actions_of_one_decision_are_about_different_slots_and_within_the_budget() -> None:
+    """What was chosen closes its slot and takes its share of the budget; who waits can choose nothing more."""
+    now = state(slot("a"), slot("b"), seeds_left=1)
+    germinate = {"op": int(Op.GERMINATE), "slot": 0, "blueprint": 0, "alpha": 0}
+    wait = {"op": int(Op.WAIT), "slot": 1, "blueprint": 0, "alpha": 0}
+
+    def allowed(now: GrowthState, *chosen: dict[str, int]) -> list[list[bool]]:
+        masks = observe([now], slots=2, blueprints=len(blueprint_names(now)), rules=RULES, chosen=[list(chosen)])[1]
+        return masks["slot"][0, Op.GERMINATE].tolist()
+
+    assert allowed(now) == [True, True]
+    assert allowed(now, germinate) == [False, False], "the budget allows one seed"
+    assert allowed(dataclasses.replace(now, seeds_left=2), germinate) == [False, True]
+    assert allowed(dataclasses.replace(now, seeds_left=2), wait) == [False, False]
+    both = decision(dataclasses.replace(now, seeds_left=2), [germinate, {**germinate, "slot": 1}, wait])
+    assert [action.slot for action in both.actions] == ["a", "b"]
+    assert decision(now, [wait, germinate]).actions == (), "who waits is done"

@@ -59,7 +59,7 @@ def test_a_controller_from_a_file_decides_as_the_policy_that_was_saved(memory: N
     for now in life():
         obs, masks = observe([now], slots=3, blueprints=4, rules=RULES)
         actions, core_state = policy.act(obs, core_state, masks=masks)
-        assert controller.decide(now) == layout.decision(now, {head: int(choice) for head, choice in actions.items()})
+        assert controller.decide(now) == layout.decision(now, [{head: int(choice) for head, choice in actions.items()}])
 
 
 def test_it_is_a_complete_controller_that_growth_takes_as_it_is(path: Path) -> None:

@@ -84,6 +84,7 @@ class ControllerConfig(Config):
     checkpoint_every: PositiveInt = 5  # rounds between checkpoints
     keep: PositiveInt = 3  # checkpoints that stay, beside the best
     data_dir: str | None = None  # where tasks that need files find them
+    actions: PositiveInt = 1  # of one decision at most, each about another slot; the policy takes a step for each
     ops: tuple[Literal["germinate", "advance", "retarget", "fossilize", "prune"], ...] = ("germinate", "advance", "fossilize", "prune")
     reward: RewardConfig = RewardConfig()
     domain: DomainConfig = DomainConfig()
@@ -110,6 +111,10 @@ class ControllerConfig(Config):
                 "domain.horizon",
                 expected=f"at least {needed} decisions: a seed needs as many to be raised, blended and kept (see growth.lifecycle)",
                 got=self.domain.horizon,
+            )
+        if self.actions > 1 and self.ppo.gamma < 1:
+            raise ConfigError(
+                "ppo.gamma", expected="1 where a decision has several actions: time passes after the last of them", got=self.ppo.gamma
             )
         if self.ppo.normalize_observations:
             raise ConfigError("ppo.normalize_observations", expected="false: they are scaled already, alike for all slots", got=True)

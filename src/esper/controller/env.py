@@ -1,5 +1,7 @@
 """Growth as a batch of environments: one step is one decision for every host, and the training up to the next one.
 
+Where a decision may have several actions, each of them is a step, and the training comes after the last; who waits is done until then.
+
 An episode is the life of a host. It ends for real at its horizon, which is observed. All hosts of a squad end together; then the squad is
 drawn anew, in the same step. A host that was given up, because it failed again and again, ends at once; until its squad ends, its steps
 are not real.
@@ -59,6 +61,7 @@ class GrowthEnv:
         self.squads: list[Squad] = []
         self._rounds: list[int] = []  # that each squad has begun
         self._standings: list[Standing] = []
+        self._chosen: list[list[list[dict[str, int]]]] = []  # of every squad and host: the actions of this decision, so far
 
     # The contract
 
@@ -74,6 +77,7 @@ class GrowthEnv:
         self._rounds = [0] * len(fleets)
         self.squads = [self._squad(setting) for setting in fleets]
         self._standings = [Standing.start(squad.hosts) for squad in self.squads]
+        self._chosen = [[[] for _ in range(squad.hosts)] for squad in self.squads]
         zeros = torch.zeros(self.num_envs, device=self.device)
         obs, masks = self._observe()
         return Timestep(obs, zeros, zeros.bool(), zeros.bool(), masks)
@@ -101,23 +105,22 @@ class GrowthEnv:
 
     def _step_squad(self, number: int, rows: range, chosen: Mapping[str, list[int]]) -> tuple[Tensor, Tensor, Tensor]:
         """Reward, whether the life has ended, and whether the step was real, for each of its hosts."""
-        squad = self.squads[number]
+        squad, chosen_so_far = self.squads[number], self._chosen[number]
         was_alive, is_last = squad.alive(), squad.is_last
+        valid = torch.tensor(was_alive)
+        for place, row in enumerate(rows):
+            chosen_so_far[place].append({name: values[row] for name, values in chosen.items()})
+        if len(chosen_so_far[0]) < self.config.actions:
+            return torch.zeros(squad.hosts, dtype=torch.float64), torch.zeros_like(valid), valid
         states = squad.states()
-        squad.decide(
-            {
-                place: decision(states[place], {name: values[row] for name, values in chosen.items()})
-                for place, row in enumerate(rows)
-                if was_alive[place]
-            }
-        )
+        squad.decide({place: decision(states[place], chosen_so_far[place]) for place in range(squad.hosts) if was_alive[place]})
+        self._chosen[number] = [[] for _ in range(squad.hosts)]
         if is_last:
             squad.finish()
             standing = squad.last_standing()
         else:
             squad.advance()
             standing = squad.standing()
-        valid = torch.tensor(was_alive)
         ended = valid & (torch.ones_like(valid) if is_last else ~torch.tensor(squad.alive()))
         reward = rewards(self._standings[number], standing, ended, self.config.reward, gamma=self.config.ppo.gamma)
         reward = torch.where(valid, reward, torch.zeros_like(reward))
@@ -159,8 +162,9 @@ class GrowthEnv:
 
     def _observe(self) -> tuple[Obs, Masks]:
         states = [state for squad in self.squads for state in squad.states()]
+        chosen = [choices for squad in self._chosen for choices in squad]
         rules = self.config.growth.lifecycle
-        obs, masks = observe(states, slots=self.slots, blueprints=self.blueprints, rules=rules, ops=self.config.ops)
+        obs, masks = observe(states, slots=self.slots, blueprints=self.blueprints, rules=rules, ops=self.config.ops, chosen=chosen)
         return {name: part.to(self.device) for name, part in obs.items()}, {name: mask.to(self.device) for name, mask in masks.items()}
 
     # Saving
@@ -172,6 +176,7 @@ class GrowthEnv:
             "rounds": list(self._rounds),
             "squads": [_copied(squad.state_dict()) for squad in self.squads],
             "standings": [list(standing.values()) for standing in self._standings],
+            "chosen": [[[dict(choice) for choice in choices] for choices in squad] for squad in self._chosen],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -180,6 +185,7 @@ class GrowthEnv:
         for squad, saved in zip(self.squads, state["squads"], strict=True):
             squad.load_state_dict(saved)
         self._standings = [Standing(*values) for values in state["standings"]]
+        self._chosen = [[[dict(choice) for choice in choices] for choices in squad] for squad in state["chosen"]]
 
 
 def _copied(tree: Tree) -> Tree:

@@ -11,7 +11,9 @@ Shapes: N = hosts, S = slots, K = blueprints; both padded, and padding is all ze
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import itertools
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
 
@@ -28,6 +30,7 @@ from esper.growth.state import Candidate, GrowthState, SlotState
 from esper.vecenv import ActionSpec, Discrete, Masks, Obs, ObservationSpec, Relevance, TensorSpec
 
 ALPHA_TARGETS = (0.5, 0.7, 1.0)
+Choices = Sequence[Mapping[str, int]]  # one for each action of a decision: head -> choice
 
 
 class Op(IntEnum):
@@ -80,19 +83,31 @@ def blueprint_names(state: GrowthState) -> tuple[str, ...]:
 OPS = tuple(op.name.lower() for op in Op)
 
 
-def observe(states: Sequence[GrowthState], *, slots: int, blueprints: int, rules: Lifecycle, ops: Sequence[str] = OPS) -> tuple[Obs, Masks]:
-    """Observations and masks of these hosts, padded to `slots` and `blueprints`. Only `ops` may be chosen, and to wait."""
+def observe(
+    states: Sequence[GrowthState],
+    *,
+    slots: int,
+    blueprints: int,
+    rules: Lifecycle,
+    ops: Sequence[str] = OPS,
+    chosen: Sequence[Choices] | None = None,
+) -> tuple[Obs, Masks]:
+    """Observations and masks of these hosts, padded to `slots` and `blueprints`. Only `ops` may be chosen, and to wait.
+
+    `chosen` is what each has decided already, where a decision has several actions: see `decision`.
+    """
     count = len(states)
     host, slot, candidate = HOST.nothing(count), SLOT.nothing(count, slots), CANDIDATE.nothing(count, slots, blueprints)
     may_op = np.zeros((count, len(Op), slots), dtype=bool)
     may_grow = np.zeros((count, slots, blueprints), dtype=bool)
     may_move = np.zeros((count, slots, len(ALPHA_TARGETS)), dtype=bool)
-    for row, state in enumerate(states):
-        names = blueprint_names(state)
+    for row, whole in enumerate(states):
+        names = blueprint_names(whole)
+        busy, state = _so_far(whole, chosen[row] if chosen else ())
         _check_room(state, names, slots=slots, blueprints=blueprints)
         host[row] = HOST.values(HostView(state, rules))
         for place, one in enumerate(state.slots):
-            allowed = _Allowed(state, one, rules, names)
+            allowed = _Allowed(state, one, rules, names, is_busy=one.place.name in busy)
             may_op[row, :, place] = [allowed.ops[op] for op in Op]
             may_grow[row, place, : len(names)] = allowed.blueprints
             may_move[row, place] = allowed.alphas
@@ -107,19 +122,36 @@ def observe(states: Sequence[GrowthState], *, slots: int, blueprints: int, rules
     return {name: torch.from_numpy(part) for name, part in obs.items()}, {name: torch.from_numpy(mask) for name, mask in masks.items()}
 
 
-def decision(state: GrowthState, action: Mapping[str, int], *, probe: bool = False) -> Decision:
-    """What was chosen, in growth's words. `probe` is passed on."""
-    op = Op(int(action["op"]))
-    if op is Op.WAIT:
-        return Decision(reason="the policy waits", probe=probe)
-    slot = state.slots[int(action["slot"])]
-    return Decision((_action(state, slot, op, action),), f"the policy chose to {op.name.lower()}", probe=probe)
+def decision(state: GrowthState, chosen: Choices, *, probe: bool = False) -> Decision:
+    """What was chosen, one action after another, in growth's words. Who waits is done. `probe` is passed on."""
+    actions = [_action(state, state.slots[choice["slot"]], Op(choice["op"]), choice) for choice in _acting(chosen)]
+    words = " and ".join(f"{Op(choice['op']).name.lower()}" for choice in _acting(chosen))
+    return Decision(tuple(actions), f"the policy chose to {words}" if actions else "the policy waits", probe=probe)
+
+
+def _acting(chosen: Choices) -> list[Mapping[str, int]]:
+    """Those before it waits."""
+    return list(itertools.takewhile(lambda choice: choice["op"] != Op.WAIT, chosen))
+
+
+def _so_far(state: GrowthState, chosen: Choices) -> tuple[set[str], GrowthState]:
+    """Slots about which nothing more can be decided now, and the state with what is left of the budget."""
+    acting = _acting(chosen)
+    if len(acting) < len(chosen):
+        return {slot.place.name for slot in state.slots}, state
+    allowed = Allowance(state.seeds_left, state.parameters_left, state.flops_left)
+    for choice in acting:
+        if choice["op"] == Op.GERMINATE:
+            slot, name = state.slots[choice["slot"]], blueprint_names(state)[choice["blueprint"]]
+            allowed = allowed.after(next(candidate.cost for candidate in slot.candidates if candidate.blueprint == name))
+    left = dataclasses.replace(state, seeds_left=allowed.seeds, parameters_left=allowed.parameters, flops_left=allowed.flops)
+    return {state.slots[choice["slot"]].place.name for choice in acting}, left
 
 
 class _Allowed:
     """What the gates let pass in one slot."""
 
-    def __init__(self, state: GrowthState, slot: SlotState, rules: Lifecycle, names: Sequence[str]) -> None:
+    def __init__(self, state: GrowthState, slot: SlotState, rules: Lifecycle, names: Sequence[str], *, is_busy: bool) -> None:
         allowance = Allowance(state.seeds_left, state.parameters_left, state.flops_left)
         self.candidates: dict[str, Candidate] = {candidate.blueprint: candidate for candidate in slot.candidates}
         growing = {name for name, candidate in self.candidates.items() if may_germinate(slot, candidate.cost, allowance).passed}
@@ -133,6 +165,9 @@ class _Allowed:
             Op.FOSSILIZE: may_fossilize(slot, rules, epoch=state.epoch).passed,
             Op.PRUNE: may_prune(slot).passed,
         }
+        if is_busy:
+            self.blueprints, self.alphas = [False] * len(names), [False] * len(ALPHA_TARGETS)
+            self.ops = {op: op is Op.WAIT for op in Op}
 
 
 def _ops(may_op: NDArray[np.bool_]) -> NDArray[np.bool_]:

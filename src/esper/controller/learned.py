@@ -48,12 +48,19 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     normalize_values: bool
     is_probing: bool  # it was trained with probes of all candidates wherever something could grow
     ops: tuple[str, ...] = OPS  # what it may decide
+    actions: int = 1  # in one decision
     sha256: str  # of the weights
     info: dict[str, Any]  # what it was trained on, and whatever else there is to say
 
 
 def save_controller(
-    path: Path | str, policy: Policy, info: Mapping[str, Any] | None = None, *, is_probing: bool = False, ops: Sequence[str] = OPS
+    path: Path | str,
+    policy: Policy,
+    info: Mapping[str, Any] | None = None,
+    *,
+    is_probing: bool = False,
+    ops: Sequence[str] = OPS,
+    actions: int = 1,
 ) -> None:
     """Writes the policy of a controller. A file that is there is replaced in one step, so it is whole at every moment."""
     from safetensors.torch import save
@@ -71,6 +78,7 @@ def save_controller(
         normalize_values=policy.value_normalizer is not None,
         is_probing=is_probing,
         ops=tuple(ops),
+        actions=actions,
         sha256=_digest(weights),
         info=dict(info or {}),
     )
@@ -94,7 +102,7 @@ def load_controller(path: Path | str, *, rules: Lifecycle | None = None, seed: i
 
 
 class Learned:
-    """Decides by a trained policy, one action per epoch. What it remembers of the run is its state."""
+    """Decides by a trained policy. What it remembers of the run is its state."""
 
     name = "learned"
 
@@ -136,11 +144,14 @@ class Learned:
     def decide(self, state: GrowthState) -> Decision:
         self._fit(state)
         slots, blueprints = self._room
-        obs, masks = observe([state], slots=slots, blueprints=blueprints, rules=self.rules, ops=self.description.ops)
         generator = None if self._streams is None else self._streams.torch("actions")
-        actions, self._memory = self._policy.act(obs, self._memory, masks=masks, generator=generator)
+        chosen: list[dict[str, int]] = []
+        for _ in range(self.description.actions):  # all of them, for as many were seen when it was trained
+            obs, masks = observe([state], slots=slots, blueprints=blueprints, rules=self.rules, ops=self.description.ops, chosen=[chosen])
+            actions, self._memory = self._policy.act(obs, self._memory, masks=masks, generator=generator)
+            chosen.append({head: int(choice) for head, choice in actions.items()})
         probe = self.description.is_probing and any(slot.candidates for slot in state.slots)
-        return decision(state, {head: int(choice) for head, choice in actions.items()}, probe=probe)
+        return decision(state, chosen, probe=probe)
 
     def state_dict(self) -> dict[str, Any]:
         return {

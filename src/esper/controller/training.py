@@ -130,5 +130,5 @@ def write_controller(folder: Path) -> Path:
     )
     load_module(policy, saved["policy"])
     info = {"run": folder.name, "step": best.step, "domain": msgspec.to_builtins(config.domain), **best.state["summary"]}
-    save_controller(folder / CONTROLLER, policy, info, ops=("wait", *config.ops))
+    save_controller(folder / CONTROLLER, policy, info, ops=("wait", *config.ops), actions=config.actions)
     return folder / CONTROLLER
