@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from esper.config import ConfigError, from_mapping, load, save
-from esper.controller.config import RENT_LEVELS, ControllerConfig, DomainConfig
-from esper.controller.domain import FleetSetting, draw_round, held_out_fleets, is_held_out, training_seeds
+from esper.controller.config import HELD_OUT_SEEDS, RENT_LEVELS, ControllerConfig, DomainConfig
+from esper.controller.domain import FleetSetting, draw_round, training_seeds
 from esper.fleet.config import HostSetting
 from esper.growth.config import Rent
 
@@ -60,10 +60,11 @@ def test_more_hosts_leave_the_first_ones_as_they_are() -> None:
 
 
 def test_everything_drawn_lies_in_its_range_and_reaches_both_ends_of_it() -> None:
-    hosts = list(hosts_of(drawn()))
+    config = DomainConfig(classes_share=(0.5, 1.0))
+    hosts = list(hosts_of(drawn(config)))
     for name in ("horizon", "learning_rate", "label_noise", "data_share", "classes_share"):
         values = [getattr(host, name) for host in hosts]
-        least, most = getattr(CONFIG, name)
+        least, most = getattr(config, name)
         near = 0.15 * (most - least)
         assert least <= min(values) < least + near, name
         assert most - near < max(values) <= most + 1e-12, name
@@ -128,23 +129,9 @@ def test_a_round_without_hosts_is_refused() -> None:
 @settings(max_examples=30)
 @given(seed=seeds, number=st.integers(0, 10_000))
 def test_training_never_sees_what_is_held_out(seed: int, number: int) -> None:
-    assert not any(is_held_out(fleet, CONFIG) for fleet in draw_round(CONFIG, round_number=number, hosts=64, seed=seed))
-
-
-def test_comparisons_see_nothing_but_what_is_held_out_by_seed_and_by_channels() -> None:
-    rent = RENT_LEVELS["middle"]
-    fleets = held_out_fleets(CONFIG, hosts=20, horizon=30, learning_rate=0.01, rent=rent)
-    assert [(fleet.task, fleet.host) for fleet in fleets] == [
-        *(("digits", "4-8-16"), ("digits", "5-10-20")),
-        *(("digits-1d", "4-8-16"), ("digits-1d", "5-10-20")),
-    ]
-    trained_seeds = {host.seed for host in hosts_of(drawn())} | set(training_seeds(100, seed=0))
-    for fleet in fleets:
-        assert [host.seed for host in fleet.hosts] == list(range(20))
-        assert is_held_out(fleet, CONFIG)
-        assert all(host.seed not in trained_seeds for host in fleet.hosts)
-        assert all((host.rent, host.horizon, host.learning_rate, host.label_noise) == (rent, 30, 0.01, 0) for host in fleet.hosts)
-    assert not {fleet.host for fleet in fleets} & {fleet.host for fleet in drawn()}
+    for fleet in draw_round(CONFIG, round_number=number, hosts=64, seed=seed):
+        assert fleet.host not in CONFIG.held_out_hosts
+        assert all(host.seed >= HELD_OUT_SEEDS for host in fleet.hosts)
 
 
 @settings(max_examples=20)
@@ -153,13 +140,6 @@ def test_seeds_for_tuning_are_not_held_out(seed: int) -> None:
     found = training_seeds(50, seed=seed)
     assert min(found) >= 10_000
     assert found == training_seeds(50, seed=seed)
-
-
-def test_more_hosts_than_seeds_are_held_out_are_refused() -> None:
-    with pytest.raises(ValueError, match="ask for 1 to 10,000 hosts, not 10,001"):
-        held_out_fleets(CONFIG, hosts=10_001, horizon=20, learning_rate=0.01, rent=RENT_LEVELS["low"])
-    with pytest.raises(ValueError, match="name some in held_out_hosts"):
-        held_out_fleets(DomainConfig(held_out_hosts=()), hosts=1, horizon=20, learning_rate=0.01, rent=RENT_LEVELS["low"])
 
 
 # The config

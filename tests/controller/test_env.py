@@ -14,6 +14,7 @@ from esper.controller.reward import potential
 from esper.controller.squad import finite
 from esper.fleet.config import FleetConfig
 from esper.growth.config import GovernorConfig, GrowthConfig, Lifecycle
+from esper.growth.lifecycle import Stage
 from esper.growth.state import Cost, GrowthState
 from esper.rl.distributions import ActionDistribution
 from esper.tasks import load_task
@@ -75,7 +76,8 @@ def test_who_never_grows_earns_nothing_and_ends_as_its_twin() -> None:
         total += env.step(waiting(env)).reward
     assert total.abs().max() < 1e-4
     for squad in squads:
-        assert squad.test_gains().abs().max() < 1e-4
+        losses = squad.fleet.losses(squad.task.test)
+        assert torch.allclose(losses[squad.twin_of], losses[: squad.hosts], atol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["loss", "contribution"])
@@ -206,3 +208,23 @@ def test_a_decision_may_have_several_actions_and_training_comes_after_the_last()
     actions = policy(step)
     one, two = env.step(actions), other.step(actions)
     assert all(torch.equal(one.masks[name], two.masks[name]) for name in one.masks)
+
+
+def test_what_a_kept_seed_gives_is_measured_at_the_end_and_not_when_it_was_kept() -> None:
+    """Otherwise a seed could be kept at its best moment, whatever becomes of it."""
+    env = make_env(msgspec.structs.replace(CONFIG, reward=RewardConfig(family="contribution")))
+    step, policy = env.reset(3), RandomPolicy(env, seed=3)
+    for _ in range(HORIZON):
+        step = env.step(policy(step))
+    for squad in env.squads:
+        for host in squad.fleet.rows[: squad.hosts]:
+            for name in [name for name, bed in host.plot.garden.beds.items() if bed.life.stage is Stage.HOLDING]:
+                host.plot.garden.fossilize(name, "for this test")
+    kept = [(squad, row) for squad in env.squads for row in range(squad.hosts) if list(squad.fleet.rows[row].plot.garden.occupied())]
+    assert kept
+    with torch.no_grad():  # what they have learned is lost
+        for squad, _ in kept:
+            for bank in squad.fleet.banks.values():
+                bank.tensors["weights"].zero_()
+    for squad, row in kept:
+        assert squad.last_standing().contributions[row].abs() < 1e-6

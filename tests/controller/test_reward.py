@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from esper.controller.config import RENT_LEVELS, RewardConfig
-from esper.controller.reward import TERMS, Standing, potential, rewards, standing_of, utility
+from esper.controller.reward import TERMS, Standing, potential, rewards, standing_of
 from esper.growth.config import Rent
 from esper.growth.lifecycle import LIVING, Stage
 from esper.growth.place import Place
@@ -403,11 +403,6 @@ def test_a_ruin_by_rent_is_one_whatever_its_size() -> None:
         RewardConfig(most=0.3),
     )
     assert worth.tolist() == pytest.approx([-0.3, -0.3])
-
-
-def test_utility_is_what_the_test_part_gained_less_the_rent() -> None:
-    assert utility(0.3, 0.1) == pytest.approx(0.2)
-    assert torch.allclose(utility(torch.tensor([0.3, 0.0]), torch.tensor([0.1, 0.1])), torch.tensor([0.2, -0.1]))
 
 
 def test_rent_levels_rise_in_both_prices() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -13,7 +14,7 @@ import esper
 from esper.fleet.config import FleetConfig, HostSetting
 from esper.fleet.fleet import Fleet
 from esper.growth.blueprints import blueprints_for
-from esper.growth.config import GrowthConfig, Lifecycle
+from esper.growth.config import GrowthConfig, Lifecycle, Rent
 from esper.growth.decisions import Action, Advance, Decision, Fossilize, Germinate, Prune, Retarget
 from esper.growth.place import Place
 from esper.growth.state import GrowthState
@@ -31,8 +32,10 @@ class Scripted:
 
     def __init__(self, script: Script) -> None:
         self.script = script
+        self.seen: list[GrowthState] = []
 
     def decide(self, state: GrowthState) -> Decision:
+        self.seen.append(state)
         return Decision(tuple(self.script.get(state.epoch, ())))
 
 
@@ -57,7 +60,9 @@ def make_host(seed: int) -> nn.Module:
         return ConvHost(1, 10, (4, 6, 8)).double()
 
 
-def alone(task: Task, setting: HostSetting, script: Script, growth: GrowthConfig, config: FleetConfig) -> esper.Grown:
+def alone(
+    task: Task, setting: HostSetting, script: Script, growth: GrowthConfig, config: FleetConfig, controller: Scripted | None = None
+) -> esper.Grown:
     def optimizer(parameters):
         if config.optimizer == "sgd":
             return torch.optim.SGD(parameters, lr=setting.learning_rate, momentum=config.momentum, weight_decay=config.weight_decay)
@@ -71,7 +76,7 @@ def alone(task: Task, setting: HostSetting, script: Script, growth: GrowthConfig
         epochs=setting.horizon,
         optimizer=optimizer,
         scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=setting.horizon),
-        controller=Scripted(script),
+        controller=controller or Scripted(script),
         config=msgspec.structs.replace(growth, seed=setting.growth_seed, rent=setting.rent),
     )
 
@@ -188,3 +193,46 @@ def test_every_blueprint_equals_itself_alone(blending: str) -> None:
     fleet = together(task, settings, scripts, growth, config)
     for row, (setting, script) in enumerate(zip(settings, scripts, strict=True)):
         assert_same(fleet, row, alone(task, setting, script, growth, config), atol=1e-9)
+
+
+@pytest.mark.parametrize("raise_mode", ["joint", "shadow"])
+def test_a_controller_sees_the_same_of_a_row_as_of_the_host_alone(raise_mode: str) -> None:
+    """Every number of every state, from the first decision to the last."""
+    lifecycle = Lifecycle(raise_mode=raise_mode, training_epochs=1, holding_epochs=1, blend_epochs=1)
+    task, growth = small_task(), GrowthConfig(lifecycle=lifecycle)
+    config = FleetConfig(batch_size=BATCH, validation_batch=20, precision="float64")
+    script: Script = {
+        1: [germinate("blocks.1", "conv3x3")],
+        2: [germinate("blocks.0", "norm"), Advance("blocks.1", "")],
+        4: [Fossilize("blocks.1", ""), Prune("blocks.0", "")],
+    }
+    setting = HostSetting(seed=3, growth_seed=5, horizon=7, learning_rate=0.01, rent=Rent(parameters=0.2, flops=0.1))
+    one, other = Scripted(script), Scripted(script)
+    alone(task, setting, script, growth, config, one)
+    fleet = Fleet(task, make_host, hosts=2, growth=growth, config=config)
+    fleet.reset({0: HostSetting(seed=1, horizon=7), 1: setting})
+    rows = [0, 1]
+    while rows:
+        fleet.decide({1: other.decide(fleet.state(1))})
+        rows = fleet.advance()
+    assert len(one.seen) == len(other.seen) == 8
+    for expected, found in zip(one.seen, other.seen, strict=True):
+        assert_alike(dataclasses.asdict(found), dataclasses.asdict(expected))
+
+
+def assert_alike(found: object, expected: object, where: str = "state") -> None:
+    """Numbers to 1e-6, for a single run notes training losses in float32; all else exactly."""
+    if isinstance(expected, dict):
+        assert isinstance(found, dict)
+        assert found.keys() == expected.keys(), where
+        for name, value in expected.items():
+            assert_alike(found[name], value, f"{where}.{name}")
+    elif isinstance(expected, list | tuple):
+        assert isinstance(found, list | tuple)
+        assert len(found) == len(expected), where
+        for number, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+            assert_alike(mine, theirs, f"{where}[{number}]")
+    elif isinstance(expected, float):
+        assert found == pytest.approx(expected, abs=1e-6, rel=1e-5), where
+    else:
+        assert found == expected, where

@@ -86,8 +86,8 @@ class Progress(ppo.Progress):
     @property
     def samples_per_second(self) -> float:
         """What hosts and twins train on: decisions per second, times the samples for a decision in the fleets that have ended."""
-        decisions = sum(end.hosts * (end.horizon + 1) for end in self._ended)
-        return self.rate.value * sum(end.samples for end in self._ended) / decisions if decisions else math.nan
+        steps = sum(end.steps for end in self._ended)
+        return self.rate.value * sum(end.samples for end in self._ended) / steps if steps else math.nan
 
     @property
     def speed(self) -> str:

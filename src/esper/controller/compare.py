@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -61,9 +63,20 @@ def compare(config: CompareConfig, load: Callable[[str], Task], *, on_progress: 
             for host in config.hosts:
                 course = Course(task, host, tensors, config.fleet, config.growth, device, config.rows)
                 contest = _Contest(config, course, on_progress)
-                runs += contest.run()
+                runs += contest.run() + (contest.sweep() if host == config.hosts[0] else [])
                 schedules |= {f"{name} {host} {level}": plan for level, plan in contest.chosen.items()}
-    return Comparison(config, runs, schedules)
+    return Comparison(config, runs, schedules, notes=_not_held_out(config))
+
+
+def _not_held_out(config: CompareConfig) -> list[str]:
+    """Hosts that a controller of the comparison was trained on, in words."""
+    trained = {name: load_controller(Path(name)).description.info.get("domain", {}).get("hosts", ()) for name in config.files}
+    return [
+        f"{name} was trained on hosts {host}, so what is said about them is no test of it"
+        for name, hosts in trained.items()
+        for host in config.hosts
+        if host in hosts
+    ]
 
 
 class _Contest:
@@ -71,10 +84,7 @@ class _Contest:
 
     def __init__(self, config: CompareConfig, course: Course, on_progress: Progress) -> None:
         self.config, self.course, self._on_progress = config, course, on_progress
-        self.files = [name for name in config.controllers if name not in ("never", "random", "schedule", "heuristic")]
-        self.compared = (
-            self.files[0] if self.files else next((name for name in ("heuristic", "schedule") if name in config.controllers), None)
-        )
+        self.files, self.compared = config.files, config.compared
         self.chosen: dict[str, str] = {}  # level -> the fixed schedule that was chosen, in words
 
     def run(self) -> list[Run]:
@@ -87,7 +97,7 @@ class _Contest:
             runs += self._live("random", self._random(runs))
         if self.config.controls and self.compared != "never":
             runs += self._live("controls", self._controls(runs))
-        return runs + self._sweep()
+        return runs
 
     # Who takes part
 
@@ -112,31 +122,35 @@ class _Contest:
         return [Contestant(name, setting, make(setting), level) for level, setting in settings]
 
     def _random(self, runs: Sequence[Run]) -> list[Contestant]:
-        """With as many seeds as the compared controller used on average: a share of the hosts gets one more than the others."""
+        """With as many seeds in all as the compared controller has grown at that level, shared out evenly; without one, any number."""
         contestants = []
+        where = f"{self.course.task.name} {self.course.host}"
         for level in self.config.levels:
             used = [run.grown for run in runs if run.controller == self.compared and run.level in (level, None)]
-            mean = fmean(used) if used else 1.0
-            chances = Streams(self.config.seed).numpy(f"random plans {level}").random(self.config.seeds)
-            for seed in self._seeds():
-                count = int(mean) + int(chances[seed] < mean - int(mean))
-                plan_seed = Streams(self.config.seed).integer(f"random plan {level} {seed}")
-                contestants.append(Contestant("random", self._setting(seed, level), Random(seed=plan_seed, seeds=count), level))
+            streams = Streams(self.config.seed).spawn(f"random plans {where} {level}")
+            counts = _shared_out(sum(used), len(self._seeds()), streams) if used else [None] * len(self._seeds())
+            for seed, count in zip(self._seeds(), counts, strict=True):
+                plan = Random(seed=streams.integer(f"plan {seed}"), seeds=count)
+                contestants.append(Contestant("random", self._setting(seed, level), plan, level))
         return contestants
 
     def _controls(self, runs: Sequence[Run]) -> list[Contestant]:
-        never = {run.seed: run for run in runs if run.controller == "never"}
+        """Both get the FLOPs of the compared run, its measurements included, for training alone: they need not look on the way."""
         contestants = []
         for run in [run for run in runs if run.controller == self.compared]:
-            ratio = run.total_flops / never[run.seed].total_flops
-            longer = max(round(self.config.horizon * ratio), 1)
-            contestants.append(Contestant("longer", self._setting(run.seed, run.level, horizon=longer), Never(), run.level))
+            decisions = run.total_flops / self._training_flops(run.flops_per_sample)
+            setting = self._setting(run.seed, run.level, horizon=math.ceil(decisions))
+            contestants.append(Contestant("longer", setting, Never(), run.level, is_measured=False))
             share = 1 + run.added_flops / run.flops_per_sample
-            horizon = max(round(longer / share), 1)
+            setting = self._setting(run.seed, run.level, horizon=math.ceil(decisions / share))
             plan = Planned([(0, slot, blueprint) for slot, blueprint in run.kept])
-            setting = self._setting(run.seed, run.level, horizon=horizon)
-            contestants.append(Contestant("final size", setting, plan, run.level, is_static=True))
+            contestants.append(Contestant("final size", setting, plan, run.level, is_static=True, is_measured=False))
         return contestants
+
+    def _training_flops(self, flops_per_sample: int) -> int:
+        """Of a host, between two decisions."""
+        steps = self.config.fleet.steps_per_decision or max(len(self.course.task.train) // self.config.fleet.batch_size, 1)
+        return 3 * flops_per_sample * steps * self.config.fleet.batch_size
 
     # The best fixed schedule
 
@@ -159,9 +173,8 @@ class _Contest:
 
     def _plans(self) -> list[Plan]:
         """Grow nothing; then every blueprint in each slot alone and in all of them, early and later."""
-        slotted = add_slots(
-            self.course.task.make_host(self.course.host, seed=0), self.course.task.example_input, slots=self.config.growth.slots
-        )
+        task = self.course.task
+        slotted = add_slots(task.make_host(self.course.host, seed=0), task.example_input, slots=self.config.growth.slots)
         options = {name: {option.name for option in options_for(slotted.place(name), self.config.growth)} for name in slotted.slots}
         names = sorted(set().union(*options.values()))
         where = [*((slot,) for slot in options), tuple(options)]
@@ -173,17 +186,25 @@ class _Contest:
 
     # Static sizes
 
-    def _sweep(self) -> list[Run]:
+    def sweep(self) -> list[Run]:
+        """Every size that somebody would try; they do not depend on the host that grows."""
         found: list[Run] = []
         for host in self.config.sweep:
             course = dataclasses.replace(self.course, host=host)
-            contestants = [Contestant(f"static {host}", self._setting(seed), Never()) for seed in self._seeds()]
-            found += live(course, contestants, lambda decisions: self._on_progress("sweep", decisions))
+            contestants = [Contestant(f"static {host}", self._setting(seed), Never(), is_measured=False) for seed in self._seeds()]
+            found += live(course, contestants, partial(self._on_progress, f"{self.course.task.name}: sweep"))
         return found
 
     def _live(self, what: str, contestants: Sequence[Contestant]) -> list[Run]:
         where = f"{self.course.task.name} {self.course.host}: {what}"
-        return live(self.course, contestants, lambda decisions: self._on_progress(where, decisions))
+        return live(self.course, contestants, partial(self._on_progress, where))
+
+
+def _shared_out(total: int, hosts: int, streams: Streams) -> list[int]:
+    """As evenly as it goes, who gets one more being drawn."""
+    each, rest = divmod(total, hosts)
+    lucky = set(streams.numpy("who gets more").permutation(hosts)[:rest].tolist())
+    return [each + (place in lucky) for place in range(hosts)]
 
 
 def rent_at(run: Run, rent: Rent) -> float:

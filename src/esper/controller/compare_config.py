@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from esper.config import Config, ConfigError, NonNegativeInt, PositiveFloat, PositiveInt
-from esper.controller.config import RENT_LEVELS, Channels
+from esper.controller.config import HELD_OUT_SEEDS, RENT_LEVELS, Channels
 from esper.fleet.config import FleetConfig
 from esper.growth.config import GrowthConfig
 
@@ -39,6 +39,10 @@ class CompareConfig(Config):
             given = getattr(self, name)
             if not given or len(set(given)) < len(given):
                 raise ConfigError(name, expected="names, at least one and each once", got=given)
+        if self.seeds > HELD_OUT_SEEDS:
+            raise ConfigError("seeds", expected=f"at most {HELD_OUT_SEEDS:,}: those above are trained on", got=self.seeds)
+        if self.controls and self.growth.lifecycle.raise_mode == "shadow":
+            raise ConfigError("controls", expected="false where seeds are raised in the shadow: none is there from the start", got=True)
         strange = [level for level in self.levels if level not in RENT_LEVELS]
         if strange:
             raise ConfigError("levels", expected=f"some of {', '.join(RENT_LEVELS)}", got=strange[0])

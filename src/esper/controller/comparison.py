@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -45,8 +45,10 @@ class Standing:
 
 
 class Comparison:
-    def __init__(self, config: CompareConfig, runs: Sequence[Run], schedules: dict[str, str]) -> None:
-        self.config, self.runs, self.schedules = config, list(runs), schedules
+    """`schedules` says which fixed plan was chosen where, `notes` what a reader must know."""
+
+    def __init__(self, config: CompareConfig, runs: Sequence[Run], schedules: Mapping[str, str], notes: Sequence[str] = ()) -> None:
+        self.config, self.runs, self.schedules, self.notes = config, list(runs), dict(schedules), list(notes)
         self._never = {(run.task, run.host, run.seed): run for run in runs if run.controller == "never"}
         self.compared = config.compared
 
@@ -96,7 +98,7 @@ class Comparison:
         parts = [self._table(level) for level in self.config.levels]
         others = [name for name in self.controllers() if name != self.compared]
         pooled = [f"{self.compared} − {name}, all levels: {shown(self.pooled(name))} nats" for name in others]
-        return "\n\n".join([*parts, "\n".join(pooled), *self._sweep()]).strip()
+        return "\n\n".join([*parts, "\n".join(pooled), *self._sweep(), *self.notes]).strip()
 
     def _table(self, level: str) -> str:
         rent = RENT_LEVELS[level]
@@ -145,6 +147,7 @@ class Comparison:
             "compared": self.compared,
             "config": msgspec.to_builtins(self.config),
             "schedules": self.schedules,
+            "notes": self.notes,
             "runs": msgspec.to_builtins(self.runs),
             "standings": [msgspec.to_builtins(standing) for level in self.config.levels for standing in self.standings(level)],
             "pooled": {name: msgspec.to_builtins(self.pooled(name)) for name in self.controllers() if name != self.compared},

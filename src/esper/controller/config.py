@@ -28,6 +28,8 @@ RENT_LEVELS = {
     "high": Rent(parameters=10.0, flops=2.5),  # nothing pays: even the cheapest useful seed costs more than it can give
 }
 
+HELD_OUT_SEEDS = 10_000  # host seeds below this are for comparisons, all others for training
+
 Channels = Annotated[str, Meta(pattern=r"^[1-9]\d*(-[1-9]\d*)*$")]  # of the blocks of a host, first to last: "4-8-16"
 Share = Annotated[float, Meta(gt=0, le=1)]
 
@@ -57,7 +59,8 @@ class DomainConfig(Config):
     plain_share: Fraction = 0.5  # of the hosts that train on the task as it is: all data, all classes, true labels
     label_noise: tuple[Fraction, Fraction] = (0.0, 0.2)  # share of the training labels that are wrong
     data_share: tuple[Share, Share] = (0.3, 1.0)  # of the training data
-    classes_share: tuple[Share, Share] = (0.5, 1.0)  # of the task's classes
+    # Of the task's classes. Validation has all of them, so less than 1 rewards a host for being unsure of what it has never seen.
+    classes_share: tuple[Share, Share] = (1.0, 1.0)
     rent_level_share: Fraction = 0.5  # of the hosts whose rent is one of the three levels; others: log-uniform between low and high
 
     def check(self) -> None:

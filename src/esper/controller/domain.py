@@ -17,14 +17,13 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from esper.controller.config import RENT_LEVELS, DomainConfig
+from esper.controller.config import HELD_OUT_SEEDS, RENT_LEVELS, DomainConfig
 from esper.fleet.config import HostSetting
 from esper.growth.config import Rent
 from esper.rng import Streams
 
 Floats = NDArray[np.float64]
 
-HELD_OUT_SEEDS = 10_000  # host seeds below this are for comparisons, all others for training
 SEED_LIMIT = 2**31  # of host seeds, so that anything takes them
 
 
@@ -62,23 +61,6 @@ def draw_round(config: DomainConfig, *, round_number: int, hosts: int, seed: int
 def training_seeds(count: int, *, seed: int) -> list[int]:
     """Host seeds for whoever has to be tuned before it is compared. None is held out."""
     return _draw_seeds(Streams(seed), count)
-
-
-def held_out_fleets(config: DomainConfig, *, hosts: int, horizon: int, learning_rate: float, rent: Rent) -> list[FleetSetting]:
-    """A fleet for each task and each held-out architecture, of `hosts` hosts on the task as it is, with the first held-out seeds."""
-    if not 1 <= hosts <= HELD_OUT_SEEDS:
-        raise ValueError(f"{HELD_OUT_SEEDS:,} host seeds are held out; ask for 1 to {HELD_OUT_SEEDS:,} hosts, not {hosts:,}")
-    if not config.held_out_hosts:
-        raise ValueError("no architecture is held out, so nothing can be compared on; name some in held_out_hosts")
-    hosts_of = tuple(
-        HostSetting(seed=seed, growth_seed=seed, horizon=horizon, learning_rate=learning_rate, rent=rent) for seed in range(hosts)
-    )
-    return [FleetSetting(task, host, hosts_of) for task, host in product(config.tasks, config.held_out_hosts)]
-
-
-def is_held_out(fleet: FleetSetting, config: DomainConfig) -> bool:
-    """Whether training must never see anything of it: by its seeds, or by its channels."""
-    return fleet.host in config.held_out_hosts or any(host.seed < HELD_OUT_SEEDS for host in fleet.hosts)
 
 
 # Drawing

@@ -70,7 +70,7 @@ class GrowthEnv:
     @torch.inference_mode(False)
     @torch.enable_grad()
     def reset(self, seed: int | None = None) -> Timestep:
-        """`seed` draws other hosts; None goes on with those to come."""
+        """`seed` draws other hosts; with None, those of the seed before come again, from the first round on."""
         if seed is not None:
             self._seed = seed
         fleets = draw_round(self.config.domain, round_number=0, hosts=self.num_envs, seed=self._seed)
@@ -85,12 +85,20 @@ class GrowthEnv:
     @torch.inference_mode(False)
     @torch.enable_grad()
     def step(self, actions: Actions) -> Timestep:
-        chosen = {name: values.tolist() for name, values in actions.items()}
+        chosen = dict(zip(actions, torch.stack(list(actions.values())).tolist(), strict=True))
         parts = [self._step_squad(number, rows, chosen) for number, rows in enumerate(self._rows())]
-        reward, ended, valid = (torch.cat(values).to(self.device) for values in zip(*parts, strict=True))
-        obs, masks = self._observe()
+        reward, ended, valid = (torch.cat(values) for values in zip(*parts, strict=True))
         is_whole = bool(valid.all())
-        return Timestep(obs, reward.float(), ended, torch.zeros_like(ended), masks, valid=None if is_whole else valid)
+        obs, masks = self._observe()
+        ended = ended.to(self.device)
+        return Timestep(
+            obs,
+            reward.float().to(self.device),
+            terminated=ended,
+            truncated=torch.zeros_like(ended),
+            masks=masks,
+            valid=None if is_whole else valid.to(self.device),
+        )
 
     def close(self) -> None:
         self.squads = []
@@ -132,7 +140,8 @@ class GrowthEnv:
 
     def _begin_next(self, number: int) -> None:
         self._rounds[number] += 1
-        self.squads[number] = self._squad(self._drawn(number))
+        del self.squads[number]  # before there is another, which needs the room
+        self.squads.insert(number, self._squad(self._drawn(number)))
         self._standings[number] = Standing.start(self.squads[number].hosts)
 
     def _drawn(self, number: int) -> FleetSetting:
@@ -157,6 +166,8 @@ class GrowthEnv:
                 kept=sum(entry.outcome == "kept" for entry in entries),
                 rollbacks=int(standing.rollbacks.sum()),
                 samples=squad.fleet.samples_trained,
+                steps=squad.hosts * (squad.setting.horizon + 1) * self.config.actions,
+                memory_per_host=squad.fleet.memory_per_host().most,
             )
         )
 

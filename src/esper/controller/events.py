@@ -20,3 +20,5 @@ class RoundEnded(Event, tag="round_ended", frozen=True):
     kept: int
     rollbacks: int
     samples: int  # trained on by all hosts, twins included
+    steps: int = 0  # of the environment, over all hosts
+    memory_per_host: int = 0  # bytes, with the largest seed in every slot

@@ -46,7 +46,7 @@ class Op(IntEnum):
 
 def _version() -> str:
     tables = "\n".join(table.description() for table in (HOST, SLOT, CANDIDATE))
-    return "1-" + hashlib.sha256(f"{tables}\n{list(Op)}\n{ALPHA_TARGETS}".encode()).hexdigest()[:8]
+    return "2-" + hashlib.sha256(f"{tables}\n{list(Op)}\n{ALPHA_TARGETS}".encode()).hexdigest()[:8]
 
 
 # The number before the dash is raised when a value changes its meaning under the same row; all else changes what is behind it.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -35,6 +34,7 @@ class Contestant:
     controller: Controller
     level: str | None = None  # of rent, where the controller sees it
     is_static: bool = False  # whatever is in it stays, kept or not
+    is_measured: bool = True  # its validation is part of its cost: somebody decides by it
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +52,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     added_parameters: int
     flops_per_sample: int  # of a forward pass of the host alone
     added_flops: int
-    total_flops: int  # of all training and all measurements
+    total_flops: int  # of all training, and of all measurements where somebody decides by them; the policy's own are not counted
     grown: int  # seeds
     kept: list[tuple[str, str]]  # slot and blueprint
     rollbacks: int
@@ -85,7 +85,7 @@ def live(course: Course, contestants: Sequence[Contestant], on_progress: Callabl
 def _live_together(course: Course, contestants: Sequence[Contestant], on_progress: Callable[[int], Any]) -> list[Run]:
     fleet = Fleet(
         course.task,
-        partial(_make_host, course.task, course.host),
+        course.task.maker(course.host),
         hosts=len(contestants),
         growth=growth_for(course.task, course.growth),
         config=course.fleet,
@@ -104,10 +104,6 @@ def _live_together(course: Course, contestants: Sequence[Contestant], on_progres
         if not rows:
             break
     return _runs(course, fleet, contestants)
-
-
-def _make_host(task: Task, channels: str, seed: int) -> torch.nn.Module:
-    return task.make_host(channels, seed=seed)
 
 
 def _settle(garden: Garden[RowBed]) -> None:
@@ -138,7 +134,7 @@ def _run(course: Course, fleet: Fleet, row: int, contestant: Contestant, test_lo
         added_parameters=added.parameters,
         flops_per_sample=plot.garden.host.flops,
         added_flops=added.flops,
-        total_flops=plot.chronicle.flops,
+        total_flops=plot.chronicle.flops - (0 if contestant.is_measured else fleet.rows[row].validation_flops),
         grown=len(entries),
         kept=[(name, str(bed.life.blueprint)) for name, bed in plot.garden.occupied()],
         rollbacks=plot.judge.rollbacks,

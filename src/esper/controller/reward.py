@@ -25,7 +25,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -34,8 +33,6 @@ from esper.controller.config import RewardConfig
 from esper.growth.lifecycle import OCCUPIED
 from esper.growth.rent import rent_of
 from esper.growth.state import GrowthState
-
-Number = TypeVar("Number", float, Tensor)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,8 +115,3 @@ def rewards(before: Standing, after: Standing, is_last: Tensor, config: RewardCo
     if config.is_sparse:
         return torch.where(is_last, worth, torch.zeros_like(worth))
     return worth - potential(before, config)
-
-
-def utility(test_gain: Number, rent: Number) -> Number:
-    """What growing was worth, for reports: nats of test loss gained over the twin, minus rent. Nobody is rewarded by it."""
-    return test_gain - rent

@@ -11,12 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import msgspec
 import torch
-from torch import Tensor
 
 from esper.controller.config import ControllerConfig
 from esper.controller.domain import FleetSetting
@@ -38,7 +36,7 @@ class Squad:
         self.twin_of = [self.hosts + twins.index(_training_of(host)) for host in setting.hosts]
         self.fleet = Fleet(
             task,
-            partial(_make_host, task, setting.host),
+            task.maker(setting.host),
             hosts=self.hosts + len(twins),
             growth=growth_for(task, config.growth),
             config=config.fleet,
@@ -80,8 +78,11 @@ class Squad:
 
     def last_standing(self) -> Standing:
         """As they are when everything is over: with what was kept, and measured anew."""
-        losses = self.fleet.losses(self.task.validation, count=self.config.fleet.validation_samples).tolist()
-        return self._standing([loss if math.isfinite(loss) else self.task.uninformed_loss for loss in losses])
+        losses = [loss if math.isfinite(loss) else self.task.uninformed_loss for loss in self.fleet.validation_losses().tolist()]
+        standing = self._standing(losses)
+        if self.config.reward.family == "contribution":  # measured now: what a seed once gave may be long gone
+            return replace(standing, contributions=self.fleet.kept_contributions()[: self.hosts])
+        return standing
 
     def _standing(self, losses: Sequence[float]) -> Standing:
         states = [replace(finite(self.fleet.state(row)), val_losses=(losses[row],)) for row in range(self.hosts)]
@@ -93,20 +94,11 @@ class Squad:
         samples = self.fleet.config.batch_size * self.fleet.steps_per_decision * self.setting.horizon
         return self.fleet.rows[row].spent_flops / (3 * samples * self.fleet.survey.host.flops)
 
-    def test_gains(self) -> Tensor:
-        """Nats of test loss that each host is ahead of its twin [H]. For reports: nobody decides or is rewarded by it."""
-        losses = self.fleet.losses(self.task.test)
-        return losses[self.twin_of] - losses[: self.hosts]
-
     def state_dict(self) -> dict[str, Any]:
         return {"fleet": self.fleet.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.fleet.load_state_dict(state["fleet"])
-
-
-def _make_host(task: Task, channels: str, seed: int) -> torch.nn.Module:
-    return task.make_host(channels, seed=seed)
 
 
 def _training_of(host: HostSetting) -> HostSetting:

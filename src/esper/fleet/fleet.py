@@ -47,6 +47,7 @@ from esper.growth.chronicle import chunk_means
 from esper.growth.config import GrowthConfig
 from esper.growth.contribution import Losses
 from esper.growth.decisions import Decision
+from esper.growth.lifecycle import Stage
 from esper.growth.plot import Plot
 from esper.growth.reporting import Promises
 from esper.growth.slotted import add_slots
@@ -242,13 +243,34 @@ class Fleet:
     def _gardens(self, rows: Sequence[int]) -> Gardens:
         return [(row, self.rows[row].plot.garden) for row in rows]
 
-    def losses(self, split: Split, *, rows: Sequence[int] | None = None, count: int | None = None) -> Tensor:
-        """Mean loss of every host, in nats, on a part of the data [hosts], on the CPU; seeds that are not kept yet are left out."""
-        rows = list(range(self.hosts)) if rows is None else rows
-        samples = self._samples(split, count)
-        each = losses_of(self.ensemble(rows, only_kept=True), samples, len(rows)).double().cpu()
+    def losses(self, split: Split) -> Tensor:
+        """Mean loss of every host, in nats, on a part of the data [N], on the CPU; seeds that are not kept yet are left out."""
+        return self._kept_losses(self._samples(split))
+
+    def validation_losses(self) -> Tensor:
+        """The same on the samples that hosts are validated on."""
+        return self._kept_losses(self.samples)
+
+    def kept_contributions(self) -> Tensor:
+        """What the seeds that are kept give together, each measured against the host without it [N], in nats, on the CPU."""
+        ensemble = self.ensemble(range(self.hosts), only_kept=True)
+        kept: dict[str, list[int]] = defaultdict(list)
+        for row, host in enumerate(self.rows):
+            for slot, bed in host.plot.garden.occupied():
+                if bed.life.stage is Stage.FOSSILIZED:
+                    kept[slot].append(row)
+        whole, total = self._kept_losses(self.samples), torch.zeros(self.hosts, dtype=torch.float64)
+        for slot, losses in losses_without(ensemble, self.samples, kept).items():
+            total[kept[slot]] += self._over_samples(losses, self.samples) - whole[kept[slot]]
+        return total
+
+    def _kept_losses(self, samples: Samples) -> Tensor:
+        return self._over_samples(losses_of(self.ensemble(range(self.hosts), only_kept=True), samples, self.hosts), samples)
+
+    def _over_samples(self, losses: Tensor, samples: Samples) -> Tensor:
+        """The mean over all samples of what was measured batch by batch [V, hosts]."""
         weights = torch.tensor(samples.sizes, dtype=torch.float64)
-        return (each * weights.unsqueeze(1)).sum(0) / weights.sum()
+        return (losses.double().cpu() * weights.unsqueeze(1)).sum(0) / weights.sum()
 
     def _measure(self, rows: list[int], reading: Reading) -> dict[str, list[int]]:
         """Gives the seeds on trial: slot -> positions of their hosts."""

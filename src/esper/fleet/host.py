@@ -27,6 +27,7 @@ class Host:
     recovery: RowRecovery
     is_given_up: bool = False  # it failed again and again
     wants_probe: bool = False  # until the next decision
+    validation_flops: int = 0  # of all measurements; they are part of the chronicle's
     seed_flops: dict[int, int] = field(default_factory=dict)  # number of a seed -> FLOPs that its training has cost so far
 
     @property
@@ -72,7 +73,9 @@ class Host:
 
     def note_validation(self, *, samples: int, passes: int) -> None:
         garden = self.plot.garden
-        self.plot.chronicle.flops += passes * samples * (garden.host.flops + garden.connected().flops)
+        flops = passes * samples * (garden.host.flops + garden.connected().flops)
+        self.plot.chronicle.flops += flops
+        self.validation_flops += flops
 
     def end_epoch(self, chunks: list[float], validation: Losses, without: Mapping[str, Losses], promises: Promises | None) -> None:
         """`validation` are the losses with everything on, `without` those without the seed on trial in a slot."""
@@ -100,6 +103,7 @@ class Host:
             "recovery": self.recovery.state_dict(),
             "is_given_up": self.is_given_up,
             "wants_probe": self.wants_probe,
+            "validation_flops": self.validation_flops,
             "seed_flops": [[number, flops] for number, flops in self.seed_flops.items()],
         }
 
@@ -109,4 +113,5 @@ class Host:
         self.plot.judge.load_state_dict(state["judge"])
         self.recovery.load_state_dict(state["recovery"])
         self.is_given_up, self.wants_probe = state["is_given_up"], state["wants_probe"]
+        self.validation_flops = state["validation_flops"]
         self.seed_flops = {number: flops for number, flops in state["seed_flops"]}

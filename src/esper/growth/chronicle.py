@@ -22,7 +22,8 @@ class Chronicle:
         self._checks = checks_per_epoch
         self._losses: list[Tensor] = []  # of this epoch, on the device
         self._loaded = torch.empty(0)  # of this epoch, from before the run was resumed
-        self._samples = 0
+        self._samples = 0  # of this epoch, so far
+        self._lap_samples = 0  # since the last lap
         self._began = time.perf_counter()
 
     def note_step(self, loss: Tensor, *, samples: int | None, flops_per_sample: int) -> None:
@@ -30,12 +31,14 @@ class Chronicle:
         self._losses.append(loss)
         if samples is not None:
             self._samples += samples
+            self._lap_samples += samples
             self.flops += samples * flops_per_sample
 
     def note_steps(self, steps: int, *, samples: int, flops: int) -> None:
         """Several steps at once, whose losses are kept elsewhere."""
         self.steps += steps
         self._samples += samples
+        self._lap_samples += samples
         self.flops += flops
 
     def forget_losses(self) -> None:
@@ -59,14 +62,14 @@ class Chronicle:
         self.train_losses.append(sum(chunks) / len(chunks) if chunks else (self.train_losses or [val_loss])[-1])
         self.val_losses.append(val_loss)
         self.length, self.steps = self.steps, 0
-        self.samples = self._samples or None
+        self.samples, self._samples = self._samples or None, 0
         self.forget_losses()
 
     def lap(self) -> tuple[float, int]:
         """Seconds and samples since the last lap."""
         now = time.perf_counter()
         seconds, self._began = now - self._began, now
-        samples, self._samples = self._samples, 0
+        samples, self._lap_samples = self._lap_samples, 0
         return seconds, samples
 
     def state_dict(self) -> dict[str, Any]:

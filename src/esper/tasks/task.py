@@ -89,6 +89,10 @@ class Task:
             except ValueError as error:
                 raise TaskError(f"no host {size!r} for {self.name}: {error}") from error
 
+    def maker(self, size: str) -> Callable[[int], nn.Module]:
+        """Makes hosts of one size by their seeds."""
+        return lambda seed: self.make_host(size, seed=seed)
+
     def _builder(self, size: str) -> Callable[[], nn.Module]:
         if size in self.hosts:
             return self.hosts[size]
