@@ -199,6 +199,7 @@ def test_what_learning_computes_is_what_acting_computed() -> None:
     assert all(outcome.mattered)
 
 
+@pytest.mark.slow
 def test_the_network_learns_what_is_paid() -> None:
     ppo = film_ppo(Film(16), learning_rate=3e-3, gamma=0.5)
     for _ in ppo.train(total_steps=15 * ppo.steps_per_update):

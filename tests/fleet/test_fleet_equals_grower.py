@@ -181,6 +181,7 @@ def test_a_row_equals_the_same_host_alone_through_lives_in_the_shadow() -> None:
         assert_same(fleet, row, alone(task, setting, script, growth, config), atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blending", ["add", "multiply", "gate"])
 def test_every_blueprint_equals_itself_alone(blending: str) -> None:
     """One host for each blueprint, in the same slot at the same time, with horizons of their own: some end before the others."""

@@ -69,6 +69,7 @@ def make_fleet(growth: GrowthConfig, settings: list[HostSetting], config: FleetC
     return fleet
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("raise_mode", ["joint", "shadow"])
 def test_hosts_that_the_heuristic_decides_about_equal_the_same_hosts_alone(raise_mode: str) -> None:
     """They look at different times, different things grow in them, and not everything is kept."""

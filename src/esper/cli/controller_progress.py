@@ -84,6 +84,11 @@ class Progress(ppo.Progress):
         return Recent(hosts, utility, gain, rent, sum(end.grown for end in self._ended), sum(end.kept for end in self._ended))
 
     @property
+    def memory_per_host(self) -> int:
+        """Bytes, of the largest of the last hosts; 0 before any has ended."""
+        return max((end.memory_per_host for end in self._ended), default=0)
+
+    @property
     def samples_per_second(self) -> float:
         """What hosts and twins train on: decisions per second, times the samples for a decision in the fleets that have ended."""
         steps = sum(end.steps for end in self._ended)
@@ -110,6 +115,7 @@ class Progress(ppo.Progress):
         assert self.update is not None
         learner = {name: getattr(self.update, name) for name in ("entropy", "explained_variance", "clip_fraction")}
         speed = {"decisions_per_second": self.rate.value, "samples_per_second": self.samples_per_second}
+        speed["memory_per_host"] = self.memory_per_host
         return {"rounds": self.update.update, **self.recent._asdict(), **learner, **speed}
 
 

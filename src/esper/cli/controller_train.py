@@ -150,12 +150,16 @@ def _how_to_resume(folder: Path) -> str:
 
 
 def _print_summary(result: Result, controller: Path, progress: Progress, config: ControllerConfig) -> None:
+    from esper.fleet.memory import in_words
+
     folder, path = shlex.quote(str(result.folder)), shlex.quote(str(controller))
     if result.status == "had finished":
         print(f"{folder} had already finished its {config.rounds} rounds; ask for more with --rounds")
     else:
         print(f"{result.status} after {progress.rounds}, {result.step:,} decisions, in {result.seconds:.1f} s")
     print(f"the last hosts   {progress.recent.in_words()}")
+    if progress.memory_per_host:
+        print(f"memory           up to {in_words(progress.memory_per_host)} for a host")
     print(f"controller       {path}")
     print(f"grow with it     esper grow --task {config.domain.tasks[0]} --controller {path}")
     if result.status == "stopped":

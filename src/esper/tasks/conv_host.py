@@ -59,7 +59,9 @@ class ConvHost(nn.Module):
         if spatial not in _CONV:
             raise ValueError(f"spatial is 1 (series) or 2 (images); got {spatial!r}")
         if len(pool) != len(channels) or not channels:
-            raise ValueError(f"pool needs one entry for each of the blocks, one at least; got channels={channels!r} and pool={pool!r}")
+            raise ValueError(
+                f"these hosts have {len(pool)} blocks, one for each entry of pool, and {len(channels)} channels are given: {channels}"
+            )
         self.blocks = nn.Sequential(
             *(
                 ConvBlock(before, after, spatial=spatial, pool=is_pooled)
