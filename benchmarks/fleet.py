@@ -246,6 +246,7 @@ def records(setup: Setup, seeds: str, *, repeats: int, num_threads: int) -> list
     if setup.device.type == "cuda":
         ways["streams"] = partial(Streams, setup)
     ways["fleet"] = partial(Together, setup)
+    before = compiles()
     found = measure(ways, repeats=repeats, num_threads=num_threads, device=setup.device)
     samples = setup.hosts * setup.batch * setup.steps
     speeds = {name: samples / statistics.median(one.seconds) for name, one in found.items()}
@@ -257,7 +258,7 @@ def records(setup: Setup, seeds: str, *, repeats: int, num_threads: int) -> list
             "ratio_to_sequential": speed / speeds["sequential"],
             "ratio_to_streams": speed / speeds["streams"] if "streams" in speeds else None,
             "peak_memory": _sum(found[name].state, found[name].beyond),
-            "compiles": compiles(),
+            "compiles": compiles() - before,
             "threads": found[name].threads,
             "seconds": found[name].seconds,
         }

@@ -11,13 +11,12 @@ validation loss; it costs all of its runs. The other side is the starved host th
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 from functools import partial
 from statistics import fmean
 
 from torch import nn
 
-from esper.tasks import ConvHost, Task
+from esper.tasks import Task
 from growth_runs import Setting, add_options, compared, difference, earlier_runs, mean, print_table, run_all, setting_of, shown, train
 from records import RESULTS, Output, Record
 
@@ -30,24 +29,8 @@ GROWN = 0  # in place of a width: the starved host that grows
 def make_host(task: Task, width: int, *, seed: int) -> nn.Module:
     """A host of the task's own architecture with other channels; one that the task has itself begins with the very same weights."""
     channels = (width, 2 * width, 4 * width)
-    in_channels, num_classes = host_arguments(task)[:2]
-    for size in task.host_sizes:
-        if host_arguments(task, size)[2] == channels:
-            return task.make_host(size, seed=seed)
-    make = partial(ConvHost, in_channels, num_classes, channels, **_partial(task, "starved").keywords)
-    return replace(task, hosts={f"width {width}": make}).make_host(f"width {width}", seed=seed)
-
-
-def host_arguments(task: Task, size: str = "starved") -> tuple[int, int, tuple[int, ...]]:
-    """Input channels, classes, channels."""
-    in_channels, num_classes, channels = _partial(task, size).args
-    return in_channels, num_classes, channels
-
-
-def _partial(task: Task, size: str) -> partial[ConvHost]:
-    make = task.hosts[size]
-    assert isinstance(make, partial), f"{task.name} has no convolutional hosts"
-    return make
+    own = [size for size, make in task.hosts.items() if isinstance(make, partial) and make.args == (channels,)]
+    return task.make_host(own[0] if own else "-".join(map(str, channels)), seed=seed)
 
 
 def run_one(setting: Setting, width: int, seed: int) -> list[Record]:
