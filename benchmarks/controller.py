@@ -1,6 +1,6 @@
 """Whether a controller can be learned: one is trained, and compared on hosts that it has never seen.
 
-    python benchmarks/controller.py                       # about 25 minutes on two cores
+    python benchmarks/controller.py                       # about 28 minutes on two cores
     python benchmarks/controller.py --controller runs/controller/controller.safetensors
 
 It is trained on many widths of both tasks, with two processes that share one policy, and compared on held-out widths and seeds against
@@ -40,7 +40,7 @@ GROWTH = GrowthConfig(
 )
 TRAINING = ControllerConfig(
     hosts=64,  # of all ranks together
-    rounds=90,
+    rounds=75,
     device="cpu",
     threads=1,
     checkpoint_every=10,
