@@ -9,6 +9,7 @@ import tyro
 
 from esper.cli.outcome import CommandError
 from esper.cli.parse import take_option
+from esper.cli.train_arguments import saved_config
 from esper.config import ConfigError, load
 from esper.controller.compare_config import CompareConfig
 from esper.controller.config import ControllerConfig
@@ -106,15 +107,8 @@ def train_defaults(argv: list[str]) -> ControllerArguments:
 
 
 def _saved_config(folder: str | None, path: str | None) -> ControllerConfig:
-    if folder is None:
-        raise CommandError("--resume needs the folder of the run: --run RUN")
-    if path is not None:
-        raise CommandError("--resume reads the config of the run; leave --config out")
-    saved = Path(folder) / "config.toml"
-    if not saved.is_file():
-        raise CommandError(f"there is no run in {folder}: it has no config.toml")
     try:
-        return load(ControllerConfig, saved)
+        return saved_config(ControllerConfig, folder, path)
     except ConfigError as error:
         raise CommandError(
             f"{folder} holds no training of a controller ({error}); go on with it by the command that began it, or name another folder"

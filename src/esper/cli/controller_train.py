@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shlex
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from esper.cli.controller_arguments import ControllerArguments, train_defaults, train_words
 from esper.cli.outcome import FAILED, INTERRUPTED, CommandError, Outcome
 from esper.cli.parse import parse
+from esper.cli.ranks import in_group
 from esper.cli.stop_signals import StopSignals
 from esper.config import describe
 from esper.controller.config import ControllerConfig
@@ -43,20 +42,9 @@ Several processes, each with --hosts hosts and, where there are, a GPU of its ow
 def run(argv: list[str], prog: str) -> Outcome:
     words = train_words(argv)
     arguments = parse(ControllerArguments, words, prog, default=train_defaults(words), description=DESCRIPTION)
-    from esper.devices import find_device
-    from esper.parallel import FirstFailed, GroupError, joined
-    from esper.run_folder import RunError
-
     config = arguments.settings()
-    try:
-        with joined(find_device(config.device)) as group:
-            if group.rank:  # only rank 0 writes to the standard output
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return _dry_run(config, group) if arguments.dry_run else _train(config, arguments, group)
-    except (RunError, GroupError) as error:
-        raise CommandError(str(error)) from error
-    except FirstFailed as error:
-        raise CommandError(str(error), exit_code=FAILED, is_printed=True) from error
+    with in_group(config.device) as group:
+        return _dry_run(config, group) if arguments.dry_run else _train(config, arguments, group)
 
 
 def _dry_run(config: ControllerConfig, group: Group) -> Outcome:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from esper.cli.outcome import FAILED, INTERRUPTED, CommandError, Outcome
 from esper.cli.parse import parse
+from esper.cli.ranks import in_group
 from esper.cli.stop_signals import StopSignals
 from esper.cli.train_arguments import TrainArguments, defaults_for
 from esper.config import describe
@@ -33,24 +32,8 @@ def run(argv: list[str], prog: str) -> Outcome:
     if not arguments.env:
         raise CommandError(f"name an environment: {prog} ENV_ID (esper ppo envs lists them)")
     config = TrainConfig(**{name: getattr(arguments, name) for name in TrainConfig.__struct_fields__})
-    return _run_with_others(config, arguments)
-
-
-def _run_with_others(config: TrainConfig, arguments: TrainArguments) -> Outcome:
-    """In the group that torchrun started, if it did. Only rank 0 writes to the standard output."""
-    from esper.devices import find_device
-    from esper.parallel import FirstFailed, GroupError, joined
-    from esper.run_folder import RunError
-
-    try:
-        with joined(find_device(config.device)) as group:
-            if group.rank:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return _dry_run(config, group) if arguments.dry_run else _train(config, arguments, group)
-    except (RunError, GroupError) as error:
-        raise CommandError(str(error)) from error
-    except FirstFailed as error:
-        raise CommandError(str(error), exit_code=FAILED, is_printed=True) from error
+    with in_group(config.device) as group:
+        return _dry_run(config, group) if arguments.dry_run else _train(config, arguments, group)
 
 
 def _dry_run(config: TrainConfig, group: Group) -> Outcome:

@@ -10,7 +10,7 @@ import tyro
 
 from esper.cli.outcome import CommandError
 from esper.cli.parse import take_option
-from esper.config import load
+from esper.config import ConfigT, load
 from esper.rl.run_config import EnvValue, TrainConfig
 
 
@@ -73,7 +73,7 @@ def defaults_for(argv: list[str]) -> TrainArguments:
     words = list(argv)
     path, folder = take_option(words, "--config"), take_option(words, "--run")
     if "--resume" in words:
-        base: TrainConfig = _saved_config(folder, path)
+        base: TrainConfig = saved_config(TrainConfig, folder, path)
     elif path is not None:
         base = load(FileConfig, path)
     else:
@@ -81,7 +81,8 @@ def defaults_for(argv: list[str]) -> TrainArguments:
     return TrainArguments(**{name: getattr(base, name) for name in TrainConfig.__struct_fields__})
 
 
-def _saved_config(folder: str | None, path: str | None) -> TrainConfig:
+def saved_config(kind: type[ConfigT], folder: str | None, path: str | None) -> ConfigT:
+    """The config of the run in a folder; `path` is what --config says."""
     if folder is None:
         raise CommandError("--resume needs the folder of the run: --run RUN")
     if path is not None:
@@ -89,4 +90,4 @@ def _saved_config(folder: str | None, path: str | None) -> TrainConfig:
     saved = Path(folder) / "config.toml"
     if not saved.is_file():
         raise CommandError(f"there is no run in {folder}: it has no config.toml")
-    return load(TrainConfig, saved)
+    return load(kind, saved)

@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from esper.config import Config, ConfigError, Fraction, NonNegativeFloat, PositiveFloat, PositiveInt
 from esper.controller.network_config import SlotNetworkConfig
-from esper.fleet.config import FleetConfig
+from esper.fleet.config import FleetConfig, Share
 from esper.growth.config import GrowthConfig, Rent
 from esper.rl.config import PPOConfig
 
@@ -31,7 +31,6 @@ RENT_LEVELS = {
 HELD_OUT_SEEDS = 10_000  # host seeds below this are for comparisons, all others for training
 
 Channels = Annotated[str, Meta(pattern=r"^[1-9]\d*(-[1-9]\d*)*$")]  # of the blocks of a host, first to last: "4-8-16"
-Share = Annotated[float, Meta(gt=0, le=1)]
 
 
 class RewardConfig(Config):

@@ -24,11 +24,6 @@ class RowSnapshots:
         self.live, self.keep = live, keep
         self._copies: list[dict[str, Tensor] | None] = [None] * keep
 
-    @property
-    def nbytes(self) -> int:
-        """Of all copies, those included that are not made yet."""
-        return self.keep * sum(tensor.nbytes for tensor in self.live.values())
-
     def take(self, places: Mapping[int, int]) -> None:
         """row -> which of the copies its state goes into."""
         for number, rows in _by_copy(places):
