@@ -24,10 +24,10 @@ check: $(INSTALLED)
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
-	@$(BIN)/pytest -q -n $(JOBS) -m "not slow"
+	@$(BIN)/pytest -q -n $(JOBS) --dist worksteal --hypothesis-profile quick -m "not slow"
 
 test: $(INSTALLED)
-	@$(BIN)/pytest -q -n $(JOBS)
+	@$(BIN)/pytest -q -n $(JOBS) --dist worksteal
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

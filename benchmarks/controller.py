@@ -1,12 +1,18 @@
 """Whether a controller can be learned: one is trained, and compared on hosts that it has never seen.
 
-    python benchmarks/controller.py                       # about 28 minutes on two cores
+    python benchmarks/controller.py                       # about 27 minutes on two cores
     python benchmarks/controller.py --controller runs/controller/controller.safetensors
+    python benchmarks/controller.py --setting cifar10 --data-dir DIR --minutes 10      # about 15 minutes on one H200
 
-It is trained on many widths of both tasks, with two processes that share one policy, and compared on held-out widths and seeds against
-never, random, the best fixed schedule, the heuristic, the small host trained longer and its own final size from the start, all counted in
-FLOPs (`esper.controller.compare`). The settings below were chosen on training widths and training seeds; the rent levels before any
-controller was trained, by what single seeds gave to hosts of one held-out width. The file has every run.
+It is trained on many widths, and compared on held-out widths and seeds against never, random, the best fixed schedule, the heuristic, the
+small host trained longer and its own final size from the start, all counted in FLOPs (`esper.controller.compare`). The file has every run.
+
+Setting `digits`: both digit tasks, two processes that share one policy. It was chosen on training widths and training seeds; the rent
+levels before any controller was trained, by what single seeds gave to hosts of one held-out width.
+
+Setting `cifar10`: one process and one GPU, with the same rents and the same way of learning. A life is 12 × 30 steps of 128 images, about
+one epoch. At 500,000 samples per second of the whole loop a round of 128 lives takes 12 s and the comparison, some 900 lives on two
+widths, about 2 minutes. `--minutes` ends a training that is slower than that after the round in which they are over.
 """
 
 from __future__ import annotations
@@ -19,6 +25,8 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -40,7 +48,7 @@ GROWTH = GrowthConfig(
 )
 TRAINING = ControllerConfig(
     hosts=64,  # of all ranks together
-    rounds=75,
+    rounds=84,  # each of 12 architectures seven times on each rank
     device="cpu",
     threads=1,
     checkpoint_every=10,
@@ -55,7 +63,7 @@ TRAINING = ControllerConfig(
         learning_rate=2e-3,
         learning_rate_schedule="linear",
         gamma=1.0,
-        gae_lambda=0.99,
+        gae_lambda=0.95,  # seeds differ by the luck of their first weights, which the critic averages out
         time_limit_is_end=True,
         entropy_coef=0.02,
         entropy_coef_end=0.0,
@@ -74,75 +82,178 @@ COMPARISON = CompareConfig(
     fleet=FLEET,
     growth=GROWTH,
 )
-TASKS = ("digits", "digits-1d")
+# Lives as short, of hosts as starved, on photographs: what one GPU can train by the thousand.
+CIFAR10_FLEET = FleetConfig(batch_size=128, steps_per_decision=30, validation_batch=250, validation_samples=2000, precision="bfloat16")
+CIFAR10_TRAINING = msgspec.structs.replace(
+    TRAINING,
+    hosts=128,
+    rounds=40,
+    device="cuda",
+    threads=None,
+    domain=DomainConfig(
+        tasks=("cifar10",),
+        hosts=("4-8-16", "6-6-12", "8-8-16", "12-12-24"),
+        held_out_hosts=("6-12-24", "8-16-32"),
+        fleets=1,
+        horizon=(12, 12),
+        learning_rate=(0.01, 0.01),
+        plain_share=1.0,
+    ),
+    fleet=CIFAR10_FLEET,
+)
+CIFAR10_COMPARISON = msgspec.structs.replace(
+    COMPARISON,
+    tasks=("cifar10",),
+    hosts=CIFAR10_TRAINING.domain.held_out_hosts,
+    tuning_seeds=2,
+    sweep=(),
+    device="cuda",
+    threads=None,
+    fleet=CIFAR10_FLEET,
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    training: ControllerConfig  # hosts: of all ranks together
+    comparison: CompareConfig
+    ranks: int  # processes that train and compare; those of a training share one policy
+
+
+SETTINGS = {
+    "digits": Setting(TRAINING, msgspec.structs.replace(COMPARISON, tasks=("digits", "digits-1d")), ranks=2),
+    "cifar10": Setting(CIFAR10_TRAINING, CIFAR10_COMPARISON, ranks=1),
+}
 MARGIN = 0.02  # nats: a controller that is behind by certainly less than this is not inferior
 
 
-def train(folder: Path, rounds: int, ranks: int) -> float:
-    """Trains a controller into a folder; gives the seconds. Ranks are processes of one thread each."""
-    config = msgspec.structs.replace(TRAINING, rounds=rounds, hosts=TRAINING.hosts // ranks)
+# Training
+
+
+def train(config: ControllerConfig, folder: Path, *, ranks: int, minutes: float | None) -> str:
+    """Trains a controller into a folder; gives how it ended."""
+    if ranks == 1:
+        return train_here(config, folder, minutes)
+    folder.parent.mkdir(parents=True, exist_ok=True)
     settings = folder.with_suffix(".toml")
-    save(config, settings)
-    launcher = [sys.executable, "-m"]
-    if ranks > 1:
-        launcher += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "--"]
-    began = time.perf_counter()
+    save(msgspec.structs.replace(config, hosts=config.hosts // ranks), settings)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "--"]
     subprocess.run([*launcher, "esper.cli.main", "controller", "train", "--config", str(settings), "--run", str(folder)], check=True)
-    return time.perf_counter() - began
+    return "finished"
 
 
-def compare_on(task: str, host: str, controller: str, seeds: int) -> dict[str, Any]:
-    os.environ["OMP_NUM_THREADS"] = "1"
+def train_here(config: ControllerConfig, folder: Path, minutes: float | None) -> str:
+    """In this process, which sees when the time is over."""
+    from esper.controller.training import train_controller
+
+    began = time.perf_counter()
+    return train_controller(config, folder, should_stop=lambda: minutes is not None and time.perf_counter() - began > 60 * minutes).status
+
+
+def health(folder: Path, ranks: int) -> dict[str, Any]:
+    """What the learner was like in the last tenth of the training, and how fast all hosts trained, twins included."""
+    events = list(map(json.loads, (folder / "events.jsonl").read_text().splitlines()))
+    updates = [event for event in events if event["kind"] == "update"]
+    last = updates[-max(len(updates) // 10, 1) :]
+    means = {name: fmean(update[name] for update in last) for name in ("explained_variance", "clip_fraction", "total_kl", "mean_return")}
+    seconds = sum(update["collect_seconds"] + update["update_seconds"] for update in updates)
+    return {
+        **means,
+        "entropy": {head: fmean(update["entropy"][head] for update in last) for head in last[0]["entropy"]},
+        "rounds": len(updates),
+        "samples_per_s": ranks * sum(event["samples"] for event in events if event["kind"] == "round_ended") / seconds,  # only one tells
+    }
+
+
+# Comparing
+
+
+def compare_all(config: CompareConfig, ranks: int) -> list[dict[str, Any]]:
+    """Of every task and host. Static sizes do not depend on the host that grows, so only the first one has them."""
+    jobs = [
+        msgspec.structs.replace(config, tasks=(task,), hosts=(host,), sweep=config.sweep if host == config.hosts[0] else ())
+        for host in config.hosts
+        for task in config.tasks
+    ]
+    if ranks == 1:
+        return list(map(compare_one, jobs))
+    with ProcessPoolExecutor(ranks) as pool:
+        return list(pool.map(compare_one, jobs))
+
+
+def compare_one(config: CompareConfig) -> dict[str, Any]:
+    if config.device == "cpu":
+        os.environ["OMP_NUM_THREADS"] = "1"  # before torch comes
     from esper.controller.compare import compare
-    from esper.tasks import load_task
 
-    sweep = COMPARISON.sweep if host == COMPARISON.hosts[0] else ()  # static sizes do not depend on the host that grows
-    config = msgspec.structs.replace(COMPARISON, controllers=(*NAMES, controller), tasks=(task,), hosts=(host,), seeds=seeds, sweep=sweep)
-    found = compare(config, load_task)
+    found = compare(config, lambda name: loaded(name, config.data_dir))
     return {"runs": msgspec.to_builtins(found.runs), "schedules": found.schedules}
 
 
-def health(folder: Path) -> dict[str, Any]:
-    """What the learner was like in the last tenth of the training."""
-    updates = [event for event in map(json.loads, (folder / "events.jsonl").read_text().splitlines()) if event["kind"] == "update"]
-    last = updates[-max(len(updates) // 10, 1) :]
-    means = {name: fmean(update[name] for update in last) for name in ("explained_variance", "clip_fraction", "total_kl", "mean_return")}
-    return {**means, "entropy": {head: fmean(update["entropy"][head] for update in last) for head in last[0]["entropy"]}}
+@cache
+def loaded(name: str, data_dir: str | None) -> Any:
+    """A task; to decode photographs takes a while."""
+    from esper.controller.training import load_from
+
+    return load_from(data_dir, name)
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--setting", choices=SETTINGS, default="digits")
+    parser.add_argument("--data-dir", help="of a task that needs files")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="the setting's own unless given")
     parser.add_argument("--controller", type=Path, help="compare this file instead of training one")
     parser.add_argument("--run", type=Path, help="folder of the training; a temporary one unless given")
-    parser.add_argument("--rounds", type=int, default=TRAINING.rounds, help="of the training")
-    parser.add_argument("--ranks", type=int, default=2, help="processes that train and compare")
-    parser.add_argument("--seeds", type=int, default=COMPARISON.seeds)
-    parser.add_argument("--output", type=Path, default=RESULTS / "controller.jsonl")
-    options = parser.parse_args()
-    output = Output(options.output)
+    parser.add_argument("--rounds", type=int, help="of the training; the setting's own unless given")
+    parser.add_argument("--minutes", type=float, help="after which the training ends, rounds or not; needs one rank")
+    parser.add_argument("--ranks", type=int, help="processes that train and compare; the setting's own unless given")
+    parser.add_argument("--seeds", type=int, help="hosts of each kind that are compared; the setting's own unless given")
+    parser.add_argument(
+        "--output", type=Path, help="benchmarks/results/controller.jsonl unless given, with the setting in it if it is not digits"
+    )
+    options = parser.parse_args(arguments)
+    setting = chosen(SETTINGS[options.setting], options)
+    if options.minutes is not None and setting.ranks > 1:
+        parser.error(f"--minutes ends a training in one process, and there are {setting.ranks}; add --ranks 1")
+    name = "controller" if options.setting == "digits" else f"controller_{options.setting}"
+    run(setting, Output(options.output or RESULTS / f"{name}.jsonl"), options)
+
+
+def chosen(setting: Setting, options: argparse.Namespace) -> Setting:
+    """The setting, with what the command line says instead."""
+    both = {name: value for name in ("device", "data_dir") if (value := getattr(options, name)) is not None}
+    rounds, seeds = options.rounds or setting.training.rounds, options.seeds or setting.comparison.seeds
+    return Setting(
+        msgspec.structs.replace(setting.training, rounds=rounds, **both),
+        msgspec.structs.replace(setting.comparison, seeds=seeds, **both),
+        options.ranks or setting.ranks,
+    )
+
+
+def run(setting: Setting, output: Output, options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         controller = options.controller
         if controller is None:
             folder = options.run or Path(scratch) / "controller"
-            seconds = train(folder, options.rounds, options.ranks)
+            began = time.perf_counter()
+            status = train(setting.training, folder, ranks=setting.ranks, minutes=options.minutes)
+            seconds = time.perf_counter() - began
+            output.write({"kind": "training", "seconds": round(seconds, 1), "status": status, **health(folder, setting.ranks)})
             controller = folder / "controller.safetensors"
-            output.write({"kind": "training", "seconds": round(seconds, 1), "rounds": options.rounds, **health(folder)})
-        jobs = [(task, host) for host in COMPARISON.hosts for task in TASKS]
         began = time.perf_counter()
-        with ProcessPoolExecutor(options.ranks) as pool:
-            results = list(pool.map(compare_on, *zip(*jobs, strict=True), [str(controller)] * len(jobs), [options.seeds] * len(jobs)))
-        report(results, str(controller), options.seeds, output)
+        config = msgspec.structs.replace(setting.comparison, controllers=(*NAMES, str(controller)))
+        report(compare_all(config, setting.ranks), config, output)
         output.write({"kind": "comparison", "seconds": round(time.perf_counter() - began, 1)})
 
 
-def report(results: list[dict[str, Any]], controller: str, seeds: int, output: Output) -> None:
+def report(results: list[dict[str, Any]], config: CompareConfig, output: Output) -> None:
     from esper.controller.comparison import Comparison
     from esper.controller.lives import Run
 
     runs = [msgspec.convert(run, Run) for some in results for run in some["runs"]]
-    config = msgspec.structs.replace(COMPARISON, controllers=(*NAMES, controller), tasks=TASKS, seeds=seeds)
     comparison = Comparison(config, runs, {name: plan for some in results for name, plan in some["schedules"].items()})
-    told = comparison.to_builtins()
+    controller, told = config.compared, comparison.to_builtins()
     for run in told["runs"]:
         output.append({"kind": "run", **run, "controller": run["controller"].replace(controller, "learned")})
     output.append({"kind": "schedules", **comparison.schedules})

@@ -10,7 +10,8 @@ reported is the median turn. Data are on the device. On a CPU every way computes
 
 A record for each way and each kind of seeds: `samples_per_s` of all hosts together, `ratio_to_sequential` and `ratio_to_streams` of the
 medians, `peak_memory` in bytes (the hosts' state and what a turn takes beyond it; on a CPU by the resident set, about), `compiles` of torch
-so far. Without `--shape` the hosts are those of a task; with it the data are noise of that shape.
+so far. Without `--shape` the hosts are those of a task; with it the data are noise of that shape. The record of a fleet without seeds also
+has the `bandwidth` of the device's memory, the `floor_samples_per_s` that it would allow and the `distance_from_floor` (see `floor.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ import json
 import re
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -31,12 +31,13 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from clock import now
 from esper.devices import find_device, threads
 from esper.fleet import Fleet, FleetConfig, HostSetting, TaskTensors
-from esper.fleet.stretch import Stretch
 from esper.growth import Grower, GrowthConfig, Planned, add_slots
 from esper.growth.config import Budget
 from esper.tasks import ConvHost, Split, Task, load_task, shuffled_order
+from floor import floor
 from records import Output, Record, metadata
 
 BLUEPRINTS = ("norm", "conv3x3", "bottleneck", "depthwise")
@@ -54,7 +55,8 @@ class Setup:
     device: torch.device
     hosts: int
     batch: int
-    steps: int
+    steps: int  # of a turn of the fleet
+    steps_alone: int  # of a turn of hosts that train alone
     channels: str
     precision: str
     plans: list[Plan]  # what grows in every host
@@ -69,6 +71,8 @@ class Setup:
 
 
 class Way(Protocol):
+    steps: int  # of a turn
+
     def turn(self) -> None:
         """Some steps of all hosts."""
 
@@ -85,8 +89,8 @@ class Alone:
         self.grower.begin()
         assert len(list(self.grower.garden.occupied())) == len(setup.plans[row])
         order = shuffled_order(len(setup.tensors), seed=row, epoch=0)
-        count = setup.steps * setup.batch
-        self.index = order.repeat(-(-count // len(order)))[:count].view(setup.steps, setup.batch).to(setup.device)
+        count = setup.steps_alone * setup.batch
+        self.index = order.repeat(-(-count // len(order)))[:count].view(-1, setup.batch).to(setup.device)
 
     def step(self, number: int) -> None:
         index = self.index[number]
@@ -102,7 +106,7 @@ class Alone:
 
 class Sequential:
     def __init__(self, setup: Setup) -> None:
-        self.hosts, self.steps = [Alone(setup, row) for row in range(setup.hosts)], setup.steps
+        self.hosts, self.steps = [Alone(setup, row) for row in range(setup.hosts)], setup.steps_alone
 
     def turn(self) -> None:
         for host in self.hosts:
@@ -127,6 +131,7 @@ class Streams(Sequential):
 
 class Together:
     def __init__(self, setup: Setup) -> None:
+        self.steps = setup.steps
         config = FleetConfig(
             batch_size=setup.batch,
             steps_per_decision=setup.steps,
@@ -146,7 +151,7 @@ class Together:
         fleet = self.fleet
         plan = fleet.plan(fleet.training())
         batches = fleet.data.batches(fleet.steps_per_decision, fleet.config.batch_size, rows=plan.rows)
-        Stretch(fleet.host, fleet.data, plan, fleet.growth.seed_optimizer).run(batches)
+        fleet.stretch(plan).run(batches)
 
 
 # What is measured
@@ -184,15 +189,9 @@ def measure(ways: dict[str, Callable[[], Way]], *, repeats: int, num_threads: in
 
 def _seconds(way: Way, num_threads: int, device: torch.device) -> float:
     with threads(num_threads):
-        start = _now(device)
+        start = now(device)
         way.turn()
-        return _now(device) - start
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+        return now(device) - start
 
 
 class CudaMemory:
@@ -241,6 +240,13 @@ def compiles() -> int:
     return int(counters["stats"]["unique_graphs"])
 
 
+def kernels() -> int:
+    """Of our own, that Triton has compiled so far: some for each shape of a layer, however many hosts there are."""
+    modules = [sys.modules[name] for name in ("esper.fleet.tiled", "esper.fleet.norm_pool", "esper.fleet.host_rows") if name in sys.modules]
+    compiled = [one.device_caches for module in modules for one in vars(module).values() if hasattr(one, "device_caches")]
+    return sum(len(caches[0]) for devices in compiled for caches in devices.values())
+
+
 def records(setup: Setup, seeds: str, *, repeats: int, num_threads: int) -> list[Record]:
     ways: dict[str, Callable[[], Way]] = {"sequential": partial(Sequential, setup)}
     if setup.device.type == "cuda":
@@ -248,8 +254,8 @@ def records(setup: Setup, seeds: str, *, repeats: int, num_threads: int) -> list
     ways["fleet"] = partial(Together, setup)
     before = compiles()
     found = measure(ways, repeats=repeats, num_threads=num_threads, device=setup.device)
-    samples = setup.hosts * setup.batch * setup.steps
-    speeds = {name: samples / statistics.median(one.seconds) for name, one in found.items()}
+    samples = setup.hosts * setup.batch
+    speeds = {name: samples * one.way.steps / statistics.median(one.seconds) for name, one in found.items()}
     return [
         {
             "seeds": seeds,
@@ -259,6 +265,7 @@ def records(setup: Setup, seeds: str, *, repeats: int, num_threads: int) -> list
             "ratio_to_streams": speed / speeds["streams"] if "streams" in speeds else None,
             "peak_memory": _sum(found[name].state, found[name].beyond),
             "compiles": compiles() - before,
+            "kernels": kernels(),
             "threads": found[name].threads,
             "seconds": found[name].seconds,
         }
@@ -286,8 +293,10 @@ def plans(seeds: str, hosts: int, slots: Sequence[str], blueprints: Sequence[str
     return [[seed(host, number) for number in range(len(slots))] for host in range(hosts)]
 
 
-def synthetic_task(shape: tuple[int, ...], batch: int, num_classes: int = 10) -> Task:
-    """Noise, as large as it needs to be for a few batches that differ."""
+def synthetic_task(
+    shape: tuple[int, ...], batch: int, num_classes: int = 10, *, train: int | None = None, validation: int | None = None
+) -> Task:
+    """Noise, with so many samples, or as many as it needs for a few batches that differ."""
 
     def split(count: int, seed: int) -> Split:
         generator = torch.Generator().manual_seed(seed)
@@ -298,8 +307,8 @@ def synthetic_task(shape: tuple[int, ...], batch: int, num_classes: int = 10) ->
         return ConvHost(shape[0], num_classes, channels, pool=[True] * len(channels), spatial=len(shape) - 1)
 
     name = f"noise of {'x'.join(map(str, shape))}"
-    train, validation, test = split(8 * batch, 0), split(batch, 1), split(batch, 2)
-    return Task(name, name, "drawn", num_classes, train, validation, test, hosts={}, batch_size=batch, host_of=host_of)
+    parts = split(train or 8 * batch, 0), split(validation or batch, 1), split(batch, 2)
+    return Task(name, name, "drawn", num_classes, *parts, hosts={}, batch_size=batch, host_of=host_of)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -316,6 +325,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--blueprints", nargs="+", default=list(BLUEPRINTS))
     parser.add_argument("--seeds", nargs="+", choices=SEEDS, default=list(SEEDS))
     parser.add_argument("--steps", type=int, default=20, help="of every host in a turn")
+    parser.add_argument("--steps-alone", type=int, help="the same for hosts that train alone, where their turns would be long")
+    parser.add_argument("--samples", type=int, help="of noise; 8 batches unless given")
     parser.add_argument("--repeats", type=int, default=5, help="turns that count")
     parser.add_argument("--output", type=Path, help="also written to this file")
     options = parser.parse_args(arguments)
@@ -325,7 +336,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def measure_all(options: argparse.Namespace, device: torch.device, write: Callable[[Record], None]) -> None:
     if options.shape:
-        task = synthetic_task(tuple(map(int, options.shape.split("x"))), options.batch)
+        task = synthetic_task(tuple(map(int, options.shape.split("x"))), options.batch, train=options.samples)
     else:
         task = load_task(options.task, data_dir=options.data_dir)
     dtype = torch.float64 if options.precision == "float64" else torch.float32
@@ -339,13 +350,29 @@ def measure_all(options: argparse.Namespace, device: torch.device, write: Callab
         "task": task.name,
         "precision": options.precision,
         "steps": options.steps,
+        "steps_alone": options.steps_alone or options.steps,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else metadata()["processor"],
         "torch": torch.__version__,
     }
     for seeds in options.seeds:
         grown = plans(seeds, options.hosts, slots, options.blueprints)
-        setup = Setup(task, tensors, device, options.hosts, options.batch, options.steps, options.channels, options.precision, grown)
+        setup = Setup(
+            task=task,
+            tensors=tensors,
+            device=device,
+            hosts=options.hosts,
+            batch=options.batch,
+            steps=options.steps,
+            steps_alone=options.steps_alone or options.steps,
+            channels=options.channels,
+            precision=options.precision,
+            plans=grown,
+        )
         for record in records(setup, seeds, repeats=options.repeats, num_threads=options.threads):
+            if (seeds, record["way"]) == ("none", "fleet") and isinstance(model, ConvHost):
+                speed = record["samples_per_s"]
+                shape = task.train.inputs.shape[1:]
+                record |= floor(model, shape, precision=options.precision, samples_per_s=speed, device=device)
             write({**record, **about})
 
 

@@ -27,6 +27,7 @@ from esper.growth.config import GovernorConfig, Lifecycle
 from esper.growth.ledger import Ledger
 from esper.statistics import student_interval
 from esper.tasks import Task, load_task
+from esper.text_table import aligned
 from records import Output, Record
 
 RECIPES = {"tuned": (0.01, "cosine"), "default": (1e-3, "none")}  # learning rate of AdamW and its schedule
@@ -270,6 +271,4 @@ def shown(interval: Record | None, digits: int = 2) -> str:
 
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    print(aligned(rows))

@@ -110,6 +110,7 @@ def test_entropy_and_value_weights_are_the_same_in_effect() -> None:
     assert config.value_coef * 0.5 == TINY.value
 
 
+@pytest.mark.slow
 @needs_sb3
 def test_speed_is_measured_on_all_sides(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(recurrent_ppo.SETTINGS, "A", recurrent_ppo.Setting(4, sides.Hyper(num_steps=16, hidden_size=4)))
@@ -121,6 +122,7 @@ def test_speed_is_measured_on_all_sides(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert 5 < record["mean_episode_length"] < 200
 
 
+@pytest.mark.slow
 def test_returns_at_the_checkpoints_are_in_steps_balanced() -> None:
     run = recurrent_ppo.learn_once("ours", 0, [2048, 1024])
     assert list(run["mean_return_at"]) == ["1024", "2048"]
@@ -157,6 +159,7 @@ def test_what_is_not_a_number_is_written_as_null(tmp_path: Path) -> None:
     assert lines(tmp_path / "out.jsonl")[1] == {"nested": [{"mean": None}, 0.123457]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("core", ["lstm", "none"])
 def test_the_cue_is_run_and_counted(core: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_tasks, "CUE_DELAY", 3)
@@ -170,6 +173,7 @@ def test_no_masked_choice_is_drawn() -> None:
     assert memory_tasks.run_draws(20_000) == {"task": "draws", "draws": 20_000, "masked": 0}
 
 
+@pytest.mark.slow
 def test_pendulum_returns_are_in_the_units_of_the_task(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_tasks, "PENDULUM", sides.Hyper(num_steps=256, hidden_size=4, num_epochs=1, entropy=0.0))
     assert -2000 < memory_tasks.run_pendulum("ours", 0, 1)["mean_return"] < -600
@@ -180,6 +184,7 @@ def test_a_line_is_fitted() -> None:
     assert line == pytest.approx((2.0, 10.0, 1.0))
 
 
+@pytest.mark.slow
 def test_memory_over_updates_is_reported() -> None:
     record = ppo_memory.measure_growth(8)
     assert list(record["resident_bytes_at"]) == [0, 2, 4, 6, 8]

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -75,7 +75,6 @@ trees = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None)
 @given(state=trees)
 def test_any_tree_comes_back_bit_for_bit(tmp_path_factory: pytest.TempPathFactory, state: Any) -> None:
     assert same(round_trip(tmp_path_factory.mktemp("store"), state), state)
@@ -278,6 +277,7 @@ def test_a_crash_at_any_moment_loses_nothing(tmp_path: Path, second_step: int) -
     assert {answers[0], answers[-1]} == {"old", "new"}
 
 
+@pytest.mark.slow
 def test_a_killed_process_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     program = (
         "import sys, os, threading, torch; from esper.checkpoint import CheckpointStore\n"
@@ -394,11 +394,6 @@ def test_a_gap_in_the_migrations_is_named(tmp_path: Path) -> None:
 def test_keeping_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="keep must be at least 1"):
         store_at(tmp_path, keep=0)
-
-
-def test_checkpoints_import_without_safetensors() -> None:
-    program = "import sys; sys.modules.update(safetensors=None); import esper.checkpoint"
-    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 class Parallel(nn.Module):

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import importlib
-import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import esper
 from esper.cli.main import COMMANDS, main
+from tests.commands import last_line
+
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 HELP_AT_EVERY_LEVEL = """
 import sys, time
@@ -22,16 +25,6 @@ for words in ([], ["ppo"], *(name.split() for name in COMMANDS)):
 assert "torch" not in sys.modules and "numpy" not in sys.modules
 print(time.perf_counter() - began)
 """
-
-
-@pytest.fixture(autouse=True)
-def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
-def last_line(text: str) -> dict[str, object]:
-    result: dict[str, object] = json.loads(text.splitlines()[-1])
-    return result
 
 
 def test_help_at_every_level_comes_at_once_without_torch_and_numpy() -> None:
@@ -133,7 +126,7 @@ def test_the_doctor_finds_what_these_tests_run_on(capsys: pytest.CaptureFixture[
 
     assert main(["doctor", "--json"]) == 0
     result = last_line(capsys.readouterr().out)
-    assert result["versions"]["torch"] == torch.__version__  # type: ignore[index]
+    assert result["versions"]["torch"] == torch.__version__
     assert result["folder_is_writable"] is True
 
 
@@ -151,10 +144,9 @@ def test_the_built_in_environments_are_listed(capsys: pytest.CaptureFixture[str]
 # Where values come from
 
 
-def plan_of(argv: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, object]]:
+def plan_of(argv: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     assert main(["ppo", "train", *argv, "--dry-run", "--json"]) == 0
-    result: dict[str, dict[str, object]] = json.loads(capsys.readouterr().out.splitlines()[-1])
-    return result
+    return last_line(capsys.readouterr().out)
 
 
 def test_a_dry_run_says_what_would_be_done_and_touches_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,13 +19,13 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 import esper
-from esper.checkpoint.tree import split
 from esper.cli.controller_compare import Progress as CompareProgress
-from esper.cli.controller_progress import LiveView, PlainLines, live_view, read_progress
+from esper.cli.controller_progress import Progress, read_progress
 from esper.cli.grow_config import GrowTaskConfig
-from esper.cli.grow_progress import progress_sink
+from esper.cli.grow_progress import Progress as GrowProgress
 from esper.cli.grow_run import grow_in
 from esper.cli.main import main
+from esper.cli.progress import LiveView, PlainLines
 from esper.config import load
 from esper.controller.config import ControllerConfig
 from esper.controller.events import RoundEnded
@@ -43,6 +41,7 @@ from esper.rl.checkpoints import open_store
 from esper.rl.config import NetworkConfig
 from esper.run_folder import CHECKPOINTS
 from esper.tasks import load_task
+from tests.commands import Terminal, assert_same_state, events_of, last_line, show, signal_at_checkpoint, wait_for
 
 SMALL = [
     "--holding-epochs", "1", "--steps-per-decision", "2", "--fleet.batch-size", "16", "--validation-samples", "64", "--threads", "1",
@@ -52,12 +51,7 @@ OPTIONS = [
     *SMALL, "--task", "digits", "--domain.hosts", "2-4-8", "--held-out-hosts", "3-6-12", "--hosts", "4", "--horizon", "3", "4",
     "--num-steps", "6", "--num-minibatches", "2", "--num-epochs", "1", "--hidden-size", "8", "--width", "8", "--checkpoint-every", "1",
 ]  # fmt: skip
-CLOCKS = {"time", "steps_per_second", "collect_seconds", "update_seconds"}
-
-
-@pytest.fixture(autouse=True)
-def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 
 @pytest.fixture(scope="module")
@@ -72,38 +66,11 @@ def train(folder: str | Path, rounds: int, *more: str) -> int:
     return main(["controller", "train", *OPTIONS, "--rounds", str(rounds), "--run", str(folder), *more])
 
 
-def last_line(text: str) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads(text.splitlines()[-1])
-    return result
-
-
-def events_of(folder: Path) -> list[dict[str, Any]]:
-    """Everything that happened, without clocks and without what tells a resumed run from another."""
-    lines = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    kept = [line for line in lines if line["kind"] not in ("header", "resumed", "run_started")]
-    return [{key: value for key, value in line.items() if key not in CLOCKS | {"run"}} for line in kept]
-
-
-def assert_same_learner(one: Path, other: Path) -> None:
-    states = [split(open_store(folder).load("latest").state["ppo"]) for folder in (one, other)]
-    assert states[0][0] == states[1][0]
-    assert states[0][1].keys() == states[1][1].keys()
-    for name, tensor in states[0][1].items():
-        assert torch.equal(tensor, states[1][1][name]), name
-
-
 def living_seeds(folder: Path) -> int:
     """In all hosts of the latest checkpoint."""
     environment = open_store(folder).load("latest").state["ppo"]["environment"]
     beds = [bed for squad in environment["squads"] for host in squad["fleet"]["rows"] for bed in host["garden"].values()]
     return sum(bed["has_seed"] and bed["life"]["stage"] != Stage.FOSSILIZED for bed in beds)
-
-
-def wait_for(path: Path, timeout_s: float = 60.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not path.exists():
-        assert time.monotonic() < end, f"{path} did not come"
-        time.sleep(0.002)
 
 
 # Mistakes
@@ -195,6 +162,7 @@ def test_a_controller_file_that_was_lost_is_written_again(finished: Path, tmp_pa
     assert all(torch.equal(weight, other[name]) for name, weight in one.items())
 
 
+@pytest.mark.slow
 def test_tensorboard_gets_the_scalars(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     assert train("run", 1, "--tensorboard") == 0
@@ -214,6 +182,7 @@ def test_a_dry_run_says_what_would_be_done_and_touches_nothing(tmp_path: Path, c
 # Stopping and going on
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_may_get_more_rounds_but_no_other_setting(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -227,18 +196,13 @@ def test_a_run_that_goes_on_may_get_more_rounds_but_no_other_setting(
     assert events_of(copy)[: len(events_of(finished))] == events_of(finished)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_stops_after_the_round_with_a_checkpoint_and_a_controller(
     number: signal.Signals, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupt() -> None:
-        wait_for(tmp_path / "run" / CHECKPOINTS / "latest")
-        os.kill(os.getpid(), number)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    assert train("run", 10_000, "--json") == code
-    thread.join()
+    with signal_at_checkpoint(number, tmp_path / "run"):
+        assert train("run", 10_000, "--json") == code
     captured = capsys.readouterr()
     assert "stopping after this round of decisions, which may take minutes" in captured.err
     assert "esper controller train --resume --run run" in captured.out
@@ -262,7 +226,7 @@ def test_a_training_killed_and_resumed_with_seeds_alive_equals_one_that_was_not(
     assert living_seeds(tmp_path / "killed") > 0
     assert main(["controller", "train", "--resume", "--run", "killed"]) == 0
     assert events_of(tmp_path / "killed") == events_of(tmp_path / "whole")
-    assert_same_learner(tmp_path / "killed", tmp_path / "whole")
+    assert_same_state(*(open_store(tmp_path / name).load("latest").state["ppo"] for name in ("killed", "whole")))
     one, other = (load_file(tmp_path / name / "controller.safetensors") for name in ("killed", "whole"))
     assert all(torch.equal(weight, other[name]) for name, weight in one.items())
 
@@ -298,10 +262,7 @@ def test_two_ranks_train_one_controller_and_stop_together(tmp_path: Path) -> Non
 
 def test_plain_lines_are_a_start_a_line_after_a_round_and_an_end(finished: Path) -> None:
     stream = io.StringIO()
-    lines = PlainLines(stream, every_s=1e9)
-    for record in read(finished / "events.jsonl"):
-        lines.write(record)
-    lines.close()
+    show(finished, PlainLines(Progress(), stream, every_s=1e9))
     first, last = stream.getvalue().splitlines()
     assert "for 4 hosts at once on cpu: 2 rounds of 24 decisions" in first
     recent = read_progress(finished).recent
@@ -311,7 +272,7 @@ def test_plain_lines_are_a_start_a_line_after_a_round_and_an_end(finished: Path)
         assert words in last
 
     often = io.StringIO()
-    lines = PlainLines(often, every_s=0.0)
+    lines = PlainLines(Progress(), often, every_s=0.0)
     for record in read(finished / "events.jsonl"):
         lines.write(record)
     assert len(often.getvalue().splitlines()) == 1 + 2
@@ -331,7 +292,7 @@ def test_samples_per_second_are_those_of_all_hosts_and_twins(finished: Path) -> 
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_live_view_fits_the_terminal(finished: Path, width: int) -> None:
     console = Console(record=True, width=width, file=io.StringIO())
-    console.print(live_view(read_progress(finished)))
+    console.print(read_progress(finished).view(width))
     shown = console.export_text()
     assert all(len(line) <= width for line in shown.splitlines())
     assert "round 2/2" in shown
@@ -342,21 +303,14 @@ def test_the_live_view_fits_the_terminal(finished: Path, width: int) -> None:
 def test_the_live_view_ends_with_the_last_state(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     stream = Terminal()
-    view = LiveView(stream)
-    for record in read(finished / "events.jsonl"):
-        view.write(record)
-    view.close()
+    show(finished, LiveView(Progress(), stream))
     assert "done" in stream.getvalue().rpartition("round 2/2")[2]
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 # Comparing
 
 
+@pytest.mark.slow
 def test_controllers_are_compared_and_all_runs_are_json(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(finished / "controller.safetensors")
     settings = [*SMALL, "--seeds", "3", "--horizon", "3", "--levels", "low", "high", "--host", "2-4-8", "--no-controls"]
@@ -402,8 +356,9 @@ def eager(tmp_path: Path) -> Path:
 GROW = ["--task", "digits", "--threads", "1", "--device", "cpu", "--holding-epochs", "1", "--blueprints", "norm", "conv1x1"]
 
 
+@pytest.mark.slow
 def test_a_trained_controller_grows_a_task(eager: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = [*GROW, "--controller", "mine/controller.safetensors", "--epochs", "4", "--run", "run", "--json"]
+    options = [*GROW, "--controller", "mine/controller.safetensors", "--epochs", "2", "--run", "run", "--json"]
     assert main(["grow", *options]) == 0
     assert last_line(capsys.readouterr().out)["tried"] > 0
     story = read_story(tmp_path / "run")
@@ -411,6 +366,7 @@ def test_a_trained_controller_grows_a_task(eager: Path, tmp_path: Path, capsys: 
     assert story.started.controller == "learned"
 
 
+@pytest.mark.slow
 def test_a_trained_controller_grows_a_model_in_python(eager: Path) -> None:
     task, rules = load_task("digits"), Lifecycle(holding_epochs=1)
     grown = esper.grow(
@@ -425,15 +381,17 @@ def test_a_trained_controller_grows_a_model_in_python(eager: Path) -> None:
     assert grown.ledger.entries
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_the_controller_that_it_began_with(eager: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rules = Lifecycle(holding_epochs=1)
     settings: dict[str, Any] = {"epochs": 3, "threads": 1, "device": "cpu", "lifecycle": rules, "blueprints": ("norm",)}
     config = GrowTaskConfig(task="digits", controller=str(eager), **settings)
 
+    def silent(title: str) -> Sink:
+        return PlainLines(GrowProgress(title), io.StringIO())
+
     def grow(folder: Path, should_stop: Callable[[], bool]) -> str:
-        return grow_in(
-            folder, config, resume=False, device=torch.device("cpu"), make_sink=lambda title: io_sink(), should_stop=should_stop
-        ).status
+        return grow_in(folder, config, resume=False, device=torch.device("cpu"), make_sink=silent, should_stop=should_stop).status
 
     stops = iter([False] * 30)
     assert grow(tmp_path / "whole", lambda: False) == "finished"
@@ -448,10 +406,6 @@ def test_a_run_goes_on_with_the_controller_that_it_began_with(eager: Path, tmp_p
     one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "stopped"))
     assert one.keys() == other.keys()
     assert all(torch.equal(weight, other[name]) for name, weight in one.items())
-
-
-def io_sink() -> Sink:
-    return progress_sink("digits", io.StringIO())
 
 
 @pytest.mark.parametrize("command", ["grow --controller", "grow --dry-run --controller", "controller compare --controllers"])

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import io
-import json
-import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
 
 import esper
-from esper.checkpoint import CheckpointStore
-from esper.checkpoint.tree import split
+from esper.checkpoint import CheckpointStore, Tree
 from esper.cli.grow_config import GrowTaskConfig
-from esper.cli.grow_progress import LiveView, PlainLines, Progress, live_view
+from esper.cli.grow_progress import Progress
 from esper.cli.grow_run import run_folder
 from esper.cli.grow_work import make_work
 from esper.cli.main import main
+from esper.cli.progress import LiveView, PlainLines
 from esper.config import load
 from esper.events import Record, read
 from esper.growth.events import EpochEnded, GrowthStarted, Probed, SlotView
@@ -34,9 +30,11 @@ from esper.growth.story import read_story
 from esper.run_folder import CHECKPOINTS
 from esper.statistics import student_interval
 from esper.tasks import load_task
+from tests.commands import Terminal, assert_same_tensors, events_of, last_line, show, signal_at_checkpoint, wait_for
 
 OPTIONS = ["--task", "digits", "--controller", "schedule", "--threads", "1", "--device", "cpu"]
-CLOCKS = {"time", "seconds", "samples_per_second"}
+EPOCHS = 4  # of a run that was never interrupted
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 USER_CODE = """
 import torch
@@ -76,11 +74,6 @@ number = 3
 """
 
 
-@pytest.fixture(autouse=True)
-def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 @pytest.fixture
 def user_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -94,16 +87,19 @@ def grow(folder: str | Path, epochs: int, *more: str) -> int:
     return main(["grow", *OPTIONS, "--epochs", str(epochs), "--run", str(folder), *more])
 
 
-def last_line(text: str) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads(text.splitlines()[-1])
-    return result
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with its twin that was never interrupted."""
     folder = tmp_path_factory.mktemp("runs") / "finished"
-    assert grow(folder, 6, "--twin") == 0
+    assert grow(folder, EPOCHS, "--twin", "--holding-epochs", "1") == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def scheduled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose learning rate falls towards its end."""
+    folder = tmp_path_factory.mktemp("runs") / "scheduled"
+    assert grow(folder, 1, "--schedule", "cosine") == 0
     return folder
 
 
@@ -213,7 +209,7 @@ def test_a_run_ends_with_a_table_a_ledger_a_report_and_a_model_that_loads(capsys
 @pytest.mark.slow
 def test_the_twin_is_the_same_training_without_growth(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     twin, alone = read_story(finished / "twin"), Path("alone")
-    assert main(["grow", *OPTIONS[:2], "--controller", "never", *OPTIONS[4:], "--epochs", "6", "--run", str(alone), "--json"]) == 0
+    assert main(["grow", *OPTIONS[:2], "--controller", "never", *OPTIONS[4:], "--epochs", str(EPOCHS), "--run", str(alone), "--json"]) == 0
     result = last_line(capsys.readouterr().out)
     assert twin.tested is not None
     assert result["test_loss"] == twin.tested.loss
@@ -271,7 +267,7 @@ def test_a_run_that_cannot_begin_leaves_no_folder_but_one_that_was_there(tmp_pat
 
 def test_a_folder_that_holds_a_run_is_not_trained_in_again(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = (finished / "events.jsonl").read_bytes()
-    assert grow(finished, 6) == 2
+    assert grow(finished, EPOCHS) == 2
     assert "--resume" in capsys.readouterr().err
     assert (finished / "events.jsonl").read_bytes() == before
 
@@ -279,39 +275,17 @@ def test_a_folder_that_holds_a_run_is_not_trained_in_again(finished: Path, capsy
 # Stopping and going on
 
 
-def events_of(folder: Path) -> list[dict[str, Any]]:
-    """Everything that happened, without clocks and without what tells a resumed run from another."""
-    lines = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    kept = [line for line in lines if line["kind"] not in ("header", "resumed", "growth_started")]
-    return [{key: value for key, value in line.items() if key not in CLOCKS | {"run"}} for line in kept]
-
-
-def assert_same_state(one: Path, other: Path) -> None:
-    states = [split(CheckpointStore(folder / CHECKPOINTS, kind=KIND).load("latest").state["grower"]) for folder in (one, other)]
-    assert states[0][1].keys() == states[1][1].keys()
-    for name, tensor in states[0][1].items():
-        assert torch.equal(tensor, states[1][1][name]), name
-
-
-def wait_for(path: Path, timeout_s: float = 60.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not path.exists():
-        assert time.monotonic() < end, f"{path} did not come"
-        time.sleep(0.002)
+def state_of(folder: Path) -> Tree:
+    state: Tree = CheckpointStore(folder / CHECKPOINTS, kind=KIND).load("latest").state["grower"]
+    return state
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_stops_with_a_checkpoint_and_says_how_to_go_on(
     number: signal.Signals, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupt() -> None:
-        wait_for(tmp_path / "run" / CHECKPOINTS / "latest")
-        os.kill(os.getpid(), number)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    assert grow("run", 10_000, "--twin", "--json") == code
-    thread.join()
+    with signal_at_checkpoint(number, tmp_path / "run"):
+        assert grow("run", 10_000, "--twin", "--json") == code
     shown = capsys.readouterr().out
     assert "esper grow --resume --run run" in shown
     result = last_line(shown)
@@ -335,7 +309,7 @@ def test_a_run_that_is_interrupted_and_resumed_equals_one_that_was_not(tmp_path:
     assert main(["grow", "--resume", "--run", str(tmp_path / "stopped")]) == 0
     for part in ("", "twin"):
         assert events_of(tmp_path / "stopped" / part) == events_of(tmp_path / "whole" / part)
-        assert_same_state(tmp_path / "stopped" / part, tmp_path / "whole" / part)
+        assert_same_tensors(state_of(tmp_path / "stopped" / part), state_of(tmp_path / "whole" / part))
 
 
 @pytest.mark.slow
@@ -357,14 +331,13 @@ def test_a_run_that_had_finished_says_so_and_goes_on_for_more_epochs(capsys: pyt
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--seed", "4"], "seed is 0 in the run in run and cannot become 4"),
+        (["--seed", "4"], "seed is 0 in the run in "),
         (["--host", "right"], "host is 'starved'"),
         (["--epochs", "4"], "is made for 1 epochs"),
     ],
 )
-def test_what_a_run_was_made_with_cannot_change(more: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert grow("run", 1, "--schedule", "cosine") == 0
-    assert main(["grow", "--resume", "--run", "run", *more]) == 2
+def test_what_a_run_was_made_with_cannot_change(more: list[str], message: str, scheduled: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["grow", "--resume", "--run", str(scheduled), *more]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -469,7 +442,7 @@ def view_of(story_of: Path, width: int) -> str:
 
 def drawn(progress: Progress, width: int) -> str:
     console = Console(record=True, width=width, file=io.StringIO())
-    console.print(live_view(progress, width))
+    console.print(progress.view(width))
     return console.export_text()
 
 
@@ -477,7 +450,7 @@ def drawn(progress: Progress, width: int) -> str:
 def test_the_live_view_fits_the_terminal(finished: Path, width: int) -> None:
     shown = view_of(finished, width)
     assert all(len(line) <= width for line in shown.splitlines())
-    assert "epoch 6/6" in shown
+    assert f"epoch {EPOCHS}/{EPOCHS}" in shown
     assert "…" not in next(line for line in shown.splitlines() if "FOSSILIZED" in line)
     assert "double_conv3x3" in shown
     assert ("[+" in shown) == (width == 120), "the interval is written out where there is room"
@@ -503,38 +476,27 @@ def test_long_names_and_many_slots_still_fit() -> None:
 
 def test_plain_lines_tell_every_change_with_its_reason(finished: Path) -> None:
     stream = io.StringIO()
-    lines = PlainLines("digits", stream, every_s=1e9)
-    for record in read(finished / "events.jsonl"):
-        lines.write(record)
-    lines.close()
+    show(finished, PlainLines(Progress("digits"), stream, every_s=1e9))
     shown = stream.getvalue()
     assert "digits: 1,702 parameters, 3 slots on cpu" in shown
     assert "epoch 1: blocks.0 double_conv3x3 GERMINATED: planned for epoch 1" in shown
     assert "KEPT: as planned; it gives" in shown
-    assert shown.count("epoch 6/6") == 1
+    assert shown.count(f"epoch {EPOCHS}/{EPOCHS}") == 1
 
 
 def test_what_the_probe_saw_is_a_line() -> None:
     stream = io.StringIO()
     promises = {"a": {"norm": 0.001, "conv3x3": 0.02}, "b": {"norm": 0.03}}
-    PlainLines("digits", stream).write(Record(time=0.0, run="run", rank=0, event=Probed(epoch=4, promises=promises)))
+    PlainLines(Progress("digits"), stream).write(Record(time=0.0, run="run", rank=0, event=Probed(epoch=4, promises=promises)))
     assert "epoch 4: the probe saw norm after b 0.03000, conv3x3 after a 0.02000 nats per step" in stream.getvalue()
 
 
 def test_the_live_view_ends_with_the_last_state(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
     stream = Terminal()
-    view = LiveView("digits [bold]", stream)
-    for record in read(finished / "events.jsonl"):
-        view.write(record)
-    view.close()
+    show(finished, LiveView(Progress("digits [bold]"), stream))
     assert "digits [bold]" in stream.getvalue(), "a title is no markup"
-    assert "epoch 6/6" in stream.getvalue().rpartition("train")[0].splitlines()[-1]
+    assert f"epoch {EPOCHS}/{EPOCHS}" in stream.getvalue().rpartition("train")[0].splitlines()[-1]
 
 
 def test_the_report_of_a_run_is_written_again(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import math
 import os
 import random
@@ -11,20 +10,18 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 import torch
 
 from esper.checkpoint import CheckpointStore, Tree
-from esper.checkpoint.tree import split
 from esper.cli.main import main
-from esper.cli.progress import LiveProgress, PlainProgress
+from esper.cli.ppo_progress import Progress
+from esper.cli.progress import LiveView, PlainLines
 from esper.config import load
 from esper.events import Record, SinkFailed, read
 from esper.rl import RunError, TrainConfig, load_policy, resume_run, train_run
@@ -35,6 +32,7 @@ from esper.rl.events import Update
 from esper.rl.run_events import CheckpointRefused
 from esper.run_folder import CHECKPOINTS
 from esper.vecenv import make
+from tests.commands import Terminal, assert_same_state, events_of, last_line, show, signal_at_checkpoint, wait_for
 
 UPDATE_STEPS = 4 * 16
 CONFIG = TrainConfig(
@@ -52,12 +50,7 @@ OPTIONS = [
     "--env-args", "delay=3", "--num-envs", "4", "--device", "cpu", "--threads", "1", "--checkpoint-every", "3", "--eval-episodes", "8",
     "--num-steps", "16", "--num-minibatches", "2", "--num-epochs", "2", "--hidden-size", "8", "--encoder-sizes", "8",
 ]  # fmt: skip
-CLOCKS = {"time", "steps_per_second", "collect_seconds", "update_seconds"}
-
-
-@pytest.fixture(autouse=True)
-def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 
 @pytest.fixture(scope="module")
@@ -72,19 +65,8 @@ def train(folder: str | Path, updates: int, *more: str) -> int:
     return main(["ppo", "train", "cue", *OPTIONS, "--total-steps", str(updates * UPDATE_STEPS), "--run", str(folder), *more])
 
 
-def events_of(folder: Path) -> list[dict[str, Any]]:
-    """Everything that happened, without clocks and without what tells a resumed run from another."""
-    lines = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    kept = [line for line in lines if line["kind"] not in ("header", "resumed", "run_started", "checkpoint_refused")]
-    return [{key: value for key, value in line.items() if key not in CLOCKS | {"run"}} for line in kept]
-
-
 def assert_same_learner(one: Path, other: Path) -> None:
-    states = [split(open_store(folder).load("latest").state["ppo"]) for folder in (one, other)]
-    assert states[0][0] == states[1][0]
-    assert states[0][1].keys() == states[1][1].keys()
-    for name, tensor in states[0][1].items():
-        assert torch.equal(tensor, states[1][1][name]), name
+    assert_same_state(*(open_store(folder).load("latest").state["ppo"] for folder in (one, other)))
 
 
 def after_update(count: int) -> Callable[[], bool]:
@@ -98,7 +80,7 @@ def after_update(count: int) -> Callable[[], bool]:
 def test_a_run_is_trained_evaluated_and_evaluated_again(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert train("run", 10, "--json") == 0
     output = capsys.readouterr().out
-    result = json.loads(output.splitlines()[-1])
+    result = last_line(output)
     assert (result["status"], result["step"], result["evaluation"]["episodes"]) == ("finished", 10 * UPDATE_STEPS, 8)
     assert "esper ppo eval run" in output
     assert load(TrainConfig, tmp_path / "run/config.toml") == CONFIG
@@ -108,7 +90,7 @@ def test_a_run_is_trained_evaluated_and_evaluated_again(capsys: pytest.CaptureFi
     assert kinds[-1] == "evaluated"
 
     assert main(["ppo", "eval", "run", "--episodes", "8", "--json"]) == 0
-    again = json.loads(capsys.readouterr().out.splitlines()[-1])
+    again = last_line(capsys.readouterr().out)
     assert again["mean_return"] == result["evaluation"]["mean_return"]
     assert main(["ppo", "eval", "run", "--episodes", "1", "--checkpoint", "latest", "--stochastic"]) == 0
 
@@ -141,7 +123,7 @@ def test_training_that_diverges_ends_with_1_and_no_traceback(capsys: pytest.Capt
     captured = capsys.readouterr()
     assert captured.err.startswith("error: training failed")
     assert "Traceback" not in captured.err
-    assert "not finite" in json.loads(captured.out.splitlines()[-1])["error"]
+    assert "not finite" in last_line(captured.out)["error"]
 
 
 def test_training_that_stops_itself_leaves_a_checkpoint_and_says_where(
@@ -232,6 +214,7 @@ def test_a_run_stopped_and_resumed_equals_one_that_was_not(finished: Path, tmp_p
     assert_same_learner(tmp_path / "run", finished)
 
 
+@pytest.mark.slow
 def test_a_run_that_died_before_its_first_checkpoint_starts_over(finished: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(finished, tmp_path / "copy")
     shutil.rmtree(copy / CHECKPOINTS)
@@ -303,6 +286,7 @@ def test_a_checkpoint_of_version_1_is_migrated(finished: Path, tmp_path: Path) -
     assert_same_learner(copy, finished)
 
 
+@pytest.mark.slow
 def test_an_environment_that_cannot_be_saved_begins_new_episodes_and_says_so(tmp_path: Path) -> None:
     pytest.importorskip("gymnasium")
     config = msgspec.structs.replace(CONFIG, env="CartPole-v1", env_args={})
@@ -317,18 +301,12 @@ def test_an_environment_that_cannot_be_saved_begins_new_episodes_and_says_so(tmp
 def test_a_signal_stops_after_the_update_with_a_checkpoint(
     number: signal.Signals, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupt() -> None:
-        wait_for(tmp_path / "run" / CHECKPOINTS / "latest")
-        os.kill(os.getpid(), number)
-
     before = signal.getsignal(signal.SIGINT)
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    assert train("run", 100_000, "--json") == code
-    thread.join()
+    with signal_at_checkpoint(number, tmp_path / "run"):
+        assert train("run", 100_000, "--json") == code
     captured = capsys.readouterr()
     assert "esper ppo train --resume --run run" in captured.out
-    result = json.loads(captured.out.splitlines()[-1])
+    result = last_line(captured.out)
     assert result["status"] == "stopped"
     assert open_store(tmp_path / "run").load("latest").step == result["step"]
     assert signal.getsignal(signal.SIGINT) is before
@@ -354,34 +332,20 @@ def test_a_run_killed_at_any_moment_and_resumed_equals_one_that_was_not(tmp_path
     assert_same_learner(tmp_path / "killed", tmp_path / "whole")
 
 
-def wait_for(path: Path, timeout_s: float = 60.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not path.exists():
-        assert time.monotonic() < end, f"{path} did not come"
-        time.sleep(0.002)
-
-
 # What is shown meanwhile
-
-
-def records_of(folder: Path) -> list[Record]:
-    return list(read(folder / "events.jsonl"))
 
 
 def test_plain_progress_is_a_start_lines_in_time_and_an_end(finished: Path) -> None:
     stream = io.StringIO()
-    progress = PlainProgress(stream, every_s=1e9)
-    for record in records_of(finished):
-        progress.write(record)
-    progress.close()
+    show(finished, PlainLines(Progress(), stream, every_s=1e9))
     lines = stream.getvalue().splitlines()
     assert len(lines) == 2
     assert "cue: 4 environments on cpu" in lines[0]
     assert "done        100%  step 640  return" in lines[1]
 
     often = io.StringIO()
-    progress = PlainProgress(often, every_s=0.0)
-    for record in records_of(finished):
+    progress = PlainLines(Progress(), often, every_s=0.0)
+    for record in read(finished / "events.jsonl"):
         progress.write(record)
     assert len(often.getvalue().splitlines()) == 1 + 10
     assert "training     90%" in often.getvalue()
@@ -391,20 +355,16 @@ def test_plain_progress_is_a_start_lines_in_time_and_an_end(finished: Path) -> N
 def test_a_sink_that_was_switched_off_is_shown() -> None:
     stream = io.StringIO()
     event = SinkFailed(sink="WandbSink", error="no route to host")
-    PlainProgress(stream).write(Record(time=0.0, run="run", rank=0, event=event))
+    PlainLines(Progress(), stream).write(Record(time=0.0, run="run", rank=0, event=event))
     assert "WandbSink failed and was switched off, training goes on: no route to host" in stream.getvalue()
 
 
 def test_live_progress_shows_each_head_and_ends_with_the_last_state(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
 
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
     stream = Terminal()
-    progress = LiveProgress(stream)
-    for record in records_of(finished):
+    progress = LiveView(Progress(), stream)
+    for record in read(finished / "events.jsonl"):
         if isinstance(record.event, Update):
             record = msgspec.structs.replace(record, event=msgspec.structs.replace(record.event, entropy={"kind": 0.25, "item": 0.5}))
         progress.write(record)

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 import msgspec
 import pytest
 import tyro
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from esper.config import (
@@ -218,7 +218,6 @@ runs = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(runs)
 def test_toml_gives_the_same_config_back(run: Run) -> None:
     assert from_mapping(Run, tomllib.loads(to_toml(run))) == run

@@ -82,7 +82,7 @@ def test_every_line_names_kind_time_run_rank_and_env_first(path: Path) -> None:
         assert list(json.loads(line))[:5] == ["kind", "time", "run", "rank", "env"]
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     loss=st.floats(), parts=st.dictionaries(st.text(), st.floats()), label=st.none() | st.text() | st.sampled_from(["nan", "inf", "null"])
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,12 @@ import torch
 with pytest.MonkeyPatch.context() as patch:  # scripts: they find one another by path
     patch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
     import fleet as fleet_benchmark
+    import fleet_loop
+    from clock import Parts
+    from floor import least_bytes
 
 from esper.fleet import TaskTensors
+from esper.tasks import ConvHost
 
 TINY = ["--hosts", "3", "--batch", "4", "--steps", "2", "--repeats", "2", "--threads", "1", "--channels", "2-3"]
 
@@ -31,6 +36,8 @@ def test_every_way_is_measured_with_every_kind_of_seeds(tmp_path: Path, capsys: 
         assert len(record["seconds"]) == 2
         assert record["ratio_to_streams"] is None
     assert records[0]["ratio_to_sequential"] == 1
+    assert [record["way"] for record in records if "floor_samples_per_s" in record] == ["fleet"]
+    assert records[1]["distance_from_floor"] == pytest.approx(records[1]["floor_samples_per_s"] / records[1]["samples_per_s"], rel=1e-4)
     assert len(capsys.readouterr().out.splitlines()) == len(records)
 
 
@@ -45,7 +52,18 @@ def test_the_ways_train_the_same_hosts_on_the_same_batches_with_the_same_seeds()
     task = fleet_benchmark.synthetic_task((1, 8, 8), batch=4)
     tensors = TaskTensors.of(task, device=torch.device("cpu"), dtype=torch.float32)
     plans = fleet_benchmark.plans("one per slot", 3, ["blocks.0", "blocks.1"], ["norm", "conv3x3"])
-    setup = fleet_benchmark.Setup(task, tensors, torch.device("cpu"), 3, 4, 5, "2-3", "float32", plans)
+    setup = fleet_benchmark.Setup(
+        task=task,
+        tensors=tensors,
+        device=torch.device("cpu"),
+        hosts=3,
+        batch=4,
+        steps=5,
+        steps_alone=5,
+        channels="2-3",
+        precision="float32",
+        plans=plans,
+    )
     alone, together = fleet_benchmark.Sequential(setup), fleet_benchmark.Together(setup)
     for way in (alone, together):
         way.turn()
@@ -60,3 +78,46 @@ def test_plans_mix_slots_and_blueprints(seeds: str, count: int) -> None:
     assert {len(plan) for plan in plans} == {count}
     planted = {(slot, blueprint) for plan in plans for _, slot, blueprint in plan}
     assert len(planted) == (12 if count else 0)
+
+
+def test_the_floor_counts_every_convolution_at_the_size_that_it_works_on() -> None:
+    pooled = ConvHost(3, 10, (8, 16), pool=(True, False))
+    put_out = 8 * 32 * 32 + 16 * 16 * 16
+    assert least_bytes(pooled, (3, 32, 32), "float32") == 4 * (7 * put_out + 2 * 3 * 32 * 32)
+    assert least_bytes(ConvHost(1, 2, (4,), pool=(True,), spatial=1), (1, 64), "bfloat16") == 2 * (7 * 4 * 64 + 2 * 64)
+
+
+def test_the_whole_loop_is_measured_with_about_one_seed_in_every_host(tmp_path: Path) -> None:
+    path = tmp_path / "loop.jsonl"
+    tiny = ["--shape", "1x8x8", "--channels", "2-3", "--hosts", "4", "--batch", "4", "--steps", "2", "--horizon", "6", "--samples", "16"]
+    fleet_loop.main([*tiny, "--validation", "8", "--rounds", "1", "--threads", "1", "--output", str(path)])
+    first, found = [json.loads(line) for line in path.read_text().splitlines()]
+    assert first["torch"] == torch.__version__
+    assert found["twins"] == 1
+    assert found["samples_per_s"] == pytest.approx(found["decided_samples_per_s"] * 5 / 4, rel=1e-4)
+    assert found["decided_samples_per_s"] * found["seconds"] == pytest.approx(4 * 4 * 2 * 6, rel=1e-4)
+    assert found["decisions_per_s"] * found["seconds"] == pytest.approx(4 * 7, rel=1e-4)
+    assert 0.5 < found["living_seeds_per_host"] <= 1
+    assert set(found["seconds_by_part"]) == {"else", *(part for part, _, _ in fleet_loop.TIMED)}
+    assert all(seconds > 0 for seconds in found["seconds_by_part"].values())
+
+
+def test_the_time_of_a_part_within_another_is_its_own() -> None:
+    class Work:
+        def outer(self) -> None:
+            self.inner()
+            time.sleep(0.02)
+
+        def inner(self) -> None:
+            time.sleep(0.05)
+
+    parts = Parts(torch.device("cpu"))
+    began = time.perf_counter()
+    with parts.watching([("outside", Work, "outer"), ("inside", Work, "inner")]):
+        Work().outer()
+    assert parts.seconds["inside"] >= 0.05
+    assert parts.seconds["outside"] >= 0.02
+    assert sum(parts.seconds.values()) <= time.perf_counter() - began
+    before = dict(parts.seconds)
+    Work().outer()  # nobody watches any more
+    assert parts.seconds == before

@@ -28,6 +28,8 @@ with pytest.MonkeyPatch.context() as patch:  # scripts: they find one another by
 
 PLAN = [(1, "blocks.0", "conv3x3"), (1, "blocks.1", "norm")]
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def _threads() -> Iterator[None]:
@@ -131,7 +133,6 @@ def test_a_sweep_takes_the_best_by_validation_and_pays_for_all(tmp_path: Path) -
     assert summary["rows"]["sweep"]["train_gflops"] > summary["rows"]["width 8"]["train_gflops"]
 
 
-@pytest.mark.slow
 def test_events_happen_and_the_shadow_is_not_noticed(tmp_path: Path) -> None:
     path = tmp_path / "jumps.jsonl"
     timeline = ["--first", "1", "--gap", "2", "--window", "6"]
@@ -180,7 +181,6 @@ def test_a_straight_through_seed_learns_and_its_host_does_not_notice(small: Task
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
 
-@pytest.mark.slow
 def test_all_ways_to_raise_a_seed_are_compared(tmp_path: Path) -> None:
     path = tmp_path / "raise.jsonl"
     growth_raise.main(["--seeds", "1", "--epochs", "7", "--jobs", "1", "--out", str(path)])

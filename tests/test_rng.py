@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from esper.rng import Streams
@@ -19,12 +19,12 @@ def draws(streams: Streams, name: str) -> tuple[list[float], list[float], int]:
     return torch.rand(4, generator=streams.torch(name)).tolist(), streams.numpy(name).random(4).tolist(), streams.integer(name)
 
 
-@settings(deadline=None)
 @given(seed=st.integers(0, 2**128), name=st.text(st.characters(exclude_categories=["Cs"]), max_size=9))
 def test_the_same_seed_and_name_give_the_same_streams(seed: int, name: str) -> None:
     assert draws(Streams(seed), name) == draws(Streams(seed), name)
 
 
+@pytest.mark.slow
 def test_streams_are_the_same_in_another_process() -> None:
     code = "from esper.rng import Streams; print(Streams(3).integer('env'), Streams(3).numpy('x').integers(10**9))"
     answer = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -46,7 +46,6 @@ def assert_moments(moments: Moments, expected: Tensor) -> None:
 # Moments
 
 
-@settings(deadline=None)
 @given(
     shape=st.sampled_from(SHAPES),
     sizes=st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any),
@@ -62,7 +61,6 @@ def test_rows_in_any_split_give_the_moments_of_one_batch(shape: tuple[int, ...],
     assert moments.count == sum(sizes)
 
 
-@settings(deadline=None)
 @given(mask=st.lists(st.booleans(), min_size=1, max_size=12), shape=st.sampled_from(SHAPES), seed=st.integers(0, 99))
 @pytest.mark.parametrize("kind", [RunningMoments, ExponentialMoments])
 def test_a_mask_equals_filtering(kind: type[Moments], mask: list[bool], shape: tuple[int, ...], seed: int) -> None:
@@ -342,7 +340,6 @@ def test_holm_by_hand() -> None:
         holm([0.5, 1.5])
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
 def test_holm_never_shrinks_a_p_value_and_keeps_their_order(p_values: list[float]) -> None:
     adjusted = holm(p_values)

@@ -456,6 +456,7 @@ def test_an_unknown_name_is_answered_with_the_nearest_known_ones(wanted, near):
         make(wanted, 2)
 
 
+@pytest.mark.slow
 def test_without_gymnasium_the_built_in_environments_work_and_the_others_say_what_to_install():
     script = """
 import sys

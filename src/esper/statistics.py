@@ -9,6 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
@@ -285,6 +286,7 @@ def wilson_interval(successes: int, trials: int, *, confidence: float = 0.95) ->
     return Interval(rate, min(max(center - reach, 0.0), rate), max(min(center + reach, 1.0), rate))
 
 
+@lru_cache(maxsize=1024)  # whoever measures again and again asks for the same few
 def student_quantile(probability: float, freedom: float) -> float:
     """The number below which Student's t with `freedom` degrees falls with `probability`."""
     normal = NormalDist().inv_cdf(probability)

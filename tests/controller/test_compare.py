@@ -19,6 +19,8 @@ from esper.fleet.config import FleetConfig
 from esper.growth.config import GrowthConfig, Lifecycle
 from esper.tasks import load_task
 
+pytestmark = pytest.mark.slow
+
 CONFIG = CompareConfig(
     controllers=("never", "random", "schedule"),
     hosts=("3-4-6",),

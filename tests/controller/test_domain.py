@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -73,6 +74,14 @@ def test_everything_drawn_lies_in_its_range_and_reaches_both_ends_of_it() -> Non
 def test_every_architecture_is_drawn() -> None:
     found = {(fleet.task, fleet.host) for fleet in drawn(rounds=100, hosts=2)}
     assert found == {(task, host) for task in CONFIG.tasks for host in CONFIG.hosts}
+
+
+def test_tasks_take_turns_and_no_architecture_comes_twice_before_all_have_come() -> None:
+    fleets = drawn(DomainConfig(fleets=1), rounds=36, hosts=2)
+    assert all(one.task != next_one.task for one, next_one in pairwise(fleets))
+    cycles = [[(fleet.task, fleet.host) for fleet in fleets[start : start + 12]] for start in (0, 12, 24)]
+    assert all(len(set(cycle)) == 12 for cycle in cycles)
+    assert cycles[0] != cycles[1]
 
 
 def test_half_of_the_learning_rates_lie_below_the_middle_of_the_log_scale() -> None:

@@ -17,14 +17,15 @@ from esper.growth.config import GovernorConfig, GrowthConfig, Lifecycle
 from esper.growth.lifecycle import Stage
 from esper.growth.state import Cost, GrowthState
 from esper.rl.distributions import ActionDistribution
+from esper.rl.staging import Staging
 from esper.tasks import load_task
 from esper.vecenv import Actions, Timestep, check_env
 
-HORIZON = 4
+HORIZON = 3
 CONFIG = ControllerConfig(
     hosts=6,
     domain=DomainConfig(hosts=("2-3-4", "3-4-6"), held_out_hosts=(), fleets=2, hosts_per_twin=3, horizon=(HORIZON, HORIZON)),
-    fleet=FleetConfig(batch_size=16, steps_per_decision=3, validation_samples=100, validation_batch=50),
+    fleet=FleetConfig(batch_size=16, steps_per_decision=2, validation_samples=50, validation_batch=25),
     growth=GrowthConfig(blueprints=("norm", "conv3x3"), lifecycle=Lifecycle(holding_epochs=1, embargo_epochs=1, withdraw_epochs=1)),
 )
 
@@ -55,6 +56,23 @@ def test_it_keeps_the_contract_of_environments() -> None:
     check_env(make_env(), steps=HORIZON + 3)
 
 
+def test_what_is_sent_in_one_transfer_is_what_was_observed() -> None:
+    plain, sent = make_env(), make_env()
+    sent._staging = Staging(torch.device("cpu"))
+    policy, steps = RandomPolicy(plain), (plain.reset(3), sent.reset(3))
+    for _ in range(HORIZON + 2):
+        one, other = (_flat(step) for step in steps)
+        assert one.keys() == other.keys()
+        assert all(torch.equal(value, other[name]) and value.dtype == other[name].dtype for name, value in one.items())
+        actions = policy(steps[0])
+        steps = (plain.step(actions), sent.step(actions))
+
+
+def _flat(step: Timestep) -> dict[str, torch.Tensor]:
+    parts = {"reward": step.reward, "terminated": step.terminated, "truncated": step.truncated, **step.obs, **step.masks}
+    return parts if step.valid is None else {**parts, "valid": step.valid}
+
+
 def test_a_life_has_a_decision_before_every_stretch_and_one_after_the_last() -> None:
     env = make_env()
     step = env.reset(0)
@@ -81,7 +99,7 @@ def test_who_never_grows_earns_nothing_and_ends_as_its_twin() -> None:
 
 
 @pytest.mark.parametrize("family", ["loss", "contribution"])
-@pytest.mark.parametrize("is_sparse", [False, True])
+@pytest.mark.parametrize("is_sparse", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_rewards_add_up_to_what_a_host_is_worth_at_the_end(family: str, is_sparse: bool) -> None:
     env = make_env(msgspec.structs.replace(CONFIG, reward=RewardConfig(family=family, is_sparse=is_sparse)))
     step, policy = env.reset(1), RandomPolicy(env, seed=1)
@@ -127,6 +145,7 @@ def test_new_hosts_are_drawn_when_all_of_a_squad_have_ended() -> None:
     assert all(squad.fleet.rows[0].plot.epoch == 0 for squad in env.squads)
 
 
+@pytest.mark.slow
 def test_it_goes_on_from_a_saved_state_bit_for_bit_with_seeds_alive() -> None:
     env = make_env()
     step, policy = env.reset(0), RandomPolicy(env)

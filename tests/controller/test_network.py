@@ -130,9 +130,9 @@ def test_a_host_without_slots_can_wait_and_nothing_else() -> None:
 
 def test_no_masked_choice_is_ever_drawn() -> None:
     policy = policy_for(slots=4, blueprints=6)
-    obs, masks = seen(2_000, slots=4, blueprints=6)
+    obs, masks = seen(500, slots=4, blueprints=6)
     actions, _ = policy.act(obs, masks=masks, generator=generator())
-    rows, op, slot = torch.arange(2_000), actions["op"], actions["slot"]
+    rows, op, slot = torch.arange(500), actions["op"], actions["slot"]
     assert masks["op"][rows, op].all()
     acted = op != Op.WAIT
     assert masks["slot"][rows, op, slot][acted].all()
@@ -142,7 +142,7 @@ def test_no_masked_choice_is_ever_drawn() -> None:
 
 
 def test_a_new_policy_is_nearly_indifferent() -> None:
-    policy = make_policy(SlotNetworkConfig(), MEMORY, slots=SLOTS, blueprints=BLUEPRINTS, generator=generator())
+    policy = make_policy(SlotNetworkConfig(prune_bias=0.0), MEMORY, slots=SLOTS, blueprints=BLUEPRINTS, generator=generator())
     obs, masks = seen()
     with torch.no_grad():
         features, _ = policy.step(obs, policy.initial_state(16))
@@ -150,6 +150,16 @@ def test_a_new_policy_is_nearly_indifferent() -> None:
         entropy = policy.distribution.evaluate(policy.decide(features), choice, masks).entropy
     several = masks["op"].sum(-1) > 1
     assert (entropy[several, 0] > 0.98).all()
+
+
+def test_a_new_policy_prunes_as_seldom_as_its_bias_says() -> None:
+    policy = make_policy(SlotNetworkConfig(prune_bias=-2.0), MEMORY, slots=SLOTS, blueprints=BLUEPRINTS, generator=generator())
+    obs, masks = seen()
+    probability = judged(policy, obs, masks)[0]["op"]
+    can_prune = masks["op"][:, Op.PRUNE]
+    assert can_prune.any()
+    odds = probability[can_prune, Op.PRUNE] / probability[can_prune, Op.WAIT]
+    assert torch.allclose(odds.log(), torch.tensor(-2.0), atol=0.2)
 
 
 def test_building_a_network_leaves_the_global_generator_alone() -> None:

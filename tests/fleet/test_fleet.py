@@ -89,6 +89,7 @@ def test_a_host_that_fails_again_and_again_is_given_up_and_the_others_go_on() ->
     assert fleet.advance() == [1]
 
 
+@pytest.mark.slow
 def test_a_seed_that_explodes_is_rolled_back_as_in_a_host_alone() -> None:
     """The loss stays finite, so that a host alone is judged at the end of the epoch too."""
     task = small_task()
@@ -232,7 +233,7 @@ def test_losses_are_those_of_the_host_with_what_it_has_kept() -> None:
 # Saving
 
 
-@pytest.mark.parametrize("lifecycle", [QUICK, SHADOW], ids=["joint", "shadow"])
+@pytest.mark.parametrize("lifecycle", [QUICK, pytest.param(SHADOW, marks=pytest.mark.slow)], ids=["joint", "shadow"])
 def test_a_saved_fleet_goes_on_bit_for_bit_with_seeds_alive(lifecycle: Lifecycle) -> None:
     growth = GrowthConfig(lifecycle=lifecycle)
     settings = settings_of(3, horizon=9)
@@ -286,7 +287,7 @@ def named_as(state: Any, dtype: torch.dtype) -> Any:
     return {name.replace("torch.float64", str(dtype)): named_as(value, dtype) for name, value in state.items()}
 
 
-@pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-5), ("bfloat16", 2e-2)])
+@pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-5), pytest.param("bfloat16", 2e-2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("lifecycle", [QUICK, SHADOW], ids=["joint", "shadow"])
 def test_one_step_in_lower_precision_agrees_with_float64(precision: str, tolerance: float, lifecycle: Lifecycle) -> None:
     growth = GrowthConfig(lifecycle=lifecycle)
@@ -294,7 +295,7 @@ def test_one_step_in_lower_precision_agrees_with_float64(precision: str, toleran
     fleet = make_fleet(settings_of(3, horizon=20), growth, config)
     in_every_slot(fleet, 0)
     in_every_slot(fleet, 1, ("squeeze_excite", "depthwise", "wide_conv3x3"))
-    for _ in range(8):
+    for _ in range(5):
         fleet.advance()
     other = make_fleet(settings_of(3), growth, msgspec.structs.replace(config, precision=precision))
     other.load_state_dict(named_as(copy.deepcopy(fleet.state_dict()), torch.float32))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
 
 import msgspec
 import pytest
@@ -17,20 +16,11 @@ from esper.tasks import ConvHost
 from tests.fleet.test_fleet import in_every_slot, named_as
 from tests.fleet.test_fleet_equals_grower import BATCH, germinate, make_host, small_task
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"), pytest.mark.usefixtures("full_float32")]
 
 CONFIG = FleetConfig(batch_size=BATCH, validation_batch=20, precision="float64")
 JOINT = Lifecycle(holding_epochs=1, embargo_epochs=1)
 SHADOW = Lifecycle(raise_mode="shadow", training_epochs=2, minimum_health=0.0, blend_epochs=1, holding_epochs=1)
-
-
-@pytest.fixture(autouse=True)
-def _exact() -> Iterator[None]:
-    """Products in full float32."""
-    before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def make_fleet(hosts: int, lifecycle: Lifecycle, config: FleetConfig = CONFIG, device: str = "cuda") -> Fleet:
@@ -65,6 +55,22 @@ def test_a_fleet_on_a_gpu_equals_the_same_on_a_cpu(lifecycle: Lifecycle) -> None
     for host, there in zip(fleets[0].rows, fleets[1].rows, strict=True):
         assert [entry.outcome for entry in host.plot.ledger.entries] == [entry.outcome for entry in there.plot.ledger.entries]
         assert there.plot.promises == pytest.approx(host.plot.promises, rel=1e-7)
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("float64", 1e-9), ("float32", 1e-5), ("bfloat16", 2e-2)])
+@pytest.mark.parametrize("lifecycle", [JOINT, SHADOW], ids=["joint", "shadow"])
+def test_steps_that_are_recorded_and_replayed_equal_steps_that_are_not(lifecycle: Lifecycle, precision: str, tolerance: float) -> None:
+    config = msgspec.structs.replace(CONFIG, steps_per_decision=8, precision=precision)
+    fleets = [make_fleet(3, lifecycle, msgspec.structs.replace(config, graphs=graphs)) for graphs in (False, True)]
+    for fleet in fleets:
+        in_every_slot(fleet, 0)
+        fleet.decide({2: Decision(probe=True)})
+        fleet.advance()
+        if precision == "float64":
+            live(fleet)
+    assert [fleet.recordings > 0 for fleet in fleets] == [False, True]
+    for name, tensor in fleets[0].tensors().items():
+        torch.testing.assert_close(fleets[1].tensors()[name], tensor, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("lifecycle", [JOINT, SHADOW], ids=["joint", "shadow"])

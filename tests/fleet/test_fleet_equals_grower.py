@@ -121,7 +121,7 @@ def germinate(slot: str, blueprint: str) -> Germinate:
     return Germinate(slot, "planned", blueprint)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("sgd", marks=pytest.mark.slow)])
 def test_a_row_equals_the_same_host_alone_through_joint_lives(optimizer: str) -> None:
     """Hosts with other seeds in other places at other times, kept, pruned and moved, beside one that never grows."""
     task = small_task()
@@ -143,6 +143,7 @@ def test_a_row_equals_the_same_host_alone_through_joint_lives(optimizer: str) ->
         assert_same(fleet, row, alone(task, setting, script, growth, config), atol=1e-9)
 
 
+@pytest.mark.slow
 def test_a_row_equals_the_same_host_alone_through_lives_in_the_shadow() -> None:
     """Seeds that learn in a second pass, in one slot and in several, behind connected ones and before them."""
     task = small_task()

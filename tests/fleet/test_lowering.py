@@ -46,7 +46,7 @@ def inputs_for(shape: Sequence[int], dtype: torch.dtype = torch.float64, *, requ
 
 def loss_of(outputs: Tensor) -> Tensor:
     """Of one host, [B, ...]; of no symmetry that a norm would hide."""
-    weights = torch.linspace(-1, 2, outputs.numel(), dtype=torch.float64).view(outputs.shape)
+    weights = torch.linspace(-1, 2, outputs.numel(), dtype=torch.float64, device=outputs.device).view(outputs.shape)
     return (outputs.double() * weights).sum() / len(outputs) + outputs.double().pow(2).mean()
 
 
@@ -59,7 +59,7 @@ def assert_rows_equal_hosts(
     convolution: Convolution | None = None,
 ) -> None:
     """Outputs, gradients of weights and inputs, and buffers, after two passes."""
-    rows = ModuleRows.of(hosts)
+    rows = ModuleRows.of(hosts, device=x.device)
     stacked = lower(hosts[0], convolution=convolution)
     close = partial(torch.testing.assert_close, rtol=tolerance, atol=tolerance)
     for _ in range(2):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import pytest
 import torch
@@ -10,7 +12,7 @@ from torch import nn
 from esper.fleet import Fleet, FleetConfig, FleetError, HostSetting, Memory
 from esper.fleet import memory as fleet_memory
 from esper.fleet.data import FleetData
-from esper.fleet.memory import check_fits, free_bytes, in_words
+from esper.fleet.memory import check_fits, free_bytes, in_words, rooms_of_groups
 from esper.growth.config import GovernorConfig, GrowthConfig, Lifecycle
 from esper.growth.decisions import Decision, Germinate
 from tests.fleet.test_fleet_equals_grower import BATCH, SLOTS, make_host, small_task
@@ -143,6 +145,33 @@ def test_the_free_memory_of_this_machine_is_known() -> None:
     free = free_bytes(CPU)
     assert free is None or free > 10**7
     assert fleet_memory.free_bytes(torch.device("meta")) is None
+
+
+def write_group(folder: Path, **values: int | str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, value in values.items():
+        (folder / name.replace("memory_", "memory.")).write_text(f"{value}\n")
+
+
+def test_the_limits_of_all_control_groups_around_a_process_count(tmp_path: Path) -> None:
+    root, membership = tmp_path / "cgroup", tmp_path / "membership"
+    membership.write_text("0::/jobs/mine\n")
+    write_group(root / "jobs/mine", memory_max="max", memory_current=5)
+    write_group(root / "jobs", memory_max=1000, memory_current=700, memory_stat="anon 500\ninactive_file 150\nfile 200")
+    write_group(root / "others", memory_max=1, memory_current=1, memory_stat="")
+    assert list(rooms_of_groups(root, membership)) == [1000 - 700 + 150]
+
+
+def test_a_container_sees_its_own_group_as_the_topmost(tmp_path: Path) -> None:
+    root, membership = tmp_path / "cgroup", tmp_path / "membership"
+    membership.write_text("12:memory:/docker/0123abcd\n3:cpu,cpuacct:/docker/0123abcd\n0::/docker/0123abcd\n")
+    full = {"memory_limit_in_bytes": 100, "memory_usage_in_bytes": 130, "memory_stat": "total_inactive_file 10"}
+    write_group(root / "memory", **full)
+    assert list(rooms_of_groups(root, membership)) == [0]
+
+
+def test_without_control_groups_there_is_no_limit(tmp_path: Path) -> None:
+    assert not list(rooms_of_groups(tmp_path / "cgroup", tmp_path / "membership"))
 
 
 def test_memory_is_told_in_words() -> None:

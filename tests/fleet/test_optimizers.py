@@ -23,7 +23,6 @@ KINDS = [
     (Adam, torch.optim.Adam, {"weight_decay": 0.1}),
     (SGD, torch.optim.SGD, {}),
     (SGD, torch.optim.SGD, {"momentum": 0.9, "weight_decay": 5e-4}),
-    (SGD, torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
 ]
 Kind = tuple[Callable[..., RowOptimizer], Callable[..., torch.optim.Optimizer], dict[str, Any]]
 
@@ -77,37 +76,8 @@ def test_a_step_leaves_the_gradient_as_it_was() -> None:
     gradient = torch.randn(ROWS, WIDTH)
     given = gradient.clone()
     AdamW(torch.randn(ROWS, WIDTH), lr=0.1).step(gradient)
-    SGD(torch.randn(ROWS, WIDTH), lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1).step(gradient)
+    SGD(torch.randn(ROWS, WIDTH), lr=0.1, momentum=0.9, weight_decay=0.1).step(gradient)
     assert torch.equal(gradient, given)
-
-
-def test_a_row_that_was_reset_begins_anew() -> None:
-    flat = torch.randn(ROWS, WIDTH, dtype=torch.float64)
-    optimizer = AdamW(flat, lr=0.1)
-    optimizer.step(torch.randn(ROWS, WIDTH, dtype=torch.float64))
-    optimizer.reset(torch.tensor([2]))
-    fresh = flat.clone()
-    gradient = torch.randn(ROWS, WIDTH, dtype=torch.float64)
-    AdamW(fresh, lr=0.1).step(gradient)
-    optimizer.step(gradient)
-    assert torch.equal(flat[2], fresh[2])
-    assert not torch.equal(flat[1], fresh[1])
-
-
-def test_state_that_was_read_brings_a_row_back_to_the_same_path() -> None:
-    flat, gradients = torch.randn(ROWS, WIDTH), torch.randn(3, ROWS, WIDTH)
-    optimizer = AdamW(flat, lr=torch.tensor(RATES))
-    optimizer.step(gradients[0])
-    chosen = torch.tensor([0, 2])
-    weights, state = flat[chosen].clone(), optimizer.read(chosen)
-    optimizer.step(gradients[1])
-    first = flat[chosen].clone()
-    optimizer.lr.fill_(0.5)
-    optimizer.step(gradients[2])
-    flat[chosen] = weights
-    optimizer.write(chosen, state)
-    optimizer.step(gradients[1])
-    assert torch.equal(flat[chosen], first)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -133,8 +103,3 @@ def test_a_row_that_overflowed_does_not_touch_the_others() -> None:
     norms = clip_rows_(gradient, 1.0)
     assert norms.isfinite().tolist() == [True, False, True]
     torch.testing.assert_close(gradient[[0, 2]], torch.full((2, 4), 0.5), rtol=1e-5, atol=0)
-
-
-def test_nesterov_without_momentum_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"momentum=0\.0"):
-        SGD(torch.zeros(1, 1), lr=0.1, nesterov=True)

@@ -150,6 +150,7 @@ def test_what_is_there_is_not_probed_and_a_host_whose_training_is_over_gets_no_p
     assert not fleet.rows[0].wants_probe
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blending", ["multiply", "gate"])
 def test_a_promise_does_not_depend_on_the_blending(blending: str) -> None:
     """As in a host alone: the branch is asked, and every blending begins with it."""
@@ -161,6 +162,7 @@ def test_a_promise_does_not_depend_on_the_blending(blending: str) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_hosts_that_look_at_different_steps_are_answered_as_alone() -> None:
     """A host in its first epoch is looked at in the first steps of it, the others in their last."""
     task = small_task()

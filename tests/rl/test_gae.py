@@ -1,3 +1,4 @@
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,6 +24,7 @@ def test_advantages_equal_the_textbook_recursion(steps, envs, gamma, lam, seed):
     assert torch.allclose(gae(rewards, values, next_values, ended, gamma=gamma, lam=lam), expected, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_advantages_stay_correct_over_a_very_long_rollout():
     generator = torch.Generator().manual_seed(0)
     rewards, values, next_values = torch.randn(3, 10_000, 2, generator=generator)

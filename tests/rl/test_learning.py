@@ -310,6 +310,7 @@ def test_a_mask_that_allows_nothing_is_an_error_naming_environment_and_head():
         PPO(Counting(masks=masks), config()).collect()
 
 
+@pytest.mark.slow
 def test_a_collapsed_entropy_is_reported():
     events = []
     env = Counting()
@@ -323,6 +324,7 @@ def test_a_collapsed_entropy_is_reported():
     assert warned[-1].value < warned[-1].threshold
 
 
+@pytest.mark.slow
 def test_an_entropy_floor_keeps_a_head_open_until_it_sinks():
     def entropies(updates: int = 12, **changes) -> list[float]:
         env = Counting()

@@ -108,6 +108,7 @@ def test_what_overflows_at_a_scale_of_one_is_a_skip() -> None:
     assert scale.scale.item() == 1.0
 
 
+@pytest.mark.slow
 def test_resuming_goes_on_with_the_scale_bit_for_bit(tmp_path: Path) -> None:
     def trained(ppo: PPO, updates: int) -> PPO:
         for _ in range(updates):

@@ -226,6 +226,7 @@ def test_a_text_is_cut_in_order_and_targets_are_the_next_characters(tmp_path: Pa
     assert torch.equal(load_task("text", data_dir=tmp_path / "input.txt", sequence_length=9).train.inputs, task.train.inputs)
 
 
+@pytest.mark.slow
 def test_without_a_file_the_text_is_that_of_the_standard_library() -> None:
     task, again = load_task("text"), load_task("text")
     assert torch.equal(task.train.inputs, again.train.inputs)
@@ -237,6 +238,7 @@ def test_without_a_file_the_text_is_that_of_the_standard_library() -> None:
     assert counts == sorted(counts)
 
 
+@pytest.mark.slow
 def test_a_starved_language_host_learns_a_simple_text(tmp_path: Path) -> None:
     (tmp_path / "input.txt").write_text("to be or not to be, " * 300)
     task = load_task("text", data_dir=tmp_path, sequence_length=20, batch_size=32)

@@ -152,6 +152,7 @@ def test_evaluation_on_nothing_is_refused() -> None:
         load_task("digits").evaluate(nn.Identity(), [])
 
 
+@pytest.mark.slow
 def test_a_starved_host_learns_the_digits_far_beyond_guessing_in_five_epochs() -> None:
     task = load_task("digits")
     host = task.make_host("starved", seed=0)

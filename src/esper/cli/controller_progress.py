@@ -1,36 +1,26 @@
-"""What a user sees while a controller is trained: a live view on a terminal, plain lines elsewhere. Both are folds over events."""
+"""What a user sees while a controller is trained."""
 
 from __future__ import annotations
 
 import math
-import sys
-import time
 from collections import deque
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
+from rich.console import Group, RenderableType
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from esper.cli import progress as ppo
-from esper.cli.progress import PLAIN_EVERY_S, duration
+from esper.cli import ppo_progress
+from esper.cli.ppo_progress import BAR_WIDTH
+from esper.cli.progress import duration
 from esper.controller.events import RoundEnded
-from esper.events import Record, Sink, read
-from esper.rl.events import Update
+from esper.events import Record, read
 from esper.rl.run_events import RunStarted
 from esper.run_folder import EVENTS
 
-_BAR_WIDTH = 12
 _RECENT_FLEETS = 10  # whose ends are what is shown
-
-
-def progress_sink(stream: TextIO | None = None) -> Sink:
-    """The display that fits the stream; standard output unless told."""
-    stream = stream or sys.stdout
-    return LiveView(stream) if stream.isatty() else PlainLines(stream)
 
 
 class Recent(NamedTuple):
@@ -50,17 +40,17 @@ class Recent(NamedTuple):
         return f"{nats}  {self.grown} seeds grown, {self.kept} kept  in {self.hosts} hosts"
 
 
-class Progress(ppo.Progress):
+class Progress(ppo_progress.Progress):
     """Where the training stands. A round is an update of the learner; fleets come to their ends in their own time."""
 
     def __init__(self) -> None:
         super().__init__()
         self._ended: deque[RoundEnded] = deque(maxlen=_RECENT_FLEETS)
 
-    def take(self, record: Record) -> None:
-        super().take(record)
+    def take(self, record: Record) -> bool:
         if isinstance(record.event, RoundEnded):
             self._ended.append(record.event)
+        return super().take(record)
 
     @property
     def left(self) -> str:
@@ -118,6 +108,36 @@ class Progress(ppo.Progress):
         speed["memory_per_host"] = self.memory_per_host
         return {"rounds": self.update.update, **self.recent._asdict(), **learner, **speed}
 
+    def notice(self, record: Record) -> str | None:
+        if not isinstance(record.event, RunStarted):
+            return super().notice(record)
+        started = record.event
+        rounds = -(-started.total_steps // started.steps_per_update)
+        what = f"a controller of {started.parameters:,} parameters, for {started.num_envs} hosts at once on {started.device}"
+        return f"{what}: {rounds} rounds of {started.steps_per_update:,} decisions; Ctrl-C stops after the round"
+
+    def line(self) -> str:
+        return f"{self.rounds}  {self.recent.in_words()}  entropy {self.entropy}  {self.health}  {self.speed}  {self.left}"
+
+    def view(self, width: int) -> RenderableType:
+        assert self.update is not None
+        heading = Table.grid(padding=(0, 2, 0, 0))
+        heading.add_row(
+            ProgressBar(total=1.0, completed=self.share, width=BAR_WIDTH),
+            Text(self.rounds, style="bold", no_wrap=True),
+            Text(self.left, no_wrap=True),
+            Text(self.speed, style="dim", no_wrap=True),
+        )
+        seconds = f"{duration(self.update.collect_seconds)} of training hosts, {duration(self.update.update_seconds)} of learning"
+        rows = Table.grid(padding=(0, 2, 0, 0))
+        rows.add_column(no_wrap=True, style="dim")
+        rows.add_column(overflow="fold")
+        rows.add_row("hosts", Text(self.recent.in_words()))
+        rows.add_row("entropy", Text(self.entropy))
+        rows.add_row("learner", Text(self.health))
+        rows.add_row("a round", Text(seconds))
+        return Group(heading, rows)
+
 
 def read_progress(folder: Path) -> Progress:
     """Where the training in this folder stands."""
@@ -125,92 +145,3 @@ def read_progress(folder: Path) -> Progress:
     for record in read(folder / EVENTS):
         progress.take(record)
     return progress
-
-
-def notice(record: Record) -> str | None:
-    """What is worth a line of its own."""
-    if not isinstance(record.event, RunStarted):
-        return ppo.notice(record)
-    started = record.event
-    rounds = -(-started.total_steps // started.steps_per_update)
-    what = f"a controller of {started.parameters:,} parameters, for {started.num_envs} hosts at once on {started.device}"
-    return f"{what}: {rounds} rounds of {started.steps_per_update:,} decisions; Ctrl-C stops after the round"
-
-
-class PlainLines:
-    """Lines for a log file: at the start, after rounds, every few seconds at most, and at the end."""
-
-    def __init__(self, stream: TextIO, *, every_s: float = PLAIN_EVERY_S) -> None:
-        self._stream, self._every_s = stream, every_s
-        self._progress = Progress()
-        self._printed_at = time.monotonic()
-        self._has_news = False
-
-    def write(self, record: Record) -> None:
-        self._progress.take(record)
-        line = notice(record)
-        if line is not None:
-            self._print(line)
-        if isinstance(record.event, Update):
-            self._has_news = True
-            if time.monotonic() - self._printed_at >= self._every_s:
-                self._print_state()
-
-    def close(self) -> None:
-        self._progress.is_over = True
-        if self._has_news:
-            self._print_state()
-
-    def _print_state(self) -> None:
-        self._has_news, self._printed_at = False, time.monotonic()
-        progress = self._progress
-        learner = f"entropy {progress.entropy}  {progress.health}"
-        self._print(f"{progress.rounds}  {progress.recent.in_words()}  {learner}  {progress.speed}  {progress.left}")
-
-    def _print(self, line: str) -> None:
-        print(f"{time.strftime('%H:%M:%S')}  {line}", file=self._stream, flush=True)
-
-
-class LiveView:
-    """Drawn again after every round."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._console = Console(file=stream)
-        self._progress = Progress()
-        self._live = Live(console=self._console, auto_refresh=False)
-
-    def write(self, record: Record) -> None:
-        self._progress.take(record)
-        line = notice(record)
-        if line is not None:
-            self._console.print(line, highlight=False, markup=False)
-        if isinstance(record.event, Update):
-            self._live.start()  # not earlier: it hides the cursor, and a run that never starts would not show it again
-            self._live.update(live_view(self._progress), refresh=True)
-
-    def close(self) -> None:
-        self._progress.is_over = True
-        if self._progress.update is not None:
-            self._live.update(live_view(self._progress), refresh=True)
-        self._live.stop()
-
-
-def live_view(progress: Progress) -> RenderableType:
-    """The whole display, after at least one round."""
-    update = progress.update
-    assert update is not None
-    heading = Table.grid(padding=(0, 2, 0, 0))
-    heading.add_row(
-        ProgressBar(total=1.0, completed=progress.share, width=_BAR_WIDTH),
-        Text(progress.rounds, style="bold", no_wrap=True),
-        Text(progress.left, no_wrap=True),
-        Text(progress.speed, style="dim", no_wrap=True),
-    )
-    rows = Table.grid(padding=(0, 2, 0, 0))
-    rows.add_column(no_wrap=True, style="dim")
-    rows.add_column(overflow="fold")
-    rows.add_row("hosts", Text(progress.recent.in_words()))
-    rows.add_row("entropy", Text(progress.entropy))
-    rows.add_row("learner", Text(progress.health))
-    rows.add_row("a round", Text(f"{duration(update.collect_seconds)} of training hosts, {duration(update.update_seconds)} of learning"))
-    return Group(heading, rows)

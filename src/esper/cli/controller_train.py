@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from esper.cli.controller_arguments import ControllerArguments, train_defaults, train_words
-from esper.cli.outcome import FAILED, INTERRUPTED, CommandError, Outcome
+from esper.cli.failures import failures, how_to_resume
+from esper.cli.outcome import Outcome
 from esper.cli.parse import parse
 from esper.cli.ranks import in_group
 from esper.cli.stop_signals import StopSignals
@@ -72,69 +71,28 @@ def _dry_run(config: ControllerConfig, group: Group) -> Outcome:
 
 
 def _train(config: ControllerConfig, arguments: ControllerArguments, group: Group) -> Outcome:
-    from esper.cli.controller_progress import progress_sink, read_progress
-    from esper.controller.training import GROWTH
-    from esper.rl.runs import resume_run, train_run
+    from esper.cli.controller_progress import Progress, read_progress
+    from esper.cli.progress import progress_sink
+    from esper.controller.training import CONTROLLER, resume_controller, train_controller
+    from esper.fleet.errors import FleetError
+    from esper.growth.errors import GrowthError
     from esper.run_folder import default_folder
 
     folder = group.first(lambda: arguments.run or default_folder("controller"))
     stop = StopSignals("round of decisions, which may take minutes")
     options: dict[str, Any] = {
-        "kind": GROWTH,
-        "sinks": [progress_sink()],
+        "sinks": [progress_sink(Progress())],
         "tensorboard": arguments.tensorboard,
         "wandb": arguments.wandb,
         "should_stop": stop.was_asked,
         "group": group,
     }
-    with _failures(folder), stop:
-        result = resume_run(folder, config=config, **options) if arguments.resume else train_run(config, folder, **options)
-        controller = group.first(lambda: _controller_of(result))
+    with failures(folder, "controller train", FloatingPointError, FleetError, GrowthError), stop:
+        result = resume_controller(folder, config=config, **options) if arguments.resume else train_controller(config, folder, **options)
         progress = group.first(lambda: read_progress(folder))
+    controller = result.folder / CONTROLLER
     _print_summary(result, controller, progress, config)
     return Outcome(_as_json(result, controller, progress), stop.exit_code if result.status == "stopped" else 0)
-
-
-def _controller_of(result: Result) -> Path:
-    """The file of the best policy, written unless it is there already."""
-    from esper.controller.training import CONTROLLER, write_controller
-
-    path = result.folder / CONTROLLER
-    return path if result.status == "had finished" and path.exists() else write_controller(result.folder)
-
-
-@contextlib.contextmanager
-def _failures(folder: Path) -> Iterator[None]:
-    """What goes wrong with a run, with what is left of it."""
-    from esper.checkpoint import CheckpointError
-    from esper.events import EventError
-    from esper.fleet.errors import FleetError
-    from esper.growth.errors import GrowthError
-    from esper.rl.ppo import TrainingStopped
-
-    try:
-        yield
-    except CheckpointError as error:
-        raise CommandError(str(error), exit_code=FAILED) from error
-    except TrainingStopped as error:
-        raise CommandError(f"training failed: {error}; a checkpoint is in {folder / 'checkpoints'}", exit_code=FAILED) from error
-    except (FloatingPointError, FleetError, GrowthError) as error:
-        raise CommandError(f"training failed: {error}; the run is in {folder}", exit_code=FAILED) from error
-    except (OSError, EventError) as error:
-        if _has_begun(folder):
-            raise CommandError(f"the run in {folder} cannot go on: {error}", exit_code=FAILED) from error
-        raise CommandError(f"no run can be made in {folder}: {error}; choose another folder with --run") from error
-    except KeyboardInterrupt:
-        what_next = _how_to_resume(folder) if _has_begun(folder) else "nothing was trained yet"
-        raise CommandError(f"stopped at once; {what_next}", exit_code=INTERRUPTED) from None
-
-
-def _has_begun(folder: Path) -> bool:
-    return (folder / "config.toml").exists()
-
-
-def _how_to_resume(folder: Path) -> str:
-    return f"go on with: esper controller train --resume --run {shlex.quote(str(folder))}"
 
 
 def _print_summary(result: Result, controller: Path, progress: Progress, config: ControllerConfig) -> None:
@@ -151,7 +109,7 @@ def _print_summary(result: Result, controller: Path, progress: Progress, config:
     print(f"controller       {path}")
     print(f"grow with it     esper grow --task {config.domain.tasks[0]} --controller {path}")
     if result.status == "stopped":
-        print(f"a checkpoint is saved; {_how_to_resume(result.folder)}")
+        print(f"a checkpoint is saved; {how_to_resume('controller train', result.folder)}")
     else:
         print(f"train it longer  esper controller train --resume --run {folder} --rounds {2 * config.rounds}")
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 
+from esper.cli.failures import failures
 from esper.cli.grow_arguments import SAVED, GrowArguments, defaults_for, with_long_names
 from esper.cli.grow_config import GrowTaskConfig
-from esper.cli.outcome import FAILED, INTERRUPTED, CommandError, Outcome
+from esper.cli.outcome import CommandError, Outcome
 from esper.cli.parse import parse
 from esper.cli.stop_signals import StopSignals
 from esper.config import describe
@@ -51,15 +51,26 @@ def _dry_run(config: GrowTaskConfig) -> Outcome:
 
 
 def _grow(arguments: GrowArguments) -> Outcome:
-    from esper.cli.grow_progress import progress_sink
-    from esper.cli.grow_run import grow_in, run_folder
+    from esper.cli.grow_progress import Progress
+    from esper.cli.grow_run import grow_in, has_begun, run_folder
     from esper.cli.grow_summary import as_json, print_summary
+    from esper.cli.progress import progress_sink
     from esper.devices import find_device
+    from esper.events import Sink
+    from esper.growth.errors import GrowthError
+    from esper.growth.governor import Diverged
+
+    def show(title: str) -> Sink:
+        return progress_sink(Progress(title))
 
     config, stop = arguments.settings(), StopSignals()
     device = find_device(config.device)
-    with run_folder(config, arguments.run) as folder, _failures(folder), stop:
-        result = grow_in(folder, config, resume=arguments.resume, device=device, make_sink=progress_sink, should_stop=stop.was_asked)
+    with (
+        run_folder(config, arguments.run) as folder,
+        failures(folder, "grow", Diverged, GrowthError, saved=SAVED, has_begun=has_begun),
+        stop,
+    ):
+        result = grow_in(folder, config, resume=arguments.resume, device=device, make_sink=show, should_stop=stop.was_asked)
     print_summary(result, config)
     return Outcome(as_json(result), stop.exit_code if result.status == "stopped" else 0)
 
@@ -75,32 +86,3 @@ def _mistakes() -> Iterator[None]:
         yield
     except (GrowthError, RunError, TaskError) as error:
         raise CommandError(str(error)) from error
-
-
-@contextlib.contextmanager
-def _failures(folder: Path) -> Iterator[None]:
-    """What goes wrong with a run, with what is left of it."""
-    from esper.checkpoint import CheckpointError
-    from esper.cli.grow_run import has_begun
-    from esper.cli.grow_summary import how_to_resume
-    from esper.events import EventError
-    from esper.growth.errors import GrowthError
-    from esper.growth.governor import Diverged
-
-    try:
-        yield
-    except CheckpointError as error:
-        raise CommandError(str(error), exit_code=FAILED) from error
-    except Diverged as error:
-        raise CommandError(f"training failed: {error}; the run is in {folder}", exit_code=FAILED) from error
-    except GrowthError as error:
-        if not has_begun(folder):
-            raise
-        raise CommandError(f"training failed: {error}; the run is in {folder}", exit_code=FAILED) from error
-    except (OSError, EventError) as error:
-        if (folder / SAVED).exists():
-            raise CommandError(f"the run in {folder} cannot go on: {error}", exit_code=FAILED) from error
-        raise CommandError(f"no run can be made in {folder}: {error}; choose another folder with --run") from error
-    except KeyboardInterrupt:
-        what_next = how_to_resume(folder) if has_begun(folder) else "nothing was trained yet"
-        raise CommandError(f"stopped at once; {what_next}", exit_code=INTERRUPTED) from None

@@ -1,20 +1,17 @@
-"""What a user sees while a model grows: a live view on a terminal, plain lines elsewhere. Both are folds over the run's events."""
+"""What a user sees while a model grows."""
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Sequence
-from typing import TextIO
 
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
+from rich.console import Group, RenderableType
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from esper.cli.progress import PLAIN_EVERY_S, duration
-from esper.events import Record, Resumed, Sink, SinkFailed
+from esper.cli import progress
+from esper.cli.progress import duration
+from esper.events import Record
 from esper.growth.events import (
     ActionRefused,
     EpochEnded,
@@ -42,25 +39,20 @@ _MOMENTUM = 0.7  # of the mean over the speed of recent epochs
 _STYLES = {"HOLDING": "blue", "FOSSILIZED": "bold green", "EMBARGOED": "dim", "DORMANT": "dim", "BLENDING": "yellow", "TRAINING": "magenta"}
 
 
-def progress_sink(title: str, stream: TextIO | None = None) -> Sink:
-    """The display that fits the stream; standard output unless told."""
-    stream = stream or sys.stdout
-    return LiveView(title, stream) if stream.isatty() else PlainLines(title, stream)
-
-
-class Progress:
-    """Where the run stands, and how fast it goes."""
-
+class Progress(progress.Progress):
     def __init__(self, title: str) -> None:
         self.title, self.story = title, Story()
         self.seconds_per_epoch, self.samples_per_second = Ema(_MOMENTUM), Ema(_MOMENTUM)
 
-    def take(self, record: Record) -> None:
+    def take(self, record: Record) -> bool:
         self.story.take(record.event)
-        if isinstance(record.event, EpochEnded):
-            self.seconds_per_epoch.update(record.event.seconds)
-            if record.event.samples_per_second is not None:
-                self.samples_per_second.update(record.event.samples_per_second)
+        self.is_over |= isinstance(record.event, GrowthFinished)
+        if not isinstance(record.event, EpochEnded):
+            return False
+        self.seconds_per_epoch.update(record.event.seconds)
+        if record.event.samples_per_second is not None:
+            self.samples_per_second.update(record.event.samples_per_second)
+        return True
 
     @property
     def last(self) -> EpochEnded:
@@ -83,100 +75,42 @@ class Progress:
         value = self.samples_per_second.value
         return f"{value:,.0f} samples/s" if value == value else f"{duration(self.seconds_per_epoch.value)} an epoch"
 
+    def notice(self, record: Record) -> str | None:
+        match record.event:
+            case GrowthStarted() as started:
+                again = f", going on after epoch {started.epoch}" if started.epoch else ""
+                size = f"{counted(started.parameters, 'parameter')}, {counted(len(started.slots), 'slot')}"
+                what = f"{self.title}: {size} on {started.device}, {started.optimizer}"
+                return f"{what}, {started.epochs} epochs, controller {started.controller}, {started.raise_mode}{again}"
+            case LoaderRestarted():
+                return "this loader cannot be saved in the middle of an epoch: the epoch begins again"
+            case RolledBack() as back:
+                lost = f"; taken out: {', '.join(back.embargoed)}" if back.embargoed else ""
+                return f"epoch {back.epoch}: went back to epoch {back.to_epoch}: {back.reason}{lost}"
+            case Probed() as probe:
+                return f"epoch {probe.epoch}: {probe_in_words(probe)}"
+        return super().notice(record)
 
-def notice(record: Record, title: str) -> str | None:
-    """What is worth a line of its own, wherever it is shown."""
-    match record.event:
-        case GrowthStarted() as started:
-            again = f", going on after epoch {started.epoch}" if started.epoch else ""
-            size = f"{counted(started.parameters, 'parameter')}, {counted(len(started.slots), 'slot')}"
-            what = f"{title}: {size} on {started.device}, {started.optimizer}"
-            return f"{what}, {started.epochs} epochs, controller {started.controller}, {started.raise_mode}{again}"
-        case Resumed():
-            return "resumed"
-        case LoaderRestarted():
-            return "this loader cannot be saved in the middle of an epoch: the epoch begins again"
-        case RolledBack() as back:
-            lost = f"; taken out: {', '.join(back.embargoed)}" if back.embargoed else ""
-            return f"epoch {back.epoch}: went back to epoch {back.to_epoch}: {back.reason}{lost}"
-        case Probed() as probe:
-            return f"epoch {probe.epoch}: {probe_in_words(probe)}"
-        case SinkFailed() as failed:
-            return f"{failed.sink} failed and was switched off, training goes on: {failed.error}"
-    return None
+    def plain_notice(self, record: Record) -> str | None:
+        """Every change in a slot, with its reason."""
+        match record.event:
+            case StageEntered() as entered if entered.stage not in (Stage.EMBARGOED.name, Stage.DORMANT.name):
+                word = "KEPT" if entered.stage == Stage.FOSSILIZED.name else entered.stage
+                return f"epoch {entered.epoch}: {entered.slot} {entered.blueprint} {word}: {entered.reason}"
+            case ActionRefused() as refused:
+                return f"epoch {refused.epoch}: refused to {refused.action} {refused.slot}: {refused.reason}"
+        return None
 
-
-class PlainLines:
-    """Lines for a log file: the start, every change in a slot with its reason, the losses every few seconds, and the end."""
-
-    def __init__(self, title: str, stream: TextIO, *, every_s: float = PLAIN_EVERY_S) -> None:
-        self._stream, self._every_s = stream, every_s
-        self._progress = Progress(title)
-        self._printed_at = time.monotonic()
-        self._has_news = False
-
-    def write(self, record: Record) -> None:
-        self._progress.take(record)
-        line = notice(record, self._progress.title) or _change(record)
-        if line is not None:
-            self._print(line)
-        self._has_news |= isinstance(record.event, EpochEnded)
-        is_end = isinstance(record.event, GrowthFinished)
-        if self._has_news and (is_end or time.monotonic() - self._printed_at >= self._every_s):
-            self._print_state()
-
-    def close(self) -> None:
-        if self._has_news:
-            self._print_state()
-
-    def _print_state(self) -> None:
-        self._has_news, self._printed_at = False, time.monotonic()
-        progress, last = self._progress, self._progress.last
+    def line(self) -> str:
+        last = self.last
         occupied = sum(Stage[view.stage] in OCCUPIED for view in last.slots)
         losses = f"train {last.train_loss:.4f}  val {last.val_loss:.4f}"
         seeds = f"{counted(occupied, 'seed')}  {last.parameters:,} parameters"
-        self._print(f"epoch {last.epoch}/{progress.planned}  {losses}  {seeds}  {progress.speed}  {progress.left}")
+        return f"epoch {last.epoch}/{self.planned}  {losses}  {seeds}  {self.speed}  {self.left}"
 
-    def _print(self, line: str) -> None:
-        print(f"{time.strftime('%H:%M:%S')}  {line}", file=self._stream, flush=True)
-
-
-def _change(record: Record) -> str | None:
-    match record.event:
-        case StageEntered() as entered if entered.stage not in (Stage.EMBARGOED.name, Stage.DORMANT.name):
-            word = "KEPT" if entered.stage == Stage.FOSSILIZED.name else entered.stage
-            return f"epoch {entered.epoch}: {entered.slot} {entered.blueprint} {word}: {entered.reason}"
-        case ActionRefused() as refused:
-            return f"epoch {refused.epoch}: refused to {refused.action} {refused.slot}: {refused.reason}"
-    return None
-
-
-class LiveView:
-    """Drawn again after every epoch."""
-
-    def __init__(self, title: str, stream: TextIO) -> None:
-        self._console = Console(file=stream)
-        self._progress = Progress(title)
-        self._live = Live(console=self._console, auto_refresh=False)
-
-    def write(self, record: Record) -> None:
-        self._progress.take(record)
-        line = notice(record, self._progress.title)
-        if line is not None:
-            self._console.print(line, highlight=False, markup=False)
-        if isinstance(record.event, EpochEnded | GrowthFinished) and self._progress.story.epochs:
-            self._live.start()  # not earlier: it hides the cursor, and a run that never starts would not show it again
-            self._live.update(live_view(self._progress, self._console.width), refresh=True)
-
-    def close(self) -> None:
-        self._live.stop()
-
-
-def live_view(progress: Progress, width: int) -> RenderableType:
-    """The whole display, after at least one epoch."""
-    return Group(
-        _heading(progress, width), _losses(progress), Text(), _slots(progress.last.slots, width), Text(), _remarks(progress.story.remarks)
-    )
+    def view(self, width: int) -> RenderableType:
+        slots, remarks = _slots(self.last.slots, width), _remarks(self.story.remarks)
+        return Group(_heading(self, width), _losses(self), Text(), slots, Text(), remarks)
 
 
 def _heading(progress: Progress, width: int) -> RenderableType:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,16 +10,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from esper.cli.failures import how_to_resume
 from esper.cli.grow_config import GrowTaskConfig
 from esper.cli.grow_progress import WIDE
 from esper.cli.grow_run import MODEL, Result
 from esper.growth import summary
 from esper.growth.ledger import LEDGER_HEADING, Row, ledger_rows
 from esper.growth.story import Story
-
-
-def how_to_resume(folder: Path) -> str:
-    return f"go on with: esper grow --resume --run {shlex.quote(str(folder))}"
 
 
 def print_summary(result: Result, config: GrowTaskConfig, *, console: Console | None = None) -> None:
@@ -46,7 +42,7 @@ def print_summary(result: Result, config: GrowTaskConfig, *, console: Console | 
         _print_place(console, "model", result.folder / MODEL)
     _print_place(console, "report", result.report)
     if result.status == "stopped":
-        console.print(Text(f"a checkpoint is saved; {how_to_resume(result.folder)}"), soft_wrap=True)
+        console.print(Text(f"a checkpoint is saved; {how_to_resume('grow', result.folder)}"), soft_wrap=True)
 
 
 def _print_place(console: Console, name: str, path: Path) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import shlex
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from esper.cli.outcome import FAILED, INTERRUPTED, CommandError, Outcome
+from esper.cli.failures import failures, how_to_resume
+from esper.cli.outcome import CommandError, Outcome
 from esper.cli.parse import parse
 from esper.cli.ranks import in_group
 from esper.cli.stop_signals import StopSignals
@@ -65,49 +65,24 @@ def _minibatch_shape(config: TrainConfig) -> str:
 
 
 def _train(config: TrainConfig, arguments: TrainArguments, group: Group) -> Outcome:
-    from esper.checkpoint import CheckpointError
+    from esper.cli.ppo_progress import Progress
     from esper.cli.progress import progress_sink
-    from esper.events import EventError
-    from esper.rl.ppo import TrainingStopped
     from esper.rl.runs import resume_run, train_run
     from esper.run_folder import default_folder
 
     folder = group.first(lambda: arguments.run or default_folder(config.env))
     stop = StopSignals()
     options: dict[str, Any] = {
-        "sinks": [progress_sink()],
+        "sinks": [progress_sink(Progress())],
         "tensorboard": arguments.tensorboard,
         "wandb": arguments.wandb,
         "should_stop": stop.was_asked,
         "group": group,
     }
-    try:
-        with stop:
-            result = resume_run(folder, config=config, **options) if arguments.resume else train_run(config, folder, **options)
-    except CheckpointError as error:
-        raise CommandError(str(error), exit_code=FAILED) from error
-    except TrainingStopped as error:
-        raise CommandError(f"training failed: {error}; a checkpoint is in {folder / 'checkpoints'}", exit_code=FAILED) from error
-    except FloatingPointError as error:
-        raise CommandError(f"training failed: {error}; the run is in {folder}", exit_code=FAILED) from error
-    except (OSError, EventError) as error:
-        raise _files_failed(folder, error) from error
-    except KeyboardInterrupt:
-        what_next = _how_to_resume(folder) if (folder / "config.toml").exists() else "nothing was trained yet"
-        raise CommandError(f"stopped at once; {what_next}", exit_code=INTERRUPTED) from None
+    with failures(folder, "ppo train", FloatingPointError), stop:
+        result = resume_run(folder, config=config, **options) if arguments.resume else train_run(config, folder, **options)
     _print_summary(result)
     return Outcome(_as_json(result), stop.exit_code if result.status == "stopped" else 0)
-
-
-def _files_failed(folder: Path, error: Exception) -> CommandError:
-    """A folder that no run can be made in is the user's mistake; a run whose files fail has failed."""
-    if (folder / "config.toml").exists():
-        return CommandError(f"the run in {folder} cannot go on: {error}", exit_code=FAILED)
-    return CommandError(f"no run can be made in {folder}: {error}; choose another folder with --run")
-
-
-def _how_to_resume(folder: Path) -> str:
-    return f"go on with: esper ppo train --resume --run {shlex.quote(str(folder))}"
 
 
 def _print_summary(result: Result) -> None:
@@ -121,7 +96,7 @@ def _print_summary(result: Result) -> None:
         print(f"best policy on fresh episodes     {result.evaluation.mean_return:.3f}  ({len(result.evaluation.returns)} episodes)")
     print(f"run folder                        {folder}")
     if result.status == "stopped":
-        print(f"a checkpoint is saved; {_how_to_resume(result.folder)}")
+        print(f"a checkpoint is saved; {how_to_resume('ppo train', result.folder)}")
     else:
         print(f"evaluate again with               esper ppo eval {folder}")
 

@@ -16,6 +16,7 @@ from esper.growth.rent import rent_of
 from esper.growth.state import Cost
 from esper.rng import Streams
 from esper.statistics import Interval, bootstrap_interval, holm, paired_interval, paired_p_value
+from esper.text_table import aligned
 
 HEADING = ("controller", "test loss", "gain", "rent", "utility [95 %]", "parameters", "FLOPs", "compared − this [95 %]", "Holm p")
 
@@ -120,7 +121,7 @@ class Comparison:
                 )
             )
         title = f"rent {level}: {rent.parameters:g}·log(1 + added/host parameters) + {rent.flops:g}·added/host FLOPs, in nats"
-        return f"{title}\n{aligned(rows)}"
+        return f"{title}\n{aligned(rows, numbers=True)}"
 
     def _sweep(self) -> list[str]:
         """The best static size by validation loss, with what finding it cost."""
@@ -156,14 +157,3 @@ class Comparison:
 
 def shown(interval: Interval) -> str:
     return f"{interval.estimate:+.4f} [{interval.low:+.4f}, {interval.high:+.4f}]"
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """A table as text, the first column to the left."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-
-    def line(row: Sequence[str]) -> str:
-        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
-        return "  ".join([row[0].ljust(widths[0]), *cells[1:]]).rstrip()
-
-    return "\n".join(map(line, rows))

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,13 +47,12 @@ def draw_round(config: DomainConfig, *, round_number: int, hosts: int, seed: int
     if hosts < 1:
         raise ValueError(f"a round needs one host at least; got hosts={hosts}")
     streams = Streams(seed).spawn(f"round {round_number}")
-    architectures = list(product(config.tasks, config.hosts))
-    count = min(config.fleets, hosts, len(architectures))
-    chosen = streams.numpy("architectures").permutation(len(architectures))[:count]
+    count = min(config.fleets, hosts, len(config.tasks) * len(config.hosts))
+    architectures = _draw_architectures(config, round_number=round_number, count=count, seed=seed)
     sizes = [len(share) for share in np.array_split(np.arange(hosts), count)]
     return [
-        _draw_fleet(config, *architectures[index], hosts=size, streams=streams.spawn(f"fleet {number}"))
-        for number, (index, size) in enumerate(zip(chosen, sizes, strict=True))
+        _draw_fleet(config, *architecture, hosts=size, streams=streams.spawn(f"fleet {number}"))
+        for number, (architecture, size) in enumerate(zip(architectures, sizes, strict=True))
     ]
 
 
@@ -64,6 +62,19 @@ def training_seeds(count: int, *, seed: int) -> list[int]:
 
 
 # Drawing
+
+
+def _draw_architectures(config: DomainConfig, *, round_number: int, count: int, seed: int) -> list[tuple[str, str]]:
+    """Tasks take turns, and no architecture comes twice before all have come, less those that do not fill a round.
+
+    A policy leans towards what it saw last: were every round drawn by itself, the end of a training could be all one task.
+    """
+    cycle, place = divmod(round_number, len(config.tasks) * len(config.hosts) // count)
+    streams = Streams(seed).spawn(f"cycle {cycle}")
+    turns = Streams(seed).numpy("tasks").permutation(len(config.tasks))
+    hosts = {task: streams.numpy(f"hosts of {task}").permutation(len(config.hosts)) for task in config.tasks}
+    order = [(config.tasks[turn], config.hosts[hosts[config.tasks[turn]][number]]) for number in range(len(config.hosts)) for turn in turns]
+    return order[place * count : (place + 1) * count]
 
 
 def _draw_fleet(config: DomainConfig, task: str, host: str, *, hosts: int, streams: Streams) -> FleetSetting:

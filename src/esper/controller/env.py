@@ -28,6 +28,7 @@ from esper.events import Event
 from esper.fleet.data import TaskTensors
 from esper.growth.garden import options_for
 from esper.growth.slotted import add_slots
+from esper.rl.staging import Staging
 from esper.tasks import Task
 from esper.vecenv import Actions, Masks, Obs, Timestep
 
@@ -50,7 +51,7 @@ class GrowthEnv:
         device: torch.device | str = "cpu",
         on_event: Callable[[Event], None] = _ignore,
     ) -> None:
-        self.config, self.device, self.on_event = config, torch.device(device), on_event
+        self.config, self.device, self.on_event = config, torch.empty(0, device=device).device, on_event
         self.num_envs = config.hosts
         self._seed = seed
         self._tasks = {name: load(name) for name in config.domain.tasks}
@@ -61,6 +62,8 @@ class GrowthEnv:
         self.squads: list[Squad] = []
         self._rounds: list[int] = []  # that each squad has begun
         self._standings: list[Standing] = []
+        # Its buffers are used again in the next step, which begins with reading the actions: by then they have arrived.
+        self._staging = Staging(self.device) if self.device.type == "cuda" else None
         self._chosen: list[list[list[dict[str, int]]]] = []  # of every squad and host: the actions of this decision, so far
 
     # The contract
@@ -78,9 +81,8 @@ class GrowthEnv:
         self.squads = [self._squad(setting) for setting in fleets]
         self._standings = [Standing.start(squad.hosts) for squad in self.squads]
         self._chosen = [[[] for _ in range(squad.hosts)] for squad in self.squads]
-        zeros = torch.zeros(self.num_envs, device=self.device)
-        obs, masks = self._observe()
-        return Timestep(obs, zeros, zeros.bool(), zeros.bool(), masks)
+        zeros = torch.zeros(self.num_envs)
+        return self._timestep(zeros, ended=zeros.bool(), valid=torch.ones_like(zeros).bool())
 
     @torch.inference_mode(False)
     @torch.enable_grad()
@@ -88,16 +90,21 @@ class GrowthEnv:
         chosen = dict(zip(actions, torch.stack(list(actions.values())).tolist(), strict=True))
         parts = [self._step_squad(number, rows, chosen) for number, rows in enumerate(self._rows())]
         reward, ended, valid = (torch.cat(values) for values in zip(*parts, strict=True))
-        is_whole = bool(valid.all())
+        return self._timestep(reward.float(), ended=ended, valid=valid)
+
+    def _timestep(self, reward: Tensor, *, ended: Tensor, valid: Tensor) -> Timestep:
+        """On the device, with what is observed now. All of it goes there at once, and nobody waits for it."""
         obs, masks = self._observe()
-        ended = ended.to(self.device)
+        parts = {"reward": reward, "ended": ended, "truncated": torch.zeros_like(ended), "valid": valid}
+        parts |= {f"obs {name}": part for name, part in obs.items()} | {f"mask {head}": mask for head, mask in masks.items()}
+        there = parts if self._staging is None else self._staging.move(parts)
         return Timestep(
-            obs,
-            reward.float().to(self.device),
-            terminated=ended,
-            truncated=torch.zeros_like(ended),
-            masks=masks,
-            valid=None if is_whole else valid.to(self.device),
+            {name: there[f"obs {name}"] for name in obs},
+            there["reward"],
+            terminated=there["ended"],
+            truncated=there["truncated"],
+            masks={head: there[f"mask {head}"] for head in masks},
+            valid=None if bool(valid.all()) else there["valid"],
         )
 
     def close(self) -> None:
@@ -172,11 +179,11 @@ class GrowthEnv:
         )
 
     def _observe(self) -> tuple[Obs, Masks]:
+        """On the CPU, where they are made."""
         states = [state for squad in self.squads for state in squad.states()]
         chosen = [choices for squad in self._chosen for choices in squad]
         rules = self.config.growth.lifecycle
-        obs, masks = observe(states, slots=self.slots, blueprints=self.blueprints, rules=rules, ops=self.config.ops, chosen=chosen)
-        return {name: part.to(self.device) for name, part in obs.items()}, {name: mask.to(self.device) for name, mask in masks.items()}
+        return observe(states, slots=self.slots, blueprints=self.blueprints, rules=rules, ops=self.config.ops, chosen=chosen)
 
     # Saving
 

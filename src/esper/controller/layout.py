@@ -25,7 +25,7 @@ from esper.controller.features import CANDIDATE, HOST, SLOT, CandidateView, Host
 from esper.growth.config import Lifecycle
 from esper.growth.decisions import Action, Advance, Decision, Fossilize, Germinate, Prune, Retarget
 from esper.growth.gates import may_blend, may_fossilize, may_germinate, may_prune, may_retarget
-from esper.growth.rent import Allowance
+from esper.growth.rent import Allowance, total
 from esper.growth.state import Candidate, GrowthState, SlotState
 from esper.vecenv import ActionSpec, Discrete, Masks, Obs, ObservationSpec, Relevance, TensorSpec
 
@@ -46,7 +46,7 @@ class Op(IntEnum):
 
 def _version() -> str:
     tables = "\n".join(table.description() for table in (HOST, SLOT, CANDIDATE))
-    return "2-" + hashlib.sha256(f"{tables}\n{list(Op)}\n{ALPHA_TARGETS}".encode()).hexdigest()[:8]
+    return "3-" + hashlib.sha256(f"{tables}\n{list(Op)}\n{ALPHA_TARGETS}".encode()).hexdigest()[:8]
 
 
 # The number before the dash is raised when a value changes its meaning under the same row; all else changes what is behind it.
@@ -108,10 +108,10 @@ def observe(
         host[row] = HOST.values(HostView(state, rules))
         for place, one in enumerate(state.slots):
             allowed = _Allowed(state, one, rules, names, is_busy=one.place.name in busy)
-            may_op[row, :, place] = [allowed.ops[op] for op in Op]
+            may_op[row, :, place] = list(allowed.ops.values())
             may_grow[row, place, : len(names)] = allowed.blueprints
             may_move[row, place] = allowed.alphas
-            slot[row, place] = SLOT.values(SlotView(state, one, {op.name.lower(): passed for op, passed in allowed.ops.items()}))
+            slot[row, place] = SLOT.values(SlotView(state, one, dict(zip(OPS, allowed.ops.values(), strict=True))))
             for column, name in enumerate(names):
                 view = CandidateView(state, one, name, allowed.candidates.get(name), allowed.blueprints[column])
                 candidate[row, place, column] = CANDIDATE.values(view)
@@ -123,9 +123,14 @@ def observe(
 
 
 def decision(state: GrowthState, chosen: Choices, *, probe: bool = False) -> Decision:
-    """What was chosen, one action after another, in growth's words. Who waits is done. `probe` is passed on."""
-    actions = [_action(state, state.slots[choice["slot"]], Op(choice["op"]), choice) for choice in _acting(chosen)]
-    words = " and ".join(f"{Op(choice['op']).name.lower()}" for choice in _acting(chosen))
+    """What was chosen, one action after another, in growth's words. Who waits is done. `probe` is passed on.
+
+    The actions come in the order of the slots: seeds get their first weights in turn, and the same decision is to give the same host
+    whatever was chosen first.
+    """
+    acting = sorted(_acting(chosen), key=lambda choice: choice["slot"])
+    actions = [_action(state, state.slots[choice["slot"]], Op(choice["op"]), choice) for choice in acting]
+    words = " and ".join(Op(choice["op"]).name.lower() for choice in acting)
     return Decision(tuple(actions), f"the policy chose to {words}" if actions else "the policy waits", probe=probe)
 
 
@@ -135,17 +140,29 @@ def _acting(chosen: Choices) -> list[Mapping[str, int]]:
 
 
 def _so_far(state: GrowthState, chosen: Choices) -> tuple[set[str], GrowthState]:
-    """Slots about which nothing more can be decided now, and the state with what is left of the budget."""
+    """Slots about which nothing more can be decided now, and the state as it is decided so far: what will germinate is seen in its slot, in
+    what the host has added and in what is left of the budget."""
     acting = _acting(chosen)
-    if len(acting) < len(chosen):
-        return {slot.place.name for slot in state.slots}, state
+    slots = list(state.slots)
+    busy = {slot.place.name for slot in slots} if len(acting) < len(chosen) else {slots[choice["slot"]].place.name for choice in acting}
+    growing = [choice for choice in acting if choice["op"] == Op.GERMINATE]
+    if not growing:
+        return busy, state
+    names, added = blueprint_names(state), state.added
     allowed = Allowance(state.seeds_left, state.parameters_left, state.flops_left)
-    for choice in acting:
-        if choice["op"] == Op.GERMINATE:
-            slot, name = state.slots[choice["slot"]], blueprint_names(state)[choice["blueprint"]]
-            allowed = allowed.after(next(candidate.cost for candidate in slot.candidates if candidate.blueprint == name))
-    left = dataclasses.replace(state, seeds_left=allowed.seeds, parameters_left=allowed.parameters, flops_left=allowed.flops)
-    return {state.slots[choice["slot"]].place.name for choice in acting}, left
+    for choice in growing:
+        slot = slots[choice["slot"]]
+        one = next(candidate for candidate in slot.candidates if candidate.blueprint == names[choice["blueprint"]])
+        slots[choice["slot"]] = dataclasses.replace(slot, blueprint=one.blueprint, cost=one.cost, rent=one.rent)
+        added, allowed = total((added, one.cost)), allowed.after(one.cost)
+    return busy, dataclasses.replace(
+        state,
+        slots=tuple(slots),
+        added=added,
+        seeds_left=allowed.seeds,
+        parameters_left=allowed.parameters,
+        flops_left=allowed.flops,
+    )
 
 
 class _Allowed:
@@ -157,7 +174,7 @@ class _Allowed:
         growing = {name for name, candidate in self.candidates.items() if may_germinate(slot, candidate.cost, allowance).passed}
         self.blueprints = [name in growing for name in names]
         self.alphas = [may_retarget(slot, alpha).passed for alpha in ALPHA_TARGETS]
-        self.ops = {
+        self.ops = {  # in the order of `Op`
             Op.WAIT: True,
             Op.GERMINATE: any(self.blueprints),
             Op.ADVANCE: may_blend(slot, rules).passed,

@@ -1,4 +1,4 @@
-"""Widths of a controller's network. Imports no torch, so that a command line can show it at once."""
+"""Widths and first leanings of a controller's network. Imports no torch, so that a command line can show it at once."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ class SlotNetworkConfig(Config):
     blocks: NonNegativeInt = 1  # of attention, in which slots see one another
     attention_heads: PositiveInt = 4  # in each block; divides width
     summary_width: PositiveInt = 64  # of what goes into the core: the host and all its slots
+    # To prune pays at once where the rent is high, and to keep pays late. From an even start a policy may learn to prune before it has seen
+    # what kept seeds give, and then grow and prune in turn at any rent.
+    prune_bias: float = -3.0  # logit of pruning in a new policy, where all else has 0
 
     def check(self) -> None:
         if self.width % self.attention_heads:

@@ -44,6 +44,7 @@ class Squad:
             tensors=tensors,
         )
         self.fleet.reset(dict(enumerate((*setting.hosts, *twins))))
+        self._states: list[GrowthState] | None = None  # as they are now, once somebody has asked
 
     # Lives
 
@@ -57,37 +58,43 @@ class Squad:
         return [not host.is_given_up for host in self.fleet.rows[: self.hosts]]
 
     def states(self) -> list[GrowthState]:
-        return [finite(self.fleet.state(row)) for row in range(self.hosts)]
+        """What is observed, decided by and paid for: the same three times, so it is put together once."""
+        if self._states is None:
+            self._states = [finite(self.fleet.state(row)) for row in range(self.hosts)]
+        return self._states
 
     def decide(self, decisions: Mapping[int, Decision]) -> None:
         self.fleet.decide(decisions, by="the policy")
+        self._states = None
 
     def advance(self) -> None:
         self.fleet.advance()
+        self._states = None
 
     def finish(self) -> None:
         """After the last decision."""
         self.fleet.finish(range(self.hosts))
+        self._states = None
 
     # What it was worth
 
     def standing(self) -> Standing:
         """How the hosts stand, by the validation losses of the last stretch."""
-        losses = [finite(self.fleet.state(row)).val_losses[-1] for row in range(self.fleet.hosts)]
-        return self._standing(losses)
+        start = self.fleet.growth.governor.uninformed_loss or 0.0
+        twins = {row: _mended(self.fleet.rows[row].plot.chronicle.val_losses, start)[-1] for row in set(self.twin_of)}
+        return self._standing(self.states(), [twins[row] for row in self.twin_of])
 
     def last_standing(self) -> Standing:
         """As they are when everything is over: with what was kept, and measured anew."""
         losses = [loss if math.isfinite(loss) else self.task.uninformed_loss for loss in self.fleet.validation_losses().tolist()]
-        standing = self._standing(losses)
+        states = [replace(state, val_losses=(losses[row],)) for row, state in enumerate(self.states())]
+        standing = self._standing(states, [losses[row] for row in self.twin_of])
         if self.config.reward.family == "contribution":  # measured now: what a seed once gave may be long gone
             return replace(standing, contributions=self.fleet.kept_contributions()[: self.hosts])
         return standing
 
-    def _standing(self, losses: Sequence[float]) -> Standing:
-        states = [replace(finite(self.fleet.state(row)), val_losses=(losses[row],)) for row in range(self.hosts)]
-        twins = [losses[twin] for twin in self.twin_of]
-        return standing_of(states, twin_losses=twins, spent=[self._spent(row) for row in range(self.hosts)])
+    def _standing(self, states: Sequence[GrowthState], twin_losses: Sequence[float]) -> Standing:
+        return standing_of(states, twin_losses=twin_losses, spent=[self._spent(row) for row in range(self.hosts)])
 
     def _spent(self, row: int) -> float:
         """FLOPs that went into seeds that are gone, over those of the host's whole training."""
@@ -99,6 +106,7 @@ class Squad:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.fleet.load_state_dict(state["fleet"])
+        self._states = None
 
 
 def _training_of(host: HostSetting) -> HostSetting:

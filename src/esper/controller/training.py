@@ -3,6 +3,9 @@
 result = train_controller(ControllerConfig(rounds=50), "runs/controller")
 result = resume_controller("runs/controller")                 # after a crash, or for more rounds
 controller = load_controller("runs/controller/controller.safetensors")
+
+The controller is the last policy, for which learning rate and entropy come to their ends, and not the one with the best returns: rounds
+differ in the architectures that they draw, and so in what can be gained at all, by more than policies do.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from esper.controller.env import GrowthEnv
 from esper.controller.learned import save_controller
 from esper.controller.network import make_parts, make_policy
 from esper.devices import find_device, threads
-from esper.events import Sink
+from esper.events import Sink, WandbMode
 from esper.parallel import ALONE, Group
 from esper.rl.checkpoints import open_store
 from esper.rl.evaluate import Evaluation
@@ -35,7 +38,7 @@ from esper.rng import Streams
 from esper.run_folder import CONFIG, RunError
 from esper.tasks import TASKS, Task, TaskError, load_task
 
-CONTROLLER = "controller.safetensors"  # in the folder of a run: its best policy
+CONTROLLER = "controller.safetensors"  # in the folder of a run: its last policy
 
 
 def train_controller(
@@ -43,11 +46,13 @@ def train_controller(
     folder: Path | str | None = None,
     *,
     sinks: Iterable[Sink] = (),
+    tensorboard: bool = False,
+    wandb: WandbMode | None = None,
     should_stop: Callable[[], bool] = lambda: False,
     group: Group = ALONE,
 ) -> Result:
     """Trains a new controller in a folder of its own. Stops after the round in which `should_stop()` becomes true, with a checkpoint."""
-    result = train_run(config, folder, kind=GROWTH, sinks=sinks, should_stop=should_stop, group=group)
+    result = train_run(config, folder, kind=GROWTH, sinks=sinks, tensorboard=tensorboard, wandb=wandb, should_stop=should_stop, group=group)
     return _written(result, group)
 
 
@@ -56,11 +61,15 @@ def resume_controller(
     *,
     config: ControllerConfig | None = None,
     sinks: Iterable[Sink] = (),
+    tensorboard: bool = False,
+    wandb: WandbMode | None = None,
     should_stop: Callable[[], bool] = lambda: False,
     group: Group = ALONE,
 ) -> Result:
     """Goes on from the latest checkpoint, with seeds alive in the fleets. `config` may ask for more rounds than the saved one."""
-    result = resume_run(folder, config=config, kind=GROWTH, sinks=sinks, should_stop=should_stop, group=group)
+    result = resume_run(
+        folder, config=config, kind=GROWTH, sinks=sinks, tensorboard=tensorboard, wandb=wandb, should_stop=should_stop, group=group
+    )
     return _written(result, group)
 
 
@@ -94,7 +103,7 @@ def _prepare(config: ControllerConfig, encoder: nn.Module | None, group: Group) 
 
 
 def _no_score(config: ControllerConfig, policy: Policy, seed: int) -> Evaluation | None:
-    """Fresh lives are dear: the best policy is the one that did best while it was trained."""
+    """Fresh lives are dear, and nobody needs the best policy: the last one is the controller."""
     return None
 
 
@@ -109,16 +118,17 @@ GROWTH = Kind(
 
 
 def _written(result: Result, group: Group) -> Result:
-    if group.rank == 0 and result.status != "had finished":
-        write_controller(result.folder)
+    """With the controller's file there, on all ranks."""
+    is_there = result.status == "had finished" and (result.folder / CONTROLLER).exists()
+    group.first(lambda: None if is_there else write_controller(result.folder))
     return result
 
 
 def write_controller(folder: Path) -> Path:
-    """Makes the controller file from the best checkpoint of a run."""
+    """Makes the controller file from the latest checkpoint of a run."""
     config = load(ControllerConfig, folder / CONFIG)
-    best = open_store(folder).load("best")
-    saved: dict[str, Any] = best.state["ppo"]
+    latest = open_store(folder).load("latest")
+    saved: dict[str, Any] = latest.state["ppo"]
     slots, blueprints, _ = saved["observation_spec"]["candidates"]["shape"]
     policy = make_policy(
         config.network,
@@ -129,6 +139,6 @@ def write_controller(folder: Path) -> Path:
         normalize_values=config.ppo.normalize_values,
     )
     load_module(policy, saved["policy"])
-    info = {"run": folder.name, "step": best.step, "domain": msgspec.to_builtins(config.domain), **best.state["summary"]}
+    info = {"run": folder.name, "step": latest.step, "domain": msgspec.to_builtins(config.domain), **latest.state["summary"]}
     save_controller(folder / CONTROLLER, policy, info, ops=("wait", *config.ops), actions=config.actions)
     return folder / CONTROLLER

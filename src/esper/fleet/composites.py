@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from esper.fleet.layers import mean_over_space
+from esper.fleet.convolutions import convolve, convolve_and_describe, in_working_precision, is_tiled
+from esper.fleet.layers import mean_over_space, track
 from esper.fleet.scope import Scope, lowers
 from esper.growth.branches import Attention, SqueezeExcite
 from esper.tasks.conv_host import ConvBlock, ConvHost
@@ -25,9 +26,35 @@ def sequential(module: nn.Sequential, scope: Scope, x: Tensor) -> Tensor:
 
 @lowers(ConvBlock)
 def conv_block(block: ConvBlock, scope: Scope, x: Tensor) -> Tensor:
+    working = in_working_precision(x)
+    if is_tiled(block.conv, scope, working) and _is_fusible(block, scope, working):
+        return _fused(block, scope, working)
     for name in ("conv", "norm", "relu", "pool"):
         x = scope.child(name, x)
     return x
+
+
+def _is_fusible(block: ConvBlock, scope: Scope, x: Tensor) -> bool:
+    """Not where something grows inside, where the pool leaves pixels out, or where a norm that does not look at its batch has to learn."""
+    is_whole = isinstance(block.pool, nn.Identity) or (x.ndim == 5 and not any(size % 2 for size in x.shape[3:]))
+    return is_whole and not scope.has_slots_inside() and (scope.training or not torch.is_grad_enabled())
+
+
+def _fused(block: ConvBlock, scope: Scope, x: Tensor) -> Tensor:
+    """The block in a pass over memory for the convolution and one for all the rest."""
+    from esper.fleet.norm_pool import norm_relu_pool
+
+    norm, weight = scope.inside("norm"), scope.inside("conv").tensor("weight")
+    if scope.training:
+        outputs, mean, variance = convolve_and_describe(block.conv, weight, x)
+        count = len(outputs) * outputs.shape[3] * outputs.shape[4]
+        track(block.norm, norm, mean, variance * (count / max(count - 1, 1)))
+    else:
+        outputs = convolve(block.conv, weight, None, x)
+        mean, variance = norm.tensor("running_mean"), norm.tensor("running_var")
+    pools = not isinstance(block.pool, nn.Identity)
+    result = norm_relu_pool(outputs, mean, variance, norm.tensor("weight"), norm.tensor("bias"), eps=block.norm.eps, pools=pools)
+    return result if x.ndim == 5 else result.squeeze(-2)
 
 
 @lowers(ConvHost)

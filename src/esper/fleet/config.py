@@ -23,7 +23,19 @@ class FleetConfig(Config):
     weight_decay: NonNegativeFloat = 0.01
     momentum: Fraction = 0.9  # of sgd
     schedule: Literal["none", "cosine"] = "cosine"  # of the learning rate, by decisions; cosine: towards 0 at the horizon
-    precision: Literal["float32", "bfloat16", "float64"] = "float32"  # bfloat16: of activations, by autocast; weights stay in float32
+    graphs: bool = True  # on a GPU, the steps between two decisions are recorded once and replayed
+    precision: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
+    """bfloat16 and float16 are those of activations, by autocast; weights stay in float32. In float16 every host has a loss scale."""
+    accumulate: PositiveInt = 1
+    """Parts that a batch is cut into, one after another, with one step by the mean of their gradients: activations take so many times less
+    memory. A batch norm sees the parts, and a probe takes each of them for a step."""
+    checkpoint: bool = False
+    """The activations inside a block of a host are not kept but computed again in the backward pass. A block is a module with parts of its
+    own and no slots inside, of which every part has a lowering; what has none, and seeds, keep theirs."""
+
+    def check(self) -> None:
+        if self.batch_size % self.accumulate:
+            raise ConfigError("accumulate", expected=f"a divisor of batch_size, which is {self.batch_size}", got=self.accumulate)
 
 
 class HostSetting(Config):

@@ -6,13 +6,14 @@ Shapes: N = hosts, M = training samples, B = samples of a batch, T = steps.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from esper.fleet.config import HostSetting
+from esper.fleet.upload import upload
 from esper.rng import Streams
 from esper.tasks import Split, Task, shuffled_order
 
@@ -53,6 +54,7 @@ class TaskTensors:
     labels: Tensor  # the targets on the CPU, to choose by
     validation: Split
     num_classes: int
+    _rounded: dict[torch.dtype, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, task: Task, *, device: torch.device, dtype: torch.dtype) -> TaskTensors:
@@ -63,16 +65,28 @@ class TaskTensors:
     def __len__(self) -> int:
         return len(self.labels)
 
+    def rounded(self, dtype: torch.dtype) -> Tensor:
+        """The training inputs in half precision, made once: half as much to gather in every step, and nothing to convert."""
+        if dtype not in self._rounded:
+            self._rounded[dtype] = rounded_inputs(self.inputs, dtype)
+        return self._rounded[dtype]
+
+
+def rounded_inputs(inputs: Tensor, dtype: torch.dtype) -> Tensor:
+    """On a GPU; a CPU is not faster for it."""
+    return inputs.to(dtype) if inputs.is_cuda and inputs.is_floating_point() else inputs
+
 
 def placed_inputs(inputs: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    return inputs.to(device, dtype if inputs.is_floating_point() else None)
+    return inputs.to(device, dtype if inputs.is_floating_point() else None).contiguous()
 
 
 class FleetData:
     """What every host of a fleet sees of the training data."""
 
-    def __init__(self, tensors: TaskTensors, *, hosts: int) -> None:
+    def __init__(self, tensors: TaskTensors, *, hosts: int, precision: torch.dtype | None = None) -> None:
         self.tensors = tensors
+        self._inputs = tensors.inputs if precision is None else tensors.rounded(precision)
         self.orders = [Order(torch.arange(len(tensors)), seed=0) for _ in range(hosts)]
         self._noisy: dict[int, Tensor] = {}  # row -> its labels [M], where some of them are wrong
         self._stacked: Tensor | None = None  # labels of every row [N, M], where any row has its own
@@ -87,12 +101,13 @@ class FleetData:
     def batches(self, steps: int, batch_size: int, *, rows: Sequence[int]) -> Tensor:
         """Which samples these hosts see in the next steps: [T, B, hosts] on the device. The others stay where they are."""
         taken = [self.orders[row].take(steps * batch_size) for row in rows]
-        return torch.stack(taken, dim=1).reshape(steps, batch_size, len(taken)).to(self.tensors.targets.device, non_blocking=True)
+        return upload(torch.stack(taken, dim=1).reshape(steps, batch_size, len(taken)), self.tensors.targets.device)
 
     def batch(self, index: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Inputs [B, hosts, ...] and labels of the samples [B, hosts]; `rows` [hosts] says whose labels."""
         labels = self._labels()
-        return self.tensors.inputs[index], self.tensors.targets[index] if labels is None else labels[rows, index]
+        inputs = self._inputs.index_select(0, index.flatten()).view(*index.shape, *self._inputs.shape[1:])
+        return inputs, self.tensors.targets[index] if labels is None else labels[rows, index]
 
     def _labels(self) -> Tensor | None:
         if self._noisy and self._stacked is None:

@@ -27,10 +27,10 @@ import torch
 from torch import Tensor, nn
 
 from esper.fleet.config import FleetConfig, HostSetting
-from esper.fleet.data import FleetData, TaskTensors, placed_inputs
+from esper.fleet.data import FleetData, TaskTensors, placed_inputs, rounded_inputs
 from esper.fleet.ensemble import Ensemble
 from esper.fleet.errors import FleetError
-from esper.fleet.formation import Gardens, SpeciesOf, crews_of, members_of, species_for
+from esper.fleet.formation import Gardens, SpeciesOf, cohorts_of, members_of, species_for
 from esper.fleet.host import Host
 from esper.fleet.host_bank import HostBank
 from esper.fleet.measurement import Samples, are_finite, losses_of, losses_without
@@ -38,6 +38,8 @@ from esper.fleet.memory import Memory, check_fits, explained, free_bytes, seed_b
 from esper.fleet.optimizers import SGD, AdamW
 from esper.fleet.probe import probes_of
 from esper.fleet.reading import Reading
+from esper.fleet.recompute import recomputed
+from esper.fleet.repeat import Repeater
 from esper.fleet.row_bed import RowBed
 from esper.fleet.seeds import MakeRowOptimizer, SeedBank
 from esper.fleet.snapshots import RowRecovery, RowSnapshots, Wishes
@@ -54,7 +56,7 @@ from esper.growth.slotted import add_slots
 from esper.growth.state import GrowthState
 from esper.tasks import Split, Task
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.float32, "float64": torch.float64}  # of weights
+_HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}  # of activations, where weights are in float32
 
 
 class Fleet:
@@ -75,8 +77,11 @@ class Fleet:
             raise FleetError(f"a fleet has at least one host; got {hosts}")
         self.task, self.make_host, self.hosts = task, make_host, hosts
         self.growth, self.config = growth or GrowthConfig(), config or FleetConfig()
-        self.device, self.dtype = torch.device(device), _DTYPES[self.config.precision]
-        self._precision = torch.bfloat16 if self.config.precision == "bfloat16" else None
+        self.device = torch.empty(0, device=device).device
+        self.dtype = torch.float64 if self.config.precision == "float64" else torch.float32
+        self._precision = _HALVES.get(self.config.precision)
+        self._has_scales = self.config.precision == "float16"
+        self._part_size = self.config.batch_size // self.config.accumulate
         tensors = tensors or TaskTensors.of(task, device=self.device, dtype=self.dtype)
         template = make_host(0).to(self.device, self.dtype)
         slotted = add_slots(template, tensors.inputs[:2], slots=self.growth.slots)
@@ -86,11 +91,14 @@ class Fleet:
         self._room = free_bytes(self.device)
         self._memory = self._least_memory(template, species, make, tensors)
         check_fits(hosts, self._memory.least, room=self._room, device=self.device)
-        self.data = FleetData(tensors, hosts=hosts)
-        self.host = HostBank(template, list(self.places), hosts=hosts, make=make, device=self.device, dtype=self.dtype)
+        self.data = FleetData(tensors, hosts=hosts, precision=self._precision)
+        self.host = HostBank(
+            template, list(self.places), hosts=hosts, make=make, device=self.device, dtype=self.dtype, scales=self._has_scales
+        )
         self.banks = {name: SeedBank(self.places[name], some, hosts=hosts, make=make) for name, some in species.items()}
         self._snapshots = RowSnapshots(self.tensors(), self.growth.governor.keep)
         self._wishes = Wishes()
+        self._repeat = Repeater(self.device, records=self.config.graphs)
         self.samples = self._samples(tensors.validation, self.config.validation_samples)
         self.rows: list[Host] = [self._host(row, HostSetting()) for row in range(hosts)]
         self.samples_trained = 0  # by all hosts together
@@ -108,22 +116,29 @@ class Fleet:
     def steps_per_decision(self) -> int:
         return self.config.steps_per_decision or max(len(self.task.train) // self.config.batch_size, 1)
 
+    @property
+    def recordings(self) -> int:
+        """Stretches of training so far whose steps were recorded and replayed."""
+        return self._repeat.recordings
+
     def _samples(self, split: Split, count: int | None = None) -> Samples:
         inputs = placed_inputs(split.inputs[:count], self.device, self.dtype)
+        if self._precision is not None:
+            inputs = rounded_inputs(inputs, self._precision)
         return Samples(inputs, split.targets[:count].to(self.device), self.config.validation_batch)
 
     def _least_memory(self, template: nn.Module, species: SpeciesOf, make: MakeRowOptimizer, tensors: TaskTensors) -> Memory:
         """Without what seeds keep for a backward pass."""
         copies = 2 + self.growth.governor.keep  # the hosts as they are, as they train, and the snapshots
-        chosen = torch.arange(self.config.batch_size, device=self.device) % len(tensors)
-        step = step_bytes(template, tensors.inputs[chosen], tensors.targets[chosen], self._precision)
-        return Memory(copies * state_bytes(template, species, make), step, seeds=0)
+        chosen = torch.arange(self._part_size, device=self.device) % len(tensors)
+        inputs, targets = tensors.inputs[chosen], tensors.targets[chosen]
+        step = step_bytes(template, inputs, targets, self._precision, slots=self.places, recomputes=self.config.checkpoint)
+        return Memory(copies * state_bytes(template, species, make, scales=self._has_scales), step, seeds=0)
 
     def memory_per_host(self) -> Memory:
         """In bytes."""
         largest = [
-            max(seed_bytes(species, self.config.batch_size, self._precision) for species in bank.species.values())
-            for bank in self.banks.values()
+            max(seed_bytes(species, self._part_size, self._precision) for species in bank.species.values()) for bank in self.banks.values()
         ]
         return Memory(self._memory.state, self._memory.step, sum(largest))
 
@@ -136,9 +151,12 @@ class Fleet:
             raise FleetError(
                 f"the samples of {self.task.name!r} are of many classes each, so no host can see some of them; leave classes_share at 1"
             )
+        if not settings:
+            return
+        made = {seed: self.make_host(seed).to(self.dtype) for seed in sorted({setting.seed for setting in settings.values()})}
+        self.host.load(list(settings), [made[setting.seed] for setting in settings.values()])
         for row, setting in settings.items():
             self.data.reset(row, setting)
-            self.host.load(row, self.make_host(setting.seed).to(self.dtype))
             self.rows[row] = self._host(row, setting)
             self.rows[row].recovery.take_snapshot()
         self._wishes.carry_out(self._snapshots)
@@ -194,8 +212,8 @@ class Fleet:
             self._train(plan, reading)
             trials = self._measure(rows, reading)
             found = reading.read()
-        for number, (slot, crew) in enumerate((*plan.connected, *plan.in_shadow)):
-            for position, norms in zip(crew.rows, found[f"norms {number}"].T.tolist(), strict=True):
+        for name, seeds in plan.cohorts.items():
+            for slot, position, norms in seeds.by_seed(found[f"norms of {name}"]):
                 self.rows[rows[position]].plot.garden.beds[slot].norms = norms
         self._end_epoch(rows, found, trials, self._promises(plan, found))
         return rows
@@ -205,15 +223,20 @@ class Fleet:
         rates = upload([self.rows[row].rate(self.config.schedule) for row in rows], self.device, self.dtype)
         asking = {position: self.rows[row].plot for position, row in enumerate(rows) if self.rows[row].wants_probe}
         probes = probes_of(self.banks, asking, self.steps_per_decision)
-        connected, in_shadow = crews_of(self.banks, self._gardens(rows), self.steps_per_decision)
-        return Plan(rows, rates, connected, in_shadow, self.growth.lifecycle.alpha_target, self._precision, probes)
+        connected, in_shadow = cohorts_of(self.banks, self._gardens(rows), self.steps_per_decision)
+        recompute = recomputed if self.config.checkpoint else None
+        alpha = self.growth.lifecycle.alpha_target
+        return Plan(rows, rates, connected, in_shadow, alpha, self._precision, probes, self.config.accumulate, recompute)
+
+    def stretch(self, plan: Plan) -> Stretch:
+        """The training up to the next decision, once."""
+        return Stretch(self.host, self.data, plan, self.growth.seed_optimizer, self._repeat)
 
     def _train(self, plan: Plan, reading: Reading) -> None:
         steps, batch_size = self.steps_per_decision, self.config.batch_size
-        stretch = Stretch(self.host, self.data, plan, self.growth.seed_optimizer)
-        reading.add("losses", stretch.run(self.data.batches(steps, batch_size, rows=plan.rows)))
-        for number, (_, crew) in enumerate((*plan.connected, *plan.in_shadow)):
-            reading.add(f"norms {number}", torch.stack(crew.norms))
+        reading.add("losses", self.stretch(plan).run(self.data.batches(steps, batch_size, rows=plan.rows)))
+        for name, seeds in plan.cohorts.items():
+            reading.add(f"norms of {name}", seeds.norms)
         for number, probe in enumerate(plan.probes):
             reading.add(f"promises {number}", probe.promises())
         self.samples_trained += steps * batch_size * len(plan.rows)

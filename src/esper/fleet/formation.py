@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-import torch
-
+from esper.fleet.crews import Cohort, Crew
 from esper.fleet.errors import FleetError
+from esper.fleet.members import Member
 from esper.fleet.row_bed import RowBed
-from esper.fleet.seeds import Crew, Member, SeedBank, Species
+from esper.fleet.seeds import SeedBank, Species
 from esper.fleet.upload import upload
 from esper.growth.config import GrowthConfig
 from esper.growth.garden import Garden, options_for
@@ -21,7 +21,7 @@ from esper.growth.place import Place
 
 Banks = Mapping[str, SeedBank]  # by slot, in the order in which they run
 Gardens = Sequence[tuple[int, Garden[RowBed]]]  # row of the fleet, and its garden; positions are places in this list
-Named = list[tuple[str, Crew]]  # slot and crew
+Placed = tuple[int, int, list[float]]  # a seed: the row of its host, its position, and its alphas
 SpeciesOf = Mapping[str, Mapping[str, Species]]  # slot -> blueprint -> species
 
 
@@ -40,34 +40,34 @@ def species_for(places: Mapping[str, Place], growth: GrowthConfig) -> dict[str, 
     return {name: some for name, some in species.items() if some}
 
 
-def crews_of(banks: Banks, gardens: Gardens, steps: int) -> tuple[Named, Named]:
+def cohorts_of(banks: Banks, gardens: Gardens, steps: int) -> tuple[Cohort, Cohort]:
     """Seeds that learn in the next steps: those that the hosts see, and those in the shadow. Alphas move on the way."""
-    groups: dict[tuple[str, str, bool], list[tuple[int, int, list[float]]]] = defaultdict(list)
+    groups: dict[tuple[str, str, bool], list[Placed]] = defaultdict(list)
     for position, (row, garden) in enumerate(gardens):
         for slot, blueprint, is_connected, alphas in _alphas(garden, steps):
             groups[slot, blueprint, is_connected].append((row, position, alphas))
-    crews: dict[bool, Named] = {True: [], False: []}
+    crews: dict[bool, list[Crew]] = {True: [], False: []}
     order = list(banks)
     for (slot, blueprint, is_connected), some in sorted(groups.items(), key=lambda item: (order.index(item[0][0]), item[0])):
-        crews[is_connected].append((slot, _crew(banks[slot], blueprint, some)))
-    return crews[True], crews[False]
+        crews[is_connected].append(_crew(slot, banks[slot], blueprint, some))
+    return Cohort(crews[True]), Cohort(crews[False])
 
 
 def members_of(banks: Banks, gardens: Gardens, *, only_kept: bool) -> list[Member]:
     """Seeds as they are now, of the hosts that see them."""
-    groups: dict[tuple[str, str], list[tuple[int, int, list[float]]]] = defaultdict(list)
+    groups: dict[tuple[str, str], list[Placed]] = defaultdict(list)
     for position, (row, garden) in enumerate(gardens):
         for slot, bed in garden.occupied():
             if bed.is_connected and (not only_kept or bed.life.stage is Stage.FOSSILIZED):
                 groups[slot, str(bed.life.blueprint)].append((row, position, [bed.alpha]))
-    with torch.no_grad():
-        crews = [(slot, _crew(banks[slot], blueprint, some)) for (slot, blueprint), some in groups.items()]
-        return [crew.as_member(slot, step=0, hosts=len(gardens)) for slot, crew in crews]
+    crews = [_crew(slot, banks[slot], blueprint, some) for (slot, blueprint), some in groups.items()]
+    weights = [crew.species.layout.unflatten(crew.read("weights")) for crew in crews]
+    return [crew.member(own, crew.alphas[0], hosts=len(gardens)) for crew, own in zip(crews, weights, strict=True)]
 
 
-def _crew(bank: SeedBank, blueprint: str, some: Sequence[tuple[int, int, list[float]]]) -> Crew:
+def _crew(slot: str, bank: SeedBank, blueprint: str, some: Sequence[Placed]) -> Crew:
     alphas = upload([alphas for _, _, alphas in some], bank.place.device, bank.place.dtype).T.contiguous()
-    return Crew(bank, blueprint, [row for row, _, _ in some], [position for _, position, _ in some], alphas)
+    return Crew.of(slot, bank, blueprint, [row for row, _, _ in some], [position for _, position, _ in some], alphas)
 
 
 def _alphas(garden: Garden[RowBed], steps: int) -> Iterable[tuple[str, str, bool, list[float]]]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from esper.fleet.scope import Scope, lowers
 
@@ -58,12 +59,12 @@ def batch_norm(layer: nn.BatchNorm1d | nn.BatchNorm2d, scope: Scope, x: Tensor) 
 
     outputs = _on_channels(x, norm)
     if scope.training and mean is not None and variance is not None:
-        _track(layer, scope, mean, variance)
+        track(layer, scope, mean, variance)
     return outputs
 
 
 @torch.no_grad()
-def _track(layer: nn.BatchNorm1d | nn.BatchNorm2d, scope: Scope, mean: Tensor, variance: Tensor) -> None:
+def track(layer: _BatchNorm, scope: Scope, mean: Tensor, variance: Tensor) -> None:
     """Moves the running statistics towards these of a batch, by the momentum or, without one, to the mean over all batches so far."""
     count = scope.tensor("num_batches_tracked").add_(1)  # [N]
     share = 1 / count.to(mean.dtype).unsqueeze(1) if layer.momentum is None else layer.momentum
@@ -73,7 +74,8 @@ def _track(layer: nn.BatchNorm1d | nn.BatchNorm2d, scope: Scope, mean: Tensor, v
 
 
 def _flat(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.flatten()
+    """[N·C], of its own: cuDNN reads a gain in steps of 16 bytes, and a row of a single host may begin anywhere."""
+    return None if tensor is None else tensor.flatten() if len(tensor) > 1 else tensor.flatten().clone()
 
 
 def _on_channels(x: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:

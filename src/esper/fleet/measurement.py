@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from esper.fleet.ensemble import Ensemble
-from esper.fleet.seeds import Member
+from esper.fleet.members import Member
 from esper.fleet.upload import upload
+
+_SAMPLES_AT_ONCE = 2**17  # of all hosts together, on a GPU
 
 
 @dataclass(frozen=True)
@@ -27,11 +29,13 @@ class Samples:
     @property
     def sizes(self) -> list[int]:
         """Samples of every batch."""
-        return [len(targets) for _, targets in self.batches()]
+        return [len(part) for part in torch.split(self.targets, self.batch_size)]
 
-    def batches(self) -> list[tuple[Tensor, Tensor]]:
-        starts = range(0, len(self), self.batch_size)
-        return [(self.inputs[start : start + self.batch_size], self.targets[start : start + self.batch_size]) for start in starts]
+    def passes(self, hosts: int) -> list[tuple[Tensor, Tensor]]:
+        """What so many hosts look at at once, whole batches: one of them on a CPU, whose caches are small, many on a GPU."""
+        batches = 1 if self.targets.device.type == "cpu" else max(_SAMPLES_AT_ONCE // (hosts * self.batch_size), 1)
+        size = batches * self.batch_size
+        return list(zip(torch.split(self.inputs, size), torch.split(self.targets, size), strict=True))
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -40,10 +44,11 @@ class Samples:
 @torch.no_grad()
 def losses_of(ensemble: Ensemble, samples: Samples, hosts: int) -> Tensor:
     """Mean loss of every host on every batch [V, hosts]; all hosts see the same samples."""
-    found = []
-    for inputs, targets in samples.batches():
+    found: list[Tensor] = []
+    for inputs, targets in samples.passes(hosts):
         shared = (tensor.unsqueeze(1).expand(-1, hosts, *tensor.shape[1:]) for tensor in (inputs, targets))
-        found.append(ensemble.losses(*shared, training=False))
+        each = ensemble.losses_of_samples(*shared, training=False)
+        found += [batch.mean(0) for batch in torch.split(each, samples.batch_size)]
     return torch.stack(found)
 
 

@@ -5,10 +5,12 @@ Shapes: B = samples of a training batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import traceback
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +18,9 @@ from torch import Tensor, nn
 from esper.fleet.ensemble import Ensemble
 from esper.fleet.errors import FleetError
 from esper.fleet.formation import SpeciesOf
+from esper.fleet.loss_scale import LossScales
 from esper.fleet.lowering import lower
+from esper.fleet.recompute import Compute, Recompute
 from esper.fleet.rows import ModuleRows
 from esper.fleet.seeds import MakeRowOptimizer, Species
 
@@ -55,24 +59,29 @@ def in_words(count: int) -> str:
 # What it takes
 
 
-def state_bytes(template: nn.Module, species: SpeciesOf, make: MakeRowOptimizer) -> int:
+def state_bytes(template: nn.Module, species: SpeciesOf, make: MakeRowOptimizer, *, scales: bool = False) -> int:
     """Of one row of a fleet."""
     rows = ModuleRows(template, 1, device="meta")
     widest = [max((one.layout for one in some.values()), key=lambda layout: layout.width) for some in species.values()]
     learning = [rows.parameters.flat, *(torch.empty(1, layout.width, dtype=layout.dtype, device="meta") for layout in widest)]
     moments = [moment for flat in learning for moment in make(flat).state.values()]
     warmups = torch.empty(len(widest), dtype=torch.int64, device="meta")
-    return sum(tensor.nbytes for tensor in (*learning, *moments, *(part.flat for part in rows.constants), warmups))
+    of_loss = LossScales.fresh(1, "meta").tensors.values() if scales else ()
+    return sum(tensor.nbytes for tensor in (*learning, *moments, *(part.flat for part in rows.constants), warmups, *of_loss))
 
 
-def step_bytes(template: nn.Module, inputs: Tensor, targets: Tensor, precision: torch.dtype | None) -> int:
+def step_bytes(
+    template: nn.Module, inputs: Tensor, targets: Tensor, precision: torch.dtype | None, *, slots: Collection[str], recomputes: bool
+) -> int:
     """Of a training step of one host on samples such as these, inputs [B, ...] and targets [B, ...]."""
     rows = ModuleRows.of([template], device=inputs.device)
-    ensemble = Ensemble(lower(template), rows.tensors(), [], precision)
+
+    def losses(recompute: Recompute) -> Tensor:
+        ensemble = Ensemble(lower(template, slots=slots), rows.tensors(), [], precision, recompute if recomputes else None)
+        return ensemble.losses(inputs.unsqueeze(1), targets.unsqueeze(1), training=True)
+
     with _undisturbed(inputs.device):
-        return _kept(
-            lambda: ensemble.losses(inputs.unsqueeze(1), targets.unsqueeze(1), training=True), apart_from=[part.flat for part in rows.parts]
-        )
+        return _kept(losses, apart_from=[part.flat for part in rows.parts])
 
 
 def seed_bytes(species: Species, samples: int, precision: torch.dtype | None) -> int:
@@ -81,7 +90,7 @@ def seed_bytes(species: Species, samples: int, precision: torch.dtype | None) ->
     h = torch.zeros(samples, 1, *place.shape, dtype=place.dtype, device=place.device, requires_grad=True)
     flat = torch.zeros(1, species.layout.width, dtype=place.dtype, device=place.device, requires_grad=True)
 
-    def act() -> Tensor:
+    def act(recompute: Recompute) -> Tensor:
         with torch.autocast(place.device.type, dtype=precision, enabled=precision is not None):
             return h + species.delta(species.layout.unflatten(flat), h)
 
@@ -96,21 +105,34 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _kept(compute: Callable[[], Tensor], *, apart_from: Iterable[Tensor]) -> int:
-    """What autograd keeps for the backward pass, and its largest part once more: a gradient on its way through."""
-    known = {tensor.untyped_storage().data_ptr() for tensor in apart_from}
-    sizes: dict[int, int] = {}
+def _kept(compute: Callable[[Recompute], Tensor], *, apart_from: Iterable[Tensor]) -> int:
+    """What autograd keeps for the backward pass, and its largest part once more: a gradient on its way through.
 
-    def see(tensor: Tensor) -> Tensor:
+    `compute` is given what to run the blocks by that keep no more than their input: they are here again one at a time, the largest counts.
+    """
+    known = {tensor.untyped_storage().data_ptr() for tensor in apart_from}
+    kept: dict[int, int] = {}  # by place in memory
+    blocks: list[dict[int, int]] = [{}]
+
+    def note(tensor: Tensor, sizes: dict[int, int]) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in known:
             sizes[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(see, lambda tensor: tensor):
-        outcome = compute()
+    def noting(sizes: dict[int, int]) -> Any:
+        return torch.autograd.graph.saved_tensors_hooks(lambda tensor: note(tensor, sizes), lambda tensor: tensor)
+
+    def block(first: Compute, again: Compute, x: Tensor) -> Tensor:
+        blocks.append({})
+        with noting(blocks[-1]):
+            return first(note(x, kept))
+
+    with noting(kept):
+        outcome = compute(block)
     assert outcome.requires_grad  # and holds all of it until here, so that no two of them had the same place
-    return sum(sizes.values()) + max(sizes.values(), default=0)
+    largest = max(max(sizes.values(), default=0) for sizes in (kept, *blocks))
+    return sum(kept.values()) + max(sum(sizes.values()) for sizes in blocks) + largest
 
 
 # What there is
@@ -121,11 +143,43 @@ def free_bytes(device: torch.device) -> int | None:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    table = Path("/proc/meminfo")
-    if device.type != "cpu" or not table.exists():
+    if device.type != "cpu":
         return None
-    lines = dict(line.split(":", 1) for line in table.read_text().splitlines())
-    return int(lines["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in lines else None
+    rooms = [*_room_of_machine(Path("/proc/meminfo")), *rooms_of_groups(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))]
+    return min(rooms, default=None)
+
+
+def _room_of_machine(table: Path) -> Iterator[int]:
+    for line in table.read_text().splitlines() if table.exists() else ():
+        name, value = line.split(":", 1)
+        if name == "MemAvailable":
+            yield int(value.split()[0]) * 1024
+
+
+def rooms_of_groups(root: Path, membership: Path) -> Iterator[int]:
+    """What the limits of containers and batch jobs leave, those of all control groups that this process is in, of version 2 or 1."""
+    lines = membership.read_text().splitlines() if membership.exists() else []
+    for _, controllers, own in (line.split(":", 2) for line in lines):
+        if controllers in ("", "memory"):
+            top = root / controllers
+            group = top / own.lstrip("/")
+            # A container sees its own group as the topmost, whatever the name by which the machine knows it.
+            for folder in (group, *group.parents[: len(group.parts) - len(top.parts)]):
+                yield from _room_of_group(folder, *(_GROUP_FILES[controllers]))
+
+
+# By version: the limit, what is used of it, and what of that is files that the system forgets where memory is needed.
+_GROUP_FILES = {
+    "": ("memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+
+
+def _room_of_group(folder: Path, limit: str, used: str, forgettable: str) -> Iterator[int]:
+    if not (folder / limit).exists() or (most := (folder / limit).read_text().strip()) == "max":
+        return
+    statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    yield max(int(most) - int((folder / used).read_text()) + int(statistics.get(forgettable, 0)), 0)
 
 
 def check_fits(hosts: int, each: int, *, room: int | None, device: torch.device) -> None:
@@ -140,6 +194,9 @@ def explained(hosts: int, memory: Callable[[], Memory], *, room: int | None, dev
     try:
         yield
     except torch.OutOfMemoryError as error:
+        traceback.clear_frames(error.__traceback__)  # what they hold is what there was no room for
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
         each, room = memory().most, room or 0
         raise FleetError(_too_many(hosts, each, min(room // each, hosts - 1), room, device)) from error
 

@@ -25,7 +25,11 @@ class RowOptimizer(ABC):
 
     def __init__(self, flat: Tensor, *, lr: float | Tensor, weight_decay: float = 0.0) -> None:
         self.flat = flat
-        self.lr = torch.as_tensor(lr, dtype=flat.dtype, device=flat.device).expand(len(flat)).clone()
+        self.lr = torch.empty(len(flat), dtype=flat.dtype, device=flat.device)
+        if isinstance(lr, Tensor):
+            self.lr.copy_(lr)
+        else:
+            self.lr.fill_(lr)  # a number as a tensor would be a copy that waits for the device
         self.weight_decay = weight_decay
         self.state = {name: torch.zeros_like(flat, requires_grad=False) for name in self.moments}
         self.state["steps"] = torch.zeros(len(flat), dtype=torch.int64, device=flat.device)
@@ -45,39 +49,20 @@ class RowOptimizer(ABC):
     def _advance(self, gradient: Tensor) -> None:
         """Changes weights and moments of all rows; the steps are counted already."""
 
-    def reset(self, rows: Tensor) -> None:
-        """These rows, given by index, begin anew."""
-        for tensor in self.state.values():
-            tensor.index_fill_(0, rows, 0)
-
-    def read(self, rows: Tensor) -> dict[str, Tensor]:
-        """A copy of the state of these rows, learning rates included."""
-        return {name: tensor.index_select(0, rows) for name, tensor in {"lr": self.lr, **self.state}.items()}
-
-    def write(self, rows: Tensor, state: dict[str, Tensor]) -> None:
-        """Puts back what `read` gave."""
-        for name, tensor in {"lr": self.lr, **self.state}.items():
-            tensor.index_copy_(0, rows, state[name])
-
 
 class SGD(RowOptimizer):
     """torch.optim.SGD: the weight decay is part of the gradient."""
 
     moments = ("momentum",)
 
-    def __init__(
-        self, flat: Tensor, *, lr: float | Tensor, momentum: float = 0.0, nesterov: bool = False, weight_decay: float = 0.0
-    ) -> None:
-        if nesterov and momentum <= 0:
-            raise ValueError(f"nesterov needs a momentum above 0; got momentum={momentum}")
+    def __init__(self, flat: Tensor, *, lr: float | Tensor, momentum: float = 0.0, weight_decay: float = 0.0) -> None:
         super().__init__(flat, lr=lr, weight_decay=weight_decay)
-        self.momentum, self.nesterov = momentum, nesterov
+        self.momentum = momentum
 
     def _advance(self, gradient: Tensor) -> None:
         direction = gradient.add(self.flat, alpha=self.weight_decay) if self.weight_decay else gradient
         if self.momentum:
-            moment = self.state["momentum"].mul_(self.momentum).add_(direction)
-            direction = direction.add(moment, alpha=self.momentum) if self.nesterov else moment
+            direction = self.state["momentum"].mul_(self.momentum).add_(direction)
         self.flat.addcmul_(direction, self.lr.unsqueeze(1), value=-1)
 
 

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from esper.fleet.formation import Banks
+from esper.fleet.members import of_hosts
 from esper.fleet.row_bed import RowBed
-from esper.fleet.seeds import Species, of_hosts
+from esper.fleet.seeds import Species
 from esper.fleet.upload import upload
 from esper.growth.blueprints import build_branch, cost_of, get_blueprint
 from esper.growth.garden import Garden

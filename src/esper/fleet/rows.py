@@ -15,6 +15,8 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from esper.fleet.upload import upload
+
 State = Mapping[str, Tensor]
 
 
@@ -43,11 +45,6 @@ class Layout:
     @cached_property
     def sizes(self) -> list[int]:
         return [shape.numel() for shape in self.shapes.values()]
-
-    @cached_property
-    def slices(self) -> dict[str, slice]:
-        ends = torch.tensor([0, *self.sizes]).cumsum(0).tolist()
-        return {name: slice(start, end) for name, start, end in zip(self.shapes, ends[:-1], ends[1:], strict=True)}
 
     @property
     def width(self) -> int:
@@ -122,14 +119,9 @@ class ModuleRows:
     def tensors(self, rows: Tensor | None = None) -> dict[str, Tensor]:
         """What a stacked module takes: all tensors by dotted name, as views [N, S...] or, with `rows`, as copies [M, S...].
 
-        The gradients of copies reach the parameters too. What a training pass writes into copies of buffers does not: see `write_back`.
+        The gradients of copies reach the parameters too. What a training pass writes into copies of buffers does not.
         """
         return {name: view for part in self.parts for name, view in part.views(rows).items()}
-
-    def write_back(self, rows: Tensor, tensors: State) -> None:
-        """Keeps what a training pass wrote into the constants among the `tensors` of these rows."""
-        for part in self.constants:
-            part.write(rows, part.layout.flatten(tensors))
 
     def read(self, rows: Tensor) -> list[Tensor]:
         """A copy of these rows, for `write`: a snapshot of some hosts."""
@@ -145,26 +137,32 @@ class ModuleRows:
         if len(rows) != len(sources):
             raise ValueError(f"one row for each source; got {len(rows)} rows and {len(sources)} sources")
         states = [_named_tensors(source) if isinstance(source, nn.Module) else source for source in sources]
-        before = {name: own for part in self.parts for name, own in part.layout.unflatten(part.read(rows)).items()}
+        shapes = {name: shape for part in self.parts for name, shape in part.layout.shapes.items()}
         for state in states:
-            self._check(state, before)
-        loaded = {
-            name: torch.stack([state.get(name, kept).detach().to(kept) for state, kept in zip(states, own, strict=True)])
-            for name, own in before.items()
-        }
+            self._check(state, shapes)
         for part in self.parts:
             if part.layout.width:
-                part.write(rows, part.layout.flatten(loaded))
+                part.write(rows, self._gathered(part, rows, states))
 
-    def _check(self, state: State, own: State) -> None:
+    def _gathered(self, part: Rows, rows: Tensor, states: Sequence[State]) -> Tensor:
+        """The rows [M, P] of these states, put together where the states are and sent in one piece."""
+        names, dtype = part.layout.shapes, part.layout.dtype
+        missing = [{name for name in names if name not in state} for state in states]
+        kept = part.layout.unflatten(part.read(rows)) if any(missing) else {}
+        whole = [
+            torch.cat([(kept[name][number] if name in gone else state[name]).detach().to(dtype).flatten() for name in names])
+            for number, (state, gone) in enumerate(zip(states, missing, strict=True))
+        ]
+        return upload(torch.stack(whole), part.flat.device)
+
+    def _check(self, state: State, own: Mapping[str, torch.Size]) -> None:
         """Raises ValueError unless it is one of a host like ours."""
         for name in {**self._names_in_state, **state}:
             if name not in own and name not in self._names_in_state:
                 raise ValueError(f"{name!r} is unknown to this fleet's hosts; load a host of the same architecture")
-            if name in own and (name not in state or state[name].shape != own[name].shape[1:]):
+            if name in own and (name not in state or state[name].shape != own[name]):
                 found = f"has shape {list(state[name].shape)}" if name in state else "is missing"
-                wanted = list(own[name].shape[1:])
-                raise ValueError(f"{name!r} {found}, this fleet's hosts have it as {wanted}; load a host of the same architecture")
+                raise ValueError(f"{name!r} {found}, this fleet's hosts have it as {list(own[name])}; load a host of the same architecture")
 
     @torch.no_grad()
     def state_dict_of(self, row: int) -> dict[str, Tensor]:

@@ -13,12 +13,12 @@ Shapes: B = samples of each host, N = hosts. Activations are [B, N, ...], weight
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import Tensor, nn
 
-Convolution = Literal["grouped", "unfolded"]
+Convolution = Literal["grouped", "unfolded", "tiled"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,7 @@ class Scope:
     training: bool
     convolution: Convolution | None  # how to convolve; None: as suits device and size
     run: Callable[[str, Tensor], Tensor]  # the submodule of this full name
+    slots: frozenset[str] = frozenset()  # full names of the submodules whose outputs somebody wants to see
 
     def full_name(self, name: str) -> str:
         return f"{self.name}.{name}" if self.name else name
@@ -45,6 +46,13 @@ class Scope:
     def child(self, name: str, x: Tensor) -> Tensor:
         """What the submodule of this name makes of x, with what grows behind it."""
         return self.run(self.full_name(name), x)
+
+    def inside(self, name: str) -> Scope:
+        """That of a submodule, for who computes several of them as one."""
+        return replace(self, name=self.full_name(name))
+
+    def has_slots_inside(self) -> bool:
+        return any(slot.startswith(self.full_name("")) for slot in self.slots)
 
 
 Lowering = Callable[[Any, Scope, Tensor], Tensor]

@@ -1,25 +1,32 @@
 """A stretch of training between two decisions: some hosts and all their seeds, every step one tensor program.
 
 Weights, buffers and moments of these hosts are copied into compact tensors, trained there, and put back. In between nothing is asked of
-the device: losses and norms stay there until the stretch is over.
+the device: losses and norms stay there until the stretch is over, and so does the number of the step, so that a step is the same thing
+every time and can be recorded.
+
+The batch of a step may be cut into parts, one after another: no more activations are there at once than those of one part.
 
 Shapes: A = hosts that train, R = seeds of one crew, T = steps, B = samples; what flows is [B, A, ...].
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
+from esper.fleet.crews import Cohort, Crew
 from esper.fleet.data import FleetData
 from esper.fleet.ensemble import Ensemble, Watch
-from esper.fleet.host_bank import HostBank
-from esper.fleet.lowering import Stacked
+from esper.fleet.host_bank import HostBank, HostCrew
+from esper.fleet.members import Member
 from esper.fleet.probe import RowProbe
-from esper.fleet.seeds import Crew, Member
+from esper.fleet.recompute import Recompute
 from esper.fleet.upload import upload
 from esper.growth.config import SeedOptimizer
 
@@ -30,45 +37,72 @@ class Plan:
 
     rows: Sequence[int]  # of the fleet
     rates: Tensor  # [A] learning rates of the hosts
-    connected: Sequence[tuple[str, Crew]]  # slot, seeds that the host sees
-    in_shadow: Sequence[tuple[str, Crew]]  # seeds that learn in a second pass
+    connected: Cohort  # seeds that the host sees
+    in_shadow: Cohort  # seeds that learn in a second pass
     shadow_alpha: float
     precision: torch.dtype | None
     probes: Sequence[RowProbe] = ()
+    parts: int = 1  # of a batch
+    recompute: Recompute | None = None  # how blocks are computed whose activations are not kept
+
+    @property
+    def cohorts(self) -> dict[str, Cohort]:
+        """Those that are not empty."""
+        return {name: seeds for name, seeds in (("connected", self.connected), ("in shadow", self.in_shadow)) if len(seeds)}
+
+
+Parts = Sequence[tuple[Tensor, Tensor]]  # inputs and targets of every part of a batch, [B / parts, A, ...]
+Repeat = Callable[[Callable[[], None], int], None]  # does something so many times
 
 
 class Stretch:
-    def __init__(self, host: HostBank, data: FleetData, plan: Plan, config: SeedOptimizer) -> None:
-        self.plan, self._data, self._config = plan, data, config
+    def __init__(self, host: HostBank, data: FleetData, plan: Plan, config: SeedOptimizer, repeat: Repeat) -> None:
+        self.plan, self._data, self._config, self._repeat = plan, data, config, repeat
         self._crew = host.crew(plan.rows, plan.rates)
         self._rows = upload(plan.rows, plan.rates.device)
-        self._shadow = _Shadow(plan, host.slots) if plan.in_shadow else None
+        self._shadow = _Shadow(plan, host.slots) if len(plan.in_shadow) else None
+        self._now = torch.zeros(1, dtype=torch.int64, device=plan.rates.device)  # the number of the step
 
     def run(self, batches: Tensor) -> Tensor:
         """Trains on the samples [T, B, A], step by step. Gives the losses [T, A]."""
-        losses = [self._step(step, index) for step, index in enumerate(batches)]
-        for _, crew in (*self.plan.connected, *self.plan.in_shadow):
-            crew.put_back()
-        self._crew.put_back()
-        return torch.stack(losses)
+        losses = torch.zeros(len(batches), len(self.plan.rows), device=batches.device, dtype=self._crew.flat.dtype)
+        for probes, steps in self._sections(len(batches)):
+            self._repeat(partial(self._step, batches, losses, probes), steps)
+        for learner in (self.plan.connected, self.plan.in_shadow, self._crew):
+            learner.put_back()
+        return losses
 
-    def _step(self, step: int, index: Tensor) -> Tensor:
-        inputs, targets = self._data.batch(index, self._rows)
-        crews = [crew for _, crew in self.plan.connected]
-        members = [crew.as_member(slot, step=step, hosts=len(self.plan.rows)) for slot, crew in self.plan.connected]
-        probes = [probe for probe in self.plan.probes if step in probe.window]
-        ensemble = Ensemble(self._crew.stacked, self._crew.tensors(), members, self.plan.precision)
-        losses = ensemble.losses(inputs, targets, training=True, watch=self._watch(probes))
-        learning = [self._crew.flat, *(crew.flat for crew in crews)]
-        caught = [h for probe in probes for h in probe.caught]
-        gradients = torch.autograd.grad(losses.sum(), [*learning, *caught])
-        self._crew.learn(gradients[0])
-        for crew, gradient in zip(crews, gradients[1 : len(learning)], strict=True):
-            crew.learn(gradient, self.plan.rates, self._config)
-        _answer(probes, gradients[len(learning) :])
+    def _sections(self, steps: int) -> list[tuple[list[RowProbe], int]]:
+        """Runs of steps in which the same probes look: they, and how many steps."""
+        looking = [[probe for probe in self.plan.probes if step in probe.window] for step in range(steps)]
+        return [(probes, len(list(some))) for probes, some in groupby(looking)]
+
+    def _step(self, batches: Tensor, all_losses: Tensor, probes: Sequence[RowProbe]) -> None:
+        index = batches.index_select(0, self._now)[0]
+        parts = [self._data.batch(part, self._rows) for part in index.chunk(self.plan.parts)]
+        seeds, scales = self.plan.connected, self._crew.scales
+        losses, gradient, *of_seeds = _means(self._pass(inputs, targets, probes) for inputs, targets in parts)
+        stepping = scales.unscale_([(gradient, None), *((own, seeds.hosts) for own in of_seeds)])
+        self._crew.learn(gradient, active=stepping)
+        for own in of_seeds:
+            seeds.learn(own, self._now, self.plan.rates, self._config, active=stepping)
         if self._shadow is not None:
-            self._shadow.step(self._crew.stacked, self._crew.tensors(), inputs, targets, step, self._config)
-        return losses.detach()
+            stepping = self._shadow.step(self._crew, parts, self._now, self._config, stepping)
+        scales.update_(stepping)
+        all_losses.index_copy_(0, self._now, losses.unsqueeze(0))
+        self._now += 1
+
+    def _pass(self, inputs: Tensor, targets: Tensor, probes: Sequence[RowProbe]) -> list[Tensor]:
+        """Losses [A], and their gradients for the hosts and, where there are any, for the connected seeds, times the loss scales."""
+        seeds = self.plan.connected
+        members = seeds.members(self._now, hosts=len(self.plan.rows))
+        ensemble = Ensemble(self._crew.stacked, self._crew.tensors(), members, self.plan.precision, self.plan.recompute)
+        losses = ensemble.losses(inputs, targets, training=True, watch=self._watch(probes))
+        learning = [self._crew.flat, *([seeds.flat] if len(seeds) else [])]
+        caught = [h for probe in probes for h in probe.caught]
+        gradients = torch.autograd.grad(self._crew.scales.scaled(losses).sum(), [*learning, *caught])
+        _answer(probes, [self._crew.scales.unscaled(gradient) for gradient in gradients[len(learning) :]])
+        return [losses.detach(), *gradients[: len(learning)]]
 
     def _watch(self, probes: Sequence[RowProbe]) -> Watch | None:
         looking = [*([self._shadow.record] if self._shadow else []), *(probe.catch for probe in probes)]
@@ -81,6 +115,17 @@ class Stretch:
             return h
 
         return watch
+
+
+def _means(parts: Iterable[list[Tensor]]) -> list[Tensor]:
+    """Over the parts of a batch, tensor by tensor, in those of the first part."""
+    remaining, count = iter(parts), 1
+    total = next(remaining)
+    for part in remaining:
+        count += 1
+        for tensor, own in zip(total, part, strict=True):
+            tensor += own
+    return total if count == 1 else [tensor.div_(count) for tensor in total]
 
 
 def _answer(probes: Sequence[RowProbe], gradients: Sequence[Tensor]) -> None:
@@ -100,9 +145,10 @@ class _Shadow:
 
     def __init__(self, plan: Plan, slots: Sequence[str]) -> None:
         self.plan = plan
-        self._recorded: dict[str, Tensor] = {}
-        self._hosts = sorted({row for _, crew in plan.in_shadow for row in crew.rows})  # positions among the hosts that train
-        first = {host: min(slots.index(slot) for slot, crew in plan.in_shadow if host in crew.rows) for host in self._hosts}
+        self._recorded: dict[str, list[Tensor]] = defaultdict(list)  # of every part
+        raised = plan.in_shadow.crews
+        self._hosts = sorted({host for crew in raised for host in crew.hosts})  # positions among the hosts that train
+        first = {host: min(slots.index(crew.slot) for crew in raised if host in crew.hosts) for host in self._hosts}
         self._device = plan.rates.device
         self._index = upload(self._hosts, self._device)
         self._begins = {
@@ -110,47 +156,55 @@ class _Shadow:
             for number, slot in enumerate(slots)
             if (here := [place for place, host in enumerate(self._hosts) if first[host] == number])
         }
-        self._places = {id(crew): self._placed(crew) for _, crew in (*plan.connected, *plan.in_shadow)}
+        self._beside = [self._placed(crew) for crew in plan.connected.crews]
+        self._raised = [self._placed(crew) for crew in raised]
 
     def record(self, slot: str, h: Tensor) -> Tensor:
         if slot in self._begins:
-            self._recorded[slot] = h.detach().clone()  # the next layer may work in place
+            self._recorded[slot].append(h.detach().clone())  # the next layer may work in place
         return h
 
-    def _replay(self, slot: str, h: Tensor) -> Tensor:
+    def _replay(self, part: int, slot: str, h: Tensor) -> Tensor:
         if slot not in self._begins:
             return h
         here, there = self._begins[slot]
-        return h.index_copy(1, here, self._recorded[slot].index_select(1, there))
+        return h.index_copy(1, here, self._recorded[slot][part].index_select(1, there))
 
-    def step(self, host: Stacked, tensors: Mapping[str, Tensor], inputs: Tensor, targets: Tensor, step: int, config: SeedOptimizer) -> None:
-        crews = [crew for _, crew in self.plan.in_shadow]
-        members = [member for slot, crew in self.plan.connected if (member := self._connected(slot, crew, step)) is not None]
-        members += [self._learning(slot, crew) for slot, crew in self.plan.in_shadow]
-        own = {name: tensor.detach().index_select(0, self._index) for name, tensor in tensors.items()}
-        ensemble = Ensemble(host, own, members, self.plan.precision)
-        losses = ensemble.losses(
-            inputs.index_select(1, self._index), targets.index_select(1, self._index), training=True, watch=self._replay
-        )
-        gradients = torch.autograd.grad(losses.sum(), [crew.flat for crew in crews])
-        for crew, gradient in zip(crews, gradients, strict=True):
-            crew.learn(gradient, self.plan.rates, config)
+    def step(self, host: HostCrew, parts: Parts, now: Tensor, config: SeedOptimizer, stepping: Tensor | None) -> Tensor | None:
+        """Seeds of the hosts that are `stepping` learn. Gives those of them for whom nothing has overflowed here either."""
+        seeds = self.plan.in_shadow
+        (gradient,) = _means(self._pass(host, number, inputs, targets, now) for number, (inputs, targets) in enumerate(parts))
+        stepping = host.scales.unscale_([(gradient, seeds.hosts)], stepping)
+        seeds.learn(gradient, now, self.plan.rates, config, active=stepping)
         self._recorded.clear()
+        return stepping
 
-    def _connected(self, slot: str, crew: Crew, step: int) -> Member | None:
-        """Those of a crew that take part, as they are now, without gradients of their own."""
-        chosen, places = self._places[id(crew)]
-        if not len(chosen):
-            return None
-        weights = {name: tensor.detach().index_select(0, chosen) for name, tensor in crew.weights().items()}
-        return Member(slot, crew.species, weights, crew.alphas[step].index_select(0, chosen), places)
+    def _pass(self, host: HostCrew, part: int, inputs: Tensor, targets: Tensor, now: Tensor) -> list[Tensor]:
+        """The gradient of the seeds, times the loss scales."""
+        members = [*self._connected(now), *self._learning()]
+        own = {name: tensor.detach().index_select(0, self._index) for name, tensor in host.tensors().items()}
+        ensemble = Ensemble(host.stacked, own, members, self.plan.precision, self.plan.recompute)
+        inputs, targets = (tensor.index_select(1, self._index) for tensor in (inputs, targets))
+        losses = ensemble.losses(inputs, targets, training=True, watch=partial(self._replay, part))
+        return list(torch.autograd.grad(host.scales.scaled(losses, self._index).sum(), [self.plan.in_shadow.flat]))
 
-    def _learning(self, slot: str, crew: Crew) -> Member:
-        alpha = torch.full_like(crew.alphas[0], self.plan.shadow_alpha)
-        return Member(slot, crew.species, crew.weights(), alpha, self._places[id(crew)][1])
+    def _connected(self, now: Tensor) -> Iterator[Member]:
+        """The connected seeds of these hosts, as they are now, without gradients of their own."""
+        seeds = self.plan.connected
+        if not any(len(chosen) for chosen, _ in self._beside):
+            return
+        for crew, weights, alpha, (chosen, places) in zip(seeds.crews, seeds.weights(), seeds.alphas(now), self._beside, strict=True):
+            if len(chosen):
+                own = {name: tensor.detach().index_select(0, chosen) for name, tensor in weights.items()}
+                yield Member(crew.slot, crew.species, own, alpha.index_select(0, chosen), places)
+
+    def _learning(self) -> Iterator[Member]:
+        seeds = self.plan.in_shadow
+        for crew, weights, (_, places) in zip(seeds.crews, seeds.weights(), self._raised, strict=True):
+            yield Member(crew.slot, crew.species, weights, torch.full_like(crew.alphas[0], self.plan.shadow_alpha), places)
 
     def _placed(self, crew: Crew) -> tuple[Tensor, Tensor]:
         """Which seeds of a crew take part, and the places of their hosts among those that do."""
-        taking_part = [number for number, row in enumerate(crew.rows) if row in self._hosts]
-        places = [self._hosts.index(crew.rows[number]) for number in taking_part]
+        taking_part = [number for number, host in enumerate(crew.hosts) if host in self._hosts]
+        places = [self._hosts.index(crew.hosts[number]) for number in taking_part]
         return upload(taking_part, self._device, torch.int64), upload(places, self._device, torch.int64)

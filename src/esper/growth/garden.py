@@ -22,6 +22,7 @@ from esper.growth.seed import GATE_WIDTH
 from esper.growth.state import Candidate, Contribution, Cost, SlotState
 from esper.rng import Streams
 
+Promised = Mapping[tuple[str, str], float]  # slot and blueprint -> nats per step, as a probe has found
 OnStage = Callable[[str, str, Stage, str], None]  # slot, blueprint, stage, reason
 AnyBed = TypeVar("AnyBed", bound=Bed)
 
@@ -42,6 +43,7 @@ class Garden(Generic[AnyBed]):
         self._on_stage = on_stage
         self._streams = Streams(config.seed)
         self.options: dict[str, tuple[Blueprint, ...]] = {name: options_for(bed.place, config) for name, bed in self.beds.items()}
+        self._prices: dict[tuple[str, str], tuple[Blueprint, Cost]] = {}  # those that were asked for, by slot and blueprint
 
     # Moves
 
@@ -207,8 +209,14 @@ class Garden(Generic[AnyBed]):
 
     def price(self, name: str, blueprint: str) -> Cost:
         """What a seed of this blueprint would cost in a slot."""
-        place = self.beds[name].place
-        branch = cost_of(get_blueprint(blueprint), place)
+        current = get_blueprint(blueprint)
+        known = self._prices.get((name, blueprint))
+        if known is None or known[0] is not current:  # it may have been replaced
+            known = self._prices[name, blueprint] = current, self._priced(current, self.beds[name].place)
+        return known[1]
+
+    def _priced(self, blueprint: Blueprint, place: Place) -> Cost:
+        branch = cost_of(blueprint, place)
         if self.config.lifecycle.blending != "gate":
             return branch
         products = GATE_WIDTH * (place.width + 1)
@@ -226,39 +234,50 @@ class Garden(Generic[AnyBed]):
         seeds = len(list(self.occupied()))
         return allowance(self.config.budget, host=self.host, added=self.added(), seeds=seeds, slots=len(self.beds))
 
-    def view(self, name: str, promises: dict[tuple[str, str], float]) -> SlotState:
+    def view(self, name: str, promises: Promised) -> SlotState:
+        return self._view(name, promises, self.added(), self.allowance())
+
+    def views(self, promises: Promised) -> tuple[SlotState, ...]:
+        """Of all slots."""
+        added, allowed = self.added(), self.allowance()
+        return tuple(self._view(name, promises, added, allowed) for name in self.beds)
+
+    def _view(self, name: str, promises: Promised, added: Cost, allowed: Allowance) -> SlotState:
         bed, life = self.beds[name], self.beds[name].life
+        cost = self.cost(name)
         return SlotState(
             place=bed.place,
             stage=life.stage,
             blueprint=life.blueprint if life.stage in OCCUPIED else None,
-            cost=self.cost(name),
-            rent=self.rent(name),
+            cost=cost,
+            rent=self._rent(cost, added),
             alpha=bed.alpha if bed.is_connected else 0.0,
             age=life.age,
             epochs_in_stage=life.epochs_in_stage,
             is_withdrawing=life.is_withdrawing,
             gradients=life.gradients,
             contribution=life.contribution,
-            candidates=self._candidates(name, promises) if life.stage is Stage.DORMANT else (),
+            candidates=self._candidates(name, promises, added, allowed) if life.stage is Stage.DORMANT else (),
             tried=tuple(life.tried),
         )
 
     def rent(self, name: str) -> float:
         """Of the seed in a slot, beside all others."""
-        own = self.cost(name)
-        others = total(self.cost(other) for other in self.beds if other != name)
+        return self._rent(self.cost(name), self.added())
+
+    def _rent(self, own: Cost, added: Cost) -> float:
+        """Of what is part of `added`."""
+        others = Cost(added.parameters - own.parameters, added.flops - own.flops)
         return marginal_rent(own, others, self.host, self.config.rent)
 
-    def _candidates(self, name: str, promises: dict[tuple[str, str], float]) -> tuple[Candidate, ...]:
-        allowed, added = self.allowance(), self.added()
+    def _candidates(self, name: str, promises: Promised, added: Cost, allowed: Allowance) -> tuple[Candidate, ...]:
+        positions = self.beds[name].place.positions
         found = []
         for blueprint in self.options[name]:
             cost = self.price(name, blueprint.name)
             if allowed.refusal(cost) is None:
                 rent = marginal_rent(cost, added, self.host, self.config.rent)
-                load = cost.parameters / self.beds[name].place.positions
-                found.append(Candidate(blueprint.name, cost, rent, promises.get((name, blueprint.name)), load))
+                found.append(Candidate(blueprint.name, cost, rent, promises.get((name, blueprint.name)), cost.parameters / positions))
         return tuple(found)
 
     def note_contribution(self, name: str, contribution: Contribution) -> None:

@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from esper.growth.lifecycle import Stage
+from esper.text_table import aligned
 
 Outcome = Literal["living", "kept", "pruned", "rolled back"]
 Row = tuple[str, ...]
@@ -165,8 +166,3 @@ def gain_in_words(gain: float | None, low: float | None, high: float | None, *, 
 def was_withdrawn(stages: Sequence[Stage]) -> bool:
     """Alpha fell before the seed was taken out, and the reason was given when that began."""
     return tuple(stages[-3:]) == (Stage.HOLDING, Stage.BLENDING, Stage.PRUNED)
-
-
-def aligned(rows: Sequence[Row]) -> str:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)

@@ -5,6 +5,7 @@ Shapes: B = batch, C = channels, H, W (or L) = positions in space, T = positions
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -36,7 +37,7 @@ class Place:
     def positions(self) -> int:
         """Places in space or time that share a seed's weights."""
         sizes = self.shape[1:] if self.kind == "conv" else self.shape[:-1]
-        return torch.Size(sizes).numel()
+        return math.prod(sizes)
 
     @property
     def spatial(self) -> int:

@@ -70,7 +70,7 @@ class Plot(Generic[AnyBed]):
             steps_per_epoch=self.chronicle.length or 0,
             train_losses=tuple(self.chronicle.train_losses),
             val_losses=tuple(self.chronicle.val_losses),
-            slots=tuple(self.garden.view(name, self.promises) for name in self.garden.beds),
+            slots=self.garden.views(self.promises),
             host_cost=self.garden.host,
             added=self.garden.added(),
             parameters_left=allowed.parameters,

@@ -22,7 +22,8 @@ def rent_of(added: Cost, host: Cost, rent: Rent) -> float:
 
 def marginal_rent(seed: Cost, others: Cost, host: Cost, rent: Rent) -> float:
     """What one seed adds to the rent when the others are there."""
-    return rent_of(total([seed, others]), host, rent) - rent_of(others, host, rent)
+    both = Cost(seed.parameters + others.parameters, seed.flops + others.flops)
+    return rent_of(both, host, rent) - rent_of(others, host, rent)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from esper.growth.place import Place
 from esper.growth.seed import Seed, SeedSpec
 from esper.growth.slot import Slot
 from esper.growth.survey import Survey, samples_in, survey, weights_of
+from esper.text_table import aligned
 
 BAKED = "esper_seed"  # the name of a kept seed in the submodule that it grew after
 
@@ -176,11 +177,11 @@ class Slotted:
         rows = [("place", "output", "slot")]
         rows += [(name, _output(place), _content(self.slots.get(name))) for name, place in found.places.items()]
         rows += [(refusal.name, "–", f"none: it {refusal.reason}") for refusal in found.refusals]
-        tables = [_table(rows)]
+        tables = [aligned(rows)]
         for kind in KINDS:
             alike = {_output(place): place for place in found.places.values() if place.kind == kind}
             if alike:
-                tables.append("parameters and FLOPs per sample of what could grow\n" + _table(_costs(alike)))
+                tables.append("parameters and FLOPs per sample of what could grow\n" + aligned(_costs(alike)))
         return "\n\n".join(tables)
 
 
@@ -217,11 +218,6 @@ def _short(number: int) -> str:
         if number >= size:
             return f"{number / size:.3g}{unit}"
     return str(number)
-
-
-def _table(rows: Sequence[tuple[str, ...]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
 def attach(module: nn.Module, seed: Seed, name: str | None = None) -> None:

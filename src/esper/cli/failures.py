@@ -1,0 +1,54 @@
+"""What goes wrong with a run that a command trains, told with what is left of it and how to go on."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from esper.cli.outcome import FAILED, INTERRUPTED, CommandError
+from esper.run_folder import CHECKPOINTS, CONFIG
+
+
+def how_to_resume(command: str, folder: Path) -> str:
+    return f"go on with: esper {command} --resume --run {shlex.quote(str(folder))}"
+
+
+@contextlib.contextmanager
+def failures(
+    folder: Path,
+    command: str,
+    *errors: type[Exception],
+    saved: str = CONFIG,
+    has_begun: Callable[[Path], bool] | None = None,
+) -> Iterator[None]:
+    """`errors` are what may end a training of this command; one that comes before the training has begun is left to the caller.
+
+    A folder without `saved` holds no run: that none can be made in it is the user's mistake. A run whose files fail has failed.
+    """
+    from esper.checkpoint import CheckpointError
+    from esper.events import EventError
+    from esper.rl.ppo import TrainingStopped
+
+    def is_there(folder: Path) -> bool:
+        return (folder / saved).exists()
+
+    has_begun = has_begun or is_there
+    try:
+        yield
+    except CheckpointError as error:
+        raise CommandError(str(error), exit_code=FAILED) from error
+    except TrainingStopped as error:
+        raise CommandError(f"training failed: {error}; a checkpoint is in {folder / CHECKPOINTS}", exit_code=FAILED) from error
+    except errors as error:
+        if not has_begun(folder):
+            raise
+        raise CommandError(f"training failed: {error}; the run is in {folder}", exit_code=FAILED) from error
+    except (OSError, EventError) as error:
+        if is_there(folder):
+            raise CommandError(f"the run in {folder} cannot go on: {error}", exit_code=FAILED) from error
+        raise CommandError(f"no run can be made in {folder}: {error}; choose another folder with --run") from error
+    except KeyboardInterrupt:
+        what_next = how_to_resume(command, folder) if has_begun(folder) else "nothing was trained yet"
+        raise CommandError(f"stopped at once; {what_next}", exit_code=INTERRUPTED) from None

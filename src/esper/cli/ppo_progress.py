@@ -1,0 +1,107 @@
+"""What a user sees while a policy is trained."""
+
+from __future__ import annotations
+
+from rich.console import RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+
+from esper.cli import progress
+from esper.cli.progress import duration
+from esper.events import Record
+from esper.rl.events import CompileFailed, EpisodesRestarted, Skipped, Update
+from esper.rl.run_events import CheckpointRefused, RunStarted
+from esper.statistics import Ema
+
+_RATE_MOMENTUM = 0.8  # of the mean over the speed of recent updates
+BAR_WIDTH = 12
+
+
+class Progress(progress.Progress):
+    def __init__(self) -> None:
+        self.started: RunStarted | None = None
+        self.update: Update | None = None
+        self.rate = Ema(_RATE_MOMENTUM)  # steps per second
+
+    def take(self, record: Record) -> bool:
+        if isinstance(record.event, RunStarted):
+            self.started = record.event
+        elif isinstance(record.event, Update):
+            self.update = record.event
+            self.rate.update(record.event.steps_per_second)
+        return isinstance(record.event, Update)
+
+    @property
+    def phase(self) -> str:
+        """What is going on: after the last update the best policy is evaluated."""
+        if self.is_over:
+            return "done" if self.share == 1.0 else "stopped"
+        return "training" if self.share < 1.0 else "evaluating"
+
+    @property
+    def share(self) -> float:
+        if self.started is None or self.update is None:
+            return 0.0
+        return min(1.0, self.update.step / self.started.total_steps)
+
+    @property
+    def seconds_left(self) -> float:
+        if self.started is None or self.update is None:
+            return float("nan")
+        return max(0, self.started.total_steps - self.update.step) / self.rate.value
+
+    def notice(self, record: Record) -> str | None:
+        match record.event:
+            case RunStarted() as started:
+                what = f"{started.env_id}: {started.num_envs} environments on {started.device}, {started.parameters:,} parameters"
+                return f"{what}, {started.total_steps:,} steps in updates of {started.steps_per_update:,}"
+            case CheckpointRefused() as refused:
+                return f"passed over {refused.checkpoint}: {refused.reason}"
+            case EpisodesRestarted():
+                return "this environment cannot be saved in the middle of an episode: new episodes begin"
+            case Skipped() as skipped:
+                return f"step {skipped.step:,}: {skipped.count} gradient steps were not finite and were skipped"
+            case CompileFailed() as failed:
+                return f"torch.compile did not work, going on without it: {failed.reason}"
+        return super().notice(record)
+
+    def line(self) -> str:
+        assert self.update is not None
+        return "  ".join(
+            (
+                f"{self.phase:10}",
+                f"{self.share:4.0%}",
+                f"step {self.update.step:,}",
+                f"return {self.update.mean_return:.3f}",
+                f"entropy {_entropy(self.update)}",
+                f"{self.rate.value:,.0f} steps/s",
+                f"{duration(self.seconds_left)} left",
+            )
+        )
+
+    def view(self, width: int) -> RenderableType:
+        """A line with its heading."""
+        assert self.update is not None
+        columns: dict[str, RenderableType] = {
+            "": ProgressBar(total=1.0, completed=self.share, width=BAR_WIDTH),
+            "phase": self.phase,
+            "step": f"{self.update.step:,}",
+            "left": duration(self.seconds_left),
+            "return": f"[bold]{self.update.mean_return:.3f}",
+            "entropy": _entropy(self.update),
+            "steps/s": f"{self.rate.value:,.0f}",
+            "collect": f"{self.update.collect_seconds:.2f} s",
+            "update": f"{self.update.update_seconds:.2f} s",
+        }
+        table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+        for name in columns:
+            table.add_column(name, no_wrap=True)
+        table.add_row(*columns.values())
+        return table
+
+
+def _entropy(update: Update) -> str:
+    """Per head; the name only where there are several."""
+    if len(update.entropy) == 1:
+        return f"{next(iter(update.entropy.values())):.2f}"
+    return " ".join(f"{head} {value:.2f}" for head, value in update.entropy.items())

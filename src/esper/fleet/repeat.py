@@ -1,0 +1,65 @@
+"""The same step many times, without a word to the device in between.
+
+On a GPU the second step is recorded as a CUDA graph and the others replay it: a step of many small kernels takes as long as they compute,
+not as long as Python takes to launch them. A recording holds for one formation of seeds and costs about as much as a step does without it,
+so it is made anew for every stretch of steps, and nothing has to be compiled or kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+
+_WORTH_RECORDING = 4  # steps
+
+Step = Callable[[], None]  # takes all it needs from tensors that stay where they are, and leaves all it does in such
+
+
+class Repeater:
+    def __init__(self, device: torch.device, *, records: bool = True) -> None:
+        self._recorder = _recorder(device) if records and device.type == "cuda" else None
+        self.recordings = 0  # so far
+
+    def __call__(self, step: Step, count: int) -> None:
+        if self._recorder is None or count < _WORTH_RECORDING:
+            for _ in range(count):
+                step()
+        else:
+            self._recorder.run(step, count)
+            self.recordings += 1
+
+
+class _Recorder:
+    """All recordings on one device share one stream, and so the memory of their steps: no two of them run at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._last: torch.cuda.CUDAGraph | None = None  # alive until the next one has its memory
+
+    def run(self, step: Step, count: int) -> None:
+        current = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            step()  # what is loaded or chosen at its first use must be so before it is recorded
+            graph = self._record(step)
+            for _ in range(count - 1):
+                graph.replay()
+        current.wait_stream(self._stream)
+
+    def _record(self, step: Step) -> torch.cuda.CUDAGraph:
+        """Not by `torch.cuda.graph`, which waits for the device and collects garbage first."""
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=None if self._last is None else self._last.pool(), capture_error_mode="thread_local")
+        try:
+            step()
+        finally:
+            graph.capture_end()
+        self._last = graph
+        return graph
+
+
+@cache
+def _recorder(device: torch.device) -> _Recorder:
+    return _Recorder(device)

@@ -1,0 +1,170 @@
+"""Batches that are cut into parts: the same step with a part of the activations."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor, nn
+
+from esper.config import ConfigError
+from esper.fleet import Fleet, FleetConfig, HostSetting
+from esper.growth.config import GrowthConfig, Lifecycle
+from esper.growth.decisions import Advance, Decision, Fossilize
+from esper.growth.grower import Grower
+from esper.growth.slotted import add_slots
+from esper.tasks import BatchLoader
+from tests.fleet.test_fleet import QUICK, SHADOW, in_every_slot, settings_of
+from tests.fleet.test_fleet_equals_grower import BATCH, Scripted, assert_alike, germinate, make_host, small_task
+
+WHOLE = FleetConfig(batch_size=BATCH, validation_batch=20, precision="float64")
+IN_PARTS = msgspec.structs.replace(WHOLE, accumulate=5)
+SLOTS = ("body.0", "body.1")
+
+
+class Plain(nn.Module):
+    """Without a batch norm no sample knows of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Sequential(nn.Flatten(), nn.Linear(64, 12), nn.LayerNorm(12), nn.Tanh()), nn.Linear(12, 8))
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+
+def plain(seed: int) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        return Plain().double()
+
+
+def lived(config: FleetConfig, lifecycle: Lifecycle) -> Fleet:
+    """Some epochs with seeds that come, blend in and are kept."""
+    growth = GrowthConfig(lifecycle=lifecycle, slots=SLOTS)
+    fleet = Fleet(small_task(), plain, hosts=3, growth=growth, config=config)
+    fleet.reset(dict(enumerate(settings_of(3, horizon=20))))
+    fleet.decide({0: Decision((germinate("body.0", "mlp"), germinate("body.1", "low_rank"))), 2: Decision((germinate("body.0", "mlp"),))})
+    for _ in range(3):
+        fleet.advance()
+    fleet.decide({0: Decision((Advance("body.0", ""),))})
+    for _ in range(3):
+        fleet.advance()
+    fleet.decide({0: Decision((Fossilize("body.0", ""),))})
+    fleet.advance()
+    return fleet
+
+
+@pytest.mark.parametrize("lifecycle", [QUICK, SHADOW], ids=["joint", "shadow"])
+def test_hosts_without_a_batch_norm_learn_from_the_parts_what_they_learn_from_the_whole(lifecycle: Lifecycle) -> None:
+    whole, in_parts = lived(WHOLE, lifecycle), lived(IN_PARTS, lifecycle)
+    assert any(entry.outcome == "kept" for entry in whole.rows[0].plot.ledger.entries)
+    for name, tensor in whole.tensors().items():
+        torch.testing.assert_close(in_parts.tensors()[name], tensor, atol=1e-9, rtol=1e-9)
+    for own, there in zip(whole.rows, in_parts.rows, strict=True):
+        assert there.plot.chronicle.train_losses == pytest.approx(own.plot.chronicle.train_losses, abs=1e-9)
+        assert there.plot.chronicle.flops == own.plot.chronicle.flops
+        assert [entry.outcome for entry in there.plot.ledger.entries] == [entry.outcome for entry in own.plot.ledger.entries]
+    assert in_parts.samples_trained == whole.samples_trained
+
+
+def test_a_row_equals_the_same_host_alone_with_accumulated_gradients() -> None:
+    """Of hosts with batch norms, which see the parts."""
+    task, growth = small_task(), GrowthConfig(lifecycle=QUICK)
+    setting = HostSetting(seed=3, growth_seed=5, horizon=5, learning_rate=0.01)
+    script = {1: [germinate("blocks.1", "conv3x3"), germinate("blocks.2", "bottleneck")], 3: [Fossilize("blocks.1", "")]}
+    fleet = Fleet(task, make_host, hosts=2, growth=growth, config=msgspec.structs.replace(IN_PARTS, schedule="none"))
+    fleet.reset({0: HostSetting(seed=1, horizon=5), 1: setting})
+    controller, rows = Scripted(script), [0, 1]
+    while rows:
+        fleet.decide({1: controller.decide(fleet.state(1))})
+        rows = fleet.advance()
+
+    host = make_host(setting.seed)
+    slotted = add_slots(host, task.train.inputs[:2], slots=growth.slots)
+    optimizer = torch.optim.AdamW(host.parameters(), lr=setting.learning_rate, weight_decay=WHOLE.weight_decay)
+    config = msgspec.structs.replace(growth, seed=setting.growth_seed)
+    grower = Grower(slotted, optimizer, controller=Scripted(script), config=config, epochs=setting.horizon)
+    grower.begin()
+    loader = BatchLoader(task.train.inputs, task.train.targets, batch_size=BATCH, seed=setting.seed)
+    for _ in range(setting.horizon):
+        for x, y in loader:
+            losses = []
+            for part_x, part_y in zip(x.chunk(5), y.chunk(5), strict=True):
+                loss = nn.functional.cross_entropy(slotted(part_x), part_y)
+                (loss / 5).backward()
+                losses.append(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+            grower.after_step(torch.stack(losses).mean())
+        grower.after_epoch(lambda: validation_losses(slotted, task.validation.inputs, task.validation.targets))
+
+    plot = fleet.rows[1].plot
+    assert [entry.outcome for entry in plot.ledger.entries] == [entry.outcome for entry in grower.ledger.entries]
+    assert_alike(plot.chronicle.train_losses, list(grower.chronicle.train_losses))
+    state = host.state_dict()
+    for name, tensor in fleet.host.rows.state_dict_of(1).items():
+        torch.testing.assert_close(tensor, state[name], atol=1e-9, rtol=0)
+    for slot, bed in plot.garden.occupied():
+        species, seed = fleet.banks[slot].species[str(bed.life.blueprint)], dict(slotted.slots[slot].seed.named_parameters())
+        flat = fleet.banks[slot].tensors["weights"][1:2, : species.layout.width]
+        for name, weight in species.layout.unflatten(flat).items():
+            torch.testing.assert_close(weight[0], seed[name], atol=1e-9, rtol=0)
+
+
+@torch.no_grad()
+def validation_losses(model: nn.Module, inputs: Tensor, targets: Tensor) -> list[Tensor]:
+    model.eval()
+    losses = [nn.functional.cross_entropy(model(x), y) for x, y in zip(inputs.split(20), targets.split(20), strict=True)]
+    model.train()
+    return losses
+
+
+def test_a_probe_takes_every_part_for_a_step() -> None:
+    """So their mean is that of the whole batches, and there are as many answers as parts."""
+    growth = GrowthConfig(slots=SLOTS, probe_steps=1)
+    sums = []
+    for config in (WHOLE, IN_PARTS):
+        fleet = Fleet(small_task(), plain, hosts=2, growth=growth, config=config)
+        fleet.reset(dict(enumerate(settings_of(2))))
+        fleet.decide({1: Decision(probe=True)})
+        plan = fleet.plan([0, 1])
+        fleet.stretch(plan).run(fleet.data.batches(1, BATCH, rows=[0, 1]))
+        sums.append([(trial._sums, trial._steps) for trial in plan.probes[0]._trials])
+    assert sums[0]
+    for (whole, once), (parts, often) in zip(*sums, strict=True):
+        assert (once.tolist(), often.tolist()) == ([1], [5])
+        torch.testing.assert_close(parts / 5, whole, atol=1e-12, rtol=1e-9)
+
+
+def test_a_step_in_parts_takes_a_part_of_the_memory() -> None:
+    whole, in_parts = (Fleet(small_task(), make_host, hosts=1, config=config).memory_per_host() for config in (WHOLE, IN_PARTS))
+    assert in_parts.state == whole.state
+    assert 4.5 * in_parts.step < whole.step < 5.5 * in_parts.step
+    assert 4 * in_parts.seeds < whole.seeds < 5.5 * in_parts.seeds
+
+
+def test_no_more_than_a_part_is_kept_at_once() -> None:
+    largest = []
+    for config in (WHOLE, IN_PARTS):
+        fleet = Fleet(small_task(), make_host, hosts=2, config=msgspec.structs.replace(config, steps_per_decision=1))
+        fleet.reset(dict(enumerate(settings_of(2))))
+        in_every_slot(fleet, 0)
+        seen: list[int] = []
+
+        def note(tensor: Tensor, seen: list[int] = seen) -> Tensor:
+            seen.append(tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            fleet.advance()
+        largest.append(max(seen))
+    assert largest[0] == 5 * largest[1]
+
+
+def test_parts_of_different_sizes_are_refused() -> None:
+    with pytest.raises(ConfigError, match="accumulate: expected a divisor of batch_size, which is 25, got 4"):
+        FleetConfig(batch_size=25, accumulate=4)
+    with pytest.raises(ConfigError, match="accumulate"):
+        FleetConfig(accumulate=0)

@@ -1,0 +1,250 @@
+"""Hosts in float16, each with a loss scale of its own."""
+
+from __future__ import annotations
+
+import copy
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from esper.fleet import Fleet, FleetConfig, loss_scale
+from esper.fleet.loss_scale import LossScales
+from esper.growth.config import GrowthConfig, Lifecycle
+from esper.growth.decisions import Decision
+from tests.fleet.test_fleet import (
+    QUICK,
+    SHADOW,
+    assert_identical,
+    in_every_slot,
+    make_fleet,
+    named_as,
+    rows_of,
+    settings_of,
+)
+from tests.fleet.test_fleet_equals_grower import BATCH, germinate
+
+FLOAT64 = FleetConfig(batch_size=BATCH, validation_batch=20, validation_samples=20, precision="float64", steps_per_decision=1)
+FLOAT16 = msgspec.structs.replace(FLOAT64, precision="float16")
+LIFECYCLES = pytest.mark.parametrize("lifecycle", [QUICK, SHADOW], ids=["joint", "shadow"])
+START = 65536.0
+
+
+def make(lifecycle: Lifecycle, config: FleetConfig = FLOAT16, hosts: int = 3) -> Fleet:
+    """Seeds grow in the hosts 0 and 1."""
+    fleet = make_fleet(settings_of(hosts, horizon=20), GrowthConfig(lifecycle=lifecycle, probe_steps=2), config)
+    in_every_slot(fleet, 0)
+    in_every_slot(fleet, 1, ("squeeze_excite", "depthwise", "wide_conv3x3"))
+    return fleet
+
+
+def scales_of(fleet: Fleet) -> list[float]:
+    return list(fleet.tensors()["host scale"].tolist())
+
+
+def with_larger_head(fleet: Fleet, row: int) -> None:
+    """So large that the gradients behind it overflow at the first scale, and nothing in the forward pass does."""
+    with torch.no_grad():
+        fleet.host.rows.tensors()["head.weight"][row] *= 1000
+
+
+def learned(fleet: Fleet, rows: list[int]) -> dict[str, Tensor]:
+    """What a step changes by its gradients."""
+    return {name: tensor for name, tensor in rows_of(fleet, rows).items() if "constants" not in name and name not in SCALES}
+
+
+SCALES = ("host scale", "host good steps")
+
+
+# One step
+
+
+@LIFECYCLES
+def test_one_step_in_float16_agrees_with_float64(lifecycle: Lifecycle) -> None:
+    fleet = make(lifecycle, FLOAT64)
+    for _ in range(5):
+        fleet.advance()
+    state = named_as(copy.deepcopy(fleet.state_dict()), torch.float32)
+    other = make(lifecycle)
+    for tensors in (state["tensors"], *state["snapshots"].values()):
+        tensors |= {name: tensor for name, tensor in other.tensors().items() if name in SCALES}
+    other.load_state_dict(state)
+    for each in (fleet, other):
+        each.advance()
+    assert other.tensors()["host good steps"].tolist() == [1, 1, 1]
+    for name, tensor in fleet.host.rows.tensors().items():
+        torch.testing.assert_close(other.host.rows.tensors()[name].to(tensor.dtype), tensor, atol=1e-2, rtol=1e-2)
+    for slot, bank in fleet.banks.items():
+        torch.testing.assert_close(other.banks[slot].tensors["weights"].double(), bank.tensors["weights"], atol=1e-2, rtol=1e-2)
+    for own, there in zip(fleet.rows, other.rows, strict=True):
+        assert there.plot.chronicle.train_losses[-1] == pytest.approx(own.plot.chronicle.train_losses[-1], rel=1e-2)
+        assert there.plot.chronicle.val_losses[-1] == pytest.approx(own.plot.chronicle.val_losses[-1], rel=1e-2)
+
+
+@LIFECYCLES
+def test_a_host_whose_gradients_overflow_skips_its_step_with_its_seeds_and_no_other_notices(lifecycle: Lifecycle) -> None:
+    calm, other = make(lifecycle), make(lifecycle)
+    with_larger_head(other, 1)
+    before = learned(other, [1])
+    for fleet in (calm, other):
+        fleet.advance()
+    assert_identical(learned(other, [1]), before)
+    assert_identical(rows_of(other, [0, 2]), rows_of(calm, [0, 2]))
+    assert scales_of(calm) == [START, START, START]
+    assert scales_of(other) == [START, START / 2, START]
+    assert other.tensors()["host good steps"].tolist() == [1, 0, 1]
+    assert other.rows[1].plot.judge.rollbacks == 0
+
+
+@pytest.mark.slow
+def test_a_scale_falls_until_the_gradients_fit_and_then_the_host_learns() -> None:
+    fleet = make(QUICK)
+    with_larger_head(fleet, 1)
+    before = fleet.tensors()["host weights"][1].clone()
+    for _ in range(12):
+        fleet.advance()
+    assert 1 <= scales_of(fleet)[1] < START
+    assert not torch.equal(fleet.tensors()["host weights"][1], before)
+
+
+@LIFECYCLES
+def test_a_seed_whose_gradients_overflow_keeps_all_seeds_of_its_host_from_the_step(lifecycle: Lifecycle) -> None:
+    calm, other = make(lifecycle), make(lifecycle)
+    for fleet in (calm, other):
+        fleet.advance()
+        fleet.advance()
+    with torch.no_grad():
+        other.banks["blocks.2"].tensors["weights"][0] *= 10000
+    before = learned(other, [0])
+    for fleet in (calm, other):
+        fleet.advance()
+    after = learned(other, [0])
+    assert scales_of(calm) == [START, START, START]
+    assert scales_of(other) == [START / 2, START, START]
+    assert all(torch.equal(after[name], before[name]) for name in before if not name.startswith("host"))
+    has_stepped = not torch.equal(after["host weights"], before["host weights"])
+    assert has_stepped == (lifecycle is SHADOW)  # before the second pass
+    assert_identical(rows_of(other, [1, 2]), rows_of(calm, [1, 2]))
+
+
+def test_seeds_in_the_shadow_of_a_host_that_skips_its_step_skip_it_too() -> None:
+    """Their own gradients are finite: only what lies before their slot overflows."""
+    fleet = make_fleet(settings_of(2, horizon=20), GrowthConfig(lifecycle=SHADOW), FLOAT16)
+    fleet.decide({row: Decision((germinate("blocks.2", "bottleneck"),)) for row in range(2)})
+    fleet.advance()
+    with torch.no_grad():
+        fleet.host.rows.tensors()["blocks.0.conv.weight"][1] *= 1e-4  # the norm behind it makes its gradients large
+    fleet.host.scales.tensors["scale"][1] *= 4
+    before = learned(fleet, [1])
+    fleet.advance()
+    assert scales_of(fleet) == [START, 2 * START]
+    gradients = fleet.rows[1].plot.garden.beds["blocks.2"].life.gradients
+    assert gradients is not None
+    assert gradients.skipped == 0
+    assert_identical(learned(fleet, [1]), before)
+
+
+@LIFECYCLES
+def test_no_host_notices_the_scale_of_another(lifecycle: Lifecycle) -> None:
+    """The hosts with seeds are not the first ones."""
+    fleets = [make_fleet(settings_of(3, horizon=20), GrowthConfig(lifecycle=lifecycle), FLOAT16) for _ in range(2)]
+    fleets[1].host.scales.tensors["scale"][0] = 256.0
+    for fleet in fleets:
+        in_every_slot(fleet, 1)
+        in_every_slot(fleet, 2)
+        fleet.advance()
+    assert_identical(rows_of(fleets[0], [1, 2]), rows_of(fleets[1], [1, 2]))
+    norms = [[bed.life.gradients for host in fleet.rows[1:] for bed in host.plot.garden.beds.values()] for fleet in fleets]
+    assert norms[0] == norms[1]
+    assert all(gradients is not None and gradients.mean_norm > 0 for gradients in norms[0])
+
+
+# Many steps
+
+
+def test_scales_halve_at_once_and_double_after_many_good_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_scale, "_GROWTH_INTERVAL", 3)
+    scales = LossScales.fresh(2, "cpu")
+    places = [tensor.data_ptr() for tensor in scales.tensors.values()]
+    seen = []
+    for is_fine in ([1, 1], [1, 0], [1, 1], [1, 1], [1, 1], [0, 1], [0, 1]):
+        scales.update_(torch.tensor(is_fine, dtype=torch.bool))
+        seen.append([scale / START for scale in scales.scale.tolist()])
+    assert seen == [[1, 1], [1, 0.5], [2, 0.5], [2, 0.5], [2, 1], [1, 1], [0.5, 1]]
+    assert places == [tensor.data_ptr() for tensor in scales.tensors.values()]  # a recorded step finds them again
+
+
+def test_a_host_that_never_fits_has_a_scale_by_which_one_can_divide() -> None:
+    scales = LossScales.fresh(1, "cpu")
+    for _ in range(300):
+        scales.update_(torch.tensor([False]))
+    assert scales.scale.item() > 0
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_gradients_are_divided_by_the_scale_of_their_host_and_each_looks_at_all_of_its_own(bad: float) -> None:
+    scales = LossScales(torch.tensor([2.0, 4.0, 8.0]), torch.zeros(3, dtype=torch.int64))
+    host, seeds = torch.full((3, 5), 8.0), torch.full((2, 4), 8.0)
+    seeds[1, 3] = bad
+    stepping = scales.unscale_([(host, None), (seeds, torch.tensor([2, 0]))])
+    assert stepping.tolist() == [False, True, True]
+    assert host[:, 0].tolist() == [4, 2, 1]
+    assert seeds[0].tolist() == [1, 1, 1, 1]
+    assert scales.unscale_([], stepping).tolist() == [False, True, True]
+
+
+# Life
+
+
+def test_a_probe_sees_gradients_without_their_scale() -> None:
+    promises = []
+    for config in (FLOAT64, FLOAT16):
+        fleet = make_fleet(settings_of(2), GrowthConfig(probe_steps=2), msgspec.structs.replace(config, steps_per_decision=2))
+        fleet.decide({1: Decision(probe=True)})
+        fleet.advance()
+        promises.append(fleet.rows[1].plot.promises)
+    assert promises[0]
+    assert promises[1] == pytest.approx(promises[0], rel=0.2)
+
+
+def test_scales_go_back_with_their_host_and_begin_anew_with_it() -> None:
+    fleet = make(QUICK)
+    fleet.advance()  # a snapshot of a healthy epoch
+    before = rows_of(fleet, [1])
+    with torch.no_grad():
+        fleet.tensors()["host weights"][1] = float("inf")
+    fleet.advance()
+    assert fleet.rows[1].plot.judge.rollbacks == 1
+    assert_identical(rows_of(fleet, [1]), before)
+    fleet.tensors()["host scale"].fill_(2.0)
+    fleet.reset({1: settings_of(2)[1]})
+    assert scales_of(fleet) == [2, START, 2]
+    assert fleet.tensors()["host good steps"].tolist() == [2, 0, 2]
+
+
+@LIFECYCLES
+def test_a_saved_fleet_in_float16_goes_on_bit_for_bit(lifecycle: Lifecycle, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_scale, "_GROWTH_INTERVAL", 3)
+    fleet, resumed = make(lifecycle), make(lifecycle)
+    with_larger_head(fleet, 1)
+    for _ in range(2):
+        fleet.advance()
+    assert scales_of(fleet)[1] < START
+    resumed.load_state_dict(copy.deepcopy(fleet.state_dict()))
+    for each in (fleet, resumed):
+        for _ in range(2):
+            each.advance()
+    assert scales_of(fleet)[0] == 2 * START  # the count of good steps went along
+    assert_identical(rows_of(fleet, [0, 1, 2]), rows_of(resumed, [0, 1, 2]))
+
+
+def test_other_precisions_have_no_scales() -> None:
+    fleet = make(QUICK, FLOAT64)
+    assert not any(name in fleet.tensors() for name in SCALES)
+
+
+def test_scales_are_part_of_the_memory_of_a_host() -> None:
+    fleet = make(QUICK)
+    held = sum(tensor.nbytes for tensor in fleet.tensors().values())
+    assert fleet.memory_per_host().state == held // 3 * (2 + fleet.growth.governor.keep)

@@ -1,0 +1,97 @@
+"""Loss scales, parts of batches and recomputed blocks in steps that a GPU records and replays; skipped where there is none."""
+
+from __future__ import annotations
+
+import warnings
+
+import msgspec
+import pytest
+import torch
+
+from esper.fleet import Fleet, FleetConfig, HostSetting
+from esper.growth.config import GrowthConfig, Lifecycle
+from esper.growth.decisions import Decision
+from esper.tasks import ConvHost
+from tests.fleet.test_fleet import QUICK, SHADOW, in_every_slot, settings_of
+from tests.fleet.test_fleet_equals_grower import BATCH, make_host, small_task
+from tests.fleet.test_precision import with_larger_head
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+ALL = FleetConfig(batch_size=BATCH, validation_batch=20, steps_per_decision=8, precision="float16", accumulate=5, checkpoint=True)
+LIFECYCLES = pytest.mark.parametrize("lifecycle", [QUICK, SHADOW], ids=["joint", "shadow"])
+
+
+def make_fleet(lifecycle: Lifecycle, config: FleetConfig = ALL) -> Fleet:
+    growth = GrowthConfig(lifecycle=lifecycle, probe_steps=2)
+    fleet = Fleet(small_task(), make_host, hosts=3, growth=growth, config=config, device="cuda")
+    fleet.reset(dict(enumerate(settings_of(3, horizon=20))))
+    in_every_slot(fleet, 0)
+    in_every_slot(fleet, 1, ("squeeze_excite", "depthwise", "wide_conv3x3"))
+    return fleet
+
+
+@LIFECYCLES
+def test_recorded_steps_equal_those_that_are_not(lifecycle: Lifecycle) -> None:
+    """With a host that skips the first of them."""
+    fleets = [make_fleet(lifecycle, msgspec.structs.replace(ALL, graphs=graphs)) for graphs in (True, False)]
+    for fleet in fleets:
+        with_larger_head(fleet, 1)
+        fleet.decide({2: Decision(probe=True)})
+        fleet.advance()
+    assert [fleet._repeat.recordings > 0 for fleet in fleets] == [True, False]
+    scales = [fleet.tensors()["host scale"].tolist() for fleet in fleets]
+    assert scales[0] == scales[1]
+    assert scales[0][1] < scales[0][0] == 65536
+    for name, tensor in fleets[0].tensors().items():
+        torch.testing.assert_close(fleets[1].tensors()[name], tensor, atol=1e-2, rtol=1e-2)
+
+
+def test_recomputed_blocks_give_the_gradients_that_kept_ones_give() -> None:
+    config = FleetConfig(batch_size=BATCH, validation_batch=20, precision="float64")
+    fleets = [make_fleet(QUICK, each) for each in (config, msgspec.structs.replace(config, checkpoint=True))]
+    for fleet in fleets:
+        fleet.advance()
+    for name, tensor in fleets[0].tensors().items():
+        torch.testing.assert_close(fleets[1].tensors()[name], tensor, atol=1e-9, rtol=1e-9)
+
+
+@LIFECYCLES
+def test_the_device_is_waited_for_once_in_a_decision(lifecycle: Lifecycle) -> None:
+    fleet = make_fleet(lifecycle)
+    for _ in range(2):  # what is loaded at its first use
+        fleet.decide({2: Decision(probe=True)})
+        fleet.advance()
+    fleet.decide({2: Decision(probe=True)})
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fleet.advance()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    waits = [warning for warning in caught if "synchroniz" in str(warning.message)]
+    assert len(waits) == 1, [f"{warning.filename}:{warning.lineno}" for warning in waits]
+
+
+@pytest.mark.parametrize("precision", ["float32", "float16"])
+@pytest.mark.parametrize("change", [{"accumulate": 5}, {"checkpoint": True}], ids=["parts", "recomputed"])
+def test_the_options_take_memory_off_a_step(change: dict[str, int], precision: str) -> None:
+    config = FleetConfig(batch_size=100, steps_per_decision=1, validation_samples=10, precision=precision)
+    taken, said = [], []
+    for each in (config, msgspec.structs.replace(config, **change)):
+        growth = GrowthConfig(slots=("blocks.5",))
+        fleet = Fleet(
+            small_task(), lambda seed: ConvHost(1, 10, (32,) * 6, pool=(False,) * 6), hosts=32, growth=growth, config=each, device="cuda"
+        )
+        fleet.reset({row: HostSetting(seed=row) for row in range(32)})
+        fleet.advance()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        fleet.advance()
+        taken.append(torch.cuda.max_memory_allocated() - before)
+        said.append(fleet.memory_per_host().step)
+    assert taken[1] < 0.6 * taken[0]
+    assert said[1] < 0.6 * said[0]

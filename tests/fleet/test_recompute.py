@@ -1,0 +1,215 @@
+"""Activations that are computed again in the backward pass: everything stays the same but the memory."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from esper.fleet import Fleet, FleetConfig, FleetError
+from esper.fleet.lowering import lower
+from esper.fleet.recompute import blocks_of, recomputed
+from esper.fleet.rows import ModuleRows
+from esper.growth.config import GrowthConfig, Lifecycle
+from esper.growth.decisions import Advance, Decision, Fossilize
+from esper.tasks import ConvHost, Task
+from esper.tasks.gpt_host import GPTHost
+from tests.fleet.test_fleet import QUICK, SHADOW, assert_identical, in_every_slot, make_fleet, rows_of, settings_of, text_task
+from tests.fleet.test_fleet_equals_grower import BATCH, germinate, make_host, small_task
+
+KEEPS = FleetConfig(batch_size=BATCH, validation_batch=20, precision="float64")
+RECOMPUTES = msgspec.structs.replace(KEEPS, checkpoint=True)
+LIFECYCLES = pytest.mark.parametrize("lifecycle", [QUICK, SHADOW], ids=["joint", "shadow"])
+
+
+def drawn(seed: int, make: Callable[[], nn.Module]) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        return make().double()
+
+
+class Dropping(nn.Module):
+    """One block that draws random numbers, and one that does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Flatten(), nn.Linear(64, 12), nn.BatchNorm1d(12), nn.ReLU(inplace=True), nn.Dropout(0.3))
+        self.second = nn.Sequential(nn.Linear(12, 12), nn.BatchNorm1d(12), nn.ReLU(inplace=True))
+        self.head = nn.Linear(12, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.second(self.first(x)))
+
+
+def chained() -> nn.Module:
+    parts = Dropping()
+    return nn.Sequential(parts.first, parts.second, parts.head)
+
+
+def kinds() -> dict[str, tuple[Task, Callable[[int], nn.Module], tuple[str, str], tuple[str, str]]]:
+    """Task, host, slots, blueprints."""
+    text = text_task()
+    return {
+        "conv": (small_task(), make_host, ("blocks.0", "blocks.2"), ("conv3x3", "bottleneck")),
+        "conv, slots inside": (small_task(), make_host, ("blocks.0.norm", "blocks.1"), ("conv3x3", "norm")),
+        "text": (
+            text,
+            lambda seed: drawn(seed, lambda: GPTHost(text.num_classes, sequence_length=8, width=8, layers=2, heads=2)),
+            ("blocks.0", "blocks.1"),
+            ("mlp", "low_rank"),
+        ),
+        "dropout": (small_task(), lambda seed: drawn(seed, chained), ("0", "1"), ("mlp", "low_rank")),
+    }
+
+
+def lived(kind: str, lifecycle: Lifecycle, config: FleetConfig) -> Fleet:
+    """Some epochs with a probe and with seeds that come, blend in and are kept."""
+    task, make, slots, blueprints = kinds()[kind]
+    growth = GrowthConfig(lifecycle=lifecycle, slots=slots, probe_steps=2)
+    fleet = Fleet(task, make, hosts=3, growth=growth, config=config)
+    fleet.reset(dict(enumerate(settings_of(3, horizon=20))))
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(1)  # of dropout
+        fleet.decide({0: Decision(tuple(germinate(*pair) for pair in zip(slots, blueprints, strict=True))), 2: Decision(probe=True)})
+        fleet.advance()
+        assert fleet.rows[2].plot.promises
+        fleet.decide({2: Decision((germinate(slots[1], blueprints[1]),))})
+        fleet.advance()
+        fleet.decide({0: Decision((Advance(slots[0], ""),))})
+        for _ in range(3):
+            fleet.advance()
+        fleet.decide({0: Decision((Fossilize(slots[0], ""),))})
+        fleet.advance()
+    return fleet
+
+
+@LIFECYCLES
+@pytest.mark.parametrize("kind", kinds())
+def test_a_fleet_that_recomputes_equals_one_that_keeps(kind: str, lifecycle: Lifecycle) -> None:
+    """Weights, moments, running statistics and what probes found."""
+    keeps, recomputes = lived(kind, lifecycle, KEEPS), lived(kind, lifecycle, RECOMPUTES)
+    assert recomputes.host.stacked.blocks
+    for name, tensor in keeps.tensors().items():
+        torch.testing.assert_close(recomputes.tensors()[name], tensor, atol=1e-12, rtol=0)
+    for own, there in zip(keeps.rows, recomputes.rows, strict=True):
+        assert there.plot.chronicle.val_losses == pytest.approx(own.plot.chronicle.val_losses, abs=1e-12)
+        assert there.plot.promises == pytest.approx(own.plot.promises, rel=1e-9)
+
+
+def test_half_precision_and_parts_are_recomputed_as_they_were() -> None:
+    config = FleetConfig(batch_size=BATCH, validation_batch=60, precision="float16", accumulate=5, steps_per_decision=1)
+    fleets = []
+    for each in (config, msgspec.structs.replace(config, checkpoint=True)):
+        fleet = make_fleet(settings_of(2), config=each)
+        in_every_slot(fleet, 0)
+        fleet.advance()
+        fleets.append(rows_of(fleet, [0, 1]))
+    assert_identical(*fleets)
+
+
+# What is recomputed
+
+
+def test_the_blocks_of_a_host_are_its_largest_parts_without_slots_inside() -> None:
+    host = ConvHost(1, 10, (4, 6, 8))
+    assert blocks_of(host, ("blocks.0", "blocks.1")) == {"blocks.0", "blocks.1", "blocks.2"}
+    assert blocks_of(host, ("blocks.0.norm",)) == {"blocks.1", "blocks.2"}
+    text = GPTHost(10, sequence_length=8, width=8, layers=2, heads=2)
+    assert blocks_of(text, ()) == {"blocks.0", "blocks.1"}
+    assert blocks_of(text, ("blocks.0.mlp",)) == {"blocks.0.attention", "blocks.0.mlp", "blocks.1"}
+    assert blocks_of(Dropping(), ()) == {"second"}
+    assert blocks_of(nn.Linear(2, 2), ()) == set()
+
+
+def test_evaluation_recomputes_nothing_and_moves_no_statistics() -> None:
+    host = make_host(0)
+    rows, stacked = ModuleRows.of([host, make_host(1)]), lower(host)
+    x = small_task().train.inputs[:6].unsqueeze(1).expand(-1, 2, -1, -1, -1)
+
+    def fails(*arguments: Any) -> Tensor:
+        raise AssertionError("nothing is kept here")
+
+    with torch.no_grad():
+        expected = stacked(rows.tensors(), x, training=False)
+        assert torch.equal(stacked(rows.tensors(), x, training=False, recompute=fails), expected)
+        stacked(rows.tensors(), x, training=True, recompute=fails)
+
+
+def test_a_block_that_works_in_place_on_its_input_is_refused() -> None:
+    host = nn.Sequential(nn.Linear(64, 8), nn.Sequential(nn.LeakyReLU(0.1, inplace=True), nn.Linear(8, 10))).double()
+    rows, x = ModuleRows.of([host]), small_task().train.inputs[:6].reshape(6, 1, 64)
+    with pytest.raises(FleetError, match="first layer with inplace=False, or leave `checkpoint` off"):
+        lower(host)(rows.tensors(), x, training=True, recompute=recomputed)
+
+
+# Memory
+
+
+class _Live(TorchDispatchMode):
+    """How many bytes of storages are alive at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._seen: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outcome = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(outcome):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                self._seen[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self._seen = {key: (reference, size) for key, (reference, size) in self._seen.items() if not reference.expired()}
+        self.peak = max(self.peak, sum(size for _, size in self._seen.values()))
+        return outcome
+
+
+def deep(seed: int) -> nn.Module:
+    return drawn(seed, lambda: ConvHost(1, 10, (8,) * 6, pool=(False,) * 6))
+
+
+def deep_fleet(config: FleetConfig) -> Fleet:
+    fleet = Fleet(small_task(), deep, hosts=4, growth=GrowthConfig(slots=("blocks.2",)), config=config)
+    fleet.reset(dict(enumerate(settings_of(4))))
+    return fleet
+
+
+def test_a_host_that_recomputes_takes_less_memory_and_says_so() -> None:
+    peaks, said = [], []
+    for config in (KEEPS, RECOMPUTES):
+        fleet = deep_fleet(config)
+        run, batches = fleet.stretch(fleet.plan([0, 1, 2, 3])), fleet.data.batches(1, BATCH, rows=[0, 1, 2, 3])
+        with _Live() as live:
+            run.run(batches)
+        peaks.append(live.peak / 4)
+        said.append(fleet.memory_per_host().step)
+    assert peaks[1] < 0.5 * peaks[0]
+    assert said[1] < 0.5 * said[0]
+    for peak, step in zip(peaks, said, strict=True):
+        assert 0.5 * step < peak < 2 * step
+
+
+def test_what_was_computed_is_gone_without_a_collection_of_garbage() -> None:
+    host = deep(0)
+    rows, stacked = ModuleRows.of([host]), lower(host)
+    x = small_task().train.inputs[:6].unsqueeze(1)
+    gc.collect()
+    gc.disable()
+    try:
+        tensors = rows.tensors()
+        reference = weakref.ref(tensors["blocks.0.conv.weight"])
+        outputs = stacked(tensors, x, training=True, recompute=recomputed)
+        torch.autograd.grad(outputs.sum(), [rows.parameters.flat])
+        del tensors, outputs
+        assert reference() is None
+    finally:
+        gc.enable()
