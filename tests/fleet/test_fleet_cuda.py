@@ -132,7 +132,7 @@ def test_a_step_takes_about_as_much_memory_as_is_said() -> None:
 
 
 def test_a_fleet_that_does_not_fit_says_how_many_would() -> None:
-    with pytest.raises(FleetError, match=r"1000000000 hosts do not fit.*cuda had .* would fit"):
+    with pytest.raises(FleetError, match=r"1000000000 hosts do not fit.*cuda:0 had .* would fit"):
         Fleet(small_task(), make_host, hosts=10**9, config=CONFIG, device="cuda")
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from esper.fleet import Fleet, FleetConfig, FleetError, HostSetting, Memory
 from esper.fleet import memory as fleet_memory
 from esper.fleet.data import FleetData
-from esper.fleet.memory import check_fits, free_bytes, in_words, rooms_of_groups
+from esper.fleet.memory import check_fits, explained, free_bytes, in_words, rooms_of_groups
 from esper.growth.config import GovernorConfig, GrowthConfig, Lifecycle
 from esper.growth.decisions import Decision, Germinate
 from tests.fleet.test_fleet_equals_grower import BATCH, SLOTS, make_host, small_task
@@ -139,6 +139,14 @@ def test_a_device_that_runs_out_of_memory_in_training_says_how_many_hosts_would_
     monkeypatch.setattr(FleetData, "batch", full)
     with pytest.raises(FleetError, match=r"4 hosts do not fit.* 3 would fit"):
         fleet.advance()
+
+
+def test_where_there_is_no_room_to_find_out_what_a_host_takes_the_least_is_told() -> None:
+    def no_room() -> Memory:
+        raise torch.OutOfMemoryError
+
+    with pytest.raises(FleetError, match=r"one takes about 100 B.* 3 would fit"), explained(4, no_room, 100, room=350, device=CPU):
+        raise torch.OutOfMemoryError
 
 
 def test_the_free_memory_of_this_machine_is_known() -> None:

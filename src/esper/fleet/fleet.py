@@ -207,7 +207,7 @@ class Fleet:
         rows = self.training()
         if not rows:
             return []
-        with explained(self.hosts, self.memory_per_host, room=self._room, device=self.device):
+        with explained(self.hosts, self.memory_per_host, self._memory.least, room=self._room, device=self.device):
             plan, reading = self.plan(rows), Reading()
             self._train(plan, reading)
             trials = self._measure(rows, reading)

@@ -189,20 +189,27 @@ def check_fits(hosts: int, each: int, *, room: int | None, device: torch.device)
 
 
 @contextmanager
-def explained(hosts: int, memory: Callable[[], Memory], *, room: int | None, device: torch.device) -> Iterator[None]:
-    """Inside, a device that is out of memory is told by a FleetError that says how many hosts would fit. `room` was there before them."""
+def explained(hosts: int, memory: Callable[[], Memory], least: int, *, room: int | None, device: torch.device) -> Iterator[None]:
+    """Inside, a device that is out of memory is told by a FleetError that says how many hosts would fit. `room` was there before them.
+
+    Where there is not even room to find out, a host takes the `least` that is known.
+    """
     try:
         yield
     except torch.OutOfMemoryError as error:
         traceback.clear_frames(error.__traceback__)  # what they hold is what there was no room for
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        each, room = memory().most, room or 0
+        try:
+            each = memory().most
+        except torch.OutOfMemoryError:
+            each = least
+        room = room or 0
         raise FleetError(_too_many(hosts, each, min(room // each, hosts - 1), room, device)) from error
 
 
 def _too_many(hosts: int, each: int, fitting: int, room: int, device: torch.device) -> str:
     return (
         f"{hosts} hosts do not fit: one takes about {in_words(each)}, and {device} had {in_words(room)} for them; "
-        f"{fitting or 'not even one'} would fit. Take fewer hosts, a smaller batch_size, or governor.keep = 1"
+        f"{fitting or 'not even one'} would fit. Take fewer hosts, a smaller batch_size, accumulate, checkpoint, or governor.keep = 1"
     )
