@@ -53,6 +53,16 @@ def test_everyone_has_a_run_for_every_seed_and_level() -> None:
         assert len(runs_of(f"static {host}")) == 3
 
 
+def test_a_sweep_finds_the_best_size_by_validation_and_rent_and_costs_all_of_them() -> None:
+    sizes = ["never", *(f"static {size}" for size in CONFIG.sweep)]
+    for level in CONFIG.levels:
+        for score in found().scores("sweep", level):
+            tried = [run for name in sizes for run in runs_of(name) if run.seed == score.run.seed]
+            assert score.run.total_flops == sum(run.total_flops for run in tried)
+            assert score.run.test_loss in {run.test_loss for run in tried}
+    assert [score.rent for score in found().scores("sweep", "high")] == [0.0] * 3  # there nothing larger than the host pays
+
+
 def test_the_same_seed_is_the_same_host_whoever_decides() -> None:
     """Who grows nothing ends exactly where never ends."""
     never = {run.seed: run.test_loss for run in runs_of("never")}
@@ -117,7 +127,7 @@ def test_intervals_are_paired_and_p_values_corrected() -> None:
 
 def test_tables_and_json_tell_everything() -> None:
     text = found().tables()
-    for part in ("rent low", "rent high", "schedule − never, all levels", "the best of 2 static sizes"):
+    for part in ("rent low", "rent high", "schedule − never, all levels", "schedule − sweep, all levels"):
         assert part in text
     told = json.loads(msgspec.json.encode(found().to_builtins()))
     assert len(told["runs"]) == len(found().runs)

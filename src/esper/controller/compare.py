@@ -6,7 +6,7 @@
     heuristic          growth's own rules
     longer             the small host, trained for as many FLOPs as the compared controller spent
     final size         what the compared controller ended with, there from the start with the same zero initialisation, at the same FLOPs
-    sweep              static sizes; what counts is the best by validation loss, and the FLOPs of all of them
+    sweep              static sizes and the host itself, the best by validation loss and rent; it costs the FLOPs of all of them
 
 Utility is the nats of test loss gained over never, minus rent. Nobody decides or is chosen by the test part.
 """

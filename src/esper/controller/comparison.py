@@ -18,6 +18,7 @@ from esper.rng import Streams
 from esper.statistics import Interval, bootstrap_interval, holm, paired_interval, paired_p_value
 from esper.text_table import aligned
 
+SWEEP = "sweep"  # of static sizes
 HEADING = ("controller", "test loss", "gain", "rent", "utility [95 %]", "parameters", "FLOPs", "compared − this [95 %]", "Holm p")
 
 
@@ -56,21 +57,35 @@ class Comparison:
     def scores(self, controller: str, level: str) -> list[Score]:
         """Sorted by task, host and seed, so that those of two controllers are pairs."""
         own = [run for run in self.runs if run.controller == controller and run.level in (level, None)]
+        if controller == SWEEP:
+            own = [self._swept(never, level) for never in self._never.values()]
         return [self._score(run, level) for run in sorted(own, key=lambda run: (run.task, run.host, run.seed))]
+
+    def _swept(self, never: Run, level: str) -> Run:
+        """The size that a sweep finds instead of growing this host, its own among them: the best by validation loss and rent.
+
+        It costs the FLOPs of all sizes.
+        """
+        static = [f"static {size}" for size in self.config.sweep]
+        sizes = [never, *(run for run in self.runs if (run.task, run.seed) == (never.task, never.seed) and run.controller in static)]
+        as_host = [msgspec.structs.replace(run, controller=SWEEP, host=never.host) for run in sizes]
+        best = min(as_host, key=lambda run: run.val_loss + self._score(run, level).rent)
+        return msgspec.structs.replace(best, total_flops=sum(run.total_flops for run in sizes))
 
     def _score(self, run: Run, level: str) -> Score:
         never = self._never_of(run)
         host = Cost(never.parameters, never.flops_per_sample)
         whole = Cost(run.parameters + run.added_parameters, run.flops_per_sample + run.added_flops)
-        added = Cost(whole.parameters - host.parameters, whole.flops - host.flops)
+        added = Cost(max(whole.parameters - host.parameters, 0), max(whole.flops - host.flops, 0))  # a smaller static size earns none
         return Score(run, never.test_loss - run.test_loss, rent_of(added, host, RENT_LEVELS[level]))
 
     def _never_of(self, run: Run) -> Run:
-        """What a run is held against: the same host, or for a static size the first of the comparison, that never grew."""
-        return self._never[run.task, run.host if run.host in self.config.hosts else self.config.hosts[0], run.seed]
+        """What a run is held against: the same host that never grew."""
+        return self._never[run.task, run.host, run.seed]
 
     def controllers(self) -> list[str]:
-        return list(dict.fromkeys(run.controller for run in self.runs if not run.controller.startswith("static ")))
+        names = dict.fromkeys(run.controller for run in self.runs if not run.controller.startswith("static "))
+        return [*names, *([SWEEP] if self.config.sweep else [])]
 
     def standings(self, level: str) -> list[Standing]:
         ours = [score.utility for score in self.scores(self.compared, level)]
@@ -99,7 +114,7 @@ class Comparison:
         parts = [self._table(level) for level in self.config.levels]
         others = [name for name in self.controllers() if name != self.compared]
         pooled = [f"{self.compared} − {name}, all levels: {shown(self.pooled(name))} nats" for name in others]
-        return "\n\n".join([*parts, "\n".join(pooled), *self._sweep(), *self.notes]).strip()
+        return "\n\n".join([*parts, "\n".join(pooled), *self.notes]).strip()
 
     def _table(self, level: str) -> str:
         rent = RENT_LEVELS[level]
@@ -122,26 +137,6 @@ class Comparison:
             )
         title = f"rent {level}: {rent.parameters:g}·log(1 + added/host parameters) + {rent.flops:g}·added/host FLOPs, in nats"
         return f"{title}\n{aligned(rows, numbers=True)}"
-
-    def _sweep(self) -> list[str]:
-        """The best static size by validation loss, with what finding it cost."""
-        if not self.config.sweep:
-            return []
-        return ["\n".join(self._best_static(task) for task in self.config.tasks)]
-
-    def _best_static(self, task: str) -> str:
-        def runs_of(controller: str) -> list[Run]:
-            return [run for run in self.runs if run.controller == controller and run.task == task]
-
-        sizes = {name: runs_of(f"static {name}") for name in self.config.sweep}
-        best = min(sizes, key=lambda name: fmean(run.val_loss for run in sizes[name]))
-        ours = runs_of(self.compared)
-        ratio = sum(fmean(run.total_flops for run in runs) for runs in sizes.values()) / fmean(run.total_flops for run in ours)
-        return (
-            f"{task}: the best of {len(sizes)} static sizes by validation is {best} with a test loss of "
-            f"{fmean(run.test_loss for run in sizes[best]):.4f}; the sweep cost {ratio:.1f} times the FLOPs of {self.compared}, "
-            f"whose test loss is {fmean(run.test_loss for run in ours):.4f}"
-        )
 
     def to_builtins(self) -> dict[str, Any]:
         return {
