@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import numpy as np
+import msgspec
 import pytest
 import torch
 
@@ -152,14 +153,16 @@ def test_a_new_policy_is_nearly_indifferent() -> None:
     assert (entropy[several, 0] > 0.98).all()
 
 
-def test_a_new_policy_prunes_as_seldom_as_its_bias_says() -> None:
-    policy = make_policy(SlotNetworkConfig(prune_bias=-2.0), MEMORY, slots=SLOTS, blueprints=BLUEPRINTS, generator=generator())
+@pytest.mark.parametrize(("name", "op"), [("fossilize_bias", Op.FOSSILIZE), ("prune_bias", Op.PRUNE)])
+def test_a_new_policy_leans_as_its_biases_say(name: str, op: Op) -> None:
+    config = msgspec.structs.replace(SlotNetworkConfig(wait_bias=1.0), **{name: -2.0})
+    policy = make_policy(config, MEMORY, slots=SLOTS, blueprints=BLUEPRINTS, generator=generator())
     obs, masks = seen()
     probability = judged(policy, obs, masks)[0]["op"]
-    can_prune = masks["op"][:, Op.PRUNE]
-    assert can_prune.any()
-    odds = probability[can_prune, Op.PRUNE] / probability[can_prune, Op.WAIT]
-    assert torch.allclose(odds.log(), torch.tensor(-2.0), atol=0.2)
+    is_legal = masks["op"][:, op]
+    assert is_legal.any()
+    odds = probability[is_legal, op] / probability[is_legal, Op.WAIT]
+    assert torch.allclose(odds.log(), torch.tensor(-3.0), atol=0.2)
 
 
 def test_building_a_network_leaves_the_global_generator_alone() -> None:

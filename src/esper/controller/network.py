@@ -166,7 +166,8 @@ def make_parts(config: SlotNetworkConfig, memory: NetworkConfig, *, slots: int, 
     for layer in (actor.op, actor.wanted_slots, actor.wanted_candidates, actor.alpha):
         initialize(layer, generator, gain=_NEARLY_UNIFORM)
     with torch.no_grad():
-        actor.op.bias[Op.PRUNE] = config.prune_bias
+        for op, bias in ((Op.WAIT, config.wait_bias), (Op.FOSSILIZE, config.fossilize_bias), (Op.PRUNE, config.prune_bias)):
+            actor.op.bias[op] = bias
     initialize(critic[-1], generator, gain=1.0)
     return Parts(encoder, actor, critic)
 

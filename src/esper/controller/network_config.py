@@ -13,9 +13,12 @@ class SlotNetworkConfig(Config):
     blocks: NonNegativeInt = 1  # of attention, in which slots see one another
     attention_heads: PositiveInt = 4  # in each block; divides width
     summary_width: PositiveInt = 64  # of what goes into the core: the host and all its slots
-    # To prune pays at once where the rent is high, and to keep pays late. From an even start a policy may learn to prune before it has seen
-    # what kept seeds give, and then grow and prune in turn at any rent.
-    prune_bias: float = -3.0  # logit of pruning in a new policy, where all else has 0
+    # First leanings, as logits of a new policy, where all else has 0. To prune pays at once where the rent is high, and to keep pays late:
+    # from an even start a policy may learn to prune before it has seen what kept seeds give, and then grow and prune in turn at any rent.
+    # And it fills all slots within a few decisions, so that it hardly sees hosts that grow late or never.
+    wait_bias: float = 0.0
+    fossilize_bias: float = 0.0
+    prune_bias: float = -3.0
 
     def check(self) -> None:
         if self.width % self.attention_heads:
