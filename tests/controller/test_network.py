@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-import numpy as np
 import msgspec
+import numpy as np
 import pytest
 import torch
 
