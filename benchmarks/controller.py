@@ -2,7 +2,7 @@
 
     python benchmarks/controller.py                       # about 27 minutes on two cores
     python benchmarks/controller.py --controller runs/controller/controller.safetensors
-    python benchmarks/controller.py --setting cifar10 --data-dir DIR --minutes 10      # about 15 minutes on one H200
+    python benchmarks/controller.py --setting cifar10 --data-dir DIR --minutes 10
 
 It is trained on many widths, and compared on held-out widths and seeds against never, random, the best fixed schedule, the heuristic, the
 small host trained longer and its own final size from the start, all counted in FLOPs (`esper.controller.compare`). The file has every run.
@@ -187,7 +187,7 @@ def compare_one(config: CompareConfig) -> dict[str, Any]:
     from esper.controller.compare import compare
 
     found = compare(config, lambda name: loaded(name, config.data_dir))
-    return {"runs": msgspec.to_builtins(found.runs), "schedules": found.schedules}
+    return {"runs": msgspec.to_builtins(found.runs), "schedules": found.schedules, "notes": found.notes}
 
 
 @cache
@@ -252,11 +252,13 @@ def report(results: list[dict[str, Any]], config: CompareConfig, output: Output)
     from esper.controller.lives import Run
 
     runs = [msgspec.convert(run, Run) for some in results for run in some["runs"]]
-    comparison = Comparison(config, runs, {name: plan for some in results for name, plan in some["schedules"].items()})
+    notes = list(dict.fromkeys(note for some in results for note in some["notes"]))
+    comparison = Comparison(config, runs, {name: plan for some in results for name, plan in some["schedules"].items()}, notes)
     controller, told = config.compared, comparison.to_builtins()
     for run in told["runs"]:
         output.append({"kind": "run", **run, "controller": run["controller"].replace(controller, "learned")})
     output.append({"kind": "schedules", **comparison.schedules})
+    output.append({"kind": "notes", "notes": notes})
     for standing in told["standings"]:
         output.append({"kind": "standing", **standing, "controller": standing["controller"].replace(controller, "learned")})
     output.append({"kind": "pooled", **told["pooled"]})

@@ -34,6 +34,7 @@ from torch import nn
 from clock import now
 from esper.devices import find_device, threads
 from esper.fleet import Fleet, FleetConfig, HostSetting, TaskTensors
+from esper.fleet.kernels import compiled_kernels
 from esper.growth import Grower, GrowthConfig, Planned, add_slots
 from esper.growth.config import Budget
 from esper.tasks import ConvHost, Split, Task, load_task, shuffled_order
@@ -240,13 +241,6 @@ def compiles() -> int:
     return int(counters["stats"]["unique_graphs"])
 
 
-def kernels() -> int:
-    """Of our own, that Triton has compiled so far: some for each shape of a layer, however many hosts there are."""
-    modules = [sys.modules[name] for name in ("esper.fleet.tiled", "esper.fleet.norm_pool", "esper.fleet.host_rows") if name in sys.modules]
-    compiled = [one.device_caches for module in modules for one in vars(module).values() if hasattr(one, "device_caches")]
-    return sum(len(caches[0]) for devices in compiled for caches in devices.values())
-
-
 def records(setup: Setup, seeds: str, *, repeats: int, num_threads: int) -> list[Record]:
     ways: dict[str, Callable[[], Way]] = {"sequential": partial(Sequential, setup)}
     if setup.device.type == "cuda":
@@ -265,7 +259,7 @@ def records(setup: Setup, seeds: str, *, repeats: int, num_threads: int) -> list
             "ratio_to_streams": speed / speeds["streams"] if "streams" in speeds else None,
             "peak_memory": _sum(found[name].state, found[name].beyond),
             "compiles": compiles() - before,
-            "kernels": kernels(),
+            "kernels": compiled_kernels(),
             "threads": found[name].threads,
             "seconds": found[name].seconds,
         }

@@ -33,6 +33,7 @@ from esper.controller.network import make_parts
 from esper.devices import find_device, threads
 from esper.fleet import FleetConfig
 from esper.fleet.fleet import Fleet
+from esper.fleet.kernels import compiled_kernels
 from esper.fleet.reading import Reading
 from esper.fleet.seeds import SeedBank
 from esper.growth.config import Budget, GrowthConfig, Lifecycle
@@ -41,7 +42,7 @@ from esper.rl.collector import Collector
 from esper.rng import Streams
 from esper.tasks import Task, load_task
 from esper.vecenv import Actions, Timestep
-from fleet import BLUEPRINTS, CudaMemory, ResidentMemory, compiles, kernels, synthetic_task
+from fleet import BLUEPRINTS, CudaMemory, ResidentMemory, compiles, synthetic_task
 from records import Output, Record, metadata
 
 BAR = 20 * 27_000  # training samples per second, of the hosts that are decided for
@@ -159,7 +160,7 @@ def measure(ppo: PPO, env: Watched, rounds: int, bar: float) -> Record:
         "twins": env.squads[0].fleet.hosts - env.squads[0].hosts,
         "peak_memory": peak,
         "compiles": compiles() - before,
-        "kernels": kernels(),
+        "kernels": compiled_kernels(),
         "seconds_by_part": by_part(ppo),
     }
 

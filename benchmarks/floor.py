@@ -5,12 +5,12 @@ the convolutions of all blocks put out for one sample (channels × positions bef
 through memory once for each purpose:
 
     forward     the input is read: i
-                each convolution's output is written; read for the batch norm's mean and spread; read to normalise, clip and pool it: 3 n
+                each convolution's output is written, its mean and spread being found on the way; read to normalise, clip and pool it: 2 n
     backward    each output is read for the two sums of the batch norm's gradient, and read for the gradient of the output: 2 n
                 that gradient is written, and read for the gradients of the weights and of what came before: 2 n
                 the input is read for the gradient of the first weights: i
 
-    a sample moves (7 n + 2 i) × bytes of a number
+    a sample moves (6 n + 2 i) × bytes of a number
 
 Pooled outputs are a quarter of n and can be made where they are used, weights and their moments are shared by all samples of a batch: both
 are left out, as are labels. So no program that keeps to these purposes is faster; one that fuses them further may be.
@@ -36,14 +36,14 @@ def least_bytes(host: ConvHost, shape: Sequence[int], precision: str) -> int:
 
     >>> host = ConvHost(3, 10, (8, 16, 32), pool=(True, True, True))
     >>> least_bytes(host, (3, 32, 32), "bfloat16")          # n = 8·32² + 16·16² + 32·8² = 14,336 and i = 3·32²
-    212992
+    184320
     """
     positions, put_out = list(shape[1:]), 0
     for block in host.blocks:
         put_out += block.conv.out_channels * math.prod(positions)
         if not isinstance(block.pool, torch.nn.Identity):
             positions = [size // 2 for size in positions]
-    return (7 * put_out + 2 * math.prod(shape)) * BYTES[precision]
+    return (6 * put_out + 2 * math.prod(shape)) * BYTES[precision]
 
 
 def copy_bandwidth(device: torch.device, repeats: int = 5) -> float:

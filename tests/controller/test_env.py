@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import weakref
+
 import msgspec
 import pytest
 import torch
 
 from esper.controller.config import RENT_LEVELS, ControllerConfig, DomainConfig, RewardConfig
+from esper.controller.domain import FleetSetting
 from esper.controller.env import GrowthEnv
 from esper.controller.events import RoundEnded
 from esper.controller.layout import Op
 from esper.controller.reward import potential
-from esper.controller.squad import finite
+from esper.controller.squad import Squad, finite
 from esper.fleet.config import FleetConfig
 from esper.growth.config import GovernorConfig, GrowthConfig, Lifecycle
 from esper.growth.lifecycle import Stage
@@ -46,6 +49,22 @@ class RandomPolicy:
         parameters = torch.zeros(self.hosts, self.distribution.num_parameters)
         noise = self.distribution.noise((self.hosts,), self.generator)
         return self.distribution.actions(self.distribution.choose(parameters, step.masks, noise))
+
+
+def test_a_fleet_is_gone_before_there_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of them may not fit."""
+    env = make_env(msgspec.structs.replace(CONFIG, domain=msgspec.structs.replace(CONFIG.domain, fleets=1)))
+    env.reset(seed=0)
+    old, make, alive = weakref.ref(env.squads[0].fleet), env._squad, []
+
+    def watched(setting: FleetSetting) -> Squad:
+        alive.append(old() is not None)
+        return make(setting)
+
+    monkeypatch.setattr(env, "_squad", watched)
+    for _ in range(HORIZON + 1):
+        env.step(waiting(env))
+    assert alive == [False]
 
 
 def waiting(env: GrowthEnv) -> Actions:

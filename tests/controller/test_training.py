@@ -57,6 +57,12 @@ def test_a_training_that_stops_and_goes_on_is_as_if_it_had_never_stopped(tmp_pat
     assert all(torch.equal(weight, theirs[name]) for name, weight in ours.items())
 
 
+def test_a_training_that_ends_before_any_host_does_leaves_a_controller(tmp_path: Path) -> None:
+    domain = msgspec.structs.replace(CONFIG.domain, horizon=(8, 8))
+    result = train_controller(msgspec.structs.replace(CONFIG, rounds=1, domain=domain), tmp_path / "short")
+    assert isinstance(load_controller(result.folder / CONTROLLER), Learned)
+
+
 def test_a_finished_training_is_left_as_it_is_and_its_lost_file_is_written_again(tmp_path: Path) -> None:
     short = msgspec.structs.replace(CONFIG, rounds=1)
     path = train_controller(short, tmp_path / "run").folder / CONTROLLER

@@ -274,6 +274,8 @@ def test_a_state_of_another_fleet_is_refused_before_anything_changes() -> None:
     other = make_fleet(settings_of(2), config=msgspec.structs.replace(CONFIG, optimizer="sgd"))
     with pytest.raises(FleetError, match="make one of the same hosts"):
         fleet.load_state_dict(other.state_dict())
+    with pytest.raises(FleetError, match=r"make one with the same governor\.keep"):
+        fleet.load_state_dict({**fleet.state_dict(), "snapshots": {str(number): {} for number in range(9)}})
     assert_identical(before, rows_of(fleet, [0, 1]))
 
 
@@ -462,11 +464,12 @@ def test_a_blueprint_with_buffers_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         Fleet(small_task(), make_host, hosts=1, growth=GrowthConfig(blueprints=("with_buffers",)), config=CONFIG)
 
 
-def test_some_classes_of_a_text_are_refused() -> None:
+@pytest.mark.parametrize("setting", [HostSetting(classes_share=0.5), HostSetting(label_noise=0.1)], ids=["classes", "noise"])
+def test_some_classes_and_wrong_labels_of_a_text_are_refused(setting: HostSetting) -> None:
     task = text_task()
     fleet = Fleet(task, lambda seed: GPTHost(task.num_classes, sequence_length=8, width=8, layers=1, heads=2), hosts=1, config=CONFIG)
-    with pytest.raises(FleetError, match="leave classes_share at 1"):
-        fleet.reset({0: HostSetting(classes_share=0.5)})
+    with pytest.raises(FleetError, match="leave classes_share at 1 and label_noise at 0"):
+        fleet.reset({0: setting})
 
 
 def test_data_on_the_device_are_shared_by_fleets() -> None:

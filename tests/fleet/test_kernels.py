@@ -25,6 +25,13 @@ from esper.fleet import host_rows, norm_pool, tiled
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = 2e-5
 
+
+def _frozen(layer: nn.Conv2d) -> nn.Module:
+    """Only its bias learns."""
+    layer.weight.requires_grad_(False)
+    return layer
+
+
 LAYERS: list[tuple[Callable[[], nn.Module], tuple[int, ...]]] = [
     (lambda: nn.Conv2d(3, 8, 3, padding=1, bias=False), (3, 8, 8)),
     (lambda: nn.Conv2d(4, 20, 3, padding=1), (4, 5, 6)),
@@ -32,6 +39,7 @@ LAYERS: list[tuple[Callable[[], nn.Module], tuple[int, ...]]] = [
     (lambda: nn.Conv2d(5, 4, (3, 2), padding=(2, 0), dilation=(2, 1)), (5, 7, 6)),
     (lambda: nn.Conv1d(4, 5, 3, padding=1), (4, 12)),
     (lambda: nn.Conv2d(3, 4, 3), (3, 5, 6)),
+    (lambda: _frozen(nn.Conv2d(3, 4, 3, padding=1)), (3, 5, 6)),
     # Those that are left to others, in the same host.
     (lambda: nn.Conv2d(4, 6, 3, stride=2, padding=1), (4, 6, 6)),
     (lambda: nn.Conv2d(4, 4, 3, padding=1, groups=4), (4, 6, 6)),

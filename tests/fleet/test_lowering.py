@@ -88,6 +88,8 @@ def assert_gradients_equal(rows: ModuleRows, row: int, host: nn.Module, close: C
         return
     gradients = rows.parameters.layout.unflatten(rows.parameters.flat.grad)
     for name, parameter in host.named_parameters():
+        if not parameter.requires_grad:
+            continue
         close(gradients[name][row], parameter.grad, msg=lambda text, name=name: f"gradient of {name}: {text}")
 
 

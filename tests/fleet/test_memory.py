@@ -127,14 +127,17 @@ def test_an_absurd_number_of_hosts_is_refused_at_once() -> None:
         make_fleet(10**9)
 
 
-def test_a_device_that_runs_out_of_memory_in_training_says_how_many_hosts_would_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("out of memory"), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
+def test_a_device_that_runs_out_of_memory_in_training_says_how_many_hosts_would_fit(
+    error: RuntimeError, monkeypatch: pytest.MonkeyPatch
+) -> None:
     memory = make_fleet(1).memory_per_host()
     monkeypatch.setattr("esper.fleet.fleet.free_bytes", lambda device: 3 * memory.most)
     fleet = make_fleet(4)
     fleet.reset({row: HostSetting() for row in range(4)})
 
     def full(self: FleetData, *arguments: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise error
 
     monkeypatch.setattr(FleetData, "batch", full)
     with pytest.raises(FleetError, match=r"4 hosts do not fit.* 3 would fit"):

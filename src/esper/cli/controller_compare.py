@@ -79,11 +79,12 @@ def _mistakes() -> Iterator[None]:
     from esper.controller.learned import ControllerError
     from esper.fleet.errors import FleetError
     from esper.growth.errors import GrowthError
+    from esper.run_folder import RunError
     from esper.tasks import TaskError
 
     try:
         yield
-    except (ControllerError, FleetError, GrowthError, TaskError) as error:
+    except (ControllerError, FleetError, GrowthError, RunError, TaskError) as error:
         raise CommandError(str(error)) from error
 
 

@@ -79,6 +79,11 @@ class Progress(ppo_progress.Progress):
         return max((end.memory_per_host for end in self._ended), default=0)
 
     @property
+    def kernels(self) -> int:
+        """Of our own, that were compiled for a GPU."""
+        return max((end.kernels for end in self._ended), default=0)
+
+    @property
     def samples_per_second(self) -> float:
         """What hosts and twins train on: decisions per second, times the samples for a decision in the fleets that have ended."""
         steps = sum(end.steps for end in self._ended)
@@ -105,8 +110,9 @@ class Progress(ppo_progress.Progress):
         assert self.update is not None
         learner = {name: getattr(self.update, name) for name in ("entropy", "explained_variance", "clip_fraction")}
         speed = {"decisions_per_second": self.rate.value, "samples_per_second": self.samples_per_second}
-        speed["memory_per_host"] = self.memory_per_host
-        return {"rounds": self.update.update, **self.recent._asdict(), **learner, **speed}
+        recordings = sum(end.recordings for end in self._ended)
+        device = {"memory_per_host": self.memory_per_host, "kernels": self.kernels, "recordings": recordings}
+        return {"rounds": self.update.update, **self.recent._asdict(), **learner, **speed, **device}
 
     def notice(self, record: Record) -> str | None:
         if not isinstance(record.event, RunStarted):

@@ -106,6 +106,8 @@ def _print_summary(result: Result, controller: Path, progress: Progress, config:
     print(f"the last hosts   {progress.recent.in_words()}")
     if progress.memory_per_host:
         print(f"memory           up to {in_words(progress.memory_per_host)} for a host")
+    if progress.kernels:
+        print(f"kernels          {progress.kernels} compiled for this GPU; they are kept for the next run")
     print(f"controller       {path}")
     print(f"grow with it     esper grow --task {config.domain.tasks[0]} --controller {path}")
     if result.status == "stopped":

@@ -1,14 +1,15 @@
 """The honest comparison: every controller on the same hosts, seed by seed, against what anybody would do instead.
 
     never              the host as it is; what all gains are measured from
-    random             a drawn plan, kept to the end, with as many seeds as the controller that is compared uses on average
+    random             a drawn plan, kept to the end, with as many seeds as the controller that is compared uses on average, one for a slot
     schedule           the best fixed plan, chosen for each rent level on training seeds, "grow nothing" among them
     heuristic          growth's own rules
     longer             the small host, trained for as many FLOPs as the compared controller spent
     final size         what the compared controller ended with, there from the start with the same zero initialisation, at the same FLOPs
     sweep              static sizes and the host itself, the best by validation loss and rent; it costs the FLOPs of all of them
 
-Utility is the nats of test loss gained over never, minus rent. Nobody decides or is chosen by the test part.
+Utility is the nats of test loss gained over never, minus rent. Nobody decides or is chosen by the test part. Who grows nothing ends exactly
+where never ends on a CPU; on a GPU, fleets of another size round differently.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ SCHEDULE_TIMES = (0.0, 0.2)  # parts of the training after which a fixed schedul
 def compare(config: CompareConfig, load: Callable[[str], Task], *, on_progress: Progress = lambda what, decisions: None) -> Comparison:
     runs: list[Run] = []
     schedules: dict[str, str] = {}
+    notes = _not_held_out(config)
     device = find_device(config.device)
     dtype = torch.float64 if config.fleet.precision == "float64" else torch.float32
     with threads(config.threads):
@@ -65,7 +67,8 @@ def compare(config: CompareConfig, load: Callable[[str], Task], *, on_progress: 
                 contest = _Contest(config, course, on_progress)
                 runs += contest.run() + (contest.sweep() if host == config.hosts[0] else [])
                 schedules |= {f"{name} {host} {level}": plan for level, plan in contest.chosen.items()}
-    return Comparison(config, runs, schedules, notes=_not_held_out(config))
+                notes += contest.notes
+    return Comparison(config, runs, schedules, notes=notes)
 
 
 def _not_held_out(config: CompareConfig) -> list[str]:
@@ -86,9 +89,10 @@ class _Contest:
         self.config, self.course, self._on_progress = config, course, on_progress
         self.files, self.compared = config.files, config.compared
         self.chosen: dict[str, str] = {}  # level -> the fixed schedule that was chosen, in words
+        self.notes: list[str] = []
 
     def run(self) -> list[Run]:
-        runs = self._live("never", [Contestant("never", self._setting(seed), Never()) for seed in self._seeds()])
+        runs = self._live("never", [Contestant("never", self._setting(seed), Never(), is_measured=False) for seed in self._seeds()])
         for name in (*self.files, *(["heuristic"] if "heuristic" in self.config.controllers else [])):
             runs += self._live(name, self._for_all_levels(name, self._maker(name)))
         if "schedule" in self.config.controllers:
@@ -160,6 +164,9 @@ class _Contest:
         tuning = [Contestant(str(number), self._setting(seed), Planned(plan)) for number, plan in enumerate(plans) for seed in seeds]
         found = self._live("tuning the schedule", tuning)
         never = {run.seed: run.val_loss for run in found[: len(seeds)]}  # the first plan grows nothing
+        times = sum(run.total_flops for run in found) / fmean(run.total_flops for run in found[: len(seeds)])
+        where = f"{self.course.task.name} {self.course.host}"
+        self.notes.append(f"{where}: the schedules were chosen by {len(found)} runs that took {times:.0f} times the FLOPs of never")
         contestants = []
         for level in self.config.levels:
             worth = [

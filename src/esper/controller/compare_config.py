@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from esper.config import Config, ConfigError, NonNegativeInt, PositiveFloat, PositiveInt
-from esper.controller.config import HELD_OUT_SEEDS, RENT_LEVELS, Channels
+from esper.controller.config import HELD_OUT_SEEDS, Channels
 from esper.fleet.config import FleetConfig
 from esper.growth.config import GrowthConfig
 
@@ -43,9 +43,6 @@ class CompareConfig(Config):
             raise ConfigError("seeds", expected=f"at most {HELD_OUT_SEEDS:,}: those above are trained on", got=self.seeds)
         if self.controls and self.growth.lifecycle.raise_mode == "shadow":
             raise ConfigError("controls", expected="false where seeds are raised in the shadow: none is there from the start", got=True)
-        strange = [level for level in self.levels if level not in RENT_LEVELS]
-        if strange:
-            raise ConfigError("levels", expected=f"some of {', '.join(RENT_LEVELS)}", got=strange[0])
 
     @property
     def files(self) -> tuple[str, ...]:

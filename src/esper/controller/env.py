@@ -11,7 +11,9 @@ Shapes: N = hosts of all squads together, S = slots, K = blueprints; both are th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import gc
+from collections.abc import Callable, Mapping
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from esper.controller.reward import Standing, potential, rewards
 from esper.controller.squad import Squad, growth_for
 from esper.events import Event
 from esper.fleet.data import TaskTensors
+from esper.fleet.kernels import compiled_kernels
 from esper.growth.garden import options_for
 from esper.growth.slotted import add_slots
 from esper.rl.staging import Staging
@@ -112,11 +115,10 @@ class GrowthEnv:
 
     # Squads
 
-    def _rows(self) -> Iterator[range]:
-        start = 0
-        for squad in self.squads:
-            yield range(start, start + squad.hosts)
-            start += squad.hosts
+    def _rows(self) -> list[range]:
+        """Which of all hosts every squad has."""
+        ends = list(accumulate((squad.hosts for squad in self.squads), initial=0))
+        return [range(start, end) for start, end in pairwise(ends)]
 
     def _step_squad(self, number: int, rows: range, chosen: Mapping[str, list[int]]) -> tuple[Tensor, Tensor, Tensor]:
         """Reward, whether the life has ended, and whether the step was real, for each of its hosts."""
@@ -142,12 +144,14 @@ class GrowthEnv:
         self._standings[number] = standing
         if is_last:
             self._tell(squad, standing)
+            del squad
             self._begin_next(number)
         return reward, ended, valid
 
     def _begin_next(self, number: int) -> None:
         self._rounds[number] += 1
         del self.squads[number]  # before there is another, which needs the room
+        gc.collect()  # torch's count of FLOPs leaves it in a cycle
         self.squads.insert(number, self._squad(self._drawn(number)))
         self._standings[number] = Standing.start(self.squads[number].hosts)
 
@@ -175,6 +179,8 @@ class GrowthEnv:
                 samples=squad.fleet.samples_trained,
                 steps=squad.hosts * (squad.setting.horizon + 1) * self.config.actions,
                 memory_per_host=squad.fleet.memory_per_host().most,
+                recordings=squad.fleet.recordings,
+                kernels=compiled_kernels(),
             )
         )
 

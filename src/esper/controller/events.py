@@ -22,3 +22,5 @@ class RoundEnded(Event, tag="round_ended", frozen=True):
     samples: int  # trained on by all hosts, twins included
     steps: int = 0  # of the environment, over all hosts
     memory_per_host: int = 0  # bytes, with the largest seed in every slot
+    recordings: int = 0  # of steps that were then replayed, on a GPU
+    kernels: int = 0  # of our own, compiled in this process so far

@@ -11,6 +11,7 @@ differ in the architectures that they draw, and so in what can be gained at all,
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -139,6 +140,8 @@ def write_controller(folder: Path) -> Path:
         normalize_values=config.ppo.normalize_values,
     )
     load_module(policy, saved["policy"])
-    info = {"run": folder.name, "step": latest.step, "domain": msgspec.to_builtins(config.domain), **latest.state["summary"]}
+    # A training that was stopped before any host's life had ended has no mean return.
+    summary = {name: value for name, value in latest.state["summary"].items() if not isinstance(value, float) or math.isfinite(value)}
+    info = {"run": folder.name, "step": latest.step, "domain": msgspec.to_builtins(config.domain), **summary}
     save_controller(folder / CONTROLLER, policy, info, ops=("wait", *config.ops), actions=config.actions)
     return folder / CONTROLLER

@@ -5,7 +5,8 @@
     unfolded    all windows copied side by side, then one batched product [N, O, C·K] × [N, C·K, S...·B]: what CPUs are good at
 
 The unfolded one keeps the samples innermost in memory (the output is a permuted view of [N, O, S..., B]). So a window is copied in runs
-of B numbers, and the norm, the activation and the pooling behind it walk along contiguous memory. benchmarks/fleet_layers.py measures both.
+of B numbers, and the norm, the activation and the pooling behind it walk along contiguous memory. benchmarks/fleet_layers.py measures the
+last two.
 
 Shapes: B = samples, N = hosts, C = channels, O = output channels, S... = one or two dimensions of space, K = positions of the kernel.
 """

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from esper.fleet.config import HostSetting
+from esper.fleet.errors import FleetError
 from esper.fleet.upload import upload
 from esper.rng import Streams
 from esper.tasks import Split, Task, shuffled_order
@@ -123,6 +124,10 @@ class FleetData:
             count = max(round(setting.classes_share * self.tensors.num_classes), 2)
             classes = torch.randperm(self.tensors.num_classes, generator=streams.torch("classes"))[:count]
             chosen = chosen[torch.isin(self.tensors.labels, classes)]
+            if not len(chosen):
+                raise FleetError(
+                    f"host seed {setting.seed} would see the classes {classes.tolist()}, of which there are no training samples"
+                )
         if setting.data_share < 1:
             count = max(round(setting.data_share * len(chosen)), 1)
             chosen = chosen[torch.randperm(len(chosen), generator=streams.torch("data share"))[:count]].sort().values

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import msgspec
@@ -56,6 +57,8 @@ from esper.growth.slotted import add_slots
 from esper.growth.state import GrowthState
 from esper.tasks import Split, Task
 
+# A pass without gradients keeps nothing: on a GPU it takes so many times the samples of a training step. The caches of a CPU are small.
+_SAMPLES_AT_ONCE = 4
 _HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}  # of activations, where weights are in float32
 
 
@@ -82,6 +85,7 @@ class Fleet:
         self._precision = _HALVES.get(self.config.precision)
         self._has_scales = self.config.precision == "float16"
         self._part_size = self.config.batch_size // self.config.accumulate
+        self._repeat = Repeater(self.device, records=self.config.graphs)
         tensors = tensors or TaskTensors.of(task, device=self.device, dtype=self.dtype)
         template = make_host(0).to(self.device, self.dtype)
         slotted = add_slots(template, tensors.inputs[:2], slots=self.growth.slots)
@@ -89,7 +93,8 @@ class Fleet:
         slotted.remove()
         make, species = _optimizer(self.config), species_for(self.places, self.growth)
         self._room = free_bytes(self.device)
-        self._memory = self._least_memory(template, species, make, tensors)
+        with self._here():
+            self._memory = self._least_memory(template, species, make, tensors)
         check_fits(hosts, self._memory.least, room=self._room, device=self.device)
         self.data = FleetData(tensors, hosts=hosts, precision=self._precision)
         self.host = HostBank(
@@ -98,7 +103,6 @@ class Fleet:
         self.banks = {name: SeedBank(self.places[name], some, hosts=hosts, make=make) for name, some in species.items()}
         self._snapshots = RowSnapshots(self.tensors(), self.growth.governor.keep)
         self._wishes = Wishes()
-        self._repeat = Repeater(self.device, records=self.config.graphs)
         self.samples = self._samples(tensors.validation, self.config.validation_samples)
         self.rows: list[Host] = [self._host(row, HostSetting()) for row in range(hosts)]
         self.samples_trained = 0  # by all hosts together
@@ -118,14 +122,20 @@ class Fleet:
 
     @property
     def recordings(self) -> int:
-        """Stretches of training so far whose steps were recorded and replayed."""
+        """How many times so far steps were recorded, to be replayed."""
         return self._repeat.recordings
+
+    def _here(self) -> AbstractContextManager[Any]:
+        """Kernels of our own are launched on the current device."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def _samples(self, split: Split, count: int | None = None) -> Samples:
         inputs = placed_inputs(split.inputs[:count], self.device, self.dtype)
         if self._precision is not None:
             inputs = rounded_inputs(inputs, self._precision)
-        return Samples(inputs, split.targets[:count].to(self.device), self.config.validation_batch)
+        targets, batch = split.targets[:count].to(self.device), self.config.validation_batch
+        at_once = batch if self.device.type == "cpu" else max(_SAMPLES_AT_ONCE * self._part_size // batch, 1) * batch
+        return Samples(inputs, targets, batch, at_once)
 
     def _least_memory(self, template: nn.Module, species: SpeciesOf, make: MakeRowOptimizer, tensors: TaskTensors) -> Memory:
         """Without what seeds keep for a backward pass."""
@@ -133,13 +143,17 @@ class Fleet:
         chosen = torch.arange(self._part_size, device=self.device) % len(tensors)
         inputs, targets = tensors.inputs[chosen], tensors.targets[chosen]
         step = step_bytes(template, inputs, targets, self._precision, slots=self.places, recomputes=self.config.checkpoint)
+        if self._repeat.records(self.steps_per_decision):
+            step *= 2  # what the step before a recording has taken is not there for the recording
         return Memory(copies * state_bytes(template, species, make, scales=self._has_scales), step, seeds=0)
 
     def memory_per_host(self) -> Memory:
         """In bytes."""
-        largest = [
-            max(seed_bytes(species, self._part_size, self._precision) for species in bank.species.values()) for bank in self.banks.values()
-        ]
+        with self._here():
+            largest = [
+                max(seed_bytes(species, self._part_size, self._precision) for species in bank.species.values())
+                for bank in self.banks.values()
+            ]
         return Memory(self._memory.state, self._memory.step, sum(largest))
 
     # Beginning
@@ -147,9 +161,10 @@ class Fleet:
     def reset(self, settings: Mapping[int, HostSetting]) -> None:
         """These hosts begin a new life. Before its first one, a host does not take part in anything."""
         self._check_rows(settings)
-        if self.data.tensors.labels.ndim > 1 and any(setting.classes_share < 1 for setting in settings.values()):
+        if self.data.tensors.labels.ndim > 1 and any(setting.classes_share < 1 or setting.label_noise for setting in settings.values()):
             raise FleetError(
-                f"the samples of {self.task.name!r} are of many classes each, so no host can see some of them; leave classes_share at 1"
+                f"the samples of {self.task.name!r} are of many classes each, so no host can see some of them, or have some of them wrong; "
+                "leave classes_share at 1 and label_noise at 0"
             )
         if not settings:
             return
@@ -207,7 +222,7 @@ class Fleet:
         rows = self.training()
         if not rows:
             return []
-        with explained(self.hosts, self.memory_per_host, self._memory.least, room=self._room, device=self.device):
+        with self._here(), explained(self.hosts, self.memory_per_host, self._memory.least, room=self._room, device=self.device):
             plan, reading = self.plan(rows), Reading()
             self._train(plan, reading)
             trials = self._measure(rows, reading)
@@ -283,12 +298,14 @@ class Fleet:
                 if bed.life.stage is Stage.FOSSILIZED:
                     kept[slot].append(row)
         whole, total = self._kept_losses(self.samples), torch.zeros(self.hosts, dtype=torch.float64)
-        for slot, losses in losses_without(ensemble, self.samples, kept).items():
-            total[kept[slot]] += self._over_samples(losses, self.samples) - whole[kept[slot]]
+        with self._here():
+            for slot, losses in losses_without(ensemble, self.samples, kept).items():
+                total[kept[slot]] += self._over_samples(losses, self.samples) - whole[kept[slot]]
         return total
 
     def _kept_losses(self, samples: Samples) -> Tensor:
-        return self._over_samples(losses_of(self.ensemble(range(self.hosts), only_kept=True), samples, self.hosts), samples)
+        with self._here():
+            return self._over_samples(losses_of(self.ensemble(range(self.hosts), only_kept=True), samples), samples)
 
     def _over_samples(self, losses: Tensor, samples: Samples) -> Tensor:
         """The mean over all samples of what was measured batch by batch [V, hosts]."""
@@ -304,7 +321,7 @@ class Fleet:
             for slot in on_trial:
                 trials[slot].append(position)
             self.rows[row].note_validation(samples=len(self.samples), passes=1 + len(on_trial))
-        reading.add("validation", losses_of(ensemble, self.samples, len(rows)))
+        reading.add("validation", losses_of(ensemble, self.samples))
         for slot, losses in losses_without(ensemble, self.samples, trials).items():
             reading.add(f"without {slot}", losses)
         reading.add("finite", are_finite(ensemble, self.host.rows.parameters.layout.shapes, len(rows)))
@@ -330,7 +347,7 @@ class Fleet:
     # Saving
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything, with seeds alive. The tensors are the live ones."""
+        """Everything, with seeds alive; the tensors are the live ones. Dropout draws from torch's own generator, which is not in it."""
         return {
             "tensors": self.tensors(),
             "snapshots": self._snapshots.state_dict(),
@@ -357,6 +374,11 @@ class Fleet:
     def _check_state(self, state: Mapping[str, Any]) -> None:
         if len(state["rows"]) != self.hosts:
             raise FleetError(f"the saved fleet has {len(state['rows'])} hosts, and this one {self.hosts}; make one of the same size")
+        if len(state["snapshots"]) > self.growth.governor.keep:
+            raise FleetError(
+                f"the saved fleet has {len(state['snapshots'])} snapshots of every host, and this one keeps {self.growth.governor.keep}; "
+                "make one with the same governor.keep"
+            )
         own, saved = ({name: list(tensor.shape) for name, tensor in tensors.items()} for tensors in (self.tensors(), state["tensors"]))
         for name in sorted(own.keys() | saved.keys()):
             if own.get(name) != saved.get(name):

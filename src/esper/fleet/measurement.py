@@ -15,8 +15,6 @@ from esper.fleet.ensemble import Ensemble
 from esper.fleet.members import Member
 from esper.fleet.upload import upload
 
-_SAMPLES_AT_ONCE = 2**17  # of all hosts together, on a GPU
-
 
 @dataclass(frozen=True)
 class Samples:
@@ -25,27 +23,26 @@ class Samples:
     inputs: Tensor  # [M, ...]
     targets: Tensor
     batch_size: int
+    at_once: int  # samples of a pass, whole batches
 
     @property
     def sizes(self) -> list[int]:
         """Samples of every batch."""
         return [len(part) for part in torch.split(self.targets, self.batch_size)]
 
-    def passes(self, hosts: int) -> list[tuple[Tensor, Tensor]]:
-        """What so many hosts look at at once, whole batches: one of them on a CPU, whose caches are small, many on a GPU."""
-        batches = 1 if self.targets.device.type == "cpu" else max(_SAMPLES_AT_ONCE // (hosts * self.batch_size), 1)
-        size = batches * self.batch_size
-        return list(zip(torch.split(self.inputs, size), torch.split(self.targets, size), strict=True))
+    def passes(self) -> list[tuple[Tensor, Tensor]]:
+        return list(zip(torch.split(self.inputs, self.at_once), torch.split(self.targets, self.at_once), strict=True))
 
     def __len__(self) -> int:
         return len(self.targets)
 
 
 @torch.no_grad()
-def losses_of(ensemble: Ensemble, samples: Samples, hosts: int) -> Tensor:
+def losses_of(ensemble: Ensemble, samples: Samples) -> Tensor:
     """Mean loss of every host on every batch [V, hosts]; all hosts see the same samples."""
     found: list[Tensor] = []
-    for inputs, targets in samples.passes(hosts):
+    hosts = len(next(iter(ensemble.tensors.values())))
+    for inputs, targets in samples.passes():
         shared = (tensor.unsqueeze(1).expand(-1, hosts, *tensor.shape[1:]) for tensor in (inputs, targets))
         each = ensemble.losses_of_samples(*shared, training=False)
         found += [batch.mean(0) for batch in torch.split(each, samples.batch_size)]
@@ -57,7 +54,7 @@ def losses_without(ensemble: Ensemble, samples: Samples, trials: Mapping[str, Se
     found = {}
     for slot, hosts in trials.items():
         some = part_of(ensemble, hosts, without=slot)
-        found[slot] = losses_of(some, samples, len(hosts))
+        found[slot] = losses_of(some, samples)
     return found
 
 

@@ -196,7 +196,9 @@ def explained(hosts: int, memory: Callable[[], Memory], least: int, *, room: int
     """
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not _is_out_of_memory(error):
+            raise
         traceback.clear_frames(error.__traceback__)  # what they hold is what there was no room for
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -206,6 +208,11 @@ def explained(hosts: int, memory: Callable[[], Memory], least: int, *, room: int
             each = least
         room = room or 0
         raise FleetError(_too_many(hosts, each, min(room // each, hosts - 1), room, device)) from error
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    """A CPU says so in words."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def _too_many(hosts: int, each: int, fitting: int, room: int, device: torch.device) -> str:

@@ -8,6 +8,7 @@ so it is made anew for every stretch of steps, and nothing has to be compiled or
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 
 import torch
@@ -22,8 +23,12 @@ class Repeater:
         self._recorder = _recorder(device) if records and device.type == "cuda" else None
         self.recordings = 0  # so far
 
+    def records(self, count: int) -> bool:
+        """Whether so many steps are recorded."""
+        return self._recorder is not None and count >= _WORTH_RECORDING
+
     def __call__(self, step: Step, count: int) -> None:
-        if self._recorder is None or count < _WORTH_RECORDING:
+        if self._recorder is None or not self.records(count):
             for _ in range(count):
                 step()
         else:
@@ -41,12 +46,14 @@ class _Recorder:
     def run(self, step: Step, count: int) -> None:
         current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            step()  # what is loaded or chosen at its first use must be so before it is recorded
-            graph = self._record(step)
-            for _ in range(count - 1):
-                graph.replay()
-        current.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                step()  # what is loaded or chosen at its first use must be so before it is recorded
+                graph = self._record(step)
+                for _ in range(count - 1):
+                    graph.replay()
+        finally:
+            current.wait_stream(self._stream)
 
     def _record(self, step: Step) -> torch.cuda.CUDAGraph:
         """Not by `torch.cuda.graph`, which waits for the device and collects garbage first."""
@@ -54,8 +61,11 @@ class _Recorder:
         graph.capture_begin(pool=None if self._last is None else self._last.pool(), capture_error_mode="thread_local")
         try:
             step()
-        finally:
-            graph.capture_end()
+        except BaseException:
+            with suppress(RuntimeError):  # a recording that has failed may not be ended, and why it failed is the news
+                graph.capture_end()
+            raise
+        graph.capture_end()
         self._last = graph
         return graph
 

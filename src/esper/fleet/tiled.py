@@ -2,7 +2,7 @@
 
 cuDNN's grouped kernels are made for many channels in a group; hosts have 8 to 64, and their convolutions are bound by memory. Here a
 program takes one host and a tile of pixels, gathers their windows from the cache into a matrix [pixels, K] that never reaches memory, and
-multiplies it by the host's own kernel. The number of hosts is a number of programs: nothing is compiled again when it changes.
+multiplies it by the host's own kernel. The number of hosts is a number of programs: when it changes, little is compiled again.
 
 What flows is [B, N, C, H, W] with the channels innermost in memory, as these kernels write it: the channels of a pixel are one access. They
 read anything, only slower. Stride 1 and one group, in one or two dimensions of space. Then the gradient of the input is itself such a
@@ -157,7 +157,7 @@ def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None
     of_x = of_weight = of_bias = None
     if ctx.needs_input_grad[0]:
         of_x = _outputs(gradient, weight.transpose(1, 2).flip(-2, -1), None, shape.turned())[0]
-    if ctx.needs_input_grad[1]:
+    if any(ctx.needs_input_grad[1:3]):  # they are found together
         of_weight, of_bias = (part.to(weight.dtype) for part in _weight_gradients(x, gradient, shape))
     return of_x, of_weight, of_bias
 
