@@ -54,7 +54,7 @@ def learned(fleet: Fleet, rows: list[int]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in rows_of(fleet, rows).items() if "constants" not in name and name not in SCALES}
 
 
-SCALES = ("host scale", "host good steps")
+SCALES = ("host scale", "host good steps", "host skipped steps")
 
 
 # One step
@@ -94,6 +94,7 @@ def test_a_host_whose_gradients_overflow_skips_its_step_with_its_seeds_and_no_ot
     assert scales_of(calm) == [START, START, START]
     assert scales_of(other) == [START, START / 2, START]
     assert other.tensors()["host good steps"].tolist() == [1, 0, 1]
+    assert other.skipped_steps.tolist() == [0, 1, 0]
     assert other.rows[1].plot.judge.rollbacks == 0
 
 
@@ -184,7 +185,7 @@ def test_a_host_that_never_fits_has_a_scale_by_which_one_can_divide() -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_gradients_are_divided_by_the_scale_of_their_host_and_each_looks_at_all_of_its_own(bad: float) -> None:
-    scales = LossScales(torch.tensor([2.0, 4.0, 8.0]), torch.zeros(3, dtype=torch.int64))
+    scales = LossScales(torch.tensor([2.0, 4.0, 8.0]), *torch.zeros(2, 3, dtype=torch.int64))
     host, seeds = torch.full((3, 5), 8.0), torch.full((2, 4), 8.0)
     seeds[1, 3] = bad
     stepping = scales.unscale_([(host, None), (seeds, torch.tensor([2, 0]))])

@@ -34,7 +34,7 @@ from esper.fleet.errors import FleetError
 from esper.fleet.formation import Gardens, SpeciesOf, cohorts_of, members_of, species_for
 from esper.fleet.host import Host
 from esper.fleet.host_bank import HostBank
-from esper.fleet.measurement import Samples, are_finite, losses_of, losses_without
+from esper.fleet.measurement import Samples, are_finite, contributions, losses_of, losses_without, mean_losses
 from esper.fleet.memory import Memory, check_fits, explained, free_bytes, seed_bytes, state_bytes, step_bytes
 from esper.fleet.optimizers import SGD, AdamW
 from esper.fleet.probe import probes_of
@@ -42,6 +42,7 @@ from esper.fleet.reading import Reading
 from esper.fleet.recompute import recomputed
 from esper.fleet.repeat import Repeater
 from esper.fleet.row_bed import RowBed
+from esper.fleet.saving import check_state
 from esper.fleet.seeds import MakeRowOptimizer, SeedBank
 from esper.fleet.snapshots import RowRecovery, RowSnapshots, Wishes
 from esper.fleet.stretch import Plan, Stretch
@@ -119,6 +120,11 @@ class Fleet:
     @property
     def steps_per_decision(self) -> int:
         return self.config.steps_per_decision or max(len(self.task.train) // self.config.batch_size, 1)
+
+    @property
+    def skipped_steps(self) -> Tensor:
+        """Of every host, because its gradients overflowed in float16 [N]."""
+        return self.host.scales.skipped
 
     @property
     def recordings(self) -> int:
@@ -291,26 +297,17 @@ class Fleet:
 
     def kept_contributions(self) -> Tensor:
         """What the seeds that are kept give together, each measured against the host without it [N], in nats, on the CPU."""
-        ensemble = self.ensemble(range(self.hosts), only_kept=True)
         kept: dict[str, list[int]] = defaultdict(list)
         for row, host in enumerate(self.rows):
             for slot, bed in host.plot.garden.occupied():
                 if bed.life.stage is Stage.FOSSILIZED:
                     kept[slot].append(row)
-        whole, total = self._kept_losses(self.samples), torch.zeros(self.hosts, dtype=torch.float64)
         with self._here():
-            for slot, losses in losses_without(ensemble, self.samples, kept).items():
-                total[kept[slot]] += self._over_samples(losses, self.samples) - whole[kept[slot]]
-        return total
+            return contributions(self.ensemble(range(self.hosts), only_kept=True), self.samples, kept)
 
     def _kept_losses(self, samples: Samples) -> Tensor:
         with self._here():
-            return self._over_samples(losses_of(self.ensemble(range(self.hosts), only_kept=True), samples), samples)
-
-    def _over_samples(self, losses: Tensor, samples: Samples) -> Tensor:
-        """The mean over all samples of what was measured batch by batch [V, hosts]."""
-        weights = torch.tensor(samples.sizes, dtype=torch.float64)
-        return (losses.double().cpu() * weights.unsqueeze(1)).sum(0) / weights.sum()
+            return mean_losses(self.ensemble(range(self.hosts), only_kept=True), samples)
 
     def _measure(self, rows: list[int], reading: Reading) -> dict[str, list[int]]:
         """Gives the seeds on trial: slot -> positions of their hosts."""
@@ -358,7 +355,7 @@ class Fleet:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """That of a fleet of the same architecture, size and configuration; otherwise nothing is changed."""
-        self._check_state(state)
+        check_state(state, self.tensors(), hosts=self.hosts, keep=self.growth.governor.keep)
         for row, saved in enumerate(state["rows"]):
             setting = msgspec.convert(saved["setting"], HostSetting)
             self.data.reset(row, setting)
@@ -370,22 +367,6 @@ class Fleet:
         self._snapshots.load_state_dict(state["snapshots"])
         self.data.load_state_dict(state["data"])
         self.samples_trained = state["samples_trained"]
-
-    def _check_state(self, state: Mapping[str, Any]) -> None:
-        if len(state["rows"]) != self.hosts:
-            raise FleetError(f"the saved fleet has {len(state['rows'])} hosts, and this one {self.hosts}; make one of the same size")
-        if len(state["snapshots"]) > self.growth.governor.keep:
-            raise FleetError(
-                f"the saved fleet has {len(state['snapshots'])} snapshots of every host, and this one keeps {self.growth.governor.keep}; "
-                "make one with the same governor.keep"
-            )
-        own, saved = ({name: list(tensor.shape) for name, tensor in tensors.items()} for tensors in (self.tensors(), state["tensors"]))
-        for name in sorted(own.keys() | saved.keys()):
-            if own.get(name) != saved.get(name):
-                there, here = (shapes.get(name, "not there") for shapes in (saved, own))
-                raise FleetError(
-                    f"the saved fleet is of other hosts: {name!r} is {there} in it and {here} here; make one of the same hosts"
-                )
 
 
 def _optimizer(config: FleetConfig) -> MakeRowOptimizer:

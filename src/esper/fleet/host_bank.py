@@ -38,7 +38,7 @@ class HostBank:
         self.stacked: Stacked = lower(template, slots=self.slots)
         self.rows = ModuleRows(template.to(dtype), hosts, device=device)
         self._moments = make(self.rows.parameters.flat).state
-        self.scales = LossScales.fresh(hosts, device) if scales else NoLossScales()
+        self.scales = LossScales.fresh(hosts, device) if scales else NoLossScales(torch.zeros(hosts, dtype=torch.int64, device=device))
 
     @property
     def tensors(self) -> dict[str, Tensor]:

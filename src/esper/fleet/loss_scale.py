@@ -21,6 +21,9 @@ _GROWTH_INTERVAL = 2000  # good steps in a row after which the scale is doubled
 class NoLossScales:
     """What precisions with the range of float32 need: nothing."""
 
+    def __init__(self, skipped: Tensor) -> None:
+        self.skipped = skipped  # [N], steps of each host
+
     @property
     def tensors(self) -> dict[str, Tensor]:
         """A row for each host."""
@@ -53,17 +56,19 @@ class NoLossScales:
 
 
 class LossScales(NoLossScales):
-    def __init__(self, scale: Tensor, good_steps: Tensor) -> None:
+    def __init__(self, scale: Tensor, good_steps: Tensor, skipped: Tensor) -> None:
+        super().__init__(skipped)
         self.scale = scale  # [N]
         self.good_steps = good_steps  # [N], since the scale last changed
 
     @classmethod
     def fresh(cls, hosts: int, device: torch.device | str) -> LossScales:
-        return cls(torch.full((hosts,), _START, device=device), torch.zeros(hosts, dtype=torch.int64, device=device))
+        good_steps, skipped = (torch.zeros(hosts, dtype=torch.int64, device=device) for _ in range(2))
+        return cls(torch.full((hosts,), _START, device=device), good_steps, skipped)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        return {"scale": self.scale, "good steps": self.good_steps}
+        return {"scale": self.scale, "good steps": self.good_steps, "skipped steps": self.skipped}
 
     def scaled(self, losses: Tensor, hosts: Tensor | None = None) -> Tensor:
         return losses * self._of(hosts)
@@ -81,6 +86,7 @@ class LossScales(NoLossScales):
 
     def update_(self, stepping: Tensor | None) -> None:
         assert stepping is not None
+        self.skipped.add_(~stepping)
         self.good_steps.add_(1).mul_(stepping)
         is_due = self.good_steps >= _GROWTH_INTERVAL
         self.scale.mul_(torch.where(stepping, 1.0 + is_due, 0.5)).clamp_(_SMALLEST, _LARGEST)
@@ -89,9 +95,10 @@ class LossScales(NoLossScales):
     def reset_(self, rows: Tensor) -> None:
         self.scale.index_fill_(0, rows, _START)
         self.good_steps.index_fill_(0, rows, 0)
+        self.skipped.index_fill_(0, rows, 0)
 
     def of(self, rows: Tensor) -> LossScales:
-        return LossScales(self.scale.index_select(0, rows), self.good_steps.index_select(0, rows))
+        return LossScales(*(tensor.index_select(0, rows) for tensor in (self.scale, self.good_steps, self.skipped)))
 
     def _of(self, hosts: Tensor | None) -> Tensor:
         return self.scale if hosts is None else self.scale.index_select(0, hosts)

@@ -58,6 +58,26 @@ def losses_without(ensemble: Ensemble, samples: Samples, trials: Mapping[str, Se
     return found
 
 
+def mean_losses(ensemble: Ensemble, samples: Samples) -> Tensor:
+    """Mean loss of every host on all samples [hosts], on the CPU."""
+    return _over_samples(losses_of(ensemble, samples), samples)
+
+
+def contributions(ensemble: Ensemble, samples: Samples, seeds: Mapping[str, Sequence[int]]) -> Tensor:
+    """What these seeds, slot -> positions of their hosts, give to each host [hosts], every one against the host without it, on the CPU."""
+    whole = mean_losses(ensemble, samples)
+    total = torch.zeros_like(whole)
+    for slot, losses in losses_without(ensemble, samples, seeds).items():
+        total[seeds[slot]] += _over_samples(losses, samples) - whole[seeds[slot]]
+    return total
+
+
+def _over_samples(losses: Tensor, samples: Samples) -> Tensor:
+    """The mean over all samples of what was measured batch by batch [V, hosts]."""
+    weights = torch.tensor(samples.sizes, dtype=torch.float64)
+    return (losses.double().cpu() * weights.unsqueeze(1)).sum(0) / weights.sum()
+
+
 def part_of(ensemble: Ensemble, hosts: Sequence[int], *, without: str | None = None) -> Ensemble:
     """Some of the hosts, by position; those seeds of theirs that are in the slot `without` are left out."""
     device = next(iter(ensemble.tensors.values())).device
