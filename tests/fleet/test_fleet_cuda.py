@@ -16,7 +16,7 @@ from esper.tasks import ConvHost
 from tests.fleet.test_fleet import in_every_slot, named_as
 from tests.fleet.test_fleet_equals_grower import BATCH, germinate, make_host, small_task
 
-pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"), pytest.mark.usefixtures("full_float32")]
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 CONFIG = FleetConfig(batch_size=BATCH, validation_batch=20, precision="float64")
 JOINT = Lifecycle(holding_epochs=1, embargo_epochs=1)

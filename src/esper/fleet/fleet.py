@@ -32,6 +32,7 @@ from esper.fleet.data import FleetData, TaskTensors, placed_inputs, rounded_inpu
 from esper.fleet.ensemble import Ensemble
 from esper.fleet.errors import FleetError
 from esper.fleet.formation import Gardens, SpeciesOf, cohorts_of, members_of, species_for
+from esper.fleet.gpu import on_gpu
 from esper.fleet.host import Host
 from esper.fleet.host_bank import HostBank
 from esper.fleet.measurement import Samples, are_finite, contributions, losses_of, losses_without, mean_losses
@@ -132,8 +133,8 @@ class Fleet:
         return self._repeat.recordings
 
     def _here(self) -> AbstractContextManager[Any]:
-        """Kernels of our own are launched on the current device."""
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+        """Where hosts compute."""
+        return on_gpu(self.device) if self.device.type == "cuda" else nullcontext()
 
     def _samples(self, split: Split, count: int | None = None) -> Samples:
         inputs = placed_inputs(split.inputs[:count], self.device, self.dtype)
