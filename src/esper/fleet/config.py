@@ -25,8 +25,8 @@ class FleetConfig(Config):
     schedule: Literal["none", "cosine"] = "cosine"  # of the learning rate, by decisions; cosine: towards 0 at the horizon
     graphs: bool = True  # on a GPU, the steps between two decisions are recorded once and replayed
     precision: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
-    """bfloat16 and float16 are those of activations, by autocast; weights stay in float32. In float16 every host has a loss scale. In float32
-    convolutions are no TF32 on a GPU either."""
+    """bfloat16 and float16 are those of activations, by autocast; weights stay in float32. In float16 every host has a loss scale. float32
+    means all of its digits in convolutions on a GPU too, not TF32."""
     accumulate: PositiveInt = 1
     """Parts that a batch is cut into, one after another, with one step by the mean of their gradients: activations take so many times less
     memory. A batch norm sees the parts, and a probe takes each of them for a step."""
