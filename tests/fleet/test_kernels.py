@@ -47,7 +47,10 @@ LAYERS: list[tuple[Callable[[], nn.Module], tuple[int, ...]]] = [
 ]
 
 
-pytestmark = pytest.mark.usefixtures("full_float32")  # what they are held against
+pytestmark = [
+    pytest.mark.slow,  # in the interpreter
+    pytest.mark.usefixtures("full_float32"),  # what they are held against
+]
 
 
 def on_device(hosts: list[nn.Module]) -> list[nn.Module]:
