@@ -73,14 +73,8 @@ def test_steps_that_are_recorded_and_replayed_equal_steps_that_are_not(lifecycle
         torch.testing.assert_close(fleets[1].tensors()[name], tensor, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("lifecycle", [JOINT, SHADOW], ids=["joint", "shadow"])
-def test_the_device_is_waited_for_once_in_a_decision(lifecycle: Lifecycle) -> None:
-    fleet = make_fleet(3, lifecycle)
-    live(fleet)
-    in_every_slot(fleet, 2)
-    fleet.decide({1: Decision(probe=True)})
-    fleet.advance()  # what is loaded at its first use
-    fleet.decide({1: Decision(probe=True)})
+def assert_waits_once(fleet: Fleet) -> None:
+    """For the device, in the training up to the next decision."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("warn")
     try:
@@ -91,6 +85,17 @@ def test_the_device_is_waited_for_once_in_a_decision(lifecycle: Lifecycle) -> No
         torch.cuda.set_sync_debug_mode("default")
     waits = [warning for warning in caught if "synchroniz" in str(warning.message)]
     assert len(waits) == 1, [f"{warning.filename}:{warning.lineno}" for warning in waits]
+
+
+@pytest.mark.parametrize("lifecycle", [JOINT, SHADOW], ids=["joint", "shadow"])
+def test_the_device_is_waited_for_once_in_a_decision(lifecycle: Lifecycle) -> None:
+    fleet = make_fleet(3, lifecycle)
+    live(fleet)
+    in_every_slot(fleet, 2)
+    fleet.decide({1: Decision(probe=True)})
+    fleet.advance()  # what is loaded at its first use
+    fleet.decide({1: Decision(probe=True)})
+    assert_waits_once(fleet)
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-5), ("bfloat16", 2e-2)])

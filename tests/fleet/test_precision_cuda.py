@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import msgspec
 import pytest
 import torch
@@ -13,6 +11,7 @@ from esper.growth.config import GrowthConfig, Lifecycle
 from esper.growth.decisions import Decision
 from esper.tasks import ConvHost
 from tests.fleet.test_fleet import QUICK, SHADOW, in_every_slot, settings_of
+from tests.fleet.test_fleet_cuda import assert_waits_once
 from tests.fleet.test_fleet_equals_grower import BATCH, make_host, small_task
 from tests.fleet.test_precision import with_larger_head
 
@@ -63,16 +62,7 @@ def test_the_device_is_waited_for_once_in_a_decision(lifecycle: Lifecycle) -> No
         fleet.decide({2: Decision(probe=True)})
         fleet.advance()
     fleet.decide({2: Decision(probe=True)})
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            fleet.advance()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    waits = [warning for warning in caught if "synchroniz" in str(warning.message)]
-    assert len(waits) == 1, [f"{warning.filename}:{warning.lineno}" for warning in waits]
+    assert_waits_once(fleet)
 
 
 @pytest.mark.parametrize("precision", ["float32", "float16"])

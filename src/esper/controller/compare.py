@@ -153,8 +153,8 @@ class _Contest:
 
     def _training_flops(self, flops_per_sample: int) -> int:
         """Of a host, between two decisions."""
-        steps = self.config.fleet.steps_per_decision or max(len(self.course.task.train) // self.config.fleet.batch_size, 1)
-        return 3 * flops_per_sample * steps * self.config.fleet.batch_size
+        fleet = self.config.fleet
+        return 3 * flops_per_sample * fleet.steps_for(len(self.course.task.train)) * fleet.batch_size
 
     # The best fixed schedule
 

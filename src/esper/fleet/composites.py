@@ -5,11 +5,13 @@ Shapes: B = samples, N = hosts, C = channels, S... = space, T = tokens of a sequ
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from esper.fleet.convolutions import convolve, convolve_and_describe, in_working_precision, is_tiled
+from esper.fleet.convolutions import convolve, convolve_and_describe, tiled_shape
 from esper.fleet.layers import mean_over_space, track
 from esper.fleet.scope import Scope, lowers
 from esper.growth.branches import Attention, SqueezeExcite
@@ -26,9 +28,9 @@ def sequential(module: nn.Sequential, scope: Scope, x: Tensor) -> Tensor:
 
 @lowers(ConvBlock)
 def conv_block(block: ConvBlock, scope: Scope, x: Tensor) -> Tensor:
-    working = in_working_precision(x)
-    if is_tiled(block.conv, scope, working) and _is_fusible(block, scope, working):
-        return _fused(block, scope, working)
+    shape = tiled_shape(block.conv, scope, x)
+    if shape is not None and _is_fusible(block, scope, x):
+        return _fused(block, shape, scope, x)
     for name in ("conv", "norm", "relu", "pool"):
         x = scope.child(name, x)
     return x
@@ -40,17 +42,17 @@ def _is_fusible(block: ConvBlock, scope: Scope, x: Tensor) -> bool:
     return is_whole and not scope.has_slots_inside() and (scope.training or not torch.is_grad_enabled())
 
 
-def _fused(block: ConvBlock, scope: Scope, x: Tensor) -> Tensor:
+def _fused(block: ConvBlock, shape: Any, scope: Scope, x: Tensor) -> Tensor:
     """The block in a pass over memory for the convolution and one for all the rest."""
     from esper.fleet.norm_pool import norm_relu_pool
 
     norm, weight = scope.inside("norm"), scope.inside("conv").tensor("weight")
     if scope.training:
-        outputs, mean, variance = convolve_and_describe(block.conv, weight, x)
+        outputs, mean, variance = convolve_and_describe(shape, weight, x)
         count = len(outputs) * outputs.shape[3] * outputs.shape[4]
         track(block.norm, norm, mean, variance * (count / max(count - 1, 1)))
     else:
-        outputs = convolve(block.conv, weight, None, x)
+        outputs = convolve(shape, weight, None, x)
         mean, variance = norm.tensor("running_mean"), norm.tensor("running_var")
     pools = not isinstance(block.pool, nn.Identity)
     result = norm_relu_pool(outputs, mean, variance, norm.tensor("weight"), norm.tensor("bias"), eps=block.norm.eps, pools=pools)

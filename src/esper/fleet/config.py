@@ -34,6 +34,10 @@ class FleetConfig(Config):
     """The activations inside a block of a host are not kept but computed again in the backward pass. A block is a module with parts of its
     own and no slots inside, of which every part has a lowering; what has none, and seeds, keep theirs."""
 
+    def steps_for(self, samples: int) -> int:
+        """Training steps between two decisions, where there are so many training samples."""
+        return self.steps_per_decision or max(samples // self.batch_size, 1)
+
     def check(self) -> None:
         if self.batch_size % self.accumulate:
             raise ConfigError("accumulate", expected=f"a divisor of batch_size, which is {self.batch_size}", got=self.accumulate)

@@ -48,58 +48,53 @@ def has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-def is_tiled(layer: Conv, scope: Scope, x: Tensor) -> bool:
-    """Whether a layer is computed by our own kernels, for an input in its working precision."""
+def tiled_shape(layer: Conv, scope: Scope, x: Tensor) -> Any:
+    """What our own kernels have to know of a layer that they compute for this input; None where they do not."""
     if _way(layer, scope, x) != "tiled" or layer.groups > 1 or layer.padding_mode != "zeros" or set(layer.stride) != {1}:
-        return False
-    from esper.fleet import tiled
-
-    padding = Windows.of(layer).padding
-    return all(before == after for before, after in padding) and tiled.fits(_tiled_shape(layer, x))
-
-
-def _tiled_shape(layer: Conv, x: Tensor) -> Any:
-    """A series is an image of one row."""
+        return None
     from esper.fleet import tiled
 
     windows = Windows.of(layer)
+    if any(before != after for before, after in windows.padding):
+        return None
     pads = tuple(before for before, _ in windows.padding)
-    rows = (1,) if windows.spatial == 1 else ()
-    none = (0,) if windows.spatial == 1 else ()
+    rows, none = ((1,), (0,)) if windows.spatial == 1 else ((), ())  # a series is an image of one row
     height, width = rows + tuple(x.shape[3:])
     kernel, padding, dilation = rows + windows.kernel, none + pads, rows + windows.dilation
-    return tiled.Shape(x.shape[2], height, width, layer.out_channels, *kernel, *padding, *dilation)
+    shape = tiled.Shape(x.shape[2], height, width, layer.out_channels, *kernel, *padding, *dilation)
+    return shape if tiled.fits(shape) else None
 
 
 @lowers(nn.Conv1d, nn.Conv2d, fits=lambda layer, training: layer.padding_mode == "zeros")
 def convolution(layer: Conv, scope: Scope, x: Tensor) -> Tensor:
     weight, bias = scope.tensor("weight"), scope.get("bias")
-    working = in_working_precision(x)
-    if is_tiled(layer, scope, working):
-        outputs = convolve(layer, weight, bias, working)
+    shape = tiled_shape(layer, scope, x)
+    if shape is not None:
+        outputs = convolve(shape, weight, bias, x)
         return outputs if x.ndim == 5 else outputs.squeeze(-2)
-    return (_unfolded if _way(layer, scope, working) == "unfolded" else _grouped)(layer, weight, bias, x)
+    return (_unfolded if _way(layer, scope, x) == "unfolded" else _grouped)(layer, weight, bias, x)
 
 
 def _way(layer: Conv, scope: Scope, x: Tensor) -> Convolution:
-    return scope.convolution or choose_convolution(x.device, x.dtype, max(layer.in_channels, layer.out_channels))
+    return scope.convolution or choose_convolution(x.device, _working_dtype(x), max(layer.in_channels, layer.out_channels))
 
 
-def convolve(layer: Conv, weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+def convolve(shape: Any, weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
     """By our own kernels, to images [B, N, O, H, W]."""
     from esper.fleet import tiled
 
-    return tiled.convolve(*_as_images(x, weight), bias, _tiled_shape(layer, x))
+    return tiled.convolve(*_as_images(x, weight), bias, shape)
 
 
-def convolve_and_describe(layer: Conv, weight: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def convolve_and_describe(shape: Any, weight: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The same without a bias, and the mean and variance of every channel [N, O]."""
     from esper.fleet import tiled
 
-    return tiled.convolve_and_describe(*_as_images(x, weight), _tiled_shape(layer, x))
+    return tiled.convolve_and_describe(*_as_images(x, weight), shape)
 
 
 def _as_images(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    x = _in_working_precision(x)
     return (x, weight) if x.ndim == 5 else (x.unsqueeze(-2), weight.unsqueeze(-2))
 
 
@@ -115,7 +110,7 @@ def _grouped(layer: Conv, weight: Tensor, bias: Tensor | None, x: Tensor) -> Ten
 def _unfolded(layer: Conv, weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
     hosts, groups = x.shape[1], x.shape[1] * layer.groups
     windows = Windows.of(layer)
-    x, weight = in_working_precision(x), in_working_precision(weight)
+    x, weight = _in_working_precision(x), _in_working_precision(weight)
     columns = windows.unfold(x.movedim(0, -1))  # [N, C, K..., S..., B]
     size = columns.shape[-1 - windows.spatial :]
     columns = columns.reshape(groups, -1, size.numel())  # [N·groups, C/groups·K, S...·B]
@@ -126,11 +121,15 @@ def _unfolded(layer: Conv, weight: Tensor, bias: Tensor | None, x: Tensor) -> Te
     return outputs.view(hosts, -1, *size).movedim(-1, 0)
 
 
-def in_working_precision(tensor: Tensor) -> Tensor:
+def _in_working_precision(tensor: Tensor) -> Tensor:
+    return tensor.to(_working_dtype(tensor))
+
+
+def _working_dtype(tensor: Tensor) -> torch.dtype:
     """What autocast makes of a convolution's inputs."""
     device = tensor.device.type
     is_cast = torch.is_autocast_enabled(device) and tensor.dtype == torch.float32
-    return tensor.to(torch.get_autocast_dtype(device)) if is_cast else tensor
+    return torch.get_autocast_dtype(device) if is_cast else tensor.dtype
 
 
 class Windows(NamedTuple):

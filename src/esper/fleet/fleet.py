@@ -120,7 +120,7 @@ class Fleet:
 
     @property
     def steps_per_decision(self) -> int:
-        return self.config.steps_per_decision or max(len(self.task.train) // self.config.batch_size, 1)
+        return self.config.steps_for(len(self.task.train))
 
     @property
     def skipped_steps(self) -> Tensor:
