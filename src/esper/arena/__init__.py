@@ -1,0 +1,1 @@
+"""Batched team battles: B battles × U units as one tensor program."""

@@ -1,0 +1,220 @@
+"""A batch of battles that is stepped as one, decision by decision, and begins anew where a battle ends.
+
+    arena = Arena(ArenaConfig(battles=64, teams=5), seed=0)
+    scene = arena.reset()
+    scene = arena.step(actions)                   # actions of all units, [B·U, ...]
+
+On a GPU a decision is recorded once as a CUDA graph and replayed from then on: some two thousand small kernels without a word from
+Python. What `step` gives is then overwritten by the next call.
+
+Shapes: B = battles, U = units, C = contacts.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from esper.arena.config import ArenaConfig
+from esper.arena.decision import Deeds, decide
+from esper.arena.observe import Observer
+from esper.arena.orders import MOTION, action_masks, action_spec, check_actions, raise_on_wrong_values, read_orders, wrong_values
+from esper.arena.rewards import Rewards, has_died, pay, shared
+from esper.arena.sensing import sense
+from esper.arena.start import fresh, make_atlas
+from esper.arena.state import State, cloned, copy_into, from_named, named_tensors, replace_rows, select
+from esper.arena.tables import make_tables
+from esper.arena.zone import Ending, judge
+from esper.vecenv import Actions, Masks
+
+
+class Scene(NamedTuple):
+    """What a decision led to. Everything but observation and masks is about the battle in which it was made."""
+
+    observation: Tensor  # [B, U, width] of the battles as they are now, where one ended already of the next
+    whole: Tensor | None  # [B, U, state width] the view of a centralised critic, if the config asks for it
+    masks: Masks  # [B·U, ...] what may be chosen next
+    reward: Tensor  # [B, U]
+    parts: Rewards | None  # what the rewards are made of; None after a reset
+    was_alive: Tensor  # [B, U] bool: the unit made the decision
+    died: Tensor  # [B, U] bool: in this decision
+    ended: Tensor  # [B] bool: the battle
+    winner: Tensor  # [B] int64: 0, 1, or -1 for a draw; meaningful where it ended
+    by_time: Tensor  # [B] bool: only the clock ended it
+    deeds: Deeds | None
+    last: Tensor  # [B, 5] of the battle after the decision: decisions, both scores, how many of each team live
+
+
+class Arena:
+    """B battles. `state` is all there is to them; who changes it must call `look` to see what it means."""
+
+    def __init__(
+        self, config: ArenaConfig | None = None, *, seed: int = 0, device: torch.device | str = "cpu", record: bool | None = None
+    ) -> None:
+        self.config = config or ArenaConfig()
+        self.device = _indexed(torch.device(device))
+        self.is_recorded = self.device.type == "cuda" if record is None else record
+        self.tables = make_tables(self.config, self.device)
+        self.observer = Observer(self.config, self.tables, self.device)
+        self.action_spec = action_spec(self.config)
+        self.checks_at_once = self.device.type == "cpu"
+        self._problem = torch.zeros((), dtype=torch.bool, device=self.device)
+        self._recording: _Recording | None = None
+        self._open(seed)
+
+    def _open(self, seed: int) -> None:
+        self.seed = seed
+        self.atlas = make_atlas(self.config, self.tables, seed=seed, device=self.device)
+        self.place = torch.arange(self.config.battles, device=self.device)
+        self.state = self._sensed(self._fresh(self.place, torch.zeros_like(self.place)))
+
+    def reset(self, seed: int | None = None) -> Scene:
+        """New battles everywhere; those of another seed if one is given, else the first of this one again."""
+        if seed is not None and seed != self.seed:
+            self._open(seed)
+            self._recording = None  # it reads the maps of the old seed
+        else:
+            self.state = self._sensed(self._fresh(self.place, torch.zeros_like(self.place)))
+        self._problem.zero_()
+        return self.look()
+
+    def look(self) -> Scene:
+        """The battles as they are, nothing having happened."""
+        alive = self.state.units.is_alive
+        none = torch.zeros(self.config.battles, dtype=torch.bool, device=self.device)
+        nobody = torch.zeros_like(alive)
+        views = self._views(self.state)
+        winner = torch.full_like(self.place, -1)
+        return Scene(
+            *views, torch.zeros_like(self.state.units.heat), None, nobody, nobody, none, winner, none, None, self._last(self.state)
+        )
+
+    def step(self, actions: Actions) -> Scene:
+        """One decision of all units of all battles. Wrong actions raise and change nothing; on a GPU wrong values raise at the next
+        `check`, and until then are taken for the nearest right ones."""
+        check_actions(actions, self.config)
+        if self.checks_at_once:
+            wrong = wrong_values(actions, self.config)
+            if bool(wrong.any()):
+                raise_on_wrong_values(actions, wrong, self.config)
+        if not self.is_recorded:
+            self.state, scene = self._advance(self.state, actions)
+            return scene
+        if self._recording is None:
+            self._recording = _Recording(self, actions)
+        return self._recording.replay(self, actions)
+
+    def check(self) -> None:
+        """Raises if some action since the last reset had a value that cannot be. Waits for the device."""
+        if bool(self._problem):
+            raise ValueError(
+                "some unit's action was not a number, outside of [-1, 1] or no choice of its head; run on the CPU to see whose"
+            )
+
+    def _fresh(self, place: Tensor, episode: Tensor) -> State:
+        return fresh(place, episode, self.config, self.tables, self.atlas, seed=self.seed)
+
+    def _sensed(self, state: State) -> State:
+        senses = sense(state.units, state.world, state.clouds, self.tables, contacts=self.config.contacts)
+        return state._replace(senses=senses)
+
+    def _advance(self, before: State, actions: Actions) -> tuple[State, Scene]:
+        """Everything that a decision is; a pure function of its arguments but for the flag of a problem on a GPU."""
+        config, tables = self.config, self.tables
+        if not self.checks_at_once:
+            self._problem |= wrong_values(actions, config).any()
+            actions = _mended(actions, config)
+        orders = read_orders(actions, before.senses, before.units, tables, battles=config.battles)
+        after, deeds = decide(before, orders, tables)
+        ending = judge(after.contest, after.units, config)
+        parts = pay(before, after, deeds, ending, tables, config)
+        reward = shared(parts, before.units, config)
+        died = has_died(before.units, after.units)
+        last = self._last(after)
+        state = self._sensed(self._begun_anew(after, ending))
+        scene = Scene(*self._views(state), reward, parts, before.units.is_alive, died, *ending, deeds, last)
+        return state, scene
+
+    def _begun_anew(self, after: State, ending: Ending) -> State:
+        """Battles that ended are replaced by the next in their place. On the CPU only those are made; a recorded step makes all, and
+        chooses."""
+        if self.is_recorded or self.device.type != "cpu":
+            return select(ending.ended, self._fresh(self.place, after.contest.episode + 1), after)
+        if not bool(ending.ended.any()):
+            return after
+        rows = torch.nonzero(ending.ended).squeeze(1)
+        # The memory may still be that of the state before, which whoever holds it must find unchanged.
+        copied = cloned(after)
+        return replace_rows(copied, rows, self._fresh(rows, after.contest.episode[rows] + 1))
+
+    def _views(self, state: State) -> tuple[Tensor, Tensor | None, Masks]:
+        whole = self.observer.whole_battle(state) if self.config.state_view else None
+        return self.observer.observe(state), whole, action_masks(state.senses, state.units, self.tables)
+
+    def _last(self, state: State) -> Tensor:
+        alive = state.units.is_alive.view(self.config.battles, 2, -1).sum(2)
+        return torch.cat((state.contest.decision.unsqueeze(1).float(), state.contest.score, alive.float()), 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seed": self.seed, "state": dict(named_tensors(self.state)), "problem": self._problem}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        if saved["seed"] != self.seed:
+            self._open(int(saved["seed"]))
+            self._recording = None
+        state = from_named(saved["state"], like=self.state)
+        if self._recording is None:
+            self.state = cloned(state)
+        else:
+            copy_into(self.state, state)
+        self._problem.copy_(saved["problem"])
+
+
+def _mended(actions: Actions, config: ArenaConfig) -> Actions:
+    """Values that cannot be, replaced by ones that can: indices must never lead outside of their tables."""
+    mended = {head.name: actions[head.name].clamp(0, head.size - 1) for head in action_spec(config).discrete}
+    motion = actions["motion"]
+    return {**mended, "motion": torch.where(motion.isfinite(), motion, 0.0).clamp(-1.0, 1.0)}
+
+
+def _indexed(device: torch.device) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
+
+
+class _Recording:
+    """A decision as a CUDA graph: reads actions and state from memory of its own, and writes the new state over the old."""
+
+    def __init__(self, arena: Arena, actions: Actions) -> None:
+        self.actions = {name: value.clone() for name, value in actions.items()}
+        self.state = cloned(arena.state)
+        problem = arena._problem.clone()
+        stream = torch.cuda.Stream(arena.device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(arena.device))
+        with torch.cuda.stream(stream):  # kernels are loaded and workspaces made before the recording
+            arena._advance(self.state, self.actions)
+        torch.cuda.current_stream(arena.device).wait_stream(stream)
+        arena._problem.copy_(problem)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            state, self.scene = arena._advance(self.state, self.actions)
+            copy_into(self.state, state)
+        arena.state = self.state
+
+    def replay(self, arena: Arena, actions: Actions) -> Scene:
+        if arena.state is not self.state:  # somebody set another one
+            copy_into(self.state, arena.state)
+            arena.state = self.state
+        for name, value in actions.items():
+            self.actions[name].copy_(value)
+        self.graph.replay()
+        return self.scene
+
+
+def no_actions(config: ArenaConfig, device: torch.device | str = "cpu") -> Actions:
+    """Everybody stands still and does nothing."""
+    rows = config.battles * config.units
+    spec = action_spec(config)
+    still = {head.name: torch.zeros(rows, dtype=torch.int64, device=device) for head in spec.discrete}
+    return {**still, "motion": torch.zeros(rows, len(MOTION), device=device)}

@@ -1,0 +1,163 @@
+"""Scripted players: batched functions of what their units sense, in three strengths.
+
+A bot sees what a policy sees: its own condition, the zone and the way to it, and the contacts that its unit senses, from near to far. It
+answers with the same actions. Nothing here looks through walls.
+
+    weak     walks to the zone, stands still to shoot, always at the nearest and with the first weapon that reaches
+    middle   keeps moving while it shoots, picks the weapon that hurts most, vents when it is hot
+    strong   waits for its team before the zone, shoots whom it can kill soonest, minds its heat, keeps the distance its weapons like,
+             paints for others, and turns its front to who shoots
+
+Shapes: B = battles, U = units, C = contacts, W = kinds of weapons. Everything is [B, U] unless stated.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from esper.arena.arena import Arena
+from esper.arena.ground import columns, read, unit_at
+from esper.arena.motion import can_act
+from esper.arena.orders import action_masks, in_reach
+from esper.arena.routes import STEPS
+from esper.arena.specs import PHYSICS, WEAPONS
+from esper.vecenv import Actions
+
+BOTS = ("random", "weak", "middle", "strong")
+_TURN_GAIN = 3.0  # yaw order for each radian that is missing
+
+
+class Skill(NamedTuple):
+    """What tells the strengths apart."""
+
+    keeps_moving: bool  # while it shoots
+    picks_weapon: bool  # the one that hurts most, instead of the first that reaches
+    picks_victim: bool  # the one nearest to its end, instead of the nearest
+    minds_heat: bool  # fires only what leaves it running
+    vents_at: float  # share of the heat cap; above 1: never
+    keeps_distance: bool
+    flees_lava: bool
+
+
+SKILLS = {
+    "weak": Skill(False, False, False, False, 2.0, False, False),
+    "middle": Skill(True, True, False, False, 0.9, False, False),
+    "strong": Skill(True, True, True, True, 0.75, True, True),
+}
+_NAMES = list(WEAPONS)
+
+
+class Bot:
+    """A scripted player of one arena. `act` gives actions for all units of all battles; callers take the rows they need."""
+
+    def __init__(self, name: str, arena: Arena, *, seed: int = 0) -> None:
+        if name not in BOTS:
+            raise ValueError(f"no bot is named {name!r}; there are {', '.join(BOTS)}")
+        self.name, self.arena = name, arena
+        self.skill = SKILLS.get(name)
+        self.generator = torch.Generator(device=arena.device).manual_seed(seed)
+        device = arena.device
+        directions = torch.tensor([*STEPS, (0, 0)], dtype=torch.float32, device=device)
+        self.directions = torch.nn.functional.normalize(directions, dim=1)  # [9, 2]
+        weapons = arena.tables.weapons
+        worth = weapons.damage / weapons.cooldown.clamp_min(PHYSICS.ticks_per_decision)  # damage per tick, as often as decisions allow
+        worth[_NAMES.index("painter")] = 0.9
+        self.worth = worth  # [W]
+
+    def act(self) -> Actions:
+        return self._random() if self.skill is None else self._scripted(self.skill)
+
+    def _random(self) -> Actions:
+        """Uniform over what is allowed."""
+        arena = self.arena
+        rows = arena.config.battles * arena.config.units
+        masks = action_masks(arena.state.senses, arena.state.units, arena.tables)
+
+        def drawn(mask: Tensor) -> Tensor:
+            noise = torch.rand(mask.shape, generator=self.generator, device=mask.device)
+            return torch.where(mask, noise, -1.0).argmax(-1)
+
+        fire = drawn(masks["fire"])
+        targets = masks["target"].gather(1, fire.view(-1, 1, 1).expand(-1, 1, masks["target"].shape[2])).squeeze(1)
+        motion = torch.rand(rows, 4, generator=self.generator, device=arena.device) * 2 - 1
+        return {"fire": fire, "target": drawn(targets), "vent": drawn(masks["vent"]), "motion": motion}
+
+    def _scripted(self, skill: Skill) -> Actions:
+        state, tables, config = self.arena.state, self.arena.tables, self.arena.config
+        units, senses = state.units, state.senses
+        reach = in_reach(senses, units, tables) & tables.units.has_weapon.unsqueeze(-1)  # [B, U, W, C]
+        if skill.minds_heat:
+            cool_enough = units.heat.unsqueeze(-1) + tables.weapons.heat <= 0.95 * tables.units.heat_cap.unsqueeze(-1)
+            reach = reach & cool_enough.unsqueeze(-1)
+        fire, slot, has_target = self._choose(reach, skill)
+        is_met = senses.is_contact.any(-1)  # somebody to turn to
+        watched = torch.where(has_target, slot, 0)
+        at = unit_at(units.position, senses.contacts.gather(2, watched.unsqueeze(-1)).squeeze(-1)) - units.position
+
+        wanted = self._way(skill, at, is_met, has_target)  # [B, U, 2] in the world's frame, at most 1 long
+        look = torch.where(is_met.unsqueeze(-1), at[..., :2], wanted)
+        cos, sin = units.heading.cos(), units.heading.sin()
+        error = torch.atan2(look[..., 1] * cos - look[..., 0] * sin, look[..., 0] * cos + look[..., 1] * sin)
+        yaw = (error * _TURN_GAIN).clamp(-1.0, 1.0)
+        forward = wanted[..., 0] * cos + wanted[..., 1] * sin
+        strafe = wanted[..., 0] * sin - wanted[..., 1] * cos
+        jets = torch.full_like(forward, -1.0)
+        vent = (units.heat > skill.vents_at * tables.units.heat_cap) & can_act(units)
+        motion = torch.stack((forward, strafe, yaw, jets), -1).clamp(-1.0, 1.0)
+        return {
+            "fire": torch.where(has_target & ~vent, fire, 0).flatten(),
+            "target": slot.flatten(),
+            "vent": vent.long().flatten(),
+            "motion": motion.reshape(config.battles * config.units, -1),
+        }
+
+    def _choose(self, reach: Tensor, skill: Skill) -> tuple[Tensor, Tensor, Tensor]:
+        """The weapon (as the head `fire` counts), the contact slot, and whether there is anything to shoot at."""
+        state = self.arena.state
+        units, senses = state.units, state.senses
+        is_ready = units.cooldown <= PHYSICS.ticks_per_decision - 1  # [B, U, W] within this decision
+        can = reach & is_ready.unsqueeze(-1)
+        can[:, :, _NAMES.index("smoke")] = False
+        if not skill.picks_weapon:
+            value = reach.float() / (1.0 + torch.arange(reach.shape[2], device=reach.device)).view(-1, 1)
+        else:
+            value = can * self.worth.view(-1, 1)
+            painted = unit_at(units.painted, senses.contacts).unsqueeze(2) > 0
+            value[:, :, _NAMES.index("painter")] *= ~painted.squeeze(2)
+        if skill.picks_victim:
+            left = unit_at(units.hit_points, senses.contacts) / 200.0  # [B, U, C]
+            value = value * (1.5 - left.clamp(0.0, 1.0)).unsqueeze(2)
+        else:
+            nearer = 1.0 - 0.01 * torch.arange(reach.shape[3], device=reach.device)
+            value = value * nearer
+        best, which = value.flatten(2).max(-1)
+        slots = reach.shape[3]
+        return which // slots + 1, which % slots, best > 0
+
+    def _way(self, skill: Skill, at: Tensor, is_met: Tensor, has_target: Tensor) -> Tensor:
+        """Where to go [B, U, 2]: to the zone, and near enemies as the skill has it."""
+        state, tables = self.arena.state, self.arena.tables
+        units, world = state.units, state.world
+        x, y = units.position[..., 0], units.position[..., 1]
+        column = columns(x, y, self.arena.config.size)
+        to_zone = self.directions[read(world.way, column).long()]  # [B, U, 2], zero in the middle of the zone
+        if not skill.keeps_moving:
+            return to_zone * ~has_target.unsqueeze(-1)
+        distance = torch.linalg.vector_norm(at[..., :2], dim=-1, keepdim=True).clamp_min(1e-3)
+        towards = at[..., :2] / distance
+        around = torch.stack((-towards[..., 1], towards[..., 0]), -1)
+        # Left and right in turn, each unit at its own time, so that shots that lead their target miss.
+        phase = (state.contest.decision.unsqueeze(1) // 4 + torch.arange(x.shape[1], device=x.device)) % 2
+        sway = around * torch.where(phase == 0, 0.6, -0.6).unsqueeze(-1)
+        if not skill.keeps_distance:
+            return torch.where(has_target.unsqueeze(-1), to_zone * 0.5 + sway, to_zone)
+        liked = torch.where(tables.units.has_weapon[:, _NAMES.index("gauss")], 11.0, torch.where(tables.units.tons < 40, 5.0, 7.0))
+        hurt = units.hit_points < 0.35 * tables.units.hit_points
+        hot = units.heat > 0.7 * tables.units.heat_cap
+        gap = (distance.squeeze(-1) - liked - 4.0 * (hurt | hot)).clamp(-3.0, 3.0) / 3.0
+        fight = towards * gap.unsqueeze(-1) + sway + 0.5 * to_zone
+        close = is_met & (distance.squeeze(-1) < 16.0)
+        return torch.where(close.unsqueeze(-1), fight, to_zone)

@@ -1,0 +1,106 @@
+"""What can be set about an arena. Imports no torch, so that a command line can show it at once."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from esper.arena.specs import CLASSES, PACK, PHYSICS, WEAPONS, Weapon
+from esper.config import Config, ConfigError, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+Landscape = Literal["city", "forest", "river", "ridges", "ruins"]
+MapSize = Annotated[int, Meta(ge=16, le=128, multiple_of=2)]
+TeamSize = Annotated[int, Meta(ge=1, le=16)]
+FEWEST_PROJECTILES = 48  # slots in one battle
+
+
+class RewardConfig(Config):
+    """What a unit is paid for in one decision. Each is a function in `esper.arena.rewards`."""
+
+    zone: NonNegativeFloat = 0.02  # for a second in which the own team gains on the zone; as much is lost where the other does
+    damage: NonNegativeFloat = 0.5  # for damage as great as the victim's full hit points
+    friendly_fire: NonNegativeFloat = 1.0  # the cost of as much damage to one's own side, oneself included
+    kill: NonNegativeFloat = 0.5  # for who hurt the victim most in the decision in which it fell
+    assist: NonNegativeFloat = 0.2  # for everybody else who hurt it shortly before
+    death: NonNegativeFloat = 0.5  # the cost of one's own
+    outcome: NonNegativeFloat = 1.0  # for a battle won, to those who still live; half of it for a draw
+    approach: NonNegativeFloat = 0.5  # potential of standing in the zone over being a whole map away from it
+    team_share: Fraction = 0.3  # of what damage, kills and assists pay that is shared out among the living of the team
+    gamma: Fraction = 0.99  # of the learner: approach is paid as gamma times the new potential less the old
+
+
+class ArenaConfig(Config):
+    """A batch of battles between two teams."""
+
+    battles: PositiveInt = 64  # fought at once
+    teams: TeamSize = 5  # units on each side
+    smallest_team: TeamSize | None = None  # battles differ in how many units each side has, from this to `teams`; None: all have `teams`
+    pack: tuple[str, ...] = PACK  # classes of a team's units, first to last; begun again where the team is larger
+    size: MapSize = 64  # columns on a side of the map
+    maps: PositiveInt = 128  # different maps that battles are fought on
+    landscapes: tuple[Landscape, ...] = ("city", "forest", "river", "ridges", "ruins")  # that maps are drawn from
+    seconds: PositiveFloat = 125.0  # after which a battle ends
+    contacts: PositiveInt = 5  # nearest sensed enemies that a unit observes and can aim at
+    allies: NonNegativeInt = 4  # nearest of the own team that it observes
+    state_view: bool = False  # observations hold the whole battle too, for a centralised critic
+    reward: RewardConfig = RewardConfig()
+
+    def check(self) -> None:
+        for name in self.pack:
+            if name not in CLASSES:
+                near = difflib.get_close_matches(name, CLASSES, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise ConfigError(
+                    "pack", expected="", got=name, problem=f"no unit class is named {name!r}; there are {', '.join(CLASSES)}{hint}"
+                )
+        if not self.pack:
+            raise ConfigError("pack", expected="at least one unit class", got=self.pack)
+        if not self.landscapes:
+            raise ConfigError("landscapes", expected="at least one landscape", got=self.landscapes)
+        if self.smallest_team is not None and self.smallest_team > self.teams:
+            raise ConfigError("smallest_team", expected=f"at most teams ({self.teams})", got=self.smallest_team)
+        if self.decisions < 1:
+            raise ConfigError("seconds", expected=f"at least one decision, {DECISION_S} s", got=self.seconds)
+
+    @property
+    def units(self) -> int:
+        """Of both teams."""
+        return 2 * self.teams
+
+    @property
+    def unit_classes(self) -> tuple[str, ...]:
+        """Names of the classes of all units, the first team's before the second's."""
+        team = tuple(self.pack[index % len(self.pack)] for index in range(self.teams))
+        return team + team
+
+    @property
+    def decisions(self) -> int:
+        """In a battle that goes on to the end."""
+        return round(self.seconds / DECISION_S)
+
+    @property
+    def projectiles(self) -> int:
+        """Slots of one unit. They are enough for all that its weapons can have in the air at once, so none is ever missing."""
+        most = max(sum(in_flight(WEAPONS[name]) for name in CLASSES[unit].weapons) for unit in self.unit_classes)
+        return max(most, -(-FEWEST_PROJECTILES // self.units))
+
+
+DECISION_S = PHYSICS.tick_s * PHYSICS.ticks_per_decision
+
+
+def ticks(seconds: float) -> int:
+    """The whole number of ticks nearest to a time."""
+    return round(seconds / PHYSICS.tick_s)
+
+
+def life_ticks(weapon: Weapon) -> int:
+    """How long a projectile flies at most: a quarter longer than its range takes."""
+    reach = max(weapon.range_m, weapon.painted_range_m)
+    return ticks(1.25 * reach / weapon.flight_mps) if weapon.flight_mps else 0
+
+
+def in_flight(weapon: Weapon) -> int:
+    """How many projectiles of one weapon can be in the air at once."""
+    return -(-life_ticks(weapon) // ticks(weapon.cooldown_s))

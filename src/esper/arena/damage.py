@@ -1,0 +1,60 @@
+"""What hits do: hit points, legs, stability, heat, suppression, paint.
+
+Shapes: B = battles, U = units; attackers before victims where there are both.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from esper.arena.state import Units
+from esper.arena.tables import Tables
+
+
+class Hits(NamedTuple):
+    """Everything that struck in one tick."""
+
+    damage: Tensor  # [B, U, U] by whom, to whom
+    legs: Tensor  # [B, U]
+    stability: Tensor  # [B, U]
+    heat: Tensor  # [B, U]
+    suppressed: Tensor  # [B, U] int32 ticks
+    painted: Tensor  # [B, U] int32 ticks
+
+
+def together(first: Hits, second: Hits) -> Hits:
+    return Hits(
+        damage=first.damage + second.damage,
+        legs=first.legs + second.legs,
+        stability=first.stability + second.stability,
+        heat=first.heat + second.heat,
+        suppressed=torch.maximum(first.suppressed, second.suppressed),
+        painted=torch.maximum(first.painted, second.painted),
+    )
+
+
+def strike(units: Units, hits: Hits, tables: Tables) -> tuple[Units, Tensor]:
+    """Units after being hit, and what was taken: the share of the victim's full hit points by attacker [B, U, U], no more than it had."""
+    total = hits.damage.sum(1)
+    taken = torch.minimum(total, units.hit_points)
+    share = taken / total.clamp_min(1e-6) / tables.units.hit_points
+    by_whom = hits.damage * share.unsqueeze(1)
+    alive = units.is_alive
+    struck = units._replace(
+        hit_points=units.hit_points - taken,
+        legs=(units.legs - hits.legs).clamp_min(0.0),
+        stability=(units.stability - hits.stability * alive).clamp_min(0.0),
+        heat=units.heat + hits.heat * alive,
+        suppressed=torch.maximum(units.suppressed, hits.suppressed),
+        painted=torch.maximum(units.painted, hits.painted),
+        harm=units.harm + by_whom,
+    )
+    return struck, by_whom
+
+
+def one_hot(index: Tensor, size: int) -> Tensor:
+    """[..., size] bool, true at the index."""
+    return index.unsqueeze(-1) == torch.arange(size, device=index.device)

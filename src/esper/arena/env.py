@@ -1,0 +1,69 @@
+"""The arena as a `vecenv`: every unit of every battle is a row, and whoever acts drives both sides.
+
+A unit's episode ends with its death or its battle, whichever comes first; rows of the dead are not valid until the next battle begins. The
+clock and both scores are observed, so the end of a battle by time is a real end and nothing is cut.
+
+Shapes: B = battles, U = units, N = B·U rows, all units of the first battle first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from esper.arena.arena import Arena, Scene
+from esper.arena.config import ArenaConfig
+from esper.arena.layout import observation_width, state_width
+from esper.vecenv import Actions, Obs, ObservationSpec, TensorSpec, Timestep
+
+
+def observation_spec(config: ArenaConfig) -> ObservationSpec:
+    spec = {"obs": TensorSpec((observation_width(config),))}
+    return {**spec, "state": TensorSpec((state_width(config),))} if config.state_view else spec
+
+
+class ArenaEnv:
+    """`Arena` with the contract of `esper.vecenv`. `scene` is what the last step led to, battle by battle."""
+
+    def __init__(self, config: ArenaConfig | None = None, *, seed: int = 0, device: torch.device | str = "cpu") -> None:
+        self.arena = Arena(config, seed=seed, device=device)
+        self.config = self.arena.config
+        self.device = self.arena.device
+        self.num_envs = self.config.battles * self.config.units
+        self.observation_spec = observation_spec(self.config)
+        self.action_spec = self.arena.action_spec
+        self.scene: Scene | None = None
+
+    def reset(self, seed: int | None = None) -> Timestep:
+        return self._timestep(self.arena.reset(seed))
+
+    def step(self, actions: Actions) -> Timestep:
+        return self._timestep(self.arena.step(actions))
+
+    def _timestep(self, scene: Scene) -> Timestep:
+        self.scene = scene
+        terminated = scene.was_alive & (scene.died | scene.ended.unsqueeze(1))
+        return Timestep(
+            obs=unit_rows(scene),
+            reward=scene.reward.flatten(),
+            terminated=terminated.flatten(),
+            truncated=torch.zeros_like(terminated).flatten(),
+            masks=scene.masks,
+            valid=scene.was_alive.flatten() if scene.deeds is not None else None,
+        )
+
+    def close(self) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.arena.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.arena.load_state_dict(state)
+
+
+def unit_rows(scene: Scene) -> Obs:
+    """Observations with one row for every unit [B·U, ...]."""
+    rows = {"obs": scene.observation.flatten(0, 1)}
+    return rows if scene.whole is None else {**rows, "state": scene.whole.flatten(0, 1)}

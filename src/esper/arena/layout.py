@@ -1,0 +1,130 @@
+"""What a unit observes, as a table of names, widths and units. Everything that has a direction is in the unit's own frame: ahead is x, left
+is y. Where places are told in the world's frame, that of the second team is turned by half a turn, so that both sides see the same.
+
+Widths, slices and the tables of docs/arena_rules.md all come from here.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from esper.arena.config import ArenaConfig
+from esper.arena.specs import CLASSES, ROLES, WEAPONS
+
+VIEW = 11  # cells on a side of the terrain that a unit sees around itself
+CELL_M = 1.5  # between those cells
+
+
+class Field(NamedTuple):
+    name: str
+    width: int
+    meaning: str
+
+
+OWN = (
+    Field("class", len(CLASSES), "one-hot: " + ", ".join(CLASSES)),
+    Field("role", len(ROLES), "one-hot: " + ", ".join(ROLES)),
+    Field("hit_points", 1, "share of the class's"),
+    Field("legs", 1, "share of the class's"),
+    Field("heat", 1, "share of the class's cap; above 1 it is shut down"),
+    Field("stability", 1, "share of 100"),
+    Field("fuel", 1, "share of the tank; 0 without jets"),
+    Field("heading", 2, "cosine and sine, in the team's world frame"),
+    Field("position", 2, "x and y in half map sides, in the team's world frame"),
+    Field("height", 2, "of the feet above the lowest ground, and above the ground below, in 10 m"),
+    Field("velocity", 3, "ahead, left and up, in 10 m/s"),
+    Field("is_grounded", 1, "0 or 1"),
+    Field("is_shut_down", 1, "0 or 1"),
+    Field("is_venting", 1, "0 or 1"),
+    Field("fallen", 1, "share of the 3 s that are left"),
+    Field("suppressed", 1, "share of the 1.2 s that are left"),
+    Field("painted", 1, "share of the 5 s that are left"),
+    Field("has_weapon", len(WEAPONS), "0 or 1: " + ", ".join(WEAPONS)),
+    Field("loading", len(WEAPONS), "share of the cooldown that is left"),
+    Field("zone", 4, "ahead and left to its centre, distance to its edge, in half map sides, and whether inside"),
+    Field("route", 3, "next step of the way to the zone, ahead and left, and the length of the way in map sides"),
+    Field("zone_radius", 1, "in 10 m"),
+    Field("zone_holder", 2, "0 or 1: held by the own team, by the other"),
+    Field("score", 2, "own and the other's, share of what wins"),
+    Field("clock", 1, "share of the battle that is left"),
+    Field("living", 2, "share of the own team and of the other's that lives"),
+)
+ALLY = (
+    Field("is_there", 1, "0 or 1; all else is 0 where it is 0"),
+    Field("place", 3, "ahead, left and up, in 20 m"),
+    Field("nearness", 1, "1 / (1 + distance / 5 m)"),
+    Field("class", len(CLASSES), "one-hot"),
+    Field("hit_points", 1, "share of the class's"),
+    Field("heat", 1, "share of the class's cap"),
+    Field("heading", 2, "cosine and sine of the difference to one's own"),
+)
+CONTACT = (
+    Field("is_there", 1, "0 or 1; all else is 0 where it is 0"),
+    Field("is_seen", 1, "0 or 1: by a clear line of sight, and not only sensed"),
+    Field("place", 3, "ahead, left and up, in 20 m"),
+    Field("nearness", 1, "1 / (1 + distance / 5 m)"),
+    Field("bearing", 2, "cosine and sine"),
+    Field("velocity", 2, "ahead and left, in 10 m/s"),
+    Field("class", len(CLASSES), "one-hot"),
+    Field("hit_points", 1, "share of the class's"),
+    Field("heat", 1, "share of the class's cap"),
+    Field("heading", 2, "cosine and sine of the difference to one's own"),
+    Field("is_helpless", 1, "0 or 1: fallen or shut down"),
+    Field("is_painted", 1, "0 or 1"),
+)
+TERRAIN = (
+    Field("rise", 1, "of what carries, above the feet, in 4 m, from -1 to 1"),
+    Field("cover", 1, "how far what stops sight stands above the feet, in 4 m, from 0 to 1"),
+    Field("ground", 1, "heat of the ground: 1 lava, -0.75 water"),
+)
+STATE_UNIT = (
+    Field("is_alive", 1, "0 or 1"),
+    Field("position", 3, "in the team's world frame, half map sides; z in 10 m"),
+    Field("hit_points", 1, "share of the class's"),
+    Field("heat", 1, "share of the class's cap"),
+    Field("is_helpless", 1, "0 or 1: fallen or shut down"),
+)
+
+
+def width(fields: tuple[Field, ...]) -> int:
+    return sum(field.width for field in fields)
+
+
+def slices(fields: tuple[Field, ...]) -> dict[str, slice]:
+    """Where each field lies in its part."""
+    found, start = {}, 0
+    for field in fields:
+        found[field.name] = slice(start, start + field.width)
+        start += field.width
+    return found
+
+
+class Part(NamedTuple):
+    """A part of the observation vector: `times` over the same fields."""
+
+    name: str
+    fields: tuple[Field, ...]
+    times: int
+
+    @property
+    def width(self) -> int:
+        return self.times * width(self.fields)
+
+
+def parts(config: ArenaConfig) -> tuple[Part, ...]:
+    """The parts of the vector that a unit observes, in their order."""
+    return (
+        Part("own", OWN, 1),
+        Part("contacts", CONTACT, config.contacts),
+        Part("allies", ALLY, config.allies),
+        Part("terrain", TERRAIN, VIEW * VIEW),
+    )
+
+
+def observation_width(config: ArenaConfig) -> int:
+    return sum(part.width for part in parts(config))
+
+
+def state_width(config: ArenaConfig) -> int:
+    """Of the view of the whole battle, which a centralised critic may have: every unit, the own team's first."""
+    return config.units * width(STATE_UNIT)

@@ -1,0 +1,196 @@
+"""Maps: a landscape for every seed, with two spawn corners, a capture zone in the centre, and a way on foot from the ones to the other.
+
+All maps of a batch are made at once, always on the CPU, and a seed's map does not depend on what else is in the batch. Maps are mirrored by
+the half turn about the centre, so that neither side has the better ground: column (i, j) equals column (S - 1 - i, S - 1 - j).
+
+Shapes: M = maps, S = side of the map in columns; grids are [M, S, S], indexed [map, i(x), j(y)]. Column (i, j) covers x from i - S/2 to
+i + 1 - S/2, and y likewise. Team 0 starts in the corner of low x and y, team 1 in the opposite one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import operator
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from esper.arena.maps_walk import has_a_way, has_a_wide_way
+from esper.arena.specs import Material
+from esper.arena.terrain import BLOCK_PITCH, BUILDERS, LANDSCAPES, Ground, blocks
+from esper.arena.terrain_chance import Chance, mirrored
+
+SMALLEST, LARGEST = 16, 128  # columns on a side
+WIDEST_CORNER = 10  # columns on a side of the square in which a team starts
+APART_M = 2.0  # between units that start
+FROM_EDGE_M = 1.25  # of the map, for the unit that starts nearest to it
+SMALLEST_ZONE_M, LARGEST_ZONE_M = 4.0, 11.0
+COVER_M = 2.0  # height of the cover in the zone: as high as a unit
+
+
+class Maps(NamedTuple):
+    """M maps, all of one size."""
+
+    height: Tensor  # [M, S, S] float32, top of the column
+    material: Tensor  # [M, S, S] int8, a Material
+    zone_radius: Tensor  # [M] float32, 4 .. 11 and at most S / 6; the zone's middle is the map's
+    landscape: Tensor  # [M] int64, which of LANDSCAPES
+
+
+def generate_maps(seeds: Tensor | Sequence[int], *, size: int = 64, landscapes: tuple[str, ...] = LANDSCAPES) -> Maps:
+    """One map for every seed, of a landscape that the seed draws from `landscapes`. In every map both teams reach the zone on foot.
+
+    >>> maps = generate_maps([7, 8, 9], size=32)
+    >>> maps.height.shape, are_connected(maps).all().item()
+    (torch.Size([3, 32, 32]), True)
+    """
+    words = _checked_seeds(seeds)
+    _check_size(size)
+    choices = _checked_landscapes(landscapes)
+    with torch.device("cpu"):
+        maps = _made(words, size, choices)
+    assert bool(are_connected(maps).all()), "a way that was opened does not lead to the zone"
+    return maps
+
+
+def are_connected(maps: Maps) -> Tensor:
+    """[M] bool: on foot, both teams get from their corner to the middle of the zone, over no step higher than units climb and no lava."""
+    return has_a_way(maps.height, maps.material)
+
+
+def spawn_points(team_size: int, *, size: int) -> Tensor:
+    """[2, team_size, 2] float32: x and y where the units of both teams start, at least 2 m apart; the second team is the first, mirrored.
+
+    The first unit stands nearest to the zone, the others beside and behind it.
+
+    >>> spawn_points(2, size=32)
+    tensor([[[-6.7500, -6.7500],
+             [-8.7500, -6.7500]],
+    <BLANKLINE>
+            [[ 6.7500,  6.7500],
+             [ 8.7500,  6.7500]]])
+    """
+    if team_size < 1:
+        raise ValueError(f"a team has at least one unit; got team_size={team_size}")
+    per_row = _per_row(size)
+    if team_size > per_row**2:
+        larger = [other for other in range(SMALLEST, LARGEST + 1, 2) if _per_row(other) ** 2 >= team_size]
+        fix = (
+            f"use a size of at least {larger[0]}, or smaller teams" if larger else f"no map has room for more than {_per_row(LARGEST) ** 2}"
+        )
+        raise ValueError(f"a corner of a map of size {size} has room for {per_row**2} units, not for a team of {team_size}; {fix}")
+    _check_size(size)
+    points = [(row, column) for row in range(per_row) for column in range(per_row)]
+    points.sort(key=lambda point: (-sum(point), abs(point[0] - point[1]), point))  # the front first, and its middle before its wings
+    first = torch.tensor(points[:team_size], dtype=torch.float32) * APART_M + FROM_EDGE_M - size / 2
+    return torch.stack([first, -first])
+
+
+def corner_side(size: int) -> int:
+    """Columns on a side of the flat square in which a team starts."""
+    return min(WIDEST_CORNER, 2 * ((size + 2) // 6))
+
+
+def _per_row(size: int) -> int:
+    """How many units stand side by side in a corner; as many such rows stand behind one another."""
+    return int(corner_side(size) / APART_M)
+
+
+def _made(seeds: Tensor, size: int, choices: Tensor) -> Maps:
+    """Maps whose ingredients have been checked. `choices` [L]: which of LANDSCAPES may be drawn."""
+    chance = Chance(seeds, size=size)
+    radius = chance.uniform("zone", low=min(SMALLEST_ZONE_M, size / 6), high=min(LARGEST_ZONE_M, size / 6))
+    landscape = choices[chance.bits("landscape") % len(choices)]
+
+    height = torch.zeros(len(seeds), size, size, dtype=torch.float32)
+    material = torch.zeros(len(seeds), size, size, dtype=torch.int8)
+    for which, name in enumerate(LANDSCAPES):
+        members = (landscape == which).nonzero()[:, 0]
+        if len(members):
+            ground = BUILDERS[name](Chance(seeds[members], size=size))
+            height[members], material[members] = ground.height, ground.material
+    ground = _with_zone(Ground(height, material), chance, radius)
+    ground = _with_corners(ground, chance)
+    ground = Ground(mirrored(ground.height), mirrored(ground.material))
+    ground = _with_ways(ground, chance)
+    return Maps(ground.height, ground.material, radius, landscape)
+
+
+def _with_zone(ground: Ground, chance: Chance, radius: Tensor) -> Ground:
+    """The zone is flat, but for its water and a little cover that leaves the middle free and two columns between its pieces."""
+    distance = (chance.x * chance.x + chance.y * chance.y).sqrt()  # [S, S]
+    reach = radius[:, None, None]
+    is_zone = distance <= reach + 1
+    is_water = ground.material == Material.WATER
+    ground = _eased(ground, distance - reach)
+    ground = ground.with_columns(is_zone & ~is_water, 0.0, Material.OPEN)
+    is_block = blocks(chance.size) & (chance.per_cell("cover", pitch=BLOCK_PITCH) < 0.4)
+    is_hedge = chance.per_cell("hedges", pitch=BLOCK_PITCH) < 0.3
+    is_cover = is_block & is_zone & ~is_water & (distance > 2)
+    return ground.with_columns(is_cover, COVER_M, torch.where(is_hedge, Material.FOLIAGE, Material.SOLID).to(torch.int8))
+
+
+def _with_corners(ground: Ground, chance: Chance) -> Ground:
+    """The squares where teams start are flat and open."""
+    edge = corner_side(chance.size) - chance.size / 2
+    from_first = torch.maximum(chance.x - edge, chance.y - edge)  # in metres; < 0 inside the corner
+    from_corner = torch.minimum(from_first, from_first.flip(0, 1))
+    ground = _eased(ground, from_corner)
+    return ground.with_columns((from_corner < 0).expand_as(ground.height), 0.0, Material.OPEN)
+
+
+def _eased(ground: Ground, from_flat: Tensor) -> Ground:
+    """Hills that end in slopes instead of cliffs where flat ground begins, `from_flat` metres away."""
+    most = torch.floor(from_flat.clamp(min=0) * 2) / 2
+    return ground.with_columns((ground.material == Material.OPEN) & (ground.height > most), most, Material.OPEN)
+
+
+def _with_ways(ground: Ground, chance: Chance) -> Ground:
+    """Where a corner has no way two columns wide to the zone, one is cleared, three wide, with a bend so that nobody sees all along it."""
+    is_cut_off = ~has_a_wide_way(ground.height, ground.material)
+    size = chance.size
+    start = (corner_side(size) - size) / 2  # x and y of the middle of the corner
+    aside = chance.uniform("bend", low=-size / 5, high=size / 5)[:, None, None]
+    bend_x, bend_y = start * 0.6 + aside, start * 0.6 - aside
+    is_way = _is_near_line(chance, start, start, bend_x, bend_y) | _is_near_line(chance, bend_x, bend_y, 0.0, 0.0)
+    is_way = (is_way | is_way.flip(1, 2)) & is_cut_off[:, None, None] & (ground.material != Material.WATER)
+    return ground.with_columns(is_way, 0.0, Material.OPEN)
+
+
+def _is_near_line(chance: Chance, from_x: Tensor | float, from_y: Tensor | float, to_x: Tensor | float, to_y: Tensor | float) -> Tensor:
+    """[M, S, S] bool: columns up to 1.6 m from the line. Columns two by two along it lie wholly within."""
+    ahead_x, ahead_y = to_x - from_x, to_y - from_y
+    x, y = chance.x - from_x, chance.y - from_y
+    share = ((x * ahead_x + y * ahead_y) / (ahead_x * ahead_x + ahead_y * ahead_y)).clamp(0, 1)
+    off_x, off_y = x - share * ahead_x, y - share * ahead_y
+    return off_x * off_x + off_y * off_y < 1.6 * 1.6
+
+
+def _checked_seeds(seeds: Tensor | Sequence[int]) -> Tensor:
+    if not isinstance(seeds, Tensor):
+        numbers = [operator.index(seed) for seed in seeds]
+        if too_large := [number for number in numbers if not -(2**63) <= number < 2**63]:
+            raise ValueError(f"a seed fits into 64 bits with its sign; got {too_large[0]}")
+        seeds = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    if seeds.dim() != 1 or not len(seeds) or seeds.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"maps need a list of at least one seed, whole numbers; got {seeds.dtype} of shape {list(seeds.shape)}")
+    return seeds.to("cpu", torch.int64)
+
+
+def _check_size(size: int) -> None:
+    if not SMALLEST <= size <= LARGEST or size % 2:
+        raise ValueError(f"a map's size is an even number of columns from {SMALLEST} to {LARGEST}, so that it has two halves; got {size}")
+
+
+def _checked_landscapes(landscapes: tuple[str, ...]) -> Tensor:
+    """[L] int64, which of LANDSCAPES they are."""
+    if not landscapes:
+        raise ValueError(f"maps need at least one landscape; there are {', '.join(LANDSCAPES)}")
+    for name in landscapes:
+        if name not in LANDSCAPES:
+            near = difflib.get_close_matches(name, LANDSCAPES, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"no landscape is named {name!r}; there are {', '.join(LANDSCAPES)}{hint}")
+    return torch.tensor([LANDSCAPES.index(name) for name in landscapes], device="cpu")

@@ -1,0 +1,132 @@
+"""What units are told: the heads of an action, checked, and turned into orders that the phases obey.
+
+Shapes: B = battles, U = units, C = contacts, N = B·U.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from esper.arena.config import ArenaConfig
+from esper.arena.ground import unit_at
+from esper.arena.specs import WEAPONS
+from esper.arena.state import Senses, Units
+from esper.arena.tables import Tables
+from esper.vecenv import Actions, ActionSpec, Continuous, Discrete, Relevance
+
+MOTION = ("forward", "strafe", "yaw", "jets")  # strafe is to the right, yaw to the left; jets below 0 are off
+FIRE = ("none", *WEAPONS)
+
+
+def action_spec(config: ArenaConfig) -> ActionSpec:
+    """Whom to aim at matters only where something is fired, and depends on the weapon: what it reaches can be chosen."""
+    return ActionSpec(
+        heads=(
+            Discrete("fire", len(FIRE)),
+            Discrete("target", config.contacts, parent="fire"),
+            Discrete("vent", 2),
+            Continuous("motion", len(MOTION)),
+        ),
+        relevance=(Relevance("target", given="fire", choices=tuple(range(1, len(FIRE)))),),
+    )
+
+
+class Orders(NamedTuple):
+    """What holds for all ticks of a decision."""
+
+    motion: Tensor  # [B, U, 4] in [-1, 1]
+    weapon: Tensor  # [B, U] int64, index into WEAPONS; 0 where nothing is fired
+    is_firing: Tensor  # [B, U] bool
+    target: Tensor  # [B, U] int64, a unit; 0 where nothing is fired
+    is_venting: Tensor  # [B, U] bool
+
+
+def check_actions(actions: Actions, config: ArenaConfig) -> None:
+    """Raises where actions have not the heads, shapes and types of the spec. Looks at no values, so no device has to be waited for."""
+    rows = config.battles * config.units
+    spec = action_spec(config)
+    expected = {head.name: ((rows,), torch.int64) for head in spec.discrete}
+    given = set(actions)
+    names = {head.name for head in spec.heads}
+    if given != names:
+        raise ValueError(f"an action has the heads {sorted(names)}; got {sorted(given)}")
+    for name, value in actions.items():
+        shape, dtype = expected.get(name, ((rows, len(MOTION)), torch.float32))
+        if tuple(value.shape) != shape:
+            raise ValueError(
+                f"action {name!r} should have shape {shape}, one row for each of {config.units} units in {config.battles} battles; "
+                f"got {tuple(value.shape)}"
+            )
+        if value.dtype != dtype:
+            raise ValueError(f"action {name!r} should be of type {dtype}; got {value.dtype}: convert it with .to({dtype})")
+
+
+def wrong_values(actions: Actions, config: ArenaConfig) -> Tensor:
+    """Rows [N] bool with a choice that does not exist, or a motion that is not a number or outside of [-1, 1]."""
+    wrong = ~(actions["motion"].abs() <= 1.0).all(-1)
+    for head in action_spec(config).discrete:
+        wrong = wrong | (actions[head.name] < 0) | (actions[head.name] >= head.size)
+    return wrong
+
+
+def raise_on_wrong_values(actions: Actions, wrong: Tensor, config: ArenaConfig) -> None:
+    """An error that names the first battle and unit whose action cannot be."""
+    row = int(wrong.int().argmax())
+    battle, unit = divmod(row, config.units)
+    place = f"battle {battle}, unit {unit} ({config.unit_classes[unit]} of team {unit // config.teams})"
+    motion = actions["motion"][row].tolist()
+    if not all(abs(number) <= 1.0 for number in motion):
+        raise ValueError(f"{place}: motion is {motion}, and must be numbers from -1 to 1; clamp it, and look for what made a NaN")
+    for head in action_spec(config).discrete:
+        value = int(actions[head.name][row])
+        if not 0 <= value < head.size:
+            raise ValueError(f"{place}: {head.name} is {value}, and must be from 0 to {head.size - 1}")
+
+
+def read_orders(actions: Actions, senses: Senses, units: Units, tables: Tables, *, battles: int) -> Orders:
+    """Orders from actions [N, ...]. What a unit cannot do is not done: it fires nothing without the weapon, or at no contact."""
+    fire = actions["fire"].view(battles, -1)
+    slot = actions["target"].view(battles, -1, 1)
+    weapon = (fire - 1).clamp_min(0)
+    target = senses.contacts.gather(2, slot).squeeze(2)
+    is_contact = senses.is_contact.gather(2, slot).squeeze(2)
+    owned = tables.units.has_weapon.expand(battles, -1, -1).gather(2, weapon.unsqueeze(2)).squeeze(2)
+    is_seen = senses.seen.gather(2, target.unsqueeze(2)).squeeze(2)
+    is_firing = (fire > 0) & owned & is_contact & (is_seen | ~tables.weapons.is_instant[weapon])
+    return Orders(
+        motion=actions["motion"].view(battles, -1, len(MOTION)),
+        weapon=weapon,
+        is_firing=is_firing,
+        target=target,
+        is_venting=(actions["vent"].view(battles, -1) == 1) & units.is_alive,
+    )
+
+
+def action_masks(senses: Senses, units: Units, tables: Tables) -> dict[str, Tensor]:
+    """What each unit may choose: bool [N, ...], true where allowed. Not to fire is always allowed, and so is not to vent."""
+    battles, count = units.heat.shape
+    ready = units.is_alive & (units.fallen == 0) & ~units.is_shut_down
+    reach = in_reach(senses, units, tables)  # [B, U, W, C]
+    can_fire = tables.units.has_weapon & ready.unsqueeze(2) & reach.any(3)  # [B, U, W]
+    yes = torch.ones_like(ready).unsqueeze(2)
+    fire = torch.cat((yes, can_fire), 2)
+    nobody = torch.zeros_like(reach[:, :, :1])
+    target = torch.cat((nobody, reach), 2)
+    # A head that does not matter must still have something allowed.
+    target = target | (~target.any(3, keepdim=True) & (torch.arange(target.shape[3], device=target.device) == 0))
+    vent = torch.cat((yes, (units.is_alive & (units.heat > 0)).unsqueeze(2)), 2)
+    return {name: mask.reshape(battles * count, *mask.shape[2:]) for name, mask in (("fire", fire), ("target", target), ("vent", vent))}
+
+
+def in_reach(senses: Senses, units: Units, tables: Tables) -> Tensor:
+    """Which contacts each kind of weapon reaches [B, U, W, C]: near enough, and seen if it hits at once."""
+    weapons = tables.weapons
+    there = unit_at(units.position, senses.contacts)  # [B, U, C, 3]
+    distance: Tensor = torch.linalg.vector_norm(there - units.position.unsqueeze(2), dim=3)
+    is_painted = unit_at(units.painted, senses.contacts) > 0
+    is_seen = senses.seen.gather(2, senses.contacts)
+    reach = torch.where(is_painted.unsqueeze(2), weapons.painted_range_m[:, None], weapons.range_m[:, None])  # [B, U, W, C]
+    return (distance.unsqueeze(2) <= reach) & senses.is_contact.unsqueeze(2) & (is_seen.unsqueeze(2) | ~weapons.is_instant[:, None])

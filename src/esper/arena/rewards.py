@@ -1,0 +1,111 @@
+"""What units are paid for a decision: one function for each reason, and their sum.
+
+Shapes: B = battles, U = units. Every function gives [B, U].
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from esper.arena.config import ArenaConfig, RewardConfig
+from esper.arena.decision import Deeds
+from esper.arena.ground import columns, read
+from esper.arena.state import Contest, State, Units, World
+from esper.arena.tables import Tables
+from esper.arena.zone import Ending
+
+
+class Rewards(NamedTuple):
+    """The parts of what is paid, weighted, before sharing."""
+
+    zone: Tensor
+    damage: Tensor
+    kill: Tensor
+    assist: Tensor
+    death: Tensor
+    outcome: Tensor
+    approach: Tensor
+
+
+def zone_gain(before: Contest, after: Contest, tables: Tables) -> Tensor:
+    """Seconds that the own team's score gained, less the other's."""
+    gained = after.score - before.score
+    lead = gained[:, 0] - gained[:, 1]
+    return lead.unsqueeze(1) * torch.where(tables.units.team == 0, 1.0, -1.0)
+
+
+def damage_dealt(deeds: Deeds, tables: Tables, config: RewardConfig) -> Tensor:
+    """Full hit points taken from enemies, less what was taken from one's own side and oneself: friendly fire only ever costs."""
+    weight = torch.where(tables.units.is_enemy, config.damage, -config.friendly_fire)
+    return (deeds.taken * weight).sum(2)
+
+
+def has_died(before: Units, after: Units) -> Tensor:
+    return before.is_alive & ~after.is_alive
+
+
+def kill_table(died: Tensor, deeds: Deeds, tables: Tables) -> Tensor:
+    """Who is paid for whose death [B, U, U] bool: of enemies who took something from the victim in the decision in which it died, the one
+    who took most. Whom nobody hurt, nobody killed, and for a friend nobody is paid."""
+    by_enemies = deeds.taken * tables.units.is_enemy
+    most, killer = by_enemies.max(1)
+    credited = died & (most > 0)
+    return (torch.arange(died.shape[1], device=died.device)[:, None] == killer.unsqueeze(1)) & credited.unsqueeze(1)
+
+
+def assists(died: Tensor, killed_by: Tensor, after: Units, tables: Tables) -> Tensor:
+    """Enemies that died after one had hurt them lately, and was not paid for the kill. `killed_by` is `kill_table`."""
+    helped = (after.harm > 0) & tables.units.is_enemy & died.unsqueeze(1) & ~killed_by
+    return helped.float().sum(2)
+
+
+def outcomes(ending: Ending, after: Units, tables: Tables) -> Tensor:
+    """1 for the living of the team that won, a half for those of a draw. Losing costs nothing more than not winning, so that nobody gains
+    by dying first."""
+    won = (ending.winner.unsqueeze(1) == tables.units.team).float()
+    share = torch.where((ending.winner == -1).unsqueeze(1), 0.5, won)
+    return share * (ending.ended.unsqueeze(1) & after.is_alive)
+
+
+def nearness(units: Units, world: World) -> Tensor:
+    """The potential of a place: 0 in the zone, -1 a map's side away from it along the way; 0 for the dead."""
+    size = world.floor.shape[1]
+    column = columns(units.position[..., 0], units.position[..., 1], size)
+    return -(read(world.route_m, column) / size).clamp_max(2.0) * units.is_alive
+
+
+def approach(before: State, after: State, ending: Ending, *, gamma: float) -> Tensor:
+    """Potential-based: gamma times the new potential less the old. The potential of what has ended is 0, so nothing is gained in sum."""
+    new = nearness(after.units, after.world) * ~ending.ended.unsqueeze(1)
+    return (gamma * new - nearness(before.units, before.world)) * before.units.is_alive
+
+
+def pay(before: State, after: State, deeds: Deeds, ending: Ending, tables: Tables, config: ArenaConfig) -> Rewards:
+    """All parts, weighted. Who was dead before the decision is paid nothing."""
+    weights = config.reward
+    died = has_died(before.units, after.units)
+    killed_by = kill_table(died, deeds, tables)
+    alive = before.units.is_alive
+    return Rewards(
+        zone=weights.zone * zone_gain(before.contest, after.contest, tables) * alive,
+        damage=damage_dealt(deeds, tables, weights) * alive,
+        kill=weights.kill * killed_by.float().sum(2) * alive,
+        assist=weights.assist * assists(died, killed_by, after.units, tables) * alive,
+        death=-weights.death * died.float(),
+        outcome=weights.outcome * outcomes(ending, after.units, tables),
+        approach=weights.approach * approach(before, after, ending, gamma=weights.gamma),
+    )
+
+
+def shared(rewards: Rewards, before: Units, config: ArenaConfig) -> Tensor:
+    """The sum of all parts, of which a share of what one earns goes to the living of the team in equal parts."""
+    own = rewards.damage + rewards.kill + rewards.assist
+    alive = before.is_alive
+    battles, count = alive.shape
+    living = alive.view(battles, 2, -1).sum(2, keepdim=True).clamp_min(1)
+    mean = (own.view(battles, 2, -1).sum(2, keepdim=True) / living).expand(-1, -1, count // 2).reshape(battles, count) * alive
+    share = config.reward.team_share
+    return own * (1 - share) + mean * share + rewards.zone + rewards.death + rewards.outcome + rewards.approach

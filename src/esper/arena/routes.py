@@ -1,0 +1,77 @@
+"""The way to the zone from every column, found once for a map: who follows it arrives on foot.
+
+A step goes to one of eight neighbours. It climbs no more than units can, and passes no corner diagonally; dropping down is allowed. Steps
+cost their length, more through water, much more through lava, and a little more beside a wall, where a unit would brush it. Columns that
+are destroyed later open shorter ways, which the table does not know.
+
+Shapes: M = maps, S = side of the map.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from esper.arena.specs import CLIMB_M, MATERIALS, Material
+
+STEPS = ((1, 0), (1, 1), (0, 1), (-1, 1), (-1, 0), (-1, -1), (0, -1), (1, -1))  # in columns, by direction; k is k·45° from the x axis
+ARRIVED = len(STEPS)  # the direction in the zone itself
+
+_LAVA_COST = 20.0  # times the length
+_BESIDE_WALL_COST = 0.7  # added
+_DROP_COST = 5.0  # added for a fall that hurts
+_HURTS_M = 2.0
+
+
+def find_ways(floor: Tensor, material: Tensor, zone_radius: Tensor) -> tuple[Tensor, Tensor]:
+    """The next step [M, S, S] int8 from every column, and how far the whole way is [M, S, S], cost counted as length."""
+    size = floor.shape[1]
+    costs = _step_costs(floor, material)
+    along = torch.arange(size) - (size - 1) / 2
+    is_goal = along.square()[:, None] + along.square()[None, :] <= (zone_radius.view(-1, 1, 1) - 1.0).square()
+    distance = torch.where(is_goal, 0.0, torch.inf)
+    for _ in range(4 * size):
+        before = distance
+        for step, cost in zip(STEPS, costs, strict=True):
+            distance = torch.minimum(distance, _neighbour(distance, step) + cost)
+        if torch.equal(before, distance):
+            break
+    reached = torch.stack([_neighbour(distance, step) + cost for step, cost in zip(STEPS, costs, strict=True)])
+    way = reached.argmin(0).to(torch.int8)
+    way = torch.where(is_goal, ARRIVED, way)
+    return _mirrored_way(way), distance
+
+
+def _step_costs(floor: Tensor, material: Tensor) -> list[Tensor]:
+    """What a step from each column in each direction costs; infinite where it cannot be done."""
+    slowness = torch.tensor([1.0 / MATERIALS[kind].speed_factor for kind in Material])
+    slowness[Material.LAVA] = _LAVA_COST
+    ground = slowness[material.long()]
+    can_enter = [_neighbour(floor, step, outside=torch.inf) - floor <= CLIMB_M for step in STEPS]
+    is_beside_wall = ~torch.stack(can_enter[::2]).all(0)
+    costs = []
+    for direction, step in enumerate(STEPS):
+        is_diagonal = direction % 2 == 1
+        allowed = can_enter[direction]
+        if is_diagonal:
+            allowed = allowed & can_enter[direction - 1] & can_enter[(direction + 1) % len(STEPS)]
+        length = 2**0.5 if is_diagonal else 1.0
+        cost = length * _neighbour(ground, step, outside=1.0) + _BESIDE_WALL_COST * _neighbour(is_beside_wall.float(), step, outside=0.0)
+        drop = floor - _neighbour(floor, step, outside=0.0)
+        costs.append(torch.where(allowed, cost + _DROP_COST * (drop > _HURTS_M), torch.inf))
+    return costs
+
+
+def _neighbour(grid: Tensor, step: tuple[int, int], outside: float = torch.inf) -> Tensor:
+    """What the column one step away holds [M, S, S]."""
+    size = grid.shape[1]
+    padded = torch.nn.functional.pad(grid, (1, 1, 1, 1), value=outside)
+    return padded[:, 1 + step[0] : 1 + step[0] + size, 1 + step[1] : 1 + step[1] + size]
+
+
+def _mirrored_way(way: Tensor) -> Tensor:
+    """Both sides take the same way: where two are as short, the first half's choice holds for the other, turned."""
+    half = way.shape[1] // 2
+    turned = way[:, :half].flip(1, 2)
+    turned = torch.where(turned == ARRIVED, ARRIVED, (turned + len(STEPS) // 2) % len(STEPS))
+    return torch.cat((way[:, :half], turned), 1)

@@ -1,0 +1,151 @@
+"""Projectiles: flight, what they meet on their way, and what they do to it.
+
+Shapes: B = battles, U = units (who fired, then who may be hit), K = projectile slots of one unit. Everything is [B, U, K] unless stated.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from esper.arena.damage import Hits, one_hot
+from esper.arena.fire import REAR_COS
+from esper.arena.ground import columns, read, unit_at
+from esper.arena.specs import PHYSICS
+from esper.arena.state import Clouds, Shells, Units, World
+from esper.arena.tables import Tables, WeaponTable
+
+_STEERING_PER_S = 5.0  # how quickly a homing projectile turns towards its target
+_SPLASH_SHARE = 0.5  # of a direct hit's damage, in the middle of the splash
+
+
+class Impact(NamedTuple):
+    """How the flights of a tick ended."""
+
+    ended: Tensor  # bool: hit something or flew its time
+    burst: Tensor  # bool: hit something
+    victim: Tensor  # int64
+    is_direct: Tensor  # bool: a unit was hit
+    point: Tensor  # [B, U, K, 3]
+    velocity: Tensor  # [B, U, K, 3]
+    weapon: Tensor  # int64
+
+
+def steer(shells: Shells, units: Units, tables: Tables) -> Shells:
+    """What homes turns towards its target if that lives, at the same speed; what is ballistic falls."""
+    weapons = tables.weapons
+    aim = unit_at(units.position, shells.target)
+    line = torch.cat((aim[..., :2], (aim[..., 2] + PHYSICS.muzzle_m).unsqueeze(-1)), -1) - shells.position
+    speed = weapons.speed[shells.weapon].unsqueeze(-1)
+    wanted = line * (speed / torch.linalg.vector_norm(line, dim=-1, keepdim=True).clamp_min(1e-6))
+    turned = shells.velocity + (wanted - shells.velocity) * (_STEERING_PER_S * PHYSICS.tick_s)
+    turned = turned * (speed / torch.linalg.vector_norm(turned, dim=-1, keepdim=True).clamp_min(1e-6))
+    homes = weapons.is_homing[shells.weapon] & unit_at(units.is_alive, shells.target)
+    drop = weapons.is_ballistic[shells.weapon] * (PHYSICS.gravity_mps2 * PHYSICS.tick_s)
+    fallen = torch.cat((shells.velocity[..., :2], (shells.velocity[..., 2] - drop).unsqueeze(-1)), -1)
+    return shells._replace(velocity=torch.where(homes.unsqueeze(-1), turned, fallen))
+
+
+def advance(shells: Shells, units: Units, world: World) -> tuple[Shells, Impact]:
+    """Everything flies for a tick, or up to what it meets first: a unit other than the one that fired it, friend or foe, the terrain, or
+    the edge of the map."""
+    flies = shells.life > 0
+    when, victim = _first_unit(shells, units, flies)
+    wall = _first_terrain(shells, world)
+    is_direct = flies & (when <= wall) & (when <= 1.0)
+    burst = flies & (is_direct | (wall <= 1.0))
+    share = torch.where(burst, torch.minimum(when, wall), 1.0)  # of the tick
+    point = shells.position + shells.velocity * (share * PHYSICS.tick_s).unsqueeze(-1)
+    life = (shells.life - 1).clamp_min(0)
+    ended = flies & (burst | (life == 0))
+    after = shells._replace(position=point, life=torch.where(ended, 0, life))
+    return after, Impact(ended, burst, victim, is_direct, point, shells.velocity, shells.weapon)
+
+
+def _first_unit(shells: Shells, units: Units, flies: Tensor) -> tuple[Tensor, Tensor]:
+    """When in the tick each projectile passes a unit's body (a share of the tick, 2 for never), and whose."""
+    count = units.heat.shape[1]
+    step = shells.velocity * PHYSICS.tick_s
+    apart_x = units.position[:, None, None, :, 0] - shells.position[..., 0:1]  # [B, U, K, U]
+    apart_y = units.position[:, None, None, :, 1] - shells.position[..., 1:2]
+    step_x, step_y, step_z = step[..., 0:1], step[..., 1:2], step[..., 2:3]
+    along = torch.addcmul(apart_x * step_x, apart_y, step_y)
+    nearest = (along / (step_x.square() + step_y.square()).clamp_min(1e-9)).clamp(0.0, 1.0)
+    off_x, off_y = torch.addcmul(apart_x, nearest, step_x, value=-1), torch.addcmul(apart_y, nearest, step_y, value=-1)
+    is_near = torch.addcmul(off_x.square(), off_y, off_y) <= PHYSICS.radius_m**2
+    above = torch.addcmul(shells.position[..., 2:3] - units.position[:, None, None, :, 2], nearest, step_z)
+    others = ~torch.eye(count, dtype=torch.bool, device=flies.device)[:, None, :]  # [U, 1, U]
+    meets = is_near & (above >= 0) & (above <= PHYSICS.tall_m) & others & units.is_alive[:, None, None, :] & flies.unsqueeze(-1)
+    when, victim = torch.where(meets, nearest, 2.0).min(-1)
+    return when, victim
+
+
+def _first_terrain(shells: Shells, world: World) -> Tensor:
+    """When in the tick each projectile is first under the terrain or outside of the map, looked at half way and at the end; 2 for never."""
+    size, edge = world.floor.shape[1], world.floor.shape[1] / 2
+    first = torch.full_like(shells.position[..., 0], 2.0)
+    for share in (1.0, 0.5):
+        place = shells.position + shells.velocity * (share * PHYSICS.tick_s)
+        top = read(world.floor, columns(place[..., 0], place[..., 1], size))
+        is_out = (place[..., :2].abs() > edge).any(-1)
+        first = torch.where((place[..., 2] < top) | is_out, share, first)
+    return first
+
+
+def explode(impact: Impact, units: Units, tables: Tables) -> Hits:
+    """What bursts hurts whom it hit, from behind half as much again, and everybody else within its splash, less the further they are.
+    Splash hurts bodies and legs alike."""
+    weapons, weapon = tables.weapons, impact.weapon
+    count = units.heat.shape[1]
+    hit = one_hot(impact.victim, count) & impact.is_direct.unsqueeze(-1)  # [B, U, K, U]
+    heading = unit_at(units.heading, impact.victim)
+    flat = torch.linalg.vector_norm(impact.velocity[..., :2], dim=-1).clamp_min(1e-6)
+    facing = -(impact.velocity[..., 0] * heading.cos() + impact.velocity[..., 1] * heading.sin()) / flat
+    full = weapons.damage[weapon] * impact.burst
+    direct = full * torch.where(facing < REAR_COS, PHYSICS.rear_factor, 1.0)
+
+    reach = splash_share(impact, units, weapons) * ~hit  # [B, U, K, U]
+    splash = reach * (full * _SPLASH_SHARE).unsqueeze(-1)
+    directly = direct.unsqueeze(-1) * hit
+    shaken = (weapons.stability[weapon] * impact.burst).unsqueeze(-1) * (hit + reach * _SPLASH_SHARE)
+    legs = splash + directly * weapons.leg_share[weapon].unsqueeze(-1)
+    return Hits(
+        damage=(directly + splash).sum(2),
+        legs=legs.sum((1, 2)),
+        stability=shaken.sum((1, 2)),
+        heat=torch.zeros_like(units.heat),
+        suppressed=torch.where(hit, weapons.suppresses[weapon].unsqueeze(-1), 0).amax((1, 2)),
+        painted=torch.zeros_like(units.painted),
+    )
+
+
+def splash_share(impact: Impact, units: Units, weapons: WeaponTable) -> Tensor:
+    """1 in the middle of a burst, 0 at the edge of its splash and beyond [B, U, K, U]. Measured to the middle of the body."""
+    position = units.position[:, None, None]
+    apart_x = position[..., 0] - impact.point[..., 0:1]
+    apart_y = position[..., 1] - impact.point[..., 1:2]
+    apart_z = position[..., 2] + 0.5 * PHYSICS.tall_m - impact.point[..., 2:3]
+    distance = torch.addcmul(torch.addcmul(apart_x.square(), apart_y, apart_y), apart_z, apart_z).sqrt()
+    radius = weapons.splash_m[impact.weapon].unsqueeze(-1)
+    return (1.0 - distance / radius.clamp_min(1e-6)).clamp_min(0.0) * (impact.burst.unsqueeze(-1) & (radius > 0))
+
+
+def terrain_hits(impact: Impact, tables: Tables, size: int) -> tuple[Tensor, Tensor]:
+    """The columns that bursts hit [B, U·K], and the whole damage that they take, int32."""
+    step = impact.velocity * (0.1 * PHYSICS.tick_s)  # into what was hit
+    column = columns(impact.point[..., 0] + step[..., 0], impact.point[..., 1] + step[..., 1], size)
+    damage = tables.weapons.damage[impact.weapon] * (impact.burst & ~impact.is_direct)
+    return column.flatten(1), damage.to(torch.int32).flatten(1)
+
+
+def smoke(clouds: Clouds, impact: Impact, tables: Tables) -> Clouds:
+    """Where a smoke shell ends, a cloud stands. It takes the place of its unit's cloud that has the least time left."""
+    lasts = tables.weapons.smokes[impact.weapon] * impact.ended  # [B, U, K] int32
+    newest, slot = lasts.max(-1)  # at most one of a unit's ends with smoke in a tick: it reloads far longer than it flies
+    point = impact.point.gather(2, slot[..., None, None].expand(-1, -1, 1, 3))  # [B, U, 1, 3]
+    takes = one_hot(clouds.left.argmin(-1), clouds.left.shape[-1]) & (newest > 0).unsqueeze(-1)  # [B, U, CLOUDS]
+    return Clouds(
+        position=torch.where(takes.unsqueeze(-1), point, clouds.position), left=torch.where(takes, newest.unsqueeze(-1), clouds.left)
+    )

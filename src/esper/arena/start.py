@@ -1,0 +1,122 @@
+"""How battles begin: on which map, where units stand, and how many of them there are.
+
+Everything about a battle follows from the seed, its place in the batch and how many were fought there before: nothing is drawn, so a
+reset is a few lookups that can be recorded with the step, and a battle can be fought again without those before it.
+
+Shapes: B = battles, U = units, S = side of the map, M = maps.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from esper.arena.config import ArenaConfig
+from esper.arena.ground import floors, sight_tops
+from esper.arena.maps import generate_maps, spawn_points
+from esper.arena.routes import find_ways
+from esper.arena.specs import PHYSICS
+from esper.arena.state import CLOUDS, Clouds, Contest, Senses, Shells, State, Units, World
+from esper.arena.tables import Tables
+from esper.arena.terrain_chance import mixed
+
+_PLACE, _EPISODE, _MAP, _TEAM = 1_000_003, 7_919, 1, 2
+
+
+class Atlas(NamedTuple):
+    """The maps that battles are fought on, and where units start."""
+
+    worlds: World  # with M maps in the place of battles
+    spawns: Tensor  # [U, 2]
+
+
+def make_atlas(config: ArenaConfig, tables: Tables, *, seed: int, device: torch.device) -> Atlas:
+    """Maps are made on the CPU, whatever the device, so that they are the same everywhere."""
+    spawns = spawn_points(config.teams, size=config.size).flatten(0, 1)
+    maps = generate_maps([seed * _PLACE + index for index in range(config.maps)], size=config.size, landscapes=config.landscapes)
+    height, material, radius = (part.to(device) for part in maps[:3])
+    floor = floors(height, material, tables.materials)
+    way, route = find_ways(floor.cpu(), maps.material, maps.zone_radius)
+    worlds = World(
+        height=height,
+        material=material,
+        hit_points=tables.materials.hit_points[material.long()],
+        floor=floor,
+        tops=sight_tops(height, material, tables.materials),
+        way=way.to(device),
+        route_m=route.to(device),
+        zone_radius=radius,
+    )
+    return Atlas(worlds, spawns.to(device))
+
+
+def fresh(place: Tensor, episode: Tensor, config: ArenaConfig, tables: Tables, atlas: Atlas, *, seed: int) -> State:
+    """New battles in these places of the batch [B], after so many others there [B]. Nothing is sensed yet."""
+    device = place.device
+    battles, count, slots = len(place), config.units, config.projectiles
+    key = mixed(mixed(place + seed * _PLACE) + episode * _EPISODE)
+    which = _below(mixed(key + _MAP), config.maps)
+    world = World(*(part[which] for part in atlas.worlds))
+    least = config.smallest_team or config.teams
+    size = least + _below(mixed(key + _TEAM), config.teams - least + 1)
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.zeros(battles, *shape, dtype=dtype, device=device)
+
+    ticks, flag = torch.int32, torch.bool
+    present = (torch.arange(count, device=device) % config.teams) < size.unsqueeze(1)
+    facing = torch.where(tables.units.team == 0, math.pi / 4, -3 * math.pi / 4)
+    units = Units(
+        position=torch.cat((atlas.spawns, torch.zeros_like(atlas.spawns[:, :1])), 1).expand(battles, -1, -1).clone(),
+        velocity=zeros(count, 3),
+        heading=facing.expand(battles, -1).clone(),
+        hit_points=tables.units.hit_points * present,
+        legs=tables.units.legs * present,
+        heat=zeros(count),
+        stability=zeros(count) + PHYSICS.stability,
+        fuel=zeros(count) + PHYSICS.fuel_s,
+        fallen=zeros(count, dtype=ticks),
+        suppressed=zeros(count, dtype=ticks),
+        painted=zeros(count, dtype=ticks),
+        cooldown=zeros(count, len(tables.weapons.damage), dtype=ticks),
+        is_shut_down=zeros(count, dtype=flag),
+        is_venting=zeros(count, dtype=flag),
+        is_grounded=~zeros(count, dtype=flag),
+        harm=zeros(count, count),
+        present=present,
+    )
+    whole = torch.int64
+    return State(
+        world=world,
+        units=units,
+        shells=Shells(
+            position=zeros(count, slots, 3),
+            velocity=zeros(count, slots, 3),
+            weapon=zeros(count, slots, dtype=whole),
+            target=zeros(count, slots, dtype=whole),
+            life=zeros(count, slots, dtype=ticks),
+        ),
+        clouds=Clouds(position=zeros(count, CLOUDS, 3), left=zeros(count, CLOUDS, dtype=ticks)),
+        contest=Contest(
+            score=zeros(2),
+            holder=zeros(dtype=whole) - 1,
+            decision=zeros(dtype=whole),
+            episode=episode,
+            map=which,
+            overflow=zeros(dtype=whole),
+        ),
+        senses=Senses(
+            sensed=zeros(count, count, dtype=flag),
+            seen=zeros(count, count, dtype=flag),
+            contacts=zeros(count, config.contacts, dtype=whole),
+            is_contact=zeros(count, config.contacts, dtype=flag),
+        ),
+    )
+
+
+def _below(words: Tensor, limit: int) -> Tensor:
+    """Whole numbers from 0 to limit - 1, int64."""
+    return ((words >> 33) & 0x3FFFFFFF) % limit

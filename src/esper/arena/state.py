@@ -1,0 +1,164 @@
+"""The state of a batch of battles: tensors with the battle as their first dimension, and nothing else.
+
+Shapes: B = battles, U = units, S = columns on a side of the map, K = projectile slots of one unit, C = contacts, W = kinds of weapons.
+World coordinates have their origin at the centre of the map, so that a half turn, which is what tells the two sides apart, only changes
+signs. Column (i, j) covers x from i - S/2 to i + 1 - S/2, and y likewise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+CLOUDS = 2  # smoke clouds of one unit at a time
+
+
+class World(NamedTuple):
+    """The map as it is now. A destroyed column is open ground."""
+
+    height: Tensor  # [B, S, S] float32, of the top of the column
+    material: Tensor  # [B, S, S] int8
+    hit_points: Tensor  # [B, S, S] int32; 0 where nothing can be destroyed
+    floor: Tensor  # [B, S, S] float32, what carries units and stops shots; follows from height and material
+    tops: Tensor  # [B, S, S] float32, what stops sight; likewise
+    way: Tensor  # [B, S, S] int8, which of eight neighbours is next on the way to the zone (`esper.arena.routes`)
+    route_m: Tensor  # [B, S, S] float32, how far that way is
+    zone_radius: Tensor  # [B] float32
+
+
+class Units(NamedTuple):
+    """Timers are whole ticks that are left, int32."""
+
+    position: Tensor  # [B, U, 3] of the feet
+    velocity: Tensor  # [B, U, 3]
+    heading: Tensor  # [B, U] radians from the x axis, counter-clockwise, in [-pi, pi)
+    hit_points: Tensor  # [B, U]; 0: dead, or never there
+    legs: Tensor  # [B, U]
+    heat: Tensor  # [B, U]
+    stability: Tensor  # [B, U]
+    fuel: Tensor  # [B, U] seconds of full jets
+    fallen: Tensor  # [B, U] timer
+    suppressed: Tensor  # [B, U] timer
+    painted: Tensor  # [B, U] timer
+    cooldown: Tensor  # [B, U, W] timers
+    is_shut_down: Tensor  # [B, U] bool
+    is_venting: Tensor  # [B, U] bool
+    is_grounded: Tensor  # [B, U] bool
+    harm: Tensor  # [B, U, U] share of the second's hit points that the first took lately; fades
+    present: Tensor  # [B, U] bool: takes part in this battle
+
+    @property
+    def is_alive(self) -> Tensor:
+        return self.hit_points > 0
+
+
+class Shells(NamedTuple):
+    """Projectiles in flight. A unit's own slots are its own, so nobody has to say who fired what."""
+
+    position: Tensor  # [B, U, K, 3]
+    velocity: Tensor  # [B, U, K, 3]
+    weapon: Tensor  # [B, U, K] int64
+    target: Tensor  # [B, U, K] int64
+    life: Tensor  # [B, U, K] timer, int32; 0: the slot is free
+
+
+class Clouds(NamedTuple):
+    """Smoke. A unit's newest cloud takes the place of its oldest."""
+
+    position: Tensor  # [B, U, CLOUDS, 3]
+    left: Tensor  # [B, U, CLOUDS] timer, int32
+
+
+class Contest(NamedTuple):
+    """How the battle stands."""
+
+    score: Tensor  # [B, 2] float32, seconds that each team has held the zone
+    holder: Tensor  # [B] int64: 0 or 1, -1 nobody
+    decision: Tensor  # [B] int64, decisions taken
+    episode: Tensor  # [B] int64, battles fought in this place before
+    map: Tensor  # [B] int64, which of the maps it is fought on
+    overflow: Tensor  # [B] int64, shots of this battle for which no slot was free
+
+
+class Senses(NamedTuple):
+    """What units know of their enemies. Settled once a decision, after everything else."""
+
+    sensed: Tensor  # [B, U, U] bool: the first knows where the second is
+    seen: Tensor  # [B, U, U] bool: by a clear line of sight
+    contacts: Tensor  # [B, U, C] int64, sensed enemies from near to far; meaningful where `is_contact`
+    is_contact: Tensor  # [B, U, C] bool
+
+
+class State(NamedTuple):
+    world: World
+    units: Units
+    shells: Shells
+    clouds: Clouds
+    contest: Contest
+    senses: Senses
+
+
+def named_tensors(state: State) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor with its name, as "units/heat"."""
+    groups: tuple[Any, ...] = state
+    for group_name, group in zip(state._fields, groups, strict=True):
+        for name, tensor in zip(group._fields, group, strict=True):
+            yield f"{group_name}/{name}", tensor
+
+
+def from_named(tensors: dict[str, Tensor], like: State) -> State:
+    """A state from its named tensors, which must be those of `like` in name, shape and type; moved to its device."""
+    expected = dict(named_tensors(like))
+    if set(tensors) != set(expected):
+        raise ValueError(f"a state is made of {sorted(expected)}; missing are {sorted(set(expected) - set(tensors))}")
+    for name, tensor in tensors.items():
+        if tensor.shape != expected[name].shape or tensor.dtype != expected[name].dtype:
+            wanted, given = expected[name], tensor
+            raise ValueError(f"{name} should be {wanted.dtype} {tuple(wanted.shape)}; got {given.dtype} {tuple(given.shape)}")
+    known: tuple[Any, ...] = like
+    groups: list[Any] = [
+        type(group)(*(tensors[f"{group_name}/{name}"].to(expected[f"{group_name}/{name}"].device) for name in group._fields))
+        for group_name, group in zip(like._fields, known, strict=True)
+    ]
+    return State(*groups)
+
+
+def select(condition: Tensor, new: State, old: State) -> State:
+    """The new state of those battles where `condition` [B] holds, the old one of the others."""
+    return _both(lambda after, before: torch.where(condition.view(-1, *(1,) * (before.dim() - 1)), after, before), new, old)
+
+
+def replace_rows(state: State, rows: Tensor, new: State) -> State:
+    """The state with these battles [N] replaced by the new ones, in its own memory."""
+    return _both(lambda after, before: before.index_copy_(0, rows, after), new, state)
+
+
+def copy_into(target: State, source: State) -> None:
+    """Everything, in the target's own memory."""
+    _both(lambda after, before: before.copy_(after), source, target)
+
+
+def cloned(state: State) -> State:
+    """The same in memory of its own."""
+    return _both(lambda tensor, _: tensor.clone(), state, state)
+
+
+def _both(change: Callable[[Tensor, Tensor], Tensor], new: State, old: State) -> State:
+    groups: list[Any] = [
+        type(before)(*(change(after, was) for after, was in zip(group, before, strict=True)))
+        for group, before in zip(new, old, strict=True)
+    ]
+    return State(*groups)
+
+
+def state_hash(state: State, battle: int) -> str:
+    """SHA-256 of everything about one battle."""
+    digest = hashlib.sha256()
+    for name, tensor in named_tensors(state):
+        digest.update(name.encode())
+        digest.update(tensor[battle].detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()

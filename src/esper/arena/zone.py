@@ -1,0 +1,53 @@
+"""The capture zone, and how a battle ends.
+
+Shapes: B = battles, U = units.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from esper.arena.config import ArenaConfig
+from esper.arena.specs import PHYSICS
+from esper.arena.state import Contest, Units, World
+from esper.arena.tables import Tables
+
+
+def is_in_zone(units: Units, world: World) -> Tensor:
+    """Living units inside of the disc around the centre [B, U], on the ground or above it."""
+    distance: Tensor = torch.linalg.vector_norm(units.position[..., :2], dim=-1)
+    return (distance <= world.zone_radius.unsqueeze(1)) & units.is_alive
+
+
+def hold(contest: Contest, units: Units, world: World, tables: Tables) -> Contest:
+    """The team with more tons in the zone holds it for this tick, and its score counts the seconds. Equal tons hold nothing."""
+    tons = tables.units.tons * is_in_zone(units, world)
+    half = tons.shape[1] // 2
+    lead = tons[:, :half].sum(1) - tons[:, half:].sum(1)
+    gained = torch.stack((lead > 0, lead < 0), 1)
+    return contest._replace(score=contest.score + gained * PHYSICS.tick_s, holder=torch.where(lead > 0, 0, torch.where(lead < 0, 1, -1)))
+
+
+class Ending(NamedTuple):
+    """How battles stand after a decision."""
+
+    ended: Tensor  # [B] bool
+    winner: Tensor  # [B] int64: 0 or 1, -1 for a draw; meaningful where it ended
+    by_time: Tensor  # [B] bool: nothing but the clock ended it
+
+
+def judge(contest: Contest, units: Units, config: ArenaConfig) -> Ending:
+    """A battle is won by holding the zone for half of its seconds, or by being the only ones left; at its last second by the higher
+    score. Where both hold at once, or nothing tells the teams apart, it is a draw."""
+    half = units.heat.shape[1] // 2
+    alive = torch.stack((units.is_alive[:, :half].any(1), units.is_alive[:, half:].any(1)), 1)
+    has_won = (contest.score >= config.seconds * PHYSICS.win_share - 1e-4) | (alive & ~alive.flip(1))
+    decided = has_won.any(1) | ~alive.any(1)
+    is_over = contest.decision >= config.decisions
+    ahead = contest.score > contest.score.flip(1) + 1e-4
+    claim = torch.where(decided.unsqueeze(1), has_won, ahead)  # [B, 2]
+    winner = torch.where(claim[:, 0] & ~claim[:, 1], 0, torch.where(claim[:, 1] & ~claim[:, 0], 1, -1))
+    return Ending(ended=decided | is_over, winner=winner, by_time=is_over & ~decided)
