@@ -40,5 +40,5 @@ $(INSTALLED): pyproject.toml constraints.txt
 		{ echo "esper needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1); name one with: make PYTHON=python3.11"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "installing esper and what it needs into .venv; the first time this takes a few minutes"
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[gym,tensorboard,dev]'
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[gym,tensorboard,league,dashboard,dev]'
 	@touch $@

@@ -288,6 +288,13 @@ def test_wilson_intervals_by_hand() -> None:
     assert (every.low, every.high) == pytest.approx((1 - 0.277533, 1), abs=1e-6)
 
 
+def test_half_a_success_lies_between_its_neighbours() -> None:
+    fewer, between, more = wilson_interval(7, 10), wilson_interval(7.5, 10), wilson_interval(8, 10)
+    assert between.estimate == 0.75
+    assert fewer.low < between.low < more.low
+    assert fewer.high < between.high < more.high
+
+
 @pytest.mark.parametrize(("successes", "trials"), [(0, 0), (3, 2), (-1, 2)])
 def test_impossible_success_rates_are_refused(successes: int, trials: int) -> None:
     with pytest.raises(ValueError, match=f"got {successes} of {trials}"):

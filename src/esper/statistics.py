@@ -276,8 +276,11 @@ def paired_interval(
     return bootstrap_interval(_differences(ours, theirs), confidence=confidence, resamples=resamples, rng=rng)
 
 
-def wilson_interval(successes: int, trials: int, *, confidence: float = 0.95) -> Interval:
-    """Wilson's interval of a success rate: inside [0, 1], and honest at 0 and at all of the trials."""
+def wilson_interval(successes: float, trials: int, *, confidence: float = 0.95) -> Interval:
+    """Wilson's interval of a success rate: inside [0, 1], and honest at 0 and at all of the trials.
+
+    A trial may be half a success, as a draw is: it varies less than all or nothing does, so the interval is then a little too wide.
+    """
     if not 0 <= successes <= trials or trials == 0:
         raise ValueError(f"a success rate needs at least one trial and 0 <= successes <= trials; got {successes} of {trials}")
     z, rate = NormalDist().inv_cdf((1 + _confidence(confidence)) / 2), successes / trials

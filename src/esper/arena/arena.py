@@ -45,6 +45,7 @@ class Scene(NamedTuple):
     by_time: Tensor  # [B] bool: only the clock ended it
     deeds: Deeds | None
     last: Tensor  # [B, 5] of the battle after the decision: decisions, both scores, how many of each team live
+    is_first: bool = False  # after a reset, when nothing has happened
 
 
 class Arena:
@@ -60,6 +61,7 @@ class Arena:
         self.observer = Observer(self.config, self.tables, self.device)
         self.action_spec = action_spec(self.config)
         self.checks_at_once = self.device.type == "cpu"
+        self.largest_team = torch.full((), self.config.teams, device=self.device)
         self._problem = torch.zeros((), dtype=torch.bool, device=self.device)
         self._recording: _Recording | None = None
         self._open(seed)
@@ -106,6 +108,12 @@ class Arena:
             self._recording = _Recording(self, actions)
         return self._recording.replay(self, actions)
 
+    def set_largest_team(self, size: int) -> None:
+        """Battles that begin from now on have no more units on a side than this; the others are not there."""
+        if not 1 <= size <= self.config.teams:
+            raise ValueError(f"teams have from 1 to {self.config.teams} units here; got {size}")
+        self.largest_team.fill_(size)
+
     def check(self) -> None:
         """Raises if some action since the last reset had a value that cannot be. Waits for the device."""
         if bool(self._problem):
@@ -114,7 +122,7 @@ class Arena:
             )
 
     def _fresh(self, place: Tensor, episode: Tensor) -> State:
-        return fresh(place, episode, self.config, self.tables, self.atlas, seed=self.seed)
+        return fresh(place, episode, self.config, self.tables, self.atlas, seed=self.seed, largest_team=self.largest_team)
 
     def _sensed(self, state: State) -> State:
         senses = sense(state.units, state.world, state.clouds, self.tables, contacts=self.config.contacts)
@@ -158,7 +166,7 @@ class Arena:
         return torch.cat((state.contest.decision.unsqueeze(1).float(), state.contest.score, alive.float()), 1)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"seed": self.seed, "state": dict(named_tensors(self.state)), "problem": self._problem}
+        return {"seed": self.seed, "state": dict(named_tensors(self.state)), "problem": self._problem, "largest_team": self.largest_team}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         if saved["seed"] != self.seed:
@@ -170,6 +178,7 @@ class Arena:
         else:
             copy_into(self.state, state)
         self._problem.copy_(saved["problem"])
+        self.largest_team.copy_(saved["largest_team"])
 
 
 def _mended(actions: Actions, config: ArenaConfig) -> Actions:

@@ -5,8 +5,8 @@ answers with the same actions. Nothing here looks through walls.
 
     weak     walks to the zone, stands still to shoot, always at the nearest and with the first weapon that reaches
     middle   keeps moving while it shoots, picks the weapon that hurts most, vents when it is hot
-    strong   waits for its team before the zone, shoots whom it can kill soonest, minds its heat, keeps the distance its weapons like,
-             paints for others, and turns its front to who shoots
+    strong   shoots whom it can kill soonest, fires only what leaves it running, vents in every pause, keeps the distance that its weapons
+             like, and a longer one when it is hurt or hot
 
 Shapes: B = battles, U = units, C = contacts, W = kinds of weapons. Everything is [B, U] unless stated.
 """
@@ -24,6 +24,7 @@ from esper.arena.motion import can_act
 from esper.arena.orders import action_masks, in_reach
 from esper.arena.routes import STEPS
 from esper.arena.specs import PHYSICS, WEAPONS
+from esper.arena.terrain_chance import mixed
 from esper.vecenv import Actions
 
 BOTS = ("random", "weak", "middle", "strong")
@@ -35,19 +36,20 @@ class Skill(NamedTuple):
 
     keeps_moving: bool  # while it shoots
     picks_weapon: bool  # the one that hurts most, instead of the first that reaches
-    picks_victim: bool  # the one nearest to its end, instead of the nearest
-    minds_heat: bool  # fires only what leaves it running
     vents_at: float  # share of the heat cap; above 1: never
-    keeps_distance: bool
-    flees_lava: bool
+    has_tactics: bool  # picks victims, minds its heat, keeps its distance
 
 
 SKILLS = {
-    "weak": Skill(False, False, False, False, 2.0, False, False),
-    "middle": Skill(True, True, False, False, 0.9, False, False),
-    "strong": Skill(True, True, True, True, 0.75, True, True),
+    "weak": Skill(keeps_moving=False, picks_weapon=False, vents_at=2.0, has_tactics=False),
+    "middle": Skill(keeps_moving=True, picks_weapon=True, vents_at=0.9, has_tactics=False),
+    "strong": Skill(keeps_moving=True, picks_weapon=True, vents_at=0.85, has_tactics=True),
 }
+_IDLE_VENTS_AT = 0.5  # share of the heat cap, for who has tactics and nothing to shoot at
+_SWAY = 4  # decisions between two changes of mind
+_BATTLE, _EPISODE = 1_000_003, 7_919
 _NAMES = list(WEAPONS)
+_LIKED_M = {"scout": 7.0, "light": 4.0, "medium": 7.0, "heavy": 8.0}  # distance to enemies
 
 
 class Bot:
@@ -56,7 +58,7 @@ class Bot:
     def __init__(self, name: str, arena: Arena, *, seed: int = 0) -> None:
         if name not in BOTS:
             raise ValueError(f"no bot is named {name!r}; there are {', '.join(BOTS)}")
-        self.name, self.arena = name, arena
+        self.name, self.arena, self.seed = name, arena, seed
         self.skill = SKILLS.get(name)
         self.generator = torch.Generator(device=arena.device).manual_seed(seed)
         device = arena.device
@@ -66,6 +68,7 @@ class Bot:
         worth = weapons.damage / weapons.cooldown.clamp_min(PHYSICS.ticks_per_decision)  # damage per tick, as often as decisions allow
         worth[_NAMES.index("painter")] = 0.9
         self.worth = worth  # [W]
+        self.liked_m = torch.tensor([_LIKED_M[name] for name in arena.config.unit_classes], device=device)  # [U]
 
     def act(self) -> Actions:
         return self._random() if self.skill is None else self._scripted(self.skill)
@@ -89,7 +92,7 @@ class Bot:
         state, tables, config = self.arena.state, self.arena.tables, self.arena.config
         units, senses = state.units, state.senses
         reach = in_reach(senses, units, tables) & tables.units.has_weapon.unsqueeze(-1)  # [B, U, W, C]
-        if skill.minds_heat:
+        if skill.has_tactics:
             cool_enough = units.heat.unsqueeze(-1) + tables.weapons.heat <= 0.95 * tables.units.heat_cap.unsqueeze(-1)
             reach = reach & cool_enough.unsqueeze(-1)
         fire, slot, has_target = self._choose(reach, skill)
@@ -105,7 +108,8 @@ class Bot:
         forward = wanted[..., 0] * cos + wanted[..., 1] * sin
         strafe = wanted[..., 0] * sin - wanted[..., 1] * cos
         jets = torch.full_like(forward, -1.0)
-        vent = (units.heat > skill.vents_at * tables.units.heat_cap) & can_act(units)
+        vents_at = torch.where(is_met, skill.vents_at, _IDLE_VENTS_AT) if skill.has_tactics else skill.vents_at
+        vent = (units.heat > vents_at * tables.units.heat_cap) & can_act(units)
         motion = torch.stack((forward, strafe, yaw, jets), -1).clamp(-1.0, 1.0)
         return {
             "fire": torch.where(has_target & ~vent, fire, 0).flatten(),
@@ -127,7 +131,7 @@ class Bot:
             value = can * self.worth.view(-1, 1)
             painted = unit_at(units.painted, senses.contacts).unsqueeze(2) > 0
             value[:, :, _NAMES.index("painter")] *= ~painted.squeeze(2)
-        if skill.picks_victim:
+        if skill.has_tactics:
             left = unit_at(units.hit_points, senses.contacts) / 200.0  # [B, U, C]
             value = value * (1.5 - left.clamp(0.0, 1.0)).unsqueeze(2)
         else:
@@ -146,18 +150,22 @@ class Bot:
         to_zone = self.directions[read(world.way, column).long()]  # [B, U, 2], zero in the middle of the zone
         if not skill.keeps_moving:
             return to_zone * ~has_target.unsqueeze(-1)
+        if not skill.has_tactics:
+            return torch.where(has_target.unsqueeze(-1), to_zone * 0.5, to_zone)
         distance = torch.linalg.vector_norm(at[..., :2], dim=-1, keepdim=True).clamp_min(1e-3)
         towards = at[..., :2] / distance
         around = torch.stack((-towards[..., 1], towards[..., 0]), -1)
-        # Left and right in turn, each unit at its own time, so that shots that lead their target miss.
-        phase = (state.contest.decision.unsqueeze(1) // 4 + torch.arange(x.shape[1], device=x.device)) % 2
-        sway = around * torch.where(phase == 0, 0.6, -0.6).unsqueeze(-1)
-        if not skill.keeps_distance:
-            return torch.where(has_target.unsqueeze(-1), to_zone * 0.5 + sway, to_zone)
-        liked = torch.where(tables.units.has_weapon[:, _NAMES.index("gauss")], 11.0, torch.where(tables.units.tons < 40, 5.0, 7.0))
+        sway = around * (0.6 * self._coins()).unsqueeze(-1)
         hurt = units.hit_points < 0.35 * tables.units.hit_points
         hot = units.heat > 0.7 * tables.units.heat_cap
-        gap = (distance.squeeze(-1) - liked - 4.0 * (hurt | hot)).clamp(-3.0, 3.0) / 3.0
+        gap = (distance.squeeze(-1) - self.liked_m - 3.0 * (hurt | hot)).clamp(-3.0, 3.0) / 3.0
         fight = towards * gap.unsqueeze(-1) + sway + 0.5 * to_zone
         close = is_met & (distance.squeeze(-1) < 16.0)
         return torch.where(close.unsqueeze(-1), fight, to_zone)
+
+    def _coins(self) -> Tensor:
+        """1 or -1, thrown anew every second for every unit: who sways by them is hard to hit, and no two sides do the same."""
+        contest, count = self.arena.state.contest, self.arena.config.units
+        battle = mixed(self.arena.place * _BATTLE + contest.episode * _EPISODE + contest.decision // _SWAY + self.seed)
+        words = mixed(battle.unsqueeze(1) + torch.arange(count, device=battle.device))
+        return 1.0 - 2.0 * ((words >> 40) & 1)

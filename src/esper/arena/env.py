@@ -50,7 +50,7 @@ class ArenaEnv:
             terminated=terminated.flatten(),
             truncated=torch.zeros_like(terminated).flatten(),
             masks=scene.masks,
-            valid=scene.was_alive.flatten() if scene.deeds is not None else None,
+            valid=scene.was_alive.flatten() if not scene.is_first else None,
         )
 
     def close(self) -> None:

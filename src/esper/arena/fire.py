@@ -93,7 +93,8 @@ def hit_at_once(units: Units, aim: Aim, shots: Shots) -> Hits:
     struck = shots.fired & aim.is_instant
     heading = unit_at(units.heading, aim.orders.target)
     # From the victim to who fires, against the victim's nose.
-    facing = -(shots.line[..., 0] * heading.cos() + shots.line[..., 1] * heading.sin()) / shots.distance.clamp_min(1e-6)
+    flat = torch.linalg.vector_norm(shots.line[..., :2], dim=-1).clamp_min(1e-6)
+    facing = -(shots.line[..., 0] * heading.cos() + shots.line[..., 1] * heading.sin()) / flat
     damage = aim.damage * torch.where(facing < REAR_COS, PHYSICS.rear_factor, 1.0) * struck
     to_whom = aim.at_target & struck.unsqueeze(-1)  # [B, U, U]
     by_target = damage.unsqueeze(-1) * to_whom

@@ -53,15 +53,18 @@ def make_atlas(config: ArenaConfig, tables: Tables, *, seed: int, device: torch.
     return Atlas(worlds, spawns.to(device))
 
 
-def fresh(place: Tensor, episode: Tensor, config: ArenaConfig, tables: Tables, atlas: Atlas, *, seed: int) -> State:
-    """New battles in these places of the batch [B], after so many others there [B]. Nothing is sensed yet."""
+def fresh(place: Tensor, episode: Tensor, config: ArenaConfig, tables: Tables, atlas: Atlas, *, seed: int, largest_team: Tensor) -> State:
+    """New battles in these places of the batch [B], after so many others there [B]. Nothing is sensed yet.
+
+    `largest_team` [] is a tensor, so that a recorded step sees it change.
+    """
     device = place.device
     battles, count, slots = len(place), config.units, config.projectiles
     key = mixed(mixed(place + seed * _PLACE) + episode * _EPISODE)
     which = _below(mixed(key + _MAP), config.maps)
     world = World(*(part[which] for part in atlas.worlds))
-    least = config.smallest_team or config.teams
-    size = least + _below(mixed(key + _TEAM), config.teams - least + 1)
+    least = torch.clamp_max(largest_team, config.smallest_team or config.teams)
+    size = least + _below(mixed(key + _TEAM), largest_team - least + 1)
 
     def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.zeros(battles, *shape, dtype=dtype, device=device)
@@ -117,6 +120,6 @@ def fresh(place: Tensor, episode: Tensor, config: ArenaConfig, tables: Tables, a
     )
 
 
-def _below(words: Tensor, limit: int) -> Tensor:
+def _below(words: Tensor, limit: Tensor | int) -> Tensor:
     """Whole numbers from 0 to limit - 1, int64."""
     return ((words >> 33) & 0x3FFFFFFF) % limit

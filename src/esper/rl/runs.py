@@ -70,6 +70,7 @@ class Kind(Generic[AnyConfig]):
     changeable: tuple[str, ...]  # when resuming
     score: Callable[[AnyConfig, Policy, int], Evaluation | None]  # a policy on fresh episodes; the number says which
     steps_of_all_ranks: bool = True  # what total_steps counts; else those of one
+    after_checkpoint: Callable[[Path, dict[str, Any]], None] = lambda folder, state: None  # what else is kept of it in the folder
 
     def total_steps(self, config: AnyConfig, group: Group) -> int:
         """Steps of all environments of all ranks."""
@@ -263,6 +264,7 @@ class _Session:
             "summary": _summary(update),
         }
         self.store.save(update.step, state, is_best=is_best, note=_summary(update))
+        self.options.kind.after_checkpoint(self.folder, state)
 
     def _seconds(self) -> float:
         return time.perf_counter() - self.began

@@ -1,0 +1,204 @@
+"""One battle as a PettingZoo `ParallelEnv`, for whoever trains with other software. Needs PettingZoo.
+
+    env = parallel_env(teams=2, size=32)
+    observations, infos = env.reset(seed=7)
+    while env.agents:
+        actions = {agent: env.action_space(agent).sample(observations[agent]["action_mask"]) for agent in env.agents}
+        observations, rewards, terminations, truncations, infos = env.step(actions)
+
+An agent is a unit, named by team, number and class: "red_0_medium". It leaves when it dies, and everybody leaves when the battle ends;
+what they observe last is the battle as it ended. Thousands of battles at once are `esper.arena.env.ArenaEnv`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+try:
+    from gymnasium import spaces
+    from pettingzoo import ParallelEnv
+except ImportError as error:
+    raise ImportError("esper.arena.pettingzoo needs PettingZoo: pip install 'esper[gym]'") from error
+
+from esper.arena.arena import Arena, Scene, no_actions
+from esper.arena.config import ArenaConfig
+from esper.arena.layout import observation_width, state_width
+from esper.arena.specs import RULES_VERSION
+from esper.arena.state import State
+from esper.arena.zone import Ending
+from esper.config import from_mapping
+from esper.vecenv import Actions, ActionSpec, Discrete, Head
+
+TEAMS = ("red", "blue")  # the first and the second
+MAPS = 16  # unless a config says otherwise: all are made anew for a new seed
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+def parallel_env(config: ArenaConfig | None = None, *, seed: int = 0, render_mode: str | None = None, **fields: Any) -> ArenaParallelEnv:
+    """A battle with this config, or with these fields of one: `parallel_env(teams=2, landscapes=["city"])`."""
+    if config is not None and fields:
+        raise ValueError(f"give a config or fields of one, not both; got a config and {sorted(fields)}")
+    if fields:
+        config = from_mapping(ArenaConfig, {"maps": MAPS, **fields})
+    return ArenaParallelEnv(config, seed=seed, render_mode=render_mode)
+
+
+class ArenaParallelEnv(ParallelEnv[str, dict[str, Any], dict[str, Any]]):  # type: ignore[misc]  # PettingZoo has no types
+    """One battle; `battles` of the config does not matter.
+
+    An observation is {"observation": the vector of `esper.arena.layout`, "action_mask": int8 by head}; `infos` name the agent's team, and
+    at the end the winner: "red", "blue" or "draw". `reset(seed)` begins the first battle of that seed, `reset()` the next one.
+    """
+
+    metadata: dict[str, Any] = {"name": f"esper_arena_v{RULES_VERSION}", "render_modes": [], "is_parallelizable": True}
+
+    def __init__(self, config: ArenaConfig | None = None, *, seed: int = 0, render_mode: str | None = None) -> None:
+        if render_mode is not None:
+            raise ValueError(f"a battle is not drawn while it is fought, so render_mode must be None; got {render_mode!r}")
+        self.config = msgspec.structs.replace(config or ArenaConfig(maps=MAPS), battles=1)
+        self.render_mode = render_mode
+        self._battle = _Battle(self.config, seed=seed)
+        self._has_begun = False
+        self.agents: list[str] = []
+        self.possible_agents = [
+            f"{TEAMS[unit // self.config.teams]}_{unit % self.config.teams}_{name}" for unit, name in enumerate(self.config.unit_classes)
+        ]
+        self._units = {agent: unit for unit, agent in enumerate(self.possible_agents)}
+        # One for each agent, so that each can be seeded.
+        self.observation_spaces = {agent: _observation_space(self.config, self._battle.action_spec) for agent in self.possible_agents}
+        self.action_spaces = {agent: OrderSpace(self._battle.action_spec) for agent in self.possible_agents}
+        self.state_space = spaces.Box(-np.inf, np.inf, (state_width(self.config),), np.float32)
+
+    def observation_space(self, agent: str) -> spaces.Dict:
+        return self.observation_spaces[agent]
+
+    def action_space(self, agent: str) -> OrderSpace:
+        return self.action_spaces[agent]
+
+    def reset(
+        self, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
+        """The first battle of `seed`, or without one the next. There are no options, and those given are not looked at."""
+        scene = self._battle.next() if seed is None and self._has_begun else self._battle.reset(seed)
+        self._has_begun = True
+        present = self._battle.state.units.is_alive[0].tolist()
+        self.agents = [agent for agent, unit in self._units.items() if present[unit]]
+        return self._observed(scene), {agent: self._info(agent) for agent in self.agents}
+
+    def step(
+        self, actions: dict[str, dict[str, Any]]
+    ) -> tuple[dict[str, dict[str, Any]], dict[str, float], dict[str, bool], dict[str, bool], dict[str, dict[str, Any]]]:
+        """One decision of all agents. Wrong actions raise and change nothing."""
+        if not self.agents:
+            raise ValueError("no battle is going on; begin one with reset()")
+        scene = self._battle.step(self._gathered(actions))
+        has_ended = bool(scene.ended[0])
+        reward, died = scene.reward[0].tolist(), scene.died[0].tolist()
+        observations = self._observed(scene)
+        rewards = {agent: reward[self._units[agent]] for agent in self.agents}
+        terminations = {agent: has_ended or died[self._units[agent]] for agent in self.agents}
+        truncations = dict.fromkeys(self.agents, False)  # agents see the clock, so that its end is a real one
+        infos = {agent: self._info(agent, scene if has_ended else None) for agent in self.agents}
+        self.agents = [agent for agent in self.agents if not terminations[agent]]
+        return observations, rewards, terminations, truncations, infos
+
+    def state(self) -> Array:
+        """The whole battle, as a unit of the first team would be told all of it (`esper.arena.layout.STATE_UNIT` for every unit)."""
+        whole: Array = self._battle.observer.whole_battle(self._battle.state)[0, 0].numpy()
+        return whole
+
+    def render(self) -> None:
+        """Nothing is drawn."""
+
+    def close(self) -> None:
+        pass
+
+    def _observed(self, scene: Scene) -> dict[str, dict[str, Any]]:
+        observation = scene.observation[0].numpy()
+        masks = {name: mask.numpy().astype(np.int8) for name, mask in scene.masks.items()}
+        return {
+            agent: {"observation": observation[unit], "action_mask": {name: mask[unit] for name, mask in masks.items()}}
+            for agent, unit in self._units.items()
+            if agent in self.agents
+        }
+
+    def _info(self, agent: str, ended: Scene | None = None) -> dict[str, Any]:
+        team = {"team": agent.split("_")[0]}
+        return team if ended is None else {**team, "winner": (*TEAMS, "draw")[int(ended.winner[0])]}
+
+    def _gathered(self, actions: Mapping[str, Mapping[str, Any]]) -> Actions:
+        """Actions of all units [U, ...], checked; those who take no part stand still."""
+        strangers = [agent for agent in actions if agent not in self.agents]
+        if strangers:
+            raise ValueError(f"{strangers[0]!r} takes no part, or not any more; the agents are {self.agents}")
+        missing = [agent for agent in self.agents if agent not in actions]
+        if missing:
+            raise ValueError(f"there is no action for {missing[0]!r}; every one of `agents` needs one")
+        spec = self._battle.action_spec
+        names = [head.name for head in spec.heads]
+        gathered = {name: tensor.numpy() for name, tensor in no_actions(self.config).items()}
+        for agent, action in actions.items():
+            if not isinstance(action, Mapping) or set(action) != set(names):
+                got = sorted(action) if isinstance(action, Mapping) else type(action).__name__
+                raise ValueError(f"{agent}: an action is a dictionary with the heads {names}; got {got}")
+            for head in spec.heads:
+                gathered[head.name][self._units[agent]] = _checked(agent, head, action[head.name])
+        return {name: torch.from_numpy(values) for name, values in gathered.items()}
+
+
+class OrderSpace(spaces.Dict):
+    """What an agent can order. `sample(mask)` with the mask that it observes draws among what it may, a target by the weapon drawn."""
+
+    def __init__(self, spec: ActionSpec, seed: int | None = None) -> None:
+        self.spec = spec
+        super().__init__({head.name: _head_space(head) for head in spec.heads}, seed=seed)
+
+    def sample(self, mask: dict[str, Any] | None = None, probability: dict[str, Any] | None = None) -> dict[str, Any]:
+        if mask is None:
+            return super().sample(probability=probability)
+        drawn: dict[str, Any] = {}
+        for head in self.spec.heads:
+            allowed = mask.get(head.name)
+            if allowed is not None and isinstance(head, Discrete) and head.parent is not None:
+                allowed = allowed[drawn[head.parent]]
+            drawn[head.name] = self.spaces[head.name].sample(mask=allowed)
+        return drawn
+
+
+class _Battle(Arena):
+    """A battle that stays as it ended, until the next is asked for."""
+
+    def _begun_anew(self, after: State, ending: Ending) -> State:
+        return after
+
+    def next(self) -> Scene:
+        self.state = self._sensed(self._fresh(self.place, self.state.contest.episode + 1))
+        return self.look()
+
+
+def _head_space(head: Head) -> spaces.Space[Any]:
+    return spaces.Discrete(head.size) if isinstance(head, Discrete) else spaces.Box(-1.0, 1.0, (head.size,), np.float32)
+
+
+def _observation_space(config: ArenaConfig, spec: ActionSpec) -> spaces.Dict:
+    masks: dict[str, spaces.Space[Any]] = {head.name: spaces.Box(0, 1, spec.mask_shape(head), np.int8) for head in spec.discrete}
+    seen = spaces.Box(-np.inf, np.inf, (observation_width(config),), np.float32)
+    return spaces.Dict({"observation": seen, "action_mask": spaces.Dict(masks)})
+
+
+def _checked(agent: str, head: Head, value: Any) -> Any:
+    """The value of one head, or an error that names the agent."""
+    array = np.asarray(value)
+    if isinstance(head, Discrete):
+        if array.shape != () or array.dtype.kind not in "iu" or not 0 <= array < head.size:
+            raise ValueError(f"{agent}: {head.name} must be a whole number from 0 to {head.size - 1}; got {value!r}")
+        return array
+    if array.shape != (head.size,) or array.dtype.kind not in "iuf" or not (np.abs(array) <= 1.0).all():
+        raise ValueError(f"{agent}: {head.name} must be {head.size} numbers from -1 to 1; got {value!r}")
+    return array

@@ -1,0 +1,1 @@
+"""Pages for the browser, served on this machine alone."""

@@ -1,0 +1,3 @@
+export { fetchReplay } from "./replay.js";
+export { Stage } from "./stage.js";
+export { chartOf } from "./chart.js";

@@ -1,0 +1,222 @@
+// The battle in 3D: terrain, zone, units, effects, camera. Draws a given time of a replay, and says which unit was clicked.
+
+import { OrbitControls, THREE } from "nicegui-scene";
+import { NOBODY, TEAM_COLOURS } from "./bodies.js";
+import { Effects } from "./effects.js";
+import { Figure } from "./figures.js";
+import { terrainMesh } from "./terrain.js";
+
+const BACKGROUND = "#0d1116";
+const LIFT = 31; // pixels
+const NEAR_CLICK = 26; // pixels from a unit that count as on it
+
+export class Stage {
+  constructor(container, onPick) {
+    this.container = container;
+    this.onPick = onPick;
+    this.renderer = new THREE.WebGLRenderer({ antialias: true });
+    this.renderer.setPixelRatio(Math.min(window.devicePixelRatio, 2));
+    this.labels = document.createElement("div");
+    this.labels.className = "unit-labels";
+    container.append(this.renderer.domElement, this.labels);
+    this.scene = new THREE.Scene();
+    this.scene.background = new THREE.Color(BACKGROUND);
+    this.camera = new THREE.PerspectiveCamera(38, 1, 0.5, 1000);
+    this.camera.up.set(0, 0, 1);
+    this.controls = new OrbitControls(this.camera, this.renderer.domElement);
+    this.controls.maxPolarAngle = 0.47 * Math.PI;
+    this.controls.addEventListener("change", () => (this.isStale = true));
+    this.#light();
+    this.#listen();
+    this.isStale = true;
+  }
+
+  #light() {
+    const sun = new THREE.DirectionalLight("#fff4e0", 2.4);
+    sun.position.set(-0.55, -0.35, 0.76);
+    this.scene.add(new THREE.HemisphereLight("#dfeaf5", "#6a6258", 2.5), sun);
+  }
+
+  #listen() {
+    let down = null;
+    const canvas = this.renderer.domElement;
+    canvas.addEventListener("pointerdown", (event) => (down = [event.clientX, event.clientY]));
+    canvas.addEventListener("pointerup", (event) => {
+      if (down && Math.hypot(event.clientX - down[0], event.clientY - down[1]) < 5) this.onPick(this.#unitAt(event));
+      down = null;
+    });
+    this.observer = new ResizeObserver(() => this.#resize());
+    this.observer.observe(this.container);
+  }
+
+  load(replay) {
+    this.unload();
+    this.replay = replay;
+    this.content = new THREE.Group();
+    this.scene.add(this.content);
+    this.figures = replay.names.map((_, unit) => unit).filter((unit) => replay.isPresent[unit]).map((unit) => new Figure(replay, unit, this.labels));
+    this.content.add(...this.figures.map((figure) => figure.group));
+    this.effects = new Effects(this.content);
+    this.zone = new Zone(replay.info.zone_radius);
+    this.wish = wishArrow();
+    this.content.add(this.zone.group, this.wish);
+    this.changes = -1;
+    this.view("slant");
+  }
+
+  unload() {
+    if (!this.content) return;
+    this.content.traverse((object) => {
+      object.geometry?.dispose();
+      for (const material of [object.material ?? []].flat()) material.dispose();
+    });
+    this.scene.remove(this.content);
+    this.labels.replaceChildren();
+    this.content = this.terrain = null;
+  }
+
+  view(name) {
+    const far = this.replay.size * 1.9;
+    // Seen so that the first team comes from the left and the second from the right.
+    const [aside, up, nearer] = name === "top" ? [0.004, 1, 0] : [0.53, 0.66, 0.075 * this.replay.size];
+    this.controls.target.set(nearer, -nearer, 0);
+    this.camera.position.set(nearer + aside * far, -nearer - aside * far, up * far);
+    this.controls.minDistance = 6;
+    this.controls.maxDistance = 3 * far;
+    this.controls.update();
+    this.isStale = true;
+  }
+
+  // `chosen` is a unit or null. Following keeps the camera where it is, relative to the chosen unit.
+  show(time, chosen, isFollowing) {
+    const { replay } = this;
+    this.#rebuildTerrain(Math.floor(time));
+    this.zone.show(replay.holder(Math.floor(time)));
+    for (const figure of this.figures) figure.draw(replay, time, figure.unit === chosen);
+    this.effects.draw(replay, time, chosen);
+    this.#showWish(time, chosen);
+    if (isFollowing && chosen !== null) this.#follow(replay.pose(time, chosen));
+    this.isStale = true;
+  }
+
+  #follow({ x, y, z }) {
+    const offset = this.camera.position.clone().sub(this.controls.target);
+    this.controls.target.set(x, y, z);
+    this.camera.position.copy(this.controls.target).add(offset);
+    this.controls.update();
+  }
+
+  #rebuildTerrain(frame) {
+    const changes = this.replay.changesUntil(frame);
+    if (changes === this.changes) return;
+    this.changes = changes;
+    if (this.terrain) {
+      this.content.remove(this.terrain);
+      this.terrain.geometry.dispose();
+      for (const material of this.terrain.material) material.dispose();
+    }
+    this.terrain = terrainMesh(this.replay.terrain(frame));
+    this.content.add(this.terrain);
+  }
+
+  #showWish(time, chosen) {
+    const frame = Math.floor(time);
+    const action = chosen === null ? null : this.replay.action(frame, chosen);
+    const length = action ? Math.min(1.4, Math.hypot(action.forward, action.strafe)) : 0;
+    this.wish.visible = length > 0.05 && this.replay.isAlive(frame, chosen);
+    if (!this.wish.visible) return;
+    const { x, y, z, heading } = this.replay.pose(time, chosen);
+    this.wish.position.set(x, y, z + 0.25);
+    this.wish.rotation.z = heading + Math.atan2(action.strafe, action.forward);
+    this.wish.scale.set(1.5 + 2.5 * length, 1.6, 1);
+  }
+
+  render() {
+    if (!this.isStale || !this.replay) return;
+    this.isStale = false;
+    // From far away units are drawn larger than they are, or they could not be told apart.
+    const distance = this.controls.getDistance();
+    for (const figure of this.figures) figure.resize(Math.max(1.2, Math.min(2.6, distance / 62)));
+    this.labels.classList.toggle("is-far", distance > 85);
+    this.renderer.render(this.scene, this.camera);
+    for (const figure of this.figures) {
+      const [x, y, isVisible] = this.#onScreen(figure.head);
+      figure.label.place(x, y, isVisible);
+    }
+  }
+
+  #onScreen(point) {
+    const { x, y, z } = point.clone().project(this.camera);
+    const { clientWidth, clientHeight } = this.container;
+    return [((x + 1) / 2) * clientWidth, ((1 - y) / 2) * clientHeight, Math.abs(z) < 1 && Math.abs(x) < 1.1 && Math.abs(y) < 1.1];
+  }
+
+  #unitAt(event) {
+    const box = this.renderer.domElement.getBoundingClientRect();
+    let nearest = null, least = NEAR_CLICK;
+    for (const figure of this.figures ?? []) {
+      const chest = figure.group.position.clone();
+      chest.z += 1.2;
+      const [x, y, isVisible] = this.#onScreen(chest);
+      const distance = Math.hypot(event.clientX - box.left - x, event.clientY - box.top - y);
+      if (isVisible && distance < least) [nearest, least] = [figure.unit, distance];
+    }
+    return nearest;
+  }
+
+  #resize() {
+    const { clientWidth, clientHeight } = this.container;
+    if (!clientWidth || !clientHeight) return;
+    this.renderer.setSize(clientWidth, clientHeight);
+    this.camera.aspect = clientWidth / clientHeight;
+    // The middle of the picture is the middle of what the bars above and below leave free.
+    this.camera.setViewOffset(clientWidth, clientHeight, 0, LIFT, clientWidth, clientHeight);
+    this.camera.updateProjectionMatrix();
+    this.isStale = true;
+  }
+
+  dispose() {
+    this.observer.disconnect();
+    this.unload();
+    this.controls.dispose();
+    this.renderer.dispose();
+    this.container.replaceChildren();
+  }
+}
+
+// A disc on the ground within a low wall of light, in the colour of who holds it.
+class Zone {
+  constructor(radius) {
+    const glass = { transparent: true, depthWrite: false, side: THREE.DoubleSide };
+    this.disc = new THREE.Mesh(new THREE.CircleGeometry(radius, 64), new THREE.MeshBasicMaterial({ ...glass, opacity: 0.16 }));
+    this.disc.position.z = 0.05;
+    this.edge = new THREE.Mesh(new THREE.RingGeometry(radius - 0.22, radius, 96), new THREE.MeshBasicMaterial({ ...glass, opacity: 0.85 }));
+    this.edge.position.z = 0.08;
+    this.wall = new THREE.Mesh(new THREE.CylinderGeometry(radius, radius, 3, 96, 1, true).rotateX(Math.PI / 2), this.#fading(glass));
+    this.wall.position.z = 1.5;
+    this.group = new THREE.Group().add(this.disc, this.edge, this.wall);
+  }
+
+  #fading(glass) {
+    const canvas = document.createElement("canvas");
+    [canvas.width, canvas.height] = [1, 64];
+    const pen = canvas.getContext("2d");
+    const fade = pen.createLinearGradient(0, 0, 0, 64);
+    fade.addColorStop(0, "rgb(0,0,0)");
+    fade.addColorStop(1, "rgb(110,110,110)");
+    pen.fillStyle = fade;
+    pen.fillRect(0, 0, 1, 64);
+    return new THREE.MeshBasicMaterial({ ...glass, alphaMap: new THREE.CanvasTexture(canvas) });
+  }
+
+  show(holder) {
+    for (const { material } of [this.disc, this.edge, this.wall]) material.color.set(holder < 0 ? NOBODY : TEAM_COLOURS[holder]);
+  }
+}
+
+// Where the chosen unit wants to go, one metre long along +x.
+function wishArrow() {
+  const shape = new THREE.Shape([[0.3, -0.09], [0.78, -0.09], [0.78, -0.26], [1, 0], [0.78, 0.26], [0.78, 0.09], [0.3, 0.09]].map(([x, y]) => new THREE.Vector2(x, y)));
+  const material = new THREE.MeshBasicMaterial({ color: "#f4f7fa", transparent: true, opacity: 0.9, depthTest: false, side: THREE.DoubleSide });
+  return new THREE.Mesh(new THREE.ShapeGeometry(shape), material);
+}

@@ -1,0 +1,62 @@
+"""`esper arena watch`: a page on this machine that plays replays."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import socket
+import threading
+import webbrowser
+from collections.abc import Callable
+from pathlib import Path
+
+from esper.replay_file import ReplayError, find_replays, read_replay
+
+HOST = "127.0.0.1"  # nobody else's machine can reach it
+
+
+def serve(path: Path | str, *, port: int = 0, show: bool = True, announce: Callable[[str], None] = print) -> None:
+    """Plays a replay, or those of a run's folder, until Ctrl-C. `announce` gets the page's address once it can be reached.
+
+    Port 0 takes any that is free; `show` opens the page in the browser.
+    """
+    path = Path(path)
+    first = list_replays(path)[0]
+    read_replay(first)  # what is wrong with it is said here, not in the browser
+    if importlib.util.find_spec("nicegui") is None:
+        raise ImportError("the page that plays replays needs NiceGUI; install it with: pip install 'esper[dashboard]'")
+    import uvicorn
+
+    from esper.dashboard.page import build_app
+
+    listening = _listen(port)
+    address = f"http://{HOST}:{listening.getsockname()[1]}/"
+    app = build_app(lambda: list_replays(path))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
+    announce(address)  # connections wait in the socket until the server takes them
+    if show:
+        threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
+    with listening, contextlib.suppress(KeyboardInterrupt):
+        server.run(sockets=[listening])
+
+
+def list_replays(path: Path) -> list[Path]:
+    """The file itself, or the replays of a run, newest first."""
+    if not path.is_dir():
+        return [path]
+    found = find_replays(path)
+    if not found:
+        raise ReplayError(f"there are no replays in {path / 'replays'}; record one with esper arena eval or esper arena match")
+    return found
+
+
+def _listen(port: int) -> socket.socket:
+    listening = socket.socket()
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((HOST, port))
+    except (OSError, OverflowError) as error:
+        listening.close()
+        raise OSError(f"port {port} of {HOST} cannot be used ({error}); choose another, or 0 for any that is free") from error
+    listening.listen()
+    return listening

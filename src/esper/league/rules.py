@@ -1,0 +1,54 @@
+"""The rules of a league as pure functions: who becomes a member, who leaves, and who is drawn as an opponent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from esper.league.ratings import Rating
+from esper.league.record import Record
+
+NEWCOMER = Rating().ordinal
+
+
+def is_promoted(against_best: Record | None, *, promote_at: float) -> bool:
+    """Whether a candidate becomes a member: by its score against the best one, or because there is none yet (None)."""
+    return against_best is None or against_best.score >= promote_at
+
+
+def least_useful(members: Sequence[str], *, learner_scores: Mapping[str, float], ordinals: Mapping[str, float], beaten_at: float) -> str:
+    """Which of the members, oldest first, teaches the learner least: of those it beats nearly always the lowest rated.
+
+    Among equals the oldest, one without a rating being rated as a newcomer; where none is beaten nearly always, the oldest of all. The
+    newest, which is the best one, never leaves.
+    """
+    if len(members) < 2:
+        raise ValueError(f"the best member never leaves, and there are only {list(members)}")
+    older = members[:-1]
+    beaten = [name for name in older if learner_scores.get(name, 0.0) >= beaten_at]
+    return min(beaten, key=lambda name: ordinals.get(name, NEWCOMER)) if beaten else older[0]
+
+
+def retirements(
+    members: Sequence[str], *, size: int, learner_scores: Mapping[str, float], ordinals: Mapping[str, float], beaten_at: float
+) -> list[str]:
+    """Who leaves, one after the other, until no more than `size` members are left."""
+    staying, leaving = list(members), list[str]()
+    while len(staying) > size:
+        leaving.append(least_useful(staying, learner_scores=learner_scores, ordinals=ordinals, beaten_at=beaten_at))
+        staying.remove(leaving[-1])
+    return leaving
+
+
+def opponent_weights(scores: Mapping[str, float | None], *, power: float, floor: float) -> dict[str, float]:
+    """How likely each opponent is drawn, by how hard it is for the learner: prioritised fictitious self-play.
+
+    `scores` are the learner's against each; one that it has not met (None) counts as even. The weights sum to 1.
+
+    >>> opponent_weights({"easy": 1.0, "even": 0.5, "new": None}, power=1.0, floor=0.25)
+    {'easy': 0.2, 'even': 0.4, 'new': 0.4}
+    """
+    weights = {name: max((1 - (0.5 if score is None else score)) ** power, floor) for name, score in scores.items()}
+    total = sum(weights.values())
+    if total == 0:  # all are beaten always, and the floor is 0
+        return dict.fromkeys(weights, 1 / len(weights)) if weights else {}
+    return {name: weight / total for name, weight in weights.items()}

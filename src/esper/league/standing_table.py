@@ -1,0 +1,61 @@
+"""The standings of a league: who is how strong, as a table for people and as records for programs."""
+
+from __future__ import annotations
+
+import msgspec
+
+from esper.league.league import Kind, League
+from esper.league.ratings import HOW_TO_INSTALL, Rating
+from esper.league.record import Record
+from esper.text_table import aligned
+
+
+class Standing(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of the standings."""
+
+    name: str
+    kind: Kind
+    step: int | None
+    rating: Rating | None  # None in a league without ratings
+    games: int
+    against: dict[str, Record]  # its results against each anchor that it has met
+    learner_score: float | None  # of the learner against it, these days
+
+
+def standing_rows(league: League, *, with_retired: bool = False) -> list[Standing]:
+    """Strongest first; without ratings anchors first, then the newest."""
+    rows = [
+        Standing(
+            name=entry.name,
+            kind=entry.kind,
+            step=entry.step,
+            rating=league.rating(entry.name),
+            games=league.table.total(entry.name).battles,
+            against={anchor: record for anchor in league.anchors if (record := league.table.between(entry.name, anchor)).battles},
+            learner_score=league.learner_score(entry.name),
+        )
+        for entry in league.entries
+        if with_retired or entry.kind != "retired"
+    ]
+    if league.is_rated:
+        return sorted(rows, key=lambda row: -row.rating.ordinal if row.rating else 0.0)
+    anchors = [row for row in rows if row.kind == "anchor"]
+    return anchors + [row for row in reversed(rows) if row.kind != "anchor"]
+
+
+def standings(league: League, *, with_retired: bool = False) -> str:
+    """Scores are in percent with draws half, and the ends of their 95 % intervals after Wilson."""
+    header = ["name", "kind", "step", "rating", "games", *(f"vs {anchor}" for anchor in league.anchors), "learner scores"]
+    lines = [header, *(_line(row, league) for row in standing_rows(league, with_retired=with_retired))]
+    retired = sum(entry.kind == "retired" for entry in league.entries)
+    notes = [] if league.is_rated else [f"this league began without ratings; for the next one, {HOW_TO_INSTALL}"]
+    if retired and not with_retired:
+        notes.append(f"and {retired} that {'has' if retired == 1 else 'have'} left the league")
+    return "\n".join([aligned(lines, numbers=True), *notes])
+
+
+def _line(row: Standing, league: League) -> list[str]:
+    score = "-" if row.learner_score is None else f"{100 * row.learner_score:.1f} %"
+    against = [str(row.against.get(anchor, Record())) for anchor in league.anchors]
+    kind = "best" if row.name == league.best else row.kind
+    return [row.name, kind, "-" if row.step is None else f"{row.step:,}", str(row.rating or "-"), f"{row.games:,}", *against, score]

@@ -1,0 +1,177 @@
+"""A league as a folder in the run's folder, for people and programs to look at while the run goes on.
+
+    league/
+      league.json                          who is there, all results, and which file holds whose weights
+      members/step-1000.safetensors        weights of a candidate or member
+      .tmp-*, members/.tmp-*               something unfinished; removed at the next save
+
+Every file is whole on the disk before it gets its name, weights before the `league.json` that names them, and files that are no longer
+named are removed last. So a crash at any moment leaves the previous league or the new one. One process saves; others may load at the
+same time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import msgspec
+
+import esper
+from esper.checkpoint.files import FileDigest, sync, to_json, write_synced
+from esper.league.league import League, LeagueError, Weights
+
+FOLDER, LEAGUE, MEMBERS = "league", "league.json", "members"  # the first lies in the run's folder
+FORMAT = 1  # of the folder; a higher one is refused
+_TEMPORARY, _SUFFIX = ".tmp-", ".safetensors"
+_READS = 5  # of a folder that changes while it is read
+
+
+class WeightsFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    file: str  # its name in `members`
+    digest: FileDigest
+
+
+class _Format(msgspec.Struct):
+    """The one field that every later format will have too."""
+
+    format: int
+
+
+class LeagueFile(msgspec.Struct, frozen=True):
+    """What `league.json` holds."""
+
+    format: int
+    esper: str  # version
+    league: dict[str, object]
+    weights: dict[str, WeightsFile]
+
+
+class _Saved(msgspec.Struct, frozen=True):
+    weights: Weights  # the very ones that were written
+    file: WeightsFile
+
+
+class LeagueStore:
+    """Saves a league to a folder, and loads it. Weights are written once."""
+
+    def __init__(self, folder: Path | str) -> None:
+        self.folder = Path(folder)
+        self.members = self.folder / MEMBERS
+        self._saved: dict[str, _Saved] = {}
+
+    def save(self, league: League) -> None:
+        """Returns when the league is on the disk."""
+        if not self.members.is_dir():
+            self.members.mkdir(parents=True, exist_ok=True)
+            sync(self.folder.parent)
+        saved = {name: self._save_weights(name, weights) for name, weights in league.weights.items()}
+        sync(self.members)
+        files = {name: entry.file for name, entry in saved.items()}
+        content = LeagueFile(format=FORMAT, esper=esper.__version__, league=league.to_state(), weights=files)
+        _write(self.folder / LEAGUE, to_json(msgspec.to_builtins(content), indent=1))
+        sync(self.folder)
+        self._saved = saved
+        self._remove_all_but({entry.file for entry in files.values()})
+
+    def load(self, *, with_weights: bool = True) -> League:
+        """The league as it was saved last; without weights it can be looked at, but has no one to play with."""
+        for _ in range(_READS):
+            content = self._read_json()
+            try:
+                return _decoded(content, self.folder / LEAGUE, self.members if with_weights else None)
+            except LeagueError:
+                if content == self._read_json():  # else another process saved in between, and may have removed what was to be read
+                    raise
+        raise LeagueError(f"{self.folder} is saved again and again while it is read; try again later")
+
+    def exists(self) -> bool:
+        return (self.folder / LEAGUE).is_file()
+
+    def _read_json(self) -> bytes:
+        try:
+            return (self.folder / LEAGUE).read_bytes()
+        except FileNotFoundError as error:
+            raise LeagueError(f"there is no league in {self.folder}: it has no {LEAGUE}") from error
+        except OSError as error:
+            raise LeagueError(f"{self.folder / LEAGUE} cannot be read: {error.strerror}") from error
+
+    def _save_weights(self, name: str, weights: Weights) -> _Saved:
+        saved = self._saved.get(name)
+        if saved is not None and saved.weights is weights and (self.members / saved.file.file).is_file():
+            return saved
+        content = _encoded(name, weights)
+        # A resumed run may enter other weights under a name that the folder knows from before: that file must stay as it is until no
+        # league.json names it.
+        file, count = f"{name}{_SUFFIX}", 1
+        while (self.members / file).exists() and (self.members / file).read_bytes() != content:
+            count += 1
+            file = f"{name}~{count}{_SUFFIX}"
+        if not (self.members / file).exists():
+            _write(self.members / file, content)
+        return _Saved(weights, WeightsFile(file, _digest(content)))
+
+    def _remove_all_but(self, named: set[str]) -> None:
+        orphans = [path for path in self.members.glob(f"*{_SUFFIX}") if path.name not in named]
+        for path in [*orphans, *self.members.glob(f"{_TEMPORARY}*"), *self.folder.glob(f"{_TEMPORARY}*")]:
+            path.unlink(missing_ok=True)
+
+
+def _write(path: Path, content: bytes) -> None:
+    """A reader finds the old file or the new one, whole. That its name is on the disk too is up to the caller, by `sync` of the folder."""
+    temporary = path.with_name(f"{_TEMPORARY}{path.name}")
+    write_synced(temporary, content)
+    os.replace(temporary, path)
+
+
+def _encoded(name: str, weights: Weights) -> bytes:
+    from safetensors import SafetensorError
+    from safetensors.torch import save
+
+    try:
+        return save({key: tensor.contiguous() for key, tensor in weights.items()})
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise LeagueError(f"the weights of {name!r} cannot be saved: {error}") from error
+
+
+def _decoded(content: bytes, path: Path, members: Path | None) -> League:
+    try:
+        raw = json.loads(content)
+        found = msgspec.convert(raw, _Format).format
+        told = msgspec.convert(raw, LeagueFile) if found <= FORMAT else None
+    except ValueError as error:
+        raise LeagueError(
+            f"{path} is corrupt: it is not the file of a league ({error}); restore it, or resume the run to have it written"
+        ) from error
+    if told is None:
+        raise LeagueError(f"{path} was written by a newer esper: its format is {found}, this one reads up to {FORMAT}")
+    try:
+        weights = None if members is None else {name: _read_weights(members, name, file) for name, file in told.weights.items()}
+        return League.from_state(told.league, weights)
+    except LeagueError as error:
+        raise LeagueError(f"{path}: {error}") from error
+
+
+def _read_weights(members: Path, name: str, file: WeightsFile) -> Weights:
+    from safetensors.torch import load
+
+    path = members / file.file
+    fix = "restore it, or resume the run to have it written again"
+    if Path(file.file).name != file.file:
+        raise LeagueError(f"the weights of {name!r} are said to lie at {file.file!r}, outside of {members}; {fix}")
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError as error:
+        raise LeagueError(f"the weights of {name!r} are missing: there is no {path}; {fix}") from error
+    except OSError as error:
+        raise LeagueError(f"the weights of {name!r} cannot be read from {path}: {error.strerror}") from error
+    if _digest(content) != file.digest:
+        raise LeagueError(f"the weights of {name!r} in {path} are not those that were saved: their sha256 differs; {fix}")
+    # Cloned into memory that torch allocated: aligned and resizable, as a tensor that was never saved.
+    return {key: tensor.clone() for key, tensor in load(content).items()}
+
+
+def _digest(content: bytes) -> FileDigest:
+    return FileDigest(sha256=hashlib.sha256(content).hexdigest(), size=len(content))

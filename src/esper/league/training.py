@@ -1,0 +1,147 @@
+"""Training by self-play: a run of `esper.rl` in the arena, with a league that grows beside it.
+
+    result = train_arena(ArenaTrainConfig(), "runs/arena")
+    result = resume_arena("runs/arena")                                   # after a crash, or for more steps
+    policy, config = load_player("runs/arena")
+
+The league is part of every checkpoint, which is the truth when a run goes on; `league/` in the run's folder is for people, and is written
+whole or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import torch
+from torch import nn
+
+from esper.checkpoint import load_module
+from esper.config import load
+from esper.devices import find_device, threads
+from esper.events import Sink, WandbMode
+from esper.league.league import League
+from esper.league.matches import Ground, MatchResult
+from esper.league.network import make_parts, make_policy
+from esper.league.selfplay import SelfPlay
+from esper.league.store import FOLDER, LeagueStore
+from esper.league.training_config import ArenaTrainConfig
+from esper.parallel import ALONE, Group
+from esper.rl.checkpoints import open_store
+from esper.rl.evaluate import Evaluation
+from esper.rl.policy import Policy
+from esper.rl.ppo import PPO
+from esper.rl.run_setup import Relay
+from esper.rl.runs import Kind, Result, resume_run, train_run
+from esper.rng import Streams
+from esper.run_folder import CONFIG, RunError, check_holds_a_run
+
+_EVALUATION_SEED = 1_000  # grounds of evaluations: seeds from here on, which no training draws its maps from
+
+
+def train_arena(
+    config: ArenaTrainConfig,
+    folder: Path | str | None = None,
+    *,
+    sinks: Iterable[Sink] = (),
+    tensorboard: bool = False,
+    wandb: WandbMode | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
+    group: Group = ALONE,
+) -> Result:
+    """Trains a new player in a folder of its own. Stops after the update in which `should_stop()` becomes true, with a checkpoint."""
+    return train_run(config, folder, kind=ARENA, sinks=sinks, tensorboard=tensorboard, wandb=wandb, should_stop=should_stop, group=group)
+
+
+def resume_arena(
+    folder: Path | str,
+    *,
+    config: ArenaTrainConfig | None = None,
+    sinks: Iterable[Sink] = (),
+    tensorboard: bool = False,
+    wandb: WandbMode | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
+    group: Group = ALONE,
+) -> Result:
+    """Goes on from the latest checkpoint, in the middle of its battles. `config` may ask for more steps than the saved one."""
+    return resume_run(
+        folder, config=config, kind=ARENA, sinks=sinks, tensorboard=tensorboard, wandb=wandb, should_stop=should_stop, group=group
+    )
+
+
+@contextlib.contextmanager
+def prepare_arena(config: ArenaTrainConfig, group: Group = ALONE) -> Iterator[tuple[PPO, Relay]]:
+    """The learner of a run in its battles. Touches no files; mistakes in the config are RunErrors."""
+    device, relay = group.place(find_device(config.device)), Relay()
+    with threads(config.threads):
+        try:
+            seed = Streams(config.ppo.seed).spawn(f"arena of rank {group.rank}").integer("maps") if group.rank else config.ppo.seed
+            env = SelfPlay(config, device=device, seed=seed, on_event=relay)
+            parts = make_parts(config.unit, config.ppo.network, config.arena, generator=Streams(config.ppo.seed).torch("unit"))
+            ppo = PPO(env, config.ppo, parts.encoder, actor=parts.actor, critic=parts.critic, device=device, on_event=relay, group=group)
+            env.attach(ppo.policy)
+        except (ValueError, ImportError) as error:
+            raise RunError(str(error)) from error
+        yield ppo, relay
+
+
+def _prepare(config: ArenaTrainConfig, encoder: nn.Module | None, group: Group) -> contextlib.AbstractContextManager[tuple[PPO, Relay]]:
+    return prepare_arena(config, group)
+
+
+def _score(config: ArenaTrainConfig, policy: Policy, seed: int) -> Evaluation | None:
+    """Battles against the anchor that the config names; one battle counts 1, 0.5 or 0."""
+    if not config.eval_battles:
+        return None
+    result = against_bot(policy, config, config.eval_against, battles=config.eval_battles, seed=_EVALUATION_SEED + seed)
+    record = result.record
+    returns = [1.0] * record.wins + [0.5] * record.draws + [0.0] * record.losses
+    return Evaluation(returns, [round(result.decisions)] * len(returns))
+
+
+def against_bot(policy: Policy, config: ArenaTrainConfig, bot: str, *, battles: int, seed: int) -> MatchResult:
+    """A match of full teams on maps of its own."""
+    arena = msgspec.structs.replace(config.arena, battles=battles, smallest_team=None)
+    return Ground(arena, seed=seed, device=policy.device).play(policy, bot)
+
+
+def write_league(folder: Path, state: dict[str, Any]) -> None:
+    """The league of a checkpoint, as files for people."""
+    saved = state["ppo"]["environment"]
+    if saved is not None:
+        LeagueStore(folder / FOLDER).save(League.from_state(saved["league"], saved["members"]))
+
+
+ARENA = Kind(
+    config=ArenaTrainConfig,
+    title=lambda config: f"arena-{config.arena.teams}v{config.arena.teams}",
+    prepare=_prepare,
+    changeable=("total_steps", "threads", "checkpoint_every", "keep", "eval_battles", "eval_against"),
+    score=_score,
+    after_checkpoint=write_league,
+)
+
+
+def load_player(
+    folder: Path | str, *, which: Literal["best", "latest"] = "best", device: torch.device | str = "cpu"
+) -> tuple[Policy, ArenaTrainConfig]:
+    """The policy of a run, ready to play: of its best checkpoint, or of the "latest"."""
+    place = Path(folder)
+    check_holds_a_run(place)
+    config = load(ArenaTrainConfig, place / CONFIG)
+    store = open_store(place)
+    if not store.has_any():
+        raise RunError(f"{place} has no checkpoint yet; train it for longer")
+    policy = make_policy(
+        config.unit,
+        config.ppo.network,
+        config.arena,
+        generator=Streams(config.ppo.seed).torch("unit"),
+        device=torch.device(device),
+        normalize_values=config.ppo.normalize_values,
+    )
+    load_module(policy, store.load(which).state["ppo"]["policy"])
+    return policy.eval().requires_grad_(False), config

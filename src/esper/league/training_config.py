@@ -1,0 +1,81 @@
+"""What can be set about self-play in the arena. Imports no torch, so that a command line can show it at once."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from esper.arena.config import ArenaConfig, TeamSize
+from esper.config import Config, ConfigError, Fraction, NonNegativeInt, PositiveInt
+from esper.league.config import LeagueConfig
+from esper.rl.config import NetworkConfig, PPOConfig
+
+Anchor = Literal["random", "weak", "middle", "strong"]
+
+
+class UnitNetworkConfig(Config):
+    """Widths of the network of a unit around its memory."""
+
+    entity_width: PositiveInt = 32  # of a contact or comrade
+    terrain_width: PositiveInt = 64
+    width: PositiveInt = 128  # of everything that a unit observes, in front of the memory
+    head_width: PositiveInt = 64  # in front of choices and values
+    state_width: PositiveInt = 64  # of the whole battle, for a centralised critic
+
+
+class SelfPlayConfig(Config):
+    """Whom the learner fights. In the battles that are left over, both sides are the learner and both learn."""
+
+    bots: tuple[Anchor, ...] = ("middle", "strong")  # scripted opponents, each with as many battles
+    bot_share: Fraction = 0.5  # of the battles
+    past_share: Fraction = 0.25  # of the battles, against past selves
+    past_seats: PositiveInt = 2  # past selves at a time, drawn anew for every rollout
+    first_team: TeamSize | None = None  # curriculum: team size at first; None: as large as it gets
+    team_grows: PositiveInt = 20  # updates between two sizes
+    enter_every: PositiveInt = 25  # updates after which the learner sends itself to the league
+    entry_battles: PositiveInt = 64  # that it fights there against the best member, and against each anchor
+    opponent_device: str | None = None  # of past selves; None: the learner's
+
+    def check(self) -> None:
+        if self.bot_share + self.past_share > 1:
+            raise ConfigError("past_share", expected=f"at most 1 - bot_share ({1 - self.bot_share:g})", got=self.past_share)
+        if self.bot_share and not self.bots:
+            raise ConfigError("bots", expected="at least one bot, or bot_share 0", got=self.bots)
+
+
+class ArenaTrainConfig(Config):
+    """A training by self-play: the battles, the opponents, and the learner."""
+
+    arena: ArenaConfig = ArenaConfig()
+    selfplay: SelfPlayConfig = SelfPlayConfig()
+    league: LeagueConfig = LeagueConfig()
+    unit: UnitNetworkConfig = UnitNetworkConfig()
+    total_steps: PositiveInt = 20_000_000  # decisions of the learner's units, the dead counted too
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where there is one
+    threads: PositiveInt | None = None  # CPU threads of torch; None: its own choice
+    checkpoint_every: PositiveInt = 25  # updates between checkpoints
+    keep: PositiveInt = 2  # checkpoints that stay, beside the best
+    eval_battles: NonNegativeInt = 128  # against `eval_against` at every checkpoint, which tell the best one; 0: none
+    eval_against: Anchor = "strong"
+    ppo: PPOConfig = PPOConfig(
+        num_steps=64,
+        num_epochs=3,
+        num_minibatches=4,
+        bptt_length=32,
+        learning_rate=5e-4,
+        learning_rate_schedule="linear",
+        entropy_coef=0.01,
+        entropy_coef_end=0.001,
+        normalize_observations=False,
+        network=NetworkConfig(hidden_size=128),
+    )
+
+    def check(self) -> None:
+        if self.arena.reward.gamma != self.ppo.gamma:
+            raise ConfigError(
+                "arena.reward.gamma", expected=f"that of the learner, ppo.gamma ({self.ppo.gamma:g})", got=self.arena.reward.gamma
+            )
+        if self.ppo.normalize_observations:
+            raise ConfigError("ppo.normalize_observations", expected="false: observations of the arena are scaled already", got=True)
+        first = self.selfplay.first_team
+        if first is not None and first > self.arena.teams:
+            raise ConfigError("selfplay.first_team", expected=f"at most arena.teams ({self.arena.teams})", got=first)

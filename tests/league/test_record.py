@@ -1,0 +1,104 @@
+"""Results between two players, and between all of them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from esper.league.record import Record, WinTable
+from esper.statistics import wilson_interval
+
+COUNTS = st.integers(0, 1000)
+RECORDS = st.builds(Record, COUNTS, COUNTS, COUNTS)
+PAIRS = st.lists(st.sampled_from("abcd"), min_size=2, max_size=2, unique=True)
+
+
+def test_a_draw_is_half_a_win() -> None:
+    record = Record(wins=3, draws=2, losses=5)
+    assert (record.battles, record.points, record.score) == (10, 4.0, 0.4)
+
+
+def test_the_interval_is_wilsons_of_the_points() -> None:
+    assert Record(wins=5, losses=5).interval() == wilson_interval(5, 10)
+    assert Record(wins=4, draws=3, losses=3).interval() == wilson_interval(5.5, 10)
+    assert Record(wins=10).interval().low == pytest.approx(1 - 0.277533, abs=1e-6)
+
+
+@given(RECORDS)
+def test_both_sides_tell_the_same_of_a_match(record: Record) -> None:
+    other = record.reversed()
+    assert other.reversed() == record
+    if record.battles:
+        assert other.score == pytest.approx(1 - record.score)
+        assert other.interval().low == pytest.approx(1 - record.interval().high)
+
+
+def test_a_record_says_itself_in_words() -> None:
+    words = Record(wins=410, draws=12, losses=90).in_words()
+    assert words == "81.2 % of 512 battles, draws half (95 % sure: 77.6 to 84.4 %): 410 won, 12 drawn, 90 lost"
+    assert Record().in_words() == "no battles"
+
+
+def test_a_record_without_battles_has_no_score() -> None:
+    with pytest.raises(ValueError, match="no battles, no score"):
+        _ = Record().score
+
+
+@pytest.mark.parametrize("wrong", [-1, 0.5, True])
+def test_counts_that_cannot_be_are_refused(wrong: int) -> None:
+    with pytest.raises(ValueError, match=f"whole numbers from 0; got {wrong}"):
+        Record(wins=wrong)
+
+
+@given(st.lists(st.tuples(PAIRS, RECORDS)))
+def test_a_table_adds_up_whoever_tells(results: list[tuple[list[str], Record]]) -> None:
+    told, retold = WinTable(), WinTable()
+    for (player, opponent), record in results:
+        told.add(player, opponent, record)
+        retold.add(opponent, player, record.reversed())
+    assert told == retold
+    for player in "abcd":
+        assert told.total(player).battles == sum(record.battles for pair, record in results if player in pair)
+        for opponent in set("abcd") - {player}:
+            assert told.between(player, opponent) == told.between(opponent, player).reversed()
+
+
+@given(st.lists(st.tuples(PAIRS, RECORDS)))
+def test_a_table_comes_back_from_json(results: list[tuple[list[str], Record]]) -> None:
+    table = WinTable()
+    for (player, opponent), record in results:
+        table.add(player, opponent, record)
+    assert WinTable.from_state(json.loads(json.dumps(table.to_state()))) == table
+
+
+def test_a_table_as_text_has_scores_with_intervals() -> None:
+    table = WinTable()
+    table.add("new", "old", Record(wins=8, losses=2))
+    table.add("bot", "old", Record(draws=4))
+    assert table.text(["new", "old"], ["bot", "old"]).splitlines() == [
+        "                  vs bot               vs old",
+        "new                    -  80.0 % [49.0, 94.3]",
+        "old  50.0 % [15.0, 85.0]                    -",
+    ]
+    assert table.text().splitlines()[0].split() == ["vs", "bot", "vs", "new", "vs", "old"]
+
+
+def test_a_table_without_results_is_only_a_header() -> None:
+    assert WinTable().text() == ""
+    assert WinTable().to_state() == []
+
+
+def test_a_removed_player_leaves_the_results_of_others() -> None:
+    table = WinTable()
+    table.add("a", "b", Record(wins=1))
+    table.add("b", "c", Record(losses=1))
+    table.remove("a")
+    assert list(table) == [("b", "c", Record(losses=1))]
+
+
+def test_nobody_is_its_own_opponent() -> None:
+    with pytest.raises(ValueError, match="'a' cannot be its own opponent"):
+        WinTable().add("a", "a", Record(wins=1))

@@ -1,0 +1,84 @@
+"""The rules: who becomes a member, who leaves, who is drawn."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from esper.league.record import Record
+from esper.league.rules import is_promoted, least_useful, opponent_weights, retirements
+
+SCORES = st.dictionaries(st.text(min_size=1), st.none() | st.floats(0, 1), min_size=1)
+
+
+def test_the_first_candidate_is_promoted() -> None:
+    assert is_promoted(None, promote_at=1.0)
+
+
+@pytest.mark.parametrize(("record", "expected"), [(Record(11, 0, 9), True), (Record(10, 2, 8), True), (Record(10, 1, 9), False)])
+def test_a_candidate_is_promoted_from_the_bar_on_draws_being_half(record: Record, expected: bool) -> None:
+    assert is_promoted(record, promote_at=0.55) is expected
+
+
+def test_of_those_beaten_nearly_always_the_lowest_rated_leaves() -> None:
+    scores = {"old": 0.95, "middle": 0.92, "hard": 0.4, "best": 1.0}
+    ordinals = {"old": 12.0, "middle": 8.0, "hard": 1.0, "best": 0.0}
+    assert least_useful(["old", "middle", "hard", "best"], learner_scores=scores, ordinals=ordinals, beaten_at=0.9) == "middle"
+
+
+def test_among_equals_the_oldest_leaves() -> None:
+    scores = {"old": 1.0, "young": 1.0}
+    for ordinals in ({}, {"old": 3.0, "young": 3.0}):
+        assert least_useful(["old", "young", "best"], learner_scores=scores, ordinals=ordinals, beaten_at=0.9) == "old"
+
+
+def test_where_none_is_beaten_nearly_always_the_oldest_leaves() -> None:
+    ordinals = {"old": 12.0, "young": 8.0}
+    assert least_useful(["old", "young", "best"], learner_scores={"young": 0.8}, ordinals=ordinals, beaten_at=0.9) == "old"
+
+
+def test_the_best_never_leaves() -> None:
+    assert least_useful(["old", "best"], learner_scores={"best": 1.0}, ordinals={"old": 30.0}, beaten_at=0.9) == "old"
+    with pytest.raises(ValueError, match=r"never leaves, and there are only \['best'\]"):
+        least_useful(["best"], learner_scores={}, ordinals={}, beaten_at=0.9)
+
+
+@given(st.integers(1, 12), st.integers(1, 12), st.data())
+def test_never_more_stay_than_there_is_room_for_and_no_more_leave_than_must(count: int, size: int, data: st.DataObject) -> None:
+    members = [f"m{index}" for index in range(count)]
+    scores = data.draw(st.dictionaries(st.sampled_from(members), st.floats(0, 1)))
+    leaving = retirements(members, size=size, learner_scores=scores, ordinals={}, beaten_at=0.9)
+    assert len(leaving) == len(set(leaving)) == max(count - size, 0)
+    assert members[-1] not in leaving
+
+
+@given(SCORES, st.floats(0, 4), st.floats(0, 1))
+def test_weights_are_a_distribution_that_falls_with_the_score(scores: dict[str, float | None], power: float, floor: float) -> None:
+    weights = opponent_weights(scores, power=power, floor=floor)
+    assert weights.keys() == scores.keys()
+    assert sum(weights.values()) == pytest.approx(1)
+    by_score = sorted(scores, key=lambda name: 0.5 if scores[name] is None else scores[name])  # type: ignore[arg-type,return-value]
+    assert all(weights[harder] >= weights[easier] for harder, easier in itertools.pairwise(by_score))
+
+
+def test_the_weight_is_the_chance_to_lose_to_the_power() -> None:
+    weights = opponent_weights({"hard": 0.2, "easy": 0.6}, power=2.0, floor=0.0)
+    assert weights["hard"] / weights["easy"] == pytest.approx(0.64 / 0.16)
+
+
+def test_an_unknown_opponent_is_drawn_as_an_even_one() -> None:
+    weights = opponent_weights({"even": 0.5, "new": None, "easy": 0.9}, power=2.0, floor=0.01)
+    assert weights["new"] == weights["even"] > weights["easy"]
+
+
+def test_the_floor_keeps_beaten_ones_in_play() -> None:
+    weights = opponent_weights({"even": 0.5, "beaten": 1.0}, power=2.0, floor=0.05)
+    assert weights["beaten"] / weights["even"] == pytest.approx(0.05 / 0.25)
+
+
+def test_without_a_floor_a_field_that_is_always_beaten_is_drawn_evenly() -> None:
+    assert opponent_weights({"a": 1.0, "b": 1.0}, power=2.0, floor=0.0) == {"a": 0.5, "b": 0.5}
+    assert opponent_weights({}, power=2.0, floor=0.0) == {}
