@@ -23,12 +23,24 @@ from esper.arena.ground import columns, read, unit_at
 from esper.arena.motion import can_act
 from esper.arena.orders import action_masks, in_reach
 from esper.arena.routes import STEPS
-from esper.arena.specs import PHYSICS, WEAPONS
+from esper.arena.specs import CLASSES, PHYSICS, WEAPONS
 from esper.arena.terrain_chance import mixed
 from esper.vecenv import Actions
 
 BOTS = ("random", "weak", "middle", "strong")
 _TURN_GAIN = 3.0  # yaw order for each radian that is missing
+
+
+class Tactics(NamedTuple):
+    """What the strong bot knows beyond shooting what is near."""
+
+    focus: float = 1.0  # how much more it likes to shoot at a victim that is nearly dead than at a fresh one
+    caution: float = 0.95  # share of the heat cap that it never fires itself above
+    idle_vents_at: float = 0.5  # share of the heat cap, with no enemy in sight
+    spacing: float = 1.0  # times the distance that its class likes
+    retreat_m: float = 3.0  # further away when it is hurt or hot
+    sway: float = 1.0  # speed to the left and right of the line of fire
+    pull: float = 0.5  # of the zone, while it fights
 
 
 class Skill(NamedTuple):
@@ -37,18 +49,18 @@ class Skill(NamedTuple):
     keeps_moving: bool  # while it shoots
     picks_weapon: bool  # the one that hurts most, instead of the first that reaches
     vents_at: float  # share of the heat cap; above 1: never
-    has_tactics: bool  # picks victims, minds its heat, keeps its distance
+    tactics: Tactics | None = None
 
 
 SKILLS = {
-    "weak": Skill(keeps_moving=False, picks_weapon=False, vents_at=2.0, has_tactics=False),
-    "middle": Skill(keeps_moving=True, picks_weapon=True, vents_at=0.9, has_tactics=False),
-    "strong": Skill(keeps_moving=True, picks_weapon=True, vents_at=0.85, has_tactics=True),
+    "weak": Skill(keeps_moving=False, picks_weapon=False, vents_at=2.0),
+    "middle": Skill(keeps_moving=True, picks_weapon=True, vents_at=0.9),
+    "strong": Skill(keeps_moving=True, picks_weapon=True, vents_at=0.85, tactics=Tactics()),
 }
-_IDLE_VENTS_AT = 0.5  # share of the heat cap, for who has tactics and nothing to shoot at
 _SWAY = 4  # decisions between two changes of mind
 _BATTLE, _EPISODE = 1_000_003, 7_919
 _NAMES = list(WEAPONS)
+_TOUGHEST = max(unit.hit_points for unit in CLASSES.values())
 _LIKED_M = {"scout": 7.0, "light": 4.0, "medium": 7.0, "heavy": 8.0}  # distance to enemies
 
 
@@ -92,8 +104,8 @@ class Bot:
         state, tables, config = self.arena.state, self.arena.tables, self.arena.config
         units, senses = state.units, state.senses
         reach = in_reach(senses, units, tables) & tables.units.has_weapon.unsqueeze(-1)  # [B, U, W, C]
-        if skill.has_tactics:
-            cool_enough = units.heat.unsqueeze(-1) + tables.weapons.heat <= 0.95 * tables.units.heat_cap.unsqueeze(-1)
+        if skill.tactics is not None:
+            cool_enough = units.heat.unsqueeze(-1) + tables.weapons.heat <= skill.tactics.caution * tables.units.heat_cap.unsqueeze(-1)
             reach = reach & cool_enough.unsqueeze(-1)
         fire, slot, has_target = self._choose(reach, skill)
         is_met = senses.is_contact.any(-1)  # somebody to turn to
@@ -108,7 +120,7 @@ class Bot:
         forward = wanted[..., 0] * cos + wanted[..., 1] * sin
         strafe = wanted[..., 0] * sin - wanted[..., 1] * cos
         jets = torch.full_like(forward, -1.0)
-        vents_at = torch.where(is_met, skill.vents_at, _IDLE_VENTS_AT) if skill.has_tactics else skill.vents_at
+        vents_at = torch.where(is_met, skill.vents_at, skill.tactics.idle_vents_at) if skill.tactics is not None else skill.vents_at
         vent = (units.heat > vents_at * tables.units.heat_cap) & can_act(units)
         motion = torch.stack((forward, strafe, yaw, jets), -1).clamp(-1.0, 1.0)
         return {
@@ -131,9 +143,9 @@ class Bot:
             value = can * self.worth.view(-1, 1)
             painted = unit_at(units.painted, senses.contacts).unsqueeze(2) > 0
             value[:, :, _NAMES.index("painter")] *= ~painted.squeeze(2)
-        if skill.has_tactics:
-            left = unit_at(units.hit_points, senses.contacts) / 200.0  # [B, U, C]
-            value = value * (1.5 - left.clamp(0.0, 1.0)).unsqueeze(2)
+        if skill.tactics is not None:
+            left = unit_at(units.hit_points, senses.contacts) / _TOUGHEST  # [B, U, C]
+            value = value * (1.0 + skill.tactics.focus * (1.0 - left)).unsqueeze(2)
         else:
             nearer = 1.0 - 0.01 * torch.arange(reach.shape[3], device=reach.device)
             value = value * nearer
@@ -148,18 +160,19 @@ class Bot:
         x, y = units.position[..., 0], units.position[..., 1]
         column = columns(x, y, self.arena.config.size)
         to_zone = self.directions[read(world.way, column).long()]  # [B, U, 2], zero in the middle of the zone
-        if not skill.keeps_moving:
-            return to_zone * ~has_target.unsqueeze(-1)
-        if not skill.has_tactics:
-            return torch.where(has_target.unsqueeze(-1), to_zone * 0.5, to_zone)
         distance = torch.linalg.vector_norm(at[..., :2], dim=-1, keepdim=True).clamp_min(1e-3)
         towards = at[..., :2] / distance
+        tactics = skill.tactics
+        if tactics is None:
+            seeks = to_zone + 0.7 * towards * (is_met & ~has_target).unsqueeze(-1)  # who hides in the zone is looked for
+            return torch.where(has_target.unsqueeze(-1), to_zone * (0.5 if skill.keeps_moving else 0.0), seeks)
         around = torch.stack((-towards[..., 1], towards[..., 0]), -1)
-        sway = around * (0.6 * self._coins()).unsqueeze(-1)
+        sway = around * (tactics.sway * self._coins()).unsqueeze(-1)
         hurt = units.hit_points < 0.35 * tables.units.hit_points
         hot = units.heat > 0.7 * tables.units.heat_cap
-        gap = (distance.squeeze(-1) - self.liked_m - 3.0 * (hurt | hot)).clamp(-3.0, 3.0) / 3.0
-        fight = towards * gap.unsqueeze(-1) + sway + 0.5 * to_zone
+        wanted_m = self.liked_m * tactics.spacing + tactics.retreat_m * (hurt | hot)
+        gap = (distance.squeeze(-1) - wanted_m).clamp(-3.0, 3.0) / 3.0
+        fight = towards * gap.unsqueeze(-1) + sway + tactics.pull * to_zone
         close = is_met & (distance.squeeze(-1) < 16.0)
         return torch.where(close.unsqueeze(-1), fight, to_zone)
 

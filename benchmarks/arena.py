@@ -1,0 +1,141 @@
+"""How fast the arena is: battles alone, and training in them from end to end.
+
+    python benchmarks/arena.py --device cpu --battles 256 --threads 2
+    python benchmarks/arena.py --device cuda --battles 512,1024,2048,4096 --training-battles 4096
+
+An agent-step is one decision, five ticks of the physics, of one living unit, with all rules, observations and masks. In the phase
+`simulation` both sides are driven by the strong bot on 64×64 maps, and the time is taken in the middle of battles: after `--warm-up`
+decisions, in which battles end and begin anew and so come out of step. In the phase `training` the learner of `esper arena train`
+collects and learns; its agent-steps are those of the units that learn, without the opponents'.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import torch
+
+from clock import now
+from esper.arena.arena import Arena
+from esper.arena.bots import Bot
+from esper.arena.config import ArenaConfig
+from esper.devices import find_device, threads
+from esper.league.training import prepare_arena
+from esper.league.training_config import ArenaTrainConfig
+from fleet import CudaMemory, ResidentMemory
+from records import Output, Record
+
+BARS = {("simulation", "cpu"): 20_000, ("simulation", "cuda"): 2_000_000, ("training", "cuda"): 250_000}
+
+
+def simulation(battles: int, options: argparse.Namespace, device: torch.device) -> Record:
+    config = ArenaConfig(battles=battles, teams=options.teams)
+    memory = _memory(device)
+    memory.begin()
+    arena = Arena(config, seed=options.seed, device=device)
+    arena.reset()
+    bot = Bot("strong", arena, seed=options.seed)
+    for _ in range(options.warm_up):
+        arena.step(bot.act())
+    lived = torch.zeros((), dtype=torch.int64, device=device)
+    began = now(device)
+    for _ in range(options.decisions):
+        lived += arena.step(bot.act()).was_alive.sum()
+    seconds = now(device) - began
+    arena.check()
+    steps = int(lived)
+    return {
+        "phase": "simulation",
+        "battles": battles,
+        "units": config.units,
+        "agent_steps_per_s": round(steps / seconds),
+        "ms_per_decision": round(1e3 * seconds / options.decisions, 3),
+        "living_share": round(steps / (options.decisions * battles * config.units), 3),
+        "overflow": int(arena.state.contest.overflow.sum()),
+        "peak_memory": memory.peak(),
+    }
+
+
+def training(battles: int, options: argparse.Namespace, device: torch.device) -> Record:
+    base = ArenaTrainConfig()
+    config = msgspec.structs.replace(
+        base,
+        arena=msgspec.structs.replace(base.arena, battles=battles, teams=options.teams),
+        selfplay=msgspec.structs.replace(base.selfplay, enter_every=10**9),
+        ppo=msgspec.structs.replace(base.ppo, num_minibatches=options.minibatches, precision=options.precision),
+        device=device.type,
+    )
+    memory = _memory(device)
+    memory.begin()
+    with prepare_arena(config) as (ppo, _):
+        for _ in ppo.train(ppo.steps_per_update):  # to warm up
+            pass
+        lived, collected = 0, 0.0
+        began = now(device)
+        for _ in range(options.updates):
+            start = now(device)
+            rollout = ppo.collect()
+            collected += now(device) - start
+            lived += int(rollout.valid.sum())
+            ppo.update(rollout)
+        seconds = now(device) - began
+    return {
+        "phase": "training",
+        "battles": battles,
+        "units": config.arena.units,
+        "agent_steps_per_s": round(lived / seconds),
+        "collecting_share": round(collected / seconds, 3),
+        "learning_units": ppo.env.num_envs,
+        "num_steps": config.ppo.num_steps,
+        "num_epochs": config.ppo.num_epochs,
+        "precision": options.precision,
+        "peak_memory": memory.peak(),
+    }
+
+
+def _memory(device: torch.device) -> CudaMemory | ResidentMemory:
+    return CudaMemory(device) if device.type == "cuda" else ResidentMemory()
+
+
+def _printed(record: Record) -> None:
+    print(json.dumps(record), flush=True)
+
+
+def _counts(text: str) -> list[int]:
+    return [int(part) for part in text.split(",") if part]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    parser.add_argument("--battles", type=_counts, default=[256], help="numbers of battles at once, each measured")
+    parser.add_argument("--training-battles", type=_counts, default=[], help="likewise, for training; none by default")
+    parser.add_argument("--teams", type=int, default=5)
+    parser.add_argument("--warm-up", type=int, default=120, help="decisions before the clock starts")
+    parser.add_argument("--decisions", type=int, default=60, help="decisions that are timed")
+    parser.add_argument("--updates", type=int, default=2, help="updates that are timed")
+    parser.add_argument("--minibatches", type=int, default=4)
+    parser.add_argument("--precision", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=None, help="a file for the records besides the terminal")
+    options = parser.parse_args()
+    device = find_device(options.device)
+    phases: list[tuple[Callable[[int, argparse.Namespace, torch.device], Record], list[int]]] = [
+        (simulation, options.battles),
+        (training, options.training_battles),
+    ]
+    write = Output(options.output).write if options.output else _printed
+    with threads(options.threads):
+        for measure, counts in phases:
+            for battles in counts:
+                record = measure(battles, options, device)
+                write({**record, "device": device.type, "bar": BARS.get((record["phase"], device.type))})
+
+
+if __name__ == "__main__":
+    main()
