@@ -26,6 +26,7 @@ GROUND = frozenset(
         "gradients",
         "lazy",
         "parallel",
+        "replay_file",
         "rng",
         "run_folder",
         "statistics",
@@ -41,7 +42,7 @@ ABOVE_GROUND: dict[str, frozenset[str]] = {
     "fleet": frozenset({"growth", "tasks"}),
     "controller": frozenset({"rl", "fleet", "growth", "tasks"}),
     "league": frozenset({"rl", "arena"}),
-    "cli": LIBRARIES | {"fleet", "controller", "league"},
+    "cli": LIBRARIES | {"fleet", "controller", "league", "dashboard"},
     "": LIBRARIES | {"fleet", "controller", "league"},  # esper/__init__.py
 }
 
@@ -105,7 +106,7 @@ def test_every_part_of_the_package_has_its_place_in_the_layers() -> None:
         ("esper.arena.battle", "from ..rl import ppo"),
         ("esper.rl.ppo", "from esper.cli.main import main"),
         ("esper.controller.policy", "import esper.arena"),
-        ("esper.cli.main", "import esper.dashboard"),
+        ("esper.arena.replay", "import esper.dashboard"),
         ("esper.league.rounds", "if TYPE_CHECKING:\n    from esper.dashboard.page import Page"),
     ],
 )
@@ -125,9 +126,10 @@ def test_an_import_along_the_layers_is_no_violation(module: str, source: str) ->
     assert not violations(source, module)
 
 
-COMPUTING = (*sorted(GROUND), "rl", "growth", "tasks", "fleet", "controller")
+COMPUTING = (*sorted(GROUND), "rl", "growth", "tasks", "fleet", "controller", "arena", "league")
 EDGES = (
-    *("esper.vecenv.gymnasium", "esper.vecenv.to_gymnasium", "esper.vecenv.spaces", "esper.vecenv.pettingzoo"),  # need Gymnasium
+    *("esper.vecenv.gymnasium", "esper.vecenv.to_gymnasium", "esper.vecenv.spaces"),  # need Gymnasium
+    "esper.arena.pettingzoo",  # needs PettingZoo
     *("esper.growth.lightning", "esper.growth.huggingface"),  # need Lightning and transformers
     *("esper.fleet.tiled", "esper.fleet.norm_pool", "esper.fleet.host_rows"),  # need Triton
 )
@@ -207,6 +209,7 @@ def test_the_import_of_a_package_from_the_edge_would_be_noticed() -> None:
 
 def test_configs_import_without_torch() -> None:
     program = (
-        "import sys, esper.rl.config, esper.rl.run_config, esper.rl.events; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+        "import sys, esper.rl.config, esper.rl.run_config, esper.rl.events, esper.arena.config; "
+        "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -264,14 +264,14 @@ def _helps(config_type: type[Config]) -> dict[str, str]:
     helps = dict.fromkeys(config_type.__struct_fields__, "")
     for owner in reversed(config_type.__mro__):
         if issubclass(owner, Config) and owner is not Config:
-            helps |= _source_helps(owner)
+            helps |= field_comments(owner)
     for name, (annotation, _) in _fields(config_type).items():
         described = [meta.description for meta in getattr(annotation, "__metadata__", ()) if isinstance(meta, msgspec.Meta)]
         helps[name] = helps[name] or next(filter(None, described), "")
     return helps
 
 
-def _source_helps(owner: type[Config]) -> dict[str, str]:
+def field_comments(owner: type) -> dict[str, str]:
     """The docstrings below and the comments behind the fields in the source of one class; none where the source is not at hand."""
     try:
         source = textwrap.dedent(inspect.getsource(owner))

@@ -47,7 +47,7 @@ LAYOUT: dict[str, tuple[Dimensions, torch.dtype]] = {
     "frames/sensed": (("F", "U", "U"), torch.uint8),  # by the unit of the row: 0 not, 1 sensed, 2 seen (line of sight)
     "frames/score": (("F", 2), torch.float32),  # seconds for which each team held the zone
     "frames/holder": (("F",), torch.int8),  # team that holds the zone, or -1
-    "actions/motion": (("A", "U", 4), torch.float32),  # forward, strafe (to the left), yaw (to the left), jets; in [-1, 1]
+    "actions/motion": (("A", "U", 4), torch.float32),  # forward, strafe (to the right), yaw (to the left), jets; in [-1, 1]
     "actions/fire": (("A", "U"), torch.int8),  # 0 none, otherwise 1 + index into `info.weapons`
     "actions/target": (("A", "U"), torch.int8),  # unit or -1
     "actions/vent": (("A", "U"), torch.int8),  # 0 or 1

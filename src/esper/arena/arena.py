@@ -49,7 +49,8 @@ class Scene(NamedTuple):
 
 
 class Arena:
-    """B battles. `state` is all there is to them; who changes it must call `look` to see what it means."""
+    """B battles. `state` is all there is to them; who changes it must call `look` to see what it means. A step may write over the memory
+    of the state before it: who wants to keep one clones it."""
 
     def __init__(
         self, config: ArenaConfig | None = None, *, seed: int = 0, device: torch.device | str = "cpu", record: bool | None = None
@@ -89,9 +90,8 @@ class Arena:
         nobody = torch.zeros_like(alive)
         views = self._views(self.state)
         winner = torch.full_like(self.place, -1)
-        return Scene(
-            *views, torch.zeros_like(self.state.units.heat), None, nobody, nobody, none, winner, none, None, self._last(self.state)
-        )
+        nothing, last = torch.zeros_like(self.state.units.heat), self._last(self.state)
+        return Scene(*views, nothing, None, nobody, nobody, none, winner, none, None, last, is_first=True)
 
     def step(self, actions: Actions) -> Scene:
         """One decision of all units of all battles. Wrong actions raise and change nothing; on a GPU wrong values raise at the next
@@ -153,9 +153,7 @@ class Arena:
         if not bool(ending.ended.any()):
             return after
         rows = torch.nonzero(ending.ended).squeeze(1)
-        # The memory may still be that of the state before, which whoever holds it must find unchanged.
-        copied = cloned(after)
-        return replace_rows(copied, rows, self._fresh(rows, after.contest.episode[rows] + 1))
+        return replace_rows(after, rows, self._fresh(rows, after.contest.episode[rows] + 1))
 
     def _views(self, state: State) -> tuple[Tensor, Tensor | None, Masks]:
         whole = self.observer.whole_battle(state) if self.config.state_view else None
@@ -166,7 +164,9 @@ class Arena:
         return torch.cat((state.contest.decision.unsqueeze(1).float(), state.contest.score, alive.float()), 1)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"seed": self.seed, "state": dict(named_tensors(self.state)), "problem": self._problem, "largest_team": self.largest_team}
+        """In memory of its own: a recorded step writes over the old state."""
+        state = dict(named_tensors(cloned(self.state)))
+        return {"seed": self.seed, "state": state, "problem": self._problem.clone(), "largest_team": self.largest_team.clone()}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         if saved["seed"] != self.seed:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from esper.arena.specs import Material
 from esper.arena.state import World
 from esper.arena.tables import MaterialTable
 
@@ -48,15 +47,21 @@ def sight_tops(height: Tensor, material: Tensor, table: MaterialTable) -> Tensor
 def destroy(world: World, column: Tensor, damage: Tensor) -> World:
     """Columns [B, N] take whole damage [B, N] int32; those that have no hit points left become open ground.
 
-    The sums are of whole numbers, so that they do not depend on the order in which a GPU adds them up.
+    The sums are of whole numbers, so that they do not depend on the order in which a GPU adds them up. Only the columns that were hit are
+    looked at: several hits on one write the same there.
     """
-    before = world.hit_points.flatten(1)
-    after = before.scatter_add(1, column, -damage).view_as(world.hit_points)
-    is_destroyed = (world.hit_points > 0) & (after <= 0)
+    before = read(world.hit_points, column)
+    dealt = torch.where(before > 0, damage, 0)
+    hit_points = world.hit_points.flatten(1).scatter_add(1, column, -dealt).clamp_min_(0)
+    is_destroyed = (before > 0) & (hit_points.gather(1, column) <= 0)
+
+    def cleared(grid: Tensor) -> Tensor:  # to 0, which is open ground as well
+        return grid.flatten(1).scatter(1, column, read(grid, column).masked_fill(is_destroyed, 0)).view_as(grid)
+
     return world._replace(
-        hit_points=torch.where(world.hit_points > 0, after.clamp_min(0), world.hit_points),
-        height=world.height.masked_fill(is_destroyed, 0.0),
-        floor=world.floor.masked_fill(is_destroyed, 0.0),
-        tops=world.tops.masked_fill(is_destroyed, 0.0),
-        material=world.material.masked_fill(is_destroyed, int(Material.OPEN)),
+        hit_points=hit_points.view_as(world.hit_points),
+        height=cleared(world.height),
+        floor=cleared(world.floor),
+        tops=cleared(world.tops),
+        material=cleared(world.material),
     )

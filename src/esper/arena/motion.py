@@ -16,8 +16,6 @@ from esper.arena.specs import CLIMB_M, PHYSICS
 from esper.arena.state import Units, World
 from esper.arena.tables import Tables
 
-_AIR_CONTROL = 0.3  # of the acceleration on the ground
-
 
 def can_act(units: Units) -> Tensor:
     """Alive, on its feet and running."""
@@ -52,7 +50,7 @@ def drive(units: Units, orders: Orders, speed: Tensor, tables: Tables) -> Units:
     wanted_x = (forward * cos + strafe * sin) * speed / length
     wanted_y = (forward * sin - strafe * cos) * speed / length
     change_x, change_y = wanted_x - units.velocity[..., 0], wanted_y - units.velocity[..., 1]
-    most = tables.units.max_speed * torch.where(units.is_grounded, 1.0, _AIR_CONTROL) * (PHYSICS.tick_s / PHYSICS.acceleration_s)
+    most = tables.units.max_speed * torch.where(units.is_grounded, 1.0, PHYSICS.air_control) * (PHYSICS.tick_s / PHYSICS.acceleration_s)
     share = (most / (change_x.square() + change_y.square()).sqrt().clamp_min(1e-6)).clamp_max(1.0)
     velocity = torch.stack(
         (units.velocity[..., 0] + change_x * share, units.velocity[..., 1] + change_y * share, units.velocity[..., 2]), dim=-1

@@ -12,6 +12,7 @@ from esper.arena.config import ArenaConfig, ticks
 from esper.arena.ground import columns, read, unit_at
 from esper.arena.layout import CELL_M, STATE_UNIT, VIEW, parts, width
 from esper.arena.routes import STEPS
+from esper.arena.sensing import nearest_first
 from esper.arena.specs import CLASSES, MATERIALS, PHYSICS, ROLES, WEAPONS
 from esper.arena.state import State
 from esper.arena.tables import Tables
@@ -165,11 +166,9 @@ class Observer:
         there = self.tables.units.is_ally & units.is_alive.unsqueeze(1)
         apart = units.position.unsqueeze(2) - units.position.unsqueeze(1)
         away = torch.where(there, apart.square().sum(-1), torch.inf)
-        nearest, order = away.sort(dim=2, stable=True)
-        slots = min(wanted, order.shape[2])
-        place, condition = self._others(state, order[..., :slots], cos, sin)
-        fields = torch.stack([torch.ones_like(place[0]), *place, *condition], -1) * (nearest[..., :slots] < torch.inf).unsqueeze(-1)
-        return torch.nn.functional.pad(fields, (0, 0, 0, wanted - slots))
+        order, is_there = nearest_first(away, slots=wanted, of_others=False)
+        place, condition = self._others(state, order, cos, sin)
+        return torch.stack([torch.ones_like(place[0]), *place, *condition], -1) * is_there.unsqueeze(-1)
 
     def _terrain(self, state: State, cos: Tensor, sin: Tensor) -> Tensor:
         """[B, U, V, fields] of cells in rows from behind to ahead, and in each row from right to left."""

@@ -28,14 +28,32 @@ def sense(units: Units, world: World, clouds: Clouds, tables: Tables, *, contact
     is_hot = (units.heat > PHYSICS.hot_share * tables.units.heat_cap) | units.is_venting
     by_heat = is_hot.unsqueeze(1) & (distance <= PHYSICS.hot_m)
     sensed = (seen | on_radar | by_heat | (units.painted > 0).unsqueeze(1)) & enemies
-    nearest, order = torch.where(sensed, distance, torch.inf).sort(dim=2, stable=True)
-    slots = min(contacts, order.shape[2])
-    is_contact = nearest[..., :slots] < torch.inf
-    known = order[..., :slots].masked_fill(~is_contact, 0)
-    if slots < contacts:
-        missing = contacts - slots
-        known, is_contact = torch.nn.functional.pad(known, (0, missing)), torch.nn.functional.pad(is_contact, (0, missing))
+    known, is_contact = nearest_first(torch.where(sensed, distance, torch.inf), slots=contacts, of_others=True)
     return Senses(sensed=sensed, seen=seen, contacts=known, is_contact=is_contact)
+
+
+def nearest_first(distance: Tensor, *, slots: int, of_others: bool) -> tuple[Tensor, Tensor]:
+    """Units of the other team, or of the own, from near to far as `distance` [B, U, U] has it: who they are [B, U, slots], 0 where nobody
+    is, and whether somebody is. At an infinite distance is nobody.
+
+    Ordered by counting who is nearer: teams are small, and for rows so short it is several times as fast as sorting.
+    """
+    count = distance.shape[1]
+    half = count // 2
+    first, second = distance[:, :half], distance[:, half:]
+    own = (second[..., :half], first[..., half:]) if of_others else (first[..., :half], second[..., half:])
+    near = torch.cat(own if not of_others else own[::-1], 1)  # [B, U, T]
+    member = torch.arange(half, device=distance.device)
+    one, other = near.unsqueeze(-1), near.unsqueeze(-2)
+    rank = ((other < one) | ((other == one) & (member < member.unsqueeze(1)))).sum(-1)  # [B, U, T]
+    begins = torch.where((torch.arange(count, device=distance.device) < half) == of_others, half, 0).unsqueeze(1)  # [U, 1]
+    order = torch.empty_like(rank).scatter_(2, rank, (member + begins).expand_as(rank))
+    is_there = torch.empty_like(near, dtype=torch.bool).scatter_(2, rank, near < torch.inf)
+    order = order.masked_fill(~is_there, 0)
+    if slots <= half:
+        return order[..., :slots], is_there[..., :slots]
+    pad = (0, slots - half)
+    return torch.nn.functional.pad(order, pad), torch.nn.functional.pad(is_there, pad)
 
 
 def _sees(units: Units, world: World, clouds: Clouds) -> Tensor:
@@ -53,10 +71,14 @@ def _sees(units: Units, world: World, clouds: Clouds) -> Tensor:
 
 def _is_smoked(eyes: Tensor, aims: Tensor, clouds: Clouds) -> Tensor:
     """Lines [B, P] that pass through a cloud."""
-    centre = clouds.position.flatten(1, 2).unsqueeze(1)  # [B, 1, clouds, 3]
+    centres = clouds.position.flatten(1, 2).unsqueeze(1).unbind(-1)  # [B, 1, clouds] each
     stands = (clouds.left.flatten(1, 2) > 0).unsqueeze(1)
-    line = (aims - eyes).unsqueeze(2)  # [B, P, 1, 3]
-    to_centre = centre - eyes.unsqueeze(2)  # [B, P, clouds, 3]
-    share = ((to_centre * line).sum(-1) / line.square().sum(-1).clamp_min(1e-9)).clamp(0.0, 1.0)
-    off = (to_centre - line * share.unsqueeze(-1)).square().sum(-1)
-    return ((off < PHYSICS.cloud_m**2) & stands).any(-1)
+    starts = eyes.unsqueeze(2).unbind(-1)  # [B, P, 1] each
+    line = (aims - eyes).unsqueeze(2).unbind(-1)
+    off = [centre - start for centre, start in zip(centres, starts, strict=True)]  # [B, P, clouds] each
+    length = line[0].square() + line[1].square() + line[2].square()
+    along = torch.addcmul(torch.addcmul(off[0] * line[0], off[1], line[1]), off[2], line[2])
+    share = (along / length.clamp_min(1e-9)).clamp(0.0, 1.0)
+    miss = [torch.addcmul(apart, share, step, value=-1.0) for apart, step in zip(off, line, strict=True)]
+    apart = torch.addcmul(torch.addcmul(miss[0].square(), miss[1], miss[1]), miss[2], miss[2])
+    return ((apart < PHYSICS.cloud_m**2) & stands).any(-1)

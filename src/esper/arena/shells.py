@@ -17,8 +17,7 @@ from esper.arena.specs import PHYSICS
 from esper.arena.state import Clouds, Shells, Units, World
 from esper.arena.tables import Tables, WeaponTable
 
-_STEERING_PER_S = 5.0  # how quickly a homing projectile turns towards its target
-_SPLASH_SHARE = 0.5  # of a direct hit's damage, in the middle of the splash
+_FAR_M = 1e4  # where nothing is
 
 
 class Impact(NamedTuple):
@@ -40,7 +39,7 @@ def steer(shells: Shells, units: Units, tables: Tables) -> Shells:
     line = torch.cat((aim[..., :2], (aim[..., 2] + PHYSICS.muzzle_m).unsqueeze(-1)), -1) - shells.position
     speed = weapons.speed[shells.weapon].unsqueeze(-1)
     wanted = line * (speed / torch.linalg.vector_norm(line, dim=-1, keepdim=True).clamp_min(1e-6))
-    turned = shells.velocity + (wanted - shells.velocity) * (_STEERING_PER_S * PHYSICS.tick_s)
+    turned = shells.velocity + (wanted - shells.velocity) * (PHYSICS.steering_per_s * PHYSICS.tick_s)
     turned = turned * (speed / torch.linalg.vector_norm(turned, dim=-1, keepdim=True).clamp_min(1e-6))
     homes = weapons.is_homing[shells.weapon] & unit_at(units.is_alive, shells.target)
     drop = weapons.is_ballistic[shells.weapon] * (PHYSICS.gravity_mps2 * PHYSICS.tick_s)
@@ -67,17 +66,20 @@ def advance(shells: Shells, units: Units, world: World) -> tuple[Shells, Impact]
 def _first_unit(shells: Shells, units: Units, flies: Tensor) -> tuple[Tensor, Tensor]:
     """When in the tick each projectile passes a unit's body (a share of the tick, 2 for never), and whose."""
     count = units.heat.shape[1]
-    step = shells.velocity * PHYSICS.tick_s
-    apart_x = units.position[:, None, None, :, 0] - shells.position[..., 0:1]  # [B, U, K, U]
-    apart_y = units.position[:, None, None, :, 1] - shells.position[..., 1:2]
-    step_x, step_y, step_z = step[..., 0:1], step[..., 1:2], step[..., 2:3]
+    # The dead and what does not fly are far away instead of masked: these tensors are small, those below are not.
+    body_x = torch.where(units.is_alive, units.position[..., 0], _FAR_M)[:, None, None]  # [B, 1, 1, U]
+    body_y, body_z = units.position[:, None, None, :, 1], units.position[:, None, None, :, 2] + 0.5 * PHYSICS.tall_m
+    x = torch.where(flies, shells.position[..., 0], -_FAR_M).unsqueeze(-1)  # [B, U, K, 1]
+    y, z = shells.position[..., 1:2], shells.position[..., 2:3]
+    step_x, step_y, step_z = (shells.velocity * PHYSICS.tick_s).unsqueeze(-2).unbind(-1)
+    apart_x, apart_y = body_x - x, body_y - y  # [B, U, K, U]
     along = torch.addcmul(apart_x * step_x, apart_y, step_y)
-    nearest = (along / (step_x.square() + step_y.square()).clamp_min(1e-9)).clamp(0.0, 1.0)
-    off_x, off_y = torch.addcmul(apart_x, nearest, step_x, value=-1), torch.addcmul(apart_y, nearest, step_y, value=-1)
-    is_near = torch.addcmul(off_x.square(), off_y, off_y) <= PHYSICS.radius_m**2
-    above = torch.addcmul(shells.position[..., 2:3] - units.position[:, None, None, :, 2], nearest, step_z)
+    nearest = along.div_((step_x.square() + step_y.square()).clamp_min(1e-9)).clamp_(0.0, 1.0)
+    off_x, off_y = apart_x.addcmul_(nearest, step_x, value=-1), apart_y.addcmul_(nearest, step_y, value=-1)
+    apart = off_x.square_().addcmul_(off_y, off_y)
+    above = (z - body_z).addcmul_(nearest, step_z).abs_()
     others = ~torch.eye(count, dtype=torch.bool, device=flies.device)[:, None, :]  # [U, 1, U]
-    meets = is_near & (above >= 0) & (above <= PHYSICS.tall_m) & others & units.is_alive[:, None, None, :] & flies.unsqueeze(-1)
+    meets = (apart <= PHYSICS.radius_m**2) & (above <= 0.5 * PHYSICS.tall_m) & others
     when, victim = torch.where(meets, nearest, 2.0).min(-1)
     return when, victim
 
@@ -106,15 +108,18 @@ def explode(impact: Impact, units: Units, tables: Tables) -> Hits:
     full = weapons.damage[weapon] * impact.burst
     direct = full * torch.where(facing < REAR_COS, PHYSICS.rear_factor, 1.0)
 
-    reach = splash_share(impact, units, weapons) * ~hit  # [B, U, K, U]
-    splash = reach * (full * _SPLASH_SHARE).unsqueeze(-1)
-    directly = direct.unsqueeze(-1) * hit
-    shaken = (weapons.stability[weapon] * impact.burst).unsqueeze(-1) * (hit + reach * _SPLASH_SHARE)
-    legs = splash + directly * weapons.leg_share[weapon].unsqueeze(-1)
+    reach = splash_share(impact, units, weapons).masked_fill_(hit, 0.0)  # [B, U, K, U]
+    shells, share = hit.flatten(1, 2).to(reach.dtype), reach.flatten(1, 2)  # [B, U·K, U]
+    half = full * PHYSICS.splash_share
+    shaken = weapons.stability[weapon] * impact.burst
+    # Sums over projectiles as products of matrices: what each weighs, times whom it struck.
+    straight = torch.stack((direct * weapons.leg_share[weapon], shaken), 1).flatten(2) @ shells  # [B, 2, U]
+    around = torch.stack((half, shaken * PHYSICS.splash_share), 1).flatten(2) @ share
+    legs, stability = (straight + around).unbind(1)
     return Hits(
-        damage=(directly + splash).sum(2),
-        legs=legs.sum((1, 2)),
-        stability=shaken.sum((1, 2)),
+        damage=(reach * half.unsqueeze(-1)).add_(hit * direct.unsqueeze(-1)).sum(2),
+        legs=legs,
+        stability=stability,
         heat=torch.zeros_like(units.heat),
         suppressed=torch.where(hit, weapons.suppresses[weapon].unsqueeze(-1), 0).amax((1, 2)),
         painted=torch.zeros_like(units.painted),
@@ -127,9 +132,10 @@ def splash_share(impact: Impact, units: Units, weapons: WeaponTable) -> Tensor:
     apart_x = position[..., 0] - impact.point[..., 0:1]
     apart_y = position[..., 1] - impact.point[..., 1:2]
     apart_z = position[..., 2] + 0.5 * PHYSICS.tall_m - impact.point[..., 2:3]
-    distance = torch.addcmul(torch.addcmul(apart_x.square(), apart_y, apart_y), apart_z, apart_z).sqrt()
-    radius = weapons.splash_m[impact.weapon].unsqueeze(-1)
-    return (1.0 - distance / radius.clamp_min(1e-6)).clamp_min(0.0) * (impact.burst.unsqueeze(-1) & (radius > 0))
+    distance = apart_x.square_().addcmul_(apart_y, apart_y).addcmul_(apart_z, apart_z).sqrt_()
+    radius = weapons.splash_m[impact.weapon] * impact.burst  # where nothing bursts, the splash reaches nobody
+    share: Tensor = distance.div_(-radius.clamp_min(1e-6).unsqueeze(-1)).add_(1.0).clamp_min_(0.0)
+    return share
 
 
 def terrain_hits(impact: Impact, tables: Tables, size: int) -> tuple[Tensor, Tensor]:

@@ -29,11 +29,11 @@ class MaterialSpec(msgspec.Struct, frozen=True):
     """What a material does to those who stand on it, look at it or shoot at it."""
 
     hit_points: int = 0  # of one column; 0: it cannot be destroyed
-    is_seen_through: bool = False
-    is_walked_through: bool = False  # its height hides and does not carry
+    is_seen_through: bool = False  # its height does not hide
+    is_walked_through: bool = False  # its height hides, and neither carries nor stops shots
     heat_per_s: float = 0.0  # to who stands in it
-    damage_per_s: float = 0.0
-    speed_factor: float = 1.0
+    damage_per_s: float = 0.0  # likewise, to body and legs
+    speed_factor: float = 1.0  # of who walks in it
 
 
 MATERIALS: dict[Material, MaterialSpec] = {
@@ -50,21 +50,21 @@ MATERIALS: dict[Material, MaterialSpec] = {
 class Weapon(msgspec.Struct, frozen=True):
     """One kind of weapon. Without `flight_mps` it hits at once whom it is aimed at, who must then be seen and not only sensed."""
 
-    damage: float
-    range_m: float
+    damage: float  # of a direct hit
+    range_m: float  # of the target when it is fired
     heat: float  # to who fires it
-    cooldown_s: float
+    cooldown_s: float  # from one shot to the next
     arc_deg: float  # of the whole cone ahead in which it fires
-    stability_damage: float = 0.0
-    flight_mps: float = 0.0
-    is_homing: bool = False
+    stability_damage: float = 0.0  # of a direct hit
+    flight_mps: float = 0.0  # 0: it hits at once
+    is_homing: bool = False  # turns after its target
     is_ballistic: bool = False  # flies in an arc, and leads its target
-    splash_m: float = 0.0
+    splash_m: float = 0.0  # how far around it hurts everybody
     painted_range_m: float = 0.0  # against a painted target; 0: no other than the plain one
-    target_heat: float = 0.0
+    target_heat: float = 0.0  # to who is hit
     leg_share: float = 0.0  # of a direct hit's damage that the legs take besides
-    suppresses_s: float = 0.0
-    paints_s: float = 0.0
+    suppresses_s: float = 0.0  # slows who is hit for so long
+    paints_s: float = 0.0  # marks who is hit for so long
     smoke_s: float = 0.0  # leaves a cloud that hides for so long
 
 
@@ -90,17 +90,17 @@ WEAPONS: dict[str, Weapon] = {
 class UnitClass(msgspec.Struct, frozen=True):
     """One class of unit."""
 
-    max_speed_mps: float
-    yaw_radps: float
-    jets_mps2: float  # 0: it has none
-    hit_points: float
-    leg_points: float
-    heat_cap: float
-    cooling_per_s: float
-    tons: float
-    radar_quality: float
-    role: str
-    weapons: tuple[str, ...]
+    max_speed_mps: float  # straight ahead
+    yaw_radps: float  # how fast it turns
+    jets_mps2: float  # upward thrust; 0: it has none
+    hit_points: float  # without them it is dead
+    leg_points: float  # without them it limps
+    heat_cap: float  # above which it shuts down
+    cooling_per_s: float  # heat that leaves
+    tons: float  # what counts in the zone
+    radar_quality: float  # times the radar's reach
+    role: str  # what it is meant for
+    weapons: tuple[str, ...]  # of which it fires one at a time
 
 
 ROLES = ("scout", "striker", "line", "anchor")
@@ -118,38 +118,41 @@ PACK = ("medium", "light", "heavy", "scout", "medium")  # a team takes them in t
 class Physics(msgspec.Struct, frozen=True):
     """The constants of the rules."""
 
-    tick_s: float = 0.05
-    ticks_per_decision: int = 5
-    gravity_mps2: float = 9.81
+    tick_s: float = 0.05  # one step of the physics
+    ticks_per_decision: int = 5  # in which an action holds
+    gravity_mps2: float = 9.81  # pulls units in the air and ballistic projectiles
     radius_m: float = 0.6  # of every unit
-    tall_m: float = 2.0
+    tall_m: float = 2.0  # is every unit
     eye_m: float = 1.6  # above the feet
     muzzle_m: float = 1.2  # above the feet; what is aimed at, too
     acceleration_s: float = 0.5  # from rest to full speed
+    air_control: float = 0.3  # of the acceleration on the ground, in the air
     sideways_factor: float = 0.6  # of the full speed, sideways and backwards
     ceiling_m: float = 12.0  # above the lowest ground; feet never rise higher
     fuel_s: float = 2.0  # of full jets
     refuel_per_s: float = 0.25  # on the ground
-    jets_heat_per_s: float = 15.0
+    jets_heat_per_s: float = 15.0  # to who flies at full throttle
     landing_mps: float = 6.0  # a faster fall hurts the legs
     landing_damage: float = 5.0  # for every m/s above
-    broken_legs_factor: float = 0.4  # of the full speed
-    suppressed_factor: float = 0.7
-    venting_factor: float = 0.5
-    vent_cooling: float = 3.0  # times
+    broken_legs_factor: float = 0.4  # of the full speed, on legs without points
+    suppressed_factor: float = 0.7  # likewise, while suppressed
+    venting_factor: float = 0.5  # likewise, while venting
+    vent_cooling: float = 3.0  # times the class's cooling, while venting
     restart_share: float = 0.5  # of the heat cap, under which a unit that was shut down starts again
     heat_limit_share: float = 1.5  # of the heat cap, above which heat does not rise
-    stability: float = 100.0
-    steadying_per_s: float = 20.0
-    fallen_s: float = 3.0
-    rear_factor: float = 1.5
+    stability: float = 100.0  # of every unit; at 0 it falls
+    steadying_per_s: float = 20.0  # how fast stability comes back
+    fallen_s: float = 3.0  # how long a unit lies
+    rear_factor: float = 1.5  # times the damage, from behind
     rear_deg: float = 120.0  # a hit from further than this off the nose is one from behind
-    sight_m: float = 30.0
-    radar_m: float = 14.0
+    steering_per_s: float = 5.0  # how quickly a homing projectile turns towards its target
+    splash_share: float = 0.5  # of a direct hit's damage, in the middle of the splash; less further out, nothing at its edge
+    sight_m: float = 30.0  # how far units see
+    radar_m: float = 14.0  # how far radar of quality 1 reaches, through everything
     hot_share: float = 0.8  # of the heat cap, above which a unit is sensed by its heat, as is one that vents
-    hot_m: float = 25.0
+    hot_m: float = 25.0  # from how far away
     cloud_m: float = 4.0  # radius of smoke
-    assist_s: float = 10.0  # damage counts for an assist this long
+    assist_s: float = 10.0  # in which damage as great as the victim's full hit points is forgotten, and less of it sooner
     win_share: float = 0.5  # of the battle's seconds that a team must hold the zone
 
 

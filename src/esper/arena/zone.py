@@ -28,7 +28,8 @@ def hold(contest: Contest, units: Units, world: World, tables: Tables) -> Contes
     half = tons.shape[1] // 2
     lead = tons[:, :half].sum(1) - tons[:, half:].sum(1)
     gained = torch.stack((lead > 0, lead < 0), 1)
-    return contest._replace(score=contest.score + gained * PHYSICS.tick_s, holder=torch.where(lead > 0, 0, torch.where(lead < 0, 1, -1)))
+    held = (contest.score / PHYSICS.tick_s).round() + gained  # whole ticks, so that a long sum of twentieths does not drift
+    return contest._replace(score=held * PHYSICS.tick_s, holder=torch.where(lead > 0, 0, torch.where(lead < 0, 1, -1)))
 
 
 class Ending(NamedTuple):

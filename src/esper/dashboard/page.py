@@ -18,7 +18,7 @@ HERE = Path(__file__).parent
 TITLE = "esper arena"
 ROUTE = "/replays/"
 
-assert ui.scene  # named to be loaded: three.js comes with it
+WITH_THREE_JS = ui.scene  # to be named is enough: the library that it brings is then served
 
 
 class ReplayPlayer(ui.element, component="replay_player.js", esm={"esper-player": "player"}):

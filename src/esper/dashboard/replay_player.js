@@ -16,14 +16,14 @@ const template = `
   <div class="stage" ref="stage"></div>
   <div v-if="problem" class="problem" role="alert">{{ problem }}</div>
 
-  <header v-if="ready" class="bar-top">
+  <header class="bar-top">
     <div class="which">
       <select v-if="replays.length > 1" v-model="chosenUrl" class="replays" aria-label="replay">
         <option v-for="item in replays" :key="item.url" :value="item.url">{{ item.name }}</option>
       </select>
       <span v-else>{{ replays[0].name }}</span>
     </div>
-    <div class="scores">
+    <div v-if="ready" class="scores">
       <span class="team team-0" :title="info.teams[0]">{{ info.teams[0] }}</span>
       <span class="score" data-score="0">{{ score[0].toFixed(1) }}</span>
       <div class="score-bar left"><i class="team-0" :style="{ width: scoreShare(0) }"></i></div>
@@ -35,7 +35,7 @@ const template = `
       <span class="score" data-score="1">{{ score[1].toFixed(1) }}</span>
       <span class="team team-1" :title="info.teams[1]">{{ info.teams[1] }}</span>
     </div>
-    <div class="holder" :class="'team-' + holder">{{ holder < 0 ? "zone is free" : info.teams[holder] + " holds the zone" }}</div>
+    <div v-if="ready" class="holder" :class="'team-' + holder">{{ holder < 0 ? "zone is free" : info.teams[holder] + " holds the zone" }}</div>
   </header>
 
   <aside v-if="ready" v-for="team in [0, 1]" :key="team" :class="team ? 'side right' : 'side left'">
@@ -70,7 +70,7 @@ const template = `
       <p v-if="!panel.wish" class="quiet" data-wish>{{ panel.isAlive ? "the battle is over" : "nothing any more" }}</p>
       <div v-else class="wish" data-wish>
         <svg viewBox="-1.3 -1.3 2.6 2.6" aria-hidden="true"><circle r="1.15" class="dial"/><path d="M0 -1.28 l0.11 0.2 h-0.22 z" class="nose"/>
-          <line x1="0" y1="0" :x2="-panel.wish.strafe" :y2="-panel.wish.forward" class="stick"/><circle :cx="-panel.wish.strafe" :cy="-panel.wish.forward" r="0.17" class="knob"/></svg>
+          <line x1="0" y1="0" :x2="panel.wish.strafe" :y2="-panel.wish.forward" class="stick"/><circle :cx="panel.wish.strafe" :cy="-panel.wish.forward" r="0.17" class="knob"/></svg>
         <ul><li v-for="line in panel.wish.lines" :key="line[0]"><span>{{ line[0] }}</span> {{ line[1] }}</li></ul>
       </div>
       <h3>Senses</h3>
@@ -305,12 +305,12 @@ export default {
       const action = this.replay.isAlive(this.frame, unit) ? this.replay.action(this.frame, unit) : null;
       if (!action) return null;
       const percent = (value) => `${Math.round(100 * Math.abs(value))} %`;
-      const towards = (value, plus, minus) => (Math.abs(value) < 0.005 ? "" : `${value > 0 ? plus : minus} ${percent(value)}`);
-      const walk = [towards(action.forward, "ahead", "back"), towards(action.strafe, "left", "right")].filter(Boolean).join(", ");
+      const towards = (value, plus, minus) => (Math.abs(value) < 0.005 ? "no" : `${value > 0 ? plus : minus} ${percent(value)}`);
       const target = action.target >= 0 ? ` at ${this.replay.names[action.target]}` : "";
       const lines = [
-        ["walk", walk || "stay"],
-        ["turn", towards(action.yaw, "left", "right") || "no"],
+        ["walk", towards(action.forward, "ahead", "back")],
+        ["side", towards(action.strafe, "right", "left")],
+        ["turn", towards(action.yaw, "left", "right")],
         ["jets", action.jets > 0.005 ? percent(action.jets) : "off"],
         ["fire", action.weapon ? action.weapon + target : "nothing"],
         ["vent", action.vent ? "yes" : "no"],

@@ -21,6 +21,9 @@ class ToGymnasium(VectorEnv[Any, Any, Any]):
     Masks are in the infos, int8: `action_mask` for an action of one head, else `action_mask/<head>`. An observation of one part
     called "obs" is that array, any other a dictionary; likewise an action of one head. The action spec is kept in
     `metadata["action_spec"]`, so that `from_gymnasium` finds what spaces cannot say: which head depends on which.
+
+    Where an action was ignored, because a row only waits for its next episode, `valid` in the infos is false: learn nothing from that
+    row's step. Without `valid` every step was real.
     """
 
     def __init__(self, vec_env: VecEnv) -> None:
@@ -47,9 +50,9 @@ class ToGymnasium(VectorEnv[Any, Any, Any]):
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         timestep = self.vec_env.step(self._actions(actions))
-        if timestep.valid is not None and not timestep.valid.all():
-            raise ValueError("this environment spends a step on resetting (`valid` is false), which a same-step environment never does")
         infos = self._mask_infos(timestep.masks)
+        if timestep.valid is not None:
+            infos |= {"valid": _array(timestep.valid), "_valid": np.ones(self.num_envs, dtype=np.bool_)}
         if timestep.final_obs is not None:
             infos |= self._final_infos(timestep, timestep.final_obs)
         return self._obs(timestep.obs), _array(timestep.reward), _array(timestep.terminated), _array(timestep.truncated), infos

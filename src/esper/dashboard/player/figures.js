@@ -45,6 +45,7 @@ export class Figure {
     this.ring.scale.setScalar(isChosen ? 1.45 : 1);
     this.ring.material.color.set(isChosen ? "#ffffff" : this.team);
     this.tall = isAlive && !isFallen ? 2 : 1.2;
+    this.hasLabel = isAlive || isChosen;
     this.label.draw(replay, frame, { isAlive, isFallen, isShutDown, isChosen });
   }
 

@@ -8,6 +8,8 @@ import { terrainMesh } from "./terrain.js";
 
 const BACKGROUND = "#0d1116";
 const LIFT = 31; // pixels
+const FAR = 85; // metres from which labels are short
+const LABEL = { wide: 48, narrow: 34, high: 22 }; // pixels that one takes
 const NEAR_CLICK = 26; // pixels from a unit that count as on it
 
 export class Stage {
@@ -76,11 +78,16 @@ export class Stage {
   }
 
   view(name) {
-    const far = this.replay.size * 1.9;
-    // Seen so that the first team comes from the left and the second from the right.
-    const [aside, up, nearer] = name === "top" ? [0.004, 1, 0] : [0.53, 0.66, 0.075 * this.replay.size];
-    this.controls.target.set(nearer, -nearer, 0);
-    this.camera.position.set(nearer + aside * far, -nearer - aside * far, up * far);
+    const { size } = this.replay;
+    const far = 1.9 * size;
+    if (name === "top") {
+      this.controls.target.set(0, 0, 0);
+      this.camera.position.set(0, -0.01 * far, 1.05 * far); // not quite above, or there would be no telling which way is up
+    } else {
+      // Seen so that the first team comes from the left and the second from the right.
+      this.controls.target.set(0.075 * size, -0.075 * size, 0);
+      this.camera.position.set(0.53 * far, -0.53 * far, 0.66 * far).add(this.controls.target);
+    }
     this.controls.minDistance = 6;
     this.controls.maxDistance = 3 * far;
     this.controls.update();
@@ -127,7 +134,7 @@ export class Stage {
     if (!this.wish.visible) return;
     const { x, y, z, heading } = this.replay.pose(time, chosen);
     this.wish.position.set(x, y, z + 0.25);
-    this.wish.rotation.z = heading + Math.atan2(action.strafe, action.forward);
+    this.wish.rotation.z = heading - Math.atan2(action.strafe, action.forward);
     this.wish.scale.set(1.5 + 2.5 * length, 1.6, 1);
   }
 
@@ -137,11 +144,23 @@ export class Stage {
     // From far away units are drawn larger than they are, or they could not be told apart.
     const distance = this.controls.getDistance();
     for (const figure of this.figures) figure.resize(Math.max(1.2, Math.min(2.6, distance / 62)));
-    this.labels.classList.toggle("is-far", distance > 85);
+    const isFar = distance > FAR;
+    this.labels.classList.toggle("is-far", isFar);
     this.renderer.render(this.scene, this.camera);
-    for (const figure of this.figures) {
-      const [x, y, isVisible] = this.#onScreen(figure.head);
-      figure.label.place(x, y, isVisible);
+    this.#placeLabels(isFar ? LABEL.narrow : LABEL.wide);
+  }
+
+  // Nearer ones first; those that would cover another one are moved up.
+  #placeLabels(width) {
+    const wanted = this.figures.map((figure) => [figure, ...this.#onScreen(figure.head)]).sort((a, b) => b[2] - a[2]);
+    const placed = [];
+    for (const [figure, x, above, isVisible] of wanted) {
+      const isShown = isVisible && figure.hasLabel;
+      let y = above;
+      const isTaken = () => placed.some((other) => Math.abs(other[0] - x) < width && Math.abs(other[1] - y) < LABEL.high);
+      for (let tries = 0; tries < 6 && isShown && isTaken(); tries++) y -= LABEL.high / 2;
+      figure.label.place(x, y, isShown);
+      if (isShown) placed.push([x, y]);
     }
   }
 

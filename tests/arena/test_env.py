@@ -1,0 +1,138 @@
+"""The arena as a vecenv: rows are units, death ends a unit once, and rows of the dead wait for the next battle."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from esper.arena.arena import no_actions
+from esper.arena.env import ArenaEnv, observation_spec
+from esper.arena.layout import observation_width, state_width
+from esper.arena.specs import Material
+from esper.arena.state import state_hash
+from esper.vecenv import Saveable, VecEnv, check_env, check_timestep
+from tests.arena.worlds import build, put, random_actions, small_config
+
+TINY = small_config(battles=2, teams=2, pack=("medium", "light"), size=16, maps=2, seconds=1.0)  # four decisions
+
+
+def doomed(env, unit):
+    """The unit dies in the next decision, in all battles: its ground burns, and it has nothing left to lose."""
+    build(env.arena, (-8, 8), (-8, 8), Material.LAVA)
+    put(env.arena, unit, hit_points=1e-4)
+
+
+def played(env, decisions):
+    return [env.step(no_actions(env.config)) for _ in range(decisions)]
+
+
+def test_it_keeps_the_contract():
+    settings = {"pack": ("medium", "light"), "size": 16, "maps": 2, "seconds": 1.5, "state_view": True}
+    env = ArenaEnv(small_config(battles=2, teams=2, smallest_team=1, **settings))
+    assert isinstance(env, VecEnv)
+    assert isinstance(env, Saveable)
+    check_env(env, steps=4)  # and ten more from a saved state, twice, over the end of battles
+
+
+def test_every_unit_of_every_battle_is_a_row():
+    config = small_config(battles=3, teams=2, pack=("medium", "light"), size=16, state_view=True)
+    env = ArenaEnv(config)
+    timestep = env.reset(seed=0)
+    check_timestep(env, timestep)
+    assert env.num_envs == 12
+    assert observation_spec(config)["obs"].shape == (observation_width(config),)
+    assert timestep.obs["state"].shape == (12, state_width(config))
+    unit_of_battle = timestep.obs["obs"].unflatten(0, (3, 4))
+    assert torch.equal(unit_of_battle[1, 2], env.scene.observation[1, 2])
+
+
+def test_a_death_ends_the_unit_once_and_its_row_waits_for_the_next_battle():
+    env = ArenaEnv(TINY)
+    env.reset(seed=0)
+    doomed(env, unit=1)
+    steps = played(env, 5)
+    rows = {"dead": 1, "alive": 0}
+    ends = {name: [bool(step.terminated[row]) for step in steps] for name, row in rows.items()}
+    valid = {name: [bool(step.valid[row]) for step in steps] for name, row in rows.items()}
+    assert ends == {"dead": [True, False, False, False, False], "alive": [False, False, False, True, False]}
+    assert valid == {"dead": [True, False, False, False, True], "alive": [True] * 5}
+    assert not any(step.truncated.any() for step in steps)
+    assert all(step.reward[1] == 0 for step in steps[1:4])
+
+
+def test_time_is_a_real_end_for_everybody():
+    env = ArenaEnv(TINY)
+    env.reset(seed=0)
+    *before, last = played(env, 4)
+    assert not any(step.terminated.any() for step in before)
+    assert last.terminated.all()
+    assert env.scene.by_time.all()
+    assert not last.truncated.any()
+
+
+def test_a_battle_that_ended_begins_anew_in_the_same_step():
+    env = ArenaEnv(TINY)
+    env.reset(seed=0)
+    last = played(env, 4)[-1]
+    assert env.arena.state.contest.decision.tolist() == [0, 0]
+    assert env.arena.state.contest.episode.tolist() == [1, 1]
+    assert torch.equal(last.obs["obs"], env.arena.look().observation.flatten(0, 1))
+
+
+def test_who_takes_no_part_in_a_battle_is_never_valid_in_it():
+    env = ArenaEnv(small_config(battles=4, teams=2, smallest_team=1, pack=("medium", "light"), size=16, maps=2))
+    env.reset(seed=0)
+    present = env.arena.state.units.present
+    assert not present.all()  # some battles are smaller
+    assert torch.equal(present[:, :2], present[:, 2:])  # for both sides
+    timestep = played(env, 1)[0]
+    assert torch.equal(timestep.valid.view(4, 4), present)
+    assert not timestep.terminated.any()
+
+
+def test_after_a_reset_every_row_begins():
+    env = ArenaEnv(TINY)
+    env.reset(seed=0)
+    doomed(env, unit=1)
+    played(env, 1)
+    timestep = env.reset()
+    assert timestep.valid is None
+    assert not timestep.reward.any()
+    assert env.arena.state.units.is_alive.all()
+
+
+def test_a_seed_says_which_battles_are_fought():
+    env, other = ArenaEnv(TINY, seed=3), ArenaEnv(TINY, seed=4)
+    assert torch.equal(env.reset().obs["obs"], other.reset(seed=3).obs["obs"])
+    assert not torch.equal(env.reset(seed=3).obs["obs"], env.reset(seed=5).obs["obs"])
+
+
+def test_a_saved_battle_goes_on_in_another_arena():
+    env, other = ArenaEnv(TINY, seed=3), ArenaEnv(TINY, seed=8)
+    generator = torch.Generator().manual_seed(0)
+    env.reset()
+    env.step(random_actions(env.arena, generator))
+    saved = env.state_dict()
+    actions = [random_actions(env.arena, generator) for _ in range(4)]
+    expected = [env.step(action) for action in actions]
+    other.load_state_dict(saved)
+    for action, step in zip(actions, expected, strict=True):
+        again = other.step(action)
+        assert torch.equal(again.obs["obs"], step.obs["obs"])
+        assert torch.equal(again.reward, step.reward)
+    assert [state_hash(other.arena.state, battle) for battle in range(2)] == [state_hash(env.arena.state, battle) for battle in range(2)]
+
+
+def test_what_was_saved_does_not_change_afterwards():
+    env = ArenaEnv(TINY)
+    env.reset(seed=0)
+    saved = env.state_dict()
+    env.arena.set_largest_team(1)
+    env.load_state_dict(saved)
+    assert int(env.arena.largest_team) == TINY.teams
+
+
+def test_a_state_of_another_arena_is_refused_by_name():
+    env, smaller = ArenaEnv(TINY), ArenaEnv(small_config(size=16))
+    with pytest.raises(ValueError, match=r"should be torch.\w+ \(2, .*; got torch.\w+ \(1, "):
+        env.load_state_dict(smaller.state_dict())

@@ -1,0 +1,70 @@
+"""The arena as a Gymnasium vector environment: every unit a row, and what is said of those that wait for their next battle."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytest.importorskip("gymnasium")
+from gymnasium.vector import AutoresetMode
+
+from esper.arena.config import ArenaConfig
+from esper.arena.env import ArenaEnv
+from esper.arena.specs import Material
+from esper.vecenv.gymnasium import ToGymnasium
+from tests.arena.worlds import build, put
+
+TINY = ArenaConfig(battles=2, teams=2, size=16, maps=2, seconds=1.0, contacts=2, allies=1)
+
+
+@pytest.fixture
+def view():
+    return ToGymnasium(ArenaEnv(TINY))
+
+
+def doomed(view, unit):
+    build(view.vec_env.arena, (-8, 8), (-8, 8), Material.LAVA)
+    put(view.vec_env.arena, unit, hit_points=1e-4)
+
+
+def test_rows_are_the_units_of_all_battles(view):
+    obs, infos = view.reset(seed=0)
+    assert view.num_envs == 8
+    assert view.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP
+    assert view.observation_space.contains(obs)
+    assert infos["action_mask/fire"].shape == (8, 8)
+    assert infos["action_mask/target"].shape == (8, 8, 2)
+    assert infos["action_mask/vent"].shape == (8, 2)
+
+
+def test_sampled_actions_are_taken(view):
+    view.reset(seed=0)
+    obs, reward, terminated, truncated, infos = view.step(view.action_space.sample())
+    assert view.observation_space.contains(obs)
+    assert reward.shape == terminated.shape == truncated.shape == (8,)
+    assert infos["valid"].all()
+    assert infos["_valid"].all()
+
+
+def test_the_dead_are_not_valid_until_their_next_battle(view):
+    view.reset(seed=0)
+    doomed(view, unit=1)  # in both battles
+    actions = view.action_space.sample()
+    ends, valid = [], []
+    for _ in range(5):  # a battle has four decisions
+        _, _, terminated, truncated, infos = view.step(actions)
+        ends.append(terminated[1])
+        valid.append(infos["valid"][1])
+        assert not truncated.any()
+        assert np.delete(infos["valid"], [1, 5]).all()
+    assert ends == [True, False, False, False, False]
+    assert valid == [True, False, False, False, True]
+
+
+def test_the_arena_can_be_saved_through_the_view(view):
+    view.reset(seed=0)
+    saved, actions = view.state_dict(), view.action_space.sample()
+    first = view.step(actions)
+    view.load_state_dict(saved)
+    second = view.step(actions)
+    assert all(np.array_equal(one, other) for one, other in zip(first[:4], second[:4], strict=True))

@@ -1,0 +1,113 @@
+"""The way to the zone: who follows it arrives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from esper.arena.ground import floors
+from esper.arena.maps import LANDSCAPES, generate_maps
+from esper.arena.routes import ARRIVED, STEPS, find_ways
+from esper.arena.specs import CLIMB_M, Material
+from tests.arena.worlds import flat_arena
+
+SIZE = 24
+MAPS = generate_maps(range(10), size=SIZE)
+FLOOR = floors(MAPS.height, MAPS.material, flat_arena().tables.materials)
+WAY, ROUTE = find_ways(FLOOR, MAPS.material, MAPS.zone_radius)
+
+
+def followed(way: torch.Tensor, i: int, j: int) -> list[tuple[int, int]]:
+    """All columns on the way from one to the zone."""
+    path = [(i, j)]
+    while int(way[i, j]) != ARRIVED:
+        step = STEPS[int(way[i, j])]
+        i, j = i + step[0], j + step[1]
+        path.append((i, j))
+        assert len(path) <= way.numel(), "the way goes round in circles"
+    return path
+
+
+@pytest.mark.parametrize("which", range(10))
+def test_from_both_corners_the_way_leads_to_the_zone_in_steps_that_can_be_walked(which: int) -> None:
+    for corner in (2, SIZE - 3):
+        path = followed(WAY[which], corner, corner)
+        levels = [float(FLOOR[which, i, j]) for i, j in path]
+        assert all(after - before <= CLIMB_M for before, after in zip(levels, levels[1:], strict=False))
+        i, j = path[-1]
+        assert (i + 0.5 - SIZE / 2) ** 2 + (j + 0.5 - SIZE / 2) ** 2 <= float(MAPS.zone_radius[which]) ** 2
+
+
+def test_the_maps_looked_at_are_of_several_landscapes() -> None:
+    assert len(set(MAPS.landscape.tolist())) >= len(LANDSCAPES) - 1
+
+
+def test_every_step_comes_nearer() -> None:
+    for which in range(10):
+        path = followed(WAY[which], 2, 2)
+        lengths = [float(ROUTE[which, i, j]) for i, j in path]
+        assert all(after < before for before, after in zip(lengths, lengths[1:], strict=False))
+        assert lengths[-1] == 0
+
+
+def test_the_way_is_turned_with_the_map() -> None:
+    turned = WAY.flip(1, 2)
+    opposite = torch.where(turned == ARRIVED, ARRIVED, (turned + 4) % 8)
+    assert torch.equal(WAY, opposite)
+    assert torch.allclose(ROUTE, ROUTE.flip(1, 2))
+
+
+def on_flat_ground(material: torch.Tensor, floor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    way, route = find_ways(floor.unsqueeze(0), material.unsqueeze(0), torch.tensor([2.0]))
+    return way[0], route[0]
+
+
+def nothing() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(16, 16, dtype=torch.int8), torch.zeros(16, 16)
+
+
+def test_on_open_ground_the_way_is_straight_and_as_long_as_it_is() -> None:
+    way, route = on_flat_ground(*nothing())
+    assert int(way[2, 7]) == 0  # along x
+    assert int(way[13, 7]) == 4
+    # Seven columns to the goal along x; five of them in the corner's case are diagonal, which is longer.
+    assert float(route[3, 7]) == pytest.approx(7 - 3)
+    assert float(route[3, 3]) == pytest.approx(2**0.5 * 4)
+
+
+def test_the_way_leads_round_a_wall_and_over_a_step() -> None:
+    for height, is_round in ((2.0, True), (1.0, False)):
+        material, floor = nothing()
+        floor[4, 2:14] = height
+        way, _ = on_flat_ground(material, floor)
+        rows = [j for i, j in followed(way, 2, 7) if i == 4]
+        assert all(j < 2 or j > 13 for j in rows) == is_round
+
+
+def test_the_way_passes_no_corner_diagonally() -> None:
+    material, floor = nothing()
+    floor[5, 5] = 3.0
+    way, _ = on_flat_ground(material, floor)
+    path = followed(way, 4, 4)
+    for before, after in zip(path, path[1:], strict=False):
+        assert floor[before[0], after[1]] == 0
+        assert floor[after[0], before[1]] == 0
+
+
+def test_lava_is_avoided_and_water_costs_more_than_open_ground() -> None:
+    material, floor = nothing()
+    _, plain = on_flat_ground(material, floor)
+    material[4, 1:15] = int(Material.LAVA)
+    way, _ = on_flat_ground(material, floor)
+    assert all(int(material[i, j]) != int(Material.LAVA) for i, j in followed(way, 2, 3))
+    material[4, :] = int(Material.WATER)
+    _, wet = on_flat_ground(material, floor)
+    assert float(wet[2, 7]) == pytest.approx(float(plain[2, 7]) + 1 / 0.6 - 1, rel=1e-5)
+
+
+def test_from_where_no_way_leads_the_length_is_infinite() -> None:
+    material, floor = nothing()
+    floor[:3, 2] = 9.0
+    floor[2, :3] = 9.0
+    _, route = on_flat_ground(material, floor)
+    assert torch.isinf(route[0, 0])

@@ -1,0 +1,83 @@
+"""The rule book says what the simulation does, because it is made from the same tables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from esper.arena.config import ArenaConfig, RewardConfig
+from esper.arena.decision import AFTER_TICKS, PHASES
+from esper.arena.layout import observation_width, parts
+from esper.arena.rules_text import rules_text
+from esper.arena.specs import CLASSES, MATERIALS, PHYSICS, WEAPONS, MaterialSpec, Physics, UnitClass, Weapon
+from esper.config import describe, field_comments
+
+COMMITTED = Path(__file__).parents[2] / "docs" / "arena_rules.md"
+
+
+@pytest.fixture(scope="module")
+def text():
+    return rules_text()
+
+
+def rows(text):
+    """The cells of every line of every table."""
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
+
+
+def section(text, title):
+    return text.split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+@pytest.mark.skipif(not COMMITTED.parent.is_dir(), reason="docs/ is not part of an installed package")
+def test_the_rule_book_is_up_to_date(text):
+    assert COMMITTED.read_text(encoding="utf-8") == text, "renew it: python -m esper.arena.rules_text > docs/arena_rules.md"
+
+
+def test_it_is_the_same_every_time(text):
+    assert rules_text() == text
+
+
+def test_every_line_of_a_table_has_as_many_cells_as_its_head(text):
+    cells = None
+    for line in text.splitlines():
+        if not line.startswith("|"):
+            cells = None
+            continue
+        cells = cells or line.count("|")
+        assert line.count("|") == cells, line
+
+
+def test_phases_are_in_their_order(text):
+    numbered = [row[1] for row in rows(text) if row[0].isdigit() and len(row) == 3]
+    assert numbered == [name for name, _ in (*PHASES, *AFTER_TICKS)]
+
+
+@pytest.mark.parametrize("kind", [Physics, Weapon, UnitClass, MaterialSpec, RewardConfig, ArenaConfig])
+def test_everything_that_can_be_looked_up_says_what_it_means(kind):
+    said = field_comments(kind)
+    assert [name for name in kind.__struct_fields__ if not said.get(name) and name != "reward"] == []
+
+
+def test_every_constant_and_weight_has_a_row_with_its_value(text):
+    constants = {row[0]: row[1] for row in rows(section(text, "Constants"))}
+    for name in Physics.__struct_fields__:
+        assert float(constants[f"`{name}`"]) == getattr(PHYSICS, name)
+    weights = {row[0]: row[1] for row in rows(section(text, "Rewards"))}
+    for name, value, _ in describe(RewardConfig()):
+        assert float(weights[f"`{name}`"]) == value
+
+
+def test_weapons_classes_and_materials_have_a_column_each(text):
+    heads = [row for row in rows(text) if row[0] == "" and row[-1] == "meaning"]
+    assert [head[1:-1] for head in heads] == [[material.name.lower() for material in MATERIALS], list(CLASSES), list(WEAPONS)]
+    ranges = next(row for row in rows(text) if row[0] == "range (m)")
+    assert [float(cell) for cell in ranges[1:-1]] == [weapon.range_m for weapon in WEAPONS.values()]
+
+
+def test_the_parts_of_an_observation_fill_it(text):
+    names = [part.name for part in parts(ArenaConfig())]
+    found = [row[1].split(":") for row in rows(text) if row[0] in names and ":" in row[1]]
+    assert [int(start) for start, _ in found] == [0, *(int(stop) for _, stop in found[:-1])]
+    assert int(found[-1][1]) == observation_width(ArenaConfig())

@@ -1,0 +1,193 @@
+"""Who knows where which enemy is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from esper.arena.arena import Arena
+from esper.arena.sensing import sense
+from esper.arena.specs import CLASSES, PHYSICS, Material
+from esper.arena.state import Senses
+from tests.arena.worlds import build, flat_arena, place, put
+
+
+def sensed(arena: Arena) -> Senses:
+    state = arena.state
+    return sense(state.units, state.world, state.clouds, arena.tables, contacts=arena.config.contacts)
+
+
+def knows(arena: Arena, who: int = 0, whom: int = 1) -> bool:
+    return bool(sensed(arena).sensed[0, who, whom])
+
+
+def sees(arena: Arena, who: int = 0, whom: int = 1) -> bool:
+    return bool(sensed(arena).seen[0, who, whom])
+
+
+def apart(metres: float, *pack: str) -> Arena:
+    """Unit 0 and the first enemy, so far apart along x; everybody else is dead."""
+    arena = flat_arena(*(pack or ("medium",)), size=64)
+    for unit in range(arena.config.units):
+        put(arena, unit, hit_points=0.0)
+    for unit, x in ((0, -metres / 2), (arena.config.teams, metres / 2)):
+        place(arena, unit, x, 0.5)
+        put(arena, unit, hit_points=50.0)
+    return arena
+
+
+def wall(arena: Arena, material: Material = Material.REINFORCED, height: float = 6.0) -> None:
+    build(arena, (0, 1), (-32, 32), material, height=height)
+
+
+def smoke(arena: Arena, x: float, y: float, ticks: int = 200) -> None:
+    clouds = arena.state.clouds
+    position, left = clouds.position.clone(), clouds.left.clone()
+    position[:, 0, 0], left[:, 0, 0] = torch.tensor([x, y, 1.2]), ticks
+    arena.state = arena.state._replace(clouds=clouds._replace(position=position, left=left))
+
+
+def test_in_the_open_one_sees_as_far_as_sight_reaches() -> None:
+    assert sees(apart(29.9))
+    assert not sees(apart(30.1))
+    assert not knows(apart(30.1))
+
+
+def test_sight_is_mutual() -> None:
+    arena = apart(20)
+    assert sees(arena, 0, 1)
+    assert sees(arena, 1, 0)
+    wall(arena)
+    assert not sees(arena, 0, 1)
+    assert not sees(arena, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("material", "height", "is_seen"),
+    [
+        (Material.REINFORCED, 1.5, True),  # below the eyes
+        (Material.REINFORCED, 1.7, False),
+        (Material.SOLID, 6.0, False),
+        (Material.OPEN, 6.0, False),
+        (Material.FOLIAGE, 3.0, False),
+        (Material.GLASS, 6.0, True),
+    ],
+)
+def test_what_stands_between_hides_unless_it_is_low_or_glass(material: Material, height: float, is_seen: bool) -> None:
+    arena = apart(20)
+    wall(arena, material, height)
+    assert sees(arena) == is_seen
+
+
+def test_who_stands_in_foliage_neither_sees_nor_is_seen() -> None:
+    arena = apart(20)
+    build(arena, (-11, -9), (-2, 2), Material.FOLIAGE, height=3.0)
+    assert not sees(arena, 0, 1)
+    assert not sees(arena, 1, 0)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_radar_knows_through_walls_as_far_as_its_quality(name: str) -> None:
+    reach = PHYSICS.radar_m * CLASSES[name].radar_quality
+    for metres, is_known in ((reach - 0.1, True), (reach + 0.1, False)):
+        arena = apart(metres, name)
+        wall(arena)
+        assert knows(arena) == is_known
+        assert not sees(arena)
+
+
+def test_the_better_radar_knows_who_does_not_know_it() -> None:
+    arena = apart(18, "scout", "heavy")
+    wall(arena)
+    place(arena, 3, 9, 0.5)
+    put(arena, 3, hit_points=50.0)
+    put(arena, 2, hit_points=0.0)
+    assert knows(arena, 0, 3)  # a scout's radar reaches 21 m
+    assert not knows(arena, 3, 0)  # a heavy's 11.2 m
+
+
+def test_who_is_hot_or_vents_is_known_through_walls() -> None:
+    arena = apart(24)
+    wall(arena)
+    put(arena, 1, heat=79.0)
+    assert not knows(arena)
+    put(arena, 1, heat=81.0)
+    assert knows(arena)
+    assert not sees(arena)
+    assert not knows(arena, 1, 0)  # it does not make the other hot
+    put(arena, 1, heat=0.0, is_venting=True)
+    assert knows(arena)
+    place(arena, 1, 13.1, 0.5)  # 25.1 m
+    assert not knows(arena)
+
+
+def test_whom_one_painted_the_whole_team_knows_wherever_they_are() -> None:
+    arena = apart(60, "scout", "medium")
+    put(arena, 1, hit_points=50.0)
+    assert not knows(arena, 0, 2)
+    put(arena, 2, painted=1)
+    assert knows(arena, 0, 2)
+    assert knows(arena, 1, 2)
+    assert not sees(arena, 0, 2)
+    assert not knows(arena, 2, 0)
+
+
+def test_smoke_blocks_sight_through_it_and_while_it_lasts() -> None:
+    arena = apart(20)
+    smoke(arena, 0.0, 0.5)
+    assert not sees(arena, 0, 1)
+    assert not sees(arena, 1, 0)
+    smoke(arena, 0.0, 0.5 + PHYSICS.cloud_m + 0.1)
+    assert sees(arena)
+    smoke(arena, 0.0, 0.5 + PHYSICS.cloud_m - 0.1)
+    assert not sees(arena)
+    smoke(arena, 0.0, 0.5, ticks=0)
+    assert sees(arena)
+
+
+def test_smoke_behind_somebody_hides_nobody_and_smoke_around_somebody_does() -> None:
+    arena = apart(20)
+    smoke(arena, 10 + PHYSICS.cloud_m + 0.1, 0.5)
+    assert sees(arena)
+    smoke(arena, 10 + PHYSICS.cloud_m - 0.1, 0.5)
+    assert not sees(arena)
+
+
+def test_smoke_does_not_blind_radar() -> None:
+    arena = apart(10)
+    smoke(arena, 0.0, 0.5)
+    assert knows(arena)
+    assert not sees(arena)
+
+
+def test_nobody_senses_friends_the_dead_or_themselves_and_the_dead_sense_nothing() -> None:
+    arena = flat_arena("medium", "medium")
+    for unit in range(4):
+        place(arena, unit, 3.0 * unit - 4, 0)
+    put(arena, 3, hit_points=0.0)
+    assert sensed(arena).sensed[0].int().tolist() == [[0, 0, 1, 0], [0, 0, 1, 0], [1, 1, 0, 0], [0, 0, 0, 0]]
+
+
+def test_contacts_are_the_nearest_that_are_sensed_from_near_to_far() -> None:
+    arena = flat_arena("medium", "medium", "medium", size=64, contacts=2)
+    place(arena, 0, 0, 0)
+    for unit, metres in ((3, 9.0), (4, 3.0), (5, 6.0)):
+        place(arena, unit, metres, 0)
+    known = sensed(arena)
+    assert known.contacts[0, 0].tolist() == [4, 5]
+    put(arena, 4, hit_points=0.0)
+    assert sensed(arena).contacts[0, 0].tolist() == [5, 3]
+    put(arena, 5, hit_points=0.0)
+    known = sensed(arena)
+    assert known.is_contact[0, 0].tolist() == [True, False]
+    assert int(known.contacts[0, 0, 0]) == 3
+
+
+def test_there_may_be_more_contacts_than_units() -> None:
+    arena = flat_arena(contacts=5)
+    place(arena, 0, 0, 0)
+    place(arena, 1, 3, 0)
+    known = sensed(arena)
+    assert known.contacts.shape == (1, 2, 5)
+    assert known.is_contact[0, 0].tolist() == [True, False, False, False, False]
+    assert int(known.contacts[0, 0, 0]) == 1

@@ -1,0 +1,43 @@
+"""Reading observations by the names of the layout."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from esper.arena.arena import Arena, Scene
+from esper.arena.config import ArenaConfig
+from esper.arena.layout import VIEW, Part, parts, slices, width
+
+
+def look(arena: Arena) -> Scene:
+    """What units see of a state that a test has changed."""
+    arena.state = arena._sensed(arena.state)
+    return arena.look()
+
+
+def piece(scene: Scene, config: ArenaConfig, name: str) -> Tensor:
+    """One part of what everybody observes [B, U, times, width]."""
+    start = 0
+    for part in parts(config):
+        if part.name == name:
+            return scene.observation[..., start : start + part.width].unflatten(-1, (part.times, width(part.fields)))
+        start += part.width
+    raise ValueError(name)
+
+
+def observed(arena: Arena, part: str, unit: int, name: str, *, index: int = 0) -> list[float]:
+    """One field of what a unit of the first battle observes."""
+    fields = _part(arena.config, part).fields
+    values: list[float] = piece(look(arena), arena.config, part)[0, unit, index, slices(fields)[name]].tolist()
+    return values
+
+
+def terrain(arena: Arena, unit: int, name: str) -> Tensor:
+    """What a unit of the first battle sees around itself [VIEW, VIEW]: rows from behind to ahead, in each from right to left."""
+    fields = _part(arena.config, "terrain").fields
+    cells = piece(look(arena), arena.config, "terrain")[0, unit, :, slices(fields)[name]]
+    return cells.view(VIEW, VIEW)
+
+
+def _part(config: ArenaConfig, name: str) -> Part:
+    return next(part for part in parts(config) if part.name == name)

@@ -1,0 +1,208 @@
+"""The page that plays replays, in a real browser: what is seen, and that play, time line, keys and clicks do what they say."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from safetensors.torch import load
+from torch import Tensor
+
+from esper.replay_file import ReplayInfo, write_replay
+from tests.dashboard.chromium import Page, skip_without_a_browser, start_chromium
+from tests.replays import COLUMN, staged_battle
+
+pytestmark = pytest.mark.slow
+
+SERVE = """
+import sys
+from esper.dashboard.watch import serve
+
+serve(sys.argv[1], show=False, announce=lambda address: print(address, flush=True))
+"""
+LAST = 39  # frame
+
+
+@pytest.fixture(scope="module")
+def battle() -> tuple[dict[str, Tensor], ReplayInfo]:
+    return staged_battle(teams=3, size=32, frames=LAST + 1)
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory, battle: tuple[dict[str, Tensor], ReplayInfo]) -> Iterator[str]:
+    """Of a server that plays the replays of a run; it must end by itself when it is interrupted."""
+    skip_without_a_browser()
+    run = tmp_path_factory.mktemp("run")
+    for age, (name, (tensors, info)) in enumerate({"newest": battle, "older": staged_battle(teams=2, size=16, frames=8)}.items()):
+        path = write_replay(run / "replays" / f"{name}.safetensors", tensors, info)
+        os.utime(path, (1000 - age, 1000 - age))
+    broken = run / "replays" / "broken.safetensors"
+    broken.write_bytes(path.read_bytes()[:-9])
+    os.utime(broken, (900, 900))
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    with subprocess.Popen([sys.executable, "-c", SERVE, str(run)], stdout=subprocess.PIPE, text=True, env=environment) as server:
+        assert server.stdout is not None
+        try:
+            yield server.stdout.readline().strip()
+        finally:
+            server.send_signal(signal.SIGINT)
+            assert server.wait(timeout=60) == 0
+
+
+@pytest.fixture(scope="module")
+def opened(address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    driver = start_chromium(tmp_path_factory.mktemp("profile"))
+    try:
+        page = Page(driver)
+        driver.get(address)
+        page.wait(lambda: page.text("[data-frame]") == "0", "the replay was not loaded")
+        assert page.hosts() == {"127.0.0.1"}
+        yield page
+    finally:
+        driver.quit()
+
+
+@pytest.fixture
+def page(opened: Page) -> Iterator[Page]:
+    """At the start of the battle, with nobody chosen. The browser must have nothing to complain about, and ask nobody else."""
+    opened.press("\ue00c")  # escape
+    opened.press("\ue011")  # home
+    opened.wait(lambda: opened.frame == 0 and not opened.texts("[data-panel]"), "the start was not reached")
+    yield opened
+    assert opened.errors() == []
+    assert opened.hosts() <= {"127.0.0.1"}
+
+
+def stage_of(page: Page) -> np.ndarray:
+    """The part of the picture that nothing but the battle is drawn in."""
+    return page.picture()[60:680, 260:1020]
+
+
+def test_the_battle_is_drawn_and_changes_with_the_time(page: Page) -> None:
+    before = stage_of(page)
+    assert len(np.unique(before.reshape(-1, 3), axis=0)) > 500
+    ground = (before.astype(int).max(-1) > 40).mean()
+    assert ground > 0.3, "the terrain should fill a good part of the stage"
+    page.press("\ue010")  # end
+    page.wait(lambda: page.frame == LAST, "the end was not reached")
+    page.wait(lambda: bool((stage_of(page) != before).any()), "the picture did not change")
+
+
+def test_play_goes_on_until_it_is_paused(page: Page) -> None:
+    page.click_on("[data-play]")
+    page.wait(lambda: page.frame >= 2, "the battle did not play")
+    page.click_on("[data-play]")
+    page.wait(lambda: not is_playing(page), "it was not paused")
+    frame = page.frame
+    page.press("\ue014")  # right
+    page.wait(lambda: page.frame == frame + 1, "one frame on")
+
+
+def is_playing(page: Page) -> bool:
+    return bool(page.driver.execute_script("return document.querySelector('[data-play]').getAttribute('aria-label') === 'pause'"))
+
+
+def test_keys_play_step_and_jump(page: Page) -> None:
+    right, left, home, end, up = "\ue014", "\ue012", "\ue011", "\ue010", "\ue013"
+    for key, frame in ((right, 1), (right, 2), (left, 1), (end, LAST), (left, LAST - 1), (home, 0)):
+        page.press(key)
+        page.wait(lambda frame=frame: page.frame == frame, f"frame {frame} was not reached")
+    page.press(" ")
+    page.wait(lambda: page.frame > 0, "the space bar did not play")
+    page.press(" ")
+    page.wait(lambda: not is_playing(page), "the space bar did not pause")
+    page.press(up)
+    page.wait(lambda: page.driver.execute_script("return document.querySelector('[data-speed]').value") == "2", "not faster")
+
+
+def test_a_click_on_the_time_line_goes_there(page: Page, battle: tuple[dict[str, Tensor], ReplayInfo]) -> None:
+    line = page.box("[data-scrub]")
+    page.click(line["x"] + 0.75 * line["width"], line["y"] + line["height"] / 2)
+    page.wait(lambda: abs(page.frame - 0.75 * LAST) <= 1, "the time was not reached")
+    score = battle[0]["frames/score"][page.frame].tolist()
+    assert [page.text(f"[data-score='{team}']") for team in (0, 1)] == [f"{value:.1f}" for value in score]
+    seconds = page.frame * battle[1].decision_s
+    assert page.text("[data-clock]") == f"0:{int(seconds):02d}"
+
+
+def test_a_click_on_a_unit_shows_its_numbers_and_what_it_senses_and_wants(page: Page, battle: tuple[dict[str, Tensor], ReplayInfo]) -> None:
+    tensors, info = battle
+    unit, frame = 0, LAST // 2
+    for _ in range(frame):
+        page.press("\ue014")  # right
+    page.wait(lambda: page.frame == frame, "the frame was not reached")
+    page.settle()
+    label = page.box(f".unit-label[data-unit='{unit}']")
+    page.click(label["x"] + label["width"] / 2, label["y"] + label["height"] + 8)
+    page.wait(lambda: bool(page.texts(f"[data-panel='{unit}']")), "the panel did not open")
+    most = info.class_table[info.unit_classes[unit]]
+    for name, limit in (("hit_points", most["hit_points"]), ("legs", most["legs"]), ("heat", most["heat_cap"])):
+        value = float(tensors["frames/units"][frame, unit, COLUMN[name]])
+        assert page.text(f"[data-number='{name}']") == f"{value:.0f} / {limit:.0f}"
+    sensed = tensors["frames/sensed"][frame, unit]
+    contacts = page.driver.execute_script(
+        "return [...document.querySelectorAll('[data-contact]')].map((item) => [+item.dataset.contact, item.className.includes('is-seen')])"
+    )
+    assert sorted(map(tuple, contacts)) == [(other, int(how) == 2) for other, how in enumerate(sensed) if how]
+    assert len(contacts) > 0
+    wish = page.text("[data-wish]")
+    fire = int(tensors["actions/fire"][frame, unit])
+    assert (info.weapons[fire - 1] if fire else "nothing") in wish
+    assert "ahead 100 %" in wish
+    assert "left 100 %" in wish  # the first unit's strafe is -1, and +1 is to the right
+
+
+def test_a_click_beside_every_unit_closes_the_panel(page: Page) -> None:
+    page.click_on("[data-roster='1']")
+    page.wait(lambda: bool(page.texts("[data-panel='1']")), "the panel did not open")
+    page.click(640, 90)
+    page.wait(lambda: not page.texts("[data-panel]"), "the panel did not close")
+
+
+def test_the_feed_tells_kills_when_they_have_happened(page: Page, battle: tuple[dict[str, Tensor], ReplayInfo]) -> None:
+    assert page.texts("[data-kind='kill']") == []
+    page.press("\ue010")  # end
+    page.wait(lambda: page.frame == LAST, "the end was not reached")
+    (kill,) = [item for item in battle[1].feed if item.kind == "kill"]
+    (told,) = page.texts("[data-kind='kill']")
+    assert kill.text in told
+    assert "blue wins" in page.text(".clock")
+    page.click_on("[data-kind='kill']")
+    page.wait(lambda: page.frame == kill.frame, "a click on what happened did not go there")
+
+
+def test_another_replay_of_the_run_can_be_chosen_and_a_broken_one_says_what_is_wrong(page: Page) -> None:
+    from selenium.webdriver.support.select import Select
+
+    select = Select(page.driver.find_element("css selector", "select.replays"))
+    assert [option.text for option in select.options] == ["newest", "older", "broken"]
+    select.select_by_visible_text("older")
+    page.wait(lambda: "of 7" in page.text(".frame"), "the other replay was not loaded")
+    select.select_by_visible_text("broken")
+    page.wait(lambda: "broken.safetensors is no replay" in page.text(".problem"), "it was not told what is wrong")
+    assert all("422" in error for error in page.errors())
+    select.select_by_visible_text("newest")
+    page.wait(lambda: f"of {LAST}" in page.text(".frame"), "the first replay was not loaded again")
+    assert page.text(".problem") == ""
+
+
+def test_the_page_gets_no_keyframes_and_only_replays(address: str) -> None:
+    with urllib.request.urlopen(f"{address}replays/newest.safetensors", timeout=60) as answer:
+        tensors = load(answer.read())
+    assert "frames/units" in tensors
+    assert not [name for name in tensors if name.startswith("keyframes/")]
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        urllib.request.urlopen(f"{address}replays/other.safetensors", timeout=60)
+
+
+def test_a_page_that_reaches_the_server_by_another_name_is_refused(address: str) -> None:
+    request = urllib.request.Request(address, headers={"Host": "rebound.example"})
+    with pytest.raises(urllib.error.HTTPError, match="400"):
+        urllib.request.urlopen(request, timeout=60)
