@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from esper.arena.config import ticks
+from esper.arena.specs import PHYSICS
 from esper.arena.state import Units
 from esper.arena.tables import Tables
 
@@ -50,7 +52,7 @@ def strike(units: Units, hits: Hits, tables: Tables) -> tuple[Units, Tensor]:
         heat=units.heat + hits.heat * alive,
         suppressed=torch.maximum(units.suppressed, hits.suppressed),
         painted=torch.maximum(units.painted, hits.painted),
-        harm=units.harm + by_whom,
+        harm=torch.where(by_whom > 0, ticks(PHYSICS.assist_s), units.harm),
     )
     return struck, by_whom
 

@@ -54,7 +54,7 @@ class Deeds(NamedTuple):
 def decide(state: State, orders: Orders, tables: Tables) -> tuple[State, Deeds]:
     """The battles after one decision, not yet judged, and with what was sensed before it."""
     aim = take_aim(orders, state.units, tables)
-    taken = torch.zeros_like(state.units.harm)
+    taken = torch.zeros_like(state.units.harm, dtype=torch.float32)
     fired = torch.zeros_like(orders.is_firing)
     rubble: list[tuple[Tensor, Tensor]] = []
     for _ in range(PHYSICS.ticks_per_decision):

@@ -152,7 +152,7 @@ class Physics(msgspec.Struct, frozen=True):
     hot_share: float = 0.8  # of the heat cap, above which a unit is sensed by its heat, as is one that vents
     hot_m: float = 25.0  # from how far away
     cloud_m: float = 4.0  # radius of smoke
-    assist_s: float = 10.0  # in which damage as great as the victim's full hit points is forgotten, and less of it sooner
+    assist_s: float = 10.0  # how long having hurt somebody counts for an assist
     win_share: float = 0.5  # of the battle's seconds that a team must hold the zone
 
 

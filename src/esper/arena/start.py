@@ -88,7 +88,7 @@ def fresh(place: Tensor, episode: Tensor, config: ArenaConfig, tables: Tables, a
         is_shut_down=zeros(count, dtype=flag),
         is_venting=zeros(count, dtype=flag),
         is_grounded=~zeros(count, dtype=flag),
-        harm=zeros(count, count),
+        harm=zeros(count, count, dtype=ticks),
         present=present,
     )
     whole = torch.int64

@@ -48,7 +48,7 @@ class Units(NamedTuple):
     is_shut_down: Tensor  # [B, U] bool
     is_venting: Tensor  # [B, U] bool
     is_grounded: Tensor  # [B, U] bool
-    harm: Tensor  # [B, U, U] share of the second's hit points that the first took lately; fades
+    harm: Tensor  # [B, U, U] timer: the first hurt the second lately
     present: Tensor  # [B, U] bool: takes part in this battle
 
     @property

@@ -15,8 +15,6 @@ from esper.arena.specs import PHYSICS
 from esper.arena.state import Clouds, Units, World
 from esper.arena.tables import Tables
 
-_HARM_FADES = PHYSICS.tick_s / PHYSICS.assist_s  # share of the full hit points that is forgotten in a tick
-
 
 def count_down(units: Units, orders: Orders) -> Units:
     """Every timer loses a tick. Venting is as ordered, for those that live and are not shut down."""
@@ -25,7 +23,7 @@ def count_down(units: Units, orders: Orders) -> Units:
         suppressed=(units.suppressed - 1).clamp_min(0),
         painted=(units.painted - 1).clamp_min(0),
         cooldown=(units.cooldown - 1).clamp_min(0),
-        harm=(units.harm - _HARM_FADES).clamp_min(0.0),
+        harm=(units.harm - 1).clamp_min(0),
         is_venting=orders.is_venting & units.is_alive & ~units.is_shut_down,
     )
 

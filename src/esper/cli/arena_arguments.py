@@ -1,0 +1,71 @@
+"""The options of `esper arena train`, and where they start from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+from esper.cli.outcome import CommandError
+from esper.cli.parse import take_option
+from esper.cli.train_arguments import saved_config
+from esper.config import ConfigError, PositiveFloat, load
+from esper.league.training_config import ArenaTrainConfig
+
+_Flag = tyro.conf.FlagCreatePairsOff[bool]
+
+
+class ArenaArguments(ArenaTrainConfig):
+    run: Path | None = None
+    """folder of the run; None: runs/arena-<teams>-<time>"""
+    config: Path | None = None
+    """TOML file with values for any of these options"""
+    resume: _Flag = False
+    """go on with the run in --run, as it was configured; --total-steps may ask for more"""
+    minutes: PositiveFloat | None = None
+    """stop after this time, with a checkpoint and a last evaluation. Learning rate and entropy follow --total-steps: set it to what the
+    time allows, else they end high"""
+    dry_run: _Flag = False
+    """say what would be done, and touch nothing"""
+    tensorboard: _Flag = False
+    """also write scalars for TensorBoard into the run folder"""
+    wandb: Literal["offline", "online"] | None = None
+    """also write scalars for Weights & Biases into the run folder; online: and send them to your account"""
+
+    def settings(self) -> ArenaTrainConfig:
+        """What is saved with the run."""
+        return ArenaTrainConfig(**{name: getattr(self, name) for name in ArenaTrainConfig.__struct_fields__})
+
+
+def train_words(argv: list[str]) -> list[str]:
+    """`--size` is that of the map, and `--gamma` that of the learner and of the reward, which must be the same.
+
+    >>> train_words(["--size", "32", "--gamma=0.98"])
+    ['--arena.size', '32', '--ppo.gamma', '0.98', '--arena.reward.gamma', '0.98']
+    """
+    words = ["--arena.size" + word.removeprefix("--size") if word == "--size" or word.startswith("--size=") else word for word in argv]
+    gamma = take_option(words, "--gamma")
+    return words if gamma is None else [*words, "--ppo.gamma", gamma, "--arena.reward.gamma", gamma]
+
+
+def train_defaults(argv: list[str]) -> ArenaArguments:
+    """The saved config of a run that is resumed, a TOML file, or nothing."""
+    words = list(argv)
+    path, folder = take_option(words, "--config"), take_option(words, "--run")
+    if "--resume" in words:
+        base = _saved_config(folder, path)
+    elif path is not None:
+        base = load(ArenaTrainConfig, path)
+    else:
+        return ArenaArguments()
+    return ArenaArguments(**{name: getattr(base, name) for name in ArenaTrainConfig.__struct_fields__})
+
+
+def _saved_config(folder: str | None, path: str | None) -> ArenaTrainConfig:
+    try:
+        return saved_config(ArenaTrainConfig, folder, path)
+    except ConfigError as error:
+        raise CommandError(
+            f"{folder} holds no training in the arena ({error}); go on with it by the command that began it, or name another folder"
+        ) from error

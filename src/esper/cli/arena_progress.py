@@ -1,0 +1,164 @@
+"""What a user sees while players are trained in the arena."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, get_args
+
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from esper.cli import ppo_progress
+from esper.cli.ppo_progress import BAR_WIDTH
+from esper.cli.progress import duration
+from esper.events import Record, read
+from esper.league.events import LeagueChanged, RoundFought
+from esper.league.training_config import Anchor
+from esper.rl.run_events import RunStarted
+from esper.run_folder import EVENTS
+
+_RECENT_ROUNDS = 10  # whose battles are what is shown
+_BOTS = get_args(Anchor)
+_NOT_SHOWN = ("self", "learner")  # against itself of today a player always scores a half
+_PAST = "past selves"
+
+
+class Progress(ppo_progress.Progress):
+    """Where the training stands. `members` are those of the league when it begins or goes on; `ends_at`, a time of the monotonic clock,
+    is when it stops at the latest."""
+
+    def __init__(self, members: Iterable[str] = (), *, ends_at: float | None = None) -> None:
+        super().__init__()
+        self.members = list(members)
+        self.ends_at = ends_at
+        self.round: RoundFought | None = None
+        self._rounds: deque[RoundFought] = deque(maxlen=_RECENT_ROUNDS)
+
+    def take(self, record: Record) -> bool:
+        match record.event:
+            case RoundFought() as fought:
+                self.round = fought
+                self._rounds.append(fought)
+            case LeagueChanged() as changed if changed.is_promoted:
+                gone = {*changed.retired, changed.name}
+                self.members = [*(name for name in self.members if name not in gone), changed.name]
+        return super().take(record)
+
+    @property
+    def updates(self) -> str:
+        assert self.started is not None
+        assert self.update is not None
+        return f"update {self.update.update:,}/{-(-self.started.total_steps // self.started.steps_per_update):,}"
+
+    @property
+    def time_left(self) -> float:
+        return self.seconds_left if self.ends_at is None else min(self.seconds_left, max(0.0, self.ends_at - time.monotonic()))
+
+    @property
+    def left(self) -> str:
+        if self.is_over or self.share == 1.0:
+            return self.phase
+        return f"{duration(self.time_left)} left"
+
+    @property
+    def scores(self) -> dict[str, tuple[float, int]]:
+        """By opponent: score in the battles that ended lately, draws being half, and how many those were."""
+        points: dict[str, float] = {}
+        battles: dict[str, int] = {}
+        for fought in self._rounds:
+            for opponent, (won, drawn, lost) in fought.results.items():
+                name = opponent if opponent in (*_BOTS, *_NOT_SHOWN) else _PAST
+                points[name] = points.get(name, 0.0) + won + drawn / 2
+                battles[name] = battles.get(name, 0) + won + drawn + lost
+        return {name: (points[name] / count, count) for name, count in battles.items() if count and name not in _NOT_SHOWN}
+
+    @property
+    def against(self) -> str:
+        return "  ".join(f"{name} {score:.0%}" for name, (score, _) in self.scores.items()) or "no battle has ended yet"
+
+    @property
+    def league(self) -> str:
+        count = len(self.members)
+        return f"{count} past {'self' if count == 1 else 'selves'}" + (f", the best is {self.members[-1]}" if count else "")
+
+    @property
+    def speed(self) -> str:
+        return f"{self.rate.value:,.0f} steps/s"
+
+    @property
+    def entropy(self) -> str:
+        assert self.update is not None
+        return " ".join(f"{head} {value:.2f}" for head, value in self.update.entropy.items())
+
+    @property
+    def variance(self) -> str:
+        assert self.update is not None
+        return f"explained variance {self.update.explained_variance:.2f}"
+
+    def figures(self) -> dict[str, Any]:
+        """For a machine, after at least one update."""
+        assert self.update is not None
+        learner = {name: getattr(self.update, name) for name in ("entropy", "explained_variance", "clip_fraction", "learning_rate")}
+        scores = {name: {"score": score, "battles": count} for name, (score, count) in self.scores.items()}
+        return {"updates": self.update.update, "steps_per_second": self.rate.value, "recently": scores, "members": self.members, **learner}
+
+    def notice(self, record: Record) -> str | None:
+        match record.event:
+            case RunStarted() as started:
+                what = f"{started.env_id} on {started.device}: {started.num_envs:,} units learn, {started.parameters:,} parameters"
+                steps = f"{started.total_steps:,} steps, a decision of a unit each, in updates of {started.steps_per_update:,}"
+                return f"{what}; {steps}; Ctrl-C stops after the update"
+            case LeagueChanged() as changed:
+                what = "joins the league" if changed.is_promoted else "does not join the league"
+                gone = f"; {', '.join(changed.retired)} left it" if changed.retired else ""
+                return f"{changed.name} {what}: {changed.reason}{gone}"
+        return super().notice(record)
+
+    def line(self) -> str:
+        assert self.update is not None
+        parts = (
+            self.updates,
+            f"step {self.update.step:,}",
+            f"against {self.against}" if self.scores else self.against,
+            f"league {len(self.members)}",
+            f"entropy {self.entropy}",
+            self.variance,
+            self.speed,
+            self.left,
+        )
+        return "  ".join(parts)
+
+    def view(self, width: int) -> RenderableType:
+        assert self.update is not None
+        heading = Table.grid(padding=(0, 2, 0, 0))
+        heading.add_row(
+            ProgressBar(total=1.0, completed=self.share, width=BAR_WIDTH),
+            Text(self.updates, style="bold", no_wrap=True),
+            Text(self.left, no_wrap=True),
+            Text(self.speed, style="dim", no_wrap=True),
+        )
+        seconds = f"{duration(self.update.collect_seconds)} of battles, {duration(self.update.update_seconds)} of learning"
+        team = "" if self.round is None else f"; teams of up to {self.round.team} in new battles"
+        rows = Table.grid(padding=(0, 2, 0, 0))
+        rows.add_column(no_wrap=True, style="dim")
+        rows.add_column(overflow="fold")
+        rows.add_row("wins", Text(self.against, style="bold"))
+        rows.add_row("league", Text(self.league))
+        rows.add_row("entropy", Text(self.entropy))
+        rows.add_row("learner", Text(f"{self.variance}  clipped {self.update.clip_fraction:.3f}"))
+        rows.add_row("steps", Text(f"{self.update.step:,}{team}"))
+        rows.add_row("update", Text(seconds))
+        return Group(heading, rows)
+
+
+def read_progress(folder: Path) -> Progress:
+    """Where the training in this folder stands."""
+    progress = Progress()
+    for record in read(folder / EVENTS):
+        progress.take(record)
+    return progress

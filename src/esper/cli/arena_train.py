@@ -1,0 +1,178 @@
+"""`esper arena train`: a new training by self-play, or a saved one that goes on."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from esper.cli.arena_arguments import ArenaArguments, train_defaults, train_words
+from esper.cli.arena_players import enough_memory
+from esper.cli.failures import failures, how_to_resume
+from esper.cli.outcome import OK, Outcome
+from esper.cli.parse import parse
+from esper.cli.ranks import in_group
+from esper.cli.stop_signals import StopSignals
+from esper.config import describe
+from esper.league.training_config import ArenaTrainConfig
+
+if TYPE_CHECKING:
+    from esper.cli.arena_progress import Progress
+    from esper.league.record import Record
+    from esper.parallel import Group
+    from esper.rl.evaluate import Evaluation
+    from esper.rl.runs import Result
+
+DESCRIPTION = """Trains a player for team battles, by battles against scripted bots, past selves and itself. Everything is kept in a run folder.
+
+  esper arena train --device cuda --teams 5 --battles 1024
+  esper arena train --teams 2 --battles 64 --minutes 30 --total-steps 3000000
+  esper arena eval runs/arena-... --against strong
+
+One policy drives every unit of its side. In --bot-share of the battles it fights scripted bots, in --past-share past selves from its
+league, drawn by how hard they are, and in the others itself, where both sides learn. Sides are swapped from battle to battle. Every
+--enter-every updates it sends a copy of itself to the league, which stays if it beats the best one there. At checkpoints it fights
+--eval-battles against --eval-against, which tell the best of them. Ctrl-C stops after the update, with a checkpoint.
+
+Values come from the defaults, then from --config FILE.toml, then from the command line. The path of an option may be left out where its
+last name is unique: --battles for --arena.battles, --learning-rate for --ppo.learning-rate; --size is that of the map, and --gamma
+sets it for learner and reward alike.
+
+Several processes, each with --battles battles and, where there are, a GPU of its own, train one player together:
+  torchrun --nproc-per-node 2 --no-python -- esper arena train ..."""
+
+
+def run(argv: list[str], prog: str) -> Outcome:
+    words = train_words(argv)
+    arguments = parse(ArenaArguments, words, prog, default=train_defaults(words), description=DESCRIPTION)
+    config = arguments.settings()
+    with in_group(config.device) as group, enough_memory(config.arena):
+        return _dry_run(config, group) if arguments.dry_run else _train(config, arguments, group)
+
+
+def _dry_run(config: ArenaTrainConfig, group: Group) -> Outcome:
+    from esper.league.selfplay import SelfPlay
+    from esper.league.training import prepare_arena
+    from esper.rl.run_setup import count_parameters
+
+    with prepare_arena(config, group) as (ppo, _):
+        assert isinstance(ppo.env, SelfPlay)
+        plan = {
+            "device": str(ppo.device),
+            "parameters": count_parameters(ppo.policy),
+            "units_that_learn": ppo.env.num_envs,
+            "battles_against": {table.name: len(table.battles) for table in ppo.env.tables},
+            "steps_per_update": ppo.steps_per_update,
+            "updates": -(-config.total_steps // ppo.steps_per_update),
+        }
+    rows = describe(config)
+    width = max(len(name) for name, _, _ in rows)
+    for name, value, _ in rows:
+        print(f"{name:<{width}}  {value}")
+    print()
+    for name, value in plan.items():
+        shown = ", ".join(f"{who} {count}" for who, count in value.items()) if isinstance(value, dict) else value
+        print(f"{name.replace('_', ' '):<{width}}  {shown}")
+    return Outcome({"plan": plan, "config": {name: value for name, value, _ in rows}})
+
+
+def _train(config: ArenaTrainConfig, arguments: ArenaArguments, group: Group) -> Outcome:
+    from esper.cli.arena_progress import Progress, read_progress
+    from esper.cli.progress import progress_sink
+    from esper.league.league import LeagueError
+    from esper.league.training import resume_arena, train_arena
+    from esper.run_folder import default_folder
+
+    folder = group.first(lambda: arguments.run or default_folder(f"arena-{config.arena.teams}v{config.arena.teams}"))
+    ends_at = None if arguments.minutes is None else time.monotonic() + 60 * arguments.minutes
+    stop = StopSignals("update")
+    options: dict[str, Any] = {
+        "sinks": [progress_sink(Progress(_members(folder) if arguments.resume else (), ends_at=ends_at))],
+        "tensorboard": arguments.tensorboard,
+        "wandb": arguments.wandb,
+        "should_stop": lambda: stop.was_asked() or (ends_at is not None and time.monotonic() >= ends_at),
+        "group": group,
+    }
+    with failures(folder, "arena train", FloatingPointError, LeagueError), stop:
+        result = resume_arena(folder, config=config, **options) if arguments.resume else train_arena(config, folder, **options)
+        is_interrupted = group.any(stop.was_asked())
+        # A run that ends by the clock is judged as one that ends by its steps is.
+        evaluation = result.evaluation
+        if evaluation is None and not is_interrupted and config.eval_battles:
+            evaluation = group.first(lambda: _evaluated(folder, config))
+        progress = group.first(lambda: read_progress(folder))
+    record = None if evaluation is None else _record(evaluation)
+    _print_summary(result, record, progress, config, is_interrupted=is_interrupted)
+    is_stopped = result.status == "stopped" and is_interrupted
+    return Outcome(_as_json(result, record, progress, config), stop.exit_code if is_stopped else OK)
+
+
+def _members(folder: Path) -> tuple[str, ...]:
+    """Of the league that a run goes on with, as its last checkpoint left it."""
+    from esper.league.store import FOLDER, LeagueStore
+
+    store = LeagueStore(folder / FOLDER)
+    return store.load(with_weights=False).members if store.exists() else ()
+
+
+def _evaluated(folder: Path, config: ArenaTrainConfig) -> Evaluation | None:
+    """The best player of the run in battles that it was not chosen by."""
+    from esper.devices import find_device
+    from esper.league.training import ARENA, load_player
+
+    policy, _ = load_player(folder, device=find_device(config.device))
+    return ARENA.score(config, policy, 1)
+
+
+def _record(evaluation: Evaluation) -> Record:
+    from esper.league.record import Record
+
+    wins, draws, losses = (evaluation.returns.count(points) for points in (1.0, 0.5, 0.0))
+    return Record(wins=wins, draws=draws, losses=losses)
+
+
+def _print_summary(
+    result: Result, record: Record | None, progress: Progress, config: ArenaTrainConfig, *, is_interrupted: bool
+) -> None:  # fmt: skip
+    folder = shlex.quote(str(result.folder))
+    if result.status == "had finished":
+        print(f"{folder} had already finished its {result.step:,} steps; ask for more with --total-steps")
+    else:
+        print(f"{result.status} after {progress.updates}, {result.step:,} steps, in {result.seconds:.1f} s")
+    print(f"lately           {progress.against}")
+    if record is not None:
+        print(f"best player      {record.in_words()}, against {config.eval_against}")
+    print(f"league           {progress.league}: esper arena league {folder}")
+    print(f"run folder       {folder}")
+    if result.status == "stopped":
+        print(f"a checkpoint is saved; {how_to_resume('arena train', result.folder)}")
+        if not is_interrupted:
+            print(f"learning rate and entropy follow --total-steps, {config.total_steps:,} here; a new run that ends with the clock needs")
+            print(f"                 about --total-steps {_rounded(result.step)}")
+    if not is_interrupted:
+        print(f"how good is it   esper arena eval {folder} --against {config.eval_against}")
+        print(f"see it fight     esper arena eval {folder} --battles 16 --replay {folder}; esper arena watch {folder}")
+
+
+def _rounded(steps: int) -> int:
+    """To two digits.
+
+    >>> _rounded(12_345_678)
+    12000000
+    """
+    return int(float(f"{steps:.1e}"))
+
+
+def _as_json(result: Result, record: Record | None, progress: Progress, config: ArenaTrainConfig) -> dict[str, Any]:
+    from esper.cli.arena_players import record_json
+
+    return {
+        "status": result.status,
+        "run": str(result.folder),
+        "step": result.step,
+        "seconds": round(result.seconds, 3),
+        "mean_return": result.mean_return,
+        "evaluation": None if record is None else {"against": config.eval_against, **record_json(record)},
+        **progress.figures(),
+    }
