@@ -19,13 +19,14 @@ FEWEST_PROJECTILES = 48  # slots in one battle
 class RewardConfig(Config):
     """What a unit is paid for in one decision. Each is a function in `esper.arena.rewards`."""
 
-    zone: NonNegativeFloat = 0.02  # for a second in which the own team gains on the zone; as much is lost where the other does
-    damage: NonNegativeFloat = 0.5  # for damage as great as the victim's full hit points
+    zone: NonNegativeFloat = 0.05  # for a second in which the own team gains on the zone; as much is lost where the other does
+    damage: NonNegativeFloat = 1.0  # for damage as great as the victim's full hit points
+    hurt: NonNegativeFloat = 0.5  # the cost of as much damage to oneself, whoever did it
     friendly_fire: NonNegativeFloat = 1.0  # the cost of as much damage to one's own side, oneself included
     kill: NonNegativeFloat = 0.5  # for who hurt the victim most in the decision in which it fell
     assist: NonNegativeFloat = 0.2  # for everybody else who hurt it shortly before
-    death: NonNegativeFloat = 0.5  # the cost of one's own
-    outcome: NonNegativeFloat = 1.0  # for a battle won, to those who still live; half of it for a draw
+    death: NonNegativeFloat = 0.2  # the cost of one's own
+    outcome: NonNegativeFloat = 2.0  # for a battle won, to those who still live; half of it for a draw
     approach: NonNegativeFloat = 0.5  # potential of standing in the zone over being a whole map away from it
     team_share: Fraction = 0.3  # of what damage, kills and assists pay that is shared out among the living of the team
     gamma: Fraction = 0.99  # of the learner: approach is paid as gamma times the new potential less the old

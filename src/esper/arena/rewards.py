@@ -23,6 +23,7 @@ class Rewards(NamedTuple):
 
     zone: Tensor
     damage: Tensor
+    hurt: Tensor
     kill: Tensor
     assist: Tensor
     death: Tensor
@@ -41,6 +42,11 @@ def damage_dealt(deeds: Deeds, tables: Tables, config: RewardConfig) -> Tensor:
     """Full hit points taken from enemies, less what was taken from one's own side and oneself: friendly fire only ever costs."""
     weight = torch.where(tables.units.is_enemy, config.damage, -config.friendly_fire)
     return (deeds.taken * weight).sum(2)
+
+
+def damage_suffered(deeds: Deeds) -> Tensor:
+    """Full hit points that one lost to weapons, one's own included."""
+    return deeds.taken.sum(1)
 
 
 def has_died(before: Units, after: Units) -> Tensor:
@@ -92,6 +98,7 @@ def pay(before: State, after: State, deeds: Deeds, ending: Ending, tables: Table
     return Rewards(
         zone=weights.zone * zone_gain(before.contest, after.contest, tables) * alive,
         damage=damage_dealt(deeds, tables, weights) * alive,
+        hurt=-weights.hurt * damage_suffered(deeds) * alive,
         kill=weights.kill * killed_by.float().sum(2) * alive,
         assist=weights.assist * assists(died, killed_by, after.units, tables) * alive,
         death=-weights.death * died.float(),
@@ -108,4 +115,4 @@ def shared(rewards: Rewards, before: Units, config: ArenaConfig) -> Tensor:
     living = alive.view(battles, 2, -1).sum(2, keepdim=True).clamp_min(1)
     mean = (own.view(battles, 2, -1).sum(2, keepdim=True) / living).expand(-1, -1, count // 2).reshape(battles, count) * alive
     share = config.reward.team_share
-    return own * (1 - share) + mean * share + rewards.zone + rewards.death + rewards.outcome + rewards.approach
+    return own * (1 - share) + mean * share + rewards.zone + rewards.hurt + rewards.death + rewards.outcome + rewards.approach

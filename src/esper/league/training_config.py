@@ -57,11 +57,10 @@ class ArenaTrainConfig(Config):
     eval_battles: NonNegativeInt = 128  # against `eval_against` at every checkpoint, which tell the best one; 0: none
     eval_against: Anchor = "strong"
     ppo: PPOConfig = PPOConfig(
-        num_steps=64,
+        num_steps=32,
         num_epochs=3,
-        num_minibatches=4,
-        bptt_length=32,
-        learning_rate=5e-4,
+        num_minibatches=8,
+        learning_rate=1e-3,
         learning_rate_schedule="linear",
         entropy_coef=0.01,
         entropy_coef_end=0.001,

@@ -48,6 +48,7 @@ class Batch:
     samples: Tensor  # the columns of `Samples` side by side, so that one gather fetches them
     widths: list[int]  # of those columns
     starts: Booleans  # [T, N] on the host
+    valid: Booleans | None  # [T, N] on the host; None where all steps were real
     mattered: Tensor  # [J] bool: in some step of some rank
     entropy: Tensor  # [J] mean of each head where it mattered; this and what follows are of all ranks
     explained_variance: Tensor  # []
@@ -103,6 +104,7 @@ def prepare(rollout: Rollout, policy: Policy, config: PPOConfig, reward_normaliz
     if policy.normalizer is not None:
         policy.normalizer.update(rollout.obs, valid, group)
     states = rollout.states.flatten(0, 1)
+    starts, was_real = np.asarray(torch.stack((rollout.starts, valid)).cpu())
     entropy, head_counts = group.sum_(torch.stack(((old.entropy * weight).sum(0), weight.sum(0)))).unbind(0)  # [J] each
     all_values, all_returns, all_valid = _of_all_ranks(group, rollout.values, returns, valid)
     return Batch(
@@ -112,7 +114,8 @@ def prepare(rollout: Rollout, policy: Policy, config: PPOConfig, reward_normaliz
         states=torch.cat((states, torch.zeros_like(states[:1]))),
         samples=torch.cat(columns, dim=1),
         widths=[part.shape[1] for part in columns],
-        starts=np.asarray(rollout.starts.cpu()),
+        starts=starts,
+        valid=None if was_real.all() else was_real,
         mattered=head_counts > 0,
         entropy=entropy / head_counts.clamp_min(1),
         explained_variance=explained_variance(all_values, all_returns, all_valid),

@@ -110,7 +110,8 @@ class Learner:
         log = _Log(config.num_epochs * config.num_minibatches, len(self.entropy_weights), self.device)
         stopped = torch.zeros((), dtype=torch.bool, device=self.device)
         for _ in range(config.num_epochs):
-            dealt = list(minibatches(batch.starts, length=config.sequence_length, parts=config.num_minibatches, rng=self.rng))
+            length, parts = config.sequence_length, config.num_minibatches
+            dealt = list(minibatches(batch.starts, length=length, parts=parts, rng=self.rng, valid=batch.valid))
             for fragments, counts in zip(dealt, batch.counts(dealt, self.group), strict=True):
                 terms = self._backward(batch, fragments, counts, coefficients)
                 stopped = self._step(terms, stopped, log)
