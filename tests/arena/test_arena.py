@@ -10,16 +10,32 @@ import torch
 from torch import Tensor
 
 from esper.arena.arena import Arena, no_actions
-from esper.arena.config import ArenaConfig
+from esper.arena.config import ArenaConfig, Landscape
+from esper.arena.decision import decide
 from esper.arena.ground import columns, read
-from esper.arena.orders import FIRE, action_masks
-from esper.arena.specs import CLASSES, PHYSICS, WEAPONS
+from esper.arena.orders import action_masks, read_orders
+from esper.arena.rewards import Rewards, pay
+from esper.arena.specs import CLASSES, PHYSICS
 from esper.arena.start import fresh
 from esper.arena.state import State, cloned, named_tensors, state_hash
 from esper.arena.terrain import LANDSCAPES
+from esper.arena.zone import judge
 from esper.config import ConfigError
 from esper.vecenv import Actions
-from tests.arena.worlds import acted, assert_same, flat_arena, place, put, random_actions, rows_of, small_config, turned
+from tests.arena.worlds import (
+    WEAPON,
+    acted,
+    assert_same,
+    flat_arena,
+    in_double,
+    place,
+    put,
+    random_actions,
+    rows_of,
+    small_config,
+    tables_in_double,
+    turned,
+)
 
 ALL = tuple(CLASSES)
 
@@ -51,7 +67,7 @@ def with_teams_swapped(actions: Actions, config: ArenaConfig) -> Actions:
     return {name: value.view(*shape, *value.shape[1:]).roll(config.teams, 1).reshape(value.shape) for name, value in actions.items()}
 
 
-def assert_near(state: State, expected: State) -> None:
+def assert_near(state: State, expected: State, *, tolerance: float) -> None:
     """Up to rounding. What lies in free slots does not matter."""
     wanted = dict(named_tensors(expected))
     flies = state.shells.life > 0
@@ -60,40 +76,53 @@ def assert_near(state: State, expected: State) -> None:
         if name == "units/heading":
             given, due = torch.sin((given - due) / 2), torch.zeros_like(due)
         if name.startswith("shells/"):
-            matters = flies.view(*flies.shape, *(1,) * (due.dim() - 3)) * 0.1  # they are fast
+            matters = flies.view(*flies.shape, *(1,) * (due.dim() - 3))
             given, due = given * matters, due * matters
         if name == "senses/contacts":
             given, due = given * state.senses.is_contact, due * state.senses.is_contact
-        assert torch.allclose(given, due, atol=1e-4, rtol=1e-5), f"{name} is off by {(given - due).abs().max()}"
+        assert torch.allclose(given, due, atol=tolerance, rtol=tolerance), f"{name} is off by {(given - due).abs().max()}"
 
 
 def assert_fair(config: ArenaConfig, seed: int, decisions: int) -> None:
-    """The world turned by half a turn and the teams swapped: everything that happens is turned and swapped too."""
+    """The world turned by half a turn and the teams swapped: everything that happens is turned and swapped too.
+
+    Bodies that touch magnify rounding; with twice the digits it stays far below what an unfair rule would do.
+    """
     generator = torch.Generator().manual_seed(seed)
-    arena, other = Arena(config, seed=seed), Arena(config, seed=seed)
+    arena = Arena(config, seed=seed)
     scattered(arena, generator)
-    other.state = turned(arena.state)
+    arena.tables, arena.state = tables_in_double(arena.tables), in_double(arena.state)
+
+    def decided(state: State, actions: Actions) -> tuple[State, Rewards]:
+        orders = read_orders(actions, state.senses, state.units, arena.tables, battles=config.battles)
+        after, deeds = decide(state, orders, arena.tables)
+        parts = pay(state, after, deeds, judge(after.contest, after.units, config), arena.tables, config)
+        return arena._sensed(after), parts
+
+    other = turned(arena.state)
     for _ in range(decisions):
         actions = fierce_actions(arena, generator)
-        scene, turned_scene = arena.step(actions), other.step(with_teams_swapped(actions, config))
-        assert_near(other.state, turned(arena.state))
-        assert torch.allclose(turned_scene.reward.roll(config.teams, 1), scene.reward, atol=1e-4)
-        assert torch.equal(turned_scene.ended, scene.ended)
-    assert (arena.state.units.hit_points < arena.tables.units.hit_points).any(), "nobody was hurt, so little was shown"
+        actions["motion"] = actions["motion"].double()
+        arena.state, paid = decided(arena.state, actions)
+        other, paid_other = decided(other, with_teams_swapped(actions, config))
+        assert_near(other, turned(arena.state), tolerance=1e-8)
+        for name, part in paid._asdict().items():
+            assert torch.allclose(getattr(paid_other, name).roll(config.teams, 1), part, atol=1e-8), name
+    units = arena.state.units
+    assert (units.hit_points < 0.9 * arena.tables.units.hit_points).any(), "nobody was hurt, so little was shown"
 
 
 def test_neither_side_is_favoured() -> None:
     config = small_config(battles=10, teams=4, pack=ALL, maps=10, contacts=3)
     assert len(set(Arena(config, seed=1).state.contest.map.tolist())) >= 5
-    assert_fair(config, seed=1, decisions=20)
+    assert_fair(config, seed=1, decisions=12)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("landscape", LANDSCAPES)
-@pytest.mark.parametrize("seed", [2, 3])
-def test_neither_side_is_favoured_in_any_landscape(landscape: str, seed: int) -> None:
-    config = ArenaConfig(battles=6, teams=5, size=32, maps=6, landscapes=(landscape,))
-    assert_fair(config, seed=seed, decisions=20)
+def test_neither_side_is_favoured_in_any_landscape(landscape: Landscape) -> None:
+    config = ArenaConfig(battles=16, teams=5, size=32, maps=16, landscapes=(landscape,))
+    assert_fair(config, seed=2, decisions=40)
 
 
 def test_a_battle_does_not_depend_on_the_others_in_its_batch() -> None:
@@ -103,7 +132,7 @@ def test_a_battle_does_not_depend_on_the_others_in_its_batch() -> None:
     scattered(arena, generator)
     order = torch.randperm(8, generator=generator)
     mixed.state = rows_of(arena.state, order)
-    for _ in range(8):
+    for _ in range(6):
         actions = fierce_actions(arena, generator)
         arena.step(actions)
         mixed.step({name: value.view(8, 4, *value.shape[1:])[order].reshape(value.shape) for name, value in actions.items()})
@@ -114,19 +143,19 @@ def test_a_battle_alone_is_fought_as_in_a_batch() -> None:
     settings = {"teams": 2, "pack": ("medium", "scout"), "maps": 3}
     many, alone = Arena(small_config(battles=4, **settings), seed=5), Arena(small_config(battles=1, **settings), seed=5)
     generator = torch.Generator().manual_seed(0)
-    for _ in range(8):
+    for _ in range(6):
         actions = fierce_actions(many, generator)
         many.step(actions)
         alone.step({name: value[:4] for name, value in actions.items()})
-    assert_near(alone.state, rows_of(many.state, torch.tensor([0])))
+    assert_near(alone.state, rows_of(many.state, torch.tensor([0])), tolerance=1e-4)
 
 
 def test_the_same_seed_and_actions_lead_to_the_same_battles_bit_for_bit() -> None:
-    config = small_config(battles=2, teams=2, pack=("medium", "light"), maps=3, seconds=2.0)
+    config = small_config(battles=2, teams=2, pack=("medium", "light"), maps=3, seconds=1.0)
     hashes = []
     for seed in (7, 7, 8):
         arena, generator = Arena(config, seed=seed), torch.Generator().manual_seed(0)
-        for _ in range(10):  # past the end of the first battles
+        for _ in range(6):  # past the end of the first battles
             arena.step(random_actions(arena, generator))
         assert arena.state.contest.episode.tolist() == [1, 1]
         hashes.append([state_hash(arena.state, battle) for battle in range(2)])
@@ -143,12 +172,12 @@ def test_a_hash_tells_every_change() -> None:
 
 
 def test_what_was_saved_in_the_middle_goes_on_in_the_same_way() -> None:
-    config = small_config(battles=2, teams=2, pack=("medium", "light"), maps=3, seconds=3.0)
+    config = small_config(battles=2, teams=2, pack=("medium", "light"), maps=3, seconds=2.0)
     arena, generator = Arena(config, seed=1), torch.Generator().manual_seed(0)
-    for _ in range(5):
+    for _ in range(4):
         arena.step(fierce_actions(arena, generator))
     saved = arena.state_dict()
-    later = [fierce_actions(arena, generator) for _ in range(9)]
+    later = [fierce_actions(arena, generator) for _ in range(6)]
     for actions in later:
         arena.step(actions)
     other = Arena(config, seed=99)
@@ -183,7 +212,6 @@ def test_a_battle_that_ends_begins_anew_in_its_place_and_the_others_go_on() -> N
     hit_points = arena.state.units.hit_points.clone()
     hit_points[2, :2] = 0.0
     arena.state = arena.state._replace(units=arena.state.units._replace(hit_points=hit_points))
-    before, copy = arena.state, cloned(arena.state)
     actions = random_actions(arena, generator)
     scene = arena.step(actions)
     other.step(actions)
@@ -196,7 +224,6 @@ def test_a_battle_that_ends_begins_anew_in_its_place_and_the_others_go_on() -> N
     assert_same(rows_of(arena.state, torch.tensor([2])), arena._sensed(next_battle))
     rest = torch.tensor([0, 1, 3])
     assert_same(rows_of(arena.state, rest), rows_of(other.state, rest))
-    assert_same(before, copy)  # who holds the state before finds it as it was
     for part, maps in zip(arena.state.world, arena.atlas.worlds, strict=True):
         assert torch.equal(part[2], maps[arena.state.contest.map[2]])
 
@@ -253,7 +280,7 @@ def test_units_that_are_absent_stay_so_and_no_battle_ends_for_that() -> None:
     generator = torch.Generator().manual_seed(0)
     assert not arena.state.units.present.all()
     for decision in range(1, 9):
-        present = arena.state.units.present
+        present = arena.state.units.present.clone()
         scene = arena.step(random_actions(arena, generator))
         assert not (scene.was_alive & ~present).any()
         assert not scene.reward[~present].any()
@@ -294,7 +321,7 @@ def assert_in_range(arena: Arena) -> None:
     within(units.position[..., 2] - ground, -1e-4, PHYSICS.ceiling_m, "height above the ground")
     within(torch.linalg.vector_norm(units.velocity[..., :2], dim=-1), 0.0, table.max_speed * 1.001, "speed")
     within(units.cooldown, 0, arena.tables.weapons.cooldown, "cooldown")
-    within(units.harm, 0.0, 1.0 + 1e-4, "harm")
+    within(units.harm, 0, 200, "harm")
     within(world.hit_points, 0, 100, "hit points of columns")
     within(arena.state.contest.score, 0.0, arena.config.seconds, "score")
     assert not arena.state.contest.overflow.any()
@@ -331,29 +358,25 @@ def test_everything_stays_in_its_range_in_a_million_random_agent_steps() -> None
 
 @pytest.mark.slow
 def test_no_shot_is_lost_when_everybody_fires_for_a_minute() -> None:
-    """Nobody overheats, dies or falls, everybody is painted and near: all weapons go off as fast as they load."""
-    arena = flat_arena(*ALL, "medium", size=24, contacts=5, seconds=200.0)
-    generator = torch.Generator().manual_seed(0)
-    scattered(arena, generator)
+    """Two lines that face each other; nobody overheats, dies, falls or leaves. Whatever is loaded goes off."""
+    arena = flat_arena(*ALL, "medium", contacts=5, seconds=200.0)
+    for unit in range(10):
+        side = -1 if unit < 5 else 1
+        place(arena, unit, 2.0 * side, 2.4 * (unit % 5 - 2), heading=0.0 if unit < 5 else math.pi)
+    start, kits = arena.state.units, [CLASSES[name].weapons for name in arena.config.unit_classes]
     fired = 0
-    for decision in range(240):
-        for unit, name in enumerate(arena.config.unit_classes):
-            put(arena, unit, heat=0.0, hit_points=CLASSES[name].hit_points, stability=100.0, fallen=0, is_shut_down=False, painted=100)
-        arena.state = arena._sensed(arena.state)
-        actions = no_actions(arena.config)
-        for row, name in enumerate(arena.config.unit_classes):
-            weapons = CLASSES[name].weapons
-            loading = arena.state.units.cooldown[0, row]
-            ready = [weapon for weapon in weapons if int(loading[list(WEAPONS).index(weapon)]) <= 5]
-            actions["fire"][row] = FIRE.index(ready[decision % len(ready)] if ready else weapons[0])
-            actions["target"][row] = decision % 5
-            actions["motion"][row] = torch.rand(4, generator=generator) * 2 - 1
-        scene = arena.step(actions)
+    for _ in range(240):
+        now = arena.state.units
+        units = start._replace(cooldown=now.cooldown, painted=now.painted)
+        arena.state = arena._sensed(arena.state._replace(units=units, contest=arena.state.contest._replace(score=torch.zeros(1, 2))))
+        ready = [[name for name in kit if int(now.cooldown[0, row, WEAPON[name]]) < 5] for row, kit in enumerate(kits)]
+        loaded = {row: {"fire": names[-1], "target": (row + 5) % 10} for row, names in enumerate(ready) if names}
+        scene = arena.step(acted(arena, loaded))
         assert scene.deeds is not None
         fired += int(scene.deeds.fired.sum())
         assert not arena.state.contest.overflow.any()
     assert arena.state.contest.episode.tolist() == [0]
-    assert fired > 500
+    assert fired > 600
 
 
 def wrong(arena: Arena, **heads: Tensor) -> Actions:

@@ -322,6 +322,9 @@ def test_nobody_leaves_the_map(heading: float, axis: int, sign: int) -> None:
     place(arena, 0, start[0], start[1], heading=heading)
     moved(arena, {0: {"forward": 1.0}}, ticks=20)
     assert field(arena, "position", 0)[axis] == pytest.approx(sign * (12 - PHYSICS.radius_m))
+    assert field(arena, "velocity", 0)[axis] == 0
+    moved(arena, {0: {"forward": -1.0}}, ticks=10)
+    assert abs(field(arena, "position", 0)[axis]) < 11
 
 
 def test_units_that_overlap_push_one_another_apart_alike_until_they_only_touch() -> None:

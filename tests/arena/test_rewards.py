@@ -142,7 +142,7 @@ def test_who_was_dead_is_paid_nothing(pairs):
     put(pairs, 2, hit_points=0.0)
     contest = pairs.state.contest._replace(score=torch.tensor([[1.0, 0.0]]))
     after = pairs.state._replace(contest=contest)
-    deeds = taken((0, 2, 1.0), (0, 1, 0.5))  # by what was still in the air
+    deeds = taken((0, 2, 1.0), (0, 1, 0.2))  # by what was still in the air
     parts = pay(before, after, deeds, ended(0), pairs.tables, pairs.config)
     assert all(part[0, 0] == 0 for part in parts)
     assert shared(parts, before.units, pairs.config)[0, 0] == 0

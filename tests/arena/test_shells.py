@@ -171,6 +171,17 @@ def test_the_edge_of_the_map_and_the_ground_end_a_flight() -> None:
     assert ground.point[2] <= 0
 
 
+@pytest.mark.xfail(strict=True, reason="what bursts at the edge strikes the outermost column, however high it flew over it")
+def test_what_leaves_the_map_above_a_wall_does_not_wear_it_down() -> None:
+    arena = flat_arena()
+    build(arena, (10, 12), (-12, 12), Material.SOLID, height=1.0)
+    place(arena, 0, 4, 0.5)
+    place(arena, 1, -8, 0)
+    flight = flown(arena, in_the_air(arena, "autocannon", [4.0, 0.5, 5.0], [25.0, 0.0, 0.0]))
+    assert flight.point[0] >= 12
+    assert not terrain_hits(flight.impact, arena.tables, 24)[1].any()
+
+
 def test_a_friend_in_the_way_is_hit_and_who_fires_is_not() -> None:
     arena = flat_arena("medium", "medium")
     place(arena, 0, -3, 0)

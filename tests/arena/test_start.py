@@ -9,7 +9,7 @@ import torch
 
 from esper.arena.arena import Arena
 from esper.arena.start import fresh
-from esper.arena.state import State
+from esper.arena.state import State, cloned, replace_rows, select
 from tests.arena.worlds import assert_same, rows_of, small_config, turned
 
 ARENA = Arena(small_config(battles=4, teams=3, maps=4, pack=("heavy", "scout"), smallest_team=1), seed=3)
@@ -100,6 +100,17 @@ def test_a_beginning_is_the_same_after_half_a_turn() -> None:
     assert torch.allclose(other.units.heading, state.units.heading, atol=1e-6)
     for name in ("height", "material", "hit_points", "floor", "tops", "way"):
         assert torch.equal(getattr(other.world, name), getattr(state.world, name)), name
+
+
+def test_battles_are_replaced_alike_by_choosing_and_by_writing_over_them() -> None:
+    """A recorded step does the one, a step on the CPU the other."""
+    old, new = begun([0, 1, 2, 3], [0] * 4), begun([0, 1, 2, 3], [1] * 4)
+    chosen = select(torch.tensor([False, True, False, True]), new, old)
+    rows = torch.tensor([1, 3])
+    written = replace_rows(cloned(old), rows, rows_of(new, rows))
+    assert_same(written, chosen)
+    assert_same(rows_of(chosen, torch.tensor([0, 2])), begun([0, 2], [0, 0]))
+    assert_same(rows_of(chosen, rows), begun([1, 3], [1, 1]))
 
 
 def test_a_map_without_room_for_the_teams_is_refused_with_a_size_that_has_it() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -17,7 +18,7 @@ from esper.arena.orders import FIRE, MOTION, Orders
 from esper.arena.routes import find_ways
 from esper.arena.specs import WEAPONS, Material
 from esper.arena.start import Atlas
-from esper.arena.state import State, World, named_tensors
+from esper.arena.state import State, World, cloned, named_tensors
 from esper.arena.tables import Tables
 from esper.vecenv import Actions
 
@@ -33,7 +34,8 @@ def flat_arena(*pack: str, seed: int = 0, **settings: Any) -> Arena:
     """Open ground without a step. Each team has the units of `pack`, and they stand in their corners."""
     pack = pack or ("medium",)
     arena = copy.copy(_made(small_config(**{"pack": pack, "teams": len(pack), **settings}), seed))
-    arena.largest_team = arena.largest_team.clone()  # the one tensor that is written in place
+    # What is written in place.
+    arena.state, arena.largest_team = cloned(arena.state), arena.largest_team.clone()
     return arena
 
 
@@ -72,9 +74,7 @@ def build(arena: Arena, x: tuple[int, int], y: tuple[int, int], material: Materi
     heights[here], materials[here] = height, int(material)
     points[here] = arena.tables.materials.hit_points[int(material)]
     floor, tops = (make(heights, materials, arena.tables.materials) for make in (floors, sight_tops))
-    arena.state = arena.state._replace(
-        world=world._replace(height=heights, material=materials, hit_points=points, floor=floor, tops=tops)
-    )
+    arena.state = arena.state._replace(world=world._replace(height=heights, material=materials, hit_points=points, floor=floor, tops=tops))
 
 
 def place(arena: Arena, unit: int, x: float, y: float, z: float = 0.0, *, heading: float = 0.0) -> None:
@@ -148,7 +148,7 @@ def turned(state: State) -> State:
         return tensor.roll(half, 1)
 
     def flipped(vector: Tensor) -> Tensor:
-        return swapped(vector) * torch.tensor([-1.0, -1.0, 1.0])
+        return swapped(vector) * vector.new_tensor([-1.0, -1.0, 1.0])
 
     def other(unit: Tensor) -> Tensor:
         return swapped((unit + half) % (2 * half))
@@ -156,7 +156,10 @@ def turned(state: State) -> State:
     grids = World(*(part if part.dim() == 1 else part.flip(1, 2) for part in world))
     heading = torch.remainder(units.heading + 2 * math.pi, 2 * math.pi) - math.pi
     moved = type(units)(*(swapped(part) for part in units))._replace(
-        position=flipped(units.position), velocity=flipped(units.velocity), heading=swapped(heading), harm=units.harm.roll((half, half), (1, 2))
+        position=flipped(units.position),
+        velocity=flipped(units.velocity),
+        heading=swapped(heading),
+        harm=units.harm.roll((half, half), (1, 2)),
     )
     flown = type(shells)(*(swapped(part) for part in shells))._replace(
         position=flipped(shells.position), velocity=flipped(shells.velocity), target=other(shells.target)
@@ -166,9 +169,7 @@ def turned(state: State) -> State:
         units=moved,
         shells=flown,
         clouds=type(clouds)(position=flipped(clouds.position), left=swapped(clouds.left)),
-        contest=contest._replace(
-            score=contest.score.flip(1), holder=torch.where(contest.holder < 0, contest.holder, 1 - contest.holder)
-        ),
+        contest=contest._replace(score=contest.score.flip(1), holder=torch.where(contest.holder < 0, contest.holder, 1 - contest.holder)),
         senses=type(senses)(
             sensed=senses.sensed.roll((half, half), (1, 2)),
             seen=senses.seen.roll((half, half), (1, 2)),
@@ -176,6 +177,23 @@ def turned(state: State) -> State:
             is_contact=swapped(senses.is_contact),
         ),
     )
+
+
+def in_double(state: State) -> State:
+    """With twice the digits, so that rounding cannot be taken for something else."""
+    return State(*(type(group)(*(_doubled(tensor) for tensor in group)) for group in state))
+
+
+def tables_in_double(tables: Tables) -> Tables:
+    def doubled(table: Any) -> Any:
+        columns = {entry.name: _doubled(getattr(table, entry.name)) for entry in dataclasses.fields(table)}
+        return dataclasses.replace(table, **columns)
+
+    return Tables(doubled(tables.units), doubled(tables.weapons), doubled(tables.materials))
+
+
+def _doubled(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.dtype == torch.float32 else tensor
 
 
 def rows_of(state: State, rows: Tensor) -> State:

@@ -101,8 +101,8 @@ def move(units: Units, world: World) -> tuple[Units, Tensor]:
     is_stopped = is_grounded | ((new_z >= PHYSICS.ceiling_m) & (fall > 0))
     velocity = torch.stack(
         (
-            torch.where(is_free_x, units.velocity[..., 0], 0.0),
-            torch.where(is_free_y, units.velocity[..., 1], 0.0),
+            torch.where(is_free_x & (new_x.abs() < limit), units.velocity[..., 0], 0.0),
+            torch.where(is_free_y & (new_y.abs() < limit), units.velocity[..., 1], 0.0),
             torch.where(is_stopped, 0.0, fall),
         ),
         dim=-1,

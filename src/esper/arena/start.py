@@ -33,10 +33,11 @@ class Atlas(NamedTuple):
     spawns: Tensor  # [U, 2]
 
 
-def make_atlas(config: ArenaConfig, tables: Tables, *, seed: int, device: torch.device) -> Atlas:
-    """Maps are made on the CPU, whatever the device, so that they are the same everywhere."""
+def make_atlas(config: ArenaConfig, tables: Tables, *, seed: int, device: torch.device, only: int | None = None) -> Atlas:
+    """Maps are made on the CPU, whatever the device, so that they are the same everywhere. `only` asks for one of them, as the whole."""
     spawns = spawn_points(config.teams, size=config.size).flatten(0, 1)
-    maps = generate_maps([seed * _PLACE + index for index in range(config.maps)], size=config.size, landscapes=config.landscapes)
+    indices = range(config.maps) if only is None else [only]
+    maps = generate_maps([seed * _PLACE + index for index in indices], size=config.size, landscapes=config.landscapes)
     height, material, radius = (part.to(device) for part in maps[:3])
     floor = floors(height, material, tables.materials)
     way, route = find_ways(floor.cpu(), maps.material, maps.zone_radius)

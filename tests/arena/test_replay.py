@@ -1,0 +1,310 @@
+"""A replay is the battle that was fought, and anyone with the same kind of device can see that it is."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from esper.arena import replay as replays
+from esper.arena.arena import Arena, Scene, no_actions
+from esper.arena.bots import Bot
+from esper.arena.config import ArenaConfig
+from esper.arena.recorder import advanced
+from esper.arena.replay import Recorder, device_kind, load_battle, verify
+from esper.arena.specs import RULES_VERSION, Material
+from esper.arena.state import State, cloned, named_tensors
+from esper.replay_file import UNIT_COLUMNS, ReplayError, read_replay, write_replay
+from esper.vecenv import Actions
+from tests.arena.worlds import acted, build, flat_arena, place, random_actions, rows_of
+
+PLACE = 1
+KEYFRAME_EVERY = 6
+CONFIG = ArenaConfig(battles=3, teams=2, size=24, maps=4, seconds=8.0, contacts=2, allies=1)
+COLUMN = {name: index for index, name in enumerate(UNIT_COLUMNS)}
+
+
+class Fought:
+    """A battle with its recorder, and what an onlooker saw of it beside: the state before every decision, and every scene."""
+
+    def __init__(self, arena: Arena, *, bots: tuple[str, str] = ("strong", "random")) -> None:
+        self.arena, self.states, self.actions, self.scenes = arena, [cloned(arena.state)], list[Actions](), list[Scene]()
+        players = [Bot(name, arena, seed=seed) for seed, name in enumerate(bots)]
+        is_first = (torch.arange(arena.config.battles * arena.config.units) % arena.config.units) < arena.config.teams
+        self.recorder = Recorder(arena, PLACE, teams=("first", "second"), keyframe_every=KEYFRAME_EVERY)
+        self.recorder.begin()
+        while not self.recorder.is_over:
+            one, other = (player.act() for player in players)
+            actions = {name: torch.where(is_first.view(-1, *(1,) * (one[name].dim() - 1)), one[name], other[name]) for name in one}
+            scene = arena.step(actions)
+            self.recorder.add(actions, scene)
+            self.states.append(cloned(arena.state))
+            self.actions.append(actions)
+            self.scenes.append(scene)
+
+
+@pytest.fixture(scope="module")
+def fought() -> Fought:
+    return Fought(Arena(CONFIG, seed=1))
+
+
+@pytest.fixture(scope="module")
+def path(fought: Fought, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fought.recorder.write(tmp_path_factory.mktemp("replays") / "battle.safetensors")
+
+
+def changed(path: Path, name: str, *, tensors: dict[str, Tensor] | None = None, **info: Any) -> Path:
+    """The replay with something else in it."""
+    found = read_replay(path)
+    return write_replay(path.with_name(name), found.tensors | (tensors or {}), msgspec.structs.replace(found.info, **info))
+
+
+def test_a_recorded_battle_is_verified_on_the_device_that_fought_it(path: Path) -> None:
+    found = verify(path)
+    assert found.ok, found.message
+    assert (found.first_wrong_frame, found.device_matches) == (None, True)
+    assert found.checked == read_replay(path).frames > 3 * KEYFRAME_EVERY  # several stretches
+
+
+@pytest.mark.parametrize(("battles", "teams"), [(3, 1), (2, 3)])
+def test_a_battle_alone_is_the_same_as_in_a_batch_bit_for_bit(battles: int, teams: int) -> None:
+    config = ArenaConfig(battles=battles, teams=teams, size=16, maps=2, seconds=60.0)
+    arena, chance = Arena(config, seed=1), torch.Generator().manual_seed(0)
+    bot = Bot("strong", arena)
+    rows = torch.arange(battles * config.units).view(battles, -1)
+    for step in range(15):
+        actions = random_actions(arena, chance) if step % 4 == 0 else bot.act()
+        before = cloned(arena.state)
+        scene = arena.step(actions)
+        for battle in range(battles):
+            if bool(scene.ended[battle]):
+                continue
+            alone = rows_of(before, torch.tensor([battle]))
+            after, _, _ = advanced(alone, {name: value[rows[battle]] for name, value in actions.items()}, arena.tables, config)
+            together = dict(named_tensors(arena.state))
+            for name, tensor in named_tensors(after):
+                assert torch.equal(tensor[0], together[name][battle]), (name, step, battle)
+
+
+def test_frames_show_what_the_arena_was(fought: Fought, path: Path) -> None:
+    replay = read_replay(path)
+    frames, units = replay.tensors["frames/units"], CONFIG.units
+    assert replay.frames == len(fought.scenes) + 1
+    for frame, state in enumerate(fought.states[:-1]):  # after the last decision the next battle has begun
+        drawn, now = frames[frame], state.units
+        assert torch.equal(drawn[:, :3], now.position[PLACE])
+        for name in ("heading", "hit_points", "legs", "heat", "stability", "fuel"):
+            assert torch.equal(drawn[:, COLUMN[name]], getattr(now, name)[PLACE])
+        for name, flag in (("fallen", now.fallen > 0), ("venting", now.is_venting), ("painted", now.painted > 0)):
+            assert torch.equal(drawn[:, COLUMN[name]] > 0, flag[PLACE])
+        assert torch.equal(replay.tensors["frames/score"][frame], state.contest.score[PLACE])
+        assert int(replay.tensors["frames/holder"][frame]) == int(state.contest.holder[PLACE])
+        assert torch.equal(replay.tensors["frames/sensed"][frame] > 0, state.senses.sensed[PLACE])
+        assert torch.equal(replay.tensors["frames/sensed"][frame] == 2, state.senses.seen[PLACE])
+        flying = replay.tensors["frames/projectiles"][frame]
+        assert torch.equal(flying[:, 0].view(units, -1) > 0, state.shells.life[PLACE] > 0)
+
+
+def test_the_last_frame_is_of_the_battle_that_ended_and_not_of_the_next(fought: Fought, path: Path) -> None:
+    replay, last = read_replay(path), fought.scenes[-1]
+    decisions, *score = last.last[PLACE, :3].tolist()
+    alive = replay.tensors["frames/units"][-1, :, COLUMN["hit_points"]] > 0
+    assert replay.frames - 1 == decisions
+    assert replay.tensors["frames/score"][-1].tolist() == score
+    assert alive.view(2, -1).sum(1).tolist() == last.last[PLACE, 3:].tolist()
+    assert replay.info.winner == (None if int(last.winner[PLACE]) < 0 else int(last.winner[PLACE]))
+    assert fought.states[-1].contest.decision[PLACE] == 0  # the arena is in the next
+
+
+def test_the_feed_tells_every_death_once_and_ends_with_the_end(fought: Fought, path: Path) -> None:
+    replay = read_replay(path)
+    points = replay.tensors["frames/units"][..., COLUMN["hit_points"]]
+    died = ((points[:-1] > 0) & (points[1:] <= 0)).nonzero()
+    told = [(item.frame, item.unit) for item in replay.info.feed if item.kind == "kill"]
+    assert sorted(told) == sorted((frame + 1, unit) for frame, unit in died.tolist())
+    assert told
+    for item in replay.info.feed:
+        if item.kind == "kill" and item.by is not None:
+            assert float(fought.scenes[item.frame - 1].deeds.taken[PLACE, item.by, item.unit]) > 0  # type: ignore[union-attr]
+            assert "destroys" in item.text
+    assert replay.info.feed[-1].kind == "end"
+    assert [item.kind for item in replay.info.feed].count("end") == 1
+
+
+def test_actions_are_kept_as_they_were_chosen_and_targets_as_units_too(fought: Fought, path: Path) -> None:
+    tensors = read_replay(path).tensors
+    rows = slice(PLACE * CONFIG.units, (PLACE + 1) * CONFIG.units)
+    aimed = 0
+    for step, (actions, state) in enumerate(zip(fought.actions, fought.states, strict=False)):
+        for name, kept in (("motion", "motion"), ("fire", "fire"), ("vent", "vent"), ("target", "contact")):
+            assert torch.equal(tensors[f"actions/{kept}"][step].to(actions[name].dtype), actions[name][rows])
+        for unit in range(CONFIG.units):
+            slot, target = int(actions["target"][rows][unit]), int(tensors["actions/target"][step, unit])
+            is_aimed = bool(actions["fire"][rows][unit] > 0) and bool(state.senses.is_contact[PLACE, unit, slot])
+            assert target == (int(state.senses.contacts[PLACE, unit, slot]) if is_aimed else -1)
+            aimed += is_aimed
+    assert aimed
+
+
+def test_shots_are_told_with_weapon_and_target(fought: Fought, path: Path) -> None:
+    tensors = read_replay(path).tensors
+    shots = tensors["frames/shots"]
+    assert (shots[0] == -1).all()
+    for step, scene in enumerate(fought.scenes):
+        assert scene.deeds is not None
+        assert torch.equal(shots[step + 1, :, 0] >= 0, scene.deeds.fired[PLACE])
+        fired = scene.deeds.fired[PLACE]
+        assert torch.equal(shots[step + 1, fired, 0] + 1, tensors["actions/fire"][step, fired])
+        assert torch.equal(shots[step + 1, fired, 1], tensors["actions/target"][step, fired])
+    assert (shots >= 0).any()
+
+
+def test_columns_that_were_destroyed_are_told_when_it_happened(tmp_path: Path) -> None:
+    arena = flat_arena("medium", battles=2, seconds=3.0)
+    place(arena, 0, -3.0, 0.5)
+    place(arena, 1, 3.0, 0.5, heading=math.pi)
+    build(arena, (0, 1), (-2, 3), Material.GLASS, height=2.0)
+    arena.state = arena._sensed(arena.state)
+    recorder = Recorder(arena, PLACE)
+    recorder.begin()
+    materials = [arena.state.world.material[PLACE].clone()]
+    while not recorder.is_over:
+        actions = acted(arena, {0: {"fire": "autocannon", "target": 1}})
+        recorder.add(actions, arena.step(actions))
+        materials.append(arena.state.world.material[PLACE].clone())
+    tensors = read_replay(recorder.write(tmp_path / "glass.safetensors")).tensors
+    changes, material = tensors["terrain/changes"].tolist(), tensors["terrain/material"].clone()
+    assert changes
+    for frame, seen in enumerate(materials[:-1]):
+        for at, i, j in changes:
+            if at == frame:
+                assert material[i, j] == Material.GLASS
+                material[i, j] = Material.OPEN
+        assert torch.equal(material, seen)
+
+
+def test_the_next_battle_in_a_place_and_one_with_small_teams_are_verified_too(tmp_path: Path) -> None:
+    arena = Arena(msgspec.structs.replace(CONFIG, seconds=2.0), seed=8)
+    arena.set_largest_team(1)
+    while int(arena.state.contest.episode[PLACE]) < 1 or int(arena.state.contest.decision[PLACE]):
+        arena.step(no_actions(arena.config))
+    fought = Fought(arena)
+    path = fought.recorder.write(tmp_path / "second.safetensors")
+    battle = load_battle(path)
+    assert (battle.origin.episode, battle.origin.largest_team) == (1, 1)
+    assert battle.keyframes.units.present[0].tolist() == [True, False, True, False]
+    assert verify(path).ok
+
+
+@pytest.mark.parametrize("frame", [0, 7])
+def test_another_action_is_found_where_it_matters(path: Path, frame: int) -> None:
+    motion = read_replay(path).tensors["actions/motion"].clone()
+    alive = read_replay(path).tensors["frames/units"][frame, :, COLUMN["hit_points"]] > 0
+    unit = int(alive.int().argmax())
+    motion[frame, unit] = torch.where(motion[frame, unit] > 0, -1.0, 1.0)
+    found = verify(changed(path, "action.safetensors", tensors={"actions/motion": motion}))
+    assert not found.ok
+    assert found.first_wrong_frame == frame + 1
+    assert f"frame {frame + 1} is not what seed and actions lead to" in found.message
+
+
+def test_another_picture_is_found(path: Path) -> None:
+    units = read_replay(path).tensors["frames/units"].clone()
+    units[9, 0, 0] += 1e-3
+    found = verify(changed(path, "picture.safetensors", tensors={"frames/units": units}))
+    assert (found.ok, found.first_wrong_frame) == (False, 9)
+
+
+def test_another_keyframe_or_seed_or_place_is_found_on_any_device(path: Path) -> None:
+    replay = read_replay(path)
+    heat = replay.tensors["keyframes/units/heat"].clone()
+    heat[1, 0] += 1.0
+    keyframe = verify(changed(path, "keyframe.safetensors", tensors={"keyframes/units/heat": heat}, device="another"))
+    assert (keyframe.ok, keyframe.first_wrong_frame) == (False, KEYFRAME_EVERY)
+    assert f"keyframe at frame {KEYFRAME_EVERY}" in keyframe.message
+    seed = verify(changed(path, "seed.safetensors", seed=4))
+    assert (seed.ok, seed.first_wrong_frame) == (False, 0)
+    assert "does not begin as seed 4 has it" in seed.message
+    assert replay.info.origin is not None
+    episode = verify(changed(path, "place.safetensors", origin=msgspec.structs.replace(replay.info.origin, episode=1)))
+    assert (episode.ok, episode.first_wrong_frame) == (False, 0)
+
+
+def test_another_kind_of_device_can_play_it_and_says_how_close_it_comes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere = changed(path, "elsewhere.safetensors", device="NVIDIA H200, torch 2.13.0")
+    same_bits = verify(elsewhere)
+    assert (same_bits.ok, same_bits.device_matches) == (True, False)
+    assert "another kind (NVIDIA H200, torch 2.13.0)" in same_bits.message
+
+    monkeypatch.setattr(replays, "advanced", rounding_otherwise(unless_battles=0))
+    found = verify(elsewhere)
+    assert (found.ok, found.device_matches) == (False, False)
+    assert "it can be played here, and verified only there" in found.message
+    assert "no unit is further than" in found.message
+
+
+def test_a_device_whose_rounding_depends_on_the_batch_verifies_in_a_batch_of_the_same_shape(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replays, "advanced", rounding_otherwise(unless_battles=CONFIG.battles))
+    assert len(load_battle(path).at) != CONFIG.battles  # at first it is tried in another shape
+    assert verify(path).ok
+    monkeypatch.setattr(replays, "advanced", rounding_otherwise(unless_battles=0))
+    found = verify(path)
+    assert (found.ok, found.first_wrong_frame) == (False, 1)
+
+
+def rounding_otherwise(*, unless_battles: int) -> Any:
+    """`advanced` with a heat that is off by a little in batches of any other size."""
+
+    def nearly(before: State, *rest: Any) -> Any:
+        after, orders, deeds = advanced(before, *rest)
+        off = 0.0 if len(before.units.heat) == unless_battles else 1e-4
+        return after._replace(units=after.units._replace(heat=after.units.heat + off)), orders, deeds
+
+    return nearly
+
+
+def test_a_replay_of_other_rules_is_an_error_that_names_both_versions(path: Path) -> None:
+    old = changed(path, "old.safetensors", rules_version=RULES_VERSION + 6, esper_version="9.9")
+    with pytest.raises(ReplayError, match=rf"rules version {RULES_VERSION + 6}, recorded by esper 9\.9; .* version {RULES_VERSION}"):
+        verify(old)
+    assert read_replay(old).frames  # and it can be watched
+
+
+def test_a_replay_without_an_origin_or_with_impossible_actions_is_an_error(path: Path) -> None:
+    with pytest.raises(ReplayError, match="can be watched, and not computed again"):
+        verify(changed(path, "no_origin.safetensors", origin=None))
+    fire = read_replay(path).tensors["actions/fire"].clone()
+    fire[3, 0] = 100
+    with pytest.raises(ReplayError, match="actions that cannot be"):
+        verify(changed(path, "impossible.safetensors", tensors={"actions/fire": fire}))
+
+
+def test_a_recorder_that_is_used_wrongly_says_so(tmp_path: Path) -> None:
+    arena = Arena(CONFIG, seed=3)
+    with pytest.raises(ValueError, match="battles 0 to 2"):
+        Recorder(arena, 3)
+    recorder = Recorder(arena, 0)
+    actions = no_actions(CONFIG)
+    scene = arena.step(actions)
+    with pytest.raises(ValueError, match=r"call begin\(\)"):
+        recorder.add(actions, scene)
+    with pytest.raises(ValueError, match="has gone on for 1 decisions"):
+        recorder.begin()
+    arena.reset()
+    recorder.begin()
+    with pytest.raises(ReplayError, match="has not ended"):
+        recorder.write(tmp_path / "early.safetensors")
+    with pytest.raises(ValueError, match="has begun"):
+        recorder.begin()
+
+
+def test_the_kind_of_a_device_names_processor_and_torch() -> None:
+    assert device_kind("cpu").startswith("cpu ")
+    assert torch.__version__ in device_kind(torch.device("cpu"))
