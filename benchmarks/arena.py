@@ -4,8 +4,8 @@
     python benchmarks/arena.py --device cuda --battles 512,1024,2048,4096 --training-battles 4096
 
 An agent-step is one decision, five ticks of the physics, of one living unit, with all rules, observations and masks. In the phase
-`simulation` both sides are driven by the strong bot on 64×64 maps, and the time is taken in the middle of battles: after `--warm-up`
-decisions, in which battles end and begin anew and so come out of step. In the phase `training` the learner of `esper arena train`
+`simulation` both sides are driven by the strong bot on 64×64 maps, and the time is taken in the middle of battles, which last about a
+hundred decisions: from the `--warm-up`-th on, when the teams meet. In the phase `training` the learner of `esper arena train`
 collects and learns; its agent-steps are those of the units that learn, without the opponents'.
 """
 
@@ -36,7 +36,7 @@ def simulation(battles: int, options: argparse.Namespace, device: torch.device) 
     config = ArenaConfig(battles=battles, teams=options.teams)
     memory = _memory(device)
     memory.begin()
-    arena = Arena(config, seed=options.seed, device=device)
+    arena = Arena(config, seed=options.seed, device=device, compile=options.compile)
     arena.reset()
     bot = Bot("strong", arena, seed=options.seed)
     for _ in range(options.warm_up):
@@ -55,6 +55,7 @@ def simulation(battles: int, options: argparse.Namespace, device: torch.device) 
         "agent_steps_per_s": round(steps / seconds),
         "ms_per_decision": round(1e3 * seconds / options.decisions, 3),
         "living_share": round(steps / (options.decisions * battles * config.units), 3),
+        "compiled": options.compile,
         "overflow": int(arena.state.contest.overflow.sum()),
         "peak_memory": memory.peak(),
     }
@@ -68,6 +69,7 @@ def training(battles: int, options: argparse.Namespace, device: torch.device) ->
         selfplay=msgspec.structs.replace(base.selfplay, enter_every=10**9),
         ppo=msgspec.structs.replace(base.ppo, num_minibatches=options.minibatches, precision=options.precision),
         device=device.type,
+        compile=options.compile,
     )
     memory = _memory(device)
     memory.begin()
@@ -115,11 +117,12 @@ def main() -> None:
     parser.add_argument("--battles", type=_counts, default=[256], help="numbers of battles at once, each measured")
     parser.add_argument("--training-battles", type=_counts, default=[], help="likewise, for training; none by default")
     parser.add_argument("--teams", type=int, default=5)
-    parser.add_argument("--warm-up", type=int, default=120, help="decisions before the clock starts")
+    parser.add_argument("--warm-up", type=int, default=50, help="decisions before the clock starts")
     parser.add_argument("--decisions", type=int, default=60, help="decisions that are timed")
     parser.add_argument("--updates", type=int, default=2, help="updates that are timed")
     parser.add_argument("--minibatches", type=int, default=4)
     parser.add_argument("--precision", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--compile", action="store_true", help="let torch's compiler fuse the phases")
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=None, help="a file for the records besides the terminal")

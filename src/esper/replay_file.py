@@ -74,6 +74,15 @@ class StateHash(msgspec.Struct, frozen=True, kw_only=True):
     sha256: str
 
 
+class Origin(msgspec.Struct, frozen=True, kw_only=True):
+    """What the battle began as, beside the seed."""
+
+    config: dict[str, Any]  # of the arena
+    place: int  # in its batch
+    episode: int  # battles that were fought there before
+    largest_team: int  # that it could have
+
+
 class ReplayInfo(msgspec.Struct, frozen=True, kw_only=True):
     rules_version: int
     seed: int
@@ -89,6 +98,7 @@ class ReplayInfo(msgspec.Struct, frozen=True, kw_only=True):
     feed: list[FeedItem]
     winner: int | None  # team; None is a draw
     hashes: list[StateHash] = []
+    origin: Origin | None = None  # without it the battle can be watched, and not computed again
     unit_columns: tuple[str, ...] = UNIT_COLUMNS
     score_to_win: float | None = None  # seconds in the zone
     cloud_radius: float = 4.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,7 @@ def test_a_battle_alone_is_the_same_as_in_a_batch_bit_for_bit(battles: int, team
     arena, chance = Arena(config, seed=1), torch.Generator().manual_seed(0)
     bot = Bot("strong", arena)
     rows = torch.arange(battles * config.units).view(battles, -1)
-    for step in range(15):
+    for step in range(12):
         actions = random_actions(arena, chance) if step % 4 == 0 else bot.act()
         before = cloned(arena.state)
         scene = arena.step(actions)
@@ -188,6 +189,7 @@ def test_columns_that_were_destroyed_are_told_when_it_happened(tmp_path: Path) -
         assert torch.equal(material, seen)
 
 
+@pytest.mark.slow
 def test_the_next_battle_in_a_place_and_one_with_small_teams_are_verified_too(tmp_path: Path) -> None:
     arena = Arena(msgspec.structs.replace(CONFIG, seconds=2.0), seed=8)
     arena.set_largest_team(1)
@@ -213,6 +215,7 @@ def test_another_action_is_found_where_it_matters(path: Path, frame: int) -> Non
     assert f"frame {frame + 1} is not what seed and actions lead to" in found.message
 
 
+@pytest.mark.slow
 def test_another_picture_is_found(path: Path) -> None:
     units = read_replay(path).tensors["frames/units"].clone()
     units[9, 0, 0] += 1e-3
@@ -235,6 +238,7 @@ def test_another_keyframe_or_seed_or_place_is_found_on_any_device(path: Path) ->
     assert (episode.ok, episode.first_wrong_frame) == (False, 0)
 
 
+@pytest.mark.slow
 def test_another_kind_of_device_can_play_it_and_says_how_close_it_comes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     elsewhere = changed(path, "elsewhere.safetensors", device="NVIDIA H200, torch 2.13.0")
     same_bits = verify(elsewhere)
@@ -248,6 +252,7 @@ def test_another_kind_of_device_can_play_it_and_says_how_close_it_comes(path: Pa
     assert "no unit is further than" in found.message
 
 
+@pytest.mark.slow
 def test_a_device_whose_rounding_depends_on_the_batch_verifies_in_a_batch_of_the_same_shape(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,6 +295,10 @@ def test_a_recorder_that_is_used_wrongly_says_so(tmp_path: Path) -> None:
     arena = Arena(CONFIG, seed=3)
     with pytest.raises(ValueError, match="battles 0 to 2"):
         Recorder(arena, 3)
+    compiled = copy.copy(arena)
+    compiled.is_compiled = True
+    with pytest.raises(ValueError, match="record in a plain one"):
+        Recorder(compiled, 0)
     recorder = Recorder(arena, 0)
     actions = no_actions(CONFIG)
     scene = arena.step(actions)

@@ -171,7 +171,6 @@ def test_the_edge_of_the_map_and_the_ground_end_a_flight() -> None:
     assert ground.point[2] <= 0
 
 
-@pytest.mark.xfail(strict=True, reason="what bursts at the edge strikes the outermost column, however high it flew over it")
 def test_what_leaves_the_map_above_a_wall_does_not_wear_it_down() -> None:
     arena = flat_arena()
     build(arena, (10, 12), (-12, 12), Material.SOLID, height=1.0)

@@ -21,7 +21,7 @@ class RewardConfig(Config):
 
     zone: NonNegativeFloat = 0.05  # for a second in which the own team gains on the zone; as much is lost where the other does
     damage: NonNegativeFloat = 1.0  # for damage as great as the victim's full hit points
-    hurt: NonNegativeFloat = 0.5  # the cost of as much damage to oneself, whoever did it
+    hurt: NonNegativeFloat = 0.2  # the cost of as much damage to oneself, whoever did it
     friendly_fire: NonNegativeFloat = 1.0  # the cost of as much damage to one's own side, oneself included
     kill: NonNegativeFloat = 0.5  # for who hurt the victim most in the decision in which it fell
     assist: NonNegativeFloat = 0.2  # for everybody else who hurt it shortly before

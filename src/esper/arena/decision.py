@@ -5,6 +5,7 @@ Shapes: B = battles, U = units.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -51,14 +52,18 @@ class Deeds(NamedTuple):
     fired: Tensor  # [B, U] bool
 
 
-def decide(state: State, orders: Orders, tables: Tables) -> tuple[State, Deeds]:
-    """The battles after one decision, not yet judged, and with what was sensed before it."""
+Tick = Callable[[State, Aim, Tables], tuple[State, Tensor, Tensor, tuple[Tensor, Tensor]]]
+
+
+def decide(state: State, orders: Orders, tables: Tables, *, tick: Tick | None = None) -> tuple[State, Deeds]:
+    """The battles after one decision, not yet judged, and with what was sensed before it. `tick` is `one_tick` in another form."""
+    run = one_tick if tick is None else tick
     aim = take_aim(orders, state.units, tables)
     taken = torch.zeros_like(state.units.harm, dtype=torch.float32)
     fired = torch.zeros_like(orders.is_firing)
     rubble: list[tuple[Tensor, Tensor]] = []
     for _ in range(PHYSICS.ticks_per_decision):
-        state, by_whom, shot, hits = _tick(state, aim, tables)
+        state, by_whom, shot, hits = run(state, aim, tables)
         taken, fired = taken + by_whom, fired | shot
         rubble.append(hits)
     column, damage = (torch.cat(parts, 1) for parts in zip(*rubble, strict=True))
@@ -66,7 +71,8 @@ def decide(state: State, orders: Orders, tables: Tables) -> tuple[State, Deeds]:
     return state._replace(world=destroy(state.world, column, damage), contest=contest), Deeds(taken, fired)
 
 
-def _tick(state: State, aim: Aim, tables: Tables) -> tuple[State, Tensor, Tensor, tuple[Tensor, Tensor]]:
+def one_tick(state: State, aim: Aim, tables: Tables) -> tuple[State, Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """The state after a tick, damage by attacker [B, U, U], who fired [B, U], and what hit the terrain: columns and damage [B, U·K]."""
     world, orders = state.world, aim.orders
     units, clouds = count_down(state.units, orders), clear_smoke(state.clouds)
     units = turn(units, orders, tables)

@@ -45,6 +45,8 @@ class Recorder:
     def __init__(self, arena: Arena, battle: int, *, teams: tuple[str, str] = ("red", "blue"), keyframe_every: int = 40) -> None:
         if not 0 <= battle < arena.config.battles:
             raise ValueError(f"there is no battle {battle} to record; the arena has battles 0 to {arena.config.battles - 1}")
+        if arena.is_compiled:
+            raise ValueError("a compiled arena rounds otherwise than a plain one, so nobody could verify its replay; record in a plain one")
         self.arena, self.battle, self.teams, self.keyframe_every = arena, battle, teams, keyframe_every
         self.tables = make_tables(arena.config, torch.device("cpu"))
         self.names = [f"{name} {index % arena.config.teams + 1}" for index, name in enumerate(arena.config.unit_classes)]

@@ -46,7 +46,8 @@ def nearest_first(distance: Tensor, *, slots: int, of_others: bool) -> tuple[Ten
     member = torch.arange(half, device=distance.device)
     one, other = near.unsqueeze(-1), near.unsqueeze(-2)
     rank = ((other < one) | ((other == one) & (member < member.unsqueeze(1)))).sum(-1)  # [B, U, T]
-    begins = torch.where((torch.arange(count, device=distance.device) < half) == of_others, half, 0).unsqueeze(1)  # [U, 1]
+    is_second = torch.arange(count, device=distance.device) >= half
+    begins = torch.where(~is_second if of_others else is_second, half, 0).unsqueeze(1)  # [U, 1] who comes first in that team
     order = torch.empty_like(rank).scatter_(2, rank, (member + begins).expand_as(rank))
     is_there = torch.empty_like(near, dtype=torch.bool).scatter_(2, rank, near < torch.inf)
     order = order.masked_fill(~is_there, 0)

@@ -109,19 +109,20 @@ def explode(impact: Impact, units: Units, tables: Tables) -> Hits:
     direct = full * torch.where(facing < REAR_COS, PHYSICS.rear_factor, 1.0)
 
     reach = splash_share(impact, units, weapons).masked_fill_(hit, 0.0)  # [B, U, K, U]
-    shells, share = hit.flatten(1, 2).to(reach.dtype), reach.flatten(1, 2)  # [B, U·K, U]
     half = full * PHYSICS.splash_share
     shaken = weapons.stability[weapon] * impact.burst
+    stuns = weapons.suppresses[weapon].to(full.dtype) * impact.is_direct
     # Sums over projectiles as products of matrices: what each weighs, times whom it struck.
-    straight = torch.stack((direct * weapons.leg_share[weapon], shaken), 1).flatten(2) @ shells  # [B, 2, U]
-    around = torch.stack((half, shaken * PHYSICS.splash_share), 1).flatten(2) @ share
-    legs, stability = (straight + around).unbind(1)
+    struck, near = hit.flatten(1, 2).to(reach.dtype), reach.flatten(1, 2)  # [B, U·K, U]
+    straight = torch.stack((direct * weapons.leg_share[weapon], shaken, stuns), 1).flatten(2) @ struck  # [B, 3, U]
+    around = torch.stack((half, shaken * PHYSICS.splash_share), 1).flatten(2) @ near  # [B, 2, U]
+    longest = weapons.suppresses.max()
     return Hits(
-        damage=(reach * half.unsqueeze(-1)).add_(hit * direct.unsqueeze(-1)).sum(2),
-        legs=legs,
-        stability=stability,
+        damage=torch.where(hit, direct.unsqueeze(-1), reach.mul_(half.unsqueeze(-1))).sum(2),
+        legs=straight[:, 0] + around[:, 0],
+        stability=straight[:, 1] + around[:, 1],
         heat=torch.zeros_like(units.heat),
-        suppressed=torch.where(hit, weapons.suppresses[weapon].unsqueeze(-1), 0).amax((1, 2)),
+        suppressed=torch.minimum(straight[:, 2].round().int(), longest),  # several hits suppress no longer than one
         painted=torch.zeros_like(units.painted),
     )
 
@@ -142,7 +143,8 @@ def terrain_hits(impact: Impact, tables: Tables, size: int) -> tuple[Tensor, Ten
     """The columns that bursts hit [B, U·K], and the whole damage that they take, int32."""
     step = impact.velocity * (0.1 * PHYSICS.tick_s)  # into what was hit
     column = columns(impact.point[..., 0] + step[..., 0], impact.point[..., 1] + step[..., 1], size)
-    damage = tables.weapons.damage[impact.weapon] * (impact.burst & ~impact.is_direct)
+    is_inside = (impact.point[..., :2].abs() < size / 2).all(-1)  # what leaves the map hits nothing
+    damage = tables.weapons.damage[impact.weapon] * (impact.burst & ~impact.is_direct & is_inside)
     return column.flatten(1), damage.to(torch.int32).flatten(1)
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
 from typing import Literal
 
 import tyro
 
 from esper.cli.outcome import CommandError
-from esper.cli.parse import take_option
+from esper.cli.parse import short_names, take_option
 from esper.cli.train_arguments import saved_config
-from esper.config import ConfigError, PositiveFloat, load
+from esper.config import ConfigError, PositiveFloat, describe, load
 from esper.league.training_config import ArenaTrainConfig
 
+_ALIASES = ("size", "gamma")  # see `train_words`
 _Flag = tyro.conf.FlagCreatePairsOff[bool]
 
 
@@ -36,6 +38,19 @@ class ArenaArguments(ArenaTrainConfig):
     def settings(self) -> ArenaTrainConfig:
         """What is saved with the run."""
         return ArenaTrainConfig(**{name: getattr(self, name) for name in ArenaTrainConfig.__struct_fields__})
+
+
+def check_options(argv: list[str], prog: str) -> None:
+    """An option that there is not is answered with the nearest one, by its short name where it has one."""
+    short = short_names(ArenaArguments)
+    known = {path.replace("_", "-") for path, _, _ in describe(ArenaArguments())} | set(short) | set(_ALIASES) | {"help"}
+    for word in argv:
+        name = word.partition("=")[0].removeprefix("--").replace("_", "-")
+        if not word.startswith("--") or name in known or name.replace("no-", "", 1) in known:
+            continue
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean --{near[0]}?" if near else f"see: {prog} --help"
+        raise CommandError(f"there is no option --{name}; {hint}")
 
 
 def train_words(argv: list[str]) -> list[str]:

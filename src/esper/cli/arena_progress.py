@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -19,6 +20,7 @@ from esper.cli.progress import duration
 from esper.events import Record, read
 from esper.league.events import LeagueChanged, RoundFought
 from esper.league.training_config import Anchor
+from esper.rl.events import Update
 from esper.rl.run_events import RunStarted
 from esper.run_folder import EVENTS
 
@@ -38,9 +40,15 @@ class Progress(ppo_progress.Progress):
         self.ends_at = ends_at
         self.round: RoundFought | None = None
         self._rounds: deque[RoundFought] = deque(maxlen=_RECENT_ROUNDS)
+        self._began: tuple[float, int] | None = None  # when this session began, and at which step
+        self._seconds_per_step = math.nan
 
     def take(self, record: Record) -> bool:
         match record.event:
+            case RunStarted() as started:
+                self._began = record.time, started.step
+            case Update() as update if self._began is not None:
+                self._seconds_per_step = (record.time - self._began[0]) / max(1, update.step - self._began[1])
             case RoundFought() as fought:
                 self.round = fought
                 self._rounds.append(fought)
@@ -54,6 +62,13 @@ class Progress(ppo_progress.Progress):
         assert self.started is not None
         assert self.update is not None
         return f"update {self.update.update:,}/{-(-self.started.total_steps // self.started.steps_per_update):,}"
+
+    @property
+    def seconds_left(self) -> float:
+        """By the clock on the wall: checkpoints fight battles too, which on a CPU may take longer than the updates between them."""
+        if self.started is None or self.update is None:
+            return math.nan
+        return max(0, self.started.total_steps - self.update.step) * self._seconds_per_step
 
     @property
     def time_left(self) -> float:
@@ -79,7 +94,7 @@ class Progress(ppo_progress.Progress):
 
     @property
     def against(self) -> str:
-        return "  ".join(f"{name} {score:.0%}" for name, (score, _) in self.scores.items()) or "no battle has ended yet"
+        return "  ".join(f"{name} {100 * score:.0f} %" for name, (score, _) in self.scores.items()) or "no battle has ended yet"
 
     @property
     def league(self) -> str:
@@ -147,7 +162,7 @@ class Progress(ppo_progress.Progress):
         rows = Table.grid(padding=(0, 2, 0, 0))
         rows.add_column(no_wrap=True, style="dim")
         rows.add_column(overflow="fold")
-        rows.add_row("wins", Text(self.against, style="bold"))
+        rows.add_row("scores", Text(self.against, style="bold"))
         rows.add_row("league", Text(self.league))
         rows.add_row("entropy", Text(self.entropy))
         rows.add_row("learner", Text(f"{self.variance}  clipped {self.update.clip_fraction:.3f}"))

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from esper.cli.arena_arguments import ArenaArguments, train_defaults, train_words
+from esper.cli.arena_arguments import ArenaArguments, check_options, train_defaults, train_words
 from esper.cli.arena_players import enough_memory
 from esper.cli.failures import failures, how_to_resume
 from esper.cli.outcome import OK, Outcome
@@ -20,11 +20,12 @@ from esper.league.training_config import ArenaTrainConfig
 if TYPE_CHECKING:
     from esper.cli.arena_progress import Progress
     from esper.league.record import Record
+    from esper.league.selfplay import SelfPlay
     from esper.parallel import Group
     from esper.rl.evaluate import Evaluation
     from esper.rl.runs import Result
 
-DESCRIPTION = """Trains a player for team battles, by battles against scripted bots, past selves and itself. Everything is kept in a run folder.
+DESCRIPTION = """Trains a player for team battles against scripted bots, past selves and itself, and keeps everything in a run folder.
 
   esper arena train --device cuda --teams 5 --battles 1024
   esper arena train --teams 2 --battles 64 --minutes 30 --total-steps 3000000
@@ -44,6 +45,7 @@ Several processes, each with --battles battles and, where there are, a GPU of it
 
 
 def run(argv: list[str], prog: str) -> Outcome:
+    check_options(argv, prog)
     words = train_words(argv)
     arguments = parse(ArenaArguments, words, prog, default=train_defaults(words), description=DESCRIPTION)
     config = arguments.settings()
@@ -62,7 +64,7 @@ def _dry_run(config: ArenaTrainConfig, group: Group) -> Outcome:
             "device": str(ppo.device),
             "parameters": count_parameters(ppo.policy),
             "units_that_learn": ppo.env.num_envs,
-            "battles_against": {table.name: len(table.battles) for table in ppo.env.tables},
+            "battles_against": _dealt(ppo.env),
             "steps_per_update": ppo.steps_per_update,
             "updates": -(-config.total_steps // ppo.steps_per_update),
         }
@@ -77,6 +79,15 @@ def _dry_run(config: ArenaTrainConfig, group: Group) -> Outcome:
     return Outcome({"plan": plan, "config": {name: value for name, value, _ in rows}})
 
 
+def _dealt(env: SelfPlay) -> dict[str, int]:
+    """Battles by opponent."""
+    counts: dict[str, int] = {}
+    for table in env.tables:
+        name = "past selves" if table.name.startswith("seat") else table.name
+        counts[name] = counts.get(name, 0) + len(table.battles)
+    return counts
+
+
 def _train(config: ArenaTrainConfig, arguments: ArenaArguments, group: Group) -> Outcome:
     from esper.cli.arena_progress import Progress, read_progress
     from esper.cli.progress import progress_sink
@@ -86,7 +97,7 @@ def _train(config: ArenaTrainConfig, arguments: ArenaArguments, group: Group) ->
 
     folder = group.first(lambda: arguments.run or default_folder(f"arena-{config.arena.teams}v{config.arena.teams}"))
     ends_at = None if arguments.minutes is None else time.monotonic() + 60 * arguments.minutes
-    stop = StopSignals("update")
+    stop = StopSignals("update and the battles of its checkpoint")
     options: dict[str, Any] = {
         "sinks": [progress_sink(Progress(_members(folder) if arguments.resume else (), ends_at=ends_at))],
         "tensorboard": arguments.tensorboard,
@@ -96,28 +107,29 @@ def _train(config: ArenaTrainConfig, arguments: ArenaArguments, group: Group) ->
     }
     with failures(folder, "arena train", FloatingPointError, LeagueError), stop:
         result = resume_arena(folder, config=config, **options) if arguments.resume else train_arena(config, folder, **options)
-        is_interrupted = group.any(stop.was_asked())
-        # A run that ends by the clock is judged as one that ends by its steps is.
-        evaluation = result.evaluation
-        if evaluation is None and not is_interrupted and config.eval_battles:
-            evaluation = group.first(lambda: _evaluated(folder, config))
+        ended_by_clock = result.status == "stopped" and not group.any(stop.was_asked())
+        evaluation = group.first(lambda: _evaluated(folder, config)) if ended_by_clock else result.evaluation
         progress = group.first(lambda: read_progress(folder))
     record = None if evaluation is None else _record(evaluation)
-    _print_summary(result, record, progress, config, is_interrupted=is_interrupted)
-    is_stopped = result.status == "stopped" and is_interrupted
-    return Outcome(_as_json(result, record, progress, config), stop.exit_code if is_stopped else OK)
+    _print_summary(result, record, progress, config, ended_by_clock=ended_by_clock)
+    is_interrupted = result.status == "stopped" and not ended_by_clock
+    return Outcome(_as_json(result, record, progress, config), stop.exit_code if is_interrupted else OK)
 
 
 def _members(folder: Path) -> tuple[str, ...]:
-    """Of the league that a run goes on with, as its last checkpoint left it."""
+    """Of the league that a run goes on with, as far as its files say; what it truly goes on with is in the checkpoint."""
+    from esper.league.league import LeagueError
     from esper.league.store import FOLDER, LeagueStore
 
-    store = LeagueStore(folder / FOLDER)
-    return store.load(with_weights=False).members if store.exists() else ()
+    try:
+        return LeagueStore(folder / FOLDER).load(with_weights=False).members
+    except LeagueError:
+        return ()
 
 
 def _evaluated(folder: Path, config: ArenaTrainConfig) -> Evaluation | None:
-    """The best player of the run in battles that it was not chosen by."""
+    """The best player of a run that ended by the clock, in battles that it was not chosen by; of one that ends by its steps, `Result`
+    says it."""
     from esper.devices import find_device
     from esper.league.training import ARENA, load_player
 
@@ -132,27 +144,26 @@ def _record(evaluation: Evaluation) -> Record:
     return Record(wins=wins, draws=draws, losses=losses)
 
 
-def _print_summary(
-    result: Result, record: Record | None, progress: Progress, config: ArenaTrainConfig, *, is_interrupted: bool
-) -> None:  # fmt: skip
+def _print_summary(result: Result, record: Record | None, progress: Progress, config: ArenaTrainConfig, *, ended_by_clock: bool) -> None:
     folder = shlex.quote(str(result.folder))
     if result.status == "had finished":
         print(f"{folder} had already finished its {result.step:,} steps; ask for more with --total-steps")
     else:
-        print(f"{result.status} after {progress.updates}, {result.step:,} steps, in {result.seconds:.1f} s")
+        how = "the time is up" if ended_by_clock else result.status
+        print(f"{how} after {progress.updates}, {result.step:,} steps, in {result.seconds:.1f} s")
     print(f"lately           {progress.against}")
     if record is not None:
-        print(f"best player      {record.in_words()}, against {config.eval_against}")
+        print(f"best player      against {config.eval_against} {record.in_words()}")
     print(f"league           {progress.league}: esper arena league {folder}")
     print(f"run folder       {folder}")
     if result.status == "stopped":
         print(f"a checkpoint is saved; {how_to_resume('arena train', result.folder)}")
-        if not is_interrupted:
-            print(f"learning rate and entropy follow --total-steps, {config.total_steps:,} here; a new run that ends with the clock needs")
-            print(f"                 about --total-steps {_rounded(result.step)}")
-    if not is_interrupted:
+    if ended_by_clock:
+        slow = f"learning rate and entropy follow --total-steps, {config.total_steps:,} here, and had not come to their end"
+        print(f"next time        {slow}; as long a run takes about --total-steps {_rounded(result.step)}")
+    if ended_by_clock or result.status != "stopped":
         print(f"how good is it   esper arena eval {folder} --against {config.eval_against}")
-        print(f"see it fight     esper arena eval {folder} --battles 16 --replay {folder}; esper arena watch {folder}")
+        print(f"see it fight     esper arena eval {folder} --battles 16 --replay {folder} && esper arena watch {folder}")
 
 
 def _rounded(steps: int) -> int:

@@ -24,6 +24,8 @@ EXTRAS = {
     "data": ("pyarrow", "pillow"),
     "lightning": ("lightning",),
     "transformers": ("transformers", "accelerate"),
+    "league": ("openskill",),
+    "dashboard": ("nicegui",),
 }
 
 

@@ -33,6 +33,13 @@ COMMANDS = {
     "ppo train": Command("esper.cli.ppo_train", "train a recurrent policy; go on with a run"),
     "ppo eval": Command("esper.cli.ppo_eval", "play fresh episodes with the policy of a run"),
     "ppo envs": Command("esper.cli.ppo_envs", "list the built-in environments"),
+    "arena train": Command("esper.cli.arena_train", "train a player for team battles by self-play; go on with a run"),
+    "arena eval": Command("esper.cli.arena_eval", "battles of a run's player against a scripted bot"),
+    "arena match": Command("esper.cli.arena_match", "battles between any two: bots, runs, members of their leagues"),
+    "arena league": Command("esper.cli.arena_league", "who is how strong in the league of a run"),
+    "arena replay": Command("esper.cli.arena_replay", "what is in a replay, and whether it can be computed again"),
+    "arena watch": Command("esper.cli.arena_watch", "play a replay in the browser"),
+    "arena bench": Command("esper.cli.arena_bench", "how fast battles are fought on this machine"),
 }
 
 

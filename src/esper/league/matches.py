@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from esper.arena.arena import Arena, Scene
 from esper.arena.bots import BOTS, Bot
 from esper.arena.config import ArenaConfig
+from esper.arena.recorder import Recorder
 from esper.league.players import BotPlayer, Player, PolicyPlayer, join, side_rows
 from esper.league.record import Record
 from esper.rl.policy import Policy
@@ -25,6 +26,7 @@ class MatchResult:
     by_time: int  # battles that only the clock ended
     decisions: float  # mean length
     by_side: tuple[Record, Record]  # of the first player, as the first and as the second team
+    won: tuple[int, ...]  # places in which the first player won
 
 
 class Ground:
@@ -34,19 +36,35 @@ class Ground:
         self.arena = Arena(config, seed=seed, device=device)
         self.config, self.seed = config, seed
 
-    def play(self, first: Contender, second: Contender, *, on_scene: Callable[[Scene], None] | None = None) -> MatchResult:
-        """One battle in every place. The first player is the first team where the place is even. Policies draw their actions."""
+    def play(
+        self,
+        first: Contender,
+        second: Contender,
+        *,
+        on_scene: Callable[[Scene], None] | None = None,
+        recorders: Sequence[Recorder] = (),
+        draws: bool = True,
+    ) -> MatchResult:
+        """One battle in every place. The first player is the first team where the place is even. Policies draw their actions, or without
+        `draws` always take the likeliest.
+
+        Recorders are of this ground's arena, and new: they see their battles from the beginning to the end.
+        """
         arena, config = self.arena, self.config
         scene = arena.reset()
         battles = torch.arange(config.battles, device=arena.device)
         side = battles % 2
-        players = [self._seated(first, side_rows(battles, side, teams=config.teams), 1)]
-        players.append(self._seated(second, side_rows(battles, 1 - side, teams=config.teams), 2))
+        players = [self._seated(first, side_rows(battles, side, teams=config.teams), 1, draws=draws)]
+        players.append(self._seated(second, side_rows(battles, 1 - side, teams=config.teams), 2, draws=draws))
         tally = Tally(config.battles, arena.device)
+        for recorder in recorders:
+            recorder.begin()
         for decision in range(config.decisions):
             actions = join([(player.rows, player.act(scene)) for player in players], config.battles * config.units)
             scene = arena.step(actions)
             tally.add(scene, side)
+            for recorder in recorders:
+                recorder.add(actions, scene)
             if on_scene is not None:
                 on_scene(scene)
             if decision % 10 == 9 and tally.is_over():
@@ -54,11 +72,12 @@ class Ground:
         assert tally.is_over(), "a battle went on beyond its time"
         return tally.result(side)
 
-    def _seated(self, who: Contender, rows: Tensor, number: int) -> Player:
+    def _seated(self, who: Contender, rows: Tensor, number: int, *, draws: bool) -> Player:
         streams = Streams(self.seed).spawn(f"match player {number}")
         if isinstance(who, str):
             return BotPlayer(Bot(who, self.arena, seed=streams.integer("bot")), rows)
-        return PolicyPlayer(who, rows, units=self.config.units, generator=streams.torch("actions", who.device))
+        generator = streams.torch("actions", who.device) if draws else None
+        return PolicyPlayer(who, rows, units=self.config.units, generator=generator)
 
 
 class Tally:
@@ -82,7 +101,8 @@ class Tally:
     def result(self, side: Tensor) -> MatchResult:
         points, side = self.points.cpu(), side.cpu()
         sides = _record(points[side == 0]), _record(points[side == 1])
-        return MatchResult(_record(points), int(self.by_time.sum()), float(self.length.mean()), sides)
+        won = tuple((points == 2).nonzero().flatten().tolist())
+        return MatchResult(_record(points), int(self.by_time.sum()), float(self.length.mean()), sides, won)
 
 
 def _record(points: Tensor) -> Record:

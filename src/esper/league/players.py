@@ -25,6 +25,12 @@ class Player(Protocol):
         """Actions of its rows, on the scene's device."""
         ...
 
+    def state_dict(self) -> dict[str, Any]:
+        """What it takes to go on exactly, but for weights."""
+        ...
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None: ...
+
 
 class BotPlayer:
     """A scripted bot."""
@@ -34,6 +40,12 @@ class BotPlayer:
 
     def act(self, scene: Scene) -> Actions:
         return {name: value[self.rows] for name, value in self.bot.act().items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": self.bot.generator.get_state()}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self.bot.generator.set_state(saved["generator"].cpu())
 
 
 class PolicyPlayer:
@@ -73,6 +85,10 @@ class PolicyPlayer:
         features, self.state = policy.step(policy.normalize(obs), state)
         noise = None if self.generator is None else distribution.noise((len(self.rows),), self.generator)
         return distribution.actions(distribution.choose(policy.decide(features), masks, noise))
+
+    def forget(self) -> None:
+        """Its memories: they mean nothing to another policy."""
+        self.state = self.policy.initial_state(len(self.rows))
 
     def state_dict(self) -> dict[str, Any]:
         return {"state": self.state}

@@ -55,8 +55,9 @@ class SelfPlay:
         seed: int,
         on_event: Callable[[Event], None] = lambda event: None,
     ) -> None:
-        self.config, self.device, self.on_event = config, device, on_event
-        self.arena = Arena(config.arena, seed=seed, device=device)
+        self.config, self.on_event = config, on_event
+        self.arena = Arena(config.arena, seed=seed, device=device, compile=config.compile)
+        self.device = device = self.arena.device
         self.streams = Streams(seed).spawn("self-play")
         self.league = League(anchors=("random", "weak", "middle", "strong"), config=config.league)
         self.observation_spec, self.action_spec = observation_spec(config.arena), self.arena.action_spec
@@ -80,8 +81,9 @@ class SelfPlay:
 
     def _laid(self) -> list[Table]:
         selfplay, battles = self.config.selfplay, self.config.arena.battles
-        names: list[str] = list(selfplay.bots) if selfplay.bot_share else []
-        counts = [round(battles * selfplay.bot_share / len(names))] * len(names) if names else []
+        names: list[str] = list(dict.fromkeys(selfplay.bots)) if selfplay.bot_share else []
+        bots: list[str] = list(selfplay.bots)
+        counts = [round(battles * selfplay.bot_share * bots.count(name) / len(bots)) for name in names]
         if selfplay.past_share:
             names += [f"seat {index}" for index in range(selfplay.past_seats)]
             counts += [round(battles * selfplay.past_share / selfplay.past_seats)] * selfplay.past_seats
@@ -130,15 +132,17 @@ class SelfPlay:
         rng = self.streams.numpy("seats")
         for index in range(len(self.seats)):
             name = str(rng.choice(list(chances), p=list(chances.values()))) if chances else None
-            self.seats[index] = name
-            self._fill_seat(index)
+            self._fill_seat(index, name)
 
-    def _fill_seat(self, index: int) -> None:
+    def _fill_seat(self, index: int, name: str | None) -> None:
+        """Who sits down in the middle of battles does not take over the memories of who sat there before."""
         assert self.learner is not None
         player = next((table.opponent for table in self.tables if table.name == f"seat {index}"), None)
         if isinstance(player, PolicyPlayer):
-            name = self.seats[index]
             player.policy.load_state_dict(self.learner.state_dict() if name is None else self.league.weights[name])
+            if name != self.seats[index]:
+                player.forget()
+        self.seats[index] = name
 
     # The environment
 
@@ -254,6 +258,7 @@ class SelfPlay:
     # State
 
     def state_dict(self) -> dict[str, Any]:
+        """In memory of its own: what is counted and who is seated is written over."""
         assert self.scene is not None, "reset first"
         return {
             "arena": self.arena.state_dict(),
@@ -262,13 +267,17 @@ class SelfPlay:
             "members": self.league.weights,
             "seats": [name or "" for name in self.seats],
             "seated": [self._seat_state(table.opponent) for table in self.tables],
-            "results": self.results,
+            "results": self.results.clone(),
             "counters": {"steps": self.steps, "updates": self.updates},
-            "ended": self.scene.ended,
+            "ended": self.scene.ended.clone(),
         }
 
     def _seat_state(self, player: Player | None) -> dict[str, Any] | None:
-        return {**player.state_dict(), "policy": player.policy.state_dict()} if isinstance(player, PolicyPlayer) else None
+        if player is None:
+            return None
+        if not isinstance(player, PolicyPlayer):
+            return player.state_dict()
+        return {**player.state_dict(), "policy": {name: value.clone() for name, value in player.policy.state_dict().items()}}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self.arena.load_state_dict(saved["arena"])
@@ -276,9 +285,11 @@ class SelfPlay:
         self.league = League.from_state(saved["league"], saved["members"], config=self.config.league)
         self.seats = [name or None for name in saved["seats"]]
         for table, seated in zip(self.tables, saved["seated"], strict=True):
+            if table.opponent is None or seated is None:
+                continue
             if isinstance(table.opponent, PolicyPlayer):
                 table.opponent.policy.load_state_dict(seated["policy"])
-                table.opponent.load_state_dict(seated)
+            table.opponent.load_state_dict(seated)
         self.results.copy_(saved["results"])
         self.steps, self.updates = saved["counters"]["steps"], saved["counters"]["updates"]
         self._set_team()

@@ -102,10 +102,10 @@ def _score(config: ArenaTrainConfig, policy: Policy, seed: int) -> Evaluation | 
     return Evaluation(returns, [round(result.decisions)] * len(returns))
 
 
-def against_bot(policy: Policy, config: ArenaTrainConfig, bot: str, *, battles: int, seed: int) -> MatchResult:
-    """A match of full teams on maps of its own."""
+def against_bot(policy: Policy, config: ArenaTrainConfig, bot: str, *, battles: int, seed: int, draws: bool = False) -> MatchResult:
+    """A match of full teams on maps of its own. The policy takes the likeliest actions, or with `draws` draws them."""
     arena = msgspec.structs.replace(config.arena, battles=battles, smallest_team=None)
-    return Ground(arena, seed=seed, device=policy.device).play(policy, bot)
+    return Ground(arena, seed=seed, device=policy.device).play(policy, bot, draws=draws)
 
 
 def write_league(folder: Path, state: dict[str, Any]) -> None:

@@ -1,0 +1,94 @@
+"""Whether self-play in the arena needs more and more memory: what it holds, every so many updates of a small learner.
+
+    python benchmarks/arena_memory.py --device cuda --updates 2000
+
+Battles are tiny and short, so that in the end everything has happened many times: battles begun anew, past selves entered, promoted and
+retired, seats filled. On a GPU it tells what torch has allocated and reserved, on the CPU the resident size of the process, which is read
+from /proc and hence on Linux only. The last line says how fast it grew after the first quarter, by when all buffers exist and the league
+is full.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import argparse
+import gc
+import json
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from esper.arena.config import ArenaConfig
+from esper.league.config import LeagueConfig
+from esper.league.selfplay import SelfPlay
+from esper.league.training import prepare_arena
+from esper.league.training_config import ArenaTrainConfig, SelfPlayConfig, UnitNetworkConfig
+from esper.rl.config import NetworkConfig, PPOConfig
+
+EVERY = 250  # updates between two lines
+
+
+def config_for(device: str, battles: int) -> ArenaTrainConfig:
+    """The league is full after four promotions, and the learner enters it every 50 updates."""
+    return ArenaTrainConfig(
+        arena=ArenaConfig(battles=battles, teams=2, size=16, maps=4, seconds=4.0, contacts=2, allies=1),
+        selfplay=SelfPlayConfig(enter_every=50, entry_battles=4),
+        league=LeagueConfig(size=4, promote_at=0.5),
+        unit=UnitNetworkConfig(entity_width=8, terrain_width=16, width=32, head_width=16),
+        ppo=PPOConfig(
+            num_steps=8, num_epochs=1, num_minibatches=2, bptt_length=8, normalize_observations=False, network=NetworkConfig(hidden_size=32)
+        ),
+        device="cuda" if device == "cuda" else "cpu",
+    )
+
+
+def memory(device: torch.device) -> dict[str, int]:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        return {"allocated_bytes": torch.cuda.memory_allocated(device), "reserved_bytes": torch.cuda.memory_reserved(device)}
+    return {"resident_bytes": int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()}
+
+
+def slope(at: dict[int, int]) -> float:
+    """Bytes per update, without the first quarter."""
+    settled = [number for number in at if number >= max(at) / 4]
+    return float(np.polyfit(settled, [at[number] for number in settled], 1)[0]) if len(settled) > 1 else 0.0
+
+
+def measure(device: str, updates: int, battles: int, every: int) -> dict[str, Any]:
+    told: dict[str, dict[int, int]] = {}
+    began = time.perf_counter()
+    with prepare_arena(config_for(device, battles)) as (ppo, _):
+        assert isinstance(ppo.env, SelfPlay)
+        for update in ppo.train(updates * ppo.steps_per_update):
+            if update.update % every and update.update != updates:
+                continue
+            held = memory(ppo.device)
+            for name, size in held.items():
+                told.setdefault(name, {})[update.update] = size
+            line = {"update": update.update, **held, "league_members": len(ppo.env.league.members)}
+            print(json.dumps({**line, "seconds": round(time.perf_counter() - began, 1)}), flush=True)
+    growth = {name.replace("_bytes", "_bytes_per_update"): slope(at) for name, at in told.items()}
+    return {"device": device, "updates": updates, "battles": battles, **growth}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--updates", type=int, default=2_000)
+    parser.add_argument("--battles", type=int, default=16)
+    parser.add_argument("--every", type=int, default=EVERY, help="updates between two lines")
+    options = parser.parse_args(arguments)
+    print(json.dumps(measure(options.device, options.updates, options.battles, options.every)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""`esper arena bench`: how fast battles are fought on this machine."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, Literal
+
+from esper.arena.config import ArenaConfig, TeamSize
+from esper.cli.arena_players import enough_memory, mistakes
+from esper.cli.outcome import Outcome
+from esper.cli.parse import parse
+from esper.config import Config, NonNegativeInt, PositiveInt
+
+if TYPE_CHECKING:
+    import torch
+
+DESCRIPTION = """Measures how fast battles are fought here: strong bots on both sides, all rules, observations and masks. Takes seconds to a
+minute.
+
+An agent-step is one decision, five ticks of the physics, of one living unit. The time is taken in the middle of battles, after --warm-up
+decisions."""
+
+
+class BenchArguments(Config):
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda where there is one"""
+    battles: PositiveInt = 256
+    """fought at once"""
+    teams: TeamSize = 5
+    """units on each side"""
+    decisions: PositiveInt = 60
+    """that are timed"""
+    warm_up: NonNegativeInt = 120
+    """decisions before the clock starts"""
+    threads: PositiveInt | None = None
+    """CPU threads of torch; None: its own choice"""
+
+
+def run(argv: list[str], prog: str) -> Outcome:
+    arguments = parse(BenchArguments, argv, prog, description=DESCRIPTION)
+    from esper.devices import find_device, threads
+
+    config = ArenaConfig(battles=arguments.battles, teams=arguments.teams)
+    with mistakes(), enough_memory(config), threads(arguments.threads):
+        device = find_device(arguments.device)
+        result = _measured(config, arguments, device)
+    print(f"{config.battles} battles of {config.teams} against {config.teams} on {result['name']}, strong bots on both sides")
+    print(f"{result['agent_steps_per_s']:,} agent-steps/s, {result['ms_per_decision']:.2f} ms for a decision of all battles")
+    print(f"{100 * result['living_share']:.0f} % of the units were alive; peak memory {_in_words(result['peak_memory'])}")
+    return Outcome(result)
+
+
+def _measured(config: ArenaConfig, arguments: BenchArguments, device: torch.device) -> dict[str, Any]:
+    import torch
+
+    from esper.arena.arena import Arena
+    from esper.arena.bots import Bot
+
+    arena = Arena(config, seed=0, device=device)
+    arena.reset()
+    bot = Bot("strong", arena)
+    for _ in range(arguments.warm_up):
+        arena.step(bot.act())
+    lived = torch.zeros((), dtype=torch.int64, device=device)
+    began = _now(device)
+    for _ in range(arguments.decisions):
+        lived += arena.step(bot.act()).was_alive.sum()
+    seconds = _now(device) - began
+    steps = int(lived)
+    return {
+        "device": device.type,
+        "name": _name(device),
+        "battles": config.battles,
+        "units": config.units,
+        "agent_steps_per_s": round(steps / seconds),
+        "ms_per_decision": round(1e3 * seconds / arguments.decisions, 3),
+        "living_share": round(steps / (arguments.decisions * config.battles * config.units), 3),
+        "peak_memory": _peak_memory(device),
+    }
+
+
+def _now(device: torch.device) -> float:
+    """When all that was asked of the device has happened."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _name(device: torch.device) -> str:
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    count = torch.get_num_threads()
+    return f"the CPU, {count} {'thread' if count == 1 else 'threads'}"
+
+
+def _peak_memory(device: torch.device) -> int:
+    """Bytes: what torch held of the GPU's memory, or this process of the machine's."""
+    import resource
+    import sys
+
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _in_words(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"

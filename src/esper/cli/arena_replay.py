@@ -1,0 +1,120 @@
+"""`esper arena replay`: what is in a replay, and whether it can be computed again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from esper.cli.arena_players import mistakes
+from esper.cli.outcome import FAILED, OK, CommandError, Outcome
+from esper.cli.parse import parse
+from esper.config import Config
+
+if TYPE_CHECKING:
+    import torch
+
+    from esper.replay_file import ReplayFile, ReplayInfo
+
+DESCRIPTION = """Says what is in a replay: who fought, where, how long, who won, and what happened. Of a run's folder it lists the replays.
+
+  esper arena replay runs/arena-.../replays/won.safetensors --verify
+
+--verify computes the battle again from its actions and compares the state with what was recorded, bit for bit. That works on the same kind
+of device with the same version of the rules; a replay of another one can be played, and not verified."""
+
+
+class ReplayArguments(Config):
+    path: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FILE_OR_RUN")]
+    """a replay, or the folder of a run with replays"""
+    verify: tyro.conf.FlagCreatePairsOff[bool] = False
+    """compute the battle again and compare"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """to verify on; auto: one of the kind that it was recorded on, where there is one"""
+
+
+def run(argv: list[str], prog: str) -> Outcome:
+    arguments = parse(ReplayArguments, argv, prog, description=DESCRIPTION)
+    path = arguments.path
+    if not path.exists():
+        raise CommandError(f"there is no {path}; give a replay, or the folder of a run")
+    with mistakes():
+        return _listed(path, prog) if path.is_dir() else _shown(path, arguments)
+
+
+def _listed(folder: Path, prog: str) -> Outcome:
+    """The replays of a run, newest first; one that cannot be read is listed with the reason."""
+    from esper.dashboard.watch import list_replays
+    from esper.replay_file import ReplayError, read_replay
+
+    found: list[dict[str, Any]] = []
+    for path in list_replays(folder):
+        try:
+            about = about_replay(read_replay(path))
+            print(f"{path}  {' against '.join(about['players'])}: {about['result']} after {about['seconds']:.1f} s")
+            found.append({"file": str(path), **about})
+        except ReplayError as error:
+            print(f"{path}  cannot be read: {error}")
+            found.append({"file": str(path), "error": str(error)})
+    print(f"more of one of them: {prog} FILE; all in the browser: esper arena watch {folder}")
+    return Outcome({"replays": found})
+
+
+def _shown(path: Path, arguments: ReplayArguments) -> Outcome:
+    from esper.replay_file import read_replay
+
+    replay = read_replay(path)
+    info, about = replay.info, about_replay(replay)
+    first, second = info.teams
+    team = info.unit_classes[: info.units // 2]
+    print(f"{first} against {second}, {len(team)} on each side ({', '.join(team)})")
+    print(f"map         {info.size} × {info.size}, seed {info.seed}")
+    print(f"length      {about['seconds']:.1f} s of at most {info.seconds:.0f} s, {replay.frames - 1} decisions")
+    print(f"result      {about['result']}; zone held for {about['score'][0]:.1f} s and {about['score'][1]:.1f} s")
+    print(f"recorded    on {info.device}, by esper {info.esper_version}, rules version {info.rules_version}")
+    for item in info.feed:
+        print(f"{item.frame * info.decision_s:>8.1f} s  {item.text}")
+    result: dict[str, Any] = {"file": str(path), **about}
+    if not arguments.verify:
+        return Outcome(result)
+    from esper.arena.replay import verify
+
+    found = verify(path, _device(info, arguments.device))
+    print(f"verify      {found.message}")
+    wrong = {"frames": found.checked, "first_wrong_frame": found.first_wrong_frame}
+    result["verified"] = {"ok": found.ok, "device_matches": found.device_matches, **wrong, "message": found.message}
+    is_unknown = not found.device_matches and found.checked > 0  # else the file itself is wrong, on every device
+    return Outcome(result, OK if found.ok or is_unknown else FAILED)
+
+
+def _device(info: ReplayInfo, wanted: Literal["auto", "cpu", "cuda"]) -> torch.device:
+    import torch
+
+    from esper.arena.replay import device_kind
+    from esper.devices import find_device
+
+    if wanted == "auto" and torch.cuda.is_available():
+        return next((device for device in map(torch.device, ("cpu", "cuda")) if device_kind(device) == info.device), torch.device("cpu"))
+    return find_device("cpu" if wanted == "auto" else wanted)
+
+
+def about_replay(replay: ReplayFile) -> dict[str, Any]:
+    """For a machine."""
+    info = replay.info
+    winner = None if info.winner is None else info.teams[info.winner]
+    return {
+        "players": list(info.teams),
+        "winner": winner,
+        "result": "a draw" if winner is None else f"{winner} won",
+        "seconds": (replay.frames - 1) * info.decision_s,
+        "decisions": replay.frames - 1,
+        "score": replay.tensors["frames/score"][-1].tolist(),
+        "size": info.size,
+        "units": info.unit_classes,
+        "seed": info.seed,
+        "device": info.device,
+        "rules_version": info.rules_version,
+        "esper_version": info.esper_version,
+        "feed": [{"seconds": item.frame * info.decision_s, "kind": item.kind, "text": item.text} for item in info.feed],
+    }

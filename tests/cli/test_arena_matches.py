@@ -1,0 +1,171 @@
+"""`esper arena eval`, `match`, `league` and `bench`: who may fight whom, what is told of it, and mistakes."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from esper.cli.main import main
+from esper.config import save
+from esper.league.training_config import ArenaTrainConfig
+from tests.cli.arena_runs import train
+from tests.commands import last_line
+
+SMALL = ["--teams", "1", "--size", "16", "--battles", "2", "--device", "cpu"]
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["eval"], "RUN"),
+        (["eval", "nowhere"], "there is no folder nowhere; give that of a run of esper arena train"),
+        (["eval", "empty"], "there is no run in empty: it has no config.toml"),
+        (["eval", "other"], "other holds no run of esper arena train (other/config.toml: env: unknown key"),
+        (["eval", "young"], "young has no checkpoint yet; train it for longer"),
+        (["eval", "young", "--against", "storng"], "strong"),
+        (["match", "strong"], "B"),
+        (["match", "storng", "weak"], "there is no player 'storng'; did you mean 'strong'?"),
+        (["match", "nowhere", "weak"], "there is no player 'nowhere'; give a bot (random, weak, middle, strong), the folder of a run"),
+        (["match", "other/config.toml", "weak"], "is no player: those are the files in RUN/league/members"),
+        (["match", "strong", "weak", "--teams", "17"], "--teams"),
+        (["match", "young:update-1", "weak"], "there is no league in young/league"),
+        (["league", "nowhere"], "there is no folder nowhere"),
+        (["league", "young"], "young has no league yet"),
+        (["bench", "--battles", "0"], "--battles: expected an int > 0, got 0"),
+    ],
+)
+def test_a_mistake_is_explained(argv: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for name in ("empty", "other", "young"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "other/config.toml").write_text('env = "cue"\n')
+    save(ArenaTrainConfig(), tmp_path / "young/config.toml")
+    assert main(["arena", *argv, "--json"]) == 2
+    captured = capsys.readouterr()
+    assert message in " ".join(captured.err.replace("│", " ").split())
+    assert "Traceback" not in captured.err
+    assert message in last_line(captured.out)["error"]
+
+
+def test_a_member_that_there_is_not_is_answered_with_those_that_there_are(arena_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["arena", "match", f"{arena_run}:update-2", "weak"]) == 2
+    assert "has no member 'update-2'; did you mean 'update-1'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("field", "value"), [("contacts", "3"), ("allies", "2"), ("state_view", "true")])
+def test_runs_of_arenas_that_look_different_cannot_meet(
+    field: str, value: str, arena_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("other", 1, "--enter-every", "9", "--eval-battles", "0", f"--{field.replace('_', '-')}", *_flag_value(value)) == 0
+    capsys.readouterr()
+    assert main(["arena", "match", str(arena_run), "other", *SMALL]) == 2
+    error = capsys.readouterr().err
+    assert f"other cannot fight here: it was trained with arena.{field} {value}" in error
+    assert "contacts, allies, state_view" in error
+
+
+def _flag_value(value: str) -> list[str]:
+    return [] if value == "true" else [value]
+
+
+# Battles
+
+
+def test_an_evaluation_counts_every_battle_once_from_both_sides(arena_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["arena", "eval", str(arena_run), "--against", "weak", "--battles", "3", "--device", "cpu", "--json"]) == 0
+    shown = capsys.readouterr().out
+    result = last_line(shown)
+    assert (result["against"], result["checkpoint"], result["battles"], result["teams"]) == ("weak", "best", 3, 1)
+    assert [side["battles"] for side in result["by_side"]] == [2, 1]
+    assert sum(side["wins"] for side in result["by_side"]) == result["wins"]
+    assert result["score"] == pytest.approx((result["wins"] + result["draws"] / 2) / 3)
+    assert result["interval"][0] <= result["score"] <= result["interval"][1]
+    assert result["by_time_share"] == result["by_time"] / 3
+    assert 0 < result["mean_seconds"] == result["mean_decisions"] / 4
+    assert f"best player of {arena_run} against weak: 1 against 1 on maps of 16 × 16, on cpu" in shown
+    assert "draws half (95 % sure:" in shown
+    assert "as second team" in shown
+
+
+@pytest.mark.slow
+def test_the_same_seed_gives_the_same_battles_and_another_one_others(capsys: pytest.CaptureFixture[str]) -> None:
+    results = []
+    for seed in ("3", "3", "4"):
+        assert main(["arena", "match", "strong", "weak", *SMALL, "--seed", seed, "--json"]) == 0
+        results.append(last_line(capsys.readouterr().out))
+    assert results[0] == results[1] != results[2]
+
+
+@pytest.mark.parametrize("who", ["{run}", "{run}:latest", "{run}:best", "{run}:update-1", "{run}/league/members/update-1.safetensors"])
+def test_a_player_is_a_run_its_last_checkpoint_or_a_member_of_its_league(
+    who: str, arena_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = who.format(run=arena_run)
+    assert main(["arena", "match", "random", name, "--battles", "2", "--device", "cpu", "--json"]) == 0
+    result = last_line(capsys.readouterr().out)
+    assert (result["first"], result["second"], result["battles"]) == ("random", name, 2)
+    assert result["teams"] == 1, "it is fought in the arena of the run"
+
+
+def test_players_may_meet_in_larger_teams_than_they_were_trained_in(arena_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["arena", "match", str(arena_run), "strong", "--teams", "2", "--size", "24", "--battles", "2", "--device", "cpu", "--json"]
+    assert main(argv) == 0
+    shown = capsys.readouterr().out
+    assert "2 against 2 on maps of 24 × 24" in shown
+    assert last_line(shown)["teams"] == 2
+
+
+def test_a_damaged_file_of_a_member_is_explained(arena_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy = shutil.copytree(arena_run, tmp_path / "copy")
+    path = copy / "league/members/update-1.safetensors"
+    path.write_bytes(path.read_bytes()[:100])
+    assert main(["arena", "match", str(path.relative_to(tmp_path)), "weak", *SMALL]) == 2
+    assert "copy/league/members/update-1.safetensors is no player" in capsys.readouterr().err
+    assert main(["arena", "match", "copy:update-1", "weak", *SMALL]) == 2
+    assert "are not those that were saved" in capsys.readouterr().err
+
+
+# The league
+
+
+def test_standings_name_members_and_anchors(arena_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["arena", "league", str(arena_run), "--json"]) == 0
+    shown = capsys.readouterr().out
+    result = last_line(shown)
+    assert result["best"] == "update-1"
+    assert {row["name"] for row in result["standings"]} == {"random", "weak", "middle", "strong", "update-1"}
+    assert "vs strong" in shown
+    assert {(pair["first"], pair["second"]) for pair in result["pairs"]} == {("middle", "update-1"), ("strong", "update-1")}
+
+
+@pytest.mark.slow
+def test_a_round_robin_lets_all_pairs_meet_and_changes_no_file(arena_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = (arena_run / "league/league.json").read_bytes()
+    assert main(["arena", "league", str(arena_run), "--battles", "2", "--device", "cpu", "--json"]) == 0
+    shown = capsys.readouterr().out
+    assert "5 players, 10 matches of 2 battles on cpu" in shown
+    pairs = last_line(shown)["pairs"]
+    assert len(pairs) == 10
+    recorded = {("middle", "update-1"), ("strong", "update-1")}  # in training, with two battles each
+    assert all(pair["battles"] == (4 if (pair["first"], pair["second"]) in recorded else 2) for pair in pairs)
+    assert (arena_run / "league/league.json").read_bytes() == before
+
+
+# Speed
+
+
+@pytest.mark.slow
+def test_the_bench_tells_agent_steps_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--battles", "2", "--teams", "1", "--decisions", "2", "--warm-up", "1", "--device", "cpu", "--threads", "1", "--json"]
+    assert main(["arena", "bench", *argv]) == 0
+    shown = capsys.readouterr().out
+    result = last_line(shown)
+    assert (result["battles"], result["units"], result["device"]) == (2, 2, "cpu")
+    assert result["agent_steps_per_s"] == pytest.approx(2 * 2 * result["living_share"] * 1e3 / result["ms_per_decision"], rel=0.05)
+    assert result["peak_memory"] > 10**7
+    assert "agent-steps/s" in shown

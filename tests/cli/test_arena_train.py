@@ -1,0 +1,261 @@
+"""`esper arena train`: mistakes, what is left behind, how it stops and goes on, what is shown."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from esper.cli.arena_progress import Progress, read_progress
+from esper.cli.main import main
+from esper.cli.progress import LiveView, PlainLines
+from esper.config import load
+from esper.events import Event, Record, read
+from esper.league.events import LeagueChanged, RoundFought
+from esper.league.training_config import ArenaTrainConfig
+from esper.rl.checkpoints import open_store
+from esper.rl.events import Update
+from tests.cli.arena_runs import LEARNING_UNITS, OPTIONS, UPDATE_STEPS, train
+from tests.commands import Terminal, events_of, last_line, show, signal_at_checkpoint
+
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+
+
+def recorded(event: Event) -> Record:
+    return Record(time=0.0, run="run", rank=0, event=event)
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--batles", "8"], "there is no option --batles; did you mean --battles?"),
+        (["--sise", "32"], "there is no option --sise; did you mean --size?"),
+        (["--ppo.learning_rte=1"], "there is no option --ppo.learning-rte; did you mean --ppo.learning-rate?"),
+        (["--frobnicate"], "there is no option --frobnicate; see: esper arena train --help"),
+        (["--battles", "0"], "--arena.battles: expected an int > 0, got 0"),
+        (["--teams", "17"], "--arena.teams: expected an int >= 1 and <= 16, got 17"),
+        (["--size", "15"], "--arena.size: expected"),
+        (["--pack", "meduim"], "no unit class is named 'meduim'"),
+        (["--minutes", "0"], "--minutes: expected a float > 0 or None, got 0"),
+        (["--bot-share", "0.9"], "--selfplay.past-share: expected at most 1 - bot_share (0.1), got 0.25"),
+        (["--first-team", "6"], "expected at most arena.teams (5), got 6"),
+        (["--arena.reward.gamma", "0.5"], "expected that of the learner, ppo.gamma (0.99), got 0.5"),
+        (["--eval-against", "storng"], "strong"),
+        ([*OPTIONS, "--battles", "1"], "1 battles cannot be dealt to"),
+        ([*OPTIONS, "--run", "/dev/null/run"], "no run can be made in /dev/null/run"),
+        (["--config", "none.toml"], "no such config file: none.toml"),
+        (["--resume"], "--resume needs the folder of the run"),
+        (["--resume", "--run", "nowhere"], "there is no run in nowhere"),
+        (["--resume", "--run", "nowhere", "--config", "a.toml"], "leave --config out"),
+    ],
+)
+def test_a_mistake_is_explained_and_leaves_nothing_behind(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["arena", "train", *argv, "--json"]) == 2
+    captured = capsys.readouterr()
+    assert message in " ".join(captured.err.replace("│", " ").split())
+    assert "Traceback" not in captured.err
+    assert message in last_line(captured.out)["error"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_with_another_kind_of_run_is_not_gone_on_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.toml").write_text('env = "cue"\n')
+    assert main(["arena", "train", "--resume", "--run", "run"]) == 2
+    assert "run holds no training in the arena (run/config.toml: env: unknown key" in capsys.readouterr().err
+
+
+def test_a_folder_that_holds_a_run_is_not_trained_in_again(arena_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = (arena_run / "events.jsonl").read_bytes()
+    assert train(arena_run, 2) == 2
+    assert "--resume" in capsys.readouterr().err
+    assert (arena_run / "events.jsonl").read_bytes() == before
+
+
+# Where values come from
+
+
+def test_a_dry_run_says_what_would_be_done_and_touches_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["arena", "train", *OPTIONS, "--seed", "7", "--total-steps", "100", "--dry-run", "--json"]) == 0
+    result = last_line(capsys.readouterr().out)
+    plan = result["plan"]
+    assert (plan["units_that_learn"], plan["steps_per_update"], plan["updates"]) == (LEARNING_UNITS, UPDATE_STEPS, 3)
+    assert plan["battles_against"] == {"middle": 2, "strong": 2, "past selves": 2, "self": 2}
+    assert (result["config"]["ppo.seed"], result["config"]["arena.size"]) == (7, 16)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command_line_wins_over_the_file_and_gamma_is_that_of_learner_and_reward(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.toml").write_text("total_steps = 300\n[arena]\nteams = 3\nbattles = 32\n[selfplay]\nbots = ['weak']\n")
+    argv = ["arena", "train", *OPTIONS[4:], "--config", "mine.toml", "--battles", "8", "--gamma=0.9", "--dry-run", "--json"]
+    assert main(argv) == 0
+    config = last_line(capsys.readouterr().out)["config"]
+    assert (config["arena.teams"], config["arena.battles"], config["total_steps"], config["selfplay.bots"]) == (3, 8, 300, ["weak"])
+    assert config["ppo.gamma"] == config["arena.reward.gamma"] == 0.9
+
+
+# What a run leaves behind
+
+
+def test_a_finished_run_says_how_good_it_is_and_what_to_do_next(
+    arena_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = shutil.copytree(arena_run, tmp_path / "copy")
+    assert main(["arena", "train", "--resume", "--run", "copy", "--total-steps", str(3 * UPDATE_STEPS), "--json"]) == 0
+    shown = capsys.readouterr().out
+    result = last_line(shown)
+    assert (result["status"], result["updates"], result["step"]) == ("finished", 3, 3 * UPDATE_STEPS)
+    evaluation = result["evaluation"]
+    assert (evaluation["against"], evaluation["battles"]) == ("strong", 2)
+    assert evaluation["wins"] + evaluation["draws"] + evaluation["losses"] == 2
+    assert evaluation["interval"][0] <= evaluation["score"] <= evaluation["interval"][1]
+    assert "95 % sure" in shown
+    assert "esper arena eval copy --against strong" in shown
+    assert "esper arena watch copy" in shown
+    assert load(ArenaTrainConfig, copy / "config.toml").total_steps == 3 * UPDATE_STEPS
+    assert events_of(copy)[: len(events_of(arena_run)) - 1] == events_of(arena_run)[:-1], "but for the evaluation at its end"
+    assert (copy / "league/league.json").is_file()
+
+
+def test_a_run_that_goes_on_keeps_its_settings(arena_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["arena", "train", "--resume", "--run", str(arena_run), "--teams", "2"]) == 2
+    assert "arena.teams is 1 in the saved run and cannot become 2 now" in capsys.readouterr().err
+    assert main(["arena", "train", "--resume", "--run", str(arena_run), "--json"]) == 0
+    shown = capsys.readouterr().out
+    assert "had already finished its 80 steps; ask for more with --total-steps" in shown
+    assert last_line(shown)["status"] == "had finished"
+
+
+def test_a_lost_file_of_the_league_does_not_keep_a_run_from_going_on(arena_run: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(arena_run, tmp_path / "copy")
+    (copy / "league/league.json").write_text("{")
+    assert main(["arena", "train", "--resume", "--run", "copy", "--total-steps", str(3 * UPDATE_STEPS)]) == 0
+    assert main(["arena", "league", "copy"]) == 0, "it was written again"
+
+
+# Stopping
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_stops_after_the_update_with_a_checkpoint(
+    number: signal.Signals, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with signal_at_checkpoint(number, tmp_path / "run"):
+        assert train("run", 10_000, "--json") == code
+    captured = capsys.readouterr()
+    assert "stopping after this update" in captured.err
+    assert "a checkpoint is saved; go on with: esper arena train --resume --run run" in captured.out
+    result = last_line(captured.out)
+    assert (result["status"], result["evaluation"]) == ("stopped", None)
+    assert open_store(tmp_path / "run").load("latest").step == result["step"]
+
+
+@pytest.mark.slow
+def test_minutes_end_a_run_with_an_evaluation_and_say_what_its_schedule_missed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("run", 10_000, "--minutes", "0.001", "--json") == 0
+    shown = capsys.readouterr().out
+    result = last_line(shown)
+    assert (result["status"], result["step"], result["evaluation"]["battles"]) == ("stopped", UPDATE_STEPS, 2)
+    assert "the time is up after update 1/10,000" in shown
+    assert f"--total-steps {UPDATE_STEPS}" in shown
+    assert "esper arena train --resume --run run" in shown
+
+
+@pytest.mark.slow
+def test_two_ranks_train_one_player(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python", "--"]
+    command = [*torchrun, sys.executable, "-m", "esper.cli.main", "arena", "train", *OPTIONS, "--run", "run", "--json"]
+    finished = subprocess.run(
+        [*command, "--total-steps", str(4 * UPDATE_STEPS)], cwd=tmp_path, capture_output=True, text=True, timeout=150, check=False
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.count(f"{2 * LEARNING_UNITS} units learn") == 1, "only rank 0 writes"
+    result = last_line(finished.stdout)
+    assert (result["status"], result["updates"], result["evaluation"]["battles"]) == ("finished", 2, 2)
+
+
+# What is shown meanwhile
+
+
+def test_plain_lines_are_a_start_the_league_and_where_it_stands(arena_run: Path) -> None:
+    stream = io.StringIO()
+    show(arena_run, PlainLines(Progress(), stream, every_s=1e9))
+    first, joined, last = stream.getvalue().splitlines()
+    assert f"arena-1v1 on cpu: {LEARNING_UNITS} units learn" in first
+    assert "update-1 joins the league: it is the first" in joined
+    for words in ("update 2/2", f"step {2 * UPDATE_STEPS}", "league 1", "entropy fire ", "explained variance", "steps/s", "done"):
+        assert words in last
+
+
+def test_scores_are_those_of_recent_battles_and_past_selves_are_one_opponent() -> None:
+    progress = Progress()
+    for number in range(30):
+        against_past = {"update-1": (0, 1, 0), "update-2": (1, 0, 0)}
+        against_itself = {"self": (9, 0, 0), "learner": (1, 0, 0)}
+        results = {"strong": (number % 2, 0, 1 - number % 2), **against_past, **against_itself}
+        progress.take(recorded(RoundFought(update=number, results=results, opponents=[], team=1, overflow=0)))
+    assert progress.scores == {"strong": (0.5, 10), "past selves": (0.75, 20)}
+    assert progress.against == "strong 50 %  past selves 75 %"
+
+
+def test_the_league_is_counted_from_what_it_was_when_the_run_goes_on() -> None:
+    progress = Progress(["update-1", "update-2"])
+    for name, is_promoted, retired in (("update-3", True, ["update-1"]), ("update-4", False, [])):
+        progress.take(recorded(LeagueChanged(update=1, name=name, is_promoted=is_promoted, reason="", retired=retired, against={})))
+    assert progress.members == ["update-2", "update-3"]
+    assert progress.league == "2 past selves, the best is update-3"
+
+
+def test_what_is_left_is_the_shorter_of_steps_and_clock(arena_run: Path) -> None:
+    timed, free = Progress(ends_at=time.monotonic() + 5), Progress()
+    for record in read(arena_run / "events.jsonl"):
+        for progress in (timed, free):
+            progress.take(record)
+    for progress in (timed, free):
+        assert progress.started is not None
+        progress.started = msgspec.structs.replace(progress.started, total_steps=10**9)
+    assert 0 < timed.time_left <= 5 < free.time_left
+
+
+def test_what_is_left_counts_the_battles_at_checkpoints_too(arena_run: Path) -> None:
+    progress = Progress()
+    for record in read(arena_run / "events.jsonl"):
+        number = record.event.update if isinstance(record.event, Update) else 0
+        progress.take(msgspec.structs.replace(record, time=100.0 * number))
+    assert progress.started is not None
+    progress.started = msgspec.structs.replace(progress.started, total_steps=5 * UPDATE_STEPS)
+    assert progress.seconds_left == pytest.approx(300.0), "three more updates of a hundred seconds each, whatever their own clocks say"
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_live_view_fits_the_terminal(arena_run: Path, width: int) -> None:
+    console = Console(record=True, width=width, file=io.StringIO())
+    console.print(read_progress(arena_run).view(width))
+    shown = console.export_text()
+    assert all(len(line) <= width for line in shown.splitlines())
+    assert "update 2/2" in shown
+    assert "1 past self, the best is update-1" in shown
+    assert "…" not in shown
+
+
+def test_the_live_view_ends_with_the_last_state(arena_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    stream = Terminal()
+    show(arena_run, LiveView(Progress(), stream))
+    assert "done" in stream.getvalue().rpartition("update 2/2")[2]

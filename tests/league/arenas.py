@@ -1,0 +1,47 @@
+"""Self-play that is small enough to be over in a moment."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from esper.arena.config import ArenaConfig
+from esper.events import Event
+from esper.league.network import make_policy
+from esper.league.selfplay import SelfPlay
+from esper.league.training_config import ArenaTrainConfig, SelfPlayConfig, UnitNetworkConfig
+from esper.rl.config import NetworkConfig, PPOConfig
+from esper.rl.policy import Policy
+
+UNIT = UnitNetworkConfig(entity_width=4, terrain_width=4, width=8, head_width=8, state_width=4)
+
+
+def small_arena(**settings: Any) -> ArenaConfig:
+    return ArenaConfig(**{"battles": 8, "teams": 2, "size": 16, "maps": 2, "seconds": 2.0, "contacts": 2, "allies": 1, **settings})
+
+
+def small_training(
+    *, arena: dict[str, Any] | None = None, selfplay: dict[str, Any] | None = None, ppo: dict[str, Any] | None = None, **settings: Any
+) -> ArenaTrainConfig:
+    """Eight battles of two seconds: two against each of two bots, one in each of two seats, two against oneself."""
+    learner = {"num_steps": 8, "num_epochs": 1, "num_minibatches": 2, "bptt_length": 4, "normalize_observations": False}
+    return ArenaTrainConfig(
+        arena=small_arena(**(arena or {})),
+        selfplay=SelfPlayConfig(**{"bots": ("random", "middle"), "enter_every": 2, "entry_battles": 2, **(selfplay or {})}),
+        unit=UNIT,
+        ppo=PPOConfig(**{**learner, "network": NetworkConfig(hidden_size=8), **(ppo or {})}),
+        **{"device": "cpu", "threads": 1, "eval_battles": 2, "eval_against": "random", **settings},
+    )
+
+
+def a_policy(config: ArenaTrainConfig, seed: int = 0) -> Policy:
+    generator = torch.Generator().manual_seed(seed)
+    return make_policy(config.unit, config.ppo.network, config.arena, generator=generator, device=torch.device("cpu"))
+
+
+def seated(config: ArenaTrainConfig, *, seed: int = 0, events: list[Event] | None = None) -> SelfPlay:
+    """Self-play with a learner that never learns."""
+    env = SelfPlay(config, device=torch.device("cpu"), seed=seed, on_event=(events if events is not None else []).append)
+    env.attach(a_policy(config))
+    return env

@@ -1,0 +1,117 @@
+"""Matches count every battle once, from both sides, and can be kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from esper.arena.config import ArenaConfig
+from esper.arena.replay import Recorder, verify
+from esper.league import recording
+from esper.league.matches import Ground, Tally
+from esper.league.recording import play_and_record
+from esper.replay_file import read_replay
+from tests.league.arenas import a_policy, small_arena, small_training
+
+
+def ground(**settings: object) -> Ground:
+    return Ground(small_arena(**{"battles": 4, "seconds": 8.0, **settings}), seed=1, device="cpu")
+
+
+def test_every_battle_is_counted_once_and_both_sides_are_played() -> None:
+    seen = []
+    result = ground().play("strong", "random", on_scene=lambda scene: seen.append(scene.ended.clone()))
+    assert result.record.battles == 4
+    assert [record.battles for record in result.by_side] == [2, 2]
+    assert sum(record.wins for record in result.by_side) == result.record.wins == len(result.won)
+    firsts = [int(torch.stack(seen)[:, battle].int().argmax()) + 1 for battle in range(4)]
+    assert result.decisions == pytest.approx(sum(firsts) / 4)
+
+
+@pytest.mark.slow
+def test_the_same_match_is_the_same_again_and_the_other_way_round_its_mirror() -> None:
+    place = ground()
+    once, again = (place.play("strong", "random") for _ in range(2))
+    assert once == again
+    assert once.record.wins > once.record.losses
+    turned = place.play("random", "strong")
+    assert turned.record.losses > turned.record.wins
+
+
+@pytest.mark.slow
+def test_a_policy_plays_and_does_not_change_by_it() -> None:
+    config = small_training(arena={"seconds": 4.0})
+    policy = a_policy(config)
+    before = {name: value.clone() for name, value in policy.state_dict().items()}
+    result = Ground(config.arena, seed=0, device="cpu").play(policy, "random")
+    assert result.record.battles == 8
+    assert all(torch.equal(value, before[name]) for name, value in policy.state_dict().items())
+    assert result == Ground(config.arena, seed=0, device="cpu").play(policy, "random")
+
+
+def test_a_tally_counts_the_first_battle_in_every_place() -> None:
+    place = ground()
+    scene, side = place.arena.reset(), torch.tensor([0, 1, 0, 1])
+    tally = Tally(4, place.arena.device)
+
+    def told(ended: list[bool], winner: list[int], *, by_time: list[bool], length: float) -> None:
+        last = torch.full_like(scene.last, length)
+        tally.add(scene._replace(ended=torch.tensor(ended), winner=torch.tensor(winner), by_time=torch.tensor(by_time), last=last), side)
+
+    told([True, True, False, False], [0, 0, 1, 1], by_time=[False, True, True, True], length=10.0)  # won, lost by time
+    assert not tally.is_over()
+    told(
+        [True, True, True, False], [1, 1, -1, 0], by_time=[True, False, True, False], length=20.0
+    )  # a draw by time; others are second ones
+    told([False, False, False, True], [0, 0, 0, 1], by_time=[False] * 4, length=40.0)  # won
+    assert tally.is_over()
+    result = tally.result(side)
+    assert (result.record.wins, result.record.draws, result.record.losses) == (2, 1, 1)
+    assert [(record.wins, record.draws, record.losses) for record in result.by_side] == [(1, 1, 0), (1, 0, 1)]
+    assert (result.won, result.by_time, result.decisions) == ((0, 3), 2, 20.0)
+
+
+# Recording
+
+
+CONFIG: ArenaConfig = small_arena(battles=2, seconds=4.0)
+
+
+@pytest.mark.parametrize(("battle", "teams"), [(0, ("strong", "random")), (1, ("random", "strong"))])
+def test_the_replay_of_a_place_names_the_players_by_their_side(battle: int, teams: tuple[str, str], tmp_path: Path) -> None:
+    kept = play_and_record(CONFIG, "strong", "random", seed=2, battle=battle, path=tmp_path / "one.safetensors")
+    assert kept.path is not None
+    info = read_replay(kept.path).info
+    assert info.teams == teams
+    assert (kept.battle, kept.winner) == (battle, info.winner)
+    assert kept.result == Ground(CONFIG, seed=2, device="cpu").play("strong", "random")  # who watches changes nothing
+    assert (battle in kept.result.won) == (info.winner == battle % 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("watched", [8, 0])
+def test_a_battle_that_was_won_is_looked_for(watched: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "_WATCHED", watched)  # none: the match is played once more
+    kept = play_and_record(CONFIG, "strong", "random", seed=2, path=tmp_path / "won.safetensors", names=("learner", "bot"))
+    assert kept.path is not None
+    assert kept.battle in kept.result.won
+    info = read_replay(kept.path).info
+    assert info.winner is not None
+    assert info.teams[info.winner] == "learner"
+    assert verify(kept.path).ok
+
+
+def test_where_nothing_was_won_no_replay_is_written(tmp_path: Path) -> None:
+    kept = play_and_record(small_arena(battles=2, seconds=0.5), "random", "random", seed=2, path=tmp_path / "won.safetensors")
+    assert kept.result.won == ()
+    assert (kept.path, kept.battle) == (None, None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_recorders_of_a_match_see_their_whole_battles() -> None:
+    place = ground(seconds=3.0)
+    recorders = [Recorder(place.arena, battle) for battle in (0, 3)]
+    place.play("weak", "weak", recorders=recorders)
+    assert all(recorder.is_over for recorder in recorders)

@@ -1,0 +1,243 @@
+"""Rows that learn, opponents that do not, and what happens between rollouts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from esper.config import ConfigError
+from esper.events import Event
+from esper.league.events import LeagueChanged, RoundFought
+from esper.league.players import BotPlayer, PolicyPlayer
+from esper.league.selfplay import SELF, SelfPlay
+from esper.league.training_config import SelfPlayConfig
+from esper.vecenv import Actions, Timestep
+from esper.vecenv.check import check_env, sample_actions
+from tests.league.arenas import a_policy, seated, small_training
+
+
+def steps(env: SelfPlay, timestep: Timestep, count: int, *, seed: int = 0) -> Iterator[Timestep]:
+    """Steps with random actions of the rows that learn."""
+    chance = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        timestep = env.step(sample_actions(env.action_spec, timestep.masks, env.num_envs, chance))
+        yield timestep
+
+
+def driven(env: SelfPlay, timestep: Timestep, count: int, *, seed: int = 0) -> Timestep:
+    """What the last of so many steps led to."""
+    return list(steps(env, timestep, count, seed=seed))[-1]
+
+
+def test_the_learner_has_one_side_by_parity_and_both_where_it_fights_itself() -> None:
+    env = seated(small_training())
+    teams, units = env.config.arena.teams, env.config.arena.units
+    expected = []
+    for table in env.tables:
+        for battle in table.battles.tolist():
+            sides = (0, 1) if table.name == SELF else (battle % 2,)
+            expected += [battle * units + side * teams + unit for side in sides for unit in range(teams)]
+    assert sorted(env.rows.tolist()) == sorted(expected)
+    assert [(table.name, len(table.battles)) for table in env.tables] == [
+        ("random", 2), ("middle", 2), ("seat 0", 1), ("seat 1", 1), (SELF, 2)
+    ]  # fmt: skip
+    assert env.num_envs == len(expected) == 6 * teams + 2 * units
+
+
+def test_every_unit_is_driven_by_exactly_one_player() -> None:
+    env = seated(small_training())
+    theirs = [row for table in env.tables if table.opponent is not None for row in table.opponent.rows.tolist()]
+    everybody = Counter(theirs + env.rows.tolist())
+    assert everybody == Counter(range(env.config.arena.battles * env.config.arena.units))
+
+
+def test_what_the_learner_says_reaches_its_own_rows_and_bots_say_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    env = seated(small_training(selfplay={"bots": ("middle",), "bot_share": 0.5, "past_share": 0.0}))
+    heard: list[Actions] = []
+    step = env.arena.step
+    monkeypatch.setattr(env.arena, "step", lambda actions: (heard.append(actions), step(actions))[1])
+    timestep = env.reset()
+    bot = next(table.opponent for table in env.tables if isinstance(table.opponent, BotPlayer))
+    for seed in range(4):
+        expected = {name: value.clone() for name, value in bot.bot.act().items()}
+        given = sample_actions(env.action_spec, timestep.masks, env.num_envs, torch.Generator().manual_seed(seed))
+        timestep = env.step(given)
+        for name, value in heard[-1].items():
+            assert torch.equal(value[env.rows], given[name])
+            assert torch.equal(value[bot.rows], expected[name][bot.rows])
+
+
+def test_rows_are_those_of_the_arena_and_the_dead_are_neither_paid_nor_valid() -> None:
+    env = seated(small_training(arena={"seconds": 30.0}, selfplay={"bots": ("strong",), "enter_every": 1000}))
+    dead = 0
+    for timestep in steps(env, env.reset(), 30):
+        scene = env.scene
+        assert scene is not None
+        assert torch.equal(timestep.obs["obs"], scene.observation.flatten(0, 1)[env.rows])
+        assert torch.equal(timestep.reward, scene.reward.flatten()[env.rows])
+        assert timestep.valid is not None
+        assert torch.equal(timestep.valid, scene.was_alive.flatten()[env.rows])
+        assert not timestep.reward[~timestep.valid].any()
+        assert not timestep.terminated[~timestep.valid].any()
+        dead += int((~timestep.valid).sum())
+    assert dead
+
+
+@pytest.mark.slow
+def test_self_play_keeps_the_contract_of_environments_and_repeats_itself_once_it_is_loaded() -> None:
+    check_env(seated(small_training()), steps=20)
+
+
+@pytest.mark.slow
+def test_another_self_play_goes_on_where_the_first_was_saved() -> None:
+    config = small_training(selfplay={"enter_every": 1, "entry_battles": 1})
+    one, other = seated(config), seated(config)
+    last = driven(one, one.reset(), 11)  # a league member sits in the seats, and battles have ended
+    assert one.seats != [None, None]
+    other.load_state_dict(one.state_dict())
+    assert (other.seats, other.updates, other.steps) == (one.seats, one.updates, one.steps)
+    for left, right in zip(steps(one, last, 8, seed=1), steps(other, last, 8, seed=1), strict=True):
+        assert torch.equal(left.obs["obs"], right.obs["obs"])
+        assert torch.equal(left.reward, right.reward)
+    assert one.league.to_state() == other.league.to_state()
+    assert torch.equal(one.results, other.results)
+
+
+def test_results_are_those_that_an_onlooker_counts() -> None:
+    events: list[Event] = []
+    env = seated(small_training(), events=events)
+    counted: dict[str, list[int]] = {table.name: [0, 0, 0] for table in env.tables}
+    for number, _ in enumerate(steps(env, env.reset(), 3 * 8 + 1)):
+        if number == 3 * 8:
+            break  # with this step the last round was told
+        scene = env.scene
+        assert scene is not None
+        for table in env.tables:
+            for battle in table.battles.tolist():
+                if bool(scene.ended[battle]):
+                    winner = int(scene.winner[battle])
+                    counted[table.name][1 if winner < 0 else 0 if winner == battle % 2 else 2] += 1
+    rounds = [event for event in events if isinstance(event, RoundFought)]
+    assert [event.update for event in rounds] == [1, 2, 3]
+    for name in ("random", "middle", SELF):
+        told = [sum(event.results[name][which] for event in rounds) for which in range(3)]
+        assert told == counted[name]
+    others = [counts for event in rounds for name, counts in event.results.items() if name not in ("random", "middle", SELF)]
+    in_seats = [sum(counts[which] for counts in others) for which in range(3)]
+    assert in_seats == [counted["seat 0"][which] + counted["seat 1"][which] for which in range(3)]
+    assert sum(counted["random"]) == 2 * 3  # battles of 8 decisions at most, of which 24 were taken
+
+
+@pytest.mark.slow
+def test_teams_grow_with_the_updates() -> None:
+    events: list[Event] = []
+    config = small_training(arena={"teams": 3}, selfplay={"first_team": 1, "team_grows": 2, "enter_every": 1000})
+    env = seated(config, events=events)
+    timestep = env.reset()
+    sizes = [int(env.arena.state.units.present[0, :3].sum())]
+    for _ in range(6):
+        timestep = driven(env, timestep, 8)
+        sizes.append(int(env.arena.state.units.present[0, :3].sum()))
+    told = [event.team for event in events if isinstance(event, RoundFought)]
+    assert told == [1, 2, 2, 3, 3]
+    assert sizes == [1, 1, 1, 2, 2, 3, 3]  # battles of 8 decisions begin with the rollouts, and take the size of that moment
+
+
+@pytest.mark.slow
+def test_the_first_to_enter_is_promoted_and_sits_down_without_the_memories_of_who_sat_there() -> None:
+    events: list[Event] = []
+    env = seated(small_training(), events=events)
+    timestep = driven(env, env.reset(), 16)  # two rollouts; the second is told with the next step
+    player = next(table.opponent for table in env.tables if table.name == "seat 0")
+    assert isinstance(player, PolicyPlayer)
+    assert env.seats == [None, None]
+    assert player.state.any()
+    memories: list[Any] = []
+    forget = player.forget
+    player.forget = lambda: (forget(), memories.append(player.state.clone()))[0]  # type: ignore[method-assign]
+    driven(env, timestep, 1)
+    changes = [event for event in events if isinstance(event, LeagueChanged)]
+    assert [(event.name, event.is_promoted) for event in changes] == [("update-2", True)]
+    assert set(changes[0].against) == {"middle", "strong"}
+    assert all(sum(counts) == env.config.selfplay.entry_battles for counts in changes[0].against.values())
+    assert env.seats == ["update-2", "update-2"]
+    assert all(torch.equal(value, env.league.weights["update-2"][name]) for name, value in player.policy.state_dict().items())
+    assert len(memories) == 1
+    assert not memories[0].any()
+    timestep = driven(env, timestep, 8)
+    assert len(memories) == 1  # it stays, and so do its memories
+
+
+def test_a_seat_without_a_past_self_holds_the_learner_of_today() -> None:
+    env = seated(small_training())
+    timestep = driven(env, env.reset(), 8)
+    assert env.learner is not None
+    with torch.no_grad():
+        for parameter in env.learner.parameters():
+            parameter.add_(0.01)
+    player = next(table.opponent for table in env.tables if table.name == "seat 1")
+    assert isinstance(player, PolicyPlayer)
+    before = player.policy.log_std.clone()
+    driven(env, timestep, 1)
+    assert torch.equal(player.policy.log_std, env.learner.log_std)
+    assert not torch.equal(player.policy.log_std, before)
+
+
+def test_the_league_hears_of_battles_against_its_players_and_of_no_others() -> None:
+    env = seated(small_training(selfplay={"enter_every": 1000}))
+    driven(env, env.reset(), 17)
+    assert env.league.learner_score("random") is not None
+    assert env.league.learner_score("middle") is not None
+    assert env.league.learner_score("weak") is None
+    assert not list(env.league.table)  # the learner is another after every update, and no entry of the table
+
+
+def test_a_config_that_deals_more_than_there_is_says_so() -> None:
+    with pytest.raises(ConfigError, match=r"past_share: expected at most 1 - bot_share \(0.3\), got 0.5"):
+        SelfPlayConfig(bot_share=0.7, past_share=0.5)
+    with pytest.raises(ConfigError, match="at least one bot, or bot_share 0"):
+        SelfPlayConfig(bots=(), bot_share=0.5)
+    with pytest.raises(ConfigError, match=r"selfplay.first_team: expected at most arena.teams \(2\), got 3"):
+        small_training(selfplay={"first_team": 3})
+    with pytest.raises(ConfigError, match=r"arena.reward.gamma"):
+        small_training(ppo={"gamma": 0.5})
+    with pytest.raises(ConfigError, match=r"ppo.normalize_observations"):
+        small_training(ppo={"normalize_observations": True})
+
+
+def test_too_few_battles_for_the_tables_are_an_error_that_names_them() -> None:
+    with pytest.raises(ValueError, match=r"1 battles cannot be dealt to .*'middle': 0.*use more battles"):
+        seated(small_training(arena={"battles": 1}))
+    with pytest.raises(ValueError, match=r"3 battles cannot be dealt to .*use more battles"):
+        seated(
+            small_training(
+                arena={"battles": 3}, selfplay={"bots": ("random", "weak", "middle", "strong"), "bot_share": 0.9, "past_share": 0.0}
+            )
+        )
+
+
+def test_without_bots_and_past_selves_everybody_learns() -> None:
+    env = seated(small_training(selfplay={"bot_share": 0.0, "past_share": 0.0}))
+    assert env.num_envs == 8 * 4
+    assert [table.name for table in env.tables] == [SELF]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_past_selves_may_sit_on_another_device() -> None:
+    """The arena on the GPU, its past selves on the CPU."""
+    config = small_training(selfplay={"opponent_device": "cpu", "enter_every": 1, "entry_battles": 1})
+    env = SelfPlay(config, device=torch.device("cuda"), seed=0)
+    env.attach(a_policy(config).to("cuda"))
+    timestep = env.reset()
+    chance = torch.Generator(device="cuda").manual_seed(0)
+    for _ in range(20):
+        timestep = env.step(sample_actions(env.action_spec, timestep.masks, env.num_envs, chance, device="cuda"))
+    player = next(table.opponent for table in env.tables if table.name == "seat 0")
+    assert isinstance(player, PolicyPlayer)
+    assert (player.policy.device.type, player.rows.device.type) == ("cpu", "cuda")
+    assert env.seats != [None, None]
+    assert player.state.any()

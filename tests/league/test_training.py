@@ -1,0 +1,215 @@
+"""Training by self-play as a run: stopped and gone on with, on several ranks, looked at from outside, for a long time."""
+
+from __future__ import annotations
+
+import gc
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+
+from esper.checkpoint.tree import split
+from esper.events import Event, Resumed, read
+from esper.league.events import LeagueChanged, RoundFought
+from esper.league.league import League
+from esper.league.store import FOLDER, LeagueStore
+from esper.league.training import against_bot, load_player, prepare_arena, resume_arena, train_arena
+from esper.league.training_config import ArenaTrainConfig
+from esper.parallel import Ranks
+from esper.rl.checkpoints import open_store
+from esper.rl.events import Update
+from esper.rl.run_events import RunStarted
+from esper.run_folder import EVENTS, RunError
+from tests.league.arenas import small_training
+
+RANKS = 2
+UPDATES = 4
+ROWS = 6 * 2 + 2 * 4  # that learn, in eight battles of two against two
+
+
+def config_for(updates: int = UPDATES, **settings: Any) -> ArenaTrainConfig:
+    """A member enters the league after every update and sits in both seats from then on."""
+    given = {"selfplay": {"enter_every": 1, "entry_battles": 1}, "checkpoint_every": 2, "keep": 3, "total_steps": updates * 8 * ROWS}
+    return small_training(**{**given, **settings})
+
+
+class _Killed(BaseException):
+    """Nothing in a run catches it."""
+
+
+def killed_after(updates: int) -> Callable[[], bool]:
+    """For `should_stop`: the run dies right after an update, with no chance to save anything."""
+    count = iter(range(1, updates + 1))
+
+    def asked() -> bool:
+        if next(count) == updates:
+            raise _Killed
+        return False
+
+    return asked
+
+
+def told(folder: Path) -> list[Event]:
+    """Everything but times and the starts of sessions."""
+    events = [record.event for record in read(folder / EVENTS)]
+    timeless = {"steps_per_second": 0.0, "collect_seconds": 0.0, "update_seconds": 0.0}
+    kept = [event for event in events if not isinstance(event, RunStarted | Resumed)]
+    return [msgspec.structs.replace(event, **timeless) if isinstance(event, Update) else event for event in kept]
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    """The last checkpoints, bit for bit, and what was told."""
+    first, second = (split(open_store(folder).load("latest").state["ppo"]) for folder in (one, other))
+    assert first[0] == second[0]
+    assert first[1].keys() == second[1].keys()
+    for name, tensor in first[1].items():
+        assert torch.equal(tensor, second[1][name]), name
+    left, right = told(one), told(other)
+    assert len(left) == len(right)
+    for before, after in zip(left, right, strict=True):
+        assert msgspec.json.encode(before) == msgspec.json.encode(after)
+
+
+@pytest.mark.slow
+def test_self_play_that_was_killed_and_resumed_equals_one_that_was_not_bit_for_bit(tmp_path: Path) -> None:
+    config = config_for()
+    train_arena(config, tmp_path / "whole")
+    with pytest.raises(_Killed):
+        train_arena(config, tmp_path / "killed", should_stop=killed_after(3))
+    saved = open_store(tmp_path / "killed").load("latest").state["ppo"]
+    environment = saved["environment"]
+    assert saved["counters"]["updates"] == 2
+    assert environment["seats"] == ["update-1", "update-1"]  # a past self sits there, in the middle of battles
+    assert any(seat is not None and "state" in seat and bool(seat["state"].any()) for seat in environment["seated"])
+    assert (environment["arena"]["state"]["contest/decision"] > 0).any()
+    result = resume_arena(tmp_path / "killed")
+    assert (result.status, result.step) == ("finished", UPDATES * 8 * ROWS)
+    assert_same_run(tmp_path / "whole", tmp_path / "killed")
+    rounds = [event for event in told(tmp_path / "killed") if isinstance(event, RoundFought)]
+    changes = [event for event in told(tmp_path / "killed") if isinstance(event, LeagueChanged)]
+    assert [event.update for event in rounds] == [event.update for event in changes] == [1, 2, 3]  # the last is told with the next step
+
+
+@pytest.mark.slow
+def test_a_run_leaves_a_league_for_people_and_a_player_for_matches(tmp_path: Path) -> None:
+    config = config_for()
+    result = train_arena(config, tmp_path / "run")
+    assert result.status == "finished"
+    assert result.evaluation is not None
+    assert len(result.evaluation.returns) == config.eval_battles
+    assert set(result.evaluation.returns) <= {0.0, 0.5, 1.0}
+
+    environment = open_store(tmp_path / "run").load("latest").state["ppo"]["environment"]
+    league = LeagueStore(tmp_path / "run" / FOLDER).load()
+    assert league.to_state() == League.from_state(environment["league"], environment["members"]).to_state()
+    assert "update-1" in league.members
+    assert all(torch.equal(value, environment["members"]["update-1"][name]) for name, value in league.weights["update-1"].items())
+    promoted = [event.name for event in told(tmp_path / "run") if isinstance(event, LeagueChanged) and event.is_promoted]
+    assert promoted == list(league.members)  # nobody was retired in so short a time
+
+    policy, saved = load_player(tmp_path / "run", which="latest")
+    assert saved == config
+    assert against_bot(policy, config, "random", battles=2, seed=5).record.battles == 2
+
+
+def test_mistakes_of_a_config_are_told_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"1 battles cannot be dealt to .*use more battles"):
+        train_arena(config_for(arena={"battles": 1}), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(RunError, match="fewer than 64 minibatches"):
+        train_arena(config_for(ppo={"num_minibatches": 64}), tmp_path / "run")
+    with pytest.raises(RunError):
+        load_player(tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_with_a_centralised_critic_training_goes_on_as_well(tmp_path: Path) -> None:
+    config = config_for(arena={"state_view": True}, eval_battles=0)
+    with prepare_arena(config) as (ppo, _):
+        battle = ppo.policy.encoder.battle
+        assert isinstance(battle, torch.nn.Module)
+        before = [parameter.detach().clone() for parameter in battle.parameters()]
+        updates = list(ppo.train(2 * ppo.steps_per_update))
+        assert len(updates) == 2
+        assert any(not torch.equal(was, now) for was, now in zip(before, battle.parameters(), strict=True))  # the critic learned with it
+
+
+# Several ranks
+
+
+def run_rank(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=rank, world_size=RANKS)
+    try:
+        config = config_for(2 * RANKS, eval_battles=0)
+        with prepare_arena(config, Ranks()) as (ppo, _):
+            updates = list(ppo.train(2 * ppo.steps_per_update))
+            found = {
+                "policy": ppo.policy.state_dict(),
+                "maps": ppo.env.arena.state.world.height.clone(),  # type: ignore[attr-defined]
+                "seed": ppo.env.arena.seed,  # type: ignore[attr-defined]
+                "step": updates[-1].step,
+            }
+            torch.save(found, folder / f"results {rank}")
+        train_arena(config, folder / "whole", group=Ranks())
+        counts = iter(range(10))
+        train_arena(config, folder / "stopped", should_stop=lambda: next(counts) == 0, group=Ranks())
+        resume_arena(folder / "stopped", group=Ranks())
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_two_ranks_fight_battles_of_their_own_agree_on_the_weights_and_can_be_stopped_and_resumed(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(run_rank, (tmp_path,), nprocs=RANKS)
+    one, other = (torch.load(tmp_path / f"results {rank}", weights_only=False) for rank in range(RANKS))
+    assert one["step"] == other["step"] == 2 * RANKS * 8 * ROWS
+    assert all(torch.equal(value, other["policy"][name]) for name, value in one["policy"].items())
+    assert one["seed"] != other["seed"]
+    assert not torch.equal(one["maps"], other["maps"])
+    assert_same_run(tmp_path / "whole", tmp_path / "stopped")
+    assert len(open_store(tmp_path / "whole").load("latest").state["ppo"]["other_ranks"]) == RANKS - 1
+
+
+# Memory
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="resident sizes are read from /proc")
+def test_memory_does_not_grow_over_many_updates() -> None:
+    config = config_for(
+        arena={"battles": 4, "teams": 1, "seconds": 1.0},
+        selfplay={"bots": ("middle",), "enter_every": 25, "entry_battles": 1, "past_seats": 1},
+        ppo={"num_steps": 2, "num_minibatches": 1, "bptt_length": 2},
+    )
+    sizes = []
+    with prepare_arena(config) as (ppo, _):
+        for update in ppo.train(200 * ppo.steps_per_update):
+            if update.update % 50 == 0:
+                gc.collect()
+                sizes.append(resident_bytes())
+    assert sizes[-1] - sizes[0] < 8 * 2**20, sizes  # a state that were kept would be a megabyte a rollout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="resident sizes are read from /proc")
+def test_the_benchmark_of_memory_tells_what_is_held_and_how_fast_it_grows() -> None:
+    script = Path(__file__).parents[2] / "benchmarks" / "arena_memory.py"
+    command = [sys.executable, str(script), "--updates", "4", "--every", "2", "--battles", "8"]
+    output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=120).stdout
+    *lines, last = (json.loads(line) for line in output.splitlines())
+    assert [line["update"] for line in lines] == [2, 4]
+    assert all(line["resident_bytes"] > 2**20 for line in lines)
+    assert {"device", "updates", "battles", "resident_bytes_per_update"} == set(last)
