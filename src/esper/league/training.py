@@ -82,10 +82,25 @@ def prepare_arena(config: ArenaTrainConfig, group: Group = ALONE) -> Iterator[tu
             env = SelfPlay(config, device=device, seed=seed, on_event=relay)
             parts = make_parts(config.unit, config.ppo.network, config.arena, generator=Streams(config.ppo.seed).torch("unit"))
             ppo = PPO(env, config.ppo, parts.encoder, actor=parts.actor, critic=parts.critic, device=device, on_event=relay, group=group)
+            if config.start_from is not None:
+                load_module(ppo.policy, read_weights(Path(config.start_from)))
             env.attach(ppo.policy)
         except (ValueError, ImportError) as error:
             raise RunError(str(error)) from error
         yield ppo, relay
+
+
+def read_weights(path: Path) -> dict[str, torch.Tensor]:
+    """Weights of a player as a league keeps them."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    if not path.is_file():
+        raise ValueError(f"there are no weights at {path}; a run keeps those of its league in RUN/league/members/NAME.safetensors")
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a file of weights: {error}") from error
 
 
 def _prepare(config: ArenaTrainConfig, encoder: nn.Module | None, group: Group) -> contextlib.AbstractContextManager[tuple[PPO, Relay]]:

@@ -49,6 +49,7 @@ class ArenaTrainConfig(Config):
     selfplay: SelfPlayConfig = SelfPlayConfig()
     league: LeagueConfig = LeagueConfig()
     unit: UnitNetworkConfig = UnitNetworkConfig()
+    start_from: str | None = None  # weights to begin with, as a league keeps them: RUN/league/members/NAME.safetensors; None: fresh ones
     total_steps: PositiveInt = 20_000_000  # decisions of the learner's units, the dead counted too
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where there is one
     threads: PositiveInt | None = None  # CPU threads of torch; None: its own choice
@@ -56,7 +57,7 @@ class ArenaTrainConfig(Config):
     checkpoint_every: PositiveInt = 25  # updates between checkpoints
     keep: PositiveInt = 2  # checkpoints that stay, beside the best
     eval_battles: NonNegativeInt = 128  # against `eval_against` at every checkpoint, which tell the best one; 0: none
-    eval_against: Anchor = "strong"
+    eval_against: Anchor = "strong"  # whom checkpoints are judged against
     ppo: PPOConfig = PPOConfig(
         num_steps=32,
         num_epochs=3,
