@@ -15,6 +15,7 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 
 from esper.checkpoint.tree import split
 from esper.events import Event, Resumed, read
@@ -28,7 +29,7 @@ from esper.rl.checkpoints import open_store
 from esper.rl.events import Update
 from esper.rl.run_events import RunStarted
 from esper.run_folder import EVENTS, RunError
-from tests.league.arenas import small_training
+from tests.league.arenas import a_policy, small_training
 
 RANKS = 2
 UPDATES = 4
@@ -131,6 +132,31 @@ def test_mistakes_of_a_config_are_told_before_anything_is_written(tmp_path: Path
 
 
 @pytest.mark.slow
+def test_a_training_may_start_from_the_weights_of_another(tmp_path: Path) -> None:
+    config = small_training()
+    weights = {name: value.clone() for name, value in a_policy(config, seed=5).state_dict().items()}
+    save_file(weights, tmp_path / "player.safetensors")
+    with prepare_arena(small_training(start_from=str(tmp_path / "player.safetensors"))) as (ppo, _):
+        assert all(torch.equal(value, weights[name]) for name, value in ppo.policy.state_dict().items())
+
+
+def test_weights_that_are_missing_or_do_not_fit_are_told(tmp_path: Path) -> None:
+    with (
+        pytest.raises(RunError, match=r"no weights at .*nothing\.safetensors"),
+        prepare_arena(small_training(start_from="nothing.safetensors")),
+    ):
+        pass
+    (tmp_path / "text.safetensors").write_text("no weights")
+    with (
+        pytest.raises(RunError, match="is not a file of weights"),
+        prepare_arena(small_training(start_from=str(tmp_path / "text.safetensors"))),
+    ):
+        pass
+    save_file({"actor": torch.zeros(2)}, tmp_path / "other.safetensors")
+    with pytest.raises(RunError, match="do not fit"), prepare_arena(small_training(start_from=str(tmp_path / "other.safetensors"))):
+        pass
+
+
 def test_with_a_centralised_critic_training_goes_on_as_well(tmp_path: Path) -> None:
     config = config_for(arena={"state_view": True}, eval_battles=0)
     with prepare_arena(config) as (ppo, _):
