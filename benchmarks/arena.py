@@ -20,9 +20,8 @@ import msgspec
 import torch
 
 from clock import now
-from esper.arena.arena import Arena
-from esper.arena.bots import Bot
 from esper.arena.config import ArenaConfig
+from esper.arena.speed import WARM_UP, measure_speed
 from esper.devices import find_device, threads
 from esper.league.training import prepare_arena
 from esper.league.training_config import ArenaTrainConfig
@@ -36,29 +35,11 @@ def simulation(battles: int, options: argparse.Namespace, device: torch.device) 
     config = ArenaConfig(battles=battles, teams=options.teams)
     memory = _memory(device)
     memory.begin()
-    arena = Arena(config, seed=options.seed, device=device, compile=options.compile)
-    arena.reset()
-    bot = Bot("strong", arena, seed=options.seed)
-    for _ in range(options.warm_up):
-        arena.step(bot.act())
-    lived = torch.zeros((), dtype=torch.int64, device=device)
-    began = now(device)
-    for _ in range(options.decisions):
-        lived += arena.step(bot.act()).was_alive.sum()
-    seconds = now(device) - began
-    arena.check()
-    steps = int(lived)
-    return {
-        "phase": "simulation",
-        "battles": battles,
-        "units": config.units,
-        "agent_steps_per_s": round(steps / seconds),
-        "ms_per_decision": round(1e3 * seconds / options.decisions, 3),
-        "living_share": round(steps / (options.decisions * battles * config.units), 3),
-        "compiled": options.compile,
-        "overflow": int(arena.state.contest.overflow.sum()),
-        "peak_memory": memory.peak(),
-    }
+    speed = measure_speed(
+        config, device=device, seed=options.seed, warm_up=options.warm_up, decisions=options.decisions, compile=options.compile
+    )
+    record = {"phase": "simulation", "battles": battles, "units": config.units, "compiled": options.compile}
+    return {**record, **speed._asdict(), "peak_memory": memory.peak()}
 
 
 def training(battles: int, options: argparse.Namespace, device: torch.device) -> Record:
@@ -117,7 +98,7 @@ def main() -> None:
     parser.add_argument("--battles", type=_counts, default=[256], help="numbers of battles at once, each measured")
     parser.add_argument("--training-battles", type=_counts, default=[], help="likewise, for training; none by default")
     parser.add_argument("--teams", type=int, default=5)
-    parser.add_argument("--warm-up", type=int, default=50, help="decisions before the clock starts")
+    parser.add_argument("--warm-up", type=int, default=WARM_UP, help="decisions before the clock starts")
     parser.add_argument("--decisions", type=int, default=60, help="decisions that are timed")
     parser.add_argument("--updates", type=int, default=2, help="updates that are timed")
     parser.add_argument("--minibatches", type=int, default=4)

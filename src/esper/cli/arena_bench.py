@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any, Literal
 
 from esper.arena.config import ArenaConfig, TeamSize
@@ -30,8 +29,10 @@ class BenchArguments(Config):
     """units on each side"""
     decisions: PositiveInt = 60
     """that are timed"""
-    warm_up: NonNegativeInt = 120
+    warm_up: NonNegativeInt = 50
     """decisions before the clock starts"""
+    compile: bool = False
+    """fuse the phases by torch's compiler: a minute or two at first, then about twice as fast on a CPU"""
     threads: PositiveInt | None = None
     """CPU threads of torch; None: its own choice"""
 
@@ -51,41 +52,11 @@ def run(argv: list[str], prog: str) -> Outcome:
 
 
 def _measured(config: ArenaConfig, arguments: BenchArguments, device: torch.device) -> dict[str, Any]:
-    import torch
+    from esper.arena.speed import measure_speed
 
-    from esper.arena.arena import Arena
-    from esper.arena.bots import Bot
-
-    arena = Arena(config, seed=0, device=device)
-    arena.reset()
-    bot = Bot("strong", arena)
-    for _ in range(arguments.warm_up):
-        arena.step(bot.act())
-    lived = torch.zeros((), dtype=torch.int64, device=device)
-    began = _now(device)
-    for _ in range(arguments.decisions):
-        lived += arena.step(bot.act()).was_alive.sum()
-    seconds = _now(device) - began
-    steps = int(lived)
-    return {
-        "device": device.type,
-        "name": _name(device),
-        "battles": config.battles,
-        "units": config.units,
-        "agent_steps_per_s": round(steps / seconds),
-        "ms_per_decision": round(1e3 * seconds / arguments.decisions, 3),
-        "living_share": round(steps / (arguments.decisions * config.battles * config.units), 3),
-        "peak_memory": _peak_memory(device),
-    }
-
-
-def _now(device: torch.device) -> float:
-    """When all that was asked of the device has happened."""
-    import torch
-
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+    speed = measure_speed(config, device=device, warm_up=arguments.warm_up, decisions=arguments.decisions, compile=arguments.compile)
+    place = {"device": device.type, "name": _name(device), "battles": config.battles, "units": config.units}
+    return {**place, **speed._asdict(), "compiled": arguments.compile, "peak_memory": _peak_memory(device)}
 
 
 def _name(device: torch.device) -> str:

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import msgspec
 from torch import nn
@@ -27,14 +27,13 @@ from esper.controller.env import GrowthEnv
 from esper.controller.learned import save_controller
 from esper.controller.network import make_parts, make_policy
 from esper.devices import find_device, threads
-from esper.events import Sink, WandbMode
 from esper.parallel import ALONE, Group
 from esper.rl.checkpoints import open_store
 from esper.rl.evaluate import Evaluation
 from esper.rl.policy import Policy
 from esper.rl.ppo import PPO
 from esper.rl.run_setup import Relay
-from esper.rl.runs import Kind, Result, resume_run, train_run
+from esper.rl.runs import Kind, Result, RunOptions, resume_run, train_run
 from esper.rng import Streams
 from esper.run_folder import CONFIG, RunError
 from esper.tasks import TASKS, Task, TaskError, load_task
@@ -42,36 +41,14 @@ from esper.tasks import TASKS, Task, TaskError, load_task
 CONTROLLER = "controller.safetensors"  # in the folder of a run: its last policy
 
 
-def train_controller(
-    config: ControllerConfig,
-    folder: Path | str | None = None,
-    *,
-    sinks: Iterable[Sink] = (),
-    tensorboard: bool = False,
-    wandb: WandbMode | None = None,
-    should_stop: Callable[[], bool] = lambda: False,
-    group: Group = ALONE,
-) -> Result:
+def train_controller(config: ControllerConfig, folder: Path | str | None = None, **options: Unpack[RunOptions]) -> Result:
     """Trains a new controller in a folder of its own. Stops after the round in which `should_stop()` becomes true, with a checkpoint."""
-    result = train_run(config, folder, kind=GROWTH, sinks=sinks, tensorboard=tensorboard, wandb=wandb, should_stop=should_stop, group=group)
-    return _written(result, group)
+    return _written(train_run(config, folder, kind=GROWTH, **options), options.get("group", ALONE))
 
 
-def resume_controller(
-    folder: Path | str,
-    *,
-    config: ControllerConfig | None = None,
-    sinks: Iterable[Sink] = (),
-    tensorboard: bool = False,
-    wandb: WandbMode | None = None,
-    should_stop: Callable[[], bool] = lambda: False,
-    group: Group = ALONE,
-) -> Result:
+def resume_controller(folder: Path | str, *, config: ControllerConfig | None = None, **options: Unpack[RunOptions]) -> Result:
     """Goes on from the latest checkpoint, with seeds alive in the fleets. `config` may ask for more rounds than the saved one."""
-    result = resume_run(
-        folder, config=config, kind=GROWTH, sinks=sinks, tensorboard=tensorboard, wandb=wandb, should_stop=should_stop, group=group
-    )
-    return _written(result, group)
+    return _written(resume_run(folder, config=config, kind=GROWTH, **options), options.get("group", ALONE))
 
 
 @contextlib.contextmanager

@@ -11,9 +11,9 @@ whole or not at all.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import msgspec
 import torch
@@ -22,7 +22,6 @@ from torch import nn
 from esper.checkpoint import load_module
 from esper.config import load
 from esper.devices import find_device, threads
-from esper.events import Sink, WandbMode
 from esper.league.league import League
 from esper.league.matches import Ground, MatchResult
 from esper.league.network import make_parts, make_policy
@@ -35,41 +34,21 @@ from esper.rl.evaluate import Evaluation
 from esper.rl.policy import Policy
 from esper.rl.ppo import PPO
 from esper.rl.run_setup import Relay
-from esper.rl.runs import Kind, Result, resume_run, train_run
+from esper.rl.runs import Kind, Result, RunOptions, resume_run, train_run
 from esper.rng import Streams
 from esper.run_folder import CONFIG, RunError, check_holds_a_run
 
 _EVALUATION_SEED = 1_000  # grounds of evaluations: seeds from here on, which no training draws its maps from
 
 
-def train_arena(
-    config: ArenaTrainConfig,
-    folder: Path | str | None = None,
-    *,
-    sinks: Iterable[Sink] = (),
-    tensorboard: bool = False,
-    wandb: WandbMode | None = None,
-    should_stop: Callable[[], bool] = lambda: False,
-    group: Group = ALONE,
-) -> Result:
+def train_arena(config: ArenaTrainConfig, folder: Path | str | None = None, **options: Unpack[RunOptions]) -> Result:
     """Trains a new player in a folder of its own. Stops after the update in which `should_stop()` becomes true, with a checkpoint."""
-    return train_run(config, folder, kind=ARENA, sinks=sinks, tensorboard=tensorboard, wandb=wandb, should_stop=should_stop, group=group)
+    return train_run(config, folder, kind=ARENA, **options)
 
 
-def resume_arena(
-    folder: Path | str,
-    *,
-    config: ArenaTrainConfig | None = None,
-    sinks: Iterable[Sink] = (),
-    tensorboard: bool = False,
-    wandb: WandbMode | None = None,
-    should_stop: Callable[[], bool] = lambda: False,
-    group: Group = ALONE,
-) -> Result:
+def resume_arena(folder: Path | str, *, config: ArenaTrainConfig | None = None, **options: Unpack[RunOptions]) -> Result:
     """Goes on from the latest checkpoint, in the middle of its battles. `config` may ask for more steps than the saved one."""
-    return resume_run(
-        folder, config=config, kind=ARENA, sinks=sinks, tensorboard=tensorboard, wandb=wandb, should_stop=should_stop, group=group
-    )
+    return resume_run(folder, config=config, kind=ARENA, **options)
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypedDict, TypeVar
 
 import msgspec
 from torch import nn
@@ -41,7 +41,7 @@ from esper.rl.run_events import CheckpointRefused, Evaluated, RunStarted
 from esper.rl.run_setup import Relay, count_parameters, evaluate_policy, prepare
 from esper.run_folder import CONFIG, EVENTS, RunError, check_holds_a_run, check_is_free, default_folder, locked
 
-__all__ = ["Kind", "Result", "RunError", "resume_run", "train_run"]
+__all__ = ["Kind", "Result", "RunError", "RunOptions", "resume_run", "train_run"]
 
 
 class RunConfig(Protocol):
@@ -115,6 +115,16 @@ class Options:
     should_stop: Callable[[], bool]
     group: Group
     kind: Kind[Any]
+
+
+class RunOptions(TypedDict, total=False):
+    """What `train_run` and `resume_run` take besides what is trained, for functions that pass it on."""
+
+    sinks: Iterable[Sink]
+    tensorboard: bool
+    wandb: WandbMode | None
+    should_stop: Callable[[], bool]
+    group: Group
 
 
 def _never() -> bool:

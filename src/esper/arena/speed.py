@@ -1,0 +1,54 @@
+"""How fast battles are fought: strong bots on both sides, in the middle of battles."""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+import torch
+
+from esper.arena.arena import Arena
+from esper.arena.bots import Bot
+from esper.arena.config import ArenaConfig
+
+WARM_UP = 50  # decisions after which the teams meet; battles last about a hundred
+
+
+class Speed(NamedTuple):
+    """An agent-step is one decision, five ticks of the physics, of one living unit."""
+
+    agent_steps_per_s: int
+    ms_per_decision: float  # of all battles
+    living_share: float  # of the units, while the time was taken
+    overflow: int  # shots for which no projectile slot was free
+
+
+def measure_speed(
+    config: ArenaConfig, *, device: torch.device, seed: int = 0, warm_up: int = WARM_UP, decisions: int = 60, compile: bool = False
+) -> Speed:
+    """With all rules, observations and masks, and the bots' own decisions."""
+    arena = Arena(config, seed=seed, device=device, compile=compile)
+    arena.reset()
+    bot = Bot("strong", arena, seed=seed)
+    for _ in range(warm_up):
+        arena.step(bot.act())
+    lived = torch.zeros((), dtype=torch.int64, device=device)
+    began = _now(device)
+    for _ in range(decisions):
+        lived += arena.step(bot.act()).was_alive.sum()
+    seconds = _now(device) - began
+    arena.check()
+    steps = int(lived)
+    return Speed(
+        agent_steps_per_s=round(steps / seconds),
+        ms_per_decision=round(1e3 * seconds / decisions, 3),
+        living_share=round(steps / (decisions * config.battles * config.units), 3),
+        overflow=int(arena.state.contest.overflow.sum()),
+    )
+
+
+def _now(device: torch.device) -> float:
+    """When all that was asked of the device has happened."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
