@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from esper.arena.arena import Arena
-from esper.arena.layout import CELL_M, STATE_UNIT, VIEW, slices, width
+from esper.arena.layout import CELL_M, MATERIAL_SIGNALS, STATE_UNIT, VIEW, slices, width
 from esper.arena.specs import CLASSES, PHYSICS, ROLES, WEAPONS, Material
 from tests.arena.views import look, observed, piece, terrain
 from tests.arena.worlds import WEAPON, build, flat_arena, place, put, small_config, turned
@@ -226,11 +226,14 @@ def test_what_is_sensed_and_not_seen_is_told_as_such(hidden):
 # Terrain
 
 
-def test_the_cell_in_the_middle_is_the_one_that_a_unit_stands_on(duel):
-    build(duel, (-5, -3), (0, 1), Material.LAVA)
-    assert terrain(duel, 0, "ground")[CENTRE, CENTRE] == 1.0
-    build(duel, (-5, -3), (0, 1), Material.WATER)
-    assert terrain(duel, 0, "ground")[CENTRE, CENTRE] == -0.75
+@pytest.mark.parametrize("material", [Material.LAVA, Material.WATER, Material.FOLIAGE, Material.REINFORCED])
+def test_the_cell_in_the_middle_is_the_one_that_a_unit_stands_on(duel, material):
+    build(duel, (-5, -3), (0, 1), material)
+    assert terrain(duel, 0, "material")[CENTRE, CENTRE] == MATERIAL_SIGNALS[material]
+
+
+def test_every_material_looks_different():
+    assert len(set(MATERIAL_SIGNALS.values())) == len(Material)
 
 
 @pytest.mark.parametrize("quarters", range(4))

@@ -16,6 +16,7 @@ from esper.arena.rewards import (
     approach,
     assists,
     damage_dealt,
+    damage_suffered,
     has_died,
     kill_table,
     nearness,
@@ -57,10 +58,11 @@ def ended(winner):
 # One function for each reason
 
 
-def test_the_zone_pays_its_seconds_to_one_side_and_costs_the_other(pairs):
+def test_the_zone_pays_its_seconds_to_one_side_and_costs_the_other_what_the_config_says(pairs):
     before = pairs.state.contest
     after = before._replace(score=torch.tensor([[1.25, 0.5]]))
-    assert zone_gain(before, after, pairs.tables).tolist() == [[0.75, 0.75, -0.75, -0.75]]
+    config = RewardConfig(zone=1.0, zone_lost=0.5)
+    assert zone_gain(before, after, pairs.tables, config).tolist() == [[1.0, 1.0, -0.125, -0.125]]
 
 
 def test_damage_pays_for_enemies_and_costs_for_friends_and_oneself(pairs):
@@ -85,8 +87,8 @@ def test_nobody_is_paid_for_who_lives_on(pairs):
 
 
 def test_an_assist_is_for_enemies_that_one_hurt_lately_and_did_not_kill(pairs):
-    harm = torch.zeros(4, 4)
-    harm[0, 2], harm[1, 2], harm[3, 2], harm[0, 3] = 0.1, 0.2, 0.3, 0.5
+    harm = torch.zeros(4, 4, dtype=torch.int32)
+    harm[0, 2], harm[1, 2], harm[3, 2], harm[0, 3] = 1, 200, 30, 50
     for unit in range(4):
         put(pairs, unit, harm=harm[unit])
     gone = died(2)
@@ -155,8 +157,9 @@ def test_parts_are_weighted_by_the_config(pairs):
     after = pairs.state._replace(contest=contest)
     parts = pay(before, after, taken((0, 2, 0.5)), ended(0), pairs.tables, pairs.config)
     weights = pairs.config.reward
-    assert parts.zone[0].tolist() == pytest.approx([2 * weights.zone, 2 * weights.zone, -2 * weights.zone, -2 * weights.zone])
+    assert parts.zone[0].tolist() == pytest.approx([2 * weights.zone] * 2 + [-2 * weights.zone_lost] * 2)
     assert parts.damage[0].tolist() == pytest.approx([0.5 * weights.damage, 0, 0, 0])
+    assert parts.hurt[0].tolist() == pytest.approx([0, 0, -0.5 * weights.hurt, 0])
     assert parts.kill[0].tolist() == pytest.approx([weights.kill, 0, 0, 0])
     assert parts.death[0].tolist() == pytest.approx([0, 0, -weights.death, 0])
     assert parts.outcome[0].tolist() == pytest.approx([weights.outcome, weights.outcome, 0, 0])
@@ -185,8 +188,9 @@ def test_a_shot_is_paid_by_what_it_takes():
     scene = arena.step(acted(arena, {0: {"fire": "laser", "target": 1}}))
     lost = before - float(arena.state.units.hit_points[0, 1])
     assert lost == 14.0
-    assert scene.reward[0, 0] == pytest.approx(0.5 * lost / CLASSES["medium"].hit_points)
-    assert scene.reward[0, 1] == 0
+    weights, share = arena.config.reward, lost / CLASSES["medium"].hit_points
+    assert scene.reward[0, 0] == pytest.approx(weights.damage * share)
+    assert scene.reward[0, 1] == pytest.approx(-weights.hurt * share)
 
 
 def test_the_last_shot_pays_damage_kill_and_outcome():
@@ -197,14 +201,16 @@ def test_the_last_shot_pays_damage_kill_and_outcome():
     look(arena)
     scene = arena.step(acted(arena, {0: {"fire": "laser", "target": 1}}))
     assert (bool(scene.ended[0]), int(scene.winner[0])) == (True, 0)
-    assert scene.reward[0].tolist() == pytest.approx([0.5 * 7.5 / 150 + 0.5 + 1.0, -0.5])
+    weights, share = arena.config.reward, 7.5 / 150
+    won = weights.damage * share + weights.kill + weights.outcome
+    assert scene.reward[0].tolist() == pytest.approx([won, -weights.hurt * share - weights.death])
 
 
 # What never pays
 
 
 def test_friendly_fire_never_pays():
-    """A missile into the back of a friend who stands beside the target."""
+    """Shots into the back of a friend who stands before the target."""
     arena = flat_arena("medium", "medium", reward=RewardConfig(approach=0.0, zone=0.0))
     place(arena, 0, -6.0, 0.5)
     place(arena, 1, -3.0, 0.5)  # in the line of fire
@@ -238,8 +244,21 @@ def test_killing_oneself_never_pays():
     assert not scene.parts.outcome[0, 0]
 
 
+def test_dying_saves_nobody_from_losing_the_zone():
+    """With the weights as they are, living on while the other side holds the zone costs nothing, and dying does."""
+    arena = flat_arena("medium", reward=RewardConfig(approach=0.0))
+    place(arena, 0, -11.0, -11.0)
+    place(arena, 1, 0.5, 0.5)
+    look(arena)
+    paid = [float(arena.step(acted(arena)).reward[0, 0]) for _ in range(8)]
+    assert arena.state.contest.score[0].tolist() == pytest.approx([0.0, 2.0])
+    assert paid == [0.0] * 8
+
+
 def test_a_burst_at_ones_own_feet_costs(pairs):
-    paid = damage_dealt(taken((0, 0, 0.3), (0, 2, 0.3)), pairs.tables, pairs.config.reward)
+    """Even where it hurts an enemy as much."""
+    burst, weights = taken((0, 0, 0.3), (0, 2, 0.3)), pairs.config.reward
+    paid = damage_dealt(burst, pairs.tables, weights) - weights.hurt * damage_suffered(burst)
     assert paid[0, 0] < 0
 
 

@@ -13,7 +13,8 @@ Shapes: B = battles, U = units, C = contacts.
 
 from __future__ import annotations
 
-from functools import partial
+import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -22,11 +23,20 @@ from torch import Tensor
 from esper.arena.config import ArenaConfig
 from esper.arena.decision import Deeds, decide, one_tick
 from esper.arena.observe import Observer
-from esper.arena.orders import MOTION, action_masks, action_spec, check_actions, raise_on_wrong_values, read_orders, wrong_values
+from esper.arena.orders import (
+    FIRST_WRONG,
+    MOTION,
+    action_masks,
+    action_spec,
+    check_actions,
+    first_wrong,
+    raise_on_wrong_values,
+    read_orders,
+)  # fmt: skip
 from esper.arena.rewards import Rewards, has_died, pay, shared
 from esper.arena.sensing import sense
 from esper.arena.start import fresh, make_atlas
-from esper.arena.state import State, cloned, copy_into, from_named, named_tensors, replace_rows, select
+from esper.arena.state import Contest, State, cloned, copy_into, from_named, named_tensors, replace_rows, select
 from esper.arena.tables import make_tables
 from esper.arena.zone import Ending, judge
 from esper.vecenv import Actions, Masks
@@ -70,11 +80,11 @@ class Arena:
         self.observer = Observer(self.config, self.tables, self.device)
         self.action_spec = action_spec(self.config)
         self.is_compiled = compile
-        fuse: Any = partial(torch.compile, dynamic=False) if compile else _as_is
+        fuse: Any = _Fused if compile else _as_is
         self._tick, self._observe, self._sense = fuse(one_tick), fuse(self.observer.observe), fuse(sense)
         self.checks_at_once = self.device.type == "cpu"
         self.largest_team = torch.full((), self.config.teams, device=self.device)
-        self._problem = torch.zeros((), dtype=torch.bool, device=self.device)
+        self._problem = torch.full((1 + len(FIRST_WRONG),), -1.0, dtype=torch.float64, device=self.device)  # row, and what it held
         self._recording: _Recording | None = None
         self._open(seed)
 
@@ -91,7 +101,7 @@ class Arena:
             self._recording = None  # it reads the maps of the old seed
         else:
             self.state = self._sensed(self._fresh(self.place, torch.zeros_like(self.place)))
-        self._problem.zero_()
+        self._problem.fill_(-1.0)
         return self.look()
 
     def look(self) -> Scene:
@@ -109,15 +119,16 @@ class Arena:
         `check`, and until then are taken for the nearest right ones."""
         check_actions(actions, self.config)
         if self.checks_at_once:
-            wrong = wrong_values(actions, self.config)
-            if bool(wrong.any()):
-                raise_on_wrong_values(actions, wrong, self.config)
+            row, *values = first_wrong(actions, self.config).tolist()
+            if row >= 0:
+                raise_on_wrong_values(int(row), dict(zip(FIRST_WRONG, values, strict=True)), self.config)
         if not self.is_recorded:
             self.state, scene = self._advance(self.state, actions)
             return scene
-        if self._recording is None:
-            self._recording = _Recording(self, actions)
-        return self._recording.replay(self, actions)
+        with torch.cuda.device(self.device):
+            if self._recording is None:
+                self._recording = _Recording(self, actions)
+            return self._recording.replay(self, actions)
 
     def set_largest_team(self, size: int) -> None:
         """Battles that begin from now on have no more units on a side than this; the others are not there."""
@@ -127,10 +138,9 @@ class Arena:
 
     def check(self) -> None:
         """Raises if some action since the last reset had a value that cannot be. Waits for the device."""
-        if bool(self._problem):
-            raise ValueError(
-                "some unit's action was not a number, outside of [-1, 1] or no choice of its head; run on the CPU to see whose"
-            )
+        row, *values = self._problem.tolist()
+        if row >= 0:
+            raise_on_wrong_values(int(row), dict(zip(FIRST_WRONG, values, strict=True)), self.config)
 
     def _fresh(self, place: Tensor, episode: Tensor) -> State:
         return fresh(place, episode, self.config, self.tables, self.atlas, seed=self.seed, largest_team=self.largest_team)
@@ -143,7 +153,7 @@ class Arena:
         """Everything that a decision is; a pure function of its arguments but for the flag of a problem on a GPU."""
         config, tables = self.config, self.tables
         if not self.checks_at_once:
-            self._problem |= wrong_values(actions, config).any()
+            self._problem.copy_(torch.where(self._problem[0] >= 0, self._problem, first_wrong(actions, config)))
             actions = _mended(actions, config)
         orders = read_orders(actions, before.senses, before.units, tables, battles=config.battles)
         after, deeds = decide(before, orders, tables, tick=self._tick)
@@ -160,11 +170,17 @@ class Arena:
         """Battles that ended are replaced by the next in their place. On the CPU only those are made; a recorded step makes all, and
         chooses."""
         if self.is_recorded or self.device.type != "cpu":
-            return select(ending.ended, self._fresh(self.place, after.contest.episode + 1), after)
+            return select(ending.ended, self._next(self.place, after.contest), after)
         if not bool(ending.ended.any()):
             return after
         rows = torch.nonzero(ending.ended).squeeze(1)
-        return replace_rows(after, rows, self._fresh(rows, after.contest.episode[rows] + 1))
+        contest = Contest(*(part[rows] for part in after.contest))
+        return replace_rows(after, rows, self._next(rows, contest))
+
+    def _next(self, place: Tensor, contest: Contest) -> State:
+        """The battles after these in the same places."""
+        begun = self._fresh(place, contest.episode + 1)
+        return begun._replace(contest=begun.contest._replace(overflow=contest.overflow))
 
     def _views(self, state: State) -> tuple[Tensor, Tensor | None, Masks]:
         whole = self.observer.whole_battle(state) if self.config.state_view else None
@@ -190,6 +206,26 @@ class Arena:
             copy_into(self.state, state)
         self._problem.copy_(saved["problem"])
         self.largest_team.copy_(saved["largest_team"])
+
+
+class _Fused:
+    """A part of the step in the form that torch's compiler gives it, or where it fails, with a warning, as it is."""
+
+    def __init__(self, part: Callable[..., Any]) -> None:
+        self.part = part
+        self.run: Callable[..., Any] = torch.compile(part, dynamic=False)
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        try:
+            return self.run(*arguments, **keywords)
+        except Exception as error:
+            if self.run is self.part:
+                raise
+            # An error that is not the compiler's comes up again in the plain part, so nothing is hidden.
+            reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+            warnings.warn(f"torch's compiler failed ({reason}); the battles go on without it, more slowly", RuntimeWarning, stacklevel=2)
+            self.run = self.part
+            return self.part(*arguments, **keywords)
 
 
 def _as_is(part: Any) -> Any:

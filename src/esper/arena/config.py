@@ -11,7 +11,10 @@ from esper.arena.specs import CLASSES, PACK, PHYSICS, WEAPONS, Weapon
 from esper.config import Config, ConfigError, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 Landscape = Literal["city", "forest", "river", "ridges", "ruins"]
-MapSize = Annotated[int, Meta(ge=16, le=128, multiple_of=2)]
+SMALLEST, LARGEST = 16, 128  # columns on a side of a map
+WIDEST_CORNER = 10  # columns on a side of the square in which a team starts
+APART_M = 2.0  # between units that start
+MapSize = Annotated[int, Meta(ge=SMALLEST, le=LARGEST, multiple_of=2)]
 TeamSize = Annotated[int, Meta(ge=1, le=16)]
 FEWEST_PROJECTILES = 48  # slots in one battle
 
@@ -19,7 +22,8 @@ FEWEST_PROJECTILES = 48  # slots in one battle
 class RewardConfig(Config):
     """What a unit is paid for in one decision. Each is a function in `esper.arena.rewards`."""
 
-    zone: NonNegativeFloat = 0.05  # for a second in which the own team gains on the zone; as much is lost where the other does
+    zone: NonNegativeFloat = 0.05  # for a second in which the own team holds the zone
+    zone_lost: NonNegativeFloat = 0.0  # the cost of a second in which the other does; beside a cheap death it makes dying pay
     damage: NonNegativeFloat = 1.0  # for damage as great as the victim's full hit points
     hurt: NonNegativeFloat = 0.2  # the cost of as much damage to oneself, whoever did it
     friendly_fire: NonNegativeFloat = 1.0  # the cost of as much damage to one's own side, oneself included
@@ -62,6 +66,8 @@ class ArenaConfig(Config):
             raise ConfigError("landscapes", expected="at least one landscape", got=self.landscapes)
         if self.smallest_team is not None and self.smallest_team > self.teams:
             raise ConfigError("smallest_team", expected=f"at most teams ({self.teams})", got=self.smallest_team)
+        if self.teams > room_for_team(self.size):
+            raise ConfigError("teams", expected="", got=self.teams, problem=no_room(self.teams, self.size))
         if self.decisions < 1:
             raise ConfigError("seconds", expected=f"at least one decision, {DECISION_S} s", got=self.seconds)
 
@@ -89,6 +95,27 @@ class ArenaConfig(Config):
 
 
 DECISION_S = PHYSICS.tick_s * PHYSICS.ticks_per_decision
+
+
+def corner_side(size: int) -> int:
+    """Columns on a side of the flat square in which a team starts."""
+    return min(WIDEST_CORNER, 2 * ((size + 2) // 6))
+
+
+def units_per_row(size: int) -> int:
+    """How many units stand side by side in a corner; as many such rows stand behind one another."""
+    return int(corner_side(size) / APART_M)
+
+
+def room_for_team(size: int) -> int:
+    return units_per_row(size) ** 2
+
+
+def no_room(team: int, size: int) -> str:
+    """What is wrong with a team that is too large for a map, and what to do."""
+    larger = [other for other in range(SMALLEST, LARGEST + 1, 2) if room_for_team(other) >= team]
+    fix = f"use a size of at least {larger[0]}, or smaller teams" if larger else f"no map has room for more than {room_for_team(LARGEST)}"
+    return f"a corner of a map of size {size} has room for {room_for_team(size)} units, not for a team of {team}; {fix}"
 
 
 def ticks(seconds: float) -> int:

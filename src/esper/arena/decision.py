@@ -40,7 +40,7 @@ PHASES = (
 AFTER_TICKS = (
     ("terrain", "columns that were shot to pieces become open ground"),
     ("judge", "battles end by score, elimination or time, and rewards are paid"),
-    ("reset", "battles that ended begin anew on another map"),
+    ("reset", "battles that ended begin anew, on a map drawn from all of them"),
     ("sense", "what everybody knows of their enemies until the next decision"),
 )
 

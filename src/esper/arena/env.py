@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from esper.arena.arena import Arena, Scene
 from esper.arena.config import ArenaConfig
@@ -43,24 +44,35 @@ class ArenaEnv:
 
     def _timestep(self, scene: Scene) -> Timestep:
         self.scene = scene
-        terminated = scene.was_alive & (scene.died | scene.ended.unsqueeze(1))
+        terminated = ends(scene).flatten()
+
+        def own(tensor: Tensor) -> Tensor:
+            """What a recorded step gives is written over by the next one."""
+            return tensor.clone() if self.arena.is_recorded else tensor
+
         return Timestep(
-            obs=unit_rows(scene),
-            reward=scene.reward.flatten(),
-            terminated=terminated.flatten(),
-            truncated=torch.zeros_like(terminated).flatten(),
-            masks=scene.masks,
-            valid=scene.was_alive.flatten() if not scene.is_first else None,
+            obs={name: own(value) for name, value in unit_rows(scene).items()},
+            reward=own(scene.reward.flatten()),
+            terminated=terminated,
+            truncated=torch.zeros_like(terminated),
+            masks={name: own(mask) for name, mask in scene.masks.items()},
+            valid=own(scene.was_alive.flatten()) if not scene.is_first else None,
         )
 
     def close(self) -> None:
-        pass
+        """Raises if an action was wrong that could not be told at once."""
+        self.arena.check()
 
     def state_dict(self) -> dict[str, Any]:
         return self.arena.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.arena.load_state_dict(state)
+
+
+def ends(scene: Scene) -> Tensor:
+    """Units [B, U] bool whose episode ended: they lived before the decision, and died in it or their battle ended with it."""
+    return scene.was_alive & (scene.died | scene.ended.unsqueeze(1))
 
 
 def unit_rows(scene: Scene) -> Obs:

@@ -9,10 +9,21 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from esper.arena.config import ArenaConfig
-from esper.arena.specs import CLASSES, ROLES, WEAPONS
+from esper.arena.specs import CLASSES, ROLES, WEAPONS, Material
 
 VIEW = 11  # cells on a side of the terrain that a unit sees around itself
 CELL_M = 1.5  # between those cells
+
+
+MATERIAL_SIGNALS = {
+    Material.OPEN: 0.0,
+    Material.SOLID: 0.5,
+    Material.REINFORCED: 0.75,
+    Material.GLASS: 0.25,
+    Material.WATER: -0.75,
+    Material.LAVA: 1.0,
+    Material.FOLIAGE: -0.25,
+}  # one number for each, far apart for those that matter most to who walks there
 
 
 class Field(NamedTuple):
@@ -75,7 +86,7 @@ CONTACT = (
 TERRAIN = (
     Field("rise", 1, "of what carries, above the feet, in 4 m, from -1 to 1"),
     Field("cover", 1, "how far what stops sight stands above the feet, in 4 m, from 0 to 1"),
-    Field("ground", 1, "heat of the ground: 1 lava, -0.75 water"),
+    Field("material", 1, ", ".join(f"{signal:g} {material.name.lower()}" for material, signal in MATERIAL_SIGNALS.items())),
 )
 STATE_UNIT = (
     Field("is_alive", 1, "0 or 1"),

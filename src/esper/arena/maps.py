@@ -17,14 +17,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from esper.arena.config import APART_M, LARGEST, SMALLEST, corner_side, no_room, room_for_team, units_per_row
 from esper.arena.maps_walk import has_a_way, has_a_wide_way
 from esper.arena.specs import Material
 from esper.arena.terrain import BLOCK_PITCH, BUILDERS, LANDSCAPES, Ground, blocks
 from esper.arena.terrain_chance import Chance, mirrored
 
-SMALLEST, LARGEST = 16, 128  # columns on a side
-WIDEST_CORNER = 10  # columns on a side of the square in which a team starts
-APART_M = 2.0  # between units that start
 FROM_EDGE_M = 1.25  # of the map, for the unit that starts nearest to it
 SMALLEST_ZONE_M, LARGEST_ZONE_M = 4.0, 11.0
 COVER_M = 2.0  # height of the cover in the zone: as high as a unit
@@ -74,28 +72,14 @@ def spawn_points(team_size: int, *, size: int) -> Tensor:
     """
     if team_size < 1:
         raise ValueError(f"a team has at least one unit; got team_size={team_size}")
-    per_row = _per_row(size)
-    if team_size > per_row**2:
-        larger = [other for other in range(SMALLEST, LARGEST + 1, 2) if _per_row(other) ** 2 >= team_size]
-        fix = (
-            f"use a size of at least {larger[0]}, or smaller teams" if larger else f"no map has room for more than {_per_row(LARGEST) ** 2}"
-        )
-        raise ValueError(f"a corner of a map of size {size} has room for {per_row**2} units, not for a team of {team_size}; {fix}")
+    if team_size > room_for_team(size):
+        raise ValueError(no_room(team_size, size))
     _check_size(size)
+    per_row = units_per_row(size)
     points = [(row, column) for row in range(per_row) for column in range(per_row)]
     points.sort(key=lambda point: (-sum(point), abs(point[0] - point[1]), point))  # the front first, and its middle before its wings
     first = torch.tensor(points[:team_size], dtype=torch.float32) * APART_M + FROM_EDGE_M - size / 2
     return torch.stack([first, -first])
-
-
-def corner_side(size: int) -> int:
-    """Columns on a side of the flat square in which a team starts."""
-    return min(WIDEST_CORNER, 2 * ((size + 2) // 6))
-
-
-def _per_row(size: int) -> int:
-    """How many units stand side by side in a corner; as many such rows stand behind one another."""
-    return int(corner_side(size) / APART_M)
 
 
 def _made(seeds: Tensor, size: int, choices: Tensor) -> Maps:

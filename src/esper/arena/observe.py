@@ -10,14 +10,13 @@ from torch import Tensor
 
 from esper.arena.config import ArenaConfig, ticks
 from esper.arena.ground import columns, read, unit_at
-from esper.arena.layout import CELL_M, STATE_UNIT, VIEW, parts, width
+from esper.arena.layout import CELL_M, MATERIAL_SIGNALS, STATE_UNIT, VIEW, parts, width
 from esper.arena.routes import STEPS
 from esper.arena.sensing import nearest_first
-from esper.arena.specs import CLASSES, MATERIALS, PHYSICS, ROLES, WEAPONS
+from esper.arena.specs import CLASSES, PHYSICS, ROLES, WEAPONS, Material
 from esper.arena.state import State
 from esper.arena.tables import Tables
 
-_HOTTEST = max(material.heat_per_s for material in MATERIALS.values())
 _PAINT = ticks(max(weapon.paints_s for weapon in WEAPONS.values()))
 _SUPPRESSION = ticks(max(weapon.suppresses_s for weapon in WEAPONS.values()))
 _FALLEN = ticks(PHYSICS.fallen_s)
@@ -34,6 +33,7 @@ class Observer:
         roles = torch.nn.functional.one_hot(tables.units.role, len(ROLES)).float()
         self.kinds, self.identity = kinds, torch.cat((kinds, roles), 1)
         self.weapons = tables.units.has_weapon.float()
+        self.materials = torch.tensor([MATERIAL_SIGNALS[material] for material in Material], device=device)
         offsets = (torch.arange(VIEW, device=device) - (VIEW - 1) / 2) * CELL_M
         self.view_ahead, self.view_left = (grid.flatten() for grid in torch.meshgrid(offsets, offsets, indexing="ij"))  # [V] each
         directions = torch.tensor([*STEPS, (0, 0)], dtype=torch.float32, device=device)
@@ -179,8 +179,8 @@ class Observer:
         feet = units.position[..., 2:3]
         rise = ((read(world.floor, column) - feet) / 4.0).clamp(-1.0, 1.0)
         cover = ((read(world.tops, column) - feet) / 4.0).clamp(0.0, 1.0)
-        ground = (self.tables.materials.heat / _HOTTEST)[read(world.material, column).long()]
-        return torch.stack((rise, cover, ground), -1)
+        material = self.materials[read(world.material, column).long()]
+        return torch.stack((rise, cover, material), -1)
 
     def whole_battle(self, state: State) -> Tensor:
         """The view for a centralised critic [B, U, state width]: every unit, one's own team first, in one's team's world frame."""

@@ -19,6 +19,7 @@ from esper.vecenv import Actions, ActionSpec, Continuous, Discrete, Relevance
 
 MOTION = ("forward", "strafe", "yaw", "jets")  # strafe is to the right, yaw to the left; jets below 0 are off
 FIRE = ("none", *WEAPONS)
+FIRST_WRONG = (*MOTION, "fire", "target", "vent")  # what is kept of an action that cannot be
 
 
 def action_spec(config: ArenaConfig) -> ActionSpec:
@@ -72,18 +73,26 @@ def wrong_values(actions: Actions, config: ArenaConfig) -> Tensor:
     return wrong
 
 
-def raise_on_wrong_values(actions: Actions, wrong: Tensor, config: ArenaConfig) -> None:
-    """An error that names the first battle and unit whose action cannot be."""
-    row = int(wrong.int().argmax())
+def first_wrong(actions: Actions, config: ArenaConfig) -> Tensor:
+    """The first wrong row and what it holds, in the order of `FIRST_WRONG` behind the row [1 + 7]; the row is -1 where all is well.
+    Nothing is read from the device."""
+    wrong = wrong_values(actions, config)
+    row = wrong.int().argmax().unsqueeze(0)
+    choices = [actions[head.name].index_select(0, row) for head in action_spec(config).discrete]
+    held = [actions["motion"].index_select(0, row).squeeze(0), *choices]
+    return torch.cat([part.to(torch.float64) for part in (torch.where(wrong.any(), row, -1), *held)])
+
+
+def raise_on_wrong_values(row: int, held: dict[str, float], config: ArenaConfig) -> None:
+    """An error that names the battle and the unit whose action cannot be."""
     battle, unit = divmod(row, config.units)
     place = f"battle {battle}, unit {unit} ({config.unit_classes[unit]} of team {unit // config.teams})"
-    motion = actions["motion"][row].tolist()
+    motion = [held[name] for name in MOTION]
     if not all(abs(number) <= 1.0 for number in motion):
         raise ValueError(f"{place}: motion is {motion}, and must be numbers from -1 to 1; clamp it, and look for what made a NaN")
     for head in action_spec(config).discrete:
-        value = int(actions[head.name][row])
-        if not 0 <= value < head.size:
-            raise ValueError(f"{place}: {head.name} is {value}, and must be from 0 to {head.size - 1}")
+        if not 0 <= held[head.name] < head.size:
+            raise ValueError(f"{place}: {head.name} is {int(held[head.name])}, and must be from 0 to {head.size - 1}")
 
 
 def read_orders(actions: Actions, senses: Senses, units: Units, tables: Tables, *, battles: int) -> Orders:
@@ -117,7 +126,7 @@ def action_masks(senses: Senses, units: Units, tables: Tables) -> dict[str, Tens
     target = torch.cat((nobody, reach), 2)
     # A head that does not matter must still have something allowed.
     target = target | (~target.any(3, keepdim=True) & (torch.arange(target.shape[3], device=target.device) == 0))
-    vent = torch.cat((yes, (units.is_alive & (units.heat > 0)).unsqueeze(2)), 2)
+    vent = torch.cat((yes, (units.is_alive & ~units.is_shut_down & (units.heat > 0)).unsqueeze(2)), 2)
     return {name: mask.reshape(battles * count, *mask.shape[2:]) for name, mask in (("fire", fire), ("target", target), ("vent", vent))}
 
 

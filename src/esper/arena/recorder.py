@@ -28,13 +28,13 @@ from torch import Tensor
 from esper.arena.arena import Arena, Scene
 from esper.arena.config import DECISION_S, ArenaConfig
 from esper.arena.decision import Deeds, decide
+from esper.arena.feed import Teller
 from esper.arena.orders import Orders, read_orders
-from esper.arena.rewards import has_died, kill_table
 from esper.arena.sensing import sense
 from esper.arena.specs import CLASSES, PHYSICS, RULES_VERSION, WEAPONS
-from esper.arena.state import State, named_tensors, state_hash
-from esper.arena.tables import Tables, make_tables
-from esper.replay_file import ACTIONS, KEYFRAMES, FeedItem, Origin, ReplayError, ReplayInfo, StateHash, write_replay
+from esper.arena.state import Senses, State, named_tensors, state_hash
+from esper.arena.tables import Tables
+from esper.replay_file import ACTIONS, KEYFRAMES, UNIT_COLUMNS, FeedItem, Origin, ReplayError, ReplayInfo, StateHash, write_replay
 from esper.vecenv import Actions
 
 
@@ -48,18 +48,17 @@ class Recorder:
         if arena.is_compiled:
             raise ValueError("a compiled arena rounds otherwise than a plain one, so nobody could verify its replay; record in a plain one")
         self.arena, self.battle, self.teams, self.keyframe_every = arena, battle, teams, keyframe_every
-        self.tables = make_tables(arena.config, torch.device("cpu"))
-        self.names = [f"{name} {index % arena.config.teams + 1}" for index, name in enumerate(arena.config.unit_classes)]
+        self.teller = Teller(arena.config, teams)
         self.is_over = False
         self.winner: int | None = None  # None: nobody, or not yet
         self._frames: list[dict[str, Tensor]] = []
         self._actions: list[dict[str, Tensor]] = []
         self._keyframes: dict[int, dict[str, Tensor]] = {}
         self._changes: list[Tensor] = []
-        self._feed: list[FeedItem] = []
+        self._told: dict[int, list[FeedItem]] = {}
+        self._end: FeedItem | None = None
         self._hashes: list[StateHash] = []
         self._origin: Origin | None = None
-        self._held_last = -1  # team
 
     def begin(self) -> None:
         """Call it after the reset, before the first decision."""
@@ -92,12 +91,16 @@ class Recorder:
         self.is_over = bool(scene.ended[self.battle])
         after = self._last(before, own) if self.is_over else self._here()
 
-        orders = read_orders(own, before.senses, before.units, self.tables, battles=1)
+        orders = read_orders(own, before.senses, before.units, self.teller.tables, battles=1)
         self._actions.append(_written(own, before))
         self._keep(after, shots(orders, deeds), is_last=self.is_over)
-        self._tell(before, after, deeds)
+        frame = len(self._actions)
+        self._told[frame] = self.teller.decision(frame, before.units, after.units, deeds)
         if self.is_over:
-            self._tell_the_end(after, int(scene.winner[self.battle]), is_by_time=bool(scene.by_time[self.battle]))
+            winner = int(scene.winner[self.battle])
+            self.winner = None if winner < 0 else winner
+            is_by_time = bool(scene.by_time[self.battle])
+            self._end = self.teller.end(frame, after.units.is_alive[0], self.winner, is_by_time=is_by_time)
         self._now = after
 
     def write(self, path: Path | str) -> Path:
@@ -123,7 +126,7 @@ class Recorder:
     def _keep(self, state: State, fired: Tensor, *, is_last: bool) -> None:
         frame = len(self._frames)
         if frame:
-            gone = (state.world.material[0] != self._now.world.material[0]).nonzero()  # columns that were destroyed
+            gone = destroyed(self._now.world.material[0], state.world.material[0])
             self._changes.append(torch.cat((torch.full_like(gone[:, :1], frame), gone), 1))
         self._frames.append({name: value[0].clone() for name, value in pictures(state, fired).items()})
         is_key = frame % self.keyframe_every == 0
@@ -146,64 +149,35 @@ class Recorder:
         return tensors
 
     def _info(self) -> ReplayInfo:
-        config = self.arena.config
+        assert self._end is not None
+        holders = [int(frame["holder"]) for frame in self._frames]
         return ReplayInfo(
             rules_version=RULES_VERSION,
             seed=self.arena.seed,
             device=device_kind(self.arena.device),
-            decision_s=DECISION_S,
-            seconds=config.seconds,
             zone_radius=float(self._keyframes[0]["world/zone_radius"]),
             teams=self.teams,
-            size=config.size,
-            unit_classes=list(config.unit_classes),
-            class_table={name: _class_row(name) for name in CLASSES},
-            weapons=list(WEAPONS),
-            feed=self._feed,
+            feed=self.teller.whole(self._told, holders, self._end),
             winner=self.winner,
             hashes=self._hashes,
-            score_to_win=config.seconds * PHYSICS.win_share,
-            cloud_radius=PHYSICS.cloud_m,
             origin=self._origin,
+            **known_info(self.arena.config),
         )
 
-    # The feed
 
-    def _tell(self, before: State, after: State, deeds: Deeds) -> None:
-        frame = len(self._frames) - 1
-        was, now = before.units, after.units
-        died = has_died(was, now)
-        killers = kill_table(died, deeds, self.tables)[0]
-        falls, stops = (now.fallen > 0) & (was.fallen == 0) & now.is_alive, now.is_shut_down & ~was.is_shut_down
-        for unit in died[0].nonzero().flatten().tolist():
-            by = self._killer(killers, deeds, unit)
-            text = f"{self._name(unit)} is destroyed" if by is None else f"{self._name(by)} destroys {self._name(unit)}"
-            self._feed.append(FeedItem(frame=frame, kind="kill", by=by, unit=unit, text=text))
-        for unit in falls[0].nonzero().flatten().tolist():
-            self._feed.append(FeedItem(frame=frame, kind="fall", unit=unit, text=f"{self._name(unit)} falls"))
-        for unit in stops[0].nonzero().flatten().tolist():
-            self._feed.append(FeedItem(frame=frame, kind="shutdown", unit=unit, text=f"{self._name(unit)} overheats and shuts down"))
-        holder = int(after.contest.holder)
-        if holder not in (-1, self._held_last):
-            self._held_last = holder
-            self._feed.append(FeedItem(frame=frame, kind="zone", text=f"{self.teams[holder]} takes the zone"))
-
-    def _killer(self, killers: Tensor, deeds: Deeds, unit: int) -> int | None:
-        """The enemy who is paid for it; else the friend who did it, or the victim itself; None: the ground."""
-        if bool(killers[:, unit].any()):
-            return int(killers[:, unit].int().argmax())
-        taken = deeds.taken[0, :, unit]
-        return int(taken.argmax()) if bool(taken.any()) else None
-
-    def _tell_the_end(self, last: State, winner: int, *, is_by_time: bool) -> None:
-        self.winner = None if winner < 0 else winner
-        text = "a draw" if self.winner is None else f"{self.teams[self.winner]} wins"
-        teams_live = last.units.is_alive.view(2, -1).any(1)
-        how = "by time" if is_by_time else "by holding the zone" if bool(teams_live.all()) else "by elimination"
-        self._feed.append(FeedItem(frame=len(self._frames) - 1, kind="end", text=f"{text} {how}"))
-
-    def _name(self, unit: int) -> str:
-        return f"{self.names[unit]} of {self.teams[unit // self.arena.config.teams]}"
+def known_info(config: ArenaConfig) -> dict[str, Any]:
+    """What the info of a replay says that follows from rules and config alone."""
+    return {
+        "decision_s": DECISION_S,
+        "seconds": config.seconds,
+        "size": config.size,
+        "unit_classes": list(config.unit_classes),
+        "class_table": {name: _class_row(name) for name in CLASSES},
+        "weapons": list(WEAPONS),
+        "unit_columns": UNIT_COLUMNS,
+        "score_to_win": config.seconds * PHYSICS.win_share,
+        "cloud_radius": PHYSICS.cloud_m,
+    }
 
 
 def advanced(before: State, actions: Actions, tables: Tables, config: ArenaConfig) -> tuple[State, Orders, Deeds]:
@@ -212,6 +186,11 @@ def advanced(before: State, actions: Actions, tables: Tables, config: ArenaConfi
     after, deeds = decide(before, orders, tables)
     senses = sense(after.units, after.world, after.clouds, tables, contacts=config.contacts)
     return after._replace(senses=senses), orders, deeds
+
+
+def destroyed(before: Tensor, after: Tensor) -> Tensor:
+    """The columns [N, 2] of a map that are of another material [S, S] than before."""
+    return (after != before).nonzero()
 
 
 def shots(orders: Orders, deeds: Deeds) -> Tensor:
@@ -250,17 +229,24 @@ def device_kind(device: torch.device | str) -> str:
     return f"{name}, torch {torch.__version__}"
 
 
+def targets(actions: Actions, senses: Senses) -> Tensor:
+    """The units that actions of battles [B·U] aim at [B, U] int8: -1 where nothing is to be fired, or nobody is in that place among the
+    contacts."""
+    battles = len(senses.contacts)
+    fire, slot = actions["fire"].view(battles, -1), actions["target"].view(battles, -1, 1)
+    contacts, is_contact = (part.gather(2, slot).squeeze(2) for part in (senses.contacts, senses.is_contact))
+    return torch.where(is_contact & (fire > 0), contacts, -1).to(torch.int8)
+
+
 def _written(actions: Actions, before: State) -> dict[str, Tensor]:
     """A decision's choices [U, ...] as they lie in the file: `contact` is what was chosen, the place among the contacts, and `target` the
-    unit that stood there, -1 where nothing was to be fired or nobody was there."""
-    fire, slot = actions["fire"], actions["target"]
-    contacts, is_contact = (part[0].gather(1, slot.unsqueeze(1)).squeeze(1) for part in (before.senses.contacts, before.senses.is_contact))
+    unit that stood there."""
     return {
         "motion": actions["motion"],
-        "fire": fire.to(torch.int8),
+        "fire": actions["fire"].to(torch.int8),
         "vent": actions["vent"].to(torch.int8),
-        "target": torch.where(is_contact & (fire > 0), contacts, -1).to(torch.int8),
-        "contact": slot.to(torch.int16),
+        "target": targets(actions, before.senses)[0],
+        "contact": actions["target"].to(torch.int16),
     }
 
 

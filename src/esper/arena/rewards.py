@@ -31,11 +31,11 @@ class Rewards(NamedTuple):
     approach: Tensor
 
 
-def zone_gain(before: Contest, after: Contest, tables: Tables) -> Tensor:
-    """Seconds that the own team's score gained, less the other's."""
-    gained = after.score - before.score
-    lead = gained[:, 0] - gained[:, 1]
-    return lead.unsqueeze(1) * torch.where(tables.units.team == 0, 1.0, -1.0)
+def zone_gain(before: Contest, after: Contest, tables: Tables, config: RewardConfig) -> Tensor:
+    """Seconds that the own team held the zone, less those of the other, each with its weight."""
+    gained = after.score - before.score  # [B, 2]
+    own, other = gained[:, tables.units.team], gained[:, 1 - tables.units.team]
+    return own * config.zone - other * config.zone_lost
 
 
 def damage_dealt(deeds: Deeds, tables: Tables, config: RewardConfig) -> Tensor:
@@ -69,8 +69,8 @@ def assists(died: Tensor, killed_by: Tensor, after: Units, tables: Tables) -> Te
 
 
 def outcomes(ending: Ending, after: Units, tables: Tables) -> Tensor:
-    """1 for the living of the team that won, a half for those of a draw. Losing costs nothing more than not winning, so that nobody gains
-    by dying first."""
+    """1 for the living of the team that won, a half for those of a draw. Losing costs nothing more than not winning: what can
+    only be lost by living on would make dying pay."""
     won = (ending.winner.unsqueeze(1) == tables.units.team).float()
     share = torch.where((ending.winner == -1).unsqueeze(1), 0.5, won)
     return share * (ending.ended.unsqueeze(1) & after.is_alive)
@@ -96,7 +96,7 @@ def pay(before: State, after: State, deeds: Deeds, ending: Ending, tables: Table
     killed_by = kill_table(died, deeds, tables)
     alive = before.units.is_alive
     return Rewards(
-        zone=weights.zone * zone_gain(before.contest, after.contest, tables) * alive,
+        zone=zone_gain(before.contest, after.contest, tables, weights) * alive,
         damage=damage_dealt(deeds, tables, weights) * alive,
         hurt=-weights.hurt * damage_suffered(deeds) * alive,
         kill=weights.kill * killed_by.float().sum(2) * alive,

@@ -37,7 +37,7 @@ def make_atlas(config: ArenaConfig, tables: Tables, *, seed: int, device: torch.
     """Maps are made on the CPU, whatever the device, so that they are the same everywhere. `only` asks for one of them, as the whole."""
     spawns = spawn_points(config.teams, size=config.size).flatten(0, 1)
     indices = range(config.maps) if only is None else [only]
-    maps = generate_maps([seed * _PLACE + index for index in indices], size=config.size, landscapes=config.landscapes)
+    maps = generate_maps([_spread(seed) + index for index in indices], size=config.size, landscapes=config.landscapes)
     height, material, radius = (part.to(device) for part in maps[:3])
     floor = floors(height, material, tables.materials)
     way, route = find_ways(floor.cpu(), maps.material, maps.zone_radius)
@@ -61,7 +61,7 @@ def fresh(place: Tensor, episode: Tensor, config: ArenaConfig, tables: Tables, a
     """
     device = place.device
     battles, count, slots = len(place), config.units, config.projectiles
-    key = mixed(mixed(place + seed * _PLACE) + episode * _EPISODE)
+    key = mixed(mixed(place + _spread(seed)) + episode * _EPISODE)
     which = _below(mixed(key + _MAP), config.maps)
     world = World(*(part[which] for part in atlas.worlds))
     least = torch.clamp_max(largest_team, config.smallest_team or config.teams)
@@ -119,6 +119,11 @@ def fresh(place: Tensor, episode: Tensor, config: ArenaConfig, tables: Tables, a
             is_contact=zeros(count, config.contacts, dtype=flag),
         ),
     )
+
+
+def _spread(seed: int) -> int:
+    """Far apart for neighbouring seeds, and within 64 bits for any."""
+    return seed % 2**42 * _PLACE
 
 
 def _below(words: Tensor, limit: Tensor | int) -> Tensor:

@@ -81,7 +81,7 @@ class Contest(NamedTuple):
     decision: Tensor  # [B] int64, decisions taken
     episode: Tensor  # [B] int64, battles fought in this place before
     map: Tensor  # [B] int64, which of the maps it is fought on
-    overflow: Tensor  # [B] int64, shots of this battle for which no slot was free
+    overflow: Tensor  # [B] int64, shots in this place for which no slot was free; goes on from battle to battle
 
 
 class Senses(NamedTuple):

@@ -1,0 +1,63 @@
+"""The scripted players: what they can know, what tells their strengths apart, and that they are fair."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from esper.arena.arena import Arena
+from esper.arena.bots import BOTS, Bot
+from esper.arena.config import ArenaConfig
+from esper.arena.orders import wrong_values
+from esper.league.matches import Ground
+from tests.arena.worlds import small_config
+
+
+@pytest.mark.parametrize("name", BOTS)
+def test_a_bot_gives_actions_that_are_allowed(name):
+    arena = Arena(small_config(teams=2, battles=4, seconds=20.0))
+    scene, bot = arena.reset(), Bot(name, arena)
+    for _ in range(40):
+        actions = bot.act()
+        assert not wrong_values(actions, arena.config).any()
+        rows = torch.arange(len(actions["fire"]))
+        alive = arena.state.units.is_alive.flatten()
+        assert (scene.masks["vent"][rows, actions["vent"]] | ~alive).all()
+        assert (scene.masks["fire"][rows, actions["fire"]] | ~alive).all()
+        assert (scene.masks["target"][rows, actions["fire"], actions["target"]] | ~alive | (actions["fire"] == 0)).all()
+        scene = arena.step(actions)
+
+
+@pytest.mark.parametrize("name", ["weak", "middle", "strong"])
+def test_what_a_unit_does_not_sense_changes_nothing_that_its_bot_does(name):
+    arena = Arena(small_config(teams=2, battles=4, size=48, seconds=30.0))
+    arena.reset()
+    bot = Bot(name, arena)
+    for _ in range(6):
+        state = arena.state
+        before = bot.act()
+        hidden = ~state.senses.sensed[:, :2].any(1)  # of the second team, by both of the first
+        assert hidden[:, 2:].any()
+        moved = torch.where(hidden.unsqueeze(-1), state.units.position.flip(0) + 3.0, state.units.position)
+        moved[:, :2] = state.units.position[:, :2]
+        weaker = torch.where(hidden, 1.0, state.units.hit_points)
+        weaker[:, :2] = state.units.hit_points[:, :2]
+        arena.state = state._replace(units=state.units._replace(position=moved, hit_points=weaker))
+        after = bot.act()
+        first = (torch.arange(16) % 4) < 2
+        for head, value in before.items():
+            assert torch.equal(value[first], after[head][first]), head
+        arena.state = state
+        arena.step(before)
+
+
+def test_an_unknown_bot_is_told_from_those_there_are():
+    with pytest.raises(ValueError, match="no bot is named 'stronk'; there are random, weak, middle, strong"):
+        Bot("stronk", Arena(small_config()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("better", "worse", "least"), [("strong", "middle", 0.6), ("middle", "weak", 0.6), ("weak", "random", 0.6)])
+def test_every_strength_beats_the_one_below_it(better, worse, least):
+    ground = Ground(ArenaConfig(battles=48, teams=5, maps=48, size=48), seed=3, device="cpu")
+    assert ground.play(better, worse).record.score >= least

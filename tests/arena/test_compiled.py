@@ -1,0 +1,44 @@
+"""The phases as torch's compiler fuses them, and what happens where it cannot."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from esper.arena.arena import Arena
+from esper.arena.bots import Bot
+from tests.arena.worlds import small_config
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_compiled_arena_fights_the_same_battles_up_to_rounding():
+    config = small_config(teams=2, battles=2, seconds=30.0)
+    plain, compiled = Arena(config), Arena(config, compile=True)
+    bot = Bot("strong", plain)
+    for _ in range(12):
+        actions = bot.act()
+        expected, got = plain.step(actions), compiled.step(actions)
+        assert torch.allclose(expected.observation, got.observation, atol=1e-3)
+        assert torch.allclose(expected.reward, got.reward, atol=1e-4)
+    assert torch.equal(plain.state.contest.decision, compiled.state.contest.decision)
+
+
+def played(arena: Arena) -> Arena:
+    arena.step(Bot("weak", arena).act())
+    return arena
+
+
+def test_where_the_compiler_fails_the_battles_go_on_without_it(monkeypatch):
+    def fails(part, **keywords):
+        def broken(*arguments, **more):
+            raise RuntimeError("no compiler here")
+
+        return broken
+
+    monkeypatch.setattr(torch, "compile", fails)
+    config = small_config(teams=1, battles=1)
+    with pytest.warns(RuntimeWarning, match="no compiler here.*go on without it"):
+        arena = played(Arena(config, compile=True))
+    assert int(arena.state.contest.decision[0]) == 1

@@ -1,0 +1,69 @@
+"""The arena on a GPU, where a decision is recorded once and replayed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from esper.arena.arena import Arena, no_actions
+from esper.arena.bots import Bot
+from esper.arena.env import ArenaEnv
+from esper.arena.state import cloned, named_tensors
+from esper.vecenv import check_env
+from tests.arena.worlds import small_config
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def assert_equal(one: Arena, other: Arena) -> None:
+    for (name, first), (_, second) in zip(named_tensors(one.state), named_tensors(other.state), strict=True):
+        assert torch.equal(first, second), name
+
+
+def test_a_recorded_step_equals_one_that_is_not_recorded():
+    config = small_config(teams=3, battles=4, seconds=10.0)
+    recorded, plain = Arena(config, device="cuda"), Arena(config, device="cuda", record=False)
+    bot = Bot("strong", plain)
+    for _ in range(60):  # beyond the end of battles
+        actions = {name: value.clone() for name, value in bot.act().items()}
+        first, second = recorded.step(actions), plain.step(actions)
+        assert torch.equal(first.observation, second.observation)
+        assert torch.equal(first.reward, second.reward)
+        assert_equal(recorded, plain)
+
+
+def test_a_recorded_arena_goes_on_from_a_state_that_is_loaded_or_set():
+    config = small_config(teams=2, battles=2)
+    arena, other = Arena(config, device="cuda"), Arena(config, device="cuda")
+    bot = Bot("strong", arena)
+    for _ in range(5):
+        arena.step(bot.act())
+    saved, state = arena.state_dict(), cloned(arena.state)
+    other.step(no_actions(config, "cuda"))
+    other.load_state_dict(saved)
+    assert_equal(arena, other)
+    actions = {name: value.clone() for name, value in bot.act().items()}
+    arena.step(actions)
+    other.step(actions)
+    assert_equal(arena, other)
+    arena.state = state
+    arena.step(actions)
+    assert_equal(arena, other)
+
+
+def test_a_wrong_action_is_named_at_the_next_check():
+    config = small_config(teams=2, battles=3)
+    arena = Arena(config, device="cuda")
+    actions = no_actions(config, "cuda")
+    arena.step(actions)
+    arena.check()
+    actions["motion"][6, 1] = float("nan")
+    arena.step(actions)
+    with pytest.raises(ValueError, match=r"battle 1, unit 2 .*NaN"):
+        arena.check()
+    arena.reset()
+    arena.check()
+
+
+def test_the_environment_keeps_its_contract_on_a_gpu():
+    check_env(ArenaEnv(small_config(teams=1, battles=2, seconds=4.0), device="cuda"))
