@@ -3,9 +3,9 @@
     python benchmarks/arena_memory.py --device cuda --updates 2000
 
 Battles are tiny and short, so that in the end everything has happened many times: battles begun anew, past selves entered, promoted and
-retired, seats filled. On a GPU it tells what torch has allocated and reserved, on the CPU the resident size of the process, which is read
-from /proc and hence on Linux only. The last line says how fast it grew after the first quarter, by when all buffers exist and the league
-is full.
+retired, seats filled, the player evaluated. On a GPU it tells what torch has allocated and reserved, on the CPU the resident size of the
+process, which is read from /proc and hence on Linux only. The last line says how fast it grew after the first quarter, by when all
+buffers exist and the league is full.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ import torch
 from esper.arena.config import ArenaConfig
 from esper.league.config import LeagueConfig
 from esper.league.selfplay import SelfPlay
-from esper.league.training import prepare_arena
+from esper.league.training import ARENA, prepare_arena
 from esper.league.training_config import ArenaTrainConfig, SelfPlayConfig, UnitNetworkConfig
 from esper.rl.config import NetworkConfig, PPOConfig
 
 EVERY = 250  # updates between two lines
+JUDGED = 50  # updates between two evaluations, at most
 
 
 def config_for(device: str, battles: int) -> ArenaTrainConfig:
@@ -46,6 +47,7 @@ def config_for(device: str, battles: int) -> ArenaTrainConfig:
             num_steps=8, num_epochs=1, num_minibatches=2, bptt_length=8, normalize_observations=False, network=NetworkConfig(hidden_size=32)
         ),
         device="cuda" if device == "cuda" else "cpu",
+        eval_battles=4,
     )
 
 
@@ -66,9 +68,12 @@ def slope(at: dict[int, int]) -> float:
 def measure(device: str, updates: int, battles: int, every: int) -> dict[str, Any]:
     told: dict[str, dict[int, int]] = {}
     began = time.perf_counter()
-    with prepare_arena(config_for(device, battles)) as (ppo, _):
+    config = config_for(device, battles)
+    with prepare_arena(config) as (ppo, _):
         assert isinstance(ppo.env, SelfPlay)
         for update in ppo.train(updates * ppo.steps_per_update):
+            if update.update % min(every, JUDGED) == 0:
+                ARENA.score(config, ppo.policy, 0)
             if update.update % every and update.update != updates:
                 continue
             held = memory(ppo.device)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from esper.replay_file import UNIT_COLUMNS, FeedItem, ReplayInfo, StateHash
 
+WON = Path(__file__).parents[1] / "docs" / "arena_won.safetensors"  # a battle that was fought and recorded
 WEAPONS = ["laser", "flamer", "missile", "gauss", "autocannon", "painter", "smoke"]
 CLASSES = {
     "scout": {"hit_points": 60.0, "legs": 30.0, "heat_cap": 75.0, "tons": 20.0},
@@ -19,7 +21,7 @@ CLASSES = {
 PACK = ("medium", "light", "heavy", "scout", "medium")
 OPEN, SOLID, REINFORCED, GLASS, WATER, LAVA, FOLIAGE = range(7)
 COLUMN = {name: index for index, name in enumerate(UNIT_COLUMNS)}
-PROJECTILES = 48
+PROJECTILES = 4  # places of one unit
 DECISION_S = 0.25
 
 
@@ -137,13 +139,13 @@ def _units(classes: list[str], frames: int, size: int) -> Tensor:
 def _projectiles(state: Tensor, shots: Tensor) -> Tensor:
     """Every shot of a weapon that flies takes four decisions to its target."""
     frames, units = shots.shape[:2]
-    found = torch.zeros(frames, PROJECTILES, 5)
+    found = torch.zeros(frames, units * PROJECTILES, 5)
     for frame in range(frames):
         for unit in range(units):
             weapon, target = shots[frame, unit].tolist()
             if weapon not in (2, 3, 4):
                 continue
-            place, flight = (unit * 4 + frame) % PROJECTILES, min(4, frames - frame)
+            place, flight = unit * PROJECTILES + frame % PROJECTILES, min(4, frames - frame)
             share = torch.linspace(0, 0.9, 4)[:flight, None]
             ends = state[frame, [unit, target], :3] + torch.tensor([0.0, 0.0, 1.2])
             path = (1 - share) * ends[0] + share * ends[1]

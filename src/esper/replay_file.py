@@ -41,7 +41,8 @@ LAYOUT: dict[str, tuple[Dimensions, torch.dtype]] = {
     "terrain/material": (("S", "S"), torch.int8),
     "terrain/changes": (("N", 3), torch.int32),  # frame, i, j: from that frame on the column is open ground of height 0
     "frames/units": (("F", "U", "C"), torch.float32),
-    "frames/projectiles": (("F", "P", 5), torch.float32),  # is alive (0 or 1), kind (index into `info.weapons`), x, y, z
+    # is alive (0 or 1), kind (index into `info.weapons`), x, y, z; every unit has as many places as the others, the first unit the first
+    "frames/projectiles": (("F", "P", 5), torch.float32),
     "frames/clouds": (("F", "Q", 4), torch.float32),  # smoke: x, y, z, seconds left (0: there is none)
     "frames/shots": (("F", "U", 2), torch.int8),  # fired in the decision before the frame: weapon or -1, target unit or -1
     "frames/sensed": (("F", "U", "U"), torch.uint8),  # by the unit of the row: 0 not, 1 sensed, 2 seen (line of sight)
@@ -53,6 +54,10 @@ LAYOUT: dict[str, tuple[Dimensions, torch.dtype]] = {
     "actions/vent": (("A", "U"), torch.int8),  # 0 or 1
     "keyframes/at": (("K",), torch.int64),  # the frame of each keyframe
 }
+
+
+# What a page reads; the rest is for who computes the battle again.
+DRAWN = tuple(name for name in LAYOUT if not name.startswith(KEYFRAMES))
 
 
 class ReplayError(ValueError):

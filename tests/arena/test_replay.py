@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,16 @@ from esper.arena.config import ArenaConfig
 from esper.arena.recorder import advanced
 from esper.arena.replay import Recorder, device_kind, load_battle, verify
 from esper.arena.specs import RULES_VERSION, Material
-from esper.arena.state import State, cloned, named_tensors
-from esper.replay_file import UNIT_COLUMNS, ReplayError, read_replay, write_replay
+from esper.arena.state import Clouds, Contest, Senses, Shells, State, Units, World, cloned, named_tensors, state_hash
+from esper.replay_file import UNIT_COLUMNS, FeedItem, ReplayError, ReplayFile, StateHash, read_replay, write_replay
 from esper.vecenv import Actions
 from tests.arena.worlds import acted, build, flat_arena, place, random_actions, rows_of
+from tests.replays import WON
 
 PLACE = 1
 KEYFRAME_EVERY = 6
 CONFIG = ArenaConfig(battles=3, teams=2, size=24, maps=4, seconds=8.0, contacts=2, allies=1)
+GROUPS: dict[str, Any] = {"world": World, "units": Units, "shells": Shells, "clouds": Clouds, "contest": Contest, "senses": Senses}
 COLUMN = {name: index for index, name in enumerate(UNIT_COLUMNS)}
 
 
@@ -236,6 +239,159 @@ def test_another_keyframe_or_seed_or_place_is_found_on_any_device(path: Path) ->
     assert replay.info.origin is not None
     episode = verify(changed(path, "place.safetensors", origin=msgspec.structs.replace(replay.info.origin, episode=1)))
     assert (episode.ok, episode.first_wrong_frame) == (False, 0)
+
+
+Change = Callable[[ReplayFile], dict[str, Any]]  # what `changed` is given
+
+
+def with_tensor(name: str, change: Callable[[Tensor], object]) -> Change:
+    """`change` alters a copy of it in place."""
+
+    def made(replay: ReplayFile) -> dict[str, Any]:
+        tensor = replay.tensors[name].clone()
+        change(tensor)
+        return {"tensors": {name: tensor}}
+
+    return made
+
+
+def with_info(name: str, change: Callable[[Any], Any]) -> Change:
+    return lambda replay: {name: change(getattr(replay.info, name))}
+
+
+def with_change(frame: int, material: Material | None = None) -> Change:
+    """One more column that is said to have been destroyed: the first of a material, or one that is not there."""
+
+    def made(replay: ReplayFile) -> dict[str, Any]:
+        columns = (replay.tensors["terrain/material"] == material).nonzero() if material is not None else torch.tensor([[99, 0]])
+        changes = torch.cat((torch.tensor([[frame, *columns[0].tolist()]]), replay.tensors["terrain/changes"]))
+        return {"tensors": {"terrain/changes": changes.int()}}
+
+    return made
+
+
+def with_senses(replay: ReplayFile) -> dict[str, Any]:
+    """Another first keyframe, with its right hash."""
+    tensors = {"keyframes/senses/seen": replay.tensors["keyframes/senses/seen"].clone()}
+    tensors["keyframes/senses/seen"][0, 0, 2] ^= True
+    keyframes = {name.removeprefix("keyframes/"): value for name, value in (replay.tensors | tensors).items()}
+    groups: list[Any] = [kind(*(keyframes[f"{group}/{name}"] for name in kind._fields)) for group, kind in GROUPS.items()]
+    hashes = [StateHash(frame=0, sha256=state_hash(State(*groups), 0)), *replay.info.hashes[1:]]
+    sensed = replay.tensors["frames/sensed"].clone()
+    sensed[0] = tensors["keyframes/senses/seen"][0].to(torch.uint8) + replay.tensors["keyframes/senses/sensed"][0].to(torch.uint8)
+    return {"tensors": {**tensors, "frames/sensed": sensed}, "hashes": hashes}
+
+
+TAMPERINGS: dict[str, tuple[Change, int | None, str]] = {  # how, first wrong frame (None: the last), what is told
+    "units": (with_tensor("frames/units", lambda units: units[0].add_(1e-3)), 0, "frames/units is not that of the keyframe at frame 0"),
+    "shots": (with_tensor("frames/shots", lambda shots: shots[0].fill_(1)), 0, "frames/shots is not that of the keyframe at frame 0"),
+    "holder": (with_tensor("frames/holder", lambda held: held[6].add_(1)), 6, "frames/holder is not that of the keyframe at frame 6"),
+    "clouds": (with_tensor("frames/clouds", lambda clouds: clouds[7].add_(1)), 7, "lead to (frames/clouds)"),
+    "height": (with_tensor("terrain/height", lambda height: height[0].add_(1)), 0, "terrain/height is not that of the map"),
+    "material": (with_tensor("terrain/material", lambda material: material[0].fill_(2)), 0, "terrain/material is not that of the map"),
+    "open change": (with_change(3, Material.OPEN), 3, "lead to (terrain/changes)"),
+    "solid change": (with_change(3, Material.SOLID), 6, "terrain/changes does not lead to the terrain of the keyframe at frame 6"),
+    "late change": (with_change(999, Material.SOLID), 0, "terrain/changes tells of frames or columns that are not there"),
+    "outer change": (with_change(3), 0, "terrain/changes tells of frames or columns that are not there"),
+    "target": (with_tensor("actions/target", lambda target: target[8].fill_(3)), 9, "lead to (actions/target)"),
+    "senses": (with_senses, 0, "lead to (keyframes/senses)"),
+    "classes": (with_info("unit_classes", lambda names: ["heavy", *names[1:]]), 0, "unit_classes is not that of"),
+    "class table": (with_info("class_table", lambda table: {**table, "scout": {}}), 0, "class_table is not that of"),
+    "weapons": (with_info("weapons", lambda names: names[::-1]), 0, "weapons is not that of"),
+    "columns": (with_info("unit_columns", lambda names: names[::-1]), 0, "unit_columns is not that of"),
+    "seconds": (with_info("seconds", lambda seconds: seconds + 1), 0, "seconds is not that of"),
+    "zone radius": (with_info("zone_radius", lambda radius: radius + 1), 0, "zone_radius is"),
+    "winner": (with_info("winner", lambda winner: 1 if winner is None else None), None, "the winner is not"),
+    "hashes": (with_info("hashes", lambda hashes: [*hashes, hashes[0]]), 0, "the hashes are not those of the keyframes"),
+    "team names": (with_info("teams", lambda _: ("other", "names")), None, "the feed tells of frame"),
+    "feed": (
+        with_info("feed", lambda feed: [FeedItem(frame=1, kind="fall", unit=0, text="it falls"), *feed]),
+        None,
+        "the feed tells of frame",
+    ),
+    "no feed": (with_info("feed", lambda _: []), None, "the feed tells of frame"),
+}
+
+
+@pytest.mark.parametrize("name", TAMPERINGS)
+def test_whatever_follows_from_seed_and_actions_cannot_be_changed(path: Path, name: str) -> None:
+    change, frame, told = TAMPERINGS[name]
+    replay = read_replay(path)
+    found = verify(changed(path, "tampered.safetensors", **change(replay)))
+    assert not found.ok
+    assert told in found.message
+    if frame is not None:
+        assert found.first_wrong_frame == frame
+    elif name == "winner":
+        assert found.first_wrong_frame == replay.frames - 1
+
+
+def test_a_battle_that_was_cut_off_is_told(path: Path) -> None:
+    replay = read_replay(path)
+    last = 2 * KEYFRAME_EVERY
+    lengths = {"frames": last + 1, "actions": last, "keyframes": 3}
+    tensors = {name: value[: lengths.get(name.split("/")[0])] for name, value in replay.tensors.items()}
+    changes = replay.tensors["terrain/changes"]
+    tensors["terrain/changes"] = changes[changes[:, 0] <= last]
+    feed = [item for item in replay.info.feed if item.frame <= last]
+    info = msgspec.structs.replace(replay.info, feed=feed, hashes=replay.info.hashes[:3])
+    found = verify(write_replay(path.with_name("cut.safetensors"), tensors, info))
+    assert (found.ok, found.first_wrong_frame) == (False, last)
+    assert "the battle is not over at its last frame" in found.message
+
+
+def with_origin(**changes: Any) -> Change:
+    return with_info("origin", lambda origin: msgspec.structs.replace(origin, **changes))
+
+
+def with_keyframes(name: str, change: Callable[[Tensor], Tensor]) -> Change:
+    return lambda replay: {"tensors": {f"keyframes/{name}": change(replay.tensors[f"keyframes/{name}"])}}
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (
+            with_keyframes("units/heat", lambda heat: heat[:, :-1]),
+            r"keyframes/units/heat is torch.float32 \[K, 3\], not torch.float32 \[K, 4\]",
+        ),
+        (with_keyframes("units/heat", lambda heat: heat.double()), "keyframes/units/heat is torch.float64"),
+        (with_keyframes("units/heat", lambda heat: heat / 0.0), "keyframes/units/heat is not everywhere a number"),
+        (with_keyframes("world/material", lambda material: material[:, :-2]), "keyframes/world/material is torch.int8"),
+        (with_keyframes("senses/contacts", lambda contacts: contacts + 4), "keyframes/senses/contacts is not everywhere from 0 to 3"),
+        (with_keyframes("shells/weapon", lambda weapon: weapon - 1), "keyframes/shells/weapon is not everywhere from 0 to 6"),
+        (with_keyframes("contest/map", lambda number: number + 4), "contest/map does not name one of its 4 maps"),
+        (with_keyframes("contest/map", lambda number: number[:, None]), "contest/map does not name one of its 4 maps"),
+        (with_keyframes("at", lambda at: at.flip(0)), "keyframes are at frames"),
+        (with_keyframes("at", lambda at: at + 1000), "keyframes are at frames"),
+        (with_tensor("actions/contact", lambda contact: contact.add_(100)), "actions that cannot be"),
+        (
+            lambda replay: {"tensors": {"actions/contact": replay.tensors["actions/contact"].float()}},
+            "actions/contact is missing, or not one",
+        ),
+        (with_origin(place=3), "the place that it began as is 3, and must be from 0 to 2"),
+        (with_origin(place=-1), "the place that it began as is -1"),
+        (with_origin(episode=10**30), "the episode that it began as is"),
+        (with_origin(largest_team=0), "the largest_team that it began as is 0, and must be from 1 to 2"),
+        (with_origin(config={"teams": 3}), "it has 4 units, and its config 6"),
+        (with_origin(config={"teams": "many"}), "Expected `int`, got `str`"),
+    ],
+)
+def test_what_cannot_be_a_battle_is_an_error_that_names_it(path: Path, change: Change, told: str) -> None:
+    damaged = changed(path, "damaged.safetensors", **change(read_replay(path)))
+    with pytest.raises(ReplayError, match=rf"damaged\.safetensors cannot be computed again: .*{told}.*; it was changed or damaged"):
+        verify(damaged)
+
+
+def test_the_battle_in_the_documentation_is_still_what_happened_by_the_rules() -> None:
+    battle = load_battle(WON)
+    found = verify(WON)
+    assert found.device_matches == (device_kind("cpu") == battle.info.device)
+    if found.device_matches:
+        assert found.ok, found.message
+    else:  # other processors round otherwise, or happen not to
+        assert found.checked == battle.decisions + 1, found.message
+        assert ("although it was recorded on another kind" if found.ok else "verified only there") in found.message
 
 
 @pytest.mark.slow

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,12 +14,14 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from safetensors.torch import load
+import torch
+from safetensors.torch import load, save
 from torch import Tensor
 
-from esper.replay_file import ReplayInfo, write_replay
+from esper.arena.specs import PHYSICS, WEAPONS
+from esper.replay_file import DRAWN, ReplayInfo, read_replay, write_replay
 from tests.dashboard.chromium import Page, skip_without_a_browser, start_chromium
-from tests.replays import COLUMN, staged_battle
+from tests.replays import COLUMN, WON, staged_battle
 
 pytestmark = pytest.mark.slow
 
@@ -43,6 +47,7 @@ def address(tmp_path_factory: pytest.TempPathFactory, battle: tuple[dict[str, Te
     for age, (name, (tensors, info)) in enumerate({"newest": battle, "older": staged_battle(teams=2, size=16, frames=8)}.items()):
         path = write_replay(run / "replays" / f"{name}.safetensors", tensors, info)
         os.utime(path, (1000 - age, 1000 - age))
+    os.utime(shutil.copy(WON, run / "replays" / "won.safetensors"), (950, 950))
     broken = run / "replays" / "broken.safetensors"
     broken.write_bytes(path.read_bytes()[:-9])
     os.utime(broken, (900, 900))
@@ -182,7 +187,7 @@ def test_another_replay_of_the_run_can_be_chosen_and_a_broken_one_says_what_is_w
     from selenium.webdriver.support.select import Select
 
     select = Select(page.driver.find_element("css selector", "select.replays"))
-    assert [option.text for option in select.options] == ["newest", "older", "broken"]
+    assert [option.text for option in select.options] == ["newest", "older", "won", "broken"]
     select.select_by_visible_text("older")
     page.wait(lambda: "of 7" in page.text(".frame"), "the other replay was not loaded")
     select.select_by_visible_text("broken")
@@ -193,11 +198,71 @@ def test_another_replay_of_the_run_can_be_chosen_and_a_broken_one_says_what_is_w
     assert page.text(".problem") == ""
 
 
-def test_the_page_gets_no_keyframes_and_only_replays(address: str) -> None:
+def test_a_battle_that_was_recorded_is_played(page: Page) -> None:
+    from selenium.webdriver.support.select import Select
+
+    won = read_replay(WON)
+    weapon = won.info.weapons.index("autocannon")
+    flies = (won.tensors["frames/projectiles"][..., 0] > 0).view(won.frames, won.info.units, -1).any(-1)
+    burst = ((won.tensors["frames/shots"][..., 0] == weapon) & ~flies).nonzero()  # at once, so that only a tracer shows it
+    select = Select(page.driver.find_element("css selector", "select.replays"))
+    select.select_by_visible_text("won")
+    page.wait(lambda: f"of {won.frames - 1}" in page.text(".frame"), "it was not loaded")
+    assert page.text(".problem") == ""
+    before = stage_of(page)
+    assert len(np.unique(before.reshape(-1, 3), axis=0)) > 500
+    scrub = "const line = document.querySelector('[data-scrub]'); line.value = arguments[0]; line.dispatchEvent(new Event('input'))"
+    shot_at = int(burst[0, 0])
+    page.driver.execute_script(scrub, shot_at - 0.5)  # while it is drawn
+    page.wait(lambda: page.frame == shot_at - 1, "the frame was not reached")
+    page.wait(lambda: bool((stage_of(page) != before).any()), "the picture did not change")
+    select.select_by_visible_text("newest")
+    page.wait(lambda: f"of {LAST}" in page.text(".frame"), "the first replay was not loaded again")
+
+
+def asked(page: Page, script: str, *arguments: object) -> object:
+    """What a script makes of the page's own `fetchReplay`, or the message of its error."""
+    whole = f"""
+        const [done, args] = [arguments[arguments.length - 1], arguments];
+        import("esper-player").then(({{ fetchReplay }}) => {script}).then(done, (error) => done(error.message));
+    """
+    return page.driver.execute_async_script(whole, *arguments)
+
+
+def test_shots_that_burst_within_their_decision_are_told_from_those_that_fly(
+    page: Page, battle: tuple[dict[str, Tensor], ReplayInfo]
+) -> None:
+    script = "fetchReplay(args[0]).then((replay) => args[1].map(([frame, unit]) => replay.shotFlies(frame, unit)))"
+    tensors, info = battle
+    flying = torch.isin(
+        tensors["frames/shots"][..., 0], torch.tensor([info.weapons.index(name) for name in ("missile", "gauss", "autocannon")])
+    )
+    found = asked(page, script, "/replays/newest.safetensors", flying.nonzero().tolist())
+    assert found == [True] * int(flying.sum())
+
+    won = read_replay(WON)
+    weapon = won.info.weapons.index("autocannon")
+    fired = (won.tensors["frames/shots"][..., 0] == weapon).nonzero().tolist()
+    shells = won.tensors["frames/projectiles"].view(won.frames, won.info.units, -1, 5)
+    flown = (shells[..., 2:] - won.tensors["frames/units"][:, :, None, :3]).norm(dim=-1)
+    in_a_decision = PHYSICS.tick_s * PHYSICS.ticks_per_decision * WEAPONS["autocannon"].flight_mps
+    is_young = ((shells[..., 0] > 0) & (shells[..., 1] == weapon) & (flown < in_a_decision + 1.5)).any(-1)
+    found = asked(page, script, "/replays/won.safetensors", fired)
+    assert isinstance(found, list)
+    assert set(found) == {True, False}
+    assert found == [bool(is_young[tuple(shot)]) for shot in fired]
+
+
+def test_a_type_that_the_page_does_not_know_is_named(page: Page) -> None:
+    sent = save({"frames/new": torch.zeros(2, dtype=torch.int16)}, metadata={"info": "{}"})
+    found = asked(page, "fetchReplay(args[0])", "data:application/octet-stream;base64," + base64.b64encode(sent).decode())
+    assert "frames/new is of type I16, and this page reads F32" in str(found)
+
+
+def test_the_page_gets_only_what_it_reads_and_only_replays(address: str) -> None:
     with urllib.request.urlopen(f"{address}replays/newest.safetensors", timeout=60) as answer:
         tensors = load(answer.read())
-    assert "frames/units" in tensors
-    assert not [name for name in tensors if name.startswith("keyframes/")]
+    assert set(tensors) == set(DRAWN)
     with pytest.raises(urllib.error.HTTPError, match="404"):
         urllib.request.urlopen(f"{address}replays/other.safetensors", timeout=60)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import socket
 from pathlib import Path
 
@@ -12,8 +13,8 @@ import pytest
 from safetensors.torch import save_file
 
 from esper.dashboard.watch import list_replays, serve
-from esper.replay_file import ReplayError, write_replay
-from tests.replays import staged_battle
+from esper.replay_file import DRAWN, ReplayError, write_replay
+from tests.replays import WON, staged_battle
 
 
 @pytest.fixture
@@ -52,6 +53,17 @@ def test_without_nicegui_the_extra_is_named(replay: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None if name == "nicegui" else found(name, package))
     with pytest.raises(ImportError, match=r"needs NiceGUI; install it with: pip install 'esper\[dashboard\]'"):
         serve(replay, show=False)
+
+
+def test_the_page_gets_of_a_recorded_battle_what_it_reads_in_types_that_it_knows() -> None:
+    pytest.importorskip("nicegui")
+    from esper.dashboard.page import HERE, for_the_browser
+
+    sent = for_the_browser(WON)
+    header = json.loads(sent[8 : 8 + int.from_bytes(sent[:8], "little")])
+    assert set(header) == {"__metadata__", *DRAWN}
+    known = re.findall(r"(\w+): \w+Array", (HERE / "player" / "replay.js").read_text(encoding="utf-8"))
+    assert {entry["dtype"] for name, entry in header.items() if name in DRAWN} <= set(known)
 
 
 def test_a_port_that_is_taken_is_refused_with_what_to_do(replay: Path) -> None:

@@ -28,7 +28,9 @@ def small_training(
     learner = {"num_steps": 8, "num_epochs": 1, "num_minibatches": 2, "bptt_length": 4, "normalize_observations": False}
     return ArenaTrainConfig(
         arena=small_arena(**(arena or {})),
-        selfplay=SelfPlayConfig(**{"bots": ("random", "middle"), "enter_every": 2, "entry_battles": 2, **(selfplay or {})}),
+        selfplay=SelfPlayConfig(
+            **{"bots": ("random", "middle"), "past_seats": 2, "enter_every": 2, "entry_battles": 2, **(selfplay or {})}
+        ),
         unit=UNIT,
         ppo=PPOConfig(**{**learner, "network": NetworkConfig(hidden_size=8), **(ppo or {})}),
         **{"device": "cpu", "threads": 1, "eval_battles": 2, "eval_against": "random", **settings},

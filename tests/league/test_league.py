@@ -43,6 +43,27 @@ def test_a_candidate_that_does_not_beat_the_best_is_forgotten() -> None:
     assert league.rating("two") in (None, Rating())
 
 
+@needs_openskill
+def test_a_refused_candidate_leaves_no_trace_and_a_promoted_one_moves_those_whom_it_met() -> None:
+    league = promoted(small_league(), "one")
+    league.record("weak", "strong", Record(losses=10))
+    before = league.to_state()
+    league.enter("two", 2, weights_of(2))
+    league.record("two", "strong", WIN)
+    assert league.rating("two").ordinal > Rating().ordinal  # type: ignore[union-attr]
+    league.record("two", "one", Record(losses=10))
+    assert not league.settle("two").is_promoted
+    assert league.to_state() == before
+    league.enter("three", 3, weights_of(3))
+    for opponent in ("strong", "one"):
+        league.record("three", opponent, WIN)
+    assert league.settle("three").is_promoted
+    after = league.to_state()["ratings"]
+    assert after["strong"]["mu"] < before["ratings"]["strong"]["mu"]
+    assert after["weak"] == before["ratings"]["weak"]
+    assert league.rating("one").mu < Rating().mu < league.rating("three").mu  # type: ignore[union-attr]
+
+
 def test_a_candidate_that_has_not_met_the_best_cannot_be_settled() -> None:
     league = promoted(small_league(), "one")
     league.enter("two", 2, weights_of(2))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -64,31 +62,6 @@ def test_a_table_adds_up_whoever_tells(results: list[tuple[list[str], Record]]) 
         assert told.total(player).battles == sum(record.battles for pair, record in results if player in pair)
         for opponent in set("abcd") - {player}:
             assert told.between(player, opponent) == told.between(opponent, player).reversed()
-
-
-@given(st.lists(st.tuples(PAIRS, RECORDS)))
-def test_a_table_comes_back_from_json(results: list[tuple[list[str], Record]]) -> None:
-    table = WinTable()
-    for (player, opponent), record in results:
-        table.add(player, opponent, record)
-    assert WinTable.from_state(json.loads(json.dumps(table.to_state()))) == table
-
-
-def test_a_table_as_text_has_scores_with_intervals() -> None:
-    table = WinTable()
-    table.add("new", "old", Record(wins=8, losses=2))
-    table.add("bot", "old", Record(draws=4))
-    assert table.text(["new", "old"], ["bot", "old"]).splitlines() == [
-        "                  vs bot               vs old",
-        "new                    -  80.0 % [49.0, 94.3]",
-        "old  50.0 % [15.0, 85.0]                    -",
-    ]
-    assert table.text().splitlines()[0].split() == ["vs", "bot", "vs", "new", "vs", "old"]
-
-
-def test_a_table_without_results_is_only_a_header() -> None:
-    assert WinTable().text() == ""
-    assert WinTable().to_state() == []
 
 
 def test_a_removed_player_leaves_the_results_of_others() -> None:

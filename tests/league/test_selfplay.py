@@ -9,12 +9,16 @@ from typing import Any
 import pytest
 import torch
 
+from esper.arena.bots import BOTS
 from esper.config import ConfigError
 from esper.events import Event
+from esper.league.config import LeagueConfig
+from esper.league.dealing import SELF, deal
 from esper.league.events import LeagueChanged, RoundFought
 from esper.league.players import BotPlayer, PolicyPlayer
-from esper.league.selfplay import SELF, SelfPlay
-from esper.league.training_config import SelfPlayConfig
+from esper.league.record import Record
+from esper.league.selfplay import SelfPlay
+from esper.league.training_config import ANCHORS, SelfPlayConfig
 from esper.vecenv import Actions, Timestep
 from esper.vecenv.check import check_env, sample_actions
 from tests.league.arenas import a_policy, seated, small_training
@@ -97,9 +101,11 @@ def test_another_self_play_goes_on_where_the_first_was_saved() -> None:
     config = small_training(selfplay={"enter_every": 1, "entry_battles": 1})
     one, other = seated(config), seated(config)
     last = driven(one, one.reset(), 11)  # a league member sits in the seats, and battles have ended
-    assert one.seats != [None, None]
+    assert None not in one.seats.names
     other.load_state_dict(one.state_dict())
-    assert (other.seats, other.updates, other.steps) == (one.seats, one.updates, one.steps)
+    assert other.seats.state_dict() == one.seats.state_dict()
+    assert torch.equal(other.seats.since, one.seats.since)
+    assert (other.updates, other.steps, other.overflow) == (one.updates, one.steps, one.overflow)
     for left, right in zip(steps(one, last, 8, seed=1), steps(other, last, 8, seed=1), strict=True):
         assert torch.equal(left.obs["obs"], right.obs["obs"])
         assert torch.equal(left.reward, right.reward)
@@ -154,7 +160,7 @@ def test_the_first_to_enter_is_promoted_and_sits_down_without_the_memories_of_wh
     timestep = driven(env, env.reset(), 16)  # two rollouts; the second is told with the next step
     player = next(table.opponent for table in env.tables if table.name == "seat 0")
     assert isinstance(player, PolicyPlayer)
-    assert env.seats == [None, None]
+    assert env.seats.names == [None, None]
     assert player.state.any()
     memories: list[Any] = []
     forget = player.forget
@@ -162,9 +168,9 @@ def test_the_first_to_enter_is_promoted_and_sits_down_without_the_memories_of_wh
     driven(env, timestep, 1)
     changes = [event for event in events if isinstance(event, LeagueChanged)]
     assert [(event.name, event.is_promoted) for event in changes] == [("update-2", True)]
-    assert set(changes[0].against) == {"middle", "strong"}
+    assert set(changes[0].against) == set(BOTS)
     assert all(sum(counts) == env.config.selfplay.entry_battles for counts in changes[0].against.values())
-    assert env.seats == ["update-2", "update-2"]
+    assert env.seats.names == ["update-2", "update-2"]
     assert all(torch.equal(value, env.league.weights["update-2"][name]) for name, value in player.policy.state_dict().items())
     assert len(memories) == 1
     assert not memories[0].any()
@@ -196,6 +202,78 @@ def test_the_league_hears_of_battles_against_its_players_and_of_no_others() -> N
     assert not list(env.league.table)  # the learner is another after every update, and no entry of the table
 
 
+def with_members(env: SelfPlay, *names: str) -> SelfPlay:
+    """Past selves have joined the league."""
+    for number, name in enumerate(names):
+        best = env.league.best
+        env.league.enter(name, number, a_policy(env.config, seed=number).state_dict())
+        if best is not None:
+            env.league.record(name, best, Record(wins=1))
+        assert env.league.settle(name).is_promoted
+    return env
+
+
+def test_a_past_self_stays_in_its_seat_until_a_battle_can_be_over() -> None:
+    config = small_training(arena={"seconds": 5.0}, selfplay={"enter_every": 1000, "past_seats": 1})  # 20 decisions, 3 rollouts of 8
+    env = with_members(seated(config), "one", "two", "three", "four")
+    assert env.seats.rollouts == 3
+    timestep, names, draws = env.reset(), [], []
+    for rollout in range(13):
+        timestep = driven(env, timestep, 8, seed=rollout)
+        names.append(env.seats.names[0])
+        draws.append(env.seats.state_dict()[0]["drawn"])
+    assert names[0] is None  # nobody had joined when it began
+    assert draws == [0, 1, 1, 1, 4, 4, 4, 7, 7, 7, 10, 10, 10]
+    assert len(set(names[1:])) > 1
+    assert seated(small_training(selfplay={"seat_rollouts": 5})).seats.rollouts == 5
+
+
+def test_who_leaves_the_league_leaves_its_seat() -> None:
+    selfplay = {"enter_every": 1000, "seat_rollouts": 100, "past_seats": 1}
+    env = with_members(seated(small_training(selfplay=selfplay, league=LeagueConfig(size=1))), "one")
+    timestep = driven(env, env.reset(), 9)
+    assert env.seats.names == ["one"]
+    with_members(env, "two")
+    assert env.league.entry("one").kind == "retired"
+    env._draw_opponents()
+    assert env.seats.names == ["two"]
+    driven(env, timestep, 8)  # and battles of "two" alone are told
+
+
+def test_only_battles_that_a_past_self_began_are_credited_to_it() -> None:
+    """Battles of 12 decisions, rollouts of 8, and somebody sits down after the first of them."""
+    events: list[Event] = []
+    config = small_training(arena={"seconds": 3.0}, selfplay={"enter_every": 1000, "seat_rollouts": 100, "past_seats": 1})
+    env = with_members(seated(config, events=events), "one")
+    place = next(table.battles for table in env.tables if table.name == "seat 0").tolist()
+    whole, cut = 0, 0
+    began = dict.fromkeys(place, 0)
+    for number, _ in enumerate(steps(env, env.reset(), 5 * 8 + 1)):
+        scene = env.scene
+        assert scene is not None
+        for battle in place:
+            if bool(scene.ended[battle]) and number < 5 * 8:
+                if number >= 8:
+                    whole, cut = (whole + 1, cut) if began[battle] >= 8 else (whole, cut + 1)
+                began[battle] = number + 1
+    credited = [sum(event.results["one"]) for event in events if isinstance(event, RoundFought) and "one" in event.results]
+    assert sum(credited) == whole > 0
+    assert cut > 0
+
+
+def test_shots_that_found_no_slot_are_told_once() -> None:
+    events: list[Event] = []
+    env = seated(small_training(selfplay={"enter_every": 1000}), events=events)
+    timestep = env.reset()
+    env.arena.state.contest.overflow[2] += 3
+    driven(env, timestep, 8 * 3 + 1)
+    assert [event.overflow for event in events if isinstance(event, RoundFought)] == [3, 0, 0]
+
+
+def test_the_anchors_of_configs_are_all_bots_that_there_are() -> None:
+    assert ANCHORS == BOTS == seated(small_training()).league.anchors
+
+
 def test_a_config_that_deals_more_than_there_is_says_so() -> None:
     with pytest.raises(ConfigError, match=r"past_share: expected at most 1 - bot_share \(0.3\), got 0.5"):
         SelfPlayConfig(bot_share=0.7, past_share=0.5)
@@ -210,14 +288,24 @@ def test_a_config_that_deals_more_than_there_is_says_so() -> None:
 
 
 def test_too_few_battles_for_the_tables_are_an_error_that_names_them() -> None:
-    with pytest.raises(ValueError, match=r"1 battles cannot be dealt to .*'middle': 0.*use more battles"):
+    with pytest.raises(ValueError, match=r"1 battles cannot be dealt to .*'middle': 0.*use at least 5 battles"):
         seated(small_training(arena={"battles": 1}))
-    with pytest.raises(ValueError, match=r"3 battles cannot be dealt to .*use more battles"):
+    with pytest.raises(ValueError, match=r"3 battles cannot be dealt to .*use at least 4 battles"):
         seated(
             small_training(
                 arena={"battles": 3}, selfplay={"bots": ("random", "weak", "middle", "strong"), "bot_share": 0.9, "past_share": 0.0}
             )
         )
+
+
+def test_no_opponent_is_left_out_and_what_it_takes_is_said() -> None:
+    config = SelfPlayConfig(bots=("weak", "strong", "strong"), bot_share=0.6, past_share=0.1, past_seats=2)
+    with pytest.raises(ValueError, match=r"'seat 0': 0.*at least one to each opponent; use at least 11 battles"):
+        deal(config, 8)
+    for battles in range(11, 40):
+        dealt = deal(config, battles)
+        assert sum(dealt.values()) == battles
+        assert {"weak", "strong", "seat 0", "seat 1"} <= set(dealt)
 
 
 def test_without_bots_and_past_selves_everybody_learns() -> None:
@@ -239,5 +327,5 @@ def test_past_selves_may_sit_on_another_device() -> None:
     player = next(table.opponent for table in env.tables if table.name == "seat 0")
     assert isinstance(player, PolicyPlayer)
     assert (player.policy.device.type, player.rows.device.type) == ("cpu", "cuda")
-    assert env.seats != [None, None]
+    assert None not in env.seats.names
     assert player.state.any()

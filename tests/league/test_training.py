@@ -19,8 +19,10 @@ from safetensors.torch import save_file
 
 from esper.checkpoint.tree import split
 from esper.events import Event, Resumed, read
+from esper.league import training
 from esper.league.events import LeagueChanged, RoundFought
 from esper.league.league import League
+from esper.league.matches import unseen
 from esper.league.store import FOLDER, LeagueStore
 from esper.league.training import against_bot, load_player, prepare_arena, resume_arena, train_arena
 from esper.league.training_config import ArenaTrainConfig
@@ -88,7 +90,7 @@ def test_self_play_that_was_killed_and_resumed_equals_one_that_was_not_bit_for_b
     saved = open_store(tmp_path / "killed").load("latest").state["ppo"]
     environment = saved["environment"]
     assert saved["counters"]["updates"] == 2
-    assert environment["seats"] == ["update-1", "update-1"]  # a past self sits there, in the middle of battles
+    assert [seat["name"] for seat in environment["seats"]] == ["update-1", "update-1"]  # a past self sits there, in the middle of battles
     assert any(seat is not None and "state" in seat and bool(seat["state"].any()) for seat in environment["seated"])
     assert (environment["arena"]["state"]["contest/decision"] > 0).any()
     result = resume_arena(tmp_path / "killed")
@@ -122,7 +124,7 @@ def test_a_run_leaves_a_league_for_people_and_a_player_for_matches(tmp_path: Pat
 
 
 def test_mistakes_of_a_config_are_told_before_anything_is_written(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"1 battles cannot be dealt to .*use more battles"):
+    with pytest.raises(RunError, match=r"1 battles cannot be dealt to .*use at least 5 battles"):
         train_arena(config_for(arena={"battles": 1}), tmp_path / "run")
     assert not (tmp_path / "run").exists()
     with pytest.raises(RunError, match="fewer than 64 minibatches"):
@@ -138,6 +140,31 @@ def test_a_training_may_start_from_the_weights_of_another(tmp_path: Path) -> Non
     save_file(weights, tmp_path / "player.safetensors")
     with prepare_arena(small_training(start_from=str(tmp_path / "player.safetensors"))) as (ppo, _):
         assert all(torch.equal(value, weights[name]) for name, value in ppo.policy.state_dict().items())
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_when_the_weights_that_it_started_from_are_gone(tmp_path: Path) -> None:
+    start = tmp_path / "player.safetensors"
+    save_file({name: value.clone() for name, value in a_policy(small_training(), seed=5).state_dict().items()}, start)
+    config = config_for(2, start_from=str(start), checkpoint_every=1, eval_battles=0)
+    train_arena(config, tmp_path / "run", should_stop=lambda: True)
+    start.unlink()
+    assert resume_arena(tmp_path / "run").status == "finished"
+    with pytest.raises(RunError, match="there are no weights"):
+        train_arena(config, tmp_path / "another")
+
+
+def test_evaluations_of_a_run_are_fought_on_one_ground_whose_maps_no_small_seed_gives() -> None:
+    config = small_training(eval_battles=2)
+    policy = a_policy(config)
+    training._ground.cache_clear()
+    first, second, other = (training.ARENA.score(config, policy, seed) for seed in (0, 0, 1))
+    assert first == second
+    assert other is not None
+    assert (training._ground.cache_info().misses, training._ground.cache_info().hits) == (2, 1)
+    seeds = {unseen(purpose, seed) for purpose in ("evaluation", "commands") for seed in range(100)}
+    assert len(seeds) == 200
+    assert min(seeds) > 100_000
 
 
 def test_weights_that_are_missing_or_do_not_fit_are_told(tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from esper.arena.config import DECISION_S, ArenaConfig
-from esper.cli.arena_players import FRESH_MAPS, Contender, enough_memory, record_json
+from esper.cli.arena_players import COMMANDS, Contender, enough_memory, record_json
 from esper.cli.outcome import FAILED, CommandError
 
 if TYPE_CHECKING:
@@ -22,38 +22,48 @@ if TYPE_CHECKING:
     from esper.league.matches import MatchResult
 
 
+Actions = Literal["likeliest", "drawn"]
+
+
 class Fought(NamedTuple):
     result: MatchResult
     wants_replay: bool
     replay: Path | None  # of a battle that the first player won
+    actions: Actions | None  # how policies chose; None: only bots fought
 
 
 def fight(
-    arena: ArenaConfig, first: Contender, second: Contender, *, seed: int, device: torch.device, replay: Path | None
+    arena: ArenaConfig, first: Contender, second: Contender, *, seed: int, device: torch.device, replay: Path | None, draw: bool
 ) -> Fought:  # fmt: skip
-    """A match, with the replay of one battle if a file or folder for it is given."""
-    from esper.league.matches import Ground
+    """A match, with the replay of one battle if a file or folder for it is given. Policies take the likeliest actions, as in the
+    evaluations of their training, or with `draw` draw them."""
+    from esper.league.matches import Ground, unseen
     from esper.league.recording import play_and_record
 
     path = None if replay is None else _replay_file(replay, first, second)
+    has_policy = not isinstance(first.player, str) or not isinstance(second.player, str)
+    actions: Actions | None = None if not has_policy else "drawn" if draw else "likeliest"
+    ground_seed = unseen(COMMANDS, seed)
     with enough_memory(arena), sign_of_life("battles", arena.decisions) as on_scene:
         if path is None:
-            result = Ground(arena, seed=FRESH_MAPS + seed, device=device).play(first.player, second.player, on_scene=on_scene)
-            return Fought(result, wants_replay=False, replay=None)
+            ground = Ground(arena, seed=ground_seed, device=device)
+            result = ground.play(first.player, second.player, on_scene=on_scene, draws=draw)
+            return Fought(result, wants_replay=False, replay=None, actions=actions)
         try:
             recorded = play_and_record(
                 arena,
                 first.player,
                 second.player,
-                seed=FRESH_MAPS + seed,
+                seed=ground_seed,
                 path=path,
                 names=_names(first, second),
                 device=device,
                 on_scene=on_scene,
+                draws=draw,
             )
         except OSError as error:
             raise CommandError(f"the replay cannot be written to {path}: {error}", exit_code=FAILED) from error
-    return Fought(recorded.result, wants_replay=True, replay=recorded.path)
+    return Fought(recorded.result, wants_replay=True, replay=recorded.path, actions=actions)
 
 
 def _names(first: Contender, second: Contender) -> tuple[str, str]:
@@ -106,6 +116,8 @@ def print_match(fought: Fought) -> None:
             print(f"{title:<15}  {record} of {record.battles}")
     length = f"a battle took {result.decisions * DECISION_S:.1f} s, {result.decisions:.0f} decisions"
     print(f"ended by time    {100 * result.by_time / battles:.1f} % of the battles; {length}")
+    if fought.actions is not None:
+        print(f"actions          {'drawn' if fought.actions == 'drawn' else 'the likeliest ones; --draw draws them'}")
     if fought.replay is not None:
         file = shlex.quote(str(fought.replay))
         print(f"replay           {file}\nsee it           esper arena watch {file}")
@@ -117,6 +129,7 @@ def match_json(fought: Fought, arena: ArenaConfig) -> dict[str, Any]:
     result = fought.result
     return {
         "teams": arena.teams,
+        "actions": fought.actions,
         **record_json(result.record),
         "by_side": [record_json(record) for record in result.by_side],
         "by_time": result.by_time,

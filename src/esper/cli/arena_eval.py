@@ -36,6 +36,8 @@ class EvalArguments(Config):
     """of the maps and of all that is drawn"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where there is one"""
+    draw: tyro.conf.FlagCreatePairsOff[bool] = False
+    """draw its actions, as in training; else it takes the likeliest ones"""
     replay: Path | None = None
     """keep the first battle that it won, in this file, or in the folder replays of this run"""
 
@@ -51,7 +53,7 @@ def run(argv: list[str], prog: str) -> Outcome:
         arena = msgspec.structs.replace(config.arena, battles=arguments.battles, smallest_team=None)
         bot = Contender(arguments.against, arguments.against)
         print(f"{arguments.checkpoint} player of {arguments.run} against {bot.name}: {in_words(arena)}, on {device}", flush=True)
-        fought = fight(arena, player, bot, seed=arguments.seed, device=device, replay=arguments.replay)
+        fought = fight(arena, player, bot, seed=arguments.seed, device=device, replay=arguments.replay, draw=arguments.draw)
     print_match(fought)
     about = {"run": str(arguments.run), "checkpoint": arguments.checkpoint, "against": bot.name}
     return Outcome({**about, **match_json(fought, arena)})

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 import tyro
 
-from esper.cli.arena_players import FRESH_MAPS, enough_memory, mistakes, record_json, saved_arena, with_weights
+from esper.cli.arena_players import COMMANDS, enough_memory, mistakes, record_json, saved_arena
 from esper.cli.outcome import CommandError, Outcome
 from esper.cli.parse import parse
 from esper.config import Config, NonNegativeInt
@@ -64,23 +64,25 @@ def run(argv: list[str], prog: str) -> Outcome:
 
 
 def _round_robin(league: League, config: ArenaTrainConfig, arguments: LeagueArguments) -> None:
-    """Every member and anchor against every other, on the same maps."""
+    """Every member and anchor against every other, on the same maps. Members draw their actions, as in the battles of training that these
+    are shown with."""
     from esper.devices import find_device
-    from esper.league.matches import Ground
+    from esper.league.matches import Ground, unseen
+    from esper.league.network import make_player
 
     device = find_device(arguments.device)
     arena = msgspec.structs.replace(config.arena, battles=arguments.battles, smallest_team=None)
     names = _players(league)
     players: dict[str, Any] = {
-        name: name if name in league.anchors else with_weights(config, league.weights[name], device=device) for name in names
+        name: name if name in league.anchors else make_player(config, league.weights[name], device=device) for name in names
     }
     pairs = list(itertools.combinations(names, 2))
     print(f"{len(names)} players, {len(pairs)} matches of {arguments.battles} battles on {device}", flush=True)
     began = time.monotonic()
     with enough_memory(arena):
-        ground = Ground(arena, seed=FRESH_MAPS + arguments.seed, device=device)
+        ground = Ground(arena, seed=unseen(COMMANDS, arguments.seed), device=device)
         for number, (first, second) in enumerate(pairs, 1):
-            record = ground.play(players[first], players[second]).record
+            record = ground.play(players[first], players[second], draws=True).record
             try:
                 league.record(first, second, record)
             except ImportError as error:

@@ -41,6 +41,8 @@ class MatchArguments(Config):
     """of the maps and of all that is drawn"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where there is one"""
+    draw: tyro.conf.FlagCreatePairsOff[bool] = False
+    """draw the actions of policies, as in training; else they take the likeliest ones"""
     replay: Path | None = None
     """keep the first battle that A won, in this file, or in the folder replays of this run"""
 
@@ -55,7 +57,7 @@ def run(argv: list[str], prog: str) -> Outcome:
         arena = _arena(arguments, first, second)
         check_fits(arena, [first, second])
         print(f"{first.name} against {second.name}: {in_words(arena)}, on {device}", flush=True)
-        fought = fight(arena, first, second, seed=arguments.seed, device=device, replay=arguments.replay)
+        fought = fight(arena, first, second, seed=arguments.seed, device=device, replay=arguments.replay, draw=arguments.draw)
     print_match(fought)
     return Outcome({"first": first.name, "second": second.name, **match_json(fought, arena)})
 

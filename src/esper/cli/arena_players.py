@@ -6,11 +6,11 @@ import contextlib
 import difflib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from esper.arena.config import ArenaConfig
 from esper.cli.outcome import FAILED, CommandError
-from esper.league.training_config import Anchor, ArenaTrainConfig
+from esper.league.training_config import ANCHORS, ArenaTrainConfig
 
 if TYPE_CHECKING:
     import torch
@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from esper.league.record import Record
     from esper.rl.policy import Policy
 
-BOTS: tuple[str, ...] = get_args(Anchor)
-FRESH_MAPS = 2_000  # seeds of maps for commands: from here on, above those of training and of its own evaluations
+COMMANDS = "commands"  # what the ground of their matches is for: its maps are neither those of trainings nor of their own evaluations
 _OBSERVED = ("contacts", "allies", "state_view")  # fields of an arena that its observations are made of
 
 
@@ -31,7 +30,7 @@ class Contender(NamedTuple):
 
 def contender(text: str, *, device: torch.device) -> Contender:
     """A bot, RUN (its best player), RUN:latest, RUN:member of its league, or the file of a member in RUN/league/members."""
-    if text in BOTS:
+    if text in ANCHORS:
         return Contender(text, text)
     path = Path(text)
     if path.is_dir():
@@ -43,8 +42,8 @@ def contender(text: str, *, device: torch.device) -> Contender:
         if member in ("best", "latest"):
             return of_run(Path(folder), "latest" if member == "latest" else "best", device=device, name=text)
         return _of_league(Path(folder), member, device=device)
-    near = difflib.get_close_matches(text, BOTS, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"give a bot ({', '.join(BOTS)}), the folder of a run, or RUN:member of its league"
+    near = difflib.get_close_matches(text, ANCHORS, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"give a bot ({', '.join(ANCHORS)}), the folder of a run, or RUN:member of its league"
     raise CommandError(f"there is no player {text!r}; {hint}")
 
 
@@ -70,6 +69,7 @@ def saved_arena(folder: Path) -> ArenaTrainConfig:
 
 
 def _of_league(folder: Path, member: str, *, device: torch.device) -> Contender:
+    from esper.league.network import make_player
     from esper.league.store import FOLDER, LeagueStore
 
     config = saved_arena(folder)
@@ -82,40 +82,21 @@ def _of_league(folder: Path, member: str, *, device: torch.device) -> Contender:
             else f"there are {', '.join(weights) or 'none yet'}; {folder}:latest is the player of today"
         )
         raise CommandError(f"the league of {folder} has no member {member!r}; {hint}")
-    return Contender(f"{folder}:{member}", with_weights(config, weights[member], device=device), config.arena)
+    return Contender(f"{folder}:{member}", make_player(config, weights[member], device=device), config.arena)
 
 
 def _of_file(path: Path, *, device: torch.device) -> Contender:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    from esper.league.store import FOLDER, MEMBERS
+    from esper.league.network import make_player
+    from esper.league.store import FOLDER, MEMBERS, read_weights
 
     place = path.resolve().parent
     if (place.parent.name, place.name) != (FOLDER, MEMBERS):
         raise CommandError(f"{path} is no player: those are the files in RUN/{FOLDER}/{MEMBERS}, beside the config of their run")
     config = saved_arena(place.parent.parent)
     try:
-        return Contender(str(path), with_weights(config, load_file(path), device=device), config.arena)
-    except (SafetensorError, OSError, RuntimeError) as error:
-        raise CommandError(f"{path} is no player: {' '.join(str(error).split())}") from error
-
-
-def with_weights(config: ArenaTrainConfig, weights: dict[str, torch.Tensor], *, device: torch.device) -> Policy:
-    """A player of a run's league."""
-    from esper.league.network import make_policy
-    from esper.rng import Streams
-
-    policy = make_policy(
-        config.unit,
-        config.ppo.network,
-        config.arena,
-        generator=Streams(config.ppo.seed).torch("unit"),
-        device=device,
-        normalize_values=config.ppo.normalize_values,
-    )
-    policy.load_state_dict(weights)
-    return policy.eval().requires_grad_(False)
+        return Contender(str(path), make_player(config, read_weights(path), device=device), config.arena)
+    except ValueError as error:
+        raise CommandError(f"{path} is no player: {error}") from error
 
 
 def check_fits(arena: ArenaConfig, contenders: list[Contender]) -> None:

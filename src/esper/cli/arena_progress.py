@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.progress_bar import ProgressBar
@@ -19,13 +19,12 @@ from esper.cli.ppo_progress import BAR_WIDTH
 from esper.cli.progress import duration
 from esper.events import Record, read
 from esper.league.events import LeagueChanged, RoundFought
-from esper.league.training_config import Anchor
+from esper.league.training_config import ANCHORS
 from esper.rl.events import Update
 from esper.rl.run_events import RunStarted
 from esper.run_folder import EVENTS
 
 _RECENT_ROUNDS = 10  # whose battles are what is shown
-_BOTS = get_args(Anchor)
 _NOT_SHOWN = ("self", "learner")  # against itself of today a player always scores a half
 _PAST = "past selves"
 
@@ -87,7 +86,7 @@ class Progress(ppo_progress.Progress):
         battles: dict[str, int] = {}
         for fought in self._rounds:
             for opponent, (won, drawn, lost) in fought.results.items():
-                name = opponent if opponent in (*_BOTS, *_NOT_SHOWN) else _PAST
+                name = opponent if opponent in (*ANCHORS, *_NOT_SHOWN) else _PAST
                 points[name] = points.get(name, 0.0) + won + drawn / 2
                 battles[name] = battles.get(name, 0) + won + drawn + lost
         return {name: (points[name] / count, count) for name, count in battles.items() if count and name not in _NOT_SHOWN}

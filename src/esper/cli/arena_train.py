@@ -50,15 +50,15 @@ def run(argv: list[str], prog: str) -> Outcome:
     arguments = parse(ArenaArguments, words, prog, default=train_defaults(words), description=DESCRIPTION)
     config = arguments.settings()
     with in_group(config.device) as group, enough_memory(config.arena):
-        return _dry_run(config, group) if arguments.dry_run else _train(config, arguments, group)
+        return _dry_run(config, group, begins=not arguments.resume) if arguments.dry_run else _train(config, arguments, group)
 
 
-def _dry_run(config: ArenaTrainConfig, group: Group) -> Outcome:
+def _dry_run(config: ArenaTrainConfig, group: Group, *, begins: bool) -> Outcome:
     from esper.league.selfplay import SelfPlay
     from esper.league.training import prepare_arena
     from esper.rl.run_setup import count_parameters
 
-    with prepare_arena(config, group) as (ppo, _):
+    with prepare_arena(config, group, begins=begins) as (ppo, _):
         assert isinstance(ppo.env, SelfPlay)
         plan = {
             "device": str(ppo.device),
@@ -81,9 +81,11 @@ def _dry_run(config: ArenaTrainConfig, group: Group) -> Outcome:
 
 def _dealt(env: SelfPlay) -> dict[str, int]:
     """Battles by opponent."""
+    from esper.league.dealing import is_seat
+
     counts: dict[str, int] = {}
     for table in env.tables:
-        name = "past selves" if table.name.startswith("seat") else table.name
+        name = "past selves" if is_seat(table.name) else table.name
         counts[name] = counts.get(name, 0) + len(table.battles)
     return counts
 

@@ -12,7 +12,7 @@ from fastapi import FastAPI, Response
 from nicegui import ui
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-from esper.replay_file import INFO, KEYFRAMES, ReplayError, read_replay
+from esper.replay_file import DRAWN, INFO, ReplayError, read_replay
 
 HERE = Path(__file__).parent
 TITLE = "esper arena"
@@ -56,9 +56,8 @@ def build_app(list_replays: Callable[[], list[Path]]) -> FastAPI:
 
 
 def for_the_browser(path: Path) -> bytes:
-    """A checked replay without what only a simulation needs: the same format, which the page reads itself."""
+    """A checked replay with nothing but what the page reads, in the same format."""
     from safetensors.torch import save
 
     replay = read_replay(path)
-    drawn = {name: tensor for name, tensor in replay.tensors.items() if not name.startswith(KEYFRAMES)}
-    return save(drawn, metadata={INFO: msgspec.json.encode(replay.info).decode()})
+    return save({name: replay.tensors[name] for name in DRAWN}, metadata={INFO: msgspec.json.encode(replay.info).decode()})

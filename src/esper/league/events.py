@@ -6,13 +6,14 @@ from esper.events import Event
 
 
 class RoundFought(Event, tag="round_fought"):
-    """The battles that ended during one rollout, by opponent: won, drawn and lost. "self": both sides learn, and one is counted."""
+    """The battles that ended during one rollout, by opponent: won, drawn and lost. "self": both sides learn, and one is counted. Of past
+    selves only battles that they fought from the beginning."""
 
     update: int
     results: dict[str, tuple[int, int, int]]
     opponents: list[str]  # past selves that sat in the seats
     team: int  # largest team in battles that begin now
-    overflow: int  # shots for which no projectile slot was free
+    overflow: int  # shots since the last round for which no projectile slot was free
 
 
 class LeagueChanged(Event, tag="league_changed"):
@@ -24,12 +25,3 @@ class LeagueChanged(Event, tag="league_changed"):
     reason: str
     retired: list[str]
     against: dict[str, tuple[int, int, int]]  # opponent -> won, drawn, lost
-
-
-class ReplayKept(Event, tag="replay_kept"):
-    """A battle of the learner was written down."""
-
-    update: int
-    file: str
-    against: str
-    winner: int | None

@@ -174,9 +174,24 @@ class League:
             return
         first, second, told = in_order(player, opponent, record)
         if self.is_rated:
-            before = [self._ratings.get(name, Rating()) for name in (first, second)]
-            self._ratings[first], self._ratings[second] = ratings.rated(before[0], before[1], told)
+            self._rate(first, second, told)
         self.table.add(first, second, told)
+
+    def _rate(self, first: str, second: str, record: Record) -> None:
+        """A candidate does not move those whom it is measured against: that waits until it is a member, and else never happens."""
+        after = ratings.rated(self._ratings.get(first, Rating()), self._ratings.get(second, Rating()), record)
+        candidates = [name for name in (first, second) if self.entry(name).kind == "candidate"]
+        for name, rating in zip((first, second), after, strict=True):
+            if not candidates or name in candidates:
+                self._ratings[name] = rating
+
+    def _rate_opponents(self, name: str) -> None:
+        """What the trial of a new member says of those whom it met."""
+        own = self._ratings.get(name, Rating())
+        for other in (entry.name for entry in self.entries if entry.kind in ("anchor", "member") and entry.name != name):
+            record = self.table.between(name, other)
+            if record.battles:
+                self._ratings[other] = ratings.rated(own, self._ratings.get(other, Rating()), record)[1]
 
     def settle(self, name: str) -> Settled:
         """A candidate becomes a member, and the least useful one leaves where the league is full; or the candidate is forgotten."""
@@ -193,6 +208,8 @@ class League:
             return Settled(False, reason)
         del self._entries[name]  # and to the end, where the newest stand
         self._entries[name] = Entry(name, "member", entry.step)
+        if self.is_rated:
+            self._rate_opponents(name)
         leaving = rules.retirements(
             self.members,
             size=self.config.size,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from esper.arena.arena import Arena, Scene
-from esper.arena.bots import BOTS, Bot
+from esper.arena.bots import Bot
 from esper.arena.config import ArenaConfig
 from esper.arena.recorder import Recorder
 from esper.league.players import BotPlayer, Player, PolicyPlayer, join, side_rows
@@ -29,6 +29,12 @@ class MatchResult:
     won: tuple[int, ...]  # places in which the first player won
 
 
+def unseen(purpose: str, seed: int) -> int:
+    """The seed of a ground for some purpose. It is drawn by a label, so that whatever small number a training is given as its seed, its
+    maps are others."""
+    return Streams(seed).spawn(f"ground of {purpose}").integer("maps")
+
+
 class Ground:
     """An arena for matches, made once: every match is fought on the maps of one seed, so that players meet the same battles."""
 
@@ -43,10 +49,10 @@ class Ground:
         *,
         on_scene: Callable[[Scene], None] | None = None,
         recorders: Sequence[Recorder] = (),
-        draws: bool = True,
+        draws: bool = False,
     ) -> MatchResult:
-        """One battle in every place. The first player is the first team where the place is even. Policies draw their actions, or without
-        `draws` always take the likeliest.
+        """One battle in every place. The first player is the first team where the place is even. Policies take the likeliest actions, or
+        with `draws` draw them.
 
         Recorders are of this ground's arena, and new: they see their battles from the beginning to the end.
         """
@@ -70,6 +76,7 @@ class Ground:
             if decision % 10 == 9 and tally.is_over():
                 break
         assert tally.is_over(), "a battle went on beyond its time"
+        arena.check()
         return tally.result(side)
 
     def _seated(self, who: Contender, rows: Tensor, number: int, *, draws: bool) -> Player:
@@ -107,7 +114,3 @@ class Tally:
 
 def _record(points: Tensor) -> Record:
     return Record(wins=int((points == 2).sum()), draws=int((points == 1).sum()), losses=int((points == 0).sum()))
-
-
-def is_bot(name: str) -> bool:
-    return name in BOTS

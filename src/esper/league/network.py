@@ -9,6 +9,7 @@ Shapes: B = any leading dimension, C = contacts, A = allies, E = width of the ve
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -18,12 +19,14 @@ from esper.arena.config import ArenaConfig
 from esper.arena.env import observation_spec
 from esper.arena.layout import parts, state_width
 from esper.arena.orders import action_spec
-from esper.league.training_config import UnitNetworkConfig
+from esper.checkpoint import load_module
+from esper.league.training_config import ArenaTrainConfig, UnitNetworkConfig
 from esper.rl.config import NetworkConfig
 from esper.rl.dense import Dense
 from esper.rl.distributions import ActionDistribution
 from esper.rl.networks import initialize, mlp
 from esper.rl.policy import Policy
+from esper.rng import Streams
 from esper.vecenv import Obs
 
 _ACTIVATION = "relu"
@@ -119,3 +122,18 @@ def make_policy(
         normalize_observations=False,
         normalize_values=normalize_values,
     )
+
+
+def make_player(config: ArenaTrainConfig, weights: Mapping[str, Tensor] | None = None, *, device: torch.device) -> Policy:
+    """A policy of a training that learns no more, with these weights, or the first ones that the training had."""
+    policy = make_policy(
+        config.unit,
+        config.ppo.network,
+        config.arena,
+        generator=Streams(config.ppo.seed).torch("unit"),
+        device=device,
+        normalize_values=config.ppo.normalize_values,
+    )
+    if weights is not None:
+        load_module(policy, weights)
+    return policy.eval().requires_grad_(False)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import msgspec
 
 from esper.statistics import Interval, wilson_interval
-from esper.text_table import aligned
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -130,27 +128,12 @@ class WinTable:
         """Forgets all battles of a player."""
         self._records = {pair: record for pair, record in self._records.items() if player not in pair}
 
-    def text(self, players: Sequence[str] | None = None, opponents: Sequence[str] | None = None) -> str:
-        """A line for each player and a column for each opponent, with the player's score and its interval; all of them by default."""
-        players, opponents = self.players if players is None else players, self.players if opponents is None else opponents
-        rows = [[player, *(str(self.between(player, opponent)) for opponent in opponents)] for player in players]
-        return aligned([["", *(f"vs {opponent}" for opponent in opponents)], *rows], numbers=True)
-
-    def to_state(self) -> list[dict[str, Any]]:
-        """What JSON can hold."""
-        rows: list[dict[str, Any]] = msgspec.to_builtins([TableRow(*row) for row in self])
-        return rows
-
     @classmethod
     def from_rows(cls, rows: Sequence[TableRow]) -> WinTable:
         table = cls()
         for row in rows:
             table.add(row.first, row.second, row.record)
         return table
-
-    @classmethod
-    def from_state(cls, state: Any) -> WinTable:
-        return cls.from_rows(msgspec.convert(state, list[TableRow]))
 
 
 def check_pair(player: str, opponent: str) -> None:

@@ -37,6 +37,7 @@ def play_and_record(
     names: tuple[str, str] | None = None,
     device: torch.device | str = "cpu",
     on_scene: Callable[[Scene], None] | None = None,
+    draws: bool = False,
 ) -> Recorded:
     """A match as `Ground.play` has it, with the replay of the battle in one place. Without `battle`, of one that the first player won, if
     it won any. `names` are those of the players in the replay."""
@@ -44,13 +45,13 @@ def play_and_record(
     called = names or (_name(first), _name(second))
     places = range(min(_WATCHED, config.battles)) if battle is None else [battle]
     recorders = [_recorder(ground, place, called) for place in places]
-    result = ground.play(first, second, on_scene=on_scene, recorders=recorders)
+    result = ground.play(first, second, on_scene=on_scene, recorders=recorders, draws=draws)
     wanted = result.won if battle is None else (battle,)
     kept = next((recorder for recorder in recorders if recorder.battle in wanted), None)
     if kept is None and wanted:
         # It won elsewhere. The same match once more is the same battles once more.
         kept = _recorder(ground, wanted[0], called)
-        ground.play(first, second, recorders=[kept])
+        ground.play(first, second, recorders=[kept], draws=draws)
         if kept.winner != kept.battle % 2:
             return Recorded(result, None, None, None)
     if kept is None:

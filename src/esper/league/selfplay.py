@@ -1,8 +1,8 @@
 """The arena as the learner meets it: a `vecenv` whose rows are the units that learn, with everybody else driven by opponents.
 
-Battles are dealt to tables once. At the first, both sides are the learner. At the others it fights one opponent, from the first side in
-even places and from the second in odd ones: a scripted bot, or whichever past self sits there for this rollout. After every rollout
-the results are read once, the league hears of them, and past selves are drawn anew by how hard they are.
+Battles are dealt to tables once. At one of them both sides are the learner. At the others it fights one opponent, from the first side in
+even places and from the second in odd ones: a scripted bot, or whichever past self sits there for some rollouts. After every rollout the
+results are read, the league hears of them, and where it is time past selves are drawn anew by how hard they are.
 
 Shapes: B = battles, U = units, N = rows that learn.
 """
@@ -13,26 +13,25 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 
 from esper.arena.arena import Arena, Scene
-from esper.arena.bots import Bot
-from esper.arena.env import observation_spec, unit_rows
+from esper.arena.bots import BOTS, Bot
+from esper.arena.env import ends, observation_spec, unit_rows
 from esper.events import Event
+from esper.league.dealing import SELF, deal, is_seat
 from esper.league.events import LeagueChanged, RoundFought
 from esper.league.league import LEARNER, League
-from esper.league.matches import Ground
-from esper.league.network import make_policy
+from esper.league.network import make_player
 from esper.league.players import BotPlayer, Player, PolicyPlayer, join, side_rows
 from esper.league.record import Record
+from esper.league.seats import Seat, Seats
 from esper.league.training_config import ArenaTrainConfig
+from esper.league.trials import Trials
 from esper.rl.policy import Policy
 from esper.rng import Streams
 from esper.vecenv import Actions, Timestep
-
-SELF = "self"
 
 
 @dataclass
@@ -56,61 +55,46 @@ class SelfPlay:
         on_event: Callable[[Event], None] = lambda event: None,
     ) -> None:
         self.config, self.on_event = config, on_event
+        dealt = deal(config.selfplay, config.arena.battles)  # before the arena, whose maps take a while
         self.arena = Arena(config.arena, seed=seed, device=device, compile=config.compile)
         self.device = device = self.arena.device
         self.streams = Streams(seed).spawn("self-play")
-        self.league = League(anchors=("random", "weak", "middle", "strong"), config=config.league)
+        self.league = League(anchors=BOTS, config=config.league)
+        self.trials = Trials(config, seed=self.streams.integer("ground"), device=device)
         self.observation_spec, self.action_spec = observation_spec(config.arena), self.arena.action_spec
         self.side = torch.arange(config.arena.battles, device=device) % 2  # of the learner, where it has only one
-        self.seats: list[str | None] = [None] * config.selfplay.past_seats  # who sits there; None: the learner's own copy of today
         self.learner: Policy | None = None
-        self.tables = self._laid()
+        places = torch.split(torch.arange(config.arena.battles, device=device), list(dealt.values()))
+        self.tables = [Table(name, place, self._opponent(name, place)) for name, place in zip(dealt, places, strict=True)]
+        self.table_of = torch.cat([torch.full_like(table.battles, index) for index, table in enumerate(self.tables)])
+        self.seats = self._placed_seats()
         self.rows = self._learning_rows()
         self.num_envs = len(self.rows)
-        self.table_of = torch.zeros(config.arena.battles, dtype=torch.int64, device=device)
-        for index, table in enumerate(self.tables):
-            self.table_of[table.battles] = index
         self.results = torch.zeros(len(self.tables), 3, dtype=torch.int64, device=device)  # won, drawn, lost
         self.steps = 0  # of every row
         self.updates = 0
+        self.overflow = 0  # of all rounds that were told
         self.scene: Scene | None = None
-        self.ground: Ground | None = None
         self._set_team()
 
-    # Seats
-
-    def _laid(self) -> list[Table]:
-        selfplay, battles = self.config.selfplay, self.config.arena.battles
-        names: list[str] = list(dict.fromkeys(selfplay.bots)) if selfplay.bot_share else []
-        bots: list[str] = list(selfplay.bots)
-        counts = [round(battles * selfplay.bot_share * bots.count(name) / len(bots)) for name in names]
-        if selfplay.past_share:
-            names += [f"seat {index}" for index in range(selfplay.past_seats)]
-            counts += [round(battles * selfplay.past_share / selfplay.past_seats)] * selfplay.past_seats
-        names.append(SELF)
-        counts.append(battles - sum(counts))
-        if min(counts) < 0 or max(counts[:-1], default=0) == 0 < len(counts) - 1:
-            raise ValueError(f"{battles} battles cannot be dealt to {dict(zip(names, counts, strict=True))}; use more battles")
-        order = torch.split(torch.arange(battles, device=self.device), counts)
-        return [Table(name, place, self._opponent(name, place)) for name, place in zip(names, order, strict=True) if len(place)]
+    # Who drives whom
 
     def _opponent(self, name: str, battles: Tensor) -> Player | None:
         if name == SELF:
             return None
         arena = self.config.arena
         rows = side_rows(battles, 1 - self.side[battles], teams=arena.teams)
-        if not name.startswith("seat"):
+        if not is_seat(name):
             return BotPlayer(Bot(name, self.arena, seed=self.streams.integer(name)), rows)
         device = torch.device(self.config.selfplay.opponent_device or self.device)
-        return PolicyPlayer(self._fresh_policy(device), rows, units=arena.units, generator=self.streams.torch(name, device))
+        policy = make_player(self.config, device=device)
+        return PolicyPlayer(policy, rows, units=arena.units, generator=self.streams.torch(name, device))
 
-    def _fresh_policy(self, device: torch.device) -> Policy:
+    def _placed_seats(self) -> Seats:
         config = self.config
-        generator = Streams(config.ppo.seed).torch("policy of a seat")
-        policy = make_policy(
-            config.unit, config.ppo.network, config.arena, generator=generator, device=device, normalize_values=config.ppo.normalize_values
-        )
-        return policy.eval().requires_grad_(False)
+        rollouts = config.selfplay.seat_rollouts or -(-config.arena.decisions // config.ppo.num_steps)
+        seats = {table.name: Seat(table.opponent, table.battles) for table in self.tables if isinstance(table.opponent, PolicyPlayer)}
+        return Seats(seats, rollouts=rollouts, battles=config.arena.battles, device=self.device)
 
     def _learning_rows(self) -> Tensor:
         teams = self.config.arena.teams
@@ -124,25 +108,11 @@ class SelfPlay:
 
     def attach(self, learner: Policy) -> None:
         self.learner = learner
-        self._seat_players()
+        self._draw_opponents()
 
-    def _seat_players(self) -> None:
-        """Past selves are drawn for the seats; while there are none, today's learner sits there."""
-        chances = self.league.opponents()
-        rng = self.streams.numpy("seats")
-        for index in range(len(self.seats)):
-            name = str(rng.choice(list(chances), p=list(chances.values()))) if chances else None
-            self._fill_seat(index, name)
-
-    def _fill_seat(self, index: int, name: str | None) -> None:
-        """Who sits down in the middle of battles does not take over the memories of who sat there before."""
+    def _draw_opponents(self) -> None:
         assert self.learner is not None
-        player = next((table.opponent for table in self.tables if table.name == f"seat {index}"), None)
-        if isinstance(player, PolicyPlayer):
-            player.policy.load_state_dict(self.learner.state_dict() if name is None else self.league.weights[name])
-            if name != self.seats[index]:
-                player.forget()
-        self.seats[index] = name
+        self.seats.draw(self.league, self.learner, step=self.steps, update=self.updates, rng=self.streams.numpy("seats"))
 
     # The environment
 
@@ -157,15 +127,14 @@ class SelfPlay:
         said = [(self.rows, actions)]
         said += [(table.opponent.rows, table.opponent.act(self.scene)) for table in self.tables if table.opponent is not None]
         scene = self.arena.step(join(said, self.config.arena.battles * self.config.arena.units))
-        self._count(scene)
         self.steps += 1
+        self._count(scene)
         return self._timestep(scene)
 
     def _timestep(self, scene: Scene) -> Timestep:
         self.scene = scene
         rows = self.rows
-        ended = scene.was_alive & (scene.died | scene.ended.unsqueeze(1))
-        terminated = ended.flatten()[rows]
+        terminated = ends(scene).flatten()[rows]
         return Timestep(
             obs={name: value[rows] for name, value in unit_rows(scene).items()},
             reward=scene.reward.flatten()[rows],
@@ -177,8 +146,8 @@ class SelfPlay:
 
     def _count(self, scene: Scene) -> None:
         outcome = torch.where(scene.winner == -1, 1, torch.where(scene.winner == self.side, 0, 2))
-        place = self.table_of * 3 + outcome
-        self.results.view(-1).scatter_add_(0, place, scene.ended.long())
+        counts = scene.ended & self.seats.is_credited(scene.last[:, 0], self.steps)
+        self.results.view(-1).scatter_add_(0, self.table_of * 3 + outcome, counts.long())
 
     def close(self) -> None:
         pass
@@ -186,30 +155,31 @@ class SelfPlay:
     # Between rollouts
 
     def _between_rollouts(self) -> None:
-        """The league hears of the battles; now and then the learner enters it; past selves are drawn anew. The device is read once."""
+        """The league hears of the battles; now and then the learner enters it; past selves are drawn. The device is waited for once."""
         self.updates += 1
         self.arena.check()
-        counts = self.results.tolist()
+        overflow, *counts = torch.cat((self.arena.state.contest.overflow.sum().view(1), self.results.view(-1))).tolist()
         self.results.zero_()
-        told: dict[str, tuple[int, int, int]] = {}
-        for table, (won, drawn, lost) in zip(self.tables, counts, strict=True):
-            name = self._opponent_name(table)
+        told: dict[str, Record] = {}
+        for index, table in enumerate(self.tables):
+            record = Record(*counts[3 * index : 3 * index + 3])
+            name = (self.seats.name(table.name) or LEARNER) if is_seat(table.name) else table.name
             if name not in (SELF, LEARNER):
-                self.league.record(LEARNER, name, Record(won, drawn, lost))
-            before = told.get(name, (0, 0, 0))
-            told[name] = (before[0] + won, before[1] + drawn, before[2] + lost)
-        overflow = int(self.arena.state.contest.overflow.sum())
-        team = self._set_team()
-        seated = [name for name in self.seats if name is not None]
-        self.on_event(RoundFought(update=self.updates, results=told, opponents=seated, team=team, overflow=overflow))
+                self.league.record(LEARNER, name, record)
+            told[name] = told.get(name, Record()) + record
+        self.on_event(
+            RoundFought(
+                update=self.updates,
+                results=_plain(told),
+                opponents=[name for name in self.seats.names if name is not None],
+                team=self._set_team(),
+                overflow=overflow - self.overflow,
+            )
+        )
+        self.overflow = overflow
         if self.updates % self.config.selfplay.enter_every == 0:
             self._enter()
-        self._seat_players()
-
-    def _opponent_name(self, table: Table) -> str:
-        if not table.name.startswith("seat"):
-            return table.name
-        return self.seats[int(table.name.removeprefix("seat "))] or LEARNER
+        self._draw_opponents()
 
     def _set_team(self) -> int:
         """The curriculum: teams grow by one every so many updates."""
@@ -219,19 +189,10 @@ class SelfPlay:
         return team
 
     def _enter(self) -> None:
-        """The learner sends a copy of itself to the league, where it fights the anchors and the best member, and stays if it beats that."""
+        """The learner sends a copy of itself to the league."""
         assert self.learner is not None
         name = f"update-{self.updates}"
-        self.league.enter(name, self.steps * self.num_envs, self.learner.state_dict())
-        candidate = self._fresh_policy(self.device)
-        candidate.load_state_dict(self.learner.state_dict())
-        against: dict[str, tuple[int, int, int]] = {}
-        rivals = ["middle", "strong"] + ([self.league.best] if self.league.best is not None else [])
-        for rival in rivals:
-            record = self.fight(candidate, rival)
-            self.league.record(name, rival, record)
-            against[rival] = (record.wins, record.draws, record.losses)
-        settled = self.league.settle(name)
+        settled, against = self.trials.enter(self.league, name, self.steps * self.num_envs, self.learner)
         self.on_event(
             LeagueChanged(
                 update=self.updates,
@@ -239,21 +200,9 @@ class SelfPlay:
                 is_promoted=settled.is_promoted,
                 reason=settled.reason,
                 retired=list(settled.retired),
-                against=against,
+                against=_plain(against),
             )
         )
-
-    def fight(self, policy: Policy, rival: str) -> Record:
-        """A match on ground that no training battle is fought on."""
-        if self.ground is None:
-            config = self.config
-            arena = msgspec.structs.replace(config.arena, battles=config.selfplay.entry_battles, smallest_team=None)
-            self.ground = Ground(arena, seed=self.streams.integer("ground"), device=self.device)
-        if rival in self.league.anchors:
-            return self.ground.play(policy, rival).record
-        other = self._fresh_policy(self.device)
-        other.load_state_dict(self.league.weights[rival])
-        return self.ground.play(policy, other).record
 
     # State
 
@@ -265,10 +214,10 @@ class SelfPlay:
             "streams": self.streams.state_dict(),
             "league": self.league.to_state(),
             "members": self.league.weights,
-            "seats": [name or "" for name in self.seats],
+            "seats": self.seats.state_dict(),
             "seated": [self._seat_state(table.opponent) for table in self.tables],
             "results": self.results.clone(),
-            "counters": {"steps": self.steps, "updates": self.updates},
+            "counters": {"steps": self.steps, "updates": self.updates, "overflow": self.overflow},
             "ended": self.scene.ended.clone(),
         }
 
@@ -283,7 +232,7 @@ class SelfPlay:
         self.arena.load_state_dict(saved["arena"])
         self.streams.load_state_dict(saved["streams"])
         self.league = League.from_state(saved["league"], saved["members"], config=self.config.league)
-        self.seats = [name or None for name in saved["seats"]]
+        self.seats.load_state_dict(saved["seats"])
         for table, seated in zip(self.tables, saved["seated"], strict=True):
             if table.opponent is None or seated is None:
                 continue
@@ -291,7 +240,13 @@ class SelfPlay:
                 table.opponent.policy.load_state_dict(seated["policy"])
             table.opponent.load_state_dict(seated)
         self.results.copy_(saved["results"])
-        self.steps, self.updates = saved["counters"]["steps"], saved["counters"]["updates"]
+        counters = saved["counters"]
+        self.steps, self.updates, self.overflow = counters["steps"], counters["updates"], counters["overflow"]
         self._set_team()
         # Memories of past selves begin anew where a battle had just ended, and nowhere else.
         self.scene = self.arena.look()._replace(ended=saved["ended"].to(self.device), is_first=False)
+
+
+def _plain(records: dict[str, Record]) -> dict[str, tuple[int, int, int]]:
+    """Won, drawn and lost, by opponent."""
+    return {name: (record.wins, record.draws, record.losses) for name, record in records.items()}

@@ -16,12 +16,16 @@ import hashlib
 import json
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 import esper
 from esper.checkpoint.files import FileDigest, sync, to_json, write_synced
 from esper.league.league import League, LeagueError, Weights
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FOLDER, LEAGUE, MEMBERS = "league", "league.json", "members"  # the first lies in the run's folder
 FORMAT = 1  # of the folder; a higher one is refused
@@ -49,31 +53,23 @@ class LeagueFile(msgspec.Struct, frozen=True):
     weights: dict[str, WeightsFile]
 
 
-class _Saved(msgspec.Struct, frozen=True):
-    weights: Weights  # the very ones that were written
-    file: WeightsFile
-
-
 class LeagueStore:
     """Saves a league to a folder, and loads it. Weights are written once."""
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
         self.members = self.folder / MEMBERS
-        self._saved: dict[str, _Saved] = {}
 
     def save(self, league: League) -> None:
         """Returns when the league is on the disk."""
         if not self.members.is_dir():
             self.members.mkdir(parents=True, exist_ok=True)
             sync(self.folder.parent)
-        saved = {name: self._save_weights(name, weights) for name, weights in league.weights.items()}
+        files = {name: self._save_weights(name, weights) for name, weights in league.weights.items()}
         sync(self.members)
-        files = {name: entry.file for name, entry in saved.items()}
         content = LeagueFile(format=FORMAT, esper=esper.__version__, league=league.to_state(), weights=files)
         _write(self.folder / LEAGUE, to_json(msgspec.to_builtins(content), indent=1))
         sync(self.folder)
-        self._saved = saved
         self._remove_all_but({entry.file for entry in files.values()})
 
     def load(self, *, with_weights: bool = True) -> League:
@@ -98,10 +94,7 @@ class LeagueStore:
         except OSError as error:
             raise LeagueError(f"{self.folder / LEAGUE} cannot be read: {error.strerror}") from error
 
-    def _save_weights(self, name: str, weights: Weights) -> _Saved:
-        saved = self._saved.get(name)
-        if saved is not None and saved.weights is weights and (self.members / saved.file.file).is_file():
-            return saved
+    def _save_weights(self, name: str, weights: Weights) -> WeightsFile:
         content = _encoded(name, weights)
         # A resumed run may enter other weights under a name that the folder knows from before: that file must stay as it is until no
         # league.json names it.
@@ -111,12 +104,25 @@ class LeagueStore:
             file = f"{name}~{count}{_SUFFIX}"
         if not (self.members / file).exists():
             _write(self.members / file, content)
-        return _Saved(weights, WeightsFile(file, _digest(content)))
+        return WeightsFile(file, _digest(content))
 
     def _remove_all_but(self, named: set[str]) -> None:
         orphans = [path for path in self.members.glob(f"*{_SUFFIX}") if path.name not in named]
         for path in [*orphans, *self.members.glob(f"{_TEMPORARY}*"), *self.folder.glob(f"{_TEMPORARY}*")]:
             path.unlink(missing_ok=True)
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """Weights of a player from a file as a league keeps them, of which nothing else is known."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    if not path.is_file():
+        raise LeagueError(f"there are no weights at {path}; a run keeps those of its league in RUN/{FOLDER}/{MEMBERS}/NAME{_SUFFIX}")
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise LeagueError(f"{path} is not a file of weights: {' '.join(str(error).split())}") from error
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -148,13 +154,13 @@ def _decoded(content: bytes, path: Path, members: Path | None) -> League:
     if told is None:
         raise LeagueError(f"{path} was written by a newer esper: its format is {found}, this one reads up to {FORMAT}")
     try:
-        weights = None if members is None else {name: _read_weights(members, name, file) for name, file in told.weights.items()}
+        weights = None if members is None else {name: _member_weights(members, name, file) for name, file in told.weights.items()}
         return League.from_state(told.league, weights)
     except LeagueError as error:
         raise LeagueError(f"{path}: {error}") from error
 
 
-def _read_weights(members: Path, name: str, file: WeightsFile) -> Weights:
+def _member_weights(members: Path, name: str, file: WeightsFile) -> Weights:
     from safetensors.torch import load
 
     path = members / file.file

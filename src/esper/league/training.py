@@ -6,11 +6,16 @@
 
 The league is part of every checkpoint, which is the truth when a run goes on; `league/` in the run's folder is for people, and is written
 whole or not at all.
+
+Of several ranks each fights battles of its own and keeps a league of its own: they enter the same weights, but fight the trials on other
+ground and may settle otherwise. Each goes on with its own; the files, and what is reported, are of rank 0.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, Unpack
@@ -19,14 +24,15 @@ import msgspec
 import torch
 from torch import nn
 
+from esper.arena.config import ArenaConfig
 from esper.checkpoint import load_module
 from esper.config import load
 from esper.devices import find_device, threads
 from esper.league.league import League
-from esper.league.matches import Ground, MatchResult
-from esper.league.network import make_parts, make_policy
+from esper.league.matches import Ground, MatchResult, unseen
+from esper.league.network import make_parts, make_player
 from esper.league.selfplay import SelfPlay
-from esper.league.store import FOLDER, LeagueStore
+from esper.league.store import FOLDER, LeagueStore, read_weights
 from esper.league.training_config import ArenaTrainConfig
 from esper.parallel import ALONE, Group
 from esper.rl.checkpoints import open_store
@@ -38,8 +44,6 @@ from esper.rl.runs import Kind, Result, RunOptions, resume_run, train_run
 from esper.rng import Streams
 from esper.run_folder import CONFIG, RunError, check_holds_a_run
 
-_EVALUATION_SEED = 1_000  # grounds of evaluations: seeds from here on, which no training draws its maps from
-
 
 def train_arena(config: ArenaTrainConfig, folder: Path | str | None = None, **options: Unpack[RunOptions]) -> Result:
     """Trains a new player in a folder of its own. Stops after the update in which `should_stop()` becomes true, with a checkpoint."""
@@ -48,12 +52,14 @@ def train_arena(config: ArenaTrainConfig, folder: Path | str | None = None, **op
 
 def resume_arena(folder: Path | str, *, config: ArenaTrainConfig | None = None, **options: Unpack[RunOptions]) -> Result:
     """Goes on from the latest checkpoint, in the middle of its battles. `config` may ask for more steps than the saved one."""
-    return resume_run(folder, config=config, kind=ARENA, **options)
+    kind = _GOES_ON if open_store(folder).has_any() else ARENA  # without a checkpoint it begins from the start
+    return resume_run(folder, config=config, kind=kind, **options)
 
 
 @contextlib.contextmanager
-def prepare_arena(config: ArenaTrainConfig, group: Group = ALONE) -> Iterator[tuple[PPO, Relay]]:
-    """The learner of a run in its battles. Touches no files; mistakes in the config are RunErrors."""
+def prepare_arena(config: ArenaTrainConfig, group: Group = ALONE, *, begins: bool = True) -> Iterator[tuple[PPO, Relay]]:
+    """The learner of a run in its battles. Touches no files; mistakes in the config are RunErrors. Weights to start from are read only
+    where a run begins: where it goes on they may long be gone."""
     device, relay = group.place(find_device(config.device)), Relay()
     with threads(config.threads):
         try:
@@ -61,7 +67,7 @@ def prepare_arena(config: ArenaTrainConfig, group: Group = ALONE) -> Iterator[tu
             env = SelfPlay(config, device=device, seed=seed, on_event=relay)
             parts = make_parts(config.unit, config.ppo.network, config.arena, generator=Streams(config.ppo.seed).torch("unit"))
             ppo = PPO(env, config.ppo, parts.encoder, actor=parts.actor, critic=parts.critic, device=device, on_event=relay, group=group)
-            if config.start_from is not None:
+            if begins and config.start_from is not None:
                 load_module(ppo.policy, read_weights(Path(config.start_from)))
             env.attach(ppo.policy)
         except (ValueError, ImportError) as error:
@@ -69,37 +75,36 @@ def prepare_arena(config: ArenaTrainConfig, group: Group = ALONE) -> Iterator[tu
         yield ppo, relay
 
 
-def read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """Weights of a player as a league keeps them."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    if not path.is_file():
-        raise ValueError(f"there are no weights at {path}; a run keeps those of its league in RUN/league/members/NAME.safetensors")
-    try:
-        return load_file(path)
-    except SafetensorError as error:
-        raise ValueError(f"{path} is not a file of weights: {error}") from error
-
-
 def _prepare(config: ArenaTrainConfig, encoder: nn.Module | None, group: Group) -> contextlib.AbstractContextManager[tuple[PPO, Relay]]:
     return prepare_arena(config, group)
+
+
+def _prepare_to_go_on(
+    config: ArenaTrainConfig, encoder: nn.Module | None, group: Group
+) -> contextlib.AbstractContextManager[tuple[PPO, Relay]]:
+    return prepare_arena(config, group, begins=False)
 
 
 def _score(config: ArenaTrainConfig, policy: Policy, seed: int) -> Evaluation | None:
     """Battles against the anchor that the config names; one battle counts 1, 0.5 or 0."""
     if not config.eval_battles:
         return None
-    result = against_bot(policy, config, config.eval_against, battles=config.eval_battles, seed=_EVALUATION_SEED + seed)
+    result = against_bot(policy, config, config.eval_against, battles=config.eval_battles, seed=seed)
     record = result.record
     returns = [1.0] * record.wins + [0.5] * record.draws + [0.0] * record.losses
     return Evaluation(returns, [round(result.decisions)] * len(returns))
 
 
 def against_bot(policy: Policy, config: ArenaTrainConfig, bot: str, *, battles: int, seed: int, draws: bool = False) -> MatchResult:
-    """A match of full teams on maps of its own. The policy takes the likeliest actions, or with `draws` draws them."""
+    """A match of full teams, on maps that nobody trains on. The policy takes the likeliest actions, or with `draws` draws them."""
     arena = msgspec.structs.replace(config.arena, battles=battles, smallest_team=None)
-    return Ground(arena, seed=seed, device=policy.device).play(policy, bot, draws=draws)
+    return _ground(arena, unseen("evaluation", seed), policy.device).play(policy, bot, draws=draws)
+
+
+@functools.lru_cache(maxsize=1)
+def _ground(arena: ArenaConfig, seed: int, device: torch.device) -> Ground:
+    """Kept from one evaluation of a run to the next: a new one makes its maps again, and records its step in new memory of the GPU."""
+    return Ground(arena, seed=seed, device=device)
 
 
 def write_league(folder: Path, state: dict[str, Any]) -> None:
@@ -117,6 +122,7 @@ ARENA = Kind(
     score=_score,
     after_checkpoint=write_league,
 )
+_GOES_ON = dataclasses.replace(ARENA, prepare=_prepare_to_go_on)
 
 
 def load_player(
@@ -129,13 +135,4 @@ def load_player(
     store = open_store(place)
     if not store.has_any():
         raise RunError(f"{place} has no checkpoint yet; train it for longer")
-    policy = make_policy(
-        config.unit,
-        config.ppo.network,
-        config.arena,
-        generator=Streams(config.ppo.seed).torch("unit"),
-        device=torch.device(device),
-        normalize_values=config.ppo.normalize_values,
-    )
-    load_module(policy, store.load(which).state["ppo"]["policy"])
-    return policy.eval().requires_grad_(False), config
+    return make_player(config, store.load(which).state["ppo"]["policy"], device=torch.device(device)), config

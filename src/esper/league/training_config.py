@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 from esper.arena.config import ArenaConfig, TeamSize
 from esper.config import Config, ConfigError, Fraction, NonNegativeInt, PositiveInt
 from esper.league.config import LeagueConfig
 from esper.rl.config import NetworkConfig, PPOConfig
 
-Anchor = Literal["random", "weak", "middle", "strong"]
+Anchor = Literal["random", "weak", "middle", "strong"]  # `esper.arena.bots.BOTS`, which is not imported: it brings torch
+ANCHORS: tuple[str, ...] = get_args(Anchor)
 
 
 class UnitNetworkConfig(Config):
@@ -28,7 +29,8 @@ class SelfPlayConfig(Config):
     bots: tuple[Anchor, ...] = ("middle", "strong")  # scripted opponents, each with as many battles; one named twice has twice as many
     bot_share: Fraction = 0.5  # of the battles
     past_share: Fraction = 0.25  # of the battles, against past selves
-    past_seats: PositiveInt = 1  # past selves at a time, drawn anew for every rollout
+    past_seats: PositiveInt = 1  # past selves at a time
+    seat_rollouts: PositiveInt | None = None  # for which a past self stays in its seat; None: so many that a battle can be over
     first_team: TeamSize | None = None  # curriculum: team size at first; None: as large as it gets
     team_grows: PositiveInt = 20  # updates between two sizes
     enter_every: PositiveInt = 25  # updates after which the learner sends itself to the league

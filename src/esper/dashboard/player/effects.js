@@ -2,21 +2,20 @@
 
 import { THREE } from "nicegui-scene";
 
-// Weapons that are not known here look like the laser.
+// Weapons that are not known here look like the laser. `flies`: length and thickness of what flies, and metres that it goes in a decision.
 const LOOKS = {
   laser: { colour: "#ff5d7a", thick: 0.07 },
   flamer: { colour: "#ff9a2e", puffs: 7 },
   painter: { colour: "#5ff0b0", thick: 0.04 },
-  missile: { colour: "#ffd9a0", flies: [0.7, 0.16], blast: 2.5 },
-  gauss: { colour: "#a8e6ff", flies: [1.9, 0.13], blast: 1.5 },
-  autocannon: { colour: "#ffe27a", flies: [0.8, 0.1], blast: 0.6 },
-  smoke: { colour: "#b8c0c8", flies: [0.4, 0.3], blast: 0 },
+  missile: { colour: "#ffd9a0", flies: [0.7, 0.16, 3], blast: 2.5 },
+  gauss: { colour: "#a8e6ff", flies: [1.9, 0.13, 10], blast: 1.5 },
+  autocannon: { colour: "#ffe27a", flies: [0.8, 0.1, 6.25], blast: 0.6 },
+  smoke: { colour: "#b8c0c8", flies: [0.4, 0.3, 3.75], blast: 0 },
 };
 for (const look of Object.values(LOOKS)) look.colour = new THREE.Color(look.colour);
 const look = (weapon) => LOOKS[weapon] ?? LOOKS.laser;
 
 const MUZZLE = 1.2; // above the feet
-const FARTHEST = 14; // metres that a projectile flies in one decision; what is farther is another one in the same place
 const AHEAD = 7; // metres that a shot without a target goes
 const FIRE = new THREE.Color("#ff8a3c");
 const STEAM = new THREE.Color("#9fb4c4");
@@ -138,6 +137,7 @@ export class Effects {
       const from = muzzle(replay, time, unit, 0.8);
       if (flies) {
         this.lights.blob(from, 0.9 * strength, colour, Math.max(0, 1 - age));
+        if (shot.target >= 0 && !replay.shotFlies(event, unit)) this.#tracer(from, muzzle(replay, time, shot.target, 0), shot.weapon, strength);
         continue;
       }
       const to = shot.target >= 0 ? muzzle(replay, time, shot.target, 0) : muzzle(replay, time, unit, AHEAD);
@@ -154,6 +154,15 @@ export class Effects {
     }
   }
 
+  // Of a shot that burst within its decision, at its target or at what was in the way.
+  #tracer(from, to, weapon, strength) {
+    const { colour, flies, blast } = look(weapon);
+    const [, thick, most] = flies;
+    const end = from.clone().lerp(to, Math.min(1, most / Math.max(1e-3, from.distanceTo(to))));
+    this.beams.rod(from, end, thick, colour, strength);
+    if (blast) this.lights.blob(end, blast * (1.3 - 0.8 * strength), FIRE, 1.4 * strength);
+  }
+
   #blasts(replay, event, age) {
     for (let unit = 0; unit < replay.units; unit++) {
       if (!replay.isAlive(event - 1, unit) || replay.isAlive(event, unit)) continue;
@@ -162,7 +171,7 @@ export class Effects {
     }
     for (let place = 0; place < replay.projectiles; place++) {
       const before = replay.row("frames/projectiles", event - 1, place);
-      if (!before[0] || goesOn(before, replay.row("frames/projectiles", event, place))) continue;
+      if (!before[0] || replay.goesOn(event - 1, place)) continue;
       const { blast } = look(replay.info.weapons[before[1]]);
       const share = (age - 0.25) / 1.1;
       if (!blast || share < 0 || share > 1) continue;
@@ -175,11 +184,11 @@ export class Effects {
     const next = Math.min(frame + 1, replay.last);
     for (let place = 0; place < replay.projectiles; place++) {
       const now = replay.row("frames/projectiles", frame, place), then = replay.row("frames/projectiles", next, place);
-      const stays = goesOn(now, then);
+      const stays = replay.goesOn(frame, place);
       if (!now[0] || (!stays && share > 0.3)) continue;
       const before = replay.row("frames/projectiles", Math.max(0, frame - 1), place);
       if (stays) way.set(then[2] - now[2], then[3] - now[3], then[4] - now[4]);
-      else if (goesOn(before, now)) way.set(now[2] - before[2], now[3] - before[3], now[4] - before[4]);
+      else if (frame > 0 && replay.goesOn(frame - 1, place)) way.set(now[2] - before[2], now[3] - before[3], now[4] - before[4]);
       else way.set(0, 0, 0);
       at.set(now[2], now[3], now[4]).addScaledVector(way, stays ? share : 0);
       const { flies, colour } = look(replay.info.weapons[now[1]]);
@@ -247,9 +256,4 @@ export class Effects {
 function muzzle(replay, time, unit, ahead) {
   const { x, y, z, heading } = replay.pose(Math.min(time, replay.last), unit);
   return new THREE.Vector3(x + ahead * Math.cos(heading), y + ahead * Math.sin(heading), z + MUZZLE);
-}
-
-// Whether the place of a projectile still holds the same one.
-function goesOn(now, then) {
-  return now[0] > 0 && then[0] > 0 && now[1] === then[1] && Math.hypot(then[2] - now[2], then[3] - now[3], then[4] - now[4]) < FARTHEST;
 }

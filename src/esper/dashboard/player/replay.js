@@ -1,7 +1,9 @@
 // A replay as it comes from the server: a safetensors file (8 bytes length, JSON, bytes of the tensors), read by name and index.
 // Python has checked it before: every tensor is there, in its shape.
 
+// All types that the table in esper/replay_file.py has for what is drawn.
 const ARRAYS = { F32: Float32Array, I32: Int32Array, I8: Int8Array, U8: Uint8Array };
+const FARTHEST = 14; // metres that a projectile flies in one decision; what is farther is another one in the same place
 
 export async function fetchReplay(url) {
   const response = await fetch(url);
@@ -17,6 +19,10 @@ export class Replay {
     this.tensors = {};
     for (const [name, { dtype, shape, data_offsets }] of Object.entries(header)) {
       if (name === "__metadata__") continue;
+      if (!ARRAYS[dtype]) {
+        const known = Object.keys(ARRAYS).join(", ");
+        throw new Error(`${name} is of type ${dtype}, and this page reads ${known}; watch it with the esper that recorded it`);
+      }
       const bytes = buffer.slice(8 + length + data_offsets[0], 8 + length + data_offsets[1]);
       this.tensors[name] = { shape, data: new ARRAYS[dtype](bytes) };
     }
@@ -26,6 +32,7 @@ export class Replay {
     this.frames = this.tensors["frames/units"].shape[0];
     this.last = this.frames - 1;
     this.projectiles = this.tensors["frames/projectiles"].shape[1];
+    this.places = Math.floor(this.projectiles / this.units); // of one unit's projectiles
     this.clouds = this.tensors["frames/clouds"].shape[1];
     this.column = Object.fromEntries(this.info.unit_columns.map((name, index) => [name, index]));
     this.names = this.info.unit_classes.map((name, unit) => `${name} ${(unit % this.teamSize) + 1}`);
@@ -94,6 +101,26 @@ export class Replay {
     return weapon < 0 ? null : { weapon: this.info.weapons[weapon], target };
   }
 
+  // Whether what the unit fired in the decision before this frame still flies. What burst within the decision is in no frame.
+  shotFlies(frame, unit) {
+    const [weapon] = this.row("frames/shots", frame, unit);
+    for (let place = unit * this.places; place < (unit + 1) * this.places; place++) {
+      const now = this.row("frames/projectiles", frame, place);
+      if (now[0] > 0 && now[1] === weapon && !(frame > 0 && this.goesOn(frame - 1, place))) return true;
+    }
+    return false;
+  }
+
+  // Whether the place of a projectile holds the same one a frame later. One that its unit has just fired is nearer to it than the last.
+  goesOn(frame, place) {
+    const next = Math.min(frame + 1, this.last);
+    const now = this.row("frames/projectiles", frame, place), then = this.row("frames/projectiles", next, place);
+    if (!now[0] || !then[0] || now[1] !== then[1] || distance(now.subarray(2), then.subarray(2)) >= FARTHEST) return false;
+    const unit = Math.floor(place / this.places);
+    if (unit >= this.units || this.row("frames/shots", next, unit)[0] !== now[1]) return true;
+    return distance(then.subarray(2), this.position(next, unit)) >= distance(now.subarray(2), this.position(frame, unit));
+  }
+
   // 0 not sensed, 1 sensed, 2 seen.
   sensed(frame, unit) {
     return this.row("frames/sensed", frame, unit);
@@ -142,4 +169,8 @@ export class Replay {
     }
     return { size: this.size, height, material };
   }
+}
+
+function distance(one, other) {
+  return Math.hypot(one[0] - other[0], one[1] - other[1], one[2] - other[2]);
 }

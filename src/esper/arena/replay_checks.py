@@ -1,0 +1,123 @@
+"""Whether a recorded battle contradicts itself, its seed or the rules: what can be seen without computing it, on every device alike.
+
+Every check answers with the frame and what is wrong there, or None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from esper.arena.feed import Teller
+from esper.arena.recorder import known_info, pictures
+from esper.arena.replay_battle import Battle
+from esper.arena.specs import Material
+from esper.arena.state import named_tensors, state_hash
+from esper.arena.zone import Ending, judge
+from esper.replay_file import UNIT_COLUMNS, FeedItem
+
+Wrong = tuple[int, str] | None
+
+
+def find_broken(battle: Battle) -> Wrong:
+    """The first of everything that is wrong."""
+    for check in (_wrong_info, _wrong_hashes, _wrong_start, _wrong_terrain, _wrong_pictures, _wrong_end):
+        found = check(battle)
+        if found is not None:
+            return found
+    return None
+
+
+def wrong_feed(battle: Battle, told: Mapping[int, Sequence[FeedItem]]) -> Wrong:
+    """`told`: what happened to units, frame by frame, as it was computed again."""
+    teller, ending = Teller(battle.config, battle.info.teams), _ending(battle)
+    alive = battle.frames["units"][-1, :, UNIT_COLUMNS.index("hit_points")] > 0
+    end = teller.end(battle.decisions, alive, battle.info.winner, is_by_time=bool(ending.by_time[-1]))
+    expected, given = teller.whole(told, [int(holder) for holder in battle.frames["holder"]], end), battle.info.feed
+    if given == expected:
+        return None
+    first = next((index for index, pair in enumerate(zip(given, expected, strict=False)) if pair[0] != pair[1]), None)
+    item = (given[len(expected) :] or expected[len(given) :])[0] if first is None else expected[first]
+    return item.frame, f"the feed tells of frame {item.frame} what did not happen, or not what did"
+
+
+def _wrong_info(battle: Battle) -> Wrong:
+    info = battle.info
+    for name, value in known_info(battle.config).items():
+        if getattr(info, name) != value:
+            return 0, f"{name} is not that of the battle's config and rules"
+    if info.zone_radius != float(battle.keyframes.world.zone_radius[0]):
+        return 0, f"zone_radius is {info.zone_radius}, and that of the first keyframe {float(battle.keyframes.world.zone_radius[0])}"
+    return None
+
+
+def _wrong_hashes(battle: Battle) -> Wrong:
+    if battle.at[0] != 0 or battle.decisions not in battle.hashes:
+        return 0, "the first keyframe or the last hash is missing"
+    expected = sorted({*battle.at, battle.decisions})
+    if [entry.frame for entry in battle.info.hashes] != expected:
+        return 0, f"the hashes are not those of the keyframes and the last frame, which are {expected}"
+    for index, frame in enumerate(battle.at):
+        if battle.hashes[frame] != state_hash(battle.keyframes, index):
+            return frame, f"the keyframe at frame {frame} has not the hash that was written down for it"
+    return None
+
+
+def _wrong_start(battle: Battle) -> Wrong:
+    started = dict(named_tensors(battle.start))
+    for name, tensor in named_tensors(battle.keyframes):
+        if not name.startswith("senses/") and not torch.equal(tensor[:1], started[name]):  # senses are a device's own
+            return 0, f"the battle does not begin as seed {battle.info.seed} has it: {name} differs"
+    return None
+
+
+def _wrong_terrain(battle: Battle) -> Wrong:
+    """Of what is drawn: the map that the battle began on, and what was left of it at every keyframe."""
+    world, terrain = battle.keyframes.world, battle.terrain
+    for name, drawn, first in (("height", terrain["height"], world.height[0]), ("material", terrain["material"], world.material[0])):
+        if not torch.equal(drawn, first):
+            return 0, f"terrain/{name} is not that of the map that the battle began on"
+    frame, *column = terrain["changes"].long().unbind(1)
+    is_there = (frame >= 1) & (frame <= battle.decisions)
+    for axis in column:
+        is_there &= (axis >= 0) & (axis < battle.config.size)
+    if not bool(is_there.all()):
+        return 0, "terrain/changes tells of frames or columns that are not there"
+    for index, at in enumerate(battle.at):
+        material, is_gone = terrain["material"].clone(), frame <= at
+        material[column[0][is_gone], column[1][is_gone]] = Material.OPEN
+        if not torch.equal(material, world.material[index]):
+            return at, f"terrain/changes does not lead to the terrain of the keyframe at frame {at}"
+    return None
+
+
+def _wrong_pictures(battle: Battle) -> Wrong:
+    fired = torch.full((len(battle.at), battle.config.units, 2), -1, dtype=torch.int8)
+    for name, drawn in pictures(battle.keyframes, fired).items():
+        for index, at in enumerate(battle.at):
+            is_known = name != "shots" or at == 0  # what was fired before a later keyframe is not in it
+            if is_known and not torch.equal(drawn[index], battle.frames[name][at]):
+                return at, f"frames/{name} is not that of the keyframe at frame {at}"
+    return None
+
+
+def _wrong_end(battle: Battle) -> Wrong:
+    ending, last = _ending(battle), battle.decisions
+    over = [int(frame) for frame in ending.ended.nonzero().flatten()]
+    if not over:
+        return last, "the battle is not over at its last frame"
+    if over[0] < last:
+        return over[0], f"the battle is over at frame {over[0]} already"
+    winner = int(ending.winner[last])
+    if battle.info.winner != (None if winner < 0 else winner):
+        return last, f"the winner is not {battle.info.winner}, but {'nobody' if winner < 0 else winner}"
+    return None
+
+
+def _ending(battle: Battle) -> Ending:
+    """How the battle stood at every frame [F]."""
+    units, score = battle.frames["units"], battle.frames["score"]
+    hit_points, heat = (units[..., UNIT_COLUMNS.index(name)] for name in ("hit_points", "heat"))
+    contest = battle.keyframes.contest._replace(score=score, decision=torch.arange(len(score)))
+    return judge(contest, battle.keyframes.units._replace(hit_points=hit_points, heat=heat), battle.config)
