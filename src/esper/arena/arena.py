@@ -4,7 +4,7 @@
     scene = arena.reset()
     scene = arena.step(actions)                   # actions of all units, [B·U, ...]
 
-On a GPU a decision is recorded once as a CUDA graph and replayed from then on: some two thousand small kernels without a word from
+On a GPU a decision is recorded once as a CUDA graph and replayed from then on: thousands of small kernels without a word from
 Python. What `step` gives is then overwritten by the next call. With `compile` torch's compiler fuses the phases, which takes a minute or
 two at the first step and makes steps about twice as fast on a CPU; results then differ from those of a plain arena by rounding.
 
