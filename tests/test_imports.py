@@ -23,6 +23,7 @@ GROUND = frozenset(
         "events",
         "checkpoint",
         "devices",
+        "files",
         "gradients",
         "lazy",
         "parallel",

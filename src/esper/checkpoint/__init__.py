@@ -3,6 +3,19 @@
 from esper.checkpoint.files import CheckpointError
 from esper.checkpoint.modules import load_module, plain_names
 from esper.checkpoint.store import Checkpoint, CheckpointStore, Migration, Refused
+from esper.checkpoint.tensors import NotTensorsError, read_tensors, write_tensors
 from esper.checkpoint.tree import Tree
 
-__all__ = ["Checkpoint", "CheckpointError", "CheckpointStore", "Migration", "Refused", "Tree", "load_module", "plain_names"]
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "CheckpointStore",
+    "Migration",
+    "NotTensorsError",
+    "Refused",
+    "Tree",
+    "load_module",
+    "plain_names",
+    "read_tensors",
+    "write_tensors",
+]

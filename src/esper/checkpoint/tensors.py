@@ -1,0 +1,134 @@
+"""Files of named tensors: ordinary safetensors files that know when they were damaged.
+
+    write_tensors("model.safetensors", model.state_dict(), {"about": "a model"})
+    tensors, metadata = read_tensors("model.safetensors")
+
+Any other program reads them as what they are; the metadata say `format: pt`, as those of Hugging Face do. Two more entries are esper's:
+`esper`, the version of the rules below, and `sha256`, over the metadata and over the name, type, shape and bytes of each tensor.
+
+A file without both entries was written by another program, or by esper before there were digests. It is read without a check. A file that
+has one entry without the other is damaged.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from esper.files import DIGEST, FileError, write_file
+
+FORMAT_KEY, FORMAT = "esper", 2  # of the digest's rules; a higher one is refused
+_OURS = ("format", FORMAT_KEY, DIGEST)  # entries of the metadata that are not the caller's
+_METADATA = "__metadata__"  # safetensors' own name for it
+_LENGTH = 8  # bytes in front of the header that say how long it is
+_UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)
+
+
+class NotTensorsError(FileError):
+    """A file that is no safetensors file at all."""
+
+
+def write_tensors(path: Path | str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Write a safetensors file in one step. Tensors may be on any device, share memory or have gaps in it."""
+    write_file(path, *encode_tensors(tensors, metadata))
+
+
+def read_tensors(path: Path | str) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors of a safetensors file, on the CPU and in memory of their own, and the caller's metadata.
+
+    Raise FileError where the file is damaged, NotTensorsError where it is something else, and OSError where it cannot be read.
+    """
+    return decode_tensors(Path(path).read_bytes(), path)
+
+
+def encode_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> tuple[bytes, memoryview]:
+    """Return the content of a safetensors file in two parts. Equal tensors and metadata give equal bytes."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save
+
+    taken = sorted({*(metadata or {})} & {*_OURS})
+    if taken:
+        raise ValueError(f"the metadata of a file of tensors must not have entries named {', '.join(taken)}; esper writes those itself")
+    try:
+        content = save(_plain(tensors))
+    except (SafetensorError, KeyError) as error:
+        raise ValueError(f"the tensors cannot be written to a safetensors file: {error}") from error
+    # The header is written anew: safetensors puts the entries of the metadata in any order, so that equal content had other bytes.
+    header, data = _header_and_data(content)
+    entries = {**(metadata or {}), "format": "pt", FORMAT_KEY: str(FORMAT)}
+    encoded = _to_json({_METADATA: {**entries, DIGEST: _digest(header, entries, data)}, **header})
+    encoded += b" " * (-len(encoded) % _LENGTH)  # the data begin at a multiple of 8 bytes
+    return len(encoded).to_bytes(_LENGTH, "little") + encoded, data
+
+
+def decode_tensors(content: bytes, source: Path | str) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return what `encode_tensors` was given; `source` names the file in errors."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    try:
+        header, data = _header_and_data(content)
+        metadata: dict[str, str] = header.pop(_METADATA, {})
+        problem = _problem(header, metadata, data)
+        if problem is None:
+            # Cloned into memory that torch allocated: aligned and resizable, as a tensor that was never saved.
+            tensors = {name: tensor.clone() for name, tensor in load(content).items()}
+    except (SafetensorError, *_UNREADABLE) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise NotTensorsError(f"{source} cannot be read as a safetensors file ({reason})") from error
+    if problem is not None:
+        raise FileError(f"{source} {problem}")
+    return tensors, {name: value for name, value in metadata.items() if name not in _OURS}
+
+
+def _problem(header: dict[str, Any], metadata: dict[str, str], data: memoryview) -> str | None:
+    if FORMAT_KEY not in metadata and DIGEST not in metadata:
+        return None  # of another program, or from before there were digests
+    if FORMAT_KEY not in metadata or DIGEST not in metadata:
+        return "is damaged: a part of its metadata is missing"
+    if metadata[FORMAT_KEY].isdecimal() and int(metadata[FORMAT_KEY]) > FORMAT:
+        return f"was written by a newer esper: its format is {metadata[FORMAT_KEY]}, this one reads up to {FORMAT}"
+    entries = {name: value for name, value in metadata.items() if name != DIGEST}
+    return None if metadata[DIGEST] == _digest(header, entries, data) else f"is damaged: its {DIGEST} is not that of its content"
+
+
+def _plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return detached, contiguous tensors on the CPU, each in memory of its own, as safetensors needs them."""
+    plain: dict[str, Tensor] = {}
+    memories: set[int] = set()
+    for name, tensor in tensors.items():
+        own = tensor.detach().cpu().resolve_neg().contiguous()
+        memory = own.untyped_storage().data_ptr()
+        plain[name] = own.clone(memory_format=torch.contiguous_format) if memory in memories else own
+        memories.add(memory)
+    return plain
+
+
+def _header_and_data(content: bytes) -> tuple[dict[str, Any], memoryview]:
+    length = int.from_bytes(content[:_LENGTH], "little")
+    if length > len(content) - _LENGTH:
+        raise ValueError(f"it has {len(content)} bytes, fewer than it says")
+    header: dict[str, Any] = json.loads(content[_LENGTH : _LENGTH + length])
+    if not isinstance(header, dict):
+        raise TypeError("its header is not a table")
+    return header, memoryview(content)[_LENGTH + length :]
+
+
+def _digest(header: dict[str, Any], metadata: Mapping[str, str], data: memoryview) -> str:
+    """Return the sha256 over metadata, names, types, shapes and bytes; it does not depend on where in the file a tensor lies."""
+    digest = hashlib.sha256(_to_json(sorted(metadata.items())))
+    for name in sorted(header):
+        start, end = header[name]["data_offsets"]
+        digest.update(_to_json([name, header[name]["dtype"], header[name]["shape"], end - start]))
+        digest.update(data[start:end])
+    return digest.hexdigest()
+
+
+def _to_json(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()

@@ -1,0 +1,165 @@
+"""Write files whole or not at all, and notice files that were changed since.
+
+Every file that esper writes goes through `write_file`; only the event log, which grows line by line, has its own code. The content and the
+file's name are on the disk when `write_file` returns, and a reader finds the old file or the new one. Folders are made, renamed and removed
+by the functions below it, in the same way. All of them call `os`, so a test injects faults in one place: `esper.files.os`.
+
+A sha256 lies in every file that esper loads again, or beside it, in a file with a sha256 of its own:
+
+    run configs (TOML)             a comment with the sha256 of the values               `esper.config`
+    manifest.json, league.json     the key "sha256" with that of all other keys          `with_digest`, `without_digest`
+    tensors and state of a         in the manifest                                       `esper.checkpoint`
+    checkpoint
+    model, controller, league      in the metadata of the safetensors file, over         `write_tensors`, `read_tensors`
+    members, replays               names, types, shapes, values and metadata
+
+Older files have no digest. They are accepted where the digest is missing and the file's format is older than digests too; so a digest that
+was lost to damage is noticed. The lines of `events.jsonl` have no digest: they are read for display, and checked for structure alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import secrets
+import stat
+from pathlib import Path
+from typing import Any
+
+TEMPORARY = ".tmp-"  # how the names of unfinished files and folders begin
+DIGEST = "sha256"  # the key of a digest among the values that it is made of
+
+
+class FileError(ValueError):
+    """A file that does not hold what it should, with the reason in one sentence."""
+
+
+def write_file(path: Path | str, *parts: bytes | memoryview) -> None:
+    """Write a file in one step, made of all parts, and return when it is on the disk. Missing folders are made.
+
+    A file that is replaced hands on its mode; a link stays, and the file that it leads to is replaced.
+    """
+    target = Path(os.path.realpath(path))
+    mode = _mode_of(target)
+    make_folder(target.parent)
+    temporary = target.with_name(f"{TEMPORARY}{secrets.token_hex(8)}")
+    try:
+        _write_new(temporary, parts, mode)
+        os.replace(temporary, target)
+        sync(target.parent)
+    except OSError as error:
+        _forget(temporary)
+        raise OSError(error.errno, error.strerror, str(path)) from error  # a full disk names no file, and nobody knows the temporary one
+    except BaseException:
+        _forget(temporary)
+        raise
+
+
+def _mode_of(target: Path) -> int | None:
+    """Return the mode of a file that is to be replaced, None where there is none."""
+    try:
+        found = target.stat().st_mode
+    except FileNotFoundError:
+        return None
+    if stat.S_ISREG(found):
+        return stat.S_IMODE(found)
+    number = errno.EISDIR if stat.S_ISDIR(found) else errno.EINVAL
+    raise OSError(number, "it is a folder" if number == errno.EISDIR else "it is not a regular file", str(target))
+
+
+def _write_new(path: Path, parts: tuple[bytes | memoryview, ...], mode: int | None) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # less what the user's umask takes away
+    try:
+        if mode is not None:
+            os.fchmod(descriptor, mode)
+        for part in parts:
+            rest = memoryview(part)
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]  # which writes 2 GB at most
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _forget(temporary: Path) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(temporary)
+
+
+def make_folder(folder: Path) -> list[Path]:
+    """Make a folder and the missing ones above it, on the disk. Return those that this call made, innermost first.
+
+    A folder that another process makes at the same time is not among them.
+    """
+    if folder.is_dir():
+        return []
+    made = make_folder(folder.parent)
+    try:
+        os.mkdir(folder)
+    except FileExistsError:
+        if not folder.is_dir():
+            raise
+        return made
+    sync(folder.parent)
+    return [folder, *made]
+
+
+def rename(source: Path, target: Path) -> None:
+    """Give a file or folder another name in the same folder, on the disk."""
+    os.replace(source, target)
+    sync(target.parent)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link, or a folder with everything in it. A path that does not exist is no error."""
+    with contextlib.suppress(FileNotFoundError):
+        if path.is_dir() and not path.is_symlink():
+            for name in os.listdir(path):
+                remove(path / name)
+            os.rmdir(path)
+        else:
+            os.unlink(path)
+
+
+def remove_temporaries(folder: Path) -> None:
+    """Remove the unfinished files and folders that a crash left behind. No other process may write there at that time."""
+    for path in folder.glob(f"{TEMPORARY}*"):
+        remove(path)
+
+
+def sync(path: Path) -> None:
+    """Return when a file's content, or a folder's list of names, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def digest_of(values: Any) -> str:
+    """Return the sha256 of JSON or TOML values. The layout of the text that they were read from does not matter.
+
+    >>> digest_of({"step": 1})[:8]
+    '8565a568'
+    """
+    return hashlib.sha256(json.dumps(values, separators=(",", ":"), default=str).encode()).hexdigest()
+
+
+def with_digest(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values with their digest as the last one."""
+    return {**values, DIGEST: digest_of(values)}
+
+
+def without_digest(values: dict[str, Any], *, is_required: bool) -> dict[str, Any]:
+    """Return the values less their digest, after checking it. Raise FileError where it does not fit, or is required and missing."""
+    rest = {name: value for name, value in values.items() if name != DIGEST}
+    if DIGEST not in values:
+        if is_required:
+            raise FileError(f"its {DIGEST} is missing")
+        return rest
+    if values[DIGEST] != digest_of(rest):
+        raise FileError(f"its {DIGEST} is not that of its content")
+    return rest
