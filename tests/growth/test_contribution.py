@@ -13,10 +13,12 @@ from torch.nn.functional import cross_entropy
 
 from esper.growth import GrowthError, add_slots
 from esper.growth.blueprints import blueprints_for
-from esper.growth.contribution import Losses, Measurement, gain_of, losses_of
+from esper.growth.contribution import Losses, Measurement, confidence_of_look, gain_of, losses_of
 from esper.growth.decisions import Advance, Germinate
+from esper.growth.heuristic import judge
 from esper.growth.promise import Probe
 from esper.growth.seed import Seed
+from esper.growth.state import Contribution
 from esper.statistics import Interval, student_interval, weighted_interval
 from tests.growth.small import (
     QUICK,
@@ -123,6 +125,42 @@ def test_a_replay_that_gives_other_losses_is_not_trusted_and_not_tried_again() -
 
 def test_one_batch_tells_nothing_about_how_sure_its_gain_is() -> None:
     assert gain_of(Losses([3.0], [1.0]), Losses([1.0], [1.0])) == Interval(2.0, -math.inf, math.inf)
+
+
+def verdicts_over_all_looks(rng: np.random.Generator, *, looks: int, batches: int) -> bool:
+    """Whether any look at a seed that gives exactly its rent finds a certain verdict."""
+    rent, nothing = 0.02, Losses([0.0] * batches, [1.0] * batches)
+    for look in range(1, looks + 1):
+        losses = Losses(rng.normal(rent, 0.05, batches).tolist(), [1.0] * batches)
+        gain = gain_of(losses, nothing, confidence=confidence_of_look(look, looks))
+        if judge("a", Contribution(gain, look), rent, may_prune=True, is_last=False):
+            return True
+    return False
+
+
+@pytest.mark.parametrize(("looks", "batches"), [(1, 6), (12, 6), (30, 20)])
+def test_the_chance_of_a_wrong_verdict_over_all_looks_at_a_seed_stays_below_5_percent(looks: int, batches: int) -> None:
+    assert sum(1 - confidence_of_look(look, looks) for look in range(1, looks + 1)) == pytest.approx(0.05)
+    rng = np.random.default_rng(0)
+    wrong = sum(verdicts_over_all_looks(rng, looks=looks, batches=batches) for _ in range(400))
+    assert wrong / 400 < 0.05 + 2 * math.sqrt(0.05 * 0.95 / 400)
+
+
+def test_looks_without_a_known_end_never_spend_more_than_5_percent() -> None:
+    assert 0.0499 < sum(1 - confidence_of_look(look, None) for look in range(1, 1_000)) < 0.05
+
+
+def test_a_seed_on_trial_is_measured_at_the_confidence_of_its_planned_looks() -> None:
+    loop = make_loop(Script({0: [Germinate("first", "test", "mlp")]}), config(QUICK), epochs=4)
+    seen = []
+    for look in range(1, 4):
+        loop.epoch()
+        interval = loop.grower.state().slots[0].contribution.gain
+        on = [float(loss) for loss in loop.evaluate()]
+        differences = [off - now for off, now in zip(by_hand(loop, "first"), on, strict=True)]
+        expected = student_interval(differences, confidence=confidence_of_look(look, 4))
+        seen.append((bounds(interval), bounds(expected)))
+    assert [pytest.approx(expected, abs=1e-6) for _, expected in seen] == [found for found, _ in seen]
 
 
 def test_every_sample_counts_alike_where_the_sizes_of_batches_are_told() -> None:

@@ -82,7 +82,9 @@ class Host:
         plot = self.plot
         measured = {}
         if validation.are_finite:
-            measured = {slot: Contribution(gain_of(losses, validation), plot.epoch + 1) for slot, losses in without.items()}
+            confidences = plot.on_trial()
+            gains = {slot: gain_of(losses, validation, confidence=confidences[slot]) for slot, losses in without.items()}
+            measured = {slot: Contribution(gain, plot.epoch + 1) for slot, gain in gains.items()}
         verdict = plot.verdict(chunks, validation.mean)
         plot.end_epoch(chunks, validation.mean, measured, promises)
         self.wants_probe = False

@@ -47,6 +47,7 @@ class Life(msgspec.Struct):
     embargo_left: int = 0
     gradients: GradientStats | None = None
     contribution: Contribution | None = None
+    looks: int = 0  # times that the contribution of this seed was measured
     tried: list[str] = []
 
 

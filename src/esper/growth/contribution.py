@@ -4,6 +4,8 @@ With k seeds there are k + 1 distinct settings: all on, and each one off. What r
 is recorded while everything is on, and replayed; that this changes no bit is checked once for every slot.
 
 Every sample counts alike: where the sizes of batches are told, a batch weighs as many samples as it holds.
+
+A seed is looked at after every epoch of its probation, so its intervals are wider than those of a single look: see `confidence_of_look`.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from esper.growth.slotted import Slotted
 from esper.growth.state import Contribution
 from esper.parallel import ALONE, Group
 from esper.statistics import LEAST_COUNT, Interval, effective_count, weighted_interval
+
+MISJUDGED = 0.05  # chance that any interval of a seed misses its true gain, over all looks at it
 
 Loss = float | Tensor
 # The loss of every batch, or pairs of it and the number of samples in the batch; always in the same order.
@@ -69,13 +73,18 @@ class Measurement:
         self._trusted: set[str] = set()
         self._distrusted: set[str] = set()
 
-    def measure(self, evaluate: Evaluate, names: Sequence[str], *, epoch: int) -> Measured:
-        """The losses of this moment, and the contribution of the seed in each of these slots. Losses that are not finite end it."""
-        with self._all_on(evaluate, names) as with_all:
+    def measure(self, evaluate: Evaluate, names: Sequence[str] | Mapping[str, float], *, epoch: int) -> Measured:
+        """The losses of this moment, and the contribution of the seed in each of these slots. Losses that are not finite end it.
+
+        A mapping gives the confidence of each slot's interval; it is 95 % otherwise.
+        """
+        confidences = names if isinstance(names, Mapping) else dict.fromkeys(names, 1 - MISJUDGED)
+        with self._all_on(evaluate, list(confidences)) as with_all:
             if self._group.any(not with_all.are_finite):
                 return Measured(with_all, {})
-            without = {name: self._without(evaluate, [name], with_all) for name in names}
-        return Measured(with_all, {name: Contribution(gain_of(losses, with_all), epoch) for name, losses in without.items()})
+            without = {name: self._without(evaluate, [name], with_all) for name in confidences}
+        gains = {name: gain_of(losses, with_all, confidence=confidences[name]) for name, losses in without.items()}
+        return Measured(with_all, {name: Contribution(gain, epoch) for name, gain in gains.items()})
 
     def shapley(self, evaluate: Evaluate, names: Sequence[str]) -> dict[str, Interval]:
         """The Shapley value of the seed in each of these slots, exactly: every subset of them is evaluated once."""
@@ -173,16 +182,30 @@ def _check_same_batches(first: Losses, then: Losses) -> None:
     raise GrowthError(f"evaluate() gave {counts[0]} losses and then {found}; it must go through the same batches in the same order")
 
 
-def gain_of(without: Losses, with_all: Losses) -> Interval:
+def confidence_of_look(look: int, looks: int | None) -> float:
+    """Confidence of the interval at one look of so many that are planned for a seed; None: nobody knows how many.
+
+    A verdict at any look ends the probation, so the chances of a miss add up. Look k of n spends (1 + 1/n) / (k (k + 1)) of MISJUDGED,
+    which sums to exactly MISJUDGED over all of them. The first look spends half of it, because most seeds are decided there.
+
+    >>> [round(confidence_of_look(look, 3), 4) for look in (1, 2, 3)], confidence_of_look(1, 1)
+    ([0.9667, 0.9889, 0.9944], 0.95)
+    """
+    whole = 1 if looks is None else 1 + 1 / looks
+    return 1 - MISJUDGED * whole / (look * (look + 1))
+
+
+def gain_of(without: Losses, with_all: Losses, *, confidence: float = 1 - MISJUDGED) -> Interval:
     """The paired difference, batch by batch."""
-    return _interval([off - on for off, on in zip(without.values, with_all.values, strict=True)], with_all.samples)
+    differences = [off - on for off, on in zip(without.values, with_all.values, strict=True)]
+    return _interval(differences, with_all.samples, confidence=confidence)
 
 
-def _interval(differences: Sequence[float], samples: Sequence[float]) -> Interval:
+def _interval(differences: Sequence[float], samples: Sequence[float], *, confidence: float = 1 - MISJUDGED) -> Interval:
     if not all(map(math.isfinite, differences)):
         mean = weighted_mean(differences, samples)
         return Interval(mean, mean, mean)
-    return weighted_interval(differences, samples)
+    return weighted_interval(differences, samples, confidence=confidence)
 
 
 def weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float:

@@ -282,7 +282,7 @@ class Garden(Generic[AnyBed]):
 
     def note_contribution(self, name: str, contribution: Contribution) -> None:
         life = self.beds[name].life
-        life.contribution = contribution
+        life.contribution, life.looks = contribution, life.looks + 1
         entry = self._entry(life)
         if entry is not None:
             gain = contribution.gain

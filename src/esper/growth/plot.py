@@ -14,6 +14,7 @@ import msgspec
 from esper.events import Event
 from esper.growth.chronicle import Chronicle
 from esper.growth.config import GrowthConfig
+from esper.growth.contribution import confidence_of_look
 from esper.growth.decisions import Action, Decision
 from esper.growth.errors import GrowthError
 from esper.growth.events import ActionRefused, Measured, RolledBack, StageEntered
@@ -103,14 +104,18 @@ class Plot(Generic[AnyBed]):
 
     # The end of an epoch
 
-    def on_trial(self) -> list[str]:
-        """Seeds that will have been on probation long enough when this epoch is over."""
+    def on_trial(self) -> dict[str, float]:
+        """Seeds that will have been on probation long enough when this epoch is over, and the confidence of the look at each.
+
+        From then on they are looked at after every epoch, up to the end of the training.
+        """
         least = self.config.lifecycle.holding_epochs
-        return [
-            name
+        later = None if self.epochs is None else max(self.epochs - self.epoch - 1, 0)  # looks after this one
+        return {
+            name: confidence_of_look(bed.life.looks + 1, None if later is None else bed.life.looks + 1 + later)
             for name, bed in self.garden.beds.items()
             if bed.life.stage is Stage.HOLDING and bed.life.epochs_in_stage + 1 >= least and not bed.life.is_withdrawing
-        ]
+        }
 
     def suspects(self) -> dict[str, int]:
         """Seeds that take part in the host and are not part of it yet, with their numbers."""
