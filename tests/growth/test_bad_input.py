@@ -11,14 +11,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
+from torch.utils.data import TensorDataset
 
 from esper.config import ConfigError
-from esper.growth import GrowthConfig, GrowthError, Planned, add_slots, grow
+from esper.growth import GrowthConfig, GrowthError, Planned, Slotted, add_slots, grow
 from esper.growth.config import Budget, Lifecycle
 from esper.growth.governor import Diverged
 from esper.run_folder import EVENTS, RunError
-from tests.growth.small import SLOTS, Batch, Data, assert_same, config, make_data, make_host
+from tests.growth.small import SLOTS, Batch, Data, assert_same, config, make_data, make_host, make_loop
 
 NAMED = {"slots": SLOTS}
 
@@ -48,12 +49,127 @@ def frozen() -> nn.Module:
     return make_host().requires_grad_(False)
 
 
+class TwoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.host = make_host()
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.host(x * mask)
+
+
+def changed(inputs=lambda x: x, targets=lambda y: y) -> Data:
+    return [(inputs(x), targets(y)) for x, y in make_data(2)]
+
+
+def slotted() -> Slotted:
+    return add_slots(make_host(), make_data(1)[0][0])
+
+
+def dataset() -> TensorDataset:
+    return TensorDataset(*make_data(1)[0])
+
+
 TINY = Budget(max_parameters=1e-6)
 
 CASES = {
+    "no validation data": (
+        lambda f: start(folder=f, val=None),
+        GrowthError,
+        "validation loader is None; seeds are kept or taken out by validation data, so pass a DataLoader or a list of batches",
+    ),
+    "no training data": (lambda f: start(folder=f, train=None), GrowthError, "training loader is None; pass a DataLoader or a list"),
+    "a number as loader": (lambda f: start(folder=f, train=3), GrowthError, "training loader is an int; pass a DataLoader or a list"),
+    "a data set as loader": (
+        lambda f: start(folder=f, val=dataset()),
+        GrowthError,
+        r"validation loader is a TensorDataset, which gives single samples; wrap it: DataLoader\(dataset, batch_size=32\)",
+    ),
+    "a tensor as loader": (
+        lambda f: start(folder=f, train=make_data(1)[0][0]),
+        GrowthError,
+        r"training loader is a tensor; pass a DataLoader or a list of batches: \[\(inputs, targets\), ...\]",
+    ),
+    "inputs and targets as loader": (
+        lambda f: start(folder=f, val=make_data(1)[0]),
+        GrowthError,
+        r"validation loader is a tuple of tensors, each of which would be a batch; .* \[\(inputs, targets\), ...\]",
+    ),
+    "a loss class": (
+        lambda f: start(folder=f, loss=nn.CrossEntropyLoss),
+        GrowthError,
+        r"loss_fn is the class CrossEntropyLoss; pass an object of it: loss_fn=CrossEntropyLoss\(\)",
+    ),
+    "the name of a loss": (lambda f: start(folder=f, loss="mse"), GrowthError, "loss_fn is a str, and must be a function"),
+    "targets of another type": (
+        lambda f: start(folder=f, val=changed(targets=Tensor.int)),
+        GrowthError,
+        r"batch 1 of the validation loader: loss_fn fails, with outputs \[8, 3\] float32 and targets \[8\] int32: .*"
+        r"targets.long\(\) where they are numbers of classes",
+    ),
+    "targets of another shape": (
+        lambda f: start(folder=f, loss=lambda out, y: (out - y).square().mean()),
+        GrowthError,
+        r"batch 1 .* loss_fn fails, with outputs \[8, 3\] float32 and targets \[8\] int64: The size of tensor",
+    ),
+    "classes that the model does not have": (
+        lambda f: start(folder=f, val=changed(targets=lambda y: y + 3)),
+        GrowthError,
+        r"Target \d is out of bounds.* as many as the outputs have columns",
+    ),
+    "targets that are no tensors": (lambda f: start(folder=f, val=changed(targets=Tensor.numpy)), GrowthError, "targets a ndarray: "),
+    "inputs of another width": (
+        lambda f: start(folder=f, val=changed(inputs=lambda x: x[:, :3])),
+        GrowthError,
+        r"batch 1 of the validation loader: the model cannot run the inputs \(\[8, 3\] float32\): mat1 and mat2",
+    ),
+    "inputs of another type": (
+        lambda f: start(folder=f, val=changed(inputs=Tensor.double)),
+        GrowthError,
+        r"batch 1 .*: the model cannot run the inputs \(\[8, 6\] float64\): .*convert them to float32, as the weights are",
+    ),
+    "a model with two inputs": (lambda f: start(TwoInputs(), folder=f), GrowthError, "'mask'.*pass step_loss=lambda model, batch"),
+    "training data of another type": (
+        lambda f: start(folder=f, train=changed(inputs=Tensor.double)),
+        GrowthError,
+        r"batch 1 of the training loader: the model cannot run the inputs \(\[8, 6\] float64\)",
+    ),
+    "a loss without a gradient": (
+        lambda f: start(folder=f, loss=lambda out, y: cross_entropy(out, y).detach()),
+        GrowthError,
+        "the training loss has no gradient",
+    ),
+    "an optimiser without an argument": (
+        lambda f: start(folder=f, optimizer=lambda: 3),
+        GrowthError,
+        "optimizer is called with the parameters, and raised TypeError: .*optimizer=lambda parameters: ",
+    ),
+    "an optimiser of the model that was passed": (
+        lambda f: start(folder=f, optimizer=lambda parameters: torch.optim.SGD(make_host().parameters(), lr=0.1)),
+        GrowthError,
+        "the optimiser holds none of the parameters that grow trains, those of a copy; make it for what it is given: "
+        "optimizer=lambda parameters: ",
+    ),
+    "the class of a schedule": (
+        lambda f: start(folder=f, scheduler=CosineAnnealingLR),
+        GrowthError,
+        "scheduler is called with the optimizer alone, and raised TypeError: .*'T_max'; write scheduler=lambda optimizer: "
+        r"torch.optim.lr_scheduler.CosineAnnealingLR\(optimizer, ...\)",
+    ),
+    "a schedule that is none": (lambda f: start(folder=f, scheduler=lambda optimizer: 3), GrowthError, "scheduler made an int; it must"),
+    "a schedule that is not returned": (lambda f: start(folder=f, scheduler=lambda optimizer: None), GrowthError, "scheduler made None;"),
+    "a schedule of another optimiser": (
+        lambda f: start(folder=f, scheduler=lambda optimizer: StepLR(torch.optim.SGD(make_host().parameters(), lr=0.1), 1)),
+        GrowthError,
+        "the schedule is of another optimiser; make it for the one it is given: scheduler=lambda optimizer: ",
+    ),
+    "a model with slots": (lambda f: start(slotted(), folder=f), GrowthError, "a Slotted; pass the model itself, grow adds its own slots"),
+    "a model without values": (lambda f: start(make_host().to("meta"), folder=f), GrowthError, "on the device meta, so it has no values"),
+    "a number as folder": (lambda f: start(folder=3), GrowthError, "run must be the path of a folder, and is 3"),
+    "inference mode": (lambda f: torch.inference_mode()(start)(folder=f), GrowthError, "inference_mode"),
     "unknown slot": (lambda f: start(folder=f, config=config(slots=("frist",))), GrowthError, "frist"),
-    "epochs 0": (lambda f: start(folder=f, epochs=0), GrowthError, "epochs must be a number from 1 on, and is 0"),
-    "epochs True": (lambda f: start(folder=f, epochs=True), GrowthError, "epochs must be a number from 1 on, and is True"),
+    "epochs 0": (lambda f: start(folder=f, epochs=0), GrowthError, "epochs must be a whole number from 1 on, and is 0"),
+    "epochs True": (lambda f: start(folder=f, epochs=True), GrowthError, "epochs must be a whole number from 1 on, and is True"),
     "validation yields nothing": (lambda f: start(folder=f, val=[]), GrowthError, "validation loader yields nothing"),
     "an iterator": (lambda f: start(folder=f, train=iter(make_data())), GrowthError, "training loader is an iterator"),
     "NaN in validation data": (
@@ -76,7 +192,7 @@ CASES = {
         GrowthError,
         r"is a tensor of shape \[8\]; take its mean",
     ),
-    "a loss that is a float": (lambda f: start(folder=f, loss=lambda out, y: 1.0), GrowthError, "is a float"),
+    "a loss that is a float": (lambda f: start(folder=f, loss=lambda out, y: 1.0), GrowthError, r"is a float; .* without .item\(\)"),
     "no loss": (lambda f: start(folder=f, loss=None), GrowthError, "pass loss_fn for batches of"),
     "batches of three": (lambda f: start(folder=f, val=[(*make_data(1)[0], 1)]), GrowthError, "a batch is a tuple of 3"),
     "an optimiser that is none": (
@@ -87,7 +203,7 @@ CASES = {
     "an optimiser instead of a function": (
         lambda f: start(folder=f, optimizer=torch.optim.SGD(make_host().parameters(), lr=0.1)),
         GrowthError,
-        "must be a function that makes one, and is a SGD: optimizer=lambda parameters: ",
+        "must be a function that makes one, and is an? SGD: optimizer=lambda parameters: ",
     ),
     "a schedule instead of a function": (
         lambda f: start(folder=f, scheduler=StepLR(torch.optim.SGD(make_host().parameters(), lr=0.1), 1)),
@@ -225,3 +341,31 @@ def test_a_wrong_example_input_is_told_and_leaves_no_hooks() -> None:
 def test_settings_are_checked_where_they_are_made(make, words: str) -> None:
     with pytest.raises((ConfigError, ValueError), match=words):
         make()
+
+
+@pytest.mark.parametrize("given", [0.5, [0.5, 0.4], None], ids=["a loss", "losses", "nothing"])
+def test_after_epoch_without_a_function_says_what_it_takes_and_changes_nothing(given: object) -> None:
+    loop = make_loop()
+    loop.step(*loop.data[0])
+    with pytest.raises(GrowthError, match=r"after_epoch takes a function .* and got .*: grower.after_epoch\(evaluate\)"):
+        loop.grower.after_epoch(given)
+    assert loop.grower.epoch == 0
+    assert loop.grower.after_epoch(loop.evaluate).epoch == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (0.5, r"evaluate\(\) gave a float; .* the loss of every validation batch"),
+        (None, r"evaluate\(\) gave None; "),
+        ([torch.zeros(3)], r"evaluate\(\) gave a tensor of shape \[3\] for a batch"),
+        (["low"], r"evaluate\(\) gave a str for a batch"),
+    ],
+)
+def test_an_evaluation_that_gives_no_losses_says_what_it_should_give(answer: object, words: str) -> None:
+    loop = make_loop()
+    loop.step(*loop.data[0])
+    with pytest.raises(GrowthError, match=words):
+        loop.grower.after_epoch(lambda: answer)
+    assert loop.grower.epoch == 0
+    assert loop.grower.after_epoch(loop.evaluate).epoch == 1

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
 
 from esper.growth.errors import GrowthError
 from esper.growth.survey import tensors_in
@@ -23,21 +24,75 @@ def step_loss_of(loss_fn: LossFunction | None, step_loss: StepLoss | None) -> St
         raise GrowthError(
             "pass loss_fn for batches of (inputs, targets), or step_loss=lambda model, batch: ... for anything else; one of them"
         )
+    name, given = ("loss_fn", loss_fn) if step_loss is None else ("step_loss", step_loss)
+    if isinstance(given, type):
+        raise GrowthError(f"{name} is the class {given.__name__}; pass an object of it: {name}={given.__name__}()")
+    if not callable(given):
+        raise GrowthError(f"{name} is a {type(given).__name__}, and must be a function, such as torch.nn.functional.cross_entropy")
     if step_loss is not None:
         return step_loss
     assert loss_fn is not None
 
     def from_pair(model: nn.Module, batch: Any) -> Tensor:
         inputs, targets = pair_of(batch)
-        outputs = model(inputs)
+        try:
+            outputs = model(inputs)
+        except Exception as error:
+            error.add_note(f"{_IN_MODEL} ({described(inputs)})")
+            raise
         if not isinstance(outputs, Tensor):
             raise GrowthError(
                 f"the model returns a {type(outputs).__name__}, and loss_fn expects a tensor; "
                 "pass step_loss=lambda model, batch: ... which computes the loss from it"
             )
-        return loss_fn(outputs, targets)
+        try:
+            return loss_fn(outputs, targets)
+        except Exception as error:
+            error.add_note(f"{_IN_LOSS}, with outputs {described(outputs)} and targets {described(targets)}")
+            raise
 
     return from_pair
+
+
+_IN_MODEL, _IN_LOSS = "the model cannot run the inputs", "loss_fn fails"  # how the notes of from_pair begin
+_HINTS = (  # part of torch's message, where it was raised, what to do
+    ("dtype", _IN_MODEL, "convert them to float32, as the weights are, or the model to their precision"),
+    ("missing", _IN_MODEL, "loss_fn calls the model with the inputs alone; pass step_loss=lambda model, batch: ... for anything else"),
+    ("dtype", _IN_LOSS, "use targets.long() where they are numbers of classes, targets.float() where they are values"),
+    ("out of bounds", _IN_LOSS, "classes are numbered from 0, and there are as many as the outputs have columns"),
+)
+
+
+def explained(error: Exception, batch: Any, where: str) -> Exception:
+    """The error as one that says where it was and what to do, if it is known to be about the data; else the same error.
+
+    Only for calls of the user's own step: what fails in a second pass of ours has to come through as it is.
+    """
+    text = str(error)
+    if isinstance(error, GrowthError):
+        return GrowthError(f"{where}: {error}")
+    if "more than 1 value per channel" in text:
+        return GrowthError(
+            f"{where}: a training batch of {size_of(batch)} is too small for batch norm ({error}); "
+            "build the DataLoader with drop_last=True, or choose a batch size that leaves no rest of one"
+        )
+    note = next((note for note in getattr(error, "__notes__", ()) if note.startswith((_IN_MODEL, _IN_LOSS))), None)
+    is_about_data = isinstance(error, RuntimeError | TypeError | ValueError | IndexError) and not isinstance(error, torch.OutOfMemoryError)
+    if note is None or not is_about_data:
+        return error
+    hints = [hint for part, place, hint in _HINTS if part in text and note.startswith(place)]
+    return GrowthError(f"{where}: {note}: {text}{''.join(f'; {hint}' for hint in hints)}")
+
+
+def described(value: Any) -> str:
+    """Such as "[8, 3] float32".
+
+    >>> described(torch.zeros(8, 3)), described([1, 2])
+    ('[8, 3] float32', 'a list')
+    """
+    if isinstance(value, Tensor):
+        return f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    return f"a {type(value).__name__}"
 
 
 def pair_of(batch: Any) -> tuple[Any, Any]:
@@ -70,19 +125,31 @@ def example_of(batch: Any) -> Any:
     return batch[0] if isinstance(batch, tuple | list) and len(batch) == 2 else batch
 
 
-def check_can_repeat(loader: Iterable[Any], which: str) -> None:
+def check_loader(loader: object, which: str) -> None:
+    """Raise a GrowthError for anything that cannot be gone through in every epoch, batch by batch."""
+    wanted, subject = "pass a DataLoader or a list of batches", f"the {which} loader is"
+    pairs = f"{wanted}: [(inputs, targets), ...]"
+    if loader is None:
+        reason = "seeds are kept or taken out by validation data, so " if which == "validation" else ""
+        raise GrowthError(f"{subject} None; {reason}{wanted}")
+    if isinstance(loader, Tensor):
+        raise GrowthError(f"{subject} a tensor; {pairs}")
+    if isinstance(loader, tuple) and loader and all(isinstance(item, Tensor) for item in loader):
+        raise GrowthError(f"{subject} a tuple of tensors, each of which would be a batch; {pairs}")
+    if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
+        raise GrowthError(f"{subject} a {type(loader).__name__}, which gives single samples; wrap it: DataLoader(dataset, batch_size=32)")
     if isinstance(loader, Iterator):  # asking it for an iterator would make a DataLoader draw random numbers
-        raise GrowthError(f"the {which} loader is an iterator, which can be gone through once; pass a DataLoader or a list of batches")
+        raise GrowthError(f"{subject} an iterator, which can be gone through once; {wanted}")
+    if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
+        raise GrowthError(f"{subject} {with_article(type(loader).__name__)}; {wanted}")
 
 
-def explained(error: Exception, batch: Any) -> Exception:
-    """The same error, or one that says what to do where the batch is too small for batch norm."""
-    if "more than 1 value per channel" not in str(error):
-        return error
-    return GrowthError(
-        f"a training batch of {size_of(batch)} is too small for batch norm ({error}); "
-        "build the DataLoader with drop_last=True, or choose a batch size that leaves no rest of one"
-    )
+def with_article(noun: str) -> str:
+    """
+    >>> with_article("int"), with_article("str")
+    ('an int', 'a str')
+    """
+    return f"{'an' if noun[0].lower() in 'aeiou' else 'a'} {noun}"
 
 
 def move(batch: Any, device: torch.device) -> Any:
@@ -98,9 +165,12 @@ def move(batch: Any, device: torch.device) -> Any:
 
 
 def checked(loss: Any) -> Tensor:
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-        raise GrowthError(f"the loss of a batch must be one number in a tensor, and is {what}; take its mean")
+    """The loss of a batch, which must be one number in a tensor."""
+    rule = "the loss of a batch must be one number in a tensor, and is"
+    if not isinstance(loss, Tensor):
+        raise GrowthError(f"{rule} {with_article(type(loss).__name__)}; return the tensor itself, without .item() or float()")
+    if loss.numel() != 1:
+        raise GrowthError(f"{rule} a tensor of shape {list(loss.shape)}; take its mean")
     return loss
 
 

@@ -31,6 +31,15 @@ def check_fit_together(slotted: object, optimizer: Optimizer, config: object) ->
         )
 
 
+def check_evaluate(evaluate: object) -> None:
+    if not callable(evaluate):
+        what = "nothing" if evaluate is None else f"a {type(evaluate).__name__}"
+        raise GrowthError(
+            f"after_epoch takes a function that gives the loss of every validation batch, and got {what}; it calls the function once more "
+            "for each seed on trial, with the seed off, so losses alone do not do: grower.after_epoch(evaluate)"
+        )
+
+
 def one_number(loss: Tensor | float) -> Tensor:
     if not isinstance(loss, Tensor):
         return torch.tensor(float(loss))

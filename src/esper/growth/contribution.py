@@ -11,9 +11,9 @@ A seed is looked at after every epoch of its probation, so its intervals are wid
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsFloat
 
 import torch
 from torch import Tensor
@@ -159,11 +159,19 @@ def losses_of(evaluate: Evaluate) -> Losses:
     >>> losses_of(lambda: [(0.5, 160), (2.0, 1)])
     Losses(values=[0.5, 2.0], samples=[160.0, 1.0])
     """
-    answer = evaluate()
+    answer: Any = evaluate()
+    rule = "return a list with the loss of every validation batch, or with pairs of (loss, number of samples)"
     if isinstance(answer, Tensor):
         losses = Losses(answer.detach().reshape(-1).tolist(), [1.0] * answer.numel())
+    elif not isinstance(answer, Iterable):
+        raise GrowthError(f"evaluate() gave {'None' if answer is None else f'a {type(answer).__name__}'}; {rule}")
     else:
         pairs = [item if isinstance(item, tuple | list) and len(item) == 2 else (item, 1.0) for item in answer]
+        for loss, _ in pairs:
+            if isinstance(loss, Tensor) and loss.numel() != 1:
+                raise GrowthError(f"evaluate() gave a tensor of shape {list(loss.shape)} for a batch; {rule}")
+            if not isinstance(loss, Tensor | SupportsFloat):
+                raise GrowthError(f"evaluate() gave a {type(loss).__name__} for a batch; {rule}")
         parts = [torch.as_tensor(loss).detach().reshape(()).double() for loss, _ in pairs]
         losses = Losses(torch.stack(parts).tolist() if parts else [], [float(samples) for _, samples in pairs])  # read in one go
     if not losses.values:

@@ -28,7 +28,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from esper.events import Event
-from esper.growth.checks import check_alphas, check_fit_together, one_number, players
+from esper.growth.checks import check_alphas, check_evaluate, check_fit_together, one_number, players
 from esper.growth.config import GrowthConfig
 from esper.growth.contribution import AlphaSearch, Evaluate, Measurement, search_alpha
 from esper.growth.controllers import as_controller
@@ -176,6 +176,7 @@ class Grower:
         goes through as many batches, and what counts is what rank 0 finds.
         """
         self._check_has_slots()
+        check_evaluate(evaluate)
         self._begin()
         self._rest()
         chunks = self.chronicle.chunks()

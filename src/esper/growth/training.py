@@ -26,8 +26,8 @@ from esper.growth.batches import (
     Listener,
     LossFunction,
     StepLoss,
-    check_can_repeat,
     check_data,
+    check_loader,
     checked,
     device_of,
     example_of,
@@ -82,7 +82,7 @@ def grow(
     from the last epoch's end, or from the very step where the training loader has a `state_dict`. Ctrl-C ends the training with what is
     fossilized by then, and the status "stopped".
     """
-    check_call(model, epochs=epochs, config=config)
+    check_call(model, epochs=epochs, config=config, run=run)
     training = Training(
         copy.deepcopy(model),
         train_loader,
@@ -117,8 +117,8 @@ class Training:
         self.epochs, self.config = epochs, config
         self._prepared: tuple[Grower, Losses] | None = None
         self._run = NO_RUN
-        check_can_repeat(train_loader, "training")
-        check_can_repeat(val_loader, "validation")
+        check_loader(train_loader, "training")
+        check_loader(val_loader, "validation")
         self.device = device_of(model)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if not trained:
@@ -192,7 +192,8 @@ class Training:
         self.model.train()
         for number, raw in enumerate(self.train_loader, start=grower.chronicle.steps + 1):
             batch = move(raw, self.device)
-            loss = self._train_loss(batch, grower)
+            where = f"batch {number} of the training loader"
+            loss = self._train_loss(batch, grower, where)
             torch.autograd.backward(loss)
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -201,7 +202,7 @@ class Training:
             rollbacks = grower.rollbacks
             grower.after_step(loss, closure=partial(self._loss, batch), samples=size_of(batch))
             if grower.rollbacks > rollbacks:
-                check_data(batch, math.nan, f"batch {number} of the training loader")
+                check_data(batch, math.nan, where)
             if run.should_stop():
                 run.save(grower, self.train_loader, before, at_end_of_epoch=False)
                 return False
@@ -217,12 +218,17 @@ class Training:
         if isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step(ended.val_loss)
 
-    def _train_loss(self, batch: Any, grower: Grower) -> Tensor:
+    def _train_loss(self, batch: Any, grower: Grower, where: str) -> Tensor:
         try:
             with grower.recording():
-                return self._loss(batch)
-        except ValueError as error:
-            raise explained(error, batch) from error
+                loss = self._loss(batch)
+        except Exception as error:
+            raise explained(error, batch, where) from error
+        if not loss.requires_grad:
+            raise GrowthError(
+                "the training loss has no gradient; compute it from the model's outputs, without detach(), no_grad() or argmax()"
+            )
+        return loss
 
     def _loss(self, batch: Any) -> Tensor:
         return checked(self.step_loss(self.model, batch))
@@ -248,8 +254,12 @@ class Training:
                 for number, raw in enumerate(self.val_loader, start=1):
                     batch = move(raw, self.device)
                     first = batch if first is None else first
-                    loss = float(self._loss(batch))
-                    check_data(batch, loss, f"batch {number} of the validation loader")
+                    where = f"batch {number} of the validation loader"
+                    try:
+                        loss = float(self._loss(batch))
+                    except Exception as error:
+                        raise explained(error, batch, where) from error
+                    check_data(batch, loss, where)
                     found.append((loss, size_of(batch)))
         finally:
             listener.stop()
