@@ -307,7 +307,7 @@ def edit_manifest(folder: Path, **changes: Any) -> None:
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "flipped tensors": (lambda folder: flip(folder / "tensors.safetensors"), "corrupt: the sha256 of tensors.safetensors"),
     "flipped state": (lambda folder: flip(folder / "state.json"), "corrupt: the sha256 of state.json"),
-    "longer": (lambda folder: os.truncate(folder / "state.json", 10_000), "corrupt: the sha256 of state.json"),
+    "longer": (lambda folder: os.truncate(folder / "state.json", 10_000), "corrupt: .*state.json has 10,000 bytes"),
     "truncated": (lambda folder: os.truncate(folder / "tensors.safetensors", 20), "truncated: tensors.safetensors has 20 of"),
     "no tensors": (lambda folder: (folder / "tensors.safetensors").unlink(), "incomplete: tensors.safetensors is missing"),
     "no state": (lambda folder: (folder / "state.json").unlink(), "incomplete: state.json is missing"),

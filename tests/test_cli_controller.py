@@ -413,7 +413,7 @@ def test_a_run_goes_on_with_the_controller_that_it_began_with(eager: Path, tmp_p
     ("damage", "message"),
     [
         (lambda path: path.unlink(), "there is no file mine/controller.safetensors"),
-        (lambda path: os.truncate(path, 200), "mine/controller.safetensors is damaged"),
+        (lambda path: os.truncate(path, 200), "mine/controller.safetensors cannot be read as a safetensors file"),
         (lambda path: save_file({"weight": torch.zeros(3)}, path), "holds tensors, but no controller"),
         (lambda path: path.write_bytes(path.read_bytes().replace(LAYOUT_VERSION.encode(), b"0-00000000")), "by layout 0-00000000"),
     ],

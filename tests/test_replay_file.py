@@ -137,7 +137,7 @@ def test_a_description_that_lacks_something_is_refused_by_name(tmp_path: Path, b
 def test_files_of_something_else_are_refused(tmp_path: Path, battle: Battle) -> None:
     text = tmp_path / "text.safetensors"
     text.write_text("this is not what you think")
-    with pytest.raises(ReplayError, match=r"text\.safetensors is no replay: it cannot be read"):
+    with pytest.raises(ReplayError, match=r"text\.safetensors cannot be read as a safetensors file"):
         read_replay(text)
     weights = tmp_path / "weights.safetensors"
     save_file({"weight": torch.zeros(2)}, weights)
@@ -152,7 +152,7 @@ def test_files_of_something_else_are_refused(tmp_path: Path, battle: Battle) -> 
 def test_a_truncated_replay_is_refused(tmp_path: Path, battle: Battle) -> None:
     path = write_replay(tmp_path / "a.safetensors", *battle)
     path.write_bytes(path.read_bytes()[:-10])
-    with pytest.raises(ReplayError, match=r"a\.safetensors is no replay: it cannot be read .* was it copied whole\?"):
+    with pytest.raises(ReplayError, match=r"a\.safetensors cannot be read as a safetensors file .* copy it whole"):
         read_replay(path)
 
 

@@ -25,7 +25,6 @@ import inspect
 import math
 import os
 import textwrap
-import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, dataclass_transform, get_type_hints
@@ -33,12 +32,15 @@ from typing import Annotated, Any, TypeVar, dataclass_transform, get_type_hints
 import msgspec
 from msgspec.inspect import Metadata, StructType, Type, UnionType
 
+from esper.files import MAX_CONFIG_BYTES, FileError, parse_toml, read_file
+
 PositiveInt = Annotated[int, msgspec.Meta(gt=0)]
 NonNegativeInt = Annotated[int, msgspec.Meta(ge=0)]
 PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
 NonNegativeFloat = Annotated[float, msgspec.Meta(ge=0)]
 Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
+MAX_SHOWN = 300  # characters of a wrong value in a message
 NONE = "None"  # how a TOML file says that an optional field is empty
 
 
@@ -51,13 +53,18 @@ class ConfigError(ValueError):
 
     def __init__(self, path: str, *, expected: str, got: object, problem: str | None = None, source: str | None = None) -> None:
         self.path, self.expected, self.got, self.source = path, expected, got, source
-        self.problem = problem or f"expected {expected}, got {got!r}"
+        self.problem = problem or f"expected {expected}, got {_shown(got)}"
         super().__init__(": ".join(part for part in (source, path, self.problem) if part))
 
     def under(self, prefix: str) -> ConfigError:
         """The same mistake, seen from the config that holds the broken one as `prefix`."""
         path = prefix + ("" if self.path.startswith("[") or not self.path else ".") + self.path
         return ConfigError(path, expected=self.expected, got=self.got, problem=self.problem)
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}… ({len(text):,} characters)"
 
 
 class _ConfigMeta(msgspec.StructMeta):
@@ -97,12 +104,13 @@ ConfigT = TypeVar("ConfigT", bound=Config)
 def load(config_type: type[ConfigT], path: str | Path) -> ConfigT:
     """The config in a TOML file, filled from the defaults. Everything that is wrong with the file is a `ConfigError` that names it."""
     try:
-        mapping = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        mapping = parse_toml(read_file(path, max_bytes=MAX_CONFIG_BYTES))
     except OSError as error:
         problem = f"no such config file: {path}" if isinstance(error, FileNotFoundError) else f"cannot read {path}: {error.strerror}"
         raise ConfigError("", expected="a TOML file", got=str(path), problem=problem) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError("", expected="a TOML file", got=str(path), problem=f"is not TOML: {error}", source=str(path)) from error
+    except ValueError as error:
+        problem = f"is not a config file: {error}" if isinstance(error, FileError) else f"is not TOML: {error}"
+        raise ConfigError("", expected="a TOML file", got=str(path), problem=problem, source=str(path)) from error
     try:
         return from_mapping(config_type, mapping)
     except ConfigError as error:

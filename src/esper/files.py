@@ -4,6 +4,9 @@ Every file that esper writes goes through `write_file`; only the event log, whic
 file's name are on the disk when `write_file` returns, and a reader finds the old file or the new one. Folders are made, renamed and removed
 by the functions below it, in the same way. All of them call `os`, so a test injects faults in one place: `esper.files.os`.
 
+Every file that esper loads may come from elsewhere. `read_file`, `parse_json` and `parse_toml` refuse what would fill the memory or the
+stack, or never end: pipes, devices, absurd sizes and deep nesting.
+
 A sha256 lies in every file that esper loads again, or beside it, in a file with a sha256 of its own:
 
     run configs (TOML)             a comment with the sha256 of the values               `esper.config`
@@ -24,13 +27,23 @@ import errno
 import hashlib
 import json
 import os
+import re
 import secrets
 import stat
+import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 TEMPORARY = ".tmp-"  # how the names of unfinished files and folders begin
 DIGEST = "sha256"  # the key of a digest among the values that it is made of
+MAX_DEPTH = 100  # lists and tables within one another; code that follows them by recursion then stays far below Python's limit
+MAX_CONFIG_BYTES = 2**20
+MAX_JSON_BYTES = 2**28  # of a file whose size nothing else tells
+
+_TOO_DEEP = f"it is nested more than {MAX_DEPTH} levels deep"
+# A dotted key of more than MAX_DEPTH parts, found before tomllib sees it: its time grows with the square of their number.
+_PART = r"""(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')"""
+_LONG_KEY = re.compile(rf"(?<![\w-]){_PART}(?:[ \t]*+\.[ \t]*+{_PART}){{{MAX_DEPTH},}}")
 
 
 class FileError(ValueError):
@@ -137,6 +150,58 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def open_file(path: Path | str) -> BinaryIO:
+    """Open a regular file for reading. Raise FileError for a pipe or a device, without waiting for it, and OSError as usual."""
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115 (the caller closes it)
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise FileError(f"{path} is a device or a pipe, and not a file")
+    return file
+
+
+def read_file(path: Path | str, *, max_bytes: int) -> bytes:
+    """Return the content of a regular file. Raise FileError where there is more than `max_bytes`, and OSError as usual."""
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > max_bytes:
+            raise FileError(f"{path} has {size:,} bytes, and at most {max_bytes:,} are read of it")
+        return file.read(size)
+
+
+def parse_json(content: bytes | str) -> Any:
+    """Return the value of a JSON text. Raise FileError where it is nested too deep, and ValueError where it is no JSON."""
+    try:
+        # The standard library's parser: with msgspec, integers beyond 64 bits (states of random generators) do not come back.
+        value = json.loads(content)
+    except RecursionError:
+        raise FileError(_TOO_DEEP) from None
+    _check_depth(value)
+    return value
+
+
+def parse_toml(content: bytes) -> dict[str, Any]:
+    """Return the tables of a TOML text. Raise FileError where it is nested too deep, and ValueError where it is no TOML."""
+    text = content.decode()
+    if _LONG_KEY.search(text):
+        raise FileError(_TOO_DEEP)
+    try:
+        table = tomllib.loads(text)
+    except RecursionError:
+        raise FileError(_TOO_DEEP) from None
+    _check_depth(table)
+    return table
+
+
+def _check_depth(value: Any) -> None:
+    """Go down level by level, because a recursion is what a deep tree would break."""
+    level, depth = [value], 0
+    while level := [node for node in level if isinstance(node, dict | list)]:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise FileError(_TOO_DEEP)
+        level = [item for node in level for item in (node.values() if isinstance(node, dict) else node)]
 
 
 def digest_of(values: Any) -> str:

@@ -10,7 +10,6 @@ were destroyed, K = keyframes.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,8 @@ import torch
 from torch import Tensor
 
 import esper
+from esper.checkpoint import read_tensors
+from esper.files import FileError, parse_json
 
 FORMAT_VERSION = 1  # of the file; others are refused
 SUFFIX = ".safetensors"
@@ -157,19 +158,17 @@ def write_replay(path: Path | str, tensors: Mapping[str, Tensor], info: ReplayIn
 
 def read_replay(path: Path | str) -> ReplayFile:
     """The replay in memory, on the CPU. What is returned has everything that `LAYOUT` names, in its shape."""
-    from safetensors import SafetensorError, safe_open
-
     path = Path(path)
     if not path.is_file():
         what = "is a folder" if path.is_dir() else "does not exist"
         raise ReplayError(f"{path} {what}; give the file of a replay, as esper arena writes it")
     try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            info = _read_info(path, metadata)
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
-    except (SafetensorError, OSError) as error:
-        raise ReplayError(f"{path} is no replay: it cannot be read as safetensors ({error}); was it copied whole?") from error
+        tensors, metadata = read_tensors(path)
+    except FileError as error:
+        raise ReplayError(f"{error}; give a replay that esper arena wrote, and copy it whole") from error
+    except OSError as error:
+        raise ReplayError(f"{path} cannot be read: {error.strerror}") from error
+    info = _read_info(path, metadata)
     problems = _problems(tensors, info)
     if problems:
         raise ReplayError(f"{path} is no whole replay: {'; '.join(problems)}; record the battle again")
@@ -186,7 +185,7 @@ def _read_info(path: Path, metadata: Mapping[str, str]) -> ReplayInfo:
     if INFO not in metadata:
         raise ReplayError(f"{path} is no replay: it is a safetensors file of something else; give a file that esper arena wrote")
     try:
-        raw: Any = json.loads(metadata[INFO])
+        raw = parse_json(metadata[INFO])
         versions = msgspec.convert(raw, _Versions)
         if versions.format_version == FORMAT_VERSION:
             return msgspec.convert(raw, ReplayInfo)

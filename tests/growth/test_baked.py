@@ -136,10 +136,12 @@ def test_an_instance_that_has_grown_already_is_refused() -> None:
 def test_what_is_no_safetensors_file_is_refused_with_what_to_do(tmp_path: Path) -> None:
     torch.save(grown_model().state_dict(), tmp_path / "model.pt")
     unchanged(
-        RESNET.model(), tmp_path / "model.pt", r"is not a safetensors file .*esper.load\(torch.load\('.*model.pt', weights_only=True\)"
+        RESNET.model(),
+        tmp_path / "model.pt",
+        r"cannot be read as a safetensors file .*esper.load\(torch.load\('.*model.pt', weights_only=True\)",
     )
     (tmp_path / "empty").write_bytes(b"")
-    unchanged(RESNET.model(), tmp_path / "empty", "is not a safetensors file")
+    unchanged(RESNET.model(), tmp_path / "empty", "cannot be read as a safetensors file")
     unchanged(RESNET.model(), tmp_path / "nothing", "there is no file .*nothing")
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from esper.checkpoint.tree import Tree, join, split
+from esper.files import MAX_JSON_BYTES, FileError, parse_json, read_file
 
 FORMAT = 1  # of the folder; a higher one is refused
 MANIFEST, STATE, TENSORS = "manifest.json", "state.json", "tensors.safetensors"
@@ -70,9 +71,9 @@ def to_json(value: Any, *, indent: int | None = None) -> bytes:
 def read_manifest(folder: Path) -> Manifest:
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is missing")
-    content = _read(folder, MANIFEST)
+    content = _read(folder, MANIFEST, max_bytes=MAX_JSON_BYTES)
     try:
-        raw = json.loads(content)
+        raw = parse_json(content)
         found = msgspec.convert(raw, _Format).format
         if found <= FORMAT:
             manifest = msgspec.convert(raw, Manifest)
@@ -91,7 +92,7 @@ def read_state(folder: Path, manifest: Manifest) -> Tree:
     try:
         # Cloned into memory that torch allocated: aligned and resizable, as a tensor that was never saved.
         tensors = {name: tensor.clone() for name, tensor in load(contents[TENSORS]).items()}
-        return join(json.loads(contents[STATE]), tensors)
+        return join(parse_json(contents[STATE]), tensors)
     except (SafetensorError, *MISFITS) as error:
         raise CheckpointError(f"{folder} is corrupt: {STATE} and {TENSORS} do not make a state ({error!r})") from error
 
@@ -100,7 +101,7 @@ def _read_checked(folder: Path, name: str, manifest: Manifest) -> bytes:
     expected = manifest.files.get(name)
     if expected is None:
         raise CheckpointError(f"{folder} is corrupt: {MANIFEST} does not list {name}")
-    content = _read(folder, name)
+    content = _read(folder, name, max_bytes=expected.size)
     if len(content) < expected.size:
         raise CheckpointError(f"{folder} is truncated: {name} has {len(content)} of {expected.size} bytes")
     if _digest(content) != expected:
@@ -108,9 +109,11 @@ def _read_checked(folder: Path, name: str, manifest: Manifest) -> bytes:
     return content
 
 
-def _read(folder: Path, name: str) -> bytes:
+def _read(folder: Path, name: str, *, max_bytes: int) -> bytes:
     try:
-        return (folder / name).read_bytes()
+        return read_file(folder / name, max_bytes=max_bytes)
+    except FileError as error:
+        raise CheckpointError(f"{folder} is corrupt: {error}") from error
     except FileNotFoundError as error:
         raise CheckpointError(f"{folder} is incomplete: {name} is missing") from error
     except OSError as error:

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,11 +23,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from esper.files import DIGEST, FileError, write_file
+from esper.files import DIGEST, FileError, parse_json, read_file, write_file
 
 FORMAT_KEY, FORMAT = "esper", 2  # of the digest's rules; a higher one is refused
 _OURS = ("format", FORMAT_KEY, DIGEST)  # entries of the metadata that are not the caller's
 _METADATA = "__metadata__"  # safetensors' own name for it
+MAX_FILE_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # what the memory of this machine can hold
+MAX_DIMENSIONS = 32
+MAX_ELEMENTS = 2**48  # of one tensor; a dimension of size 0 counts as 1, so that an empty tensor has no absurd shape either
 _LENGTH = 8  # bytes in front of the header that say how long it is
 _UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)
 
@@ -44,7 +49,7 @@ def read_tensors(path: Path | str) -> tuple[dict[str, Tensor], dict[str, str]]:
 
     Raise FileError where the file is damaged, NotTensorsError where it is something else, and OSError where it cannot be read.
     """
-    return decode_tensors(Path(path).read_bytes(), path)
+    return decode_tensors(read_file(path, max_bytes=MAX_FILE_BYTES), path)
 
 
 def encode_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> tuple[bytes, memoryview]:
@@ -75,7 +80,7 @@ def decode_tensors(content: bytes, source: Path | str) -> tuple[dict[str, Tensor
     try:
         header, data = _header_and_data(content)
         metadata: dict[str, str] = header.pop(_METADATA, {})
-        problem = _problem(header, metadata, data)
+        problem = _absurd_shape(header) or _problem(header, metadata, data)
         if problem is None:
             # Cloned into memory that torch allocated: aligned and resizable, as a tensor that was never saved.
             tensors = {name: tensor.clone() for name, tensor in load(content).items()}
@@ -98,6 +103,17 @@ def _problem(header: dict[str, Any], metadata: dict[str, str], data: memoryview)
     return None if metadata[DIGEST] == _digest(header, entries, data) else f"is damaged: its {DIGEST} is not that of its content"
 
 
+def _absurd_shape(header: dict[str, Any]) -> str | None:
+    """Return what is wrong with the first shape that torch cannot hold, or that nothing could have been saved with."""
+    for name, entry in header.items():
+        shape = entry["shape"]
+        if len(shape) > MAX_DIMENSIONS:
+            return f"is damaged: {name} has the shape of {len(shape)} dimensions, and at most {MAX_DIMENSIONS} are read"
+        if math.prod(max(size, 1) for size in shape) > MAX_ELEMENTS:
+            return f"is damaged: {name} has the shape {shape}, and at most {MAX_ELEMENTS:,} elements are read"
+    return None
+
+
 def _plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return detached, contiguous tensors on the CPU, each in memory of its own, as safetensors needs them."""
     plain: dict[str, Tensor] = {}
@@ -114,7 +130,7 @@ def _header_and_data(content: bytes) -> tuple[dict[str, Any], memoryview]:
     length = int.from_bytes(content[:_LENGTH], "little")
     if length > len(content) - _LENGTH:
         raise ValueError(f"it has {len(content)} bytes, fewer than it says")
-    header: dict[str, Any] = json.loads(content[_LENGTH : _LENGTH + length])
+    header: dict[str, Any] = parse_json(content[_LENGTH : _LENGTH + length])
     if not isinstance(header, dict):
         raise TypeError("its header is not a table")
     return header, memoryview(content)[_LENGTH + length :]

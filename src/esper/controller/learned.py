@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 import esper
-from esper.checkpoint import load_module, plain_names
+from esper.checkpoint import load_module, plain_names, read_tensors
 from esper.checkpoint.files import sync
 from esper.controller.layout import LAYOUT_VERSION, OPS, blueprint_names, decision, observe, spec
 from esper.controller.network import SlotEncoder, make_policy
 from esper.controller.network_config import SlotNetworkConfig
+from esper.files import FileError, parse_json
 from esper.growth.config import Lifecycle
 from esper.growth.decisions import Decision
 from esper.growth.state import GrowthState
@@ -175,17 +176,15 @@ class Learned:
 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], Description]:
-    from safetensors import SafetensorError, safe_open
-
     if not path.is_file():
         raise ControllerError(f"there is no file {path}; give the path of a file that training a controller has written")
     try:
-        with safe_open(path, framework="pt") as file:
-            header = (file.metadata() or {}).get(_HEADER)
-            # Cloned into memory that torch allocated, for the file may be replaced.
-            weights = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 — it is no mapping
-    except (SafetensorError, OSError) as error:
-        raise ControllerError(f"{path} is damaged, or no controller file at all; {_ANOTHER} ({error})") from error
+        weights, metadata = read_tensors(path)
+    except FileError as error:
+        raise ControllerError(f"{error}; {_ANOTHER}") from error
+    except OSError as error:
+        raise ControllerError(f"{path} cannot be read: {error.strerror}") from error
+    header = metadata.get(_HEADER)
     if header is None:
         raise ControllerError(f"{path} holds tensors, but no controller; give a file that training a controller has written")
     description = _describe(path, header)
@@ -196,7 +195,7 @@ def _read(path: Path) -> tuple[dict[str, Tensor], Description]:
 
 def _describe(path: Path, header: str) -> Description:
     try:
-        raw = json.loads(header)
+        raw = parse_json(header)
         found, writer = raw["layout"], raw["esper"]
         if found == LAYOUT_VERSION:
             description = msgspec.convert(raw, Description)

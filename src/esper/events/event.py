@@ -179,7 +179,7 @@ def check_header(line: bytes, source: object) -> Record:
     try:
         stamp = decode_stamp(line)
         found = msgspec.json.decode(line, type=dict[str, Any])
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise EventError(f"{source} does not begin with the header of an event log: {error}") from error
     schema = found.get("schema")
     if stamp.kind != kind_of(Header) or not isinstance(schema, int):

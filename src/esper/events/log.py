@@ -21,7 +21,19 @@ from types import TracebackType
 from typing import Self
 
 import esper
-from esper.events.event import SCHEMA, Event, EventError, Header, Record, Resumed, SinkDropped, SinkFailed, check_header, encode
+from esper.events.event import (
+    MAX_LINE_BYTES,
+    SCHEMA,
+    Event,
+    EventError,
+    Header,
+    Record,
+    Resumed,
+    SinkDropped,
+    SinkFailed,
+    check_header,
+    encode,
+)
 from esper.events.sinks import Queued, Sink
 
 FLUSH_EVERY_S = 1.0
@@ -172,7 +184,7 @@ class EventLog:
 def _cut(path: Path, offset: int) -> Record:
     """Truncates the log at `offset` after checking that this leaves whole lines. Returns its header."""
     with open(path, "r+b") as file:
-        first = file.readline()
+        first = file.readline(MAX_LINE_BYTES)
         header = check_header(first, path)
         size = os.fstat(file.fileno()).st_size
         if offset > size:

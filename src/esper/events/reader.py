@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
-from esper.events.event import EventError, Record, check_header, decode, decode_stamp, event_type_of
+from esper.events.event import MAX_LINE_BYTES, EventError, Record, check_header, decode, decode_stamp, event_type_of
+from esper.files import FileError, open_file
 
 
 def read(path: Path | str, *, on_skip: Callable[[str], None] | None = None) -> Iterator[Record]:
@@ -16,29 +18,38 @@ def read(path: Path | str, *, on_skip: Callable[[str], None] | None = None) -> I
 
     Kinds that no imported package defines are skipped, and `on_skip` is told each time.
     """
-    with open(path, "rb") as file:
-        header = file.readline()
+    with _opened(path) as file:
+        header = file.readline(MAX_LINE_BYTES)
         if not header.endswith(b"\n"):
             raise EventError(f"{path} has no header: it is no event log, or its first line was never finished")
         yield check_header(header, path)
-        for number, line in enumerate(file, start=2):
+        for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b""), start=2):
             if not line.endswith(b"\n"):
-                return
+                if len(line) < MAX_LINE_BYTES:
+                    return
+                raise EventError(f"line {number} of {path} is broken: it has more than {MAX_LINE_BYTES:,} bytes; no line after it was read")
             try:
                 stamp = decode_stamp(line)
                 event_type = event_type_of(stamp.kind)
                 record = None if event_type is None else decode(line, stamp, event_type)
             except msgspec.ValidationError as error:
                 raise EventError(f"line {number} of {path} does not fit its kind: {error}") from error
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 # A power cut may leave a block of noise at the very end, newline and all.
                 if not file.read(1):
                     return
-                raise EventError(f"line {number} of {path} is broken: {error}; the lines after it were not read") from error
+                raise EventError(f"line {number} of {path} is broken: {error}; no line after it was read") from error
             if record is not None:
                 yield record
             elif on_skip is not None:
                 on_skip(stamp.kind)
+
+
+def _opened(path: Path | str) -> BinaryIO:
+    try:
+        return open_file(path)
+    except FileError as error:
+        raise EventError(str(error)) from error
 
 
 class Reader:

@@ -9,7 +9,9 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from esper.checkpoint import read_tensors
 from esper.checkpoint.modules import plain_names
+from esper.files import FileError
 from esper.growth.errors import GrowthError
 from esper.growth.isolation import is_compiled, unwrap
 from esper.growth.place import Place
@@ -51,16 +53,13 @@ def load(source: Path | str | Mapping[str, Tensor], *, model: nn.Module) -> nn.M
 
 
 def _read(path: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     if not path.is_file():
         raise GrowthError(f"there is no file {path}")
     try:
-        return load_file(path)
-    except SafetensorError as error:
+        return read_tensors(path)[0]
+    except FileError as error:
         raise GrowthError(
-            f"{path} is not a safetensors file ({error}). A file of torch.save is read by you, and its state dict passed on: "
+            f"{error}. A file of torch.save is read by you, and its state dict passed on: "
             f"esper.load(torch.load({str(path)!r}, weights_only=True), model=...)"
         ) from error
 

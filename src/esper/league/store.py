@@ -13,7 +13,6 @@ same time.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +20,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 import esper
+from esper.checkpoint import read_tensors
 from esper.checkpoint.files import FileDigest, sync, to_json, write_synced
+from esper.files import MAX_JSON_BYTES, FileError, parse_json, read_file
 from esper.league.league import League, LeagueError, Weights
 
 if TYPE_CHECKING:
@@ -88,11 +89,13 @@ class LeagueStore:
 
     def _read_json(self) -> bytes:
         try:
-            return (self.folder / LEAGUE).read_bytes()
+            return read_file(self.folder / LEAGUE, max_bytes=MAX_JSON_BYTES)
         except FileNotFoundError as error:
             raise LeagueError(f"there is no league in {self.folder}: it has no {LEAGUE}") from error
         except OSError as error:
             raise LeagueError(f"{self.folder / LEAGUE} cannot be read: {error.strerror}") from error
+        except FileError as error:
+            raise LeagueError(f"{error}; restore it, or resume the run to have it written") from error
 
     def _save_weights(self, name: str, weights: Weights) -> WeightsFile:
         content = _encoded(name, weights)
@@ -114,15 +117,14 @@ class LeagueStore:
 
 def read_weights(path: Path) -> dict[str, Tensor]:
     """Weights of a player from a file as a league keeps them, of which nothing else is known."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     if not path.is_file():
         raise LeagueError(f"there are no weights at {path}; a run keeps those of its league in RUN/{FOLDER}/{MEMBERS}/NAME{_SUFFIX}")
     try:
-        return load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise LeagueError(f"{path} is not a file of weights: {' '.join(str(error).split())}") from error
+        return read_tensors(path)[0]
+    except FileError as error:
+        raise LeagueError(f"{error}; give a file of weights that a league has written") from error
+    except OSError as error:
+        raise LeagueError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -144,7 +146,7 @@ def _encoded(name: str, weights: Weights) -> bytes:
 
 def _decoded(content: bytes, path: Path, members: Path | None) -> League:
     try:
-        raw = json.loads(content)
+        raw = parse_json(content)
         found = msgspec.convert(raw, _Format).format
         told = msgspec.convert(raw, LeagueFile) if found <= FORMAT else None
     except ValueError as error:
