@@ -1,7 +1,8 @@
-# make demo    grows a network that is too small for its task, live, beside a twin that never grows, in about a minute
-# make check   format, lint, types, fast tests: the development loop
-# make test    all tests
-# make clean   removes what tools leave behind, but neither .venv nor runs/
+# make demo      grows a network that is too small for its task, live, beside a twin that never grows, in about a minute
+# make check     format, lint, types, fast tests: the development loop
+# make test      all tests
+# make test-all  all tests with every extra in .venv: also those with Lightning, transformers, peft, pyarrow, wandb, ONNX and sb3-contrib
+# make clean     removes what tools leave behind, but neither .venv nor runs/
 #
 # All of them make .venv first where it is missing, with the versions in constraints.txt. Another Python: make demo PYTHON=python3.12;
 # more processes for the tests: make test JOBS=8
@@ -10,10 +11,13 @@ PYTHON ?= python3
 JOBS ?= 2
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+INSTALLED_ALL := .venv/.installed-all
+EXTRAS := gym,tensorboard,league,dashboard,dev
+ALL_EXTRAS := $(EXTRAS),wandb,data,lightning,transformers,bench,interop
 
 DEMO = --task digits --host starved --controller heuristic --twin --seed 0 --epochs 40 --learning-rate 0.01 --schedule cosine --threads 1 --device cpu
 
-.PHONY: demo check test clean
+.PHONY: demo check test test-all clean
 
 demo: $(INSTALLED)
 	@echo "Handwritten digits, and a convolutional network that is too small for them. It grows where that pays; its twin never does."
@@ -29,6 +33,10 @@ check: $(INSTALLED)
 test: $(INSTALLED)
 	@$(BIN)/pytest -q -n $(JOBS) --dist worksteal
 
+# Models are built from configurations in the tests; nothing is downloaded.
+test-all: $(INSTALLED_ALL)
+	@HF_HUB_OFFLINE=1 $(BIN)/pytest -q -n $(JOBS) --dist worksteal
+
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
@@ -40,5 +48,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 		{ echo "esper needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1); name one with: make PYTHON=python3.11"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "installing esper and what it needs into .venv; the first time this takes a few minutes"
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[gym,tensorboard,league,dashboard,dev]'
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
+	@touch $@
+
+$(INSTALLED_ALL): $(INSTALLED)
+	@echo "installing every extra into .venv; the first time this takes a few minutes"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[$(ALL_EXTRAS)]'
 	@touch $@

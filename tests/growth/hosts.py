@@ -6,11 +6,13 @@ Shapes: B = batch, C = channels, H, W, L = positions in space, T = positions in 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 VOCABULARY = 11
 
@@ -296,3 +298,534 @@ FAMILIES = {
     "tuple": Family(lambda: Returning(logits_as_tuple), (3, 6), ("body.1", "body.3")),
     "finetuned": Family(Finetuned, (3, 3, 16, 16), tuple(f"backbone.{name}" for name in RESNET_BLOCKS)),
 }
+
+
+# Kinds of models beyond the families above, for the table of tests/growth/test_model_kinds.py
+
+
+class ConvNeXtBlock(nn.Module):
+    """Depthwise convolution in [B, C, H, W], then a norm and an MLP in [B, H, W, C]."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.dwconv = nn.Conv2d(width, width, 7, padding=3, groups=width)
+        self.norm = nn.LayerNorm(width)
+        self.pwconv1, self.act, self.pwconv2 = nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        self.gamma = nn.Parameter(torch.full((width,), 0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.norm(self.dwconv(x).permute(0, 2, 3, 1))
+        inner = self.gamma * self.pwconv2(self.act(self.pwconv1(inner)))
+        return x + inner.permute(0, 3, 1, 2)
+
+
+class ConvNeXt(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 2, 2)
+        self.stages = nn.Sequential(
+            nn.Sequential(ConvNeXtBlock(8), ConvNeXtBlock(8)), nn.Conv2d(8, 12, 2, 2), nn.Sequential(ConvNeXtBlock(12))
+        )
+        self.norm, self.head = nn.LayerNorm(12), nn.Linear(12, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.head(self.norm(self.stages(self.stem(x)).mean((2, 3))))
+        return result
+
+
+class MaskedBlock(nn.Module):
+    """Takes a mask that is True at padding, as keyword."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
+        self.norm1, self.norm2, self.mlp = nn.LayerNorm(width), nn.LayerNorm(width), Feedforward(width)
+
+    def forward(self, x: Tensor, *, padding: Tensor) -> Tensor:
+        x = self.norm1(x + self.attention(x, x, x, key_padding_mask=padding, need_weights=False)[0])
+        result: Tensor = self.norm2(x + self.mlp(x))
+        return result
+
+
+class Bert(nn.Module):
+    """`attention_mask` is 1 at tokens and 0 at padding."""
+
+    def __init__(self, width: int = 16, length: int = 8) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(VOCABULARY, width), nn.Embedding(length, width)
+        self.layers = nn.ModuleList(MaskedBlock(width) for _ in range(2))
+        self.classifier = nn.Linear(width, 3)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        x = self.tokens(input_ids) + self.positions(torch.arange(input_ids.shape[1]))
+        for layer in self.layers:
+            x = layer(x, padding=attention_mask == 0)
+        result: Tensor = self.classifier(x[:, 0])
+        return result
+
+
+class CachedAttention(nn.Module):
+    """Attends to the keys and values of earlier calls as well, and gives them back with its own."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.qkv, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor, past: tuple[Tensor, Tensor] | None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        query, key, value = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        if past is not None:
+            key, value = torch.cat([past[0], key], 2), torch.cat([past[1], value], 2)
+        earlier = key.shape[2] - query.shape[2]
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril(earlier)
+        seen = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        return self.project(seen.transpose(1, 2).flatten(2)), (key, value)
+
+
+class CachedBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.attention = nn.LayerNorm(width), CachedAttention(width)
+        self.norm2, self.mlp = nn.LayerNorm(width), Feedforward(width)
+
+    def forward(self, x: Tensor, past: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        seen, cache = self.attention(self.norm1(x), past)
+        x = x + seen
+        return x + self.mlp(self.norm2(x)), cache
+
+
+class CachedGPT(nn.Module):
+    """Gives logits and a cache; with the cache, it takes only the tokens that are new."""
+
+    def __init__(self, width: int = 16, length: int = 16) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(VOCABULARY, width), nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(CachedBlock(width) for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY)
+
+    def forward(self, input_ids: Tensor, past: list[tuple[Tensor, Tensor]] | None = None) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        earlier = 0 if past is None else past[0][0].shape[2]
+        x = self.tokens(input_ids) + self.positions(torch.arange(earlier, earlier + input_ids.shape[1]))
+        caches = []
+        for number, block in enumerate(self.blocks):
+            x, cache = block(x, None if past is None else past[number])
+            caches.append(cache)
+        return self.head(self.norm(x)), caches
+
+
+@dataclass
+class LossAndLogits:
+    loss: Tensor
+    logits: Tensor
+
+
+class T5(nn.Module):
+    """Encoder and decoder; the decoder's input is made of the labels by a shift in `forward`."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.shared = nn.Embedding(VOCABULARY, width)
+        self.encoder = nn.ModuleList(Block(width, is_causal=False) for _ in range(2))
+        self.decoder = nn.ModuleList(Block(width, is_causal=True) for _ in range(2))
+        self.cross = nn.ModuleList(nn.MultiheadAttention(width, 2, batch_first=True) for _ in range(2))
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        self.head.weight = self.shared.weight
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> LossAndLogits:
+        memory = self.shared(input_ids)
+        for block in self.encoder:
+            memory = block(memory)
+        x = self.shared(F.pad(labels[:, :-1], (1, 0)))
+        for block, cross in zip(self.decoder, self.cross, strict=True):
+            x = block(x)
+            x = x + cross(x, memory, memory, need_weights=False)[0]
+        logits = self.head(x)
+        return LossAndLogits(F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits)
+
+
+class LSTMTagger(nn.Module):
+    def __init__(self, width: int = 12) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, width)
+        self.lstm = nn.LSTM(width, width, num_layers=2, batch_first=True)
+        self.norm, self.hidden, self.head = nn.LayerNorm(width), nn.Linear(width, width), nn.Linear(width, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        states, _ = self.lstm(self.tokens(x))
+        result: Tensor = self.head(F.relu(self.hidden(self.norm(states))))
+        return result
+
+
+class GRUSeq2Seq(nn.Module):
+    """The decoder starts from the last state of the encoder and reads one token at a time."""
+
+    def __init__(self, width: int = 12) -> None:
+        super().__init__()
+        self.source, self.target = nn.Embedding(VOCABULARY, width), nn.Embedding(VOCABULARY, width)
+        self.bridge = nn.Sequential(nn.Linear(width, width), nn.Tanh())
+        self.encoder, self.decoder = nn.GRU(width, width, batch_first=True), nn.GRUCell(width, width)
+        self.output = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, VOCABULARY))
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        _, last = self.encoder(self.source(source))
+        state = self.bridge(last[0])
+        states = []
+        for token in self.target(target).unbind(1):
+            state = self.decoder(token, state)
+            states.append(state)
+        result: Tensor = self.output(torch.stack(states, 1))
+        return result
+
+
+class WindowAttention(nn.Module):
+    """Attention within windows of 2 × 2 positions of [B, H, W, C]."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.attention = Attention(width, is_causal=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, height, width, channels = x.shape
+        windows = x.view(batch, height // 2, 2, width // 2, 2, channels).transpose(2, 3).reshape(-1, 4, channels)
+        seen = self.attention(windows).view(batch, height // 2, width // 2, 2, 2, channels)
+        result: Tensor = seen.transpose(2, 3).reshape(batch, height, width, channels)
+        return result
+
+
+class SwinBlock(nn.Module):
+    def __init__(self, width: int, shift: int) -> None:
+        super().__init__()
+        self.shift = shift
+        self.norm1, self.attention = nn.LayerNorm(width), WindowAttention(width)
+        self.norm2, self.mlp = nn.LayerNorm(width), Feedforward(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = self.attention(self.norm1(x).roll((-self.shift, -self.shift), (1, 2)))
+        x = x + seen.roll((self.shift, self.shift), (1, 2))
+        result: Tensor = x + self.mlp(self.norm2(x))
+        return result
+
+
+class PatchMerging(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.reduction = nn.LayerNorm(4 * width), nn.Linear(4 * width, 2 * width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.cat([x[:, row::2, column::2] for row in (0, 1) for column in (0, 1)], -1)
+        result: Tensor = self.reduction(self.norm(x))
+        return result
+
+
+class Swin(nn.Module):
+    """[B, H, W, C] everywhere behind the patches."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.patch = nn.Conv2d(3, width, 2, 2)
+        self.layers = nn.Sequential(
+            nn.Sequential(SwinBlock(width, 0), SwinBlock(width, 1)), PatchMerging(width), nn.Sequential(SwinBlock(2 * width, 0))
+        )
+        self.norm, self.head = nn.LayerNorm(2 * width), nn.Linear(2 * width, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.head(self.norm(self.layers(self.patch(x).permute(0, 2, 3, 1))).mean((1, 2)))
+        return result
+
+
+class TiedAutoencoder(nn.Module):
+    """The decoder's weights are those of the encoder, transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outer, self.inner = nn.Linear(6, 16), nn.Linear(16, 8)
+        self.act = nn.Tanh()
+        self.middle = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+        self.bias = nn.Parameter(torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        code = self.middle(self.inner(self.act(self.outer(x))))
+        return F.linear(torch.tanh(F.linear(code, self.inner.weight.t())), self.outer.weight.t(), self.bias)
+
+
+class CheckpointedGPT(GPT):
+    """Blocks are computed again in the backward pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.tokens(x) + self.positions(torch.arange(x.shape[1]))
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        result: Tensor = self.head(self.norm(x))
+        return result
+
+
+class LoRALinear(nn.Module):
+    """A frozen layer and a low-rank change of it."""
+
+    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.lora_A = nn.Linear(base.in_features, rank, bias=False)
+        self.lora_B = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.base(x) + 0.5 * self.lora_B(self.lora_A(x))
+        return result
+
+
+def lora_vit() -> nn.Module:
+    model = ViT().requires_grad_(False)
+    for block in model.blocks:
+        block.attention.qkv = LoRALinear(block.attention.qkv)
+        block.mlp.up = LoRALinear(block.mlp.up)
+    model.head.requires_grad_()
+    return model
+
+
+class SumOfChildren(nn.Module):
+    """Adds up all its children, as ResNeXt, Inception and mixtures do."""
+
+    def __init__(self, width: int, count: int = 2) -> None:
+        super().__init__()
+        for number in range(count):
+            self.add_module(f"branch{number}", nn.Linear(width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([child(x) for child in self.children()]).sum(0)
+
+
+class SumNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = SumOfChildren(6), SumOfChildren(6), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.head(F.relu(self.second(F.relu(self.first(x)))))
+        return result
+
+
+class Mixture(nn.Module):
+    """Experts weighted by a gate. The number of experts is read from the container."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Feedforward(width) for _ in range(3))
+        self.gate = nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.gate(x).softmax(-1)
+        outputs = torch.stack([expert(x) for expert in self.experts], -1)
+        assert outputs.shape[-1] == len(self.experts)
+        return (outputs * weights.unsqueeze(-2)).sum(-1)
+
+
+class MixtureGPT(nn.Module):
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(Block(width, is_causal=True) for _ in range(2))
+        for block in self.blocks:
+            block.mlp = Mixture(width)
+        self.head = nn.Linear(width, VOCABULARY)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.tokens(x)
+        for block in self.blocks:
+            x = block(x)
+        result: Tensor = self.head(x)
+        return result
+
+
+class Conditional(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer, self.time = nn.Linear(width, width), nn.Linear(2, width)
+
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        return F.relu(self.layer(x) + self.time(time))
+
+
+class ConditionalSequential(nn.Sequential):
+    """Passes the condition to every part, as networks of diffusion models do."""
+
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        for part in self:
+            x = part(x, time)
+        return x
+
+
+class Denoiser(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = ConditionalSequential(Conditional(6), Conditional(6)), ConditionalSequential(Conditional(6))
+        self.head = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        result: Tensor = self.head(self.second(self.first(x, time), time))
+        return result
+
+
+class IndexedNet(nn.Module):
+    """Runs a container as a whole, and uses its length, its last part and all but its last part as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6))
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(x) / len(self.body) + self.body[-1](self.body[:-1](x))
+        result: Tensor = self.head(F.relu(x))
+        return result
+
+
+class DenseLayer(nn.Module):
+    def __init__(self, inputs: int, growth: int) -> None:
+        super().__init__()
+        self.norm, self.conv = nn.BatchNorm2d(inputs), nn.Conv2d(inputs, growth, 3, padding=1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x, self.conv(F.relu(self.norm(x)))], 1)
+
+
+class DenseNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.dense1 = nn.Sequential(DenseLayer(8, 4), DenseLayer(12, 4))
+        self.transition = nn.Sequential(nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 8, 1), nn.AvgPool2d(2))
+        self.dense2 = nn.Sequential(DenseLayer(8, 4), DenseLayer(12, 4))
+        self.classifier = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.classifier(self.dense2(self.transition(self.dense1(self.stem(x)))).mean((2, 3)))
+        return result
+
+
+class Siamese(nn.Module):
+    """One encoder for two inputs, so it runs twice, and a comparison that runs once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 8))
+        self.compare = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
+
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        result: Tensor = self.compare(torch.cat([self.encoder(left), self.encoder(right)], -1))
+        return result
+
+
+class MBConv(nn.Module):
+    """Expansion, depthwise convolution, squeeze and excitation, projection."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        inner = 2 * width
+        self.expand = nn.Sequential(nn.Conv2d(width, inner, 1, bias=False), nn.BatchNorm2d(inner), nn.SiLU())
+        self.depthwise = nn.Sequential(nn.Conv2d(inner, inner, 3, padding=1, groups=inner, bias=False), nn.BatchNorm2d(inner), nn.SiLU())
+        self.squeeze, self.excite = nn.Conv2d(inner, 4, 1), nn.Conv2d(4, inner, 1)
+        self.project = nn.Sequential(nn.Conv2d(inner, width, 1, bias=False), nn.BatchNorm2d(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.depthwise(self.expand(x))
+        inner = inner * self.excite(F.silu(self.squeeze(inner.mean((2, 3), keepdim=True)))).sigmoid()
+        result: Tensor = x + self.project(inner)
+        return result
+
+
+class EfficientNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1, bias=False), nn.BatchNorm2d(8), nn.SiLU())
+        self.blocks = nn.Sequential(MBConv(8), MBConv(8))
+        self.classifier = nn.Sequential(nn.Dropout(0.1), nn.Linear(8, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.classifier(self.blocks(self.stem(x)).mean((2, 3)))
+        return result
+
+
+class MixerBlock(nn.Module):
+    def __init__(self, tokens: int, width: int) -> None:
+        super().__init__()
+        self.norm1, self.tokens = nn.LayerNorm(width), Feedforward(tokens)
+        self.norm2, self.channels = nn.LayerNorm(width), Feedforward(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.tokens(self.norm1(x).transpose(1, 2)).transpose(1, 2)
+        result: Tensor = x + self.channels(self.norm2(x))
+        return result
+
+
+class Mixer(nn.Module):
+    def __init__(self, width: int = 12) -> None:
+        super().__init__()
+        self.patch = nn.Conv2d(3, width, 4, 4)
+        self.blocks = nn.Sequential(MixerBlock(4, width), MixerBlock(4, width))
+        self.head = nn.Linear(width, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.head(self.blocks(self.patch(x).flatten(2).transpose(1, 2)).mean(1))
+        return result
+
+
+class ConvAutoencoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Conv2d(1, 4, 3, 2, 1), nn.ReLU(), nn.Conv2d(4, 8, 3, 2, 1), nn.ReLU())
+        self.decoder = nn.Sequential(nn.ConvTranspose2d(8, 4, 2, 2), nn.ReLU(), nn.ConvTranspose2d(4, 1, 2, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.decoder(self.encoder(x))
+        return result
+
+
+class Tabular(nn.Module):
+    """Numbers and categories, as keyword arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.category, self.wide = nn.EmbeddingBag(VOCABULARY, 6, mode="mean"), nn.Linear(5, 3)
+        self.deep = nn.Sequential(nn.Linear(11, 16), nn.ReLU(), nn.BatchNorm1d(16), nn.Linear(16, 16), nn.ReLU())
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, numbers: Tensor, categories: Tensor) -> dict[str, Tensor]:
+        deep = self.deep(torch.cat([numbers, self.category(categories)], -1))
+        return {"logits": self.head(deep) + self.wide(numbers)}
+
+
+def parametrized_mlp() -> nn.Module:
+    """Weights that torch computes: weight norm and spectral norm."""
+    weight_norm, spectral_norm = nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm
+    return nn.Sequential(weight_norm(nn.Linear(6, 16)), nn.ReLU(), spectral_norm(nn.Linear(16, 16)), nn.ReLU(), nn.Linear(16, 5))
+
+
+class MaskedEncoder(nn.Module):
+    """torch's encoder with a mask of padding, as people call it."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, width)
+        layer = nn.TransformerEncoderLayer(width, 2, 32, dropout=0.1, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, tokens: Tensor, src_key_padding_mask: Tensor) -> Tensor:
+        encoded = self.encoder(self.tokens(tokens), src_key_padding_mask=src_key_padding_mask)
+        result: Tensor = self.head(encoded[:, 0])
+        return result
+
+
+class MultiScale(nn.Module):
+    """Gives a list of predictions, one for each scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList([BasicBlock(3, 8, 2), BasicBlock(8, 8, 2)])
+        self.heads = nn.ModuleList([nn.Conv2d(8, 4, 1), nn.Conv2d(8, 4, 1)])
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        outputs = []
+        for stage, head in zip(self.stages, self.heads, strict=True):
+            x = stage(x)
+            outputs.append(head(x))
+        return outputs

@@ -1,0 +1,364 @@
+"""A table over kinds of models: on each of them, every property of growing that is exact holds to the last bit.
+
+    python -m tests.growth.test_model_kinds                      prints the table kind × property
+    pytest tests/growth/test_model_kinds.py -k "swin and bake"   runs one cell
+
+Kinds of other libraries (transformers, peft) are skipped where these are missing; `make test-all` installs them. Two kinds are compared in
+float64 up to 1e-12 instead: torch computes its encoder layers by one fused kernel in evaluation, and by others where a slot is inside.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import esper
+from esper.growth import Grower, GrowthConfig, GrowthError, Planned, add_slots
+from esper.growth.blueprints import blueprints_for
+from esper.growth.config import Budget
+from esper.growth.slotted import Slotted
+from esper.growth.spread import tensors_in
+from esper.growth.survey import call
+from tests.growth import hosts
+from tests.growth.hosts import FAMILIES, VOCABULARY
+from tests.growth.test_models import disturb, germinate, growths, hooks_of
+
+# Torch says so once on processors that have to do without.
+pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")
+
+
+class Kind(NamedTuple):
+    make: Callable[[], nn.Module]
+    example: Any  # a batch as the model takes it: a tensor, a tuple of arguments or a dict of keyword arguments
+    slots: tuple[str, ...] | None = None  # None: those of a user who names none
+    is_quick: bool = False  # part of `make check`
+    is_fused: bool = False  # compared in float64
+    is_causal: bool = False  # no output may see later tokens
+    needs: tuple[str, ...] = ()  # libraries
+
+    def model(self, seed: int = 0) -> nn.Module:
+        """Return the model with weights drawn from `seed`, in eval mode."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = self.make()
+            for name, buffer in model.named_buffers():
+                if name.endswith("running_mean"):
+                    buffer.normal_(0, 0.1)
+        return (model.double() if self.is_fused else model).eval()
+
+    def batch(self) -> Any:
+        cast = (lambda tensor: tensor.double() if tensor.is_floating_point() else tensor.clone()) if self.is_fused else Tensor.clone
+        return mapped(cast, self.example)
+
+    def slotted(self) -> Slotted:
+        return add_slots(self.model(), self.batch(), slots=self.slots)
+
+    def run(self, model: Any) -> list[Tensor]:
+        with torch.no_grad():
+            return list(tensors_in(call(model, self.batch())))
+
+    def is_same(self, some: list[Tensor], others: list[Tensor]) -> bool:
+        if not self.is_fused:
+            return all(one.dtype == other.dtype and torch.equal(one, other) for one, other in zip(some, others, strict=True))
+        return all(torch.allclose(one, other, rtol=0.0, atol=1e-12) for one, other in zip(some, others, strict=True))
+
+
+def mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        return {key: mapped(function, item) for key, item in value.items()}
+    return tuple(mapped(function, item) for item in value)
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+def tokens(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randint(1, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
+
+
+MASK = torch.tensor([[1] * 8, [1] * 5 + [0] * 3, [1] * 3 + [0] * 5])  # 1 at tokens, 0 at padding
+PADDED = {"input_ids": tokens(3, 8), "attention_mask": MASK}
+
+
+def family(name: str, **options: Any) -> Kind:
+    return Kind(FAMILIES[name].make, FAMILIES[name].batch(), **options)
+
+
+def channels_last() -> nn.Module:
+    return hosts.ResNet().to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
+
+
+OWN_KINDS = {
+    "resnet": family("resnet", is_quick=True),
+    "bottleneck resnet": family("bottleneck resnet"),
+    "resnet, channels-last": Kind(channels_last, numbers(3, 3, 16, 16).to(memory_format=torch.channels_last)),
+    "resnet, bfloat16": Kind(lambda: hosts.ResNet().bfloat16(), numbers(2, 3, 8, 8).bfloat16()),
+    "frozen backbone": family("finetuned"),
+    "convnext": Kind(hosts.ConvNeXt, numbers(3, 3, 20, 20)),
+    "efficientnet": Kind(hosts.EfficientNet, numbers(3, 3, 18, 18)),
+    "densenet": Kind(hosts.DenseNet, numbers(3, 3, 10, 10)),
+    "multi-scale detector": Kind(hosts.MultiScale, numbers(3, 3, 20, 20)),
+    "unet": family("unet"),
+    "conv autoencoder": Kind(hosts.ConvAutoencoder, numbers(3, 1, 20, 20)),
+    "conv1d": family("conv1d"),
+    "vit": family("vit"),
+    "vit, lora": Kind(hosts.lora_vit, numbers(3, 3, 8, 8)),
+    "vit, bfloat16": Kind(lambda: hosts.ViT().bfloat16(), numbers(3, 3, 8, 8).bfloat16()),
+    "swin": Kind(hosts.Swin, numbers(3, 3, 24, 24)),
+    "mlp-mixer": Kind(hosts.Mixer, numbers(3, 3, 8, 8)),
+    "bert with padding": Kind(hosts.Bert, PADDED, is_quick=True, is_fused=True),
+    "gpt, tied": family("gpt", is_causal=True),
+    "gpt with cache": Kind(hosts.CachedGPT, tokens(3, 8), is_causal=True, is_quick=True),
+    "gpt, checkpointed": Kind(hosts.CheckpointedGPT, tokens(3, 8), is_causal=True),
+    "gpt, mixture of experts": Kind(hosts.MixtureGPT, tokens(3, 8), is_causal=True),
+    "t5, shifting labels": Kind(hosts.T5, {"input_ids": tokens(3, 7), "labels": tokens(3, 6, seed=1)}),
+    "transformer encoder": family("encoder", is_fused=True),
+    "lstm": Kind(hosts.LSTMTagger, tokens(3, 8), is_causal=True),
+    "gru seq2seq": Kind(hosts.GRUSeq2Seq, (tokens(3, 8), tokens(3, 5, seed=1))),
+    "mlp": family("sequential mlp", is_quick=True),
+    "mlp, functional": family("functional mlp"),
+    "mlp, parametrized weights": Kind(hosts.parametrized_mlp, numbers(3, 6)),
+    "tied autoencoder": Kind(hosts.TiedAutoencoder, numbers(3, 6)),
+    "siamese": Kind(hosts.Siamese, (numbers(3, 6), numbers(3, 6).flip(0))),
+    "tabular, dict output": Kind(hosts.Tabular, {"numbers": numbers(3, 5), "categories": tokens(3, 4)}),
+    "tuple output": family("tuple"),
+}
+KINDS = OWN_KINDS
+
+
+def living(kind: Kind, *, steps: int = 3) -> tuple[Slotted, Grower]:
+    """Train the model for some steps, with a seed in every slot; neighbours get different blueprints."""
+    slotted = kind.slotted()
+    plan = []
+    for number, (name, slot) in enumerate(slotted.slots.items()):
+        fitting = blueprints_for(slot.place)
+        plan.append((0, name, fitting[-1 - number % len(fitting)].name))
+    optimizer = torch.optim.SGD([parameter for parameter in slotted.host.parameters() if parameter.requires_grad], lr=0.01)
+    settings = GrowthConfig(budget=Budget(max_parameters=None, max_flops=None))
+    grower = Grower(slotted, optimizer, controller=Planned(plan), config=settings, epochs=10)
+    grower.begin()
+    slotted.train()
+    for _ in range(steps):
+        torch.manual_seed(0)
+        loss = loss_of(call(slotted, kind.batch()))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        grower.after_step(loss)
+    slotted.eval()
+    assert all(slot.seed is not None and slot.alpha == 1.0 for slot in slotted.slots.values())
+    return slotted, grower
+
+
+def loss_of(output: Any) -> Tensor:
+    return torch.stack([(tensor.float() - 1).square().mean() for tensor in tensors_in(output) if tensor.is_floating_point()]).sum()
+
+
+def keep_all(slotted: Slotted) -> None:
+    for slot in slotted.slots.values():
+        slot.is_kept = True
+
+
+def gradients(kind: Kind, slotted: Slotted) -> list[Tensor | None]:
+    """Return the gradients of the host in training mode, with the same dropout every time."""
+    slotted.train()
+    slotted.host.zero_grad()
+    torch.manual_seed(0)
+    loss_of(call(slotted, kind.batch())).backward()
+    return [parameter.grad for parameter in slotted.host.parameters()]
+
+
+# The properties, each as a function of a kind that raises AssertionError
+
+
+def check_identity(kind: Kind) -> None:
+    """Every blueprint in every default slot leaves the output as the host without slots gives it."""
+    model = kind.model()
+    before = kind.run(model)
+    slotted = add_slots(model, kind.batch(), slots=kind.slots)
+    assert kind.is_same(kind.run(slotted), before)
+    for name, blueprint in growths(slotted):
+        seed = germinate(slotted, name, blueprint)
+        assert kind.is_same(kind.run(slotted), before), (name, blueprint)
+        disturb(seed)
+        assert not kind.is_same(kind.run(slotted), before), (name, blueprint)
+        slotted.slot(name).plant(None)
+
+
+def check_gradients(kind: Kind) -> None:
+    """A newborn seed changes no gradient of the host, and has a gradient of its own."""
+    slotted = kind.slotted()
+    buffers = {name: buffer.clone() for name, buffer in slotted.host.named_buffers()}
+    before = [None if gradient is None else gradient.clone() for gradient in gradients(kind, slotted)]
+    for name, blueprint in growths(slotted):
+        slotted.host.load_state_dict(buffers, strict=False)
+        seed = germinate(slotted, name, blueprint)
+        after = gradients(kind, slotted)
+        for one, other in zip(before, after, strict=True):
+            assert (one is None) == (other is None), (name, blueprint)
+            assert one is None or other is None or torch.equal(one, other), (name, blueprint)
+        assert any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in seed.parameters()), (name, blueprint)
+        slotted.slot(name).plant(None)
+
+
+def check_names(kind: Kind) -> None:
+    """Names, order and identity of the host's tensors stay; remove() leaves nothing behind, even after training."""
+
+    def named(model: nn.Module) -> dict[str, dict[str, int]]:
+        return {
+            "state": {name: id(tensor) for name, tensor in model.state_dict(keep_vars=True).items()},
+            "parameters": {name: id(parameter) for name, parameter in model.named_parameters()},
+            "modules": {name: id(module) for name, module in model.named_modules()},
+        }
+
+    model = kind.model()
+    before = named(model)
+    slotted = add_slots(model, kind.batch(), slots=kind.slots)
+    assert named(model) == before
+    assert [list(table) for table in named(model).values()] == [list(table) for table in before.values()]
+    slotted.remove()
+    grown, _ = living(kind)
+    for table, of_host in named(grown.host).items():
+        assert [name for name in of_host if name in before[table]] == list(before[table]), table
+    values = {name: tensor.clone() for name, tensor in grown.host.state_dict().items() if name in before["state"]}
+    hooks = len(hooks_of(kind.model()))  # of the model itself: weight norm has some
+    removed = grown.remove()
+    assert [list(table) for table in named(removed).values()] == [list(table) for table in before.values()]
+    assert all(torch.equal(tensor, values[name]) for name, tensor in removed.state_dict().items())
+    assert len(hooks_of(removed)) == hooks
+    plain = kind.model()
+    plain.load_state_dict(values)
+    assert kind.is_same(kind.run(removed), kind.run(plain))
+
+
+def check_deepcopy(kind: Kind) -> None:
+    """A copy with living seeds gives the same outputs, and neither is changed by training the other."""
+    slotted, _ = living(kind)
+    before = kind.run(slotted)
+    twin, copied = copy.deepcopy(slotted), copy.deepcopy(slotted.model)
+    assert kind.is_same(kind.run(twin), before)
+    assert kind.is_same(kind.run(copied), before)
+    for slot in twin.slots.values():
+        assert slot.seed is not None
+        disturb(slot.seed)
+    changed = kind.run(twin)
+    assert not kind.is_same(changed, before)
+    assert kind.is_same(kind.run(slotted), before)
+    for slot in slotted.slots.values():
+        slot.plant(None)
+    assert kind.is_same(kind.run(twin), changed)
+    assert kind.is_same(kind.run(copied), before)
+
+
+def check_bake(kind: Kind) -> None:
+    """Baking changes no output and no name of the host."""
+    slotted, _ = living(kind)
+    keep_all(slotted)
+    names = list(kind.model().state_dict())
+    before = kind.run(slotted)
+    baked = slotted.bake()
+    assert kind.is_same(kind.run(baked), before)
+    assert [name for name in baked.state_dict() if name in names] == names
+    assert kind.is_same(kind.run(copy.deepcopy(baked)), before)
+
+
+def check_save_load(kind: Kind) -> None:
+    """A file of the baked model gives a fresh instance the same outputs."""
+    slotted, _ = living(kind)
+    keep_all(slotted)
+    before = kind.run(slotted)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.safetensors"
+        esper.save(slotted.bake(), path)
+        assert kind.is_same(kind.run(esper.load(path, model=kind.model(seed=1)).eval()), before)
+
+
+def check_compile(kind: Kind) -> None:
+    """A compiled model with living seeds gives what it gives without the compiler."""
+    slotted, _ = living(kind, steps=1)
+    before = kind.run(slotted)
+    torch.compiler.reset()
+    try:
+        compiled = torch.compile(slotted.model, backend="eager")
+        assert kind.is_same(kind.run(compiled), before)
+    finally:
+        torch.compiler.reset()
+
+
+PROPERTIES: dict[str, Callable[[Kind], None]] = {
+    "identity": check_identity,
+    "gradients": check_gradients,
+    "names": check_names,
+    "deepcopy": check_deepcopy,
+    "bake": check_bake,
+    "save/load": check_save_load,
+    "compile": check_compile,
+}
+
+
+def skip_where_missing(kind: Kind) -> None:
+    for library in kind.needs:
+        if find_spec(library) is None:
+            pytest.skip(f"needs {library}, as `make test-all` installs it")
+
+
+cells = [
+    pytest.param(name, title, id=f"{name}-{title}", marks=[] if kind.is_quick and title != "compile" else [pytest.mark.slow])
+    for name, kind in KINDS.items()
+    for title in PROPERTIES
+]
+
+
+@pytest.mark.parametrize(("kind", "title"), cells)
+def test_growing_is_exact(kind: str, title: str) -> None:
+    skip_where_missing(KINDS[kind])
+    PROPERTIES[title](KINDS[kind])
+
+
+def main(*names: str) -> int:
+    """Print the table of these kinds, or of all that can be run here, as Markdown. Return the number of cells that fail."""
+    torch.set_num_threads(1)
+    failures = []
+    print(f"| kind | slots | blueprints | {' | '.join(PROPERTIES)} |\n|{'---|' * (3 + len(PROPERTIES))}")
+    begun = time.process_time()
+    for name in names or KINDS:
+        kind = KINDS[name]
+        if any(find_spec(library) is None for library in kind.needs):
+            continue
+        try:
+            slotted = kind.slotted()
+        except GrowthError as error:
+            failures.append(f"{name}: {error}")
+            print(f"| {name} | – | – |{' – |' * len(PROPERTIES)}")
+            continue
+        counts = len(slotted.slots), len({blueprint for _, blueprint in growths(slotted)})
+        slotted.remove()
+        row = []
+        for title, check in PROPERTIES.items():
+            try:
+                check(kind)
+                row.append("float64" if kind.is_fused else "exact")
+            except Exception as error:  # the table shows what fails, whatever it is
+                failures.append(f"{name}, {title}: {type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}")
+                row.append("**no**")
+        print(f"| {name} | {counts[0]} | {counts[1]} | {' | '.join(row)} |", flush=True)
+    print(f"\n{len(KINDS)} kinds, {time.process_time() - begun:.0f} s on one core; not exact: {len(failures)}")
+    print("\n".join(failures))
+    return len(failures)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]) > 0)
