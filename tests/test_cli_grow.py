@@ -236,7 +236,7 @@ def test_the_twin_is_compared_sample_by_sample(finished: Path, capsys: pytest.Ca
     assert [found[name] for name in ("estimate", "low", "high")] == pytest.approx([expected.estimate, expected.low, expected.high])
     twin = read_story(finished / "twin").finished
     assert twin is not None
-    assert f", its twin {twin.val_loss:.3f}" in shown
+    assert f" against {twin.val_loss:.3f} · kept " in shown
     points = f"{100 * expected.estimate:+.2f} ±{50 * (expected.high - expected.low):.2f} points"
     assert points in next(line for line in shown.splitlines() if line.startswith("test accuracy"))
     assert f"One run on {len(task.test)} test samples" in shown
@@ -480,7 +480,7 @@ def test_plain_lines_tell_every_change_with_its_reason(finished: Path) -> None:
     shown = stream.getvalue()
     assert "digits: 1,702 parameters, 3 slots on cpu" in shown
     assert "epoch 1: blocks.0 double_conv3x3 GERMINATED: planned for epoch 1" in shown
-    assert "KEPT: as planned; it gives" in shown
+    assert "KEPT: as planned; removing it now would raise the loss by" in shown
     assert shown.count(f"epoch {EPOCHS}/{EPOCHS}") == 1
 
 
@@ -488,7 +488,10 @@ def test_what_the_probe_saw_is_a_line() -> None:
     stream = io.StringIO()
     promises = {"a": {"norm": 0.001, "conv3x3": 0.02}, "b": {"norm": 0.03}}
     PlainLines(Progress("digits"), stream).write(Record(time=0.0, run="run", rank=0, event=Probed(epoch=4, promises=promises)))
-    assert "epoch 4: the probe saw norm after b 0.03000, conv3x3 after a 0.02000 nats per step" in stream.getvalue()
+    assert (
+        "epoch 4: the probe promises a fall of the loss per step of 0.03000 with norm after b, 0.02000 with conv3x3 after a"
+        in stream.getvalue()
+    )
 
 
 def test_the_live_view_ends_with_the_last_state(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,18 @@
-"""A table as lines of text."""
+"""Numbers and tables as text."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+
+def figure(value: float, decimals: int = 4, *, sign: str = "") -> str:
+    """A number in so many decimals, or in two digits where these would hardly show it. `sign` is "+" where a plus is to be written.
+
+    >>> figure(0.0731), figure(-0.0731, 3, sign="+"), figure(0.0000264), figure(0.0)
+    ('0.0731', '-0.073', '2.6e-05', '0.0000')
+    """
+    is_small = 0 < abs(value) < 10.0 ** (1 - decimals)
+    return f"{value:{sign}.2g}" if is_small else f"{value:{sign}.{decimals}f}"
 
 
 def aligned(rows: Sequence[Sequence[str]], *, numbers: bool = False) -> str:

@@ -19,7 +19,9 @@ from esper.growth import Planned, grow
 from esper.growth.config import GovernorConfig, Rent
 from esper.growth.decisions import Fossilize, Germinate
 from esper.growth.heuristic import judge
+from esper.growth.html_report import write_report
 from esper.growth.state import Contribution
+from esper.growth.story import read_story
 from esper.growth.training import default_optimizer
 from esper.run_folder import EVENTS
 from esper.statistics import Interval
@@ -342,3 +344,19 @@ def test_a_run_goes_on_after_ctrl_c_as_if_nothing_had_happened(tmp_path: Path) -
         resumed = run(f"run {epoch}", data, resume=True)
         assert resumed.status == "finished"
         assert_same(dict(resumed.model.state_dict()), dict(whole.model.state_dict()))
+
+
+def test_a_training_too_short_to_grow_anything_warns_and_its_report_says_why(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="nothing can grow in 5 epochs.* train for at least 6 epochs"):
+        grow(make_host(), make_data(), make_data(2), cross_entropy, epochs=5, run=tmp_path / "run")
+    story = read_story(tmp_path / "run")
+    assert story.started is not None
+    assert "nothing can grow in 5 epochs" in story.started.note, "before anything was trained"
+    assert [(remark.first, remark.last) for remark in story.remarks if "nothing can grow in 5 epochs" in remark.text] == [(0, 5)]
+    assert "train for at least 6 epochs" in write_report(tmp_path / "run").read_text()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(("controller", "epochs"), [("heuristic", 6), ("never", 2)])
+def test_a_training_that_could_grow_or_never_would_does_not_warn(controller: str, epochs: int) -> None:
+    grow(make_host(), make_data(), make_data(2), cross_entropy, epochs=epochs, controller=controller)

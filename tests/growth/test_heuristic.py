@@ -181,6 +181,19 @@ def test_what_it_was_waiting_for_survives_a_resume() -> None:
     assert decided(second, state(4)) == decided(first, state(4)) == [("Germinate", "a")]
 
 
+@pytest.mark.parametrize(("lifecycle", "least"), [(Lifecycle(), 6), (Lifecycle(holding_epochs=1), 4), (Lifecycle(raise_mode="shadow"), 11)])
+def test_a_training_too_short_to_grow_anything_is_told_so_from_the_first_decision_on(lifecycle: Lifecycle, least: int) -> None:
+    heuristic = Heuristic(GrowthConfig(lifecycle=lifecycle))
+    for epoch in range(least):
+        decision = heuristic.decide(state(epoch, train=(2.2,) * epoch, epochs=least - 1))
+        assert not decision.probe
+        assert f"nothing can grow in {least - 1} epochs" in decision.reason
+        assert f"train for at least {least} epochs" in decision.reason
+    assert heuristic.why_nothing_can_grow(least) == ""
+    assert heuristic.why_nothing_can_grow(None) == ""
+    assert heuristic.decide(state(1, train=(2.2,), epochs=least)).probe
+
+
 def test_nothing_grows_that_could_not_be_kept_in_the_time_left() -> None:
     early = {"train": (2.2,), "epochs": 5}
     assert not Heuristic(GrowthConfig()).decide(state(1, **early)).probe

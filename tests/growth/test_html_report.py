@@ -31,11 +31,11 @@ from esper.growth.events import (
     TwinCompared,
 )
 from esper.growth.html_report import render, write_report
-from esper.growth.ledger import analytics_rows, ledger_rows
+from esper.growth.ledger import ANALYTICS_HEADING, LEDGER_HEADING, analytics_rows, gain_in_words, ledger_rows
 from esper.growth.lifecycle import OCCUPIED, Stage
 from esper.growth.state import GrowthState
 from esper.growth.story import Story, read_story
-from esper.growth.summary import about_chance, about_rent, about_skipped, comparison, headline, probe_rows
+from esper.growth.summary import about_chance, about_rent, about_skipped, comparison, headline, probe_rows, result_in_words
 from esper.run_folder import RunError
 
 pytestmark = pytest.mark.slow  # every page is drawn
@@ -71,7 +71,7 @@ def eventful() -> list[Event]:
         entered(2, "b", "HOLDING"),
         epoch(2, view("a", "HOLDING", NASTY), view("b", "HOLDING", "conv3x3"), decision=f"germinate a: {NASTY}"),
         ActionRefused(epoch=3, slot="b", action="fossilize", reason="too early"),
-        entered(3, "a", "FOSSILIZED", "it gives 0.05 nats"),
+        entered(3, "a", "FOSSILIZED", "removing it now would raise the loss by 0.05"),
         epoch(3, view("a", "FOSSILIZED", NASTY, gain=0.05), view("b", "HOLDING", "conv3x3", gain=0.004)),
         Measured(epoch=4, slot="b", gain=0.005, gain_low=-0.005, gain_high=0.015, rent=0.01),
         entered(4, "b", "BLENDING", "it does not pay; alpha falls to 0"),
@@ -208,10 +208,10 @@ def test_the_fold_tells_what_the_ledger_tells(tmp_path: Path) -> None:
 def test_before_after_and_cost_stand_beside_the_twin() -> None:
     story, twin = told(eventful()), told(eventful()[:2])
     heading, rows = comparison(story, twin)
-    assert heading == ("", "before", "after", "change", "never grown", "grown − never")
+    assert heading == ("", "grown − never", "grown", "never grown", "before", "change")
     table = {row[0]: row[1:] for row in rows}
-    assert table["parameters"] == ("1,000", "1,300", "+30.0%", "–", "–"), "a twin that has not finished has no figures"
-    assert table["test accuracy"] == ("10.00%", "90.00%", "+80.00 points", "–", "–")
+    assert table["parameters"] == ("–", "1,300", "–", "1,000", "+30.0%"), "a twin that has not finished has no figures"
+    assert table["test accuracy"] == ("–", "90.00%", "–", "10.00%", "+80.00 points")
     assert comparison(story)[0] == ("", "before", "after", "change")
     assert headline(story).startswith("kept 1 of 3 seeds · validation loss 2.300 -> 0.400 · +30.0% parameters")
 
@@ -224,11 +224,12 @@ def test_the_grown_model_is_held_against_its_twin() -> None:
     tested = FinalTest(loss_before=2.3, loss=0.7, accuracy_before=0.1, accuracy=0.88)
     compared = TwinCompared(samples=360, accuracy_difference=0.02, low=0.005, high=0.035)
     story, twin = told(eventful()), told([*eventful()[:2], finished, tested, compared])
-    table = {row[0]: row[4:] for row in comparison(story, twin)[1]}
-    assert table["validation loss"] == ("0.6000", "-0.2000")
-    assert table["test accuracy"] == ("88.00%", "+2.00 ±1.50 points")
-    assert table["parameters"] == ("1,000", "+30.0%")
-    assert headline(story, twin).startswith("kept 1 of 3 seeds · validation loss 0.400, its twin 0.600 · ")
+    table = {row[0]: row[1:4] for row in comparison(story, twin)[1]}
+    assert table["validation loss"] == ("-0.2000", "0.4000", "0.6000")
+    assert table["test accuracy"] == ("+2.00 ±1.50 points", "90.00%", "88.00%")
+    assert table["parameters"] == ("+30.0%", "1,300", "1,000")
+    first = "validation loss 0.2000 below its twin's: 0.400 against 0.600 · kept 1 of 3 seeds · "
+    assert headline(story, twin).startswith(first), "what growing gained comes first"
     assert "360 test samples: a difference in accuracy below 1.50 points may be chance" in about_chance(twin)[0]
     assert not about_chance(told(eventful()[:2])), "it has not finished"
 
@@ -244,6 +245,22 @@ def test_the_best_of_every_slot_is_shown_as_the_probe_saw_it_last() -> None:
         ("1", "b", "norm", "0.25000"),
     ]
     assert "What the probe saw" in render(told([*eventful(), first]), None, title="run", config="", rent=Rent())
+
+
+def test_the_cost_of_removal_is_named_so_and_told_from_what_growing_gained() -> None:
+    story = told(eventful())
+    page = render(story, None, title="run", config="", rent=Rent())
+    table = next(part for part in re.findall(r"<table>.*?</table>", page, flags=re.DOTALL) if "why it ended so" in part)
+    assert '<th class="number">cost of removal</th>' in table
+    assert "more than growing it gained" in page
+    for text in (page, " ".join(about_rent(story, Rent())), " ".join(LEDGER_HEADING), " ".join(ANALYTICS_HEADING)):
+        assert not re.search(r"\bgives?\b|gain in nats|mean gain|\bnats\b", text)
+
+
+def test_a_small_unit_of_the_loss_is_not_rounded_to_nothing() -> None:
+    assert gain_in_words(3.2e-6, 1.1e-6, 5.3e-6) == "+3.2e-06 [+1.1e-06, +5.3e-06]"
+    finished = msgspec.structs.replace(next(event for event in eventful() if isinstance(event, GrowthFinished)), val_loss=2.64e-5)
+    assert "validation loss 2.300 -> 2.6e-05" in result_in_words(finished)
 
 
 def test_steps_that_a_seed_did_not_take_are_told() -> None:

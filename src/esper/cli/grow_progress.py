@@ -28,6 +28,7 @@ from esper.growth.lifecycle import OCCUPIED, Stage
 from esper.growth.story import Remark, Story
 from esper.growth.summary import counted, probe_in_words
 from esper.statistics import Ema
+from esper.text_table import figure
 
 _SPARKS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 16
@@ -104,7 +105,7 @@ class Progress(progress.Progress):
     def line(self) -> str:
         last = self.last
         occupied = sum(Stage[view.stage] in OCCUPIED for view in last.slots)
-        losses = f"train {last.train_loss:.4f}  val {last.val_loss:.4f}"
+        losses = f"train {figure(last.train_loss)}  val {figure(last.val_loss)}"
         seeds = f"{counted(occupied, 'seed')}  {last.parameters:,} parameters"
         return f"epoch {last.epoch}/{self.planned}  {losses}  {seeds}  {self.speed}  {self.left}"
 
@@ -140,9 +141,9 @@ def _losses(progress: Progress) -> RenderableType:
         grid.add_column(no_wrap=True)
     train, validation = [epoch.train_loss for epoch in story.epochs], [epoch.val_loss for epoch in story.epochs]
     added = f"+{last.parameters / max(host, 1) - 1:.1%}" if last.parameters != host else "none added"
-    grid.add_row("train", f"{last.train_loss:.4f}", Text(sparkline(train), style="dim"), f"parameters {last.parameters:,}  ({added})")
-    best_text = f"best {best.val_loss:.4f} after epoch {best.epoch}"
-    grid.add_row("val", Text(f"{last.val_loss:.4f}", style="bold"), Text(sparkline(validation), style="blue"), best_text)
+    grid.add_row("train", figure(last.train_loss), Text(sparkline(train), style="dim"), f"parameters {last.parameters:,}  ({added})")
+    best_text = f"best {figure(best.val_loss)} after epoch {best.epoch}"
+    grid.add_row("val", Text(figure(last.val_loss), style="bold"), Text(sparkline(validation), style="blue"), best_text)
     return grid
 
 
@@ -168,7 +169,7 @@ def _slots(views: Sequence[SlotView], width: int) -> RenderableType:
     table = Table(box=None, padding=(0, 2 if width >= WIDE else 1, 0, 0), pad_edge=False, header_style="dim")
     for name in ("slot", "stage", "blueprint"):
         table.add_column(name, no_wrap=True)
-    for name in ("alpha", "age", "gain in nats", "rent"):
+    for name in ("alpha", "age", "cost of removal", "rent"):
         table.add_column(name, no_wrap=True, justify="right")
     for view in shown:
         table.add_row(*_slot_cells(view, width))
@@ -188,7 +189,7 @@ def _slot_cells(view: SlotView, width: int) -> list[RenderableType]:
         f"{view.alpha:.2f}",
         str(view.age),
         Text(gain_in_words(view.gain, view.gain_low, view.gain_high, is_short=width < WIDE)),
-        f"{view.rent:.4f}",
+        figure(view.rent),
     ]
 
 

@@ -55,6 +55,7 @@ def _print_ledger(console: Console, story: Story) -> None:
     console.print(_table(LEDGER_HEADING[:-1], [row[:-1] for row in rows], right=(0, 5, 6, 7)))
     for row in rows:
         console.print(Text(f"  {row[0]}: {row[-1]}", style="dim"))
+    console.print(Text(summary.ABOUT_REMOVAL, style="dim"))
 
 
 def _table(heading: Row, rows: Sequence[Row], *, right: Sequence[int]) -> Table:

@@ -27,6 +27,7 @@ from esper.growth.decisions import Action, Advance, Decision, Fossilize, Germina
 from esper.growth.gates import may_blend, may_fossilize, may_germinate, may_prune, may_retarget
 from esper.growth.rent import Allowance, total
 from esper.growth.state import Candidate, GrowthState, SlotState
+from esper.text_table import figure
 from esper.vecenv import ActionSpec, Discrete, Masks, Obs, ObservationSpec, Relevance, TensorSpec
 
 ALPHA_TARGETS = (0.5, 0.7, 1.0)
@@ -220,12 +221,11 @@ def _action(state: GrowthState, slot: SlotState, op: Op, action: Mapping[str, in
 
 
 def _why_grow(candidate: Candidate) -> str:
-    promise = "" if candidate.promise is None else f" and promises {candidate.promise:.2g} nats per step"
-    return f"the policy grows it here: it adds {candidate.cost.parameters:,} parameters for a rent of {candidate.rent:.4f} nats{promise}"
+    promise = "" if candidate.promise is None else f" and promises to lower the loss by {candidate.promise:.2g} per step"
+    return f"the policy grows it here: it adds {candidate.cost.parameters:,} parameters for a rent of {figure(candidate.rent)}{promise}"
 
 
 def _worth(slot: SlotState) -> str:
     if slot.contribution is None:
-        return f"what it gives has not been measured, and its rent is {slot.rent:.4f} nats"
-    gain = slot.contribution.gain
-    return f"it gives {gain.estimate:.4f} [{gain.low:.4f}, {gain.high:.4f}] nats for a rent of {slot.rent:.4f}"
+        return f"the cost of removing it has not been measured, and its rent is {figure(slot.rent)}"
+    return f"{slot.contribution.in_words()}, and its rent is {figure(slot.rent)}"

@@ -69,11 +69,11 @@ def see_through(state: GrowthState, busy: set[str]) -> list[Action]:
         if slot.stage is Stage.TRAINING:
             actions.append(Advance(name, "as planned"))
         elif slot.stage is Stage.HOLDING and slot.contribution is not None and slot.contribution.epoch == state.epoch:
-            gain = slot.contribution.gain.estimate
-            if gain > 0:
-                actions.append(Fossilize(name, f"as planned; it gives {gain:.4f} nats"))
+            words = slot.contribution.in_words()
+            if slot.contribution.gain.estimate > 0:
+                actions.append(Fossilize(name, f"as planned; {words}"))
             elif is_over:
-                actions.append(Prune(name, f"the host does better without it by {-gain:.4f} nats"))
+                actions.append(Prune(name, words))
     return actions
 
 

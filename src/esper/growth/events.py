@@ -89,7 +89,7 @@ class Probed(Event, tag="probed"):
     """What candidates promised when they were looked at."""
 
     epoch: int
-    promises: dict[str, dict[str, float]]  # slot -> blueprint -> nats per step
+    promises: dict[str, dict[str, float]]  # slot -> blueprint -> fall of the loss per step
 
 
 class GrowthFinished(Event, tag="growth_finished"):
@@ -117,11 +117,11 @@ class LoaderRestarted(Event, tag="loader_restarted"):
 
 
 class Measured(Event, tag="measured"):
-    """What a seed on trial contributes, by the epoch's validation batches."""
+    """What removing a seed on trial would cost, by the epoch's validation batches."""
 
     epoch: int
     slot: str
-    gain: float  # nats
+    gain: float  # in the unit of the loss
     gain_low: float
     gain_high: float
     rent: float

@@ -22,7 +22,7 @@ from esper.growth.seed import GATE_WIDTH
 from esper.growth.state import Candidate, Contribution, Cost, SlotState
 from esper.rng import Streams
 
-Promised = Mapping[tuple[str, str], float]  # slot and blueprint -> nats per step, as a probe has found
+Promised = Mapping[tuple[str, str], float]  # slot and blueprint -> fall of the loss per step, as a probe has found
 OnStage = Callable[[str, str, Stage, str], None]  # slot, blueprint, stage, reason
 AnyBed = TypeVar("AnyBed", bound=Bed)
 

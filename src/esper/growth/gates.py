@@ -55,9 +55,7 @@ def may_fossilize(slot: SlotState, rules: Lifecycle, *, epoch: int) -> Answer:
         return _no(f"it has been on probation for {slot.epochs_in_stage} of {rules.holding_epochs} epochs")
     if slot.contribution is None or slot.contribution.epoch != epoch:
         return _no("its contribution has not been measured in this epoch")
-    if slot.contribution.gain.estimate <= 0:
-        return _no(f"the host does better without it by {-slot.contribution.gain.estimate:.4f} nats")
-    return Answer(True, f"it gives {slot.contribution.gain.estimate:.4f} nats")
+    return Answer(slot.contribution.gain.estimate > 0, slot.contribution.in_words())
 
 
 def may_prune(slot: SlotState) -> Answer:

@@ -221,7 +221,7 @@ class Grower:
     # Questions that cost evaluations
 
     def shapley(self, evaluate: Evaluate, slots: Sequence[str] | None = None) -> dict[str, Interval]:
-        """How the gain of some living seeds together divides among them, in nats; `evaluate` is called 2^k times for k of them."""
+        """How the gain of some living seeds together divides among them; `evaluate` is called 2^k times for k of them."""
         names = players(self.garden, slots)
         with self._prober.paused():
             return self._measurement.shapley(evaluate, names)

@@ -24,10 +24,12 @@ from esper.growth.decisions import Action, Advance, Decision, Fossilize, Germina
 from esper.growth.lifecycle import LIVING, Stage
 from esper.growth.rent import Allowance
 from esper.growth.state import Candidate, Contribution, GrowthState, SlotState
+from esper.text_table import figure
 
 FIRST_LOOK = 2  # epochs that a look needs at least
 PATIENCE = 3  # probations before a seed can be found useless: it takes longer to show than to be seen
 LITTLE_BEHIND = 0.1  # of the host's FLOPs
+MOST_EPOCHS = 10_000  # more than anybody is advised to train for
 UNKNOWN_HORIZON = 10  # where nobody knows how long the training will be: this many times longer than now
 
 
@@ -41,6 +43,8 @@ class Heuristic:
 
     def decide(self, state: GrowthState) -> Decision:
         actions = [action for slot in state.slots for action in self._review(slot, state)]
+        if why := self.why_nothing_can_grow(state.epochs):
+            return Decision(tuple(actions), why)
         if self._looks_at == state.epoch:
             grown, why = self._grow(state)
             return Decision((*actions, *grown), why)
@@ -66,8 +70,8 @@ class Heuristic:
 
     def _look(self, state: GrowthState) -> tuple[bool, str]:
         """Whether a probe should look at the candidates during the next epoch, and why or why not."""
-        first = self._first_look(state)
-        if state.epoch < first - 1 or not self._may_grow(state, at=state.epoch + 1):
+        first, has_candidates = self._first_look(state.epochs), any(slot.candidates for slot in state.slots)
+        if state.epoch < first - 1 or not has_candidates or not self._is_in_time(state.epochs, at=state.epoch + 1):
             return False, ""
         verdict = starvation(state, self.rules)
         if state.epoch == first - 1:
@@ -79,14 +83,26 @@ class Heuristic:
         why = has_jumped(state.train_losses, self.rules) or has_stopped_falling(state.train_losses, self.rules)
         return bool(why), why
 
-    def _first_look(self, state: GrowthState) -> int:
-        return max(FIRST_LOOK, round(self.rules.grow_at * state.epochs) if state.epochs else FIRST_LOOK)
+    def _first_look(self, epochs: int | None) -> int:
+        return max(FIRST_LOOK, round(self.rules.grow_at * epochs) if epochs else FIRST_LOOK)
 
-    def _may_grow(self, state: GrowthState, *, at: int) -> bool:
-        is_in_time = state.epochs is None or (
-            at <= max(self.rules.grow_until * state.epochs, self._first_look(state)) and state.epochs - at >= self._trial_epochs()
+    def _is_in_time(self, epochs: int | None, *, at: int) -> bool:
+        if epochs is None:
+            return True
+        return at <= max(self.rules.grow_until * epochs, self._first_look(epochs)) and epochs - at >= self._trial_epochs()
+
+    def why_nothing_can_grow(self, epochs: int | None) -> str:
+        """Why a training of so many epochs is too short to grow anything; empty where it is not."""
+        first = self._first_look(epochs)
+        if epochs is None or self._is_in_time(epochs, at=first):
+            return ""
+        longer = range(epochs + 1, epochs + MOST_EPOCHS)
+        least = next((longer for longer in longer if self._is_in_time(longer, at=self._first_look(longer))), None)
+        advice = "lower heuristic.grow_at" if least is None else f"train for at least {least} epochs, or shorten lifecycle.holding_epochs"
+        return (
+            f"nothing can grow in {epochs} epochs: the first seed would germinate after epoch {first}, and needs "
+            f"{self._trial_epochs()} more before it can be kept; {advice}"
         )
-        return is_in_time and any(slot.candidates for slot in state.slots)
 
     def _trial_epochs(self) -> int:
         """What a seed needs at least before it can be kept."""
@@ -113,7 +129,7 @@ class Heuristic:
 def judge(name: str, measured: Contribution, rent: float, *, may_prune: bool, is_last: bool) -> list[Action]:
     """Keep a seed that certainly pays its rent, prune one that certainly does not, wait while it is open, and end with the estimate."""
     gain = measured.gain
-    words = f"it gives {gain.estimate:.4f} [{gain.low:.4f}, {gain.high:.4f}] nats for a rent of {rent:.4f}"
+    words = f"{measured.in_words()}, and its rent is {figure(rent)}"
     if gain.low > rent or (is_last and gain.estimate > rent):
         return [Fossilize(name, words)]
     if may_prune and (gain.high < rent or is_last):
@@ -190,7 +206,7 @@ def choose(state: GrowthState, rules: HeuristicConfig) -> list[tuple[str, str, s
                 (
                     slot.place.name,
                     candidate.blueprint,
-                    f"an epoch of it would give about {gain:.3f} nats for a rent of {candidate.rent:.4f}",
+                    f"an epoch of it would lower the loss by about {figure(gain, 3)}, and its rent is {figure(candidate.rent)}",
                 )
             )
     return plan

@@ -84,7 +84,7 @@ def render(story: Story, twin: Story | None, *, title: str, config: str, rent: R
         sections.append(_section("Parameters", plots.parameters_plot(story)))
     if story.seeds:
         sections.append(_section("Ledger", _table(LEDGER_HEADING, ledger_rows(story.seeds), numbers=(0, 3, 5, 6, 7))))
-        sections += _notes(summary.about_skipped(story))
+        sections += _notes([summary.ABOUT_REMOVAL, *summary.about_skipped(story)])
         sections.append(_section("Blueprints", _table(ANALYTICS_HEADING, analytics_rows(story.seeds), numbers=range(1, 7))))
     if story.probes:
         sections.append(_section("What the probe saw", _table(summary.PROBE_HEADING, summary.probe_rows(story), numbers=(0, 3))))

@@ -1,4 +1,4 @@
-"""The ledger: what was tried, when, why, what it gave and what it cost. One entry for a seed, and the sum over blueprints.
+"""The ledger: what was tried, when, why, what removing it would cost and its rent. One entry for a seed, and the sum over blueprints.
 
 The tables are made here alone: of a ledger, and of the seeds that a run's events tell about.
 """
@@ -12,14 +12,14 @@ from typing import Literal, Protocol
 import msgspec
 
 from esper.growth.lifecycle import Stage
-from esper.text_table import aligned
+from esper.text_table import aligned, figure
 
 Outcome = Literal["living", "kept", "pruned", "rolled back"]
 Row = tuple[str, ...]
 NONE = "–"
 
-LEDGER_HEADING = ("#", "slot", "blueprint", "born", "outcome", "gain in nats", "rent", "parameters", "why it ended so")
-ANALYTICS_HEADING = ("blueprint", "tried", "kept", "pruned", "rolled back", "mean gain of kept", "mean parameters")
+LEDGER_HEADING = ("#", "slot", "blueprint", "born", "outcome", "cost of removal", "rent", "parameters", "why it ended so")
+ANALYTICS_HEADING = ("blueprint", "tried", "kept", "pruned", "rolled back", "mean cost of removal", "mean parameters")
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -43,7 +43,7 @@ class Entry(msgspec.Struct):
     flops: int  # of a forward pass for one sample
     steps: list[Step] = []
     outcome: Outcome = "living"
-    gain: float | None = None  # nats, as last measured
+    gain: float | None = None  # what removing it would cost, in the unit of the loss, as last measured
     gain_low: float | None = None
     gain_high: float | None = None
     rent: float = 0.0
@@ -87,7 +87,7 @@ class Ledger(msgspec.Struct):
         return aligned([LEDGER_HEADING, *ledger_rows(self.entries)]) if self.entries else "no seed was tried"
 
     def analytics(self) -> str:
-        """For a person: which blueprints were tried, kept and pruned, at what gain and cost."""
+        """For a person: which blueprints were tried, kept and pruned, what removing them would cost, and their size."""
         return aligned([ANALYTICS_HEADING, *analytics_rows(self.entries)]) if self.entries else "no blueprint was tried"
 
 
@@ -131,7 +131,7 @@ def ledger_rows(lives: Iterable[Life], *, is_short: bool = False) -> list[Row]:
             f"epoch {life.born}",
             life.outcome,
             gain_in_words(life.gain, life.gain_low, life.gain_high, is_short=is_short),
-            f"{life.rent:.4f}",
+            figure(life.rent),
             f"{life.parameters:,}",
             life.why,
         )
@@ -146,21 +146,23 @@ def analytics_rows(lives: Sequence[Life]) -> list[Row]:
         some = [life for life in lives if life.blueprint == name]
         gains = [life.gain for life in some if life.outcome == "kept" and life.gain is not None]
         counts = [str(sum(life.outcome == outcome for life in some)) for outcome in ("kept", "pruned", "rolled back")]
-        mean_gain = f"{sum(gains) / len(gains):+.4f}" if gains else NONE
+        mean_gain = figure(sum(gains) / len(gains), sign="+") if gains else NONE
         rows.append((name, str(len(some)), *counts, mean_gain, f"{sum(life.parameters for life in some) / len(some):,.0f}"))
     return rows
 
 
 def gain_in_words(gain: float | None, low: float | None, high: float | None, *, is_short: bool = False) -> str:
-    """
+    """What removing a seed would cost, with its interval.
+
     >>> gain_in_words(0.1, 0.05, 0.15), gain_in_words(0.1, 0.05, 0.15, is_short=True)
     ('+0.1000 [+0.0500, +0.1500]', '+0.1000 ±0.0500')
     """
     if gain is None or low is None or high is None:
         return "not measured"
     if not math.isfinite(high - low):
-        return f"{gain:+.4f}, interval unknown"
-    return f"{gain:+.4f} ±{(high - low) / 2:.4f}" if is_short else f"{gain:+.4f} [{low:+.4f}, {high:+.4f}]"
+        return f"{figure(gain, sign='+')}, interval unknown"
+    middle = figure(gain, sign="+")
+    return f"{middle} ±{figure((high - low) / 2)}" if is_short else f"{middle} [{figure(low, sign='+')}, {figure(high, sign='+')}]"
 
 
 def was_withdrawn(stages: Sequence[Stage]) -> bool:

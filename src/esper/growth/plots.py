@@ -49,7 +49,7 @@ def loss_plot(story: Story, twin: Story | None = None) -> str:
             axes.plot(twin_epochs, losses, color=_PLACEHOLDERS["twin"], label="validation, never grown", linestyle="--")
         _use_log_scale(axes, story)
         _mark_events(axes, story)
-        axes.set_ylabel("loss in nats")
+        axes.set_ylabel("loss")
         _finish_epochs(axes, story)
         axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, labelcolor=_PLACEHOLDERS["ink"])
         return finish()

@@ -7,7 +7,7 @@ from esper.growth.decisions import Decision
 from esper.growth.events import EpochEnded, Probed, SlotView
 from esper.growth.garden import AnyBed, Garden
 
-Promises = dict[tuple[str, str], float]  # (slot, blueprint) -> nats per step
+Promises = dict[tuple[str, str], float]  # (slot, blueprint) -> fall of the loss per step
 
 
 def epoch_ended(garden: Garden[AnyBed], chronicle: Chronicle, decision: Decision, *, learning_rate: float) -> EpochEnded:

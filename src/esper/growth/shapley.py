@@ -22,7 +22,7 @@ def subsets(names: Sequence[str]) -> list[frozenset[str]]:
 
 
 def shapley_values(losses: Losses, names: Sequence[str]) -> dict[str, list[float]]:
-    """In nats, for every seed and batch.
+    """In the unit of the loss, for every seed and batch.
 
     >>> shapley_values({frozenset(): [1.0], frozenset("a"): [2.0], frozenset("b"): [1.0], frozenset("ab"): [4.0]}, "ab")
     {'a': [2.0], 'b': [1.0]}

@@ -11,6 +11,7 @@ from esper.growth.config import Rent
 from esper.growth.lifecycle import Stage
 from esper.growth.place import Place
 from esper.statistics import Interval
+from esper.text_table import figure
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,17 +28,31 @@ class Candidate:
 
     blueprint: str
     cost: Cost
-    rent: float  # in nats, with everything that is in the host already
-    promise: float | None = None  # nats per step that the loss would fall at first, from the probe; None: not probed
+    rent: float  # in the unit of the loss, with everything that is in the host already
+    promise: float | None = None  # fall of the loss per step at first, from the probe; None: not probed
     load: float = 0.0  # weights / positions that share them
 
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """What the validation loss gains by a seed: loss without it minus loss with it, over the same batches."""
+    """What removing a seed now would cost: validation loss without it minus loss with it, over the same batches.
 
-    gain: Interval  # in nats
+    The host has learned to rely on the seed, so this is more than growing it gained. That is the difference to a twin that never grew.
+    """
+
+    gain: Interval  # in the unit of the loss; below 0 where the host does better without the seed
     epoch: int  # when it was measured
+
+    def in_words(self) -> str:
+        """
+        >>> Contribution(Interval(0.0731, 0.0544, 0.0918), epoch=8).in_words()
+        'removing it now would raise the loss by 0.0731 [0.0544, 0.0918]'
+        >>> Contribution(Interval(-0.01, -0.02, 0.005), epoch=8).in_words()
+        'removing it now would lower the loss by 0.0100 [-0.0050, 0.0200]'
+        """
+        gain = self.gain
+        what, ends = ("raise", (gain.low, gain.high)) if gain.estimate >= 0 else ("lower", (-gain.high, -gain.low))
+        return f"removing it now would {what} the loss by {figure(abs(gain.estimate))} [{figure(ends[0])}, {figure(ends[1])}]"
 
 
 @dataclass(frozen=True, slots=True)

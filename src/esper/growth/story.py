@@ -39,7 +39,7 @@ class SeedStory:
     ended: int | None = None
     parameters: int = 0
     rent: float = 0.0
-    gain: float | None = None  # nats, as last measured
+    gain: float | None = None  # what removing it would cost, in the unit of the loss, as last measured
     gain_low: float | None = None
     gain_high: float | None = None
     skipped: int = 0  # steps that it did not take because its gradient was not finite

@@ -13,8 +13,13 @@ from esper.growth.config import Rent
 from esper.growth.events import FinalTest, GrowthFinished, Probed, TwinCompared
 from esper.growth.ledger import NONE, Row
 from esper.growth.story import SeedStory, Story
+from esper.text_table import figure
 
-PROBE_HEADING = ("epoch", "slot", "blueprint", "nats per step")
+PROBE_HEADING = ("epoch", "slot", "blueprint", "fall of the loss per step")
+ABOUT_REMOVAL = (
+    "The cost of removal is what the validation loss would rise by if the seed were switched off now. The host has learned to rely on it, "
+    "so this is more than growing it gained: the difference to a twin that never grew is that."
+)
 _BEST_PER_SLOT = 3
 
 
@@ -26,21 +31,27 @@ def headline(story: Story, twin: Story | None = None) -> str:
     if finished is None:
         last = story.epochs[-1]
         seeds = f"{counted(len(story.seeds), 'seed')} so far"
-        return f"not finished: epoch {last.epoch} of {began.epochs} · validation loss {last.val_loss:.3f} · {seeds}"
+        return f"not finished: epoch {last.epoch} of {began.epochs} · validation loss {figure(last.val_loss, 3)} · {seeds}"
     return result_in_words(finished, None if twin is None else twin.finished)
 
 
 def result_in_words(finished: GrowthFinished, twin: GrowthFinished | None = None) -> str:
     """Such as "kept 2 of 5 seeds · validation loss 2.310 -> 0.371 · +8.3% parameters · +9.1% FLOPs · 0 rollbacks".
 
-    Beside a twin its loss is what the grown model's is held against: most of the way from the start is ordinary training.
+    Beside a twin, the difference to its loss comes first: most of the way from the start is ordinary training.
     """
     tried = counted(finished.tried, "seed")
     nothing = f"nothing was worth keeping ({tried} tried)" if finished.tried else "nothing was grown"
-    before = f"{finished.val_loss_before:.3f} -> {finished.val_loss:.3f}"
+    kept = f"kept {finished.kept} of {tried}" if finished.kept else nothing
+    loss = figure(finished.val_loss, 3)
+    if twin is None:
+        first = [kept, f"validation loss {figure(finished.val_loss_before, 3)} -> {loss}"]
+    else:
+        difference = twin.val_loss - finished.val_loss
+        gained = f"{figure(abs(difference))} {'below' if difference >= 0 else 'above'} its twin's"
+        first = [f"validation loss {gained}: {loss} against {figure(twin.val_loss, 3)}", kept]
     parts = [
-        f"kept {finished.kept} of {tried}" if finished.kept else nothing,
-        f"validation loss {before if twin is None else f'{finished.val_loss:.3f}, its twin {twin.val_loss:.3f}'}",
+        *first,
         f"{_share(finished.parameters_added, finished.parameters - finished.parameters_added)} parameters",
         f"{_share(finished.flops_added, finished.flops - finished.flops_added)} FLOPs",
         counted(finished.rollbacks, "rollback"),
@@ -69,18 +80,20 @@ class _Figure:
     before: float | None
     after: float | None
     write: Callable[[float], str]
-    change: Literal["nats", "points", "share"]  # how a difference is written
+    change: Literal["loss", "points", "share"]  # how a difference is written
 
     def cells(self) -> Row:
         return (self.name, self._written(self.before), self._written(self.after), self._difference(self.after, self.before))
 
     def against(self, twin: _Figure | None, compared: TwinCompared | None) -> Row:
+        """Beside the same figure of the twin; the difference comes first."""
+        name, before, after, change = self.cells()
         if twin is None:
-            return (*self.cells(), NONE, NONE)
+            return (name, NONE, after, NONE, before, change)
         difference = self._difference(self.after, twin.after)
         if self.change == "points" and compared is not None:
             difference = f"{100 * compared.accuracy_difference:+.2f} ±{_reach(compared):.2f} points"
-        return (*self.cells(), self._written(twin.after), difference)
+        return (name, difference, after, self._written(twin.after), before, change)
 
     def _difference(self, one: float | None, other: float | None) -> str:
         if one is None or other is None:
@@ -90,7 +103,7 @@ class _Figure:
                 return f"{one / other - 1:+.1%}" if other else NONE
             case "points":
                 return f"{100 * (one - other):+.2f} points"
-        return f"{one - other:+.4f}"
+        return figure(one - other, sign="+")
 
     def _written(self, value: float | None) -> str:
         return NONE if value is None else self.write(value)
@@ -106,7 +119,7 @@ def comparison(story: Story, twin: Story | None = None) -> tuple[Row, list[Row]]
         return ("", "before", "after", "change"), [figure.cells() for figure in figures]
     others = {figure.name: figure for figure in _figures(twin)}
     rows = [figure.against(others.get(figure.name), twin.compared) for figure in figures]
-    return ("", "before", "after", "change", "never grown", "grown − never"), rows
+    return ("", "grown − never", "grown", "never grown", "before", "change"), rows
 
 
 def about_chance(twin: Story | None) -> list[str]:
@@ -132,7 +145,7 @@ def _figures(story: Story) -> list[_Figure]:
     if began is None or finished is None or not story.epochs:
         return []
     return [
-        _Figure("validation loss", finished.val_loss_before, finished.val_loss, "{:.4f}".format, "nats"),
+        _Figure("validation loss", finished.val_loss_before, finished.val_loss, figure, "loss"),
         *_test_figures(story.tested),
         _Figure("parameters", began.parameters, finished.parameters, "{:,}".format, "share"),
         _Figure("FLOPs per sample", began.flops, finished.flops, "{:,}".format, "share"),
@@ -144,7 +157,7 @@ def _figures(story: Story) -> list[_Figure]:
 def _test_figures(tested: FinalTest | None) -> list[_Figure]:
     if tested is None:
         return []
-    figures = [_Figure("test loss", tested.loss_before, tested.loss, "{:.4f}".format, "nats")]
+    figures = [_Figure("test loss", tested.loss_before, tested.loss, figure, "loss")]
     if tested.accuracy is not None:
         figures.append(_Figure("test accuracy", tested.accuracy_before, tested.accuracy, "{:.2%}".format, "points"))
     return figures
@@ -161,7 +174,7 @@ def probe_rows(story: Story) -> list[Row]:
     """The best few of every slot, as the last probe there saw them."""
     last = {slot: probe for probe in story.probes for slot in probe.promises}
     return [
-        (str(probe.epoch), slot, blueprint, f"{promise:.5f}")
+        (str(probe.epoch), slot, blueprint, figure(promise, 5))
         for slot, probe in last.items()
         for blueprint, promise in _best(probe.promises[slot])[:_BEST_PER_SLOT]
     ]
@@ -171,8 +184,8 @@ def probe_in_words(probe: Probed) -> str:
     """The best of the best slots, on a line."""
     tops = [(slot, *_best(promises)[0]) for slot, promises in probe.promises.items() if promises]
     tops.sort(key=lambda top: -top[2])
-    shown = ", ".join(f"{blueprint} after {slot} {promise:.5f}" for slot, blueprint, promise in tops[:_BEST_PER_SLOT])
-    return f"the probe saw {shown} nats per step" if tops else "the probe saw no candidate"
+    shown = ", ".join(f"{figure(promise, 5)} with {blueprint} after {slot}" for slot, blueprint, promise in tops[:_BEST_PER_SLOT])
+    return f"the probe promises a fall of the loss per step of {shown}" if tops else "the probe saw no candidate"
 
 
 def _best(promises: dict[str, float]) -> list[tuple[str, float]]:
@@ -193,9 +206,9 @@ def about_skipped(story: Story) -> list[str]:
 
 
 def about_rent(story: Story, rent: Rent) -> list[str]:
-    """Which rent would have made a difference, in a sentence or two. A seed pays where it gives more nats than its rent."""
+    """Which rent would have made a difference, in a sentence or two. A seed pays where removing it would cost more than its rent."""
     if rent.parameters == 0 and rent.flops == 0:
-        return ["There is no rent, so whatever gives anything pays; set rent.parameters and rent.flops to charge for size."]
+        return ["There is no rent, so a seed pays if it lowers the loss at all; set rent.parameters and rent.flops to charge for size."]
     measured = [seed for seed in story.seeds if seed.gain is not None and seed.rent > 0 and seed.outcome != "rolled back"]
     kept = [seed for seed in measured if seed.outcome == "kept"]
     sentences = []
@@ -205,24 +218,24 @@ def about_rent(story: Story, rent: Rent) -> list[str]:
     if almost:
         sentences.append(_about_pruned(max(almost, key=_ratio), rent))
     if not sentences and story.seeds:
-        sentences.append("No seed gave anything that a lower rent would have made worth keeping.")
+        sentences.append("No seed lowered the loss enough for a lower rent to make it worth keeping.")
     return sentences
 
 
 def _about_kept(seed: SeedStory, rent: Rent) -> str:
-    surely = f", surely {seed.gain_low:.4f}," if _sure_ratio(seed) > 0 else ""
-    gives = f"{seed.blueprint} after {seed.slot} gives {seed.gain:.4f} nats{surely} for a rent of {seed.rent:.4f}"
+    surely = f", surely {figure(seed.gain_low)}" if seed.gain_low is not None and _sure_ratio(seed) > 0 else ""
+    costs = f"removing {seed.blueprint} after {seed.slot} would cost {figure(seed.gain or 0.0)}{surely}, for a rent of {figure(seed.rent)}"
     if _sure_ratio(seed) > 1:
-        return f"Of what was kept, {gives}, the least per rent; above {_scaled(rent, _sure_ratio(seed))} it would not surely have paid."
+        return f"Among the kept seeds, {costs}, the least per rent; above {_scaled(rent, _sure_ratio(seed))} it would not surely have paid."
     if _ratio(seed) > 1:
-        return f"Of what was kept, {gives}; above {_scaled(rent, _ratio(seed))} it would not have paid."
-    return f"{gives[0].upper()}{gives[1:]}: it does not pay for itself, and was kept all the same."
+        return f"Among the kept seeds, {costs}; above {_scaled(rent, _ratio(seed))} it would not have paid."
+    return f"{costs[0].upper()}{costs[1:]}: it does not pay for itself, and was kept all the same."
 
 
 def _about_pruned(seed: SeedStory, rent: Rent) -> str:
     return (
-        f"Of what was pruned, {seed.blueprint} after {seed.slot} came nearest: {seed.gain:.4f} nats for a rent of {seed.rent:.4f}; "
-        f"below {_scaled(rent, _ratio(seed))} it would have paid."
+        f"Among the pruned seeds, {seed.blueprint} after {seed.slot} came nearest: removing it cost {figure(seed.gain or 0.0)}, for a rent "
+        f"of {figure(seed.rent)}; below {_scaled(rent, _ratio(seed))} it would have paid."
     )
 
 

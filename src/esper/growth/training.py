@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import math
 import time
+import warnings
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -93,7 +94,9 @@ def grow(
         make_scheduler=scheduler,
         config=config or GrowthConfig(),
     )
-    training.prepare(controller)
+    grower = training.prepare(controller)
+    if why := objection(grower):
+        warnings.warn(why, stacklevel=2)
     with open_run(run, resume=resume, config=training.config) as opened:
         return training.run(controller, opened, may_interrupt=True)
 
@@ -126,10 +129,10 @@ class Training:
         self.optimizer = optimizer_from(make_optimizer, trained)
         self.scheduler = scheduler_from(make_scheduler, self.optimizer)
 
-    def prepare(self, controller: Controller | str) -> None:
+    def prepare(self, controller: Controller | str) -> Grower:
         """The first look at model, loss, data and settings. What is wrong with them comes up here, before anything is written."""
         if self._prepared is not None:
-            return
+            return self._prepared[0]
         before, example = self._first_look()
         slotted = add_slots(self.model, example, slots=self.config.slots)
         try:
@@ -146,6 +149,7 @@ class Training:
             slotted.remove()
             raise
         self._prepared = grower, before
+        return grower
 
     def run(self, controller: Controller | str, run: Run = NO_RUN, *, may_interrupt: bool = False) -> Grown:
         """With `may_interrupt`, a KeyboardInterrupt stops the training; without, it comes through."""
@@ -287,7 +291,7 @@ class Training:
             flops=host.flops,
             optimizer=describe_optimizer(self.optimizer),
             device=str(self.device),
-            note="" if losses.have_spread else ONE_BATCH,
+            note="; ".join(filter(None, [objection(grower), "" if losses.have_spread else ONE_BATCH])),
         )
 
     def _finish(self, grower: Grower, run: Run, status: Status, before: float, seconds: float, *, had_finished: bool) -> Grown:
@@ -316,6 +320,12 @@ class Training:
         )
         run.emit(finished(grown))
         return grown
+
+
+def objection(grower: Grower) -> str:
+    """Why nothing could ever grow as it is planned, where the controller knows; empty where something could."""
+    ask = getattr(grower.controller, "why_nothing_can_grow", None)
+    return "" if ask is None else str(ask(grower.epochs))
 
 
 def describe_optimizer(optimizer: Optimizer) -> str:
