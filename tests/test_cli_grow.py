@@ -64,6 +64,13 @@ def one_loader():
 def iterators():
     return tuple(iter(loader) for loader in make_loaders())
 
+class Endless:
+    def __iter__(self):
+        return iter(make_loaders()[0])
+
+def endless():
+    return Endless(), make_loaders()[1]
+
 def no_loaders():
     return 3, 4
 
@@ -109,7 +116,8 @@ def scheduled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_help_shows_every_option_about_growing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["grow", "--help"]) == 0
     shown = capsys.readouterr().out
-    for option in ("--task", "--model", "--rent.parameters", "--budget.max-seeds", "--lifecycle.raise-mode", "--governor.window"):
+    options = ("--task", "--model", "--rent.parameters", "--budget.max-seeds", "--lifecycle.raise-mode", "--governor.window")
+    for option in (*options, "--precision", "--accumulate", "--max-grad-norm", "--step-schedule"):
         assert option in shown
 
 
@@ -135,6 +143,9 @@ def test_the_help_shows_every_option_about_growing(capsys: pytest.CaptureFixture
         (["--task", "digits", "--model", "a:b", "--data", "c:d"], "--model: expected nothing beside a task"),
         (["--model", "a:b"], "--data: expected package.module:make_loaders beside the model"),
         (["--task", "digits", "--loss", "a:b"], "--loss: expected a model of your own beside it"),
+        (["--task", "digits", "--precision", "bf16"], "bfloat16"),
+        (["--task", "digits", "--accumulate", "0"], "--accumulate: expected an int > 0, got 0"),
+        (["--task", "digits", "--step-schedule", "step"], "--step-schedule: expected a schedule beside it (--schedule cosine)"),
         (["--task", "digits", "--config", "none.toml"], "no such config file: none.toml"),
         (["--task", "digits", "--run", "/dev/null/run"], "no run can be made in /dev/null/run"),
         (["--resume"], "--resume needs the folder of the run"),
@@ -184,6 +195,32 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults(tmp_
     config = last_line(capsys.readouterr().out)["config"]
     assert (config["host"], config["epochs"], config["seed"], config["rent.flops"]) == ("right", 7, 6, 0.5)
     assert config["rent.parameters"] == GrowTaskConfig().rent.parameters
+
+
+def test_precision_accumulation_clipping_and_schedule_are_those_of_the_training() -> None:
+    options = {"precision": "bfloat16", "accumulate": 3, "max_grad_norm": 0.5, "schedule": "cosine", "epochs": 4}
+    for when, periods in (("auto", 4), ("epoch", 4), ("step", 4 * 7)):  # 20 batches, three to a step and two in the last
+        config = GrowTaskConfig(task="digits", step_schedule=when, batch_size=50, **options)
+        work = make_work(config, torch.device("cpu"))
+        assert len(work.train_loader) == 20
+        training = work.training(config)
+        assert training.scheduler.T_max == periods
+        assert (training.config.precision, training.config.accumulate, training.config.max_grad_norm) == ("bfloat16", 3, 0.5)
+        assert training.config.step_schedule == when
+
+
+@pytest.mark.usefixtures("user_code")
+def test_a_schedule_by_steps_needs_a_loader_that_tells_its_length(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "mycode:make_model", "--data", "mycode:endless", "--epochs", "1", "--schedule", "cosine", "--step-schedule", "step"]
+    assert main(["grow", *words]) == 2
+    assert "the training loader does not tell how many batches it has; leave --step-schedule out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", [("precision", "bfloat16"), ("accumulate", "2"), ("max-grad-norm", "1.0")])
+def test_a_run_does_not_go_on_with_other_settings(option: tuple[str, str], finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name, value = option
+    assert main(["grow", "--resume", "--run", str(finished), f"--{name}", value]) == 2
+    assert f"{name.replace('-', '_')} is " in capsys.readouterr().err
 
 
 # What a run leaves behind

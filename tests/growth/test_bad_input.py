@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import TensorDataset
 
 from esper.config import ConfigError
@@ -47,6 +47,13 @@ def spoiled(data: Data) -> Data:
 
 def frozen() -> nn.Module:
     return make_host().requires_grad_(False)
+
+
+class Endless:
+    """A loader that does not tell its length."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(make_data())
 
 
 class TwoInputs(nn.Module):
@@ -163,6 +170,45 @@ CASES = {
         GrowthError,
         "the schedule is of another optimiser; make it for the one it is given: scheduler=lambda optimizer: ",
     ),
+    "a schedule that is too short": (
+        lambda f: start(folder=f, scheduler=lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=2)),
+        GrowthError,
+        "OneCycleLR is stepped after every step, 8 times in all, and ends after 2; make it with total_steps=8, "
+        'or pass step_schedule="epoch"',
+    ),
+    "a schedule that is too short for a loader of unknown length": (
+        lambda f: start(folder=f, train=Endless(), scheduler=lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=2)),
+        GrowthError,
+        "the schedule fails at step 3 of the optimiser: Tried to step 3 times",
+    ),
+    "a plateau by steps": (
+        lambda f: start(folder=f, scheduler=ReduceLROnPlateau, step_schedule="step"),
+        GrowthError,
+        "ReduceLROnPlateau follows the validation loss, which is known once an epoch; leave step_schedule out",
+    ),
+    "an unknown precision": (
+        lambda f: start(folder=f, precision="bf16"),
+        GrowthError,
+        "precision: expected one of 'bfloat16', 'float16', 'float32', got 'bf16'",
+    ),
+    "a precision of torch": (
+        lambda f: start(folder=f, precision=torch.bfloat16),
+        GrowthError,
+        "precision: expected one of .* got torch.bfloat16",
+    ),
+    "half precision of a model in float64": (
+        lambda f: start(make_host(dtype=torch.float64), folder=f, precision="bfloat16"),
+        GrowthError,
+        "precision 'bfloat16' is for a model in float32, and first.weight is float64; .*model.float()",
+    ),
+    "a loss scale for weights in float16": (
+        lambda f: start(make_host(dtype=torch.float16), folder=f, precision="float16"),
+        GrowthError,
+        "precision 'float16' is for a model in float32, and first.weight is float16",
+    ),
+    "no accumulation": (lambda f: start(folder=f, accumulate=0), GrowthError, "accumulate: expected an int > 0, got 0"),
+    "a limit of nothing": (lambda f: start(folder=f, max_grad_norm=0.0), GrowthError, "max_grad_norm: expected a float > 0"),
+    "a strange time to step": (lambda f: start(folder=f, step_schedule="batch"), GrowthError, "step_schedule: expected one of 'auto', "),
     "a model with slots": (lambda f: start(slotted(), folder=f), GrowthError, "a Slotted; pass the model itself, grow adds its own slots"),
     "a model without values": (lambda f: start(make_host().to("meta"), folder=f), GrowthError, "on the device meta, so it has no values"),
     "a number as folder": (lambda f: start(folder=3), GrowthError, "run must be the path of a folder, and is 3"),

@@ -5,17 +5,27 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    ConstantLR,
+    CosineAnnealingLR,
+    LambdaLR,
+    LinearLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+)
 from torch.utils.data import DataLoader, TensorDataset
 
 from esper.events import read
-from esper.growth import Planned, grow
+from esper.growth import Grower, GrowthError, Planned, grow
 from esper.growth.config import GovernorConfig, Rent
 from esper.growth.decisions import Fossilize, Germinate
 from esper.growth.heuristic import judge
@@ -25,9 +35,10 @@ from esper.growth.story import read_story
 from esper.growth.training import default_optimizer
 from esper.run_folder import EVENTS
 from esper.statistics import Interval
-from tests.growth.small import QUICK, SLOTS, Batch, Data, Script, assert_same, config, make_data, make_host
+from tests.growth.small import QUICK, QUICK_SHADOW, SLOTS, Batch, Data, Script, assert_same, config, make_data, make_host
 
 NAMED = {"slots": SLOTS}
+STEPWISE = {"step_schedule": "step"}
 
 
 def dataset(seed: int = 1, samples: int = 40) -> TensorDataset:
@@ -35,17 +46,37 @@ def dataset(seed: int = 1, samples: int = 40) -> TensorDataset:
     return TensorDataset(x, y)
 
 
-def plain(host: nn.Module, loader: DataLoader, *, epochs: int, schedule=None) -> nn.Module:
+def plain(
+    host: nn.Module,
+    loader,
+    *,
+    epochs: int,
+    schedule=None,
+    optimizer=default_optimizer,
+    precision: torch.dtype | None = None,
+    max_grad_norm: float | None = None,
+    per_step: bool = False,
+) -> nn.Module:
+    """A training loop as the manual of torch has it."""
     host = copy.deepcopy(host)
-    optimizer = default_optimizer(host.parameters())
+    optimizer = optimizer(host.parameters())
     scheduler = None if schedule is None else schedule(optimizer)
+    scaler = torch.amp.GradScaler("cpu", enabled=precision is torch.float16)
     for _ in range(epochs):
         host.train()
         for x, y in loader:
             optimizer.zero_grad()
-            cross_entropy(host(x), y).backward()
-            optimizer.step()
-        if scheduler is not None:
+            with torch.autocast("cpu", dtype=precision, enabled=precision is not None):
+                loss = cross_entropy(host(x), y)
+            scaler.scale(loss).backward()
+            if max_grad_norm is not None:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(host.parameters(), max_grad_norm)
+            scaler.step(optimizer)
+            scaler.update()
+            if scheduler is not None and per_step:
+                scheduler.step()
+        if scheduler is not None and not per_step:
             scheduler.step()
     return host
 
@@ -360,3 +391,192 @@ def test_a_training_too_short_to_grow_anything_warns_and_its_report_says_why(tmp
 @pytest.mark.parametrize(("controller", "epochs"), [("heuristic", 6), ("never", 2)])
 def test_a_training_that_could_grow_or_never_would_does_not_warn(controller: str, epochs: int) -> None:
     grow(make_host(), make_data(), make_data(2), cross_entropy, epochs=epochs, controller=controller)
+
+
+# Schedules
+
+
+def rates_seen(schedule, *, epochs: int = 3, batches: int = 4, **options) -> list[float]:
+    """The learning rate of every step."""
+    rates, optimizers = [], []
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            rates.append(optimizers[0].param_groups[0]["lr"])
+        return cross_entropy(outputs, targets)
+
+    def make(optimizer):
+        optimizers.append(optimizer)
+        return schedule(optimizer)
+
+    settings = {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=1.0), "controller": "never", "config": config(**NAMED)}
+    grow(make_host(), make_data(batches), make_data(2), loss, epochs=epochs, scheduler=make, **settings, **options)
+    return rates
+
+
+def halving(optimizer):
+    return LambdaLR(optimizer, lambda time: 0.5**time)
+
+
+def test_a_schedule_that_counts_steps_is_stepped_after_every_step() -> None:
+    assert rates_seen(halving, step_schedule="step") == [0.5**step for step in range(12)]
+    assert rates_seen(halving, step_schedule="epoch") == [0.5**epoch for epoch in range(3) for _ in range(4)]
+
+
+def test_a_schedule_that_counts_steps_equals_the_plain_loop_to_the_last_bit() -> None:
+    def schedule(optimizer):
+        return LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 5) * max(0.0, 1 - step / 16))
+
+    options = {"scheduler": schedule, "step_schedule": "step", "controller": "never", "config": config(**NAMED)}
+    torch.manual_seed(11)
+    grown = grow(make_host(), make_data(), make_data(2), cross_entropy, epochs=4, **options)
+    torch.manual_seed(11)
+    expected = plain(make_host(), make_data(), epochs=4, schedule=schedule, per_step=True)
+    assert_same(dict(grown.model.state_dict()), dict(expected.state_dict()))
+
+
+def test_one_cycle_is_stepped_after_every_step_also_inside_another_schedule() -> None:
+    def one_cycle(optimizer, total=12):
+        return OneCycleLR(optimizer, 1.0, total_steps=total)
+
+    def in_sequence(optimizer):
+        return SequentialLR(optimizer, [ConstantLR(optimizer, 0.5, total_iters=100), one_cycle(optimizer, 9)], milestones=[4])
+
+    assert len(set(rates_seen(one_cycle))) > 8
+    assert len(set(rates_seen(in_sequence))) > 6
+
+
+@pytest.mark.parametrize(
+    ("schedule", "words"),
+    [
+        (halving, "LambdaLR is stepped once an epoch, 3 times in all, and nobody can tell what its function counts"),
+        (lambda optimizer: CosineAnnealingLR(optimizer, T_max=12), "CosineAnnealingLR is stepped once an epoch, .* its T_max is 12"),
+        (lambda optimizer: LinearLR(optimizer, total_iters=12), "LinearLR .* its total_iters is 12"),
+        (lambda optimizer: ChainedScheduler([LinearLR(optimizer, total_iters=12)]), "LinearLR .* its total_iters is 12"),
+    ],
+    ids=["lambda", "cosine", "linear", "chained"],
+)
+def test_a_schedule_that_may_count_steps_is_warned_of_unless_it_was_said_what_it_counts(schedule, words: str) -> None:
+    with pytest.warns(UserWarning, match=f'{words}.*pass step_schedule="step" .* or step_schedule="epoch"'):
+        rates_seen(schedule)
+    rates_seen(schedule, step_schedule="epoch")  # where a warning would be an error
+    rates_seen(schedule, step_schedule="step")
+
+
+def test_a_cosine_over_the_epochs_is_not_warned_of() -> None:
+    rates_seen(lambda optimizer: CosineAnnealingLR(optimizer, T_max=3))
+    rates_seen(lambda optimizer: CosineAnnealingLR(optimizer, T_max=6))  # half of it, on purpose
+
+
+# Precision, clipping and accumulation
+
+
+def test_the_gradient_of_the_host_is_clipped_as_in_the_plain_loop() -> None:
+    options = {"max_grad_norm": 0.1, "controller": "never", "config": config(**NAMED)}
+    torch.manual_seed(11)
+    grown = grow(make_host(), make_data(), make_data(2), cross_entropy, epochs=3, **options)
+    torch.manual_seed(11)
+    expected = plain(make_host(), make_data(), epochs=3, max_grad_norm=0.1)
+    assert_same(dict(grown.model.state_dict()), dict(expected.state_dict()))
+    torch.manual_seed(11)
+    unclipped = plain(make_host(), make_data(), epochs=3)
+    assert not torch.equal(grown.model.head.weight, unclipped.head.weight)
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 0.1])
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_half_precision_is_the_plain_loop_with_autocast_and_a_scaler(precision: str, max_grad_norm: float | None) -> None:
+    options = {"precision": precision, "max_grad_norm": max_grad_norm, "controller": "never", "config": config(**NAMED)}
+    torch.manual_seed(11)
+    grown = grow(make_host(), make_data(), make_data(2), cross_entropy, epochs=3, **options)
+    torch.manual_seed(11)
+    expected = plain(make_host(), make_data(), epochs=3, precision=getattr(torch, precision), max_grad_norm=max_grad_norm)
+    assert_same(dict(grown.model.state_dict()), dict(expected.state_dict()))
+    assert grown.model.head.weight.dtype is torch.float32
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_seeds_grow_and_validation_runs_in_half_precision(precision: str) -> None:
+    seen = {True: set(), False: set()}
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        seen[torch.is_grad_enabled()].add(outputs.dtype)
+        return cross_entropy(outputs, targets)
+
+    data = make_data(6)
+    grown = grow(make_host(), data, data, loss, epochs=10, controller=plan(), config=config(**NAMED), precision=precision)
+    assert seen == {True: {getattr(torch, precision)}, False: {getattr(torch, precision)}}
+    assert [entry.outcome for entry in grown.ledger.entries] == ["kept"]
+    assert grown.val_losses[-1] < grown.val_losses[0]
+    assert {parameter.dtype for parameter in grown.model.parameters()} == {torch.float32}
+
+
+def in_halves(data: Data) -> Data:
+    return [part for x, y in data for part in zip(x.split(len(x) // 2), y.split(len(y) // 2), strict=True)]
+
+
+def exact(raise_mode: str, batches: Data, **options):
+    """A run in float64 of a host without anything random in it, with a seed that is kept."""
+    host = make_host(dtype=torch.float64, dropout=0.0, norm=False)
+    lifecycle = QUICK if raise_mode == "joint" else QUICK_SHADOW
+    val = make_data(6, dtype=torch.float64)
+    settings = {"controller": plan(), "config": config(lifecycle, **NAMED), "max_grad_norm": 0.5, **options}
+    return grow(host, batches, val, cross_entropy, epochs=8, optimizer=lambda p: torch.optim.AdamW(p, lr=0.01), **settings)
+
+
+@pytest.mark.parametrize("raise_mode", ["joint", "shadow"])
+def test_two_half_batches_per_step_equal_whole_batches(raise_mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To rounding: a seed grows, learns, is judged and kept on the way."""
+    monkeypatch.setattr(Grower, "recording", lambda grower: nullcontext())  # one forward pass is recorded, several are computed again
+    data = make_data(6, dtype=torch.float64)
+    whole, halves = exact(raise_mode, data), exact(raise_mode, in_halves(data), accumulate=2)
+    assert [entry.outcome for entry in whole.ledger.entries] == [entry.outcome for entry in halves.ledger.entries] == ["kept"]
+    assert halves.train_losses == pytest.approx(whole.train_losses, rel=1e-6)  # told in float32
+    assert halves.val_losses == pytest.approx(whole.val_losses, rel=1e-10)
+    for name, tensor in whole.model.state_dict().items():
+        torch.testing.assert_close(halves.model.state_dict()[name], tensor, rtol=1e-9, atol=1e-11)
+
+
+def test_the_last_batches_of_an_epoch_make_a_step_with_their_own_mean_and_every_sample_counts_alike() -> None:
+    (x, y), *_ = make_data(1, size=22, dtype=torch.float64)
+    parts = [(x[a:b], y[a:b]) for a, b in ((0, 6), (6, 12), (12, 18), (18, 19))]  # three to a step: 18 samples, then 1
+    groups = [(x[a:b], y[a:b]) for a, b in ((0, 18), (18, 19))]
+    whole, some = exact("joint", groups), exact("joint", parts, accumulate=3)
+    assert some.gflops == whole.gflops
+    for name, tensor in whole.model.state_dict().items():
+        torch.testing.assert_close(some.model.state_dict()[name], tensor, rtol=1e-9, atol=1e-11)
+
+
+def test_a_schedule_by_steps_counts_steps_of_the_optimiser_where_gradients_are_accumulated() -> None:
+    assert rates_seen(halving, epochs=1, batches=5, accumulate=2, step_schedule="step") == [1.0, 1.0, 0.5, 0.5, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("started", "resumed"),
+    [({}, {"precision": "bfloat16"}), ({"accumulate": 2}, {}), ({"max_grad_norm": 1.0}, {"max_grad_norm": 2.0}), ({}, STEPWISE)],
+    ids=["precision", "accumulate", "max_grad_norm", "step_schedule"],
+)
+def test_a_run_goes_on_with_the_settings_it_was_started_with(started, resumed, tmp_path: Path) -> None:
+    def run(epochs: int, **options):
+        options = {"controller": "never", "config": config(**NAMED), "run": tmp_path / "run", **options}
+        return grow(make_host(), make_data(), make_data(2), cross_entropy, epochs=epochs, **options)
+
+    run(1, **started)
+    name = next(iter(resumed | started))
+    with pytest.raises(GrowthError, match=f"was started with {name} = .* and cannot go on with .*"):
+        run(2, **resumed, resume=True)
+    assert run(2, **started, resume=True).epochs == 2
+
+
+@pytest.mark.slow
+def test_a_run_in_float16_with_accumulation_and_clipping_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    def run(folder: str, loader, **options):
+        torch.manual_seed(5)
+        settings = {"precision": "float16", "accumulate": 2, "max_grad_norm": 0.5, "controller": plan_at(1), "config": config(**NAMED)}
+        return grow(make_host(), loader, make_data(2), cross_entropy, epochs=5, run=tmp_path / folder, **settings, **options)
+
+    data = make_data(5)
+    whole = run("whole", data)
+    assert run("cut", Interrupted(data, epoch=4, batch=3)).status == "stopped"
+    resumed = run("cut", data, resume=True)
+    assert_same(dict(resumed.model.state_dict()), dict(whole.model.state_dict()))

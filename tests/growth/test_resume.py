@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from esper.checkpoint.tree import join, split
 from esper.events import read
 from esper.growth import Grown, GrowthConfig, GrowthError, grow
+from esper.growth.arguments import training_config
 from esper.growth.decisions import Advance, Fossilize, Germinate, Prune
 from esper.growth.run import open_run
 from esper.growth.training import Training
@@ -67,7 +68,7 @@ def training(loader: Any, lifecycle: Lifecycle, *, schedule: Any = None, epochs:
         epochs=epochs,
         make_optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
         make_scheduler=schedule,
-        config=settings(lifecycle),
+        config=training_config(settings(lifecycle)),
     )
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from esper.config import ConfigError, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from esper.growth.config import GrowthConfig
+from esper.growth.config import TrainingConfig
 
 CONTROLLERS = ("heuristic", "random", "schedule", "never")  # that need no file
 
@@ -20,7 +20,7 @@ def is_file_name(controller: str) -> bool:
     return Path(controller).suffix == ".safetensors" or "/" in controller
 
 
-class GrowTaskConfig(GrowthConfig):
+class GrowTaskConfig(TrainingConfig):
     """One run. Either a task of esper with one of its hosts, or a model and loaders from the user's own code."""
 
     seed: NonNegativeInt = 0  # of everything that is random: weights, order of the data, seeds that grow, plans
@@ -40,7 +40,7 @@ class GrowTaskConfig(GrowthConfig):
     optimizer: Literal["adamw", "sgd"] = "adamw"  # of the host; sgd: with Nesterov momentum 0.9
     learning_rate: PositiveFloat = 1e-3
     weight_decay: NonNegativeFloat | None = None  # None: what the optimizer does by itself
-    schedule: Literal["none", "cosine"] = "none"  # of the learning rate, by epochs; cosine: falls towards 0
+    schedule: Literal["none", "cosine"] = "none"  # of the learning rate; cosine: falls towards 0, by epochs or by step_schedule
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where there is one
     threads: PositiveInt | None = None  # CPU threads of torch; None: its own choice
 
@@ -60,6 +60,8 @@ class GrowTaskConfig(GrowthConfig):
             raise ConfigError("data", expected="package.module:make_loaders beside the model", got=self.data)
         if self.loss is not None and self.step_loss is not None:
             raise ConfigError("step_loss", expected="nothing beside loss; one of them", got=self.step_loss)
+        if self.schedule == "none" and self.step_schedule != "auto":
+            raise ConfigError("step_schedule", expected="a schedule beside it (--schedule cosine)", got=self.step_schedule)
         if self.controller not in CONTROLLERS and self.controller_file is None:
             expected = f"one of {', '.join(CONTROLLERS)}, or the path of a trained one, such as ./controller.safetensors"
             raise ConfigError("controller", expected=expected, got=self.controller)

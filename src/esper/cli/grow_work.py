@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from operator import length_hint
 from typing import Any, NamedTuple
 
 import msgspec
@@ -20,7 +21,8 @@ from torch.optim import Optimizer
 from esper.cli.grow_config import GrowTaskConfig
 from esper.cli.grow_user_code import find_function, make_loaders, make_model
 from esper.growth.batches import StepLoss, move, size_of, step_loss_of
-from esper.growth.config import GrowthConfig
+from esper.growth.config import TrainingConfig
+from esper.growth.errors import GrowthError
 from esper.growth.training import Training
 from esper.tasks import load_task
 
@@ -46,7 +48,7 @@ class Work:
     step_loss: StepLoss
     score: Callable[[nn.Module], Score] | None  # on the test part; None: there is none
     compare: Compare | None  # on the test part; None: there is none
-    growth: GrowthConfig
+    growth: TrainingConfig
 
     def training(self, config: GrowTaskConfig) -> Training:
         """On a copy of the model."""
@@ -57,7 +59,7 @@ class Work:
             self.step_loss,
             epochs=config.epochs,
             make_optimizer=partial(_make_optimizer, config),
-            make_scheduler=None if config.schedule == "none" else partial(_make_scheduler, config),
+            make_scheduler=None if config.schedule == "none" else partial(_make_scheduler, config, self.train_loader),
             config=self.growth,
         )
 
@@ -107,8 +109,8 @@ def _from_user_code(config: GrowTaskConfig, device: torch.device) -> Work:
     return Work(model, train_loader, val_loader, step_loss, score, compare, _growth_part(config))
 
 
-def _growth_part(config: GrowTaskConfig) -> GrowthConfig:
-    return GrowthConfig(**{name: getattr(config, name) for name in GrowthConfig.__struct_fields__})
+def _growth_part(config: GrowTaskConfig) -> TrainingConfig:
+    return TrainingConfig(**{name: getattr(config, name) for name in TrainingConfig.__struct_fields__})
 
 
 def _seed_everything(seed: int) -> None:
@@ -167,5 +169,12 @@ def _make_optimizer(config: GrowTaskConfig, parameters: Iterable[nn.Parameter]) 
     return torch.optim.AdamW(parameters, **options)
 
 
-def _make_scheduler(config: GrowTaskConfig, optimizer: Optimizer) -> Any:
-    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=config.epochs)
+def _make_scheduler(config: GrowTaskConfig, loader: Iterable[Any], optimizer: Optimizer) -> Any:
+    """A cosine over the whole training, in epochs or in steps of the optimiser."""
+    times = config.epochs
+    if config.step_schedule == "step":
+        batches = length_hint(loader)
+        if not batches:
+            raise GrowthError("the training loader does not tell how many batches it has; leave --step-schedule out")
+        times *= math.ceil(batches / config.accumulate)
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=times)

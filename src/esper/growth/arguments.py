@@ -1,8 +1,9 @@
-"""What a user may get wrong in a call of `grow`, told before anything is done."""
+"""The arguments of `grow`: what a user may get wrong in them is told before anything is done."""
 
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from os import PathLike
 from typing import Any
@@ -10,10 +11,28 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    ConstantLR,
+    CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
+    CyclicLR,
+    ExponentialLR,
+    LambdaLR,
+    LinearLR,
+    LRScheduler,
+    MultiplicativeLR,
+    MultiStepLR,
+    OneCycleLR,
+    PolynomialLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
 
+from esper.config import ConfigError
 from esper.growth.batches import with_article
-from esper.growth.config import GrowthConfig
+from esper.growth.config import GrowthConfig, TrainingConfig
 from esper.growth.errors import GrowthError
 from esper.growth.slotted import Slotted
 
@@ -39,6 +58,46 @@ def check_call(model: object, *, epochs: object, config: object, run: object) ->
         raise GrowthError(f"run must be the path of a folder, and is {run!r}")
     if torch.is_inference_mode_enabled():
         raise GrowthError("grow was called in torch.inference_mode, in which nothing can be trained; call it outside")
+
+
+def training_config(
+    config: GrowthConfig | None = None,
+    *,
+    precision: str = "float32",
+    accumulate: int = 1,
+    max_grad_norm: float | None = None,
+    step_schedule: str = "auto",
+) -> TrainingConfig:
+    """All settings of a run in one config, which its folder keeps."""
+    growth = config or GrowthConfig()
+    own: dict[str, Any] = {"precision": precision, "accumulate": accumulate, "max_grad_norm": max_grad_norm, "step_schedule": step_schedule}
+    try:
+        return TrainingConfig(**{name: getattr(growth, name) for name in GrowthConfig.__struct_fields__}, **own)
+    except ConfigError as error:
+        raise GrowthError(str(error)) from error
+
+
+# Precision
+
+
+def check_precision(model: nn.Module, precision: str, device: torch.device) -> None:
+    """Raise a GrowthError where autocast would not do what was asked for."""
+    if precision == "float32":
+        return
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.is_floating_point() and parameter.dtype is not torch.float32:
+            kind = str(parameter.dtype).removeprefix("torch.")
+            raise GrowthError(
+                f"precision {precision!r} is for a model in float32, and {name} is {kind}; leave precision out, or pass model.float()"
+            )
+    try:
+        with warnings.catch_warnings(action="error"), torch.autocast(device.type, dtype=getattr(torch, precision)):
+            pass
+    except (RuntimeError, UserWarning) as error:
+        raise GrowthError(f"precision {precision!r} does not work on {device}: {error}; choose another, or another device") from error
+
+
+# Optimiser and schedule
 
 
 def optimizer_from(make: MakeHostOptimizer, parameters: Sequence[nn.Parameter]) -> Optimizer:
@@ -85,3 +144,64 @@ def scheduler_from(make: MakeScheduler | None, optimizer: Optimizer) -> Any:
     if getattr(scheduler, "optimizer", optimizer) is not optimizer:
         raise GrowthError(f"the schedule is of another optimiser; make it for the one it is given: {example}")
     return scheduler
+
+
+PER_STEP = (OneCycleLR, CyclicLR)  # schedules whose time is counted in steps, by their own documentation
+PER_EPOCH = (  # with the names of the times at which they end or change, counted in epochs by the documentation
+    (CosineAnnealingLR, "T_max"),
+    (CosineAnnealingWarmRestarts, "T_0"),
+    (ConstantLR, "total_iters"),
+    (LinearLR, "total_iters"),
+    (PolynomialLR, "total_iters"),
+    (StepLR, "step_size"),
+    (ExponentialLR, ""),
+    (MultiStepLR, ""),
+    (ReduceLROnPlateau, ""),
+)
+
+
+def is_stepped_per_step(scheduler: Any, asked: str, *, epochs: int, steps: int | None) -> bool:
+    """Whether a schedule is stepped after every step of the optimiser, not after every epoch.
+
+    `steps` is the number of steps in an epoch, None where nobody knows. "auto" goes by the documentation of a schedule and warns where
+    that leaves it open, or where the schedule would not come to its end by far.
+    """
+    parts = _parts(scheduler)
+    is_plateau = any(isinstance(part, ReduceLROnPlateau) for part in parts)
+    if asked == "step" and is_plateau:
+        raise GrowthError("ReduceLROnPlateau follows the validation loss, which is known once an epoch; leave step_schedule out")
+    per_step = asked == "step" or (asked == "auto" and any(isinstance(part, PER_STEP) for part in parts))
+    times, unit = (epochs, "once an epoch") if not per_step else (steps and epochs * steps, "after every step")
+    for part in parts:
+        name = type(part).__name__
+        if isinstance(part, OneCycleLR) and len(parts) == 1 and times is not None and part.total_steps < times:
+            other = f'step_schedule="{"epoch" if per_step else "step"}"'
+            raise GrowthError(
+                f"{name} is stepped {unit}, {times} times in all, and ends after {part.total_steps}; make it with total_steps={times}, "
+                f"or pass {other} where it counts {'epochs' if per_step else 'steps'}"
+            )
+        doubt = "" if per_step or asked != "auto" or steps == 1 else _doubt(part, epochs)
+        if doubt:
+            warnings.warn(
+                f'{name} is stepped {unit}, {times} times in all, and {doubt}; pass step_schedule="step" if it counts steps of the '
+                'optimiser, or step_schedule="epoch" if this is what you want',
+                stacklevel=4,  # the call of grow
+            )
+    return per_step
+
+
+def _parts(scheduler: Any) -> list[Any]:
+    """The schedules that a SequentialLR or ChainedScheduler is made of, or the schedule itself."""
+    if isinstance(scheduler, SequentialLR | ChainedScheduler):
+        return [inner for part in scheduler._schedulers for inner in _parts(part)]
+    return [] if scheduler is None else [scheduler]
+
+
+def _doubt(scheduler: Any, epochs: int) -> str:
+    """Why a schedule may count steps and not epochs; empty where nothing speaks for it."""
+    for kind, name in PER_EPOCH:
+        if isinstance(scheduler, kind):
+            end = getattr(scheduler, name) if name else 0
+            return f"its {name} is {end}" if end > 2 * epochs else ""
+    what = "function" if isinstance(scheduler, LambdaLR | MultiplicativeLR) else "code"
+    return f"nobody can tell what its {what} counts"

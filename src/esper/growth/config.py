@@ -98,3 +98,12 @@ class GrowthConfig(Config):
             given = getattr(self, name)
             if given is not None and (not given or len(set(given)) < len(given)):
                 raise ConfigError(name, expected="names, at least one and each once", got=given)
+
+
+class TrainingConfig(GrowthConfig):
+    """Everything about growing a model, and how `grow` trains the host meanwhile."""
+
+    precision: Literal["float32", "bfloat16", "float16"] = "float32"  # of forward passes, by autocast; float16: with a loss scale
+    accumulate: PositiveInt = 1  # batches for one step of the optimizer; each counts by its samples
+    max_grad_norm: PositiveFloat | None = None  # of the host's gradient; None: not clipped. Seeds are clipped by seed_optimizer
+    step_schedule: Literal["auto", "epoch", "step"] = "auto"  # when the schedule is stepped; auto: after epochs, OneCycleLR after steps

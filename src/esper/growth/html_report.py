@@ -9,7 +9,7 @@ from pathlib import Path
 
 from esper.config import load
 from esper.growth import plots, summary
-from esper.growth.config import GrowthConfig, Rent
+from esper.growth.config import Rent, TrainingConfig
 from esper.growth.ledger import ANALYTICS_HEADING, LEDGER_HEADING, Row, analytics_rows, ledger_rows
 from esper.growth.story import Remark, Story, read_story
 from esper.run_folder import CONFIG, EVENTS, RunError
@@ -150,4 +150,4 @@ def _text(path: Path) -> str:
 
 
 def _rent(folder: Path) -> Rent:
-    return load(GrowthConfig, folder / CONFIG).rent if (folder / CONFIG).is_file() else Rent()
+    return load(TrainingConfig, folder / CONFIG).rent if (folder / CONFIG).is_file() else Rent()

@@ -130,7 +130,7 @@ def open_run(
     place = Path(folder)
     if resume:
         check_holds_a_run(place)
-        _check_same(load(GrowthConfig, place / CONFIG), config, place)
+        _check_same(load(type(config), place / CONFIG), config, place)
     else:
         check_is_free(place)
     missing = [each for each in (place, *place.parents) if not each.exists()]  # innermost first
@@ -174,7 +174,7 @@ def _log(folder: Path, checkpoint: Checkpoint | None, sinks: Sequence[Sink]) -> 
 
 
 def _check_same(saved: GrowthConfig, wanted: GrowthConfig, folder: Path) -> None:
-    different = [name for name in GrowthConfig.__struct_fields__ if getattr(saved, name) != getattr(wanted, name)]
+    different = [name for name in type(wanted).__struct_fields__ if getattr(saved, name) != getattr(wanted, name)]
     if different:
         name = different[0]
         raise GrowthError(

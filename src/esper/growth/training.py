@@ -11,18 +11,31 @@ import copy
 import math
 import time
 import warnings
-from collections.abc import Iterable, Iterator
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from itertools import islice
+from operator import length_hint
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from esper.events import Event
-from esper.growth.arguments import MakeHostOptimizer, MakeScheduler, check_call, optimizer_from, scheduler_from
+from esper.growth.arguments import (
+    MakeHostOptimizer,
+    MakeScheduler,
+    check_call,
+    check_precision,
+    is_stepped_per_step,
+    optimizer_from,
+    scheduler_from,
+    training_config,
+)
 from esper.growth.batches import (
     Listener,
     LossFunction,
@@ -37,7 +50,7 @@ from esper.growth.batches import (
     size_of,
     step_loss_of,
 )
-from esper.growth.config import GrowthConfig
+from esper.growth.config import GrowthConfig, TrainingConfig
 from esper.growth.contribution import Losses, losses_of
 from esper.growth.decisions import Controller
 from esper.growth.errors import GrowthError
@@ -49,7 +62,6 @@ from esper.growth.result import Grown, Status, finished
 from esper.growth.run import NO_RUN, Run, open_run
 from esper.growth.slotted import add_slots
 
-EVERY_STEP = (OneCycleLR, CyclicLR)  # schedules whose time is counted in steps, by their own documentation
 ONE_BATCH = (
     "the validation data come in one batch, or as good as one, so nobody can tell how sure a gain is, and seeds are judged at the end "
     "only; a smaller batch size helps"
@@ -70,6 +82,10 @@ def grow(
     step_loss: StepLoss | None = None,
     optimizer: MakeHostOptimizer = default_optimizer,
     scheduler: MakeScheduler | None = None,
+    step_schedule: Literal["auto", "epoch", "step"] = "auto",
+    precision: Literal["float32", "bfloat16", "float16"] = "float32",
+    accumulate: int = 1,
+    max_grad_norm: float | None = None,
     controller: Controller | str = "heuristic",
     config: GrowthConfig | None = None,
     run: Path | str | None = None,
@@ -77,11 +93,19 @@ def grow(
 ) -> Grown:
     """Trains a copy of the model for some epochs and grows it where that pays. The model itself is not touched.
 
-    A batch is (inputs, targets) with `loss_fn(outputs, targets)`, or anything with `step_loss(model, batch)`. `optimizer` makes one for the
-    parameters, `scheduler` a schedule for it, stepped after every epoch (OneCycleLR and CyclicLR: after every step). The loaders are
-    iterated as they are, on the model's device. With `run`, everything is kept in that folder, and `resume` goes on with what is there:
-    from the last epoch's end, or from the very step where the training loader has a `state_dict`. Ctrl-C ends the training with what is
-    fossilized by then, and the status "stopped".
+    A batch is (inputs, targets) with `loss_fn(outputs, targets)`, or anything with `step_loss(model, batch)`. The loaders are iterated as
+    they are, on the model's device. `optimizer` makes one for the parameters, and `scheduler` a schedule for it.
+
+    `step_schedule` says when the schedule is stepped: after every "epoch", after every "step" of the optimiser, or "auto": OneCycleLR and
+    CyclicLR after every step, all others after every epoch, ReduceLROnPlateau with the validation loss. What a LambdaLR or a schedule of
+    your own counts cannot be known; "auto" warns of them, and of schedules that would end long after the training.
+
+    `precision` is that of forward passes, in training and validation, by autocast; "float16" comes with a GradScaler. The weights stay
+    float32. `accumulate` batches make one step of the optimiser, with the mean over their samples; the batches that are left at the end of
+    an epoch make one too. `max_grad_norm` clips the gradient of the host; `config.seed_optimizer` clips each seed on its own.
+
+    With `run`, everything is kept in that folder, and `resume` goes on with what is there: from the last epoch's end, or from the very step
+    where the training loader has a `state_dict`. Ctrl-C ends the training with what is fossilized by then, and the status "stopped".
     """
     check_call(model, epochs=epochs, config=config, run=run)
     training = Training(
@@ -92,7 +116,9 @@ def grow(
         epochs=epochs,
         make_optimizer=optimizer,
         make_scheduler=scheduler,
-        config=config or GrowthConfig(),
+        config=training_config(
+            config, precision=precision, accumulate=accumulate, max_grad_norm=max_grad_norm, step_schedule=step_schedule
+        ),
     )
     grower = training.prepare(controller)
     if why := objection(grower):
@@ -114,7 +140,7 @@ class Training:
         epochs: int,
         make_optimizer: MakeHostOptimizer,
         make_scheduler: MakeScheduler | None,
-        config: GrowthConfig,
+        config: TrainingConfig,
     ) -> None:
         self.model, self.train_loader, self.val_loader, self.step_loss = model, train_loader, val_loader, step_loss
         self.epochs, self.config = epochs, config
@@ -123,11 +149,17 @@ class Training:
         check_loader(train_loader, "training")
         check_loader(val_loader, "validation")
         self.device = device_of(model)
+        check_precision(model, config.precision, self.device)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if not trained:
             raise GrowthError("all parameters of the model are frozen (requires_grad is False); there is nothing to train")
         self.optimizer = optimizer_from(make_optimizer, trained)
         self.scheduler = scheduler_from(make_scheduler, self.optimizer)
+        steps = math.ceil(length_hint(train_loader) / config.accumulate) or None  # in an epoch; None: the loader does not tell
+        self._is_stepped_per_step = is_stepped_per_step(self.scheduler, config.step_schedule, epochs=epochs, steps=steps)
+        self.scaler = GradScaler(self.device.type) if config.precision == "float16" else None
+        self._has_stepped = False  # a GradScaler skips steps
+        self.optimizer.register_step_post_hook(self._note_step)
 
     def prepare(self, controller: Controller | str) -> Grower:
         """The first look at model, loss, data and settings. What is wrong with them comes up here, before anything is written."""
@@ -139,6 +171,7 @@ class Training:
             grower = Grower(
                 slotted,
                 self.optimizer,
+                scaler=self.scaler,
                 scheduler=self.scheduler,
                 controller=controller,
                 config=self.config,
@@ -194,19 +227,10 @@ class Training:
     def _train_epoch(self, grower: Grower, run: Run, before: float) -> bool:
         """False where it was stopped."""
         self.model.train()
-        for number, raw in enumerate(self.train_loader, start=grower.chronicle.steps + 1):
-            batch = move(raw, self.device)
-            where = f"batch {number} of the training loader"
-            loss = self._train_loss(batch, grower, where)
-            torch.autograd.backward(loss)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            if isinstance(self.scheduler, EVERY_STEP):
-                self.scheduler.step()
-            rollbacks = grower.rollbacks
-            grower.after_step(loss, closure=partial(self._loss, batch), samples=size_of(batch))
-            if grower.rollbacks > rollbacks:
-                check_data(batch, math.nan, where)
+        batches, number = iter(self.train_loader), grower.chronicle.steps * self.config.accumulate + 1
+        while group := list(islice(batches, self.config.accumulate)):
+            self._train_step(group, grower, first=number)
+            number += len(group)
             if run.should_stop():
                 run.save(grower, self.train_loader, before, at_end_of_epoch=False)
                 return False
@@ -214,17 +238,63 @@ class Training:
             raise GrowthError("the training loader yields nothing; it needs at least one batch")
         return True
 
+    def _train_step(self, raw: Sequence[Any], grower: Grower, *, first: int) -> None:
+        """One step of the optimiser by the mean loss over the samples of some batches; `first` is the number of the first of them."""
+        sizes = [size_of(batch) for batch in raw]
+        shares = [size / sum(sizes) if any(sizes) else 1 / len(sizes) for size in sizes]
+        batches, losses = [], []
+        for number, (part, share) in enumerate(zip(raw, shares, strict=True), start=first):
+            batch = move(part, self.device)
+            # What a seed in the shadow does not have to compute again is recorded for one forward pass, and here may be several.
+            loss = self._train_loss(batch, grower if len(raw) == 1 else None, f"batch {number} of the training loader")
+            loss = loss if len(raw) == 1 else loss * share
+            torch.autograd.backward(loss if self.scaler is None else self.scaler.scale(loss))
+            batches.append(batch)
+            losses.append(loss.detach())
+        self._step_optimizer(grower.chronicle.steps + 1)
+        rollbacks = grower.rollbacks
+        total = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+        grower.after_step(total, closure=lambda: self._mean_loss(batches, shares), samples=sum(sizes))
+        if grower.rollbacks > rollbacks:
+            for number, batch in enumerate(batches, start=first):
+                check_data(batch, math.nan, f"batch {number} of the training loader")
+
+    def _step_optimizer(self, step: int) -> None:
+        if self.config.max_grad_norm is not None:
+            if self.scaler is not None:
+                self.scaler.unscale_(self.optimizer)
+            clip_grad_norm_(
+                [parameter for group in self.optimizer.param_groups for parameter in group["params"]], self.config.max_grad_norm
+            )
+        self._has_stepped = False
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        self.optimizer.zero_grad()
+        if self._is_stepped_per_step and self._has_stepped:
+            try:
+                self.scheduler.step()
+            except ValueError as error:
+                raise GrowthError(f"the schedule fails at step {step} of the optimiser: {error}") from error
+
+    def _note_step(self, *_: Any) -> None:
+        self._has_stepped = True
+
     def _end_epoch(self, grower: Grower) -> None:
         # Before the epoch is over, so that a snapshot holds the schedule as the next epoch needs it. One that follows the loss has to wait.
-        if self.scheduler is not None and not isinstance(self.scheduler, (*EVERY_STEP, ReduceLROnPlateau)):
+        is_plateau = isinstance(self.scheduler, ReduceLROnPlateau)
+        if self.scheduler is not None and not self._is_stepped_per_step and not is_plateau:
             self.scheduler.step()
         ended = grower.after_epoch(lambda: list(self._evaluate(grower)))
-        if isinstance(self.scheduler, ReduceLROnPlateau):
+        if is_plateau:
             self.scheduler.step(ended.val_loss)
 
-    def _train_loss(self, batch: Any, grower: Grower, where: str) -> Tensor:
+    def _train_loss(self, batch: Any, grower: Grower | None, where: str) -> Tensor:
+        """The loss of a batch of the user's own step, recorded by the grower where one is given."""
         try:
-            with grower.recording():
+            with nullcontext() if grower is None else grower.recording():
                 loss = self._loss(batch)
         except Exception as error:
             raise explained(error, batch, where) from error
@@ -234,8 +304,17 @@ class Training:
             )
         return loss
 
+    def _mean_loss(self, batches: Sequence[Any], shares: Sequence[float]) -> Tensor:
+        """The loss of a step once more."""
+        if len(batches) == 1:
+            return self._loss(batches[0])
+        return torch.stack([self._loss(batch) * share for batch, share in zip(batches, shares, strict=True)]).sum()
+
     def _loss(self, batch: Any) -> Tensor:
-        return checked(self.step_loss(self.model, batch))
+        if self.config.precision == "float32":
+            return checked(self.step_loss(self.model, batch))
+        with torch.autocast(self.device.type, dtype=getattr(torch, self.config.precision)):
+            return checked(self.step_loss(self.model, batch))
 
     def _evaluate(self, grower: Grower | None) -> Iterator[tuple[Tensor, int]]:
         """The loss of every validation batch, and its samples. Draws nothing from the random streams that training uses."""
