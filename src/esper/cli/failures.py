@@ -49,6 +49,6 @@ def failures(
         if is_there(folder):
             raise CommandError(f"the run in {folder} cannot go on: {error}", exit_code=FAILED) from error
         raise CommandError(f"no run can be made in {folder}: {error}; choose another folder with --run") from error
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         what_next = how_to_resume(command, folder) if has_begun(folder) else "nothing was trained yet"
-        raise CommandError(f"stopped at once; {what_next}", exit_code=INTERRUPTED) from None
+        raise CommandError(f"stopped at once; {what_next}", exit_code=getattr(error, "exit_code", INTERRUPTED)) from None

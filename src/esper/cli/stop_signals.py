@@ -10,6 +10,14 @@ from typing import Any
 from esper.cli.outcome import INTERRUPTED, TERMINATED
 
 
+class StoppedAtOnce(KeyboardInterrupt):
+    """Raised by the second signal, wherever the program is at that moment."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.exit_code = _exit_code(number)
+
+
 class StopSignals:
     """Turns the first Ctrl-C or SIGTERM into a wish to stop after the current step; the second one stops at once."""
 
@@ -23,7 +31,7 @@ class StopSignals:
 
     @property
     def exit_code(self) -> int:
-        return TERMINATED if self._received == signal.SIGTERM else INTERRUPTED
+        return _exit_code(self._received)
 
     def __enter__(self) -> StopSignals:
         self._before = {number: signal.signal(number, self._receive) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -35,6 +43,10 @@ class StopSignals:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self._received is not None:
-            raise KeyboardInterrupt
+            raise StoppedAtOnce(number)
         self._received = number
         print(f"stopping after this {self._unit}; once more to stop at once", file=sys.stderr, flush=True)
+
+
+def _exit_code(number: int | None) -> int:
+    return TERMINATED if number == signal.SIGTERM else INTERRUPTED
