@@ -148,9 +148,9 @@ def test_what_is_no_safetensors_file_is_refused_with_what_to_do(tmp_path: Path) 
 def test_a_damaged_spec_is_refused(tmp_path: Path) -> None:
     esper.save(grown_model(), tmp_path / "grown.safetensors")
     state = load_file(tmp_path / "grown.safetensors")
-    for damaged in (state["layer1.0.esper_seed.spec"][:-3].clone(), torch.zeros(4)):
-        save_file({**state, "layer1.0.esper_seed.spec": damaged}, tmp_path / "damaged.safetensors")
-        unchanged(RESNET.model(), tmp_path / "damaged.safetensors", "'layer1.0.esper_seed.spec' does not tell what grew there.*damaged")
+    for damaged in (state["layer1.0.esper_seed.use_esper_load"][:-3].clone(), torch.zeros(4)):
+        save_file({**state, "layer1.0.esper_seed.use_esper_load": damaged}, tmp_path / "damaged.safetensors")
+        unchanged(RESNET.model(), tmp_path / "damaged.safetensors", "'layer1.0.esper_seed.use_esper_load' does not tell what grew there.*damaged")
 
 
 def own_blueprint(bias: bool = True) -> None:

@@ -137,7 +137,7 @@ def test_in_lightning_a_planned_seed_is_kept_and_baked_into_an_equal_model(pl: M
         assert baked is (module.net if attribute else module)
         assert torch.equal(module(x), grown)
         assert not torch.equal(module.net.head(module.net.second(module.net.after(nn.Linear.forward(module.net.first, x)))), grown)
-    assert "net.first.esper_seed.spec" in module.state_dict()
+    assert "net.first.esper_seed.use_esper_load" in module.state_dict()
 
 
 def test_in_lightning_a_seed_in_the_shadow_leaves_the_host_bit_identical(pl: ModuleType, tmp_path: Path) -> None:

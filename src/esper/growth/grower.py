@@ -12,6 +12,12 @@
         grower.after_epoch(evaluate)            # evaluate() gives the validation loss of every batch, always in the same order
     model = slotted.bake()
 
+Everything that a training needs to go on is saved between two steps, and loaded into a new grower that was made in the same way:
+
+    grower.save("checkpoints")
+    grower = Grower(add_slots(Net(), example_input=x[:2]), optimizer, epochs=30)
+    grower.load("checkpoints")
+
 Under DistributedDataParallel every rank does the same, the seeds' gradients are averaged here, and rank 0 decides for all.
 """
 
@@ -20,6 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -27,6 +34,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from esper.checkpoint import CheckpointStore
 from esper.events import Event
 from esper.growth.checks import check_alphas, check_evaluate, check_fit_together, one_number, players
 from esper.growth.config import GrowthConfig
@@ -47,6 +55,10 @@ from esper.growth.slotted import Slotted
 from esper.growth.state import GrowthState
 from esper.parallel import ALONE, Ranks
 from esper.statistics import Interval
+
+
+KIND = "grower"  # of its checkpoints
+STEPS_PER_EPOCH = 1_000_000  # more than an epoch has, so that checkpoints are ordered by epoch and step
 
 
 class Grower:
@@ -88,7 +100,7 @@ class Grower:
         self._group = Ranks() if is_parallel and dist.is_initialized() else ALONE
         self._measurement = Measurement(slotted, group=self._group)
         self._shadow = Shadow(slotted, alpha=self.config.lifecycle.alpha_target)
-        slotted.recording, slotted.samples = self._shadow.recording, 0
+        slotted.recording, slotted.samples, slotted.has_grower = self._shadow.recording, 0, True
         self._on_event = on_event
         self._scale = self._current_scale()  # that of the backward pass to come
         self._has_begun = False
@@ -293,6 +305,18 @@ class Grower:
         return in_shadow(list(self.garden.beds.values()))
 
     # Resuming
+
+    def save(self, folder: Path | str) -> None:
+        """Write a checkpoint into the folder, between two steps: host, seeds, both optimisers, loss scale, schedule, stages and ledger.
+
+        The last three are kept. The position in the data and the random streams are the loop's.
+        """
+        step = self.epoch * STEPS_PER_EPOCH + self.chronicle.steps
+        CheckpointStore(folder, kind=KIND).save(step, self.state_dict(), note={"epoch": self.epoch})
+
+    def load(self, folder: Path | str) -> None:
+        """Go on from the latest checkpoint in the folder. Model, optimiser, schedule and controller are of the same kind as they were."""
+        self.load_state_dict(CheckpointStore(folder, kind=KIND).load("latest").state)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything, host, optimiser, schedule and loss scale included; between two steps."""

@@ -28,14 +28,24 @@ Blending = Literal["add", "multiply", "gate"]
 GATE_WIDTH = 8
 
 
+# Names of the entry of a state dict that tells how to build a seed. Torch prints the first one when the state dict is loaded into a model
+# without that seed, so it says what to do; files of earlier versions have the second one.
+SPEC_KEYS = ("use_esper_load", "spec")
+
+
 class SeedSpec(msgspec.Struct, frozen=True):
-    """What is needed to build a seed again. It lies in the seed as a tensor, so that a state dict tells the whole structure."""
+    """What is needed to build a seed again. A state dict holds it as a tensor beside the seed's weights, so it tells the whole structure."""
 
     blueprint: str
     kind: Literal["conv", "token", "dense"]
     shape: tuple[int, ...]
     is_causal: bool
     blending: Blending
+    levels_up: int = 0  # from the module that the seed is registered in to the module whose output it changes
+
+    def builds_same(self, other: SeedSpec) -> bool:
+        """Whether both describe the same seed, wherever it is registered."""
+        return msgspec.structs.replace(self, levels_up=other.levels_up) == other
 
     def as_tensor(self) -> Tensor:
         return torch.frombuffer(bytearray(msgspec.json.encode(self)), dtype=torch.uint8)
@@ -49,17 +59,17 @@ class Seed(nn.Module):
     """h -> h + alpha·delta(h)."""
 
     alpha: Tensor
-    spec: Tensor
 
     def __init__(self, place: Place, blueprint: str, *, random_seed: int, blending: Blending = "add") -> None:
         super().__init__()
         self.branch = build_branch(get_blueprint(blueprint), place, seed=random_seed)
         self.gate = _make_gate(place, random_seed) if blending == "gate" else None
         self.blending = blending
-        self.is_baked = False  # part of the host, and applied by a hook
+        self.baked_as = ""  # once part of the host and applied by a hook: its name below the module whose output it changes
         self._pooled = _pooled_dimensions(place)
         self.register_buffer("alpha", torch.zeros((), dtype=place.dtype, device=place.device))
-        self.register_buffer("spec", SeedSpec(blueprint, place.kind, place.shape, place.is_causal, blending).as_tensor().to(place.device))
+        # Not a buffer: an average of models would average its bytes.
+        self.spec = SeedSpec(blueprint, place.kind, place.shape, place.is_causal, blending)
 
     def delta(self, h: Tensor) -> Tensor:
         branch: Tensor = self.branch(h)
@@ -76,11 +86,38 @@ class Seed(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:
         # A host that runs all of its children in turn, as nn.Sequential does, runs a baked seed too; the hook comes after that.
-        return h if self.is_baked else self.grown(h)
+        return h if self.baked_as else self.grown(h)
 
     def after(self, module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
-        """The forward hook of the submodule that a baked seed belongs to."""
+        """Change the output of `module`: the forward hook of a baked seed."""
+        if self.baked_as and not torch.compiler.is_compiling() and _child(module, self.baked_as) is not self:
+            raise GrowthError(
+                f"the layer that held the seed {self.baked_as!r} of this {type(module).__name__} was replaced, so the seed's weights would be in "
+                "no optimiser and in no state dict any more; put the seed into the new layer: new.add_module('esper_seed', seed)"
+            )
         return self.grown(output)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[prefix + SPEC_KEYS[0]] = self.spec.as_tensor()
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: Any, unexpected: Any, errors: Any
+    ) -> None:
+        given = [state_dict.pop(prefix + key) for key in SPEC_KEYS if prefix + key in state_dict]
+        if not given:
+            missing.append(prefix + SPEC_KEYS[0])
+        elif not (spec := SeedSpec.from_tensor(given[0])).builds_same(self.spec):
+            errors.append(f"{prefix[:-1]} is another seed: the state dict holds {spec}, the model {self.spec}")
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
+
+
+def _child(module: nn.Module, name: str) -> nn.Module | None:
+    """Return the submodule of this name, or None."""
+    found: nn.Module | None = module
+    for part in name.split("."):
+        found = None if found is None else found._modules.get(part)
+    return found
 
 
 def _pooled_dimensions(place: Place) -> tuple[int, ...]:

@@ -4,31 +4,42 @@ slotted = add_slots(model, example_input=x[:2])       # after some submodules of
 print(slotted.describe())                             # every place, and why nothing can grow at the others
 slotted(x)                                            # as model(x)
 slotted.remove()                                      # as it was before
+
+Weights and seeds are saved and loaded together:
+
+torch.save(slotted.state_dict(), "model.pt")          # or model.state_dict(), or esper.save(slotted, "model.safetensors")
+slotted = add_slots(Net(), example_input=x[:2])
+slotted.load_state_dict(torch.load("model.pt"))       # grows the seeds again, then loads all weights
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
+import msgspec
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
+from esper.checkpoint.modules import plain_names
 from esper.growth.around import around
 from esper.growth.blueprints import KINDS, blueprints_for, cost_of
 from esper.growth.choice import choose
 from esper.growth.eager_calls import eager_calls
 from esper.growth.errors import GrowthError
-from esper.growth.isolation import is_compiled, unwrap
+from esper.growth.isolation import is_compiled, isolated, unwrap
 from esper.growth.place import Place
-from esper.growth.seed import Seed, SeedSpec
-from esper.growth.slot import Slot
-from esper.growth.survey import Survey, samples_in, survey, weights_of
+from esper.growth.seed import SPEC_KEYS, Seed, SeedSpec
+from esper.growth.slot import Home, Slot
+from esper.growth.survey import Survey, call, samples_in, survey, tensors_in, weights_of
 from esper.text_table import aligned
 
-BAKED = "esper_seed"  # the name of a kept seed in the submodule that it grew after
+BAKED = "esper_seed"  # the name of a seed in the state dict, below the submodule that it grew after
 
 
 def add_slots(model: nn.Module, example_input: Any, *, slots: Sequence[str] | None = None) -> Slotted:
@@ -42,7 +53,7 @@ def add_slots(model: nn.Module, example_input: Any, *, slots: Sequence[str] | No
     host = unwrap(model)
     check_has_no_slots(host)
     found = survey(host, example_input)
-    return Slotted(model, host, found, choose(host, found, slots))
+    return Slotted(model, host, found, choose(host, found, slots), example_input)
 
 
 def _check_model(model: object) -> None:
@@ -69,19 +80,25 @@ class Slotted:
     `samples` counts those of all calls with gradients; whoever takes them sets it back to 0.
     """
 
-    def __init__(self, model: nn.Module, host: nn.Module, survey: Survey, names: Sequence[str]) -> None:
-        self.model, self.host, self.survey = model, host, survey
+    def __init__(self, model: nn.Module, host: nn.Module, survey: Survey, names: Sequence[str], example_input: Any) -> None:
+        self.model, self.host, self.survey, self.example_input = model, host, survey, example_input
         self.slots = {name: Slot(survey.places[name]) for name in names}
         self.recording: Callable[[], contextlib.AbstractContextManager[None]] | None = None  # around every call of this object
         self.samples = 0
         self.is_attached = True
+        self.has_grower = False
         self._weights = {name: weights_of(host, host.get_submodule(name)) for name in names}  # as they were when the host was looked at
         self._eager: contextlib.ExitStack | None = None
-        for name, slot in self.slots.items():
-            slot.attach(host.get_submodule(name))
+        self._homes = find_homes(host, names, example_input)
+        self._check_handle = self._attach_slots()
         # Compiled code has been traced without the slots.
         if is_compiled(model):
             torch.compiler.reset()
+
+    def _attach_slots(self) -> RemovableHandle:
+        for name, slot in self.slots.items():
+            slot.attach_to(self.host.get_submodule(name), self._homes[name])
+        return self.host.register_load_state_dict_pre_hook(_CheckStructure(self.host, self.slots))
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         # Compiled code would be compiled anew for every number.
@@ -146,30 +163,101 @@ class Slotted:
                 stack.enter_context(self.slot(name).held_at(0.0))
             yield
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the state dict of the model without wrappers, seeds included."""
+        return dict(self.host.state_dict())
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Grow the seeds that the state dict tells of in these slots, and load all weights.
+
+        For a model that is used or trained without a `Grower`. A grower also knows the stages and optimisers of its seeds, which are not in
+        a state dict of the model: `grower.save` and `grower.load` keep them.
+        """
+        if self.has_grower:
+            raise GrowthError("a Grower owns these seeds, with their stages and optimisers; use grower.save(folder) and grower.load(folder)")
+        state = plain_names(state)
+        wanted = specs_in(state)
+        paths = {f"{name}.{self._homes[name].baked_as}": name for name in self.slots}
+        baked = {name for name, module in self.host.named_modules() if isinstance(module, Seed)}
+        strange = sorted(wanted.keys() - paths.keys() - baked)
+        if strange:
+            raise GrowthError(f"the state dict has the seed {strange[0]!r}, and this model has no slot there; name its slots as it was saved")
+        seeds = {
+            slot: build_seed(self.place(slot), wanted[path])
+            for path, slot in paths.items()
+            if path in wanted
+        }
+        for name, slot in self.slots.items():
+            slot.plant(seeds.get(name), connected=True)
+        self.host.load_state_dict(state)
+
+    def averaged(self, decay: float = 0.999) -> AveragedModel:
+        """Return a copy whose weights are a running average of these, and which grows with them. Call its `update()` after every step."""
+        return AveragedModel(self, decay)
+
     def remove(self) -> nn.Module:
-        """Takes all slots out, with whatever is in them, and gives the model back."""
+        """Take all slots out, with the seeds in them, and return the model."""
         if not self.is_attached:
             return self.model
         self.run_eagerly(False)
         self.recording = None
         for slot in self.slots.values():
             slot.detach()
+        self._check_handle.remove()
         self.is_attached = False
         if is_compiled(self.model):
             torch.compiler.reset()
         return self.model
 
     def bake(self) -> nn.Module:
-        """Makes the fossilized seeds part of the model, takes everything else out, and gives the model without wrappers.
+        """Make the fossilized seeds part of the model, take everything else out, and return the model without wrappers.
 
-        All names in its state dict stay; those of the seeds are added. The host's optimiser does not hold the parameters of these seeds:
-        make a new one to train on.
+        All names in its state dict stay; those of the seeds are as they were in the state dict before. The model's outputs for the example
+        input are compared before and after: where they differ, an error is raised and everything is left as it was. The host's optimiser
+        does not hold the parameters of these seeds: make a new one to train on.
         """
-        kept = {name: slot.seed for name, slot in self.slots.items() if self.is_attached and slot.is_kept and slot.seed is not None}
-        self.remove()
-        for name, seed in kept.items():
-            attach(self.host.get_submodule(name), seed)
-        return self.host
+        if not self.is_attached:
+            return self.host
+        kept = {name: slot.seed for name, slot in self.slots.items() if slot.is_kept and slot.seed is not None}
+        with contextlib.ExitStack() as stack:
+            for name, slot in self.slots.items():
+                if name not in kept and slot.is_connected:
+                    slot.connect(False)
+                    stack.callback(slot.connect, True)
+            before = self._example_outputs() if kept else None
+            self.remove()
+            handles = {name: attach(self.host.get_submodule(name), seed, self._homes[name]) for name, seed in kept.items()}
+            after = self._example_outputs() if kept else None
+            if before is None or after is None or _agree(before, after):
+                stack.pop_all()  # the seeds that were not kept are gone
+                return self.host
+            for name, handle in handles.items():
+                handle.remove()
+                del self._homes[name].module._modules[self._homes[name].name]
+                kept[name].baked_as = ""
+            self._check_handle = self._attach_slots()
+            self.is_attached = True
+        raise GrowthError(
+            f"baking would change what the model computes: its outputs for the example input differ. The seeds are after {', '.join(kept)}; "
+            "a module there may run or count its submodules in a way that was not seen before. Everything is as it was"
+        )
+
+    def _example_outputs(self) -> list[Tensor] | None:
+        """Run the host on the example input, in evaluation mode and without a trace; None, with a warning, where it cannot run it."""
+        was, now = next(iter(self._weights.values())), weights_of(self.host, self.host)
+        example = _moved(self.example_input, was.device, now.device, was.dtype, now.dtype)
+        try:
+            with isolated(self.host), torch.no_grad():
+                self.host.eval()
+                return [tensor.detach().clone() for tensor in tensors_in(call(self.host, example))]
+        except Exception as error:
+            warnings.warn(
+                f"the model cannot run its example input any more ({type(error).__name__}: {error}), so its outputs before and after baking "
+                "are not compared",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+            return None
 
     def describe(self) -> str:
         """Tables for a person: every place and what is there, why nothing can grow elsewhere, and what could grow at what cost."""
@@ -194,7 +282,7 @@ def _content(slot: Slot | None) -> str:
         return "–"
     if slot.seed is None:
         return "empty"
-    blueprint = SeedSpec.from_tensor(slot.seed.spec).blueprint
+    blueprint = slot.seed.spec.blueprint
     return f"{blueprint}, kept" if slot.is_kept else f"{blueprint}, alpha {slot.alpha:g}"
 
 
@@ -220,13 +308,222 @@ def _short(number: int) -> str:
     return str(number)
 
 
-def attach(module: nn.Module, seed: Seed, name: str | None = None) -> None:
-    """Makes a seed part of a submodule, under this name or one that is free."""
+# Where seeds are registered, and what state dicts tell of them
+
+
+def attach(module: nn.Module, seed: Seed, home: Home) -> RemovableHandle:
+    """Make a seed part of the host: registered in its home, applied by a forward hook of `module`."""
     # Before the hooks that the user may have on the module, as a slot is, but behind seeds that were kept earlier.
-    is_first = not any(isinstance(child, Seed) for child in module.children())
-    count = 1
-    while name is None or hasattr(module, name):
-        name, count = BAKED if count == 1 else f"{BAKED}_{count}", count + 1
-    seed.is_baked = True
-    module.add_module(name, seed.train(module.training))
-    module.register_forward_hook(seed.after, prepend=is_first)
+    is_first = not any(isinstance(getattr(hook, "__self__", None), Seed) for hook in module._forward_hooks.values())
+    seed.baked_as = home.baked_as
+    home.module.add_module(home.name, seed.train(module.training))
+    return module.register_forward_hook(seed.after, prepend=is_first)
+
+
+def find_homes(host: nn.Module, names: Sequence[str], example_input: Any) -> dict[str, Home]:
+    """Return where the seed of each of these submodules is registered: in the submodule, unless that runs or counts its children."""
+    counting = {name for name in names if _counts_children(host.get_submodule(name))}
+    suspects = [name for name in names if name not in counting and _children_of(host.get_submodule(name))]
+    if suspects and not _tolerates_children(host, suspects, example_input):
+        counting |= {name for name in suspects if not _tolerates_children(host, [name], example_input)}
+    homes: dict[str, Home] = {}
+    taken: set[tuple[int, str]] = set()
+    for name in names:
+        module = host.get_submodule(name)
+        path = _first_layer(module) if name in counting else ""
+        home = module.get_submodule(path)
+        count, own_name = 1, BAKED
+        while hasattr(home, own_name) or (id(home), own_name) in taken:
+            count += 1
+            own_name = f"{BAKED}_{count}"
+        taken.add((id(home), own_name))
+        homes[name] = Home(home, path, own_name)
+    return homes
+
+
+def _children_of(module: nn.Module) -> list[nn.Module]:
+    return [child for name, child in module.named_children() if name != "parametrizations" and not isinstance(child, Seed)]
+
+
+def _counts_children(module: nn.Module) -> bool:
+    """Containers by type, and classes that can be iterated or indexed."""
+    is_container = isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
+    return bool(_children_of(module)) and (is_container or any(hasattr(type(module), name) for name in ("__len__", "__iter__", "__getitem__")))
+
+
+def _first_layer(module: nn.Module) -> str:
+    """Return the name of the first submodule without children of its own."""
+    return next(name for name, part in module.named_modules() if name and "parametrizations" not in name.split(".") and not _children_of(part))
+
+
+class _Passenger(nn.Module):
+    """Stands where a seed would be registered, and notes whether it is run."""
+
+    was_run = False
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        self.was_run = True
+        return arguments[0] if arguments else None
+
+
+def _tolerates_children(host: nn.Module, names: Sequence[str], example_input: Any) -> bool:
+    """Whether the host computes the same with one more child in each of these submodules, and does not run it."""
+    passenger = _Passenger()
+    modules = [host.get_submodule(name) for name in names]
+    with isolated(host), torch.no_grad():
+        host.eval()
+        before = [tensor.clone() for tensor in tensors_in(call(host, example_input))]
+    try:
+        for module in modules:
+            module._modules["esper_passenger"] = passenger
+        with isolated(host), torch.no_grad():
+            host.eval()
+            after = list(tensors_in(call(host, example_input)))
+    except Exception:  # whatever the host makes of a child that it does not know
+        return False
+    finally:
+        for module in modules:
+            module._modules.pop("esper_passenger", None)
+    return not passenger.was_run and _agree(before, after)
+
+
+def _agree(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Whether outputs are equal up to the noise of another order of operations."""
+    if len(some) != len(others):
+        return False
+    for one, other in zip(some, others, strict=True):
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return False
+        if one.is_floating_point():
+            noise = 2e-2 if one.element_size() < 4 else 1e-4
+            largest = one.abs().nan_to_num(0.0, 0.0, 0.0).max() if one.numel() else 0.0
+            if not torch.allclose(one, other, rtol=0.0, atol=float(largest) * noise, equal_nan=True):
+                return False
+        elif not torch.equal(one, other):
+            return False
+    return True
+
+
+def _moved(value: Any, device: torch.device, to_device: torch.device, dtype: torch.dtype, to_dtype: torch.dtype) -> Any:
+    """Return an example input as the model takes it now: where it was on the weights' device or in their precision, it still is."""
+    if isinstance(value, Tensor):
+        value = value.to(to_device) if value.device == device else value
+        return value.to(to_dtype) if value.dtype == dtype else value
+    if isinstance(value, Mapping):
+        return {key: _moved(item, device, to_device, dtype, to_dtype) for key, item in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_moved(item, device, to_device, dtype, to_dtype) for item in value)
+    return value
+
+
+def specs_in(state: Mapping[str, Any]) -> dict[str, SeedSpec]:
+    """Return the name of every seed in a state dict -> how to build it, in the order in which they grew after their submodules."""
+    found = {}
+    for key, tensor in state.items():
+        name, _, last = key.rpartition(".")
+        if last in SPEC_KEYS and name.rpartition(".")[2].startswith(BAKED):
+            try:
+                found[name] = SeedSpec.from_tensor(tensor)
+            except (msgspec.MsgspecError, AttributeError, TypeError, ValueError) as error:
+                raise GrowthError(f"{key!r} does not tell what grew there ({error}); the file is damaged, or of another version") from error
+    return {name: found[name] for name in sorted(found, key=lambda name: (len(name), name))}
+
+
+def build_seed(place: Place, spec: SeedSpec) -> Seed:
+    """Build the seed of a saved model, with weights to be loaded."""
+    place = replace(place, kind=spec.kind, shape=spec.shape, is_causal=spec.is_causal)
+    try:
+        seed = Seed(place, spec.blueprint, random_seed=0, blending=spec.blending)
+        seed.spec = spec
+        return seed
+    except ValueError as error:
+        raise GrowthError(
+            f"the seed after {place.name!r} cannot be built: {error}. "
+            f"If {spec.blueprint!r} is a blueprint of your own, register it as it was, before loading"
+        ) from error
+
+
+class _CheckStructure:
+    """The hook before a state dict is loaded into the host: refuses another structure before anything is changed."""
+
+    def __init__(self, host: nn.Module, slots: Mapping[str, Slot]) -> None:
+        self.host, self.slots = host, slots
+
+    def __call__(self, module: nn.Module, state_dict: Any, prefix: str, *others: Any) -> None:
+        saved = specs_in({key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)})
+        living = {
+            f"{name}.{slot.home.baked_as}" if name else slot.home.baked_as: slot.seed.spec
+            for name, slot in self.slots.items()
+            if slot.seed is not None
+        }
+        living |= {name: seed.spec for name, seed in self.host.named_modules() if isinstance(seed, Seed)}
+        surplus, lacking = sorted(saved.keys() - living.keys()), sorted(living.keys() - saved.keys())
+        other = sorted(name for name in saved.keys() & living.keys() if not saved[name].builds_same(living[name]))
+        if not surplus and not lacking and not other:
+            return
+        if surplus:
+            what = f"the state dict has the seed {surplus[0]!r}, and the model has nothing there"
+        elif lacking:
+            what = f"the model has the seed {lacking[0]!r}, and the state dict does not: it is from before that seed grew, or from a copy without it"
+        else:
+            what = f"the seed {other[0]!r} is a {saved[other[0]].blueprint} in the state dict and a {living[other[0]].blueprint} in the model"
+        raise GrowthError(
+            f"{what}; nothing was loaded. To go back to an earlier state of a growing model, use grower.save(folder) and grower.load(folder); "
+            "to use the saved model, load it into a fresh one: esper.load(state_dict, model=Net())"
+        )
+
+
+class AveragedModel:
+    """A copy of a growing model whose weights are a running average (EMA) of the original's, and which grows with it.
+
+        average = slotted.averaged(decay=0.999)
+        ...
+        average.update()           # after every step of the optimiser
+        average(x)                 # evaluate it; average.bake() and average.state_dict() as those of the slotted model
+
+    A seed enters the average as it is; from then on its weights are averaged like the host's. Buffers and alphas are copied.
+    """
+
+    def __init__(self, slotted: Slotted, decay: float) -> None:
+        if not 0 <= decay < 1:
+            raise GrowthError(f"decay must be at least 0 and below 1, and is {decay}")
+        self.decay = decay
+        self._source = slotted
+        self.slotted = copy.deepcopy(slotted)
+        self._plantings = {name: slot.plantings for name, slot in slotted.slots.items()}
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return self.slotted.host(*arguments, **keywords)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self.slotted.state_dict()
+
+    def bake(self) -> nn.Module:
+        """Return the averaged model with the fossilized seeds in it, without slots."""
+        return self.slotted.bake()
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Move the average towards the original by 1 - decay."""
+        self._average(self.slotted.host, self._source.host)
+        for name, source in self._source.slots.items():
+            target = self.slotted.slots[name]
+            if source.plantings != self._plantings[name]:
+                target.plant(copy.deepcopy(source.seed))
+                self._plantings[name] = source.plantings
+            elif source.seed is not None and target.seed is not None:
+                self._average(target.seed, source.seed)
+            if source.seed is not None:
+                target.alpha = source.alpha
+            target.is_kept = source.is_kept
+            target.connect(source.is_connected)
+
+    def _average(self, target: nn.Module, source: nn.Module) -> None:
+        averaged, current = list(target.parameters()), list(source.parameters())
+        for mine, theirs in zip(averaged, current, strict=True):
+            if mine.is_floating_point():
+                mine.lerp_(theirs.to(mine), 1 - self.decay)
+            else:
+                mine.copy_(theirs)
+        for mine, theirs in zip(target.buffers(), source.buffers(), strict=True):
+            mine.copy_(theirs)
