@@ -159,6 +159,11 @@ def snapshot(*parts: nn.Module | Optimizer) -> list[dict[str, Any]]:
     return [copy.deepcopy(part.state_dict()) for part in parts]
 
 
+def host_state(model: nn.Module) -> dict[str, Any]:
+    """The state dict of a model without the seeds in its slots."""
+    return {name: tensor for name, tensor in model.state_dict().items() if ".esper_seed" not in name}
+
+
 def assert_same(one: Any, other: Any, *, place: str = "") -> None:
     """The same tree, to the last bit."""
     assert type(one) is type(other), place

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from esper.growth import GrowthConfig, GrowthError, Planned, load, save
 from esper.growth.decisions import Germinate
 from esper.growth.events import StageEntered
-from tests.growth.small import QUICK, QUICK_SHADOW, SLOTS, Script, assert_same, config, make_data, make_host
+from tests.growth.small import QUICK, QUICK_SHADOW, SLOTS, Script, assert_same, config, host_state, make_data, make_host
 
 EPOCHS = 4
 PLAN = [(1, "first", "mlp")]  # after one epoch
@@ -149,7 +149,7 @@ def test_in_lightning_a_seed_in_the_shadow_leaves_the_host_bit_identical(pl: Mod
     assert bed.life.stage.name == "TRAINING"
     assert bed.life.gradients.mean_norm > 0
     assert module.losses == plain.losses
-    assert_same(dict(module.state_dict()), dict(plain.state_dict()))
+    assert_same(host_state(module), dict(plain.state_dict()))
 
 
 def test_in_lightning_a_seed_learns_under_a_loss_scale(pl: ModuleType, tmp_path: Path) -> None:
@@ -215,6 +215,19 @@ def test_a_lightning_checkpoint_is_tested_with_the_seeds_it_was_saved_with(pl: M
     for epoch in (0, 1, 3):  # before there was a seed, and with one in two states of learning
         tested = trainer.test(module, loader(shuffle=False), ckpt_path=tmp_path / f"epoch={epoch}.ckpt", verbose=False)
         assert tested[0]["test_loss"] == pytest.approx(growth.grower.chronicle.val_losses[epoch], rel=1e-6)
+
+
+def test_the_weights_in_a_lightning_checkpoint_hold_the_seeds(pl: ModuleType, tmp_path: Path) -> None:
+    module, growth = make_module(pl), make_growth(planned())
+    trainer = fit(pl, module, [growth], tmp_path)
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    x = make_data()[0][0]
+    with torch.no_grad():
+        expected = module.eval()(x)
+        weights = torch.load(tmp_path / "last.ckpt", weights_only=False)["state_dict"]
+        assert torch.equal(load(weights, model=make_module(pl).eval())(x), expected)
+    with pytest.raises(RuntimeError, match=r"net\.first\.esper_seed\.use_esper_load"):
+        make_module(pl).load_state_dict(weights)
 
 
 def test_a_callback_that_has_grown_a_model_fits_again_only_from_a_checkpoint(pl: ModuleType, tmp_path: Path) -> None:
@@ -327,6 +340,18 @@ def test_in_transformers_a_planned_seed_is_kept_and_baked_into_an_equal_model(hu
         assert torch.equal(load(tmp_path / "model.safetensors", model=make_gpt2()).eval()(letters).logits, grown)
 
 
+def test_a_model_that_transformers_saves_in_mid_growth_keeps_its_seeds(huggingface: ModuleType, tmp_path: Path) -> None:
+    model = make_gpt2()
+    growth = make_callback(huggingface, Script({1: [Germinate(PLACE, "test", "mlp")]}))
+    make_trainer(huggingface, growth, tmp_path, model, save_strategy="epoch").train()
+    model.save_pretrained(tmp_path / "saved")
+    letters = Sentences(3).letters
+    with torch.no_grad():
+        expected = model.eval()(letters).logits
+        for folder in ("saved", "checkpoint-20"):
+            assert torch.equal(load(tmp_path / folder, model=make_gpt2()).eval()(letters).logits, expected)
+
+
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_in_transformers_never_growing_changes_no_bit(huggingface: ModuleType, accumulated: int, tmp_path: Path) -> None:
     plain, model, data = make_gpt2(), make_gpt2(), Sentences(40)
@@ -353,7 +378,7 @@ def test_in_transformers_a_seed_in_the_shadow_leaves_the_host_bit_identical(hugg
     bed = callbacks[1].grower.garden.beds[PLACE]
     assert bed.life.stage.name == "TRAINING"
     assert bed.life.gradients.mean_norm > 0
-    assert_same(*(dict(model.state_dict()) for model in models))
+    assert_same(*map(host_state, models))
 
 
 @pytest.mark.parametrize("when", [{"save_strategy": "epoch"}, {"save_strategy": "steps", "save_steps": 1}], ids=["epochs", "steps"])

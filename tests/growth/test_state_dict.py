@@ -338,7 +338,7 @@ def test_a_seed_whose_layer_is_replaced_says_so() -> None:
     grow(slotted, "block")
     slotted.bake()
     model.block[0] = nn.Linear(6, 6)  # type: ignore[operator]
-    with pytest.raises(GrowthError, match="held the seed '0.esper_seed' of this Sequential was replaced"):
+    with pytest.raises(GrowthError, match=r"held the seed '0\.esper_seed' of this Sequential was replaced"):
         model(inputs())
 
 
@@ -362,7 +362,7 @@ def test_a_model_that_baking_would_change_is_left_as_it_was() -> None:
     grow(slotted, "block.block.left")
     model.block.is_counting = True
     expected, names = run(slotted, inputs()), list(model.state_dict())
-    with pytest.raises(GrowthError, match="baking would change what the model computes.*block.block.left"):
+    with pytest.raises(GrowthError, match=r"baking would change what the model computes.*block\.block\.left"):
         slotted.bake()
     assert is_same(run(slotted, inputs()), expected)
     assert list(model.state_dict()) == names

@@ -21,7 +21,7 @@ def plain_names(state_dict: Mapping[str, Value]) -> dict[str, Value]:
     >>> plain_names({"module._orig_mod.encoder._orig_mod.weight": 1})
     {'encoder.weight': 1}
     """
-    names = {name: ".".join(part for part in name.split(".") if part != _COMPILED) for name in state_dict}
+    names = {name: plain_name(name) for name in state_dict}
     if all(plain.startswith(_PARALLEL) for plain in names.values()):
         names = {name: plain.removeprefix(_PARALLEL) for name, plain in names.items()}
     result: dict[str, Value] = {}
@@ -32,6 +32,15 @@ def plain_names(state_dict: Mapping[str, Value]) -> dict[str, Value]:
         origin[plain] = name
         result[plain] = state_dict[name]
     return result
+
+
+def plain_name(name: str) -> str:
+    """Return the name that a parameter or module has where nothing is compiled.
+
+    >>> plain_name("encoder._orig_mod.weight")
+    'encoder.weight'
+    """
+    return ".".join(part for part in name.split(".") if part != _COMPILED)
 
 
 def load_module(module: nn.Module, state_dict: Mapping[str, Any]) -> None:

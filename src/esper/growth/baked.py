@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from esper.checkpoint.modules import plain_names
+from esper.checkpoint.tensors import NotTensorsError, read_tensors, write_tensors
+from esper.files import FileError
 from esper.growth.errors import GrowthError
 from esper.growth.isolation import is_compiled, unwrap
 from esper.growth.place import Place
@@ -30,12 +32,10 @@ def save(model: nn.Module | Slotted | AveragedModel | Grower, path: Path | str) 
     `model` is a module, what `add_slots` or `averaged` gave, or a grower. Stages and optimisers of a growing model are not in the file:
     `grower.save(folder)` keeps those too.
     """
-    from safetensors.torch import save_file
-
     host = _host_of(model)
     state = plain_names(host.state_dict())
     second_names = _second_names(host)
-    save_file({name: tensor.contiguous() for name, tensor in state.items() if name not in second_names}, path)
+    write_tensors(path, {name: tensor for name, tensor in state.items() if name not in second_names})
 
 
 def load(source: Path | str | Mapping[str, Tensor], *, model: nn.Module) -> nn.Module:
@@ -74,21 +74,20 @@ def _host_of(model: object) -> nn.Module:
 
 def _read(path: Path) -> dict[str, Tensor]:
     """Read a safetensors file, or all of those in the folder of a Hugging Face model."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     files = sorted(path.glob("model*.safetensors")) if path.is_dir() else [path]
     if not files:
         raise GrowthError(f"the folder {path} holds no model: there is no model.safetensors in it")
-    if not files[0].is_file():
-        raise GrowthError(f"there is no file {path}")
     try:
-        return {name: tensor for file in files for name, tensor in load_file(file).items()}
-    except SafetensorError as error:
+        return {name: tensor for file in files for name, tensor in read_tensors(file)[0].items()}
+    except FileNotFoundError as error:
+        raise GrowthError(f"there is no file {path}") from error
+    except NotTensorsError as error:
         raise GrowthError(
             f"{path} is not a safetensors file ({error}). A file of torch.save is read by you, and its state dict passed on: "
             f"esper.load(torch.load({str(path)!r}, weights_only=True), model=...)"
         ) from error
+    except (FileError, OSError) as error:
+        raise GrowthError(str(error)) from error
 
 
 def _build(

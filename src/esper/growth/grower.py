@@ -56,7 +56,6 @@ from esper.growth.state import GrowthState
 from esper.parallel import ALONE, Ranks
 from esper.statistics import Interval
 
-
 KIND = "grower"  # of its checkpoints
 STEPS_PER_EPOCH = 1_000_000  # more than an epoch has, so that checkpoints are ordered by epoch and step
 

@@ -9,7 +9,8 @@ A callback alone would not do: the Trainer tells callbacks neither the loss of a
 learns both by overriding `training_step` and `train`, as the Trainer's documentation invites to. It also works in front of a trainer
 that has its own: class Growing(GrowthTrainer, SFTTrainer).
 
-What grows is in no state dict of the model until it is baked. Every checkpoint of the Trainer gets a folder `growth` that holds it, and
+The seeds are in the model's file of every checkpoint: `esper.load(folder, model=Model(config))` reads it, where `from_pretrained` would
+leave them out and name them as unexpected. Their stages and optimisers are in a folder `growth` beside it, and
 `train(resume_from_checkpoint=...)` goes on where the saved run was.
 """
 
@@ -33,7 +34,7 @@ from esper.growth.decisions import Controller
 from esper.growth.errors import GrowthError
 from esper.growth.grower import Grower
 from esper.growth.isolation import isolated
-from esper.growth.slotted import Slotted, add_slots
+from esper.growth.slotted import SeedsIgnored, Slotted, add_slots
 
 FOLDER, KIND = "growth", "growth in transformers"
 
@@ -57,6 +58,7 @@ class GrowthTrainerCallback(TrainerCallback):
         self.grower: Grower | None = None
         self.trainer: Trainer | None = None
         self.resumed: Path | None = None  # the checkpoint that this training goes on from
+        self.ignored: SeedsIgnored | None = None  # while the Trainer loads it
         self._loaders: list[Iterable[Any]] = []
         self._losses: list[Tensor] = []  # since the optimiser's last step
         self._batches: list[Any] = []
@@ -64,6 +66,11 @@ class GrowthTrainerCallback(TrainerCallback):
     def bake(self) -> nn.Module:
         """The model with the fossilized seeds in it, and nothing else of ours. `esper.load` grows a fresh one to the same structure."""
         return self._grower().bake()
+
+    def weights_are_loaded(self) -> None:
+        if self.ignored is not None:
+            self.ignored.stop()
+            self.ignored = None
 
     def note(self, loss: Tensor, batch: Mapping[str, Any]) -> None:
         """What a forward and backward pass gave."""
@@ -74,6 +81,7 @@ class GrowthTrainerCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         trainer = self._trainer()
+        self.weights_are_loaded()
         _check_can_follow(trainer, args, state)
         if self.grower is not None:
             if self.resumed is None:
@@ -182,7 +190,12 @@ class GrowthTrainer(Trainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **others: Any) -> Any:
         found = get_last_checkpoint(self.args.output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
         self.growth.resumed = Path(found) if found else None
-        return super().train(resume_from_checkpoint, *arguments, **others)
+        if found:
+            self.growth.ignored = SeedsIgnored(self.model, None if self.growth.grower is None else self.growth.grower.slotted)
+        try:
+            return super().train(resume_from_checkpoint, *arguments, **others)
+        finally:
+            self.growth.weights_are_loaded()
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *arguments: Any, **others: Any) -> Tensor:
         loss: Tensor = super().training_step(model, inputs, *arguments, **others)

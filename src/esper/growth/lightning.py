@@ -4,8 +4,8 @@
     Trainer(max_epochs=30, callbacks=[growth]).fit(module, train_loader, val_loader)
     model = growth.bake()
 
-What grows is in no state dict of the module until it is baked, so Lightning's checkpoints hold it as the state of this callback:
-`fit(module, ..., ckpt_path=...)` with such a callback goes on where the saved run was.
+A checkpoint holds the seeds twice: in the module's state dict, for `esper.load(checkpoint["state_dict"], model=Module())`, and with their
+stages and optimisers as the state of this callback. `fit(module, ..., ckpt_path=...)` with such a callback goes on where the saved run was.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from esper.growth.decisions import Controller
 from esper.growth.errors import GrowthError
 from esper.growth.grower import Grower
 from esper.growth.isolation import isolated
-from esper.growth.slotted import Slotted, add_slots
+from esper.growth.slotted import SeedsIgnored, Slotted, add_slots
 
 
 def _callback_class() -> Any:
@@ -67,6 +67,7 @@ class GrowthCallback(Callback):
         self.controller, self.config, self.on_event = controller, config or GrowthConfig(), on_event
         self.grower: Grower | None = None
         self._saved: dict[str, Any] | None = None  # from a checkpoint, until there is a grower for it
+        self._ignored: SeedsIgnored | None = None  # while Lightning loads a checkpoint
         self._steps = 0  # of the optimiser, as Lightning counts them
         self._losses: list[Tensor] = []  # since its last step
         self._samples = 0
@@ -82,6 +83,16 @@ class GrowthCallback(Callback):
 
     # What Lightning calls, in this order
 
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """The weights of a checkpoint come next, and then the state of this callback, which restores the seeds."""
+        if stage == "fit" or self.grower is not None:
+            self._ignored = SeedsIgnored(pl_module, None if self.grower is None else self.grower.slotted)
+
+    def _weights_are_loaded(self) -> None:
+        if self._ignored is not None:
+            self._ignored.stop()
+            self._ignored = None
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._saved = state_dict
         if self.grower is not None:  # a checkpoint is tested: its weights and its seeds belong together
@@ -89,6 +100,7 @@ class GrowthCallback(Callback):
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Of a checkpoint, Lightning has loaded weights and callbacks. It loads optimiser and schedule later, and finds them equal."""
+        self._weights_are_loaded()
         _check_can_follow(trainer, pl_module)
         if self.grower is not None:
             if self._saved is None:
@@ -141,6 +153,7 @@ class GrowthCallback(Callback):
         return (self._saved or {}) if self.grower is None else self.grower.state_dict()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._weights_are_loaded()
         self._saved = None
         self._move_seeds(pl_module)
 
@@ -155,6 +168,7 @@ class GrowthCallback(Callback):
 
     def _move_seeds(self, pl_module: Any) -> None:
         """Lightning moves the module to a device and back; seeds are no part of it."""
+        self._weights_are_loaded()
         if self.grower is not None:
             self.grower.slotted.to(pl_module.device)
 

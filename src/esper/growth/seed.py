@@ -34,7 +34,7 @@ SPEC_KEYS = ("use_esper_load", "spec")
 
 
 class SeedSpec(msgspec.Struct, frozen=True):
-    """What is needed to build a seed again. A state dict holds it as a tensor beside the seed's weights, so it tells the whole structure."""
+    """What is needed to build a seed again. A state dict holds it as a tensor beside the weights, so it tells the whole structure."""
 
     blueprint: str
     kind: Literal["conv", "token", "dense"]
@@ -92,8 +92,8 @@ class Seed(nn.Module):
         """Change the output of `module`: the forward hook of a baked seed."""
         if self.baked_as and not torch.compiler.is_compiling() and _child(module, self.baked_as) is not self:
             raise GrowthError(
-                f"the layer that held the seed {self.baked_as!r} of this {type(module).__name__} was replaced, so the seed's weights would be in "
-                "no optimiser and in no state dict any more; put the seed into the new layer: new.add_module('esper_seed', seed)"
+                f"the layer that held the seed {self.baked_as!r} of this {type(module).__name__} was replaced: no optimiser and no state "
+                "dict would hold the seed's weights any more; put the seed into the new layer: new.add_module('esper_seed', seed)"
             )
         return self.grown(output)
 

@@ -14,7 +14,7 @@ import contextlib
 import types
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from typing import Any, NamedTuple, Protocol
 
@@ -45,6 +45,12 @@ class Home(NamedTuple):
         return f"{self.path}.{self.name}" if self.path else self.name
 
 
+def on_load(module: nn.Module, hook: Callable[..., None]) -> RemovableHandle:
+    """Call `hook` before a state dict is loaded into the module."""
+    handle: RemovableHandle = module.register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
+    return handle
+
+
 class Observer(Protocol):
     """Looks at what flows through a slot, and may pass on something that equals it."""
 
@@ -61,6 +67,7 @@ class Slot(Around):
         self.is_kept = False  # the seed is fossilized
         self.observer: Observer | None = None
         self.is_idle = True
+        self.ignores_loads = False  # a state dict that is loaded into the host leaves the seed as it is
         self.plantings = 0  # how often the content of the slot was exchanged
         self._alpha = 0.0  # what the seed's buffer holds, readable without waiting for the device
         self._handles: list[RemovableHandle] = []
@@ -72,8 +79,8 @@ class Slot(Around):
         self.attach(module)
         self.home = home
         self._handles = [
-            home.module.register_state_dict_post_hook(_SaveSeed(self)),
-            home.module.register_load_state_dict_pre_hook(_LoadSeed(self)),
+            home.module.register_state_dict_post_hook(_SaveSeed(self)),  # type: ignore[no-untyped-call]
+            on_load(home.module, _LoadSeed(self)),
         ]
 
     def detach(self) -> None:
@@ -213,7 +220,7 @@ class _LoadSeed:
     ) -> None:
         slot, start = self.slot, f"{prefix}{self.slot.home.name}."
         own = {key.removeprefix(start): state_dict.pop(key) for key in list(state_dict) if key.startswith(start)}
-        if slot.seed is None and not own:
+        if slot.ignores_loads or (slot.seed is None and not own):
             return
         if slot.seed is None or not own:
             where, other = ("state dict", "model") if slot.seed is None else ("model", "state dict")

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from esper.checkpoint.modules import plain_names
+from esper.checkpoint.modules import plain_name, plain_names
 from esper.growth.around import around
 from esper.growth.blueprints import KINDS, blueprints_for, cost_of
 from esper.growth.choice import choose
@@ -35,7 +35,7 @@ from esper.growth.errors import GrowthError
 from esper.growth.isolation import is_compiled, isolated, unwrap
 from esper.growth.place import Place
 from esper.growth.seed import SPEC_KEYS, Seed, SeedSpec
-from esper.growth.slot import Home, Slot
+from esper.growth.slot import Home, Slot, on_load
 from esper.growth.survey import Survey, call, samples_in, survey, tensors_in, weights_of
 from esper.text_table import aligned
 
@@ -98,7 +98,7 @@ class Slotted:
     def _attach_slots(self) -> RemovableHandle:
         for name, slot in self.slots.items():
             slot.attach_to(self.host.get_submodule(name), self._homes[name])
-        return self.host.register_load_state_dict_pre_hook(_CheckStructure(self.host, self.slots))
+        return on_load(self.host, _CheckStructure(self.host, self.slots))
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         # Compiled code would be compiled anew for every number.
@@ -174,22 +174,18 @@ class Slotted:
         a state dict of the model: `grower.save` and `grower.load` keep them.
         """
         if self.has_grower:
-            raise GrowthError("a Grower owns these seeds, with their stages and optimisers; use grower.save(folder) and grower.load(folder)")
+            raise GrowthError("a Grower owns these seeds, their stages and optimisers; use grower.save(folder) and grower.load(folder)")
         state = plain_names(state)
         wanted = specs_in(state)
-        paths = {f"{name}.{self._homes[name].baked_as}": name for name in self.slots}
-        baked = {name for name, module in self.host.named_modules() if isinstance(module, Seed)}
+        paths = {plain_name(f"{name}.{self._homes[name].baked_as}"): name for name in self.slots}
+        baked = {plain_name(name) for name, module in self.host.named_modules() if isinstance(module, Seed)}
         strange = sorted(wanted.keys() - paths.keys() - baked)
         if strange:
-            raise GrowthError(f"the state dict has the seed {strange[0]!r}, and this model has no slot there; name its slots as it was saved")
-        seeds = {
-            slot: build_seed(self.place(slot), wanted[path])
-            for path, slot in paths.items()
-            if path in wanted
-        }
+            raise GrowthError(f"the state dict has the seed {strange[0]!r}, and this model has no slot there; add the same slots")
+        seeds = {slot: build_seed(self.place(slot), wanted[path]) for path, slot in paths.items() if path in wanted}
         for name, slot in self.slots.items():
             slot.plant(seeds.get(name), connected=True)
-        self.host.load_state_dict(state)
+        self.host.load_state_dict({name: state[plain_name(name)] for name in self.host.state_dict() if plain_name(name) in state})
 
     def averaged(self, decay: float = 0.999) -> AveragedModel:
         """Return a copy whose weights are a running average of these, and which grows with them. Call its `update()` after every step."""
@@ -238,7 +234,7 @@ class Slotted:
             self._check_handle = self._attach_slots()
             self.is_attached = True
         raise GrowthError(
-            f"baking would change what the model computes: its outputs for the example input differ. The seeds are after {', '.join(kept)}; "
+            f"baking would change what the model computes: its outputs for the example input differ. Seeds are after {', '.join(kept)}; "
             "a module there may run or count its submodules in a way that was not seen before. Everything is as it was"
         )
 
@@ -252,7 +248,7 @@ class Slotted:
                 return [tensor.detach().clone() for tensor in tensors_in(call(self.host, example))]
         except Exception as error:
             warnings.warn(
-                f"the model cannot run its example input any more ({type(error).__name__}: {error}), so its outputs before and after baking "
+                f"the model cannot run its example input any more ({type(error).__name__}: {error}), so outputs before and after baking "
                 "are not compared",
                 RuntimeWarning,
                 stacklevel=3,
@@ -348,12 +344,17 @@ def _children_of(module: nn.Module) -> list[nn.Module]:
 def _counts_children(module: nn.Module) -> bool:
     """Containers by type, and classes that can be iterated or indexed."""
     is_container = isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
-    return bool(_children_of(module)) and (is_container or any(hasattr(type(module), name) for name in ("__len__", "__iter__", "__getitem__")))
+    return bool(_children_of(module)) and (
+        is_container or any(hasattr(type(module), name) for name in ("__len__", "__iter__", "__getitem__"))
+    )
 
 
 def _first_layer(module: nn.Module) -> str:
     """Return the name of the first submodule without children of its own."""
-    return next(name for name, part in module.named_modules() if name and "parametrizations" not in name.split(".") and not _children_of(part))
+    for name, part in module.named_modules():
+        if name and "parametrizations" not in name.split(".") and not _children_of(part) and not isinstance(part, Seed):
+            return str(name)
+    raise AssertionError("a module with children has a last one")
 
 
 class _Passenger(nn.Module):
@@ -450,6 +451,8 @@ class _CheckStructure:
         self.host, self.slots = host, slots
 
     def __call__(self, module: nn.Module, state_dict: Any, prefix: str, *others: Any) -> None:
+        if any(slot.ignores_loads for slot in self.slots.values()):
+            return
         saved = specs_in({key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)})
         living = {
             f"{name}.{slot.home.baked_as}" if name else slot.home.baked_as: slot.seed.spec
@@ -464,13 +467,43 @@ class _CheckStructure:
         if surplus:
             what = f"the state dict has the seed {surplus[0]!r}, and the model has nothing there"
         elif lacking:
-            what = f"the model has the seed {lacking[0]!r}, and the state dict does not: it is from before that seed grew, or from a copy without it"
+            what = f"the model has the seed {lacking[0]!r}, and the state dict does not: it is older than the seed, or of a copy without it"
         else:
-            what = f"the seed {other[0]!r} is a {saved[other[0]].blueprint} in the state dict and a {living[other[0]].blueprint} in the model"
+            what = (
+                f"the seed {other[0]!r} is a {saved[other[0]].blueprint} in the state dict and a {living[other[0]].blueprint} in the model"
+            )
         raise GrowthError(
-            f"{what}; nothing was loaded. To go back to an earlier state of a growing model, use grower.save(folder) and grower.load(folder); "
+            f"{what}; nothing was loaded. To go back to an earlier state of a growing model, use grower.save and grower.load; "
             "to use the saved model, load it into a fresh one: esper.load(state_dict, model=Net())"
         )
+
+
+class SeedsIgnored:
+    """Until `stop`, a state dict that is loaded into `module` leaves its seeds as they are, and those in the state dict out.
+
+    For callbacks, which restore seeds with their stages and optimisers from a state of their own.
+    """
+
+    def __init__(self, module: nn.Module, slotted: Slotted | None) -> None:
+        self._slots = list(slotted.slots.values()) if slotted is not None else []
+        self._handle = on_load(module, _DropUnknownSeeds())
+        self._set(True)
+
+    def stop(self) -> None:
+        self._handle.remove()
+        self._set(False)
+
+    def _set(self, is_ignored: bool) -> None:
+        for slot in self._slots:
+            slot.ignores_loads = is_ignored
+
+
+class _DropUnknownSeeds:
+    def __call__(self, module: nn.Module, state_dict: Any, prefix: str, *others: Any) -> None:
+        own = module.state_dict(prefix=prefix)
+        for name in specs_in(state_dict):
+            for key in [key for key in state_dict if key.startswith(f"{name}.") and key not in own]:
+                del state_dict[key]
 
 
 class AveragedModel:
@@ -525,5 +558,5 @@ class AveragedModel:
                 mine.lerp_(theirs.to(mine), 1 - self.decay)
             else:
                 mine.copy_(theirs)
-        for mine, theirs in zip(target.buffers(), source.buffers(), strict=True):
-            mine.copy_(theirs)
+        for held, given in zip(target.buffers(), source.buffers(), strict=True):
+            held.copy_(given)
