@@ -114,7 +114,8 @@ def assert_same(fleet: Fleet, row: int, grown: esper.Grown, *, atol: float) -> N
         species = fleet.banks[slot].species[str(bed.life.blueprint)]
         flat = fleet.banks[slot].tensors["weights"][row : row + 1, : species.layout.width]
         for name, weight in species.layout.unflatten(flat).items():
-            torch.testing.assert_close(weight[0], state[f"{slot}.esper_seed.{name}"], atol=atol, rtol=0)
+            (grown_weight,) = (state[key] for key in state if key.startswith(f"{slot}.") and key.endswith(f".esper_seed.{name}"))
+            torch.testing.assert_close(weight[0], grown_weight, atol=atol, rtol=0)
 
 
 def germinate(slot: str, blueprint: str) -> Germinate:

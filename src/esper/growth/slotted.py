@@ -183,9 +183,18 @@ class Slotted:
         if strange:
             raise GrowthError(f"the state dict has the seed {strange[0]!r}, and this model has no slot there; add the same slots")
         seeds = {slot: build_seed(self.place(slot), wanted[path]) for path, slot in paths.items() if path in wanted}
+        before = {name: (slot.seed, slot.is_connected, slot.alpha, slot.is_kept) for name, slot in self.slots.items()}
         for name, slot in self.slots.items():
             slot.plant(seeds.get(name), connected=True)
-        self.host.load_state_dict({name: state[plain_name(name)] for name in self.host.state_dict() if plain_name(name) in state})
+        actual = {plain_name(name): name for name in self.host.state_dict()}
+        try:
+            self.host.load_state_dict({actual.get(name, name): tensor for name, tensor in state.items()})
+        except Exception:
+            for name, (seed, is_connected, alpha, is_kept) in before.items():
+                self.slots[name].plant(seed, connected=is_connected)
+                if seed is not None:
+                    self.slots[name].alpha, self.slots[name].is_kept = alpha, is_kept
+            raise
 
     def averaged(self, decay: float = 0.999) -> AveragedModel:
         """Return a copy whose weights are a running average of these, and which grows with them. Call its `update()` after every step."""
