@@ -156,7 +156,8 @@ def plain_losses(host: nn.Module, optimizer: Optimizer, data: Data, *, epochs: i
 
 
 def snapshot(*parts: nn.Module | Optimizer) -> list[dict[str, Any]]:
-    return [copy.deepcopy(part.state_dict()) for part in parts]
+    """Copies of the host's and the optimiser's states, without seeds."""
+    return [copy.deepcopy(host_state(part) if isinstance(part, nn.Module) else part.state_dict()) for part in parts]
 
 
 def host_state(model: nn.Module) -> dict[str, Any]:
