@@ -30,3 +30,17 @@ def aligned(rows: Sequence[Sequence[str]], *, numbers: bool = False) -> str:
         return "  ".join([row[0].ljust(widths[0]), *cells[1:]]).rstrip()
 
     return "\n".join(map(line, rows))
+
+
+def duration(seconds: float) -> str:
+    """
+    >>> duration(59.4), duration(75), duration(3725), duration(float("nan"))
+    ('59 s', '1:15', '1:02:05', '?')
+    """
+    if seconds != seconds or seconds == float("inf"):
+        return "?"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}:{minutes:02d}:{rest:02d}"
+    return f"{minutes}:{rest:02d}" if minutes else f"{rest} s"

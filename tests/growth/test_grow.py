@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import io
 import math
+import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -35,6 +37,7 @@ from esper.growth.story import read_story
 from esper.growth.training import default_optimizer
 from esper.run_folder import EVENTS
 from esper.statistics import Interval
+from tests.commands import Terminal
 from tests.growth.small import QUICK, QUICK_SHADOW, SLOTS, Batch, Data, Script, assert_same, config, make_data, make_host
 
 NAMED = {"slots": SLOTS}
@@ -580,3 +583,55 @@ def test_a_run_in_float16_with_accumulation_and_clipping_goes_on_bit_for_bit(tmp
     assert run("cut", Interrupted(data, epoch=4, batch=3)).status == "stopped"
     resumed = run("cut", data, resume=True)
     assert_same(dict(resumed.model.state_dict()), dict(whole.model.state_dict()))
+
+
+# What is shown meanwhile
+
+
+def shown_run(**options):
+    options = {"controller": plan(), "config": config(**NAMED), **options}
+    return grow(make_host(), make_data(), make_data(2), cross_entropy, epochs=3, **options)
+
+
+def test_progress_is_a_line_an_epoch_with_what_was_decided_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    grown = shown_run(progress=True)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    first, *epochs, last = captured.err.splitlines()
+    assert first.startswith("Host: 171 parameters, 2 slots on cpu, AdamW, learning rate 0.001, 3 epochs, controller schedule, joint")
+    assert [line.partition("  ")[0] for line in epochs] == ["epoch 1/3", "epoch 2/3", "epoch 3/3"]
+    assert epochs[0].endswith("  germinate first: planned for epoch 1; schedule")
+    assert f"val {grown.val_losses[1]:.4f}" in epochs[1]
+    assert last == grown.report().partition(" · AdamW")[0]
+
+
+def test_progress_is_silent_unless_asked_for_or_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    shown_run()
+    shown_run(progress=False)
+    assert capsys.readouterr() == ("", "")
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    shown_run(progress=False)
+    assert terminal.getvalue() == ""
+    shown_run()
+    assert terminal.getvalue().count("\nepoch ") == 3
+
+
+def test_a_reason_that_stays_the_same_is_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
+    shown_run(progress=True, controller="never")
+    assert capsys.readouterr().err.count("never grows") == 1
+
+
+class Gone(io.StringIO):
+    """A terminal that was closed."""
+
+    def write(self, text: str) -> int:
+        raise OSError(5, "Input/output error")
+
+
+def test_a_terminal_that_is_gone_does_not_stop_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", Gone())
+    assert shown_run(progress=True).epochs == 3
+    monkeypatch.setattr(sys, "stderr", None)  # as under pythonw
+    assert shown_run(progress=True).epochs == 3
+    assert shown_run().epochs == 3

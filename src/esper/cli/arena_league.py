@@ -95,7 +95,7 @@ def _round_robin(league: League, config: ArenaTrainConfig, arguments: LeagueArgu
 
 
 def _left(began: float, done: int, total: int) -> str:
-    from esper.cli.progress import duration
+    from esper.text_table import duration
 
     return f"  {duration((time.monotonic() - began) / done * (total - done))} left" if done < total else ""
 

@@ -16,13 +16,13 @@ from rich.text import Text
 
 from esper.cli import ppo_progress
 from esper.cli.ppo_progress import BAR_WIDTH
-from esper.cli.progress import duration
 from esper.events import Record, read
 from esper.league.events import LeagueChanged, RoundFought
 from esper.league.training_config import ANCHORS
 from esper.rl.events import Update
 from esper.rl.run_events import RunStarted
 from esper.run_folder import EVENTS
+from esper.text_table import duration
 
 _RECENT_ROUNDS = 10  # whose battles are what is shown
 _NOT_SHOWN = ("self", "learner")  # against itself of today a player always scores a half

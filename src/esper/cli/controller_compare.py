@@ -123,7 +123,7 @@ class Progress:
         print(f"{time.strftime('%H:%M:%S')}  {self._line()}", file=self._stream, flush=True)
 
     def _line(self) -> str:
-        from esper.cli.progress import duration
+        from esper.text_table import duration
 
         seconds = time.monotonic() - self._began
         return f"{self._what}  {self._decisions:,} decisions  {self._decisions / max(seconds, 1e-9):,.0f}/s  {duration(seconds)}"

@@ -10,24 +10,17 @@ from rich.table import Table
 from rich.text import Text
 
 from esper.cli import progress
-from esper.cli.progress import duration
 from esper.events import Record
 from esper.growth.events import (
     ActionRefused,
-    EpochEnded,
     GrowthFinished,
-    GrowthStarted,
-    LoaderRestarted,
-    Probed,
-    RolledBack,
     SlotView,
     StageEntered,
 )
 from esper.growth.ledger import gain_in_words
 from esper.growth.lifecycle import OCCUPIED, Stage
-from esper.growth.story import Remark, Story
-from esper.growth.summary import counted, probe_in_words
-from esper.statistics import Ema
+from esper.growth.story import Remark
+from esper.growth.summary import GrowthProgress, counted
 from esper.text_table import figure
 
 _SPARKS = "▁▂▃▄▅▆▇█"
@@ -36,61 +29,18 @@ _BAR_WIDTH = 20
 WIDE = 100  # columns from which on intervals are written out
 _MAX_SLOTS = 12  # rows; empty slots beyond are counted
 _MAX_REMARKS = 4
-_MOMENTUM = 0.7  # of the mean over the speed of recent epochs
 _STYLES = {"HOLDING": "blue", "FOSSILIZED": "bold green", "EMBARGOED": "dim", "DORMANT": "dim", "BLENDING": "yellow", "TRAINING": "magenta"}
 
 
-class Progress(progress.Progress):
-    def __init__(self, title: str) -> None:
-        self.title, self.story = title, Story()
-        self.seconds_per_epoch, self.samples_per_second = Ema(_MOMENTUM), Ema(_MOMENTUM)
+class Progress(GrowthProgress, progress.Progress):
+    """`GrowthProgress` with a live view."""
 
     def take(self, record: Record) -> bool:
-        self.story.take(record.event)
         self.is_over |= isinstance(record.event, GrowthFinished)
-        if not isinstance(record.event, EpochEnded):
-            return False
-        self.seconds_per_epoch.update(record.event.seconds)
-        if record.event.samples_per_second is not None:
-            self.samples_per_second.update(record.event.samples_per_second)
-        return True
-
-    @property
-    def last(self) -> EpochEnded:
-        return self.story.epochs[-1]
-
-    @property
-    def planned(self) -> int:
-        started = self.story.started
-        return (started.epochs if started is not None else None) or self.last.epoch
-
-    @property
-    def left(self) -> str:
-        finished = self.story.finished
-        if finished is not None:
-            return finished.why
-        return f"{duration((self.planned - self.last.epoch) * self.seconds_per_epoch.value)} left"
-
-    @property
-    def speed(self) -> str:
-        value = self.samples_per_second.value
-        return f"{value:,.0f} samples/s" if value == value else f"{duration(self.seconds_per_epoch.value)} an epoch"
+        return self.take_event(record.event)
 
     def notice(self, record: Record) -> str | None:
-        match record.event:
-            case GrowthStarted() as started:
-                again = f", going on after epoch {started.epoch}" if started.epoch else ""
-                size = f"{counted(started.parameters, 'parameter')}, {counted(len(started.slots), 'slot')}"
-                what = f"{self.title}: {size} on {started.device}, {started.optimizer}"
-                return f"{what}, {started.epochs} epochs, controller {started.controller}, {started.raise_mode}{again}"
-            case LoaderRestarted():
-                return "this loader cannot be saved in the middle of an epoch: the epoch begins again"
-            case RolledBack() as back:
-                lost = f"; taken out: {', '.join(back.embargoed)}" if back.embargoed else ""
-                return f"epoch {back.epoch}: went back to epoch {back.to_epoch}: {back.reason}{lost}"
-            case Probed() as probe:
-                return f"epoch {probe.epoch}: {probe_in_words(probe)}"
-        return super().notice(record)
+        return self.remark_on(record.event) or super().notice(record)
 
     def plain_notice(self, record: Record) -> str | None:
         """Every change in a slot, with its reason."""
@@ -101,13 +51,6 @@ class Progress(progress.Progress):
             case ActionRefused() as refused:
                 return f"epoch {refused.epoch}: refused to {refused.action} {refused.slot}: {refused.reason}"
         return None
-
-    def line(self) -> str:
-        last = self.last
-        occupied = sum(Stage[view.stage] in OCCUPIED for view in last.slots)
-        losses = f"train {figure(last.train_loss)}  val {figure(last.val_loss)}"
-        seeds = f"{counted(occupied, 'seed')}  {last.parameters:,} parameters"
-        return f"epoch {last.epoch}/{self.planned}  {losses}  {seeds}  {self.speed}  {self.left}"
 
     def view(self, width: int) -> RenderableType:
         slots, remarks = _slots(self.last.slots, width), _remarks(self.story.remarks)

@@ -7,11 +7,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from esper.cli import progress
-from esper.cli.progress import duration
 from esper.events import Record
 from esper.rl.events import CompileFailed, EpisodesRestarted, Skipped, Update
 from esper.rl.run_events import CheckpointRefused, RunStarted
 from esper.statistics import Ema
+from esper.text_table import duration
 
 _RATE_MOMENTUM = 0.8  # of the mean over the speed of recent updates
 BAR_WIDTH = 12

@@ -107,17 +107,3 @@ class LiveView:
     def _draw(self) -> None:
         if self._live.is_started:
             self._live.update(self._progress.view(self._console.width), refresh=True)
-
-
-def duration(seconds: float) -> str:
-    """
-    >>> duration(59.4), duration(75), duration(3725), duration(float("nan"))
-    ('59 s', '1:15', '1:02:05', '?')
-    """
-    if seconds != seconds or seconds == float("inf"):
-        return "?"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours}:{minutes:02d}:{rest:02d}"
-    return f"{minutes}:{rest:02d}" if minutes else f"{rest} s"

@@ -5,15 +5,28 @@ Cells are text for a person; the terminal and the report only draw them. The tab
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from esper.events import Event
 from esper.growth.config import Rent
-from esper.growth.events import FinalTest, GrowthFinished, Probed, TwinCompared
+from esper.growth.events import (
+    EpochEnded,
+    FinalTest,
+    GrowthFinished,
+    GrowthStarted,
+    LoaderRestarted,
+    Probed,
+    RolledBack,
+    TwinCompared,
+)
 from esper.growth.ledger import NONE, Row
+from esper.growth.lifecycle import OCCUPIED, Stage
 from esper.growth.story import SeedStory, Story
-from esper.text_table import figure
+from esper.statistics import Ema
+from esper.text_table import duration, figure
 
 PROBE_HEADING = ("epoch", "slot", "blueprint", "fall of the loss per step")
 ABOUT_REMOVAL = (
@@ -21,6 +34,7 @@ ABOUT_REMOVAL = (
     "so this is more than growing it gained: the difference to a twin that never grew is that."
 )
 _BEST_PER_SLOT = 3
+_MOMENTUM = 0.7  # of the mean over the speed of recent epochs
 
 
 def headline(story: Story, twin: Story | None = None) -> str:
@@ -254,3 +268,98 @@ def _scaled(rent: Rent, factor: float) -> str:
     """Rents so many times as high, as they are set."""
     given: Sequence[tuple[str, float]] = [("rent.parameters", rent.parameters), ("rent.flops", rent.flops)]
     return " and ".join(f"{name} {value * factor:.2g}" for name, value in given if value > 0)
+
+
+# While it trains
+
+
+class GrowthProgress:
+    """Where a run stands, folded from its events, in lines of text. `title` is the name of what is trained."""
+
+    def __init__(self, title: str) -> None:
+        self.title, self.story = title, Story()
+        self.seconds_per_epoch, self.samples_per_second = Ema(_MOMENTUM), Ema(_MOMENTUM)
+
+    def take_event(self, event: Event) -> bool:
+        """Whether the line has changed."""
+        self.story.take(event)
+        if not isinstance(event, EpochEnded):
+            return False
+        self.seconds_per_epoch.update(event.seconds)
+        if event.samples_per_second is not None:
+            self.samples_per_second.update(event.samples_per_second)
+        return True
+
+    @property
+    def last(self) -> EpochEnded:
+        return self.story.epochs[-1]
+
+    @property
+    def planned(self) -> int:
+        started = self.story.started
+        return (started.epochs if started is not None else None) or self.last.epoch
+
+    @property
+    def left(self) -> str:
+        finished = self.story.finished
+        if finished is not None:
+            return finished.why
+        return f"{duration((self.planned - self.last.epoch) * self.seconds_per_epoch.value)} left"
+
+    @property
+    def speed(self) -> str:
+        value = self.samples_per_second.value
+        return f"{value:,.0f} samples/s" if value == value else f"{duration(self.seconds_per_epoch.value)} an epoch"
+
+    def line(self) -> str:
+        """The last epoch."""
+        last = self.last
+        occupied = sum(Stage[view.stage] in OCCUPIED for view in last.slots)
+        losses = f"train {figure(last.train_loss)}  val {figure(last.val_loss)}"
+        seeds = f"{counted(occupied, 'seed')}  {last.parameters:,} parameters"
+        return f"epoch {last.epoch}/{self.planned}  {losses}  {seeds}  {self.speed}  {self.left}"
+
+    def remark_on(self, event: Event) -> str | None:
+        """A line of its own for an event that is worth one."""
+        match event:
+            case GrowthStarted() as started:
+                again = f", going on after epoch {started.epoch}" if started.epoch else ""
+                size = f"{counted(started.parameters, 'parameter')}, {counted(len(started.slots), 'slot')}"
+                what = f"{self.title}: {size} on {started.device}, {started.optimizer}"
+                note = f"; {started.note}" if started.note else ""
+                return f"{what}, {started.epochs} epochs, controller {started.controller}, {started.raise_mode}{again}{note}"
+            case LoaderRestarted():
+                return "this loader cannot be saved in the middle of an epoch: the epoch begins again"
+            case RolledBack() as back:
+                lost = f"; taken out: {', '.join(back.embargoed)}" if back.embargoed else ""
+                return f"epoch {back.epoch}: went back to epoch {back.to_epoch}: {back.reason}{lost}"
+            case Probed() as probe:
+                return f"epoch {probe.epoch}: {probe_in_words(probe)}"
+        return None
+
+
+class ProgressLines:
+    """Prints a line on stderr for every epoch, with what was decided, and one for the end. A stderr that fails is left alone."""
+
+    def __init__(self, title: str) -> None:
+        self._progress = GrowthProgress(title)
+        self._decision = ""  # the last one, for the same reason is not told again
+        self._is_gone = False
+
+    def __call__(self, event: Event) -> None:
+        is_news = self._progress.take_event(event)
+        if isinstance(event, GrowthFinished):
+            self._print(result_in_words(event))
+        elif isinstance(event, EpochEnded) and is_news:
+            decision, self._decision = event.decision if event.decision != self._decision else "", event.decision
+            self._print("  ".join(filter(None, [self._progress.line(), decision])))
+        elif not isinstance(event, Probed) and (remark := self._progress.remark_on(event)):
+            self._print(remark)
+
+    def _print(self, line: str) -> None:
+        if self._is_gone or sys.stderr is None:
+            return
+        try:
+            print(line, file=sys.stderr, flush=True)
+        except (OSError, ValueError):  # a terminal that was closed, a file that was
+            self._is_gone = True

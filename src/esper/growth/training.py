@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from itertools import islice
 from operator import length_hint
@@ -61,6 +62,7 @@ from esper.growth.isolation import isolated
 from esper.growth.result import Grown, Status, finished
 from esper.growth.run import NO_RUN, Run, open_run
 from esper.growth.slotted import add_slots
+from esper.growth.summary import ProgressLines
 
 ONE_BATCH = (
     "the validation data come in one batch, or as good as one, so nobody can tell how sure a gain is, and seeds are judged at the end "
@@ -90,6 +92,7 @@ def grow(
     config: GrowthConfig | None = None,
     run: Path | str | None = None,
     resume: bool = False,
+    progress: bool | None = None,
 ) -> Grown:
     """Trains a copy of the model for some epochs and grows it where that pays. The model itself is not touched.
 
@@ -106,6 +109,8 @@ def grow(
 
     With `run`, everything is kept in that folder, and `resume` goes on with what is there: from the last epoch's end, or from the very step
     where the training loader has a `state_dict`. Ctrl-C ends the training with what is fossilized by then, and the status "stopped".
+
+    `progress` prints a line on stderr for every epoch, with what was decided; None: where stderr is a terminal.
     """
     check_call(model, epochs=epochs, config=config, run=run)
     training = Training(
@@ -120,6 +125,8 @@ def grow(
             config, precision=precision, accumulate=accumulate, max_grad_norm=max_grad_norm, step_schedule=step_schedule
         ),
     )
+    if progress or (progress is None and sys.stderr is not None and sys.stderr.isatty()):
+        training.on_event = ProgressLines(type(model).__name__)
     grower = training.prepare(controller)
     if why := objection(grower):
         warnings.warn(why, stacklevel=2)
@@ -146,6 +153,7 @@ class Training:
         self.epochs, self.config = epochs, config
         self._prepared: tuple[Grower, Losses] | None = None
         self._run = NO_RUN
+        self.on_event: Callable[[Event], None] = lambda event: None  # hears every event that the run keeps
         check_loader(train_loader, "training")
         check_loader(val_loader, "validation")
         self.device = device_of(model)
@@ -176,7 +184,7 @@ class Training:
                 controller=controller,
                 config=self.config,
                 epochs=self.epochs,
-                on_event=lambda event: self._run.emit(event),
+                on_event=self._emit,
             )
         except BaseException:
             slotted.remove()
@@ -193,7 +201,7 @@ class Training:
         try:
             before = run.restore(grower, self.train_loader, first.mean)
             had_finished = run.is_resumed and self._is_over(grower)
-            run.emit(self._started(grower, first))
+            self._emit(self._started(grower, first))
             status = self._train(grower, run, before, may_interrupt=may_interrupt)
         except Diverged as error:
             error.model = grower.bake()
@@ -350,6 +358,10 @@ class Training:
             raise GrowthError("the validation loader yields nothing; it needs at least one batch")
         return losses_of(lambda: found), example_of(first) if listener.heard is None else listener.heard
 
+    def _emit(self, event: Event) -> None:
+        self._run.emit(event)
+        self.on_event(event)
+
     def _is_stuck(self, grower: Grower) -> bool:
         """Early stopping: no better validation loss for long, and no seed on its way."""
         losses, patience = grower.chronicle.val_losses, self.config.patience
@@ -397,7 +409,7 @@ class Training:
             folder=run.folder,
             had_finished=had_finished,
         )
-        run.emit(finished(grown))
+        self._emit(finished(grown))
         return grown
 
 
