@@ -179,6 +179,98 @@ class GPT(nn.Module):
         return result
 
 
+class Shifting(GPT):
+    """A GPT that makes its own inputs of what it is given: without some tokens at the end, or moved along."""
+
+    def __init__(self, shift: Callable[[Tensor], Tensor] = lambda ids: ids[:, :-1]) -> None:
+        super().__init__(length=16)
+        self.shift = shift
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.shift(x))
+
+
+class PrefixLM(GPT):
+    """The first half of the sequence sees itself in both directions, the rest looks back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(16, is_causal=True) for _ in range(2))
+        for block in self.blocks:
+            block.attention = PrefixAttention(16, is_causal=True)
+
+
+class PrefixAttention(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        is_seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        is_seen[:, : x.shape[1] // 2] = True
+        query, key, value = self.qkv(x).chunk(3, -1)
+        result: Tensor = self.project(F.scaled_dot_product_attention(query, key, value, attn_mask=is_seen))
+        return result
+
+
+class Seq2Seq(nn.Module):
+    """As T5 with `labels`: the decoder's inputs are the labels, moved on by one, and what is to be ignored becomes padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerDecoderLayer(16, 2, 32, batch_first=True)
+        self.embed = nn.Embedding(VOCABULARY, 16)
+        self.encoder = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        self.decoder = nn.TransformerDecoder(layer, 2)
+        self.head = nn.Linear(16, VOCABULARY)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        targets = F.pad(labels, (1, -1)).clamp(min=0)
+        mask = nn.Transformer.generate_square_subsequent_mask(targets.shape[1])
+        memory = self.encoder(self.embed(ids))
+        logits: Tensor = self.head(self.decoder(self.embed(targets), memory, tgt_mask=mask, tgt_is_causal=True))
+        return logits
+
+
+class Patches(nn.Module):
+    """A series cut into patches of four, read by blocks that look back or both ways."""
+
+    def __init__(self, *, is_causal: bool) -> None:
+        super().__init__()
+        self.patch = nn.Conv1d(1, 16, 4, 4)
+        self.blocks = nn.ModuleList(Block(16, is_causal=is_causal) for _ in range(2))
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patch(x).transpose(1, 2)
+        for block in self.blocks:
+            x = block(x)
+        result: Tensor = self.head(x)
+        return result
+
+
+class MaskedConv(nn.Conv2d):
+    """Sees what lies above, and to the left; itself unless it is the first."""
+
+    def __init__(self, inputs: int, width: int, *, sees_itself: bool) -> None:
+        super().__init__(inputs, width, 3, padding=1)
+        is_seen = torch.ones(3, 3)
+        is_seen[1, 1 + sees_itself :], is_seen[2] = 0, 0
+        self.register_buffer("is_seen", is_seen)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv2d(x, self.weight * self.is_seen, self.bias, padding=1)
+
+
+class PixelCNN(nn.Module):
+    """Draws a picture pixel by pixel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = MaskedConv(1, 8, sees_itself=False), MaskedConv(8, 8, sees_itself=True)
+        self.head = nn.Conv2d(8, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.head(self.second(self.first(x).relu()).relu())
+        return result
+
+
 class Encoder(nn.Module):
     """torch's own layers under a classifier."""
 

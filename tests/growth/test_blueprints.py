@@ -23,7 +23,13 @@ from esper.growth.place import Place
 
 PLACES = [
     *(Place("planes", "conv", (channels, size, size)) for channels in (1, 2, 3, 4, 8, 16, 32, 48, 64) for size in (1, 2, 5, 8)),
-    *(Place("lines", "conv", (channels, size)) for channels in (1, 3, 32) for size in (1, 2, 5)),
+    *(
+        Place("lines", "conv", (channels, size), is_causal=is_causal)
+        for channels in (1, 3, 32)
+        for size in (1, 2, 5)
+        for is_causal in (False, True)
+    ),
+    Place("pixels", "conv", (8, 5, 5), is_causal=True),
     *(
         Place("words", "token", (length, features), is_causal=is_causal)
         for features in (1, 8, 32, 64, 100)
@@ -190,6 +196,29 @@ def test_attention_looks_ahead_only_where_the_host_does(is_causal: bool) -> None
     difference = (branch(changed) - branch(h)).abs().amax((0, 2))  # [T]
     assert difference[3:].min() > 1e-3
     assert difference[:3].max() == 0 if is_causal else difference[:3].min() > 1e-3
+
+
+def test_branches_of_a_causal_place_look_back_only() -> None:
+    for place in (place for place in PLACES if place.is_causal and place.shape[-2 if place.kind == "token" else 1] > 2):
+        line = 1 if place.kind == "token" else 2
+        for blueprint in blueprints_for(place):
+            branch, h = build_branch(blueprint, place, seed=1), draw(place)
+            for parameter in last_layer(branch):
+                nn.init.normal_(parameter)
+            changed = h.clone()
+            changed.select(line, 2).neg_()
+            before, after = branch(h), branch(changed)
+            assert torch.equal(before.narrow(line, 0, 2), after.narrow(line, 0, 2)), (blueprint.name, place)
+            assert not torch.equal(before, after), (blueprint.name, place)
+
+
+@every_blueprint
+def test_a_branch_takes_more_and_fewer_positions_than_it_was_built_for(blueprint: Blueprint, place: Place) -> None:
+    branch = build_branch(blueprint, place, seed=1)
+    for change in (-2, 3):
+        sizes = tuple(size + change for size in (place.shape[1:] if place.kind == "conv" else place.shape[:-1]))
+        h = torch.randn(2, *((place.width, *sizes) if place.kind == "conv" else (*sizes, place.width)))
+        assert branch(h).shape == h.shape
 
 
 def test_attention_takes_any_leading_dimensions() -> None:
@@ -433,6 +462,22 @@ def test_a_blueprint_with_a_fault_is_refused_with_what_to_do(name: str) -> None:
     register_blueprint(name, kinds=["dense"])(build)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=rf"blueprint '{name}' for the dense output 24: .*{message}"):
         check_branch(get_blueprint(name), DENSE)
+
+
+def test_a_blueprint_that_looks_ahead_is_refused_where_the_host_does_not() -> None:
+    class Mean(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.out = zeroed(nn.Linear(width, width))
+
+        def forward(self, h: Tensor) -> Tensor:
+            result: Tensor = self.out(h.mean(1, keepdim=True).expand_as(h))
+            return result
+
+    register_blueprint("mean", kinds=["token"])(lambda place: Mean(place.width))
+    check_branch(get_blueprint("mean"), TOKEN)
+    with pytest.raises(ValueError, match=r"'mean' for the token output 7×32: it looks ahead.*place.is_causal"):
+        check_branch(get_blueprint("mean"), Place("body", "token", (7, 32), is_causal=True))
 
 
 def test_a_check_is_made_once_for_like_places() -> None:

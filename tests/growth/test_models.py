@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from esper.growth.place import Place
 from esper.growth.seed import Blending, Seed
 from esper.growth.slotted import Slotted
 from esper.growth.spread import tensors_in
-from tests.growth.hosts import FAMILIES, GPT, VOCABULARY, Encoder, Family
+from tests.growth.hosts import FAMILIES, GPT, VOCABULARY, Block, Encoder, Family, Patches, PixelCNN, PrefixLM, Seq2Seq, Shifting
 
 # Torch says so once on processors that have to do without.
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")
@@ -281,6 +281,87 @@ def test_causality_is_seen_in_each_input_on_its_own() -> None:
     }
 
 
+IDS = torch.randint(VOCABULARY, (3, 12), generator=torch.Generator().manual_seed(0))
+SHIFTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "without the last": lambda ids: ids[:, :-1],
+    "without the last five": lambda ids: ids[:, :-5],
+    "without the first": lambda ids: ids[:, 1:],
+    "without the first four": lambda ids: ids[:, 4:],
+    "moved on": lambda ids: torch.nn.functional.pad(ids, (1, -1)),
+    "moved back": lambda ids: torch.nn.functional.pad(ids, (-1, 1)),
+    "moved back by three": lambda ids: torch.nn.functional.pad(ids, (-3, 3)),
+    "rolled": lambda ids: ids.roll(-1, 1),
+    "three of them": lambda ids: ids[:, 5:8],
+}
+
+
+@pytest.mark.parametrize("name", SHIFTS)
+def test_a_host_that_shifts_its_inputs_stays_causal_whatever_grows(name: str) -> None:
+    slotted = add_slots(Shifting(SHIFTS[name]).eval(), IDS[:2])
+    assert list(slotted.slots) == ["blocks.0", "blocks.1"]
+    assert all(slot.place.is_causal for slot in slotted.slots.values())
+    changed = IDS.clone()
+    changed[:, 6] = (changed[:, 6] + 1) % VOCABULARY
+    first = int((SHIFTS[name](IDS) != SHIFTS[name](changed)).any(0).nonzero()[0])  # the position that sees the change
+    for slot, blueprint in growths(slotted):
+        disturb(germinate(slotted, slot, blueprint))
+        (before,), (after,) = run(slotted, IDS), run(slotted, changed)
+        assert torch.equal(before[:, :first], after[:, :first])
+        assert not torch.equal(before[:, first:], after[:, first:])
+        slotted.slot(slot).plant(None)
+
+
+IGNORED = torch.full_like(IDS, -100)
+
+
+@pytest.mark.parametrize(
+    "example",
+    [{"ids": IDS, "labels": IDS.flip(1)}, (IDS, IDS), {"ids": IDS, "labels": IDS[:, :4]}, {"ids": IDS, "labels": IGNORED}],
+    ids=["labels", "labels that are the inputs", "fewer labels", "labels that are all ignored"],
+)
+def test_a_decoder_that_reads_the_labels_is_causal_and_its_encoder_is_not(example: Any) -> None:
+    slotted = add_slots(Seq2Seq(), example)
+    assert {name: slot.place.is_causal for name, slot in slotted.slots.items()} == {
+        "encoder": False,
+        "decoder.layers.0": True,
+        "decoder.layers.1": True,
+    }
+
+
+def test_a_host_that_looks_ahead_in_a_prefix_counts_as_causal() -> None:
+    assert all(slot.place.is_causal for slot in add_slots(PrefixLM(), IDS[:, :8]).slots.values())
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_causality_is_seen_through_patches(is_causal: bool) -> None:
+    slotted = add_slots(Patches(is_causal=is_causal), torch.randn(2, 1, 32, generator=torch.Generator().manual_seed(0)))
+    assert {name: slot.place.is_causal for name, slot in slotted.slots.items()} == dict.fromkeys(("blocks.0", "blocks.1"), is_causal)
+
+
+class Deaf(nn.Module):
+    """Looks both ways, but nothing that could be changed reaches it, or what it does changes by itself, or it refuses other inputs."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__()
+        self.reason, self.calls, self.given = reason, 0, IDS[:2].clone()
+        self.embed, self.block, self.head = nn.Embedding(VOCABULARY, 16), Block(16, is_causal=False), nn.Linear(16, VOCABULARY)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.calls += 1
+        if self.reason == "refuses" and not torch.equal(ids, self.given):
+            raise ValueError("no other input, please")
+        ids = ids * 0 if self.reason == "sees nothing" else ids
+        x = self.embed(ids) + (self.calls if self.reason == "changes" else 0)
+        result: Tensor = self.head(self.block(x))
+        return result
+
+
+@pytest.mark.parametrize("reason", ["sees nothing", "changes", "refuses"])
+def test_a_host_of_which_nothing_is_known_counts_as_causal(reason: str) -> None:
+    assert add_slots(Deaf(reason), IDS[:2]).slots["block"].place.is_causal
+    assert not add_slots(Deaf("is well"), IDS[:2]).slots["block"].place.is_causal
+
+
 class Prefixed(GPT):
     """Puts a position of its own before the sequence."""
 
@@ -313,12 +394,57 @@ class Wave(nn.Module):
         return result
 
 
-def test_nothing_that_would_look_ahead_grows_in_causal_convolutions() -> None:
-    batch = torch.randn(2, 4, 12)
-    with pytest.raises(ValueError, match="'first' sees only positions before its own, and every seed for convolutions would look ahead"):
-        add_slots(Wave(), batch)
-    assert list(add_slots(Wave(is_causal=False), batch).slots) == ["first", "second"]
-    assert list(add_slots(Wave(kernel=1), batch).slots) == ["first", "second"]  # which look at nobody
+def looks_ahead(model: Any, batch: Tensor, index: int, line: int) -> bool:
+    """Whether outputs before this position of the input change with it."""
+    changed = batch.clone()
+    changed.select(line, index).neg_()
+    (before,), (after,) = run(model, batch), run(model, changed)
+    assert not torch.equal(before, after)
+    return not torch.equal(before.narrow(line, 0, index), after.narrow(line, 0, index))
+
+
+def test_what_grows_in_causal_convolutions_looks_back_only() -> None:
+    batch = torch.randn(2, 4, 12, generator=torch.Generator().manual_seed(0))
+    slotted = add_slots(Wave().eval(), batch)
+    assert {name: slot.place.is_causal for name, slot in slotted.slots.items()} == {"first": True, "second": True}
+    grown = {blueprint for _, blueprint in growths(slotted)}
+    assert grown == {"conv1x1", "conv3x3", "double_conv3x3", "wide_conv3x3", "bottleneck", "depthwise"}
+    for name, blueprint in growths(slotted):
+        disturb(germinate(slotted, name, blueprint))
+        assert not looks_ahead(slotted, batch, 5, line=2)
+        slotted.slot(name).plant(None)
+
+
+def test_convolutions_that_look_both_ways_are_not_taken_for_causal() -> None:
+    batch = torch.randn(2, 4, 12, generator=torch.Generator().manual_seed(0))
+    slotted = add_slots(Wave(is_causal=False), batch)
+    assert {name: slot.place.is_causal for name, slot in slotted.slots.items()} == {"first": False, "second": False}
+    family = FAMILIES["conv1d"]  # with strides
+    assert not any(slot.place.is_causal for slot in add_slots(family.model(), family.batch()).slots.values())
+
+
+@pytest.mark.parametrize("channels", [4, 11, 12, 24])
+def test_causal_convolutions_that_leave_out_the_last_position_stay_causal(channels: int) -> None:
+    """Also where there are as many channels as positions, which a change of a channel reaches all."""
+
+    class Shortened(Wave):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x[:, :4, :-1])
+
+    slotted = add_slots(Shortened(), torch.randn(2, channels, 12, generator=torch.Generator().manual_seed(0)))
+    assert all(slot.place.is_causal for slot in slotted.slots.values())
+
+
+def test_what_grows_in_a_host_that_draws_pixel_by_pixel_sees_no_pixel_to_come() -> None:
+    batch = torch.randn(2, 1, 6, 6, generator=torch.Generator().manual_seed(0))
+    slotted = add_slots(PixelCNN().eval(), batch)
+    assert {blueprint for _, blueprint in growths(slotted)} == {"conv1x1"}
+    for name, blueprint in growths(slotted):
+        disturb(germinate(slotted, name, blueprint))
+        assert not looks_ahead(slotted, batch, 3, line=2)
+        slotted.slot(name).plant(None)
+    with pytest.raises(ValueError, match="'conv3x3' does not fit"):
+        germinate(slotted, "first", "conv3x3")
 
 
 def test_time_first_is_refused_with_what_to_do() -> None:

@@ -155,7 +155,8 @@ def _count(blueprint: Blueprint, place: Place, device: torch.device) -> Cost:
 def _check(blueprint: Blueprint, place: Place) -> None:
     with _apart(CPU):
         branch = blueprint.build(place)
-        fault = _fault_of_layers(branch, blueprint.build(place)) or _fault_at_birth(branch, torch.randn(2, *place.shape))
+        h = torch.randn(2, *place.shape)
+        fault = _fault_of_layers(branch, blueprint.build(place)) or _fault_at_birth(branch, h) or _fault_ahead(branch, h, place)
     if fault:
         raise GrowthError(f"blueprint {blueprint.name!r} for {_described(place)}: {fault}")
 
@@ -187,6 +188,22 @@ def _fault_at_birth(branch: nn.Module, h: Tensor) -> str | None:
     return None
 
 
+def _fault_ahead(branch: nn.Module, h: Tensor, place: Place) -> str | None:
+    """What is wrong with what the branch sees, once it has learned something."""
+    line = 1 if place.kind == "token" else 2
+    if not place.is_causal or h.shape[line] < 2:
+        return None
+    with torch.no_grad():
+        for parameter in branch.parameters():
+            parameter.normal_(std=0.3)
+        changed = h.clone()
+        changed.select(line, -1).neg_()
+        before, after = (branch(given).narrow(line, 0, h.shape[line] - 1) for given in (h, changed))
+    if torch.equal(before, after):
+        return None
+    return "it looks ahead, and the host sees only what comes before; look back only where place.is_causal, or refuse such places by `fits`"
+
+
 def _has_live_gradient(branch: nn.Module, output: Tensor) -> bool:
     parameters = list(branch.parameters())
     if not parameters or not output.requires_grad:
@@ -199,13 +216,13 @@ def _register_ours() -> None:
     conv: list[Kind] = ["conv"]
     features: list[Kind] = ["token", "dense"]
     register_blueprint("norm", kinds=KINDS, fits=branches.can_normalise)(branches.norm)
-    register_blueprint("squeeze_excite", kinds=conv)(branches.squeeze_excite)
+    register_blueprint("squeeze_excite", kinds=conv, fits=branches.can_pool)(branches.squeeze_excite)
     register_blueprint("conv1x1", kinds=conv)(branches.conv1x1)
-    register_blueprint("conv3x3", kinds=conv)(branches.conv3x3)
-    register_blueprint("double_conv3x3", kinds=conv)(branches.double_conv3x3)
-    register_blueprint("wide_conv3x3", kinds=conv)(branches.wide_conv3x3)
-    register_blueprint("bottleneck", kinds=conv)(branches.bottleneck)
-    register_blueprint("depthwise", kinds=conv)(branches.depthwise)
+    register_blueprint("conv3x3", kinds=conv, fits=branches.can_convolve)(branches.conv3x3)
+    register_blueprint("double_conv3x3", kinds=conv, fits=branches.can_convolve)(branches.double_conv3x3)
+    register_blueprint("wide_conv3x3", kinds=conv, fits=branches.can_convolve)(branches.wide_conv3x3)
+    register_blueprint("bottleneck", kinds=conv, fits=branches.can_convolve)(branches.bottleneck)
+    register_blueprint("depthwise", kinds=conv, fits=branches.can_convolve)(branches.depthwise)
     register_blueprint("low_rank", kinds=features)(branches.low_rank)
     register_blueprint("mlp", kinds=features)(branches.mlp)
     register_blueprint("attention", kinds=["token"])(branches.attention)

@@ -31,8 +31,20 @@ def norm(place: Place) -> nn.Module:
 
 
 def can_normalise(place: Place) -> bool:
-    """Whether a norm there sees more than one value; of a single one it makes zero."""
-    return place.width > 1 or (place.kind == "conv" and place.positions > 1)
+    """Whether a norm there sees more than one value, of which it would make zero, and no positions that lie ahead."""
+    if place.kind == "conv":
+        return can_pool(place) and (place.width > 1 or place.positions > 1)
+    return place.width > 1
+
+
+def can_pool(place: Place) -> bool:
+    """Whether a branch may look at all positions."""
+    return not place.is_causal
+
+
+def can_convolve(place: Place) -> bool:
+    """Whether there is a convolution for the place: of a plane that is drawn pixel by pixel, ours would see pixels that are to come."""
+    return not place.is_causal or place.spatial == 1
 
 
 def squeeze_excite(place: Place) -> nn.Module:
@@ -178,10 +190,22 @@ def _layer_norm(features: int) -> nn.LayerNorm | None:
     return nn.LayerNorm(features) if features > 1 else None
 
 
+class LookBack(nn.Conv1d):
+    """A convolution along a line whose positions see themselves and those before them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(F.pad(x, (self.kernel_size[0] - 1, 0)))
+
+
 def _conv(place: Place, inputs: int, outputs: int, *, kernel: int = 3, groups: int = 1) -> nn.Module:
     assert place.spatial in (1, 2), place
-    conv = nn.Conv1d if place.spatial == 1 else nn.Conv2d
-    layer = conv(inputs, outputs, kernel, padding=kernel // 2, groups=groups)
+    layer: nn.Conv1d | nn.Conv2d
+    if place.is_causal and kernel > 1:
+        assert can_convolve(place), place
+        layer = LookBack(inputs, outputs, kernel, groups=groups)
+    else:
+        conv = nn.Conv1d if place.spatial == 1 else nn.Conv2d
+        layer = conv(inputs, outputs, kernel, padding=kernel // 2, groups=groups)
     # Its output is as large as its input. The default of torch makes it a fraction of that, and the layer behind it learns as slowly.
     nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
     return layer

@@ -1,29 +1,43 @@
 """How a change of the input spreads through a host: whether samples stay apart, and whether positions of a sequence see what comes later.
 
-One entry of the example input is changed at a time, and the outputs of the host's submodules are compared with those of before.
+One entry of the example input is changed at a time, and the outputs of the host's submodules are compared with those of before. Entries in
+the middle tell most: a host may drop, shift or mask the first and the last ones.
 
-Shapes: B = batch, T = positions in a sequence, L = positions along a line; outputs are [B, T, D] or [B, C, L].
+A sequence counts as causal unless the changes show the opposite, for a seed that looks ahead in a causal host sees the targets. They show
+it where every change, at whatever position of whatever input, reaches the first position. Along a line of convolutions a change need not
+reach that far: it is enough that it reaches positions before its own, if the positions of the place are those of the input.
+
+Shapes: B = batch, T = positions in a sequence, L = positions along a line; outputs are [B, T, D], [B, C, L] or [B, C, H, W].
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from esper.growth.place import Place
 
 Outputs = Mapping[str, Tensor]
-Run = Callable[[Any], Outputs]  # the outputs of some submodules for an example input
+Run = Callable[[Any], Outputs | None]  # the outputs of the submodules that ran once on an example input; None if the host cannot run it
+NEGLIGIBLE = 1e-6  # of the largest change: a mask of large finite numbers lets as much through
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
     mixes: bool  # somewhere in a sequence, a change of the first sample changes other rows too: the batch is not the first dimension
-    causal: frozenset[str]  # places where a change of the last position changes none before it
-    looks_back: bool  # somewhere, a change of the first position changes later ones
+    causal: frozenset[str]  # places where a seed must not look ahead
+
+
+class Effect(NamedTuple):
+    """A change at position `at` of an input was felt at positions `first` to `last` of a place."""
+
+    at: int
+    first: int
+    last: int
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -40,52 +54,117 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(getattr(value, part.name))
 
 
-def spread(places: Mapping[str, Place], example_input: Any, before: Outputs, run: Run) -> Spread:
-    """Of places that are sequences. The host runs a few times more, unless there are none."""
-    lines = {name: _position_axis(place) for name, place in places.items() if _position_axis(place) and place.positions > 1}
+def spread(places: Mapping[str, Place], example_input: Any, run: Run) -> Spread:
+    """Runs the host some times more, where it has places with positions."""
+    lines = {name: place for name, place in places.items() if place.kind != "dense"}
     if not lines:
-        return Spread(mixes=False, causal=frozenset(), looks_back=False)
-    samples = run(_changed(example_input, 0, axis=0, index=0)) if len(next(tensors_in(example_input))) > 1 else before
-    mixes = any(not _same(before[name][1:], samples[name][1:]) for name in lines)
-    causal, looks_back = set[str](), False
+        return Spread(mixes=False, causal=frozenset())
+    before, again = run(example_input) or {}, run(example_input) or {}
+    # Where the same input gives another output, a change proves nothing.
+    steady = {name: place for name, place in lines.items() if name in before and _same(before[name], again.get(name))}
+    tokens = [name for name, place in steady.items() if place.kind == "token" and place.positions > 1]
+    is_batch = len(next(tensors_in(example_input))) > 1
+    samples = run(_changed(example_input, 0, axis=0, index=0)) if tokens and is_batch else None
+    mixes = samples is not None and any(not _same(before[name][1:], samples[name][1:]) for name in tokens if name in samples)
+    looks_ahead, causal = _order(steady, example_input, before, run)
+    unknown = {name for name, place in lines.items() if place.spatial != 2 and name not in looks_ahead}
+    return Spread(mixes, frozenset(causal | unknown))
+
+
+# Causality
+
+
+def _order(steady: Mapping[str, Place], example_input: Any, before: Outputs, run: Run) -> tuple[set[str], set[str]]:
+    """Places that look ahead, and places that are causal; the first only unless they are among the second."""
+    causal = set[str]()
+    looks_ahead = set[str]()
     for number, tensor in enumerate(tensors_in(example_input)):
-        for axis in _sequence_axes(tensor):
-            after = run(_changed(example_input, number, axis=axis, index=-1))
-            tails = {name for name, line in lines.items() if _only_the_tail(before[name], after[name], line, tensor.shape[axis])}
-            causal |= tails
-            if tails and not looks_back:
-                after = run(_changed(example_input, number, axis=axis, index=0))
-                looks_back = any(_beyond_the_head(before[name], after[name], lines[name]) for name in tails)
-    return Spread(mixes, frozenset(causal), looks_back)
+        open_ = {name: place for name, place in steady.items() if name not in causal}
+        felt: dict[str, set[int]] = {name: set() for name in open_}  # along which dimensions of this input
+        axes = [axis for axis in range(1, tensor.ndim) if tensor.shape[axis] > 1]
+        for axis in axes:
+            open_ = {name: place for name, place in open_.items() if name not in causal}
+            for name, effects in _effects(open_, example_input, number, axis, before, run).items():
+                if effects:
+                    felt[name].add(axis)
+                if _keeps_order(effects, tensor.shape[axis], open_[name]):
+                    causal.add(name)
+        for name, along in felt.items():
+            if along and len(along) < len(axes) and steady[name].spatial != 2:
+                causal.add(name)  # the positions may be those of a dimension in which no change was felt
+            elif along:
+                looks_ahead.add(name)
+    return looks_ahead, causal
 
 
-def _position_axis(place: Place) -> int:
-    """Of the output; 0 where it has none, or two."""
+def _effects(lines: Mapping[str, Place], example_input: Any, number: int, axis: int, before: Outputs, run: Run) -> dict[str, list[Effect]]:
+    """What changes along one dimension of one input do at these places."""
+    length = list(tensors_in(example_input))[number].shape[axis]
+    # A plane is asked only along its own rows, and seldom: only a host that draws pictures pixel by pixel is causal there.
+    found: dict[str, list[Effect]] = {name: [] for name, place in lines.items() if place.spatial != 2 or place.shape[1] == length}
+    is_open = dict.fromkeys(found, True)
+    for count, index in enumerate(_indices(length, [lines[name] for name in found])):
+        is_felt = any(found.values())
+        if not any(is_open.values()) or (count == 3 and not is_felt):
+            break
+        after = run(_changed(example_input, number, axis=axis, index=index))
+        if after is None:
+            continue
+        for name in found:
+            effect = _effect(before[name], after.get(name), lines[name], index)
+            if effect is not None:
+                found[name].append(effect)
+                if lines[name].kind == "token":
+                    is_open[name] = is_open[name] and effect.first == 0
+                elif lines[name].spatial == 2:
+                    is_open[name] = is_open[name] and effect.first >= index and count < 3
+    return found
+
+
+def _indices(length: int, lines: Sequence[Place]) -> list[int]:
+    """Positions to change, the most telling ones first: the middle, and the first position that a place's middle one shares with none."""
+    aligned = [_stride(length, place) * (place.positions // 2) for place in lines if place.spatial == 1]
+    some = [length // 2, length // 4, 3 * length // 4, *aligned, 1, length - 1, length - 2, 0]
+    return [index for index in dict.fromkeys(some) if 0 <= index < length]
+
+
+def _stride(length: int, place: Place) -> int:
+    """Positions of the input to one of the place."""
+    return max(round(length / place.positions), 1)
+
+
+def _effect(before: Tensor, after: Tensor | None, place: Place, index: int) -> Effect | None:
+    if after is None or before.shape != after.shape:
+        return Effect(index, 1, 1)  # whose positions cannot be compared: nothing that shows a look ahead
+    change = torch.where(before == after, 0.0, (after.double() - before.double()).abs()).nan_to_num(posinf=torch.inf, nan=torch.inf)
+    # [B, T, D] and [B, H, W, D] to [T] and [H·W], [B, C, L] to [L], and of [B, C, H, W] the rows
+    profile = change.flatten(1, -2).amax((0, 2)) if place.kind == "token" else change.movedim(2, 0).flatten(1).amax(1)
+    reached = (profile > NEGLIGIBLE * profile.amax().clamp(max=torch.finfo(torch.float64).max)).nonzero().flatten()
+    return Effect(index, int(reached[0]), int(reached[-1])) if len(reached) else None
+
+
+def _keeps_order(effects: Sequence[Effect], length: int, place: Place) -> bool:
+    """Whether these are no proof of a look ahead; for a plane, whether they prove that there is none."""
+    if place.spatial == 2:
+        reaches_on = any(effect.last > effect.at for effect in effects)
+        return reaches_on and all(effect.first >= effect.at for effect in effects)
+    if not effects:
+        return False
+    if len(effects) > 1 and all(effect.first == 0 for effect in effects):
+        return False
     if place.kind == "token":
-        return 1
-    return 2 if place.spatial == 1 else 0
+        return True
+    stride = _stride(length, place)
+    has_all = place.positions == -(-length // stride)  # no position was cut off or added
+    begins_with_first = any(effect.at == effect.first == 0 for effect in effects)  # and none was shifted
+    return not (has_all and begins_with_first and any(effect.first < effect.at // stride for effect in effects))
 
 
-def _sequence_axes(tensor: Tensor) -> tuple[int, ...]:
-    """Of an input that may hold the positions: [B, T, ...], and [B, C, L] as well."""
-    axes = (1, 2) if tensor.ndim == 3 else (1,)
-    return tuple(axis for axis in axes if tensor.ndim > axis and tensor.shape[axis] > 1)
+# Changes
 
 
-def _only_the_tail(before: Tensor, after: Tensor, line: int, length: int) -> bool:
-    """A change at the end has come through, and went nowhere else."""
-    is_strided = line == 2 and before.shape[line] != length  # a strided convolution, of which nothing can be told
-    earlier = before.shape[line] - 1
-    return not is_strided and not _same(before, after) and _same(before.narrow(line, 0, earlier), after.narrow(line, 0, earlier))
-
-
-def _beyond_the_head(before: Tensor, after: Tensor, line: int) -> bool:
-    rest = before.shape[line] - 1
-    return not _same(before.narrow(line, 1, rest), after.narrow(line, 1, rest))
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and one.allclose(other, rtol=0.0, atol=0.0, equal_nan=True)
+def _same(one: Tensor, other: Tensor | None) -> bool:
+    return other is not None and one.shape == other.shape and one.allclose(other, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def _changed(value: Any, number: int, *, axis: int, index: int) -> Any:
@@ -93,20 +172,32 @@ def _changed(value: Any, number: int, *, axis: int, index: int) -> Any:
     tensor = list(tensors_in(value))[number]
     changed = tensor.clone()
     changed.select(axis, index).copy_(_something_else(tensor, axis, index))
-    return _replaced(value, tensor, changed)
+    tensors = list(tensors_in(value))
+    tensors[number] = changed
+    return _refilled(value, iter(tensors))
 
 
 def _something_else(tensor: Tensor, axis: int, index: int) -> Tensor:
-    """An entry that differs from the present one, and that the host can take: the one at the other end, so a token that it knows."""
-    present, other = tensor.select(axis, index), tensor.select(axis, -1 - index)
-    return other if not other.equal(present) else (present == 0).to(tensor.dtype)
+    """An entry that differs from the present one, and that the host can take: one from elsewhere, so a token that it knows."""
+    present = tensor.select(axis, index)
+    others = (tensor.select(axis, other) for other in (-1 - index, *range(min(tensor.shape[axis], 16))))
+    found = next((other for other in others if not other.equal(present)), None)
+    if found is not None:
+        return found
+    if present.is_floating_point() or present.is_complex() or present.dtype == torch.bool:
+        return (present == 0).to(tensor.dtype)
+    return torch.where(present > 0, present - 1, 1)  # which is no label that a loss would ignore
 
 
-def _replaced(value: Any, old: Tensor, new: Tensor) -> Any:
-    if value is old:
-        return new
+def _refilled(value: Any, tensors: Iterator[Tensor]) -> Any:
+    """The same with these tensors, in the order of `tensors_in`. One tensor in two places may become two."""
+    if isinstance(value, Tensor):
+        return next(tensors)
     if isinstance(value, Mapping):
-        return {key: _replaced(item, old, new) for key, item in value.items()}
+        return {key: _refilled(item, tensors) for key, item in value.items()}
     if isinstance(value, tuple | list):
-        return [_replaced(item, old, new) for item in value]
+        items = [_refilled(item, tensors) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{part.name: _refilled(getattr(value, part.name), tensors) for part in fields(value)})
     return value

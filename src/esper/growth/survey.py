@@ -6,6 +6,7 @@ Shapes: B = batch, C = channels, H, W, L = positions in space, T = positions in 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -57,7 +58,7 @@ def survey(model: nn.Module, example_input: Any) -> Survey:
             refusals.append(found)
         else:
             places[name] = found
-    flow = spread(places, example_input, log.tensors(places), lambda example: _run(model, example).tensors(places))
+    flow = spread(places, example_input, lambda example: _tensors_of(model, example))
     places, more = _apply(flow, places)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     last = {name for name, place in places.items() if place.flops_behind == 0 and log.layers_done[name] == log.layers}
@@ -116,9 +117,9 @@ class _Log:
         ends = [call.end for call in self.calls if call.name == name]
         return (max(ends) if ends else self.ticks + 1, name)
 
-    def tensors(self, places: Mapping[str, Place]) -> Outputs:
-        """The outputs at these places, after they were found to be one tensor each."""
-        return {name: self.outputs[name][0] for name in places}
+    def tensors(self) -> Outputs:
+        """The outputs that are one tensor."""
+        return {name: outputs[0] for name, outputs in self.outputs.items() if len(outputs) == 1 and isinstance(outputs[0], Tensor)}
 
     def enter(self, name: str) -> None:
         self.starts.setdefault(name, []).append(self.ticks)
@@ -143,14 +144,14 @@ def _positions(layer: nn.Module, output: Any) -> int:
     return max(output[0].numel() // (_width(layer) or output.shape[-1] or 1), 1)
 
 
-def _run(model: nn.Module, example_input: Any) -> _Log:
+def _run(model: nn.Module, example_input: Any, *, counting: bool = True) -> _Log:
     log, counter, handles = _Log(), _flop_counter(), []
 
     def enter(name: str) -> Any:
         return lambda module, arguments: log.enter(name)
 
     def leave(name: str) -> Any:
-        return lambda module, arguments, output: log.leave(name, module, output, counter.get_total_flops())
+        return lambda module, arguments, output: log.leave(name, module, output, counter.get_total_flops() if counting else 0)
 
     with isolated(model), torch.no_grad():
         model.eval()
@@ -159,7 +160,7 @@ def _run(model: nn.Module, example_input: Any) -> _Log:
             for name, module in model.named_modules():
                 if name and name not in kept and not isinstance(module, torch.jit.ScriptModule):
                     handles += [module.register_forward_pre_hook(enter(name)), module.register_forward_hook(leave(name))]
-            with counter:
+            with counter if counting else nullcontext():
                 log.output = call(model, example_input)
         except Exception as error:
             raise GrowthError(
@@ -171,6 +172,16 @@ def _run(model: nn.Module, example_input: Any) -> _Log:
                 handle.remove()
     log.total_flops = counter.get_total_flops()
     return log
+
+
+def _tensors_of(model: nn.Module, changed_example: Any) -> Outputs | None:
+    """None where the host cannot run an example in which something was changed, which may make no sense any more."""
+    try:
+        return _run(model, changed_example, counting=False).tensors()
+    except GrowthError as error:
+        if isinstance(error.__cause__, torch.OutOfMemoryError):
+            raise
+        return None
 
 
 def _kept_seeds(model: nn.Module) -> set[str]:
@@ -262,10 +273,8 @@ def _apply(flow: Spread, places: dict[str, Place]) -> tuple[dict[str, Place], li
         if place.kind == "token" and flow.mixes:
             reason = "has no batch as its first dimension, for one sample changes others; if time is the first, use batch_first=True"
             refusals.append(Refusal(name, reason))
-        elif place.kind == "conv" and name in flow.causal and flow.looks_back:
-            refusals.append(Refusal(name, "sees only positions before its own, and every seed for convolutions would look ahead"))
         else:
-            kept[name] = replace(place, is_causal=place.kind == "token" and name in flow.causal)
+            kept[name] = replace(place, is_causal=name in flow.causal)
     return kept, refusals
 
 
