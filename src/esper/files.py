@@ -204,6 +204,15 @@ def _check_depth(value: Any) -> None:
         level = [item for node in level for item in (node.values() if isinstance(node, dict) else node)]
 
 
+def printable(path: Path | str) -> str:
+    """Return a text in which bytes of a file name that are not UTF-8 are written out; neither a terminal nor JSON could take them.
+
+    >>> printable(os.fsdecode(b"run-\\xff"))
+    'run-\\\\udcff'
+    """
+    return str(path).encode("utf-8", "backslashreplace").decode()
+
+
 def digest_of(values: Any) -> str:
     """Return the sha256 of JSON or TOML values. The layout of the text that they were read from does not matter.
 

@@ -160,8 +160,8 @@ def read_replay(path: Path | str) -> ReplayFile:
     """The replay in memory, on the CPU. What is returned has everything that `LAYOUT` names, in its shape."""
     path = Path(path)
     if not path.is_file():
-        what = "is a folder" if path.is_dir() else "does not exist"
-        raise ReplayError(f"{path} {what}; give the file of a replay, as esper arena writes it")
+        target = f"is a link to {os.readlink(path)}, which does not exist" if path.is_symlink() else "does not exist"
+        raise ReplayError(f"{path} {'is a folder' if path.is_dir() else target}; give the file of a replay, as esper arena writes it")
     try:
         tensors, metadata = read_tensors(path)
     except FileError as error:
@@ -176,9 +176,17 @@ def read_replay(path: Path | str) -> ReplayFile:
 
 
 def find_replays(folder: Path | str) -> list[Path]:
-    """The replays of a run, newest first."""
+    """Return the replays of a run, newest first; files that cannot be read, and links that lead nowhere, are among them."""
     found = [path for path in (Path(folder) / "replays").glob(f"*{SUFFIX}") if not path.name.startswith(".")]
-    return sorted(found, key=lambda path: (path.stat().st_mtime_ns, path.name), reverse=True)
+    return sorted(found, key=lambda path: (_time_of(path), path.name), reverse=True)
+
+
+def _time_of(path: Path) -> int:
+    """Return when a file was changed, 0 where there is none any more."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def _read_info(path: Path, metadata: Mapping[str, str]) -> ReplayInfo:

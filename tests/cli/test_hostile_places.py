@@ -63,11 +63,14 @@ def read_until(stream: IO[str], text: str) -> str:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_second_signal_ends_with_the_code_of_its_own(number: signal.Signals, code: int) -> None:
-    with pytest.raises(CommandError, match="stopped at once; nothing was trained yet") as caught, failures(Path("run"), "ppo train"):
-        with StopSignals():
+    def train() -> None:
+        with failures(Path("run"), "ppo train"), StopSignals():
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), number)
             time.sleep(1)
+
+    with pytest.raises(CommandError, match="stopped at once; nothing was trained yet") as caught:
+        train()
     assert caught.value.exit_code == code
 
 

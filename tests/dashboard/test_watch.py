@@ -1,19 +1,27 @@
-"""What is wrong with what shall be played is said before a page is served."""
+"""`esper arena watch` without a browser: what is said before a page is served, and which requests the server answers."""
 
 from __future__ import annotations
 
+import base64
+import http.client
 import importlib.util
 import json
+import os
 import re
+import signal
 import socket
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import quote
 
 import msgspec
 import pytest
 from safetensors.torch import save_file
 
 from esper.dashboard.watch import list_replays, serve
-from esper.replay_file import DRAWN, ReplayError, write_replay
+from esper.replay_file import DRAWN, ReplayError, read_replay, write_replay
 from tests.replays import WON, staged_battle
 
 
@@ -74,3 +82,116 @@ def test_a_port_that_is_taken_is_refused_with_what_to_do(replay: Path) -> None:
         port = taken.getsockname()[1]
         with pytest.raises(OSError, match=rf"port {port} of 127\.0\.0\.1 cannot be used .*; choose another, or 0"):
             serve(replay, port=port, show=False)
+
+
+# Replays that are not there
+
+
+def test_a_link_that_leads_nowhere_does_not_hide_the_other_replays(replay: Path) -> None:
+    lost = replay.with_name("lost.safetensors")
+    lost.symlink_to("nowhere.safetensors")
+    assert set(list_replays(replay.parent.parent)) == {lost, replay}
+    with pytest.raises(ReplayError, match=r"lost\.safetensors is a link to nowhere\.safetensors, which does not exist"):
+        read_replay(lost)
+
+
+def test_a_run_whose_replays_are_all_broken_is_refused_with_the_reason(replay: Path) -> None:
+    replay.unlink()
+    replay.symlink_to("nowhere.safetensors")
+    with pytest.raises(ReplayError, match=r"one\.safetensors is a link to nowhere\.safetensors, which does not exist"):
+        serve(replay.parent.parent, show=False)
+
+
+# Requests
+
+
+SERVE = """
+import sys
+from esper.dashboard.watch import serve
+
+serve(sys.argv[1], show=False, announce=lambda address: print(address, flush=True))
+"""
+SOCKET = "/_nicegui_ws/socket.io/?EIO=4&transport="
+
+
+@pytest.fixture(scope="module")
+def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """Of a server that plays the replays of a run: the newest is a link that leads nowhere, and one has a name that is not UTF-8."""
+    pytest.importorskip("nicegui")
+    run = tmp_path_factory.mktemp("run")
+    path = write_replay(run / "replays" / "one.safetensors", *staged_battle(teams=2, size=16, frames=12))
+    os.rename(path, os.fsencode(run / "replays") + b"/odd-\xff.safetensors")
+    write_replay(path, *staged_battle(teams=2, size=16, frames=12))
+    (run / "replays" / "lost.safetensors").symlink_to("nowhere.safetensors")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    with subprocess.Popen([sys.executable, "-c", SERVE, str(run)], stdout=subprocess.PIPE, text=True, env=environment) as server:
+        assert server.stdout is not None
+        try:
+            yield int(server.stdout.readline().strip().rstrip("/").rpartition(":")[2])
+        finally:
+            server.send_signal(signal.SIGINT)
+            assert server.wait(timeout=60) == 0
+
+
+def ask(port: int, path: str, **headers: str) -> tuple[int, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.putrequest("GET", path, skip_host="Host" in headers)
+    for name, value in headers.items():
+        connection.putheader(name.replace("_", "-"), value)
+    connection.endheaders()
+    answer = connection.getresponse()
+    text = "" if answer.status == 101 else answer.read().decode(errors="replace")
+    connection.close()
+    return answer.status, text
+
+
+def handshake(port: int, **headers: str) -> int:
+    key = base64.b64encode(os.urandom(16)).decode()
+    upgrade = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec_WebSocket_Version": "13", "Sec_WebSocket_Key": key}
+    return ask(port, f"{SOCKET}websocket", **upgrade, **headers)[0]
+
+
+FOREIGN = ["http://evil.example", "https://127.0.0.1.evil.example", "null", "http://127.0.0.1:1", "http://127.0.0.1", "file://", "x", ""]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("origin", FOREIGN)
+def test_the_page_of_another_site_gets_neither_a_websocket_nor_anything_else(port: int, origin: str) -> None:
+    assert handshake(port, Origin=origin) == 403
+    assert ask(port, f"{SOCKET}polling", Origin=origin)[0] == 403
+    assert ask(port, "/replays/one.safetensors", Origin=origin)[0] == 403
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_the_page_itself_gets_a_websocket_and_its_files(port: int, host: str) -> None:
+    own = {"Host": f"{host}:{port}", "Origin": f"http://{host}:{port}"}
+    assert handshake(port, **own) == 101
+    assert ask(port, f"{SOCKET}polling", **own)[0] == 200
+    assert ask(port, "/replays/one.safetensors", **own)[0] == 200
+    assert ask(port, "/")[0] == 200, "a browser sends no origin with the address that was typed into it"
+    assert handshake(port) == 101, "a program that is no browser sends none at all"
+
+
+@pytest.mark.slow
+def test_a_name_of_another_site_that_leads_here_is_refused(port: int) -> None:
+    rebound = {"Host": f"evil.example:{port}", "Origin": f"http://evil.example:{port}"}
+    assert handshake(port, **rebound) in (400, 403)
+    assert ask(port, "/", **rebound)[0] in (400, 403)
+    assert ask(port, "/", Host=f"evil.example:{port}")[0] == 400
+
+
+@pytest.mark.slow
+def test_the_page_of_a_run_with_a_link_that_leads_nowhere_lists_the_others_and_names_it(port: int) -> None:
+    status, page = ask(port, "/")
+    assert status == 200
+    assert "/replays/one.safetensors" in page
+    status, text = ask(port, "/replays/lost.safetensors")
+    assert (status, "which does not exist" in text) == (404, True)
+    assert ask(port, "/replays/never.safetensors")[0] == 404
+
+
+@pytest.mark.slow
+def test_a_replay_whose_name_is_not_utf8_is_played(port: int) -> None:
+    assert "odd-" in ask(port, "/")[1]
+    assert ask(port, f"/replays/{quote('odd-' + chr(92) + 'udcff.safetensors')}")[0] == 200

@@ -21,8 +21,7 @@ def serve(path: Path | str, *, port: int = 0, show: bool = True, announce: Calla
     Port 0 takes any that is free; `show` opens the page in the browser.
     """
     path = Path(path)
-    first = list_replays(path)[0]
-    read_replay(first)  # what is wrong with it is said here, not in the browser
+    _check_any_can_be_played(list_replays(path))  # else the reason is given here, not in the browser
     if importlib.util.find_spec("nicegui") is None:
         raise ImportError("the page that plays replays needs NiceGUI; install it with: pip install 'esper[dashboard]'")
     import uvicorn
@@ -38,6 +37,18 @@ def serve(path: Path | str, *, port: int = 0, show: bool = True, announce: Calla
         threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
     with listening, contextlib.suppress(KeyboardInterrupt):
         server.run(sockets=[listening])
+
+
+def _check_any_can_be_played(replays: list[Path]) -> None:
+    """Raise what is wrong with the first replay where it is wrong with all of them."""
+    problems: list[ReplayError] = []
+    for replay in replays:
+        try:
+            read_replay(replay)
+            return
+        except ReplayError as error:
+            problems.append(error)
+    raise problems[0]
 
 
 def list_replays(path: Path) -> list[Path]:
