@@ -26,8 +26,9 @@ from torch.optim.lr_scheduler import (
 )
 from torch.utils.data import DataLoader, TensorDataset
 
-from esper.events import read
-from esper.growth import Grower, GrowthError, Planned, grow
+import esper
+from esper.events import EventLog, read
+from esper.growth import Diverged, Grower, GrowthError, Planned, grow
 from esper.growth.config import GovernorConfig, Rent
 from esper.growth.decisions import Fossilize, Germinate
 from esper.growth.heuristic import judge
@@ -35,7 +36,7 @@ from esper.growth.html_report import write_report
 from esper.growth.state import Contribution
 from esper.growth.story import read_story
 from esper.growth.training import default_optimizer
-from esper.run_folder import EVENTS
+from esper.run_folder import EVENTS, RunError
 from esper.statistics import Interval
 from tests.commands import Terminal
 from tests.growth.small import QUICK, QUICK_SHADOW, SLOTS, Batch, Data, Script, assert_same, config, make_data, make_host
@@ -635,3 +636,94 @@ def test_a_terminal_that_is_gone_does_not_stop_the_training(monkeypatch: pytest.
     monkeypatch.setattr(sys, "stderr", None)  # as under pythonw
     assert shown_run(progress=True).epochs == 3
     assert shown_run().epochs == 3
+
+
+# What a run leaves in its folder
+
+
+def kept_run(folder: Path, loader=None, *, epochs: int = 6, **options):
+    data = make_data(6)
+    settings = {"controller": plan(), "config": config(**NAMED), "run": folder, **options}
+    return grow(make_host(), data if loader is None else loader, data, cross_entropy, epochs=epochs, **settings)
+
+
+def loaded(folder: Path) -> dict[str, Tensor]:
+    return dict(esper.load(folder, model=make_host(seed=9)).state_dict())
+
+
+def test_a_run_leaves_the_model_and_the_report_and_its_folder_can_be_loaded(tmp_path: Path) -> None:
+    grown = kept_run(tmp_path / "run")
+    assert [entry.outcome for entry in grown.ledger.entries] == ["kept"]
+    assert_same(loaded(tmp_path / "run"), dict(grown.model.state_dict()))
+    assert_same(loaded(str(tmp_path / "run")), loaded(tmp_path / "run" / "model.safetensors"))
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "kept 1 of 1 seed" in page
+    assert page == write_report(tmp_path / "run").read_text(), "it was written when everything had happened"
+
+
+def test_a_stopped_run_leaves_what_it_gives_back_until_it_has_gone_on_to_its_end(tmp_path: Path) -> None:
+    stopped = kept_run(tmp_path / "run", Interrupted(make_data(6), epoch=2, batch=4))
+    assert stopped.status == "stopped"
+    assert_same(loaded(tmp_path / "run"), dict(stopped.model.state_dict()))
+    assert "stopped after epoch 1" in (tmp_path / "run" / "report.html").read_text()
+    finished = kept_run(tmp_path / "run", resume=True)
+    assert_same(loaded(tmp_path / "run"), dict(finished.model.state_dict()))
+    assert finished.model.state_dict().keys() > stopped.model.state_dict().keys()
+
+
+def test_a_run_that_diverged_leaves_the_model_that_it_went_back_to(tmp_path: Path) -> None:
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy(outputs, targets) * (math.nan if torch.is_grad_enabled() else 1.0)
+
+    with pytest.raises(Diverged) as caught:
+        grow(make_host(), make_data(12), make_data(2), loss, epochs=2, controller="never", config=config(**NAMED), run=tmp_path / "run")
+    assert caught.value.model is not None
+    assert_same(loaded(tmp_path / "run"), dict(caught.value.model.state_dict()))
+    assert "went back" in (tmp_path / "run" / "report.html").read_text()
+
+
+class Failing(Interrupted):
+    def __iter__(self) -> Iterator[Batch]:
+        try:
+            yield from super().__iter__()
+        except KeyboardInterrupt:
+            raise OSError("the disk is gone") from None
+
+
+def test_the_folder_of_a_run_that_failed_says_how_to_get_the_model(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="the disk is gone"):
+        kept_run(tmp_path / "run", Failing(make_data(6), epoch=3, batch=4))
+    with pytest.raises(GrowthError, match=r"the run in .*run has no model yet, .* esper.grow\(..., run='.*run', resume=True\)"):
+        loaded(tmp_path / "run")
+    finished = kept_run(tmp_path / "run", resume=True)
+    assert_same(loaded(tmp_path / "run"), dict(finished.model.state_dict()))
+
+
+def test_a_folder_that_holds_no_run_of_growth_says_so(tmp_path: Path) -> None:
+    with pytest.raises(GrowthError, match=r"holds no model: there is no model.safetensors in it"):
+        loaded(tmp_path)
+    EventLog(tmp_path / EVENTS, run="cue").close()
+    with pytest.raises(GrowthError, match=r"holds no model: it is a run, but none of growth"):
+        loaded(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "report.html"])
+def test_a_file_of_the_user_is_not_overwritten_by_a_new_run(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(RunError, match=f"holds a {name}, which the run would replace; choose another folder"):
+        kept_run(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert (tmp_path / name).read_text() == "mine"
+
+
+def test_a_model_that_cannot_be_written_is_given_back_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(model: nn.Module, path: Path) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr("esper.growth.training.save", full)
+    with pytest.warns(RuntimeWarning, match=r"No space left .*; keep the model by grown.save\(path\)"):
+        grown = kept_run(tmp_path / "run")
+    assert grown.status == "finished"
+    monkeypatch.undo()
+    assert_same(dict(kept_run(tmp_path / "run", resume=True).model.state_dict()), dict(grown.model.state_dict()))
+    assert_same(loaded(tmp_path / "run"), dict(grown.model.state_dict()))

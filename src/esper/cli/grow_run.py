@@ -32,12 +32,12 @@ from esper.events import Sink
 from esper.growth.baked import load as load_grown
 from esper.growth.events import FinalTest, TwinCompared
 from esper.growth.html_report import TWIN, write_report
+from esper.growth.result import MODEL
 from esper.growth.run import open_run
 from esper.growth.story import Story, read_story
 from esper.run_folder import CONFIG, EVENTS, RunError, default_folder
 from esper.statistics import student_interval
 
-MODEL = "model.safetensors"  # written last, so a run that has it is complete
 MAY_CHANGE = {"epochs", "device", "threads", "twin"}  # when a run goes on
 
 MakeSink = Callable[[str], Sink]  # from the title of what is trained

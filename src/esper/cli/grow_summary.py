@@ -13,9 +13,10 @@ from rich.text import Text
 from esper.cli.failures import how_to_resume
 from esper.cli.grow_config import GrowTaskConfig
 from esper.cli.grow_progress import WIDE
-from esper.cli.grow_run import MODEL, Result
+from esper.cli.grow_run import Result
 from esper.growth import summary
 from esper.growth.ledger import LEDGER_HEADING, Row, ledger_rows
+from esper.growth.result import MODEL
 from esper.growth.story import Story
 
 

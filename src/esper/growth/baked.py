@@ -41,8 +41,8 @@ def save(model: nn.Module | Slotted | AveragedModel | Grower, path: Path | str) 
 def load(source: Path | str | Mapping[str, Tensor], *, model: nn.Module) -> nn.Module:
     """Grow a fresh instance of the host to the structure of a saved model and load its weights, in place. Return the model.
 
-    `source` is a safetensors file (`esper.save`, `Grown.save`, or `save_pretrained` of Hugging Face, whose folder may be given too), or a
-    state dict: `esper.load(torch.load("model.pt", weights_only=True), model=Net())`.
+    `source` is a safetensors file (`esper.save`, `Grown.save`, or `save_pretrained` of Hugging Face, whose folder may be given too), the
+    folder of a run, or a state dict: `esper.load(torch.load("model.pt", weights_only=True), model=Net())`.
     """
     state = plain_names(source if isinstance(source, Mapping) else _read(Path(source)))
     host = unwrap(model)
@@ -76,7 +76,7 @@ def _read(path: Path) -> dict[str, Tensor]:
     """Read a safetensors file, or all of those in the folder of a Hugging Face model."""
     files = sorted(path.glob("model*.safetensors")) if path.is_dir() else [path]
     if not files:
-        raise GrowthError(f"the folder {path} holds no model: there is no model.safetensors in it")
+        raise GrowthError(_why_no_model(path))
     try:
         return {name: tensor for file in files for name, tensor in read_tensors(file)[0].items()}
     except FileNotFoundError as error:
@@ -88,6 +88,20 @@ def _read(path: Path) -> dict[str, Tensor]:
         ) from error
     except (FileError, OSError) as error:
         raise GrowthError(str(error)) from error
+
+
+def _why_no_model(folder: Path) -> str:
+    from esper.growth.story import read_story
+    from esper.run_folder import EVENTS
+
+    if not (folder / EVENTS).is_file():
+        return f"the folder {folder} holds no model: there is no model.safetensors in it"
+    if read_story(folder).began is None:
+        return f"the folder {folder} holds no model: it is a run, but none of growth"
+    return (
+        f"the run in {folder} has no model yet, for it has not come to its end; go on with it by esper.grow(..., run={str(folder)!r}, "
+        f"resume=True), or by esper grow --resume --run {folder} where the command line began it"
+    )
 
 
 def _build(

@@ -14,6 +14,7 @@ from esper.growth.ledger import Ledger
 from esper.growth.state import Cost
 from esper.growth.summary import result_in_words
 
+MODEL = "model.safetensors"  # in the folder of a run
 Status = Literal["finished", "stopped early", "stopped"]
 
 

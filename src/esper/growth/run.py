@@ -41,6 +41,9 @@ class Run:
     def emit(self, event: Event) -> None:
         pass
 
+    def flush(self) -> None:
+        """Everything that was emitted is on the disk afterwards."""
+
     def should_stop(self) -> bool:
         return False
 
@@ -70,6 +73,9 @@ class SavedRun(Run):
 
     def emit(self, event: Event) -> None:
         self._log.emit(event)
+
+    def flush(self) -> None:
+        self._log.flush()
 
     def should_stop(self) -> bool:
         return self._should_stop()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import sys
 import time
 import warnings
@@ -37,6 +38,7 @@ from esper.growth.arguments import (
     scheduler_from,
     training_config,
 )
+from esper.growth.baked import save
 from esper.growth.batches import (
     Listener,
     LossFunction,
@@ -58,11 +60,13 @@ from esper.growth.errors import GrowthError
 from esper.growth.events import GrowthStarted
 from esper.growth.governor import Diverged
 from esper.growth.grower import Grower
+from esper.growth.html_report import REPORT, write_report
 from esper.growth.isolation import isolated
-from esper.growth.result import Grown, Status, finished
+from esper.growth.result import MODEL, Grown, Status, finished
 from esper.growth.run import NO_RUN, Run, open_run
 from esper.growth.slotted import add_slots
 from esper.growth.summary import ProgressLines
+from esper.run_folder import RunError
 
 ONE_BATCH = (
     "the validation data come in one batch, or as good as one, so nobody can tell how sure a gain is, and seeds are judged at the end "
@@ -108,7 +112,9 @@ def grow(
     an epoch make one too. `max_grad_norm` clips the gradient of the host; `config.seed_optimizer` clips each seed on its own.
 
     With `run`, everything is kept in that folder, and `resume` goes on with what is there: from the last epoch's end, or from the very step
-    where the training loader has a `state_dict`. Ctrl-C ends the training with what is fossilized by then, and the status "stopped".
+    where the training loader has a `state_dict`. Ctrl-C ends the training with what is fossilized by then, and the status "stopped". The
+    folder gets the model that is returned, for `esper.load(run, model=...)`, and report.html; after Ctrl-C too, and where the training
+    diverged, with the model that the governor went back to. After any other error there is the last checkpoint to go on from.
 
     `progress` prints a line on stderr for every epoch, with what was decided; None: where stderr is a terminal.
     """
@@ -130,8 +136,39 @@ def grow(
     grower = training.prepare(controller)
     if why := objection(grower):
         warnings.warn(why, stacklevel=2)
+    if not resume:
+        _check_free_names(run)
     with open_run(run, resume=resume, config=training.config) as opened:
-        return training.run(controller, opened, may_interrupt=True)
+        try:
+            grown = training.run(controller, opened, may_interrupt=True)
+        except Diverged as error:
+            _leave_result(opened, error.model if isinstance(error.model, nn.Module) else None, otherwise="it is the `model` of the error that follows")
+            raise
+        _leave_result(opened, grown.model, otherwise="keep the model by grown.save(path)")
+        return grown
+
+
+def _check_free_names(run: Path | str | None) -> None:
+    for name in (MODEL, REPORT) if run is not None else ():
+        if os.path.lexists(Path(run or "") / name):
+            raise RunError(f"{run} holds a {name}, which the run would replace; choose another folder")
+
+
+def _leave_result(run: Run, model: nn.Module | None, *, otherwise: str) -> None:
+    """Write the model and the report into the folder of a run. A failure is a warning, so that the result of the training is not lost."""
+    if run.folder is None:
+        return
+    try:
+        if model is not None:
+            save(model, run.folder / MODEL)
+        run.flush()  # the report is made from the file of events
+        write_report(run.folder)
+    except Exception as error:
+        warnings.warn(
+            f"the model and the report could not be written into {run.folder}: {error}; {otherwise}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 class Training:
