@@ -22,6 +22,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from esper.checkpoint import CheckpointError, CheckpointStore, load_module, plain_names
+from esper.files import with_digest, without_digest
+from tests.faults import Crash, _without_syncs, crash_at  # noqa: F401 — a fixture
 
 
 def store_at(root: Path, **options: Any) -> CheckpointStore:
@@ -223,31 +225,7 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     assert store.load().state["value"] == 2
 
 
-class Crash(BaseException):
-    pass
-
-
-SYSTEM_CALLS = ("replace", "fsync", "unlink", "rmdir", "mkdir", "open")
-
-
-def crash_at(patch: pytest.MonkeyPatch, number: int) -> None:
-    """Makes the program die just before its `number`-th call that touches the disk."""
-    count = 0
-
-    def dying(real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
-            nonlocal count
-            count += 1
-            if count >= number:
-                raise Crash
-            return real(*arguments, **options)
-
-        return call
-
-    for name in SYSTEM_CALLS:
-        patch.setattr(os, name, dying(getattr(os, name)))
-
-
+@pytest.mark.usefixtures("_without_syncs")
 @pytest.mark.parametrize("second_step", [1, 2], ids=["same step", "next step"])
 def test_a_crash_at_any_moment_loses_nothing(tmp_path: Path, second_step: int) -> None:
     number, has_finished, answers = 0, False, []
@@ -255,8 +233,7 @@ def test_a_crash_at_any_moment_loses_nothing(tmp_path: Path, second_step: int) -
         number += 1
         store = store_at(tmp_path / str(number), keep=1)
         store.save(1, {"value": "old", "w": torch.zeros(3)}, is_best=True)
-        with pytest.MonkeyPatch.context() as patch:
-            crash_at(patch, number)
+        with crash_at(number):
             try:
                 store.save(second_step, {"value": "new", "w": torch.ones(3)}, is_best=True)
                 has_finished = True
@@ -299,9 +276,17 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
+def replace(path: Path, old: bytes, new: bytes) -> None:
+    """In the last place where it stands."""
+    before, _, after = path.read_bytes().rpartition(old)
+    path.write_bytes(before + new + after)
+
+
 def edit_manifest(folder: Path, **changes: Any) -> None:
+    """As another program would have written it, with the digest that belongs to it."""
     path = folder / "manifest.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    values = without_digest(json.loads(path.read_text()), is_required=True)
+    path.write_text(json.dumps(with_digest(values | changes)))
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -315,6 +300,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "torn manifest": (lambda folder: os.truncate(folder / "manifest.json", 20), "corrupt: manifest.json cannot be understood"),
     "noise": (lambda folder: (folder / "manifest.json").write_bytes(b"\xff\0"), "corrupt: manifest.json cannot be understood"),
     "wrong manifest": (lambda folder: edit_manifest(folder, step="one"), "corrupt: manifest.json cannot be understood"),
+    "flipped step": (lambda folder: replace(folder / "manifest.json", b'"step": 2', b'"step": 3'), "its sha256 is not that of its content"),
+    "no digest": (lambda folder: replace(folder / "manifest.json", b'"sha256": "', b'"sha257": "'), "its sha256 is missing"),
     "wrong note": (lambda folder: edit_manifest(folder, note={"dibt": {}}), "corrupt: manifest.json cannot be understood"),
     "no digests": (lambda folder: edit_manifest(folder, files={}), "corrupt: manifest.json does not list tensors.safetensors"),
     "newer format": (lambda folder: edit_manifest(folder, format=99, kind=None), "written by a newer esper: its format is 99"),
@@ -346,11 +333,47 @@ def test_lost_or_broken_pointers_do_not_hide_the_latest(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     for step in (1, 3, 2):
         store.save(step, {"step": step})
-    for content in (None, b"", b"\xff", b"../../etc", b"step-000000000009\n"):
+    whole = (tmp_path / "latest").read_bytes()
+    for content in (None, b"", b"\xff", b"../../etc", b"step-000000000009\n", whole.replace(b"2\n", b"3\n", 1), whole[:-2]):
         (tmp_path / "latest").unlink(missing_ok=True)
         if content is not None:
             (tmp_path / "latest").write_bytes(content)
         assert store.load().step == 2
+
+
+@pytest.mark.parametrize("content", [None, b"", b"step-000000000003\nsha256 0\n"])
+def test_the_best_checkpoint_outlives_its_pointer(tmp_path: Path, content: bytes | None) -> None:
+    store = store_at(tmp_path, keep=1)
+    for step in (1, 2, 3):
+        store.save(step, {"step": step}, is_best=step < 3)
+    (tmp_path / "best").unlink()
+    if content is not None:
+        (tmp_path / "best").write_bytes(content)
+    assert store.load("best").step == 2
+    store.save(4, {"step": 4})
+    assert [int(folder.name[-1]) for folder in store.list()] == [2, 4]
+
+
+def as_before_digests(root: Path) -> None:
+    """Makes the checkpoints of a store what an esper without digests of manifests and pointers wrote."""
+    for folder in root.glob("step-*"):
+        path = folder / "manifest.json"
+        values = json.loads(path.read_text())
+        path.write_text(json.dumps({name: value for name, value in values.items() if name not in ("sha256", "is_best")} | {"format": 1}))
+    for pointer in ("latest", "best"):
+        path = root / pointer
+        path.write_bytes(path.read_bytes().partition(b"\n")[0] + b"\n")
+
+
+def test_checkpoints_from_before_there_were_digests_load(tmp_path: Path) -> None:
+    store = store_at(tmp_path)
+    for step in (1, 2):
+        store.save(step, {"step": step}, is_best=step == 1)
+    as_before_digests(tmp_path)
+    assert store.load().state == {"step": 2}
+    assert store.load("best").state == {"step": 1}
+    store.save(3, {"step": 3})
+    assert [store.load(folder).step for folder in store.list()] == [1, 2, 3]
 
 
 def test_a_checkpoint_with_code_in_it_is_never_executed(tmp_path: Path) -> None:
@@ -389,6 +412,17 @@ def test_a_gap_in_the_migrations_is_named(tmp_path: Path) -> None:
         store_at(tmp_path, schema_version=3, migrations={2: count_per_environment}).load()
     with pytest.raises(ValueError, match=r"versions \[3\] lead beyond"):
         store_at(tmp_path, schema_version=3, migrations={3: count_per_environment})
+
+
+def test_a_migration_that_fails_is_a_reason_to_fall_back(tmp_path: Path) -> None:
+    store_at(tmp_path, schema_version=2).save(1, {"steps": 10})
+    store_at(tmp_path).save(2, {"other": 10})
+    current = store_at(tmp_path, schema_version=2, migrations={1: name_the_seed})
+    with pytest.raises(CheckpointError, match=r"cannot be brought from version 1 to 2 \(KeyError: 'steps'\)"):
+        current.load(tmp_path / "step-000000000002")
+    loaded = current.load()
+    assert loaded.step == 1
+    assert [refused.path.name for refused in loaded.skipped] == ["step-000000000002"]
 
 
 def test_keeping_none_is_refused(tmp_path: Path) -> None:

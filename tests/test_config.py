@@ -26,6 +26,7 @@ from esper.config import (
     describe,
     from_mapping,
     load,
+    load_saved,
     save,
     to_toml,
 )
@@ -240,6 +241,27 @@ def test_saving_replaces_the_file_and_leaves_nothing_else(tmp_path: Path) -> Non
     save(Run(seed=2), path)
     assert load(Run, path) == Run(seed=2)
     assert [entry.name for entry in tmp_path.iterdir()] == ["config.toml"]
+
+
+def test_the_config_of_a_run_comes_back_and_one_that_was_changed_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    save(Run(seed=1), path)
+    assert load_saved(Run, path) == load(Run, path) == Run(seed=1)
+    text = path.read_text()
+    for harmless in (text.replace("\n", "\r\n"), f"# a good one\n{text}# so far\n", text.replace("seed = 1", "seed =  1  # one")):
+        path.write_text(harmless)
+        assert load_saved(Run, path) == Run(seed=1)
+    lines = text.splitlines(keepends=True)
+    for changed in (text.replace("seed = 1", "seed = 2"), "".join(lines[:-1]), "".join(lines[:-3]), "", "\n"):
+        path.write_text(changed)
+        with pytest.raises(ConfigError, match=r"config\.toml: it was changed .* these values by --config .*config\.toml"):
+            load_saved(Run, path)
+        load(Run, path)
+
+
+def test_a_config_from_before_there_was_a_digest_loads(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text(to_toml(Run(seed=3)))
+    assert load_saved(Run, tmp_path / "config.toml") == Run(seed=3)
 
 
 # Described

@@ -152,7 +152,7 @@ def test_files_of_something_else_are_refused(tmp_path: Path, battle: Battle) -> 
 def test_a_truncated_replay_is_refused(tmp_path: Path, battle: Battle) -> None:
     path = write_replay(tmp_path / "a.safetensors", *battle)
     path.write_bytes(path.read_bytes()[:-10])
-    with pytest.raises(ReplayError, match=r"a\.safetensors cannot be read as a safetensors file .* copy it whole"):
+    with pytest.raises(ReplayError, match=r"a\.safetensors is damaged: .* copy it whole"):
         read_replay(path)
 
 

@@ -12,6 +12,9 @@ Layers are `defaults < TOML < command line`: `tyro.cli(RunConfig, default=load(R
 command line is printed by tyro, with its path, and ends the program with status 2. TOML has no null: a key that is left out keeps its
 default, and "None" empties an optional field, as it does on the command line.
 
+`save` writes the config of a run, with a sha256 of its values in a comment; `load_saved` reads it back and refuses one that was changed.
+Files from before there was a sha256 have no comments; those are read as they are. `load` reads what people write, and looks at no comment.
+
 This file imports neither torch nor numpy, so that the command line can print its help at once.
 """
 
@@ -23,7 +26,7 @@ import difflib
 import functools
 import inspect
 import math
-import os
+import re
 import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -32,7 +35,7 @@ from typing import Annotated, Any, TypeVar, dataclass_transform, get_type_hints
 import msgspec
 from msgspec.inspect import Metadata, StructType, Type, UnionType
 
-from esper.files import MAX_CONFIG_BYTES, FileError, parse_toml, read_file
+from esper.files import MAX_CONFIG_BYTES, FileError, digest_of, parse_toml, read_file, write_file
 
 PositiveInt = Annotated[int, msgspec.Meta(gt=0)]
 NonNegativeInt = Annotated[int, msgspec.Meta(ge=0)]
@@ -42,6 +45,9 @@ Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 MAX_SHOWN = 300  # characters of a wrong value in a message
 NONE = "None"  # how a TOML file says that an optional field is empty
+
+_FIRST_LINE = "# The settings of a run. The last line holds the sha256 of their values, which is checked when the run is read.\n"
+_LAST_LINE = "# sha256 {}"
 
 
 class ConfigError(ValueError):
@@ -103,16 +109,45 @@ ConfigT = TypeVar("ConfigT", bound=Config)
 
 def load(config_type: type[ConfigT], path: str | Path) -> ConfigT:
     """The config in a TOML file, filled from the defaults. Everything that is wrong with the file is a `ConfigError` that names it."""
+    return _from_values(config_type, _parse_file(path)[1], path)
+
+
+def load_saved(config_type: type[ConfigT], path: str | Path) -> ConfigT:
+    """Read the config of a run, as `save` wrote it. One that was changed since is a `ConfigError` that says what to do."""
+    text, values = _parse_file(path)
+    if not _is_as_saved(text, values):
+        raise ConfigError(
+            "",
+            expected="the config as the run wrote it",
+            got=str(path),
+            problem="it was changed since the run wrote it: no line of it holds the sha256 of its values. Put it back as it was; "
+            f"change a run by options when it goes on, or start a new one with these values by --config {path}",
+            source=str(path),
+        )
+    return _from_values(config_type, values, path)
+
+
+def _is_as_saved(text: str, values: dict[str, object]) -> bool:
+    if not re.search(r"^\s*#", text, re.MULTILINE):
+        return bool(text.strip())  # from before there were digests, when no comments were written
+    return _LAST_LINE.format(digest_of(values)) in (line.strip() for line in text.splitlines())
+
+
+def _parse_file(path: str | Path) -> tuple[str, dict[str, object]]:
     try:
-        mapping = parse_toml(read_file(path, max_bytes=MAX_CONFIG_BYTES))
+        content = read_file(path, max_bytes=MAX_CONFIG_BYTES)
+        return content.decode(), parse_toml(content)
     except OSError as error:
         problem = f"no such config file: {path}" if isinstance(error, FileNotFoundError) else f"cannot read {path}: {error.strerror}"
         raise ConfigError("", expected="a TOML file", got=str(path), problem=problem) from error
     except ValueError as error:
         problem = f"is not a config file: {error}" if isinstance(error, FileError) else f"is not TOML: {error}"
         raise ConfigError("", expected="a TOML file", got=str(path), problem=problem, source=str(path)) from error
+
+
+def _from_values(config_type: type[ConfigT], values: dict[str, object], path: str | Path) -> ConfigT:
     try:
-        return from_mapping(config_type, mapping)
+        return from_mapping(config_type, values)
     except ConfigError as error:
         raise ConfigError(error.path, expected=error.expected, got=error.got, problem=error.problem, source=str(path)) from error
 
@@ -131,18 +166,14 @@ def to_toml(config: Config) -> str:
 
 
 def save(config: Config, path: str | Path) -> None:
-    """Writes `to_toml(config)` so that a reader finds the old file or the new one, whole, even after a crash."""
-    path = Path(path)
+    """Write `to_toml(config)` with its digest, so that a reader finds the old file or the new one, whole, even after a crash."""
+    write_file(path, saved_text(config).encode())
+
+
+def saved_text(config: Config) -> str:
+    """Return what `save` writes."""
     text = to_toml(config)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    return f"{_FIRST_LINE}{text}{_LAST_LINE.format(digest_of(parse_toml(text.encode())))}\n"
 
 
 def describe(config: Config) -> list[tuple[str, object, str]]:

@@ -65,6 +65,8 @@ def write_file(path: Path | str, *parts: bytes | memoryview) -> None:
         sync(target.parent)
     except OSError as error:
         _forget(temporary)
+        if error.errno is None:
+            raise
         raise OSError(error.errno, error.strerror, str(path)) from error  # a full disk names no file, and nobody knows the temporary one
     except BaseException:
         _forget(temporary)

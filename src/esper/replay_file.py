@@ -1,7 +1,8 @@
 """The file of one recorded battle: what a page draws, frame by frame, and what it takes to compute the battle again.
 
-It is a safetensors file; `ReplayInfo` lies as JSON in its metadata, so nothing in it is executed when it is read. `LAYOUT` is the table of
-what must be in it. Beside that there may be more heads under `actions/` and the fields of the battle's state under `keyframes/`.
+It is a safetensors file; `ReplayInfo` lies as JSON in its metadata, so nothing in it is executed when it is read. A sha256 over everything
+lies there too; replays from before there was one are read without it. `LAYOUT` is the table of what must be in the file. Beside that there
+may be more heads under `actions/` and the fields of the battle's state under `keyframes/`.
 
 Shapes: F = frames (frame 0 is the start, frame f the state after decision f), A = F - 1 decisions, U = units (team 0 is the first half),
 P = places for projectiles, Q = places for clouds, S = side of the map, C = columns of `info.unit_columns`, N = columns of terrain that
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 import esper
-from esper.checkpoint import read_tensors
+from esper.checkpoint import read_tensors, write_tensors
 from esper.files import FileError, parse_json
 
 FORMAT_VERSION = 1  # of the file; others are refused
@@ -135,24 +136,11 @@ class ReplayFile:
 
 def write_replay(path: Path | str, tensors: Mapping[str, Tensor], info: ReplayInfo) -> Path:
     """Writes the file whole or not at all, in place of an older one. Everything is checked before anything is written."""
-    from safetensors.torch import save
-
-    from esper.checkpoint.files import sync, write_synced
-
     path = Path(path)
     problems = _problems(tensors, info)
     if problems:
         raise ReplayError(f"{path} cannot be written: {'; '.join(problems)}; give what the table in esper.replay_file asks for")
-    # Copies: safetensors refuses tensors that share memory, or have gaps in it.
-    plain = {name: tensor.detach().to("cpu").clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        write_synced(temporary, save(plain, metadata={INFO: msgspec.json.encode(info).decode()}))
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync(path.parent)
+    write_tensors(path, tensors, {INFO: msgspec.json.encode(info).decode()})
     return path
 
 
@@ -197,7 +185,7 @@ def _read_info(path: Path, metadata: Mapping[str, str]) -> ReplayInfo:
         versions = msgspec.convert(raw, _Versions)
         if versions.format_version == FORMAT_VERSION:
             return msgspec.convert(raw, ReplayInfo)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ReplayError(f"{path} is no replay: its description cannot be understood ({error}); record the battle again") from error
     raise ReplayError(
         f"{path} is a replay of format {versions.format_version}, written by esper {versions.esper_version}; this is esper "

@@ -149,14 +149,25 @@ def test_a_damaged_file_says_so(path: Path) -> None:
     flipped = bytearray(content)
     flipped[-5] ^= 1
     for damaged, complaint in (
-        (content[: len(content) // 2], "cannot be read as a safetensors file .*; copy the file again"),
+        (content[: len(content) // 2], "is damaged: .*; copy the file again"),
         (b"", "cannot be read as a safetensors file"),
         (b"these are no tensors, only words about them", "cannot be read as a safetensors file"),
-        (bytes(flipped), "its weights are not those that were written"),
+        (bytes(flipped), "is damaged: its sha256 is not that of its content"),
+        (content.replace(b'rounds\\": 3', b'rounds\\": 4'), "is damaged: its sha256 is not that of its content"),
     ):
         path.write_bytes(damaged)
         with pytest.raises(ControllerError, match=complaint):
             load_controller(path)
+
+
+def test_a_file_from_before_there_was_a_digest_of_everything_loads_and_its_weights_are_checked(path: Path) -> None:
+    rewrite(path)
+    assert load_controller(path).description.info["rounds"] == 3
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ControllerError, match="its weights are not those that were written"):
+        load_controller(path)
 
 
 def test_a_file_that_is_something_else_says_so(tmp_path: Path) -> None:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save
 
+from esper.files import with_digest
 from esper.league import LEARNER, League, LeagueError, LeagueStore, Record
+from tests.faults import Crash, _without_syncs, crash_at  # noqa: F401 — a fixture
 from tests.league.leagues import promoted, small_league, weights_of
-
-
-class Killed(BaseException):
-    """What no `except Exception` survives."""
 
 
 def equal(first: League, second: League) -> bool:
@@ -64,29 +62,7 @@ def test_a_league_can_be_looked_at_without_its_weights(tmp_path: Path) -> None:
     assert seen.weights == {}
 
 
-def die_at(monkeypatch: pytest.MonkeyPatch, when: int) -> Callable[[], int]:
-    """The `when`-th step that touches the disk kills the process; a write leaves half of it behind. Returns how many were taken."""
-    steps = 0
-
-    def step_of(do: Callable[..., Any], before_death: Callable[..., Any] = lambda *_: None) -> Callable[..., Any]:
-        def step(*arguments: Any, **options: Any) -> Any:
-            nonlocal steps
-            steps += 1
-            if steps == when:
-                before_death(*arguments)
-                raise Killed
-            return do(*arguments, **options)
-
-        return step
-
-    write = Path.write_bytes
-    monkeypatch.setattr(os, "replace", step_of(os.replace))
-    monkeypatch.setattr(os, "fsync", step_of(os.fsync))
-    monkeypatch.setattr(Path, "unlink", step_of(Path.unlink))
-    monkeypatch.setattr(Path, "write_bytes", step_of(write, lambda path, content: write(path, content[: len(content) // 2])))
-    return lambda: steps
-
-
+@pytest.mark.usefixtures("_without_syncs")
 @pytest.mark.parametrize("is_resumed", [False, True], ids=["going on", "resumed"])
 def test_a_crash_at_any_step_leaves_the_old_league_or_the_new_one(tmp_path: Path, is_resumed: bool) -> None:
     old, new = old_and_new()
@@ -96,12 +72,11 @@ def test_a_crash_at_any_step_leaves_the_old_league_or_the_new_one(tmp_path: Path
         store = LeagueStore(folder)
         store.save(old)
         store = LeagueStore(folder) if is_resumed else store
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            die_at(monkeypatch, when)
+        with crash_at(when):
             try:
                 store.save(new)
                 break
-            except Killed:
+            except Crash:
                 pass
         found = LeagueStore(folder).load()
         assert equal(found, old) or equal(found, new)
@@ -115,21 +90,22 @@ def test_a_crash_at_any_step_leaves_the_old_league_or_the_new_one(tmp_path: Path
     assert outcomes.count("new") >= 1
 
 
+@pytest.mark.usefixtures("_without_syncs")
 def test_a_crash_in_the_first_save_leaves_no_league_or_a_whole_one(tmp_path: Path) -> None:
     league = promoted(small_league(), "one")
     for when in range(1, 100):
         store = LeagueStore(tmp_path / str(when))
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            die_at(monkeypatch, when)
+        with crash_at(when):
             try:
                 store.save(league)
                 break
-            except Killed:
+            except Crash:
                 pass
         assert not store.exists() or equal(store.load(), league)
     assert when > 6
 
 
+@pytest.mark.usefixtures("_without_syncs")
 def test_a_resumed_run_that_enters_other_weights_under_an_old_name_never_mixes_them(tmp_path: Path) -> None:
     before, after = small_league(), small_league()
     before.enter("one", 1, weights_of(1))
@@ -137,12 +113,11 @@ def test_a_resumed_run_that_enters_other_weights_under_an_old_name_never_mixes_t
     for when in range(1, 100):
         folder = tmp_path / str(when)
         LeagueStore(folder).save(before)
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            die_at(monkeypatch, when)
+        with crash_at(when):
             try:
                 LeagueStore(folder).save(after)
                 break
-            except Killed:
+            except Crash:
                 pass
         found = LeagueStore(folder).load()
         assert equal(found, before) or equal(found, after)
@@ -217,7 +192,9 @@ def test_damaged_weights_are_named(tmp_path: Path, damage: Callable[[bytes], byt
 def test_weights_outside_of_the_folder_are_not_read(tmp_path: Path) -> None:
     LeagueStore(tmp_path).save(promoted(small_league(), "one"))
     content = (tmp_path / "league.json").read_text()
-    (tmp_path / "league.json").write_text(content.replace("one.safetensors", "../../one.safetensors"))
+    values = json.loads(content.replace("one.safetensors", "../../one.safetensors"))
+    del values["sha256"]
+    (tmp_path / "league.json").write_text(json.dumps(with_digest(values)))
     with pytest.raises(LeagueError, match="outside of"):
         LeagueStore(tmp_path).load()
 
@@ -232,9 +209,25 @@ def test_a_file_that_is_no_league_is_named(tmp_path: Path, content: bytes) -> No
 def test_a_league_of_a_newer_format_is_refused(tmp_path: Path) -> None:
     LeagueStore(tmp_path).save(small_league())
     content = json.loads((tmp_path / "league.json").read_text())
-    (tmp_path / "league.json").write_text(json.dumps({"format": 2, "new": content}))
-    with pytest.raises(LeagueError, match="written by a newer esper: its format is 2, this one reads up to 1"):
+    (tmp_path / "league.json").write_text(json.dumps({"format": 3, "new": content}))
+    with pytest.raises(LeagueError, match="written by a newer esper: its format is 3, this one reads up to 2"):
         LeagueStore(tmp_path).load()
+
+
+def test_a_league_from_before_there_was_a_digest_loads(tmp_path: Path) -> None:
+    league = promoted(small_league(), "one")
+    LeagueStore(tmp_path).save(league)
+    values = json.loads((tmp_path / "league.json").read_text())
+    del values["sha256"]
+    (tmp_path / "league.json").write_text(json.dumps(values))
+    with pytest.raises(LeagueError, match="its sha256 is missing"):
+        LeagueStore(tmp_path).load()
+    member = tmp_path / "members" / "one.safetensors"
+    member.write_bytes(save(league.weights["one"]))
+    digest = {"sha256": hashlib.sha256(member.read_bytes()).hexdigest(), "size": member.stat().st_size}
+    before = values | {"format": 1, "weights": {"one": {"file": member.name, "digest": digest}}}
+    (tmp_path / "league.json").write_text(json.dumps(before))
+    assert equal(LeagueStore(tmp_path).load(), league)
 
 
 def test_a_folder_without_a_league_says_so(tmp_path: Path) -> None:

@@ -175,7 +175,7 @@ def test_weights_that_are_missing_or_do_not_fit_are_told(tmp_path: Path) -> None
         pass
     (tmp_path / "text.safetensors").write_text("no weights")
     with (
-        pytest.raises(RunError, match="is not a file of weights"),
+        pytest.raises(RunError, match="cannot be read as a safetensors file"),
         prepare_arena(small_training(start_from=str(tmp_path / "text.safetensors"))),
     ):
         pass

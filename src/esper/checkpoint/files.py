@@ -1,21 +1,21 @@
-"""One checkpoint folder: `tensors.safetensors`, `state.json` and, written last, the `manifest.json` that vouches for them."""
+"""One checkpoint folder: `tensors.safetensors`, `state.json` and, written last, the `manifest.json` with the digests of all three."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from esper.checkpoint.tree import Tree, join, split
-from esper.files import MAX_JSON_BYTES, FileError, parse_json, read_file
+from esper.files import MAX_JSON_BYTES, FileError, make_folder, parse_json, read_file, with_digest, without_digest, write_file
 
-FORMAT = 1  # of the folder; a higher one is refused
+FORMAT = 2  # of the folder; a higher one is refused
+WITHOUT_DIGEST = 1  # the format whose manifest did not vouch for itself
 MANIFEST, STATE, TENSORS = "manifest.json", "state.json", "tensors.safetensors"
-MISFITS = (ValueError, KeyError, AttributeError, TypeError)  # what decoding and `join` raise on content that is not ours
+MISFITS = (ValueError, KeyError, AttributeError, TypeError, RecursionError)  # what decoding and `join` raise on content that is not ours
 
 
 class CheckpointError(ValueError):
@@ -41,26 +41,24 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     sequence: int  # counts the saves of a store: steps go back when a run is resumed from an earlier one, this does not
     esper: str  # version
     note: Any  # the caller's, a tree without tensors; in the file as the structure that `split` makes of it
+    is_best: bool = False  # when it was saved
     files: dict[str, FileDigest] = {}
 
 
 def write_folder(folder: Path, manifest: Manifest, state: Tree) -> None:
-    """Fills a new folder, and returns when it is on the disk. The state is checked before anything is written."""
-    from safetensors.torch import save_file
+    """Fill a new folder, and return when it is on the disk. The state is checked before anything is written."""
+    from safetensors.torch import save
 
     structure, tensors = split(state)
     note, note_tensors = split(manifest.note)
     if note_tensors:
         raise TypeError(f"the note has tensors at {sorted(note_tensors)}; they belong into the state")
-    encoded = to_json(structure)
-    folder.mkdir()
-    save_file(tensors, folder / TENSORS)
-    sync(folder / TENSORS)
-    write_synced(folder / STATE, encoded)
-    digests = {name: _digest_of_file(folder / name) for name in (TENSORS, STATE)}
-    finished = msgspec.structs.replace(manifest, note=note, files=digests)
-    write_synced(folder / MANIFEST, to_json(msgspec.to_builtins(finished), indent=2))
-    sync(folder)
+    contents = {STATE: to_json(structure), TENSORS: save(tensors)}
+    make_folder(folder)
+    for name, content in contents.items():
+        write_file(folder / name, content)
+    finished = msgspec.structs.replace(manifest, note=note, files={name: digest(content) for name, content in contents.items()})
+    write_file(folder / MANIFEST, to_json(with_digest(msgspec.to_builtins(finished)), indent=2))
 
 
 def to_json(value: Any, *, indent: int | None = None) -> bytes:
@@ -76,7 +74,7 @@ def read_manifest(folder: Path) -> Manifest:
         raw = parse_json(content)
         found = msgspec.convert(raw, _Format).format
         if found <= FORMAT:
-            manifest = msgspec.convert(raw, Manifest)
+            manifest = msgspec.convert(without_digest(raw, is_required=found != WITHOUT_DIGEST), Manifest)
             return msgspec.structs.replace(manifest, note=join(manifest.note, {}))
     except MISFITS as error:  # no JSON, no text, no manifest, or no note
         raise CheckpointError(f"{folder} is corrupt: {MANIFEST} cannot be understood ({error})") from error
@@ -104,7 +102,7 @@ def _read_checked(folder: Path, name: str, manifest: Manifest) -> bytes:
     content = _read(folder, name, max_bytes=expected.size)
     if len(content) < expected.size:
         raise CheckpointError(f"{folder} is truncated: {name} has {len(content)} of {expected.size} bytes")
-    if _digest(content) != expected:
+    if digest(content) != expected:
         raise CheckpointError(f"{folder} is corrupt: the sha256 of {name} is not the one in {MANIFEST}")
     return content
 
@@ -120,24 +118,5 @@ def _read(folder: Path, name: str, *, max_bytes: int) -> bytes:
         raise CheckpointError(f"{folder} is damaged: {name} cannot be read ({error})") from error
 
 
-def _digest(content: bytes) -> FileDigest:
+def digest(content: bytes) -> FileDigest:
     return FileDigest(sha256=hashlib.sha256(content).hexdigest(), size=len(content))
-
-
-def _digest_of_file(path: Path) -> FileDigest:
-    with open(path, "rb") as file:
-        return FileDigest(sha256=hashlib.file_digest(file, "sha256").hexdigest(), size=path.stat().st_size)
-
-
-def write_synced(path: Path, content: bytes) -> None:
-    path.write_bytes(content)
-    sync(path)
-
-
-def sync(path: Path) -> None:
-    """Returns when a file's content, or a folder's list of names, is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

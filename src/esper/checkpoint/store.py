@@ -2,33 +2,35 @@
 
     checkpoints/
       step-000000001024/      tensors.safetensors, state.json, manifest.json
-      latest, best            files that hold the name of such a folder
+      latest, best            files that hold the name of such a folder, and its sha256
       .tmp-*                  something unfinished or half deleted; removed at the next save
       .replaced-step-*        the older one of two with the same step, while the newer takes its place
 
 A folder gets its final name only when its content is on the disk, and pointers move only to folders that have it. So at every moment
 there is a whole checkpoint that `latest` leads to. One process saves; others may load at the same time.
+
+A checkpoint or pointer that was damaged on the disk is passed over: what a pointer said is also known from the manifests.
 """
 
 from __future__ import annotations
 
-import os
+import hashlib
 import re
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import esper
-from esper.checkpoint.files import FORMAT, CheckpointError, Manifest, read_manifest, read_state, sync, write_folder, write_synced
+from esper.checkpoint.files import FORMAT, CheckpointError, Manifest, read_manifest, read_state, write_folder
 from esper.checkpoint.tree import Tree
+from esper.files import TEMPORARY, make_folder, remove, remove_temporaries, rename, write_file
 
 Migration = Callable[[Tree], Tree]
 Pointer = Literal["latest", "best"]
 
 _FOLDER = re.compile(r"step-\d{12,}")
-_TEMPORARY, _REPLACED = ".tmp-", ".replaced-"
+_REPLACED = ".replaced-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +84,10 @@ class CheckpointStore:
         """
         if step < 0:
             raise ValueError(f"step must not be negative, and is {step}")
-        self.root.mkdir(parents=True, exist_ok=True)
+        make_folder(self.root)
         self._clean()
         folder = self.root / f"step-{step:012d}"
-        temporary = self.root / f"{_TEMPORARY}{folder.name}"
+        temporary = self.root / f"{TEMPORARY}{folder.name}"
         sequence = 1 + max(map(_sequence, self._folders().values()), default=0)
         manifest = Manifest(
             format=FORMAT,
@@ -95,12 +97,12 @@ class CheckpointStore:
             sequence=sequence,
             esper=esper.__version__,
             note=note,
+            is_best=is_best,
         )
         write_folder(temporary, manifest, state)
         if folder.exists():
-            os.replace(folder, self.root / f"{_REPLACED}{folder.name}")
-        os.replace(temporary, folder)
-        sync(self.root)
+            rename(folder, self.root / f"{_REPLACED}{folder.name}")
+        rename(temporary, folder)
         if is_best:
             self._point("best", folder)
         self._point("latest", folder)
@@ -113,7 +115,7 @@ class CheckpointStore:
         if isinstance(which, Path):
             return self._load(which)
         if which == "best":
-            best = self._pointed("best")
+            best = self._best()
             if best is None:
                 raise CheckpointError(f"no checkpoint in {self.root} is marked as the best")
             return self._load(best)
@@ -160,7 +162,13 @@ class CheckpointStore:
             )
         state = read_state(folder, manifest)
         for version in range(manifest.schema, self.schema_version):
-            state = self.migrations[version](state)
+            try:
+                state = self.migrations[version](state)
+            except Exception as error:  # whatever the content of an old state makes it raise
+                raise CheckpointError(
+                    f"{folder} is too old: its state cannot be brought from version {version} to {version + 1} "
+                    f"({type(error).__name__}: {error})"
+                ) from error
         return Checkpoint(step=manifest.step, state=state, path=folder, note=manifest.note, skipped=skipped)
 
     def _folders(self) -> dict[str, Path]:
@@ -172,21 +180,27 @@ class CheckpointStore:
                 found[name] = path
         return found
 
+    def _best(self) -> Path | None:
+        """Return the best checkpoint; where the pointer is lost or damaged, the last one that was saved as the best."""
+        pointed = self._pointed("best")
+        return pointed or next((folder for folder in reversed(self.list()) if _was_best(folder)), None)
+
     def _pointed(self, pointer: Pointer) -> Path | None:
-        """Where a pointer leads, which may be nowhere; None where it is missing or no name of a checkpoint."""
+        """Return where a pointer leads, which may be nowhere; None where it is missing or damaged.
+
+        One of an earlier esper is the name alone, in a line.
+        """
         try:
-            name = (self.root / pointer).read_text().strip()
-        except (FileNotFoundError, UnicodeDecodeError):
+            content = (self.root / pointer).read_bytes()
+        except OSError:
             return None
-        if not _FOLDER.fullmatch(name):
+        name = content.partition(b"\n")[0].decode("ascii", errors="replace")
+        if not _FOLDER.fullmatch(name) or content not in (_pointer_to(name), f"{name}\n".encode()):
             return None
         return self._folders().get(name, self.root / name)
 
     def _point(self, pointer: Pointer, folder: Path) -> None:
-        temporary = self.root / f"{_TEMPORARY}{pointer}"
-        write_synced(temporary, f"{folder.name}\n".encode())
-        os.replace(temporary, self.root / pointer)
-        sync(self.root)
+        write_file(self.root / pointer, _pointer_to(folder.name))
 
     def _clean(self) -> None:
         """Removes what a crash left behind, after putting back a checkpoint whose successor never came."""
@@ -195,24 +209,20 @@ class CheckpointStore:
             if successor.exists():
                 self._discard(path)
             else:
-                os.replace(path, successor)
-        for path in self.root.glob(f"{_TEMPORARY}*"):
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
+                rename(path, successor)
+        remove_temporaries(self.root)
 
     def _prune(self) -> None:
-        best = self._pointed("best")
+        best = self._best()
         for folder in self.list()[: -self.keep]:
             if folder != best:
                 self._discard(folder)
 
     def _discard(self, folder: Path) -> None:
         # Renamed first, so that a crash during the removal leaves nothing that looks like a checkpoint.
-        doomed = self.root / f"{_TEMPORARY}removed-{folder.name}"
-        os.replace(folder, doomed)
-        shutil.rmtree(doomed)
+        doomed = self.root / f"{TEMPORARY}removed-{folder.name}"
+        rename(folder, doomed)
+        remove(doomed)
 
 
 def _sequence(folder: Path) -> int:
@@ -220,3 +230,14 @@ def _sequence(folder: Path) -> int:
         return read_manifest(folder).sequence
     except CheckpointError:
         return 0  # it cannot be loaded, so it is the first to go
+
+
+def _was_best(folder: Path) -> bool:
+    try:
+        return read_manifest(folder).is_best
+    except CheckpointError:
+        return False
+
+
+def _pointer_to(name: str) -> bytes:
+    return f"{name}\nsha256 {hashlib.sha256(name.encode()).hexdigest()}\n".encode()

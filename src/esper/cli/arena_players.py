@@ -56,14 +56,14 @@ def of_run(folder: Path, which: Literal["best", "latest"], *, device: torch.devi
 
 def saved_arena(folder: Path) -> ArenaTrainConfig:
     """What the run in a folder was trained with."""
-    from esper.config import ConfigError, load
+    from esper.config import ConfigError, load_saved
     from esper.run_folder import CONFIG, check_holds_a_run
 
     if not folder.is_dir():
         raise CommandError(f"there is no folder {folder}; give that of a run of esper arena train")
     check_holds_a_run(folder)
     try:
-        return load(ArenaTrainConfig, folder / CONFIG)
+        return load_saved(ArenaTrainConfig, folder / CONFIG)
     except ConfigError as error:
         raise CommandError(f"{folder} holds no run of esper arena train ({error}); give the folder of one") from error
 

@@ -9,7 +9,7 @@ import tyro
 from esper.cli.grow_config import GrowTaskConfig
 from esper.cli.outcome import CommandError
 from esper.cli.parse import take_option
-from esper.config import load
+from esper.config import load, load_saved
 
 SAVED = "grow.toml"  # in the run folder; beside config.toml, which holds the part about growing alone
 _Flag = tyro.conf.FlagCreatePairsOff[bool]
@@ -67,4 +67,4 @@ def _saved_config(folder: str | None, path: str | None) -> GrowTaskConfig:
         is_ours = (Path(folder) / "config.toml").is_file()
         hint = "; it was not started by esper grow, go on with it where it was: esper.grow(..., run=..., resume=True)" if is_ours else ""
         raise CommandError(f"there is no run in {folder}: it has no {SAVED}{hint}")
-    return load(GrowTaskConfig, saved)
+    return load_saved(GrowTaskConfig, saved)

@@ -27,7 +27,7 @@ from esper.cli.grow_arguments import SAVED
 from esper.cli.grow_config import GrowTaskConfig
 from esper.cli.grow_controller import keep_controller, make_controller
 from esper.cli.grow_work import Score, Work, make_work
-from esper.config import load, save
+from esper.config import load_saved, save
 from esper.events import Sink
 from esper.growth.baked import load as load_grown
 from esper.growth.events import FinalTest, TwinCompared
@@ -62,7 +62,7 @@ def grow_in(
     should_stop: Callable[[], bool],
 ) -> Result:
     if resume:
-        _check_same(load(GrowTaskConfig, folder / SAVED), config, folder)
+        _check_same(load_saved(GrowTaskConfig, folder / SAVED), config, folder)
     was_over = resume and _all_complete(folder, config)
     _train(folder, config, resume=resume, device=device, sink=partial(make_sink, config.title), should_stop=should_stop)
     twin = None

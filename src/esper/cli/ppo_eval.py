@@ -41,7 +41,7 @@ def run(argv: list[str], prog: str) -> Outcome:
 
 
 def _evaluate(arguments: EvalArguments) -> Outcome:
-    from esper.config import load
+    from esper.config import load_saved
     from esper.devices import find_device
     from esper.rl.checkpoints import load_checkpoint, policy_from
     from esper.rl.run_config import TrainConfig
@@ -50,7 +50,7 @@ def _evaluate(arguments: EvalArguments) -> Outcome:
     from esper.statistics import student_interval
 
     check_holds_a_run(arguments.run)
-    config = load(TrainConfig, arguments.run / CONFIG)
+    config = load_saved(TrainConfig, arguments.run / CONFIG)
     checkpoint = load_checkpoint(arguments.run, arguments.checkpoint)
     policy = policy_from(checkpoint, device=find_device(config.device))
     evaluation = evaluate_policy(policy, config, episodes=arguments.episodes, deterministic=not arguments.stochastic, seed=arguments.seed)

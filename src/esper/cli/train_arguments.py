@@ -10,7 +10,7 @@ import tyro
 
 from esper.cli.outcome import CommandError
 from esper.cli.parse import take_option
-from esper.config import ConfigT, load
+from esper.config import ConfigT, load, load_saved
 from esper.rl.run_config import EnvValue, TrainConfig
 
 
@@ -90,4 +90,4 @@ def saved_config(kind: type[ConfigT], folder: str | None, path: str | None) -> C
     saved = Path(folder) / "config.toml"
     if not saved.is_file():
         raise CommandError(f"there is no run in {folder}: it has no config.toml")
-    return load(kind, saved)
+    return load_saved(kind, saved)

@@ -1,13 +1,13 @@
 """A trained controller: one file that holds it, and the controller for growth that acts from it.
 
-The file is safetensors: the weights of the policy, and in its header, as JSON, what they are for. Nothing in it is executed.
+The file is safetensors: the weights of the policy, and in its header, as JSON, what they are for, with a sha256 over everything. Nothing in
+it is executed. In files from before, the sha256 is of the weights alone.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 import esper
-from esper.checkpoint import load_module, plain_names, read_tensors
-from esper.checkpoint.files import sync
+from esper.checkpoint import load_module, plain_names, read_tensors, write_tensors
 from esper.controller.layout import LAYOUT_VERSION, OPS, blueprint_names, decision, observe, spec
 from esper.controller.network import SlotEncoder, make_policy
 from esper.controller.network_config import SlotNetworkConfig
@@ -64,8 +63,6 @@ def save_controller(
     actions: int = 1,
 ) -> None:
     """Writes the policy of a controller. A file that is there is replaced in one step, so it is whole at every moment."""
-    from safetensors.torch import save
-
     encoder = policy.encoder
     if not isinstance(encoder, SlotEncoder):
         raise ControllerError(f"a controller's policy has a SlotEncoder, and this one a {type(encoder).__name__}; see make_parts")
@@ -83,14 +80,7 @@ def save_controller(
         sha256=_digest(weights),
         info=dict(info or {}),
     )
-    content = save(weights, {_HEADER: json.dumps(msgspec.to_builtins(description), allow_nan=False)})
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".tmp-{target.name}")
-    temporary.write_bytes(content)
-    sync(temporary)
-    os.replace(temporary, target)
-    sync(target.parent)
+    write_tensors(path, weights, {_HEADER: json.dumps(msgspec.to_builtins(description), allow_nan=False)})
 
 
 def load_controller(path: Path | str, *, rules: Lifecycle | None = None, seed: int | None = None) -> Learned:
@@ -202,7 +192,7 @@ def _describe(path: Path, header: str) -> Description:
             if description.heads == tuple(head.name for head in spec(1, 1)[1].heads):
                 return description
             found = f"{found} with the heads {', '.join(description.heads)}"
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ControllerError(f"{path} is damaged: what it says about its weights cannot be understood; {_ANOTHER} ({error})") from error
     raise ControllerError(
         f"{path} observes and decides by layout {found}, and this esper {esper.__version__} by layout {LAYOUT_VERSION}; "

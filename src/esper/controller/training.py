@@ -21,7 +21,7 @@ import msgspec
 from torch import nn
 
 from esper.checkpoint import load_module
-from esper.config import load
+from esper.config import load_saved
 from esper.controller.config import ControllerConfig
 from esper.controller.env import GrowthEnv
 from esper.controller.learned import save_controller
@@ -104,7 +104,7 @@ def _written(result: Result, group: Group) -> Result:
 
 def write_controller(folder: Path) -> Path:
     """Makes the controller file from the latest checkpoint of a run."""
-    config = load(ControllerConfig, folder / CONFIG)
+    config = load_saved(ControllerConfig, folder / CONFIG)
     latest = open_store(folder).load("latest")
     saved: dict[str, Any] = latest.state["ppo"]
     slots, blueprints, _ = saved["observation_spec"]["candidates"]["shape"]

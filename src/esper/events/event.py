@@ -188,5 +188,5 @@ def check_header(line: bytes, source: object) -> Record:
         raise EventError(f"{source} was written by a newer esper: its schema is {schema}, this one reads up to {SCHEMA}; upgrade esper")
     try:
         return decode(line, stamp, Header)
-    except msgspec.ValidationError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise EventError(f"the header of {source} cannot be read: {error}") from error

@@ -35,6 +35,7 @@ from esper.events.event import (
     encode,
 )
 from esper.events.sinks import Queued, Sink
+from esper.files import make_folder, sync
 
 FLUSH_EVERY_S = 1.0
 MAX_ERROR_CHARACTERS = 2000
@@ -51,11 +52,11 @@ class EventLog:
         path = Path(path)
         if path.exists() and path.stat().st_size > 0:
             raise FileExistsError(f"{path} already holds events; go on with EventLog.resume, or choose another folder")
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         self._open(path, run, rank, sinks)
         self.emit(Header(schema=SCHEMA, esper=esper.__version__))
         self.flush(sync=True)
-        _sync_folder(path.parent)
+        sync(path.parent)
 
     @classmethod
     def resume(cls, path: Path | str, offset: int, *, sinks: Iterable[Sink] = ()) -> Self:
@@ -196,11 +197,3 @@ def _cut(path: Path, offset: int) -> Record:
         file.truncate(offset)
         os.fsync(file.fileno())
     return header
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from esper.config import load
+from esper.config import load_saved
+from esper.files import write_file
 from esper.growth import plots, summary
 from esper.growth.config import Rent, TrainingConfig
 from esper.growth.ledger import ANALYTICS_HEADING, LEDGER_HEADING, Row, analytics_rows, ledger_rows
@@ -64,9 +64,7 @@ def write_report(run_folder: Path | str) -> Path:
     config = next((text for name in CONFIGS if (text := _text(folder / name))), "")
     page = render(story, twin, title=folder.name, config=config, rent=_rent(folder))
     path = folder / REPORT
-    temporary = path.with_name(f".{REPORT}.{os.getpid()}.tmp")
-    temporary.write_text(page, encoding="utf-8")
-    os.replace(temporary, path)
+    write_file(path, page.encode())
     return path
 
 
@@ -150,4 +148,4 @@ def _text(path: Path) -> str:
 
 
 def _rent(folder: Path) -> Rent:
-    return load(TrainingConfig, folder / CONFIG).rent if (folder / CONFIG).is_file() else Rent()
+    return load_saved(TrainingConfig, folder / CONFIG).rent if (folder / CONFIG).is_file() else Rent()

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from esper.checkpoint import Checkpoint, CheckpointStore
-from esper.config import load, save
+from esper.config import load_saved, save
 from esper.events import Event, EventLog, Sink
 from esper.growth.config import GrowthConfig
 from esper.growth.errors import GrowthError
@@ -136,7 +136,7 @@ def open_run(
     place = Path(folder)
     if resume:
         check_holds_a_run(place)
-        _check_same(load(type(config), place / CONFIG), config, place)
+        _check_same(load_saved(type(config), place / CONFIG), config, place)
     else:
         check_is_free(place)
     missing = [each for each in (place, *place.parents) if not each.exists()]  # innermost first

@@ -1,7 +1,7 @@
 """A league as a folder in the run's folder, for people and programs to look at while the run goes on.
 
     league/
-      league.json                          who is there, all results, and which file holds whose weights
+      league.json                          who is there, all results, which file holds whose weights, and its own sha256
       members/step-1000.safetensors        weights of a candidate or member
       .tmp-*, members/.tmp-*               something unfinished; removed at the next save
 
@@ -12,25 +12,35 @@ same time.
 
 from __future__ import annotations
 
-import hashlib
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 import esper
-from esper.checkpoint import read_tensors
-from esper.checkpoint.files import FileDigest, sync, to_json, write_synced
-from esper.files import MAX_JSON_BYTES, FileError, parse_json, read_file
+from esper.checkpoint.files import FileDigest, digest, to_json
+from esper.checkpoint.tensors import decode_tensors, encode_tensors, read_tensors
+from esper.files import (
+    MAX_JSON_BYTES,
+    FileError,
+    make_folder,
+    parse_json,
+    read_file,
+    remove,
+    remove_temporaries,
+    with_digest,
+    without_digest,
+    write_file,
+)
 from esper.league.league import League, LeagueError, Weights
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 FOLDER, LEAGUE, MEMBERS = "league", "league.json", "members"  # the first lies in the run's folder
-FORMAT = 1  # of the folder; a higher one is refused
-_TEMPORARY, _SUFFIX = ".tmp-", ".safetensors"
+FORMAT = 2  # of the folder; a higher one is refused
+WITHOUT_DIGEST = 1  # the format whose `league.json` has no sha256 of itself
+_SUFFIX = ".safetensors"
 _READS = 5  # of a folder that changes while it is read
 
 
@@ -63,14 +73,10 @@ class LeagueStore:
 
     def save(self, league: League) -> None:
         """Returns when the league is on the disk."""
-        if not self.members.is_dir():
-            self.members.mkdir(parents=True, exist_ok=True)
-            sync(self.folder.parent)
+        make_folder(self.members)
         files = {name: self._save_weights(name, weights) for name, weights in league.weights.items()}
-        sync(self.members)
         content = LeagueFile(format=FORMAT, esper=esper.__version__, league=league.to_state(), weights=files)
-        _write(self.folder / LEAGUE, to_json(msgspec.to_builtins(content), indent=1))
-        sync(self.folder)
+        write_file(self.folder / LEAGUE, to_json(with_digest(msgspec.to_builtins(content)), indent=1))
         self._remove_all_but({entry.file for entry in files.values()})
 
     def load(self, *, with_weights: bool = True) -> League:
@@ -106,17 +112,19 @@ class LeagueStore:
             count += 1
             file = f"{name}~{count}{_SUFFIX}"
         if not (self.members / file).exists():
-            _write(self.members / file, content)
-        return WeightsFile(file, _digest(content))
+            write_file(self.members / file, content)
+        return WeightsFile(file, digest(content))
 
     def _remove_all_but(self, named: set[str]) -> None:
-        orphans = [path for path in self.members.glob(f"*{_SUFFIX}") if path.name not in named]
-        for path in [*orphans, *self.members.glob(f"{_TEMPORARY}*"), *self.folder.glob(f"{_TEMPORARY}*")]:
-            path.unlink(missing_ok=True)
+        for path in self.members.glob(f"*{_SUFFIX}"):
+            if path.name not in named:
+                remove(path)
+        remove_temporaries(self.members)
+        remove_temporaries(self.folder)
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """Weights of a player from a file as a league keeps them, of which nothing else is known."""
+    """Return the weights of a player from a file as a league keeps them, of which nothing else is known."""
     if not path.is_file():
         raise LeagueError(f"there are no weights at {path}; a run keeps those of its league in RUN/{FOLDER}/{MEMBERS}/NAME{_SUFFIX}")
     try:
@@ -127,20 +135,10 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         raise LeagueError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def _write(path: Path, content: bytes) -> None:
-    """A reader finds the old file or the new one, whole. That its name is on the disk too is up to the caller, by `sync` of the folder."""
-    temporary = path.with_name(f"{_TEMPORARY}{path.name}")
-    write_synced(temporary, content)
-    os.replace(temporary, path)
-
-
 def _encoded(name: str, weights: Weights) -> bytes:
-    from safetensors import SafetensorError
-    from safetensors.torch import save
-
     try:
-        return save({key: tensor.contiguous() for key, tensor in weights.items()})
-    except (SafetensorError, ValueError, KeyError) as error:
+        return b"".join(encode_tensors(weights))
+    except ValueError as error:
         raise LeagueError(f"the weights of {name!r} cannot be saved: {error}") from error
 
 
@@ -148,8 +146,10 @@ def _decoded(content: bytes, path: Path, members: Path | None) -> League:
     try:
         raw = parse_json(content)
         found = msgspec.convert(raw, _Format).format
-        told = msgspec.convert(raw, LeagueFile) if found <= FORMAT else None
-    except ValueError as error:
+        told = None
+        if found <= FORMAT:
+            told = msgspec.convert(without_digest(raw, is_required=found != WITHOUT_DIGEST), LeagueFile)
+    except (ValueError, RecursionError) as error:
         raise LeagueError(
             f"{path} is corrupt: it is not the file of a league ({error}); restore it, or resume the run to have it written"
         ) from error
@@ -163,8 +163,6 @@ def _decoded(content: bytes, path: Path, members: Path | None) -> League:
 
 
 def _member_weights(members: Path, name: str, file: WeightsFile) -> Weights:
-    from safetensors.torch import load
-
     path = members / file.file
     fix = "restore it, or resume the run to have it written again"
     if Path(file.file).name != file.file:
@@ -175,11 +173,6 @@ def _member_weights(members: Path, name: str, file: WeightsFile) -> Weights:
         raise LeagueError(f"the weights of {name!r} are missing: there is no {path}; {fix}") from error
     except OSError as error:
         raise LeagueError(f"the weights of {name!r} cannot be read from {path}: {error.strerror}") from error
-    if _digest(content) != file.digest:
+    if digest(content) != file.digest:
         raise LeagueError(f"the weights of {name!r} in {path} are not those that were saved: their sha256 differs; {fix}")
-    # Cloned into memory that torch allocated: aligned and resizable, as a tensor that was never saved.
-    return {key: tensor.clone() for key, tensor in load(content).items()}
-
-
-def _digest(content: bytes) -> FileDigest:
-    return FileDigest(sha256=hashlib.sha256(content).hexdigest(), size=len(content))
+    return decode_tensors(content, path)[0]

@@ -26,7 +26,7 @@ from torch import nn
 
 from esper.arena.config import ArenaConfig
 from esper.checkpoint import load_module
-from esper.config import load
+from esper.config import load_saved
 from esper.devices import find_device, threads
 from esper.league.league import League
 from esper.league.matches import Ground, MatchResult, unseen
@@ -131,7 +131,7 @@ def load_player(
     """The policy of a run, ready to play: of its best checkpoint, or of the "latest"."""
     place = Path(folder)
     check_holds_a_run(place)
-    config = load(ArenaTrainConfig, place / CONFIG)
+    config = load_saved(ArenaTrainConfig, place / CONFIG)
     store = open_store(place)
     if not store.has_any():
         raise RunError(f"{place} has no checkpoint yet; train it for longer")

@@ -27,7 +27,7 @@ import msgspec
 from torch import nn
 
 from esper.checkpoint import Checkpoint, load_module
-from esper.config import describe, load, save
+from esper.config import describe, load_saved, save
 from esper.events import Event, EventLog, Sink, TensorBoardSink, WandbMode, WandbSink
 from esper.parallel import ALONE, Group
 from esper.rl.checkpoints import open_store
@@ -201,7 +201,7 @@ def resume_run(
 
 def _config_to_go_on_with(folder: Path, wanted: RunConfig | None, kind: Kind[Any]) -> Any:
     check_holds_a_run(folder)
-    saved = load(kind.config, folder / CONFIG)
+    saved = load_saved(kind.config, folder / CONFIG)
     _check_changes(saved, wanted or saved, kind.changeable)
     return wanted or saved
 
