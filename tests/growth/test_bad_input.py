@@ -241,6 +241,17 @@ CASES = {
     "a loss that is a float": (lambda f: start(folder=f, loss=lambda out, y: 1.0), GrowthError, r"is a float; .* without .item\(\)"),
     "no loss": (lambda f: start(folder=f, loss=None), GrowthError, "pass loss_fn for batches of"),
     "batches of three": (lambda f: start(folder=f, val=[(*make_data(1)[0], 1)]), GrowthError, "a batch is a tuple of 3"),
+    "batches that are dicts": (
+        lambda f: start(folder=f, val=[{"pixels": x, "label": y} for x, y in make_data(2)]),
+        GrowthError,
+        r"a batch is a dict with pixels, label, .* step_loss=lambda model, batch: loss\(model\(batch\['pixels'\]\), batch\['label'\]\)",
+    ),
+    "a time to step without a schedule": (
+        lambda f: start(folder=f, step_schedule="step"),
+        GrowthError,
+        "step_schedule 'step' is for a schedule, and there is none; pass scheduler=lambda optimizer: ",
+    ),
+    "no gradients": (lambda f: torch.no_grad()(start)(folder=f), GrowthError, "the training loss has no gradient"),
     "an optimiser that is none": (
         lambda f: start(folder=f, optimizer=lambda parameters: 3),
         GrowthError,

@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import esper
 from esper.events import EventLog, read
 from esper.growth import Diverged, Grower, GrowthError, Planned, grow
+from esper.growth.batches import move
 from esper.growth.config import GovernorConfig, Rent
 from esper.growth.decisions import Fossilize, Germinate
 from esper.growth.heuristic import judge
@@ -361,6 +362,8 @@ def test_ctrl_c_takes_out_a_seed_on_trial_and_all_that_is_ours() -> None:
     loader = Interrupted(data, epoch=3, batch=2)
     grown = grow(make_host(), loader, data, cross_entropy, epochs=9, controller=plan_at(1), config=config(**NAMED))
     assert (grown.status, grown.epochs) == ("stopped", 2)
+    assert grown.added.parameters == grown.added.flops == 0
+    assert grown.report().startswith("nothing is kept yet (1 seed tried) · ")
     assert list(grown.model.state_dict()) == list(make_host().state_dict())
     assert not any(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module) for module in grown.model.modules())
 
@@ -389,6 +392,13 @@ def test_a_training_too_short_to_grow_anything_warns_and_its_report_says_why(tmp
     assert "nothing can grow in 5 epochs" in story.started.note, "before anything was trained"
     assert [(remark.first, remark.last) for remark in story.remarks if "nothing can grow in 5 epochs" in remark.text] == [(0, 5)]
     assert "train for at least 6 epochs" in write_report(tmp_path / "run").read_text()
+
+
+def test_the_result_says_why_nothing_could_grow() -> None:
+    with pytest.warns(UserWarning, match="nothing can grow in 5 epochs"):
+        grown = grow(make_host(), make_data(), make_data(2), cross_entropy, epochs=5)
+    assert grown.report().startswith("nothing was grown · nothing can grow in 5 epochs: ")
+    assert "train for at least 6 epochs" in grown.report()
 
 
 @pytest.mark.filterwarnings("error")
@@ -560,9 +570,10 @@ def test_a_schedule_by_steps_counts_steps_of_the_optimiser_where_gradients_are_a
     [({}, {"precision": "bfloat16"}), ({"accumulate": 2}, {}), ({"max_grad_norm": 1.0}, {"max_grad_norm": 2.0}), ({}, STEPWISE)],
     ids=["precision", "accumulate", "max_grad_norm", "step_schedule"],
 )
+@pytest.mark.filterwarnings("ignore:LambdaLR is stepped")
 def test_a_run_goes_on_with_the_settings_it_was_started_with(started, resumed, tmp_path: Path) -> None:
     def run(epochs: int, **options):
-        options = {"controller": "never", "config": config(**NAMED), "run": tmp_path / "run", **options}
+        options = {"scheduler": halving, "controller": "never", "config": config(**NAMED), "run": tmp_path / "run", **options}
         return grow(make_host(), make_data(), make_data(2), cross_entropy, epochs=epochs, **options)
 
     run(1, **started)
@@ -666,6 +677,7 @@ def test_a_stopped_run_leaves_what_it_gives_back_until_it_has_gone_on_to_its_end
     assert stopped.status == "stopped"
     assert_same(loaded(tmp_path / "run"), dict(stopped.model.state_dict()))
     assert "stopped after epoch 1" in (tmp_path / "run" / "report.html").read_text()
+    assert stopped.report().endswith(f"go on with run='{tmp_path / 'run'}', resume=True")
     finished = kept_run(tmp_path / "run", resume=True)
     assert_same(loaded(tmp_path / "run"), dict(finished.model.state_dict()))
     assert finished.model.state_dict().keys() > stopped.model.state_dict().keys()
@@ -727,3 +739,19 @@ def test_a_model_that_cannot_be_written_is_given_back_all_the_same(tmp_path: Pat
     monkeypatch.undo()
     assert_same(dict(kept_run(tmp_path / "run", resume=True).model.state_dict()), dict(grown.model.state_dict()))
     assert_same(loaded(tmp_path / "run"), dict(grown.model.state_dict()))
+
+
+class Graph:
+    """A batch of a library with its own kind of batches."""
+
+    def __init__(self, nodes: Tensor) -> None:
+        self.nodes = nodes
+
+    def to(self, device: torch.device) -> Graph:
+        return Graph(self.nodes.to(device))
+
+
+def test_a_batch_that_knows_how_to_move_goes_to_the_device_of_the_model() -> None:
+    moved = move([Graph(torch.zeros(3)), {"x": torch.zeros(2)}], torch.device("meta"))
+    assert moved[0].nodes.is_meta
+    assert moved[1]["x"].is_meta

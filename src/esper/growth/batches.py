@@ -98,10 +98,14 @@ def described(value: Any) -> str:
 def pair_of(batch: Any) -> tuple[Any, Any]:
     if isinstance(batch, tuple | list) and len(batch) == 2:
         return batch[0], batch[1]
-    raise GrowthError(
-        f"a batch is a {type(batch).__name__}{f' of {len(batch)}' if isinstance(batch, tuple | list | Mapping) else ''}, "
-        "and loss_fn needs (inputs, targets); pass step_loss=lambda model, batch: ..."
-    )
+    kind, names = type(batch).__name__, []
+    if isinstance(batch, Mapping):
+        names = [repr(name) for name in batch]
+        what = f"a {kind} with {', '.join(map(str, batch))}"
+    else:
+        what = f"a {kind} of {len(batch)}" if isinstance(batch, tuple | list) else f"a {kind}"
+    example = f"loss(model(batch[{names[0]}]), batch[{names[-1]}])" if names else "..."
+    raise GrowthError(f"a batch is {what}, and loss_fn needs (inputs, targets); pass step_loss=lambda model, batch: {example}")
 
 
 class Listener:
@@ -153,8 +157,11 @@ def with_article(noun: str) -> str:
 
 
 def move(batch: Any, device: torch.device) -> Any:
+    """The same batch on another device. What is no tensor, and has no `to` of its own, is looked into."""
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
+    if callable(getattr(batch, "to", None)):
+        return batch.to(device)
     if isinstance(batch, Mapping):
         return {key: move(value, device) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):

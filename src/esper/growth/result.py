@@ -37,11 +37,14 @@ class Grown:
     seconds: float
     folder: Path | None = None
     had_finished: bool = False  # it was resumed, and there was nothing left to do
+    note: str = ""  # why nothing could grow, where that was known before it began
 
     def report(self) -> str:
         """One line: what was kept, what it gave, what it cost."""
-        parts = [result_in_words(finished(self)), self.optimizer, "had finished already" if self.had_finished else ""]
-        return " · ".join(filter(None, parts))
+        kept, dot, figures = result_in_words(finished(self)).partition(" · ")
+        finish = "had finished already" if self.had_finished else ""
+        resume = f"go on with run='{self.folder}', resume=True" if self.status == "stopped" and self.folder is not None else ""
+        return dot.join(filter(None, [kept, self.note, figures, self.optimizer, finish, resume]))
 
     def save(self, path: Path | str) -> None:
         """Writes weights and structure as safetensors; `esper.load(path, model=fresh_instance)` gives the grown model back."""

@@ -55,7 +55,8 @@ def result_in_words(finished: GrowthFinished, twin: GrowthFinished | None = None
     Beside a twin, the difference to its loss comes first: most of the way from the start is ordinary training.
     """
     tried = counted(finished.tried, "seed")
-    nothing = f"nothing was worth keeping ({tried} tried)" if finished.tried else "nothing was grown"
+    verdict = "nothing is kept yet" if finished.why == "stopped" else "nothing was worth keeping"
+    nothing = f"{verdict} ({tried} tried)" if finished.tried else "nothing was grown"
     kept = f"kept {finished.kept} of {tried}" if finished.kept else nothing
     loss = figure(finished.val_loss, 3)
     if twin is None:

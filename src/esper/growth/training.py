@@ -62,6 +62,8 @@ from esper.growth.governor import Diverged
 from esper.growth.grower import Grower
 from esper.growth.html_report import REPORT, write_report
 from esper.growth.isolation import isolated
+from esper.growth.lifecycle import Stage
+from esper.growth.rent import total
 from esper.growth.result import MODEL, Grown, Status, finished
 from esper.growth.run import NO_RUN, Run, open_run
 from esper.growth.slotted import add_slots
@@ -142,7 +144,9 @@ def grow(
         try:
             grown = training.run(controller, opened, may_interrupt=True)
         except Diverged as error:
-            _leave_result(opened, error.model if isinstance(error.model, nn.Module) else None, otherwise="it is the `model` of the error that follows")
+            _leave_result(
+                opened, error.model if isinstance(error.model, nn.Module) else None, otherwise="it is the `model` of the error that follows"
+            )
             raise
         _leave_result(opened, grown.model, otherwise="keep the model by grown.save(path)")
         return grown
@@ -154,12 +158,12 @@ def _check_free_names(run: Path | str | None) -> None:
             raise RunError(f"{run} holds a {name}, which the run would replace; choose another folder")
 
 
-def _leave_result(run: Run, model: nn.Module | None, *, otherwise: str) -> None:
+def _leave_result(run: Run, model: object, *, otherwise: str) -> None:
     """Write the model and the report into the folder of a run. A failure is a warning, so that the result of the training is not lost."""
     if run.folder is None:
         return
     try:
-        if model is not None:
+        if isinstance(model, nn.Module):
             save(model, run.folder / MODEL)
         run.flush()  # the report is made from the file of events
         write_report(run.folder)
@@ -200,6 +204,10 @@ class Training:
             raise GrowthError("all parameters of the model are frozen (requires_grad is False); there is nothing to train")
         self.optimizer = optimizer_from(make_optimizer, trained)
         self.scheduler = scheduler_from(make_scheduler, self.optimizer)
+        if self.scheduler is None and config.step_schedule != "auto":
+            raise GrowthError(
+                f"step_schedule {config.step_schedule!r} is for a schedule, and there is none; pass scheduler=lambda optimizer: ..."
+            )
         steps = math.ceil(length_hint(train_loader) / config.accumulate) or None  # in an epoch; None: the loader does not tell
         self._is_stepped_per_step = is_stepped_per_step(self.scheduler, config.step_schedule, epochs=epochs, steps=steps)
         self.scaler = GradScaler(self.device.type) if config.precision == "float16" else None
@@ -423,9 +431,10 @@ class Training:
         )
 
     def _finish(self, grower: Grower, run: Run, status: Status, before: float, seconds: float, *, had_finished: bool) -> Grown:
+        garden = grower.garden
         if status != "stopped":
-            for name in grower.garden.living():
-                grower.garden.prune(name, "the training is over and it has not earned its place")
+            for name in garden.living():
+                garden.prune(name, "the training is over and it has not earned its place")
         model = grower.bake()
         grown = Grown(
             model=model,
@@ -436,7 +445,7 @@ class Training:
             train_losses=tuple(grower.chronicle.train_losses),
             val_losses=tuple(grower.chronicle.val_losses),
             host=grower.slotted.survey.host,
-            added=grower.garden.added(),
+            added=total(garden.cost(name) for name, bed in garden.beds.items() if bed.life.stage is Stage.FOSSILIZED),  # what bake() keeps
             gflops=grower.chronicle.flops / 1e9,
             rollbacks=grower.rollbacks,
             ledger=grower.ledger,
@@ -445,6 +454,7 @@ class Training:
             seconds=seconds,
             folder=run.folder,
             had_finished=had_finished,
+            note=objection(grower),
         )
         self._emit(finished(grown))
         return grown
