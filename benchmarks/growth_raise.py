@@ -41,23 +41,27 @@ TIMES = (0.1, 0.33)  # parts of the training after which the seeds germinate
 class StraightThrough(Shadow):
     """Stands in for the shadow: seeds learn by the gradient that the host's own pass gives them."""
 
-    _watched: Sequence[Slot] = ()
+    _watched: Sequence[Bed] = ()
 
     def prepare(self, beds: Sequence[Bed]) -> None:
         self.rest()
-        self._watched = [bed.slot for bed in beds]
-        for slot in self._watched:
-            slot.observe(pass_through)
+        self._watched = list(beds)
+        for bed in self._watched:
+            bed.slot.observe(pass_through)
 
     def rest(self) -> None:
-        for slot in self._watched:
-            slot.observe(None)
+        for bed in self._watched:
+            bed.slot.observe(None)
         self._watched = ()
 
-    def step(self, beds: Sequence[Bed], closure: Closure, *, scale: float, must_check: bool, group: Group) -> None:
-        for bed in beds:
+    def step(self, beds: Sequence[Bed], closure: Closure, *, scale: Tensor | None, group: Group) -> None:
+        """Nothing: the seeds have learned in the host's step."""
+
+    def learn(self, *_: object) -> None:
+        """After a step of the host's optimiser, while the gradients are still there."""
+        for bed in self._watched:
             if bed.learner is not None:
-                bed.learner.step(scale=scale, must_check=must_check, group=group)
+                bed.learner.step()
 
     def flops(self, beds: Sequence[Bed], costs: Sequence[Cost]) -> int:
         return 3 * sum(cost.flops for cost in costs)
@@ -100,6 +104,7 @@ def run_one(setting: Setting, grown: Record, way: str, at: float, seed: int) -> 
     loop = Loop(setting, host, Planned(plan), setting.config(seed, lifecycle=life, slots=slots), seed=seed)
     if way == "straight_through":
         loop.grower._shadow = StraightThrough(loop.slotted)
+        loop.optimizer.register_step_post_hook(loop.grower._shadow.learn)
     sizes: dict[str, float] = {}
     for _ in range(setting.epochs):
         loop.run_epoch()

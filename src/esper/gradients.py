@@ -35,3 +35,11 @@ def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
     """The norm of the gradients that are there, as a tensor on their device; 0 where there is none. An iterator is fine."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     return get_total_norm(gradients) if gradients else torch.zeros(())
+
+
+def unscaled(gradient: Tensor, scale: Tensor | None) -> Tensor:
+    """The gradient of a loss, from that of the loss times `scale`, at least in single precision: half cannot hold a large scale."""
+    if scale is None:
+        return gradient
+    wide = gradient.float() if gradient.dtype in (torch.float16, torch.bfloat16) else gradient
+    return wide / scale.to(gradient.device, non_blocking=True)

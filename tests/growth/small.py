@@ -103,20 +103,25 @@ class Loop:
     events: list[Event]
     losses: list[float] = field(default_factory=list)
 
-    def epoch(self, *, epochs: int = 1, use_slotted: bool = True) -> None:
+    def epoch(self, *, epochs: int = 1) -> None:
         for _ in range(epochs):
             for x, y in self.data:
-                self.step(x, y, use_slotted=use_slotted)
+                self.step(x, y)
             self.grower.after_epoch(self.evaluate)
 
-    def step(self, x: Tensor, y: Tensor, *, use_slotted: bool = True) -> None:
-        call = self.slotted if use_slotted else self.host
-        loss = cross_entropy(call(x), y)
+    def step(self, x: Tensor, y: Tensor) -> None:
+        loss = cross_entropy(self.slotted(x), y)
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.losses.append(loss.item())
-        self.grower.after_step(loss, closure=lambda: cross_entropy(call(x), y), samples=len(x))
+        self.grower.after_step(loss, closure=lambda: cross_entropy(self.slotted(x), y), samples=len(x))
+
+    def step_host(self) -> None:
+        """A step that the grower is still to be told of."""
+        cross_entropy(self.slotted(self.data[0][0]), self.data[0][1]).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
     def evaluate(self) -> list[Tensor]:
         self.host.eval()

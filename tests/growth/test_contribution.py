@@ -357,7 +357,7 @@ def test_the_probe_finds_the_gradient_of_a_planted_seed_for_every_blueprint(kind
 
     probe = Probe(slotted, {"body": options}, random_seed=7)
     probe.watch()
-    scale = 16.0
+    scale = torch.tensor(16.0)
     for part_x, part_y in zip(x.chunk(2), y.chunk(2), strict=True):  # accumulated, and scaled
         (cross_entropy(slotted(part_x), part_y) / 2 * scale).backward()
     probe.ask(scale=scale)

@@ -55,8 +55,9 @@ def test_a_seed_in_the_shadow_leaves_the_host_bit_identical_on_the_gpu(replayed:
     torch.manual_seed(5)
     expected = plain_losses(plain, optimizer, on_gpu(make_data()), epochs=4)
     loop = gpu_loop(Script({**BOTH, 2: [Prune("first", "test")], 3: [Germinate("first", "test", "mlp")]}, probes=[0, 2]), QUICK_SHADOW)
+    loop.grower._shadow._can_replay = replayed
     torch.manual_seed(5)
-    loop.epoch(epochs=4, use_slotted=replayed)
+    loop.epoch(epochs=4)
     assert loop.losses == expected
     assert_same(snapshot(loop.host, loop.optimizer), snapshot(plain, optimizer))
 

@@ -138,6 +138,7 @@ def test_a_seed_in_the_shadow_must_have_learned_with_healthy_gradients_before_it
     loop = make_loop(Script({**GROW, 1: [Advance("first", "test")], 2: [Advance("first", "test")]}), config(rules))
     loop.epoch()
     for _ in loop.data:
+        loop.step_host()
         loop.grower.after_step(torch.tensor(1.0), closure=lambda: next(loop.host.parameters()).sum() * 0 + _poisoned(loop))
     loop.grower.after_epoch(loop.evaluate)
     assert refusals(loop) == ["it has learned for 1 of 2 epochs", "the health of its gradients is 0.00, below 0.7"]

@@ -171,7 +171,7 @@ def test_slots_are_added_once_at_a_time() -> None:
     slotted = add_slots(model, RESNET.batch())
     with pytest.raises(GrowthError, match=r"already has slots \(after 'layer1.0'\); remove them first"):
         add_slots(model, RESNET.batch())
-    assert len(hooks_of(model)) == 4
+    assert len(hooks_of(model)) == 5  # four slots, and what stands around the whole model
     slotted.remove()
     slotted.remove()
     assert list(add_slots(model, RESNET.batch(), slots=["layer1"]).slots) == ["layer1"]

@@ -12,6 +12,9 @@
         grower.after_epoch(evaluate)            # evaluate() gives the validation loss of every batch, always in the same order
     model = slotted.bake()
 
+Seeds learn in the steps of the user's optimiser and drop their gradients where it drops the host's; `after_step` notes the loss, moves
+alphas and looks for losses that are not finite.
+
 Everything that a training needs to go on is saved between two steps, and loaded into a new grower that was made in the same way:
 
     grower.save("checkpoints")
@@ -24,6 +27,7 @@ Under DistributedDataParallel every rank does the same, the seeds' gradients are
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -44,12 +48,13 @@ from esper.growth.decisions import Controller, Decision
 from esper.growth.errors import GrowthError
 from esper.growth.events import EpochEnded
 from esper.growth.governor import Diverged
+from esper.growth.isolation import unwrap
 from esper.growth.model_bed import ModelBed, in_shadow, make_beds
 from esper.growth.plot import Plot
 from esper.growth.prober import Prober
 from esper.growth.recovery import Recovery
 from esper.growth.reporting import epoch_ended
-from esper.growth.seed_learner import MakeOptimizer
+from esper.growth.seed_learner import MakeOptimizer, OptimizerFollower
 from esper.growth.shadow import Closure, Shadow
 from esper.growth.slotted import Slotted
 from esper.growth.state import GrowthState
@@ -99,10 +104,17 @@ class Grower:
         self._group = Ranks() if is_parallel and dist.is_initialized() else ALONE
         self._measurement = Measurement(slotted, group=self._group)
         self._shadow = Shadow(slotted, alpha=self.config.lifecycle.alpha_target)
-        slotted.recording, slotted.samples, slotted.has_grower = self._shadow.recording, 0, True
         self._on_event = on_event
-        self._scale = self._current_scale()  # that of the backward pass to come
         self._has_begun = False
+        self._has_stepped = False  # the host, since the last after_step
+        self._has_stepped_in_epoch = False
+        if slotted.follower is not None:  # of a grower that was made earlier
+            slotted.follower.stop()
+        models = [slotted.model, unwrap(slotted.model)]
+        self._follower = OptimizerFollower(
+            optimizer, models, step=self._step_seeds, zero_grad=self._drop_gradients, is_pending=self._has_gradients
+        )
+        slotted.recording, slotted.follower, slotted.samples = self._shadow.recording, self._follower, 0
 
     @property
     def epoch(self) -> int:
@@ -117,7 +129,7 @@ class Grower:
 
     def begin(self) -> None:
         """The first decision, before any training: a schedule may grow at once. Later calls do nothing."""
-        self._check_has_slots()
+        self._check_is_at_work()
         if not self._has_begun:
             self._recovery.take_snapshot()  # again, for states may have been loaded since the grower was made
             self._begin()
@@ -128,16 +140,20 @@ class Grower:
             return
         self._has_begun = True
         self._decide()
-        self._get_ready(scale=1.0)
+        self._get_ready()
         self.chronicle.lap()
         self._tell()
 
     def after_step(self, loss: Tensor | float, *, closure: Closure | None = None, samples: int | None = None) -> None:
         """Call it after every step of the optimiser. `closure` computes this step's loss again, for seeds that are raised in the shadow.
 
-        FLOPs are counted by the samples of this step, which calls of the slotted model tell; give `samples` where it was called otherwise.
+        FLOPs are counted by the samples of this step, which calls of the model tell; give `samples` where it was called otherwise.
+
+        Called after every part of an accumulated batch it counts parts for steps: losses are those of parts, and alphas move by part and
+        reach their targets in as many epochs. Seeds step with the optimiser in any case, those in the shadow by the closure of the first
+        call after its step.
         """
-        self._check_has_slots()
+        self._check_is_at_work()
         value = one_number(loss)
         if closure is None and self.config.lifecycle.raise_mode == "shadow":
             raise GrowthError(
@@ -149,30 +165,59 @@ class Grower:
         if not is_lost:
             self._begin()
         self.chronicle.note_step(value, samples=samples, flops_per_sample=self._step_flops())
-        scale, self._scale = self._scale, self._current_scale()
+        self._follower.forget_failed_steps()
         if is_lost:
             self._go_back(f"the training loss of step {self.chronicle.steps} is {float(value)}")
             self._begin()  # not before: what is decided at the beginning is not to blame for the first step
         else:
-            self._learn(closure, scale)
-        self._get_ready(scale=scale)
+            self._learn_in_shadow(closure)
+            self._tick()
+        self._has_stepped = False
+        self._get_ready()
         self._tell()
 
     def _is_lost(self, loss: Tensor) -> bool:
         """Elsewhere a look at every loss would wait for the device, or for the other ranks; there the end of the epoch shows it."""
         return loss.device.type == "cpu" and self._group.world_size == 1 and not math.isfinite(float(loss))
 
-    def _learn(self, closure: Closure | None, scale: float) -> None:
-        """`scale` is that of the backward pass that is over."""
-        must_check = self.scaler is not None
-        for bed in self.garden.beds.values():  # connected seeds have got their gradient from the user's backward pass
-            if bed.learner is not None and bed.is_connected:
-                bed.learner.step(scale=scale, must_check=must_check, group=self._group)
+    def _learn_in_shadow(self, closure: Closure | None) -> None:
+        """Where the host has stepped; seeds in its shadow step as often as it does."""
         learning = self._in_shadow()
-        if learning and closure is not None:
+        if learning and closure is not None and self._has_stepped:
             with self._prober.paused():
-                self._shadow.step(learning, closure, scale=self._scale, must_check=must_check, group=self._group)
+                self._shadow.step(learning, closure, scale=self._scale(), group=self._group)
+
+    def _tick(self) -> None:
+        for bed in self.garden.beds.values():
+            if bed.learner is not None:
+                bed.learner.tick()
         self.garden.tick()
+
+    # What follows the user's optimiser
+
+    def _step_seeds(self) -> None:
+        """The host has stepped. Connected seeds have got their gradients from the user's backward passes."""
+        # A fused optimiser under a loss scale skips its step on the device, and holds this meanwhile.
+        scale, found_inf = self._scale(), getattr(self._follower.optimizer, "found_inf", None)
+        for bed in self.garden.beds.values():
+            if bed.learner is not None and bed.is_connected:
+                bed.learner.step(scale=scale, found_inf=found_inf, group=self._group)
+        self._prober.ask(scale=scale)
+        self._has_stepped = self._has_stepped_in_epoch = True
+
+    def _drop_gradients(self, set_to_none: bool) -> None:
+        for bed in self.garden.beds.values():
+            if bed.learner is not None:
+                bed.learner.zero_grad(set_to_none=set_to_none)
+        self._prober.drop()
+
+    def _has_gradients(self) -> bool:
+        """Of backward passes, in seeds or in the probe."""
+        return self._prober.has_caught or any(bed.learner is not None and bed.learner.has_gradients for bed in self.garden.beds.values())
+
+    def _scale(self) -> Tensor | None:
+        """The factor of the losses, on its device, because `get_scale` would wait for it; None where they are not scaled."""
+        return self.scaler._get_scale_async() if self.scaler is not None and self.scaler.is_enabled() else None
 
     def recording(self) -> AbstractContextManager[None]:
         """Around a forward pass that is not a call of the slotted model: seeds in the shadow then need not compute all of it again."""
@@ -186,14 +231,16 @@ class Grower:
         Until it has given everything that is needed nothing is changed, so an error in it leaves all as it was. On several ranks, each
         goes through as many batches, and what counts is what rank 0 finds.
         """
-        self._check_has_slots()
+        self._check_is_at_work()
         check_evaluate(evaluate)
         self._begin()
         self._rest()
         chunks = self.chronicle.chunks()
+        self._check_has_stepped()
         measured = self._agreed(self._measurement.measure(evaluate, self.plot.on_trial(), epoch=self.epoch + 1))
         val_loss = measured.losses.mean
         verdict = self._group.first(lambda: self.plot.verdict(chunks, val_loss))
+        self._has_stepped_in_epoch = False
         self.plot.end_epoch(chunks, val_loss, measured.contributions, self._agreed(self._prober.finish()))
         if verdict.is_disaster:
             self._go_back(verdict.reason)
@@ -201,28 +248,46 @@ class Grower:
         else:
             self.plot.settle(verdict, chunks, self._recovery)
             decision = self._decide()
-        self._get_ready(scale=1.0)
+        self._get_ready()
         ended = epoch_ended(self.garden, self.chronicle, decision, learning_rate=self._learning_rate())
         self.plot.emit(ended)
         self._tell()
         return ended
 
     def bake(self) -> nn.Module:
-        """The model with the fossilized seeds in it, and nothing else of ours."""
-        self.stop()
-        return self.slotted.bake()
-
-    def stop(self) -> None:
-        """Nothing of ours is at work in the model any more but connected seeds, whether or not the training has come to its end."""
+        """The model with the fossilized seeds in it, and nothing else of ours. Where baking fails the grower goes on as before."""
         self._prober.finish()
         self._shadow.rest()
-        self.slotted.recording = None
+        model = self.slotted.bake()
+        self.stop()
+        return model
 
-    def _check_has_slots(self) -> None:
+    def stop(self) -> None:
+        """Nothing of ours is at work any more, in model or optimiser, but connected seeds, which learn no more."""
+        self._prober.finish()
+        self._shadow.rest()
+        self._follower.stop()
+        if self.slotted.follower is self._follower:
+            self.slotted.recording = self.slotted.follower = None
+
+    def _check_is_at_work(self) -> None:
         if not self.slotted.is_attached:
             raise GrowthError(
                 "the slots have been taken out, by bake() or remove(), so nothing can grow any more; to grow further, call add_slots again "
                 "and make a new Grower, with an optimiser that holds the parameters of the seeds that were kept"
+            )
+        if not self._follower.is_active:
+            raise GrowthError(
+                "this Grower is at work no more: stop() was called, or another Grower was made for the same slots; use that one"
+            )
+
+    def _check_has_stepped(self) -> None:
+        if not self._has_stepped_in_epoch and any(bed.learner is not None for bed in self.garden.beds.values()):
+            warnings.warn(
+                "the optimiser that this Grower was given has not stepped in this epoch, so no seed has learned; make the Grower with the "
+                "optimiser whose step() the training loop calls",
+                RuntimeWarning,
+                stacklevel=3,
             )
 
     def count_evaluation(self, samples: int) -> None:
@@ -267,16 +332,15 @@ class Grower:
         self._prober.finish()
         self._shadow.rest()
         self.plot.go_back(reason, self._recovery)
-        self._scale = self._current_scale()
         try:
             self.plot.check_not_diverged(reason)
         except Diverged:
             self._tell()
             raise
 
-    def _get_ready(self, *, scale: float) -> None:
+    def _get_ready(self) -> None:
         """For the next forward pass."""
-        self._prober.after_step(self.chronicle.steps, length=self.chronicle.length, scale=scale)
+        self._prober.after_step(self.chronicle.steps, length=self.chronicle.length)
         self._shadow.prepare(self._in_shadow())
         self.slotted.samples = 0
 
@@ -292,11 +356,8 @@ class Grower:
         """What rank 0 has found."""
         return self._group.first(lambda: value)
 
-    def _current_scale(self) -> float:
-        return self.scaler.get_scale() if self.scaler is not None and self.scaler.is_enabled() else 1.0
-
     def _step_flops(self) -> int:
-        shadow = self._in_shadow()
+        shadow = self._in_shadow() if self._has_stepped else []
         second = self._shadow.flops(shadow, [self.garden.cost(bed.place.name) for bed in shadow])
         return 3 * (self.slotted.survey.host.flops + self.garden.connected().flops) + second + self._prober.flops
 
@@ -341,8 +402,8 @@ class Grower:
         self.plot.load_state_dict(state["plot"])
         self.controller.load_state_dict(state["controller"]["state"])
         self._has_begun = state["has_begun"]
-        self._scale = self._current_scale()
+        self._has_stepped_in_epoch = self.chronicle.steps > 0
         self._measurement.load_state_dict(state["measurement"])
         self._shadow.load_state_dict(state["shadow"])
         self._prober.load_state_dict(state["probe"])
-        self._get_ready(scale=1.0)
+        self._get_ready()

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from esper.growth.garden import Garden
@@ -42,12 +43,25 @@ class Prober:
         """Per sample of a step that is watched."""
         return self._probe.flops if self._probe is not None and self._probe.is_watching else 0
 
-    def after_step(self, steps: int, *, length: int | None, scale: float) -> None:
+    @property
+    def has_caught(self) -> bool:
+        """Whether it holds gradients of backward passes that no step has used yet."""
+        return self._probe is not None and self._probe.has_caught
+
+    def drop(self) -> None:
+        """Forgets the gradients of backward passes that no step has used."""
+        if self._probe is not None:
+            self._probe.drop()
+
+    def ask(self, *, scale: Tensor | None) -> None:
+        """The host's optimiser has stepped by the gradients that were caught, which were multiplied by `scale`."""
+        if self._probe is not None and self._probe.is_watching:
+            self._probe.ask(scale=scale)
+
+    def after_step(self, steps: int, *, length: int | None) -> None:
         """`steps` of this epoch are over, of `length` if that is known; 0 when one begins."""
         if self._probe is None:
             return
-        if self._probe.is_watching:
-            self._probe.ask(scale=scale)
         is_due = length is None or steps >= length - self.garden.config.probe_steps
         if self._probe.steps >= self.garden.config.probe_steps:
             self.rest()

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from esper.gradients import unscaled
 from esper.growth.blueprints import Blueprint, build_branch, cost_of
 from esper.growth.slot import Slot
 from esper.growth.slotted import Slotted
@@ -76,7 +77,16 @@ class Probe:
         output.register_hook(lambda gradient: pair.append(gradient.detach()))  # type: ignore[no-untyped-call]
         return output
 
-    def ask(self, *, scale: float = 1.0) -> None:
+    @property
+    def has_caught(self) -> bool:
+        """Whether it holds gradients of backward passes that no step has used yet."""
+        return any(len(pair) == 2 for pairs in self._caught.values() for pair in pairs)
+
+    def drop(self) -> None:
+        """Forgets the gradients that were caught, but no forward pass whose gradient is still to come."""
+        self._caught = {name: [pair for pair in pairs if len(pair) == 1] for name, pairs in self._caught.items()}
+
+    def ask(self, *, scale: Tensor | None = None) -> None:
         """Lets every candidate answer to what was caught in this step. The caught gradients were multiplied by `scale`."""
         for (name, _), trial in self._trials.items():
             pairs = [pair for pair in self._caught.get(name, ()) if len(pair) == 2]
@@ -85,13 +95,13 @@ class Probe:
         self._caught.clear()
         self.steps += 1
 
-    def _ask_one(self, trial: _Trial, pairs: Iterable[list[Tensor]], scale: float) -> None:
+    def _ask_one(self, trial: _Trial, pairs: Iterable[list[Tensor]], scale: Tensor | None) -> None:
         parameters = [parameter for parameter in trial.branch.parameters() if parameter.requires_grad]
         total = [torch.zeros_like(parameter) for parameter in parameters]
         for h, g in pairs:
             with torch.enable_grad():
                 output = trial.branch(h.to(parameters[0]))  # in its precision, and where it is
-            gradients = torch.autograd.grad(output, parameters, g.to(output) / scale, allow_unused=True)
+            gradients = torch.autograd.grad(output, parameters, unscaled(g, scale).to(output), allow_unused=True)
             for sum_, gradient in zip(total, gradients, strict=True):
                 if gradient is not None:
                     sum_ += gradient

@@ -1,18 +1,26 @@
-"""How a seed learns: an optimiser of its own, clipped on its own, at the learning rate of the host's group it belongs to.
+"""How a seed learns: an optimiser of its own, clipped on its own, that follows the user's optimiser.
 
-The optimiser is of the host's kind and has the settings of that group. The host's optimiser does not know of seeds: parameters that are
-added to it break schedules such as OneCycleLR. A seed is born with a fresh optimiser, so no momentum outlives the seed it belonged to.
-Its learning rate rises from 0 at first: a fresh Adam makes full steps in all weights at once, and the host's loss jumps (docs/log.md).
+The optimiser is of the host's kind and has the settings of the group that the seed belongs to. The host's optimiser does not know of seeds:
+parameters that are added to it break schedules such as OneCycleLR. A seed is born with a fresh optimiser, so no momentum outlives the seed
+it belonged to. Its learning rate rises from 0 at first: a fresh Adam makes full steps in all weights at once, and the host's loss jumps
+(docs/log.md).
 
-Under a GradScaler the seed's gradients are unscaled here, before they are measured, clipped and stepped on. A gradient that is not finite
-is not stepped on, and counted. Each looks at its own: an overflow in the seed skips the seed's step and not the host's, one in the host
-skips the host's and not the seed's. The loss scale is the host's business; what overflows in seeds alone does not lower it.
+Seeds do what the host does (`OptimizerFollower`): they step when the user's optimiser steps, as often as it does, and their gradients go
+when the host's go, by `zero_grad` of the optimiser or of the model, or because the user set `.grad` of all trained parameters to None. So
+skipped batches, accumulation, closures, several optimisers and SAM need no code of their own. Gradients that are set to zero in place by
+hand are not noticed.
+
+Under a GradScaler the seed's gradients are unscaled here, before they are measured, clipped and stepped on. Where the scaler skips the
+host's step the seeds make none either. An overflow in the seed alone skips the seed's step and not the host's: on the CPU, and in fused
+optimisers, exactly; elsewhere the test would wait for the device, so the gradient becomes zero. It is counted in either case. The loss scale is
+the host's business; an overflow in seeds alone does not lower it.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,10 +28,12 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
-from esper.gradients import gradient_norm
+from esper.gradients import gradient_norm, unscaled
+from esper.growth.around import AroundZeroGrad
 from esper.growth.config import SeedOptimizer
 from esper.growth.errors import GrowthError
 from esper.growth.state import GradientStats
+from esper.growth.survey import tensors_in
 from esper.parallel import ALONE, Group
 
 MakeOptimizer = Callable[[list[nn.Parameter], float], Optimizer]
@@ -32,7 +42,8 @@ MakeOptimizer = Callable[[list[nn.Parameter], float], Optimizer]
 class SeedLearner:
     """`group` is the number of the host optimiser's group whose learning rate the seed follows.
 
-    A number, because an optimiser has new groups after its `load_state_dict`. `warmup` is the number of steps in which the rate rises.
+    A number, because an optimiser has new groups after its `load_state_dict`. `warmup` is the number of training steps in which the rate
+    rises; `tick` tells that one is over.
     """
 
     def __init__(
@@ -42,63 +53,190 @@ class SeedLearner:
         self.parameters = [parameter for parameter in seed.parameters() if parameter.requires_grad]
         self.config = config
         self._host, self._group = host, group
-        self.optimizer = make(self.parameters, self._rate()) if make is not None else _like(host, group, self.parameters)
+        self.optimizer = make(self.parameters, self._rate()) if make is not None else _like(innermost(host), group, self.parameters)
         _check_steps_alone(self.optimizer)
         self._norms: list[Tensor] = []  # of the steps since the last report, on the device
-        self._skipped = 0
 
-    def step(self, *, scale: float = 1.0, must_check: bool = False, group: Group = ALONE) -> None:
-        """One step by the gradients that are there, which were multiplied by `scale`; then they are gone.
+    @property
+    def has_gradients(self) -> bool:
+        return any(parameter.grad is not None for parameter in self.parameters)
 
-        On the CPU, or where `must_check`, a gradient that is not finite is skipped here; elsewhere that would wait for the device at every
-        step, and the governor finds out.
+    def step(self, *, scale: Tensor | None = None, found_inf: Tensor | None = None, group: Group = ALONE) -> None:
+        """One step by the gradients that are there, which were multiplied by `scale`. They are unscaled and clipped in place, and stay.
+
+        `found_inf` is above 0 where the host's own step is skipped on the device. On the CPU and under a loss scale a gradient that is not
+        finite is not stepped on; elsewhere the governor finds out.
         """
         if group.world_size > 1:
             _average(self.parameters, group)
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         if not gradients:
             return
-        if scale != 1.0:
+        if scale is not None:
             for gradient in gradients:
-                gradient /= scale
+                gradient.copy_(unscaled(gradient, scale))
         norm = gradient_norm(self.parameters)
+        may_read = norm.device.type == "cpu"
+        if may_read and found_inf is not None and float(found_inf) > 0:
+            return
         self._norms.append(norm)
-        if (must_check or norm.device.type == "cpu") and not torch.isfinite(norm):
-            self._skipped += 1
-        else:
-            if self.config.max_grad_norm is not None:
-                clip_grads_with_norm_(self.parameters, self.config.max_grad_norm, norm)
-            for own in self.optimizer.param_groups:
-                own["lr"] = self._rate() * min((self._steps + 1) / (self._warmup + 1), 1.0)
+        if may_read and not torch.isfinite(norm):
+            return
+        for own in self.optimizer.param_groups:
+            own["lr"] = self._rate() * min((self._steps + 1) / (self._warmup + 1), 1.0)
+        if may_read or scale is None:
+            self._clip(norm)
             self.optimizer.step()
-            self._steps += 1
-        self.forget_gradients()
+            return
+        is_bad = ~torch.isfinite(norm) if found_inf is None else ~torch.isfinite(norm) | (found_inf.to(norm.device) > 0)
+        for gradient in gradients:
+            gradient.masked_fill_(is_bad, 0.0)
+        self._clip(norm.masked_fill(is_bad, 0.0))
+        with _skipped_where(is_bad, self.optimizer):
+            self.optimizer.step()
 
-    def forget_gradients(self) -> None:
-        for parameter in self.parameters:
-            parameter.grad = None
+    def _clip(self, norm: Tensor) -> None:
+        if self.config.max_grad_norm is not None:
+            clip_grads_with_norm_(self.parameters, self.config.max_grad_norm, norm)
+
+    def tick(self) -> None:
+        """A training step is over."""
+        self._steps += 1
+
+    def zero_grad(self, *, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def _rate(self) -> float:
         return float(self._host.param_groups[self._group]["lr"]) * self.config.learning_rate_factor
 
     def report(self) -> GradientStats:
         """What the gradients were like since the last report. Reads the device once."""
-        norms, skipped = self._gathered().tolist(), self._skipped
-        self._norms, self._skipped = [], 0
-        return GradientStats.of(norms, skipped=skipped)
+        norms = self._gathered().tolist()
+        self._norms = []
+        return GradientStats.of(norms)
 
     def _gathered(self) -> Tensor:
         return torch.stack([norm.float() for norm in self._norms]) if self._norms else torch.empty(0)
 
     def state_dict(self) -> dict[str, Any]:
-        counts = {"skipped": self._skipped, "steps": self._steps, "warmup": self._warmup}
-        return {"optimizer": self.optimizer.state_dict(), "norms": self._gathered(), **counts}
+        return {"optimizer": self.optimizer.state_dict(), "norms": self._gathered(), "steps": self._steps, "warmup": self._warmup}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state["optimizer"])
         self._norms = list(state["norms"].to(self.parameters[0].device).unbind())
-        self._skipped, self._steps, self._warmup = state["skipped"], state["steps"], state["warmup"]
-        self.forget_gradients()
+        self._steps, self._warmup = state["steps"], state["warmup"]
+        self.zero_grad()
+
+
+@contextmanager
+def _skipped_where(is_bad: Tensor, optimizer: Optimizer) -> Iterator[None]:
+    """A fused optimiser leaves weights and state alone where `is_bad`, without anyone reading it. Others do not look."""
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        yield
+        return
+    optimizer.grad_scale, optimizer.found_inf = None, is_bad.float()  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+
+
+class OptimizerFollower:
+    """Tells when the user's optimiser has stepped, and when the host's gradients were dropped.
+
+    `step()` is called after each of its steps that had a gradient, `zero_grad(set_to_none)` where the host's gradients go, and
+    `is_pending()` tells whether any gradients would have to go. `models` are the module that the user calls and what it wraps. Copies of
+    optimiser and model are not followed. `stop` takes everything out again.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        models: Sequence[nn.Module],
+        *,
+        step: Callable[[], None],
+        zero_grad: Callable[[bool], None],
+        is_pending: Callable[[], bool],
+    ) -> None:
+        self._outer, self.optimizer = optimizer, innermost(optimizer)
+        self._step, self._zero_grad, self._is_pending = step, zero_grad, is_pending
+        self.is_active = True
+        self._depth = 0  # of the calls of `step` that run now: one that calls that of its base class runs all hooks twice
+        self._has_gradient = True  # at the beginning of the step that runs now
+        self._backward = -1  # number of the last backward pass that was seen
+        self._hooks = [self.optimizer.register_step_pre_hook(self._before_step), self.optimizer.register_step_post_hook(self._after_step)]
+        owners: list[nn.Module | Optimizer] = [*nested(optimizer), *dict.fromkeys(models)]
+        self._wrappers = [AroundZeroGrad(owner, self._after_zero_grad) for owner in owners]
+
+    def stop(self) -> None:
+        """Optimiser and model are as they were before."""
+        self.is_active = False
+        for hook in self._hooks:
+            hook.remove()
+        for wrapper in reversed(self._wrappers):
+            wrapper.detach()
+
+    def forget_failed_steps(self) -> None:
+        """Between two steps. One that has raised an error has never come to its end."""
+        self._depth = 0
+
+    def watch_backward(self, output: Any) -> None:
+        """Looks whether the user has set the host's gradients to None by hand, when the backward pass of this output begins.
+
+        Not in the forward pass: many loops drop the gradients between the two.
+        """
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(self._begin_backward)  # type: ignore[no-untyped-call]
+
+    def _begin_backward(self, gradient: Tensor) -> None:
+        # Later in the same pass the host may have none yet where seeds have theirs.
+        number = torch._C._current_graph_task_id()
+        if number != self._backward:
+            self._backward = number
+            self._drop_if_host_has_none()
+
+    def _before_step(self, optimizer: Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        self._depth += 1
+        if self._depth == 1 and self.is_active:
+            has_closure = named.get("closure") is not None or (len(arguments) > 1 and arguments[1] is not None)
+            self._has_gradient = has_closure or self._drop_if_host_has_none()
+
+    def _after_step(self, optimizer: Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        self._depth -= 1
+        if self._depth == 0 and self.is_active and self._has_gradient:
+            self._step()
+
+    def _after_zero_grad(self, set_to_none: bool) -> None:
+        if self.is_active:
+            self._zero_grad(set_to_none)
+
+    def _drop_if_host_has_none(self) -> bool:
+        """Whether a parameter that the optimiser trains has a gradient; where all are frozen nobody can tell, and the answer is yes."""
+        trained = (parameter for group in self._outer.param_groups for parameter in group["params"] if parameter.requires_grad)
+        parameter = next(trained, None)
+        if parameter is None or parameter.grad is not None or any(other.grad is not None for other in trained):
+            return True
+        if self.is_active and self._is_pending():
+            self._zero_grad(True)
+        return False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Optimisers of a user's own class may copy their hooks. A copy follows nothing."""
+        return {"is_active": False, "_depth": 0, "_has_gradient": False, "_backward": -1}
+
+
+def nested(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimiser and those that it wraps, such as that of accelerate, Lightning or SAM does; outermost first."""
+    found = [optimizer]
+    while len(inner := [value for value in vars(found[-1]).values() if isinstance(value, Optimizer)]) == 1 and inner[0] not in found:
+        found.append(inner[0])
+    return found
+
+
+def innermost(optimizer: Optimizer) -> Optimizer:
+    """The one that changes the weights."""
+    return nested(optimizer)[-1]
 
 
 def _average(parameters: list[nn.Parameter], group: Group) -> None:

@@ -62,7 +62,7 @@ class Shadow:
         if self._replay is not None:
             self._replay.clear()
 
-    def step(self, beds: Sequence[ModelBed], closure: Closure, *, scale: float, must_check: bool, group: Group) -> None:
+    def step(self, beds: Sequence[ModelBed], closure: Closure, *, scale: Tensor | None, group: Group) -> None:
         """Lets these seeds learn from the last batch. Their loss is multiplied by `scale` on the way, for half precision."""
         self._is_due = False
         parameters = [parameter for bed in beds if bed.learner is not None for parameter in bed.learner.parameters]
@@ -73,12 +73,14 @@ class Shadow:
             for bed in beds:
                 stack.enter_context(bed.slot.held_at(self.alpha))
             loss = self._loss(closure)
-            gradients = torch.autograd.grad(loss * scale, parameters, allow_unused=True)
+            scaled = loss if scale is None else loss * scale.to(loss.device, non_blocking=True)
+            gradients = torch.autograd.grad(scaled, parameters, allow_unused=True)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
         for bed in beds:
             if bed.learner is not None:
-                bed.learner.step(scale=scale, must_check=must_check, group=group)
+                bed.learner.step(scale=scale, group=group)
+                bed.learner.zero_grad()
 
     def _loss(self, closure: Closure) -> Tensor:
         loss = self._replayed_loss(closure)

@@ -11,7 +11,6 @@ after the original has grown.
 from __future__ import annotations
 
 import contextlib
-import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -152,19 +151,8 @@ class Slot(Around):
     # Copies
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the observer and the origin, which a copy does not have, and `inner` where it is the module's own method.
-
-        Pickle would look `inner` up by its name, and find this slot's forward, which stands there now.
-        """
-        state = {**self.__dict__, "observer": None, "_origin": None, "is_idle": not self.is_connected}
-        if "inner" in state and not self._was_replaced:
-            del state["inner"]
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        if "module" in state and "inner" not in state:
-            self.inner = types.MethodType(type(self.module).forward, self.module)
+        """Leave out the observer and the origin, which a copy does not have."""
+        return {**super().__getstate__(), "observer": None, "_origin": None, "is_idle": not self.is_connected}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Slot:
         twin = type(self).__new__(type(self))

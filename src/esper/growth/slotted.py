@@ -19,7 +19,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import msgspec
 import torch
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from esper.checkpoint.modules import plain_name, plain_names
-from esper.growth.around import around
+from esper.growth.around import AroundModel, Forward, around, drop_copied_zero_grad
 from esper.growth.blueprints import KINDS, blueprints_for, cost_of
 from esper.growth.choice import choose
 from esper.growth.eager_calls import eager_calls
@@ -38,6 +38,14 @@ from esper.growth.seed import SPEC_KEYS, Seed, SeedSpec
 from esper.growth.slot import Home, Slot, on_load
 from esper.growth.survey import Survey, call, samples_in, survey, tensors_in, weights_of
 from esper.text_table import aligned
+
+class Follower(Protocol):
+    """Follows the user's optimiser for the seeds; see `OptimizerFollower`."""
+
+    def watch_backward(self, output: Any) -> None: ...
+
+    def stop(self) -> None: ...
+
 
 BAKED = "esper_seed"  # the name of a seed in the state dict, below the submodule that it grew after
 
@@ -77,16 +85,18 @@ def check_has_no_slots(host: nn.Module) -> None:
 class Slotted:
     """A host and its slots. `model` is what the user passed, `host` the same without wrappers.
 
-    `samples` counts those of all calls with gradients; whoever takes them sets it back to 0.
+    Calls of the model are seen as calls of this object are. `samples` counts those of all calls with gradients; whoever takes them sets it
+    back to 0.
     """
 
     def __init__(self, model: nn.Module, host: nn.Module, survey: Survey, names: Sequence[str], example_input: Any) -> None:
         self.model, self.host, self.survey, self.example_input = model, host, survey, example_input
         self.slots = {name: Slot(survey.places[name]) for name in names}
-        self.recording: Callable[[], contextlib.AbstractContextManager[None]] | None = None  # around every call of this object
+        self.recording: Callable[[], contextlib.AbstractContextManager[None]] | None = None  # around every call
+        self.follower: Follower | None = None  # of the grower that is at work
         self.samples = 0
+        self._is_running = False  # inside a call
         self.is_attached = True
-        self.has_grower = False
         self._weights = {name: weights_of(host, host.get_submodule(name)) for name in names}  # as they were when the host was looked at
         self._eager: contextlib.ExitStack | None = None
         self._homes = find_homes(host, names, example_input)
@@ -95,23 +105,45 @@ class Slotted:
         if is_compiled(model):
             torch.compiler.reset()
 
+    @property
+    def has_grower(self) -> bool:
+        return self.follower is not None
+
     def _attach_slots(self) -> RemovableHandle:
+        self._around = AroundModel()  # before the slots, for one of them may be that of the whole model
+        self._around.attach(self.model if is_compiled(self.model) else self.host)
+        self._around.run = self._run
         for name, slot in self.slots.items():
             slot.attach_to(self.host.get_submodule(name), self._homes[name])
         return on_load(self.host, _CheckStructure(self.host, self.slots))
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._run(self.model, arguments, keywords)
+
+    def _run(self, forward: Forward, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         # Compiled code would be compiled anew for every number.
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            self.samples += samples_in((arguments, keywords))
-        if self.recording is None:
-            return self.model(*arguments, **keywords)
-        with self.recording():
-            return self.model(*arguments, **keywords)
+        if self._is_running or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return forward(*arguments, **keywords)
+        self.samples += samples_in((arguments, keywords))
+        self._is_running = True
+        try:
+            with contextlib.nullcontext() if self.recording is None else self.recording():
+                output = forward(*arguments, **keywords)
+        finally:
+            self._is_running = False
+        if self.follower is not None:
+            self.follower.watch_backward(output)
+        return output
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy is called without whatever goes on around calls of the original."""
-        return {**self.__dict__, "recording": None, "samples": 0, "_eager": None}
+        return {**self.__dict__, "recording": None, "follower": None, "samples": 0, "_is_running": False, "_eager": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._around.run = self._run
+        for module in (self.model, self.host):
+            drop_copied_zero_grad(module)
 
     def train(self, mode: bool = True) -> Self:
         self.model.train(mode)
@@ -202,17 +234,27 @@ class Slotted:
 
     def remove(self) -> nn.Module:
         """Take all slots out, with the seeds in them, and return the model."""
-        if not self.is_attached:
-            return self.model
+        if self.is_attached:
+            self._detach_slots()
+            self._release()
+        return self.model
+
+    def _detach_slots(self) -> None:
         self.run_eagerly(False)
-        self.recording = None
         for slot in self.slots.values():
             slot.detach()
+        self._around.detach()
         self._check_handle.remove()
         self.is_attached = False
         if is_compiled(self.model):
             torch.compiler.reset()
-        return self.model
+
+    def _release(self) -> None:
+        """The grower has no slots any more."""
+        self.recording = None
+        if self.follower is not None:
+            self.follower.stop()
+            self.follower = None
 
     def bake(self) -> nn.Module:
         """Make the fossilized seeds part of the model, take everything else out, and return the model without wrappers.
@@ -230,11 +272,12 @@ class Slotted:
                     slot.connect(False)
                     stack.callback(slot.connect, True)
             before = self._example_outputs() if kept else None
-            self.remove()
+            self._detach_slots()
             handles = {name: attach(self.host.get_submodule(name), seed, self._homes[name]) for name, seed in kept.items()}
             after = self._example_outputs() if kept else None
             if before is None or after is None or _agree(before, after):
                 stack.pop_all()  # the seeds that were not kept are gone
+                self._release()
                 return self.host
             for name, handle in handles.items():
                 handle.remove()
