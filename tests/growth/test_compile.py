@@ -307,6 +307,8 @@ def test_a_copy_that_is_made_while_the_probe_looks_runs_compiled() -> None:
     slotted, grower = watched(torch.compile(host, backend="eager"), batch)
     twin = copy.deepcopy(slotted)
     assert torch.equal(out(twin, batch), out(slotted, batch))
+    twin.model(batch)
+    assert twin.samples == len(batch)
     twin.remove()
     train_step(slotted, grower, batch)
     assert torch.equal(out(twin.model, batch), out(FAMILY.model(), batch))

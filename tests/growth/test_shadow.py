@@ -168,3 +168,42 @@ def test_the_gradient_in_the_shadow_is_that_of_the_host_with_the_seed_in_it() ->
     cross_entropy(twin_host(x), y).backward()
     norm = torch.linalg.vector_norm(torch.cat([parameter.grad.reshape(-1) for parameter in twin_seed.parameters()]))
     assert grower.garden.beds["second"].learner.report().mean_norm == pytest.approx(float(norm), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("out of memory"), RuntimeError("a mistake of the user's")], ids=["memory", "user"]
+)
+def test_an_error_in_the_closure_comes_through_at_once_and_the_replay_stays(error: RuntimeError) -> None:
+    loop = make_loop(Script({0: [Germinate("second", "test", "mlp")]}), config(QUICK_SHADOW))
+    loop.step(*loop.data[0])
+    loop.step_host()
+    calls = []
+
+    def fail() -> torch.Tensor:
+        calls.append(1)
+        cross_entropy(loop.slotted(loop.data[0][0]), loop.data[0][1])
+        raise error
+
+    with pytest.raises(type(error), match=str(error)):
+        loop.grower.after_step(torch.tensor(1.0), closure=fail)
+    assert len(calls) == 1
+    assert loop.grower._shadow._can_replay
+
+
+def test_a_closure_of_another_batch_than_the_last_is_computed_as_a_whole() -> None:
+    """A batch of the same shape, such as another part of an accumulated one, would be replayed without anyone noticing."""
+
+    def trained(*, can_replay: bool) -> dict:
+        loop = make_loop(Script({0: [Germinate("second", "test", "mlp")]}), config(QUICK_SHADOW), host=make_host(dropout=0.0))
+        loop.grower._shadow._can_replay = can_replay
+        loop.grower.begin()
+        for (x, y), (other_x, other_y) in zip(loop.data, loop.data[1:], strict=False):
+            for part_x, part_y in ((x, y), (other_x, other_y)):
+                loss = cross_entropy(loop.host(part_x), part_y) / 2
+                loss.backward()
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+            loop.grower.after_step(loss, closure=lambda x=x, y=y: cross_entropy(loop.host(x), y))
+        return dict(loop.slotted.slots["second"].seed.state_dict())
+
+    assert_same(trained(can_replay=True), trained(can_replay=False))

@@ -31,9 +31,15 @@ from torch import Tensor, nn
 from esper.growth.around import Forward, forward_replaced, own_forward
 from esper.growth.isolation import is_compiled, is_eager, unwrap
 from esper.growth.place import Call
+from esper.growth.spread import tensors_in
 
 MAX_BYTES = 256 * 1024**2
 Shapes = tuple[torch.Size, ...]
+Inputs = tuple[tuple[Tensor, int | None], ...]  # tensors that a model is called with, and their versions
+
+
+class ReplayMismatch(RuntimeError):
+    """A forward pass is not the one that was recorded."""
 
 
 class Replay:
@@ -107,7 +113,7 @@ class Replay:
                 self.clear()
             if self._is_cut or self._refusal:
                 return forward(*arguments, **named)
-            with self._running(_Pass()) as one:
+            with self._running(_Pass(inputs=_inputs(arguments, named) if keep_last else ())) as one:
                 output = forward(*arguments, **named)
                 self._finish_recording(one)
             return output
@@ -116,8 +122,12 @@ class Replay:
             yield
 
     @contextmanager
-    def replaying(self) -> Iterator[None]:
-        """Forward passes inside are those of the recording, in the same order and from its first one on."""
+    def replaying(self, *, same_tensors: bool = False) -> Iterator[None]:
+        """Forward passes inside are those of the recording, in the same order and from its first one on.
+
+        With `same_tensors`, the model must be called with the very tensors of a recording with `keep_last`, unchanged since. Otherwise that
+        is taken for granted, and only shapes are compared.
+        """
         if not self.is_usable:
             yield
             return
@@ -129,7 +139,9 @@ class Replay:
             if position > len(self._passes):
                 if self._is_cut or self._refusal:
                     return forward(*arguments, **named)
-                raise RuntimeError(f"forward pass {position} cannot be replayed, only {len(self._passes)} were recorded; record it first")
+                raise ReplayMismatch(f"forward pass {position} cannot be replayed, only {len(self._passes)} were recorded; record it first")
+            if same_tensors and not _is_identical(_inputs(arguments, named), self._passes[position - 1].inputs):
+                raise ReplayMismatch(f"forward pass {position} has other inputs than the recorded one; replay the same batch")
             with self._running(self._passes[position - 1]) as one:
                 output = forward(*arguments, **named)
                 self._check_counts(one)
@@ -196,7 +208,7 @@ class Replay:
                 return forward(*arguments, **named)
             entry, shapes = self._current.take(name), _shapes(arguments, named)
             if shapes != entry.shapes:
-                raise RuntimeError(
+                raise ReplayMismatch(
                     f"the inputs of {name!r} have the shapes {[*map(tuple, shapes)]} and had {[*map(tuple, entry.shapes)]} when they were "
                     "recorded; replay the same forward passes in the same order"
                 )
@@ -280,6 +292,7 @@ class _Entry:
 class _Pass:
     """One forward pass."""
 
+    inputs: Inputs = ()
     entries: dict[str, list[_Entry]] = field(default_factory=dict)  # by module, in the order of its calls
     ran: Counter[str] = field(default_factory=Counter)  # calls of each module so far
     watched: list[tuple[str, Tensor, int]] = field(default_factory=list)  # while it is recorded: module, an output, its version
@@ -302,6 +315,7 @@ class _Pass:
     def clear(self) -> None:
         self.entries.clear()
         self.watched.clear()
+        self.inputs = ()
         self.nbytes = 0
 
 
@@ -338,6 +352,17 @@ def _leaves(value: Any) -> list[Tensor]:
 
 def _handed_out(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.is_inference() else tensor.detach()
+
+
+def _inputs(arguments: tuple[Any, ...], named: dict[str, Any]) -> Inputs:
+    return tuple((tensor, None if tensor.is_inference() else tensor._version) for tensor in tensors_in((arguments, named)))
+
+
+def _is_identical(one: Inputs, other: Inputs) -> bool:
+    """The same objects, at the same versions; a comparison of values would wait for the device."""
+    return len(one) == len(other) and all(
+        left is right and version == before for (left, version), (right, before) in zip(one, other, strict=True)
+    )
 
 
 def _shapes(arguments: tuple[Any, ...], named: dict[str, Any]) -> Shapes:

@@ -12,8 +12,8 @@ hand are not noticed.
 
 Under a GradScaler the seed's gradients are unscaled here, before they are measured, clipped and stepped on. Where the scaler skips the
 host's step the seeds make none either. An overflow in the seed alone skips the seed's step and not the host's: on the CPU, and in fused
-optimisers, exactly; elsewhere the test would wait for the device, so the gradient becomes zero. It is counted in either case. The loss scale is
-the host's business; an overflow in seeds alone does not lower it.
+optimisers, exactly; elsewhere the test would wait for the device, so the gradient becomes zero. It is counted in either case. The loss
+scale is the host's business; an overflow in seeds alone does not lower it.
 """
 
 from __future__ import annotations

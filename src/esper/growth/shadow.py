@@ -1,8 +1,8 @@
 """Raising seeds in the shadow: a second forward pass really uses them, only they get its gradient, and the host does not notice.
 
-What lies before the first of these slots is not computed again where its output was recorded in the user's own forward pass, which is so
-for calls of the slotted model (not of the model in it). The host's optimiser has stepped since, so the second pass is that of the new
-weights on the output of the old ones. A compiled model runs eagerly and as a whole in the second pass.
+What lies before the first of these slots is not computed again where its output was recorded in the user's own forward pass and the
+closure calls the model with the same tensors. The host's optimiser has stepped since, so the second pass is that of the new weights on the
+output of the old ones. A compiled model runs eagerly and as a whole in the second pass.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from esper.growth.errors import GrowthError
 from esper.growth.isolation import Isolation
 from esper.growth.model_bed import ModelBed
-from esper.growth.replay import Replay
+from esper.growth.replay import Replay, ReplayMismatch
 from esper.growth.slotted import Slotted
 from esper.growth.state import Cost
 from esper.parallel import Group
@@ -97,10 +97,9 @@ class Shadow:
         if self._replay is None or not self._can_replay or not self._replay.nbytes:
             return None
         try:
-            with self._replay.replaying():
+            with self._replay.replaying(same_tensors=True):
                 return closure()
-        except RuntimeError:
-            # The closure does not run the model as the training step did. Whatever else is wrong comes up again without a replay.
+        except ReplayMismatch:  # the closure does not run the model as the training step did
             self._can_replay = False
             return None
 

@@ -141,6 +141,9 @@ class Slotted:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        if self.is_attached and is_compiled(self.model) and around(self.model) is None:  # a copy of it has a forward of its own
+            self._around = AroundModel()
+            self._around.attach(self.model)
         self._around.run = self._run
         for module in (self.model, self.host):
             drop_copied_zero_grad(module)
