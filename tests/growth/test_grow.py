@@ -28,12 +28,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import esper
 from esper.events import EventLog, read
-from esper.growth import Diverged, Grower, GrowthError, Planned, grow
+from esper.growth import Diverged, GrowthError, Planned, grow
 from esper.growth.batches import move
 from esper.growth.config import GovernorConfig, Rent
 from esper.growth.decisions import Fossilize, Germinate
 from esper.growth.heuristic import judge
 from esper.growth.html_report import write_report
+from esper.growth.shadow import Shadow
 from esper.growth.state import Contribution
 from esper.growth.story import read_story
 from esper.growth.training import default_optimizer
@@ -541,7 +542,7 @@ def exact(raise_mode: str, batches: Data, **options):
 @pytest.mark.parametrize("raise_mode", ["joint", "shadow"])
 def test_two_half_batches_per_step_equal_whole_batches(raise_mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """To rounding: a seed grows, learns, is judged and kept on the way."""
-    monkeypatch.setattr(Grower, "recording", lambda grower: nullcontext())  # one forward pass is recorded, several are computed again
+    monkeypatch.setattr(Shadow, "recording", lambda shadow: nullcontext())  # one forward pass is recorded, several are computed again
     data = make_data(6, dtype=torch.float64)
     whole, halves = exact(raise_mode, data), exact(raise_mode, in_halves(data), accumulate=2)
     assert [entry.outcome for entry in whole.ledger.entries] == [entry.outcome for entry in halves.ledger.entries] == ["kept"]

@@ -39,6 +39,7 @@ from esper.growth.slot import Home, Slot, on_load
 from esper.growth.survey import Survey, call, samples_in, survey, tensors_in, weights_of
 from esper.text_table import aligned
 
+
 class Follower(Protocol):
     """Follows the user's optimiser for the seeds; see `OptimizerFollower`."""
 
