@@ -10,10 +10,11 @@ float64 up to 1e-12 instead: torch computes its encoder layers by one fused kern
 from __future__ import annotations
 
 import copy
+import importlib
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ from esper.growth.spread import tensors_in
 from esper.growth.survey import call
 from tests.growth import hosts
 from tests.growth.hosts import FAMILIES, VOCABULARY
+from tests.growth.small import QUICK
 from tests.growth.test_models import disturb, germinate, growths, hooks_of
 
 # Torch says so once on processors that have to do without.
@@ -43,7 +45,8 @@ class Kind(NamedTuple):
     slots: tuple[str, ...] | None = None  # None: those of a user who names none
     is_quick: bool = False  # part of `make check`
     is_fused: bool = False  # compared in float64
-    is_causal: bool = False  # no output may see later tokens
+    causal: str | int | None = None  # number or name of the input whose later tokens no earlier output may see
+    padded: str | int | None = None  # number or name of the input with padding that no output may see
     needs: tuple[str, ...] = ()  # libraries
 
     def model(self, seed: int = 0) -> nn.Module:
@@ -63,9 +66,9 @@ class Kind(NamedTuple):
     def slotted(self) -> Slotted:
         return add_slots(self.model(), self.batch(), slots=self.slots)
 
-    def run(self, model: Any) -> list[Tensor]:
+    def run(self, model: Any, batch: Any = None) -> list[Tensor]:
         with torch.no_grad():
-            return list(tensors_in(call(model, self.batch())))
+            return list(tensors_in(call(model, self.batch() if batch is None else batch)))
 
     def is_same(self, some: list[Tensor], others: list[Tensor]) -> bool:
         if not self.is_fused:
@@ -78,7 +81,9 @@ def mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
         return function(value)
     if isinstance(value, Mapping):
         return {key: mapped(function, item) for key, item in value.items()}
-    return tuple(mapped(function, item) for item in value)
+    if isinstance(value, tuple | list):
+        return tuple(mapped(function, item) for item in value)
+    return value
 
 
 def numbers(*shape: int) -> Tensor:
@@ -119,24 +124,190 @@ OWN_KINDS = {
     "vit, bfloat16": Kind(lambda: hosts.ViT().bfloat16(), numbers(3, 3, 8, 8).bfloat16()),
     "swin": Kind(hosts.Swin, numbers(3, 3, 24, 24)),
     "mlp-mixer": Kind(hosts.Mixer, numbers(3, 3, 8, 8)),
-    "bert with padding": Kind(hosts.Bert, PADDED, is_quick=True, is_fused=True),
-    "gpt, tied": family("gpt", is_causal=True),
-    "gpt with cache": Kind(hosts.CachedGPT, tokens(3, 8), is_causal=True, is_quick=True),
-    "gpt, checkpointed": Kind(hosts.CheckpointedGPT, tokens(3, 8), is_causal=True),
-    "gpt, mixture of experts": Kind(hosts.MixtureGPT, tokens(3, 8), is_causal=True),
-    "t5, shifting labels": Kind(hosts.T5, {"input_ids": tokens(3, 7), "labels": tokens(3, 6, seed=1)}),
+    "bert with padding": Kind(hosts.Bert, PADDED, is_quick=True, is_fused=True, padded="input_ids"),
+    "gpt, tied": family("gpt", causal=0),
+    "gpt with cache": Kind(hosts.CachedGPT, tokens(3, 8), causal=0, is_quick=True),
+    "gpt, checkpointed": Kind(hosts.CheckpointedGPT, tokens(3, 8), causal=0),
+    "gpt, mixture of experts": Kind(hosts.MixtureGPT, tokens(3, 8), causal=0),
+    "t5, shifting labels": Kind(hosts.T5, {"input_ids": tokens(3, 7), "labels": tokens(3, 6, seed=1)}, causal="labels"),
     "transformer encoder": family("encoder", is_fused=True),
-    "lstm": Kind(hosts.LSTMTagger, tokens(3, 8), is_causal=True),
-    "gru seq2seq": Kind(hosts.GRUSeq2Seq, (tokens(3, 8), tokens(3, 5, seed=1))),
+    "lstm": Kind(hosts.LSTMTagger, tokens(3, 8), causal=0),
+    "gru seq2seq": Kind(hosts.GRUSeq2Seq, (tokens(3, 8), tokens(3, 5, seed=1)), causal=1),
     "mlp": family("sequential mlp", is_quick=True),
     "mlp, functional": family("functional mlp"),
     "mlp, parametrized weights": Kind(hosts.parametrized_mlp, numbers(3, 6)),
     "tied autoencoder": Kind(hosts.TiedAutoencoder, numbers(3, 6)),
+    "sum over children": Kind(hosts.SumNet, numbers(3, 6), slots=("first", "second"), is_quick=True),
+    "conditional sequential": Kind(hosts.Denoiser, (numbers(3, 6), numbers(3, 2)), slots=("first", "second"), is_quick=True),
+    "indexed sequential": Kind(hosts.IndexedNet, numbers(3, 6), slots=("body",), is_quick=True),
     "siamese": Kind(hosts.Siamese, (numbers(3, 6), numbers(3, 6).flip(0))),
     "tabular, dict output": Kind(hosts.Tabular, {"numbers": numbers(3, 5), "categories": tokens(3, 4)}),
     "tuple output": family("tuple"),
 }
-KINDS = OWN_KINDS
+
+
+# Models that nobody here wrote, built from small configurations
+
+
+def of_transformers(model: str, config: str, **settings: Any) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        transformers = importlib.import_module("transformers")
+        built: nn.Module = getattr(transformers, model)(getattr(transformers, config)(**settings))
+        return built
+
+    return make
+
+
+def with_lora(make: Callable[[], nn.Module], *targets: str, **options: Any) -> Callable[[], nn.Module]:
+    """The model with peft's LoRA around these layers, with adapters that are not those of birth."""
+
+    def build() -> nn.Module:
+        peft = importlib.import_module("peft")
+        config = peft.LoraConfig(r=2, target_modules=list(targets), init_lora_weights=False, **options)
+        model: nn.Module = peft.get_peft_model(make(), config)
+        return model
+
+    return build
+
+
+def library(make: Callable[[], nn.Module], example: Any, *, needs: tuple[str, ...] = ("transformers",), **options: Any) -> Kind:
+    return Kind(make, example, needs=needs, **options)
+
+
+TEXT = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+SIZE = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+LENGTH = {"max_position_embeddings": 32}
+BOTH_STACKS = {
+    **{f"{stack}_{size}": 2 for stack in ("encoder", "decoder") for size in ("layers", "attention_heads")},
+    **{"d_model": 16, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "decoder_start_token_id": 1, "forced_eos_token_id": None},
+}
+GPT2 = of_transformers("GPT2LMHeadModel", "GPT2Config", n_embd=16, n_layer=2, n_head=2, n_positions=32, **TEXT)
+LLAMA = of_transformers("LlamaForCausalLM", "LlamaConfig", **SIZE, **LENGTH, **TEXT, num_key_value_heads=1)
+BERT = of_transformers("BertForSequenceClassification", "BertConfig", **SIZE, **LENGTH, **TEXT)
+VIT = of_transformers("ViTForImageClassification", "ViTConfig", **SIZE, image_size=16, patch_size=8)
+PREDICTED = {"input_ids": tokens(3, 8), "attention_mask": torch.ones_like(MASK), "labels": tokens(3, 8)}
+CLASSIFIED = {**PADDED, "labels": torch.tensor([0, 1, 1])}
+TRANSLATED = {**PADDED, "labels": tokens(3, 6, seed=1)}
+IMAGES = {"pixel_values": numbers(3, 3, 16, 16), "labels": torch.tensor([0, 1, 1])}
+
+LIBRARY_KINDS = {
+    "transformers GPT-2": library(GPT2, PREDICTED, causal="input_ids"),
+    "transformers GPT-NeoX": library(
+        of_transformers("GPTNeoXForCausalLM", "GPTNeoXConfig", **SIZE, **LENGTH, **TEXT), PREDICTED, causal="input_ids"
+    ),
+    "transformers Llama": library(LLAMA, PREDICTED, causal="input_ids"),
+    "transformers Mistral": library(
+        of_transformers("MistralForCausalLM", "MistralConfig", **SIZE, **LENGTH, **TEXT, num_key_value_heads=1, sliding_window=4),
+        PREDICTED,
+        causal="input_ids",
+    ),
+    "transformers Mamba": library(
+        of_transformers("MambaForCausalLM", "MambaConfig", hidden_size=16, state_size=4, num_hidden_layers=2, **TEXT),
+        PREDICTED,
+        causal="input_ids",
+    ),
+    "transformers BERT": library(BERT, CLASSIFIED, padded="input_ids"),
+    "transformers RoBERTa": library(
+        of_transformers("RobertaForSequenceClassification", "RobertaConfig", **SIZE, **LENGTH, **TEXT), CLASSIFIED, padded="input_ids"
+    ),
+    "transformers DistilBERT": library(
+        of_transformers(
+            "DistilBertForSequenceClassification",
+            "DistilBertConfig",
+            dim=16,
+            hidden_dim=32,
+            n_layers=2,
+            n_heads=2,
+            vocab_size=VOCABULARY,
+            **LENGTH,
+        ),
+        CLASSIFIED,
+        padded="input_ids",
+    ),
+    "transformers T5": library(
+        of_transformers(
+            "T5ForConditionalGeneration",
+            "T5Config",
+            vocab_size=VOCABULARY,
+            d_model=16,
+            d_kv=8,
+            d_ff=32,
+            num_layers=2,
+            num_heads=2,
+            pad_token_id=0,
+            decoder_start_token_id=0,
+        ),
+        TRANSLATED,
+        causal="labels",
+        padded="input_ids",
+    ),
+    "transformers BART": library(
+        of_transformers("BartForConditionalGeneration", "BartConfig", **BOTH_STACKS, **LENGTH, **TEXT),
+        TRANSLATED,
+        causal="labels",
+        padded="input_ids",
+    ),
+    "transformers Whisper": library(
+        of_transformers(
+            "WhisperForConditionalGeneration",
+            "WhisperConfig",
+            **{key: value for key, value in BOTH_STACKS.items() if key != "forced_eos_token_id"},
+            **TEXT,
+            num_mel_bins=8,
+            max_source_positions=16,
+            max_target_positions=32,
+        ),
+        {"input_features": numbers(3, 8, 32), "labels": tokens(3, 6)},
+        causal="labels",
+    ),
+    "transformers ViT": library(VIT, IMAGES),
+    "transformers Swin": library(
+        of_transformers(
+            "SwinForImageClassification",
+            "SwinConfig",
+            image_size=16,
+            patch_size=2,
+            embed_dim=8,
+            depths=[2, 1],
+            num_heads=[2, 2],
+            window_size=4,
+        ),
+        IMAGES,
+    ),
+    "transformers ConvNeXt": library(
+        of_transformers(
+            "ConvNextForImageClassification", "ConvNextConfig", hidden_sizes=[6, 12], depths=[2, 1], num_stages=2, patch_size=2
+        ),
+        IMAGES,
+    ),
+    "transformers ResNet": library(
+        of_transformers(
+            "ResNetForImageClassification",
+            "ResNetConfig",
+            embedding_size=6,
+            hidden_sizes=[6, 12],
+            depths=[1, 1],
+            layer_type="basic",
+        ),
+        {**IMAGES, "pixel_values": numbers(3, 3, 32, 32)},
+    ),
+    "transformers CLIP": library(
+        of_transformers(
+            "CLIPModel",
+            "CLIPConfig",
+            text_config={**SIZE, **LENGTH, **TEXT, "projection_dim": 8},
+            vision_config={**SIZE, "image_size": 16, "patch_size": 8, "projection_dim": 8},
+            projection_dim=8,
+        ),
+        {**PADDED, "pixel_values": numbers(3, 3, 16, 16), "return_loss": True},
+    ),
+    "peft LoRA of GPT-2": library(
+        with_lora(GPT2, "c_attn", "c_fc", fan_in_fan_out=True), PREDICTED, needs=("transformers", "peft"), causal="input_ids"
+    ),
+    "peft LoRA of Llama": library(with_lora(LLAMA, "q_proj", "up_proj"), PREDICTED, needs=("transformers", "peft"), causal="input_ids"),
+    "peft LoRA of ViT": library(with_lora(VIT, "q_proj", "v_proj"), IMAGES, needs=("transformers", "peft")),
+}
+KINDS = {**OWN_KINDS, **LIBRARY_KINDS}
 
 
 def living(kind: Kind, *, steps: int = 3) -> tuple[Slotted, Grower]:
@@ -263,6 +434,15 @@ def check_deepcopy(kind: Kind) -> None:
     assert kind.is_same(kind.run(copied), before)
 
 
+def check_state_dict(kind: Kind) -> None:
+    """The state dict of the live model, in the middle of growing, builds a fresh model with the same outputs."""
+    slotted, _ = living(kind)
+    before = kind.run(slotted)
+    state = {name: tensor.clone() for name, tensor in slotted.model.state_dict().items()}
+    fresh = esper.load(state, model=kind.model(seed=1))
+    assert kind.is_same(kind.run(fresh.eval()), before)
+
+
 def check_bake(kind: Kind) -> None:
     """Baking changes no output and no name of the host."""
     slotted, _ = living(kind)
@@ -276,14 +456,16 @@ def check_bake(kind: Kind) -> None:
 
 
 def check_save_load(kind: Kind) -> None:
-    """A file of the baked model gives a fresh instance the same outputs."""
+    """A file of the baked model and one of the living model give a fresh instance the same outputs."""
     slotted, _ = living(kind)
-    keep_all(slotted)
     before = kind.run(slotted)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.safetensors"
+        esper.save(slotted.model, path)
+        assert kind.is_same(kind.run(esper.load(path, model=kind.model(seed=1)).eval()), before), "living"
+        keep_all(slotted)
         esper.save(slotted.bake(), path)
-        assert kind.is_same(kind.run(esper.load(path, model=kind.model(seed=1)).eval()), before)
+        assert kind.is_same(kind.run(esper.load(path, model=kind.model(seed=1)).eval()), before), "baked"
 
 
 def check_compile(kind: Kind) -> None:
@@ -303,6 +485,7 @@ PROPERTIES: dict[str, Callable[[Kind], None]] = {
     "gradients": check_gradients,
     "names": check_names,
     "deepcopy": check_deepcopy,
+    "state dict": check_state_dict,
     "bake": check_bake,
     "save/load": check_save_load,
     "compile": check_compile,
@@ -326,6 +509,93 @@ cells = [
 def test_growing_is_exact(kind: str, title: str) -> None:
     skip_where_missing(KINDS[kind])
     PROPERTIES[title](KINDS[kind])
+
+
+# What only some kinds have: a direction of time, padding, a cache, a loss of their own
+
+
+def kinds_with(has: Callable[[Kind], bool]) -> pytest.MarkDecorator:
+    chosen = {name: kind for name, kind in KINDS.items() if has(kind)}
+    marks = {name: [] if kind.is_quick else [pytest.mark.slow] for name, kind in chosen.items()}
+    return pytest.mark.parametrize("kind", [pytest.param(kind, id=name, marks=marks[name]) for name, kind in chosen.items()])
+
+
+def with_input(batch: Any, key: str | int, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return the batch with one of its tensors changed."""
+    if isinstance(batch, Tensor):
+        return change(batch)
+    if isinstance(batch, Mapping):
+        return {**batch, key: change(batch[key])}
+    return tuple(change(item) if number == key else item for number, item in enumerate(batch))
+
+
+def learned_growths(slotted: Slotted) -> Iterator[tuple[str, str]]:
+    """Put every blueprint into every slot, one at a time and as if it had learned something."""
+    for name, blueprint in growths(slotted):
+        disturb(germinate(slotted, name, blueprint))
+        yield name, blueprint
+        slotted.slot(name).plant(None)
+
+
+@kinds_with(lambda kind: kind.causal is not None)
+def test_no_seed_sees_later_tokens(kind: Kind) -> None:
+    skip_where_missing(kind)
+    assert kind.causal is not None
+    middle, lengths = 3, []
+
+    def change(tokens: Tensor) -> Tensor:
+        lengths.append(tokens.shape[1])
+        changed = tokens.clone()
+        changed[:, middle] = changed[:, middle] % (VOCABULARY - 1) + 1
+        return changed
+
+    changed = with_input(kind.batch(), kind.causal, change)
+    slotted = kind.slotted()
+    for growth in learned_growths(slotted):
+        pairs = [(one, other) for one, other in zip(kind.run(slotted), kind.run(slotted, changed), strict=True) if one.ndim == 3]
+        seen = [(one[:, :middle], other[:, :middle]) for one, other in pairs if one.shape[1] == lengths[0]]
+        assert seen
+        assert all(torch.equal(one, other) for one, other in seen), growth
+        assert any(not torch.equal(one, other) for one, other in pairs), growth
+
+
+@kinds_with(lambda kind: bool(kind.needs))
+def test_a_model_of_a_library_is_grown_saved_and_loaded(kind: Kind, tmp_path: Path) -> None:
+    skip_where_missing(kind)
+    plan = [(0, name, blueprints_for(slot.place)[-1].name) for name, slot in kind.slotted().slots.items()]
+    grown = esper.grow(
+        kind.model(),
+        [kind.batch()] * 4,
+        [kind.batch()] * 2,
+        step_loss=lambda model, batch: model(**batch).loss,
+        epochs=4,
+        controller=Planned(plan),
+        config=GrowthConfig(lifecycle=QUICK, budget=Budget(max_parameters=None, max_flops=None)),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=5e-3),
+        progress=False,
+    )
+    assert grown.val_loss < grown.val_loss_before
+    assert [(0, entry.slot, entry.blueprint) for entry in grown.ledger.entries] == plan
+    assert grown.ledger.count("kept") > 0
+    expected = kind.run(grown.model.eval())
+    grown.save(tmp_path / "model.safetensors")
+    assert kind.is_same(kind.run(esper.load(tmp_path / "model.safetensors", model=kind.model(seed=1))), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["resnet", "gpt, tied"])
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # of torch's own exporter
+def test_a_baked_model_is_exported_to_onnx(name: str, tmp_path: Path) -> None:
+    reference = pytest.importorskip("onnx.reference", reason="needs onnx, as `make test-all` installs it")
+    pytest.importorskip("onnxscript", reason="needs onnxscript, as `make test-all` installs it")
+    kind = KINDS[name]
+    slotted, _ = living(kind)
+    keep_all(slotted)
+    (expected,) = kind.run(slotted)
+    torch.onnx.export(slotted.bake(), (kind.batch(),), tmp_path / "model.onnx", verbose=False)
+    exported = reference.ReferenceEvaluator(str(tmp_path / "model.onnx"))
+    (output,) = exported.run(None, {exported.input_names[0]: kind.batch().numpy()})
+    assert torch.allclose(torch.from_numpy(output), expected, atol=1e-5)
 
 
 def main(*names: str) -> int:
