@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from esper.growth import Grower, add_slots, grow
+from esper.growth import Grower, Planned, add_slots, grow
 from esper.growth.decisions import Advance, Fossilize, Germinate, Prune
 from tests.growth.small import (
     QUICK,
@@ -29,6 +29,7 @@ from tests.growth.small import (
     plain_losses,
     snapshot,
 )
+from tests.growth.test_grow import plain
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -145,3 +146,42 @@ def test_seeds_on_the_gpu_start_as_those_on_the_cpu() -> None:
     for name in SLOTS:
         for one, other in zip(here.slotted.slots[name].seed.parameters(), there.slotted.slots[name].seed.parameters(), strict=True):
             assert torch.equal(one, other.cpu())
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 0.1])
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_grow_in_half_precision_is_the_plain_loop_with_autocast_and_a_scaler(precision: str, max_grad_norm: float | None) -> None:
+    options = {"precision": precision, "max_grad_norm": max_grad_norm, "controller": "never", "config": config(slots=SLOTS)}
+    torch.manual_seed(11)
+    grown = grow(make_host().cuda(), make_data(), make_data(2), cross_entropy, epochs=3, **options)  # the data are moved
+    torch.manual_seed(11)
+    expected = plain(make_host().cuda(), make_data(), epochs=3, precision=getattr(torch, precision), max_grad_norm=max_grad_norm)
+    assert_same(dict(grown.model.state_dict()), dict(expected.state_dict()))
+
+
+@pytest.mark.parametrize("lifecycle", [QUICK, QUICK_SHADOW], ids=["joint", "shadow"])
+def test_grow_with_half_precision_accumulation_clipping_and_a_schedule_by_steps_keeps_a_seed(lifecycle: Lifecycle) -> None:
+    seen = set()
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        seen.add((outputs.dtype, outputs.device.type))
+        return cross_entropy(outputs, targets)
+
+    data = make_data(6)
+    grown = grow(
+        make_host().cuda(),
+        data,
+        data,
+        loss,
+        epochs=10,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True),  # skips overflows on the device
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=30),
+        precision="float16",
+        accumulate=2,
+        max_grad_norm=0.5,
+        controller=Planned([(1, "first", "mlp")]),
+        config=config(lifecycle, slots=SLOTS),
+    )
+    assert seen == {(torch.float16, "cuda")}
+    assert [entry.outcome for entry in grown.ledger.entries] == ["kept"]
+    assert grown.val_losses[-1] < grown.val_losses[0]

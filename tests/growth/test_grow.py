@@ -65,15 +65,16 @@ def plain(
 ) -> nn.Module:
     """A training loop as the manual of torch has it."""
     host = copy.deepcopy(host)
+    device = next(host.parameters()).device.type
     optimizer = optimizer(host.parameters())
     scheduler = None if schedule is None else schedule(optimizer)
-    scaler = torch.amp.GradScaler("cpu", enabled=precision is torch.float16)
+    scaler = torch.amp.GradScaler(device, enabled=precision is torch.float16)
     for _ in range(epochs):
         host.train()
         for x, y in loader:
             optimizer.zero_grad()
-            with torch.autocast("cpu", dtype=precision, enabled=precision is not None):
-                loss = cross_entropy(host(x), y)
+            with torch.autocast(device, dtype=precision, enabled=precision is not None):
+                loss = cross_entropy(host(x.to(device)), y.to(device))
             scaler.scale(loss).backward()
             if max_grad_norm is not None:
                 scaler.unscale_(optimizer)
