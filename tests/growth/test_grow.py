@@ -757,3 +757,29 @@ def test_a_batch_that_knows_how_to_move_goes_to_the_device_of_the_model() -> Non
     moved = move([Graph(torch.zeros(3)), {"x": torch.zeros(2)}], torch.device("meta"))
     assert moved[0].nodes.is_meta
     assert moved[1]["x"].is_meta
+
+
+class TakesAnyNames(nn.Module):
+    """Takes its inputs by any name, as wrappers around models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+
+    def forward(self, scale: float = 1.0, **inputs: Tensor) -> Tensor:
+        result: Tensor = self.body(inputs["x"]) * scale
+        return result
+
+
+@pytest.mark.parametrize("arguments", [(), (2.0,)], ids=["named", "both"])
+def test_a_model_that_takes_any_keywords_grows(arguments: tuple[float, ...]) -> None:
+    batches = [{"x": x, "y": y} for x, y in make_data()]
+    grown = esper.grow(
+        TakesAnyNames(),
+        batches,
+        batches,
+        step_loss=lambda model, batch: cross_entropy(model(*arguments, x=batch["x"]), batch["y"]),
+        epochs=2,
+        controller="never",
+    )
+    assert grown.status == "finished"

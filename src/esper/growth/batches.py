@@ -117,8 +117,16 @@ class Listener:
         self._handle = model.register_forward_pre_hook(self._hear, with_kwargs=True)
 
     def _hear(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        if self.heard is None:
-            self.heard = inspect.signature(self._model.forward).bind(*arguments, **named).arguments if named else arguments
+        if self.heard is not None:
+            return
+        if not arguments or not named:
+            self.heard = arguments or dict(named)
+            return
+        signature = inspect.signature(self._model.forward)
+        self.heard = dict(signature.bind(*arguments, **named).arguments)
+        for parameter in signature.parameters.values():
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                self.heard |= self.heard.pop(parameter.name, {})
 
     def stop(self) -> None:
         self._handle.remove()
