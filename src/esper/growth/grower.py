@@ -282,7 +282,8 @@ class Grower:
             )
 
     def _check_has_stepped(self) -> None:
-        if not self._has_stepped_in_epoch and any(bed.learner is not None for bed in self.garden.beds.values()):
+        may_skip = self.scaler is not None and self.scaler.is_enabled()  # at its first scale all steps of an epoch may overflow
+        if not self._has_stepped_in_epoch and not may_skip and any(bed.learner is not None for bed in self.garden.beds.values()):
             warnings.warn(
                 "the optimiser that this Grower was given has not stepped in this epoch, so no seed has learned; make the Grower with the "
                 "optimiser whose step() the training loop calls",
