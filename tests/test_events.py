@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -404,3 +405,26 @@ def test_tensorboard_gets_the_finite_numbers_of_events_with_a_step(tmp_path: Pat
     assert [(scalar.step, scalar.value) for scalar in board.Scalars("test_update/loss")] == [(10, 0.5), (30, 0.25)]
     assert [(scalar.step, scalar.value) for scalar in board.Scalars("test_update/parts/value")] == [(10, 2.0)]
     assert not any(isinstance(event, SinkFailed) for event in events_in(tmp_path / "events.jsonl"))
+
+
+def test_a_disk_that_is_still_full_when_the_program_ends_is_a_warning_and_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    at_exit: list[Callable[[], None]] = []
+    monkeypatch.setattr("esper.events.log.atexit.register", at_exit.append)
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        EventLog("/dev/full", run="a")
+    at_exit[0]()
+    assert [record.message for record in caplog.records] == ["the last events of /dev/full are lost: the disk is full (/dev/full)"]
+
+
+def test_a_log_that_was_removed_or_replaced_during_the_run_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    with EventLog(path, run="a") as log:
+        log.offset()
+        path.rename(tmp_path / "renamed")
+        with pytest.raises(FileNotFoundError):
+            log.offset()
+        path.write_bytes((tmp_path / "renamed").read_bytes())
+        with pytest.raises(FileNotFoundError, match="it was replaced during the run"):
+            log.offset()

@@ -35,7 +35,7 @@ from typing import Annotated, Any, TypeVar, dataclass_transform, get_type_hints
 import msgspec
 from msgspec.inspect import Metadata, StructType, Type, UnionType
 
-from esper.files import MAX_CONFIG_BYTES, FileError, digest_of, parse_toml, read_file, write_file
+from esper.files import MAX_CONFIG_BYTES, FileError, digest_of, parse_toml, printable, read_file, reason_of, write_file
 
 PositiveInt = Annotated[int, msgspec.Meta(gt=0)]
 NonNegativeInt = Annotated[int, msgspec.Meta(ge=0)]
@@ -138,7 +138,9 @@ def _parse_file(path: str | Path) -> tuple[str, dict[str, object]]:
         content = read_file(path, max_bytes=MAX_CONFIG_BYTES)
         return content.decode(), parse_toml(content)
     except OSError as error:
-        problem = f"no such config file: {path}" if isinstance(error, FileNotFoundError) else f"cannot read {path}: {error.strerror}"
+        problem = (
+            f"no such config file: {path}" if isinstance(error, FileNotFoundError) else f"no config file can be read: {reason_of(error)}"
+        )
         raise ConfigError("", expected="a TOML file", got=str(path), problem=problem) from error
     except ValueError as error:
         problem = f"is not a config file: {error}" if isinstance(error, FileError) else f"is not TOML: {error}"
@@ -161,8 +163,16 @@ def from_mapping(config_type: type[ConfigT], mapping: Mapping[str, object]) -> C
 
 
 def to_toml(config: Config) -> str:
-    """TOML that `load` turns into an equal config. Empty optional fields are left out unless their default is not empty."""
-    return msgspec.toml.encode(_plain_table(config, default=None)).decode()
+    """TOML that `load` turns into an equal config. Empty optional fields are left out unless their default is not empty.
+
+    A text that is not UTF-8, such as the name of an old file, is a `ConfigError`: TOML cannot hold it.
+    """
+    try:
+        return msgspec.toml.encode(_plain_table(config, default=None)).decode()
+    except UnicodeEncodeError as error:
+        name, value = next((name, value) for name, value, _ in describe(config) if printable(str(value)) != str(value))
+        problem = f"{printable(str(value))} is not UTF-8 and cannot be saved with the run; rename it"
+        raise ConfigError(name, expected="UTF-8", got=value, problem=problem) from error
 
 
 def save(config: Config, path: str | Path) -> None:

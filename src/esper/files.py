@@ -38,6 +38,7 @@ TEMPORARY = ".tmp-"  # how the names of unfinished files and folders begin
 DIGEST = "sha256"  # the key of a digest among the values that it is made of
 MAX_DEPTH = 100  # lists and tables within one another; code that follows them by recursion then stays far below Python's limit
 MAX_CONFIG_BYTES = 2**20
+MAX_NAME_BYTES = 255  # of a file or folder, on nearly every file system
 MAX_JSON_BYTES = 2**28  # of a file whose size nothing else tells
 
 _TOO_DEEP = f"it is nested more than {MAX_DEPTH} levels deep"
@@ -204,6 +205,33 @@ def _check_depth(value: Any) -> None:
         if depth > MAX_DEPTH:
             raise FileError(_TOO_DEEP)
         level = [item for node in level for item in (node.values() if isinstance(node, dict) else node)]
+
+
+def reason_of(error: OSError) -> str:
+    """Return what the system refused, in words that say what to look at.
+
+    >>> reason_of(OSError(errno.ENOSPC, "No space left on device", "runs/a/events.jsonl"))
+    'the disk is full (runs/a/events.jsonl)'
+    """
+    name = "" if error.filename is None else printable(os.fsdecode(error.filename))
+    match error.errno:
+        case errno.ENOSPC | errno.EDQUOT:
+            return f"the disk is full ({name})" if name else "the disk is full"
+        case errno.ENAMETOOLONG if any(len(os.fsencode(part)) > MAX_NAME_BYTES for part in name.split("/")):
+            longest = max(name.split("/"), key=len)
+            return f"the name {longest[:20]}… is too long: file systems take {MAX_NAME_BYTES} bytes at most; choose a shorter one"
+        case errno.EACCES | errno.EPERM:
+            return f"no permission for {name}"
+        case errno.EROFS:
+            return f"{name} is on a file system that cannot be written to"
+        case errno.ENOENT:
+            return f"{name} does not exist"
+        case errno.ENOTDIR:
+            return f"a part of the path {name} is a file and not a folder"
+        case errno.EISDIR:
+            return f"{name} is a folder and not a file"
+    text = error.strerror or str(error) or type(error).__name__
+    return f"{text} ({name})" if name else text
 
 
 def printable(path: Path | str) -> str:

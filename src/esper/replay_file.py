@@ -23,7 +23,7 @@ from torch import Tensor
 
 import esper
 from esper.checkpoint import read_tensors, write_tensors
-from esper.files import FileError, parse_json
+from esper.files import FileError, parse_json, reason_of
 
 FORMAT_VERSION = 1  # of the file; others are refused
 SUFFIX = ".safetensors"
@@ -155,7 +155,7 @@ def read_replay(path: Path | str) -> ReplayFile:
     except FileError as error:
         raise ReplayError(f"{error}; give a replay that esper arena wrote, and copy it whole") from error
     except OSError as error:
-        raise ReplayError(f"{path} cannot be read: {error.strerror}") from error
+        raise ReplayError(f"{path} cannot be read: {reason_of(error)}") from error
     info = _read_info(path, metadata)
     problems = _problems(tensors, info)
     if problems:

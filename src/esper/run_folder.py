@@ -23,7 +23,8 @@ class RunError(ValueError):
 
 def default_folder(env: str, *, root: Path | str = "runs") -> Path:
     """A folder for a new run that does not exist yet: the environment and the time."""
-    name = f"{env.replace('/', '-').replace(':', '-')}-{time.strftime('%Y%m%d-%H%M%S')}"
+    title = env.replace("/", "-").replace(":", "-").encode()[:200].decode(errors="ignore")  # a name has 255 bytes at most
+    name = f"{title}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder, count = Path(root) / name, 1
     while folder.exists():
         count += 1

@@ -9,7 +9,7 @@ from typing import Literal
 import tyro
 
 from esper.cli.outcome import CommandError
-from esper.cli.parse import short_names, take_option
+from esper.cli.parse import settings_of, short_names, take_option
 from esper.cli.train_arguments import saved_config
 from esper.config import ConfigError, PositiveFloat, describe, load
 from esper.league.training_config import ArenaTrainConfig
@@ -37,7 +37,7 @@ class ArenaArguments(ArenaTrainConfig):
 
     def settings(self) -> ArenaTrainConfig:
         """What is saved with the run."""
-        return ArenaTrainConfig(**{name: getattr(self, name) for name in ArenaTrainConfig.__struct_fields__})
+        return settings_of(self, ArenaTrainConfig)
 
 
 def check_options(argv: list[str], prog: str) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from esper.arena.config import DECISION_S, ArenaConfig
 from esper.cli.arena_players import COMMANDS, Contender, enough_memory, record_json
 from esper.cli.outcome import FAILED, CommandError
+from esper.files import reason_of
 
 if TYPE_CHECKING:
     import torch
@@ -62,7 +63,7 @@ def fight(
                 draws=draw,
             )
         except OSError as error:
-            raise CommandError(f"the replay cannot be written to {path}: {error}", exit_code=FAILED) from error
+            raise CommandError(f"the replay cannot be written to {path}: {reason_of(error)}", exit_code=FAILED) from error
     return Fought(recorded.result, wants_replay=True, replay=recorded.path, actions=actions)
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 import tyro
 
 from esper.cli.outcome import CommandError
-from esper.cli.parse import take_option
+from esper.cli.parse import settings_of, take_option
 from esper.cli.train_arguments import saved_config
 from esper.config import ConfigError, load
 from esper.controller.compare_config import CompareConfig
@@ -33,7 +33,7 @@ class ControllerArguments(ControllerConfig):
 
     def settings(self) -> ControllerConfig:
         """What is saved with the run."""
-        return ControllerConfig(**{name: getattr(self, name) for name in ControllerConfig.__struct_fields__})
+        return settings_of(self, ControllerConfig)
 
 
 class CompareArguments(CompareConfig):

@@ -1,13 +1,15 @@
-"""What goes wrong with a run that a command trains, told with what is left of it and how to go on."""
+"""Explain what ends the training of a run, with what is left of it and how to go on."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from esper.cli.outcome import FAILED, INTERRUPTED, CommandError
+from esper.cli.outcome import FAILED, INTERRUPTED, CommandError, code_of
+from esper.files import reason_of
 from esper.run_folder import CHECKPOINTS, CONFIG
 
 
@@ -45,10 +47,20 @@ def failures(
         if not has_begun(folder):
             raise
         raise CommandError(f"training failed: {error}; the run is in {folder}", exit_code=FAILED) from error
-    except (OSError, EventError) as error:
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise  # nothing can be looked for under such a name either
+        if error.errno == errno.ENOENT and not folder.exists():
+            lost = f"the folder {folder} was removed or renamed during the training, so the run cannot go on; start a new one"
+            raise CommandError(lost, exit_code=FAILED) from error
         if is_there(folder):
-            raise CommandError(f"the run in {folder} cannot go on: {error}", exit_code=FAILED) from error
-        raise CommandError(f"no run can be made in {folder}: {error}; choose another folder with --run") from error
+            first = "free some space, then " if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+            what_next = f"{first}{how_to_resume(command, folder)}"
+            raise CommandError(f"the run in {folder} cannot go on: {reason_of(error)}; {what_next}", exit_code=FAILED) from error
+        what_next = "choose another folder with --run"
+        raise CommandError(f"no run can be made in {folder}: {reason_of(error)}; {what_next}", exit_code=code_of(error)) from error
+    except EventError as error:
+        raise CommandError(f"the run in {folder} cannot go on: {error}", exit_code=FAILED) from error
     except KeyboardInterrupt as error:
         what_next = how_to_resume(command, folder) if has_begun(folder) else "nothing was trained yet"
         raise CommandError(f"stopped at once; {what_next}", exit_code=getattr(error, "exit_code", INTERRUPTED)) from None

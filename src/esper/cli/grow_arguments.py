@@ -8,7 +8,7 @@ import tyro
 
 from esper.cli.grow_config import GrowTaskConfig
 from esper.cli.outcome import CommandError
-from esper.cli.parse import take_option
+from esper.cli.parse import settings_of, take_option
 from esper.config import load, load_saved
 
 SAVED = "grow.toml"  # in the run folder; beside config.toml, which holds the part about growing alone
@@ -31,7 +31,7 @@ class GrowArguments(GrowTaskConfig):
 
     def settings(self) -> GrowTaskConfig:
         """What is saved with the run."""
-        return GrowTaskConfig(**{name: getattr(self, name) for name in GrowTaskConfig.__struct_fields__})
+        return settings_of(self, GrowTaskConfig)
 
 
 def with_long_names(argv: list[str]) -> list[str]:

@@ -29,7 +29,7 @@ def run(argv: list[str], prog: str) -> Outcome:
         path = write_report(arguments.run)
     except RunError as error:
         raise CommandError(str(error)) from error
-    except (OSError, EventError) as error:
+    except EventError as error:
         raise CommandError(f"no report can be made of {arguments.run}: {error}", exit_code=FAILED) from error
     print(path)
     return Outcome({"report": str(path)})

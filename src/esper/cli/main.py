@@ -5,18 +5,24 @@ Exit codes: 0 fine, 1 the run failed, 2 the user's mistake, 130 after Ctrl-C, 14
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import errno
 import importlib
+import io
 import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 import esper
-from esper.cli.outcome import FAILED, GLOBAL_HELP, INTERRUPTED, OK, USAGE, CommandError, Outcome
+from esper.cli.outcome import FAILED, GLOBAL_HELP, INTERRUPTED, OK, USAGE, CommandError, Outcome, code_of
+
+# Errors of a stream. Those of a file, which may have the same numbers, name it.
+_OUTPUT_FAILS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EPIPE, errno.EIO, errno.EBADF})
 
 
 class Command(NamedTuple):
@@ -46,26 +52,53 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     wants_json, wants_debug = (_take(arguments, flag) for flag in ("--json", "--debug"))
+    _prepare_streams()
+    try:
+        result, code = _result_of(arguments, wants_debug=wants_debug)
+        if wants_json and result is not None:
+            print(_json(result))
+        sys.stdout.flush()
+        return code
+    except OSError as error:  # the output cannot be written
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python tries again when it ends
+        if not isinstance(error, BrokenPipeError):  # a reader that has left needs no message
+            from esper.files import reason_of
+
+            _say(f"error: the output cannot be written: {reason_of(error)}; send it elsewhere, or free some space")
+        return FAILED
+
+
+def _prepare_streams() -> None:
+    """Let nothing that is printed raise because of its characters, or because a stream was closed before the program began."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (for as long as the program runs)
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _result_of(arguments: list[str], *, wants_debug: bool) -> tuple[dict[str, Any] | None, int]:
+    """Run the command; return what `--json` prints, None after help, and the exit code."""
     try:
         outcome = _dispatch(arguments)
-        if wants_json:
-            print(_json(outcome.result))
-        sys.stdout.flush()
-        return outcome.exit_code
+        return outcome.result, outcome.exit_code
     except SystemExit as stop:  # tyro has printed the help
-        return OK if stop.code is None else int(stop.code)
-    except BrokenPipeError:  # whoever read our output has left
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
+        return None, OK if stop.code is None else int(stop.code)
     except (Exception, KeyboardInterrupt) as error:
+        if isinstance(error, OSError) and error.filename is None and error.errno in _OUTPUT_FAILS:
+            raise
         if wants_debug:
             traceback.print_exc()
         message, code = _explain(error)
         if not getattr(error, "is_printed", False):
-            print(f"error: {message}", file=sys.stderr)
-        if wants_json:
-            print(_json({"error": message}), flush=True)
-        return code
+            _say(f"error: {message}")
+        return {"error": message}, code
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):  # the exit code is left to tell
+        print(text, file=sys.stderr, flush=True)
 
 
 def _take(arguments: list[str], flag: str) -> bool:
@@ -132,12 +165,29 @@ def _explain(error: BaseException) -> tuple[str, int]:
 
     if isinstance(error, ConfigError):
         return str(error), USAGE
+    if isinstance(error, OSError) and error.filename is not None:
+        from esper.files import reason_of
+
+        return reason_of(error), code_of(error)
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return f"{text} (unexpected; run again with --debug for the traceback)", FAILED
 
 
 def _json(result: object) -> str:
-    return msgspec.json.encode(result, enc_hook=str).decode()
+    try:
+        return msgspec.json.encode(result, enc_hook=str).decode()
+    except UnicodeEncodeError:  # a file name that is not UTF-8
+        return msgspec.json.encode(_printable(msgspec.to_builtins(result, enc_hook=str))).decode()
+
+
+def _printable(value: Any) -> Any:
+    from esper.files import printable
+
+    if isinstance(value, dict):
+        return {_printable(key): _printable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_printable(item) for item in value]
+    return printable(value) if isinstance(value, str) else value
 
 
 if __name__ == "__main__":

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import dataclass
 from typing import Any
 
 OK, FAILED, USAGE, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143  # exit codes; the last two are 128 + the signal's number
+
+# What the system refuses because of the name or folder that the user gave.
+_MISTAKES = frozenset({errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EROFS, errno.ELOOP})
 
 GLOBAL_HELP = """On every command:
   --json      the last line of the output is a JSON object with the result, or {"error": ...}
@@ -26,3 +30,8 @@ class CommandError(Exception):
     def __init__(self, message: str, *, exit_code: int = USAGE, is_printed: bool = False) -> None:
         super().__init__(message)
         self.exit_code, self.is_printed = exit_code, is_printed
+
+
+def code_of(error: OSError) -> int:
+    """Return the exit code: a disk that is full or broken has failed, a name that cannot be is the user's mistake."""
+    return USAGE if error.errno in _MISTAKES or error.errno is None else FAILED

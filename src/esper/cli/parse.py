@@ -16,7 +16,7 @@ from typing import TypeVar, get_type_hints
 import tyro
 
 from esper.cli.outcome import GLOBAL_HELP, OK, CommandError
-from esper.config import Config
+from esper.config import Config, to_toml
 
 ConfigT = TypeVar("ConfigT", bound=Config)
 
@@ -43,6 +43,13 @@ def parse(arguments_type: type[ConfigT], argv: list[str], prog: str, *, default:
             raise CommandError(f"{_flag(arguments_type, *broken_rule.group(1, 2))}: {broken_rule[3]}; see: {prog} --help") from None
         sys.stderr.write(errors.getvalue())
         raise CommandError(message, is_printed=True) from None
+
+
+def settings_of(arguments: Config, config_type: type[ConfigT]) -> ConfigT:
+    """Return the part of the arguments that is saved with a run, after checking that it can be saved."""
+    config = config_type(**{name: getattr(arguments, name) for name in config_type.__struct_fields__})
+    to_toml(config)
+    return config
 
 
 def take_option(argv: list[str], name: str) -> str | None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from esper.cli.failures import failures, how_to_resume
 from esper.cli.outcome import CommandError, Outcome
-from esper.cli.parse import parse
+from esper.cli.parse import parse, settings_of
 from esper.cli.ranks import in_group
 from esper.cli.stop_signals import StopSignals
 from esper.cli.train_arguments import TrainArguments, defaults_for
@@ -31,7 +31,7 @@ def run(argv: list[str], prog: str) -> Outcome:
     arguments = parse(TrainArguments, argv, prog, default=defaults_for(argv), description=DESCRIPTION)
     if not arguments.env:
         raise CommandError(f"name an environment: {prog} ENV_ID (esper ppo envs lists them)")
-    config = TrainConfig(**{name: getattr(arguments, name) for name in TrainConfig.__struct_fields__})
+    config = settings_of(arguments, TrainConfig)
     with in_group(config.device) as group:
         return _dry_run(config, group) if arguments.dry_run else _train(config, arguments, group)
 

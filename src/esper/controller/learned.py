@@ -21,7 +21,7 @@ from esper.checkpoint import load_module, plain_names, read_tensors, write_tenso
 from esper.controller.layout import LAYOUT_VERSION, OPS, blueprint_names, decision, observe, spec
 from esper.controller.network import SlotEncoder, make_policy
 from esper.controller.network_config import SlotNetworkConfig
-from esper.files import FileError, parse_json
+from esper.files import FileError, parse_json, reason_of
 from esper.growth.config import Lifecycle
 from esper.growth.decisions import Decision
 from esper.growth.state import GrowthState
@@ -173,7 +173,7 @@ def _read(path: Path) -> tuple[dict[str, Tensor], Description]:
     except FileError as error:
         raise ControllerError(f"{error}; {_ANOTHER}") from error
     except OSError as error:
-        raise ControllerError(f"{path} cannot be read: {error.strerror}") from error
+        raise ControllerError(f"{path} cannot be read: {reason_of(error)}") from error
     header = metadata.get(_HEADER)
     if header is None:
         raise ControllerError(f"{path} holds tensors, but no controller; give a file that training a controller has written")

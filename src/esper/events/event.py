@@ -12,6 +12,8 @@ from typing import Any, dataclass_transform
 
 import msgspec
 
+from esper.files import printable
+
 SCHEMA = 1  # of the lines; a file with a higher number is refused
 MAX_LINE_BYTES = 64 * 1024
 STAMP = ("kind", "time", "run", "rank")  # what a line carries beside the event's own fields
@@ -124,7 +126,7 @@ def encode(record: Record) -> bytes:
     """The line for a record, newline included. Raises what `decode` could not read back, where the mistake was made."""
     event = record.event
     try:
-        fields = _without_nonfinite(msgspec.to_builtins(event))
+        fields = _for_json(msgspec.to_builtins(event))
         msgspec.convert(fields, type(event), strict=False)
     except (TypeError, msgspec.ValidationError) as error:
         raise EventError(f"{event!r} cannot be written: {error}; give each field the plain Python value its type says") from error
@@ -138,13 +140,15 @@ def encode(record: Record) -> bytes:
     return encoded
 
 
-def _without_nonfinite(value: Any) -> Any:
+def _for_json(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
+    if isinstance(value, str):
+        return value if value.isascii() else printable(value)
     if isinstance(value, dict):
-        return {key: _without_nonfinite(item) for key, item in value.items()}
+        return {key: _for_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_without_nonfinite(item) for item in value]
+        return [_for_json(item) for item in value]
     return value
 
 

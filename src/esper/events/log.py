@@ -11,6 +11,7 @@ A run that is killed and goes on leaves one seamless file:
 from __future__ import annotations
 
 import atexit
+import errno
 import logging
 import os
 import threading
@@ -35,7 +36,7 @@ from esper.events.event import (
     encode,
 )
 from esper.events.sinks import Queued, Sink
-from esper.files import make_folder, sync
+from esper.files import make_folder, printable, reason_of, sync
 
 FLUSH_EVERY_S = 1.0
 MAX_ERROR_CHARACTERS = 2000
@@ -49,7 +50,7 @@ class EventLog:
     """
 
     def __init__(self, path: Path | str, run: str, rank: int = 0, sinks: Iterable[Sink] = ()) -> None:
-        path = Path(path)
+        path, run = Path(path), printable(run)
         if path.exists() and path.stat().st_size > 0:
             raise FileExistsError(f"{path} already holds events; go on with EventLog.resume, or choose another folder")
         make_folder(path.parent)
@@ -88,7 +89,7 @@ class EventLog:
             sink.on_failure = lambda error, name=sink.name: self._report_failure(name, error)
         self._flusher = threading.Thread(target=self._flush_regularly, name="esper-events", daemon=True)
         self._flusher.start()
-        atexit.register(self.close)
+        atexit.register(self._close_at_exit)
 
     def emit(self, event: Event) -> None:
         """Records that `event` happened now. An event that could not be read back raises here."""
@@ -102,10 +103,16 @@ class EventLog:
             self._write_pending(sync)
 
     def offset(self) -> int:
-        """Where the file ends, after a flush to disk: everything emitted before this call lies before it."""
+        """Return where the file ends, after a flush to disk: everything emitted before this call lies before it.
+
+        Raises FileNotFoundError where the file was removed, renamed or replaced since it was opened: what is written to it is lost then.
+        """
         with self._file_lock:
             self._write_pending(sync=True)
-            return self.path.stat().st_size
+            ours, there = os.fstat(self._file), os.stat(self.path)
+            if (ours.st_dev, ours.st_ino) != (there.st_dev, there.st_ino):
+                raise FileNotFoundError(errno.ENOENT, "it was replaced during the run", str(self.path))
+            return ours.st_size
 
     def close(self) -> None:
         """Closes the sinks, says how much they dropped, and flushes. Closing twice does nothing."""
@@ -121,7 +128,13 @@ class EventLog:
             self._flusher.join()
             with self._file_lock:
                 self._close_file()
-        atexit.unregister(self.close)
+        atexit.unregister(self._close_at_exit)
+
+    def _close_at_exit(self) -> None:
+        try:
+            self.close()
+        except OSError as error:  # nobody is left to handle it
+            logging.getLogger(__name__).warning("the last events of %s are lost: %s", self.path, reason_of(error))
 
     def __enter__(self) -> Self:
         return self
@@ -149,6 +162,8 @@ class EventLog:
             while lines:
                 count = os.write(self._file, lines)
                 del lines[:count]
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from error  # a full disk names no file
         finally:
             if lines:
                 with self._pending_lock:

@@ -7,6 +7,7 @@ from typing import Any
 
 from esper.events.event import Record
 from esper.events.scalars import scalars
+from esper.files import printable
 
 
 class TensorBoardSink:
@@ -17,6 +18,10 @@ class TensorBoardSink:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ImportError(f"TensorBoard cannot be imported ({error}); install it with: pip install 'esper[tensorboard]'") from error
+        if printable(folder) != str(folder):
+            raise RuntimeError(
+                f"TensorBoard cannot write to {folder}: the name is not UTF-8; choose another folder, or do without TensorBoard"
+            )
         self._writer: Any = SummaryWriter(str(folder))
 
     def write(self, record: Record) -> None:

@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 
 from esper.config import load_saved
-from esper.files import write_file
+from esper.files import printable, write_file
 from esper.growth import plots, summary
 from esper.growth.config import Rent, TrainingConfig
 from esper.growth.ledger import ANALYTICS_HEADING, LEDGER_HEADING, Row, analytics_rows, ledger_rows
@@ -62,7 +62,7 @@ def write_report(run_folder: Path | str) -> Path:
         raise RunError(f"there is nothing to report about {folder}: the training has not begun")
     twin = read_story(folder / TWIN) if (folder / TWIN / EVENTS).is_file() else None
     config = next((text for name in CONFIGS if (text := _text(folder / name))), "")
-    page = render(story, twin, title=folder.name, config=config, rent=_rent(folder))
+    page = render(story, twin, title=printable(folder.name), config=config, rent=_rent(folder))
     path = folder / REPORT
     write_file(path, page.encode())
     return path

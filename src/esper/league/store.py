@@ -26,6 +26,7 @@ from esper.files import (
     make_folder,
     parse_json,
     read_file,
+    reason_of,
     remove,
     remove_temporaries,
     with_digest,
@@ -99,7 +100,7 @@ class LeagueStore:
         except FileNotFoundError as error:
             raise LeagueError(f"there is no league in {self.folder}: it has no {LEAGUE}") from error
         except OSError as error:
-            raise LeagueError(f"{self.folder / LEAGUE} cannot be read: {error.strerror}") from error
+            raise LeagueError(f"the league cannot be read: {reason_of(error)}") from error
         except FileError as error:
             raise LeagueError(f"{error}; restore it, or resume the run to have it written") from error
 
@@ -132,7 +133,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     except FileError as error:
         raise LeagueError(f"{error}; give a file of weights that a league has written") from error
     except OSError as error:
-        raise LeagueError(f"{path} cannot be read: {error.strerror}") from error
+        raise LeagueError(f"{path} cannot be read: {reason_of(error)}") from error
 
 
 def _encoded(name: str, weights: Weights) -> bytes:
@@ -172,7 +173,7 @@ def _member_weights(members: Path, name: str, file: WeightsFile) -> Weights:
     except FileNotFoundError as error:
         raise LeagueError(f"the weights of {name!r} are missing: there is no {path}; {fix}") from error
     except OSError as error:
-        raise LeagueError(f"the weights of {name!r} cannot be read from {path}: {error.strerror}") from error
+        raise LeagueError(f"the weights of {name!r} cannot be read: {reason_of(error)}") from error
     if digest(content) != file.digest:
         raise LeagueError(f"the weights of {name!r} in {path} are not those that were saved: their sha256 differs; {fix}")
     return decode_tensors(content, path)[0]

@@ -29,6 +29,7 @@ from torch import nn
 from esper.checkpoint import Checkpoint, load_module
 from esper.config import describe, load_saved, save
 from esper.events import Event, EventLog, Sink, TensorBoardSink, WandbMode, WandbSink
+from esper.files import printable
 from esper.parallel import ALONE, Group
 from esper.rl.checkpoints import open_store
 from esper.rl.collector import RECENT_EPISODES
@@ -356,11 +357,11 @@ def _check_installed(**wanted: bool) -> None:
 
 def _all_sinks(config: Any, folder: Path, options: Options) -> tuple[Sink, ...]:
     sinks = list(options.sinks)
-    if options.tensorboard:
-        sinks.append(TensorBoardSink(folder / "tensorboard"))
-    if options.wandb is not None:
-        try:
-            sinks.append(WandbSink(folder, run=folder.name, mode=options.wandb, config=msgspec.to_builtins(config)))
-        except RuntimeError as error:
-            raise RunError(str(error)) from error
+    try:
+        if options.tensorboard:
+            sinks.append(TensorBoardSink(folder / "tensorboard"))
+        if options.wandb is not None:
+            sinks.append(WandbSink(folder, run=printable(folder.name), mode=options.wandb, config=msgspec.to_builtins(config)))
+    except RuntimeError as error:
+        raise RunError(str(error)) from error
     return tuple(sinks)
