@@ -451,3 +451,14 @@ def test_what_germinates_after_the_host_was_cast_is_cast_too(mover: str, lifecyc
 def test_a_target_of_alpha_above_1_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"alpha_target: expected a float > 0 and <= 1, got 1.5"):
         Lifecycle(raise_mode="shadow", alpha_target=1.5)
+
+
+def test_a_copy_of_a_grower_is_baked_on_its_own() -> None:
+    loop = make_loop(Script(GROW))
+    loop.epoch(epochs=2)
+    names = list(loop.host.state_dict())
+    baked = copy.deepcopy(loop.grower).bake()
+    assert baked is not loop.host
+    assert list(loop.host.state_dict()) == names
+    loop.epoch()
+    assert loop.grower.epoch == 3

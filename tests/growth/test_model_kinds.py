@@ -107,7 +107,7 @@ def channels_last() -> nn.Module:
 
 
 OWN_KINDS = {
-    "resnet": family("resnet", is_quick=True),
+    "resnet": family("resnet"),
     "bottleneck resnet": family("bottleneck resnet"),
     "resnet, channels-last": Kind(channels_last, numbers(3, 3, 16, 16).to(memory_format=torch.channels_last)),
     "resnet, bfloat16": Kind(lambda: hosts.ResNet().bfloat16(), numbers(2, 3, 8, 8).bfloat16()),

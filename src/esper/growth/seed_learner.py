@@ -223,7 +223,7 @@ class OptimizerFollower:
 
     def __getstate__(self) -> dict[str, Any]:
         """Optimisers of a user's own class may copy their hooks. A copy follows nothing."""
-        return {"is_active": False, "_depth": 0, "_has_gradient": False, "_backward": -1}
+        return {"is_active": False, "_depth": 0, "_has_gradient": False, "_backward": -1, "_hooks": [], "_wrappers": []}
 
 
 def nested(optimizer: Optimizer) -> list[Optimizer]:
