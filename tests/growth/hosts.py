@@ -190,6 +190,80 @@ class Shifting(GPT):
         return super().forward(self.shift(x))
 
 
+class Remembering(GPT):
+    """Reads one token after another if it is told so, and remembers what it has read: in itself, or in what the caller holds."""
+
+    def __init__(self, *, has_attribute: bool) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.attention = RememberingAttention(16, is_causal=True)
+        if has_attribute:
+            self.kv_cache: list[Tensor] | None = None
+            self.forward = self.read  # type: ignore[method-assign]
+
+    def read(self, x: Tensor, position: int = 0) -> Tensor:
+        return self.forward_from(x, position, self.kv_cache)
+
+    def forward(self, x: Tensor, position: int = 0, past: list[Tensor] | None = None) -> Tensor:
+        return self.forward_from(x, position, past)
+
+    def forward_from(self, x: Tensor, position: int, past: list[Tensor] | None) -> Tensor:
+        x = self.tokens(x) + self.positions(torch.arange(position, position + x.shape[1]))
+        for number, block in enumerate(self.blocks):
+            block.attention.memory = None if past is None else (past, number)
+            x = block(x)
+        result: Tensor = self.head(self.norm(x))
+        return result
+
+
+class RememberingAttention(Attention):
+    """`memory` is where what was read is kept by all layers, and the number of this one."""
+
+    memory: tuple[list[Tensor], int] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).chunk(3, -1)
+        if self.memory is not None:
+            past, number = self.memory
+            if len(past) > number:
+                key, value = torch.cat([past[number], torch.stack([key, value])], 2)
+                past[number] = torch.stack([key, value])
+            else:
+                past.append(torch.stack([key, value]))
+        is_seen = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool).tril(key.shape[1] - query.shape[1])
+        result: Tensor = self.project(F.scaled_dot_product_attention(query, key, value, attn_mask=is_seen))
+        return result
+
+
+class PadToken(nn.Module):
+    """Token 0 is padding, which nobody sees, by a mask that is made inside and is no argument of any module."""
+
+    def __init__(self, *, has_index: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 16, padding_idx=0 if has_index else None)
+        self.blocks = nn.ModuleList(Block(16, is_causal=False) for _ in range(2))
+        for block in self.blocks:
+            block.attention = Selective(16, is_causal=False)
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            block.attention.is_seen = (ids != 0)[:, None]
+            x = block(x)
+        result: Tensor = self.head(x[:, 0])
+        return result
+
+
+class Selective(Attention):
+    is_seen: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).chunk(3, -1)
+        result: Tensor = self.project(F.scaled_dot_product_attention(query, key, value, attn_mask=self.is_seen))
+        return result
+
+
 class PrefixLM(GPT):
     """The first half of the sequence sees itself in both directions, the rest looks back."""
 
@@ -284,6 +358,20 @@ class Encoder(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = self.head(self.encoder(self.embed(x)).mean(1 if self.batch_first else 0))
+        return result
+
+
+class PaddedEncoder(nn.Module):
+    """As in torch's tutorials: padding is left out. With `nested`, evaluation does not even compute it."""
+
+    def __init__(self, *, nested: bool, width: int = 16) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(width, 2, 32, dropout=0.1, batch_first=True)
+        self.embed, self.head = nn.Embedding(VOCABULARY, width), nn.Linear(width, 5)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=nested)
+
+    def forward(self, ids: Tensor, is_padding: Tensor | None = None) -> Tensor:
+        result: Tensor = self.head(self.encoder(self.embed(ids), src_key_padding_mask=is_padding)[:, 0])
         return result
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -165,7 +166,10 @@ def test_a_branch_is_zero_at_birth_under_autocast(blueprint: Blueprint, place: P
 def test_a_norm_has_no_place_where_there_is_a_single_value() -> None:
     assert "norm" not in {name for place in SINGLE for name in names(place)}
     assert "norm" in names(Place("two", "conv", (1, 2)))
-    with pytest.raises(ValueError, match=r"'norm' does not fit the conv output 1×1×1 of 'one'.*squeeze_excite, conv1x1"):
+    with pytest.raises(
+        ValueError,
+        match=r"'norm' does not fit the conv output 1×1×1 of 'one': it has no use for this shape; these do: squeeze_excite, conv1x1",
+    ):
         build_branch(get_blueprint("norm"), Place("one", "conv", (1, 1, 1)), seed=0)
 
 
@@ -405,7 +409,10 @@ def test_an_unknown_name_is_answered_with_the_nearest_and_all() -> None:
 
 
 def test_a_branch_of_another_kind_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"'conv3x3' does not fit the dense output 24 of 'body'; these do: norm, low_rank, mlp"):
+    with pytest.raises(
+        ValueError,
+        match=r"'conv3x3' does not fit the dense output 24 of 'body': it is made for conv outputs; these do: norm, low_rank, mlp",
+    ):
         build_branch(get_blueprint("conv3x3"), DENSE, seed=0)
 
 
@@ -464,20 +471,38 @@ def test_a_blueprint_with_a_fault_is_refused_with_what_to_do(name: str) -> None:
         check_branch(get_blueprint(name), DENSE)
 
 
-def test_a_blueprint_that_looks_ahead_is_refused_where_the_host_does_not() -> None:
-    class Mean(nn.Module):
-        def __init__(self, width: int) -> None:
-            super().__init__()
-            self.out = zeroed(nn.Linear(width, width))
+class Mixed(nn.Module):
+    """The mean over all positions, or over those so far, through a layer."""
 
-        def forward(self, h: Tensor) -> Tensor:
-            result: Tensor = self.out(h.mean(1, keepdim=True).expand_as(h))
-            return result
+    def __init__(self, width: int, *, is_causal: bool) -> None:
+        super().__init__()
+        self.out, self.is_causal = zeroed(nn.Linear(width, width)), is_causal
 
-    register_blueprint("mean", kinds=["token"])(lambda place: Mean(place.width))
-    check_branch(get_blueprint("mean"), TOKEN)
-    with pytest.raises(ValueError, match=r"'mean' for the token output 7×32: it looks ahead.*place.is_causal"):
-        check_branch(get_blueprint("mean"), Place("body", "token", (7, 32), is_causal=True))
+    def forward(self, h: Tensor) -> Tensor:
+        result: Tensor = self.out(h.cumsum(1) if self.is_causal else h.mean(1, keepdim=True).expand_as(h))
+        return result
+
+
+def test_a_users_blueprint_grows_where_it_sees_what_it_may() -> None:
+    register_blueprint("mean", kinds=["token"])(lambda place: Mixed(place.width, is_causal=False))
+    register_blueprint("sum", kinds=["token"])(lambda place: Mixed(place.width, is_causal=True))
+    register_blueprint("each", kinds=["token"])(lambda place: zeroed(nn.Linear(place.width, place.width)))
+    causal, alone = replace(TOKEN, is_causal=True), replace(TOKEN, alone="the host takes 'mask'")
+    assert names(TOKEN)[-3:] == ["mean", "sum", "each"]
+    assert names(causal)[-3:] == ["attention", "sum", "each"]
+    assert names(alone)[-2:] == ["mlp", "each"]
+    with pytest.raises(
+        ValueError, match=r"'mean' does not fit the token output 7×32 of 'body': it would look ahead, .*these do: .*sum, each"
+    ):
+        build_branch(get_blueprint("mean"), causal, seed=0)
+    with pytest.raises(ValueError, match=r"'sum' does not fit the token output 7×32 of 'body': the host takes 'mask'; these do: "):
+        build_branch(get_blueprint("sum"), alone, seed=0)
+
+
+def test_only_what_treats_positions_alone_grows_where_it_must() -> None:
+    alone = "the host takes 'mask'"
+    assert names(replace(TOKEN, alone=alone)) == ["norm", "low_rank", "mlp"]
+    assert names(Place("line", "conv", (16, 9), alone=alone)) == ["conv1x1"]
 
 
 def test_a_check_is_made_once_for_like_places() -> None:

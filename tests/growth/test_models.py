@@ -10,15 +10,31 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from esper.growth import add_slots
 from esper.growth.baked import load
-from esper.growth.blueprints import blueprints_for
+from esper.growth.blueprints import blueprints_for, flop_counter
 from esper.growth.place import Place
 from esper.growth.seed import Blending, Seed
 from esper.growth.slotted import Slotted
 from esper.growth.spread import tensors_in
-from tests.growth.hosts import FAMILIES, GPT, VOCABULARY, Block, Encoder, Family, Patches, PixelCNN, PrefixLM, Seq2Seq, Shifting
+from tests.growth.hosts import (
+    FAMILIES,
+    GPT,
+    VOCABULARY,
+    Block,
+    Encoder,
+    Family,
+    PaddedEncoder,
+    PadToken,
+    Patches,
+    PixelCNN,
+    PrefixLM,
+    Remembering,
+    Seq2Seq,
+    Shifting,
+)
 
 # Torch says so once on processors that have to do without.
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")
@@ -287,9 +303,9 @@ SHIFTS: dict[str, Callable[[Tensor], Tensor]] = {
     "without the last five": lambda ids: ids[:, :-5],
     "without the first": lambda ids: ids[:, 1:],
     "without the first four": lambda ids: ids[:, 4:],
-    "moved on": lambda ids: torch.nn.functional.pad(ids, (1, -1)),
-    "moved back": lambda ids: torch.nn.functional.pad(ids, (-1, 1)),
-    "moved back by three": lambda ids: torch.nn.functional.pad(ids, (-3, 3)),
+    "moved on": lambda ids: F.pad(ids, (1, -1)),
+    "moved back": lambda ids: F.pad(ids, (-1, 1)),
+    "moved back by three": lambda ids: F.pad(ids, (-3, 3)),
     "rolled": lambda ids: ids.roll(-1, 1),
     "three of them": lambda ids: ids[:, 5:8],
 }
@@ -389,7 +405,7 @@ class Wave(nn.Module):
         self.first, self.second, self.head = nn.Conv1d(4, 8, kernel), nn.Conv1d(8, 8, kernel), nn.Conv1d(8, 4, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        pad = nn.functional.pad
+        pad = F.pad
         result: Tensor = self.head(self.second(pad(self.first(pad(x, self.padding)).relu(), self.padding)).relu())
         return result
 
@@ -469,6 +485,148 @@ def test_time_first_inside_a_model_is_refused_too(length: int) -> None:
     with pytest.raises(ValueError, match="no place for a slot inside this model"):
         add_slots(model, torch.randn(3, length, 4))
     assert not hooks_of(model)
+
+
+# Masks and caches
+
+
+def offered(slotted: Slotted) -> set[str]:
+    return {blueprint for _, blueprint in growths(slotted)}
+
+
+@pytest.mark.parametrize("has_attribute", [False, True], ids=["of the caller", "of the host"])
+def test_reading_with_a_cache_gives_the_same_whatever_grows(has_attribute: bool) -> None:
+    torch.manual_seed(0)
+    model, ids = Remembering(has_attribute=has_attribute).eval(), IDS[:, :8]
+    slotted = add_slots(model, ids)
+    assert list(slotted.slots) == ["blocks.0", "blocks.1"]
+    assert offered(slotted) == {"norm", "low_rank", "mlp"}
+    name = "a cache ('kv_cache')" if has_attribute else "'past'"
+    assert (
+        f"attention cannot grow in token 8×16 causal: the host takes {name}, and it would not see what only that holds"
+        in slotted.describe()
+    )
+    for slot, blueprint in growths(slotted):
+        disturb(germinate(slotted, slot, blueprint))
+        with torch.no_grad():
+            whole, cache = model(ids), list[Tensor]()
+            if has_attribute:
+                model.kv_cache = cache
+                steps = [model(ids[:, index : index + 1], index) for index in range(8)]
+                model.kv_cache = None
+            else:
+                steps = [model(ids[:, index : index + 1], index, cache) for index in range(8)]
+        torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=1e-4, atol=1e-5)
+        slotted.slot(slot).plant(None)
+
+
+@pytest.mark.parametrize(
+    ("has_index", "has_padding", "reason"),
+    [
+        (True, False, "the host takes padding (padding_idx of 'embed'), and it would see what that hides"),
+        (False, True, "the host takes padding, and it would see what that hides"),
+    ],
+    ids=["an embedding knows", "the example shows"],
+)
+def test_padding_that_a_host_finds_by_itself_stays_unseen(has_index: bool, has_padding: bool, reason: str) -> None:
+    torch.manual_seed(0)
+    ids = IDS[:, :8].clamp(min=1)
+    padded = ids.clone()
+    padded[1, 5:], padded[2, 3:] = 0, 0
+    slotted = add_slots(PadToken(has_index=has_index).eval(), padded if has_padding else ids)
+    assert offered(slotted) == {"norm", "low_rank", "mlp"}
+    assert reason in slotted.describe()
+    for slot, blueprint in growths(slotted):
+        disturb(germinate(slotted, slot, blueprint))
+        (together,) = run(slotted, padded)
+        torch.testing.assert_close(run(slotted, padded[2:, :3])[0], together[2:], rtol=1e-4, atol=1e-5)
+        slotted.slot(slot).plant(None)
+
+
+def test_the_mask_of_the_future_hides_no_padding() -> None:
+    batch = torch.randint(VOCABULARY, (6, 6), generator=torch.Generator().manual_seed(0))  # as many samples as tokens
+    slotted = add_slots(TwoStreams(), (batch, batch.flip(0)))
+    assert len(slotted.slots) == 3
+    assert all("attention" in {blueprint.name for blueprint in blueprints_for(slot.place)} for slot in slotted.slots.values())
+
+
+def test_a_gate_stays_closed_where_padding_would_pass_it() -> None:
+    slotted = add_slots(PadToken(has_index=True), IDS[:, :8])
+    with pytest.raises(
+        ValueError, match=r"the gate looks at the mean of the whole sequence, and 'blocks.1' must not: the host takes padding"
+    ):
+        germinate(slotted, "blocks.1", "mlp", blending="gate")
+
+
+# Modules that compute their submodules by one kernel in evaluation
+
+
+pytest_nested = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+
+
+def test_slots_inside_an_encoder_layer_act_in_evaluation() -> None:
+    family = FAMILIES["encoder"]
+    model, batch = family.model(), family.batch()
+    before = run(model, batch)
+    slotted = add_slots(model, batch[:2], slots=["encoder.layers.*.linear1", "encoder.layers.0.norm1"])
+    assert len(slotted.slots) == 3
+    assert is_close(run(slotted, batch), before)
+    grow(slotted, "encoder.layers.1.linear1")
+    expected = [tensor.detach() for tensor in tensors_in(slotted(batch))]  # with gradients, for which there is no such kernel
+    assert not is_close(expected, before)
+    assert is_close(run(slotted, batch), expected)
+    assert is_close(run(copy.deepcopy(slotted), batch), expected)
+    with slotted.without(["encoder.layers.1.linear1"]):
+        assert is_close(run(slotted, batch), before)
+    assert is_close(run(slotted.bake(), batch), expected)
+    again = family.model()
+    add_slots(again, batch, slots=["encoder.layers.0.linear1"]).remove()
+    assert not hooks_of(again)
+    assert is_same(run(again, batch), before)
+
+
+@pytest_nested
+@pytest.mark.parametrize("slots", [None, ["encoder.layers.*.linear2", "encoder.layers.1"]], ids=["layers", "inside"])
+@pytest.mark.parametrize("nested", [True, False])
+def test_an_encoder_with_padding_takes_slots_and_what_grows_does_not_see_the_padding(nested: bool, slots: list[str] | None) -> None:
+    torch.manual_seed(0)
+    model, is_padding = PaddedEncoder(nested=nested).eval(), torch.zeros(3, 8, dtype=torch.bool)
+    is_padding[1, 5:], is_padding[2, 3:] = True, True
+    ids = IDS[:, :8]
+    with torch.no_grad():
+        before = model(ids, is_padding)
+    slotted = add_slots(model, (ids, is_padding), slots=slots)
+    assert len(slotted.slots) == (2 if slots is None else 3)
+    with torch.no_grad():
+        torch.testing.assert_close(slotted(ids, is_padding), before, rtol=0, atol=0 if slots is None else 1e-5)
+        for name, blueprint in growths(slotted):
+            disturb(germinate(slotted, name, blueprint))
+            together = slotted(ids, is_padding)
+            assert not torch.allclose(together, before, atol=1e-4)
+            for row, length in enumerate((8, 5, 3)):
+                torch.testing.assert_close(slotted(ids[row : row + 1, :length])[0], together[row], rtol=1e-4, atol=1e-5)
+            slotted.slot(name).plant(None)
+
+
+class Fused(nn.Module):
+    """Computes its layer in another way in evaluation, unless somebody watches itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled() or self._forward_hooks:
+            result: Tensor = self.inner(x)
+            return result
+        return F.linear(x, self.inner.weight, self.inner.bias)
+
+
+def test_a_place_that_evaluation_passes_by_is_refused() -> None:
+    model = nn.Sequential(Fused(), nn.ReLU(), nn.Linear(8, 2))
+    with pytest.raises(ValueError, match=r"nothing can grow after '0.inner': it does not run in evaluation"):
+        add_slots(model, torch.randn(3, 8), slots=["0.inner"])
+    assert list(add_slots(model, torch.randn(3, 8)).slots) == ["0"]
 
 
 # Precision and memory format
@@ -601,6 +759,50 @@ def test_places_know_their_depth_and_what_lies_behind() -> None:
         assert place.flops_behind == pytest.approx((1 - place.depth) * found.host.flops, abs=1)
     assert found.places["fc"] == Place("fc", "dense", (5,), depth=1.0)
     assert found.host.parameters == sum(parameter.numel() for parameter in family.model().parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("kind", "gates"), [("LSTM", 4), ("GRU", 3), ("RNN", 1)])
+def test_flops_of_recurrent_layers_are_counted(kind: str, gates: int, dtype: torch.dtype) -> None:
+    class Tagger(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = getattr(nn, kind)(6, 16, num_layers=2, bidirectional=True, batch_first=True)
+            self.fc, self.head = nn.Linear(32, 8), nn.Linear(8, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.head(self.fc(self.layers(x)[0][:, -1]).relu())
+            return result
+
+    found = add_slots(Tagger().to(dtype), torch.randn(3, 10, 6, dtype=dtype)).survey
+    first, second = gates * 16 * (6 + 16), gates * 16 * (32 + 16)
+    assert found.host.flops == 2 * (10 * 2 * (first + second) + 32 * 8 + 8 * 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_flops_of_torchs_own_attention_are_counted(dtype: torch.dtype) -> None:
+    family = FAMILIES["encoder"]
+    width, length, inner, layers = 16, 7, 32, 2
+    attention = 2 * 4 * length * width**2 + 2 * 2 * length**2 * width
+    expected = 2 * length * 4 * width + layers * (attention + 2 * 2 * length * width * inner) + 2 * width * 5
+    assert add_slots(family.model().to(dtype), family.batch().to(dtype)).survey.host.flops == expected
+
+
+def test_flops_of_fused_kernels_are_those_of_what_they_compute() -> None:
+    x, other = torch.randn(3, 7, 16), torch.randn(3, 5, 16)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
+    counts = []
+    for is_fused in (True, False):
+        torch.backends.mha.set_fastpath_enabled(is_fused)
+        try:
+            with torch.no_grad(), flop_counter() as counter:
+                layer(x)
+                layer.self_attn(x, x, x)
+                layer.self_attn(x, other, other)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
 
 
 def test_flops_of_attention_are_counted() -> None:

@@ -18,6 +18,10 @@ from torch.optim import Optimizer
 Forward = Callable[..., Any]
 
 
+def keep_running(module: nn.Module, arguments: Any) -> None:
+    """A forward pre-hook that does nothing. A module that computes its submodules by a fused kernel does not do so if one has a hook."""
+
+
 class Around:
     """Takes the place of a module's forward and calls `inner`, which was there before.
 

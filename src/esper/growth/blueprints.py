@@ -13,18 +13,19 @@ the first step, so its last layer starts at zero and no ReLU stands behind that 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parameter import is_lazy
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from esper.growth import branches
 from esper.growth.errors import GrowthError
@@ -48,6 +49,7 @@ class Blueprint:
     fits: Callable[[Place], bool] = _anywhere  # asked only for places of its kinds
 
 
+AHEAD = "it would look ahead, and positions there see only those before them"
 _registry: dict[str, Blueprint] = {}
 
 
@@ -85,7 +87,16 @@ def get_blueprint(name: str) -> Blueprint:
 def blueprints_for(place: Place, names: Sequence[str] | None = None) -> tuple[Blueprint, ...]:
     """Those that fit the place, in the order of registration; `names` leaves only these."""
     wanted = None if names is None else {get_blueprint(name).name for name in names}
-    return tuple(blueprint for blueprint in _registry.values() if (wanted is None or blueprint.name in wanted) and _fits(blueprint, place))
+    return tuple(
+        blueprint
+        for blueprint in _registry.values()
+        if (wanted is None or blueprint.name in wanted) and reason_against(blueprint, place) is None
+    )
+
+
+def blueprints_of(kind: Kind) -> tuple[Blueprint, ...]:
+    """Those made for such places, whether or not they fit all of them."""
+    return tuple(blueprint for blueprint in _registry.values() if kind in blueprint.kinds)
 
 
 def is_built_in(blueprint: Blueprint) -> bool:
@@ -93,11 +104,30 @@ def is_built_in(blueprint: Blueprint) -> bool:
     return blueprint.build.__module__ == branches.__name__
 
 
+def reason_against(blueprint: Blueprint, place: Place) -> str | None:
+    """Why the blueprint cannot grow in the place; None where it can."""
+    if place.kind not in blueprint.kinds:
+        return f"it is made for {' and '.join(sorted(blueprint.kinds))} outputs"
+    if not blueprint.fits(place):
+        if place.alone and blueprint.fits(replace(place, alone="")):
+            return place.alone
+        return AHEAD if place.is_causal and blueprint.fits(replace(place, alone="", is_causal=False)) else "it has no use for this shape"
+    if is_built_in(blueprint) or not (place.alone or place.is_causal):
+        return None
+    looks_back, looks_ahead = _looks(blueprint, _essence(place))
+    if place.alone and (looks_back or looks_ahead):
+        return place.alone
+    return AHEAD if place.is_causal and looks_ahead else None
+
+
 def build_branch(blueprint: Blueprint, place: Place, seed: int) -> nn.Module:
     """A branch for the place. Its weights depend on the seed alone, on any device, and the global generators stay where they are."""
-    if not _fits(blueprint, place):
+    reason = reason_against(blueprint, place)
+    if reason is not None:
         fitting = ", ".join(other.name for other in blueprints_for(place))
-        raise GrowthError(f"blueprint {blueprint.name!r} does not fit {_described(place)} of {place.name!r}; these do: {fitting or 'none'}")
+        raise GrowthError(
+            f"blueprint {blueprint.name!r} does not fit {_described(place)} of {place.name!r}: {reason}; these do: {fitting or 'none'}"
+        )
     with _apart(CPU, seed):
         branch = blueprint.build(place)
     return branch.to(device=place.device, dtype=place.dtype).requires_grad_()
@@ -108,18 +138,65 @@ def cost_of(blueprint: Blueprint, place: Place) -> Cost:
     return _cost(blueprint, _essence(place))
 
 
+def flop_counter() -> FlopCounterMode:
+    """Torch's, which knows no recurrent layers and no fused attention, but that of GPUs."""
+    aten = torch.ops.aten
+    return FlopCounterMode(
+        display=False,
+        custom_mapping={
+            aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+            aten._native_multi_head_attention: _multi_head_attention_flops,
+            aten._transformer_encoder_layer_fwd: _encoder_layer_flops,
+            aten.mkldnn_rnn_layer: _mkldnn_rnn_flops,
+            aten._cudnn_rnn: _rnn_flops,
+            aten.miopen_rnn: _rnn_flops,
+        },
+    )
+
+
+# These get the shapes of all tensors.
+Shape = Sequence[int]
+
+
+def _attention_flops(query: Shape, key: Shape, value: Shape, *others: Any, out_shape: Any = None, **named: Any) -> int:
+    flops: int = sdpa_flop_count(query, key, value)  # type: ignore[no-untyped-call]
+    return flops
+
+
+def _multi_head_attention_flops(
+    query: Shape, key: Shape, value: Shape, width: int, heads: int, *others: Any, out_shape: Any = None, **named: Any
+) -> int:
+    (batch, queries, _), keys = query, key[1]
+    projections = 2 * batch * width * width * (2 * queries + 2 * keys)
+    return projections + _attention_flops(*([batch, heads, length, width // heads] for length in (queries, keys, keys)))
+
+
+def _encoder_layer_flops(
+    source: Shape, width: int, heads: int, in_weight: Shape, in_bias: Shape, out_weight: Shape, *others: Any, out_shape: Any = None
+) -> int:
+    feedforward = next(shape for shape in others if isinstance(shape, Sequence) and len(shape) == 2)  # the first of its two weights
+    batch, length, _ = source
+    both = 2 * 2 * batch * length * width * int(feedforward[0])
+    return both + _multi_head_attention_flops(source, source, source, width, heads)
+
+
+def _mkldnn_rnn_flops(inputs: Shape, of_inputs: Shape, of_states: Shape, *others: Any, out_shape: Any = None, **named: Any) -> int:
+    return _rnn_flops(inputs, [of_inputs, of_states])
+
+
+def _rnn_flops(inputs: Shape, weights: Sequence[Shape], *others: Any, out_shape: Any = None, **named: Any) -> int:
+    """Every matrix is used once for every position of every sample; `inputs` are [T, B, D], or [T·B, D] of sequences that are packed."""
+    return 2 * math.prod(inputs[:-1]) * sum(math.prod(shape) for shape in weights if len(shape) == 2)
+
+
 def check_branch(blueprint: Blueprint, place: Place) -> None:
     """Raises ValueError, saying what to do, unless the blueprint's branch is the identity at birth and learns. Asked again, it is quick."""
     _check(blueprint, _essence(place))
 
 
-def _fits(blueprint: Blueprint, place: Place) -> bool:
-    return place.kind in blueprint.kinds and blueprint.fits(place)
-
-
 def _essence(place: Place) -> Place:
     """What of a place decides about a branch, so that like places share what is computed once."""
-    return Place("", place.kind, place.shape, is_causal=place.is_causal)
+    return Place("", place.kind, place.shape, is_causal=place.is_causal, alone=place.alone)
 
 
 def _described(place: Place) -> str:
@@ -146,7 +223,7 @@ def _count(blueprint: Blueprint, place: Place, device: torch.device) -> Cost:
     # Attention in plain products: the fused kernel of the CPU goes uncounted.
     with _apart(device), torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         branch = blueprint.build(place)
-        with FlopCounterMode(display=False) as counter:
+        with flop_counter() as counter:
             branch(torch.zeros(1, *place.shape))
     return Cost(sum(parameter.numel() for parameter in branch.parameters()), counter.get_total_flops())
 
@@ -155,8 +232,7 @@ def _count(blueprint: Blueprint, place: Place, device: torch.device) -> Cost:
 def _check(blueprint: Blueprint, place: Place) -> None:
     with _apart(CPU):
         branch = blueprint.build(place)
-        h = torch.randn(2, *place.shape)
-        fault = _fault_of_layers(branch, blueprint.build(place)) or _fault_at_birth(branch, h) or _fault_ahead(branch, h, place)
+        fault = _fault_of_layers(branch, blueprint.build(place)) or _fault_at_birth(branch, torch.randn(2, *place.shape))
     if fault:
         raise GrowthError(f"blueprint {blueprint.name!r} for {_described(place)}: {fault}")
 
@@ -188,20 +264,23 @@ def _fault_at_birth(branch: nn.Module, h: Tensor) -> str | None:
     return None
 
 
-def _fault_ahead(branch: nn.Module, h: Tensor, place: Place) -> str | None:
-    """What is wrong with what the branch sees, once it has learned something."""
+@cache
+def _looks(blueprint: Blueprint, place: Place) -> tuple[bool, bool]:
+    """Whether positions of what a branch gives depend on those before them, and on those behind them: tried out."""
     line = 1 if place.kind == "token" else 2
-    if not place.is_causal or h.shape[line] < 2:
-        return None
-    with torch.no_grad():
-        for parameter in branch.parameters():
-            parameter.normal_(std=0.3)
-        changed = h.clone()
-        changed.select(line, -1).neg_()
-        before, after = (branch(given).narrow(line, 0, h.shape[line] - 1) for given in (h, changed))
-    if torch.equal(before, after):
-        return None
-    return "it looks ahead, and the host sees only what comes before; look back only where place.is_causal, or refuse such places by `fits`"
+    if place.kind == "dense" or place.positions < 2:
+        return False, False
+    try:
+        with _apart(CPU), torch.no_grad():
+            branch, h = blueprint.build(place), torch.randn(2, *place.shape)
+            for parameter in branch.parameters():
+                parameter.normal_(std=0.3)  # as if it had learned something
+            changed = h.clone()
+            changed.select(line, middle := h.shape[line] // 2).neg_()
+            is_felt = (branch(h) != branch(changed)).movedim(line, 0).flatten(1).any(1)
+            return bool(is_felt[middle + 1 :].any()), bool(is_felt[:middle].any())
+    except Exception:  # `check_branch` tells what is wrong with it
+        return False, False
 
 
 def _has_live_gradient(branch: nn.Module, output: Tensor) -> bool:
@@ -225,7 +304,7 @@ def _register_ours() -> None:
     register_blueprint("depthwise", kinds=conv, fits=branches.can_convolve)(branches.depthwise)
     register_blueprint("low_rank", kinds=features)(branches.low_rank)
     register_blueprint("mlp", kinds=features)(branches.mlp)
-    register_blueprint("attention", kinds=["token"])(branches.attention)
+    register_blueprint("attention", kinds=["token"], fits=branches.can_attend)(branches.attention)
 
 
 _register_ours()

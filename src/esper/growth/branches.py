@@ -39,12 +39,17 @@ def can_normalise(place: Place) -> bool:
 
 def can_pool(place: Place) -> bool:
     """Whether a branch may look at all positions."""
-    return not place.is_causal
+    return not place.is_causal and not place.alone
 
 
 def can_convolve(place: Place) -> bool:
-    """Whether there is a convolution for the place: of a plane that is drawn pixel by pixel, ours would see pixels that are to come."""
-    return not place.is_causal or place.spatial == 1
+    """Whether a branch may look at neighbours: of a plane that is drawn pixel by pixel, ours would see pixels that are to come."""
+    return not place.alone and (not place.is_causal or place.spatial == 1)
+
+
+def can_attend(place: Place) -> bool:
+    """Whether a branch may look at other positions of a sequence."""
+    return not place.alone
 
 
 def squeeze_excite(place: Place) -> nn.Module:

@@ -28,8 +28,8 @@ AnyBed = TypeVar("AnyBed", bound=Bed)
 
 
 def options_for(place: Place, config: GrowthConfig) -> tuple[Blueprint, ...]:
-    """What may grow in a place; a gate looks at the whole sequence, which a causal one must not."""
-    is_closed = place.is_causal and config.lifecycle.blending == "gate"
+    """What may grow in a place; a gate looks at the whole sequence, which is not allowed everywhere."""
+    is_closed = (place.is_causal or bool(place.alone)) and config.lifecycle.blending == "gate"
     return () if is_closed else blueprints_for(place, config.blueprints)
 
 

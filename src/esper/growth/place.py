@@ -25,6 +25,8 @@ class Place:
     dtype: torch.dtype = torch.float32  # of the parameters that a seed gets
     device: torch.device = CPU
     is_causal: bool = False  # positions of a sequence see only those before them, so a seed must not look ahead either
+    alone: str = ""  # why a seed must treat every position of a sequence alone, if it must: masks and caches of the host do not reach it
+    is_fused: bool = False  # in evaluation, a module around it computes it by a kernel of its own, unless the submodule has a hook
     depth: float = 0.0  # 0 at the host's input, 1 at its output, by FLOPs
     flops_behind: int = 0  # of the host's forward pass for one sample, after this place
 

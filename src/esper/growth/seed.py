@@ -81,6 +81,8 @@ class Seed(nn.Module):
         return branch
 
     def grown(self, h: Tensor) -> Tensor:
+        if h.is_nested:  # sequences without their padding, as torch's encoder passes them on in evaluation
+            return torch.nested.as_nested_tensor([self.grown(sequence.unsqueeze(0)).squeeze(0) for sequence in h.unbind()])
         # Autocast computes norms in float32, which must not change the precision of the host.
         return h + (self.alpha * self.delta(h)).to(h.dtype)
 
@@ -127,8 +129,9 @@ def _pooled_dimensions(place: Place) -> tuple[int, ...]:
 
 
 def _make_gate(place: Place, random_seed: int) -> nn.Module:
-    if place.is_causal:
-        raise GrowthError(f"the gate looks at the mean of the whole sequence, and {place.name!r} is causal; blend by 'add' or 'multiply'")
+    if place.is_causal or place.alone:
+        reason = "is causal" if place.is_causal else f"must not: {place.alone}"
+        raise GrowthError(f"the gate looks at the mean of the whole sequence, and {place.name!r} {reason}; blend by 'add' or 'multiply'")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(random_seed + 1)
         gate = nn.Sequential(nn.Linear(place.width, GATE_WIDTH), nn.ReLU(), nn.Linear(GATE_WIDTH, 1))

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from esper.growth.around import Around
+from esper.growth.around import Around, keep_running
 from esper.growth.place import Place
 from esper.growth.seed import Seed
 
@@ -81,6 +81,8 @@ class Slot(Around):
             home.module.register_state_dict_post_hook(_SaveSeed(self)),  # type: ignore[no-untyped-call]
             on_load(home.module, _LoadSeed(self)),
         ]
+        if self.place.is_fused:
+            self._handles.append(module.register_forward_pre_hook(keep_running))
 
     def detach(self) -> None:
         super().detach()

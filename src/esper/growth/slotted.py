@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from esper.checkpoint.modules import plain_name, plain_names
 from esper.growth.around import AroundModel, Forward, around, drop_copied_zero_grad
-from esper.growth.blueprints import KINDS, blueprints_for, cost_of
+from esper.growth.blueprints import KINDS, blueprints_for, blueprints_of, cost_of, reason_against
 from esper.growth.choice import choose
 from esper.growth.eager_calls import eager_calls
 from esper.growth.errors import GrowthError
@@ -322,6 +322,7 @@ class Slotted:
             alike = {_output(place): place for place in found.places.values() if place.kind == kind}
             if alike:
                 tables.append("parameters and FLOPs per sample of what could grow\n" + aligned(_costs(alike)))
+                tables += _refused(alike)
         return "\n\n".join(tables)
 
 
@@ -346,6 +347,18 @@ def _costs(places: Mapping[str, Place]) -> list[tuple[str, ...]]:
         costs = [cost_of(blueprint, place) if blueprint in blueprints_for(place) else None for blueprint in blueprints]
         rows.append((output, *(f"{_short(cost.parameters)} · {_short(cost.flops)}" if cost else "–" for cost in costs)))
     return rows
+
+
+def _refused(places: Mapping[str, Place]) -> list[str]:
+    """Say which blueprints of its kind cannot grow in a place, and why."""
+    outputs: dict[tuple[str, str], list[str]] = {}
+    for output, place in places.items():
+        for blueprint in blueprints_of(place.kind):
+            reason = reason_against(blueprint, place)
+            if reason is not None:
+                outputs.setdefault((reason, output), []).append(blueprint.name)
+    lines = [f"{', '.join(names)} cannot grow in {output}: {reason}" for (reason, output), names in outputs.items()]
+    return ["\n".join(lines)] if lines else []
 
 
 def _short(number: int) -> str:
@@ -488,7 +501,7 @@ def specs_in(state: Mapping[str, Any]) -> dict[str, SeedSpec]:
 
 def build_seed(place: Place, spec: SeedSpec) -> Seed:
     """Build the seed of a saved model, with weights to be loaded."""
-    place = replace(place, kind=spec.kind, shape=spec.shape, is_causal=spec.is_causal)
+    place = replace(place, kind=spec.kind, shape=spec.shape, is_causal=spec.is_causal, alone="")  # it has grown there
     try:
         seed = Seed(place, spec.blueprint, random_seed=0, blending=spec.blending)
         seed.spec = spec

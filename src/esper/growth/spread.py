@@ -23,6 +23,8 @@ from esper.growth.place import Place
 
 Outputs = Mapping[str, Tensor]
 Run = Callable[[Any], Outputs | None]  # the outputs of the submodules that ran once on an example input; None if the host cannot run it
+Nudge = tuple[str, int]  # a place, and a position there at which what flows is to be another
+RunNudged = Callable[[Any, Nudge | None], Outputs | None]
 NEGLIGIBLE = 1e-6  # of the largest change: a mask of large finite numbers lets as much through
 
 
@@ -160,6 +162,47 @@ def _keeps_order(effects: Sequence[Effect], length: int, place: Place) -> bool:
     return not (has_all and begins_with_first and any(effect.first < effect.at // stride for effect in effects))
 
 
+# Padding
+
+
+def hides(places: Mapping[str, Place], example_input: Any, run: RunNudged) -> bool:
+    """Whether what an input holds decides which positions of a sequence others see, as where some of them are padding.
+
+    What flows at a position is moved, and others feel it or do not: in the example, and with values that may mean padding.
+    """
+    tokens = [name for name, place in places.items() if place.kind == "token" and place.positions > 2]
+    for number, tensor in enumerate(tensors_in(example_input)):
+        first = next((name for name in tokens if tensor.ndim > 1 and places[name].shape[0] == tensor.shape[1]), None)
+        if first is None:
+            continue
+        nudge = first, tensor.shape[1] // 2
+        seen = _seen(tokens, example_input, nudge, run)
+        if seen is None:
+            continue
+        if seen.any() and not seen.all():
+            return True
+        for filler in (0.0, 1.0, -1e9) if tensor.is_floating_point() and tensor.ndim == 2 else (0, 1):
+            padded = tensor.clone()
+            padded[:, nudge[1] :] = filler
+            still_seen = _seen(tokens, _with(example_input, number, padded), nudge, run)
+            if still_seen is not None and bool((seen & ~still_seen).any()):
+                return True
+    return False
+
+
+def _seen(tokens: Sequence[str], example_input: Any, nudge: Nudge, run: RunNudged) -> Tensor | None:
+    """Samples [B] in which a nudge is felt at other positions of some place; None where that cannot be told."""
+    before, after = run(example_input, None), run(example_input, nudge)
+    if before is None or after is None or nudge[0] not in before:
+        return None
+    seen = torch.zeros(len(before[nudge[0]]), dtype=torch.bool)
+    for name in tokens:
+        if name in before and name in after and before[name].shape == after[name].shape and len(before[name]) == len(seen):
+            is_felt = (before[name] != after[name]).flatten(2).any(2).cpu()  # [B, T]
+            seen |= is_felt.sum(1) > 1
+    return seen
+
+
 # Changes
 
 
@@ -172,8 +215,13 @@ def _changed(value: Any, number: int, *, axis: int, index: int) -> Any:
     tensor = list(tensors_in(value))[number]
     changed = tensor.clone()
     changed.select(axis, index).copy_(_something_else(tensor, axis, index))
+    return _with(value, number, changed)
+
+
+def _with(value: Any, number: int, tensor: Tensor) -> Any:
+    """The same with another tensor of this number."""
     tensors = list(tensors_in(value))
-    tensors[number] = changed
+    tensors[number] = tensor
     return _refilled(value, iter(tensors))
 
 

@@ -5,21 +5,24 @@ Shapes: B = batch, C = channels, H, W, L = positions in space, T = positions in 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+import inspect
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
+from esper.growth.around import Forward, forward_replaced, keep_running, own_forward
+from esper.growth.blueprints import flop_counter
 from esper.growth.errors import GrowthError
 from esper.growth.isolation import isolated
 from esper.growth.place import Call, Kind, Place, Refusal
 from esper.growth.seed import Seed
-from esper.growth.spread import Outputs, Spread, spread
+from esper.growth.spread import Nudge, Outputs, Spread, hides, spread
 from esper.growth.spread import tensors_in as tensors_in
 from esper.growth.state import Cost
 
@@ -50,7 +53,7 @@ def survey(model: nn.Module, example_input: Any) -> Survey:
     """Runs the model on the example, in eval mode and without a trace."""
     batch = batch_size_of(example_input)
     _check_weights(model)
-    log = _run(model, example_input)
+    log = _run(model, example_input, batch=batch)
     places, refusals, kept = dict[str, Place](), list[Refusal](), _kept_seeds(model)
     for name in sorted((name for name, _ in model.named_modules() if name), key=log.last_end):
         found = Refusal(name, "belongs to a seed that was kept") if name in kept else _classify(model, name, log, batch)
@@ -58,8 +61,14 @@ def survey(model: nn.Module, example_input: Any) -> Survey:
             refusals.append(found)
         else:
             places[name] = found
-    flow = spread(places, example_input, lambda example: _tensors_of(model, example))
+    flow = spread(places, example_input, partial(_tensors_of, model))
     places, more = _apply(flow, places)
+    mask = _mask_of(model, log) or ("padding" if hides(places, example_input, partial(_tensors_of, model)) else "")
+    places = _alone(places, mask, _cache_of(model))
+    fused = _passed_by(model, example_input, places) | {name for name in places if _is_in_encoder_layer(model, name)}
+    lost = _passed_by(model, example_input, places, hooked=fused) if fused else set[str]()
+    more += [Refusal(name, "does not run in evaluation, where a module around it computes it in another way") for name in lost]
+    places = {name: replace(place, is_fused=name in fused) for name, place in places.items() if name not in lost}
     parameters = sum(parameter.numel() for parameter in model.parameters())
     last = {name for name, place in places.items() if place.flops_behind == 0 and log.layers_done[name] == log.layers}
     host = Cost(parameters, log.total_flops // batch)
@@ -112,6 +121,8 @@ class _Log:
     ticks: int = 0
     output: Any = None
     total_flops: int = 0
+    batch: int = 0
+    masks: list[str] = field(default_factory=list)  # arguments of submodules that hide positions of some samples
 
     def last_end(self, name: str) -> tuple[int, str]:
         ends = [call.end for call in self.calls if call.name == name]
@@ -121,7 +132,11 @@ class _Log:
         """The outputs that are one tensor."""
         return {name: outputs[0] for name, outputs in self.outputs.items() if len(outputs) == 1 and isinstance(outputs[0], Tensor)}
 
-    def enter(self, name: str) -> None:
+    def enter(self, name: str, module: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        if self.batch:
+            self.masks += [
+                f"{argument} of {name}" for argument, value in _named(module, arguments, named) if _hides(argument, value, self.batch)
+            ]
         self.starts.setdefault(name, []).append(self.ticks)
         self.ticks += 1
 
@@ -144,23 +159,33 @@ def _positions(layer: nn.Module, output: Any) -> int:
     return max(output[0].numel() // (_width(layer) or output.shape[-1] or 1), 1)
 
 
-def _run(model: nn.Module, example_input: Any, *, counting: bool = True) -> _Log:
-    log, counter, handles = _Log(), _flop_counter(), []
+def _run(model: nn.Module, example_input: Any, *, batch: int = 0, nudge: Nudge | None = None) -> _Log:
+    """With a size of the batch, FLOPs are counted and arguments are looked at. What flows at `nudge` is moved."""
+    log, counter, handles = _Log(batch=batch), flop_counter(), []
 
     def enter(name: str) -> Any:
-        return lambda module, arguments: log.enter(name)
+        return lambda module, arguments, named: log.enter(name, module, arguments, named)
 
     def leave(name: str) -> Any:
-        return lambda module, arguments, output: log.leave(name, module, output, counter.get_total_flops() if counting else 0)
+        def leave_it(module: nn.Module, arguments: Any, output: Any) -> Any:
+            if nudge is not None and nudge[0] == name:
+                output = output.clone()
+                output[:, nudge[1]] = 1 - output[:, nudge[1]]
+            log.leave(name, module, output, counter.get_total_flops() if batch else 0)
+            return output
 
-    with isolated(model), torch.no_grad():
+        return leave_it
+
+    # By the modules themselves: a fused kernel calls none of them, and passes tensors on that have no shape.
+    with isolated(model), torch.no_grad(), _fused_attention(enabled=False):
         model.eval()
         try:
             kept = _kept_seeds(model)
             for name, module in model.named_modules():
                 if name and name not in kept and not isinstance(module, torch.jit.ScriptModule):
-                    handles += [module.register_forward_pre_hook(enter(name)), module.register_forward_hook(leave(name))]
-            with counter if counting else nullcontext():
+                    handles.append(module.register_forward_pre_hook(enter(name), with_kwargs=True))
+                    handles.append(module.register_forward_hook(leave(name)))
+            with counter if batch else nullcontext():
                 log.output = call(model, example_input)
         except Exception as error:
             raise GrowthError(
@@ -174,10 +199,48 @@ def _run(model: nn.Module, example_input: Any, *, counting: bool = True) -> _Log
     return log
 
 
-def _tensors_of(model: nn.Module, changed_example: Any) -> Outputs | None:
+@contextmanager
+def _fused_attention(*, enabled: bool) -> Iterator[None]:
+    """Whether torch's own layers of transformers are computed by one kernel each where that is possible."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(enabled)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+def _passed_by(model: nn.Module, example_input: Any, names: Collection[str], *, hooked: Collection[str] = ()) -> set[str]:
+    """Those of the submodules that do not run in evaluation, where a module around them computes them by a kernel of its own.
+
+    Such modules mostly refrain from it where a submodule has a hook; `hooked` have one.
+    """
+    ran = set[str]()
+
+    def watched(name: str, forward: Forward) -> Forward:
+        def run(*arguments: Any, **named: Any) -> Any:
+            ran.add(name)
+            return forward(*arguments, **named)
+
+        return run
+
+    with ExitStack() as stack:
+        stack.enter_context(isolated(model))
+        stack.enter_context(torch.no_grad())
+        model.eval()
+        for name in names:
+            module = model.get_submodule(name)
+            stack.enter_context(forward_replaced(module, watched(name, own_forward(module))))
+            if name in hooked:
+                stack.callback(module.register_forward_pre_hook(keep_running).remove)
+        call(model, example_input)
+    return set(names) - ran
+
+
+def _tensors_of(model: nn.Module, changed_example: Any, nudge: Nudge | None = None) -> Outputs | None:
     """None where the host cannot run an example in which something was changed, which may make no sense any more."""
     try:
-        return _run(model, changed_example, counting=False).tensors()
+        return _run(model, changed_example, nudge=nudge).tensors()
     except GrowthError as error:
         if isinstance(error.__cause__, torch.OutOfMemoryError):
             raise
@@ -188,16 +251,6 @@ def _kept_seeds(model: nn.Module) -> set[str]:
     """Names of what grew in the host earlier, with all its parts: it tells nothing about the layers of the host."""
     seeds = {name: module for name, module in model.named_modules() if isinstance(module, Seed)}
     return {part for name, seed in seeds.items() for part, _ in seed.named_modules(prefix=name)}
-
-
-def _flop_counter() -> FlopCounterMode:
-    """Torch's, which knows all attention kernels but that of the CPU."""
-
-    def count(query: Any, key: Any, value: Any, *rest: Any, out_shape: Any = None, **others: Any) -> int:
-        flops: int = sdpa_flop_count(query, key, value)  # type: ignore[no-untyped-call]
-        return flops
-
-    return FlopCounterMode(display=False, custom_mapping={torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: count})
 
 
 def _classify(model: nn.Module, name: str, log: _Log, batch: int) -> Place | Refusal:
@@ -260,6 +313,13 @@ def _width(layer: nn.Module | None) -> int | None:
     return int(shape[-1]) if shape else next((int(getattr(layer, name)) for name in _WIDTHS if hasattr(layer, name)), None)
 
 
+def _is_in_encoder_layer(model: nn.Module, name: str) -> bool:
+    """Torch computes such a layer by one kernel in evaluation, although not under autocast, say, in which this may run."""
+    parts = name.split(".")
+    around = (model.get_submodule(".".join(parts[:count])) for count in range(len(parts)))
+    return any(isinstance(module, nn.TransformerEncoderLayer) for module in around)
+
+
 def weights_of(model: nn.Module, module: nn.Module) -> Weights:
     """Those of a submodule, or of the model where it has none. Under autocast, outputs have another precision than the weights."""
     weights = (parameter for part in (module, model) for parameter in part.parameters() if parameter.is_floating_point())
@@ -276,6 +336,92 @@ def _apply(flow: Spread, places: dict[str, Place]) -> tuple[dict[str, Place], li
         else:
             kept[name] = replace(place, is_causal=name in flow.causal)
     return kept, refusals
+
+
+# Masks and caches: a seed that looks at other positions would see what a mask hides, and miss what only a cache knows
+
+
+_MASKS = {"mask", "masks", "padding", "pad", "pads", "length", "lengths", "lens", "seqlen", "seqlens"}  # words in names of arguments
+_CACHES = {"past", "cache", "caches", "kv", "incremental", "mems"}
+_CACHE_NAMES = {"start_pos", "input_pos", "inference_params"}
+_STATES = {"state", "states", "hidden", "hiddens", "hx"}  # of the host alone: layers have them wherever they are
+_NO_CACHES = {"cos", "sin", "rope", "rotary", "freq", "freqs"}  # of positions, not of what was seen there
+
+
+def _alone(places: Mapping[str, Place], mask: str, cache: str) -> dict[str, Place]:
+    """Tells places of sequences why seeds there must treat every position alone."""
+    because_of_mask = f"the host takes {mask}, and it would see what that hides" if mask else ""
+    because_of_cache = f"the host takes {cache}, and it would not see what only that holds" if cache else ""
+    return {
+        name: replace(place, alone=(because_of_cache if place.is_causal else "") or because_of_mask)
+        if place.kind == "token" or place.spatial == 1
+        else place
+        for name, place in places.items()
+    }
+
+
+def _mask_of(model: nn.Module, log: _Log) -> str:
+    """What hides positions of some samples, by its name; empty where nothing is named so."""
+    own = [name for name, default in _arguments_of(model) if not isinstance(default, int | float | str) and _words(name) & _MASKS]
+    if own or log.masks:
+        return repr((own or log.masks)[0])
+    padded = [name for name, module in model.named_modules() if getattr(module, "padding_idx", None) is not None]
+    return f"padding (padding_idx of {padded[0]!r})" if padded else ""
+
+
+def _cache_of(model: nn.Module) -> str:
+    """What knows of positions that were computed earlier; empty where nothing seems to."""
+    for path, module in model.named_modules():
+        of_path = f" of {path!r}" if path else ""
+        for name, default in _arguments_of(module):
+            is_state = not path and default is None and bool(_words(name) & _STATES) and "encoder" not in _words(name)
+            if _words(name) & _CACHES or name in _CACHE_NAMES or is_state:
+                return f"{name!r}{of_path}"
+        for name in (*vars(module), *module._buffers, *set(dir(type(module))) - set(dir(nn.Module))):
+            if _words(name) & _CACHES and not _words(name) & _NO_CACHES:
+                return f"a cache ({name!r}{of_path})"
+    return ""
+
+
+def _arguments_of(module: nn.Module) -> list[tuple[str, Any]]:
+    """Names and defaults."""
+    try:
+        parameters = inspect.signature(own_forward(module)).parameters.values()
+    except (TypeError, ValueError):  # it is not written in Python
+        return []
+    return [
+        (parameter.name, parameter.default)
+        for parameter in parameters
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+
+
+def _words(name: str) -> set[str]:
+    return set(name.lower().split("_"))
+
+
+def _named(module: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The arguments of a call with their names."""
+    yield from zip((name for name, _ in _arguments_of(module)), arguments, strict=False)
+    yield from named.items()
+
+
+def _hides(name: str, value: Any, batch: int) -> bool:
+    """Whether an argument of a submodule hides positions of some samples, as padding is hidden, and not of all, as the future is."""
+    if not batch or not isinstance(value, Tensor) or not value.ndim or len(value) % batch:
+        return False
+    if _words(name) & _MASKS or (value.dtype == torch.bool and value.ndim > 1):
+        return not _is_of_the_future(value)
+    return False
+
+
+def _is_of_the_future(mask: Tensor) -> bool:
+    """[..., T, T] with one number above the diagonal and another one on it and below."""
+    if mask.ndim < 2 or mask.shape[-1] != mask.shape[-2]:
+        return False
+    ahead = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).triu(1)
+    above, below = mask[..., ahead].flatten(), mask[..., ~ahead].flatten()
+    return len(above) > 0 and bool((above == above[0]).all() and (below == below[0]).all() and above[0] != below[0])
 
 
 def _numbers(log: _Log, places: Mapping[str, Place]) -> dict[str, int]:
