@@ -375,7 +375,7 @@ def test_a_trained_controller_grows_a_model_in_python(eager: Path) -> None:
         task.val_loader(),
         task.loss_fn,
         epochs=2,
-        controller=load_controller(eager, rules=rules),
+        controller=load_controller(eager),
         config=GrowthConfig(lifecycle=rules),
     )
     assert grown.ledger.entries

@@ -10,7 +10,7 @@ import numpy as np
 from esper.growth.config import Lifecycle, Rent
 from esper.growth.lifecycle import OCCUPIED, Stage
 from esper.growth.place import Place
-from esper.growth.state import Candidate, Contribution, Cost, GradientStats, GrowthState, SlotState
+from esper.growth.state import Candidate, Contribution, Cost, GradientStats, GrowthState, LossScale, SlotState
 from esper.statistics import Interval
 
 RULES = Lifecycle(holding_epochs=2)
@@ -37,7 +37,8 @@ def seed_on_trial(name: str = "second", *, epoch: int = 4, gain: float = 0.05, *
 def state(*slots: SlotState, **fields: Any) -> GrowthState:
     base = GrowthState(
         epoch=4, epochs=20, steps_per_epoch=16, train_losses=(2.0, 1.5, 1.2, 1.0), val_losses=(2.1, 1.6, 1.4, 1.3), slots=slots,
-        host_cost=HOST, added=Cost(0, 0), parameters_left=16_000, flops_left=None, seeds_left=len(slots), uninformed_loss=2.3,
+        host_cost=HOST, added=Cost(0, 0), parameters_left=16_000, flops_left=None, seeds_left=len(slots), scale=LossScale.of(2.3),
+        lifecycle=RULES,
         learning_rate=0.01, samples_per_epoch=1_000, host_load=400.0, rent=Rent(parameters=0.1, flops=0.03),
     )  # fmt: skip
     return replace(base, **fields)

@@ -18,7 +18,7 @@ from esper.controller.squad import Squad, finite
 from esper.fleet.config import FleetConfig
 from esper.growth.config import GovernorConfig, GrowthConfig, Lifecycle
 from esper.growth.lifecycle import Stage
-from esper.growth.state import Cost, GrowthState
+from esper.growth.state import Cost, GrowthState, LossScale
 from esper.rl.distributions import ActionDistribution
 from esper.rl.staging import Staging
 from esper.tasks import load_task
@@ -216,7 +216,18 @@ def test_a_host_that_is_given_up_ends_at_once_and_its_later_steps_are_not_real()
 
 def test_losses_that_are_not_finite_are_seen_as_those_before_them() -> None:
     state = GrowthState(
-        3, 5, 1, (1.0, float("nan"), 0.5), (float("inf"), 2.0, float("nan")), (), Cost(1, 1), Cost(0, 0), None, None, 0, uninformed_loss=2.3
+        3,
+        5,
+        1,
+        (1.0, float("nan"), 0.5),
+        (float("inf"), 2.0, float("nan")),
+        (),
+        Cost(1, 1),
+        Cost(0, 0),
+        None,
+        None,
+        0,
+        scale=LossScale.of(2.3),
     )
     assert finite(state).train_losses == (1.0, 1.0, 0.5)
     assert finite(state).val_losses == (2.3, 2.0, 2.0)

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -16,22 +17,23 @@ from esper.controller.table import Scale
 from esper.growth.config import Lifecycle
 from esper.growth.decisions import Advance, Fossilize, Germinate, Prune, Retarget
 from esper.growth.lifecycle import Stage
-from esper.growth.state import Contribution, Cost, GrowthState
+from esper.growth.state import Contribution, Cost, GrowthState, LossScale
 from esper.statistics import Interval
 from tests.controller.hosts import HEALTHY, LARGE, RULES, SMALL, drawn_state, seed_on_trial, slot, state
+from tests.growth.small import in_other_units
 
 SHADOW = Lifecycle(raise_mode="shadow", training_epochs=2, holding_epochs=2)
 
 
 def seen(now: GrowthState, part: str, name: str, *index: int) -> float:
-    obs, _ = observe([now], slots=3, blueprints=4, rules=RULES)
+    obs, _ = observe([now], slots=3, blueprints=4)
     table = {"host": HOST, "slots": SLOT, "candidates": CANDIDATE}[part]
     return float(obs[part][(0, *index, table.column(name))])
 
 
 def allowed(now: GrowthState, rules: Lifecycle = RULES) -> dict[str, set[str]]:
     """Which ops, and for each of them which slots."""
-    _, masks = observe([now], slots=3, blueprints=4, rules=rules)
+    _, masks = observe([replace(now, lifecycle=rules)], slots=3, blueprints=4)
     places = [one.place.name for one in now.slots]
     table = {op.name: {name for place, name in enumerate(places) if masks["slot"][0, op, place]} for op in Op if masks["op"][0, op]}
     assert not masks["slot"][0, :, len(places) :].any()
@@ -41,7 +43,7 @@ def allowed(now: GrowthState, rules: Lifecycle = RULES) -> dict[str, set[str]]:
 def test_observations_and_masks_are_what_the_spec_says():
     rng = np.random.default_rng(0)
     states = [drawn_state(rng, slots=count) for count in (3, 1, 2)]
-    obs, masks = observe(states, slots=3, blueprints=5, rules=RULES)
+    obs, masks = observe(states, slots=3, blueprints=5)
     observation_spec, action_spec = spec(3, 5)
     assert {name: tuple(value.shape[1:]) for name, value in obs.items()} == {name: part.shape for name, part in observation_spec.items()}
     assert all(value.dtype == torch.float32 and len(value) == 3 for value in obs.values())
@@ -52,7 +54,7 @@ def test_observations_and_masks_are_what_the_spec_says():
 
 def test_everything_lies_between_minus_one_and_one_and_a_half_whatever_the_state():
     rng = np.random.default_rng(1)
-    obs, _ = observe([drawn_state(rng) for _ in range(100)], slots=3, blueprints=5, rules=RULES)
+    obs, _ = observe([drawn_state(rng) for _ in range(100)], slots=3, blueprints=5)
     for value in obs.values():
         assert value.isfinite().all()
         assert value.abs().max() <= 1.5
@@ -61,7 +63,7 @@ def test_everything_lies_between_minus_one_and_one_and_a_half_whatever_the_state
 def test_absurd_numbers_stay_finite():
     broken = (1.0, math.nan)
     endless = Contribution(Interval(0.1, -math.inf, math.inf), 4)
-    now = state(seed_on_trial(contribution=endless), slot(), train_losses=broken, val_losses=(2.0, math.inf), uninformed_loss=None)
+    now = state(seed_on_trial(contribution=endless), slot(), train_losses=broken, val_losses=(2.0, math.inf))
     empty = state(train_losses=(), val_losses=(), epoch=0, epochs=None, host_cost=Cost(0, 0), host_load=0.0)
     for one in (
         now,
@@ -69,8 +71,9 @@ def test_absurd_numbers_stay_finite():
         replace(now, val_losses=(-1.0, -2.0)),
         replace(now, train_losses=(1.0, math.inf)),
         replace(now, val_losses=(0.0,)),
+        replace(now, scale=None),
     ):
-        obs, masks = observe([one], slots=2, blueprints=2, rules=RULES)
+        obs, masks = observe([one], slots=2, blueprints=2)
         assert all(value.isfinite().all() for value in obs.values())
         assert masks["op"][0, Op.WAIT]
     assert seen(now, "host", "train_loss") == 1.5
@@ -105,10 +108,32 @@ def replace_rent(parameters: float):
 def test_losses_are_seen_relative_to_a_model_that_knows_nothing():
     now = state(slot())
     assert seen(now, "host", "val_loss") == pytest.approx(1.3 / 2.3)
-    assert seen(replace(now, uninformed_loss=None), "host", "val_loss") == pytest.approx(1.3 / 2.1)
+    assert seen(replace(now, scale=LossScale.of(-0.7, loss_range=3.0)), "host", "val_loss") == 1.5, "far above the uninformed loss"
+    assert seen(replace(now, scale=None), "host", "val_loss") == 0, "not known yet"
     assert seen(now, "host", "train_slope") < 0
     assert seen(now, "host", "gap") > 0
     assert seen(now, "host", "above_best") == 0
+
+
+@pytest.mark.parametrize("factor", [1 / 1024, 1_000.0])
+def test_an_observation_does_not_depend_on_the_unit_of_the_loss(factor: float):
+    rng = np.random.default_rng(2)
+    states = [drawn_state(rng) for _ in range(50)]
+    here, there = (observe(some, slots=3, blueprints=5) for some in (states, [in_other_units(now, factor) for now in states]))
+    for part, other in zip(here, there, strict=True):
+        for name in part:
+            torch.testing.assert_close(part[name], other[name], rtol=0, atol=1e-6, msg=name)
+
+
+def test_the_rules_of_the_run_are_observed_and_decide_what_is_allowed():
+    learning = slot("learning", stage=Stage.TRAINING, blueprint="conv1x1", epochs_in_stage=2, gradients=HEALTHY, candidates=())
+    now = replace(state(learning), lifecycle=SHADOW)
+    slower = replace(now, lifecycle=Lifecycle(raise_mode="shadow", training_epochs=6, holding_epochs=2))
+    assert "ADVANCE" in allowed(now, now.lifecycle)
+    assert "ADVANCE" not in allowed(slower, slower.lifecycle)
+    for name in ("training_epochs", "blend_epochs", "holding_epochs", "withdraw_epochs", "embargo_epochs"):
+        longer = replace(now, lifecycle=msgspec.structs.replace(SHADOW, **{name: 9}))
+        assert seen(longer, "host", name) > seen(now, "host", name)
 
 
 def test_a_blueprint_that_was_not_probed_says_so_and_promises_nothing():
@@ -122,8 +147,8 @@ def test_a_blueprint_that_was_not_probed_says_so_and_promises_nothing():
 
 def test_padding_is_all_zero_and_nothing_is_allowed_in_it():
     now = state(slot(), seed_on_trial())
-    obs, masks = observe([now], slots=4, blueprints=6, rules=RULES)
-    tight_obs, tight_masks = observe([now], slots=2, blueprints=2, rules=RULES)
+    obs, masks = observe([now], slots=4, blueprints=6)
+    tight_obs, tight_masks = observe([now], slots=2, blueprints=2)
     assert not obs["slots"][0, 2:].any()
     assert not obs["candidates"][0, 2:].any()
     assert not obs["candidates"][0, :, 2:].any()
@@ -153,7 +178,7 @@ def test_what_is_allowed_is_what_the_gates_let_pass():
 
 def test_what_the_budget_does_not_allow_cannot_be_chosen():
     now = state(slot(), parameters_left=100)
-    _, masks = observe([now], slots=1, blueprints=2, rules=RULES)
+    _, masks = observe([now], slots=1, blueprints=2)
     assert masks["blueprint"][0, 0].tolist() == [True, False]  # conv1x1 needs 72 parameters, double_conv3x3 1,200
     assert "GERMINATE" not in allowed(replace(now, seeds_left=0))
 
@@ -194,9 +219,9 @@ def test_to_wait_decides_nothing_and_may_ask_for_a_probe():
 
 def test_a_host_with_more_than_there_is_room_for_is_refused_with_the_numbers():
     with pytest.raises(ValueError, match=r"2 slots and there is room for 1; observe it with slots=2 or more"):
-        observe([state(slot("a"), slot("b"))], slots=1, blueprints=4, rules=RULES)
+        observe([state(slot("a"), slot("b"))], slots=1, blueprints=4)
     with pytest.raises(ValueError, match=r"2 blueprints and there is room for 1"):
-        observe([state(slot())], slots=1, blueprints=1, rules=RULES)
+        observe([state(slot())], slots=1, blueprints=1)
 
 
 def test_blueprints_that_grow_or_were_tried_keep_their_column_when_they_are_no_candidates():
@@ -209,7 +234,7 @@ def test_blueprints_that_grow_or_were_tried_keep_their_column_when_they_are_no_c
 def test_the_version_names_the_layout():
     # A row that comes, goes or is scaled otherwise gives another version by itself. Where a value changes its meaning under the same row,
     # raise the number before the dash; then state the new version here.
-    assert LAYOUT_VERSION == "3-79606d95"
+    assert LAYOUT_VERSION == "4-6920080e"
 
 
 def test_several_actions_of_one_decision_are_about_different_slots_and_within_the_budget() -> None:
@@ -219,7 +244,7 @@ def test_several_actions_of_one_decision_are_about_different_slots_and_within_th
     wait = {"op": int(Op.WAIT), "slot": 1, "blueprint": 0, "alpha": 0}
 
     def allowed(now: GrowthState, *chosen: dict[str, int]) -> list[list[bool]]:
-        masks = observe([now], slots=2, blueprints=len(blueprint_names(now)), rules=RULES, chosen=[list(chosen)])[1]
+        masks = observe([now], slots=2, blueprints=len(blueprint_names(now)), chosen=[list(chosen)])[1]
         return masks["slot"][0, Op.GERMINATE].tolist()
 
     assert allowed(now) == [True, True]
@@ -245,7 +270,7 @@ def test_what_was_chosen_already_in_a_decision_is_observed() -> None:
     wait = {"op": int(Op.WAIT), "slot": 0, "blueprint": 0, "alpha": 0}
 
     def observed(*chosen: dict[str, int]) -> dict[str, torch.Tensor]:
-        return observe([now], slots=2, blueprints=len(blueprint_names(now)), rules=RULES, chosen=[list(chosen)])[0]
+        return observe([now], slots=2, blueprints=len(blueprint_names(now)), chosen=[list(chosen)])[0]
 
     for chosen in ([germinate], [germinate, wait]):
         before, after = observed(), observed(*chosen)

@@ -15,19 +15,24 @@ from torch.nn.functional import cross_entropy
 
 from esper.checkpoint import CheckpointStore
 from esper.controller import layout, learned
+from esper.controller.features import HOST
 from esper.controller.layout import observe
 from esper.controller.learned import ControllerError, load_controller, save_controller
 from esper.controller.network import make_policy
 from esper.controller.network_config import SlotNetworkConfig
+from esper.fleet.config import FleetConfig, HostSetting
+from esper.fleet.fleet import Fleet
 from esper.growth import grow
-from esper.growth.config import GrowthConfig, Lifecycle
+from esper.growth.config import GrowthConfig, Lifecycle, Rent
 from esper.growth.controllers import as_controller
-from esper.growth.decisions import CompleteController
+from esper.growth.decisions import CompleteController, Decision
 from esper.growth.state import GrowthState
 from esper.rl.config import NetworkConfig
 from esper.rl.policy import Policy
-from tests.controller.hosts import RULES, drawn_state, slot, state
+from tests.controller.hosts import drawn_state, slot, state
 from tests.controller.test_network import opinionated
+from tests.fleet.test_fleet_equals_grower import BATCH, alone, small_task
+from tests.fleet.test_fleet_equals_grower import make_host as make_conv_host
 from tests.growth.small import SLOTS, make_data, make_host
 
 NETWORK = SlotNetworkConfig(width=16, candidate_width=8, attention_heads=2, summary_width=16)
@@ -54,10 +59,10 @@ def life(seed: int = 0, *, slots: int = 3, blueprints: int = 4, epochs: int = 12
 def test_a_controller_from_a_file_decides_as_the_policy_that_was_saved(memory: NetworkConfig, tmp_path: Path) -> None:
     policy = trained_policy(memory)
     save_controller(tmp_path / "here" / "controller.safetensors", policy)
-    controller = load_controller(tmp_path / "here" / "controller.safetensors", rules=RULES)
+    controller = load_controller(tmp_path / "here" / "controller.safetensors")
     core_state = None
     for now in life():
-        obs, masks = observe([now], slots=3, blueprints=4, rules=RULES)
+        obs, masks = observe([now], slots=3, blueprints=4)
         actions, core_state = policy.act(obs, core_state, masks=masks)
         assert controller.decide(now) == layout.decision(now, [{head: int(choice) for head, choice in actions.items()}])
 
@@ -76,7 +81,7 @@ def test_it_grows_a_real_model_and_no_gate_refuses_what_it_decides(path: Path, m
     settings = GrowthConfig(slots=SLOTS, lifecycle=rules)
     kinds = set()
     for seed in range(2):
-        controller = load_controller(path, rules=rules, seed=seed)
+        controller = load_controller(path, seed=seed)
         grown = grow(make_host(), make_data(), make_data(seed=2), cross_entropy, epochs=10, controller=controller, config=settings)
         assert grown.controller == "learned"
         assert not grown.ledger.refused
@@ -84,8 +89,50 @@ def test_it_grows_a_real_model_and_no_gate_refuses_what_it_decides(path: Path, m
     assert len(kinds) > 1
 
 
+class Watched:
+    """A learned controller, and all that it has seen."""
+
+    name = "learned"
+
+    def __init__(self, controller: learned.Learned) -> None:
+        self.controller, self.seen = controller, []
+
+    def decide(self, state: GrowthState) -> Decision:
+        self.seen.append(observe([state], slots=3, blueprints=12))
+        return self.controller.decide(state)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["joint", "shadow"])
+def test_a_host_looks_the_same_in_a_fleet_and_in_grow_and_no_gate_refuses_a_decision(path: Path, mode: Literal["joint", "shadow"]) -> None:
+    """As controllers are trained, and as they are used: nobody tells grow the uninformed loss, nor the controller the rules."""
+    task = small_task()
+    rules = Lifecycle(raise_mode=mode, training_epochs=2, blend_epochs=1, holding_epochs=2, withdraw_epochs=1, embargo_epochs=1)
+    growth, config = GrowthConfig(lifecycle=rules), FleetConfig(batch_size=BATCH, validation_batch=20, precision="float64")
+    setting = HostSetting(seed=3, growth_seed=5, horizon=9, learning_rate=0.01, rent=Rent(parameters=0.2, flops=0.1))
+    one, other = (Watched(load_controller(path, seed=4)) for _ in range(2))
+    grown = alone(task, setting, {}, growth, config, one)
+    fleet = Fleet(task, make_conv_host, hosts=1, growth=growth, config=config)
+    fleet.reset({0: setting})
+    rows = [0]
+    while rows:
+        fleet.decide({0: other.decide(fleet.state(0))})
+        rows = fleet.advance()
+    assert len(one.seen) == len(other.seen) == setting.horizon + 1
+    for expected, found in zip(one.seen, other.seen, strict=True):
+        for part, same in zip(expected, found, strict=True):
+            for name in part:
+                torch.testing.assert_close(same[name], part[name], rtol=0, atol=1e-5)
+    seen = dict(zip((feature.name for feature in HOST.features), one.seen[-1][0]["host"][0].tolist(), strict=True))
+    assert seen["val_loss"] > 0, "the scale is known"
+    assert seen["is_raised_in_shadow"] == (mode == "shadow")
+    assert grown.ledger.entries
+    assert not grown.ledger.refused
+    assert not fleet.rows[0].plot.ledger.refused
+
+
 def test_a_host_with_more_slots_and_blueprints_than_seen_is_no_error(path: Path) -> None:
-    controller = load_controller(path, rules=RULES)
+    controller = load_controller(path)
     for now in (state(), *life(slots=2), *life(slots=20, blueprints=30), *life(slots=1, blueprints=1)):
         for action in controller.decide(now).actions:
             assert action.slot in {one.place.name for one in now.slots}
@@ -94,16 +141,16 @@ def test_a_host_with_more_slots_and_blueprints_than_seen_is_no_error(path: Path)
 @pytest.mark.parametrize("seed", [None, 7])
 def test_it_goes_on_where_it_was_saved(path: Path, seed: int | None, tmp_path: Path) -> None:
     states = life(epochs=12)
-    whole = load_controller(path, rules=RULES, seed=seed)
+    whole = load_controller(path, seed=seed)
     expected = [whole.decide(now) for now in states]
-    first, second = (load_controller(path, rules=RULES, seed=seed) for _ in range(2))
+    first, second = (load_controller(path, seed=seed) for _ in range(2))
     for now in states[:6]:
         first.decide(now)
     store = CheckpointStore(tmp_path / "checkpoints", kind="test")
     store.save(6, first.state_dict())
     second.load_state_dict(store.load().state)
     assert [second.decide(now) for now in states[6:]] == expected[6:]
-    forgetful = load_controller(path, rules=RULES, seed=seed)
+    forgetful = load_controller(path, seed=seed)
     assert not torch.equal(forgetful_memory(forgetful, states[6:]), whole.state_dict()["memory"])
 
 
@@ -119,7 +166,7 @@ def test_a_seed_draws_and_no_seed_takes_the_likeliest(path: Path) -> None:
     states = life(epochs=8)
 
     def decisions(seed: int | None) -> list[object]:
-        controller = load_controller(path, rules=RULES, seed=seed)
+        controller = load_controller(path, seed=seed)
         return [controller.decide(now) for now in states]
 
     assert decisions(None) == decisions(None)
@@ -139,7 +186,7 @@ def test_a_state_that_does_not_fit_is_refused(path: Path, tmp_path: Path) -> Non
 
 def test_a_controller_trained_with_probes_asks_for_them_where_something_can_grow(tmp_path: Path) -> None:
     save_controller(tmp_path / "probing", trained_policy(), is_probing=True)
-    controller = load_controller(tmp_path / "probing", rules=RULES)
+    controller = load_controller(tmp_path / "probing")
     assert controller.decide(state(slot())).probe
     assert not controller.decide(state(slot(candidates=()))).probe
 

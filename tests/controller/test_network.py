@@ -17,7 +17,7 @@ from esper.rl import PPO, PPOConfig
 from esper.rl.config import NetworkConfig
 from esper.rl.policy import Policy
 from esper.vecenv import Masks, Obs, Timestep
-from tests.controller.hosts import RULES, drawn_state, state
+from tests.controller.hosts import drawn_state, state
 
 MEMORY = NetworkConfig(hidden_size=24)
 SLOTS, BLUEPRINTS = 3, 4
@@ -50,7 +50,7 @@ def same_weights(policy: Policy, *, slots: int, blueprints: int) -> Policy:
 def seen(count: int = 16, *, seed: int = 0, slots: int = SLOTS, blueprints: int = BLUEPRINTS) -> tuple[Obs, Masks]:
     rng = np.random.default_rng(seed)
     states = [drawn_state(rng, slots=SLOTS, blueprints=BLUEPRINTS) for _ in range(count)]
-    return observe(states, slots=slots, blueprints=blueprints, rules=RULES)
+    return observe(states, slots=slots, blueprints=blueprints)
 
 
 def judged(policy: Policy, obs: Obs, masks: Masks) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
@@ -114,14 +114,14 @@ def test_padding_changes_nothing() -> None:
 def test_the_same_weights_serve_a_host_with_more_slots_and_blueprints_than_at_training_time() -> None:
     policy = same_weights(policy_for(), slots=12, blueprints=15)
     rng = np.random.default_rng(2)
-    obs, masks = observe([drawn_state(rng, slots=12, blueprints=15) for _ in range(8)], slots=12, blueprints=15, rules=RULES)
+    obs, masks = observe([drawn_state(rng, slots=12, blueprints=15) for _ in range(8)], slots=12, blueprints=15)
     actions, memory = policy.act(obs, masks=masks, generator=generator())
     assert memory.isfinite().all()
     assert {name: len(choice) for name, choice in actions.items()} == dict.fromkeys(("op", "slot", "blueprint", "alpha"), 8)
 
 
 def test_a_host_without_slots_can_wait_and_nothing_else() -> None:
-    obs, masks = observe([state()], slots=2, blueprints=2, rules=RULES)
+    obs, masks = observe([state()], slots=2, blueprints=2)
     policy = policy_for(slots=2, blueprints=2)
     for seed in range(20):
         actions, memory = policy.act(obs, masks=masks, generator=generator(seed))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from esper.growth import Grower, GrowthConfig, Slotted, add_slots
 from esper.growth.config import Lifecycle
 from esper.growth.decisions import Action, Decision
 from esper.growth.state import GrowthState
+from esper.statistics import Interval
 
 Batch = tuple[Tensor, Tensor]
 Data = list[Batch]
@@ -158,6 +159,36 @@ def plain_losses(host: nn.Module, optimizer: Optimizer, data: Data, *, epochs: i
             optimizer.zero_grad()
             losses.append(loss.item())
     return losses
+
+
+def in_other_units(state: GrowthState, factor: float) -> GrowthState:
+    """The same host whose loss is `factor` times as large."""
+    assert state.scale is not None
+
+    def times(interval: Interval) -> Interval:
+        return Interval(factor * interval.estimate, factor * interval.low, factor * interval.high)
+
+    slots = [
+        replace(
+            slot,
+            rent=factor * slot.rent,
+            candidates=tuple(
+                replace(one, rent=factor * one.rent, promise=None if one.promise is None else factor * one.promise)
+                for one in slot.candidates
+            ),
+            contribution=slot.contribution and replace(slot.contribution, gain=times(slot.contribution.gain)),
+            gradients=slot.gradients
+            and replace(slot.gradients, mean_norm=factor * slot.gradients.mean_norm, max_norm=factor * slot.gradients.max_norm),
+        )
+        for slot in state.slots
+    ]
+    return replace(
+        state,
+        slots=tuple(slots),
+        train_losses=tuple(factor * loss for loss in state.train_losses),
+        val_losses=tuple(factor * loss for loss in state.val_losses),
+        scale=replace(state.scale, uninformed=factor * state.scale.uninformed, range=factor * state.scale.range),
+    )
 
 
 def snapshot(*parts: nn.Module | Optimizer) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from esper.growth.config import GovernorConfig
 from esper.growth.governor import Governor, Verdict, spike_limit, spread
+from esper.growth.state import LossScale
 
 CHECKS = 8  # per epoch
 HEALTHY = Verdict(is_healthy=True, is_disaster=False)
@@ -69,6 +70,23 @@ def test_a_bump_of_a_schedule_never_rolls_back(noise: str, end: float, ramp: int
         bumps = [1 + 0.5 * min(max(check - 300, 0) / ramp, 1) * (check < 500) for check in range(800)]
         losses = (falling(check, end=end) * bump * NOISES[noise](generator) for check, bump in enumerate(bumps))
         assert first_disaster(losses) is None, seed
+
+
+@pytest.mark.parametrize("factor", [1e-4, 1 / 3, 1_000.0])
+@pytest.mark.parametrize("end", [0.0001, 0.3])
+def test_no_verdict_depends_on_the_unit_of_the_loss(factor: float, end: float) -> None:
+    one, other = Governor(GovernorConfig(), LossScale.of(2.3)), Governor(GovernorConfig(), LossScale.of(2.3 * factor))
+    generator = random.Random(0)
+    verdicts = []
+    for epoch in range(60):
+        jump = {20: 1.5, 30: 12.0, 31: 12.0, 45: 2.0}.get(epoch, 1.0)
+        chunk = [falling(CHECKS * epoch + check, end=end) * jump * NOISES["5 %"](generator) for check in range(CHECKS)]
+        here = one.judge(chunk, chunk[-1])
+        there = other.judge([factor * loss for loss in chunk], factor * chunk[-1])
+        assert (here.is_healthy, here.is_disaster) == (there.is_healthy, there.is_disaster), epoch
+        verdicts.append(here.is_disaster)
+    assert any(verdicts)
+    assert not all(verdicts)
 
 
 @pytest.mark.parametrize("noise", ["none", "5 %"])
@@ -279,8 +297,9 @@ def test_the_spread_is_that_of_the_noise_whatever_the_trend() -> None:
     assert min(spreads) > 0.03
 
 
-@given(st.lists(st.floats(0.01, 10), min_size=5, max_size=20), st.floats(0.5, 100))
-def test_above_the_absolute_floor_the_limit_scales_with_the_losses(losses: list[float], scale: float) -> None:
-    limit = spike_limit(losses, sigmas=6.0, may_drift=False)
+@given(st.lists(st.floats(0.0, 10), min_size=5, max_size=20), st.floats(1e-6, 1e6))
+def test_the_limit_scales_with_the_unit_of_the_losses(losses: list[float], factor: float) -> None:
+    limit = spike_limit(losses, sigmas=6.0, may_drift=False, scale=LossScale.of(2.3))
     assert limit >= 1.9 * min(losses)
-    assert spike_limit([loss * scale for loss in losses], sigmas=6.0, may_drift=False) == pytest.approx(limit * scale)
+    there = spike_limit([loss * factor for loss in losses], sigmas=6.0, may_drift=False, scale=LossScale.of(2.3 * factor))
+    assert there == pytest.approx(limit * factor)

@@ -273,12 +273,13 @@ def test_the_flops_of_a_run_are_three_forward_passes_for_a_training_step_and_one
 @pytest.mark.parametrize("poisoned", [None, 9, 14])
 @pytest.mark.slow
 def test_every_controller_comes_to_an_end_with_and_without_a_disaster(controller: str, poisoned: int | None) -> None:
-    calls = []
+    calls = []  # whether each was of training
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        calls.append(1)
+        calls.append(torch.is_grad_enabled())
         value = cross_entropy(outputs, targets)
-        is_bad = poisoned is not None and len(calls) in (poisoned * 6 + 3, poisoned * 6 + 6)  # in training, and in validation
+        # In the third step of an epoch, and in the validation after the one before it.
+        is_bad = poisoned is not None and (sum(calls), calls[-2:]) in ((poisoned * 4 + 3, [True, True]), (poisoned * 4, [True, False]))
         return value * math.nan if is_bad else value
 
     grown = grow(make_host(), make_data(), make_data(2), loss, epochs=20, controller=controller, config=config(**NAMED))

@@ -8,11 +8,13 @@ import pytest
 
 from esper.growth.config import GrowthConfig, HeuristicConfig, Lifecycle
 from esper.growth.decisions import Germinate
+from esper.growth.errors import GrowthError
 from esper.growth.heuristic import Heuristic, choose, has_jumped, has_stopped_falling, projected_loss, starvation
 from esper.growth.lifecycle import Stage
 from esper.growth.place import Place
-from esper.growth.state import Candidate, Contribution, Cost, GrowthState, SlotState
+from esper.growth.state import Candidate, Contribution, Cost, GrowthState, LossScale, SlotState
 from esper.statistics import Interval
+from tests.growth.small import in_other_units
 
 RULES = HeuristicConfig()
 HOST = Cost(parameters=2_000, flops=100_000)
@@ -41,7 +43,7 @@ def state(
         parameters_left=None,
         flops_left=None,
         seeds_left=len(slots),
-        uninformed_loss=2.3,
+        scale=LossScale.of(2.3),
         samples_per_epoch=1_000,
         host_load=400.0,
     )
@@ -97,10 +99,10 @@ def test_nothing_new_grows_after_half_of_the_training() -> None:
 
 
 def test_a_plateau_and_a_jump_of_the_loss_are_seen() -> None:
-    assert has_stopped_falling((2.0, 1.5, 1.5, 1.49, 1.49, 1.48), RULES)
-    assert not has_stopped_falling((2.0, 1.5, 1.4, 1.3, 1.2, 1.1), RULES)
-    assert has_jumped((1.0, 0.9, 0.8, 0.8, 1.6, 1.5), RULES)
-    assert not has_jumped((1.0, 0.9, 0.8, 0.8, 1.6, 0.8), RULES)  # one bad epoch is none
+    assert has_stopped_falling(state(train=(2.0, 1.5, 1.5, 1.49, 1.49, 1.48)), RULES)
+    assert not has_stopped_falling(state(train=(2.0, 1.5, 1.4, 1.3, 1.2, 1.1)), RULES)
+    assert has_jumped(state(train=(1.0, 0.9, 0.8, 0.8, 1.6, 1.5)), RULES)
+    assert not has_jumped(state(train=(1.0, 0.9, 0.8, 0.8, 1.6, 0.8)), RULES)  # one bad epoch is none
 
 
 def test_a_seed_on_trial_delays_further_growth() -> None:
@@ -166,6 +168,49 @@ def test_rent_decides_between_candidates_and_against_all() -> None:
     dear = replace(BIG, rent=0.14)  # an epoch would give 0.16
     assert [blueprint for _, blueprint, _ in choose(state(slots=(slot(candidates=(dear, SMALL)),)), RULES)] == ["small"]
     assert choose(state(slots=(slot(candidates=(replace(BIG, rent=0.2),)),)), RULES) == []
+
+
+@pytest.mark.parametrize("factor", [1e-4, 1 / 3, 1_000.0])
+def test_no_decision_depends_on_the_unit_of_the_loss(factor: float) -> None:
+    """The host is looked at, probed, grown and its seed kept or pruned, by the same numbers in another unit."""
+    gain = Contribution(Interval(0.02, 0.012, 0.03), 8)
+    trial = slot("b", stage=Stage.HOLDING, blueprint="big", rent=0.01, epochs_in_stage=9, contribution=gain, candidates=())
+    useless = replace(trial, contribution=replace(gain, gain=Interval(0.004, -0.001, 0.009)))
+    falling, flat = (2.2, 2.0, 1.9, 1.8), (1.8,) * 8
+    lives = [
+        [state(0, train=()), state(3, train=falling[:3]), state(4)],
+        [state(8, train=flat, slots=(slot(), trial)), state(8, train=flat, slots=(slot(), useless))],
+        [state(8, train=flat), state(8, train=(*flat[:6], 2.9, 2.9))],
+        [state(4, train=(0.5, 0.2, 0.12, 0.11)), state(4, train=(2.2, 2.0, 1.5, 0.9), val_losses=(2.0, 2.0, 2.0, 2.0))],
+    ]
+    decided_anything = set()
+    for states in lives:
+        one, other = Heuristic(GrowthConfig()), Heuristic(GrowthConfig())
+        for now in states:
+            here, there = one.decide(now), other.decide(in_other_units(now, factor))
+            assert here.probe == there.probe
+            assert [(type(action), action.slot) for action in here.actions] == [(type(action), action.slot) for action in there.actions]
+            assert verdict(now) == verdict(in_other_units(now, factor))
+            decided_anything |= {type(action).__name__ for action in here.actions} | ({"probe"} if here.probe else set())
+    assert decided_anything == {"Germinate", "Fossilize", "Prune", "probe"}
+
+
+def verdict(now: GrowthState) -> tuple[bool, ...]:
+    if len(now.train_losses) < 2:
+        return ()
+    return starvation(now, RULES).is_starved, bool(has_jumped(now, RULES)), bool(has_stopped_falling(now, RULES))
+
+
+def test_a_loss_that_can_be_negative_is_judged_from_its_floor() -> None:
+    """A log-likelihood, 3.0 below a constant predictor at best: the same losses as those of any other host, 5.0 lower."""
+    losses = (2.9, 2.5, 2.4, 2.35)
+    above = state(train=losses, scale=LossScale.of(3.0))
+    below = replace(above, scale=LossScale.of(-2.0, loss_range=3.0), train_losses=tuple(loss - 5.0 for loss in losses))
+    below = replace(below, val_losses=below.train_losses)
+    assert verdict(above) == verdict(below) == (True, False, False)
+    assert [plan[:2] for plan in choose(above, RULES)] == [plan[:2] for plan in choose(below, RULES)] == [("a", "big")]
+    with pytest.raises(GrowthError, match=r"a loss of -2\. .*loss_range"):
+        LossScale.of(-2.0)
 
 
 def test_a_power_law_is_projected_exactly_and_a_rising_loss_stays() -> None:

@@ -39,9 +39,9 @@ def test_the_table_of_moves_is_the_one_that_gates_ask() -> None:
 
 
 def test_a_seed_raised_jointly_germinates_holds_and_is_kept() -> None:
-    loop = make_loop(Script({**GROW, 6: [Fossilize("first", "test")]}))
+    loop = make_loop(Script({**GROW, 8: [Fossilize("first", "test")]}))
     loop.val = loop.data
-    loop.epoch(epochs=6)
+    loop.epoch(epochs=8)
     assert stages(loop) == ["GERMINATED", "HOLDING", "FOSSILIZED"]
     assert loop.grower.ledger.entries[0].gain > 0
 

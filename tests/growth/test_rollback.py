@@ -150,9 +150,9 @@ def test_a_seed_that_was_pruned_since_the_snapshot_comes_back_and_lives_in_the_l
 
 
 def test_a_seed_that_was_kept_since_the_snapshot_is_on_probation_again() -> None:
-    loop = make_loop(Script({**GROW, 6: [Fossilize("first", "test")]}))
+    loop = make_loop(Script({**GROW, 8: [Fossilize("first", "test")]}))
     loop.val = loop.data
-    loop.epoch(epochs=6)
+    loop.epoch(epochs=8)
     assert loop.slotted.slots["first"].is_kept
     poison_host(loop)
     loop.step(*loop.data[0])
@@ -183,9 +183,9 @@ def test_a_run_that_fails_again_and_again_is_given_up_with_a_usable_model() -> N
 
 
 def test_a_gradient_that_was_on_its_way_does_not_outlive_the_rollback() -> None:
-    loop = make_loop(Script({**GROW, 6: [Fossilize("first", "test")]}))
+    loop = make_loop(Script({**GROW, 8: [Fossilize("first", "test")]}))
     loop.val = loop.data
-    loop.epoch(epochs=7)
+    loop.epoch(epochs=9)
     seed = loop.slotted.slots["first"].seed
     x, y = loop.data[0]
     cross_entropy(loop.slotted(x), y).backward()

@@ -57,7 +57,7 @@ def _checked(config: CompareConfig) -> Callable[[str], Task]:
             near = difflib.get_close_matches(name, NAMES, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(NAMES)}, and paths of controller files"
             raise CommandError(f"no controller is named {name!r}; {hint}")
-        load_controller(name, rules=config.growth.lifecycle)
+        load_controller(name)
     load = functools.cache(functools.partial(load_from, config.data_dir))
     for task in map(load, config.tasks):
         for host in (*config.hosts, *config.sweep):

@@ -23,7 +23,7 @@ def make_controller(config: GrowTaskConfig, folder: Path | None) -> Controller |
     from esper.controller.learned import ControllerError, load_controller
 
     try:
-        return load_controller(config.controller_file if folder is None else folder / COPY, rules=config.lifecycle)
+        return load_controller(config.controller_file if folder is None else folder / COPY)
     except ControllerError as error:
         raise RunError(str(error)) from error
 

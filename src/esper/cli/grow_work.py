@@ -11,7 +11,6 @@ from functools import partial
 from operator import length_hint
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -79,10 +78,6 @@ def _from_task(config: GrowTaskConfig, device: torch.device) -> Work:
         result = task.evaluate(model, test_loader)
         return Score(result.loss, result.accuracy)
 
-    growth = _growth_part(config)
-    if growth.governor.uninformed_loss is None:  # a task knows it
-        governor = msgspec.structs.replace(growth.governor, uninformed_loss=task.uninformed_loss)
-        growth = msgspec.structs.replace(growth, governor=governor)
     return Work(
         model=task.make_host(config.host).to(device),
         train_loader=task.train_loader(device=device, augment=config.augment),
@@ -90,7 +85,7 @@ def _from_task(config: GrowTaskConfig, device: torch.device) -> Work:
         step_loss=step_loss_of(task.loss_fn, None),
         score=score,
         compare=partial(_compare, test_loader, device, -1),
-        growth=growth,
+        growth=_growth_part(config),
     )
 
 

@@ -118,7 +118,7 @@ class _Contest:
         growth = self.config.growth
         if name == "heuristic":
             return lambda setting: Heuristic(msgspec.structs.replace(growth, rent=setting.rent, seed=setting.growth_seed))
-        fresh = load_controller(Path(name), rules=growth.lifecycle)
+        fresh = load_controller(Path(name))
         return lambda setting: fresh.anew()
 
     def _for_all_levels(self, name: str, make: Callable[[HostSetting], Controller]) -> list[Contestant]:
@@ -170,7 +170,11 @@ class _Contest:
         contestants = []
         for level in self.config.levels:
             worth = [
-                fmean(never[run.seed] - run.val_loss - rent_at(run, RENT_LEVELS[level]) for run in found if run.controller == str(number))
+                fmean(
+                    never[run.seed] - run.val_loss - run.unit * rent_at(run, RENT_LEVELS[level])
+                    for run in found
+                    if run.controller == str(number)
+                )
                 for number in range(len(plans))
             ]
             best = plans[max(range(len(plans)), key=worth.__getitem__)]
@@ -215,5 +219,5 @@ def _shared_out(total: int, hosts: int, streams: Streams) -> list[int]:
 
 
 def rent_at(run: Run, rent: Rent) -> float:
-    """What a run's network costs at a price level."""
+    """What a run's network costs at a price level, in nats for ten classes."""
     return rent_of(Cost(run.added_parameters, run.added_flops), Cost(run.parameters, run.flops_per_sample), rent)

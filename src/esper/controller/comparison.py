@@ -77,7 +77,7 @@ class Comparison:
         host = Cost(never.parameters, never.flops_per_sample)
         whole = Cost(run.parameters + run.added_parameters, run.flops_per_sample + run.added_flops)
         added = Cost(max(whole.parameters - host.parameters, 0), max(whole.flops - host.flops, 0))  # a smaller static size earns none
-        return Score(run, never.test_loss - run.test_loss, rent_of(added, host, RENT_LEVELS[level]))
+        return Score(run, never.test_loss - run.test_loss, run.unit * rent_of(added, host, RENT_LEVELS[level]))
 
     def _never_of(self, run: Run) -> Run:
         """What a run is held against: the same host that never grew."""
@@ -135,7 +135,9 @@ class Comparison:
                     "" if standing.p_value is None else f"{standing.p_value:.3f}",
                 )
             )
-        title = f"rent {level}: {rent.parameters:g}·log(1 + added/host parameters) + {rent.flops:g}·added/host FLOPs, in nats"
+        title = (
+            f"rent {level}: {rent.parameters:g}·log(1 + added/host parameters) + {rent.flops:g}·added/host FLOPs, in nats for ten classes"
+        )
         return f"{title}\n{aligned(rows, numbers=True)}"
 
     def to_builtins(self) -> dict[str, Any]:

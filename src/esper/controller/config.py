@@ -1,7 +1,7 @@
 """What can be set about training a controller. Imports no torch, so that a command line can show it at once.
 
-Rent levels are fixed here, in nats of loss, before any controller is trained. They were chosen by what one seed gained in test loss over
-the never-grow twin when it grew at a tenth of the training (AdamW, cosine schedule, one or two hosts each: a first look), per
+Rent levels are fixed here, in nats for ten classes, before any controller is trained. They were chosen by what one seed gained in test
+loss over the never-grow twin when it grew at a tenth of the training (AdamW, cosine schedule, one or two hosts each: a first look), per
 log(1 + added / host parameters):
 
     digits, 4-8-16      20 epochs   0.02 to 0.3; double_conv3x3: 0.12 to 0.20 after the first block, 0.03 after the second
@@ -34,7 +34,7 @@ Channels = Annotated[str, Meta(pattern=r"^[1-9]\d*(-[1-9]\d*)*$")]  # of the blo
 
 
 class RewardConfig(Config):
-    """What a controller is paid for, in nats of validation loss; see `esper.controller.reward`."""
+    """What a controller is paid for, in nats of validation loss for ten classes; see `esper.controller.reward`."""
 
     family: Literal["loss", "contribution"] = "loss"  # loss: validation loss against the twin's; contribution: what seeds were measured at
     is_sparse: bool = False  # everything is paid at the last decision, instead of what each decision changed

@@ -25,7 +25,7 @@ from esper.controller.domain import FleetSetting, draw_round
 from esper.controller.events import RoundEnded
 from esper.controller.layout import decision, observe, spec
 from esper.controller.reward import Standing, potential, rewards
-from esper.controller.squad import Squad, growth_for
+from esper.controller.squad import Squad
 from esper.events import Event
 from esper.fleet.data import TaskTensors
 from esper.fleet.kernels import compiled_kernels
@@ -188,8 +188,7 @@ class GrowthEnv:
         """On the CPU, where they are made."""
         states = [state for squad in self.squads for state in squad.states()]
         chosen = [choices for squad in self._chosen for choices in squad]
-        rules = self.config.growth.lifecycle
-        return observe(states, slots=self.slots, blueprints=self.blueprints, rules=rules, ops=self.config.ops, chosen=chosen)
+        return observe(states, slots=self.slots, blueprints=self.blueprints, ops=self.config.ops, chosen=chosen)
 
     # Saving
 
@@ -222,9 +221,8 @@ def _copied(tree: Tree) -> Tree:
 
 def most_slots_and_blueprints(tasks: Mapping[str, Task], config: ControllerConfig) -> tuple[int, int]:
     """Of any host of the domain, those that are held out included."""
-    slots, blueprints = 0, 0
+    slots, blueprints, growth = 0, 0, config.growth
     for task in tasks.values():
-        growth = growth_for(task, config.growth)
         for host in (*config.domain.hosts, *config.domain.held_out_hosts):
             slotted = add_slots(task.make_host(host, seed=0), task.example_input, slots=growth.slots)
             names = [{option.name for option in options_for(slotted.place(name), growth)} for name in slotted.slots]

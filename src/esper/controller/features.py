@@ -1,6 +1,7 @@
 """The rows of a controller's observation: of a host, of each slot, of each candidate in a slot.
 
-Losses are in nats. Where they are relative, it is to the loss of a model that knows nothing, or to the first one where that is not known.
+No row depends on the unit of the loss. Losses are shares of the uninformed loss, from the floor of the loss scale; gains, rents, promises
+and norms of gradients are in units of that scale, which are nats for ten classes.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from typing import TypeVar
 
 from esper.controller.table import Feature, Scale, Table, flag, log, share, signed_log
 from esper.growth.blueprints import KINDS
-from esper.growth.config import Lifecycle
 from esper.growth.heuristic import projected_loss
 from esper.growth.lifecycle import Stage
 from esper.growth.place import Kind
@@ -29,7 +29,6 @@ Thing = TypeVar("Thing")
 @dataclass(frozen=True, slots=True)
 class HostView:
     state: GrowthState
-    rules: Lifecycle
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +56,25 @@ def ratio(part: float | None, whole: float | None) -> float | None:
     return None if part is None or not whole else part / whole
 
 
-def reference_loss(state: GrowthState) -> float | None:
-    first = (*state.val_losses[:1], *state.train_losses[:1], None)[0]
-    return first if state.uninformed_loss is None else state.uninformed_loss
-
-
 def relative(loss: float | None, state: GrowthState) -> float | None:
-    """To the reference; a loss that is no number is as bad as can be."""
-    return ratio(math.inf if loss is not None and math.isnan(loss) else loss, reference_loss(state))
+    """1 for the uninformed loss; a loss that is no number is as bad as can be. None before the scale is known."""
+    if loss is None or state.scale is None:
+        return None
+    return math.inf if math.isnan(loss) else state.scale.relative(loss)
+
+
+def in_units(loss: float | None, state: GrowthState) -> float | None:
+    """A difference of losses, such as a gain or a rent. Before the scale is known, rents are in units already."""
+    return loss if loss is None or state.scale is None else loss / state.scale.unit
+
+
+def train_losses(state: GrowthState) -> Sequence[float]:
+    """Above the floor, so that their ratios mean something."""
+    return state.train_losses if state.scale is None else state.scale.above_floor(state.train_losses)
+
+
+def val_losses(state: GrowthState) -> Sequence[float]:
+    return state.val_losses if state.scale is None else state.scale.above_floor(state.val_losses)
 
 
 def last(losses: Sequence[float]) -> float | None:
@@ -89,11 +99,11 @@ def projected(state: GrowthState) -> float | None:
     """The training loss at the end of the run, if it goes on falling as it does."""
     if state.epochs is None or not state.train_losses or not all(map(math.isfinite, state.train_losses[-2:])):
         return None
-    return relative(projected_loss(state.train_losses, state.epochs), state)
+    return None if state.scale is None else projected_loss(train_losses(state), state.epochs) / state.scale.range
 
 
 def gap(state: GrowthState) -> float | None:
-    return log_ratio(last(state.val_losses), last(state.train_losses))
+    return log_ratio(last(val_losses(state)), last(train_losses(state)))
 
 
 def above_best(losses: Sequence[float]) -> float | None:
@@ -104,31 +114,35 @@ def epochs_left(state: GrowthState) -> float | None:
     return None if state.epochs is None else max(state.epochs - state.epoch, 0)
 
 
+def rule(name: str) -> Feature[HostView]:
+    """How long a stage lasts, by the rules of the run."""
+    return signed_log(name, "epochs", 3, 30, lambda v: getattr(v.state.lifecycle, name))
+
+
 HOST: Table[HostView] = Table((
     flag("has_horizon", lambda v: v.state.epochs is not None),
     share("progress", "of the planned epochs", lambda v: ratio(v.state.epoch, v.state.epochs)),
     signed_log("epochs_left", "epochs", 3, 300, lambda v: epochs_left(v.state)),
     signed_log("epoch", "epochs", 3, 300, lambda v: v.state.epoch),
-    Feature("train_loss", "of the reference", Scale.AS_IS, 0.0, 1.5, lambda v: relative(last(v.state.train_losses), v.state)),
-    Feature("val_loss", "of the reference", Scale.AS_IS, 0.0, 1.5, lambda v: relative(last(v.state.val_losses), v.state)),
-    log("train_loss_log", "of the reference", 1e-4, 2, lambda v: relative(last(v.state.train_losses), v.state)),
-    log("val_loss_log", "of the reference", 1e-4, 2, lambda v: relative(last(v.state.val_losses), v.state)),
-    log("projected_train_loss", "of the reference", 1e-4, 2, lambda v: projected(v.state)),
-    signed_log("train_slope", "log loss per epoch", 0.01, 1, lambda v: slope(v.state.train_losses, 1)),
-    signed_log("val_slope", "log loss per epoch", 0.01, 1, lambda v: slope(v.state.val_losses, 1)),
-    signed_log("long_train_slope", "log loss per epoch", 0.01, 1, lambda v: slope(v.state.train_losses, SLOPE_EPOCHS)),
-    signed_log("long_val_slope", "log loss per epoch", 0.01, 1, lambda v: slope(v.state.val_losses, SLOPE_EPOCHS)),
+    Feature("train_loss", "of the uninformed loss", Scale.AS_IS, 0.0, 1.5, lambda v: relative(last(v.state.train_losses), v.state)),
+    Feature("val_loss", "of the uninformed loss", Scale.AS_IS, 0.0, 1.5, lambda v: relative(last(v.state.val_losses), v.state)),
+    log("train_loss_log", "of the uninformed loss", 1e-4, 2, lambda v: relative(last(v.state.train_losses), v.state)),
+    log("val_loss_log", "of the uninformed loss", 1e-4, 2, lambda v: relative(last(v.state.val_losses), v.state)),
+    log("projected_train_loss", "of the uninformed loss", 1e-4, 2, lambda v: projected(v.state)),
+    signed_log("train_slope", "log loss per epoch", 0.01, 1, lambda v: slope(train_losses(v.state), 1)),
+    signed_log("val_slope", "log loss per epoch", 0.01, 1, lambda v: slope(val_losses(v.state), 1)),
+    signed_log("long_train_slope", "log loss per epoch", 0.01, 1, lambda v: slope(train_losses(v.state), SLOPE_EPOCHS)),
+    signed_log("long_val_slope", "log loss per epoch", 0.01, 1, lambda v: slope(val_losses(v.state), SLOPE_EPOCHS)),
     signed_log("gap", "log of validation / training loss", 0.05, 3, lambda v: gap(v.state)),
-    signed_log("above_best", "log of validation loss / its best", 0.02, 3, lambda v: above_best(v.state.val_losses)),
-    log("reference_loss", "nats", 0.1, 12, lambda v: reference_loss(v.state)),
+    signed_log("above_best", "log of validation loss / its best", 0.02, 3, lambda v: above_best(val_losses(v.state))),
     flag("has_parameter_budget", lambda v: v.state.parameters_left is not None),
     flag("has_flops_budget", lambda v: v.state.flops_left is not None),
     signed_log("parameters_left", "of the host's", 0.05, 10, lambda v: ratio(v.state.parameters_left, v.state.host_cost.parameters)),
     signed_log("flops_left", "of the host's", 0.05, 10, lambda v: ratio(v.state.flops_left, v.state.host_cost.flops)),
     share("seeds_left", "of the slots", lambda v: ratio(v.state.seeds_left, len(v.state.slots))),
-    signed_log("rent_of_parameters", "nats", 1e-3, 10, lambda v: v.state.rent.parameters),
-    signed_log("rent_of_flops", "nats", 1e-3, 10, lambda v: v.state.rent.flops),
-    signed_log("rent", "nats", 1e-3, 3, lambda v: rent_of(v.state.added, v.state.host_cost, v.state.rent)),
+    signed_log("rent_of_parameters", "units", 1e-3, 10, lambda v: v.state.rent.parameters),
+    signed_log("rent_of_flops", "units", 1e-3, 10, lambda v: v.state.rent.flops),
+    signed_log("rent", "units", 1e-3, 3, lambda v: rent_of(v.state.added, v.state.host_cost, v.state.rent)),
     signed_log("added_parameters", "of the host's", 0.05, 10, lambda v: ratio(v.state.added.parameters, v.state.host_cost.parameters)),
     signed_log("added_flops", "of the host's", 0.05, 10, lambda v: ratio(v.state.added.flops, v.state.host_cost.flops)),
     signed_log("learning_rate", "", 1e-5, 1, lambda v: v.state.learning_rate),
@@ -139,8 +153,10 @@ HOST: Table[HostView] = Table((
     log("samples_per_epoch", "count", 1e2, 1e7, lambda v: v.state.samples_per_epoch),
     log("samples_per_load", LOAD, 1e-3, 1e4, lambda v: ratio(v.state.samples_per_epoch, v.state.host_load)),
     signed_log("slots", "count", 3, 100, lambda v: len(v.state.slots)),
-    flag("is_raised_in_shadow", lambda v: v.rules.raise_mode == "shadow"),
-    signed_log("holding_epochs", "epochs", 3, 30, lambda v: v.rules.holding_epochs),
+    flag("is_raised_in_shadow", lambda v: v.state.lifecycle.raise_mode == "shadow"),
+    *map(rule, ("training_epochs", "blend_epochs", "holding_epochs", "withdraw_epochs", "embargo_epochs")),
+    share("minimum_health", "", lambda v: v.state.lifecycle.minimum_health),
+    share("alpha_target", "", lambda v: v.state.lifecycle.alpha_target),
 ))  # fmt: skip
 
 
@@ -159,8 +175,14 @@ def may(what: str) -> Feature[SlotView]:
 def gain(name: str, end: Callable[[Interval], float]) -> tuple[Feature[SlotView], Feature[SlotView]]:
     """What a seed contributes, before and after rent."""
     return (
-        signed_log(name, "nats", 1e-3, 3, lambda v: when(v.slot.contribution, lambda c: end(c.gain))),
-        signed_log(f"{name}_after_rent", "nats", 1e-3, 3, lambda v: when(v.slot.contribution, lambda c: end(c.gain) - v.slot.rent)),
+        signed_log(name, "units", 1e-3, 3, lambda v: when(v.slot.contribution, lambda c: in_units(end(c.gain), v.state))),
+        signed_log(
+            f"{name}_after_rent",
+            "units",
+            1e-3,
+            3,
+            lambda v: when(v.slot.contribution, lambda c: in_units(end(c.gain) - v.slot.rent, v.state)),
+        ),
     )
 
 
@@ -191,9 +213,9 @@ SLOT: Table[SlotView] = Table((
     flag("is_withdrawing", lambda v: v.slot.is_withdrawing),
     signed_log("parameters", "of the host's", 0.02, 10, lambda v: ratio(v.slot.cost.parameters, v.state.host_cost.parameters)),
     signed_log("flops", "of the host's", 0.02, 10, lambda v: ratio(v.slot.cost.flops, v.state.host_cost.flops)),
-    signed_log("rent", "nats", 1e-3, 3, lambda v: v.slot.rent),
+    signed_log("rent", "units", 1e-3, 3, lambda v: in_units(v.slot.rent, v.state)),
     flag("has_gradients", lambda v: v.slot.gradients is not None),
-    log("gradient_norm", "mean L2", 1e-6, 1e3, lambda v: when(v.slot.gradients, lambda g: g.mean_norm)),
+    log("gradient_norm", "mean L2, units", 1e-6, 1e3, lambda v: when(v.slot.gradients, lambda g: in_units(g.mean_norm, v.state))),
     share("gradient_health", "", lambda v: when(v.slot.gradients, lambda g: g.health)),
     flag("is_measured", lambda v: v.slot.contribution is not None),
     *gain("contribution", lambda interval: interval.estimate),
@@ -213,13 +235,17 @@ def relative_flops(view: CandidateView) -> float | None:
 
 
 def promised(view: CandidateView) -> float | None:
-    """Nats that an epoch at the promised speed would give."""
+    """How far the loss would fall in an epoch at the promised speed."""
     promise = None if view.candidate is None else view.candidate.promise
-    return when(promise, lambda nats: nats * max(view.state.steps_per_epoch, 1))
+    return in_units(when(promise, lambda fall: fall * max(view.state.steps_per_epoch, 1)), view.state)
 
 
 def promised_after_rent(view: CandidateView) -> float | None:
-    return when(view.candidate, lambda candidate: when(promised(view), lambda nats: nats - candidate.rent))
+    return when(promised(view), lambda fall: fall - (rent_in_units(view) or 0.0))
+
+
+def rent_in_units(view: CandidateView) -> float | None:
+    return when(view.candidate, lambda candidate: in_units(candidate.rent, view.state))
 
 
 def weights_per_width(view: CandidateView) -> float | None:
@@ -240,11 +266,11 @@ CANDIDATE: Table[CandidateView] = Table((
     flag("was_tried", lambda v: v.name in v.slot.tried),
     signed_log("parameters", "of the host's", 0.02, 10, relative_parameters),
     signed_log("flops", "of the host's", 0.02, 10, relative_flops),
-    signed_log("rent", "nats", 1e-3, 3, lambda v: when(v.candidate, lambda c: c.rent)),
+    signed_log("rent", "units", 1e-3, 3, rent_in_units),
     log("samples_per_load", LOAD, 1e-2, 1e5, lambda v: when(v.candidate, lambda c: ratio(v.state.samples_per_epoch, c.load))),
     log("weights_per_width", "weights / width²", 1e-3, 1e2, weights_per_width),
     log("reuse", "multiplications of a weight at each position", 1e-3, 10, reuse),
     flag("is_probed", lambda v: v.candidate is not None and v.candidate.promise is not None),
-    signed_log("promise", "nats per epoch", 1e-3, 3, promised),
-    signed_log("promise_after_rent", "nats per epoch", 1e-3, 3, promised_after_rent),
+    signed_log("promise", "units per epoch", 1e-3, 3, promised),
+    signed_log("promise_after_rent", "units per epoch", 1e-3, 3, promised_after_rent),
 ))  # fmt: skip

@@ -1,7 +1,8 @@
 """What a learned controller observes and what it can decide, for one host after one epoch: tables, and nothing else knows the numbers.
 
-It is a function of growth's plain state, so a fleet and a single run show the same. All slots have the same description, and so have all
-candidates; neither has a name. Blueprints are columns in alphabetical order so that a person finds them; a policy must not depend on it.
+It is a function of growth's plain state, which holds the rules of the run too, so a fleet and a single run show the same. All slots have
+the same description, and so have all candidates; neither has a name. Blueprints are columns in alphabetical order so that a person finds
+them; a policy must not depend on it.
 
 Heads: `op`; `slot`, given the op; `blueprint` and `alpha`, given the slot. What is allowed is what growth's gates let pass and the
 candidates that it names; to wait is always allowed.
@@ -22,7 +23,6 @@ import torch
 from numpy.typing import NDArray
 
 from esper.controller.features import CANDIDATE, HOST, SLOT, CandidateView, HostView, SlotView
-from esper.growth.config import Lifecycle
 from esper.growth.decisions import Action, Advance, Decision, Fossilize, Germinate, Prune, Retarget
 from esper.growth.gates import may_blend, may_fossilize, may_germinate, may_prune, may_retarget
 from esper.growth.rent import Allowance, total
@@ -47,7 +47,7 @@ class Op(IntEnum):
 
 def _version() -> str:
     tables = "\n".join(table.description() for table in (HOST, SLOT, CANDIDATE))
-    return "3-" + hashlib.sha256(f"{tables}\n{list(Op)}\n{ALPHA_TARGETS}".encode()).hexdigest()[:8]
+    return "4-" + hashlib.sha256(f"{tables}\n{list(Op)}\n{ALPHA_TARGETS}".encode()).hexdigest()[:8]
 
 
 # The number before the dash is raised when a value changes its meaning under the same row; all else changes what is behind it.
@@ -89,7 +89,6 @@ def observe(
     *,
     slots: int,
     blueprints: int,
-    rules: Lifecycle,
     ops: Sequence[str] = OPS,
     chosen: Sequence[Choices] | None = None,
 ) -> tuple[Obs, Masks]:
@@ -106,9 +105,9 @@ def observe(
         names = blueprint_names(whole)
         busy, state = _so_far(whole, chosen[row] if chosen else ())
         _check_room(state, names, slots=slots, blueprints=blueprints)
-        host[row] = HOST.values(HostView(state, rules))
+        host[row] = HOST.values(HostView(state))
         for place, one in enumerate(state.slots):
-            allowed = _Allowed(state, one, rules, names, is_busy=one.place.name in busy)
+            allowed = _Allowed(state, one, names, is_busy=one.place.name in busy)
             may_op[row, :, place] = list(allowed.ops.values())
             may_grow[row, place, : len(names)] = allowed.blueprints
             may_move[row, place] = allowed.alphas
@@ -169,7 +168,8 @@ def _so_far(state: GrowthState, chosen: Choices) -> tuple[set[str], GrowthState]
 class _Allowed:
     """What the gates let pass in one slot."""
 
-    def __init__(self, state: GrowthState, slot: SlotState, rules: Lifecycle, names: Sequence[str], *, is_busy: bool) -> None:
+    def __init__(self, state: GrowthState, slot: SlotState, names: Sequence[str], *, is_busy: bool) -> None:
+        rules = state.lifecycle
         allowance = Allowance(state.seeds_left, state.parameters_left, state.flops_left)
         self.candidates: dict[str, Candidate] = {candidate.blueprint: candidate for candidate in slot.candidates}
         growing = {name for name, candidate in self.candidates.items() if may_germinate(slot, candidate.cost, allowance).passed}

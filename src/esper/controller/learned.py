@@ -22,7 +22,6 @@ from esper.controller.layout import LAYOUT_VERSION, OPS, blueprint_names, decisi
 from esper.controller.network import SlotEncoder, make_policy
 from esper.controller.network_config import SlotNetworkConfig
 from esper.files import FileError, parse_json, reason_of
-from esper.growth.config import Lifecycle
 from esper.growth.decisions import Decision
 from esper.growth.state import GrowthState
 from esper.rl.config import NetworkConfig
@@ -83,11 +82,11 @@ def save_controller(
     write_tensors(path, weights, {_HEADER: json.dumps(msgspec.to_builtins(description), allow_nan=False)})
 
 
-def load_controller(path: Path | str, *, rules: Lifecycle | None = None, seed: int | None = None) -> Learned:
-    """The controller of a file, for a run whose lifecycle is `rules`. With a seed it draws its actions, else it takes the likeliest."""
+def load_controller(path: Path | str, *, seed: int | None = None) -> Learned:
+    """The controller of a file. With a seed it draws its actions, else it takes the likeliest."""
     weights, description = _read(Path(path))
     try:
-        return Learned(weights, description, rules=rules or Lifecycle(), seed=seed)
+        return Learned(weights, description, seed=seed)
     except ValueError as error:
         raise ControllerError(f"the weights in {path} do not fit their own description; {_ANOTHER} ({error})") from error
 
@@ -97,8 +96,8 @@ class Learned:
 
     name = "learned"
 
-    def __init__(self, weights: Mapping[str, Tensor], description: Description, *, rules: Lifecycle, seed: int | None = None) -> None:
-        self.description, self.rules = description, rules
+    def __init__(self, weights: Mapping[str, Tensor], description: Description, *, seed: int | None = None) -> None:
+        self.description = description
         self._weights = dict(weights)
         self._streams = None if seed is None else Streams(seed)
         self._memory: Tensor | None = None  # [1, S]
@@ -107,7 +106,7 @@ class Learned:
 
     def anew(self) -> Learned:
         """Another one of the same weights, which remembers nothing yet."""
-        return Learned(self._weights, self.description, rules=self.rules, seed=None if self._streams is None else self._streams.seed)
+        return Learned(self._weights, self.description, seed=None if self._streams is None else self._streams.seed)
 
     def _build(self) -> Policy:
         slots, blueprints = self._room
@@ -138,7 +137,7 @@ class Learned:
         generator = None if self._streams is None else self._streams.torch("actions")
         chosen: list[dict[str, int]] = []
         for _ in range(self.description.actions):  # all of them, for as many were seen when it was trained
-            obs, masks = observe([state], slots=slots, blueprints=blueprints, rules=self.rules, ops=self.description.ops, chosen=[chosen])
+            obs, masks = observe([state], slots=slots, blueprints=blueprints, ops=self.description.ops, chosen=[chosen])
             actions, self._memory = self._policy.act(obs, self._memory, masks=masks, generator=generator)
             chosen.append({head: int(choice) for head, choice in actions.items()})
         probe = self.description.is_probing and any(slot.candidates for slot in state.slots)

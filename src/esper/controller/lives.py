@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import torch
 
-from esper.controller.squad import finite, growth_for
+from esper.controller.squad import finite
 from esper.fleet.config import FleetConfig, HostSetting
 from esper.fleet.data import TaskTensors
 from esper.fleet.fleet import Fleet
@@ -56,6 +56,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     grown: int  # seeds
     kept: list[tuple[str, str]]  # slot and blueprint
     rollbacks: int
+    unit: float = 1.0  # of the loss, for rents: nats that count as one of ten classes
     trace: list[str] = []  # what was grown when
 
 
@@ -87,7 +88,7 @@ def _live_together(course: Course, contestants: Sequence[Contestant], on_progres
         course.task,
         course.task.maker(course.host),
         hosts=len(contestants),
-        growth=growth_for(course.task, course.growth),
+        growth=course.growth,
         config=course.fleet,
         device=course.device,
         tensors=course.tensors,
@@ -138,5 +139,6 @@ def _run(course: Course, fleet: Fleet, row: int, contestant: Contestant, test_lo
         grown=len(entries),
         kept=[(name, str(bed.life.blueprint)) for name, bed in plot.garden.occupied()],
         rollbacks=plot.judge.rollbacks,
+        unit=plot.garden.unit,
         trace=[f"{entry.born} {entry.slot} {entry.blueprint} {entry.outcome}" for entry in entries],
     )

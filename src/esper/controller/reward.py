@@ -37,11 +37,11 @@ from esper.growth.state import GrowthState
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Standing:
-    """How N hosts stand after a decision; all float64 [N]."""
+    """How N hosts stand after a decision; all float64 [N]. Losses are in nats for ten classes: divided by the unit of the loss scale."""
 
-    gain: Tensor  # nats: validation loss of the never-grow twin, with the same initialisation and data order, minus the host's
-    contributions: Tensor  # nats: of the seeds in all slots together
-    rent: Tensor  # nats: of everything that is in the host, connected or not, from germination on
+    gain: Tensor  # validation loss of the never-grow twin, with the same initialisation and data order, minus the host's
+    contributions: Tensor  # of the seeds in all slots together
+    rent: Tensor  # of everything that is in the host, connected or not, from germination on
     spent: Tensor  # FLOPs that went into seeds that were pruned, over those of the host's whole training; never falls
     rollbacks: Tensor  # so far
 
@@ -59,15 +59,16 @@ class Standing:
 
 def standing_of(states: Sequence[GrowthState], *, twin_losses: Sequence[float], spent: Sequence[float]) -> Standing:
     """The standing of each host, from what its controller sees, its twin's validation loss and the share it spent on pruned seeds."""
+    units = [1.0 if state.scale is None else state.scale.unit for state in states]
     rows = [
         (
-            twin_loss - state.val_losses[-1],
-            sum(slot.contribution.gain.estimate for slot in state.slots if slot.stage in OCCUPIED and slot.contribution is not None),
+            (twin_loss - state.val_losses[-1]) / unit,
+            sum(slot.contribution.gain.estimate for slot in state.slots if slot.stage in OCCUPIED and slot.contribution is not None) / unit,
             rent_of(state.added, state.host_cost, state.rent),
             share,
             float(state.rollbacks),
         )
-        for state, twin_loss, share in zip(states, twin_losses, spent, strict=True)
+        for state, twin_loss, share, unit in zip(states, twin_losses, spent, units, strict=True)
     ]
     return Standing(*torch.tensor(rows, dtype=torch.float64).reshape(-1, 5).unbind(dim=1))
 

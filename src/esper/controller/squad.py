@@ -22,7 +22,7 @@ from esper.controller.reward import Standing, standing_of
 from esper.fleet.config import HostSetting
 from esper.fleet.data import TaskTensors
 from esper.fleet.fleet import Fleet
-from esper.growth.config import GrowthConfig, Rent
+from esper.growth.config import Rent
 from esper.growth.decisions import Decision
 from esper.growth.state import GrowthState
 from esper.tasks import Task
@@ -38,7 +38,7 @@ class Squad:
             task,
             task.maker(setting.host),
             hosts=self.hosts + len(twins),
-            growth=growth_for(task, config.growth),
+            growth=config.growth,
             config=config.fleet,
             device=device,
             tensors=tensors,
@@ -80,7 +80,7 @@ class Squad:
 
     def standing(self) -> Standing:
         """How the hosts stand, by the validation losses of the last stretch."""
-        start = self.fleet.growth.governor.uninformed_loss or 0.0
+        start = self.task.uninformed_loss
         twins = {row: _mended(self.fleet.rows[row].plot.chronicle.val_losses, start)[-1] for row in set(self.twin_of)}
         return self._standing(self.states(), [twins[row] for row in self.twin_of])
 
@@ -112,13 +112,6 @@ class Squad:
 def _training_of(host: HostSetting) -> HostSetting:
     """What a host is without growth: the setting of its twin."""
     return msgspec.structs.replace(host, rent=Rent(), growth_seed=0)
-
-
-def growth_for(task: Task, growth: GrowthConfig) -> GrowthConfig:
-    """With the loss of a model that knows nothing, which the task knows."""
-    if growth.governor.uninformed_loss is not None:
-        return growth
-    return msgspec.structs.replace(growth, governor=msgspec.structs.replace(growth.governor, uninformed_loss=task.uninformed_loss))
 
 
 def finite(state: GrowthState) -> GrowthState:

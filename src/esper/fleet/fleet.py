@@ -56,7 +56,7 @@ from esper.growth.lifecycle import Stage
 from esper.growth.plot import Plot
 from esper.growth.reporting import Promises
 from esper.growth.slotted import add_slots
-from esper.growth.state import GrowthState
+from esper.growth.state import GrowthState, LossScale
 from esper.tasks import Split, Task
 
 # A pass without gradients keeps nothing: on a GPU it takes so many times the samples of a training step. The caches of a CPU are small.
@@ -186,7 +186,8 @@ class Fleet:
     def _host(self, row: int, setting: HostSetting) -> Host:
         beds = {name: RowBed(self.places[name], bank, row) for name, bank in self.banks.items()}
         growth = msgspec.structs.replace(self.growth, rent=setting.rent, seed=setting.growth_seed)
-        plot = Plot(beds, growth, host=self.survey.host, load=self.survey.load, epochs=setting.horizon)
+        scale = LossScale.of(self.task.uninformed_loss, loss_range=growth.loss_range)
+        plot = Plot(beds, growth, host=self.survey.host, load=self.survey.load, epochs=setting.horizon, scale=scale)
         recovery = RowRecovery(row, plot.garden, plot.judge, self._wishes, self.growth.governor.keep)
         return Host(setting, plot, recovery)
 
@@ -252,7 +253,11 @@ class Fleet:
 
     def stretch(self, plan: Plan) -> Stretch:
         """The training up to the next decision, once."""
-        return Stretch(self.host, self.data, plan, self.growth.seed_optimizer, self._repeat)
+        settings = self.growth.seed_optimizer
+        if settings.max_grad_norm is not None:  # all hosts have the same loss, and so the same unit of it
+            unit = self.rows[plan.rows[0]].plot.garden.unit
+            settings = msgspec.structs.replace(settings, max_grad_norm=settings.max_grad_norm * unit)
+        return Stretch(self.host, self.data, plan, settings, self._repeat)
 
     def _train(self, plan: Plan, reading: Reading) -> None:
         steps, batch_size = self.steps_per_decision, self.config.batch_size

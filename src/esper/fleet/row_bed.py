@@ -57,7 +57,7 @@ class RowBed(Bed):
         if not self._has_seed:
             return None
         norms, self.norms = self.norms, []
-        return GradientStats.of(norms)
+        return GradientStats.of(norms, unit=self.loss_unit)
 
     def seed_state(self) -> dict[str, Any]:
         return {"has_seed": self._has_seed, "is_connected": self._is_connected, "alpha": self._alpha, "norms": list(self.norms)}

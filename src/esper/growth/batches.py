@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -51,6 +52,7 @@ def step_loss_of(loss_fn: LossFunction | None, step_loss: StepLoss | None) -> St
             error.add_note(f"{_IN_LOSS}, with outputs {described(outputs)} and targets {described(targets)}")
             raise
 
+    from_pair.loss_fn = loss_fn  # type: ignore[attr-defined]
     return from_pair
 
 
@@ -109,12 +111,13 @@ def pair_of(batch: Any) -> tuple[Any, Any]:
 
 
 class Listener:
-    """Hears what a model is called with, for a step_loss may take anything out of its batches."""
+    """Hears what a model is called with, for a step_loss may take anything out of its batches, and what it gives."""
 
     def __init__(self, model: nn.Module) -> None:
         self.heard: Any = None  # the arguments of the first call: a tuple of them, or a dict by name
+        self.outputs: Any = None  # of the last call
         self._model = model
-        self._handle = model.register_forward_pre_hook(self._hear, with_kwargs=True)
+        self._handles = [model.register_forward_pre_hook(self._hear, with_kwargs=True), model.register_forward_hook(self._keep)]
 
     def _hear(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         if self.heard is not None:
@@ -128,8 +131,112 @@ class Listener:
             if parameter.kind is inspect.Parameter.VAR_KEYWORD:
                 self.heard |= self.heard.pop(parameter.name, {})
 
+    def _keep(self, module: nn.Module, arguments: tuple[Any, ...], outputs: Any) -> None:
+        self.outputs = outputs
+
     def stop(self) -> None:
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
+
+
+class ConstantPredictor:
+    """The least loss that a model could have which gives all samples the same output: what losses are relative to.
+
+    Where targets are numbers of classes, that output is the logarithm of the classes' frequencies, the same at all positions of a sample.
+    Elsewhere it is found by L-BFGS from the mean of some outputs on, for any loss function that has a gradient, and may differ from
+    position to position.
+    """
+
+    MOST = 2**22  # outputs that a step of L-BFGS looks at
+
+    def __init__(self, loss_fn: LossFunction) -> None:
+        self._loss_fn = loss_fn
+        self._pairs: list[tuple[torch.Size, Any]] = []  # the shape of a batch's outputs, and its targets
+        self._numbers = 0  # outputs in these batches
+        self._first: Tensor | None = None  # outputs of the first batch
+
+    def note(self, outputs: Tensor, targets: Any) -> None:
+        """One batch. Where the targets are no classes, the first of them have to do."""
+        if self._first is None:
+            self._first = outputs.detach()
+        is_enough = self._numbers > 0 and self._numbers + outputs.numel() > self.MOST
+        if outputs.ndim == 0 or (is_enough and not class_dims(outputs.shape, targets)):
+            return
+        self._pairs.append((outputs.shape, targets))
+        self._numbers += outputs.numel()
+
+    def loss(self) -> float | None:
+        """None where nothing finite was found."""
+        if not self._pairs or self._first is None:
+            return None
+        shape, targets = self._pairs[0]
+        if dims := class_dims(shape, targets):  # one of them tells classes apart; where two could, the better one does
+            least = min(self._loss_of(self._log_frequencies(dim)) for dim in dims)
+        else:
+            least = self._least(self._first.float().mean(dim=0, keepdim=True))
+        return least if math.isfinite(least) else None
+
+    def _log_frequencies(self, dim: int) -> Tensor:
+        assert self._first is not None
+        size, shape = self._first.shape[dim], [1] * self._first.ndim
+        shape[dim] = size
+        known = [targets[(targets >= 0) & (targets < size)] for _, targets in self._pairs]
+        counts = torch.bincount(torch.cat(known).flatten().long(), minlength=size).double()
+        return (counts.clamp(min=1e-3) / max(float(counts.sum()), 1.0)).log().view(shape)
+
+    @torch.no_grad()
+    def _loss_of(self, constant: Tensor) -> float:
+        return float(self._total(constant))
+
+    @torch.enable_grad()
+    def _least(self, start: Tensor) -> float:
+        """The loss of a constant output that L-BFGS has made the best of, as far as it stays finite."""
+        found = [self._loss_of(start)]
+        constant = start.clone().requires_grad_()
+        optimizer = torch.optim.LBFGS([constant], max_iter=100, tolerance_change=1e-12, line_search_fn="strong_wolfe")
+        unit = abs(found[0]) or 1.0  # its tolerances are absolute
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            total = self._total(constant) / unit
+            found.append(unit * float(total.detach()))
+            if not math.isfinite(found[-1]) or not total.requires_grad:
+                raise _CannotImproveError
+            total.backward()  # type: ignore[no-untyped-call]
+            return total
+
+        with contextlib.suppress(_CannotImproveError):
+            optimizer.step(closure)  # type: ignore[no-untyped-call]
+        return min((loss for loss in found if math.isfinite(loss)), default=math.inf)
+
+    def _total(self, constant: Tensor) -> Tensor:
+        """Its mean loss over samples, by the batches that it has the right shape for."""
+        assert self._first is not None
+        fitting = [(shape, targets) for shape, targets in self._pairs if _can_expand(constant.shape, shape)]
+        losses = []
+        for shape, targets in fitting:
+            outputs = constant.to(self._first.dtype).expand(shape).contiguous()
+            losses.append(shape[0] * checked(self._loss_fn(outputs, targets)).double().reshape(()))
+        return torch.stack(losses).sum() / sum(shape[0] for shape, _ in fitting)
+
+
+class _CannotImproveError(Exception):
+    pass
+
+
+def class_dims(shape: torch.Size, targets: Any) -> list[int]:
+    """Dimensions of outputs that could tell classes apart: without one of them, they have the shape of the targets.
+
+    >>> class_dims(torch.Size([8, 5, 16]), torch.zeros(8, 16, dtype=torch.int64))
+    [1]
+    """
+    if not isinstance(targets, Tensor) or targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
+        return []
+    return [dim for dim in range(1, len(shape)) if shape[:dim] + shape[dim + 1 :] == targets.shape]
+
+
+def _can_expand(shape: torch.Size, to: torch.Size) -> bool:
+    return len(shape) == len(to) and all(own in (1, wanted) for own, wanted in zip(shape, to, strict=True))
 
 
 def example_of(batch: Any) -> Any:

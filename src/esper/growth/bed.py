@@ -68,6 +68,10 @@ class Bed(ABC):
     def __init__(self, place: Place) -> None:
         self.place = place
         self.life = Life()
+        self.loss_unit = 1.0  # see LossScale
+
+    def set_loss_unit(self, unit: float) -> None:
+        self.loss_unit = unit
 
     @property
     @abstractmethod

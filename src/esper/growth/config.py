@@ -8,7 +8,10 @@ from esper.config import Config, ConfigError, Fraction, NonNegativeFloat, NonNeg
 
 
 class Rent(Config):
-    """What a seed costs, in nats of loss: `parameters`·log(1 + added/host) + `flops`·(added/host)."""
+    """What a seed costs: `parameters`·log(1 + added/host) + `flops`·(added/host).
+
+    In nats where the loss of a constant predictor is that of ten classes, ln 10 = 2.30; with any other loss, the same share of that loss.
+    """
 
     parameters: NonNegativeFloat = 0.01  # for log(1 + added parameters / host parameters)
     flops: NonNegativeFloat = 0.01  # for added FLOPs / host FLOPs
@@ -48,14 +51,14 @@ class GovernorConfig(Config):
     spike_sigmas: PositiveFloat = 6.0  # a loss this far above the window's mean is a spike
     spike_checks: PositiveInt = 3  # spikes in a row that are a disaster
     checks_per_epoch: PositiveInt = 8  # means of the training loss that an epoch is watched by
-    uninformed_loss: PositiveFloat | None = None  # loss of a model that knows nothing, such as log(classes); None: not watched
+    uninformed_loss: float | None = None  # loss of a model that knows nothing, such as log(classes); None: `grow` measures it
     snapshot_every: PositiveInt = 1  # epochs between snapshots of a healthy state
     keep: PositiveInt = 2  # snapshots
     max_rollbacks: NonNegativeInt = 5  # in a row, without a healthy epoch between them, before the run is given up
 
 
 class HeuristicConfig(Config):
-    """When the heuristic controller grows, and what it asks of a seed. Losses are relative to that of a model that knows nothing."""
+    """When the heuristic controller grows, and what it asks of a seed. Losses are shares of the uninformed loss."""
 
     grow_at: Fraction = 0.1  # part of the training after which it looks whether the host is starved
     grow_until: Fraction = 0.5  # part of the training after which nothing new is grown: it could not pay any more
@@ -74,7 +77,7 @@ class SeedOptimizer(Config):
     """How seeds learn: by an optimiser of the host's kind with the settings of the group that owns the slot's module."""
 
     learning_rate_factor: PositiveFloat = 1.0  # times the learning rate of that group
-    max_grad_norm: PositiveFloat | None = 1.0  # per seed; None: not clipped
+    max_grad_norm: PositiveFloat | None = 1.0  # per seed, for a loss in nats of ten classes, see Rent; None: not clipped
     warmup_epochs: NonNegativeFloat = 2.0  # in which the rate of a joint seed rises; one that is there from the start has none
 
 
@@ -92,8 +95,14 @@ class GrowthConfig(Config):
     heuristic: HeuristicConfig = HeuristicConfig()
     seed_optimizer: SeedOptimizer = SeedOptimizer()
     patience: PositiveInt | None = None  # epochs without a better validation loss after which `grow` stops; None: never early
+    loss_range: PositiveFloat | None = None
+    """How far the loss can fall below the uninformed loss, which is what rents and thresholds are shares of. None: to 0. A loss that can be
+    negative, such as a Gaussian log-likelihood, needs it."""
 
     def check(self) -> None:
+        uninformed = self.governor.uninformed_loss
+        if uninformed is not None and uninformed <= 0 and self.loss_range is None:
+            raise ConfigError("loss_range", expected="a float > 0, where governor.uninformed_loss is not above 0", got=None)
         for name in ("slots", "blueprints"):
             given = getattr(self, name)
             if given is not None and (not given or len(set(given)) < len(given)):

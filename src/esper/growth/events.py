@@ -21,6 +21,7 @@ class GrowthStarted(Event, tag="growth_started"):
     title: str = ""  # of the task or model
     device: str = "cpu"
     note: str = ""  # what a person should know before it begins
+    uninformed_loss: float | None = None  # of a constant predictor: rents and thresholds are shares of it; None: not known yet
 
 
 class SlotView(msgspec.Struct, frozen=True):

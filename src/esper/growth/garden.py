@@ -40,6 +40,7 @@ class Garden(Generic[AnyBed]):
         self.beds, self.host, self.config, self.ledger = dict(beds), host, config, ledger
         self.epoch = 0
         self.steps_per_epoch = 0  # of the last epoch
+        self.unit = 1.0  # of the loss, see LossScale
         self._on_stage = on_stage
         self._streams = Streams(config.seed)
         self.options: dict[str, tuple[Blueprint, ...]] = {name: options_for(bed.place, config) for name, bed in self.beds.items()}
@@ -195,6 +196,12 @@ class Garden(Generic[AnyBed]):
                 if life.embargo_left <= 0:
                     self._enter(name, Stage.DORMANT, "the embargo is over")
 
+    def set_unit(self, unit: float) -> None:
+        """Of the loss: rents, the clipping of gradients and their health are relative to it."""
+        self.unit = unit
+        for bed in self.beds.values():
+            bed.set_loss_unit(unit)
+
     # What there is
 
     def occupied(self) -> Iterator[tuple[str, AnyBed]]:
@@ -268,7 +275,7 @@ class Garden(Generic[AnyBed]):
     def _rent(self, own: Cost, added: Cost) -> float:
         """Of what is part of `added`."""
         others = Cost(added.parameters - own.parameters, added.flops - own.flops)
-        return marginal_rent(own, others, self.host, self.config.rent)
+        return self.unit * marginal_rent(own, others, self.host, self.config.rent)
 
     def _candidates(self, name: str, promises: Promised, added: Cost, allowed: Allowance) -> tuple[Candidate, ...]:
         positions = self.beds[name].place.positions
@@ -276,7 +283,7 @@ class Garden(Generic[AnyBed]):
         for blueprint in self.options[name]:
             cost = self.price(name, blueprint.name)
             if allowed.refusal(cost) is None:
-                rent = marginal_rent(cost, added, self.host, self.config.rent)
+                rent = self.unit * marginal_rent(cost, added, self.host, self.config.rent)
                 found.append(Candidate(blueprint.name, cost, rent, promises.get((name, blueprint.name)), cost.parameters / positions))
         return tuple(found)
 

@@ -19,13 +19,15 @@ from statistics import fmean, median
 from typing import Any
 
 from esper.growth.config import GovernorConfig
+from esper.growth.state import TEN_CLASSES, LossScale
 
 ENOUGH = 5  # losses before anything finite can be wrong
 RECENT = 5  # losses whose median is where the run is now
 
-# Least spread, relative to the level and in nats. At convergence the measured spread goes to zero, and a schedule's bump or a few samples
-# that are forgotten for a while look like an explosion. With six sigmas a loss must nearly double before it can be a spike, and one below
-# 0.003 never is; yet ten times the level is a spike at every level from 0.0004 upwards.
+# Least spread, relative to the level and in units of the loss scale, which are nats for ten classes. At convergence the measured spread
+# goes to zero, and a schedule's bump or a few samples that are forgotten for a while look like an explosion. With six sigmas a loss must
+# nearly double before it can be a spike, and one below 0.003 units never is; yet ten times the level is a spike at every level from 0.0004
+# units upwards.
 RELATIVE_FLOOR = 0.15
 ABSOLUTE_FLOOR = 5e-4
 
@@ -69,7 +71,7 @@ def spread(losses: Sequence[float]) -> float:
     return distances[int(_QUANTILE * len(distances))] / _QUANTILE_SIGMAS / math.sqrt(2)  # a difference has twice the variance
 
 
-def spike_limit(losses: Sequence[float], *, sigmas: float, may_drift: bool) -> float:
+def spike_limit(losses: Sequence[float], *, sigmas: float, may_drift: bool, scale: LossScale) -> float:
     """The loss above which the next one is a spike, given those before it.
 
     The level is the median of the last few where the run falls, since the mean of a falling window lies far above where the run is. Where
@@ -79,12 +81,12 @@ def spike_limit(losses: Sequence[float], *, sigmas: float, may_drift: bool) -> f
     level = median(losses[-RECENT:])
     if not may_drift:
         level = min(level, fmean(losses))
-    return level + sigmas * max(spread(losses), RELATIVE_FLOOR * abs(level), ABSOLUTE_FLOOR)
+    return level + sigmas * max(spread(losses), RELATIVE_FLOOR * abs(level - scale.floor), ABSOLUTE_FLOOR * scale.unit)
 
 
-def is_informed(losses: Sequence[float], uninformed_loss: float) -> bool:
+def is_informed(losses: Sequence[float], scale: LossScale) -> bool:
     """Whether a run with these recent losses has learned something."""
-    return fmean(losses) < INFORMED * uninformed_loss
+    return scale.relative(fmean(losses)) < INFORMED
 
 
 class Watch:
@@ -100,8 +102,10 @@ class Watch:
     def is_enough(self) -> bool:
         return len(self.losses) >= min(ENOUGH, self.size)
 
-    def see(self, loss: float) -> None:
-        self.limit = spike_limit(self.losses, sigmas=self.sigmas, may_drift=self.may_drift) if self.is_enough else math.inf
+    def see(self, loss: float, scale: LossScale) -> None:
+        self.limit = math.inf
+        if self.is_enough:
+            self.limit = spike_limit(self.losses, sigmas=self.sigmas, may_drift=self.may_drift, scale=scale)
         self.spikes = self.spikes + 1 if loss > self.limit else 0
         # A spike enters only as high as the limit: it does not move the window much, but a run that has become noisier for good does.
         self.losses = [*self.losses, min(loss, self.limit)][-self.size :]
@@ -115,7 +119,7 @@ class Watch:
 
 
 class Governor:
-    """Judges one run epoch by epoch.
+    """Judges one run epoch by epoch. `scale` is what its losses are relative to; a collapse is watched for where it is not a guess.
 
     After a rollback, load the governor's own state of that time as well, so that it forgets the losses after it; put it into the snapshot.
 
@@ -126,8 +130,9 @@ class Governor:
     'the training loss 7 was above 1.52 for 3 checks in a row'
     """
 
-    def __init__(self, config: GovernorConfig) -> None:
+    def __init__(self, config: GovernorConfig, scale: LossScale | None = None) -> None:
         self.config = config
+        self.scale = scale or LossScale.of(config.uninformed_loss or TEN_CLASSES, is_guess=config.uninformed_loss is None)
         self.forgive()
 
     def forgive(self) -> None:
@@ -156,11 +161,11 @@ class Governor:
 
     def _see_training(self, loss: float) -> str:
         """Takes in one chunk; the disaster that it makes, or nothing."""
-        self._training.see(loss)
-        uninformed = self.config.uninformed_loss
-        if uninformed is not None:
-            self._is_informed |= self._training.is_enough and is_informed(self._training.losses, uninformed)
-            self._uninformed_checks = self._uninformed_checks + 1 if self._is_informed and loss >= COLLAPSED * uninformed else 0
+        self._training.see(loss, self.scale)
+        if not self.scale.is_guess:
+            self._is_informed |= self._training.is_enough and is_informed(self._training.losses, self.scale)
+            knows_nothing = self._is_informed and self.scale.relative(loss) >= COLLAPSED
+            self._uninformed_checks = self._uninformed_checks + 1 if knows_nothing else 0
         if self._training.spikes < self.config.spike_checks:
             return ""
         return f"the training loss {loss:.3g} was above {self._training.limit:.3g} for {self._training.spikes} checks in a row"
@@ -170,12 +175,12 @@ class Governor:
             return ""
         return (
             f"the training loss fell back to that of a model that knows nothing: "
-            f"at least {COLLAPSED:.0%} of {self.config.uninformed_loss:.3g} for {self._uninformed_checks} checks in a row"
+            f"at least {COLLAPSED:.0%} of {self.scale.uninformed:.3g} for {self._uninformed_checks} checks in a row"
         )
 
     def _see_validation(self, loss: float) -> str:
         """One validation loss is little evidence: it counts where the training loss jumps as well, or where it stays."""
-        self._validation.see(loss)
+        self._validation.see(loss, self.scale)
         spikes, limit = self._validation.spikes, self._validation.limit
         if spikes >= self.config.spike_checks:
             return f"the validation loss {loss:.3g} was above {limit:.3g} for {spikes} epochs in a row"

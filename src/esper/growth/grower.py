@@ -57,7 +57,7 @@ from esper.growth.reporting import epoch_ended
 from esper.growth.seed_learner import MakeOptimizer, OptimizerFollower
 from esper.growth.shadow import Closure, Shadow
 from esper.growth.slotted import Slotted
-from esper.growth.state import GrowthState
+from esper.growth.state import GrowthState, LossScale
 from esper.parallel import ALONE, Ranks
 from esper.statistics import Interval
 
@@ -70,7 +70,9 @@ class Grower:
 
     `optimizer`, `scaler` and `scheduler` are the user's, needed to follow learning rates and to go back after a disaster; `scheduler` is
     anything with a `state_dict`. Make the grower, or call `begin`, when weights and states are loaded: it goes back to them at first.
-    `epochs` is how long the training is planned to be: a controller that knows it does not grow too late.
+    `epochs` is how long the training is planned to be: a controller that knows it does not grow too late. Rents and thresholds are shares
+    of the loss of a constant predictor: `config.governor.uninformed_loss`, or `scale` where somebody has measured it, or else the mean
+    training loss of the first epoch.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class Grower:
         controller: Controller | str = "heuristic",
         config: GrowthConfig | None = None,
         epochs: int | None = None,
+        scale: LossScale | None = None,
         seed_optimizer: MakeOptimizer | None = None,
         on_event: Callable[[Event], None] = lambda event: None,
     ) -> None:
@@ -91,7 +94,7 @@ class Grower:
         self.config = config or GrowthConfig()
         self.controller = as_controller(controller, self.config)
         beds = make_beds(slotted, optimizer, self.config.seed_optimizer, seed_optimizer)
-        self.plot: Plot[ModelBed] = Plot(beds, self.config, host=slotted.survey.host, load=slotted.survey.load, epochs=epochs)
+        self.plot: Plot[ModelBed] = Plot(beds, self.config, host=slotted.survey.host, load=slotted.survey.load, epochs=epochs, scale=scale)
         self.garden, self.chronicle, self.ledger = self.plot.garden, self.plot.chronicle, self.plot.ledger
         self._recovery = Recovery(
             slotted, optimizer, self.garden, self.plot.judge, keep=self.config.governor.keep, scaler=scaler, scheduler=scheduler

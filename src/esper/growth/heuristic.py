@@ -80,7 +80,7 @@ class Heuristic:
         has_just_looked = self._looks_at is not None and state.epoch < self._looks_at + self.rules.plateau_epochs
         if is_busy or has_just_looked or not verdict.is_starved:
             return False, ""
-        why = has_jumped(state.train_losses, self.rules) or has_stopped_falling(state.train_losses, self.rules)
+        why = has_jumped(state, self.rules) or has_stopped_falling(state, self.rules)
         return bool(why), why
 
     def _first_look(self, epochs: int | None) -> int:
@@ -145,22 +145,23 @@ class Starvation:
 
 def starvation(state: GrowthState, rules: HeuristicConfig) -> Starvation:
     """Whether more capacity would help, from what the losses tell."""
-    train, val = state.train_losses[-1], state.val_losses[-1]
-    nothing = state.uninformed_loss or state.train_losses[0]
-    if train < rules.high_loss * nothing:
-        return Starvation(False, f"its training loss is {train:.3f}, below {rules.high_loss:.0%} of {nothing:.2f}")
-    if val > rules.overfit_gap * train:
-        return Starvation(False, f"it overfits: validation loss {val:.3f}, training loss {train:.3f}")
-    end = projected_loss(state.train_losses, state.epochs or UNKNOWN_HORIZON * state.epoch)
-    if end > rules.projected_loss * nothing:
-        return Starvation(True, f"its training loss is {train:.3f} and going to end at about {end:.3f}")
+    assert state.scale is not None  # it is known when the first epoch is over
+    scale, train, val = state.scale, state.train_losses[-1], state.val_losses[-1]
+    is_now = f"its training loss is {figure(train, 3)}"
+    if scale.relative(train) < rules.high_loss:
+        return Starvation(False, f"{is_now}, below {rules.high_loss:.0%} of the uninformed loss, {figure(scale.uninformed, 2)}")
+    if scale.relative(val) > rules.overfit_gap * scale.relative(train):
+        return Starvation(False, f"it overfits: validation loss {figure(val, 3)}, training loss {figure(train, 3)}")
+    end = projected_loss(scale.above_floor(state.train_losses), state.epochs or UNKNOWN_HORIZON * state.epoch) + scale.floor
+    if scale.relative(end) > rules.projected_loss:
+        return Starvation(True, f"{is_now} and going to end at about {figure(end, 3)}")
     if state.samples_per_epoch and state.host_load < state.samples_per_epoch:
-        return Starvation(True, f"its training loss is {train:.3f}, and the data could teach more weights than it has")
-    return Starvation(False, f"its training loss is going to end at about {end:.3f}")
+        return Starvation(True, f"{is_now}, and the data could teach more weights than it has")
+    return Starvation(False, f"its training loss is going to end at about {figure(end, 3)}")
 
 
 def projected_loss(losses: Sequence[float], epochs: int) -> float:
-    """Where the training loss will be after so many epochs, if it goes on falling by the power of time of the last two.
+    """Where a loss above its floor will be after so many epochs, if it goes on falling by the power of time of the last two.
 
     >>> round(projected_loss([1.0, 0.5, 1 / 3], 30), 4)
     0.0333
@@ -172,24 +173,26 @@ def projected_loss(losses: Sequence[float], epochs: int) -> float:
     return losses[-1] * math.exp(-max(power, 0.0) * math.log(epochs / now))
 
 
-def has_stopped_falling(losses: Sequence[float], rules: HeuristicConfig) -> str:
-    count = rules.plateau_epochs
+def has_stopped_falling(state: GrowthState, rules: HeuristicConfig) -> str:
+    assert state.scale is not None
+    losses, count = state.train_losses, rules.plateau_epochs
     if len(losses) <= count:
         return ""
     before, now = losses[-1 - count], min(losses[-count:])
-    if now > (1 - rules.plateau_fall) * before:
-        return f"the training loss was {before:.3f} {count} epochs ago and is {losses[-1]:.3f}"
+    if state.scale.relative(now) > (1 - rules.plateau_fall) * state.scale.relative(before):
+        return f"the training loss was {figure(before, 3)} {count} epochs ago and is {figure(losses[-1], 3)}"
     return ""
 
 
-def has_jumped(losses: Sequence[float], rules: HeuristicConfig) -> str:
+def has_jumped(state: GrowthState, rules: HeuristicConfig) -> str:
     """The data have changed: the last two losses are well above those before."""
-    count = rules.plateau_epochs
+    assert state.scale is not None
+    losses, count = state.train_losses, rules.plateau_epochs
     if len(losses) < count + 2:
         return ""
     before = sorted(losses[-2 - count : -2])[count // 2]
-    if min(losses[-2:]) > rules.data_change * before:
-        return f"the training loss has risen from {before:.3f} to {losses[-1]:.3f}"
+    if state.scale.relative(min(losses[-2:])) > rules.data_change * state.scale.relative(before):
+        return f"the training loss has risen from {figure(before, 3)} to {figure(losses[-1], 3)}"
     return ""
 
 

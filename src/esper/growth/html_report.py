@@ -13,6 +13,7 @@ from esper.growth.config import Rent, TrainingConfig
 from esper.growth.ledger import ANALYTICS_HEADING, LEDGER_HEADING, Row, analytics_rows, ledger_rows
 from esper.growth.story import Remark, Story, read_story
 from esper.run_folder import CONFIG, EVENTS, RunError
+from esper.text_table import figure
 
 REPORT = "report.html"
 TWIN = "twin"  # folder in the run's own, with the same training without growth
@@ -102,6 +103,7 @@ def _circumstances(story: Story) -> str:
         started.optimizer,
         f"on {started.device}",
         summary.counted(len(started.slots), "slot"),
+        "" if started.uninformed_loss is None else f"uninformed loss {figure(started.uninformed_loss, 3)}",
     ]
     return f'<p class="note">{escape(" · ".join(filter(None, parts)))}</p>'
 

@@ -8,13 +8,14 @@ from typing import Any
 
 from esper.growth.config import GovernorConfig
 from esper.growth.governor import Governor, Verdict
+from esper.growth.state import LossScale
 
 
 class Judge:
-    def __init__(self, config: GovernorConfig) -> None:
+    def __init__(self, config: GovernorConfig, scale: LossScale | None = None) -> None:
         self.rollbacks = 0
         self.in_a_row = 0  # rollbacks without a healthy epoch between them
-        self.governor = Governor(config)
+        self.governor = Governor(config, scale)
 
     def judge(self, train_losses: Sequence[float], val_loss: float, *, is_blameless: bool) -> Verdict:
         """`is_blameless` where no seed could have done it. A spike that comes back after a rollback is then the data's, and stays."""

@@ -61,6 +61,11 @@ class ModelBed(Bed):
     def keep(self) -> None:
         self.slot.is_kept = True
 
+    def set_loss_unit(self, unit: float) -> None:
+        super().set_loss_unit(unit)
+        if self.learner is not None:
+            self.learner.loss_unit = unit
+
     def gradients(self) -> GradientStats | None:
         return None if self.learner is None else self.learner.report()
 
@@ -91,7 +96,9 @@ class ModelBed(Bed):
 
     def _learner(self, seed: nn.Module, *, warmup: int = 0) -> SeedLearner:
         group = group_of(self._optimizer, self._slotted.host.get_submodule(self.place.name), self._slotted.host)
-        return SeedLearner(seed, self._optimizer, group, self._config, self._make, warmup=warmup)
+        learner = SeedLearner(seed, self._optimizer, group, self._config, self._make, warmup=warmup)
+        learner.loss_unit = self.loss_unit
+        return learner
 
 
 def make_beds(slotted: Slotted, optimizer: Optimizer, config: SeedOptimizer, make: MakeOptimizer | None) -> dict[str, ModelBed]:

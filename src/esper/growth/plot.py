@@ -5,6 +5,7 @@ A `Grower` has one, for a model of the user's; a fleet has one for every host. S
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, Protocol
@@ -25,7 +26,7 @@ from esper.growth.ledger import Ledger, Refused, Rollback
 from esper.growth.lifecycle import Stage
 from esper.growth.moves import ask_gate, carry_out, check_can_grow
 from esper.growth.reporting import Promises, probed
-from esper.growth.state import Contribution, Cost, GrowthState
+from esper.growth.state import Contribution, Cost, GrowthState, LossScale
 
 
 class Recovers(Protocol):
@@ -39,15 +40,32 @@ class Recovers(Protocol):
 
 
 class Plot(Generic[AnyBed]):
-    """`host` and `load` are what the survey of the host has found; `epochs` is how long the training is planned to be."""
+    """`host` and `load` are what the survey of the host has found; `epochs` is how long the training is planned to be.
 
-    def __init__(self, beds: Mapping[str, AnyBed], config: GrowthConfig, *, host: Cost, load: float, epochs: int | None) -> None:
+    `scale` is what losses are relative to. Where neither it nor the config tells, it is the mean training loss of the first epoch.
+    """
+
+    def __init__(
+        self,
+        beds: Mapping[str, AnyBed],
+        config: GrowthConfig,
+        *,
+        host: Cost,
+        load: float,
+        epochs: int | None,
+        scale: LossScale | None = None,
+    ) -> None:
         self.config, self.epochs, self.load = config, epochs, load
         self.ledger = Ledger(entries=[], refused=[], rollbacks=[])
         self.chronicle = Chronicle(config.governor.checks_per_epoch)
         self.garden: Garden[AnyBed] = Garden(beds, host, config, ledger=self.ledger, on_stage=self._stage_entered)
         check_can_grow(self.garden)
-        self.judge = Judge(config.governor)
+        if config.governor.uninformed_loss is not None:
+            scale = LossScale.of(config.governor.uninformed_loss, loss_range=config.loss_range)
+        self.judge = Judge(config.governor, scale)
+        self.scale: LossScale | None = None
+        if scale is not None:
+            self._set_scale(scale)
         self.promises: Promises = {}
         self._events: deque[Event] = deque()  # those not told yet: the user hears of them when all is done
 
@@ -59,6 +77,10 @@ class Plot(Generic[AnyBed]):
     @property
     def is_over(self) -> bool:
         return self.epochs is not None and self.epoch >= self.epochs
+
+    def _set_scale(self, scale: LossScale) -> None:
+        self.scale = self.judge.governor.scale = scale
+        self.garden.set_unit(scale.unit)
 
     # Deciding
 
@@ -78,7 +100,8 @@ class Plot(Generic[AnyBed]):
             flops_left=allowed.flops,
             seeds_left=allowed.seeds,
             rollbacks=self.judge.rollbacks,
-            uninformed_loss=self.config.governor.uninformed_loss,
+            scale=self.scale,
+            lifecycle=self.config.lifecycle,
             learning_rate=learning_rate,
             samples_per_epoch=self.chronicle.samples,
             host_load=self.load,
@@ -126,6 +149,10 @@ class Plot(Generic[AnyBed]):
         }
 
     def verdict(self, chunks: list[float], val_loss: float) -> Verdict:
+        if self.scale is None:
+            first = sum(chunks) / len(chunks) if chunks else val_loss
+            if math.isfinite(first):
+                self._set_scale(LossScale.of(first, loss_range=self.config.loss_range, is_guess=True))
         return self.judge.judge(chunks, val_loss, is_blameless=not self.suspects())
 
     def end_epoch(self, chunks: list[float], val_loss: float, measured: Mapping[str, Contribution], promises: Promises | None) -> None:
@@ -189,6 +216,7 @@ class Plot(Generic[AnyBed]):
             "chronicle": self.chronicle.state_dict(),
             "epoch": self.epoch,
             "promises": [[slot, blueprint, value] for (slot, blueprint), value in self.promises.items()],
+            "scale": None if self.scale is None else [self.scale.uninformed, self.scale.range, self.scale.is_guess],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -198,3 +226,5 @@ class Plot(Generic[AnyBed]):
         self.garden.epoch = state["epoch"]
         self.garden.steps_per_epoch = self.chronicle.length or 0
         self.promises = {(slot, blueprint): value for slot, blueprint, value in state["promises"]}
+        if state["scale"] is not None:
+            self._set_scale(LossScale(*state["scale"]))

@@ -1,4 +1,7 @@
-"""Rent: what parameters and FLOPs cost, in nats, and how much of a budget is left."""
+"""Rent: what parameters and FLOPs cost, and how much of a budget is left.
+
+`rent_of` is in nats for ten classes. Times the unit of a loss scale, it is a loss that gains can be held against.
+"""
 
 from __future__ import annotations
 

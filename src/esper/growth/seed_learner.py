@@ -56,6 +56,7 @@ class SeedLearner:
         self.optimizer = make(self.parameters, self._rate()) if make is not None else _like(innermost(host), group, self.parameters)
         _check_steps_alone(self.optimizer)
         self._norms: list[Tensor] = []  # of the steps since the last report, on the device
+        self.loss_unit = 1.0  # see LossScale: clipping and health are relative to it
 
     @property
     def has_gradients(self) -> bool:
@@ -97,7 +98,7 @@ class SeedLearner:
 
     def _clip(self, norm: Tensor) -> None:
         if self.config.max_grad_norm is not None:
-            clip_grads_with_norm_(self.parameters, self.config.max_grad_norm, norm)
+            clip_grads_with_norm_(self.parameters, self.config.max_grad_norm * self.loss_unit, norm)
 
     def tick(self) -> None:
         """A training step is over."""
@@ -113,7 +114,7 @@ class SeedLearner:
         """What the gradients were like since the last report. Reads the device once."""
         norms = self._gathered().tolist()
         self._norms = []
-        return GradientStats.of(norms)
+        return GradientStats.of(norms, unit=self.loss_unit)
 
     def _gathered(self) -> Tensor:
         return torch.stack([norm.float() for norm in self._norms]) if self._norms else torch.empty(0)

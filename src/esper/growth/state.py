@@ -7,11 +7,54 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from esper.gradients import gradient_health
-from esper.growth.config import Rent
+from esper.growth.config import Lifecycle, Rent
+from esper.growth.errors import GrowthError
 from esper.growth.lifecycle import Stage
 from esper.growth.place import Place
 from esper.statistics import Interval
 from esper.text_table import figure
+
+TEN_CLASSES = math.log(10)  # loss of a constant predictor of ten equal classes, in nats: rents and thresholds were chosen there
+
+
+@dataclass(frozen=True, slots=True)
+class LossScale:
+    """What losses are relative to, so that no decision depends on their unit.
+
+    >>> LossScale.of(2.0).relative(0.5), LossScale.of(-1.0, loss_range=4.0).relative(-2.0)
+    (0.25, 0.75)
+    """
+
+    uninformed: float  # loss of the best constant predictor
+    range: float  # how far the loss can fall below it
+    is_guess: bool = False  # it is only the loss that the training began with
+
+    @classmethod
+    def of(cls, uninformed: float, *, loss_range: float | None = None, is_guess: bool = False) -> LossScale:
+        """Down to 0 where no range is given, which needs an uninformed loss above it."""
+        if loss_range is None and not uninformed > 0:
+            what = "the training began with a loss of" if is_guess else "a constant predictor has a loss of"
+            raise GrowthError(
+                f"{what} {uninformed:.4g}. Gains are judged as shares of that loss, so it must be above 0; say how far the loss can fall "
+                "below it with GrowthConfig(loss_range=...), such as 3.0 for a log-likelihood"
+            )
+        return cls(uninformed, uninformed if loss_range is None else loss_range, is_guess)
+
+    @property
+    def floor(self) -> float:
+        return self.uninformed - self.range
+
+    @property
+    def unit(self) -> float:
+        """The loss that counts as one nat does for ten classes."""
+        return self.range / TEN_CLASSES
+
+    def relative(self, loss: float) -> float:
+        """1 for the uninformed loss, 0 for the floor."""
+        return (loss - self.floor) / self.range
+
+    def above_floor(self, losses: Sequence[float]) -> tuple[float, ...]:
+        return tuple(loss - self.floor for loss in losses)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +109,15 @@ class GradientStats:
     skipped: int  # steps not taken because the gradient was not finite
 
     @classmethod
-    def of(cls, norms: Sequence[float], *, skipped: int = 0) -> GradientStats:
-        """From the norm of every step, which is not finite where the gradient was not.
+    def of(cls, norms: Sequence[float], *, skipped: int = 0, unit: float = 1.0) -> GradientStats:
+        """From the norm of every step, which is not finite where the gradient was not. `unit` is that of the loss, see LossScale.
 
         >>> GradientStats.of([0.5, 1.5]).mean_norm
         1.0
         """
         finite = [norm for norm in norms if math.isfinite(norm)]
         mean = sum(finite) / len(finite) if finite else 0.0
-        health = sum(map(gradient_health, finite)) / len(norms) if norms else 0.0
+        health = sum(gradient_health(norm / unit) for norm in finite) / len(norms) if norms else 0.0
         return cls(len(norms), mean, max(finite, default=0.0), health, max(skipped, len(norms) - len(finite)))
 
 
@@ -109,8 +152,13 @@ class GrowthState:
     flops_left: int | None
     seeds_left: int
     rollbacks: int = 0
-    uninformed_loss: float | None = None
+    scale: LossScale | None = None  # of all losses; None: before the first epoch, where nobody has told it
+    lifecycle: Lifecycle = field(default_factory=Lifecycle)  # the rules of the run
     learning_rate: float = 0.0  # of the host's first group
     samples_per_epoch: int | None = None  # where the grower was told
     host_load: float = 0.0  # Σ over layers of weights / positions that share them
     rent: Rent = field(default_factory=Rent)  # the price level
+
+    @property
+    def uninformed_loss(self) -> float | None:
+        return None if self.scale is None else self.scale.uninformed

@@ -14,7 +14,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from operator import length_hint
 from pathlib import Path
@@ -40,6 +40,7 @@ from esper.growth.arguments import (
 )
 from esper.growth.baked import save
 from esper.growth.batches import (
+    ConstantPredictor,
     Listener,
     LossFunction,
     StepLoss,
@@ -50,6 +51,7 @@ from esper.growth.batches import (
     example_of,
     explained,
     move,
+    pair_of,
     size_of,
     step_loss_of,
 )
@@ -67,6 +69,7 @@ from esper.growth.rent import total
 from esper.growth.result import MODEL, Grown, Status, finished
 from esper.growth.run import NO_RUN, Run, open_run
 from esper.growth.slotted import add_slots
+from esper.growth.state import LossScale
 from esper.growth.summary import ProgressLines
 from esper.run_folder import RunError
 
@@ -218,7 +221,7 @@ class Training:
         """The first look at model, loss, data and settings. What is wrong with them comes up here, before anything is written."""
         if self._prepared is not None:
             return self._prepared[0]
-        before, example = self._first_look()
+        before, example, scale = self._first_look()
         slotted = add_slots(self.model, example, slots=self.config.slots)
         try:
             grower = Grower(
@@ -229,6 +232,7 @@ class Training:
                 controller=controller,
                 config=self.config,
                 epochs=self.epochs,
+                scale=scale,
                 on_event=self._emit,
             )
         except BaseException:
@@ -364,10 +368,12 @@ class Training:
         return torch.stack([self._loss(batch) * share for batch, share in zip(batches, shares, strict=True)]).sum()
 
     def _loss(self, batch: Any) -> Tensor:
-        if self.config.precision == "float32":
+        with self._autocast():
             return checked(self.step_loss(self.model, batch))
-        with torch.autocast(self.device.type, dtype=getattr(torch, self.config.precision)):
-            return checked(self.step_loss(self.model, batch))
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        precision = self.config.precision
+        return nullcontext() if precision == "float32" else torch.autocast(self.device.type, dtype=getattr(torch, precision))
 
     def _evaluate(self, grower: Grower | None) -> Iterator[tuple[Tensor, int]]:
         """The loss of every validation batch, and its samples. Draws nothing from the random streams that training uses."""
@@ -379,8 +385,10 @@ class Training:
                 if grower is not None:
                     grower.count_evaluation(size_of(batch))
 
-    def _first_look(self) -> tuple[Losses, Any]:
-        """The validation losses before anything was done, and what the model is called with."""
+    def _first_look(self) -> tuple[Losses, Any, LossScale | None]:
+        """The validation losses before anything was done, what the model is called with, and what losses are relative to."""
+        loss_fn = getattr(self.step_loss, "loss_fn", None)
+        constant = None if loss_fn is None else ConstantPredictor(loss_fn)
         found: list[tuple[float, int]] = []
         first = None
         listener = Listener(self.model)
@@ -397,11 +405,24 @@ class Training:
                         raise explained(error, batch, where) from error
                     check_data(batch, loss, where)
                     found.append((loss, size_of(batch)))
+                    if constant is not None:
+                        constant.note(listener.outputs, pair_of(batch)[1])
         finally:
             listener.stop()
         if not found:
             raise GrowthError("the validation loader yields nothing; it needs at least one batch")
-        return losses_of(lambda: found), example_of(first) if listener.heard is None else listener.heard
+        losses = losses_of(lambda: found)
+        return losses, example_of(first) if listener.heard is None else listener.heard, self._scale(constant, losses)
+
+    def _scale(self, constant: ConstantPredictor | None, before: Losses) -> LossScale | None:
+        """By a constant predictor where the outputs are known, else by the validation loss before the training."""
+        if self.config.governor.uninformed_loss is not None:
+            return None  # the grower knows it from the config
+        with self._autocast():
+            uninformed = None if constant is None else constant.loss()
+        if uninformed is not None:
+            return LossScale.of(uninformed, loss_range=self.config.loss_range)
+        return LossScale.of(before.mean, loss_range=self.config.loss_range, is_guess=True) if before.are_finite else None
 
     def _emit(self, event: Event) -> None:
         self._run.emit(event)
@@ -416,7 +437,7 @@ class Training:
         return min(recent, default=math.inf) >= min(before, default=math.inf)
 
     def _started(self, grower: Grower, losses: Losses) -> Event:
-        host = grower.slotted.survey.host
+        host, scale = grower.slotted.survey.host, grower.plot.scale
         return GrowthStarted(
             epoch=grower.epoch,
             epochs=self.epochs,
@@ -427,8 +448,18 @@ class Training:
             flops=host.flops,
             optimizer=describe_optimizer(self.optimizer),
             device=str(self.device),
-            note="; ".join(filter(None, [objection(grower), "" if losses.have_spread else ONE_BATCH])),
+            uninformed_loss=None if scale is None else scale.uninformed,
+            note="; ".join(filter(None, [objection(grower), *self._notes(scale, losses)])),
         )
+
+    def _notes(self, scale: LossScale | None, losses: Losses) -> Iterator[str]:
+        if scale is not None and scale.is_guess:
+            yield (
+                f"losses are judged as shares of {scale.uninformed:.4g}, the validation loss before the training, for step_loss hides what "
+                "a constant output would cost; if you know that, set governor.uninformed_loss"
+            )
+        if not losses.have_spread:
+            yield ONE_BATCH
 
     def _finish(self, grower: Grower, run: Run, status: Status, before: float, seconds: float, *, had_finished: bool) -> Grown:
         garden = grower.garden

@@ -5,11 +5,10 @@ Shapes: M = samples of a part, B = samples of a batch, T = tokens of a sequence 
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
@@ -63,10 +62,11 @@ class Task:
     def host_sizes(self) -> tuple[str, ...]:
         return HOST_SIZES
 
-    @property
+    @cached_property
     def uninformed_loss(self) -> float:
-        """The loss, in nats, of a model that gives every class the same probability."""
-        return math.log(self.num_classes)
+        """The loss on the validation part, in nats, of a model that always gives the frequencies of the classes there."""
+        shares = torch.bincount(self.validation.targets.flatten()).double() / self.validation.targets.numel()
+        return float(torch.special.entr(shares).sum())
 
     @property
     def example_input(self) -> Tensor:

@@ -1,0 +1,137 @@
+"""What losses are relative to: no decision depends on the unit of a loss, and one without a scale is refused."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, gaussian_nll_loss, l1_loss, mse_loss
+
+from esper.growth import GrowthError, grow
+from esper.growth.batches import ConstantPredictor, LossFunction
+from esper.growth.config import HeuristicConfig
+from esper.growth.result import Grown
+from esper.growth.story import read_story
+from tests.growth.small import QUICK, Batch, Data, config, make_data, make_host
+
+
+class Interactions(nn.Module):
+    """Too narrow for sums of products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.second, self.head = nn.Linear(6, 4), nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.head(torch.relu(self.second(torch.relu(self.first(x)))))
+        return output
+
+
+def regression(batches: int = 20, *, factor: float = 1.0) -> Data:
+    x = torch.randn(batches, 20, 6, generator=torch.Generator().manual_seed(0))
+    y = torch.sin(2 * x[..., :1]) * x[..., 1:2] + x[..., 2:3] * x[..., 3:4]
+    return list(zip(x, factor * y, strict=True))
+
+
+def seeds(grown: Grown) -> list[tuple[str, str, int, str]]:
+    return [(entry.slot, entry.blueprint, entry.born, entry.outcome) for entry in grown.ledger.entries]
+
+
+@pytest.mark.parametrize("factor", [2.0**-8, 2.0**10])
+def test_a_loss_in_another_unit_gives_the_same_model(factor: float) -> None:
+    """Adam with an eps in proportion makes the very same steps, so everything decided must be the same too."""
+
+    def run(factor: float) -> Grown:
+        data = regression(10)
+        return grow(
+            Interactions(),
+            data[:8],
+            data[8:],
+            lambda outputs, targets: factor * mse_loss(outputs, targets),
+            epochs=8,
+            optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.05, eps=1e-8 * factor),
+            config=config(QUICK, heuristic=HeuristicConfig(evidence=0.01, evidence_at_the_end=0.01, plateau_epochs=2)),
+        )
+
+    here, there = run(1.0), run(factor)
+    assert seeds(here)
+    assert seeds(there) == seeds(here)
+    assert [entry.rent * factor for entry in here.ledger.entries] == pytest.approx([entry.rent for entry in there.ledger.entries])
+    torch.testing.assert_close(dict(there.model.state_dict()), dict(here.model.state_dict()), rtol=0, atol=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("factor", [0.01, 1.0])
+def test_a_regression_grows_whatever_the_unit_of_its_targets(factor: float) -> None:
+    data = regression(factor=factor)
+    grown = grow(
+        Interactions(),
+        data[:16],
+        data[16:],
+        mse_loss,
+        epochs=10,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+        config=config(QUICK, heuristic=HeuristicConfig(evidence=0.1, evidence_at_the_end=0.1)),
+    )
+    assert {entry.slot for entry in grown.ledger.entries} == {"first", "second"}
+
+
+def gaussian_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Below 0 for targets this small."""
+    return gaussian_nll_loss(outputs[:, :1], targets, outputs[:, 1:].exp(), full=True)
+
+
+def test_a_loss_that_can_be_negative_is_refused_until_its_range_is_given() -> None:
+    host, data = Interactions(), regression(factor=0.01)
+    host.head = nn.Linear(4, 2)
+
+    def start(**settings: float) -> Grown:
+        chosen = config(QUICK, heuristic=HeuristicConfig(evidence=0.1, evidence_at_the_end=0.1), **settings)
+        return grow(host, data[:16], data[16:], gaussian_loss, epochs=8, optimizer=fast, config=chosen)
+
+    with pytest.raises(GrowthError, match=r"a constant predictor has a loss of -\d.*GrowthConfig\(loss_range="):
+        start()
+    assert start(loss_range=3.0).ledger.entries
+
+
+def fast(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def test_without_outputs_the_loss_before_the_training_is_the_scale_and_the_run_says_so(tmp_path: Path) -> None:
+    def step_loss(model: nn.Module, batch: Batch) -> Tensor:
+        return cross_entropy(model(batch[0]), batch[1])
+
+    settings = {"epochs": 1, "controller": "never"}
+    blind = grow(make_host(), make_data(), make_data(2), step_loss=step_loss, run=tmp_path / "blind", **settings)
+    started = read_story(tmp_path / "blind").started
+    assert started is not None
+    assert started.uninformed_loss == pytest.approx(blind.val_loss_before)
+    assert "the validation loss before the training" in started.note
+    grow(make_host(), make_data(), make_data(2), cross_entropy, run=tmp_path / "seeing", **settings)
+    seeing = read_story(tmp_path / "seeing").started
+    assert seeing is not None
+    shares = torch.bincount(torch.cat([y for _, y in make_data(2)]), minlength=3) / 16
+    assert seeing.uninformed_loss == pytest.approx(float(torch.special.entr(shares).sum()))
+    assert seeing.note == ""
+
+
+@pytest.mark.parametrize(
+    ("outputs", "targets", "loss_fn", "expected"),
+    [
+        (torch.randn(40, 2), torch.randn(40, 2) * 0.1 + 3.0, mse_loss, lambda y: (y - y.mean(0)).square().mean()),
+        (torch.randn(40, 1), torch.rand(40, 1), l1_loss, lambda y: (y - y.median()).abs().mean()),
+        (torch.randn(40), torch.arange(40) % 4 == 0, lambda x, y: binary_cross_entropy_with_logits(x, y.float()), lambda y: 0.5623),
+        (torch.randn(40, 3, 5), torch.ones(40, 5, dtype=torch.int64), cross_entropy, lambda y: 0.0),
+        (torch.randn(8, 5, 3), torch.arange(40).reshape(8, 5) % 2, lambda x, y: cross_entropy(x.mT, y), lambda y: math.log(2)),
+    ],
+)
+def test_the_constant_predictor_is_the_best_one(outputs: Tensor, targets: Tensor, loss_fn: LossFunction, expected) -> None:
+    predictor = ConstantPredictor(loss_fn)
+    for part, some in zip(outputs.split(8), targets.split(8), strict=True):
+        predictor.note(part, some)
+    assert predictor.loss() == pytest.approx(float(expected(targets)), abs=1e-3)
