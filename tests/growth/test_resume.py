@@ -180,6 +180,7 @@ SCHEDULES = {
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.filterwarnings("ignore:.*epoch parameter.*:UserWarning")  # SequentialLR's own
+@pytest.mark.filterwarnings("ignore:LambdaLR is stepped once an epoch")
 def test_schedules_resume_where_they_were(name: str, tmp_path: Path) -> None:
     whole = run(tmp_path / "whole", stateful, schedule=SCHEDULES[name])
     run(tmp_path / "run", stateful, stop=Countdown(18), schedule=SCHEDULES[name])

@@ -71,7 +71,7 @@ from esper.growth.run import NO_RUN, Run, open_run
 from esper.growth.slotted import add_slots
 from esper.growth.state import LossScale
 from esper.growth.summary import ProgressLines
-from esper.run_folder import RunError
+from esper.run_folder import RunError, check_is_free
 
 ONE_BATCH = (
     "the validation data come in one batch, or as good as one, so nobody can tell how sure a gain is, and seeds are judged at the end "
@@ -141,8 +141,8 @@ def grow(
     grower = training.prepare(controller)
     if why := objection(grower):
         warnings.warn(why, stacklevel=2)
-    if not resume:
-        _check_free_names(run)
+    if run is not None and not resume:
+        _check_is_free(Path(run))
     with open_run(run, resume=resume, config=training.config) as opened:
         try:
             grown = training.run(controller, opened, may_interrupt=True)
@@ -155,10 +155,11 @@ def grow(
         return grown
 
 
-def _check_free_names(run: Path | str | None) -> None:
-    for name in (MODEL, REPORT) if run is not None else ():
-        if os.path.lexists(Path(run or "") / name):
-            raise RunError(f"{run} holds a {name}, which the run would replace; choose another folder")
+def _check_is_free(folder: Path) -> None:
+    check_is_free(folder)
+    for name in (MODEL, REPORT):
+        if os.path.lexists(folder / name):
+            raise RunError(f"{folder} holds a {name}, which the run would replace; choose another folder")
 
 
 def _leave_result(run: Run, model: object, *, otherwise: str) -> None:
