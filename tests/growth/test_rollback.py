@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import StepLR
 
@@ -15,6 +16,7 @@ from esper.growth.config import GovernorConfig
 from esper.growth.decisions import Advance, Fossilize, Germinate, Prune
 from esper.growth.lifecycle import Stage
 from tests.growth.small import QUICK, QUICK_SHADOW, Lifecycle, Loop, Script, adamw, assert_same, config, make_host, make_loop, snapshot
+from tests.growth.test_optimizer import SAM
 
 GROW = {0: [Germinate("first", "test", "mlp")]}
 BOTH = {0: [Germinate("first", "test", "mlp"), Germinate("second", "test", "low_rank")]}
@@ -271,3 +273,269 @@ def test_what_was_loaded_before_the_training_begins_is_what_is_gone_back_to() ->
         loop.step(*loop.data[0])
         assert_same(snapshot(loop.host), before)
     assert loop.grower.rollbacks == 2
+
+
+# Buffers, parameters and groups that have appeared since the snapshot
+
+
+class Cached(nn.Module):
+    """Creates a buffer in its first forward pass, makes it larger where a batch needs it, and registers another one there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.head = nn.Linear(8, 3)
+        self.register_buffer("cache", None, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.cache is None or len(self.cache) < len(x):
+            self.cache = torch.zeros(len(x), 1)
+        if "seen" not in self._buffers:
+            self.register_buffer("seen", torch.zeros(()), persistent=False)
+        self.seen = self.seen + 1
+        return self.head(torch.relu(self.first(x)) + self.cache[: len(x)])
+
+
+def nan_step(loop: Loop) -> None:
+    x, y = loop.data[0]
+    loop.step(torch.full_like(x, math.nan), y)
+
+
+def test_buffers_that_a_forward_pass_created_since_the_snapshot_are_gone_after_a_rollback() -> None:
+    loop = make_loop("never", host=Cached(), slots=["first"])
+    before = snapshot(loop.host)
+    loop.step(*loop.data[0])
+    nan_step(loop)
+    assert loop.grower.rollbacks == 1
+    assert loop.host.cache is None
+    assert "seen" not in loop.host._buffers
+    assert_same(snapshot(loop.host), before)
+    loop.epoch()
+    assert math.isfinite(loop.losses[-1])
+
+
+def test_a_buffer_that_a_forward_pass_resized_or_replaced_since_the_snapshot_is_as_it_was() -> None:
+    host = Cached()
+    host(torch.zeros(2, 6))
+    loop = make_loop("never", host=host, slots=["first"])
+    loop.step(*loop.data[0])
+    assert (len(host.cache), float(host.seen)) == (8, 2.0)
+    del host._buffers["cache"]
+    nan_step_with = {"cache": torch.zeros(2, 1), "seen": torch.tensor(1.0)}
+    host.register_buffer("cache", None, persistent=False)
+    nan_step(loop)
+    assert_same({name: getattr(host, name) for name in nan_step_with}, nan_step_with)
+    assert "cache" not in host.state_dict()
+    loop.epoch()
+    assert loop.grower.rollbacks == 1
+
+
+@pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_group_that_was_added_since_the_snapshot_stays_and_begins_anew(make_optimizer: type[torch.optim.Optimizer]) -> None:
+    host = make_host(dropout=0.0)
+    host.first.requires_grad_(False)
+    trained = [parameter for parameter in host.parameters() if parameter.requires_grad]
+    loop = make_loop(Script({}), host=host, make_optimizer=lambda model: make_optimizer(trained, lr=0.05))
+    loop.epoch()
+    before = snapshot(loop.host, loop.optimizer)
+    host.first.requires_grad_(True)
+    loop.optimizer.add_param_group({"params": list(host.first.parameters()), "lr": 0.01})
+    loop.step(*loop.data[0])
+    loop.step(*loop.data[1])
+    assert not torch.equal(host.first.weight, before[0]["first.weight"])
+    nan_step(loop)
+    after = snapshot(loop.host, loop.optimizer)
+    assert_same(after[0], before[0])
+    assert_same(after[1]["state"], before[1]["state"])
+    assert_same(after[1]["param_groups"][0], before[1]["param_groups"][0])
+    assert [group["lr"] for group in loop.optimizer.param_groups] == [0.05, 0.01]
+    loop.epoch(epochs=2)
+    assert not torch.equal(host.first.weight, before[0]["first.weight"])
+    assert loop.grower.rollbacks == 1
+
+
+def test_a_parameter_that_was_unfrozen_since_the_snapshot_goes_back_to_what_it_was_before_its_first_step() -> None:
+    host = make_host(dropout=0.0)
+    host.first.requires_grad_(False)
+    loop = make_loop(Script({}), host=host)  # the optimiser holds the frozen ones too
+    loop.epoch()
+    before = snapshot(loop.host, loop.optimizer)
+    host.first.requires_grad_(True)
+    loop.step(*loop.data[0])
+    nan_step(loop)
+    assert_same(snapshot(loop.host, loop.optimizer), before)
+
+
+def frozen_loop(**options) -> Loop:
+    class Large(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.frozen = nn.Linear(6, 2000).requires_grad_(False)
+            self.first = nn.Linear(2000, 4)
+            self.head = nn.Linear(4, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(torch.relu(self.first(torch.relu(self.frozen(x)))))
+
+    torch.manual_seed(0)
+    return make_loop(Script({}), host=Large(), make_optimizer=adamw, slots=["first"], **options)
+
+
+def test_snapshots_leave_frozen_weights_out_and_checkpoints_hold_them() -> None:
+    loop = frozen_loop()
+    loop.epoch(epochs=2)
+    trained = sum(parameter.nbytes for parameter in loop.host.parameters() if parameter.requires_grad)
+    frozen = sum(parameter.nbytes for parameter in loop.host.parameters() if not parameter.requires_grad)
+    assert len(loop.grower._recovery._snapshots) == 2
+    assert loop.grower._recovery._snapshots.nbytes < 2 * 3 * trained + 1000  # weights and two moments, twice
+    state = loop.grower.state_dict()
+    assert state["recovery"]["now"]["parameters"]["frozen.weight"].nbytes + 8000 == frozen
+    twin = frozen_loop()
+    with torch.no_grad():
+        twin.host.frozen.weight.zero_()
+    twin.grower.load_state_dict(copy.deepcopy(state))
+    assert_same(snapshot(twin.host, twin.optimizer), snapshot(loop.host, loop.optimizer))
+    nan_step(twin)
+    assert_same(snapshot(twin.host, twin.optimizer), snapshot(loop.host, loop.optimizer))
+
+
+def test_tied_weights_are_held_once() -> None:
+    host = make_host()
+    host.second[0].weight = nn.Parameter(torch.randn(8, 8))
+    host.second[0].register_parameter("tied", host.second[0].weight)
+    loop = make_loop("never", host=host)
+    names = loop.grower._recovery._snapshots.latest().state["now"]["parameters"]
+    assert ("second.0.weight" in names) is not ("second.0.tied" in names)
+
+
+@pytest.mark.parametrize("moves", [lambda weight: weight.data.mul_(0.9), lambda weight: setattr(weight, "data", 0.9 * weight.data)])
+def test_frozen_weights_that_the_loop_moves_by_hand_go_back_too(moves) -> None:
+    """As those of a momentum encoder, which no gradient reaches."""
+    loop = frozen_loop()
+    for x, y in loop.data:
+        moves(loop.host.frozen.weight)
+        loop.step(x, y)
+    loop.grower.after_epoch(loop.evaluate)
+    before = snapshot(loop.host)
+    moves(loop.host.frozen.weight)
+    nan_step(loop)
+    assert_same(snapshot(loop.host), before)
+
+
+def test_frozen_weights_that_move_in_the_first_steps_go_back_to_what_they_were_after_the_first() -> None:
+    loop = frozen_loop()
+    moved = []
+    for x, y in loop.data[:3]:
+        loop.host.frozen.weight.data.mul_(0.9)
+        loop.step(x, y)
+        moved.append(loop.host.frozen.weight.clone())
+    nan_step(loop)
+    assert torch.equal(loop.host.frozen.weight, moved[0])
+
+
+def test_frozen_weights_that_are_not_finite_and_in_no_snapshot_are_told() -> None:
+    loop = frozen_loop()
+    loop.epoch()
+    before = snapshot(loop.host, loop.optimizer)
+    loop.host.frozen.weight.data.fill_(math.nan)
+    with pytest.raises(GrowthError, match=r"frozen.weight is not finite and in no snapshot"):
+        loop.grower.after_step(torch.tensor(math.nan))
+    before[0]["frozen.weight"].fill_(math.nan)
+    assert torch.isnan(loop.host.frozen.weight).all()
+    assert_same(snapshot(loop.optimizer), before[1:])
+
+
+class Stubborn:
+    """A schedule that does not take its state back."""
+
+    def state_dict(self) -> dict:
+        return {"place": 1}
+
+    def load_state_dict(self, state: dict) -> None:
+        raise OSError("no way back")
+
+
+def test_a_rollback_that_cannot_be_done_changes_nothing() -> None:
+    loop = make_loop(Script({1: GROW[0]}), scheduler=Stubborn())
+    loop.epoch(epochs=2)
+    loop.step(*loop.data[0])
+    before, seeds = snapshot(loop.host, loop.optimizer), seeds_of(loop)
+    with pytest.raises(OSError, match="no way back"):
+        loop.grower.after_step(torch.tensor(math.nan))
+    assert_same(snapshot(loop.host, loop.optimizer), before)
+    assert_same(seeds_of(loop), seeds)
+
+    loop = make_loop(Script({1: GROW[0]}))
+    loop.epoch(epochs=2)
+    loop.host.head = nn.Linear(8, 5)
+    before, seeds = snapshot(loop.host, loop.optimizer), seeds_of(loop)
+    with pytest.raises(GrowthError, match=r"head.weight is \[5, 8\] now and was \[3, 8\]"):
+        loop.grower.after_step(torch.tensor(math.nan))
+    assert_same(snapshot(loop.host, loop.optimizer), before)
+    assert_same(seeds_of(loop), seeds)
+
+
+def test_a_saved_run_with_buffers_that_forward_passes_made_goes_on_in_a_fresh_model() -> None:
+    def made() -> Loop:
+        torch.manual_seed(3)
+        return make_loop("never", host=Cached(), slots=["first"])
+
+    loop = made()
+    loop.step(*loop.data[0])
+    state = copy.deepcopy(loop.grower.state_dict())
+    twin = made()
+    twin.grower.load_state_dict(state)
+    assert (len(twin.host.cache), float(twin.host.seen)) == (8, 1.0)
+    assert list(twin.host.state_dict()) == list(loop.host.state_dict())
+    for x, y in loop.data[1:]:
+        loop.step(x, y)
+        twin.step(x, y)
+    assert twin.losses == loop.losses[1:]
+    nan_step(twin)
+    assert twin.host.cache is None
+
+
+def test_a_saved_run_whose_optimiser_got_a_group_needs_the_same_group() -> None:
+    def made(*, is_added: bool) -> Loop:
+        host = make_host(dropout=0.0)
+        trained = [parameter for name, parameter in host.named_parameters() if not name.startswith("first")]
+        loop = make_loop("never", host=host, make_optimizer=lambda model: torch.optim.AdamW(trained, lr=0.01))
+        if is_added:
+            loop.optimizer.add_param_group({"params": list(host.first.parameters())})
+        return loop
+
+    loop = made(is_added=True)
+    loop.epoch()
+    state = copy.deepcopy(loop.grower.state_dict())
+    twin = made(is_added=False)
+    before = snapshot(twin.host, twin.optimizer)
+    with pytest.raises(GrowthError, match=r"groups of \[6, 2\] parameters, this one has \[6\]; .*add_param_group"):
+        twin.grower.load_state_dict(state)
+    assert_same(snapshot(twin.host, twin.optimizer), before)
+    twin = made(is_added=True)
+    twin.grower.load_state_dict(state)
+    assert_same(snapshot(twin.host, twin.optimizer), snapshot(loop.host, loop.optimizer))
+
+
+def test_an_optimiser_inside_the_users_goes_back_too_and_shares_its_groups_still() -> None:
+    """Of SAM, the base optimiser holds the momentum; a schedule sets the rates of the groups that both share."""
+    host = make_host(dropout=0.0)
+    sam = SAM(host.parameters(), torch.optim.SGD, lr=0.05, momentum=0.9)
+    loop = make_loop("never", host=host, make_optimizer=lambda model: sam)
+
+    def step() -> None:
+        x, y = loop.data[0]
+        loss = cross_entropy(loop.slotted(x), y)
+        loss.backward()
+        sam.first_step()
+        cross_entropy(loop.slotted(x), y).backward()
+        sam.second_step()
+        loop.grower.after_step(loss)
+
+    step()
+    loop.grower.after_epoch(loop.evaluate)
+    before = snapshot(host, sam.base_optimizer)
+    step()
+    loop.grower.after_step(torch.tensor(math.nan))
+    assert_same(snapshot(host, sam.base_optimizer), before)
+    assert sam.param_groups is sam.base_optimizer.param_groups

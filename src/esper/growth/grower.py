@@ -115,7 +115,12 @@ class Grower:
             slotted.follower.stop()
         models = [slotted.model, unwrap(slotted.model)]
         self._follower = OptimizerFollower(
-            optimizer, models, step=self._step_seeds, zero_grad=self._drop_gradients, is_pending=self._has_gradients
+            optimizer,
+            models,
+            before_step=self._recovery.hold_new,
+            step=self._step_seeds,
+            zero_grad=self._drop_gradients,
+            is_pending=self._has_gradients,
         )
         slotted.recording, slotted.follower, slotted.samples = self._shadow.recording, self._follower, 0
 
@@ -173,6 +178,8 @@ class Grower:
             self._go_back(f"the training loss of step {self.chronicle.steps} is {float(value)}")
             self._begin()  # not before: what is decided at the beginning is not to blame for the first step
         else:
+            if self.epoch == 0 and self.chronicle.steps == 1:
+                self._recovery.hold_moving()
             self._learn_in_shadow(closure)
             self._tick()
         self._has_stepped = False

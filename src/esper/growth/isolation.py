@@ -97,7 +97,7 @@ class Isolation:
         large: list[_Large] = []
         for name, module in modules.items():
             for own_name, tensor in module._buffers.items():
-                if tensor is None or id(tensor) in copies or _is_expanded(tensor):
+                if tensor is None or id(tensor) in copies or is_expanded(tensor):
                     continue
                 if tensor.numel() * tensor.element_size() > SMALL_BYTES:
                     large.append(buffer := _Large(tensor, _version(tensor), (name, own_name, module.training)))
@@ -211,7 +211,7 @@ def _put_back(copies: Collection[tuple[Tensor, Tensor]]) -> None:
             torch._foreach_copy_(tensors, [copy for _, copy in copies])
 
 
-def _is_expanded(tensor: Tensor) -> bool:
+def is_expanded(tensor: Tensor) -> bool:
     """Several elements lie in one place of the memory: nobody can write into it, and nobody has to."""
     if tensor.layout != torch.strided or tensor.is_contiguous():
         return False

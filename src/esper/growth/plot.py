@@ -177,10 +177,10 @@ class Plot(Generic[AnyBed]):
 
     def go_back(self, reason: str, recovery: Recovers) -> None:
         """After a disaster: the host is as it was when it was healthy, and what could have done it is under embargo."""
-        self.chronicle.forget_losses()
         suspects = self.suspects()
+        to_epoch = recovery.go_back(is_repeated=self.judge.in_a_row > 0)  # first: where there is no way back, nothing has happened
         self.judge.note_rollback()
-        to_epoch = recovery.go_back(is_repeated=self.judge.in_a_row > 1)
+        self.chronicle.forget_losses()
         why = f"the governor went back: {reason}"
         self.garden.square_ledger(why)
         for name, number in suspects.items():

@@ -1,19 +1,41 @@
-"""Going back: what makes up the state of a growing model, snapshots of it while it is healthy, and the way back to one."""
+"""Going back: what makes up the state of a growing model, snapshots of it while it is healthy, and the way back to one.
+
+A snapshot holds what can change: parameters that learn, all buffers, both kinds of optimiser, loss scale, schedule and the seeds. Frozen
+parameters are left out as long as nothing changes them:
+
+- One that is unfrozen, or new, goes back to what it was before its first step: it is added to the snapshots then.
+- One that the loop moves by hand (a momentum encoder) is held from the moment on at which a change was found. That is looked for after the
+  very first step and at every snapshot; a rollback before that leaves the parameter as it is.
+
+What has appeared since the snapshot: a buffer that a forward pass made is gone again, one that it resized or replaced has its former size,
+and a group that was added to the optimiser stays, with its settings and without a state. Everything is checked first; where something does
+not fit, or a user's object does not take its state back, all stays as it is.
+
+Checkpoints (`state_dict`) hold everything.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from esper.growth.errors import GrowthError
 from esper.growth.garden import Garden
+from esper.growth.isolation import is_expanded
 from esper.growth.judge import Judge
 from esper.growth.model_bed import ModelBed
+from esper.growth.seed_learner import nested
 from esper.growth.slotted import Slotted
-from esper.growth.snapshots import Snapshots
+from esper.growth.snapshots import Snapshots, copy_of
+
+State = dict[str, Any]
 
 
 class Recovery:
@@ -33,74 +55,169 @@ class Recovery:
         self.host, self.optimizer, self.garden, self.judge = slotted.host, optimizer, garden, judge
         self.scaler, self.scheduler = scaler, scheduler
         self._snapshots = Snapshots(keep)
+        self._held: set[int] = set()  # ids of parameters that are in the snapshots, or not of the host
+        self._moving: set[str] = set()  # names of parameters that change although they are frozen
+        self._marks = self._frozen_marks()  # of the others, when last looked at
+
+    # Snapshots
 
     def take_snapshot(self) -> None:
         """Nothing is taken where a weight is not finite: losses that look healthy do not tell, and there would be no way back."""
-        if self.has_finite_weights():
-            if self._snapshots.epochs[-1:] == (self.garden.epoch,):
-                self._snapshots.drop_latest()  # an epoch has one state to go back to, its last
-            self._snapshots.take({"now": self.now(), "governor": self.judge.governor.state_dict()}, epoch=self.garden.epoch)
+        self.hold_moving()
+        if not self.has_finite_weights():
+            return
+        if self._snapshots.epochs[-1:] == (self.garden.epoch,):
+            self._snapshots.drop_latest()  # an epoch has one state to go back to, its last
+        changing = {name: parameter for name, parameter in self.host.named_parameters() if self._changes(name, parameter)}
+        state = {**self._state(changing), "garden": self.garden.state_dict()}
+        self._snapshots.take({"now": state, "governor": self.judge.governor.state_dict()}, epoch=self.garden.epoch)
+        self._held = {id(parameter) for parameter in changing.values()}
+
+    def hold_new(self) -> None:
+        """Before a step of the optimiser: adds the parameters to the snapshots that learn for the first time."""
+        new = [one for group in self.optimizer.param_groups for one in group["params"] if one.requires_grad and id(one) not in self._held]
+        if new:
+            names = {id(parameter): name for name, parameter in self.host.named_parameters()}
+            self._hold({names[id(one)]: one for one in new if id(one) in names})
+            self._held |= {id(one) for one in new}
+
+    def hold_moving(self) -> None:
+        """Adds the frozen parameters to the snapshots that have changed since the last look. Reads the device."""
+        marks = self._frozen_marks()
+        found = {name for name, mark in marks.items() if name in self._marks and mark != self._marks[name]}
+        self._moving |= found
+        self._marks = {name: mark for name, mark in marks.items() if name not in found}
+        parameters = {name: parameter for name, parameter in self.host.named_parameters() if name in found}
+        if _are_finite(parameters.values()):
+            self._hold(parameters)
+
+    def _hold(self, parameters: Mapping[str, Tensor]) -> None:
+        self._snapshots.add(("now", "parameters"), parameters)
+        self._held |= {id(parameter) for parameter in parameters.values()}
+
+    def _changes(self, name: str, parameter: Tensor) -> bool:
+        return parameter.requires_grad or name in self._moving
+
+    def _frozen_marks(self) -> dict[str, int]:
+        """Sums of the bits of the parameters that are not expected to change. Another value has another sum, but for a rare chance."""
+        frozen = {name: parameter for name, parameter in self.host.named_parameters() if not self._changes(name, parameter)}
+        marks = [_mark(parameter.detach()) for parameter in frozen.values()]
+        return dict(zip(frozen, torch.stack([mark.to(marks[0].device) for mark in marks]).tolist() if marks else [], strict=True))
 
     def has_finite_weights(self) -> bool:
-        """Those that learn, of the host and of the seeds that it sees."""
+        """Those that change, of the host and of the seeds that it sees."""
         seeds = [bed.slot.seed for bed in self.garden.beds.values() if bed.slot.is_connected and bed.slot.seed is not None]
-        weights = [parameter for module in (self.host, *seeds) for parameter in module.parameters() if parameter.requires_grad]
-        with torch.no_grad():
-            answers = [torch.isfinite(weight).all() for weight in weights]
-        return not answers or bool(torch.stack([answer.to(answers[0].device) for answer in answers]).all())
+        own = [parameter for name, parameter in self.host.named_parameters() if self._changes(name, parameter)]
+        return _are_finite([*own, *(parameter for seed in seeds for parameter in seed.parameters() if parameter.requires_grad)])
 
     def go_back(self, *, is_repeated: bool) -> int:
         """Restores the latest snapshot, or the one before it where the latest has led to disaster again. Gives its epoch."""
-        if is_repeated and len(self._snapshots) > 1:
-            self._snapshots.drop_latest()
-        snapshot = self._snapshots.latest()
+        drops = is_repeated and len(self._snapshots) > 1
+        snapshot = self._snapshots.latest(skip=1 if drops else 0)
         assert snapshot is not None
+        self._check_others_are_finite(snapshot.state["now"])
         self.restore(snapshot.state["now"])
         self.judge.governor.load_state_dict(snapshot.state["governor"])
+        if drops:
+            self._snapshots.drop_latest()
         return snapshot.epoch
 
-    def now(self) -> dict[str, Any]:
-        """The state of this moment; its tensors are the live ones."""
+    def _check_others_are_finite(self, state: State) -> None:
+        held = {id(parameter) for name, parameter in self.host.named_parameters(remove_duplicate=False) if name in state["parameters"]}
+        for name, parameter in self.host.named_parameters():
+            if id(parameter) not in held and parameter.is_floating_point() and not bool(torch.isfinite(parameter).all()):
+                raise GrowthError(
+                    f"there is no way back from a disaster: {name} is not finite and in no snapshot, because it is frozen and was changed "
+                    "by hand since the last one; everything is as it was"
+                )
+
+    # The state of this moment
+
+    def now(self) -> State:
+        """Everything; its tensors are the live ones."""
+        return {**self._state(dict(self.host.named_parameters(remove_duplicate=False))), "garden": self.garden.state_dict()}
+
+    def _state(self, parameters: dict[str, nn.Parameter]) -> State:
+        """All but the garden, with these parameters."""
+        buffers = list(_buffers(self.host))
+        outer, *inner = nested(self.optimizer)
         return {
-            "parameters": {name: parameter.detach() for name, parameter in self.host.named_parameters(remove_duplicate=False)},
-            "buffers": dict(self.host.named_buffers(remove_duplicate=False)),
-            "optimizer": self.optimizer.state_dict(),
+            "parameters": {name: parameter.detach() for name, parameter in parameters.items()},
+            "buffers": {one.name: one.tensor for one in buffers if one.tensor is not None},
+            "empty_buffers": [one.name for one in buffers if one.tensor is None],
+            "transient_buffers": [one.name for one in buffers if one.own_name in one.module._non_persistent_buffers_set],
+            "optimizer": outer.state_dict(),
+            "inner_optimizers": [one.state_dict() for one in inner],
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
-            "garden": self.garden.state_dict(),
         }
 
-    def restore(self, state: dict[str, Any]) -> None:
-        with torch.no_grad():
-            for name, parameter in self.host.named_parameters(remove_duplicate=False):
-                parameter.copy_(state["parameters"][name])
-                parameter.grad = None
-            for name, buffer in self.host.named_buffers(remove_duplicate=False):
-                buffer.copy_(state["buffers"][name])
-        self.optimizer.load_state_dict(state["optimizer"])
-        if self.scaler is not None:
-            self.scaler.load_state_dict(state["scaler"])
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(state["scheduler"])
-        self.garden.load_state_dict(state["garden"])
+    def restore(self, state: State, *, may_lack_buffers: bool = True) -> None:
+        """All of it, or an error and nothing. `may_lack_buffers`: those that are not in the state have appeared since, and go."""
+        parameters = dict(self.host.named_parameters(remove_duplicate=False))
+        for name, saved in state["parameters"].items():
+            here = list(parameters[name].shape) if name in parameters else "not there"
+            if here != list(saved.shape):
+                raise GrowthError(
+                    f"there is no way back to an earlier state: the parameter {name} is {here} now and was {list(saved.shape)}"
+                )
+        buffers = _BufferPlan(self.host, state, may_lack=may_lack_buffers)
+        optimizers = nested(self.optimizer)
+        saved_states = [state["optimizer"], *state.get("inner_optimizers", [])]
+        merged = [_merged(one, saved) for one, saved in zip(optimizers, saved_states, strict=False)]
 
-    def state_dict(self) -> dict[str, Any]:
+        with ExitStack() as undo:  # what belongs to others may fail; what has been done by then is undone
+
+            def load(part: Any, saved: Any) -> None:
+                before = part.state_dict()
+                part.load_state_dict(saved)
+                undo.callback(part.load_state_dict, before)
+
+            share_groups = _groups_shared(optimizers)
+            undo.callback(share_groups)
+            if self.scheduler is not None:
+                load(self.scheduler, state["scheduler"])
+            if self.scaler is not None:
+                load(self.scaler, state["scaler"])
+            for optimizer, saved in zip(optimizers, merged, strict=False):
+                load(optimizer, saved)
+            share_groups()
+            undo.callback(self.garden.load_state_dict, copy_of(self.garden.state_dict()))
+            self.garden.load_state_dict(state["garden"])
+            undo.pop_all()
+
+        with torch.no_grad():
+            for name, saved in state["parameters"].items():
+                parameters[name].copy_(saved)
+        for parameter in parameters.values():
+            parameter.grad = None
+        buffers.carry_out()
+
+    # Checkpoints
+
+    def state_dict(self) -> State:
         return {
             "optimizer": type(self.optimizer).__name__,
             "now": self.now(),
             "judge": self.judge.state_dict(),
             "snapshots": self._snapshots.state_dict(),
+            "moving": sorted(self._moving),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """That of another run of the same model, optimiser and schedule; otherwise nothing is changed."""
         self._check_fits(state["optimizer"], state["now"])
-        self.restore(state["now"])
+        self.restore(state["now"], may_lack_buffers=False)
         self.judge.load_state_dict(state["judge"])
         self._snapshots.load_state_dict(state["snapshots"])
+        self._moving = set(state.get("moving", []))
+        self._marks = self._frozen_marks()
+        names = self._snapshots.latest_keys(("now", "parameters"))
+        self._held = {id(parameter) for name, parameter in self.host.named_parameters(remove_duplicate=False) if name in names}
 
-    def _check_fits(self, optimizer: str, state: dict[str, Any]) -> None:
-        own, saved = _shapes(self.now()), _shapes(state)
+    def _check_fits(self, optimizer: str, state: State) -> None:
+        own = {name: list(parameter.shape) for name, parameter in self.host.named_parameters(remove_duplicate=False)}
+        saved = {name: list(tensor.shape) for name, tensor in state["parameters"].items()}
         for name in sorted(own.keys() | saved.keys()):
             if own.get(name) != saved.get(name):
                 there, here = (shapes.get(name, "not there") for shapes in (saved, own))
@@ -108,9 +225,12 @@ class Recovery:
         kind = type(self.optimizer).__name__
         if optimizer != kind:
             raise GrowthError(f"the saved run was trained by {optimizer}, and this one has {kind}; use the same optimiser")
-        sizes = [[len(group["params"]) for group in groups] for groups in (state["optimizer"]["param_groups"], self.optimizer.param_groups)]
+        sizes = [_sizes(groups) for groups in (state["optimizer"]["param_groups"], self.optimizer.param_groups)]
         if sizes[0] != sizes[1]:
-            raise GrowthError(f"the saved run's optimiser had groups of {sizes[0]} parameters, this one has {sizes[1]}")
+            raise GrowthError(
+                f"the saved run's optimiser had groups of {sizes[0]} parameters, this one has {sizes[1]}; give it the same groups before "
+                "loading, those that were added by add_param_group too"
+            )
         for what, mine in (("scheduler", self.scheduler), ("scaler", self.scaler)):
             if (state[what] is None) != (mine is None):
                 had, has = ("no", "one") if state[what] is None else ("a", "none")
@@ -119,5 +239,129 @@ class Recovery:
             raise GrowthError(f"the saved run had the slots {', '.join(state['garden'])}, this one has {', '.join(self.garden.beds)}")
 
 
-def _shapes(state: dict[str, Any]) -> dict[str, list[int]]:
-    return {name: list(tensor.shape) for kind in ("parameters", "buffers") for name, tensor in state[kind].items()}
+def _mark(tensor: Tensor) -> Tensor:
+    if type(tensor) is not Tensor or tensor.is_meta or tensor.layout != torch.strided:
+        return torch.tensor(0 if tensor.is_inference() else tensor._version)  # its bits are not to be had
+    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(sizes[tensor.real.element_size()]).sum(dtype=torch.int64)
+
+
+def _are_finite(weights: Iterable[Tensor]) -> bool:
+    with torch.no_grad():
+        answers = [torch.isfinite(weight).all() for weight in weights]
+    return not answers or bool(torch.stack([answer.to(answers[0].device) for answer in answers]).all())
+
+
+def _groups_shared(optimizers: list[Optimizer]) -> Callable[[], None]:
+    """Makes nested optimisers share their groups again where they share them now; loading a state gives each its own."""
+    pairs = [(outer, inner) for outer, inner in pairwise(optimizers) if outer.param_groups is inner.param_groups]
+
+    def share() -> None:
+        for outer, inner in reversed(pairs):
+            outer.param_groups = inner.param_groups
+
+    return share
+
+
+class _Buffer(NamedTuple):
+    name: str  # in the host
+    module: nn.Module
+    own_name: str  # in the module
+    tensor: Tensor | None
+
+
+def _buffers(host: nn.Module) -> Iterator[_Buffer]:
+    """All that are registered, empty ones included; one that has two names comes twice."""
+    for path, module in host.named_modules(remove_duplicate=False):
+        for own_name, tensor in module._buffers.items():
+            yield _Buffer(f"{path}.{own_name}" if path else own_name, module, own_name, tensor)
+
+
+class _BufferPlan:
+    """How the buffers of a host become those of a state. Everything that can fail is done when it is made."""
+
+    def __init__(self, host: nn.Module, state: State, *, may_lack: bool) -> None:
+        self._steps: list[Callable[[], Any]] = []
+        now = {one.name: one for one in _buffers(host)}
+        transient, new = set(state.get("transient_buffers", [])), dict[int, Tensor]()
+        for name, saved in state["buffers"].items():
+            path, _, own_name = name.rpartition(".")
+            module = now[name].module if name in now else _submodule(host, path)
+            current = now[name].tensor if name in now else None
+            if module is None:
+                raise GrowthError(f"there is no way back to an earlier state: the module of the buffer {name} is not there any more")
+            if current is not None and current.shape == saved.shape and not current.is_inference() and not is_expanded(current):
+                self._steps.append(_copied(current, saved))
+            else:
+                tensor = saved.to(_device(module, current), copy=True) if current is None or id(current) not in new else new[id(current)]
+                if current is not None:
+                    new[id(current)] = tensor  # of a buffer with two names, both get the same
+                self._steps.append(_registered(module, own_name, tensor, is_persistent=name not in transient))
+        for name, one in now.items():
+            if one.tensor is None or name in state["buffers"]:
+                continue
+            if name in state.get("empty_buffers", []):
+                self._steps.append(_registered(one.module, one.own_name, None, is_persistent=name not in transient))
+            elif may_lack:
+                self._steps.append(_unregistered(one.module, one.own_name))
+            else:
+                raise GrowthError(f"the saved run is of another model: {name} is not there in it and {list(one.tensor.shape)} here")
+
+    def carry_out(self) -> None:
+        with torch.no_grad():
+            for step in self._steps:
+                step()
+
+
+def _copied(tensor: Tensor, saved: Tensor) -> Callable[[], Any]:
+    return lambda: tensor.copy_(saved)
+
+
+def _registered(module: nn.Module, name: str, tensor: Tensor | None, *, is_persistent: bool) -> Callable[[], Any]:
+    def register() -> None:
+        module._buffers[name] = tensor
+        (module._non_persistent_buffers_set.discard if is_persistent else module._non_persistent_buffers_set.add)(name)
+
+    return register
+
+
+def _unregistered(module: nn.Module, name: str) -> Callable[[], Any]:
+    def unregister() -> None:
+        module._buffers.pop(name, None)
+        module._non_persistent_buffers_set.discard(name)
+
+    return unregister
+
+
+def _submodule(host: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return host.get_submodule(path)
+    except AttributeError:
+        return None
+
+
+def _device(module: nn.Module, current: Tensor | None) -> torch.device:
+    tensors = [*([] if current is None else [current]), *module.parameters(), *module.buffers()]
+    return tensors[0].device if tensors else torch.device("cpu")
+
+
+def _sizes(groups: list[dict[str, Any]]) -> list[int]:
+    return [len(group["params"]) for group in groups]
+
+
+def _merged(optimizer: Optimizer, saved: State) -> State:
+    """The saved state for an optimiser that may have got parameters since: these have no state, and new groups keep their settings."""
+    there, here = _sizes(saved["param_groups"]), _sizes(optimizer.param_groups)
+    if there == here:
+        return saved
+    if len(there) > len(here) or any(mine < theirs for mine, theirs in zip(here, there, strict=False)):
+        raise GrowthError(
+            f"there is no way back to an earlier state: the optimiser had groups of {there} parameters and has {here} now; groups and "
+            "parameters may be added in the middle of a training, and not taken out"
+        )
+    groups: list[dict[str, Any]] = optimizer.state_dict()["param_groups"]
+    numbers: dict[int, int] = {}  # of a parameter: in the saved state -> now
+    for group, before in zip(groups, saved["param_groups"], strict=False):
+        numbers.update(zip(before["params"], group["params"], strict=False))
+        group.update({name: value for name, value in before.items() if name != "params"})
+    return {**saved, "state": {numbers[number]: state for number, state in saved["state"].items()}, "param_groups": groups}

@@ -145,9 +145,9 @@ def _skipped_where(is_bad: Tensor, optimizer: Optimizer) -> Iterator[None]:
 class OptimizerFollower:
     """Tells when the user's optimiser has stepped, and when the host's gradients were dropped.
 
-    `step()` is called after each of its steps that had a gradient, `zero_grad(set_to_none)` where the host's gradients go, and
-    `is_pending()` tells whether any gradients would have to go. `models` are the module that the user calls and what it wraps. Copies of
-    optimiser and model are not followed. `stop` takes everything out again.
+    `before_step()` is called before each of its steps, `step()` after those that had a gradient, `zero_grad(set_to_none)` where the host's
+    gradients go, and `is_pending()` tells whether any gradients would have to go. `models` are the module that the user calls and what it
+    wraps. Copies of optimiser and model are not followed. `stop` takes everything out again.
     """
 
     def __init__(
@@ -155,12 +155,13 @@ class OptimizerFollower:
         optimizer: Optimizer,
         models: Sequence[nn.Module],
         *,
+        before_step: Callable[[], None],
         step: Callable[[], None],
         zero_grad: Callable[[bool], None],
         is_pending: Callable[[], bool],
     ) -> None:
         self._outer, self.optimizer = optimizer, innermost(optimizer)
-        self._step, self._zero_grad, self._is_pending = step, zero_grad, is_pending
+        self._before, self._step, self._zero_grad, self._is_pending = before_step, step, zero_grad, is_pending
         self.is_active = True
         self._depth = 0  # of the calls of `step` that run now: one that calls that of its base class runs all hooks twice
         self._has_gradient = True  # at the beginning of the step that runs now
@@ -200,6 +201,7 @@ class OptimizerFollower:
     def _before_step(self, optimizer: Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         self._depth += 1
         if self._depth == 1 and self.is_active:
+            self._before()
             has_closure = named.get("closure") is not None or (len(arguments) > 1 and arguments[1] is not None)
             self._has_gradient = has_closure or self._drop_if_host_has_none()
 

@@ -8,7 +8,7 @@ allocated. Two names for one tensor, such as tied weights, are stored twice and 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -60,15 +60,32 @@ class Snapshots:
         oldest = self._entries.pop(0).state if len(self._entries) == self.keep else None
         self._entries.append(Snapshot(epoch, _copy(state, over=oldest)))
 
-    def latest(self) -> Snapshot | None:
-        """A copy, for the caller to keep.
+    def add(self, place: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
+        """Copies tensors into the dict at this place of every snapshot, as if they had been there when it was taken."""
+        for entry in self._entries:
+            for name, tensor in _copy(dict(tensors)).items():
+                self._dict_at(entry, place).setdefault(name, tensor)
+
+    def latest_keys(self, place: Sequence[str]) -> set[str]:
+        """The keys of the dict at this place of the latest snapshot."""
+        return set(self._dict_at(self._entries[-1], place)) if self._entries else set()
+
+    @staticmethod
+    def _dict_at(entry: Snapshot, place: Sequence[str]) -> dict[str, Tree]:
+        found: dict[str, Tree] = entry.state
+        for key in place:
+            found = found[key]
+        return found
+
+    def latest(self, *, skip: int = 0) -> Snapshot | None:
+        """A copy, for the caller to keep; with `skip`, of an earlier one.
 
         Not the tensors that are held: `load_state_dict` of an optimiser takes tensors over as they are where device and dtype fit, and its
         next step would write into the snapshot.
         """
-        if not self._entries:
+        if len(self._entries) <= skip:
             return None
-        entry = self._entries[-1]
+        entry = self._entries[-1 - skip]
         return Snapshot(entry.epoch, _copy(entry.state))
 
     def drop_latest(self) -> None:
@@ -87,6 +104,11 @@ class Snapshots:
     def load_state_dict(self, state: dict[str, Tree]) -> None:
         """Copies the snapshots of another run, the latest ones where it kept more."""
         self._entries = [Snapshot(entry["epoch"], _copy(entry["state"])) for entry in state["entries"][-self.keep :]]
+
+
+def copy_of(state: Tree) -> Tree:
+    """A copy in CPU memory, for the caller to keep."""
+    return _copy(state)
 
 
 def _copy(state: Tree, *, over: Tree = None) -> Tree:
