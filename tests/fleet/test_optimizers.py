@@ -67,6 +67,18 @@ def test_rows_outside_a_step_stay_bit_identical_whatever_their_gradient(kind: Ki
     assert not torch.equal(bits(flat)[[0, 3]], before["flat"][[0, 3]])
 
 
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind[0].__name__}{kind[2] or ''}")
+def test_the_move_along_one_gradient_is_that_of_a_fresh_optimiser_without_decay(kind: Kind) -> None:
+    gradient = torch.randn(ROWS, WIDTH, dtype=torch.float64)
+    weights = torch.zeros_like(gradient)
+    optimizer = kind[0](weights, lr=1.0, **kind[2])
+    found = optimizer.moves(gradient, STEPS)
+    for _ in range(STEPS):
+        weights.zero_()  # so that nothing decays
+        optimizer.step(gradient)
+    torch.testing.assert_close(found, -weights, rtol=1e-12, atol=1e-12)
+
+
 def bits(tensor: Tensor) -> Tensor:
     """A copy in which -0 differs from 0."""
     return tensor.clone().view(torch.int32) if tensor.dtype == torch.float32 else tensor.clone()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,7 +14,7 @@ from torch import nn
 import esper
 from esper.fleet.config import FleetConfig, HostSetting
 from esper.fleet.fleet import Fleet
-from esper.growth.config import GovernorConfig, GrowthConfig, HeuristicConfig, Lifecycle, Rent
+from esper.growth.config import GovernorConfig, GrowthConfig, HeuristicConfig, Lifecycle, Rent, SeedOptimizer
 from esper.growth.decisions import Decision, Germinate
 from esper.growth.heuristic import Heuristic
 from esper.growth.lifecycle import Stage
@@ -47,15 +49,33 @@ def promises_in(state: GrowthState) -> Promises:
     }
 
 
-def alone(task: Task, setting: HostSetting, growth: GrowthConfig) -> tuple[esper.Grown, dict[int, Promises]]:
-    controller = Noting(growth)
+class Asking(Noting):
+    """Asks for a probe whenever it can, and grows nothing."""
+
+    name = "asking"
+
+    def decide(self, state: GrowthState) -> Decision:
+        self.seen[state.epoch] = promises_in(state)
+        return Decision(probe=True)
+
+
+def make_optimizer(config: FleetConfig, learning_rate: float) -> Callable[[Any], torch.optim.Optimizer]:
+    if config.optimizer == "sgd":
+        return lambda parameters: torch.optim.SGD(parameters, lr=learning_rate, momentum=config.momentum, weight_decay=config.weight_decay)
+    return lambda parameters: torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=config.weight_decay)
+
+
+def alone(
+    task: Task, setting: HostSetting, growth: GrowthConfig, config: FleetConfig = CONFIG, kind: type[Noting] = Noting
+) -> tuple[esper.Grown, dict[int, Promises]]:
+    controller = kind(growth)
     grown = esper.grow(
         make_host(setting.seed),
         BatchLoader(task.train.inputs, task.train.targets, batch_size=BATCH, seed=setting.seed),
         BatchLoader(task.validation.inputs, task.validation.targets, batch_size=CONFIG.validation_batch),
         loss_fn=nn.functional.cross_entropy,
         epochs=setting.horizon,
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=setting.learning_rate, weight_decay=CONFIG.weight_decay),
+        optimizer=make_optimizer(config, setting.learning_rate),
         scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=setting.horizon),
         controller=controller,
         config=msgspec.structs.replace(growth, seed=setting.growth_seed, rent=setting.rent),
@@ -70,7 +90,34 @@ def make_fleet(growth: GrowthConfig, settings: list[HostSetting], config: FleetC
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("raise_mode", ["joint", "shadow"])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("max_grad_norm", [None, 0.01])
+def test_promises_equal_those_of_the_same_hosts_alone(optimizer: str, max_grad_norm: float | None) -> None:
+    growth = GrowthConfig(probe_steps=3, seed_optimizer=SeedOptimizer(max_grad_norm=max_grad_norm, learning_rate_factor=0.5))
+    config = msgspec.structs.replace(CONFIG, optimizer=optimizer)
+    settings = [HostSetting(seed=row, growth_seed=row, horizon=3, learning_rate=0.01 * (row + 1)) for row in range(2)]
+    fleet = make_fleet(growth, settings, config)
+    controllers = [Asking(growth) for _ in settings]
+    rows = fleet.training()
+    while rows:
+        fleet.decide({row: controllers[row].decide(fleet.state(row)) for row in rows})
+        rows = fleet.advance()
+    for row, setting in enumerate(settings):
+        _, seen = alone(fleet.task, setting, growth, config, Asking)
+        for epoch in (1, 2):
+            assert len(seen[epoch]) == len(SLOTS) * 8
+            assert controllers[row].seen[epoch] == pytest.approx(seen[epoch], rel=1e-7)  # a grower's losses are in float32
+
+
+# Hosts in which a seed is too dear, for each way to raise it.
+DEAR = {
+    "joint": HostSetting(seed=3, growth_seed=7, horizon=14, learning_rate=0.02, rent=Rent(parameters=0.1, flops=0.1)),
+    "shadow": HostSetting(seed=2, growth_seed=9, horizon=12, learning_rate=0.005, rent=Rent(parameters=0.1, flops=0.1)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("raise_mode", DEAR)
 def test_hosts_that_the_heuristic_decides_about_equal_the_same_hosts_alone(raise_mode: str) -> None:
     """They look at different times, different things grow in them, and not everything is kept."""
     growth = GrowthConfig(
@@ -89,7 +136,7 @@ def test_hosts_that_the_heuristic_decides_about_equal_the_same_hosts_alone(raise
     )
     settings = [
         HostSetting(seed=1, growth_seed=7, horizon=12, learning_rate=0.01),
-        HostSetting(seed=2, growth_seed=8, horizon=20, learning_rate=0.002, rent=Rent(parameters=0.02, flops=0.02)),
+        DEAR[raise_mode],
         HostSetting(seed=3, growth_seed=7, horizon=14, learning_rate=0.05),
     ]
     fleet = make_fleet(growth, settings)
@@ -104,7 +151,7 @@ def test_hosts_that_the_heuristic_decides_about_equal_the_same_hosts_alone(raise
         assert {epoch: set(found) for epoch, found in controllers[row].seen.items()} == {epoch: set(found) for epoch, found in seen.items()}
         for epoch, promises in seen.items():
             for key, promise in promises.items():
-                assert controllers[row].seen[epoch][key] == pytest.approx(promise, rel=1e-9, abs=1e-12)
+                assert controllers[row].seen[epoch][key] == pytest.approx(promise, rel=1e-7)  # a grower's losses are in float32
         assert any(seen.values())
         assert_same(fleet, row, grown, atol=1e-9)
     grew = [[(entry.slot, entry.blueprint, entry.born) for entry in host.plot.ledger.entries] for host in fleet.rows]
@@ -198,7 +245,7 @@ def test_what_a_probe_costs_is_counted() -> None:
     state = plain.state(0)
     each = sum(candidate.cost.flops for slot in state.slots for candidate in slot.candidates)
     extra = probed.rows[0].plot.chronicle.flops - plain.rows[0].plot.chronicle.flops
-    assert extra == GROWTH.probe_steps * BATCH * 3 * each
+    assert extra == GROWTH.probe_steps * BATCH * 2 * each
 
 
 def test_one_host_that_overflows_does_not_spoil_the_promises_of_another() -> None:

@@ -13,11 +13,13 @@ from torch.nn.functional import cross_entropy
 
 from esper.growth import GrowthError, add_slots
 from esper.growth.blueprints import blueprints_for
+from esper.growth.config import GrowthConfig, SeedOptimizer
 from esper.growth.contribution import Losses, Measurement, confidence_of_look, gain_of, losses_of
 from esper.growth.decisions import Advance, Germinate
 from esper.growth.heuristic import judge
 from esper.growth.promise import Probe
 from esper.growth.seed import Seed
+from esper.growth.seed_learner import SeedLearner
 from esper.growth.state import Contribution
 from esper.statistics import Interval, student_interval, weighted_interval
 from tests.growth.small import (
@@ -33,6 +35,7 @@ from tests.growth.small import (
     make_data,
     make_host,
     make_loop,
+    sgd,
     snapshot,
 )
 
@@ -373,10 +376,12 @@ def test_the_probe_finds_the_gradient_of_a_planted_seed_for_every_blueprint(kind
         twin.body.register_forward_hook(lambda module, arguments, output, planted=planted: planted(output))
         cross_entropy(twin(x), y).backward()
         trial = probe._trials["body", option.name]
-        for found, parameter in zip(trial.sums, planted.branch.parameters(), strict=True):
+        names = {id(parameter): name for name, parameter in trial.branch.named_parameters()}
+        found = dict(zip((names[id(parameter)] for parameter in trial.live), trial.sums, strict=True))
+        for name, parameter in planted.branch.named_parameters():
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            torch.testing.assert_close(found, gradient, rtol=1e-9, atol=1e-13)
-        assert any(found.abs().sum() > 0 for found in trial.sums)
+            torch.testing.assert_close(found.get(name, torch.zeros_like(gradient)), gradient, rtol=1e-9, atol=1e-13)
+        assert all(part.abs().sum() > 0 for part in trial.sums)
 
 
 def test_a_probe_leaves_the_host_bit_identical_and_finds_promises_for_free_slots() -> None:
@@ -448,8 +453,106 @@ def test_a_step_whose_gradient_overflowed_does_not_count_for_a_promise() -> None
                 continue
             (cross_entropy(slotted(x), y) * (math.inf if number == 2 else 1.0)).backward()
             probe.ask()
-        return probe.promises({"first": 0.1})
+        return probe.promises(lambda slot, weights: SeedLearner(weights, sgd(host), 0, SeedOptimizer(), None))
 
     expected = promises(False)
     assert all(promise > 0 for promise in expected.values())
     assert promises(True) == expected
+
+
+class SignSteps(torch.optim.Optimizer):
+    """An optimiser that nobody knows: steps of the size of the learning rate along the sign of a running mean."""
+
+    def __init__(self, parameters, lr: float, memory: float = 0.5) -> None:
+        super().__init__(parameters, {"lr": lr, "memory": memory})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    mean = self.state[parameter].setdefault("mean", torch.zeros_like(parameter))
+                    mean.mul_(group["memory"]).add_(parameter.grad)
+                    parameter.sub_(group["lr"] * mean.sign())
+
+
+OPTIMIZERS = {
+    "sgd": lambda host: torch.optim.SGD(host.parameters(), lr=1e-6),
+    "sgd with momentum": lambda host: torch.optim.SGD(host.parameters(), lr=1e-6, momentum=0.9),
+    "nesterov": lambda host: torch.optim.SGD(host.parameters(), lr=1e-6, momentum=0.8, nesterov=True, weight_decay=0.1),
+    "dampened": lambda host: torch.optim.SGD(host.parameters(), lr=1e-6, momentum=0.9, dampening=0.9),
+    "adamw": lambda host: torch.optim.AdamW(host.parameters(), lr=1e-6, weight_decay=0.1),
+    "adamax": lambda host: torch.optim.Adamax(host.parameters(), lr=1e-6),
+    "nadam": lambda host: torch.optim.NAdam(host.parameters(), lr=1e-6),
+    "radam": lambda host: torch.optim.RAdam(host.parameters(), lr=1e-6),
+    "rmsprop": lambda host: torch.optim.RMSprop(host.parameters(), lr=1e-6),
+    "adagrad": lambda host: torch.optim.Adagrad(host.parameters(), lr=1e-6),
+    "unknown": lambda host: SignSteps(host.parameters(), lr=1e-6),
+}
+
+
+def promised_and_true(make_optimizer, settings: GrowthConfig, make_seed_optimizer=None, *, blueprint: str = "mlp") -> tuple[float, float]:
+    """What a seed after the second layer promises, and how much the loss falls in one of its steps. Every step sees the same batch."""
+    host = make_host(dtype=torch.float64, dropout=0.0, norm=False)
+    x, y = make_data(1, dtype=torch.float64)[0]
+    loop = make_loop(
+        Script(probes=[0]), settings, host=host, make_optimizer=make_optimizer, dtype=torch.float64, seed_optimizer=make_seed_optimizer
+    )
+    loop.data = [(x, y)] * 4
+    loop.epoch()
+    promise = next(event for event in loop.events if event.kind == "probed").promises["second"][blueprint]
+    seed = Seed(loop.slotted.slots["second"].place, blueprint, random_seed=settings.seed)
+    seed.alpha.fill_(1.0)
+    learner = SeedLearner(seed, loop.optimizer, 0, settings.seed_optimizer, make_seed_optimizer)
+    host.second.register_forward_hook(lambda module, arguments, output: seed(output))
+    losses = []
+    for _ in range(33):
+        loss = cross_entropy(host(x), y)
+        losses.append(loss.item())
+        loss.backward()
+        learner.step()
+        learner.zero_grad()
+    return promise, losses[31] - losses[32]
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_promise_is_the_fall_of_the_loss_in_a_step_of_the_optimiser_in_use(kind: str) -> None:
+    promise, fall = promised_and_true(OPTIMIZERS[kind], config(probe_steps=3))
+    assert fall > 0
+    assert promise == pytest.approx(fall, rel=1e-2)
+
+
+def test_a_promise_knows_that_gradients_of_seeds_are_clipped_and_their_rate_has_a_factor() -> None:
+    settings = config(probe_steps=3, seed_optimizer=SeedOptimizer(max_grad_norm=1e-3, learning_rate_factor=3.0))
+    free = config(probe_steps=3, seed_optimizer=SeedOptimizer(max_grad_norm=None, learning_rate_factor=3.0))
+    promise, fall = promised_and_true(OPTIMIZERS["sgd"], settings)
+    assert promise == pytest.approx(fall, rel=1e-2)
+    assert promise < 0.1 * promised_and_true(OPTIMIZERS["sgd"], free)[0]
+
+
+def test_a_promise_is_that_of_the_optimiser_that_the_user_makes_for_seeds() -> None:
+    promise, fall = promised_and_true(
+        OPTIMIZERS["sgd"], config(probe_steps=3), lambda parameters, rate: SignSteps(parameters, lr=rate), blueprint="low_rank"
+    )
+    assert promise == pytest.approx(fall, rel=1e-2)
+
+
+def test_an_epoch_at_the_promised_speed_never_takes_more_than_the_loss_and_the_order_stays() -> None:
+    """The rate is so high that the first-order fall is many times the loss."""
+    found = []
+    for rate in (1e-5, 20.0):
+        loop = make_loop(
+            Script(probes=[0]), config(probe_steps=3), make_optimizer=lambda host, rate=rate: torch.optim.SGD(host.parameters(), lr=1e-5)
+        )
+        loop.grower.begin()
+        for x, y in loop.data:
+            loop.step(x, y)
+        loop.optimizer.param_groups[0]["lr"] = rate
+        loop.grower.after_epoch(loop.evaluate)
+        event = next(event for event in loop.events if event.kind == "probed")
+        found.append({(slot, name): promise for slot, some in event.promises.items() for name, promise in some.items()})
+    slow, fast = found
+    loss, steps = loop.grower.chronicle.train_losses[-1], len(loop.data)
+    assert max(slow.values()) * 20.0 / 1e-5 * steps > 2 * loss
+    assert all(promise * steps <= loss for promise in fast.values())
+    assert sorted(slow, key=slow.__getitem__) == sorted(fast, key=fast.__getitem__)

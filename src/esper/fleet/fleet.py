@@ -54,7 +54,7 @@ from esper.growth.contribution import Losses
 from esper.growth.decisions import Decision
 from esper.growth.lifecycle import Stage
 from esper.growth.plot import Plot
-from esper.growth.reporting import Promises
+from esper.growth.promise import Promises
 from esper.growth.slotted import add_slots
 from esper.growth.state import GrowthState, LossScale
 from esper.tasks import Split, Task

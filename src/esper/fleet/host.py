@@ -16,7 +16,7 @@ from esper.growth.contribution import Losses, gain_of
 from esper.growth.decisions import Decision
 from esper.growth.lifecycle import Stage
 from esper.growth.plot import Plot
-from esper.growth.reporting import Promises
+from esper.growth.promise import Promises
 from esper.growth.state import Contribution
 
 

@@ -49,6 +49,13 @@ class RowOptimizer(ABC):
     def _advance(self, gradient: Tensor) -> None:
         """Changes weights and moments of all rows; the steps are counted already."""
 
+    @abstractmethod
+    def moves(self, gradient: Tensor, steps: int) -> Tensor:
+        """What a fresh optimiser takes from the weights in the last of so many steps along the same gradient, at a learning rate of 1.
+
+        Without weight decay. Changes nothing.
+        """
+
 
 class SGD(RowOptimizer):
     """torch.optim.SGD: the weight decay is part of the gradient."""
@@ -64,6 +71,9 @@ class SGD(RowOptimizer):
         if self.momentum:
             direction = self.state["momentum"].mul_(self.momentum).add_(direction)
         self.flat.addcmul_(direction, self.lr.unsqueeze(1), value=-1)
+
+    def moves(self, gradient: Tensor, steps: int) -> Tensor:
+        return gradient * sum(self.momentum**step for step in range(steps))  # 0 ** 0 is 1
 
 
 class Adam(RowOptimizer):
@@ -92,6 +102,9 @@ class Adam(RowOptimizer):
         square = self.state["square"].mul_(self.betas[1]).addcmul_(gradient, gradient, value=1 - self.betas[1])
         spread = square.sqrt().div_(square_correction.sqrt()).add_(self.eps)
         self.flat.addcdiv_(mean * (self.lr.unsqueeze(1) / mean_correction), spread, value=-1)
+
+    def moves(self, gradient: Tensor, steps: int) -> Tensor:
+        return gradient / (gradient.abs() + self.eps)  # both moments are those of the gradient itself, once they are corrected
 
     def _correction(self, beta: float) -> Tensor:
         """1 - beta^steps [N, 1], without the cancellation that would cost float32 half of its digits."""

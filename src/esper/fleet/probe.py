@@ -3,7 +3,7 @@
 What is asked, and how an answer becomes a promise, is written in `esper.growth.promise`. Here all hosts that ask about one blueprint in one
 slot are answered at once.
 
-Shapes: A = hosts that train, R = those of them that ask about one blueprint in one slot, P = weights of its branch, B = samples.
+Shapes: A = hosts that train, R = those of them that ask about one blueprint in one slot, L = weights of its zeroed layer, B = samples.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch import Tensor
 from esper.fleet.formation import Banks
 from esper.fleet.members import of_hosts
 from esper.fleet.row_bed import RowBed
-from esper.fleet.seeds import Species
+from esper.fleet.seeds import SeedBank, Species
 from esper.fleet.upload import upload
-from esper.growth.blueprints import build_branch, cost_of, get_blueprint
+from esper.growth.blueprints import build_branch, cost_of, get_blueprint, live_parameters
+from esper.growth.config import GrowthConfig
 from esper.growth.garden import Garden
 from esper.growth.place import CPU
 from esper.growth.plot import Plot
-from esper.growth.promise import promise_of
-from esper.growth.reporting import Promises
+from esper.growth.promise import STEPS_ALONG, Promises, clip_scale, signal_scale
 
 
 def probes_of(banks: Banks, plots: Mapping[int, Plot[RowBed]], steps: int) -> list[RowProbe]:
@@ -60,10 +60,9 @@ class RowProbe:
         asking: dict[tuple[str, str], list[int]] = defaultdict(list)
         for position, slot, blueprint in _candidates(gardens):
             asking[slot, blueprint].append(position)
-            self.flops[position] += 3 * cost_of(get_blueprint(blueprint), banks[slot].place).flops
-        seeds = {position: garden.config.seed for position, garden in gardens.items()}
+            self.flops[position] += 2 * cost_of(get_blueprint(blueprint), banks[slot].place).flops
         self._trials = [
-            _Trial(slot, banks[slot].species[blueprint], positions, [seeds[position] for position in positions])
+            _Trial(slot, banks[slot], blueprint, positions, [gardens[position].config for position in positions])
             for (slot, blueprint), positions in asking.items()
         ]
         self._slots = {slot for slot, _ in asking}
@@ -105,21 +104,28 @@ class RowProbe:
 
 
 class _Trial:
-    """One blueprint in one slot, for all hosts that ask about it. Their branches are as different as their random seeds."""
+    """One blueprint in one slot, for all hosts that ask about it. Their branches are as different as their random seeds.
 
-    def __init__(self, slot: str, species: Species, positions: list[int], seeds: list[int]) -> None:
-        self.slot, self.species, self.positions = slot, species, positions
-        self._index = upload(positions, species.place.device)
-        self._flat = _weights(species, seeds).requires_grad_()  # [R, P]
-        self._sums = torch.zeros_like(self._flat, requires_grad=False)
-        self._squares = torch.zeros(len(positions), dtype=torch.float64, device=self._flat.device)
+    `live` are the weights of its zeroed layer, which alone have a gradient; L numbers in each host.
+    """
+
+    def __init__(self, slot: str, bank: SeedBank, blueprint: str, positions: list[int], configs: Sequence[GrowthConfig]) -> None:
+        self.slot, self.species, self.positions = slot, bank.species[blueprint], positions
+        self._bank, self._max_norm = bank, configs[0].seed_optimizer.max_grad_norm
+        self._index = upload(positions, bank.place.device)
+        self._weights, names = _weights(self.species, [config.seed for config in configs])
+        self._live = {name: self._weights[name].requires_grad_() for name in names}  # [R, ...]
+        first = next(iter(self._live.values()))
+        self._sums = first.new_zeros(len(positions), sum(weight[0].numel() for weight in self._live.values()))  # [R, L]
+        self._squares = torch.zeros(len(positions), dtype=torch.float64, device=first.device)
         self._steps = torch.zeros_like(self._squares)  # that counted: one whose gradient overflowed does not
 
     def answer(self, h: Tensor, g: Tensor) -> None:
         """h and the gradient of the loss there [B, A, ...]."""
-        own, pull = (of_hosts(tensor, self._index).to(self._flat.dtype) for tensor in (h, g))
-        output = self.species.branch(self.species.branch_layout.unflatten(self._flat), own)
-        (gradient,) = torch.autograd.grad(output, [self._flat], pull)
+        own, pull = (of_hosts(tensor, self._index).to(self._sums.dtype) for tensor in (h, g))
+        output = self.species.branch(self._weights, own)
+        parts = torch.autograd.grad(output, list(self._live.values()), pull)
+        gradient = torch.cat([part.reshape(len(part), -1) for part in parts], dim=1)
         square = gradient.double().square().sum(1)
         counts = square.isfinite()
         self._sums += torch.where(counts.unsqueeze(1), gradient, 0)
@@ -127,13 +133,24 @@ class _Trial:
         self._steps += counts
 
     def promises(self) -> Tensor:
-        return promise_of(self._sums, self._squares, self._steps)
+        """[R], at a learning rate of 1."""
+        together = self._sums.double().square().sum(1)
+        expected = self._sums * signal_scale(together, self._squares, self._steps).to(self._sums.dtype).unsqueeze(1)
+        clip = clip_scale(self._squares, self._steps, self._max_norm)
+        moved = self._bank.make(torch.zeros_like(expected)).moves(expected * clip.to(expected.dtype).unsqueeze(1), STEPS_ALONG)
+        return (moved.double() * expected.double()).sum(1)
 
 
 @torch.no_grad()
-def _weights(species: Species, seeds: Sequence[int]) -> Tensor:
-    """Branches of these random seeds [R, P]; hosts with the same one have the same branch."""
+def _weights(species: Species, seeds: Sequence[int]) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """Branches of these random seeds, name -> [R, ...], and the names of what has a gradient at birth.
+
+    Hosts with the same random seed have the same branch.
+    """
     blueprint, place = get_blueprint(species.blueprint), replace(species.place, device=CPU)
-    branches = {seed: dict(build_branch(blueprint, place, seed=seed).named_parameters()) for seed in set(seeds)}
-    stacked = {name: torch.stack([branches[seed][name] for seed in seeds]) for name in species.branch_layout.shapes}
-    return upload(species.branch_layout.flatten(stacked), species.place.device)
+    branches = {seed: build_branch(blueprint, place, seed=seed) for seed in set(seeds)}
+    tensors = {seed: dict(branch.named_parameters()) for seed, branch in branches.items()}
+    stacked = {name: torch.stack([tensors[seed][name] for seed in seeds]) for name in species.branch_layout.shapes}
+    flat = upload(species.branch_layout.flatten(stacked), species.place.device)
+    weights = {name: tensor.clone() for name, tensor in species.branch_layout.unflatten(flat).items()}
+    return weights, live_parameters(blueprint, place, branches[seeds[0]])

@@ -194,6 +194,22 @@ def check_branch(blueprint: Blueprint, place: Place) -> None:
     _check(blueprint, _essence(place))
 
 
+def live_parameters(blueprint: Blueprint, place: Place, branch: nn.Module) -> tuple[str, ...]:
+    """Names of the parameters that have a gradient at birth, in a branch of this blueprint: those of its zeroed layer."""
+    key = blueprint, _essence(place)
+    if key not in _live:
+        named = dict(branch.named_parameters())
+        with _apart(CPU):
+            h, g = torch.randn(2, 2, *place.shape).to(device=place.device, dtype=place.dtype)
+            gradients = torch.autograd.grad(branch(h), list(named.values()), g, allow_unused=True)
+        live = tuple(name for name, gradient in zip(named, gradients, strict=True) if gradient is not None and bool(gradient.any()))
+        _live[key] = live or tuple(named)
+    return _live[key]
+
+
+_live: dict[tuple[Blueprint, Place], tuple[str, ...]] = {}  # found so far
+
+
 def _essence(place: Place) -> Place:
     """What of a place decides about a branch, so that like places share what is computed once."""
     return Place("", place.kind, place.shape, is_causal=place.is_causal, alone=place.alone)

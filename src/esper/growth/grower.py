@@ -102,7 +102,7 @@ class Grower:
         if not self._recovery.has_finite_weights():
             raise GrowthError("some of the model's weights are NaN or infinite before the training; begin with others")
         self._recovery.take_snapshot()
-        self._prober = Prober(slotted, self.garden, optimizer)
+        self._prober = Prober(slotted, self.garden, optimizer, seed_optimizer)
         is_parallel = any(isinstance(module, nn.parallel.DistributedDataParallel) for module in slotted.model.modules())
         self._group = Ranks() if is_parallel and dist.is_initialized() else ALONE
         self._measurement = Measurement(slotted, group=self._group)

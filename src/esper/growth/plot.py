@@ -25,7 +25,8 @@ from esper.growth.judge import Judge
 from esper.growth.ledger import Ledger, Refused, Rollback
 from esper.growth.lifecycle import Stage
 from esper.growth.moves import ask_gate, carry_out, check_can_grow
-from esper.growth.reporting import Promises, probed
+from esper.growth.promise import Promises, capped
+from esper.growth.reporting import probed
 from esper.growth.state import Contribution, Cost, GrowthState, LossScale
 
 
@@ -164,9 +165,13 @@ class Plot(Generic[AnyBed]):
             self.garden.note_contribution(name, contribution)
             gain, rent = contribution.gain, self.garden.rent(name)
             self.emit(Measured(epoch=self.epoch, slot=name, gain=gain.estimate, gain_low=gain.low, gain_high=gain.high, rent=rent))
-        self.promises = promises or {}
+        self.promises = capped(promises or {}, loss=self._loss_left(), steps=self.chronicle.length or 0)
         if promises is not None:
-            self.emit(probed(self.epoch, promises))
+            self.emit(probed(self.epoch, self.promises))
+
+    def _loss_left(self) -> float | None:
+        """How far the training loss could fall; None where nobody knows."""
+        return None if self.scale is None else self.chronicle.train_losses[-1] - self.scale.floor
 
     def settle(self, verdict: Verdict, chunks: list[float], recovery: Recovers) -> None:
         """After an epoch that was no disaster."""

@@ -6,21 +6,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from esper.growth.garden import Garden
 from esper.growth.lifecycle import Stage
 from esper.growth.model_bed import ModelBed
-from esper.growth.promise import Probe
-from esper.growth.reporting import Promises
-from esper.growth.seed_learner import group_of
+from esper.growth.promise import Probe, Promises
+from esper.growth.seed_learner import MakeOptimizer, SeedLearner, group_of
 from esper.growth.slotted import Slotted
 
 
 class Prober:
-    def __init__(self, slotted: Slotted, garden: Garden[ModelBed], optimizer: Optimizer) -> None:
-        self.slotted, self.garden, self.optimizer = slotted, garden, optimizer
+    """`make` gives the optimisers of seeds, where the user has a factory for them."""
+
+    def __init__(self, slotted: Slotted, garden: Garden[ModelBed], optimizer: Optimizer, make: MakeOptimizer | None = None) -> None:
+        self.slotted, self.garden, self.optimizer, self.make = slotted, garden, optimizer, make
         self._probe: Probe | None = None
 
     def request(self) -> None:
@@ -95,11 +96,12 @@ class Prober:
         probe, self._probe = self._probe, None
         if probe is None:
             return None
-        host, groups = self.slotted.host, self.optimizer.param_groups
-        factor = self.garden.config.seed_optimizer.learning_rate_factor
-        return probe.promises(
-            {name: factor * float(groups[group_of(self.optimizer, host.get_submodule(name), host)]["lr"]) for name in self.garden.beds}
-        )
+        return probe.promises(self._learner)
+
+    def _learner(self, slot: str, weights: nn.Module) -> SeedLearner:
+        host = self.slotted.host
+        group = group_of(self.optimizer, host.get_submodule(slot), host)
+        return SeedLearner(weights, self.optimizer, group, self.garden.config.seed_optimizer, self.make)
 
     def state_dict(self) -> dict[str, Any] | None:
         return None if self._probe is None else self._probe.state_dict()

@@ -6,8 +6,7 @@ from esper.growth.chronicle import Chronicle
 from esper.growth.decisions import Decision
 from esper.growth.events import EpochEnded, Probed, SlotView
 from esper.growth.garden import AnyBed, Garden
-
-Promises = dict[tuple[str, str], float]  # (slot, blueprint) -> fall of the loss per step
+from esper.growth.promise import Promises
 
 
 def epoch_ended(garden: Garden[AnyBed], chronicle: Chronicle, decision: Decision, *, learning_rate: float) -> EpochEnded:

@@ -53,7 +53,7 @@ class SeedLearner:
         self.parameters = [parameter for parameter in seed.parameters() if parameter.requires_grad]
         self.config = config
         self._host, self._group = host, group
-        self.optimizer = make(self.parameters, self._rate()) if make is not None else _like(innermost(host), group, self.parameters)
+        self.optimizer = make(self.parameters, self.rate) if make is not None else _like(innermost(host), group, self.parameters)
         _check_steps_alone(self.optimizer)
         self._norms: list[Tensor] = []  # of the steps since the last report, on the device
         self.loss_unit = 1.0  # see LossScale: clipping and health are relative to it
@@ -84,7 +84,7 @@ class SeedLearner:
         if may_read and not torch.isfinite(norm):
             return
         for own in self.optimizer.param_groups:
-            own["lr"] = self._rate() * min((self._steps + 1) / (self._warmup + 1), 1.0)
+            own["lr"] = self.rate * min((self._steps + 1) / (self._warmup + 1), 1.0)
         if may_read or scale is None:
             self._clip(norm)
             self.optimizer.step()
@@ -107,7 +107,9 @@ class SeedLearner:
     def zero_grad(self, *, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none=set_to_none)
 
-    def _rate(self) -> float:
+    @property
+    def rate(self) -> float:
+        """The learning rate of the seed, once it is warm."""
         return float(self._host.param_groups[self._group]["lr"]) * self.config.learning_rate_factor
 
     def report(self) -> GradientStats:
