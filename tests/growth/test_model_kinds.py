@@ -35,8 +35,10 @@ from tests.growth.hosts import FAMILIES, VOCABULARY
 from tests.growth.small import QUICK
 from tests.growth.test_models import disturb, germinate, growths, hooks_of
 
-# Torch says so once on processors that have to do without.
-pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning"),  # torch says so once on processors that have to do without
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning"),  # torch's own encoder makes them of padding
+]
 
 
 class Kind(NamedTuple):
@@ -131,6 +133,9 @@ OWN_KINDS = {
     "gpt, mixture of experts": Kind(hosts.MixtureGPT, tokens(3, 8), causal=0),
     "t5, shifting labels": Kind(hosts.T5, {"input_ids": tokens(3, 7), "labels": tokens(3, 6, seed=1)}, causal="labels"),
     "transformer encoder": family("encoder", is_fused=True),
+    "transformer encoder, padding": Kind(
+        hosts.MaskedEncoder, {"tokens": tokens(3, 8), "src_key_padding_mask": MASK == 0}, is_fused=True, padded="tokens"
+    ),
     "lstm": Kind(hosts.LSTMTagger, tokens(3, 8), causal=0),
     "gru seq2seq": Kind(hosts.GRUSeq2Seq, (tokens(3, 8), tokens(3, 5, seed=1)), causal=1),
     "mlp": family("sequential mlp", is_quick=True),
@@ -557,6 +562,41 @@ def test_no_seed_sees_later_tokens(kind: Kind) -> None:
         assert seen
         assert all(torch.equal(one, other) for one, other in seen), growth
         assert any(not torch.equal(one, other) for one, other in pairs), growth
+
+
+@kinds_with(lambda kind: kind.padded is not None)
+def test_no_seed_sees_padding(kind: Kind) -> None:
+    skip_where_missing(kind)
+    assert kind.padded is not None
+    changed = with_input(kind.batch(), kind.padded, lambda tokens: torch.where(MASK == 1, tokens, tokens % (VOCABULARY - 1) + 1))
+    slotted = kind.slotted()
+    for growth in learned_growths(slotted):
+        before, after = (
+            [tensor for tensor in kind.run(slotted, batch) if tensor.shape[:2] != MASK.shape] for batch in (kind.batch(), changed)
+        )
+        assert before
+        assert kind.is_same(before, after), growth
+
+
+def test_a_cache_gives_the_same_whatever_grows() -> None:
+    kind = OWN_KINDS["gpt with cache"]
+    slotted, batch = kind.slotted(), kind.batch()
+    for growth in learned_growths(slotted):
+        with torch.no_grad():
+            whole, _ = slotted(batch)
+            first, cache = slotted(batch[:, :5])
+            second, _ = slotted(batch[:, 5:], cache)
+        assert torch.allclose(torch.cat([first, second], 1), whole, atol=1e-5), growth
+
+
+@kinds_with(lambda kind: bool(kind.needs) and kind.causal == "input_ids")
+def test_text_is_generated_alike_with_and_without_a_cache_whatever_grows(kind: Kind) -> None:
+    skip_where_missing(kind)
+    slotted, prompt = kind.slotted(), tokens(2, 4, seed=5)
+    options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 6, "do_sample": False}
+    for growth in learned_growths(slotted):
+        texts = [slotted.host.generate(input_ids=prompt, use_cache=use_cache, **options) for use_cache in (True, False)]  # type: ignore[operator]
+        assert torch.equal(*texts), growth
 
 
 @kinds_with(lambda kind: bool(kind.needs))
