@@ -124,8 +124,7 @@ def test_a_folder_with_another_kind_of_run_is_not_gone_on_with(tmp_path: Path, c
     (tmp_path / "run/config.toml").write_text('env = "cue"\n')
     assert main(["controller", "train", "--resume", "--run", "run"]) == 2
     error = capsys.readouterr().err
-    assert "run holds no training of a controller (run/config.toml: env: unknown key" in error
-    assert "by the command that began it" in error
+    assert "run is a ppo run and not a controller run; what can be done with it: esper ppo train --resume --run run" in error
 
 
 def test_a_folder_that_holds_a_run_is_not_trained_in_again(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:

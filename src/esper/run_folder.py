@@ -10,11 +10,25 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import shlex
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
+
+from esper.files import MAX_CONFIG_BYTES, parse_toml, read_file
 
 CONFIG, EVENTS, CHECKPOINTS, LOCK = "config.toml", "events.jsonl", "checkpoints", ".lock"
+GROW = "grow.toml"  # of a run of `esper grow`, beside config.toml, which holds the part about growing alone
+
+Kind = Literal["ppo", "growth", "controller", "arena"]
+# What a run is called, and the key that only configs of its kind have.
+_KINDS: dict[Kind, tuple[str, str]] = {
+    "ppo": ("a ppo run", "env"),
+    "growth": ("a growth run", "lifecycle"),
+    "controller": ("a controller run", "domain"),
+    "arena": ("an arena run", "selfplay"),
+}
 
 
 class RunError(ValueError):
@@ -43,9 +57,46 @@ def check_is_free(folder: Path) -> None:
         )
 
 
-def check_holds_a_run(folder: Path) -> None:
+def kind_of(folder: Path) -> Kind | None:
+    """Return the kind of the run in a folder, None where it holds none, or none that is known."""
+    try:
+        config = parse_toml(read_file(folder / CONFIG, max_bytes=MAX_CONFIG_BYTES))
+    except (OSError, ValueError):
+        return None
+    return next((kind for kind, (_, key) in _KINDS.items() if key in config), None)
+
+
+def check_holds_a_run(folder: Path, kind: Kind) -> None:
+    """Raise RunError where there is no run, or one of another kind, and say what can be done with it."""
+    if folder.is_file():
+        raise RunError(f"{folder} is a file; give the folder of a run")
     if not (folder / CONFIG).is_file():
-        raise RunError(f"there is no run in {folder}: it has no {CONFIG}")
+        newest = max(folder.glob(f"*/{CONFIG}"), key=lambda path: path.stat().st_mtime_ns, default=None)
+        hint = "" if newest is None else f"; it holds runs, such as {newest.parent}"
+        raise RunError(f"there is no run in {folder}: it has no {CONFIG}{hint}")
+    found = kind_of(folder)
+    if found not in (None, kind):
+        raise RunError(f"{folder} is {name_of(found)} and not {name_of(kind)}; what can be done with it: {_what_takes(folder, found)}")
+
+
+def name_of(kind: Kind) -> str:
+    return _KINDS[kind][0]
+
+
+def _what_takes(folder: Path, kind: Kind) -> str:
+    run = shlex.quote(str(folder))
+    match kind:
+        case "growth" if (folder / GROW).is_file():
+            return f"esper grow --resume --run {run}, esper grow report {run}"
+        case "growth":
+            return f"esper grow report {run}, and in Python esper.grow(..., run={str(folder)!r}, resume=True)"
+        case "ppo":
+            return f"esper ppo train --resume --run {run}, esper ppo eval {run}"
+        case "controller":
+            return f"esper controller train --resume --run {run}"
+        case "arena":
+            others = ", ".join(f"esper arena {command} {run}" for command in ("eval", "league"))
+            return f"esper arena train --resume --run {run}, {others}, esper arena match {run} strong"
 
 
 @contextlib.contextmanager

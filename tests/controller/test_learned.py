@@ -223,7 +223,7 @@ def test_a_file_that_is_something_else_says_so(tmp_path: Path) -> None:
         load_controller(tmp_path / "other.safetensors")
     with pytest.raises(ControllerError, match=r"there is no file .*missing; give the path"):
         load_controller(tmp_path / "missing")
-    with pytest.raises(ControllerError, match="there is no file"):
+    with pytest.raises(ControllerError, match="is a folder and no file"):
         load_controller(tmp_path)
 
 

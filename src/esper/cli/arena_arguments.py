@@ -11,7 +11,7 @@ import tyro
 from esper.cli.outcome import CommandError
 from esper.cli.parse import settings_of, short_names, take_option
 from esper.cli.train_arguments import saved_config
-from esper.config import ConfigError, PositiveFloat, describe, load
+from esper.config import PositiveFloat, describe, load
 from esper.league.training_config import ArenaTrainConfig
 
 _ALIASES = ("size", "gamma")  # see `train_words`
@@ -69,18 +69,9 @@ def train_defaults(argv: list[str]) -> ArenaArguments:
     words = list(argv)
     path, folder = take_option(words, "--config"), take_option(words, "--run")
     if "--resume" in words:
-        base = _saved_config(folder, path)
+        base = saved_config(ArenaTrainConfig, "arena", folder, path)
     elif path is not None:
         base = load(ArenaTrainConfig, path)
     else:
         return ArenaArguments()
     return ArenaArguments(**{name: getattr(base, name) for name in ArenaTrainConfig.__struct_fields__})
-
-
-def _saved_config(folder: str | None, path: str | None) -> ArenaTrainConfig:
-    try:
-        return saved_config(ArenaTrainConfig, folder, path)
-    except ConfigError as error:
-        raise CommandError(
-            f"{folder} holds no training in the arena ({error}); go on with it by the command that began it, or name another folder"
-        ) from error

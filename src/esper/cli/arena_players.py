@@ -56,16 +56,13 @@ def of_run(folder: Path, which: Literal["best", "latest"], *, device: torch.devi
 
 def saved_arena(folder: Path) -> ArenaTrainConfig:
     """What the run in a folder was trained with."""
-    from esper.config import ConfigError, load_saved
+    from esper.config import load_saved
     from esper.run_folder import CONFIG, check_holds_a_run
 
-    if not folder.is_dir():
+    if not folder.exists():
         raise CommandError(f"there is no folder {folder}; give that of a run of esper arena train")
-    check_holds_a_run(folder)
-    try:
-        return load_saved(ArenaTrainConfig, folder / CONFIG)
-    except ConfigError as error:
-        raise CommandError(f"{folder} holds no run of esper arena train ({error}); give the folder of one") from error
+    check_holds_a_run(folder, "arena")
+    return load_saved(ArenaTrainConfig, folder / CONFIG)
 
 
 def _of_league(folder: Path, member: str, *, device: torch.device) -> Contender:

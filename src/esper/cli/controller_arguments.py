@@ -10,7 +10,7 @@ import tyro
 from esper.cli.outcome import CommandError
 from esper.cli.parse import settings_of, take_option
 from esper.cli.train_arguments import saved_config
-from esper.config import ConfigError, load
+from esper.config import load
 from esper.controller.compare_config import CompareConfig
 from esper.controller.config import ControllerConfig
 
@@ -98,18 +98,9 @@ def train_defaults(argv: list[str]) -> ControllerArguments:
     words = list(argv)
     path, folder = take_option(words, "--config"), take_option(words, "--run")
     if "--resume" in words:
-        base = _saved_config(folder, path)
+        base = saved_config(ControllerConfig, "controller", folder, path)
     elif path is not None:
         base = load(ControllerConfig, path)
     else:
         return ControllerArguments()
     return ControllerArguments(**{name: getattr(base, name) for name in ControllerConfig.__struct_fields__})
-
-
-def _saved_config(folder: str | None, path: str | None) -> ControllerConfig:
-    try:
-        return saved_config(ControllerConfig, folder, path)
-    except ConfigError as error:
-        raise CommandError(
-            f"{folder} holds no training of a controller ({error}); go on with it by the command that began it, or name another folder"
-        ) from error

@@ -10,11 +10,19 @@ from pathlib import Path
 
 from esper.cli.outcome import FAILED, INTERRUPTED, CommandError, code_of
 from esper.files import reason_of
-from esper.run_folder import CHECKPOINTS, CONFIG
+from esper.run_folder import CHECKPOINTS, CONFIG, Kind, RunError, check_holds_a_run
 
 
 def how_to_resume(command: str, folder: Path) -> str:
     return f"go on with: esper {command} --resume --run {shlex.quote(str(folder))}"
+
+
+def check_run(folder: Path, kind: Kind) -> None:
+    """Raise CommandError where a folder that a user named holds no run of this kind."""
+    try:
+        check_holds_a_run(folder, kind)
+    except RunError as error:
+        raise CommandError(str(error)) from error
 
 
 @contextlib.contextmanager

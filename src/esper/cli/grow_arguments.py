@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import tyro
 
+from esper.cli.failures import check_run
 from esper.cli.grow_config import GrowTaskConfig
 from esper.cli.outcome import CommandError
 from esper.cli.parse import settings_of, take_option
 from esper.config import load, load_saved
+from esper.run_folder import GROW
 
-SAVED = "grow.toml"  # in the run folder; beside config.toml, which holds the part about growing alone
+SAVED = GROW
 _Flag = tyro.conf.FlagCreatePairsOff[bool]
 
 
@@ -62,9 +65,11 @@ def _saved_config(folder: str | None, path: str | None) -> GrowTaskConfig:
         raise CommandError("--resume needs the folder of the run: --run RUN")
     if path is not None:
         raise CommandError("--resume reads the config of the run; leave --config out")
-    saved = Path(folder) / SAVED
-    if not saved.is_file():
-        is_ours = (Path(folder) / "config.toml").is_file()
-        hint = "; it was not started by esper grow, go on with it where it was: esper.grow(..., run=..., resume=True)" if is_ours else ""
-        raise CommandError(f"there is no run in {folder}: it has no {SAVED}{hint}")
-    return load_saved(GrowTaskConfig, saved)
+    place = Path(folder)
+    check_run(place, "growth")
+    if not (place / SAVED).is_file():
+        raise CommandError(
+            f"the run in {folder} was not started by esper grow: it has no {SAVED}. It takes esper grow report {shlex.quote(folder)}, "
+            f"and in Python esper.grow(..., run={folder!r}, resume=True)"
+        )
+    return load_saved(GrowTaskConfig, place / SAVED)

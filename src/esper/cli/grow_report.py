@@ -23,9 +23,10 @@ def run(argv: list[str], prog: str) -> Outcome:
     arguments = parse(ReportArguments, argv, prog, description=DESCRIPTION)
     from esper.events import EventError
     from esper.growth.html_report import write_report
-    from esper.run_folder import RunError
+    from esper.run_folder import RunError, check_holds_a_run
 
     try:
+        check_holds_a_run(arguments.run, "growth")
         path = write_report(arguments.run)
     except RunError as error:
         raise CommandError(str(error)) from error

@@ -49,7 +49,7 @@ def _evaluate(arguments: EvalArguments) -> Outcome:
     from esper.run_folder import CONFIG, check_holds_a_run
     from esper.statistics import student_interval
 
-    check_holds_a_run(arguments.run)
+    check_holds_a_run(arguments.run, "ppo")
     config = load_saved(TrainConfig, arguments.run / CONFIG)
     checkpoint = load_checkpoint(arguments.run, arguments.checkpoint)
     policy = policy_from(checkpoint, device=find_device(config.device))

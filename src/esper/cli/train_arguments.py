@@ -8,10 +8,12 @@ from typing import Annotated, Literal
 
 import tyro
 
+from esper.cli.failures import check_run
 from esper.cli.outcome import CommandError
 from esper.cli.parse import take_option
 from esper.config import ConfigT, load, load_saved
 from esper.rl.run_config import EnvValue, TrainConfig
+from esper.run_folder import CONFIG, Kind
 
 
 def parse_env_args(words: list[str]) -> dict[str, EnvValue]:
@@ -73,7 +75,7 @@ def defaults_for(argv: list[str]) -> TrainArguments:
     words = list(argv)
     path, folder = take_option(words, "--config"), take_option(words, "--run")
     if "--resume" in words:
-        base: TrainConfig = saved_config(TrainConfig, folder, path)
+        base: TrainConfig = saved_config(TrainConfig, "ppo", folder, path)
     elif path is not None:
         base = load(FileConfig, path)
     else:
@@ -81,13 +83,11 @@ def defaults_for(argv: list[str]) -> TrainArguments:
     return TrainArguments(**{name: getattr(base, name) for name in TrainConfig.__struct_fields__})
 
 
-def saved_config(kind: type[ConfigT], folder: str | None, path: str | None) -> ConfigT:
+def saved_config(config_type: type[ConfigT], kind: Kind, folder: str | None, path: str | None) -> ConfigT:
     """The config of the run in a folder; `path` is what --config says."""
     if folder is None:
         raise CommandError("--resume needs the folder of the run: --run RUN")
     if path is not None:
         raise CommandError("--resume reads the config of the run; leave --config out")
-    saved = Path(folder) / "config.toml"
-    if not saved.is_file():
-        raise CommandError(f"there is no run in {folder}: it has no config.toml")
-    return load_saved(kind, saved)
+    check_run(Path(folder), kind)
+    return load_saved(config_type, Path(folder) / CONFIG)

@@ -27,6 +27,7 @@ from esper.growth.state import GrowthState
 from esper.rl.config import NetworkConfig
 from esper.rl.policy import Policy
 from esper.rng import Streams
+from esper.run_folder import kind_of, name_of
 
 _HEADER = "esper controller"  # the key of our part of the file's metadata
 _ANOTHER = "copy the file again, or train a controller anew"
@@ -165,6 +166,8 @@ class Learned:
 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], Description]:
+    if path.is_dir():
+        raise ControllerError(f"{path} {_why_no_controller(path)}")
     if not path.is_file():
         raise ControllerError(f"there is no file {path}; give the path of a file that training a controller has written")
     try:
@@ -180,6 +183,14 @@ def _read(path: Path) -> tuple[dict[str, Tensor], Description]:
     if _digest(weights) != description.sha256:
         raise ControllerError(f"{path} is damaged: its weights are not those that were written; {_ANOTHER}")
     return weights, description
+
+
+def _why_no_controller(folder: Path) -> str:
+    kind = kind_of(folder)
+    if kind == "controller":
+        return f"is a folder; give the controller of that run, {folder / 'controller.safetensors'}"
+    what = "is a folder and no file" if kind is None else f"is {name_of(kind)} and not a controller"
+    return f"{what}; give the file RUN/controller.safetensors of a controller run"
 
 
 def _describe(path: Path, header: str) -> Description:

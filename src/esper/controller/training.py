@@ -91,6 +91,7 @@ GROWTH = Kind(
     prepare=_prepare,
     changeable=("rounds", "threads", "checkpoint_every", "keep", "data_dir"),
     score=_no_score,
+    run_kind="controller",
     steps_of_all_ranks=False,
 )
 

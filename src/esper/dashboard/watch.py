@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from esper.replay_file import ReplayError, find_replays, read_replay
+from esper.run_folder import check_holds_a_run, kind_of
 
 HOST = "127.0.0.1"  # nobody else's machine can reach it
 
@@ -57,6 +58,8 @@ def list_replays(path: Path) -> list[Path]:
         return [path]
     found = find_replays(path)
     if not found:
+        if kind_of(path) is not None:
+            check_holds_a_run(path, "arena")
         raise ReplayError(f"there are no replays in {path / 'replays'}; record one with esper arena eval or esper arena match")
     return found
 

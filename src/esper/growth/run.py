@@ -135,7 +135,7 @@ def open_run(
         return
     place = Path(folder)
     if resume:
-        check_holds_a_run(place)
+        check_holds_a_run(place, "growth")
         _check_same(load_saved(type(config), place / CONFIG), config, place)
     else:
         check_is_free(place)

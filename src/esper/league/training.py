@@ -120,6 +120,7 @@ ARENA = Kind(
     prepare=_prepare,
     changeable=("total_steps", "threads", "checkpoint_every", "keep", "eval_battles", "eval_against"),
     score=_score,
+    run_kind="arena",
     after_checkpoint=write_league,
 )
 _GOES_ON = dataclasses.replace(ARENA, prepare=_prepare_to_go_on)
@@ -130,7 +131,7 @@ def load_player(
 ) -> tuple[Policy, ArenaTrainConfig]:
     """The policy of a run, ready to play: of its best checkpoint, or of the "latest"."""
     place = Path(folder)
-    check_holds_a_run(place)
+    check_holds_a_run(place, "arena")
     config = load_saved(ArenaTrainConfig, place / CONFIG)
     store = open_store(place)
     if not store.has_any():

@@ -41,6 +41,7 @@ from esper.rl.run_config import TrainConfig
 from esper.rl.run_events import CheckpointRefused, Evaluated, RunStarted
 from esper.rl.run_setup import Relay, count_parameters, evaluate_policy, prepare
 from esper.run_folder import CONFIG, EVENTS, RunError, check_holds_a_run, check_is_free, default_folder, locked
+from esper.run_folder import Kind as RunKind
 
 __all__ = ["Kind", "Result", "RunError", "RunOptions", "resume_run", "train_run"]
 
@@ -70,6 +71,7 @@ class Kind(Generic[AnyConfig]):
     prepare: Callable[[AnyConfig, nn.Module | None, Group], AbstractContextManager[tuple[PPO, Relay]]]
     changeable: tuple[str, ...]  # when resuming
     score: Callable[[AnyConfig, Policy, int], Evaluation | None]  # a policy on fresh episodes; the number says which
+    run_kind: RunKind = "ppo"  # what its folder is known by
     steps_of_all_ranks: bool = True  # what total_steps counts; else those of one
     after_checkpoint: Callable[[Path, dict[str, Any]], None] = lambda folder, state: None  # what else is kept of it in the folder
 
@@ -201,7 +203,7 @@ def resume_run(
 
 
 def _config_to_go_on_with(folder: Path, wanted: RunConfig | None, kind: Kind[Any]) -> Any:
-    check_holds_a_run(folder)
+    check_holds_a_run(folder, kind.run_kind)
     saved = load_saved(kind.config, folder / CONFIG)
     _check_changes(saved, wanted or saved, kind.changeable)
     return wanted or saved
