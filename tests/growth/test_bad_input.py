@@ -367,8 +367,9 @@ def test_a_loss_function_that_fails_comes_through_and_nothing_of_ours_stays_anyw
         return cross_entropy(model(batch[0]), batch[1])
 
     controller = Planned([(0, "first", "mlp"), (0, "second", "mlp")])
-    with pytest.raises(KeyError, match="targets"):
+    with pytest.raises(KeyError, match="targets") as caught:
         grow(host, make_data(), make_data(2), step_loss=fail, epochs=3, config=config(**NAMED), controller=controller)
+    assert caught.value.__cause__ is None
     assert_same(dict(host.state_dict()), dict(before))
     was_touched, copied = slotted
     assert was_touched

@@ -466,7 +466,7 @@ def test_one_cycle_is_stepped_after_every_step_also_inside_another_schedule() ->
 @pytest.mark.parametrize(
     ("schedule", "words"),
     [
-        (halving, "LambdaLR is stepped once an epoch, 3 times in all, and nobody can tell what its function counts"),
+        (halving, "LambdaLR is stepped once an epoch, 3 times in all, and esper cannot know whether its function counts"),
         (lambda optimizer: CosineAnnealingLR(optimizer, T_max=12), "CosineAnnealingLR is stepped once an epoch, .* its T_max is 12"),
         (lambda optimizer: LinearLR(optimizer, total_iters=12), "LinearLR .* its total_iters is 12"),
         (lambda optimizer: ChainedScheduler([LinearLR(optimizer, total_iters=12)]), "LinearLR .* its total_iters is 12"),

@@ -163,8 +163,8 @@ PER_EPOCH = (  # with the names of the times at which they end or change, counte
 def is_stepped_per_step(scheduler: Any, asked: str, *, epochs: int, steps: int | None) -> bool:
     """Whether a schedule is stepped after every step of the optimiser, not after every epoch.
 
-    `steps` is the number of steps in an epoch, None where nobody knows. "auto" goes by the documentation of a schedule and warns where
-    that leaves it open, or where the schedule would not come to its end by far.
+    `steps` is the number of steps in an epoch, None where the loader does not tell. "auto" goes by the documentation of a schedule, and
+    warns where that leaves it open, or where the schedule would end long after the training.
     """
     parts = _parts(scheduler)
     is_plateau = any(isinstance(part, ReduceLROnPlateau) for part in parts)
@@ -204,4 +204,4 @@ def _doubt(scheduler: Any, epochs: int) -> str:
             end = getattr(scheduler, name) if name else 0
             return f"its {name} is {end}" if end > 2 * epochs else ""
     what = "function" if isinstance(scheduler, LambdaLR | MultiplicativeLR) else "code"
-    return f"nobody can tell what its {what} counts"
+    return f"esper cannot know whether its {what} counts epochs or steps"

@@ -65,8 +65,8 @@ _HINTS = (  # part of torch's message, where it was raised, what to do
 )
 
 
-def explained(error: Exception, batch: Any, where: str) -> Exception:
-    """The error as one that says where it was and what to do, if it is known to be about the data; else the same error.
+def explained(error: Exception, batch: Any, where: str) -> GrowthError | None:
+    """The error as one that says where it was and what to do; None where it is not known to be about the data.
 
     Only for calls of the user's own step: what fails in a second pass of ours has to come through as it is.
     """
@@ -81,7 +81,7 @@ def explained(error: Exception, batch: Any, where: str) -> Exception:
     note = next((note for note in getattr(error, "__notes__", ()) if note.startswith((_IN_MODEL, _IN_LOSS))), None)
     is_about_data = isinstance(error, RuntimeError | TypeError | ValueError | IndexError) and not isinstance(error, torch.OutOfMemoryError)
     if note is None or not is_about_data:
-        return error
+        return None
     hints = [hint for part, place, hint in _HINTS if part in text and note.startswith(place)]
     return GrowthError(f"{where}: {note}: {text}{''.join(f'; {hint}' for hint in hints)}")
 

@@ -355,7 +355,9 @@ class Training:
             with nullcontext() if grower is None else grower.recording():
                 loss = self._loss(batch)
         except Exception as error:
-            raise explained(error, batch, where) from error
+            if told := explained(error, batch, where):
+                raise told from error
+            raise
         if not loss.requires_grad:
             raise GrowthError(
                 "the training loss has no gradient; compute it from the model's outputs, without detach(), no_grad() or argmax()"
@@ -403,7 +405,9 @@ class Training:
                     try:
                         loss = float(self._loss(batch))
                     except Exception as error:
-                        raise explained(error, batch, where) from error
+                        if told := explained(error, batch, where):
+                            raise told from error
+                        raise
                     check_data(batch, loss, where)
                     found.append((loss, size_of(batch)))
                     if constant is not None:
