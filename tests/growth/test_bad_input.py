@@ -179,7 +179,7 @@ CASES = {
     "a schedule that is too short for a loader of unknown length": (
         lambda f: start(folder=f, train=Endless(), scheduler=lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=2)),
         GrowthError,
-        "the schedule fails at step 3 of the optimiser: Tried to step 3 times",
+        "the schedule fails at step 3 of the epoch: Tried to step 3 times",
     ),
     "a plateau by steps": (
         lambda f: start(folder=f, scheduler=ReduceLROnPlateau, step_schedule="step"),

@@ -335,7 +335,7 @@ class Training:
             try:
                 self.scheduler.step()
             except ValueError as error:
-                raise GrowthError(f"the schedule fails at step {step} of the optimiser: {error}") from error
+                raise GrowthError(f"the schedule fails at step {step} of the epoch: {error}") from error
 
     def _note_step(self, *_: Any) -> None:
         self._has_stepped = True
