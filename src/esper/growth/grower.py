@@ -31,6 +31,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch.distributed as dist
@@ -245,7 +246,7 @@ class Grower:
         check_evaluate(evaluate)
         self._begin()
         self._rest()
-        chunks = self.chronicle.chunks()
+        chunks = self._averaged(self.chronicle.chunks())
         self._check_has_stepped()
         measured = self._agreed(self._measurement.measure(evaluate, self.plot.on_trial(), epoch=self.epoch + 1))
         val_loss = measured.losses.mean
@@ -362,6 +363,11 @@ class Grower:
 
     def _tell(self) -> None:
         self.plot.tell(self._on_event)
+
+    def _averaged(self, chunks: list[float]) -> list[float]:
+        """The training losses of all ranks, which go through as many batches each."""
+        by_rank = self._group.gather_objects(chunks)
+        return [fmean(values) for values in zip(*by_rank, strict=True)] if len({len(some) for some in by_rank}) == 1 else by_rank[0]
 
     def _agreed(self, value: Any) -> Any:
         """What rank 0 has found."""
