@@ -1,4 +1,4 @@
-"""What a run computes on: the device that was asked for, and the number of threads."""
+"""What is computed on: the device that was asked for, whether reading from it waits, and the number of threads."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ def find_device(wanted: Literal["auto", "cpu", "cuda"]) -> torch.device:
     if wanted == "cuda" and not torch.cuda.is_available():
         raise RunError("device 'cuda' was asked for, and torch finds none here; use device 'cpu' or 'auto'")
     return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def reading_waits(tensor: torch.Tensor) -> bool:
+    """Whether a look at its values waits for a device to be done with all that it was asked to compute."""
+    return tensor.device.type != "cpu"
 
 
 @contextlib.contextmanager

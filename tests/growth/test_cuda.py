@@ -92,6 +92,40 @@ def test_half_precision_with_a_loss_scale_grows(lifecycle: Lifecycle) -> None:
         assert all(torch.isfinite(parameter).all() for parameter in bed.slot.seed.parameters())
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_a_step_with_a_loss_scale_never_waits_for_the_gpu(is_fused: bool) -> None:
+    host = make_host(norm=False).cuda()
+    optimizer = torch.optim.AdamW(host.parameters(), lr=0.01, fused=is_fused)
+    slotted = add_slots(host, torch.zeros(2, 6, device="cuda"), slots=list(SLOTS))
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**40 if is_fused else 1024.0)  # the one overflows at first
+    grower = Grower(slotted, optimizer, scaler=scaler, controller=Script(BOTH, probes=[0]), config=config(probe_steps=3))
+    grower.begin()
+    data = on_gpu(make_data(8))
+    for number, (x, y) in enumerate(data * 4):
+        with torch.autocast("cuda", torch.float16):
+            loss = cross_entropy(slotted(x), y)
+        scaler.scale(loss).backward()
+        if not is_fused:
+            scaler.unscale_(optimizer)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            if is_fused:
+                scaler.step(optimizer)
+            else:
+                optimizer.step()  # as the scaler does, which itself reads whether there was an overflow
+            torch.cuda.set_sync_debug_mode("error" if number else "default")  # once, the grower looks whether frozen weights move
+            scaler.update()
+            optimizer.zero_grad()
+            grower.after_step(loss)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    bed = grower.garden.beds["first"]
+    assert all(torch.isfinite(parameter).all() for parameter in bed.slot.seed.parameters())
+    assert bed.learner.report().steps > 8
+    assert not is_fused or scaler.get_scale() < 2.0**40
+
+
 def test_a_disaster_on_the_gpu_is_found_at_the_end_of_the_epoch_and_undone() -> None:
     loop = gpu_loop(Script(BOTH))
     loop.epoch(epochs=2)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from esper.growth import grower, seed_learner
 from esper.growth.decisions import Advance, Germinate
 from tests.growth.small import QUICK, QUICK_SHADOW, SLOTS, Lifecycle, Loop, Script, config, make_host, make_loop
 
@@ -124,3 +127,77 @@ def test_under_autocast_seeds_stay_in_full_precision_and_learn() -> None:
         bed = loop.grower.garden.beds[name]
         assert {parameter.dtype for parameter in bed.slot.seed.parameters()} == {torch.float32}
         assert bed.life.gradients.mean_norm > 0
+
+
+class Reads(TorchDispatchMode):
+    """Counts how often a value is read from a tensor, which waits for the device where the tensor is on one."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def far(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU is taken for a device that one has to wait for."""
+    for module in (seed_learner, grower):
+        monkeypatch.setattr(module, "reading_waits", lambda tensor: True)
+
+
+@pytest.mark.parametrize("lifecycle", [QUICK, QUICK_SHADOW], ids=["joint", "shadow"])
+@pytest.mark.usefixtures("far")
+def test_steps_with_a_loss_scale_read_nothing_from_the_device(lifecycle: Lifecycle, monkeypatch: pytest.MonkeyPatch) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    loop = scaled_loop(lifecycle, scaler)
+    monkeypatch.setattr(scaler, "get_scale", lambda: pytest.fail("get_scale reads the device"))
+    step(loop, scaler, *loop.data[0])  # once, the grower looks whether frozen weights move
+    for x, y in loop.data[1:3]:
+        loss = cross_entropy(loop.slotted(x), y)
+        scaler.scale(loss).backward()
+        scaler.unscale_(loop.optimizer)
+        with Reads() as reads:
+            loop.optimizer.step()  # as scaler.step does, which reads by itself whether there was an overflow
+        loop.optimizer.zero_grad()
+        scaler.update()
+        with reads:
+            loop.grower.after_step(loss, closure=lambda x=x, y=y: cross_entropy(loop.slotted(x), y))
+        assert reads.count == 0
+    assert loop.grower.garden.beds["first"].learner.report().steps == 3
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+@pytest.mark.usefixtures("far")
+def test_an_overflow_in_a_seed_on_a_device_steps_by_a_zero_gradient_or_not_at_all(is_fused: bool) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    make = lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0, fused=is_fused)  # noqa: E731
+    loop = scaled_loop(QUICK, scaler, make_optimizer=make)
+    x, y = loop.data[0]
+    bed = loop.grower.garden.beds["first"]
+    spoil = lambda: list(bed.slot.seed.parameters())[-1].grad.fill_(math.inf)  # noqa: E731
+    step(loop, scaler, x, y, spoil=spoil)
+    born = copy.deepcopy(list(bed.slot.seed.parameters()))
+    step(loop, scaler, x, y, spoil=spoil)  # without any momentum a zero gradient moves nothing
+    assert all(torch.equal(now, then) for now, then in zip(bed.slot.seed.parameters(), born, strict=True))
+    step(loop, scaler, x, y)
+    before = copy.deepcopy(list(bed.slot.seed.parameters()))
+    assert not all(torch.equal(now, then) for now, then in zip(before, born, strict=True))
+    step(loop, scaler, x, y, spoil=spoil)
+    has_moved = not all(torch.equal(now, then) for now, then in zip(bed.slot.seed.parameters(), before, strict=True))
+    assert has_moved is not is_fused  # by its momentum
+    assert all(torch.isfinite(parameter).all() for parameter in bed.slot.seed.parameters())
+    stats = bed.learner.report()
+    assert (stats.steps, stats.skipped) == (4, 3)
+
+
+@pytest.mark.usefixtures("far")
+def test_a_fused_step_that_the_device_skips_is_skipped_for_the_seed_on_the_device() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    loop = scaled_loop(QUICK, scaler, make_optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, fused=True))
+    x, y = loop.data[0]
+    step(loop, scaler, x, y)
+    bed = loop.grower.garden.beds["first"]
+    before = copy.deepcopy(list(bed.slot.seed.parameters()))
+    step(loop, scaler, x, y, spoil=lambda: loop.host.head.weight.grad.fill_(math.inf))
+    assert all(torch.equal(now, then) for now, then in zip(bed.slot.seed.parameters(), before, strict=True))

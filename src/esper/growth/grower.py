@@ -40,6 +40,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from esper.checkpoint import CheckpointStore
+from esper.devices import reading_waits
 from esper.events import Event
 from esper.growth.checks import check_alphas, check_evaluate, check_fit_together, one_number, players
 from esper.growth.config import GrowthConfig
@@ -189,7 +190,7 @@ class Grower:
 
     def _is_lost(self, loss: Tensor) -> bool:
         """Elsewhere a look at every loss would wait for the device, or for the other ranks; there the end of the epoch shows it."""
-        return loss.device.type == "cpu" and self._group.world_size == 1 and not math.isfinite(float(loss))
+        return not reading_waits(loss) and self._group.world_size == 1 and not math.isfinite(float(loss))
 
     def _learn_in_shadow(self, closure: Closure | None) -> None:
         """Where the host has stepped; seeds in its shadow step as often as it does."""

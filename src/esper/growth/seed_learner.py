@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
+from esper.devices import reading_waits
 from esper.gradients import gradient_norm, unscaled
 from esper.growth.around import AroundZeroGrad
 from esper.growth.config import SeedOptimizer
@@ -77,7 +78,7 @@ class SeedLearner:
             for gradient in gradients:
                 gradient.copy_(unscaled(gradient, scale))
         norm = gradient_norm(self.parameters)
-        may_read = norm.device.type == "cpu"
+        may_read = not reading_waits(norm)
         if may_read and found_inf is not None and float(found_inf) > 0:
             return
         self._norms.append(norm)
