@@ -142,6 +142,44 @@ def test_tensorboard_gets_the_scalars(tmp_path: Path) -> None:
     assert list((tmp_path / "run/tensorboard").iterdir())
 
 
+def steps_in_tensorboard(folder: Path) -> list[int]:
+    """Steps of the updates that TensorBoard shows of a run, from all its sessions."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    shown = EventAccumulator(str(folder / "tensorboard"))
+    shown.Reload()
+    return [event.step for event in shown.Scalars("update/value_loss")]
+
+
+def test_a_resumed_run_goes_on_writing_for_tensorboard_until_it_is_told_not_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("tensorboard")
+    assert train("run", 2, "--tensorboard") == 0
+    resume = ["ppo", "train", "--resume", "--run", "run", "--total-steps"]
+    assert main([*resume, str(4 * UPDATE_STEPS)]) == 0
+    assert steps_in_tensorboard(tmp_path / "run") == [count * UPDATE_STEPS for count in range(1, 5)]
+    assert load(TrainConfig, tmp_path / "run/config.toml").tensorboard
+    assert resume_run(tmp_path / "run", config=msgspec.structs.replace(CONFIG, total_steps=5 * UPDATE_STEPS, tensorboard=True)).step
+    assert steps_in_tensorboard(tmp_path / "run")[-1] == 5 * UPDATE_STEPS
+
+    with monkeypatch.context() as patch:
+        patch.setattr("importlib.util.find_spec", lambda name: None)
+        assert main([*resume, str(6 * UPDATE_STEPS)]) == 2
+        assert "or do without it: --no-tensorboard on the command line" in capsys.readouterr().err
+    assert main([*resume, str(6 * UPDATE_STEPS), "--no-tensorboard"]) == 0
+    assert main([*resume, str(7 * UPDATE_STEPS)]) == 0
+    assert steps_in_tensorboard(tmp_path / "run")[-1] == 5 * UPDATE_STEPS
+
+
+def test_a_run_that_is_resumed_with_tensorboard_writes_for_it_from_then_on(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    train_run(msgspec.structs.replace(CONFIG, total_steps=UPDATE_STEPS), tmp_path / "run")
+    resume_run(tmp_path / "run", config=msgspec.structs.replace(CONFIG, total_steps=2 * UPDATE_STEPS), tensorboard=True)
+    assert main(["ppo", "train", "--resume", "--run", "run", "--total-steps", str(3 * UPDATE_STEPS)]) == 0
+    assert steps_in_tensorboard(tmp_path / "run") == [2 * UPDATE_STEPS, 3 * UPDATE_STEPS]
+
+
 def test_a_missing_tensorboard_is_said_before_anything_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
-from typing import Literal
 
 import tyro
 
@@ -30,10 +29,6 @@ class ArenaArguments(ArenaTrainConfig):
     time allows, else they end high"""
     dry_run: _Flag = False
     """say what would be done, and touch nothing"""
-    tensorboard: _Flag = False
-    """also write scalars for TensorBoard into the run folder"""
-    wandb: Literal["offline", "online"] | None = None
-    """also write scalars for Weights & Biases into the run folder; online: and send them to your account"""
 
     def settings(self) -> ArenaTrainConfig:
         """What is saved with the run."""

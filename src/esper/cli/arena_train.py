@@ -102,8 +102,6 @@ def _train(config: ArenaTrainConfig, arguments: ArenaArguments, group: Group) ->
     stop = StopSignals("update and the battles of its checkpoint")
     options: dict[str, Any] = {
         "sinks": [progress_sink(Progress(_members(folder) if arguments.resume else (), ends_at=ends_at))],
-        "tensorboard": arguments.tensorboard,
-        "wandb": arguments.wandb,
         "should_stop": lambda: stop.was_asked() or (ends_at is not None and time.monotonic() >= ends_at),
         "group": group,
     }

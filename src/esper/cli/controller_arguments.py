@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 import tyro
 
@@ -26,10 +25,6 @@ class ControllerArguments(ControllerConfig):
     """go on with the run in --run, as it was configured; --rounds may ask for more"""
     dry_run: _Flag = False
     """say what would be done, and touch nothing"""
-    tensorboard: _Flag = False
-    """also write scalars for TensorBoard into the run folder"""
-    wandb: Literal["offline", "online"] | None = None
-    """also write scalars for Weights & Biases into the run folder; online: and send them to your account"""
 
     def settings(self) -> ControllerConfig:
         """What is saved with the run."""

@@ -82,8 +82,6 @@ def _train(config: ControllerConfig, arguments: ControllerArguments, group: Grou
     stop = StopSignals("round of decisions, which may take minutes")
     options: dict[str, Any] = {
         "sinks": [progress_sink(Progress())],
-        "tensorboard": arguments.tensorboard,
-        "wandb": arguments.wandb,
         "should_stop": stop.was_asked,
         "group": group,
     }

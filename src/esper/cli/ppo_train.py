@@ -74,8 +74,6 @@ def _train(config: TrainConfig, arguments: TrainArguments, group: Group) -> Outc
     stop = StopSignals()
     options: dict[str, Any] = {
         "sinks": [progress_sink(Progress())],
-        "tensorboard": arguments.tensorboard,
-        "wandb": arguments.wandb,
         "should_stop": stop.was_asked,
         "group": group,
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
 
@@ -64,10 +64,6 @@ class TrainArguments(FileConfig):
     """go on with the run in --run, as it was configured"""
     dry_run: _Flag = False
     """say what would be done, and touch nothing"""
-    tensorboard: _Flag = False
-    """also write scalars for TensorBoard into the run folder"""
-    wandb: Literal["offline", "online"] | None = None
-    """also write scalars for Weights & Biases into the run folder; online: and send them to your account"""
 
 
 def defaults_for(argv: list[str]) -> TrainArguments:

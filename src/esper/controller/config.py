@@ -21,6 +21,7 @@ from esper.controller.network_config import SlotNetworkConfig
 from esper.fleet.config import FleetConfig, Share
 from esper.growth.config import GrowthConfig, Rent
 from esper.rl.config import PPOConfig
+from esper.rl.run_config import ShownConfig
 
 RENT_LEVELS = {
     "low": Rent(parameters=0.004, flops=0.001),  # growing pays wherever the host is starved
@@ -76,7 +77,7 @@ class DomainConfig(Config):
                 raise ConfigError(name, expected="a range, the smaller number first", got=(least, most))
 
 
-class ControllerConfig(Config):
+class ControllerConfig(ShownConfig):
     """Training a controller."""
 
     hosts: PositiveInt = 64  # that are decided for at once, over all fleets; per rank under torchrun

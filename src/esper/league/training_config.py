@@ -8,6 +8,7 @@ from esper.arena.config import ArenaConfig, TeamSize
 from esper.config import Config, ConfigError, Fraction, NonNegativeInt, PositiveInt
 from esper.league.config import LeagueConfig
 from esper.rl.config import NetworkConfig, PPOConfig
+from esper.rl.run_config import ShownConfig
 
 Anchor = Literal["random", "weak", "middle", "strong"]  # `esper.arena.bots.BOTS`, which is not imported: it brings torch
 ANCHORS: tuple[str, ...] = get_args(Anchor)
@@ -44,7 +45,7 @@ class SelfPlayConfig(Config):
             raise ConfigError("bots", expected="at least one bot, or bot_share 0", got=self.bots)
 
 
-class ArenaTrainConfig(Config):
+class ArenaTrainConfig(ShownConfig):
     """A training by self-play: the battles, the opponents, and the learner."""
 
     arena: ArenaConfig = ArenaConfig()

@@ -10,7 +10,15 @@ from esper.rl.config import PPOConfig
 EnvValue = bool | int | float | str | None | list[bool | int | float | str]
 
 
-class TrainConfig(Config):
+class ShownConfig(Config):
+    """What a run writes for other programs to show. It is part of the saved run, so a run that goes on writes it too."""
+
+    tensorboard: bool = False  # also write scalars for TensorBoard into the run folder
+    wandb: Literal["offline", "online"] | None = None
+    """also write scalars for Weights & Biases into the run folder; online: and send them to your account"""
+
+
+class TrainConfig(ShownConfig):
     """A training run: an environment, how long to train in it, and the learner."""
 
     env: str  # a built-in environment or a Gymnasium id

@@ -37,7 +37,7 @@ from esper.rl.evaluate import Evaluation
 from esper.rl.events import Update
 from esper.rl.policy import Policy
 from esper.rl.ppo import PPO, TrainingStopped
-from esper.rl.run_config import TrainConfig
+from esper.rl.run_config import ShownConfig, TrainConfig
 from esper.rl.run_events import CheckpointRefused, Evaluated, RunStarted
 from esper.rl.run_setup import Relay, count_parameters, evaluate_policy, prepare
 from esper.run_folder import CONFIG, EVENTS, RunError, check_holds_a_run, check_is_free, default_folder, locked
@@ -57,6 +57,12 @@ class RunConfig(Protocol):
 
     @property
     def keep(self) -> int: ...
+
+    @property
+    def tensorboard(self) -> bool: ...
+
+    @property
+    def wandb(self) -> WandbMode | None: ...
 
 
 AnyConfig = TypeVar("AnyConfig", bound=RunConfig)
@@ -113,8 +119,6 @@ class Options:
 
     encoder: nn.Module | None
     sinks: tuple[Sink, ...]
-    tensorboard: bool
-    wandb: WandbMode | None
     should_stop: Callable[[], bool]
     group: Group
     kind: Kind[Any]
@@ -124,7 +128,7 @@ class RunOptions(TypedDict, total=False):
     """What `train_run` and `resume_run` take besides what is trained, for functions that pass it on."""
 
     sinks: Iterable[Sink]
-    tensorboard: bool
+    tensorboard: bool | None
     wandb: WandbMode | None
     should_stop: Callable[[], bool]
     group: Group
@@ -145,16 +149,20 @@ def train_run(
     kind: Kind[Any] = ENVIRONMENT,
     encoder: nn.Module | None = None,
     sinks: Iterable[Sink] = (),
-    tensorboard: bool = False,
+    tensorboard: bool | None = None,
     wandb: WandbMode | None = None,
     should_stop: Callable[[], bool] = _never,
     group: Group = ALONE,
 ) -> Result:
-    """Trains a new run in a folder of its own. Stops after the update in which `should_stop()` becomes true, with a checkpoint."""
-    options = Options(encoder, tuple(sinks), tensorboard, wandb, should_stop, group, kind)
+    """Trains a new run in a folder of its own. Stops after the update in which `should_stop()` becomes true, with a checkpoint.
+
+    `tensorboard` and `wandb` become part of the config; None: as it says.
+    """
+    options = Options(encoder, tuple(sinks), should_stop, group, kind)
+    config = _shown_by(config, tensorboard, wandb)
     place = group.first(lambda: default_folder(kind.title(config)) if folder is None else Path(folder))
     group.first(lambda: check_is_free(place))
-    _check_installed(tensorboard=tensorboard, wandb=wandb is not None)
+    _check_installed(config)
     with (
         kind.prepare(config, encoder, group) as (ppo, relay),
         group.only_first(lambda: _new_log(config, place, options)) as log,
@@ -180,16 +188,19 @@ def resume_run(
     kind: Kind[Any] = ENVIRONMENT,
     encoder: nn.Module | None = None,
     sinks: Iterable[Sink] = (),
-    tensorboard: bool = False,
+    tensorboard: bool | None = None,
     wandb: WandbMode | None = None,
     should_stop: Callable[[], bool] = _never,
     group: Group = ALONE,
 ) -> Result:
-    """Goes on from the latest checkpoint, or from the start where there is none. `config` may ask for more steps than the saved one."""
-    options = Options(encoder, tuple(sinks), tensorboard, wandb, should_stop, group, kind)
+    """Goes on from the latest checkpoint, or from the start where there is none. `config` may ask for more steps than the saved one.
+
+    What it writes for TensorBoard and Weights & Biases is as `config` says, unless `tensorboard` or `wandb` is given.
+    """
+    options = Options(encoder, tuple(sinks), should_stop, group, kind)
     place = Path(folder)
-    goes_on = group.first(lambda: _config_to_go_on_with(place, config, kind))
-    _check_installed(tensorboard=tensorboard, wandb=wandb is not None)
+    goes_on = _shown_by(group.first(lambda: _config_to_go_on_with(place, config, kind)), tensorboard, wandb)
+    _check_installed(goes_on)
     with group.only_first(lambda: locked(place)):
         checkpoint = group.first(lambda: _latest(place))
         if checkpoint is not None and checkpoint.step >= kind.total_steps(goes_on, group):
@@ -343,27 +354,34 @@ def _reopened_log(config: Any, folder: Path, checkpoint: Checkpoint | None, opti
 def _check_changes(saved: Any, wanted: Any, changeable: Sequence[str]) -> None:
     """A run goes on as what it was: only what does not touch the learner may change."""
     for (name, before, _), (_, after, _) in zip(describe(saved), describe(wanted), strict=True):
-        if before != after and name not in changeable:
+        if before != after and name not in (*changeable, *ShownConfig.__struct_fields__):
             raise RunError(
                 f"{name} is {before!r} in the saved run and cannot become {after!r} now; what may change when resuming is "
                 f"{', '.join(changeable)}. Start a new run for the rest"
             )
 
 
-def _check_installed(**wanted: bool) -> None:
+def _shown_by(config: Any, tensorboard: bool | None, wandb: WandbMode | None) -> Any:
+    given = {"tensorboard": tensorboard, "wandb": wandb}
+    return msgspec.structs.replace(config, **{name: value for name, value in given.items() if value is not None})
+
+
+def _check_installed(config: RunConfig) -> None:
     """Each name is that of a package and of the extra that brings it."""
-    for name, is_wanted in wanted.items():
-        if is_wanted and importlib.util.find_spec(name) is None:
-            raise RunError(f"{name} was asked for and is not installed; install it with: pip install 'esper[{name}]'")
+    without = {"tensorboard": "--no-tensorboard", "wandb": "--wandb None"}
+    for name in ShownConfig.__struct_fields__:
+        if getattr(config, name) and importlib.util.find_spec(name) is None:
+            how = f"install it with: pip install 'esper[{name}]', or do without it: {without[name]} on the command line"
+            raise RunError(f"{name} was asked for and is not installed; {how}")
 
 
 def _all_sinks(config: Any, folder: Path, options: Options) -> tuple[Sink, ...]:
     sinks = list(options.sinks)
     try:
-        if options.tensorboard:
+        if config.tensorboard:
             sinks.append(TensorBoardSink(folder / "tensorboard"))
-        if options.wandb is not None:
-            sinks.append(WandbSink(folder, run=printable(folder.name), mode=options.wandb, config=msgspec.to_builtins(config)))
+        if config.wandb is not None:
+            sinks.append(WandbSink(folder, run=printable(folder.name), mode=config.wandb, config=msgspec.to_builtins(config)))
     except RuntimeError as error:
         raise RunError(str(error)) from error
     return tuple(sinks)
