@@ -251,6 +251,7 @@ class Grower:
         self._check_has_stepped()
         measured = self._agreed(self._measurement.measure(evaluate, self.plot.on_trial(), epoch=self.epoch + 1))
         val_loss = measured.losses.mean
+        self.plot.find_scale(chunks, val_loss)
         verdict = self._group.first(lambda: self.plot.verdict(chunks, val_loss))
         self._has_stepped_in_epoch = False
         self.plot.end_epoch(chunks, val_loss, measured.contributions, self._agreed(self._prober.finish()))

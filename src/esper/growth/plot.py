@@ -149,11 +149,14 @@ class Plot(Generic[AnyBed]):
             if bed.is_connected and bed.life.stage is not Stage.FOSSILIZED and bed.life.number is not None
         }
 
+    def find_scale(self, chunks: list[float], val_loss: float) -> None:
+        """Take the scale from the losses of the first epoch, where nobody told it. Every rank calls it, with the same losses."""
+        first = sum(chunks) / len(chunks) if chunks else val_loss
+        if self.scale is None and math.isfinite(first):
+            self._set_scale(LossScale.of(first, loss_range=self.config.loss_range, is_guess=True))
+
     def verdict(self, chunks: list[float], val_loss: float) -> Verdict:
-        if self.scale is None:
-            first = sum(chunks) / len(chunks) if chunks else val_loss
-            if math.isfinite(first):
-                self._set_scale(LossScale.of(first, loss_range=self.config.loss_range, is_guess=True))
+        self.find_scale(chunks, val_loss)
         return self.judge.judge(chunks, val_loss, is_blameless=not self.suspects())
 
     def end_epoch(self, chunks: list[float], val_loss: float, measured: Mapping[str, Contribution], promises: Promises | None) -> None:
