@@ -1009,3 +1009,24 @@ class MultiScale(nn.Module):
             x = stage(x)
             outputs.append(head(x))
         return outputs
+
+
+class Perceiver(nn.Module):
+    """Learned queries look at the inputs: a submodule gets a view of a parameter as its input."""
+
+    def __init__(self, width: int = 12) -> None:
+        super().__init__()
+        self.queries = nn.Parameter(torch.randn(1, 3, width))
+        self.embed, self.prepare = nn.Linear(4, width), nn.Linear(width, width)
+        self.cross = nn.MultiheadAttention(width, 2, batch_first=True)
+        self.blocks = nn.ModuleList(Block(width, is_causal=False) for _ in range(2))
+        self.head = nn.Linear(width, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        queries = self.prepare(self.queries.expand(len(x), -1, -1))
+        x = queries + self.cross(queries, x, x, need_weights=False)[0]
+        for block in self.blocks:
+            x = block(x)
+        result: Tensor = self.head(x.mean(1))
+        return result

@@ -19,13 +19,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
-from typing import Any, get_args
+from typing import Any, Self, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parameter import is_lazy
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+from torch.utils.module_tracker import ModuleTracker
 
 from esper.growth import branches
 from esper.growth.errors import GrowthError
@@ -141,7 +142,7 @@ def cost_of(blueprint: Blueprint, place: Place) -> Cost:
 def flop_counter() -> FlopCounterMode:
     """Torch's, which knows no recurrent layers and no fused attention, but that of GPUs."""
     aten = torch.ops.aten
-    return FlopCounterMode(
+    counter = FlopCounterMode(
         display=False,
         custom_mapping={
             aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
@@ -152,6 +153,18 @@ def flop_counter() -> FlopCounterMode:
             aten.miopen_rnn: _rnn_flops,
         },
     )
+    counter.mod_tracker = _NoTracker()
+    return counter
+
+
+class _NoTracker(ModuleTracker):
+    """Counts no modules apart. Torch's tracker fails where a module gets a view of a parameter, such as learned queries, under no_grad."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
 
 
 # These get the shapes of all tensors.
