@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,19 +42,23 @@ def whole_data() -> Data:
     return make_data(4, size=16, dtype=torch.float64)
 
 
-def train(model: nn.Module, data: Data, lifecycle: Lifecycle, *, poison_at: int | None = None) -> dict[str, Any]:
-    """What a training leaves behind. Every rank evaluates the same batches."""
+def validation() -> Data:
+    return make_data(3, seed=2, size=12, dtype=torch.float64)
+
+
+def train(model: nn.Module, data: Data, lifecycle: Lifecycle, *, val: Data | None = None, poison_at: int | None = None) -> dict[str, Any]:
+    """What a training leaves behind. Every rank evaluates the same batches, unless `val` gives it its own."""
     host = model.module if isinstance(model, DistributedDataParallel) else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     slotted = add_slots(model, data[0][0][:2], slots=list(SLOTS))
     grower = Grower(slotted, optimizer, controller=Script(LIVES, probes=[0, 5]), config=config(lifecycle, probe_steps=2))
     grower.begin()
-    val = make_data(3, seed=2, dtype=torch.float64)
+    batches = validation() if val is None else val
 
-    def evaluate() -> list[torch.Tensor]:
+    def evaluate() -> list[tuple[torch.Tensor, int]]:
         slotted.eval()
         with torch.no_grad():
-            return [cross_entropy(slotted(x), y) for x, y in val]
+            return [(cross_entropy(slotted(x), y), len(x)) for x, y in batches]
 
     for epoch in range(EPOCHS):
         if epoch == poison_at:
@@ -73,7 +78,44 @@ def train(model: nn.Module, data: Data, lifecycle: Lifecycle, *, poison_at: int 
         "ledger": msgspec.to_builtins(grower.ledger),
         "rollbacks": grower.rollbacks,
         "val_losses": grower.chronicle.val_losses,
+        "train_losses": torch.tensor(grower.chronicle.train_losses).half().tolist(),  # they are told in single precision
+        "samples": grower.state().samples_per_epoch,
+        "alpha": grower.search_alpha(next(iter(slotted.slots)), evaluate, alphas=[0.5, 1.0]).losses if lifecycle is QUICK else {},
     }
+
+
+def message_of(action: Callable[[], object]) -> str:
+    try:
+        action()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def mistakes(rank: int) -> dict[str, str]:
+    """What is said of models that would drift apart, and of an evaluation that fails on one rank."""
+    data = whole_data()
+    found = {}
+    slotted = add_slots(make_host(dtype=torch.float64), data[0][0][:2], slots=list(SLOTS))
+    optimizer = torch.optim.SGD(slotted.model.parameters(), lr=0.1)
+    found["no DDP"] = message_of(lambda: Grower(slotted, optimizer))
+    wrapped = DistributedDataParallel(slotted.model)
+    found["slots before DDP"] = message_of(lambda: Grower(slotted, optimizer))
+    slotted.remove()
+    single = dist.new_group([rank], use_local_synchronization=True)
+    partly = add_slots(DistributedDataParallel(make_host(dtype=torch.float64), process_group=single), data[0][0][:2], slots=list(SLOTS))
+    found["a group of one"] = message_of(lambda: Grower(partly, torch.optim.SGD(partly.model.parameters(), lr=0.1)))
+
+    slotted = add_slots(wrapped, data[0][0][:2], slots=list(SLOTS))
+    grower = Grower(slotted, optimizer)
+    x, y = data[0]
+    loss = cross_entropy(slotted(x), y)
+    loss.backward()
+    optimizer.step()
+    grower.after_step(loss)
+    found["evaluation"] = message_of(lambda: grower.after_epoch(lambda: [1.0, 2.0 // rank]))
+    found["after that"] = message_of(lambda: grower.after_epoch(lambda: [1.0, 2.0]))
+    return found
 
 
 def run_rank(rank: int, folder: Path) -> None:
@@ -85,6 +127,11 @@ def run_rank(rank: int, folder: Path) -> None:
         for name, (lifecycle, norm) in CASES.items():
             host = make_host(dtype=torch.float64, dropout=0.0, norm=norm)
             results[name] = train(DistributedDataParallel(host), half, lifecycle)
+        host = make_host(dtype=torch.float64, dropout=0.0, norm=False)
+        shards = [(x.split([8, 4])[rank], y.split([8, 4])[rank]) for x, y in validation()]
+        host = make_host(dtype=torch.float64, dropout=0.0, norm=False)
+        results["shards"] = train(DistributedDataParallel(host), half, QUICK, val=shards)
+        results["mistakes"] = mistakes(rank)
         host = make_host(dtype=torch.float64, dropout=0.0, norm=False)
         results["poisoned"] = train(DistributedDataParallel(host), half, QUICK, poison_at=5)
         torch.save(results, folder / f"results {rank}")
@@ -117,7 +164,7 @@ def assert_close(one: Any, other: Any, *, atol: float) -> None:
         assert one == other
 
 
-@pytest.mark.parametrize("name", [*CASES, "poisoned"])
+@pytest.mark.parametrize("name", [*CASES, "shards", "poisoned"])
 def test_both_ranks_have_the_same_host_seeds_and_ledger_bit_for_bit(name: str, results: list[dict[str, Any]]) -> None:
     one, other = (rank[name] for rank in results)
     if "norm" in name:  # batch norm has its own statistics on each rank, as ever under data parallelism
@@ -135,6 +182,33 @@ def test_two_ranks_are_one_process_with_the_batches_of_both(name: str, results: 
     assert len(alone["ledger"]["entries"]) == 3
     for rank in results:
         assert_close(rank[name], alone, atol=1e-9)
+
+
+def test_ranks_that_evaluate_parts_of_every_batch_are_one_process_that_evaluates_the_whole(results: list[dict[str, Any]]) -> None:
+    """Parts of 8 and 4 samples, which weigh as many."""
+    lifecycle, norm = CASES["joint"]
+    alone = train(make_host(dtype=torch.float64, dropout=0.0, norm=norm), whole_data(), lifecycle)
+    assert [entry["gain"] for entry in alone["ledger"]["entries"]].count(None) < 3
+    for rank in results:
+        assert_close(rank["shards"], alone, atol=1e-9)
+
+
+@pytest.mark.parametrize("how", ["no DDP", "slots before DDP"])
+def test_slots_in_a_process_group_without_data_parallelism_are_refused(how: str, results: list[dict[str, Any]]) -> None:
+    for rank in results:
+        assert "2 processes train together" in rank["mistakes"][how]
+        assert "add_slots(DistributedDataParallel(model)" in rank["mistakes"][how]
+
+
+def test_data_parallelism_over_some_of_the_ranks_is_refused(results: list[dict[str, Any]]) -> None:
+    for rank in results:
+        assert "over 1 of 2 processes" in rank["mistakes"]["a group of one"]
+
+
+def test_an_evaluation_that_fails_on_one_rank_is_told_on_all_and_can_be_repeated(results: list[dict[str, Any]]) -> None:
+    assert results[0]["mistakes"]["evaluation"].startswith("ZeroDivisionError")
+    assert results[1]["mistakes"]["evaluation"].startswith("GrowthError: evaluate() failed on rank 0: ZeroDivisionError")
+    assert [rank["mistakes"]["after that"] for rank in results] == ["no error", "no error"]
 
 
 def test_a_rollback_happens_on_all_ranks_and_training_goes_on(results: list[dict[str, Any]]) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from esper.growth.config import GrowthConfig
@@ -13,6 +15,7 @@ from esper.growth.errors import GrowthError
 from esper.growth.garden import AnyBed, Garden
 from esper.growth.shapley import MOST
 from esper.growth.slotted import Slotted
+from esper.parallel import ALONE, Group, Ranks
 
 
 def check_fit_together(slotted: object, optimizer: Optimizer, config: object) -> None:
@@ -37,6 +40,29 @@ def check_evaluate(evaluate: object) -> None:
         raise GrowthError(
             f"after_epoch takes a function that gives the loss of every validation batch, and got {what}; it calls the function once more "
             "for each seed on trial, with the seed off, so losses alone do not do: grower.after_epoch(evaluate)"
+        )
+
+
+def ranks_of(model: nn.Module) -> Group:
+    """The ranks that train this model together, checked; without a process group, none but this one."""
+    wrappers = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    group = Ranks() if wrappers and dist.is_initialized() else ALONE
+    check_ranks(model, group)
+    if wrappers and wrappers[0].process_group.size() != group.world_size:
+        raise GrowthError(
+            f"the model is data-parallel over {wrappers[0].process_group.size()} of {group.world_size} processes, and growth is decided by "
+            "all of them; wrap it without process_group="
+        )
+    return group
+
+
+def check_ranks(model: nn.Module, group: Group) -> None:
+    """Processes that train together must know of each other: seeds and decisions would differ between them otherwise."""
+    if group.world_size == 1 and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise GrowthError(
+            f"{dist.get_world_size()} processes train together, and this model is not under DistributedDataParallel, or was put there "
+            "after it got its slots: every process would grow another model. Take the slots out by slotted.remove(), wrap the model first, "
+            "and add slots to the wrapper: slotted = add_slots(DistributedDataParallel(model), example_input=x[:2])"
         )
 
 

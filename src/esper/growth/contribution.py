@@ -3,7 +3,9 @@
 With k seeds there are k + 1 distinct settings: all on, and each one off. What ran before a slot is the same with its seed on and off, so it
 is recorded while everything is on, and replayed; that this changes no bit is checked once for every slot.
 
-Every sample counts alike: where the sizes of batches are told, a batch weighs as many samples as it holds.
+Every sample counts alike: where the sizes of batches are told, a batch weighs as many samples as it holds. On several ranks, the batches
+that have the same number are one batch: its loss is the mean over the samples of all ranks. So ranks may share the validation data out or
+all go through the same; counted apart, batches that are the same would pass for more evidence than there is.
 
 A seed is looked at after every epoch of its probation, so its intervals are wider than those of a single look: see `confidence_of_look`.
 """
@@ -13,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import zip_longest
 from typing import Any, NamedTuple, SupportsFloat
 
 import torch
@@ -80,7 +83,7 @@ class Measurement:
         """
         confidences = names if isinstance(names, Mapping) else dict.fromkeys(names, 1 - MISJUDGED)
         with self._all_on(evaluate, list(confidences)) as with_all:
-            if self._group.any(not with_all.are_finite):
+            if not with_all.are_finite:
                 return Measured(with_all, {})
             without = {name: self._without(evaluate, [name], with_all) for name in confidences}
         gains = {name: gain_of(losses, with_all, confidence=confidences[name]) for name, losses in without.items()}
@@ -92,6 +95,23 @@ class Measurement:
             losses = {off: (self._without(evaluate, off, with_all) if off else with_all).values for off in subsets(names)}
         return {name: _interval(values, with_all.samples) for name, values in shapley_values(losses, names).items()}
 
+    def losses(self, evaluate: Evaluate) -> Losses:
+        """Of all ranks together. An error on one of them is told on all, for the others would wait for it."""
+        if self._group.world_size == 1:
+            return losses_of(evaluate)
+        own, error = None, None
+        try:
+            own = losses_of(evaluate)
+        except Exception as caught:
+            error = caught
+        by_rank = self._group.gather_objects((own, "" if error is None else f"{type(error).__name__}: {error}"))
+        if error is not None:
+            raise error
+        for rank, (_, reason) in enumerate(by_rank):
+            if reason:
+                raise GrowthError(f"evaluate() failed on rank {rank}: {reason}")
+        return averaged([losses for losses, _ in by_rank if losses is not None])
+
     @contextmanager
     def _all_on(self, evaluate: Evaluate, names: Sequence[str]) -> Iterator[Losses]:
         """The losses with everything on; inside, what was recorded with them can be replayed."""
@@ -101,7 +121,7 @@ class Measurement:
                 with ExitStack() as stack:
                     for replay in replays:
                         stack.enter_context(replay.recording())
-                    losses = losses_of(evaluate)
+                    losses = self.losses(evaluate)
                 yield losses
         finally:
             for replay in replays:
@@ -119,7 +139,7 @@ class Measurement:
             if self._can_trust(evaluate, first, with_all):
                 stack.enter_context(self._replays[first].replaying())
             stack.enter_context(self.slotted.without(list(off)))
-            losses = losses_of(evaluate)
+            losses = self.losses(evaluate)
         _check_same_batches(with_all, losses)
         return losses
 
@@ -130,7 +150,7 @@ class Measurement:
         assert replay is not None
         if name not in self._trusted:
             with replay.replaying():
-                is_different = self._group.any(losses_of(evaluate) != with_all)
+                is_different = self.losses(evaluate) != with_all
             (self._distrusted if is_different else self._trusted).add(name)
         return name in self._trusted
 
@@ -182,6 +202,18 @@ def losses_of(evaluate: Evaluate) -> Losses:
     return losses
 
 
+def averaged(by_rank: Sequence[Losses]) -> Losses:
+    """Batch by batch over ranks, of which one may have fewer.
+
+    >>> averaged([Losses([1.0, 2.0], [3, 1]), Losses([5.0], [1])])
+    Losses(values=[2.0, 2.0], samples=[4, 1])
+    """
+    pairs = [list(zip(losses.values, losses.samples, strict=True)) for losses in by_rank]
+    batches = [[pair for pair in batch if pair is not None] for batch in zip_longest(*pairs)]
+    samples = [sum(size for _, size in batch) for batch in batches]
+    return Losses([sum(loss * size for loss, size in batch) / size for batch, size in zip(batches, samples, strict=True)], samples)
+
+
 def _check_same_batches(first: Losses, then: Losses) -> None:
     if first.samples == then.samples:
         return
@@ -225,11 +257,12 @@ class AlphaSearch(NamedTuple):
     losses: dict[float, float]  # mean validation loss of each
 
 
-def search_alpha(slotted: Slotted, name: str, evaluate: Evaluate, alphas: Sequence[float]) -> AlphaSearch:
+def search_alpha(measurement: Measurement, name: str, evaluate: Evaluate, alphas: Sequence[float]) -> AlphaSearch:
     """Which alpha of one seed gives the lowest validation loss. Alpha is afterwards what it was."""
+    slotted = measurement.slotted
     found: dict[float, float] = {}
     for alpha in alphas:
         with modes_kept(slotted), slotted.slot(name).held_at(alpha):
-            losses = losses_of(evaluate)
+            losses = measurement.losses(evaluate)
         found[alpha] = losses.mean
     return AlphaSearch(min(found, key=lambda alpha: (not math.isfinite(found[alpha]), found[alpha])), found)

@@ -34,7 +34,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
@@ -42,7 +41,7 @@ from torch.optim import Optimizer
 from esper.checkpoint import CheckpointStore
 from esper.devices import reading_waits
 from esper.events import Event
-from esper.growth.checks import check_alphas, check_evaluate, check_fit_together, one_number, players
+from esper.growth.checks import check_alphas, check_evaluate, check_fit_together, check_ranks, one_number, players, ranks_of
 from esper.growth.config import GrowthConfig
 from esper.growth.contribution import AlphaSearch, Evaluate, Measurement, search_alpha
 from esper.growth.controllers import as_controller
@@ -60,7 +59,6 @@ from esper.growth.seed_learner import MakeOptimizer, OptimizerFollower
 from esper.growth.shadow import Closure, Shadow
 from esper.growth.slotted import Slotted
 from esper.growth.state import GrowthState, LossScale
-from esper.parallel import ALONE, Ranks
 from esper.statistics import Interval
 
 KIND = "grower"  # of its checkpoints
@@ -105,8 +103,7 @@ class Grower:
             raise GrowthError("some of the model's weights are NaN or infinite before the training; begin with others")
         self._recovery.take_snapshot()
         self._prober = Prober(slotted, self.garden, optimizer, seed_optimizer)
-        is_parallel = any(isinstance(module, nn.parallel.DistributedDataParallel) for module in slotted.model.modules())
-        self._group = Ranks() if is_parallel and dist.is_initialized() else ALONE
+        self._group = ranks_of(slotted.model)
         self._measurement = Measurement(slotted, group=self._group)
         self._shadow = Shadow(slotted, alpha=self.config.lifecycle.alpha_target)
         self._on_event = on_event
@@ -148,6 +145,7 @@ class Grower:
         """Once, at the latest after the first step. The state is then not what was there before the training."""
         if self._has_begun:
             return
+        check_ranks(self.slotted.model, self._group)  # again, for processes may have joined since the grower was made
         self._has_begun = True
         self._decide()
         self._get_ready()
@@ -171,6 +169,7 @@ class Grower:
                 "or raise them jointly"
             )
         samples = self.slotted.samples or None if samples is None else samples
+        samples = None if samples is None else samples * self._group.world_size  # batches are as large on all ranks
         is_lost = self._is_lost(value)
         if not is_lost:
             self._begin()
@@ -241,7 +240,7 @@ class Grower:
 
         It is the user's: it puts the model into eval mode and switches gradients off. The modes of all modules are put back after it.
         Until it has given everything that is needed nothing is changed, so an error in it leaves all as it was. On several ranks, each
-        goes through as many batches, and what counts is what rank 0 finds.
+        goes through as many batches, its own or the same, and the losses of all ranks count.
         """
         self._check_is_at_work()
         check_evaluate(evaluate)
@@ -249,10 +248,10 @@ class Grower:
         self._rest()
         chunks = self._averaged(self.chronicle.chunks())
         self._check_has_stepped()
-        measured = self._agreed(self._measurement.measure(evaluate, self.plot.on_trial(), epoch=self.epoch + 1))
+        measured = self._measurement.measure(evaluate, self.plot.on_trial(), epoch=self.epoch + 1)
         val_loss = measured.losses.mean
         self.plot.find_scale(chunks, val_loss)
-        verdict = self._group.first(lambda: self.plot.verdict(chunks, val_loss))
+        verdict = self.plot.verdict(chunks, val_loss)  # the same on all ranks, as these numbers are
         self._has_stepped_in_epoch = False
         self.plot.end_epoch(chunks, val_loss, measured.contributions, self._agreed(self._prober.finish()))
         if verdict.is_disaster:
@@ -305,8 +304,8 @@ class Grower:
             )
 
     def count_evaluation(self, samples: int) -> None:
-        """Adds the FLOPs of a forward pass over so many samples; `evaluate` may call it."""
-        self.chronicle.flops += samples * (self.slotted.survey.host.flops + self.garden.connected().flops)
+        """Adds the FLOPs of a forward pass over so many samples, on every rank; `evaluate` may call it."""
+        self.chronicle.flops += samples * self._group.world_size * (self.slotted.survey.host.flops + self.garden.connected().flops)
 
     # Questions that cost evaluations
 
@@ -320,7 +319,7 @@ class Grower:
         """Which of these alphas gives the lowest validation loss, for a `Retarget`. Nothing is changed; `evaluate` is called for each."""
         check_alphas(self.slotted, slot, alphas)
         with self._prober.paused():
-            return search_alpha(self.slotted, slot, evaluate, alphas)
+            return search_alpha(self._measurement, slot, evaluate, alphas)
 
     # Deciding
 
