@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import signal
 import subprocess
 import sys
@@ -307,6 +308,68 @@ def test_a_folder_that_holds_a_run_is_not_trained_in_again(finished: Path, capsy
     assert grow(finished, EPOCHS) == 2
     assert "--resume" in capsys.readouterr().err
     assert (finished / "events.jsonl").read_bytes() == before
+
+
+# Two processes and one folder
+
+TWO_PROCESSES = """
+import os, time
+from pathlib import Path
+from mycode import make_loaders, make_model as model
+
+def wait_for(name):
+    while not Path(name).exists():
+        time.sleep(0.01)
+
+def make_model():
+    if os.environ["ROLE"] == "second":  # it has found the folder missing, and now the first one makes it
+        Path("second-waits").touch()
+        wait_for("new/run/events.jsonl")
+    else:
+        wait_for("second-waits")
+    return model()
+
+class Held(list):
+    def __iter__(self):  # the first look at the data, in the run's folder
+        if os.environ["ROLE"] == "first":
+            wait_for("second-is-over")
+        yield from super().__iter__()
+
+def loaders():
+    train, validation, test = make_loaders()
+    return train, Held(validation), test
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("user_code")
+def test_a_second_run_in_the_same_new_folder_is_refused_and_leaves_the_first_alone(tmp_path: Path) -> None:
+    (tmp_path / "two.py").write_text(TWO_PROCESSES)
+    options = ["--model", "two:make_model", "--data", "two:loaders", "--controller", "never", "--epochs", "1", "--run", "new/run", "--json"]
+    first, second = (
+        subprocess.Popen(
+            [sys.executable, "-m", "esper.cli.main", "grow", *options],
+            env={**os.environ, "ROLE": role},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for role in ("first", "second")
+    )
+    try:
+        shown = second.communicate(timeout=100)
+        assert second.returncode == 2, shown
+        assert "new/run already holds a run" in last_line(shown[0])["error"]
+        assert (tmp_path / "new/run/config.toml").exists(), "the first one's folder is still there"
+        (tmp_path / "second-is-over").touch()
+        shown = first.communicate(timeout=100)
+        assert first.returncode == 0, shown
+    finally:
+        for process in (first, second):
+            process.kill()
+            process.communicate()
+    assert read_story("new/run").is_over
+    assert main(["grow", "--resume", "--run", "new/run"]) == 0
 
 
 # Stopping and going on

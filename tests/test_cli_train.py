@@ -23,13 +23,12 @@ from esper.cli.main import main
 from esper.cli.ppo_progress import Progress
 from esper.cli.progress import LiveView, PlainLines
 from esper.config import load
-from esper.events import Record, SinkFailed, read
+from esper.events import CheckpointRefused, Record, SinkFailed, read
 from esper.rl import RunError, TrainConfig, load_policy, resume_run, train_run
 from esper.rl.checkpoints import KIND, open_store
 from esper.rl.config import NetworkConfig, PPOConfig
 from esper.rl.evaluate import Evaluation
 from esper.rl.events import Update
-from esper.rl.run_events import CheckpointRefused
 from esper.run_folder import CHECKPOINTS
 from esper.vecenv import make
 from tests.commands import Terminal, assert_same_state, events_of, last_line, show, signal_at_checkpoint, wait_for

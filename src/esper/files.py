@@ -117,7 +117,7 @@ def make_folder(folder: Path) -> list[Path]:
         os.mkdir(folder)
     except FileExistsError:
         if not folder.is_dir():
-            raise
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder)) from None
         return made
     sync(folder.parent)
     return [folder, *made]

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
 import shlex
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
-from esper.files import MAX_CONFIG_BYTES, parse_toml, read_file
+from esper.files import MAX_CONFIG_BYTES, make_folder, parse_toml, read_file, remove, remove_temporaries
 
 CONFIG, EVENTS, CHECKPOINTS, LOCK = "config.toml", "events.jsonl", "checkpoints", ".lock"
 GROW = "grow.toml"  # of a run of `esper grow`, beside config.toml, which holds the part about growing alone
@@ -46,7 +47,8 @@ def default_folder(env: str, *, root: Path | str = "runs") -> Path:
     return folder
 
 
-def check_is_free(folder: Path) -> None:
+def check_is_free(folder: Path, *, results: Sequence[str] = ()) -> None:
+    """Raise RunError where the folder holds a run, or a file of somebody else that the run would replace: one of `results`."""
     if folder.exists() and not folder.is_dir():
         raise RunError(f"{folder} is a file; choose another folder for the run")
     found = [name for name in (CONFIG, EVENTS, CHECKPOINTS) if (folder / name).exists()]
@@ -55,6 +57,9 @@ def check_is_free(folder: Path) -> None:
             f"{folder} already holds a run ({', '.join(found)}); go on with it by resume=True (--resume on the command line), "
             "or choose another folder"
         )
+    taken = [name for name in results if os.path.lexists(folder / name)]
+    if taken:
+        raise RunError(f"{folder} holds a {taken[0]}, which the run would replace; choose another folder")
 
 
 def kind_of(folder: Path) -> Kind | None:
@@ -101,10 +106,75 @@ def _what_takes(folder: Path, kind: Kind) -> str:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Holds the run for this process; the lock ends with the process, however that ends."""
-    with open(folder / LOCK, "w") as file:
+    """Hold the run for this process; the lock ends with the process, however that ends."""
+    with _lock(folder):
+        yield
+
+
+def _lock(folder: Path) -> contextlib.AbstractContextManager[object]:
+    """Return the open file that is the lock. Raise RunError where another process has it."""
+    while True:
+        file = open(folder / LOCK, "a")  # noqa: SIM115 — the caller closes it
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The process that held it before may have removed the file, and a third one made it again: then it locks nothing.
+            if os.path.samestat(os.fstat(file.fileno()), os.stat(folder / LOCK)):
+                return file
         except BlockingIOError as error:
+            file.close()
             raise RunError(f"another process is training in {folder}; wait for it or stop it first") from error
-        yield
+        except FileNotFoundError:
+            pass
+        except BaseException:
+            file.close()
+            raise
+        file.close()
+
+
+class NewFolder:
+    """The folder of a new run, which this process made or found free, and holds the lock of.
+
+    `discard` removes the run again, while the lock is held: what every run has, the files in `others`, and the folders that this process
+    made where nothing else is in them.
+    """
+
+    def __init__(self, path: Path, made: Sequence[Path]) -> None:
+        self.path, self.others = path, set[str]()
+        self._made = made
+
+    def discard(self) -> None:
+        for name in (*self.others, CHECKPOINTS, EVENTS, CONFIG):
+            remove(self.path / name)
+        remove_temporaries(self.path)
+        remove(self.path / LOCK)
+        remove_empty(self._made)
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path, *, results: Sequence[str] = ()) -> Iterator[NewFolder]:
+    """Make the folder of a new run and hold its lock; see `check_is_free` for `results`."""
+    check_is_free(folder, results=results)
+    made: list[Path] = []
+    while True:
+        made = [*make_folder(folder), *made]
+        try:
+            lock = _lock(folder)
+            break
+        except FileNotFoundError:  # another process made the folder and removed it again
+            continue
+        except BaseException:
+            remove_empty(made)
+            raise
+    with lock:
+        new = NewFolder(folder, made)
+        check_is_free(folder, results=results)  # again: another process may have trained in it until now
+        yield new
+
+
+def remove_empty(folders: Sequence[Path]) -> None:
+    """Remove folders that this process made, innermost first, as far as nothing is in them."""
+    for folder in folders:
+        try:
+            os.rmdir(folder)
+        except OSError:
+            return

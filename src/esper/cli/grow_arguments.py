@@ -12,7 +12,7 @@ from esper.cli.grow_config import GrowTaskConfig
 from esper.cli.outcome import CommandError
 from esper.cli.parse import settings_of, take_option
 from esper.config import load, load_saved
-from esper.run_folder import GROW
+from esper.run_folder import CONFIG, GROW
 
 SAVED = GROW
 _Flag = tyro.conf.FlagCreatePairsOff[bool]
@@ -66,7 +66,8 @@ def _saved_config(folder: str | None, path: str | None) -> GrowTaskConfig:
     if path is not None:
         raise CommandError("--resume reads the config of the run; leave --config out")
     place = Path(folder)
-    check_run(place, "growth")
+    if (place / CONFIG).exists() or not (place / SAVED).exists():  # a run that was killed between the two files begins from the start
+        check_run(place, "growth")
     if not (place / SAVED).is_file():
         raise CommandError(
             f"the run in {folder} was not started by esper grow: it has no {SAVED}. It takes esper grow report {shlex.quote(folder)}, "

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -25,17 +24,18 @@ from torch import nn
 
 from esper.cli.grow_arguments import SAVED
 from esper.cli.grow_config import GrowTaskConfig
-from esper.cli.grow_controller import keep_controller, make_controller
+from esper.cli.grow_controller import COPY, controller_copy, make_controller
 from esper.cli.grow_work import Score, Work, make_work
-from esper.config import load_saved, save
+from esper.config import load_saved, saved_text
 from esper.events import Sink
+from esper.files import make_folder, remove
 from esper.growth.baked import load as load_grown
 from esper.growth.events import FinalTest, TwinCompared
-from esper.growth.html_report import TWIN, write_report
+from esper.growth.html_report import REPORT, TWIN, write_report
 from esper.growth.result import MODEL
 from esper.growth.run import open_run
 from esper.growth.story import Story, read_story
-from esper.run_folder import CONFIG, EVENTS, RunError, default_folder
+from esper.run_folder import CONFIG, EVENTS, RunError, default_folder, remove_empty
 from esper.statistics import student_interval
 
 MAY_CHANGE = {"epochs", "device", "threads", "twin"}  # when a run goes on
@@ -63,8 +63,17 @@ def grow_in(
 ) -> Result:
     if resume:
         _check_same(load_saved(GrowTaskConfig, folder / SAVED), config, folder)
-    was_over = resume and _all_complete(folder, config)
-    _train(folder, config, resume=resume, device=device, sink=partial(make_sink, config.title), should_stop=should_stop)
+    goes_on = resume and (folder / CONFIG).is_file()  # a run that was killed before it had one begins from the start
+    was_over = goes_on and _all_complete(folder, config)
+    _train(
+        folder,
+        config,
+        resume=goes_on,
+        controller_file=folder / COPY if resume else None,
+        device=device,
+        sink=partial(make_sink, config.title),
+        should_stop=should_stop,
+    )
     twin = None
     if config.twin and not should_stop():
         never = msgspec.structs.replace(config, controller="never", twin=False)
@@ -87,19 +96,31 @@ def _train(
     device: torch.device,
     sink: Callable[[], Sink],
     should_stop: Callable[[], bool],
+    controller_file: Path | None = None,
     twin_of: Path | None = None,
 ) -> None:
-    """Does what is left to do, which may be nothing. `twin_of` is the file of the grown model that a twin is held against."""
+    """Do what is left to do, which may be nothing.
+
+    `controller_file` is the run's own copy of its controller's file; None where it has none yet. `twin_of` is the file of the grown model
+    that a twin is held against.
+    """
     if resume and _is_complete(folder, config):
         return
     work = make_work(config, device)
     training = work.training(config)
-    controller = make_controller(config, folder if resume else None)  # before anything is written
-    with open_run(folder, resume=resume, config=work.growth, sinks=[sink()], should_stop=should_stop) as run:
-        if not resume:
-            controller = keep_controller(config, folder)
-        save(config, folder / SAVED)
-        (folder / MODEL).unlink(missing_ok=True)
+    make_controller(config, controller_file)  # before anything is written
+    files = {**controller_copy(config, folder, controller_file), SAVED: saved_text(config).encode()}
+    with open_run(
+        folder,
+        resume=resume,
+        config=work.growth,
+        files=files,
+        results=(MODEL, REPORT),
+        sinks=[sink()],
+        should_stop=should_stop,
+    ) as run:
+        controller = make_controller(config, folder / COPY)
+        remove(folder / MODEL)
         grown = training.run(controller, run)
         if grown.status == "stopped":
             return
@@ -149,23 +170,17 @@ def _check_same(saved: GrowTaskConfig, wanted: GrowTaskConfig, folder: Path) -> 
 
 @contextlib.contextmanager
 def run_folder(config: GrowTaskConfig, wanted: Path | None) -> Iterator[Path]:
-    """The folder to train in. Where an error keeps the training from beginning, nothing new is left behind."""
-    folder = wanted or _proposed(config)
-    missing = [place for place in (folder, *folder.parents) if not place.exists()]  # innermost first
-    while wanted is None:
-        try:
-            folder.mkdir(parents=True)  # at once, so that nobody else can choose it
-            break
-        except FileExistsError:
-            folder = missing[0] = _proposed(config)
+    """The folder to train in. One that is made here, and in which no training begins, is removed."""
+    if wanted is not None:
+        yield wanted  # made later, by the run that holds its lock
+        return
+    folder, made = _proposed(config), list[Path]()
+    while folder not in (made := [*make_folder(folder), *made]):  # at once, so that nobody else can choose it
+        folder = _proposed(config)
     try:
         yield folder
     except BaseException:
-        if folder in missing and not has_begun(folder):
-            shutil.rmtree(folder, ignore_errors=True)
-            for parent in missing[1:]:
-                with contextlib.suppress(OSError):
-                    parent.rmdir()
+        remove_empty(made)
         raise
 
 

@@ -9,7 +9,7 @@ from rich.table import Table
 from esper.cli import progress
 from esper.events import Record
 from esper.rl.events import CompileFailed, EpisodesRestarted, Skipped, Update
-from esper.rl.run_events import CheckpointRefused, RunStarted
+from esper.rl.run_events import RunStarted
 from esper.statistics import Ema
 from esper.text_table import duration
 
@@ -55,8 +55,6 @@ class Progress(progress.Progress):
             case RunStarted() as started:
                 what = f"{started.env_id}: {started.num_envs} environments on {started.device}, {started.parameters:,} parameters"
                 return f"{what}, {started.total_steps:,} steps in updates of {started.steps_per_update:,}"
-            case CheckpointRefused() as refused:
-                return f"passed over {refused.checkpoint}: {refused.reason}"
             case EpisodesRestarted():
                 return "this environment cannot be saved in the middle of an episode: new episodes begin"
             case Skipped() as skipped:

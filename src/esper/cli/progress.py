@@ -13,7 +13,7 @@ from typing import TextIO
 from rich.console import Console, RenderableType
 from rich.live import Live
 
-from esper.events import Record, Resumed, Sink, SinkFailed
+from esper.events import CheckpointRefused, Record, Resumed, Sink, SinkFailed
 
 PLAIN_EVERY_S = 5.0
 
@@ -38,6 +38,8 @@ class Progress(ABC):
         match record.event:
             case Resumed():
                 return "resumed"
+            case CheckpointRefused() as refused:
+                return f"passed over {refused.checkpoint}: {refused.reason}"
             case SinkFailed() as failed:
                 return f"{failed.sink} failed and was switched off, training goes on: {failed.error}"
         return None

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 import esper
-from esper.checkpoint import load_module, plain_names, read_tensors, write_tensors
+from esper.checkpoint import load_module, plain_names, read_tensors
+from esper.checkpoint.tensors import encode_tensors
 from esper.controller.layout import LAYOUT_VERSION, OPS, blueprint_names, decision, observe, spec
 from esper.controller.network import SlotEncoder, make_policy
 from esper.controller.network_config import SlotNetworkConfig
-from esper.files import FileError, parse_json, reason_of
+from esper.files import FileError, parse_json, reason_of, write_file
 from esper.growth.decisions import Decision
 from esper.growth.state import GrowthState
 from esper.rl.config import NetworkConfig
@@ -62,7 +63,7 @@ def save_controller(
     ops: Sequence[str] = OPS,
     actions: int = 1,
 ) -> None:
-    """Writes the policy of a controller. A file that is there is replaced in one step, so it is whole at every moment."""
+    """Write the policy of a controller. A file that is there is replaced in one step, and left alone where it holds the same already."""
     encoder = policy.encoder
     if not isinstance(encoder, SlotEncoder):
         raise ControllerError(f"a controller's policy has a SlotEncoder, and this one a {type(encoder).__name__}; see make_parts")
@@ -80,7 +81,10 @@ def save_controller(
         sha256=_digest(weights),
         info=dict(info or {}),
     )
-    write_tensors(path, weights, {_HEADER: json.dumps(msgspec.to_builtins(description), allow_nan=False)})
+    parts = encode_tensors(weights, {_HEADER: json.dumps(msgspec.to_builtins(description), allow_nan=False)})
+    target = Path(path)
+    if not target.is_file() or target.read_bytes() != b"".join(parts):
+        write_file(target, *parts)
 
 
 def load_controller(path: Path | str, *, seed: int | None = None) -> Learned:

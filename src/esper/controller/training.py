@@ -5,7 +5,8 @@ result = resume_controller("runs/controller")                 # after a crash, o
 controller = load_controller("runs/controller/controller.safetensors")
 
 The controller is the last policy, for which learning rate and entropy come to their ends, and not the one with the best returns: rounds
-differ in the architectures that they draw, and so in what can be gained at all, by more than policies do.
+differ in the architectures that they draw, and so in what can be gained at all, by more than policies do. Its file is written after every
+checkpoint, and again when a run goes on, so it is that of the latest checkpoint.
 """
 
 from __future__ import annotations
@@ -21,21 +22,19 @@ import msgspec
 from torch import nn
 
 from esper.checkpoint import load_module
-from esper.config import load_saved
 from esper.controller.config import ControllerConfig
 from esper.controller.env import GrowthEnv
 from esper.controller.learned import save_controller
 from esper.controller.network import make_parts, make_policy
 from esper.devices import find_device, threads
 from esper.parallel import ALONE, Group
-from esper.rl.checkpoints import open_store
 from esper.rl.evaluate import Evaluation
 from esper.rl.policy import Policy
 from esper.rl.ppo import PPO
 from esper.rl.run_setup import Relay
 from esper.rl.runs import Kind, Result, RunOptions, resume_run, train_run
 from esper.rng import Streams
-from esper.run_folder import CONFIG, RunError
+from esper.run_folder import RunError
 from esper.tasks import TASKS, Task, TaskError, load_task
 
 CONTROLLER = "controller.safetensors"  # in the folder of a run: its last policy
@@ -43,12 +42,12 @@ CONTROLLER = "controller.safetensors"  # in the folder of a run: its last policy
 
 def train_controller(config: ControllerConfig, folder: Path | str | None = None, **options: Unpack[RunOptions]) -> Result:
     """Trains a new controller in a folder of its own. Stops after the round in which `should_stop()` becomes true, with a checkpoint."""
-    return _written(train_run(config, folder, kind=GROWTH, **options), options.get("group", ALONE))
+    return train_run(config, folder, kind=GROWTH, **options)
 
 
 def resume_controller(folder: Path | str, *, config: ControllerConfig | None = None, **options: Unpack[RunOptions]) -> Result:
     """Goes on from the latest checkpoint, with seeds alive in the fleets. `config` may ask for more rounds than the saved one."""
-    return _written(resume_run(folder, config=config, kind=GROWTH, **options), options.get("group", ALONE))
+    return resume_run(folder, config=config, kind=GROWTH, **options)
 
 
 @contextlib.contextmanager
@@ -85,29 +84,9 @@ def _no_score(config: ControllerConfig, policy: Policy, seed: int) -> Evaluation
     return None
 
 
-GROWTH = Kind(
-    config=ControllerConfig,
-    title=lambda config: "controller",
-    prepare=_prepare,
-    changeable=("rounds", "threads", "checkpoint_every", "keep", "data_dir"),
-    score=_no_score,
-    run_kind="controller",
-    steps_of_all_ranks=False,
-)
-
-
-def _written(result: Result, group: Group) -> Result:
-    """With the controller's file there, on all ranks."""
-    is_there = result.status == "had finished" and (result.folder / CONTROLLER).exists()
-    group.first(lambda: None if is_there else write_controller(result.folder))
-    return result
-
-
-def write_controller(folder: Path) -> Path:
-    """Makes the controller file from the latest checkpoint of a run."""
-    config = load_saved(ControllerConfig, folder / CONFIG)
-    latest = open_store(folder).load("latest")
-    saved: dict[str, Any] = latest.state["ppo"]
+def write_controller(folder: Path, config: ControllerConfig, step: int, state: dict[str, Any]) -> None:
+    """Write the controller of a checkpoint."""
+    saved: dict[str, Any] = state["ppo"]
     slots, blueprints, _ = saved["observation_spec"]["candidates"]["shape"]
     policy = make_policy(
         config.network,
@@ -119,7 +98,19 @@ def write_controller(folder: Path) -> Path:
     )
     load_module(policy, saved["policy"])
     # A training that was stopped before any host's life had ended has no mean return.
-    summary = {name: value for name, value in latest.state["summary"].items() if not isinstance(value, float) or math.isfinite(value)}
-    info = {"run": folder.name, "step": latest.step, "domain": msgspec.to_builtins(config.domain), **summary}
+    summary = {name: value for name, value in state["summary"].items() if not isinstance(value, float) or math.isfinite(value)}
+    info = {"run": folder.name, "step": step, "domain": msgspec.to_builtins(config.domain), **summary}
     save_controller(folder / CONTROLLER, policy, info, ops=("wait", *config.ops), actions=config.actions)
-    return folder / CONTROLLER
+
+
+GROWTH = Kind(
+    config=ControllerConfig,
+    title=lambda config: "controller",
+    prepare=_prepare,
+    changeable=("rounds", "threads", "checkpoint_every", "keep", "data_dir"),
+    score=_no_score,
+    is_evaluated=lambda config: False,
+    run_kind="controller",
+    steps_of_all_ranks=False,
+    after_checkpoint=write_controller,
+)

@@ -108,6 +108,13 @@ class Resumed(Event, tag="resumed"):
     esper: str  # version
 
 
+class CheckpointRefused(Event, tag="checkpoint_refused"):
+    """A newer checkpoint could not be loaded, so the run went on from one before it."""
+
+    checkpoint: str
+    reason: str
+
+
 class SinkFailed(Event, tag="sink_failed"):
     """A sink raised and was switched off."""
 

@@ -4,15 +4,15 @@ A checkpoint is written before the first epoch and after every one, and on a sto
 where it is. What is saved is everything: weights, optimisers, schedule, lives, ledger, snapshots, data position and the global random
 streams. So a loader that shuffles by the global generator gives the same batches again when an epoch is begun anew.
 
-Where an error ends a new run before its first epoch is over, such as one in the data, nothing of it is left behind.
+Where an error ends a new run before its first epoch is over, such as one in the data, nothing of it is left behind. Only what this process
+made is removed, while it holds the lock of the folder: another one may have chosen the same folder at the same time.
 """
 
 from __future__ import annotations
 
 import contextlib
 import random
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -21,13 +21,14 @@ import torch
 
 from esper.checkpoint import Checkpoint, CheckpointStore
 from esper.config import load_saved, save
-from esper.events import Event, EventLog, Sink
+from esper.events import CheckpointRefused, Event, EventLog, Sink
+from esper.files import write_file
 from esper.growth.config import GrowthConfig
 from esper.growth.errors import GrowthError
 from esper.growth.events import LoaderRestarted
 from esper.growth.governor import Diverged
 from esper.growth.grower import Grower
-from esper.run_folder import CHECKPOINTS, CONFIG, EVENTS, LOCK, check_holds_a_run, check_is_free, locked
+from esper.run_folder import CHECKPOINTS, CONFIG, EVENTS, check_holds_a_run, locked, new_folder
 
 KIND = "growth"
 
@@ -70,6 +71,7 @@ class SavedRun(Run):
         self._store = CheckpointStore(folder / CHECKPOINTS, kind=KIND, keep=keep)
         self._best = float("inf")
         self.epochs_saved = 0  # by this process
+        self.has_checkpoint = checkpoint is not None
 
     def emit(self, event: Event) -> None:
         self._log.emit(event)
@@ -85,6 +87,8 @@ class SavedRun(Run):
             return val_loss_before
         state = self._checkpoint.state
         grower.load_state_dict(state["grower"])
+        for refused in self._checkpoint.skipped:
+            self.emit(CheckpointRefused(checkpoint=refused.path.name, reason=refused.reason))
         if state["loader"] is None:
             self.emit(LoaderRestarted(epoch=grower.epoch))
         elif isinstance(loader, Stateful):
@@ -95,6 +99,7 @@ class SavedRun(Run):
             )
         _set_random_streams(state["random"])
         self._best = state["best"]
+        self._checkpoint = None  # or a second copy of everything would stay in memory
         before: float = state["val_loss_before"]
         return before
 
@@ -115,6 +120,7 @@ class SavedRun(Run):
         }
         step = grower.epoch * 1_000_000 + grower.chronicle.steps  # checkpoints are ordered by it
         self._store.save(step, state, is_best=is_best, note={"epoch": grower.epoch})
+        self.has_checkpoint = True
         self.epochs_saved += at_end_of_epoch and grower.epoch > 0
 
 
@@ -124,10 +130,16 @@ def open_run(
     *,
     resume: bool,
     config: GrowthConfig,
+    files: Mapping[str, bytes] | None = None,
+    results: Sequence[str] = (),
     sinks: Sequence[Sink] = (),
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[Run]:
-    """The run in a folder, new or going on; without a folder, nothing is kept."""
+    """The run in a folder, new or going on; without a folder, nothing is kept.
+
+    `files` (name -> content) are part of the run as its config is: they are there before it. `results` are the names of what the run leaves
+    in the end; a folder that holds one of them is no place for a new run.
+    """
     if folder is None:
         if resume:
             raise GrowthError("resume needs the folder of the run: run=...")
@@ -137,38 +149,44 @@ def open_run(
     if resume:
         check_holds_a_run(place, "growth")
         _check_same(load_saved(type(config), place / CONFIG), config, place)
-    else:
-        check_is_free(place)
-    missing = [each for each in (place, *place.parents) if not each.exists()]  # innermost first
-    place.mkdir(parents=True, exist_ok=True)
-    with locked(place):
-        store = CheckpointStore(place / CHECKPOINTS, kind=KIND)
-        checkpoint = store.load("latest") if resume and store.has_any() else None
-        save(config, place / CONFIG)
-        with _log(place, checkpoint, sinks) as log:
-            run = SavedRun(place, log, checkpoint, should_stop=should_stop)
-            try:
-                yield run
-            except Diverged:
-                raise  # a run of its own right, whose events tell what happened
-            except Exception:
-                if not resume and not run.epochs_saved:
-                    log.close()
-                    _remove(place, missing)
-                raise
-
-
-def _remove(folder: Path, missing: Sequence[Path]) -> None:
-    """What a new run has written, and the folders that were missing before, where nothing else is in them."""
-    if folder in missing:
-        shutil.rmtree(folder, ignore_errors=True)
-        for parent in missing[1:]:
-            with contextlib.suppress(OSError):
-                parent.rmdir()
+        with locked(place):
+            store = CheckpointStore(place / CHECKPOINTS, kind=KIND)
+            latest = store.load if store.has_any() else lambda: None
+            with _opened(place, config, files or {}, latest(), sinks, should_stop) as resumed:
+                yield resumed
         return
-    shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
-    for name in (CONFIG, EVENTS, LOCK):
-        (folder / name).unlink(missing_ok=True)
+    with new_folder(place, results=results) as new:
+        new.others |= {name for name in files or {} if not (place / name).exists()}
+        run: SavedRun | None = None
+        try:
+            with _opened(place, config, files or {}, None, sinks, should_stop) as run:
+                yield run
+        except Diverged:
+            raise  # a run of its own right, whose events tell what happened
+        except BaseException as error:
+            # An interrupt leaves a run that has a checkpoint to go on from; an error in the data or the model would come again.
+            if run is None or not (run.epochs_saved if isinstance(error, Exception) else run.has_checkpoint):
+                new.discard()
+            raise
+
+
+@contextlib.contextmanager
+def _opened(
+    place: Path,
+    config: GrowthConfig,
+    files: Mapping[str, bytes],
+    checkpoint: Checkpoint | None,
+    sinks: Sequence[Sink],
+    should_stop: Callable[[], bool],
+) -> Iterator[SavedRun]:
+    # The config comes last: a folder that has it is a run, and has everything else.
+    for name, content in files.items():
+        write_file(place / name, content)
+    save(config, place / CONFIG)
+    with _log(place, checkpoint, sinks) as log:
+        run = SavedRun(place, log, checkpoint, should_stop=should_stop)
+        del checkpoint  # the run lets it go when everything in it is restored
+        yield run
 
 
 def _log(folder: Path, checkpoint: Checkpoint | None, sinks: Sequence[Sink]) -> EventLog:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 import sys
 import time
 import warnings
@@ -71,7 +70,6 @@ from esper.growth.run import NO_RUN, Run, open_run
 from esper.growth.slotted import add_slots
 from esper.growth.state import LossScale
 from esper.growth.summary import ProgressLines
-from esper.run_folder import RunError, check_is_free
 
 ONE_BATCH = (
     "the validation data come in one batch, or as good as one, so nobody can tell how sure a gain is, and seeds are judged at the end "
@@ -141,9 +139,7 @@ def grow(
     grower = training.prepare(controller)
     if why := objection(grower):
         warnings.warn(why, stacklevel=2)
-    if run is not None and not resume:
-        _check_is_free(Path(run))
-    with open_run(run, resume=resume, config=training.config) as opened:
+    with open_run(run, resume=resume, config=training.config, results=(MODEL, REPORT)) as opened:
         try:
             grown = training.run(controller, opened, may_interrupt=True)
         except Diverged as error:
@@ -153,13 +149,6 @@ def grow(
             raise
         _leave_result(opened, grown.model, otherwise="keep the model by grown.save(path)")
         return grown
-
-
-def _check_is_free(folder: Path) -> None:
-    check_is_free(folder)
-    for name in (MODEL, REPORT):
-        if os.path.lexists(folder / name):
-            raise RunError(f"{folder} holds a {name}, which the run would replace; choose another folder")
 
 
 def _leave_result(run: Run, model: object, *, otherwise: str) -> None:

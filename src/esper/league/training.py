@@ -107,7 +107,7 @@ def _ground(arena: ArenaConfig, seed: int, device: torch.device) -> Ground:
     return Ground(arena, seed=seed, device=device)
 
 
-def write_league(folder: Path, state: dict[str, Any]) -> None:
+def write_league(folder: Path, config: ArenaTrainConfig, step: int, state: dict[str, Any]) -> None:
     """The league of a checkpoint, as files for people."""
     saved = state["ppo"]["environment"]
     if saved is not None:
@@ -120,6 +120,7 @@ ARENA = Kind(
     prepare=_prepare,
     changeable=("total_steps", "threads", "checkpoint_every", "keep", "eval_battles", "eval_against"),
     score=_score,
+    is_evaluated=lambda config: config.eval_battles > 0,
     run_kind="arena",
     after_checkpoint=write_league,
 )

@@ -24,10 +24,3 @@ class Evaluated(Event, tag="evaluated"):
     episodes: int
     mean_return: float
     mean_length: float
-
-
-class CheckpointRefused(Event, tag="checkpoint_refused"):
-    """A newer checkpoint could not be loaded, so the run went on from one before it."""
-
-    checkpoint: str
-    reason: str

@@ -5,7 +5,8 @@
     policy = load_policy("runs/first")
 
 A checkpoint holds the whole learner and where the event log stood; resuming cuts the events after it. Both together make a run that was
-killed and resumed equal to one that was not, bit for bit on the CPU with the same number of threads.
+killed and resumed equal to one that was not, bit for bit on the CPU with the same number of threads. Whatever else was missing when a run
+was killed is made when it goes on: the files that are written after a checkpoint, and the evaluation after the last one.
 
 On several ranks all of them call these functions with the same arguments and a `group`. Only rank 0 touches the folder.
 """
@@ -26,10 +27,10 @@ from typing import Any, Generic, Literal, Protocol, TypedDict, TypeVar
 import msgspec
 from torch import nn
 
-from esper.checkpoint import Checkpoint, load_module
+from esper.checkpoint import Checkpoint, Refused, load_module
 from esper.config import describe, load_saved, save
-from esper.events import Event, EventLog, Sink, TensorBoardSink, WandbMode, WandbSink
-from esper.files import printable
+from esper.events import CheckpointRefused, Event, EventError, EventLog, Sink, TensorBoardSink, WandbMode, WandbSink, read
+from esper.files import make_folder, printable
 from esper.parallel import ALONE, Group
 from esper.rl.checkpoints import open_store
 from esper.rl.collector import RECENT_EPISODES
@@ -38,7 +39,7 @@ from esper.rl.events import Update
 from esper.rl.policy import Policy
 from esper.rl.ppo import PPO, TrainingStopped
 from esper.rl.run_config import ShownConfig, TrainConfig
-from esper.rl.run_events import CheckpointRefused, Evaluated, RunStarted
+from esper.rl.run_events import Evaluated, RunStarted
 from esper.rl.run_setup import Relay, count_parameters, evaluate_policy, prepare
 from esper.run_folder import CONFIG, EVENTS, RunError, check_holds_a_run, check_is_free, default_folder, locked
 from esper.run_folder import Kind as RunKind
@@ -77,9 +78,10 @@ class Kind(Generic[AnyConfig]):
     prepare: Callable[[AnyConfig, nn.Module | None, Group], AbstractContextManager[tuple[PPO, Relay]]]
     changeable: tuple[str, ...]  # when resuming
     score: Callable[[AnyConfig, Policy, int], Evaluation | None]  # a policy on fresh episodes; the number says which
+    is_evaluated: Callable[[AnyConfig], bool]  # whether `score` gives anything
     run_kind: RunKind = "ppo"  # what its folder is known by
     steps_of_all_ranks: bool = True  # what total_steps counts; else those of one
-    after_checkpoint: Callable[[Path, dict[str, Any]], None] = lambda folder, state: None  # what else is kept of it in the folder
+    after_checkpoint: Callable[[Path, AnyConfig, int, dict[str, Any]], None] | None = None  # writes what else the folder keeps of a state
 
     def total_steps(self, config: AnyConfig, group: Group) -> int:
         """Steps of all environments of all ranks."""
@@ -96,12 +98,16 @@ ENVIRONMENT = Kind(
     prepare=lambda config, encoder, group: prepare(config, encoder=encoder, group=group),
     changeable=("total_steps", "threads", "checkpoint_every", "keep", "eval_episodes"),
     score=_score_on_episodes,
+    is_evaluated=lambda config: config.eval_episodes > 0,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How a run ended. `seconds` counts all its sessions; means are of the last 100 training episodes, nan where there were none."""
+    """How a run ended. `seconds` counts all its sessions; means are of the last 100 training episodes, nan where there were none.
+
+    A run "had finished" where there was nothing left to do, not even the evaluation at its end.
+    """
 
     folder: Path
     status: Literal["finished", "stopped", "had finished"]
@@ -172,7 +178,7 @@ def train_run(
 
 @contextlib.contextmanager
 def _new_log(config: Any, folder: Path, options: Options) -> Iterator[EventLog]:
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     with locked(folder):
         check_is_free(folder)
         sinks = _all_sinks(config, folder, options)  # may fail, and the folder must still be free then
@@ -203,14 +209,50 @@ def resume_run(
     _check_installed(goes_on)
     with group.only_first(lambda: locked(place)):
         checkpoint = group.first(lambda: _latest(place))
-        if checkpoint is not None and checkpoint.step >= kind.total_steps(goes_on, group):
+        is_trained = checkpoint is not None and checkpoint.step >= kind.total_steps(goes_on, group)
+        if checkpoint is not None and is_trained and not group.first(lambda: kind.is_evaluated(goes_on) and not _has_evaluation(place)):
+            group.first(lambda: _write_others(kind, place, goes_on, checkpoint))
             return _result_of(checkpoint, place)
         with kind.prepare(goes_on, encoder, group) as (ppo, relay):
             _load(ppo, checkpoint)  # before anything is changed, because it may not fit
-            with group.only_first(lambda: _reopened_log(goes_on, place, checkpoint, options)) as log:
+            group.first(lambda: _write_others(kind, place, goes_on, checkpoint))
+            before = None if checkpoint is None else _Before.of(checkpoint)
+            checkpoint = None  # or a second copy of everything would stay in memory
+            with group.only_first(lambda: _reopened_log(goes_on, place, before, options)) as log:
                 session = _Session(goes_on, place, ppo, relay, log, options)
-                session.go_on_from(checkpoint)
-                return session.run()
+                session.go_on_from(before)
+                return session.run() if before is None or not is_trained else session.end(before.step, before.summary)
+
+
+@dataclass(frozen=True, slots=True)
+class _Before:
+    """What a session has to know of the checkpoint that it goes on from, apart from the learner's state."""
+
+    step: int
+    best: tuple[bool, float]
+    seconds: float
+    events_offset: int
+    summary: dict[str, Any]
+    skipped: tuple[Refused, ...]
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> _Before:
+        kept = {name: checkpoint.state[name] for name in ("best", "seconds", "events_offset", "summary")}
+        return cls(step=checkpoint.step, skipped=checkpoint.skipped, **kept)
+
+
+def _has_evaluation(folder: Path) -> bool:
+    """Return whether the log tells of the evaluation at the end. One of an earlier end is cut when a run goes on."""
+    try:
+        return any(isinstance(record.event, Evaluated) for record in read(folder / EVENTS))
+    except (OSError, EventError):
+        return False
+
+
+def _write_others(kind: Kind[Any], folder: Path, config: Any, checkpoint: Checkpoint | None) -> None:
+    """Write the files that belong to a checkpoint: the process may have been killed right after it, or fallen back to an older one."""
+    if checkpoint is not None and kind.after_checkpoint is not None:
+        kind.after_checkpoint(folder, config, checkpoint.step, checkpoint.state)
 
 
 def _config_to_go_on_with(folder: Path, wanted: RunConfig | None, kind: Kind[Any]) -> Any:
@@ -236,28 +278,17 @@ class _Session:
         self.emit: Callable[[Event], None] = _ignore if log is None else log.emit
         relay.connect(self.emit)
 
-    def go_on_from(self, checkpoint: Checkpoint | None) -> None:
-        if checkpoint is None:
+    def go_on_from(self, before: _Before | None) -> None:
+        if before is None:
             return
-        self.best = checkpoint.state["best"]
-        self.began -= checkpoint.state["seconds"]
-        for refused in checkpoint.skipped:
+        self.best = before.best
+        self.began -= before.seconds
+        for refused in before.skipped:
             self.emit(CheckpointRefused(checkpoint=refused.path.name, reason=refused.reason))
 
     def run(self) -> Result:
         ppo, config, group = self.ppo, self.config, self.options.group
-        total_steps = self.options.kind.total_steps(config, group)
-        self.emit(
-            RunStarted(
-                step=ppo.step,
-                total_steps=total_steps,
-                steps_per_update=ppo.steps_per_update,
-                env_id=self.options.kind.title(config),
-                num_envs=ppo.env.num_envs * group.world_size,
-                device=str(ppo.device),
-                parameters=count_parameters(ppo.policy),
-            )
-        )
+        total_steps = self._start()
         try:
             for update in ppo.train(total_steps):
                 stops = group.any(self.options.should_stop())
@@ -269,9 +300,35 @@ class _Session:
         except TrainingStopped:
             self._save(update)
             raise
-        status: Literal["finished", "stopped"] = "finished" if is_last else "stopped"
-        evaluation = group.first(self._evaluate) if is_last else None
-        return Result(self.folder, status, update.step, self._seconds(), **_summary(update), evaluation=evaluation)
+        if is_last:
+            return self._finish(update.step, _summary(update))
+        return Result(self.folder, "stopped", update.step, self._seconds(), **_summary(update))
+
+    def end(self, step: int, summary: dict[str, Any]) -> Result:
+        """Do what is left to do after the last checkpoint."""
+        self._start()
+        return self._finish(step, summary)
+
+    def _start(self) -> int:
+        """Say that the session begins; return the number of steps after which it ends."""
+        ppo, group = self.ppo, self.options.group
+        total_steps = self.options.kind.total_steps(self.config, group)
+        self.emit(
+            RunStarted(
+                step=ppo.step,
+                total_steps=total_steps,
+                steps_per_update=ppo.steps_per_update,
+                env_id=self.options.kind.title(self.config),
+                num_envs=ppo.env.num_envs * group.world_size,
+                device=str(ppo.device),
+                parameters=count_parameters(ppo.policy),
+            )
+        )
+        return total_steps
+
+    def _finish(self, step: int, summary: dict[str, Any]) -> Result:
+        evaluation = self.options.group.first(self._evaluate)
+        return Result(self.folder, "finished", step, self._seconds(), **summary, evaluation=evaluation)
 
     def _save(self, update: Update) -> None:
         ppo = self.ppo.state_dict()  # of all ranks
@@ -288,7 +345,8 @@ class _Session:
             "summary": _summary(update),
         }
         self.store.save(update.step, state, is_best=is_best, note=_summary(update))
-        self.options.kind.after_checkpoint(self.folder, state)
+        if self.options.kind.after_checkpoint is not None:
+            self.options.kind.after_checkpoint(self.folder, self.config, update.step, state)
 
     def _seconds(self) -> float:
         return time.perf_counter() - self.began
@@ -304,6 +362,8 @@ class _Session:
 
     def _evaluate(self) -> Evaluation | None:
         """The best policy on episodes that it was not chosen by."""
+        if not self.options.kind.is_evaluated(self.config):
+            return None
         best = self.store.load("best")
         policy = copy.deepcopy(self.ppo.policy).eval()
         load_module(policy, best.state["ppo"]["policy"])
@@ -342,13 +402,13 @@ def _load(ppo: PPO, checkpoint: Checkpoint | None) -> None:
         raise RunError(f"cannot go on from {checkpoint.path}: {error}") from error
 
 
-def _reopened_log(config: Any, folder: Path, checkpoint: Checkpoint | None, options: Options) -> EventLog:
+def _reopened_log(config: Any, folder: Path, before: _Before | None, options: Options) -> EventLog:
     path, sinks = folder / EVENTS, _all_sinks(config, folder, options)
     save(config, folder / CONFIG)
-    if checkpoint is None:
+    if before is None:
         path.unlink(missing_ok=True)  # everything in it will happen again, from the start
         return EventLog(path, run=folder.name, sinks=sinks)
-    return EventLog.resume(path, checkpoint.state["events_offset"], sinks=sinks)
+    return EventLog.resume(path, before.events_offset, sinks=sinks)
 
 
 def _check_changes(saved: Any, wanted: Any, changeable: Sequence[str]) -> None:

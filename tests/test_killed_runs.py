@@ -1,0 +1,261 @@
+"""Runs that are killed at any call that touches the disk, and go on: nothing is lost, and nothing that lies in the folder is stale."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from itertools import chain, count
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from esper.checkpoint import Checkpoint, CheckpointStore
+from esper.cli import grow_run
+from esper.cli.main import main
+from esper.controller.learned import load_controller
+from esper.controller.training import CONTROLLER, GROWTH, resume_controller, train_controller
+from esper.events import EventLog, read
+from esper.growth.html_report import REPORT
+from esper.growth.run import KIND, open_run
+from esper.growth.story import read_story
+from esper.league.league import League
+from esper.league.store import FOLDER, LeagueStore
+from esper.league.training import ARENA, resume_arena, train_arena
+from esper.parallel import ALONE
+from esper.rl import runs
+from esper.rl.checkpoints import open_store
+from esper.rl.config import NetworkConfig, PPOConfig
+from esper.rl.run_config import TrainConfig
+from esper.rl.runs import Kind, resume_run, train_run
+from esper.run_folder import CHECKPOINTS, CONFIG, EVENTS
+from tests.commands import assert_same_state, events_of
+from tests.faults import Crash, crash_at
+from tests.growth.small import QUICK
+
+PPO_CONFIG = TrainConfig(
+    env="cue",
+    env_args={"delay": 1},
+    num_envs=2,
+    total_steps=2 * 2 * 4,
+    device="cpu",
+    threads=1,
+    checkpoint_every=1,
+    keep=1,
+    eval_episodes=2,
+    ppo=PPOConfig(num_steps=4, num_minibatches=1, num_epochs=1, network=NetworkConfig(hidden_size=4, encoder_sizes=(4,))),
+)
+
+
+def killed_everywhere(start: Callable[[], object]) -> Iterator[int]:
+    """Kills `start` at one call after the other, until it comes through: at each of the first ones, which make the run, and at every third
+    of those that follow, which save it. That a checkpoint survives each of its calls is a test of its own."""
+    for call in chain(range(1, 25), count(25, 3)):
+        with crash_at(call):
+            try:
+                start()
+                return
+            except Crash:
+                pass
+        yield call
+
+
+@pytest.mark.slow
+def test_a_ppo_run_that_is_killed_at_any_call_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    expected = train_run(PPO_CONFIG, whole)
+    folder = tmp_path / "run"
+    kills = 0
+    for _ in killed_everywhere(lambda: train_run(PPO_CONFIG, folder)):
+        result = resume_run(folder) if (folder / CONFIG).exists() else train_run(PPO_CONFIG, folder)
+        assert result.step == expected.step
+        assert [record.kind for record in read(folder / EVENTS)].count("evaluated") == 1
+        assert events_of(folder) == events_of(whole)
+        assert_same_state(*(open_store(some).load("latest").state["ppo"] for some in (folder, whole)))
+        assert open_store(folder).load("best").step == open_store(whole).load("best").step
+        shutil.rmtree(folder)
+        kills += 1
+    assert kills > 40
+
+
+USER_CODE = """
+import torch
+from torch import nn
+
+def make_model():
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 3))
+
+def make_loaders():
+    inputs = torch.randn(24, 4)
+    targets = inputs[:, :3].argmax(dim=1)
+    return [[(inputs[a:b], targets[a:b]), (inputs[a + 4 : b], targets[a + 4 : b])] for a, b in ((0, 8), (8, 16), (16, 24))]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("in_an_empty_folder")
+def test_a_growing_run_that_is_killed_at_any_call_goes_on_as_if_it_had_not_been(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    Path("killed_user_code.py").write_text(USER_CODE)
+    own = ["--model", "killed_user_code:make_model", "--data", "killed_user_code:make_loaders", "--controller", "never", "--epochs", "1"]
+
+    def start(*options: str) -> None:
+        assert main(["grow", *own, "--threads", "1", "--device", "cpu", "--run", "run", *options]) == 0
+
+    monkeypatch.setattr(grow_run, "write_report", lambda folder: folder / REPORT)  # which takes longer than all the rest
+    start()
+    whole = shutil.move("run", "whole")
+    kills = 0
+    for _ in killed_everywhere(start):
+        # From the first file on, it can be resumed; before that there is nothing, and it can be started.
+        start(*(["--resume"] if Path("run/grow.toml").exists() else []))
+        assert [event for event in events_of(Path("run")) if event["kind"] != "loader_restarted"] == events_of(Path(whole))
+        assert_same_state(*(CheckpointStore(Path(some) / CHECKPOINTS, kind=KIND).load().state["grower"] for some in ("run", whole)))
+        assert Path("run/model.safetensors").read_bytes() == Path(whole, "model.safetensors").read_bytes()
+        assert read_story("run").is_over
+        shutil.rmtree("run")
+        kills += 1
+    assert kills > 40
+
+
+# What lies beside the checkpoints
+
+
+@contextlib.contextmanager
+def one_more_save(kind: Kind[Any], folder: Path, config: Any) -> Iterator[Callable[[Path], None]]:
+    """Trains the run in a folder for one more update, and gives the function that saves it in a copy of the folder."""
+    checkpoint = open_store(folder).load()
+    options = runs.Options(None, (), lambda: False, ALONE, kind)
+    with kind.prepare(config, None, ALONE) as (ppo, relay):
+        ppo.load_state_dict(checkpoint.state["ppo"])
+        update = next(iter(ppo.train(10**9)))
+
+        def save(copy: Path) -> None:
+            with EventLog.resume(copy / EVENTS, checkpoint.state["events_offset"]) as log:
+                runs._Session(config, copy, ppo, relay, log, options)._save(update)
+
+        yield save
+
+
+def steps_after_kills(
+    kind: Kind[Any], folder: Path, config: Any, resume: Callable[[Path], object], tmp_path: Path
+) -> Iterator[tuple[Path, int]]:
+    """Kills the second save at every call and resumes: the folder, and the step of its latest checkpoint."""
+    with one_more_save(kind, folder, config) as save:
+        for call in count(1):
+            copy = shutil.copytree(folder, tmp_path / f"killed at {call}")
+            with crash_at(call):
+                try:
+                    save(copy)
+                    return
+                except Crash:
+                    pass
+            resume(copy)
+            yield copy, open_store(copy).load("latest").step
+            shutil.rmtree(copy)
+
+
+@pytest.mark.slow
+def test_the_controller_is_that_of_the_latest_checkpoint_whenever_its_training_was_killed(tmp_path: Path) -> None:
+    from tests.controller.test_training import CONFIG as WHOLE
+
+    config = msgspec.structs.replace(WHOLE, rounds=1)
+    folder = train_controller(config, tmp_path / "run").folder
+    steps = []
+    for copy, step in steps_after_kills(GROWTH, folder, config, resume_controller, tmp_path):
+        controller = load_controller(copy / CONTROLLER)
+        policy = open_store(copy).load("latest").state["ppo"]["policy"]
+        assert controller.description.info["step"] == step
+        assert all(torch.equal(weight, policy[name]) for name, weight in controller._weights.items())
+        steps.append(step)
+    assert steps == sorted(steps)
+    assert len(set(steps)) == 2, "some were killed before the second checkpoint, others between it and the controller"
+
+
+@pytest.mark.slow
+def test_the_files_of_the_league_are_those_of_the_latest_checkpoint_whenever_the_run_was_killed(tmp_path: Path) -> None:
+    from tests.league.test_training import config_for
+
+    config = config_for(1, checkpoint_every=1, eval_battles=0)
+    folder = train_arena(config, tmp_path / "run").folder
+    sizes = []
+    for copy, _ in steps_after_kills(ARENA, folder, config, resume_arena, tmp_path):
+        saved = open_store(copy).load("latest").state["ppo"]["environment"]
+        found, expected = LeagueStore(copy / FOLDER).load(), League.from_state(saved["league"], saved["members"])
+        assert found.to_state() == expected.to_state()
+        assert found.weights.keys() == expected.weights.keys()
+        sizes.append(len(found.weights))
+    assert sizes == sorted(sizes)
+    assert len(set(sizes)) == 2
+
+
+@pytest.mark.slow
+def test_a_damaged_checkpoint_is_passed_over_and_what_lies_beside_it_belongs_to_the_one_before(tmp_path: Path) -> None:
+    from tests.controller.test_training import CONFIG as WHOLE
+
+    config = msgspec.structs.replace(WHOLE, rounds=2, checkpoint_every=1)
+    folder = train_controller(config, tmp_path / "run").folder
+    first, last = open_store(folder).list()
+    (last / "state.json").write_text("{}")
+    resume_controller(folder, config=msgspec.structs.replace(config, rounds=1))
+    assert load_controller(folder / CONTROLLER).description.info["step"] == open_store(folder).load(first).step
+
+
+# Memory
+
+
+def named_tensors(tree: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The very tensors of a state, and not copies."""
+    if isinstance(tree, torch.Tensor):
+        yield name, tree
+    elif isinstance(tree, dict | list | tuple):
+        for key, item in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from named_tensors(item, f"{name}/{key}")
+
+
+class Watched:
+    """The tensors of the checkpoints that were loaded, without holding them."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.tensors: dict[str, weakref.ref[torch.Tensor]] = {}
+        load = CheckpointStore.load
+
+        def watched(store: CheckpointStore, *arguments: Any) -> Checkpoint:
+            checkpoint = load(store, *arguments)
+            self.tensors |= {name: weakref.ref(tensor) for name, tensor in named_tensors(checkpoint.state)}
+            return checkpoint
+
+        patch.setattr(CheckpointStore, "load", watched)
+
+    def alive(self) -> set[str]:
+        return {name for name, tensor in self.tensors.items() if tensor() is not None}
+
+
+def test_a_resumed_ppo_run_lets_the_loaded_checkpoint_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train_run(PPO_CONFIG, tmp_path / "run", should_stop=lambda: True)
+    watched, seen = Watched(monkeypatch), []
+    resume_run(tmp_path / "run", should_stop=lambda: bool(seen.append(watched.alive())))
+    assert any(name.startswith("/ppo/policy/") for name in watched.tensors)
+    assert not [name for name in seen[0] if not name.startswith("/ppo/learner/optimizer/state/")], (
+        "the optimiser takes its state over as it is"
+    )
+
+
+def test_a_resumed_growing_run_lets_the_loaded_checkpoint_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.growth.test_resume import Countdown, script, stateful, training
+
+    def run(stop: Callable[[], bool], *, resume: bool) -> None:
+        one = training(stateful(), QUICK, epochs=2)
+        with open_run(tmp_path / "run", resume=resume, config=one.config, should_stop=stop) as opened:
+            one.run(script(), opened)
+
+    run(Countdown(3), resume=False)
+    watched, seen = Watched(monkeypatch), []
+    run(lambda: bool(seen.append(watched.alive())), resume=True)
+    assert any("/now/parameters/" in name for name in watched.tensors)
+    assert not [name for name in seen[-1] if "/now/parameters/" in name or name.startswith(("/random/", "/loader/"))]
