@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations
 from esper.growth import GrowthError, add_slots
 from esper.growth.blueprints import cost_of, get_blueprint
 from esper.growth.slotted import Slotted
-from tests.growth.hosts import FAMILIES, GPT, ResNet, Returning, ViT
+from tests.growth.hosts import FAMILIES, GPT, ResNet, Returning, Swin, ViT
 from tests.growth.test_models import disturb, germinate, grow, hooks_of, is_same, run
 
 RESNET = FAMILIES["resnet"]
@@ -185,29 +185,46 @@ def test_what_is_no_model_is_refused() -> None:
 
 
 class Shared(nn.Module):
-    """One layer twice, one that gives a tuple, one that is not called, one with its features last, one in five dimensions."""
+    """One layer twice, one that gives a tuple, one that is not called, one of whose features nothing is known, one in five dimensions."""
 
     def __init__(self) -> None:
         super().__init__()
         self.twice, self.lstm, self.unused = nn.Linear(8, 8), nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 8)
         self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-        self.features_last, self.square = nn.Linear(8, 6), nn.Linear(6, 2)
+        self.torn, self.other = Torn(), Weights()
         self.volume, self.count, self.head = nn.Conv3d(1, 2, 1), Count(), nn.Linear(8, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.twice(self.twice(x))
         x, _ = self.lstm(x)
         x, _ = self.attention(x, x, x)
-        plane = self.features_last(x.reshape(len(x), 2, -1, 8))
-        aside = (self.square(plane), self.volume(x[:, None, None]), self.count(x))
+        aside = (self.torn(x), self.other(x), self.volume(x[:, None, None]), self.count(x))
         x = x + sum(part.flatten(1).sum(1) for part in aside)[:, None, None]  # type: ignore[index]
         result: Tensor = self.head(x)
         return result
 
 
+class Torn(nn.Module):
+    """Half of the features in one dimension, and half in another."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.reshape(len(x), 2, -1, 2).transpose(1, 2)
+
+
+class Weights(nn.Module):
+    """Something between all positions."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ x.mT
+
+
 class Count(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.argmax(-1)
+
+
+FIT = "fit [B, C, H, W], [B, C, L], [B, T, D], [T, B, D], [B, H, W, D] and [B, D]"
+INSIDE = "choose a layer inside it or after it"
 
 
 def test_every_refusal_has_its_reason() -> None:
@@ -219,9 +236,9 @@ def test_every_refusal_has_its_reason() -> None:
         "attention": "gives a tuple, not one tensor",
         "attention.out_proj": "does not run as a module of its own",
         "unused": "does not run as a module of its own",
-        "features_last": "gives [3, 2, 2, 6] whose channels are not, or not for certain, the second dimension: [B, C, H, W]",
-        "square": "gives [3, 2, 2, 2] whose channels are not, or not for certain, the second dimension: [B, C, H, W]",
-        "volume": "gives [3, 2, 1, 4, 8], and seeds fit [B, C, H, W], [B, C, L], [B, T, D] and [B, D]",
+        "torn": f"gives [3, 8, 2, 2] (the batch is dimension 0, the features are not certain), and seeds {FIT}; {INSIDE}",
+        "other": f"gives [3, 4, 4] (the batch is dimension 0, the features are not certain), and seeds {FIT}; {INSIDE}",
+        "volume": f"gives [3, 2, 1, 4, 8], and seeds {FIT}",
         "count": "gives torch.int64, not floating-point numbers",
     }
 
@@ -246,7 +263,100 @@ def test_channels_that_come_back_to_the_front_are_found() -> None:
         "1": ("conv", (8, 4, 4)),
         "2": ("conv", (8, 4, 4)),
     }
-    assert "1.norm" in {refusal.name for refusal in slotted.survey.refusals}
+    inner = slotted.survey.places["1.norm"]
+    assert (inner.kind, inner.shape, inner.width, inner.positions) == ("token", (4, 4, 8), 8, 16)
+
+
+class Gated(nn.Module):
+    """Channels are last; some of them pass through a convolution, for which they come second."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.act, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 3 * width),
+            nn.GELU(),
+            nn.Linear(3 * width // 2, width),
+        )
+        self.conv, self.sizes = nn.Conv2d(width // 2, width // 2, 3, padding=1), [3 * width // 2, width, width // 2]
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, straight, local = self.up(self.norm(x)).split(self.sizes, -1)
+        local = self.conv(local.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+        result: Tensor = x + self.down(self.act(gate) * torch.cat([straight, local], -1))
+        return result
+
+
+class ChannelsLast(nn.Module):
+    """[B, H, W, C] behind the stem, with as many rows and columns as the convolutions inside have channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.blocks, self.head = nn.Conv2d(3, 16, 4, 4), nn.Sequential(Gated(16), Gated(16)), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.head(self.blocks(self.stem(x).permute(0, 2, 3, 1)).mean((1, 2)))
+        return result
+
+
+@pytest.mark.parametrize("batch", [2, 8, 16], ids=["two samples", "as many samples as rows", "as many samples as channels"])
+def test_channels_last_are_not_taken_for_rows(batch: int) -> None:
+    model = ChannelsLast().eval()
+    slotted = add_slots(model, torch.randn(batch, 3, 32, 32))
+    assert {name: (slot.place.kind, slot.place.shape) for name, slot in slotted.slots.items()} == {
+        "blocks.0": ("token", (8, 8, 16)),
+        "blocks.1": ("token", (8, 8, 16)),
+    }
+    assert slotted.survey.places["blocks.0.act"].shape == (8, 8, 24)
+    assert slotted.survey.places["blocks.0.conv"].kind == "conv"
+    larger = torch.randn(3, 3, 48, 48)
+    before = run(model, larger)
+    for name in slotted.slots:
+        for blending in ("add", "multiply", "gate"):
+            for blueprint in ("norm", "low_rank", "mlp"):
+                seed = germinate(slotted, name, blueprint, blending=blending)
+                assert is_same(run(model, larger), before)
+                disturb(seed)
+                (together,), (alone,) = run(model, larger), run(model, larger[1:2])
+                assert not torch.equal(together, before[0])
+                torch.testing.assert_close(alone[0], together[1], rtol=1e-4, atol=1e-5)
+        slotted.slot(name).plant(None)
+
+
+def test_blocks_of_windows_get_slots() -> None:
+    slotted = add_slots(Swin(), torch.randn(2, 3, 24, 24))
+    assert list(slotted.slots) == ["layers.0.0", "layers.0.1", "layers.1", "layers.2.0"]
+    assert "attention cannot grow in token 12×12×8, token 12×12×16, token 6×6×32, token 6×6×16" in slotted.describe()
+
+
+def test_samples_that_meet_in_a_norm_take_no_places_away() -> None:
+    def make(*, is_tracking: bool) -> nn.Module:
+        norm = nn.BatchNorm1d(8, track_running_stats=is_tracking)
+        return nn.Sequential(nn.Conv1d(8, 8, 3, padding=1), norm, nn.ReLU(), nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 2))
+
+    batch = torch.randn(8, 8, 8)
+    places = [add_slots(make(is_tracking=is_tracking), batch).survey.places for is_tracking in (True, False)]
+    assert {name: (place.kind, place.shape) for name, place in places[0].items()} == {
+        name: (place.kind, place.shape) for name, place in places[1].items()
+    }
+
+
+class TakesTwo(nn.Module):
+    """Can run only as many samples as it was made for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.block, self.head = nn.Linear(4, 16), nn.TransformerEncoderLayer(16, 2, 32), nn.Linear(16, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert len(x) == 2
+        result: Tensor = self.head(self.block(self.embed(x).transpose(0, 1)).mean(0))
+        return result
+
+
+def test_the_batch_is_found_where_the_number_of_samples_cannot_change() -> None:
+    slotted = add_slots(TakesTwo(), torch.randn(2, 2, 4))
+    assert {name: slotted.survey.places[name].batch_axis for name in ("embed", "block")} == {"embed": 0, "block": 1}
 
 
 def test_as_many_tokens_as_channels_are_still_tokens() -> None:

@@ -28,6 +28,8 @@ class Species:
 
     def __init__(self, place: Place, blueprint: str, blending: Blending) -> None:
         self.place, self.blueprint, self.blending = place, blueprint, blending
+        if place.batch_axis != 0:
+            raise FleetError(f"{place.name!r} gives [T, B, D], and hosts of a fleet have the batch first; use batch_first=True")
         template = Seed(place, blueprint, random_seed=0, blending=blending)
         if next(template.branch.buffers(), None) is not None:
             raise FleetError(f"blueprint {blueprint!r} holds buffers, which seeds of a fleet cannot have; leave it out of `blueprints`")
@@ -52,7 +54,7 @@ class Species:
         return self._branch(weights, h, training=True)
 
     def _pooled(self, h: Tensor) -> tuple[int, ...]:
-        return tuple(range(3, h.ndim)) if self.place.kind == "conv" else (2,)
+        return tuple(range(3, h.ndim)) if self.place.kind == "conv" else tuple(range(2, h.ndim - 1))
 
 
 def _inside(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

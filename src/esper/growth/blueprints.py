@@ -13,10 +13,11 @@ the first step, so its last layer starts at zero and no ReLU stands behind that 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 from typing import Any, Self, get_args
@@ -110,9 +111,13 @@ def reason_against(blueprint: Blueprint, place: Place) -> str | None:
     if place.kind not in blueprint.kinds:
         return f"it is made for {' and '.join(sorted(blueprint.kinds))} outputs"
     if not blueprint.fits(place):
-        if place.alone and blueprint.fits(replace(place, alone="")):
+        if place.alone and blueprint.fits(dataclasses.replace(place, alone="")):
             return place.alone
-        return AHEAD if place.is_causal and blueprint.fits(replace(place, alone="", is_causal=False)) else "it has no use for this shape"
+        return (
+            AHEAD
+            if place.is_causal and blueprint.fits(dataclasses.replace(place, alone="", is_causal=False))
+            else "it has no use for this shape"
+        )
     if is_built_in(blueprint) or not (place.alone or place.is_causal):
         return None
     looks_back, looks_ahead = _looks(blueprint, _essence(place))
@@ -130,7 +135,8 @@ def build_branch(blueprint: Blueprint, place: Place, seed: int) -> nn.Module:
             f"blueprint {blueprint.name!r} does not fit {_described(place)} of {place.name!r}: {reason}; these do: {fitting or 'none'}"
         )
     with _apart(CPU, seed):
-        branch = blueprint.build(place)
+        branch = blueprint.build(dataclasses.replace(place, batch_axis=0))
+    branch = branches.BatchSecond(branch) if place.batch_axis == 1 else branch
     return branch.to(device=place.device, dtype=place.dtype).requires_grad_()
 
 
@@ -225,7 +231,7 @@ _live: dict[tuple[Blueprint, Place], tuple[str, ...]] = {}  # found so far
 
 def _essence(place: Place) -> Place:
     """What of a place decides about a branch, so that like places share what is computed once."""
-    return Place("", place.kind, place.shape, is_causal=place.is_causal, alone=place.alone)
+    return Place("", place.kind, place.shape, batch_axis=place.batch_axis, is_causal=place.is_causal, alone=place.alone)
 
 
 def _described(place: Place) -> str:

@@ -48,8 +48,8 @@ def can_convolve(place: Place) -> bool:
 
 
 def can_attend(place: Place) -> bool:
-    """Whether a branch may look at other positions of a sequence."""
-    return not place.alone
+    """Whether a branch may look at other positions of a sequence; those of a plane are too many."""
+    return not place.alone and len(place.shape) == 2
 
 
 def squeeze_excite(place: Place) -> nn.Module:
@@ -163,6 +163,18 @@ class Attention(nn.Module):
         query, key, value = (part.transpose(-3, -2) for part in queries_keys_values.unbind(-3))  # each [..., heads, T, D / heads]
         seen = F.scaled_dot_product_attention(query, key, value, is_causal=self.is_causal)
         result: Tensor = self.out(seen.transpose(-3, -2).flatten(-2))
+        return result
+
+
+class BatchSecond(nn.Module):
+    """A branch for [T, B, D], made of one for [B, T, D]."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, h: Tensor) -> Tensor:
+        result: Tensor = self.inner(h.transpose(0, 1)).transpose(0, 1)
         return result
 
 

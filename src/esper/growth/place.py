@@ -1,6 +1,7 @@
 """A place in a host: where a seed could grow, what flows there, and why nothing can grow elsewhere.
 
-Shapes: B = batch, C = channels, H, W (or L) = positions in space, T = positions in a sequence, D = features.
+Shapes: B = batch, C = channels, H, W (or L) = positions in space, T = positions in a sequence, D = features. Features come second in a
+conv place and last in a token place, whose positions may be those of a sequence or of a plane.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ Kind = Literal["conv", "token", "dense"]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The output of one submodule. `shape` is that of one sample: (C, H, W) or (C, L), (T, D), (D,)."""
+    """The output of one submodule. `shape` is that of one sample: (C, H, W) or (C, L), (T, D) or (H, W, D), (D,)."""
 
     name: str  # of the submodule in the host
     kind: Kind
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32  # of the parameters that a seed gets
     device: torch.device = CPU
+    batch_axis: int = 0  # 1 where a sequence is [T, B, D]; a branch gets it as [B, T, D]
     is_causal: bool = False  # positions of a sequence see only those before them, so a seed must not look ahead either
     alone: str = ""  # why a seed must treat every position of a sequence alone, if it must: masks and caches of the host do not reach it
     is_fused: bool = False  # in evaluation, a module around it computes it by a kernel of its own, unless the submodule has a hook
@@ -40,6 +42,11 @@ class Place:
         """Places in space or time that share a seed's weights."""
         sizes = self.shape[1:] if self.kind == "conv" else self.shape[:-1]
         return math.prod(sizes)
+
+    @property
+    def is_plane(self) -> bool:
+        """Positions lie in two dimensions: [B, C, H, W] or [B, H, W, D]."""
+        return len(self.shape) == 3
 
     @property
     def spatial(self) -> int:

@@ -41,6 +41,7 @@ class SeedSpec(msgspec.Struct, frozen=True):
     shape: tuple[int, ...]
     is_causal: bool
     blending: Blending
+    batch_axis: int = 0  # 1 in a sequence [T, B, D]
     levels_up: int = 0  # from the module that the seed is registered in to the module whose output it changes
 
     def builds_same(self, other: SeedSpec) -> bool:
@@ -69,7 +70,7 @@ class Seed(nn.Module):
         self._pooled = _pooled_dimensions(place)
         self.register_buffer("alpha", torch.zeros((), dtype=place.dtype, device=place.device))
         # Not a buffer: an average of models would average its bytes.
-        self.spec = SeedSpec(blueprint, place.kind, place.shape, place.is_causal, blending)
+        self.spec = SeedSpec(blueprint, place.kind, place.shape, place.is_causal, blending, batch_axis=place.batch_axis)
 
     def delta(self, h: Tensor) -> Tensor:
         branch: Tensor = self.branch(h)
@@ -77,7 +78,9 @@ class Seed(nn.Module):
             return h * branch.tanh()
         if self.gate is not None:
             opening: Tensor = self.gate(h.mean(dim=self._pooled) if self._pooled else h).sigmoid()
-            return opening.reshape(len(h), *([1] * (h.ndim - 1))) * branch
+            sizes = [1] * h.ndim
+            sizes[self.spec.batch_axis] = -1
+            return opening.reshape(sizes) * branch
         return branch
 
     def grown(self, h: Tensor) -> Tensor:
@@ -125,7 +128,9 @@ def _child(module: nn.Module, name: str) -> nn.Module | None:
 def _pooled_dimensions(place: Place) -> tuple[int, ...]:
     if place.kind == "conv":
         return tuple(range(2, 2 + place.spatial))
-    return () if place.kind == "dense" else (1,)
+    if place.batch_axis == 1:
+        return (0,)
+    return () if place.kind == "dense" else tuple(range(1, len(place.shape)))
 
 
 def _make_gate(place: Place, random_seed: int) -> nn.Module:

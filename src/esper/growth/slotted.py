@@ -351,13 +351,12 @@ def _costs(places: Mapping[str, Place]) -> list[tuple[str, ...]]:
 
 def _refused(places: Mapping[str, Place]) -> list[str]:
     """Say which blueprints of its kind cannot grow in a place, and why."""
-    outputs: dict[tuple[str, str], list[str]] = {}
+    refused: dict[tuple[str, str], list[str]] = {}  # names and reason -> outputs
     for output, place in places.items():
-        for blueprint in blueprints_of(place.kind):
-            reason = reason_against(blueprint, place)
-            if reason is not None:
-                outputs.setdefault((reason, output), []).append(blueprint.name)
-    lines = [f"{', '.join(names)} cannot grow in {output}: {reason}" for (reason, output), names in outputs.items()]
+        reasons = {blueprint.name: reason_against(blueprint, place) for blueprint in blueprints_of(place.kind)}
+        for reason in dict.fromkeys(filter(None, reasons.values())):
+            refused.setdefault((", ".join(name for name in reasons if reasons[name] == reason), reason), []).append(output)
+    lines = [f"{names} cannot grow in {', '.join(outputs)}: {reason}" for (names, reason), outputs in refused.items()]
     return ["\n".join(lines)] if lines else []
 
 
@@ -501,7 +500,7 @@ def specs_in(state: Mapping[str, Any]) -> dict[str, SeedSpec]:
 
 def build_seed(place: Place, spec: SeedSpec) -> Seed:
     """Build the seed of a saved model, with weights to be loaded."""
-    place = replace(place, kind=spec.kind, shape=spec.shape, is_causal=spec.is_causal, alone="")  # it has grown there
+    place = replace(place, kind=spec.kind, shape=spec.shape, is_causal=spec.is_causal, batch_axis=spec.batch_axis, alone="")
     try:
         seed = Seed(place, spec.blueprint, random_seed=0, blending=spec.blending)
         seed.spec = spec

@@ -7,13 +7,14 @@ A sequence counts as causal unless the changes show the opposite, for a seed tha
 it where every change, at whatever position of whatever input, reaches the first position. Along a line of convolutions a change need not
 reach that far: it is enough that it reaches positions before its own, if the positions of the place are those of the input.
 
-Shapes: B = batch, T = positions in a sequence, L = positions along a line; outputs are [B, T, D], [B, C, L] or [B, C, H, W].
+Shapes: B = batch, T = positions in a sequence, L = positions along a line; outputs are [B, T, D], [T, B, D], [B, C, L], [B, C, H, W] or
+[B, H, W, D].
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -23,15 +24,9 @@ from esper.growth.place import Place
 
 Outputs = Mapping[str, Tensor]
 Run = Callable[[Any], Outputs | None]  # the outputs of the submodules that ran once on an example input; None if the host cannot run it
-Nudge = tuple[str, int]  # a place, and a position there at which what flows is to be another
+Nudge = tuple[str, int, int]  # a place, and dimension and position there at which what flows is to be another
 RunNudged = Callable[[Any, Nudge | None], Outputs | None]
 NEGLIGIBLE = 1e-6  # of the largest change: a mask of large finite numbers lets as much through
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    mixes: bool  # somewhere in a sequence, a change of the first sample changes other rows too: the batch is not the first dimension
-    causal: frozenset[str]  # places where a seed must not look ahead
 
 
 class Effect(NamedTuple):
@@ -56,24 +51,82 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(getattr(value, part.name))
 
 
-def spread(places: Mapping[str, Place], example_input: Any, run: Run) -> Spread:
-    """Runs the host some times more, where it has places with positions."""
-    lines = {name: place for name, place in places.items() if place.kind != "dense"}
-    if not lines:
-        return Spread(mixes=False, causal=frozenset())
-    before, again = run(example_input) or {}, run(example_input) or {}
-    # Where the same input gives another output, a change proves nothing.
-    steady = {name: place for name, place in lines.items() if name in before and _same(before[name], again.get(name))}
-    tokens = [name for name, place in steady.items() if place.kind == "token" and place.positions > 1]
-    is_batch = len(next(tensors_in(example_input))) > 1
-    samples = run(_changed(example_input, 0, axis=0, index=0)) if tokens and is_batch else None
-    mixes = samples is not None and any(not _same(before[name][1:], samples[name][1:]) for name in tokens if name in samples)
-    looks_ahead, causal = _order(steady, example_input, before, run)
-    unknown = {name for name, place in lines.items() if place.spatial != 2 and name not in looks_ahead}
-    return Spread(mixes, frozenset(causal | unknown))
+# The batch
+
+
+def batch_axes(example_input: Any, before: Outputs, batch: int, run: Run) -> dict[str, int | str]:
+    """The dimension of every output that is the batch, or why none is for certain.
+
+    The host runs on twice as many samples, and what becomes twice as large is the batch. If it cannot, one sample is changed: what changes
+    in one entry alone is the batch.
+    """
+    twice = run(_refilled(example_input, (torch.cat([t, t]) if t.ndim and len(t) == batch else t for t in tensors_in(example_input))))
+    changed = run(_changed(example_input, 0, axis=0, index=0)) if batch > 1 else None
+    found: dict[str, int | None] = {}
+    for name, output in before.items():
+        if twice is not None:
+            axes = _grown_axes(output, twice.get(name))
+        elif changed is not None:
+            axes = [axis for axis in range(output.ndim) if output.shape[axis] == batch and _is_apart(output, changed.get(name), axis)]
+            axes = axes if not _same(output, changed.get(name)) else []
+        else:
+            axes = [axis for axis in range(output.ndim) if output.shape[axis] == batch]
+        found[name] = axes[0] if len(axes) == 1 and output.shape[axes[0]] == batch else None
+    if changed is not None and _is_second_apart(found, before, changed, example_input, run):
+        reason = "has no batch as its first dimension, for one sample changes others; if time is the first, use batch_first=True"
+        return dict.fromkeys(before, reason)
+    return {
+        name: f"gives {list(before[name].shape)}, of which no dimension is the batch of {batch} for certain" if axis is None else axis
+        for name, axis in found.items()
+    }
+
+
+def _grown_axes(before: Tensor, after: Tensor | None) -> list[int]:
+    if after is None or after.ndim != before.ndim:
+        return []
+    return [axis for axis, (one, two) in enumerate(zip(before.shape, after.shape, strict=True)) if one != two]
+
+
+def _is_second_apart(axes: Mapping[str, int | None], before: Outputs, changed: Outputs, example_input: Any, run: Run) -> bool:
+    """Whether the second dimension of the input is the batch: wherever one sample changes others, an entry of that dimension changes none.
+
+    Samples may also meet for other reasons, as in the statistics of a batch.
+    """
+    first = next(tensors_in(example_input))
+    known = {name: axis for name, axis in axes.items() if axis is not None}
+    mixed = [name for name, axis in known.items() if not _is_apart(before[name], changed.get(name), axis)]
+    across = run(_changed(example_input, 0, axis=1, index=0)) if mixed and first.ndim > 1 and first.shape[1] > 1 else None
+    if across is None:
+        return False
+    return all(
+        any(
+            axis != known[name] and size == first.shape[1] and _is_apart(before[name], across.get(name), axis)
+            for axis, size in enumerate(before[name].shape[:-1])
+        )
+        for name in mixed
+    )
+
+
+def _is_apart(before: Tensor, after: Tensor | None, axis: int) -> bool:
+    """A change of the first entry has changed no other one along this dimension."""
+    rest = before.shape[axis] - 1
+    return after is not None and before.shape == after.shape and _same(before.narrow(axis, 1, rest), after.narrow(axis, 1, rest))
 
 
 # Causality
+
+
+def causal_places(places: Mapping[str, Place], example_input: Any, before: Outputs, run: Run) -> frozenset[str]:
+    """Names of places where a seed must not look ahead. Runs the host some times more, where it has places with positions."""
+    lines = {name: place for name, place in places.items() if place.kind != "dense"}
+    if not lines:
+        return frozenset()
+    again = run(example_input) or {}
+    # Where the same input gives another output, a change proves nothing.
+    steady = {name: place for name, place in lines.items() if _same(before[name], again.get(name))}
+    looks_ahead, causal = _order(steady, example_input, before, run)
+    unknown = {name for name, place in lines.items() if not place.is_plane and name not in looks_ahead}
+    return frozenset(causal | unknown)
 
 
 def _order(steady: Mapping[str, Place], example_input: Any, before: Outputs, run: Run) -> tuple[set[str], set[str]]:
@@ -92,7 +145,7 @@ def _order(steady: Mapping[str, Place], example_input: Any, before: Outputs, run
                 if _keeps_order(effects, tensor.shape[axis], open_[name]):
                     causal.add(name)
         for name, along in felt.items():
-            if along and len(along) < len(axes) and steady[name].spatial != 2:
+            if along and len(along) < len(axes) and not steady[name].is_plane:
                 causal.add(name)  # the positions may be those of a dimension in which no change was felt
             elif along:
                 looks_ahead.add(name)
@@ -103,7 +156,7 @@ def _effects(lines: Mapping[str, Place], example_input: Any, number: int, axis: 
     """What changes along one dimension of one input do at these places."""
     length = list(tensors_in(example_input))[number].shape[axis]
     # A plane is asked only along its own rows, and seldom: only a host that draws pictures pixel by pixel is causal there.
-    found: dict[str, list[Effect]] = {name: [] for name, place in lines.items() if place.spatial != 2 or place.shape[1] == length}
+    found: dict[str, list[Effect]] = {name: [] for name, place in lines.items() if not place.is_plane or _rows(place) == length}
     is_open = dict.fromkeys(found, True)
     for count, index in enumerate(_indices(length, [lines[name] for name in found])):
         is_felt = any(found.values())
@@ -116,10 +169,10 @@ def _effects(lines: Mapping[str, Place], example_input: Any, number: int, axis: 
             effect = _effect(before[name], after.get(name), lines[name], index)
             if effect is not None:
                 found[name].append(effect)
-                if lines[name].kind == "token":
-                    is_open[name] = is_open[name] and effect.first == 0
-                elif lines[name].spatial == 2:
+                if lines[name].is_plane:
                     is_open[name] = is_open[name] and effect.first >= index and count < 3
+                elif lines[name].kind == "token":
+                    is_open[name] = is_open[name] and effect.first == 0
     return found
 
 
@@ -135,19 +188,24 @@ def _stride(length: int, place: Place) -> int:
     return max(round(length / place.positions), 1)
 
 
+def _rows(place: Place) -> int:
+    return place.shape[1] if place.kind == "conv" else place.shape[0]
+
+
 def _effect(before: Tensor, after: Tensor | None, place: Place, index: int) -> Effect | None:
     if after is None or before.shape != after.shape:
         return Effect(index, 1, 1)  # whose positions cannot be compared: nothing that shows a look ahead
     change = torch.where(before == after, 0.0, (after.double() - before.double()).abs()).nan_to_num(posinf=torch.inf, nan=torch.inf)
-    # [B, T, D] and [B, H, W, D] to [T] and [H·W], [B, C, L] to [L], and of [B, C, H, W] the rows
-    profile = change.flatten(1, -2).amax((0, 2)) if place.kind == "token" else change.movedim(2, 0).flatten(1).amax(1)
+    # [B, T, D], [T, B, D] and [B, C, L] to [T] and [L], and of [B, C, H, W] and [B, H, W, D] the rows
+    line = 2 if place.kind == "conv" else 1 - place.batch_axis
+    profile = change.movedim(line, 0).flatten(1).amax(1)
     reached = (profile > NEGLIGIBLE * profile.amax().clamp(max=torch.finfo(torch.float64).max)).nonzero().flatten()
     return Effect(index, int(reached[0]), int(reached[-1])) if len(reached) else None
 
 
 def _keeps_order(effects: Sequence[Effect], length: int, place: Place) -> bool:
     """Whether these are no proof of a look ahead; for a plane, whether they prove that there is none."""
-    if place.spatial == 2:
+    if place.is_plane:
         reaches_on = any(effect.last > effect.at for effect in effects)
         return reaches_on and all(effect.first >= effect.at for effect in effects)
     if not effects:
@@ -170,35 +228,35 @@ def hides(places: Mapping[str, Place], example_input: Any, run: RunNudged) -> bo
 
     What flows at a position is moved, and others feel it or do not: in the example, and with values that may mean padding.
     """
-    tokens = [name for name, place in places.items() if place.kind == "token" and place.positions > 2]
+    tokens = [name for name, place in places.items() if place.kind == "token" and not place.is_plane and place.positions > 2]
     for number, tensor in enumerate(tensors_in(example_input)):
         first = next((name for name in tokens if tensor.ndim > 1 and places[name].shape[0] == tensor.shape[1]), None)
         if first is None:
             continue
-        nudge = first, tensor.shape[1] // 2
-        seen = _seen(tokens, example_input, nudge, run)
+        nudge = first, 1 - places[first].batch_axis, tensor.shape[1] // 2
+        seen = _seen(places, tokens, example_input, nudge, run)
         if seen is None:
             continue
         if seen.any() and not seen.all():
             return True
         for filler in (0.0, 1.0, -1e9) if tensor.is_floating_point() and tensor.ndim == 2 else (0, 1):
             padded = tensor.clone()
-            padded[:, nudge[1] :] = filler
-            still_seen = _seen(tokens, _with(example_input, number, padded), nudge, run)
+            padded[:, nudge[2] :] = filler
+            still_seen = _seen(places, tokens, _with(example_input, number, padded), nudge, run)
             if still_seen is not None and bool((seen & ~still_seen).any()):
                 return True
     return False
 
 
-def _seen(tokens: Sequence[str], example_input: Any, nudge: Nudge, run: RunNudged) -> Tensor | None:
+def _seen(places: Mapping[str, Place], tokens: Sequence[str], example_input: Any, nudge: Nudge, run: RunNudged) -> Tensor | None:
     """Samples [B] in which a nudge is felt at other positions of some place; None where that cannot be told."""
     before, after = run(example_input, None), run(example_input, nudge)
     if before is None or after is None or nudge[0] not in before:
         return None
-    seen = torch.zeros(len(before[nudge[0]]), dtype=torch.bool)
+    seen = torch.zeros(before[nudge[0]].shape[places[nudge[0]].batch_axis], dtype=torch.bool)
     for name in tokens:
-        if name in before and name in after and before[name].shape == after[name].shape and len(before[name]) == len(seen):
-            is_felt = (before[name] != after[name]).flatten(2).any(2).cpu()  # [B, T]
+        if name in before and name in after and before[name].shape == after[name].shape:
+            is_felt = (before[name] != after[name]).movedim(places[name].batch_axis, 0).any(2).cpu()  # [B, T]
             seen |= is_felt.sum(1) > 1
     return seen
 

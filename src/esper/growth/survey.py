@@ -20,14 +20,14 @@ from esper.growth.around import Forward, forward_replaced, keep_running, own_for
 from esper.growth.blueprints import flop_counter
 from esper.growth.errors import GrowthError
 from esper.growth.isolation import isolated
+from esper.growth.layout import FeatureAxes
 from esper.growth.place import Call, Kind, Place, Refusal
 from esper.growth.seed import Seed
-from esper.growth.spread import Nudge, Outputs, Spread, hides, spread
+from esper.growth.spread import Nudge, Outputs, batch_axes, causal_places, hides
 from esper.growth.spread import tensors_in as tensors_in
 from esper.growth.state import Cost
 
-_CHANNELS_FIRST = (nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase, nn.GroupNorm)
-_OF_PLANES = (nn.Conv2d, nn.ConvTranspose2d, nn.BatchNorm2d)
+_FITTING = "[B, C, H, W], [B, C, L], [B, T, D], [T, B, D], [B, H, W, D] and [B, D]"
 _WIDTHS = ("out_channels", "num_features", "num_channels", "out_features", "embedding_dim")  # what layers call their output's
 
 
@@ -53,17 +53,23 @@ def survey(model: nn.Module, example_input: Any) -> Survey:
     """Runs the model on the example, in eval mode and without a trace."""
     batch = batch_size_of(example_input)
     _check_weights(model)
-    log = _run(model, example_input, batch=batch)
+    log, run = _run(model, example_input, batch=batch), partial(_tensors_of, model)
     places, refusals, kept = dict[str, Place](), list[Refusal](), _kept_seeds(model)
+    before = run(example_input) or {}
+    batches = batch_axes(example_input, before, batch, run)
     for name in sorted((name for name, _ in model.named_modules() if name), key=log.last_end):
-        found = Refusal(name, "belongs to a seed that was kept") if name in kept else _classify(model, name, log, batch)
+        found = (
+            Refusal(name, "belongs to a seed that was kept")
+            if name in kept
+            else _classify(model, name, log, batches.get(name, "does not run as it did before"))
+        )
         if isinstance(found, Refusal):
             refusals.append(found)
         else:
             places[name] = found
-    flow = spread(places, example_input, partial(_tensors_of, model))
-    places, more = _apply(flow, places)
-    mask = _mask_of(model, log) or ("padding" if hides(places, example_input, partial(_tensors_of, model)) else "")
+    causal, more = causal_places(places, example_input, before, run), list[Refusal]()
+    places = {name: replace(place, is_causal=name in causal) for name, place in places.items()}
+    mask = _mask_of(model, log) or ("padding" if hides(places, example_input, run) else "")
     places = _alone(places, mask, _cache_of(model))
     fused = _passed_by(model, example_input, places) | {name for name in places if _is_in_encoder_layer(model, name)}
     lost = _passed_by(model, example_input, places, hooked=fused) if fused else set[str]()
@@ -112,11 +118,10 @@ class _Log:
     calls: list[Call] = field(default_factory=list)
     starts: dict[str, list[int]] = field(default_factory=dict)
     flops: dict[str, int] = field(default_factory=dict)  # of the forward pass until the submodule was done
-    layer_before: dict[str, nn.Module | None] = field(default_factory=dict)  # the last one with weights of its own until then
-    layers_done: dict[str, int] = field(default_factory=dict)  # how many of them until then
+    feature_axes: dict[str, int | None] = field(default_factory=dict)
+    layers_done: dict[str, int] = field(default_factory=dict)  # how many with weights of their own until then
     is_autocast: dict[str, bool] = field(default_factory=dict)
-    layer: nn.Module | None = None
-    layers: int = 0
+    layers: int = 0  # with weights of their own, until now
     load: float = 0.0
     ticks: int = 0
     output: Any = None
@@ -146,9 +151,9 @@ class _Log:
         self.outputs.setdefault(name, []).append(output)
         self.flops[name] = flops
         if not list(module.children()) and list(module.parameters(recurse=False)):
-            self.layer, self.layers = module, self.layers + 1
+            self.layers += 1
             self.load += sum(parameter.numel() for parameter in module.parameters(recurse=False)) / _positions(module, output)
-        self.layer_before[name], self.layers_done[name] = self.layer, self.layers
+        self.layers_done[name] = self.layers
         self.is_autocast[name] = isinstance(output, Tensor) and torch.is_autocast_enabled(output.device.type)
 
 
@@ -161,7 +166,7 @@ def _positions(layer: nn.Module, output: Any) -> int:
 
 def _run(model: nn.Module, example_input: Any, *, batch: int = 0, nudge: Nudge | None = None) -> _Log:
     """With a size of the batch, FLOPs are counted and arguments are looked at. What flows at `nudge` is moved."""
-    log, counter, handles = _Log(batch=batch), flop_counter(), []
+    log, counter, axes, handles = _Log(batch=batch), flop_counter(), FeatureAxes(), []
 
     def enter(name: str) -> Any:
         return lambda module, arguments, named: log.enter(name, module, arguments, named)
@@ -170,7 +175,10 @@ def _run(model: nn.Module, example_input: Any, *, batch: int = 0, nudge: Nudge |
         def leave_it(module: nn.Module, arguments: Any, output: Any) -> Any:
             if nudge is not None and nudge[0] == name:
                 output = output.clone()
-                output[:, nudge[1]] = 1 - output[:, nudge[1]]
+                part = output.select(nudge[1], nudge[2])
+                part.copy_(1 - part)
+            if batch and isinstance(output, Tensor):
+                log.feature_axes[name] = axes.axis_of(output, module)
             log.leave(name, module, output, counter.get_total_flops() if batch else 0)
             return output
 
@@ -185,7 +193,7 @@ def _run(model: nn.Module, example_input: Any, *, batch: int = 0, nudge: Nudge |
                 if name and name not in kept and not isinstance(module, torch.jit.ScriptModule):
                     handles.append(module.register_forward_pre_hook(enter(name), with_kwargs=True))
                     handles.append(module.register_forward_hook(leave(name)))
-            with counter if batch else nullcontext():
+            with counter if batch else nullcontext(), axes if batch else nullcontext():
                 log.output = call(model, example_input)
         except Exception as error:
             raise GrowthError(
@@ -253,27 +261,31 @@ def _kept_seeds(model: nn.Module) -> set[str]:
     return {part for name, seed in seeds.items() for part, _ in seed.named_modules(prefix=name)}
 
 
-def _classify(model: nn.Module, name: str, log: _Log, batch: int) -> Place | Refusal:
+def _classify(model: nn.Module, name: str, log: _Log, batch_axis: int | str) -> Place | Refusal:
     module, outputs = model.get_submodule(name), log.outputs.get(name, [])
-    reason = _reason_against(module, name, outputs, batch)
+    reason = _reason_against(module, name, outputs)
     if reason is not None:
         return Refusal(name, reason)
     (output,) = outputs
-    kind = _kind_of(log.layer_before[name], output)
+    if isinstance(batch_axis, str):
+        return Refusal(name, batch_axis)
+    kind = _kind_of(output, batch_axis, log.feature_axes[name])
     if kind is None:
-        return Refusal(name, f"gives {_shape(output)} whose channels are not, or not for certain, the second dimension: [B, C, H, W]")
+        found = f"the batch is dimension {batch_axis}, the features are {log.feature_axes[name] or 'not certain'}"
+        return Refusal(name, f"gives {_shape(output)} ({found}), and seeds fit {_FITTING}; choose a layer inside it or after it")
     return Place(
         name=name,
         kind=kind,
-        shape=tuple(output.shape[1:]),
+        shape=tuple(size for axis, size in enumerate(output.shape) if axis != batch_axis),
         dtype=weights_of(model, module).dtype if log.is_autocast[name] else output.dtype,
         device=output.device,
+        batch_axis=batch_axis,
         depth=log.flops[name] / max(log.total_flops, 1),
-        flops_behind=(log.total_flops - log.flops[name]) // batch,
+        flops_behind=(log.total_flops - log.flops[name]) // log.batch,
     )
 
 
-def _reason_against(module: nn.Module, name: str, outputs: list[Any], batch: int) -> str | None:
+def _reason_against(module: nn.Module, name: str, outputs: list[Any]) -> str | None:
     if "parametrizations" in name.split("."):
         return "makes a weight, not an output"
     if not outputs:
@@ -288,23 +300,16 @@ def _reason_against(module: nn.Module, name: str, outputs: list[Any], batch: int
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         return "would run a seed in it as one of its own parts; choose a part of it"
     if output.ndim not in (2, 3, 4):
-        return f"gives {_shape(output)}, and seeds fit [B, C, H, W], [B, C, L], [B, T, D] and [B, D]"
-    if len(output) != batch:
-        return f"gives {_shape(output)}, whose first dimension is not the batch of {batch}"
+        return f"gives {_shape(output)}, and seeds fit {_FITTING}"
     return None
 
 
-def _kind_of(layer: nn.Module | None, output: Tensor) -> Kind | None:
-    """Channels come first after convolutions, features last after linear layers; the last layer with weights tells which it was."""
-    if output.ndim == 2:
+def _kind_of(output: Tensor, batch_axis: int, feature_axis: int | None) -> Kind | None:
+    if output.ndim == 2 and batch_axis == 0:
         return "dense"
-    width = _width(layer)
-    is_second, is_last = output.shape[1] == width, output.shape[-1] == width
-    if output.ndim == 3:
-        return "conv" if isinstance(layer, _CHANNELS_FIRST) and not isinstance(layer, _OF_PLANES) and is_second else "token"
-    if isinstance(layer, _CHANNELS_FIRST) or layer is None:
-        return None if is_last and not is_second else "conv"
-    return "conv" if is_second and not is_last else None
+    if feature_axis == output.ndim - 1 and (batch_axis == 0 or (batch_axis == 1 and output.ndim == 3)):
+        return "token"
+    return "conv" if (batch_axis, feature_axis) == (0, 1) else None
 
 
 def _width(layer: nn.Module | None) -> int | None:
@@ -325,17 +330,6 @@ def weights_of(model: nn.Module, module: nn.Module) -> Weights:
     weights = (parameter for part in (module, model) for parameter in part.parameters() if parameter.is_floating_point())
     first = next(weights, None)
     return Weights(torch.float32, torch.device("cpu")) if first is None else Weights(first.dtype, first.device)
-
-
-def _apply(flow: Spread, places: dict[str, Place]) -> tuple[dict[str, Place], list[Refusal]]:
-    kept, refusals = dict[str, Place](), []
-    for name, place in places.items():
-        if place.kind == "token" and flow.mixes:
-            reason = "has no batch as its first dimension, for one sample changes others; if time is the first, use batch_first=True"
-            refusals.append(Refusal(name, reason))
-        else:
-            kept[name] = replace(place, is_causal=name in flow.causal)
-    return kept, refusals
 
 
 # Masks and caches: a seed that looks at other positions would see what a mask hides, and miss what only a cache knows
