@@ -18,9 +18,10 @@ from esper.files import FileError
 from esper.growth.errors import GrowthError
 from esper.growth.isolation import is_compiled, unwrap
 from esper.growth.place import Place
+from esper.growth.registration import attach, build_seed, specs_in
 from esper.growth.seed import Seed, SeedSpec
 from esper.growth.slot import Home
-from esper.growth.slotted import AveragedModel, Slotted, attach, build_seed, check_has_no_slots, specs_in
+from esper.growth.slotted import AveragedModel, Slotted, check_has_no_slots
 
 if TYPE_CHECKING:
     from esper.growth.grower import Grower

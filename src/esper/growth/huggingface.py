@@ -34,7 +34,8 @@ from esper.growth.decisions import Controller
 from esper.growth.errors import GrowthError
 from esper.growth.grower import Grower
 from esper.growth.isolation import isolated
-from esper.growth.slotted import SeedsIgnored, Slotted, add_slots
+from esper.growth.registration import SeedsIgnored
+from esper.growth.slotted import Slotted, add_slots
 
 FOLDER, KIND = "growth", "growth in transformers"
 
@@ -191,7 +192,7 @@ class GrowthTrainer(Trainer):
         found = get_last_checkpoint(self.args.output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
         self.growth.resumed = Path(found) if found else None
         if found:
-            self.growth.ignored = SeedsIgnored(self.model, None if self.growth.grower is None else self.growth.grower.slotted)
+            self.growth.ignored = SeedsIgnored(self.model, [] if self.growth.grower is None else self.growth.grower.slotted.slots.values())
         try:
             return super().train(resume_from_checkpoint, *arguments, **others)
         finally:

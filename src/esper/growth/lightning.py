@@ -28,7 +28,8 @@ from esper.growth.decisions import Controller
 from esper.growth.errors import GrowthError
 from esper.growth.grower import Grower
 from esper.growth.isolation import isolated
-from esper.growth.slotted import SeedsIgnored, Slotted, add_slots
+from esper.growth.registration import SeedsIgnored
+from esper.growth.slotted import Slotted, add_slots
 
 
 def _callback_class() -> Any:
@@ -86,7 +87,7 @@ class GrowthCallback(Callback):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """The weights of a checkpoint come next, and then the state of this callback, which restores the seeds."""
         if stage == "fit" or self.grower is not None:
-            self._ignored = SeedsIgnored(pl_module, None if self.grower is None else self.grower.slotted)
+            self._ignored = SeedsIgnored(pl_module, [] if self.grower is None else self.grower.slotted.slots.values())
 
     def _weights_are_loaded(self) -> None:
         if self._ignored is not None:
