@@ -147,6 +147,19 @@ def test_what_is_no_regular_file_is_refused_and_not_waited_for(reader: str, tmp_
         (tmp_path / name).unlink()
 
 
+@pytest.mark.parametrize("reader", [*TENSOR_READERS, "config"])
+def test_a_file_that_the_system_refuses_is_refused_with_the_reason(reader: str, tmp_path: Path) -> None:
+    name, call, error = READERS[reader]
+    (tmp_path / name).mkdir()
+    with pytest.raises(error, match="folder"):
+        call(tmp_path / name)
+    with pytest.raises(error, match="the name xxxxxxxxxxxxxxxxxxxx… is too long"):
+        call(tmp_path / ("x" * 300))
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(error, match="loop"):
+        call(tmp_path / "loop")
+
+
 @pytest.mark.parametrize("reader", READERS)
 def test_a_file_of_absurd_size_is_refused_unread(reader: str, tmp_path: Path) -> None:
     name, call, error = READERS[reader]

@@ -221,7 +221,7 @@ def reason_of(error: OSError) -> str:
             longest = max(name.split("/"), key=len)
             return f"the name {longest[:20]}… is too long: file systems take {MAX_NAME_BYTES} bytes at most; choose a shorter one"
         case errno.EACCES | errno.EPERM:
-            return f"no permission for {name}"
+            return f"there is no permission for {name}"
         case errno.EROFS:
             return f"{name} is on a file system that cannot be written to"
         case errno.ENOENT:

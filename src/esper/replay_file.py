@@ -147,15 +147,16 @@ def write_replay(path: Path | str, tensors: Mapping[str, Tensor], info: ReplayIn
 def read_replay(path: Path | str) -> ReplayFile:
     """The replay in memory, on the CPU. What is returned has everything that `LAYOUT` names, in its shape."""
     path = Path(path)
-    if not path.is_file():
-        target = f"is a link to {os.readlink(path)}, which does not exist" if path.is_symlink() else "does not exist"
-        raise ReplayError(f"{path} {'is a folder' if path.is_dir() else target}; give the file of a replay, as esper arena writes it")
     try:
         tensors, metadata = read_tensors(path)
+    except (FileNotFoundError, IsADirectoryError) as error:
+        target = f"is a link to {os.readlink(path)}, which does not exist" if path.is_symlink() else "does not exist"
+        what = "is a folder" if isinstance(error, IsADirectoryError) else target
+        raise ReplayError(f"{path} {what}; give the file of a replay, as esper arena writes it") from error
     except FileError as error:
         raise ReplayError(f"{error}; give a replay that esper arena wrote, and copy it whole") from error
     except OSError as error:
-        raise ReplayError(f"{path} cannot be read: {reason_of(error)}") from error
+        raise ReplayError(f"no replay can be read: {reason_of(error)}") from error
     info = _read_info(path, metadata)
     problems = _problems(tensors, info)
     if problems:

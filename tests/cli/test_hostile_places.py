@@ -310,7 +310,7 @@ def test_a_disk_that_was_full_from_the_start_is_no_mistake_of_the_name(
 @pytest.mark.parametrize(
     ("number", "reason", "code"),
     [
-        (errno.EACCES, "no permission for run", 2),
+        (errno.EACCES, "there is no permission for run", 2),
         (errno.EROFS, "run is on a file system that cannot be written to", 2),
         (errno.EIO, "Input/output error (run)", 1),
     ],

@@ -11,6 +11,7 @@ from esper.cli.arena_players import mistakes
 from esper.cli.outcome import CommandError, Outcome
 from esper.cli.parse import parse
 from esper.config import Config, NonNegativeInt
+from esper.files import reason_of
 
 DESCRIPTION = """Plays a replay, or those of a run, in the browser: terrain in 3D, units, shots, the zone, scores and what happened.
 
@@ -44,6 +45,8 @@ def run(argv: list[str], prog: str) -> Outcome:
     with mistakes():
         try:
             serve(arguments.path, port=arguments.port, show=arguments.show, announce=announce)
-        except (ImportError, OSError) as error:
+        except ImportError as error:
             raise CommandError(str(error)) from error
+        except OSError as error:
+            raise CommandError(reason_of(error)) from error
     return Outcome({"address": addresses[0]})

@@ -12,6 +12,14 @@ from esper.cli.outcome import FAILED, INTERRUPTED, CommandError, code_of
 from esper.files import reason_of
 from esper.run_folder import CHECKPOINTS, CONFIG, Kind, RunError, check_holds_a_run
 
+# What the user has to do before the run can go on.
+_FIRST = {
+    errno.ENOSPC: "free some space, then ",
+    errno.EDQUOT: "free some space, then ",
+    errno.EACCES: "change its permissions, then ",
+    errno.EPERM: "change its permissions, then ",
+}
+
 
 def how_to_resume(command: str, folder: Path) -> str:
     return f"go on with: esper {command} --resume --run {shlex.quote(str(folder))}"
@@ -62,8 +70,7 @@ def failures(
             lost = f"the folder {folder} was removed or renamed during the training, so the run cannot go on; start a new one"
             raise CommandError(lost, exit_code=FAILED) from error
         if is_there(folder):
-            first = "free some space, then " if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-            what_next = f"{first}{how_to_resume(command, folder)}"
+            what_next = f"{_FIRST.get(error.errno or 0, '')}{how_to_resume(command, folder)}"
             raise CommandError(f"the run in {folder} cannot go on: {reason_of(error)}; {what_next}", exit_code=FAILED) from error
         what_next = "choose another folder with --run"
         raise CommandError(f"no run can be made in {folder}: {reason_of(error)}; {what_next}", exit_code=code_of(error)) from error

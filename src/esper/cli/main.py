@@ -168,7 +168,8 @@ def _explain(error: BaseException) -> tuple[str, int]:
     if isinstance(error, OSError) and error.filename is not None:
         from esper.files import reason_of
 
-        return reason_of(error), code_of(error)
+        hint = "; change its permissions, or choose another place" if error.errno in (errno.EACCES, errno.EPERM) else ""
+        return f"{reason_of(error)}{hint}", code_of(error)
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return f"{text} (unexpected; run again with --debug for the traceback)", FAILED
 

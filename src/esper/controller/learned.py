@@ -170,16 +170,16 @@ class Learned:
 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], Description]:
-    if path.is_dir():
-        raise ControllerError(f"{path} {_why_no_controller(path)}")
-    if not path.is_file():
-        raise ControllerError(f"there is no file {path}; give the path of a file that training a controller has written")
     try:
         weights, metadata = read_tensors(path)
+    except FileNotFoundError as error:
+        raise ControllerError(f"there is no file {path}; give the path of a file that training a controller has written") from error
+    except IsADirectoryError as error:
+        raise ControllerError(f"{path} {_why_no_controller(path)}") from error
     except FileError as error:
         raise ControllerError(f"{error}; {_ANOTHER}") from error
     except OSError as error:
-        raise ControllerError(f"{path} cannot be read: {reason_of(error)}") from error
+        raise ControllerError(f"no controller can be read: {reason_of(error)}") from error
     header = metadata.get(_HEADER)
     if header is None:
         raise ControllerError(f"{path} holds tensors, but no controller; give a file that training a controller has written")

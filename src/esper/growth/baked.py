@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from esper.checkpoint.modules import plain_names
 from esper.checkpoint.tensors import NotTensorsError, read_tensors, write_tensors
-from esper.files import FileError
+from esper.files import FileError, reason_of
 from esper.growth.errors import GrowthError
 from esper.growth.isolation import is_compiled, unwrap
 from esper.growth.place import Place
@@ -75,10 +75,10 @@ def _host_of(model: object) -> nn.Module:
 
 def _read(path: Path) -> dict[str, Tensor]:
     """Read a safetensors file, or all of those in the folder of a Hugging Face model."""
-    files = sorted(path.glob("model*.safetensors")) if path.is_dir() else [path]
-    if not files:
-        raise GrowthError(_why_no_model(path))
     try:
+        files = sorted(path.glob("model*.safetensors")) if path.is_dir() else [path]
+        if not files:
+            raise GrowthError(_why_no_model(path))
         return {name: tensor for file in files for name, tensor in read_tensors(file)[0].items()}
     except FileNotFoundError as error:
         raise GrowthError(f"there is no file {path}") from error
@@ -87,8 +87,10 @@ def _read(path: Path) -> dict[str, Tensor]:
             f"{path} is not a safetensors file ({error}). A file of torch.save is read by you, and its state dict passed on: "
             f"esper.load(torch.load({str(path)!r}, weights_only=True), model=...)"
         ) from error
-    except (FileError, OSError) as error:
+    except FileError as error:
         raise GrowthError(str(error)) from error
+    except OSError as error:
+        raise GrowthError(f"no model can be read: {reason_of(error)}") from error
 
 
 def _why_no_model(folder: Path) -> str:

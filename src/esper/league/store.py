@@ -126,14 +126,15 @@ class LeagueStore:
 
 def read_weights(path: Path) -> dict[str, Tensor]:
     """Return the weights of a player from a file as a league keeps them, of which nothing else is known."""
-    if not path.is_file():
-        raise LeagueError(f"there are no weights at {path}; a run keeps those of its league in RUN/{FOLDER}/{MEMBERS}/NAME{_SUFFIX}")
+    place = f"a run keeps those of its league in RUN/{FOLDER}/{MEMBERS}/NAME{_SUFFIX}"
     try:
         return read_tensors(path)[0]
+    except FileNotFoundError as error:
+        raise LeagueError(f"there are no weights at {path}; {place}") from error
     except FileError as error:
         raise LeagueError(f"{error}; give a file of weights that a league has written") from error
     except OSError as error:
-        raise LeagueError(f"{path} cannot be read: {reason_of(error)}") from error
+        raise LeagueError(f"no weights can be read: {reason_of(error)}; {place}") from error
 
 
 def _encoded(name: str, weights: Weights) -> bytes:
