@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
+import weakref
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from esper.growth import GrowthError, add_slots
-from esper.growth.blueprints import blueprints_for
-from esper.growth.config import GrowthConfig, SeedOptimizer
+from esper.growth import GrowthError, add_slots, promise
+from esper.growth.blueprints import blueprints_for, cost_of, get_blueprint
+from esper.growth.config import Budget, GrowthConfig, SeedOptimizer
 from esper.growth.contribution import Losses, Measurement, confidence_of_look, gain_of, losses_of
 from esper.growth.decisions import Advance, Germinate
 from esper.growth.heuristic import judge
-from esper.growth.promise import Probe
+from esper.growth.place import Place
+from esper.growth.promise import Probe, portions
 from esper.growth.seed import Seed
 from esper.growth.seed_learner import SeedLearner
-from esper.growth.state import Contribution
+from esper.growth.state import Contribution, Cost
 from esper.statistics import Interval, student_interval, weighted_interval
 from tests.growth.small import (
     QUICK,
@@ -339,6 +343,10 @@ class Dense(nn.Module):
         return output
 
 
+def no_learner(slot: str, weights: nn.Module) -> SeedLearner:
+    raise AssertionError("nothing is promised yet")
+
+
 CASES = {"conv": (Convolutional, (1, 4, 4)), "token": (Sequence, (5, 4)), "dense": (Dense, (4,))}
 
 
@@ -358,7 +366,8 @@ def test_the_probe_finds_the_gradient_of_a_planted_seed_for_every_blueprint(kind
     expected_host = [None if parameter.grad is None else parameter.grad.clone() for parameter in host.parameters()]
     host.zero_grad()
 
-    probe = Probe(slotted, {"body": options}, random_seed=7)
+    keys = [("body", option.name) for option in options]
+    probe = Probe(slotted, keys, Cost(10**9, 10**12), no_learner, random_seed=7, probe_steps=2)
     probe.watch()
     scale = torch.tensor(16.0)
     for part_x, part_y in zip(x.chunk(2), y.chunk(2), strict=True):  # accumulated, and scaled
@@ -446,14 +455,19 @@ def test_a_step_whose_gradient_overflowed_does_not_count_for_a_promise() -> None
     def promises(spoiled: bool) -> dict[tuple[str, str], float]:
         host = make_host(dtype=torch.float64, dropout=0.0, norm=False)
         slotted = add_slots(host, torch.zeros(2, 6, dtype=torch.float64), slots=["first"])
-        probe = Probe(slotted, {"first": blueprints_for(slotted.slots["first"].place)}, random_seed=0)
+        keys = [("first", blueprint.name) for blueprint in blueprints_for(slotted.slots["first"].place)]
+
+        def learner(slot: str, weights: nn.Module) -> SeedLearner:
+            return SeedLearner(weights, sgd(host), 0, SeedOptimizer(), None)
+
+        probe = Probe(slotted, keys, Cost(10**9, 10**12), learner, random_seed=0, probe_steps=5)
         probe.watch()
         for number, (x, y) in enumerate(make_data(5, dtype=torch.float64)):
             if number == 2 and not spoiled:
                 continue
             (cross_entropy(slotted(x), y) * (math.inf if number == 2 else 1.0)).backward()
             probe.ask()
-        return probe.promises(lambda slot, weights: SeedLearner(weights, sgd(host), 0, SeedOptimizer(), None))
+        return probe.promises({"first": 0.1})
 
     expected = promises(False)
     assert all(promise > 0 for promise in expected.values())
@@ -491,12 +505,19 @@ OPTIMIZERS = {
 }
 
 
-def promised_and_true(make_optimizer, settings: GrowthConfig, make_seed_optimizer=None, *, blueprint: str = "mlp") -> tuple[float, float]:
+def promised_and_true(make_optimizer, settings: GrowthConfig, make_seed_optimizer=None) -> tuple[float, float]:
     """What a seed after the second layer promises, and how much the loss falls in one of its steps. Every step sees the same batch."""
+    blueprint = "low_rank"  # small enough to answer to all samples
     host = make_host(dtype=torch.float64, dropout=0.0, norm=False)
     x, y = make_data(1, dtype=torch.float64)[0]
     loop = make_loop(
-        Script(probes=[0]), settings, host=host, make_optimizer=make_optimizer, dtype=torch.float64, seed_optimizer=make_seed_optimizer
+        Script(probes=[0]),
+        msgspec.structs.replace(settings, blueprints=(blueprint,)),
+        host=host,
+        make_optimizer=make_optimizer,
+        dtype=torch.float64,
+        slots=["second"],
+        seed_optimizer=make_seed_optimizer,
     )
     loop.data = [(x, y)] * 4
     loop.epoch()
@@ -531,9 +552,7 @@ def test_a_promise_knows_that_gradients_of_seeds_are_clipped_and_their_rate_has_
 
 
 def test_a_promise_is_that_of_the_optimiser_that_the_user_makes_for_seeds() -> None:
-    promise, fall = promised_and_true(
-        OPTIMIZERS["sgd"], config(probe_steps=3), lambda parameters, rate: SignSteps(parameters, lr=rate), blueprint="low_rank"
-    )
+    promise, fall = promised_and_true(OPTIMIZERS["sgd"], config(probe_steps=3), lambda parameters, rate: SignSteps(parameters, lr=rate))
     assert promise == pytest.approx(fall, rel=1e-2)
 
 
@@ -556,3 +575,210 @@ def test_an_epoch_at_the_promised_speed_never_takes_more_than_the_loss_and_the_o
     assert max(slow.values()) * 20.0 / 1e-5 * steps > 2 * loss
     assert all(promise * steps <= loss for promise in fast.values())
     assert sorted(slow, key=slow.__getitem__) == sorted(fast, key=fast.__getitem__)
+
+
+# Portions
+
+
+RESNET_50 = Cost(25_600_000, 8_200_000_000)
+RESNET_50_PLACES = [
+    (Place(f"{number}", "conv", shape), count)
+    for number, (shape, count) in enumerate([((256, 56, 56), 3), ((512, 28, 28), 4), ((1024, 14, 14), 6), ((2048, 7, 7), 3)])
+]
+
+
+class Built:
+    """Counts the parameters of the probe's branches that are alive, and those of all that were ever built."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.alive: list[weakref.ref[nn.Module]] = []
+        self.names: list[tuple[str, str]] = []
+        build = promise.build_branch
+
+        def counted(blueprint, place, seed):
+            branch = build(blueprint, place, seed=seed)
+            self.alive.append(weakref.ref(branch))
+            self.names.append((place.name, blueprint.name))
+            return branch
+
+        monkeypatch.setattr(promise, "build_branch", counted)
+
+    def parameters(self) -> int:
+        gc.collect()
+        return sum(parameter.numel() for one in self.alive if (branch := one()) is not None for parameter in branch.parameters())
+
+
+def test_the_probe_never_holds_more_weights_than_the_host_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(promise, "LEAST_PARAMETERS", 0, raising=False)
+    built = Built(monkeypatch)
+    loop = make_loop(Script(probes=[1]), config(probe_steps=3), dtype=torch.float64)
+    loop.data = make_data(24, dtype=torch.float64)
+    loop.epoch()
+    host = loop.slotted.survey.host.parameters
+    most = 0
+    for number, (x, y) in enumerate(loop.data):
+        loop.step(x, y)
+        if number % 2:
+            most = max(most, built.parameters())
+    loop.grower.after_epoch(loop.evaluate)
+    largest = max(candidate.cost.parameters for slot in loop.grower.state().slots for candidate in slot.candidates)
+    assert 0 < most <= max(host, largest)
+    assert sum(candidate.cost.parameters for slot in loop.grower.state().slots for candidate in slot.candidates) > 2 * host
+    assert built.parameters() == 0
+    assert all(candidate.promise is not None for slot in loop.grower.controller.states[2].slots for candidate in slot.candidates)
+
+
+def all_candidates(places: list[tuple[Place, int]]) -> dict[tuple[str, str], Cost]:
+    return {
+        (f"{place.name}.{number}", blueprint.name): cost_of(blueprint, place)
+        for place, count in places
+        for number in range(count)
+        for blueprint in blueprints_for(place)
+    }
+
+
+@pytest.mark.parametrize(("length", "batch"), [(None, 256), (10_000, 256), (400, 64), (300, 3), (2_000, 1)])
+def test_a_portion_of_a_large_host_never_exceeds_its_weights_and_flops(length: int | None, batch: int) -> None:
+    costs = all_candidates(RESNET_50_PLACES)
+    assert sum(cost.parameters for cost in costs.values()) > 50 * RESNET_50.parameters
+    plan = portions(costs, RESNET_50, probe_steps=8, length=length, batch=batch)
+    assert [key for portion in plan for key in portion.candidates] == list(costs)
+    for portion in plan:
+        own = [costs[key] for key in portion.candidates]
+        assert sum(cost.parameters for cost in own) <= RESNET_50.parameters or len(own) == 1
+        assert 2 * sum(cost.flops for cost in own) * portion.samples <= 3 * RESNET_50.flops * batch or (len(own), portion.samples) == (1, 1)
+        assert portion.steps >= 2
+        assert 1 <= portion.samples <= batch
+    if length is not None:
+        assert sum(portion.steps for portion in plan) <= length
+
+
+def test_a_long_epoch_gives_every_candidate_all_samples_of_the_planned_steps() -> None:
+    costs = all_candidates(RESNET_50_PLACES)
+    plan = portions(costs, RESNET_50, probe_steps=8, length=100_000, batch=64)
+    large = {key for key, cost in costs.items() if 2 * cost.flops > 3 * RESNET_50.flops}
+    assert {key for portion in plan for key in portion.candidates if portion.samples < 64} == large
+    assert all(portion.steps == 8 for portion in plan if portion.samples == 64)
+    assert all(portion.steps * portion.samples >= 8 * 64 for portion in plan)
+
+
+def test_an_epoch_too_short_for_two_answers_of_each_leaves_out_the_largest_candidates() -> None:
+    costs = {("a", f"{size}"): Cost(size * 1_000_000, 1_000) for size in (3, 9, 1, 8, 2)}
+    plan = portions(costs, Cost(10_000_000, 10_000), probe_steps=8, length=3, batch=4)
+    assert [portion.candidates for portion in plan] == [(("a", "3"), ("a", "1"), ("a", "2"))]
+    assert plan[0].steps == 3
+
+
+def test_random_plans_hold_their_limits_and_give_everybody_two_answers() -> None:
+    generator = np.random.default_rng(0)
+    for _ in range(200):
+        host = Cost(int(generator.integers(1, 10**7)), int(generator.integers(1, 10**9)))
+        costs = {
+            (f"{slot}", f"{number}"): Cost(int(generator.integers(1, 5 * host.parameters)), int(generator.integers(0, 5 * host.flops)))
+            for slot in range(generator.integers(1, 6))
+            for number in range(generator.integers(1, 9))
+        }
+        length = None if generator.random() < 0.2 else int(generator.integers(1, 300))
+        batch, probe_steps = int(generator.integers(1, 20)), int(generator.integers(1, 12))
+        plan = portions(costs, host, probe_steps=probe_steps, length=length, batch=batch)
+        asked = [key for portion in plan for key in portion.candidates]
+        assert asked == [key for key in costs if key in set(asked)]
+        left_out = [costs[key].parameters for key in costs if key not in set(asked)]
+        assert all(parameters >= max(costs[key].parameters for key in asked) for parameters in left_out)
+        assert not left_out or (length is not None and length < 2 * len(costs))
+        for portion in plan:
+            own = [costs[key] for key in portion.candidates]
+            assert sum(cost.parameters for cost in own) <= max(host.parameters, promise.LEAST_PARAMETERS) or len(own) == 1
+            assert 2 * sum(cost.flops for cost in own) * portion.samples <= 3 * host.flops * batch or (len(own), portion.samples) == (1, 1)
+            assert portion.steps >= 2
+        assert length is None or len(asked) == 1 or sum(portion.steps for portion in plan) <= length
+
+
+def test_a_candidate_promises_the_same_in_whichever_portion_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step sees the same batch, and the host hardly moves."""
+    found = []
+    for least in (2**20, 0):
+        monkeypatch.setattr(promise, "LEAST_PARAMETERS", least)
+        host = make_host(dtype=torch.float64, dropout=0.0, norm=False)
+        loop = make_loop(Script(probes=[1]), config(probe_steps=3), host=host, make_optimizer=OPTIMIZERS["sgd"], dtype=torch.float64)
+        loop.data = make_data(1, dtype=torch.float64) * 60
+        loop.epoch()
+        built = Built(monkeypatch)
+        loop.epoch()
+        assert len(built.names) == len(set(built.names)) == 6
+        event = next(event for event in loop.events if event.kind == "probed")
+        found.append({(slot, name): value for slot, some in event.promises.items() for name, value in some.items()})
+    assert len(found[0]) == 6
+    assert found[0] == pytest.approx(found[1], rel=1e-3)
+
+
+def test_a_part_of_the_samples_stands_for_all_of_them() -> None:
+    """The batch holds everything twice, so half of it says the same as the whole."""
+    x, y = make_data(1, dtype=torch.float64)[0]
+    x, y = x.repeat_interleave(2, dim=0), y.repeat_interleave(2)
+    sums = []
+    for flops, samples in ((10**12, 16), (171, 8)):
+        host = make_host(dtype=torch.float64, dropout=0.0, norm=False)
+        slotted = add_slots(host, x[:2], slots=["second"])
+        probe = Probe(slotted, [("second", "mlp")], Cost(10**9, flops), no_learner, random_seed=0, probe_steps=4)
+        probe.plan(length=100, batch=len(x))
+        probe.watch()
+        for _ in range(2):
+            cross_entropy(slotted(x), y).backward()
+            probe.ask()
+        sums.append(probe._trials["second", "mlp"].sums)
+        assert probe.flops == 2 * samples * 2 * cost_of(get_blueprint("mlp"), slotted.slots["second"].place).flops
+    for whole, half in zip(*sums, strict=True):
+        torch.testing.assert_close(half, whole, rtol=1e-9, atol=1e-12)
+
+
+def test_only_the_slots_of_the_portion_at_hand_are_observed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(promise, "LEAST_PARAMETERS", 0)
+    loop = make_loop(Script(probes=[1]), config(probe_steps=3))
+    loop.data = make_data(60)
+    loop.epoch()
+    observed = set()
+    for x, y in loop.data:
+        observed.add(tuple(name for name, slot in loop.slotted.slots.items() if slot.observer is not None))
+        loop.step(x, y)
+    assert {(), ("first",), ("second",)} <= observed
+    assert not any(slot.observer for slot in loop.slotted.slots.values())
+
+
+def test_what_the_budget_refuses_is_never_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = Built(monkeypatch)
+    loop = make_loop(Script(probes=[0]), config(budget=Budget(max_parameters=1.0)))
+    loop.epoch()
+    fitting = {
+        (name, option.name)
+        for name, options in loop.grower.garden.options.items()
+        for option in options
+        if loop.grower.garden.price(name, option.name).parameters <= loop.slotted.survey.host.parameters
+    }
+    assert set(built.names) == fitting
+    assert ("first", "mlp") not in fitting
+
+
+def test_a_probe_is_resumed_between_any_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(promise, "LEAST_PARAMETERS", 0)
+
+    def run(stop: int | None) -> dict:
+        loop = make_loop(Script(probes=[1]), config(probe_steps=2), dtype=torch.float64)
+        loop.data = make_data(20, dtype=torch.float64)
+        loop.epoch()
+        for number, (x, y) in enumerate(loop.data):
+            if number == stop:
+                state = copy.deepcopy(loop.grower.state_dict())
+                loop.grower.stop()
+                loop = make_loop(Script(probes=[1]), config(probe_steps=2), dtype=torch.float64)
+                loop.data = make_data(20, dtype=torch.float64)
+                loop.grower.load_state_dict(state)
+            torch.manual_seed(number)
+            loop.step(x, y)
+        loop.grower.after_epoch(loop.evaluate)
+        return next(event for event in loop.events if event.kind == "probed").promises
+
+    expected = run(None)
+    assert {len(found) for found in expected.values()} == {3}
+    for stop in (0, 7, 8, 9, 13, 19):
+        assert run(stop) == expected

@@ -26,46 +26,64 @@ from esper.growth.config import GrowthConfig
 from esper.growth.garden import Garden
 from esper.growth.place import CPU
 from esper.growth.plot import Plot
-from esper.growth.promise import STEPS_ALONG, Promises, clip_scale, signal_scale
+from esper.growth.promise import STEPS_ALONG, Key, Promises, clip_scale, flops_of_asking, portions, signal_scale, some_of
 
 
-def probes_of(banks: Banks, plots: Mapping[int, Plot[RowBed]], steps: int) -> list[RowProbe]:
+def probes_of(banks: Banks, plots: Mapping[int, Plot[RowBed]], *, steps: int, part: int) -> list[RowProbe]:
     """For the hosts that ask: position among those that train -> plot. `steps` are those until the next decision.
 
     A probe looks at the last of them, or at the first in the first epoch of a host, as it does in a `Grower`, which cannot know how long
-    that will be.
+    that will be. A forward pass sees `part` samples.
     """
-    groups: dict[range, dict[int, Garden[RowBed]]] = defaultdict(dict)
+    groups: dict[tuple[range, int], dict[int, tuple[Key, ...]]] = defaultdict(dict)
     for position, plot in plots.items():
-        count, is_first_epoch = plot.config.probe_steps, plot.chronicle.length is None
-        first = 0 if is_first_epoch else max(steps - count, 0)
-        groups[range(first, min(first + count, steps))][position] = plot.garden
-    return [RowProbe(banks, gardens, window=window) for window, gardens in groups.items() if any(_candidates(gardens))]
+        length, samples = plot.chronicle.length, plot.chronicle.samples
+        costs = {key: cost_of(get_blueprint(key[1]), banks[key[0]].place) for key in _candidates(plot.garden)}
+        batch = part if length is None or samples is None else samples // length
+        plan = portions(costs, plot.garden.host, probe_steps=plot.config.probe_steps, length=length, batch=batch)
+        first = 0 if length is None else max(steps - sum(portion.steps for portion in plan), 0)
+        for portion in plan:
+            window = range(first, min(first + portion.steps, steps))
+            if window:
+                groups[window, portion.part_of(part)][position] = portion.candidates
+            first += portion.steps
+    gardens = {position: plot.garden for position, plot in plots.items()}
+    return [RowProbe(banks, gardens, asked, window=window, samples=samples) for (window, samples), asked in groups.items()]
 
 
-def _candidates(gardens: Mapping[int, Garden[RowBed]]) -> Iterator[tuple[int, str, str]]:
-    """Position, slot and blueprint of all that may grow now."""
-    for position, garden in gardens.items():
-        for slot in garden.beds:
-            for candidate in garden.view(slot, {}).candidates:
-                yield position, slot, candidate.blueprint
+def _candidates(garden: Garden[RowBed]) -> Iterator[Key]:
+    """Slot and blueprint of all that may grow now."""
+    for slot in garden.beds:
+        for candidate in garden.view(slot, {}).candidates:
+            yield slot, candidate.blueprint
 
 
 class RowProbe:
-    """Looks in the steps of its `window`: `catch` in the forward pass, `ask` with the gradients of what was `caught`."""
+    """Looks in the steps of its `window`: `catch` in the forward pass, `ask` with the gradients of what was `caught`, `close` at its end.
 
-    def __init__(self, banks: Banks, gardens: Mapping[int, Garden[RowBed]], *, window: range) -> None:
-        self.window = window
-        self.flops: dict[int, int] = defaultdict(int)  # position -> FLOPs per sample of a step in the window
-        asking: dict[tuple[str, str], list[int]] = defaultdict(list)
-        for position, slot, blueprint in _candidates(gardens):
-            asking[slot, blueprint].append(position)
-            self.flops[position] += 2 * cost_of(get_blueprint(blueprint), banks[slot].place).flops
-        self._trials = [
-            _Trial(slot, banks[slot], blueprint, positions, [gardens[position].config for position in positions])
-            for (slot, blueprint), positions in asking.items()
-        ]
-        self._slots = {slot for slot, _ in asking}
+    `asked` are the candidates of every host, which answer to so many `samples` of a forward pass. They are built at the first step.
+    """
+
+    def __init__(
+        self,
+        banks: Banks,
+        gardens: Mapping[int, Garden[RowBed]],
+        asked: Mapping[int, Sequence[Key]],
+        *,
+        window: range,
+        samples: int,
+    ) -> None:
+        self.window, self.samples = window, samples
+        self.flops: dict[int, int] = defaultdict(int)  # position -> FLOPs of a forward pass in the window
+        self._banks, self._gardens = banks, gardens
+        self._positions: dict[Key, list[int]] = defaultdict(list)
+        for position, keys in asked.items():
+            for slot, blueprint in keys:
+                self._positions[slot, blueprint].append(position)
+                self.flops[position] += samples * flops_of_asking(cost_of(get_blueprint(blueprint), banks[slot].place).flops)
+        self._slots = {slot for slot, _ in self._positions}
+        self._trials: list[_Trial] = []
+        self._found: Tensor | None = None  # when it is over
         self._caught: dict[str, Tensor] = {}
 
     def catch(self, slot: str, h: Tensor) -> Tensor:
@@ -84,22 +102,34 @@ class RowProbe:
 
     def ask(self, gradients: Sequence[Tensor]) -> None:
         """Lets every candidate answer to this step. `gradients` are those of `caught`."""
+        if not self._trials:
+            self._trials = [
+                _Trial(slot, self._banks[slot], blueprint, positions, [self._gardens[position].config for position in positions])
+                for (slot, blueprint), positions in self._positions.items()
+            ]
         by_slot = dict(zip(self._caught, gradients, strict=True))
         for trial in self._trials:
-            trial.answer(self._caught[trial.slot].detach(), by_slot[trial.slot])
+            h, g = self._caught[trial.slot].detach(), by_slot[trial.slot]
+            trial.answer(some_of(h, self.samples).contiguous(), some_of(g, self.samples).contiguous() * (len(g) / self.samples))
         self._caught.clear()
+
+    def close(self) -> None:
+        """Finds out what the candidates promise. Their branches are gone."""
+        self._found = torch.cat([trial.promises() for trial in self._trials])
+        self._trials = []
 
     def promises(self) -> Tensor:
         """Those of all candidates, at a learning rate of 1: on the device, for `by_position`."""
-        return torch.cat([trial.promises() for trial in self._trials])
+        assert self._found is not None
+        return self._found
 
     def by_position(self, promises: Sequence[float]) -> dict[int, Promises]:
         """What was read of `promises()`, by host. A candidate that has answered less than twice has none."""
         found: dict[int, Promises] = {position: {} for position in self.flops}
-        keys = [(position, trial.slot, trial.species.blueprint) for trial in self._trials for position in trial.positions]
-        for (position, slot, blueprint), promise in zip(keys, promises, strict=True):
+        keys = [(position, key) for key, positions in self._positions.items() for position in positions]
+        for (position, key), promise in zip(keys, promises, strict=True):
             if not math.isnan(promise):
-                found[position][slot, blueprint] = promise
+                found[position][key] = promise
         return found
 
 

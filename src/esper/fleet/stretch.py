@@ -66,8 +66,13 @@ class Stretch:
     def run(self, batches: Tensor) -> Tensor:
         """Trains on the samples [T, B, A], step by step. Gives the losses [T, A]."""
         losses = torch.zeros(len(batches), len(self.plan.rows), device=batches.device, dtype=self._crew.flat.dtype)
+        done = 0
         for probes, steps in self._sections(len(batches)):
             self._repeat(partial(self._step, batches, losses, probes), steps)
+            done += steps
+            for probe in probes:
+                if probe.window.stop <= done:
+                    probe.close()
         for learner in (self.plan.connected, self.plan.in_shadow, self._crew):
             learner.put_back()
         return losses

@@ -174,6 +174,9 @@ class Grower:
         if not is_lost:
             self._begin()
         self.chronicle.note_step(value, samples=samples, flops_per_sample=self._step_flops())
+        probe_flops = self._prober.take_flops()
+        if samples is not None:
+            self.chronicle.flops += probe_flops
         self._follower.forget_failed_steps()
         if is_lost:
             self._go_back(f"the training loss of step {self.chronicle.steps} is {float(value)}")
@@ -253,7 +256,7 @@ class Grower:
         self.plot.find_scale(chunks, val_loss)
         verdict = self.plot.verdict(chunks, val_loss)  # the same on all ranks, as these numbers are
         self._has_stepped_in_epoch = False
-        self.plot.end_epoch(chunks, val_loss, measured.contributions, self._agreed(self._prober.finish()))
+        self.plot.end_epoch(chunks, val_loss, measured.contributions, self._agreed(self._prober.end_epoch()))
         if verdict.is_disaster:
             self._go_back(verdict.reason)
             decision = Decision(reason=f"went back to a healthy state: {verdict.reason}")
@@ -268,7 +271,7 @@ class Grower:
 
     def bake(self) -> nn.Module:
         """The model with the fossilized seeds in it, and nothing else of ours. Where baking fails the grower goes on as before."""
-        self._prober.finish()
+        self._prober.discard()
         self._shadow.rest()
         model = self.slotted.bake()
         self.stop()
@@ -276,7 +279,7 @@ class Grower:
 
     def stop(self) -> None:
         """Nothing of ours is at work any more, in model or optimiser, but connected seeds, which learn no more."""
-        self._prober.finish()
+        self._prober.discard()
         self._shadow.rest()
         self._follower.stop()
         if self.slotted.follower is self._follower:
@@ -342,7 +345,7 @@ class Grower:
     # What happens around decisions
 
     def _go_back(self, reason: str) -> None:
-        self._prober.finish()
+        self._prober.discard()
         self._shadow.rest()
         self.plot.go_back(reason, self._recovery)
         try:
@@ -353,7 +356,7 @@ class Grower:
 
     def _get_ready(self) -> None:
         """For the next forward pass."""
-        self._prober.after_step(self.chronicle.steps, length=self.chronicle.length)
+        self._prober.get_ready(samples=self.chronicle.samples)
         self._shadow.prepare(self._in_shadow())
         self.slotted.samples = 0
 
@@ -377,7 +380,7 @@ class Grower:
     def _step_flops(self) -> int:
         shadow = self._in_shadow() if self._has_stepped else []
         second = self._shadow.flops(shadow, [self.garden.cost(bed.place.name) for bed in shadow])
-        return 3 * (self.slotted.survey.host.flops + self.garden.connected().flops) + second + self._prober.flops
+        return 3 * (self.slotted.survey.host.flops + self.garden.connected().flops) + second
 
     def _in_shadow(self) -> list[ModelBed]:
         return in_shadow(list(self.garden.beds.values()))
@@ -414,7 +417,7 @@ class Grower:
             raise GrowthError(
                 f"the saved run was decided by {saved!r}, not by {self.controller.name!r}; resume it with the same controller"
             )
-        self._prober.finish()
+        self._prober.discard()
         self._shadow.rest()
         self._recovery.load_state_dict(state["recovery"])
         self.plot.load_state_dict(state["plot"])

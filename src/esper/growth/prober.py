@@ -23,26 +23,36 @@ class Prober:
     def __init__(self, slotted: Slotted, garden: Garden[ModelBed], optimizer: Optimizer, make: MakeOptimizer | None = None) -> None:
         self.slotted, self.garden, self.optimizer, self.make = slotted, garden, optimizer, make
         self._probe: Probe | None = None
+        self._steps = 0  # of the host's optimiser in this epoch, so far
+        self._length: int | None = None  # the same in the last epoch
 
     def request(self) -> None:
         """For all that may grow now, in all slots that are free."""
         allowed = self.garden.allowance()
-        candidates = {
-            name: [option for option in options if allowed.refusal(self.garden.price(name, option.name)) is None]
+        wanted = [
+            (name, option.name)
             for name, options in self.garden.options.items()
             if self.garden.beds[name].life.stage is Stage.DORMANT
-        }
-        wanted = {name: some for name, some in candidates.items() if some}
-        self._probe = Probe(self.slotted, wanted, random_seed=self.garden.config.seed) if wanted else None
+            for option in options
+            if allowed.refusal(self.garden.price(name, option.name)) is None
+        ]
+        config = self.garden.config
+        self._probe = (
+            Probe(self.slotted, wanted, self.garden.host, self._learner, random_seed=config.seed, probe_steps=config.probe_steps)
+            if wanted
+            else None
+        )
 
     @property
     def is_watching(self) -> bool:
         return self._probe is not None and self._probe.is_watching
 
-    @property
-    def flops(self) -> int:
-        """Per sample of a step that is watched."""
-        return self._probe.flops if self._probe is not None and self._probe.is_watching else 0
+    def take_flops(self) -> int:
+        """Those that were spent since the last call."""
+        if self._probe is None:
+            return 0
+        flops, self._probe.flops = self._probe.flops, 0
+        return flops
 
     @property
     def has_caught(self) -> bool:
@@ -56,18 +66,22 @@ class Prober:
 
     def ask(self, *, scale: Tensor | None) -> None:
         """The host's optimiser has stepped by the gradients that were caught, which were multiplied by `scale`."""
+        self._steps += 1
         if self._probe is not None and self._probe.is_watching:
             self._probe.ask(scale=scale)
 
-    def after_step(self, steps: int, *, length: int | None) -> None:
-        """`steps` of this epoch are over, of `length` if that is known; 0 when one begins."""
-        if self._probe is None:
+    def get_ready(self, *, samples: int | None) -> None:
+        """Before a forward pass. `samples` are those of the last epoch, None where nobody knows."""
+        probe = self._probe
+        if probe is None:
             return
-        is_due = length is None or steps >= length - self.garden.config.probe_steps
-        if self._probe.steps >= self.garden.config.probe_steps:
+        if self._length is not None and not probe.is_planned:
+            probe.plan(length=self._length, batch=max((samples or 0) // max(self._length, 1), 1))
+        is_due = self._length is None or self._steps >= self._length - probe.steps
+        if probe.is_over:
             self.rest()
-        elif is_due and not self._probe.is_watching:
-            self._probe.watch()
+        elif is_due and not probe.is_watching:
+            probe.watch()
             # What is watched runs in Python. Compiled code would be compiled anew for it, and back again.
             self.slotted.run_eagerly(True)
 
@@ -90,25 +104,34 @@ class Prober:
             self._probe.stop()
             self.slotted.run_eagerly(False)
 
-    def finish(self) -> Promises | None:
+    def discard(self) -> None:
+        """Forgets what was asked for and what was found."""
+        self.rest()
+        self._probe = None
+
+    def end_epoch(self) -> Promises | None:
         """What was found; None where nothing was asked."""
+        self._length, self._steps = self._steps, 0
         self.rest()
         probe, self._probe = self._probe, None
         if probe is None:
             return None
-        return probe.promises(self._learner)
+        groups, factor = self.optimizer.param_groups, self.garden.config.seed_optimizer.learning_rate_factor
+        return probe.promises({name: factor * float(groups[self._group(name)]["lr"]) for name in self.garden.beds})
+
+    def _group(self, slot: str) -> int:
+        return group_of(self.optimizer, self.slotted.host.get_submodule(slot), self.slotted.host)
 
     def _learner(self, slot: str, weights: nn.Module) -> SeedLearner:
-        host = self.slotted.host
-        group = group_of(self.optimizer, host.get_submodule(slot), host)
-        return SeedLearner(weights, self.optimizer, group, self.garden.config.seed_optimizer, self.make)
+        return SeedLearner(weights, self.optimizer, self._group(slot), self.garden.config.seed_optimizer, self.make)
 
-    def state_dict(self) -> dict[str, Any] | None:
-        return None if self._probe is None else self._probe.state_dict()
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self._steps, "length": self._length, "probe": None if self._probe is None else self._probe.state_dict()}
 
-    def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        self.finish()
-        if state is not None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.discard()
+        self._steps, self._length = state["steps"], state["length"]
+        if state["probe"] is not None:
             self.request()
             if self._probe is not None:
-                self._probe.load_state_dict(state)
+                self._probe.load_state_dict(state["probe"])

@@ -15,6 +15,10 @@ learning rate · ‖G‖² for SGD, ten times that for a momentum of 0.9, learni
 nobody here knows. W is at zero before every such step, so weight decay has no part in it. Layers before W have no part in it either: they
 learn when W has moved, which is of second order (docs/log.md has what was measured).
 
+Candidates are asked in portions, so that the probe never needs more than the host itself does: the weights of a portion are at most as many
+as the host's, and a step of asking takes at most the FLOPs of a training step. A portion is built when its turn comes, asked at some steps,
+and gone when its promises are known. Where an epoch has too few steps for that, candidates answer to a part of the samples of a step.
+
 Shapes: h and g are [B, *place.shape].
 """
 
@@ -29,14 +33,92 @@ import torch
 from torch import Tensor, nn
 
 from esper.gradients import unscaled
-from esper.growth.blueprints import Blueprint, build_branch, cost_of, live_parameters
+from esper.growth.blueprints import build_branch, cost_of, get_blueprint, live_parameters
 from esper.growth.seed_learner import SeedLearner
 from esper.growth.slot import Slot
 from esper.growth.slotted import Slotted
+from esper.growth.state import Cost
 
 STEPS_ALONG = 32  # of the optimiser along the same gradient: enough for a momentum of 0.9 to be within 4 % of its end
+LEAST_ANSWERS = 2  # without which signal and noise cannot be told apart
+LEAST_PARAMETERS = 2**20  # that a portion may have however small the host is: 4 MB
+Key = tuple[str, str]  # slot and blueprint
+Promises = dict[Key, float]  # fall of the loss per step
 MakeLearner = Callable[[str, nn.Module], SeedLearner]  # of what would grow in a slot
-Promises = dict[tuple[str, str], float]  # (slot, blueprint) -> fall of the loss per step
+
+
+# Portions
+
+
+@dataclass(frozen=True)
+class Portion:
+    """Candidates that are asked at the same steps."""
+
+    candidates: tuple[Key, ...]
+    steps: int
+    samples: int  # of `batch` that they answer to
+    batch: int
+
+    def part_of(self, samples: int) -> int:
+        """How many of so many samples they answer to."""
+        return max(samples * self.samples // self.batch, 1)
+
+
+def portions(costs: Mapping[Key, Cost], host: Cost, *, probe_steps: int, length: int | None, batch: int) -> list[Portion]:
+    """What is asked when, portion after portion, in the order of `costs`.
+
+    `length` is the number of steps in an epoch, None where it is unknown, and `batch` the number of samples in a step. Every portion is
+    asked at `probe_steps` steps and answers to all samples, if the epoch is long enough for that. Else more candidates share a step, with
+    fewer samples each, and at more steps where there are some to spare. What is too large to be asked with anything else is asked alone.
+    An epoch that is too short for two answers of each candidate leaves out the largest ones.
+    """
+    wanted, chosen = max(probe_steps, LEAST_ANSWERS), dict(costs)
+    while length is not None and len(chosen) > 1 and LEAST_ANSWERS * len(_filled(chosen, host, 1, batch)) > length:
+        del chosen[max(chosen, key=lambda key: chosen[key].parameters)]
+    fewest = max(len(_filled(chosen, host, 1, batch)), 1)
+    answers = wanted if length is None else max(min(wanted, length // fewest), LEAST_ANSWERS)
+    most = fewest if length is None else max(length // answers, fewest)  # portions, so that each candidate gets so many answers
+    sizes = (batch >> halvings for halvings in range(batch.bit_length()))  # all samples, half of them, ..., one
+    filled = next(some for size in sizes if len(some := _filled(chosen, host, size, batch)) <= most)
+    found = []
+    for keys in filled:
+        samples = max(_most_samples(sum(costs[key].flops for key in keys), host, batch), 1)
+        # Who answers to fewer samples is asked more often, where there are steps to spare.
+        steps = answers if length is None else min(max(length // len(filled), LEAST_ANSWERS), -(-answers * batch // samples))
+        found.append(Portion(keys, steps, samples, batch))
+    return found
+
+
+def _filled(costs: Mapping[Key, Cost], host: Cost, samples: int, batch: int) -> list[tuple[Key, ...]]:
+    """Candidates that answer to so many samples of a step, put together as long as they stay within the host's weights and FLOPs."""
+    found: list[list[Key]] = []
+    parameters = flops = 0
+    for key, cost in costs.items():
+        parameters, flops = parameters + cost.parameters, flops + cost.flops
+        if not found or parameters > max(host.parameters, LEAST_PARAMETERS) or samples > _most_samples(flops, host, batch):
+            found.append([])
+            parameters, flops = cost.parameters, cost.flops
+        found[-1].append(key)
+    return [tuple(keys) for keys in found]
+
+
+def _most_samples(flops: int, host: Cost, batch: int) -> int:
+    """How many samples candidates of so many FLOPs can answer to within the FLOPs of the host's training step."""
+    return min(3 * host.flops * batch // flops_of_asking(flops), batch) if flops and host.flops else batch
+
+
+def flops_of_asking(flops: int) -> int:
+    """For one sample, of candidates that need so many in a forward pass: that, and a backward pass through the last layer alone."""
+    return 2 * flops
+
+
+# Asking
+
+
+def some_of(samples: Tensor, count: int) -> Tensor:
+    """So many of the samples, evenly spread: the first half of a batch may be of another kind than the second."""
+    stride = len(samples) // count
+    return samples if count == len(samples) else samples[: count * stride : stride]
 
 
 @dataclass
@@ -50,36 +132,73 @@ class _Trial:
     steps: Tensor | None = None  # that counted, on the device: a step whose gradient overflowed does not
 
 
-class Probe:
-    """Looks at candidates in dormant slots for a number of training steps."""
+@dataclass
+class _Caught:
+    """What was seen of one pass through a slot, for some of its samples."""
 
-    def __init__(self, slotted: Slotted, candidates: Mapping[str, Sequence[Blueprint]], *, random_seed: int) -> None:
-        self._slots = {name: slotted.slot(name) for name in candidates}
-        self._trials: dict[tuple[str, str], _Trial] = {}
-        for name, some in candidates.items():
-            place = slotted.place(name)
-            for blueprint in some:
-                branch = build_branch(blueprint, place, seed=random_seed)
-                live = live_parameters(blueprint, place, branch)
-                self._trials[name, blueprint.name] = _Trial(branch, [branch.get_parameter(own) for own in live])
-        self._caught: dict[str, list[list[Tensor]]] = {}
-        self.steps = 0
+    h: Tensor
+    weight: float  # all samples / those that were caught
+    g: Tensor | None = None  # there when the backward pass has come by
+
+
+class Probe:
+    """Looks at candidates in dormant slots for a number of training steps. `host` is what the host costs.
+
+    `make_learner` gives a seed's own learner for weights in a slot, whose optimiser is tried out.
+    """
+
+    def __init__(
+        self, slotted: Slotted, candidates: Iterable[Key], host: Cost, make_learner: MakeLearner, *, random_seed: int, probe_steps: int
+    ) -> None:
+        self._slotted, self._host, self._make_learner = slotted, host, make_learner
+        self._random_seed, self._probe_steps = random_seed, probe_steps
+        self._costs = {key: cost_of(get_blueprint(key[1]), slotted.slot(key[0]).place) for key in candidates}
+        self._length: int | None = None
+        self._batch: int | None = None
+        self._portions: list[Portion] | None = None  # None: not planned yet
+        self._number = 0  # of the portion whose turn it is
+        self._steps = 0  # at which it was asked so far
+        self._trials: dict[Key, _Trial] = {}  # of that portion
+        self._falls: dict[Key, Tensor] = {}  # of portions that are over, at a learning rate of 1
+        self._caught: dict[str, list[_Caught]] = {}
         self.is_watching = False
         self.is_paused = False  # what runs now is none of the user's training
-        # A forward pass, and a backward pass through the last layer alone.
-        self.flops = 2 * sum(cost_of(blueprint, slotted.slot(name).place).flops for name, some in candidates.items() for blueprint in some)
+        self.flops = 0  # spent so far; whoever counts them sets it to zero
+
+    def plan(self, *, length: int | None, batch: int) -> None:
+        """Decides what is asked when. Without a plan, the first step that is caught makes one."""
+        self._length, self._batch = length, batch
+        self._portions = portions(self._costs, self._host, probe_steps=self._probe_steps, length=length, batch=batch)
+
+    @property
+    def is_planned(self) -> bool:
+        return self._portions is not None
+
+    @property
+    def steps(self) -> int:
+        """That all portions take together."""
+        return sum(portion.steps for portion in self._portions or ())
+
+    @property
+    def is_over(self) -> bool:
+        return self._portions is not None and self._number >= len(self._portions)
+
+    @property
+    def _portion(self) -> Portion | None:
+        return None if self._portions is None or self.is_over else self._portions[self._number]
 
     def watch(self) -> None:
-        """Catches h and g in the forward and backward passes from now on."""
+        """Catches h and g in the forward and backward passes from now on, in the slots that are asked about."""
         self.is_watching = True
-        for slot in self._slots.values():
-            slot.observe(self._catch)
+        asked = {slot for slot, _ in (self._costs if self._portion is None else self._portion.candidates)}
+        for name in {slot for slot, _ in self._costs}:
+            self._slotted.slot(name).observe(self._catch if name in asked else None)
 
     def stop(self) -> None:
         self.is_watching = False
         self._caught.clear()
-        for slot in self._slots.values():
-            slot.observe(None)
+        for name in {slot for slot, _ in self._costs}:
+            self._slotted.slot(name).observe(None)
 
     def _catch(self, slot: Slot, output: Tensor) -> Tensor:
         if self.is_paused or not torch.is_grad_enabled():
@@ -88,38 +207,62 @@ class Probe:
             output = output.detach().requires_grad_().clone()  # a leaf could not be worked on in place
         elif output._is_view():
             output = output.clone()  # a view that is worked on in place forgets its hooks
-        pair = [output.detach().clone()]  # cloned, because the next layer may work in place
-        self._caught.setdefault(slot.place.name, []).append(pair)
-        output.register_hook(lambda gradient: pair.append(gradient.detach()))  # type: ignore[no-untyped-call]
+        samples = len(output)
+        part = samples if self._portion is None else self._portion.part_of(samples)
+        caught = _Caught(some_of(output.detach(), part).clone(), samples / part)  # cloned, because the next layer may work in place
+        self._caught.setdefault(slot.place.name, []).append(caught)
+
+        def take(gradient: Tensor) -> None:
+            caught.g = gradient.detach() if part == samples else some_of(gradient.detach(), part).clone()
+
+        output.register_hook(take)  # type: ignore[no-untyped-call]
         return output
 
     @property
     def has_caught(self) -> bool:
         """Whether it holds gradients of backward passes that no step has used yet."""
-        return any(len(pair) == 2 for pairs in self._caught.values() for pair in pairs)
+        return any(caught.g is not None for some in self._caught.values() for caught in some)
 
     def drop(self) -> None:
         """Forgets the gradients that were caught, but no forward pass whose gradient is still to come."""
-        self._caught = {name: [pair for pair in pairs if len(pair) == 1] for name, pairs in self._caught.items()}
+        self._caught = {name: [caught for caught in some if caught.g is None] for name, some in self._caught.items()}
 
     def ask(self, *, scale: Tensor | None = None) -> None:
-        """Lets every candidate answer to what was caught in this step. The caught gradients were multiplied by `scale`."""
-        for (name, _), trial in self._trials.items():
-            pairs = [pair for pair in self._caught.get(name, ()) if len(pair) == 2]
-            if pairs:
-                self._ask_one(trial, pairs, scale)
+        """Lets the candidates of a portion answer to what was caught in this step. The caught gradients were multiplied by `scale`."""
+        if self._portions is None:
+            first = next((caught for some in self._caught.values() for caught in some), None)
+            if first is None:
+                return
+            self.plan(length=None, batch=len(first.h))
+        portion = self._portion
+        if portion is None:
+            return
+        for key in portion.candidates:
+            seen = [caught for caught in self._caught.get(key[0], ()) if caught.g is not None]
+            if seen:
+                self._ask_one(key, seen, portion, scale)
         self._caught.clear()
-        self.steps += 1
+        self._steps += 1
+        if self._steps >= portion.steps:
+            self._close()
+            if not self.is_over:
+                self.watch()
 
-    def _ask_one(self, trial: _Trial, pairs: Iterable[list[Tensor]], scale: Tensor | None) -> None:
+    def _ask_one(self, key: Key, seen: Iterable[_Caught], portion: Portion, scale: Tensor | None) -> None:
+        trial = self._trials[key] if key in self._trials else self._trials.setdefault(key, self._built(key))
         total = [_zeros_like(parameter) for parameter in trial.live]
-        for h, g in pairs:
+        for caught in seen:
+            h, g, weight = caught.h, caught.g, caught.weight
+            assert g is not None
+            if weight == 1.0 and (part := portion.part_of(len(h))) < len(h):  # of the step that made the plan
+                h, g, weight = some_of(h, part), some_of(g, part), len(h) / part
             with torch.enable_grad():
                 output = trial.branch(h.to(trial.live[0]))  # in its precision, and where it is
-            gradients = torch.autograd.grad(output, trial.live, unscaled(g, scale).to(output), allow_unused=True)
+            gradients = torch.autograd.grad(output, trial.live, unscaled(g, scale).to(output) * weight, allow_unused=True)
             for sum_, gradient in zip(total, gradients, strict=True):
                 if gradient is not None:
                     sum_ += gradient
+            self.flops += len(h) * flops_of_asking(self._costs[key].flops)
         square = squared_norm(total)
         counts = torch.isfinite(square)
         total = [torch.where(counts, part, torch.zeros_like(part)) for part in total]
@@ -128,11 +271,26 @@ class Probe:
         trial.squares = square if trial.squares is None else trial.squares + square
         trial.steps = counts.double() if trial.steps is None else trial.steps + counts
 
-    def promises(self, make_learner: MakeLearner) -> Promises:
-        """Nats per step, at the learning rate that seeds have now, for every (slot, blueprint) that was asked at least twice."""
-        falls = {key: fall for key, trial in self._trials.items() if (fall := _fall(trial, key[0], make_learner)) is not None}
-        read = torch.stack(list(falls.values())).tolist() if falls else []
-        return {key: fall for key, fall in zip(falls, read, strict=True) if not math.isnan(fall)}
+    def _built(self, key: Key) -> _Trial:
+        blueprint, place = get_blueprint(key[1]), self._slotted.place(key[0])
+        branch = build_branch(blueprint, place, seed=self._random_seed)
+        return _Trial(branch, [branch.get_parameter(name) for name in live_parameters(blueprint, place, branch)])
+
+    def _close(self) -> None:
+        """Finds out what the candidates of a portion promise. Their branches are gone."""
+        trials, self._trials = self._trials, {}
+        for key in list(trials):
+            fall = _fall(trials.pop(key), key[0], self._make_learner)
+            if fall is not None:
+                self._falls[key] = fall
+        self._number, self._steps = self._number + 1, 0
+
+    def promises(self, rates: Mapping[str, float]) -> Promises:
+        """The fall of the loss in a step of every candidate that was asked at least twice; `rates` are learning rates of seeds, by slot."""
+        if self._trials:
+            self._close()
+        read = torch.stack(list(self._falls.values())).tolist() if self._falls else []
+        return {key: rates[key[0]] * fall for key, fall in zip(self._falls, read, strict=True) if not math.isnan(fall)}
 
     def state_dict(self) -> dict[str, Any]:
         """What the candidates have answered so far. Their weights come from the random seed and do not change."""
@@ -140,15 +298,24 @@ class Probe:
             {"slot": slot, "blueprint": blueprint, "sums": list(trial.sums), "squares": trial.squares, "steps": trial.steps}
             for (slot, blueprint), trial in self._trials.items()
         ]
-        return {"steps": self.steps, "answers": answers}
+        falls = [{"slot": slot, "blueprint": blueprint, "fall": fall} for (slot, blueprint), fall in self._falls.items()]
+        plan = {"length": self._length, "batch": self._batch, "portion": self._number, "steps": self._steps}
+        return {**plan, "answers": answers, "falls": falls}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.steps = state["steps"]
+        if state["batch"] is not None:
+            self.plan(length=state["length"], batch=state["batch"])
+        self._number, self._steps = state["portion"], state["steps"]
+        self._falls = {(found["slot"], found["blueprint"]): found["fall"] for found in state["falls"]}
         for answer in state["answers"]:
-            trial = self._trials[answer["slot"], answer["blueprint"]]
+            key = answer["slot"], answer["blueprint"]
+            trial = self._trials[key] = self._built(key)
             device = trial.live[0].device
             trial.sums = [part.to(device) for part in answer["sums"]]
             trial.squares, trial.steps = (None if part is None else part.to(device) for part in (answer["squares"], answer["steps"]))
+
+
+# From gradients to promises
 
 
 def _zeros_like(parameter: nn.Parameter) -> Tensor:
@@ -157,22 +324,21 @@ def _zeros_like(parameter: nn.Parameter) -> Tensor:
 
 
 def _fall(trial: _Trial, slot: str, make_learner: MakeLearner) -> Tensor | None:
-    """What the loss would fall by in a step; None where nothing was asked, NaN where it was asked once."""
+    """The fall of the loss in a step, at a learning rate of 1; None where nothing was asked, NaN where it was asked once."""
     if trial.squares is None or trial.steps is None:
         return None
     learner = make_learner(slot, nn.ParameterList([torch.zeros_like(parameter) for parameter in trial.live]))
     share = signal_scale(squared_norm(trial.sums), trial.squares, trial.steps)
     clip = clip_scale(trial.squares, trial.steps, learner.config.max_grad_norm)
-    expected = [part * share.to(part.dtype) for part in trial.sums]
-    return fall_in_a_step(learner, expected, clip)
+    return fall_in_a_step(learner, [part * share.to(part.dtype) for part in trial.sums], clip)
 
 
 def fall_in_a_step(learner: SeedLearner, gradients: Sequence[Tensor], clip: Tensor) -> Tensor:
-    """The first-order fall of the loss in a step of a fresh seed whose gradients are these, at the learning rate of the host's group.
+    """The first-order fall of the loss in a step of a seed whose gradients are these, divided by its learning rate.
 
     `clip` is what clipping multiplies them by before the optimiser sees them.
     """
-    weights, rate = learner.parameters, learner.rate
+    weights, rate = learner.parameters, learner.rate or 1.0
     seen = [(gradient * clip.to(gradient.dtype)).to(weight.dtype) for weight, gradient in zip(weights, gradients, strict=True)]
     for group in learner.optimizer.param_groups:
         group["lr"] = rate
@@ -182,7 +348,7 @@ def fall_in_a_step(learner: SeedLearner, gradients: Sequence[Tensor], clip: Tens
             weight.grad = gradient.clone()  # an optimiser may write to it
         learner.optimizer.step()
     moved = zip(weights, gradients, strict=True)  # from zero, in the last step
-    return -torch.stack([(weight.detach().double() * gradient.double()).sum() for weight, gradient in moved]).sum()
+    return -torch.stack([(weight.detach().double() * gradient.double()).sum() for weight, gradient in moved]).sum() / rate
 
 
 def squared_norm(parts: Sequence[Tensor]) -> Tensor:
