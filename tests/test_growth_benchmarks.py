@@ -21,6 +21,7 @@ with pytest.MonkeyPatch.context() as patch:  # scripts: they find one another by
     patch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
     import growth_digits
     import growth_jumps
+    import growth_longer
     import growth_raise
     import growth_runs
     import growth_shadow_cost
@@ -212,3 +213,21 @@ def test_only_what_was_recorded_is_replayed(is_recorded: bool) -> None:
     for _ in range(2):
         side.after_step(side.step(is_recorded=is_recorded))
     assert len(calls) == (2 if is_recorded else 4)
+
+
+def test_longer_training_costs_what_growing_does_and_the_speed_is_the_one_that_the_heuristic_goes_by(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(growth_longer, "cells", lambda text: [growth_longer.Cell("digits", epochs=8, samples=48)])
+    growth_longer.main(["--seeds", "2", "--jobs", "1", "--out", str(tmp_path / "longer.jsonl")])
+    _, *runs, summary = lines(tmp_path / "longer.jsonl")
+    assert [(run["arm"], run["seed"]) for run in runs] == [("grown", 0), ("longer", 0), ("grown", 1), ("longer", 1)]
+    for grown, longer in zip(runs[::2], runs[1::2], strict=True):
+        assert grown["seeds"]
+        assert longer["epochs"] > 8
+        assert longer["train_gflops"] == pytest.approx(grown["train_gflops"], rel=0.06)
+    assert summary["steps"] == 24
+    assert summary["speeds"] == sorted(run["speed"] for run in runs[::2])
+    assert summary["grows"] == sum(speed >= 25 for speed in summary["speeds"])
+    assert summary["loss_difference"]["pairs"] == 2
+    assert "test loss, grown − longer" in capsys.readouterr().out

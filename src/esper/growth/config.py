@@ -65,6 +65,9 @@ class HeuristicConfig(Config):
     high_loss: Fraction = 0.05  # a training loss below this is low enough
     projected_loss: Fraction = 0.04  # a host whose training loss is going to end above this is starved
     overfit_gap: PositiveFloat = 2.0  # validation loss / training loss above which more capacity would not help
+    longer_training: PositiveFloat = 25.0
+    """How many times as much as the host by itself at the end of its training seeds must promise to lower the loss, for the same FLOPs.
+    Where they do not, longer training is better."""
     evidence: PositiveFloat = 1.5  # positions in the training data for every weight of a new seed
     evidence_at_the_end: PositiveFloat = 30.0  # the same at a place with little behind it, where a seed is part of the classifier
     least_share: Fraction = 0.1  # of the host's weights for each slot: a slot holds one seed for good, too much for a trifle

@@ -7,6 +7,9 @@ A host is starved when its training loss is still high, validation does not lag 
 - the loss is going to end high: training losses fall like a power of time, and the last epochs tell which;
 - the data could teach more weights than the host has.
 
+A starved host is undertrained where longer training would give more for the same FLOPs: its own loss is still going to fall at the end, and
+what the seeds promise now is not many times as much. It is let alone. How many times was measured (docs/log.md).
+
 In every free slot it takes the candidate that would lower the loss most within an epoch, after its rent, as long as the data could teach
 that many weights in that place: a convolution over a wide map sees many positions in one sample, one over a small map few. Right before the
 head it asks for ten times the evidence: what grows there lowers the training loss fastest of all, and does not generalise from few samples.
@@ -117,7 +120,14 @@ class Heuristic:
         plan = choose(state, self.rules)
         if not plan:
             return [], f"the host is starved ({verdict.reason}), but nothing that fits would pay"
-        return [Germinate(slot, reason, blueprint) for slot, blueprint, reason in plan], f"the host is starved: {verdict.reason}"
+        times = speed_over_longer_training(state, [candidate for _, candidate in plan])
+        if times < self.rules.longer_training:
+            return [], (
+                f"lets the host alone: it is undertrained. For the same FLOPs, seeds promise {times:.1f} times the fall of the loss that "
+                f"the host would still make by itself at the end of its training, and it takes {self.rules.longer_training:g} times to "
+                "pay; train longer"
+            )
+        return [Germinate(name, _why(one, state), one.blueprint) for name, one in plan], f"the host is starved: {verdict.reason}"
 
     def state_dict(self) -> dict[str, Any]:
         return {"looks_at": self._looks_at}
@@ -196,23 +206,46 @@ def has_jumped(state: GrowthState, rules: HeuristicConfig) -> str:
     return ""
 
 
-def choose(state: GrowthState, rules: HeuristicConfig) -> list[tuple[str, str, str]]:
-    """(slot, blueprint, reason) of what to grow: the best candidate of every free slot, the best slots first, within the budget."""
+def fall_at_the_end(losses: Sequence[float], epochs: int) -> float:
+    """How far a loss above its floor will fall in the last of so many epochs, if it goes on falling by the power of time of the last two.
+
+    The mean loss of an epoch is taken for that of its middle.
+
+    >>> round(fall_at_the_end([(epoch + 0.5) ** -0.5 for epoch in range(4)], 100), 6)
+    0.0005
+    """
+    now = len(losses)
+    if now < 2 or not 0 < losses[-1] < losses[-2]:
+        return 0.0
+    power = math.log(losses[-2] / losses[-1]) / math.log((now - 0.5) / (now - 1.5))
+    end = losses[-1] * math.exp(-power * math.log(max(epochs, now) / (now - 0.5)))
+    return power * end / max(epochs, now)
+
+
+def speed_over_longer_training(state: GrowthState, chosen: Sequence[Candidate]) -> float:
+    """How many times as much these would lower the loss now as the host by itself at the end of its training, for the same FLOPs."""
+    assert state.scale is not None
+    own = fall_at_the_end(state.scale.above_floor(state.train_losses), state.epochs or UNKNOWN_HORIZON * state.epoch)
+    cost = sum(candidate.cost.flops for candidate in chosen) / max(state.host_cost.flops, 1)  # of a step of the host's own
+    promised = sum(candidate.promise or 0.0 for candidate in chosen) * max(state.steps_per_epoch, 1)
+    return promised / (own * cost) if own * cost > 0 else math.inf
+
+
+def choose(state: GrowthState, rules: HeuristicConfig) -> list[tuple[str, Candidate]]:
+    """(slot, candidate) of what to grow: the best candidate of every free slot, the best slots first, within the budget."""
     best = [(slot, option) for slot in state.slots if (option := _best(slot, state, rules)) is not None]
     plan = []
     allowed = Allowance(state.seeds_left, state.parameters_left, state.flops_left)
     for slot, candidate in sorted(best, key=lambda pair: _worth(pair[1], state), reverse=True):
         if allowed.refusal(candidate.cost) is None:
             allowed = allowed.after(candidate.cost)
-            gain = _worth(candidate, state) + candidate.rent
-            plan.append(
-                (
-                    slot.place.name,
-                    candidate.blueprint,
-                    f"an epoch of it would lower the loss by about {figure(gain, 3)}, and its rent is {figure(candidate.rent)}",
-                )
-            )
+            plan.append((slot.place.name, candidate))
     return plan
+
+
+def _why(candidate: Candidate, state: GrowthState) -> str:
+    gain = _worth(candidate, state) + candidate.rent
+    return f"an epoch of it would lower the loss by about {figure(gain, 3)}, and its rent is {figure(candidate.rent)}"
 
 
 def _best(slot: SlotState, state: GrowthState, rules: HeuristicConfig) -> Candidate | None:
