@@ -21,7 +21,7 @@ from esper.fleet.members import of_hosts
 from esper.fleet.row_bed import RowBed
 from esper.fleet.seeds import SeedBank, Species
 from esper.fleet.upload import upload
-from esper.growth.blueprints import build_branch, cost_of, get_blueprint, live_parameters
+from esper.growth.blueprints import build_branch, cost_of, get_blueprint
 from esper.growth.config import GrowthConfig
 from esper.growth.garden import Garden
 from esper.growth.place import CPU
@@ -143,8 +143,8 @@ class _Trial:
         self.slot, self.species, self.positions = slot, bank.species[blueprint], positions
         self._bank, self._max_norm = bank, configs[0].seed_optimizer.max_grad_norm
         self._index = upload(positions, bank.place.device)
-        self._weights, names = _weights(self.species, [config.seed for config in configs])
-        self._live = {name: self._weights[name].requires_grad_() for name in names}  # [R, ...]
+        self._weights = _weights(self.species, [config.seed for config in configs])
+        self._live = {name: self._weights[name].requires_grad_() for name in self.species.live}  # [R, ...]
         first = next(iter(self._live.values()))
         self._sums = first.new_zeros(len(positions), sum(weight[0].numel() for weight in self._live.values()))  # [R, L]
         self._squares = torch.zeros(len(positions), dtype=torch.float64, device=first.device)
@@ -172,15 +172,10 @@ class _Trial:
 
 
 @torch.no_grad()
-def _weights(species: Species, seeds: Sequence[int]) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """Branches of these random seeds, name -> [R, ...], and the names of what has a gradient at birth.
-
-    Hosts with the same random seed have the same branch.
-    """
+def _weights(species: Species, seeds: Sequence[int]) -> dict[str, Tensor]:
+    """Branches of these random seeds, name -> [R, ...]; hosts with the same one have the same branch."""
     blueprint, place = get_blueprint(species.blueprint), replace(species.place, device=CPU)
-    branches = {seed: build_branch(blueprint, place, seed=seed) for seed in set(seeds)}
-    tensors = {seed: dict(branch.named_parameters()) for seed, branch in branches.items()}
-    stacked = {name: torch.stack([tensors[seed][name] for seed in seeds]) for name in species.branch_layout.shapes}
+    branches = {seed: dict(build_branch(blueprint, place, seed=seed).named_parameters()) for seed in set(seeds)}
+    stacked = {name: torch.stack([branches[seed][name] for seed in seeds]) for name in species.branch_layout.shapes}
     flat = upload(species.branch_layout.flatten(stacked), species.place.device)
-    weights = {name: tensor.clone() for name, tensor in species.branch_layout.unflatten(flat).items()}
-    return weights, live_parameters(blueprint, place, branches[seeds[0]])
+    return {name: tensor.clone() for name, tensor in species.branch_layout.unflatten(flat).items()}

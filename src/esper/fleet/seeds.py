@@ -17,6 +17,7 @@ from esper.fleet.optimizers import RowOptimizer
 from esper.fleet.rows import Layout
 from esper.fleet.upload import upload
 from esper.growth.bed import SeedPlan
+from esper.growth.blueprints import get_blueprint, live_parameters
 from esper.growth.place import CPU, Place
 from esper.growth.seed import Blending, Seed
 
@@ -35,6 +36,7 @@ class Species:
             raise FleetError(f"blueprint {blueprint!r} holds buffers, which seeds of a fleet cannot have; leave it out of `blueprints`")
         self.layout = Layout.of(template)
         self.branch_layout = Layout.of(template.branch)  # the same without a gate
+        self.live = live_parameters(get_blueprint(blueprint), place, template.branch)  # names of what has a gradient at birth
         self._branch = lower(template.branch)
         self._gate = None if template.gate is None else lower(template.gate)
 
