@@ -107,6 +107,7 @@ def test_runs_that_are_in_the_file_are_not_repeated(tmp_path: Path, monkeypatch:
     assert trained == [2, 0]
 
 
+@pytest.mark.filterwarnings("ignore:nothing can grow")
 def test_arms_that_a_control_needs_are_run_with_it(tmp_path: Path) -> None:
     path = tmp_path / "digits.jsonl"
     growth_digits.main(["--arms", "longer", "--seeds", "1", "--epochs", "2", "--jobs", "1", "--out", str(path)])
@@ -121,6 +122,7 @@ def test_a_width_that_the_task_has_begins_with_its_weights(small: Task) -> None:
     assert isinstance(wider.blocks[2].pool, torch.nn.Identity)
 
 
+@pytest.mark.filterwarnings("ignore:nothing can grow")
 def test_a_sweep_takes_the_best_by_validation_and_pays_for_all(tmp_path: Path) -> None:
     path = tmp_path / "sizes.jsonl"
     growth_sizes.main(["--widths", "4,8", "--seeds", "2", "--epochs", "2", "--jobs", "1", "--out", str(path)])

@@ -54,7 +54,7 @@ def test_a_loss_in_another_unit_gives_the_same_model(factor: float) -> None:
             lambda outputs, targets: factor * mse_loss(outputs, targets),
             epochs=8,
             optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.05, eps=1e-8 * factor),
-            config=config(QUICK, heuristic=HeuristicConfig(evidence=0.01, evidence_at_the_end=0.01, plateau_epochs=2)),
+            config=config(QUICK, heuristic=HeuristicConfig(evidence=0.01, evidence_at_the_end=0.01, plateau_epochs=2, longer_training=0.1)),
         )
 
     here, there = run(1.0), run(factor)
@@ -75,7 +75,7 @@ def test_a_regression_grows_whatever_the_unit_of_its_targets(factor: float) -> N
         mse_loss,
         epochs=10,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
-        config=config(QUICK, heuristic=HeuristicConfig(evidence=0.1, evidence_at_the_end=0.1)),
+        config=config(QUICK, heuristic=HeuristicConfig(evidence=0.1, evidence_at_the_end=0.1, longer_training=0.1)),
     )
     assert {entry.slot for entry in grown.ledger.entries} == {"first", "second"}
 
@@ -90,7 +90,7 @@ def test_a_loss_that_can_be_negative_is_refused_until_its_range_is_given() -> No
     host.head = nn.Linear(4, 2)
 
     def start(**settings: float) -> Grown:
-        chosen = config(QUICK, heuristic=HeuristicConfig(evidence=0.1, evidence_at_the_end=0.1), **settings)
+        chosen = config(QUICK, heuristic=HeuristicConfig(evidence=0.1, evidence_at_the_end=0.1, longer_training=0.1), **settings)
         return grow(host, data[:16], data[16:], gaussian_loss, epochs=8, optimizer=fast, config=chosen)
 
     with pytest.raises(GrowthError, match=r"a constant predictor has a loss of -\d.*GrowthConfig\(loss_range="):
