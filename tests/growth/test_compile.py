@@ -314,6 +314,25 @@ def test_a_copy_that_is_made_while_the_probe_looks_runs_compiled() -> None:
     assert torch.equal(out(twin.model, batch), out(FAMILY.model(), batch))
 
 
+@pytest.mark.parametrize("when", ["before", "after", "in place before", "in place after"])
+def test_calls_are_counted_wherever_the_compiler_does_not_hide_them(when: str) -> None:
+    """A model that is compiled after it got its slots is counted by calls of the slotted model alone; so is one compiled in place."""
+    host, batch = FAMILY.model(), FAMILY.batch()
+    model = torch.compile(host, backend="eager") if when == "before" else host
+    if when == "in place before":
+        host.compile(backend="eager")
+    slotted = add_slots(model, batch)
+    if when == "in place after":
+        host.compile(backend="eager")
+    called = torch.compile(host, backend="eager") if when == "after" else model
+    for _ in range(2):
+        called(batch)
+    assert slotted.samples == (2 * len(batch) if when == "before" else 0)
+    slotted.samples = 0
+    slotted(batch)
+    assert slotted.samples == len(batch)
+
+
 @pytest.mark.filterwarnings("ignore:Using `torch.compile:UserWarning")  # torch's, of the counter of FLOPs
 def test_a_part_that_is_compiled_on_its_own_runs_as_written_while_the_probe_looks() -> None:
     family = FAMILIES["resnet"]

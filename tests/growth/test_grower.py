@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
@@ -372,6 +372,46 @@ def test_a_loop_that_does_not_tell_its_samples_grows_and_counts_as_one_that_does
     assert quiet.state().samples_per_epoch == telling.state().samples_per_epoch == 150
     assert quiet.chronicle.flops == telling.chronicle.flops > 0
     assert quiet.ledger.entries  # the heuristic does not grow where it does not know how much data there is
+
+
+@pytest.mark.parametrize("lifecycle", [QUICK, QUICK_SHADOW], ids=["joint", "shadow"])
+def test_a_loop_that_calls_the_model_grows_as_one_that_calls_the_slotted_model(lifecycle) -> None:
+    def grown(*, use_slotted: bool) -> tuple[Grower, list[Tensor]]:
+        torch.manual_seed(5)
+        host = make_host()
+        optimizer = adamw(host)
+        slotted = add_slots(host, torch.zeros(2, 6), slots=list(SLOTS))
+        grower = Grower(slotted, optimizer, config=config(lifecycle, probe_steps=2), epochs=12)
+        call = slotted if use_slotted else host
+        data, val = make_data(5, size=30), make_data(3, seed=2)
+        for _ in range(6):
+            for x, y in data:
+                loss = cross_entropy(call(x), y)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                grower.after_step(loss, closure=lambda x=x, y=y: cross_entropy(call(x), y))
+            with torch.no_grad():
+                grower.after_epoch(lambda: [cross_entropy(call(x), y) for x, y in val])
+        return grower, [*host.parameters(), *(weight for slot in slotted.slots.values() if slot.seed for weight in slot.seed.parameters())]
+
+    (one, weights), (other, others) = grown(use_slotted=False), grown(use_slotted=True)
+    assert one.ledger == other.ledger
+    assert one.ledger.entries
+    assert one.chronicle.flops == other.chronicle.flops > 0
+    assert one.state().samples_per_epoch == 150
+    assert_same(weights, others)  # what is recorded for the shadow is the same too
+
+
+def test_an_epoch_whose_samples_nobody_knows_is_told_once() -> None:
+    loop = make_loop("never")
+    for _ in loop.data:
+        loop.grower.after_step(1.0)
+    with pytest.warns(RuntimeWarning, match=r"nobody knows how many samples .* after_step\(loss, samples=len\(x\)\)"):
+        loop.grower.after_epoch(loop.evaluate)
+    for _ in loop.data:
+        loop.grower.after_step(1.0)
+    loop.grower.after_epoch(loop.evaluate)
 
 
 class Odd(nn.Module):

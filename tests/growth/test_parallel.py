@@ -113,6 +113,8 @@ def mistakes(rank: int) -> dict[str, str]:
     loss.backward()
     optimizer.step()
     grower.after_step(loss)
+    wrapped(x)
+    found["samples"] = str(slotted.samples)
     found["evaluation"] = message_of(lambda: grower.after_epoch(lambda: [1.0, 2.0 // rank]))
     found["after that"] = message_of(lambda: grower.after_epoch(lambda: [1.0, 2.0]))
     return found
@@ -202,6 +204,7 @@ def test_slots_in_a_process_group_without_data_parallelism_are_refused(how: str,
 
 def test_data_parallelism_over_some_of_the_ranks_is_refused(results: list[dict[str, Any]]) -> None:
     for rank in results:
+        assert rank["mistakes"]["samples"] == "16"
         assert "over 1 of 2 processes" in rank["mistakes"]["a group of one"]
 
 

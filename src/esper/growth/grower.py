@@ -110,6 +110,7 @@ class Grower:
         self._has_begun = False
         self._has_stepped = False  # the host, since the last after_step
         self._has_stepped_in_epoch = False
+        self._has_warned = False  # of unknown samples
         if slotted.follower is not None:  # of a grower that was made earlier
             slotted.follower.stop()
         models = [slotted.model, unwrap(slotted.model)]
@@ -257,6 +258,7 @@ class Grower:
         verdict = self.plot.verdict(chunks, val_loss)  # the same on all ranks, as these numbers are
         self._has_stepped_in_epoch = False
         self.plot.end_epoch(chunks, val_loss, measured.contributions, self._agreed(self._prober.end_epoch()))
+        self._warn_of_unknown_samples()
         if verdict.is_disaster:
             self._go_back(verdict.reason)
             decision = Decision(reason=f"went back to a healthy state: {verdict.reason}")
@@ -302,6 +304,18 @@ class Grower:
             warnings.warn(
                 "the optimiser that this Grower was given has not stepped in this epoch, so no seed has learned; make the Grower with the "
                 "optimiser whose step() the training loop calls",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+    def _warn_of_unknown_samples(self) -> None:
+        """Once. Without them FLOPs are not counted, and the heuristic does not grow."""
+        if self.chronicle.samples is None and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                "nobody knows how many samples this epoch had, because no call of the model was seen (it may have been compiled after "
+                "add_slots), so FLOPs are not counted and the heuristic will not grow; call slotted(x), or tell it: "
+                "after_step(loss, samples=len(x))",
                 RuntimeWarning,
                 stacklevel=3,
             )
