@@ -33,7 +33,7 @@ from esper.growth.survey import call
 from tests.growth import hosts
 from tests.growth.hosts import FAMILIES, VOCABULARY
 from tests.growth.small import QUICK
-from tests.growth.test_models import disturb, germinate, growths, hooks_of
+from tests.growth.test_models import Transposing, disturb, germinate, growths, hooks_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning"),  # torch says so once on processors that have to do without
@@ -134,6 +134,7 @@ OWN_KINDS = {
     "gpt, mixture of experts": Kind(hosts.MixtureGPT, tokens(3, 8), causal=0),
     "t5, shifting labels": Kind(hosts.T5, {"input_ids": tokens(3, 7), "labels": tokens(3, 6, seed=1)}, causal="labels"),
     "transformer encoder": family("encoder", is_fused=True),
+    "transformer encoder, time first": Kind(Transposing, numbers(3, 3, 4), is_fused=True),
     "transformer encoder, padding": Kind(
         hosts.MaskedEncoder, {"tokens": tokens(3, 8), "src_key_padding_mask": MASK == 0}, is_fused=True, padded="tokens"
     ),
