@@ -15,7 +15,7 @@ from esper.growth.batches import ConstantPredictor, LossFunction
 from esper.growth.config import HeuristicConfig
 from esper.growth.result import Grown
 from esper.growth.story import read_story
-from tests.growth.small import QUICK, Batch, Data, config, make_data, make_host
+from tests.growth.small import QUICK, Batch, Data, Script, config, make_data, make_host, make_loop
 
 
 class Interactions(nn.Module):
@@ -41,6 +41,7 @@ def seeds(grown: Grown) -> list[tuple[str, str, int, str]]:
     return [(entry.slot, entry.blueprint, entry.born, entry.outcome) for entry in grown.ledger.entries]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [2.0**-8, 2.0**10])
 def test_a_loss_in_another_unit_gives_the_same_model(factor: float) -> None:
     """Adam with an eps in proportion makes the very same steps, so everything decided must be the same too."""
@@ -85,6 +86,7 @@ def gaussian_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     return gaussian_nll_loss(outputs[:, :1], targets, outputs[:, 1:].exp(), full=True)
 
 
+@pytest.mark.slow
 def test_a_loss_that_can_be_negative_is_refused_until_its_range_is_given() -> None:
     host, data = Interactions(), regression(factor=0.01)
     host.head = nn.Linear(4, 2)
@@ -135,3 +137,31 @@ def test_the_constant_predictor_is_the_best_one(outputs: Tensor, targets: Tensor
     for part, some in zip(outputs.split(8), targets.split(8), strict=True):
         predictor.note(part, some)
     assert predictor.loss() == pytest.approx(float(expected(targets)), abs=1e-3)
+
+
+def test_a_loop_with_a_negative_loss_is_told_after_its_first_epoch_and_left_as_it_was() -> None:
+    loop = make_loop(Script(), config(QUICK), epochs=6)
+    for x, y in loop.data:
+        (cross_entropy(loop.slotted(x), y) - 5.0).backward()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+        loop.grower.after_step(torch.tensor(-4.0))
+    with pytest.raises(GrowthError, match=r"the training began with a loss of -4\..*loss_range"):
+        loop.grower.after_epoch(loop.evaluate)
+    assert loop.grower.epoch == 0
+    assert loop.grower.plot.scale is None
+
+
+def test_the_first_epoch_is_the_scale_of_a_loop_and_a_resumed_one_remembers_it() -> None:
+    whole = make_loop(Script(), config(QUICK), epochs=6)
+    whole.epoch()
+    first = whole.grower.plot.scale
+    assert first is not None
+    assert first.is_guess
+    assert first.uninformed == pytest.approx(sum(whole.losses) / len(whole.losses))
+    whole.epoch()
+    assert whole.grower.plot.scale == first
+    again = make_loop(Script(), config(QUICK), epochs=6)
+    again.grower.load_state_dict(whole.grower.state_dict())
+    assert again.grower.plot.scale == first
+    assert again.grower.garden.unit == pytest.approx(first.uninformed / math.log(10))
