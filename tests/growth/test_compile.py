@@ -14,6 +14,7 @@ from torch._dynamo.testing import CompileCounter
 
 from esper.growth import Grower, add_slots
 from esper.growth.baked import load
+from esper.growth.decisions import Germinate
 from esper.growth.slotted import Slotted
 from tests.growth.hosts import FAMILIES
 from tests.growth.small import Script, config, sgd
@@ -312,6 +313,27 @@ def test_a_copy_that_is_made_while_the_probe_looks_runs_compiled() -> None:
     twin.remove()
     train_step(slotted, grower, batch)
     assert torch.equal(out(twin.model, batch), out(FAMILY.model(), batch))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # torch's own
+def test_seeds_follow_a_compiled_step_of_the_optimiser_and_compile_nothing_in_it() -> None:
+    host, batch, counter = FAMILY.model(), FAMILY.batch(), CompileCounter()
+    optimizer = sgd(host)
+    slotted = add_slots(host, batch)
+    name = next(iter(slotted.slots))
+    grower = Grower(slotted, optimizer, controller=Script({0: [Germinate(name, "test", "mlp")]}), config=config())
+    grower.begin()
+    step = torch.compile(optimizer.step, backend=counter)
+    counts = []
+    for _ in range(4):
+        loss = slotted(batch).square().mean()
+        loss.backward()
+        step()
+        optimizer.zero_grad()
+        grower.after_step(loss)
+        counts.append(counter.frame_count)
+    assert grower.garden.beds[name].learner.report().steps == 4
+    assert counts[1] == counts[-1]  # momentum appears in the first step
 
 
 @pytest.mark.parametrize("when", ["before", "after", "in place before", "in place after"])
