@@ -20,7 +20,8 @@ from esper.cli import grow_run
 from esper.cli.main import main
 from esper.controller.learned import load_controller
 from esper.controller.training import CONTROLLER, GROWTH, resume_controller, train_controller
-from esper.events import EventLog, read
+from esper.events import CheckpointRefused, EventLog, read
+from esper.growth import GrowthError
 from esper.growth.html_report import REPORT
 from esper.growth.run import KIND, open_run
 from esper.growth.story import read_story
@@ -259,3 +260,45 @@ def test_a_resumed_growing_run_lets_the_loaded_checkpoint_go(tmp_path: Path, mon
     run(lambda: bool(seen.append(watched.alive())), resume=True)
     assert any("/now/parameters/" in name for name in watched.tensors)
     assert not [name for name in seen[-1] if "/now/parameters/" in name or name.startswith(("/random/", "/loader/"))]
+
+
+class Killed(BaseException):
+    """Nothing in a training catches it."""
+
+
+def test_a_longer_training_that_is_killed_leaves_no_model_of_its_earlier_end(tmp_path: Path) -> None:
+    from tests.growth.test_resume import start
+
+    def kill(parameters: Any) -> torch.optim.Optimizer:
+        class Dying(torch.optim.AdamW):
+            def step(self, closure: Any = None) -> Any:
+                raise Killed
+
+        Dying.__name__ = "AdamW"
+        return Dying(parameters, lr=1e-3)
+
+    folder = tmp_path / "run"
+    start(folder, epochs=1)
+    first = (folder / "model.safetensors").read_bytes()
+    with pytest.raises(GrowthError, match="was decided by 'never', not by 'random'"):
+        start(folder, epochs=2, resume=True, controller="random")
+    assert (folder / "model.safetensors").read_bytes() == first, "nothing was changed yet"
+    with pytest.raises(Killed):
+        start(folder, epochs=2, resume=True, optimizer=kill)
+    assert not (folder / "model.safetensors").exists()
+    start(folder, epochs=2, resume=True)
+    assert (folder / "model.safetensors").read_bytes() != first
+
+
+def test_a_growing_run_passes_over_a_damaged_checkpoint_and_says_so(tmp_path: Path) -> None:
+    from tests.growth.test_resume import start
+
+    start(tmp_path / "run", epochs=2)
+    whole = CheckpointStore(tmp_path / "run" / CHECKPOINTS, kind=KIND).load()
+    (whole.path / "tensors.safetensors").write_bytes(b"")
+    start(tmp_path / "run", epochs=2, resume=True)
+    refused = [record.event for record in read(tmp_path / "run" / EVENTS) if isinstance(record.event, CheckpointRefused)]
+    assert [event.checkpoint for event in refused] == [whole.path.name]
+    again = CheckpointStore(tmp_path / "run" / CHECKPOINTS, kind=KIND).load()
+    assert again.step == whole.step
+    assert_same_state(again.state["grower"]["recovery"]["now"]["parameters"], whole.state["grower"]["recovery"]["now"]["parameters"])

@@ -28,7 +28,7 @@ from esper.cli.grow_controller import COPY, controller_copy, make_controller
 from esper.cli.grow_work import Score, Work, make_work
 from esper.config import load_saved, saved_text
 from esper.events import Sink
-from esper.files import make_folder, remove
+from esper.files import make_folder
 from esper.growth.baked import load as load_grown
 from esper.growth.events import FinalTest, TwinCompared
 from esper.growth.html_report import REPORT, TWIN, write_report
@@ -120,7 +120,6 @@ def _train(
         should_stop=should_stop,
     ) as run:
         controller = make_controller(config, folder / COPY)
-        remove(folder / MODEL)
         grown = training.run(controller, run)
         if grown.status == "stopped":
             return

@@ -22,12 +22,13 @@ import torch
 from esper.checkpoint import Checkpoint, CheckpointStore
 from esper.config import load_saved, save
 from esper.events import CheckpointRefused, Event, EventLog, Sink
-from esper.files import write_file
+from esper.files import remove, write_file
 from esper.growth.config import GrowthConfig
 from esper.growth.errors import GrowthError
 from esper.growth.events import LoaderRestarted
 from esper.growth.governor import Diverged
 from esper.growth.grower import Grower
+from esper.growth.result import MODEL
 from esper.run_folder import CHECKPOINTS, CONFIG, EVENTS, check_holds_a_run, locked, new_folder
 
 KIND = "growth"
@@ -65,7 +66,7 @@ class SavedRun(Run):
     def __init__(
         self, folder: Path, log: EventLog, checkpoint: Checkpoint | None, *, keep: int = 3, should_stop: Callable[[], bool] = lambda: False
     ) -> None:
-        self.folder = folder
+        self.folder, self._model = folder, folder / MODEL
         self.is_resumed = checkpoint is not None
         self._log, self._checkpoint, self._should_stop = log, checkpoint, should_stop
         self._store = CheckpointStore(folder / CHECKPOINTS, kind=KIND, keep=keep)
@@ -100,6 +101,7 @@ class SavedRun(Run):
         _set_random_streams(state["random"])
         self._best = state["best"]
         self._checkpoint = None  # or a second copy of everything would stay in memory
+        remove(self._model)  # that of an earlier end, from which the training now goes on
         before: float = state["val_loss_before"]
         return before
 
@@ -192,7 +194,7 @@ def _opened(
 def _log(folder: Path, checkpoint: Checkpoint | None, sinks: Sequence[Sink]) -> EventLog:
     path = folder / EVENTS
     if checkpoint is None:
-        path.unlink(missing_ok=True)  # everything in it will happen again, from the start
+        remove(path)  # everything in it will happen again, from the start
         return EventLog(path, run=folder.name, sinks=sinks)
     return EventLog.resume(path, checkpoint.state["events_offset"], sinks=sinks)
 

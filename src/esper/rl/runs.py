@@ -30,7 +30,7 @@ from torch import nn
 from esper.checkpoint import Checkpoint, Refused, load_module
 from esper.config import describe, load_saved, save
 from esper.events import CheckpointRefused, Event, EventError, EventLog, Sink, TensorBoardSink, WandbMode, WandbSink, read
-from esper.files import make_folder, printable
+from esper.files import make_folder, printable, remove
 from esper.parallel import ALONE, Group
 from esper.rl.checkpoints import open_store
 from esper.rl.collector import RECENT_EPISODES
@@ -406,7 +406,7 @@ def _reopened_log(config: Any, folder: Path, before: _Before | None, options: Op
     path, sinks = folder / EVENTS, _all_sinks(config, folder, options)
     save(config, folder / CONFIG)
     if before is None:
-        path.unlink(missing_ok=True)  # everything in it will happen again, from the start
+        remove(path)  # everything in it will happen again, from the start
         return EventLog(path, run=folder.name, sinks=sinks)
     return EventLog.resume(path, before.events_offset, sinks=sinks)
 
