@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,11 @@ def test_help_may_be_asked_for_as_a_word(asked: str, usage: str, capsys: pytest.
         (["--verbose"], "needs a command before it"),
         (["ppo", "train"], "name an environment"),
         (["ppo", "train", "cue", "--num-evns", "3"], "--num-envs"),
-        (["ppo", "train", "cue", "--num-envs", "0"], "--num-envs: expected an int > 0, got 0"),
+        (["ppo", "train", "cue", "--num-envs", "0"], "--num-envs: expected an int > 0 and <= 1048576, got 0"),
+        (["ppo", "train", "cue", "--num-envs", "1000000000000"], "--num-envs: expected an int > 0 and <= 1048576, got 1000000000000"),
+        (["ppo", "train", "cue", "--hidden-size", "1000000000000"], "--ppo.network.hidden-size: expected an int > 0 and <= 65536"),
+        (["ppo", "train", "cue", "--threads", "100000000"], "--threads: expected an int > 0 and <= 1024 or None"),
+        (["ppo", "train", "cue", "--num-envs", "100000", "--num-steps", "100000"], "--num-envs: expected at most 21474 for 100000 steps"),
         (["ppo", "train", "cue", "--gamma", "1.5"], "--ppo.gamma: expected a float >= 0 and <= 1, got 1.5"),
         (["ppo", "train", "cue", "--encoder-sizes", "8", "0"], "--ppo.network.encoder-sizes: expected"),
         (["ppo", "train", "cue", "--bptt-length", "1000000"], "--ppo.bptt-length: expected a divisor of num_steps (128), got 1000000"),
@@ -110,6 +115,19 @@ def test_an_unexpected_error_is_one_line_and_ends_with_1(monkeypatch: pytest.Mon
     assert error.startswith("error: RuntimeError: the disk is on fire")
     assert "--debug" in error
     assert error.count("\n") == 1
+
+
+def test_a_lack_of_memory_is_named_with_what_was_asked_for(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    import numpy as np
+    import torch
+
+    greedy: list[Callable[[], object]] = [lambda: torch.empty(2**56), lambda: np.empty(2**60, np.int8), lambda: bytearray(2**62)]
+    for ask in greedy:
+        monkeypatch.setattr("esper.cli.doctor.run", lambda argv, prog, ask=ask: ask())
+        assert main(["doctor"]) == 1
+        error = capsys.readouterr().err
+        assert error.startswith("error: there is not enough memory for this; ask for smaller sizes"), error
+        assert "unexpected" not in error
 
 
 def test_ctrl_c_before_anything_ends_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,6 +41,10 @@ PositiveInt = Annotated[int, msgspec.Meta(gt=0)]
 NonNegativeInt = Annotated[int, msgspec.Meta(ge=0)]
 PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
 NonNegativeFloat = Annotated[float, msgspec.Meta(ge=0)]
+# Sizes that memory is taken for. Their limits are far above what machines hold, and keep a slip of the finger from taking all of it.
+Count = Annotated[int, msgspec.Meta(gt=0, le=2**20)]  # of what is computed at once
+Width = Annotated[int, msgspec.Meta(gt=0, le=2**16)]  # of a layer
+Threads = Annotated[int, msgspec.Meta(gt=0, le=1024)]
 Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 MAX_SHOWN = 300  # characters of a wrong value in a message

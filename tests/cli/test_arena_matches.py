@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
         (["match", "young:update-1", "weak"], "there is no league in young/league"),
         (["league", "nowhere"], "there is no folder nowhere"),
         (["league", "young"], "young has no league yet"),
-        (["bench", "--battles", "0"], "--battles: expected an int > 0, got 0"),
+        (["bench", "--battles", "0"], "--battles: expected an int > 0 and <= 1048576, got 0"),
     ],
 )
 def test_a_mistake_is_explained(argv: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from esper.arena.specs import CLASSES, PACK, PHYSICS, WEAPONS, Weapon
-from esper.config import Config, ConfigError, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from esper.config import Config, ConfigError, Count, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, Width
 
 Landscape = Literal["city", "forest", "river", "ridges", "ruins"]
 SMALLEST, LARGEST = 16, 128  # columns on a side of a map
@@ -39,15 +39,15 @@ class RewardConfig(Config):
 class ArenaConfig(Config):
     """A batch of battles between two teams."""
 
-    battles: PositiveInt = 64  # fought at once
+    battles: Count = 64  # fought at once
     teams: TeamSize = 5  # units on each side
     smallest_team: TeamSize | None = None  # battles differ in how many units each side has, from this to `teams`; None: all have `teams`
     pack: tuple[str, ...] = PACK  # classes of a team's units, first to last; begun again where the team is larger
     size: MapSize = 64  # columns on a side of the map
-    maps: PositiveInt = 128  # different maps that battles are fought on
+    maps: Count = 128  # different maps that battles are fought on
     landscapes: tuple[Landscape, ...] = ("city", "forest", "river", "ridges", "ruins")  # that maps are drawn from
     seconds: PositiveFloat = 125.0  # after which a battle ends
-    contacts: PositiveInt = 5  # nearest sensed enemies that a unit observes and can aim at
+    contacts: Width = 5  # nearest sensed enemies that a unit observes and can aim at
     allies: NonNegativeInt = 4  # nearest of the own team that it observes
     state_view: bool = False  # observations hold the whole battle too, for a centralised critic
     reward: RewardConfig = RewardConfig()

@@ -8,7 +8,7 @@ from esper.arena.config import ArenaConfig, TeamSize
 from esper.cli.arena_players import enough_memory, mistakes
 from esper.cli.outcome import Outcome
 from esper.cli.parse import parse
-from esper.config import Config, NonNegativeInt, PositiveInt
+from esper.config import Config, Count, NonNegativeInt, PositiveInt, Threads
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +23,7 @@ decisions."""
 class BenchArguments(Config):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where there is one"""
-    battles: PositiveInt = 256
+    battles: Count = 256
     """fought at once"""
     teams: TeamSize = 5
     """units on each side"""
@@ -33,7 +33,7 @@ class BenchArguments(Config):
     """decisions before the clock starts"""
     compile: bool = False
     """fuse the phases by torch's compiler: a minute or two at first, then about twice as fast on a CPU"""
-    threads: PositiveInt | None = None
+    threads: Threads | None = None
     """CPU threads of torch; None: its own choice"""
 
 

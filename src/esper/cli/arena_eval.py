@@ -12,7 +12,7 @@ from esper.cli.arena_battles import fight, in_words, match_json, print_match
 from esper.cli.arena_players import Contender, mistakes, of_run, saved_arena
 from esper.cli.outcome import Outcome
 from esper.cli.parse import parse
-from esper.config import Config, NonNegativeInt, PositiveInt
+from esper.config import Config, Count, NonNegativeInt
 from esper.league.training_config import Anchor
 
 DESCRIPTION = """Lets the player of a run fight a scripted bot, on maps that it was never trained on, sides swapped from battle to battle.
@@ -28,7 +28,7 @@ class EvalArguments(Config):
     """folder of the run"""
     against: Anchor = "strong"
     """the bot"""
-    battles: PositiveInt = 512
+    battles: Count = 512
     """how many, all at once"""
     checkpoint: Literal["best", "latest"] = "best"
     """which of its players"""

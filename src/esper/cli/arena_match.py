@@ -13,7 +13,7 @@ from esper.cli.arena_battles import fight, in_words, match_json, print_match
 from esper.cli.arena_players import Contender, check_fits, contender, mistakes
 from esper.cli.outcome import Outcome
 from esper.cli.parse import parse
-from esper.config import Config, NonNegativeInt, PositiveInt
+from esper.config import Config, Count, NonNegativeInt
 
 DESCRIPTION = """Lets two players fight, sides swapped from battle to battle. The score is A's, draws half; the 95 % interval is Wilson's.
 
@@ -31,7 +31,7 @@ class MatchArguments(Config):
     """a bot, RUN, RUN:member, or a member's file"""
     second: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="B")]
     """likewise"""
-    battles: PositiveInt = 512
+    battles: Count = 512
     """how many, all at once"""
     teams: TeamSize | None = None
     """units on each side; None: as A or B was trained, else 5"""

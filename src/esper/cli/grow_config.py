@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from esper.config import ConfigError, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from esper.config import ConfigError, Count, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Threads
 from esper.growth.config import TrainingConfig
 
 CONTROLLERS = ("heuristic", "random", "schedule", "never")  # that need no file
@@ -27,8 +27,8 @@ class GrowTaskConfig(TrainingConfig):
     task: str | None = None  # a task of esper, such as digits; `esper grow` alone lists them
     host: Literal["starved", "right", "oversized"] = "starved"  # which host of the task
     data_dir: Path | None = None  # folder with the data of a task that does not bring its own
-    batch_size: PositiveInt | None = None  # of a task; None: the task's own
-    sequence_length: PositiveInt | None = None  # of the text task, in characters; None: the task's own
+    batch_size: Count | None = None  # of a task; None: the task's own
+    sequence_length: Count | None = None  # of the text task, in characters; None: the task's own
     augment: bool = False  # disturb the training images of a task that knows how, such as cifar10
     model: str | None = None  # package.module:make_model, which gives an nn.Module
     data: str | None = None  # package.module:make_loaders, which gives loaders: (train, validation) or (train, validation, test)
@@ -42,7 +42,7 @@ class GrowTaskConfig(TrainingConfig):
     weight_decay: NonNegativeFloat | None = None  # None: what the optimizer does by itself
     schedule: Literal["none", "cosine"] = "none"  # of the learning rate; cosine: falls towards 0, by epochs or by step_schedule
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where there is one
-    threads: PositiveInt | None = None  # CPU threads of torch; None: its own choice
+    threads: Threads | None = None  # CPU threads of torch; None: its own choice
 
     def check(self) -> None:
         super().check()

@@ -170,8 +170,16 @@ def _explain(error: BaseException) -> tuple[str, int]:
 
         hint = "; change its permissions, or choose another place" if error.errno in (errno.EACCES, errno.EPERM) else ""
         return f"{reason_of(error)}{hint}", code_of(error)
+    if _is_lack_of_memory(error):
+        return f"there is not enough memory for this; ask for smaller sizes ({' '.join(str(error).split())})", FAILED
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return f"{text} (unexpected; run again with --debug for the traceback)", FAILED
+
+
+def _is_lack_of_memory(error: BaseException) -> bool:
+    """torch has a class for GPUs alone; on a CPU only the text tells."""
+    text = str(error)
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator: " in text
 
 
 def _json(result: object) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from esper.config import Config, ConfigError, NonNegativeInt, PositiveFloat, PositiveInt
+from esper.config import Config, ConfigError, Count, NonNegativeInt, PositiveFloat, PositiveInt, Threads
 from esper.controller.config import HELD_OUT_SEEDS, Channels
 from esper.fleet.config import FleetConfig
 from esper.growth.config import GrowthConfig
@@ -26,10 +26,10 @@ class CompareConfig(Config):
     controls: bool = True  # small-trained-longer and final-size, both at the FLOPs of what is compared
     sweep: tuple[Channels, ...] = ()  # static sizes that somebody would try instead of growing
     tuning_seeds: PositiveInt = 6  # training seeds that the fixed schedule is chosen by
-    rows: PositiveInt = 128  # hosts that train at once
+    rows: Count = 128  # hosts that train at once
     seed: NonNegativeInt = 0  # of random plans and bootstrap
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where there is one
-    threads: PositiveInt | None = None  # CPU threads of torch; None: its own choice
+    threads: Threads | None = None  # CPU threads of torch; None: its own choice
     data_dir: str | None = None  # where tasks that need files find them
     fleet: FleetConfig = FleetConfig()
     growth: GrowthConfig = GrowthConfig()

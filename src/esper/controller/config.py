@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from esper.config import Config, ConfigError, Fraction, NonNegativeFloat, PositiveFloat, PositiveInt
+from esper.config import Config, ConfigError, Count, Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Threads
 from esper.controller.network_config import SlotNetworkConfig
 from esper.fleet.config import FleetConfig, Share
 from esper.growth.config import GrowthConfig, Rent
@@ -52,7 +52,7 @@ class DomainConfig(Config):
     tasks: tuple[str, ...] = ("digits", "digits-1d")  # of the hosts
     hosts: tuple[Channels, ...] = ("2-4-8", "3-6-12", "4-4-8", "6-12-24", "8-8-16", "8-16-32")  # channels of their blocks
     held_out_hosts: tuple[Channels, ...] = ("4-8-16", "5-10-20")  # never trained on: what a controller is compared on
-    fleets: PositiveInt = 2  # architectures, which are a task and channels each, in one round
+    fleets: Count = 2  # architectures, which are a task and channels each, in one round
     hosts_per_twin: PositiveInt = 4  # hosts that share all but the rent, and so one never-grow twin
     horizon: tuple[PositiveInt, PositiveInt] = (12, 40)  # decisions in the life of a host, the same for a fleet
     learning_rate: tuple[PositiveFloat, PositiveFloat] = (0.003, 0.02)  # log-uniform
@@ -80,10 +80,10 @@ class DomainConfig(Config):
 class ControllerConfig(ShownConfig):
     """Training a controller."""
 
-    hosts: PositiveInt = 64  # that are decided for at once, over all fleets; per rank under torchrun
+    hosts: Count = 64  # that are decided for at once, over all fleets; per rank under torchrun
     rounds: PositiveInt = 100  # of num_steps decisions for every host, after each of which the policy learns
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where there is one
-    threads: PositiveInt | None = None  # CPU threads of torch; None: its own choice
+    threads: Threads | None = None  # CPU threads of torch; None: its own choice
     checkpoint_every: PositiveInt = 5  # rounds between checkpoints
     keep: PositiveInt = 3  # checkpoints that stay, beside the best
     data_dir: str | None = None  # where tasks that need files find them

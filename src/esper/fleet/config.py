@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from esper.config import Config, ConfigError, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from esper.config import Config, ConfigError, Count, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from esper.growth.config import Rent
 
 Share = Annotated[float, Meta(gt=0, le=1)]
@@ -15,10 +15,10 @@ Share = Annotated[float, Meta(gt=0, le=1)]
 class FleetConfig(Config):
     """How the hosts of a fleet train."""
 
-    batch_size: PositiveInt = 64  # training samples of each host in a step
+    batch_size: Count = 64  # training samples of each host in a step
     steps_per_decision: PositiveInt | None = None  # training steps between two decisions; None: once through the training data
     validation_samples: PositiveInt | None = None  # the first so many of the validation part; None: all of it
-    validation_batch: PositiveInt = 128  # samples of one forward pass; contributions are paired over these batches
+    validation_batch: Count = 128  # samples of one forward pass; contributions are paired over these batches
     optimizer: Literal["adamw", "sgd"] = "adamw"  # of hosts and seeds
     weight_decay: NonNegativeFloat = 0.01
     momentum: Fraction = 0.9  # of sgd

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 from esper.arena.config import ArenaConfig, TeamSize
-from esper.config import Config, ConfigError, Fraction, NonNegativeInt, PositiveInt
+from esper.config import Config, ConfigError, Count, Fraction, NonNegativeInt, PositiveInt, Threads, Width
 from esper.league.config import LeagueConfig
 from esper.rl.config import NetworkConfig, PPOConfig
 from esper.rl.run_config import ShownConfig
@@ -17,11 +17,11 @@ ANCHORS: tuple[str, ...] = get_args(Anchor)
 class UnitNetworkConfig(Config):
     """Widths of the network of a unit around its memory."""
 
-    entity_width: PositiveInt = 32  # of a contact or comrade
-    terrain_width: PositiveInt = 64
-    width: PositiveInt = 128  # of everything that a unit observes, in front of the memory
-    head_width: PositiveInt = 64  # in front of choices and values
-    state_width: PositiveInt = 64  # of the whole battle, for a centralised critic
+    entity_width: Width = 32  # of a contact or comrade
+    terrain_width: Width = 64
+    width: Width = 128  # of everything that a unit observes, in front of the memory
+    head_width: Width = 64  # in front of choices and values
+    state_width: Width = 64  # of the whole battle, for a centralised critic
 
 
 class SelfPlayConfig(Config):
@@ -35,7 +35,7 @@ class SelfPlayConfig(Config):
     first_team: TeamSize | None = None  # curriculum: team size at first; None: as large as it gets
     team_grows: PositiveInt = 20  # updates between two sizes
     enter_every: PositiveInt = 25  # updates after which the learner sends itself to the league
-    entry_battles: PositiveInt = 64  # that it fights there against the best member, and against each anchor
+    entry_battles: Count = 64  # that it fights there against the best member, and against each anchor
     opponent_device: str | None = None  # of past selves; None: the learner's
 
     def check(self) -> None:
@@ -55,7 +55,7 @@ class ArenaTrainConfig(ShownConfig):
     start_from: str | None = None  # weights to begin with, as a league keeps them: RUN/league/members/NAME.safetensors; None: fresh ones
     total_steps: PositiveInt = 20_000_000  # decisions of the learner's units, the dead counted too
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where there is one
-    threads: PositiveInt | None = None  # CPU threads of torch; None: its own choice
+    threads: Threads | None = None  # CPU threads of torch; None: its own choice
     compile: bool = False  # fuse the phases of the battles by torch's compiler: a minute or two at first, then twice as fast on a CPU
     checkpoint_every: PositiveInt = 25  # updates between checkpoints
     keep: PositiveInt = 2  # checkpoints that stay, beside the best

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from esper.config import Config, ConfigError, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from esper.config import Config, ConfigError, Count, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Width
 
 Momentum = Annotated[float, Meta(gt=0, lt=1)]
 LogStd = Annotated[float, Meta(ge=-5, le=2)]
@@ -16,10 +16,10 @@ class NetworkConfig(Config):
     """Encoder, recurrent core and heads of the policy."""
 
     core: Literal["lstm", "gru", "none"] = "lstm"  # memory between encoder and heads
-    hidden_size: PositiveInt = 128  # width of the core
+    hidden_size: Width = 128  # width of the core
     critic_memory: Literal["shared", "own"] = "shared"  # own: a second core for the critic; steadier, and nearly twice the work
-    encoder_sizes: tuple[PositiveInt, ...] = (64,)  # widths of the encoder's layers; empty: vectors go straight into the core
-    head_sizes: tuple[PositiveInt, ...] = ()  # widths of the layers between core and actor, and between core and critic
+    encoder_sizes: tuple[Width, ...] = (64,)  # widths of the encoder's layers; empty: vectors go straight into the core
+    head_sizes: tuple[Width, ...] = ()  # widths of the layers between core and actor, and between core and critic
     activation: Literal["tanh", "relu", "silu"] = "tanh"  # between layers
     norm_before: bool = False  # layer norm before the core
     norm_after: bool = False  # layer norm after the core
@@ -31,7 +31,7 @@ class PPOConfig(Config):
     """Recurrent proximal policy optimisation."""
 
     seed: NonNegativeInt = 0  # of every random stream
-    num_steps: PositiveInt = 128  # steps of each environment in one rollout
+    num_steps: Count = 128  # steps of each environment in one rollout
     num_epochs: PositiveInt = 4  # passes over a rollout
     num_minibatches: PositiveInt = 4  # gradient steps in one pass
     micro_batches: PositiveInt = 1  # pieces a minibatch is split into to save memory; the gradients are the same

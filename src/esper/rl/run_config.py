@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-from esper.config import Config, NonNegativeInt, PositiveInt
+from esper.config import Config, ConfigError, Count, NonNegativeInt, PositiveInt, Threads
 from esper.rl.config import PPOConfig
 
 EnvValue = bool | int | float | str | None | list[bool | int | float | str]
+
+
+MAX_ROLLOUT = 2**31  # steps of all environments in one update; a step takes hundreds of bytes
 
 
 class ShownConfig(Config):
@@ -23,11 +26,16 @@ class TrainConfig(ShownConfig):
 
     env: str  # a built-in environment or a Gymnasium id
     env_args: dict[str, EnvValue] = {}  # keywords for the environment
-    num_envs: PositiveInt = 16  # environments stepped as one; per rank under torchrun
+    num_envs: Count = 16  # environments stepped as one; per rank under torchrun
     total_steps: PositiveInt = 200_000  # steps of all environments together
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where there is one
-    threads: PositiveInt | None = None  # CPU threads of torch; None: its own choice
+    threads: Threads | None = None  # CPU threads of torch; None: its own choice
     checkpoint_every: PositiveInt = 20  # updates between checkpoints
     keep: PositiveInt = 3  # checkpoints that stay, beside the best
     eval_episodes: NonNegativeInt = 100  # fresh episodes that tell the best checkpoint, and others it plays at the end; 0: none
     ppo: PPOConfig = PPOConfig()
+
+    def check(self) -> None:
+        most = MAX_ROLLOUT // self.ppo.num_steps
+        if self.num_envs > most:
+            raise ConfigError("num_envs", expected=f"at most {most} for {self.ppo.num_steps} steps of each", got=self.num_envs)
