@@ -22,6 +22,7 @@ with pytest.MonkeyPatch.context() as patch:  # scripts: they find one another by
     import growth_digits
     import growth_jumps
     import growth_longer
+    import growth_promise
     import growth_raise
     import growth_runs
     import growth_shadow_cost
@@ -233,3 +234,15 @@ def test_longer_training_costs_what_growing_does_and_the_speed_is_the_one_that_t
     assert summary["grows"] == sum(speed >= 25 for speed in summary["speeds"])
     assert summary["loss_difference"]["pairs"] == 2
     assert "test loss, grown − longer" in capsys.readouterr().out
+
+
+def test_promises_are_compared_with_what_the_candidates_did(small: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(growth_promise, "load_task", lambda *arguments, **named: small)
+    monkeypatch.setattr(growth_promise, "AFTER", (1,))
+    monkeypatch.setattr(growth_promise, "KINDS", (("sgd", 0.0, 0.05),))
+    growth_promise.main(["--seeds", "1", "--before", "2", "--samples", "64", "--out", str(tmp_path / "promise.jsonl")])
+    _, *candidates, summary = lines(tmp_path / "promise.jsonl")
+    assert len({(run["slot"], run["blueprint"]) for run in candidates}) == len(candidates) == 24
+    assert all(run["promise"] > 0 and run["weight_factor"] >= 1 for run in candidates)
+    assert len({run["falls"]["10"] for run in candidates}) == 24
+    assert summary["plain_ratio_10"] >= summary["factor_ratio_10"] > 0

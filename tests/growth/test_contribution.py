@@ -21,7 +21,7 @@ from esper.growth.contribution import Losses, Measurement, confidence_of_look, g
 from esper.growth.decisions import Advance, Germinate
 from esper.growth.heuristic import judge
 from esper.growth.place import Place
-from esper.growth.promise import Probe, portions
+from esper.growth.promise import Probe, clip_scale, portions
 from esper.growth.seed import Seed
 from esper.growth.seed_learner import SeedLearner
 from esper.growth.state import Contribution, Cost
@@ -543,6 +543,29 @@ def test_a_promise_is_the_fall_of_the_loss_in_a_step_of_the_optimiser_in_use(kin
     assert promise == pytest.approx(fall, rel=1e-2)
 
 
+def test_an_epoch_whose_parts_of_batches_count_as_steps_promises_no_more_than_one_of_whole_batches() -> None:
+    found = []
+    for parts in (1, 4):
+        host = make_host(dtype=torch.float64, dropout=0.0, norm=False)
+        settings = config(probe_steps=2, blueprints=("low_rank",))
+        loop = make_loop(Script(probes=[1]), settings, host=host, make_optimizer=OPTIMIZERS["sgd"], dtype=torch.float64, slots=["second"])
+        x, y = make_data(1, dtype=torch.float64)[0]
+        for _ in range(2):
+            for _ in range(4):
+                for number, (part_x, part_y) in enumerate(zip(x.chunk(parts), y.chunk(parts), strict=True), 1):
+                    loss = cross_entropy(loop.slotted(part_x), part_y) / parts
+                    loss.backward()
+                    if number == parts:
+                        loop.optimizer.step()
+                        loop.optimizer.zero_grad()
+                    loop.grower.after_step(loss * parts)
+            loop.grower.after_epoch(loop.evaluate)
+        state = loop.grower.controller.states[2]
+        assert state.steps_per_epoch == 4 * parts
+        found.append(state.slots[0].candidates[0].promise * state.steps_per_epoch)
+    assert found[1] == pytest.approx(found[0], rel=1e-3)
+
+
 def test_a_promise_knows_that_gradients_of_seeds_are_clipped_and_their_rate_has_a_factor() -> None:
     settings = config(probe_steps=3, seed_optimizer=SeedOptimizer(max_grad_norm=1e-3, learning_rate_factor=3.0))
     free = config(probe_steps=3, seed_optimizer=SeedOptimizer(max_grad_norm=None, learning_rate_factor=3.0))
@@ -730,6 +753,20 @@ def test_a_part_of_the_samples_stands_for_all_of_them() -> None:
         assert probe.flops == 2 * samples * 2 * cost_of(get_blueprint("mlp"), slotted.slots["second"].place).flops
     for whole, half in zip(*sums, strict=True):
         torch.testing.assert_close(half, whole, rtol=1e-9, atol=1e-12)
+
+
+def test_clipping_is_that_of_whole_batches_whatever_part_of_them_was_asked_about() -> None:
+    """Gradients of 64 samples each, with noise; a part has more of it, and its norm is no measure for the norm of all."""
+    samples = 0.1 + torch.randn(400, 64, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    scales = []
+    for count in (64, 4):
+        gradients = samples[:, :count].mean(1)
+        together, squares = gradients.sum(0).square().sum(), gradients.square().sum()
+        scales.append(float(clip_scale(together, squares, torch.tensor(400.0), 0.5, part=count / 64)))
+    norms = samples.mean(1).norm(dim=1)
+    assert scales[0] == pytest.approx(0.5 / float(norms.square().mean().sqrt()), rel=1e-4)
+    assert scales[1] == pytest.approx(scales[0], rel=0.03)
+    assert float(samples[:, :4].mean(1).norm(dim=1).mean()) > 2.5 * float(norms.mean())
 
 
 def test_only_the_slots_of_the_portion_at_hand_are_observed(monkeypatch: pytest.MonkeyPatch) -> None:

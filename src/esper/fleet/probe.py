@@ -35,7 +35,7 @@ def probes_of(banks: Banks, plots: Mapping[int, Plot[RowBed]], *, steps: int, pa
     A probe looks at the last of them, or at the first in the first epoch of a host, as it does in a `Grower`, which cannot know how long
     that will be. A forward pass sees `part` samples.
     """
-    groups: dict[tuple[range, int], dict[int, tuple[Key, ...]]] = defaultdict(dict)
+    groups: dict[tuple[range, int, float], dict[int, tuple[Key, ...]]] = defaultdict(dict)
     for position, plot in plots.items():
         length, samples = plot.chronicle.length, plot.chronicle.samples
         costs = {key: cost_of(get_blueprint(key[1]), banks[key[0]].place) for key in _candidates(plot.garden)}
@@ -45,10 +45,10 @@ def probes_of(banks: Banks, plots: Mapping[int, Plot[RowBed]], *, steps: int, pa
         for portion in plan:
             window = range(first, min(first + portion.steps, steps))
             if window:
-                groups[window, portion.part_of(part)][position] = portion.candidates
+                groups[window, portion.part_of(part), portion.samples / portion.batch][position] = portion.candidates
             first += portion.steps
     gardens = {position: plot.garden for position, plot in plots.items()}
-    return [RowProbe(banks, gardens, asked, window=window, samples=samples) for (window, samples), asked in groups.items()]
+    return [RowProbe(banks, gardens, asked, window=key[0], samples=key[1], part=key[2]) for key, asked in groups.items()]
 
 
 def _candidates(garden: Garden[RowBed]) -> Iterator[Key]:
@@ -61,7 +61,7 @@ def _candidates(garden: Garden[RowBed]) -> Iterator[Key]:
 class RowProbe:
     """Looks in the steps of its `window`: `catch` in the forward pass, `ask` with the gradients of what was `caught`, `close` at its end.
 
-    `asked` are the candidates of every host, which answer to so many `samples` of a forward pass. They are built at the first step.
+    `asked` are the candidates of every host, built at the first step. They answer to so many `samples` of a forward pass, a `part` of all.
     """
 
     def __init__(
@@ -72,8 +72,9 @@ class RowProbe:
         *,
         window: range,
         samples: int,
+        part: float,
     ) -> None:
-        self.window, self.samples = window, samples
+        self.window, self.samples, self._part = window, samples, part
         self.flops: dict[int, int] = defaultdict(int)  # position -> FLOPs of a forward pass in the window
         self._banks, self._gardens = banks, gardens
         self._positions: dict[Key, list[int]] = defaultdict(list)
@@ -115,7 +116,7 @@ class RowProbe:
 
     def close(self) -> None:
         """Finds out what the candidates promise. Their branches are gone."""
-        self._found = torch.cat([trial.promises() for trial in self._trials])
+        self._found = torch.cat([trial.promises(part=self._part) for trial in self._trials])
         self._trials = []
 
     def promises(self) -> Tensor:
@@ -162,12 +163,12 @@ class _Trial:
         self._squares += torch.where(counts, square, 0)
         self._steps += counts
 
-    def promises(self) -> Tensor:
-        """[R], at a learning rate of 1."""
+    def promises(self, *, part: float) -> Tensor:
+        """[R], at a learning rate of 1. A `part` of the samples was asked about."""
         together = self._sums.double().square().sum(1)
         expected = self._sums * signal_scale(together, self._squares, self._steps).to(self._sums.dtype).unsqueeze(1)
-        clip = clip_scale(self._squares, self._steps, self._max_norm)
-        moved = self._bank.make(torch.zeros_like(expected)).moves(expected * clip.to(expected.dtype).unsqueeze(1), STEPS_ALONG)
+        clip = clip_scale(together, self._squares, self._steps, self._max_norm, part=part)
+        moved = self._bank.make(expected[:, :0]).moves(expected * clip.to(expected.dtype).unsqueeze(1), STEPS_ALONG)
         return (moved.double() * expected.double()).sum(1)
 
 

@@ -88,7 +88,7 @@ class GrowthConfig(Config):
     """Everything about growing a model."""
 
     seed: NonNegativeInt = 0  # of the random streams that initialise seeds and draw plans
-    probe_steps: PositiveInt = 8  # training steps at which a probe looks at the candidates
+    probe_steps: PositiveInt = 8  # training steps at which a probe looks at each candidate, where an epoch has enough of them
     slots: tuple[str, ...] | None = None  # where something may grow: names or patterns of submodules; None: after the host's blocks
     blueprints: tuple[str, ...] | None = None  # names of what may grow; None: everything that fits
     rent: Rent = Rent()

@@ -257,7 +257,7 @@ class Grower:
         self.plot.find_scale(chunks, val_loss)
         verdict = self.plot.verdict(chunks, val_loss)  # the same on all ranks, as these numbers are
         self._has_stepped_in_epoch = False
-        self.plot.end_epoch(chunks, val_loss, measured.contributions, self._agreed(self._prober.end_epoch()))
+        self.plot.end_epoch(chunks, val_loss, measured.contributions, self._agreed(self._prober.end_epoch(steps=self.chronicle.steps)))
         self._warn_of_unknown_samples()
         if verdict.is_disaster:
             self._go_back(verdict.reason)

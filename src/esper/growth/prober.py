@@ -109,14 +109,15 @@ class Prober:
         self.rest()
         self._probe = None
 
-    def end_epoch(self) -> Promises | None:
-        """What was found; None where nothing was asked."""
+    def end_epoch(self, *, steps: int) -> Promises | None:
+        """What was found; None where nothing was asked. The epoch was told to have so many `steps`; the host's optimiser may make fewer."""
         self._length, self._steps = self._steps, 0
         self.rest()
         probe, self._probe = self._probe, None
         if probe is None:
             return None
-        groups, factor = self.optimizer.param_groups, self.garden.config.seed_optimizer.learning_rate_factor
+        groups = self.optimizer.param_groups
+        factor = self.garden.config.seed_optimizer.learning_rate_factor * self._length / max(steps, 1)
         return probe.promises({name: factor * float(groups[self._group(name)]["lr"]) for name in self.garden.beds})
 
     def _group(self, slot: str) -> int:

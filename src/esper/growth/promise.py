@@ -16,8 +16,9 @@ nobody here knows. W is at zero before every such step, so weight decay has no p
 learn when W has moved, which is of second order (docs/log.md has what was measured).
 
 Candidates are asked in portions, so that the probe never needs more than the host itself does: the weights of a portion are at most as many
-as the host's, and a step of asking takes at most the FLOPs of a training step. A portion is built when its turn comes, asked at some steps,
-and gone when its promises are known. Where an epoch has too few steps for that, candidates answer to a part of the samples of a step.
+as the host's (or a million, in a smaller host), and a step of asking takes at most the FLOPs of a training step. A candidate that is larger
+than the host is asked alone. A portion is built when its turn comes, asked at some steps, and gone when its promises are known. Where an
+epoch has too few steps for that, candidates answer to a part of the samples of a step.
 
 Shapes: h and g are [B, *place.shape].
 """
@@ -278,9 +279,10 @@ class Probe:
 
     def _close(self) -> None:
         """Finds out what the candidates of a portion promise. Their branches are gone."""
-        trials, self._trials = self._trials, {}
+        portion, trials, self._trials = self._portion, self._trials, {}
+        assert portion is not None
         for key in list(trials):
-            fall = _fall(trials.pop(key), key[0], self._make_learner)
+            fall = _fall(trials.pop(key), key[0], self._make_learner, part=portion.samples / portion.batch)
             if fall is not None:
                 self._falls[key] = fall
         self._number, self._steps = self._number + 1, 0
@@ -323,13 +325,17 @@ def _zeros_like(parameter: nn.Parameter) -> Tensor:
     return torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32), requires_grad=False)
 
 
-def _fall(trial: _Trial, slot: str, make_learner: MakeLearner) -> Tensor | None:
-    """The fall of the loss in a step, at a learning rate of 1; None where nothing was asked, NaN where it was asked once."""
+def _fall(trial: _Trial, slot: str, make_learner: MakeLearner, *, part: float) -> Tensor | None:
+    """The fall of the loss in a step, at a learning rate of 1; None where nothing was asked, NaN where it was asked once.
+
+    A `part` of the samples was asked about.
+    """
     if trial.squares is None or trial.steps is None:
         return None
     learner = make_learner(slot, nn.ParameterList([torch.zeros_like(parameter) for parameter in trial.live]))
-    share = signal_scale(squared_norm(trial.sums), trial.squares, trial.steps)
-    clip = clip_scale(trial.squares, trial.steps, learner.config.max_grad_norm)
+    together = squared_norm(trial.sums)
+    share = signal_scale(together, trial.squares, trial.steps)
+    clip = clip_scale(together, trial.squares, trial.steps, learner.config.max_grad_norm, part=part)
     return fall_in_a_step(learner, [part * share.to(part.dtype) for part in trial.sums], clip)
 
 
@@ -360,15 +366,23 @@ def signal_scale(together: Tensor, squares: Tensor, steps: Tensor) -> Tensor:
 
     `together` is the squared norm of the sum, `squares` the sum of squared norms, `steps` the number of gradients; all [...].
     """
-    signal = (together - squares) / (steps * (steps - 1))  # ‖E gradient‖², without bias
     # A signal that drowns in the noise of few steps is not known to be zero; what it could be is what the noise leaves.
-    share = torch.maximum(signal / (together / steps**2).clamp(min=1e-30), 1 / steps).clamp(max=1).sqrt()
+    share = torch.maximum(_signal(together, squares, steps) / (together / steps**2).clamp(min=1e-30), 1 / steps).clamp(max=1).sqrt()
     return torch.where(steps > 1, share / steps, math.nan)
 
 
-def clip_scale(squares: Tensor, steps: Tensor, max_norm: float | None) -> Tensor:
-    """What clipping multiplies gradients by, from the sum of their squared norms and their number [...]."""
-    return torch.ones_like(squares) if max_norm is None else (max_norm / ((squares / steps).sqrt() + 1e-6)).clamp(max=1.0)
+def _signal(together: Tensor, squares: Tensor, steps: Tensor) -> Tensor:
+    """‖E gradient‖², without bias [...]."""
+    return (together - squares) / (steps * (steps - 1))
+
+
+def clip_scale(together: Tensor, squares: Tensor, steps: Tensor, max_norm: float | None, *, part: float) -> Tensor:
+    """What clipping multiplies gradients of whole batches by, from those of a `part` of their samples, which have more noise; all [...]."""
+    if max_norm is None:
+        return torch.ones_like(squares)
+    signal = _signal(together, squares, steps).clamp(min=0)
+    typical = signal + part * (squares / steps - signal).clamp(min=0)  # squared norm
+    return (max_norm / (typical.sqrt() + 1e-6)).clamp(max=1.0)
 
 
 def capped(promises: Promises, *, loss: float | None, steps: int) -> Promises:
