@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations
 from esper.growth import GrowthError, add_slots
 from esper.growth.blueprints import cost_of, get_blueprint
 from esper.growth.slotted import Slotted
-from tests.growth.hosts import FAMILIES, GPT, ResNet, Returning, Swin, ViT
+from tests.growth.hosts import FAMILIES, GPT, DoubleConv, ResNet, Returning, Swin, ViT
 from tests.growth.test_models import disturb, germinate, grow, hooks_of, is_same, run
 
 RESNET = FAMILIES["resnet"]
@@ -419,8 +419,70 @@ def test_a_model_that_gives_everything_away_still_gets_slots_inside() -> None:
 
 
 def test_a_model_without_an_inside_is_refused_with_what_could_be_chosen() -> None:
-    refused(nn.Sequential(nn.Linear(6, 2)), torch.randn(3, 6), r"no place for a slot inside this model.*can be chosen: 0")
+    refused(nn.Sequential(nn.Linear(6, 2)), torch.randn(3, 6), r"no place for a slot inside this model: .*can be chosen: 0")
     assert list(add_slots(nn.Sequential(nn.Linear(6, 2)), torch.randn(3, 6), slots=["0"]).slots) == ["0"]
+
+
+def test_a_model_of_one_layer_is_told_why_nothing_can_grow_and_what_to_do() -> None:
+    refused(
+        nn.Linear(6, 2),
+        torch.randn(3, 6),
+        r"no place for a slot inside this model: a Linear has no submodules, and seeds grow after submodules; "
+        r"put it behind hidden layers, as in nn.Sequential\(nn.Linear\(.*\), nn.ReLU\(\), nn.Linear\(.*\)\)",
+    )
+    with pytest.raises(GrowthError, match="'0' gives the predictions, and a seed there would write into them"):
+        add_slots(nn.Sequential(nn.Linear(6, 2)), torch.randn(3, 6))
+    with pytest.raises(GrowthError, match="'1' has nothing behind it that could use what grows there"):
+        add_slots(nn.Sequential(nn.Flatten(), nn.Linear(6, 2), nn.Softmax(-1)), torch.randn(3, 6))
+
+
+# Places of the same thing at different costs
+
+
+def conv(inputs: int, width: int, *others: nn.Module) -> list[nn.Module]:
+    return [nn.Conv2d(inputs, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(inplace=True), *others]
+
+
+def test_a_slot_stands_behind_the_pool() -> None:
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2)]
+    model = nn.Sequential(*conv(3, 8, nn.MaxPool2d(2)), *conv(8, 8, nn.Dropout(), nn.AvgPool2d(2), nn.Dropout()), *conv(8, 8), *head)
+    slotted = add_slots(model, torch.randn(2, 3, 16, 16))
+    assert {name: slot.place.shape for name, slot in slotted.slots.items()} == {"3": (8, 8, 8), "8": (8, 4, 4), "12": (8, 4, 4)}
+
+
+class Tutorial(nn.Module):
+    """As people learn to write it."""
+
+    def __init__(self, *, has_skip: bool = False) -> None:
+        super().__init__()
+        self.conv1, self.pool1, self.conv2, self.pool2 = (
+            nn.Conv2d(3, 8, 3, padding=1),
+            nn.MaxPool2d(2),
+            nn.Conv2d(8, 8, 3, padding=1),
+            nn.MaxPool2d(2),
+        )
+        self.fc, self.head, self.has_skip = nn.Linear(8 * 16, 16), nn.Linear(16, 2), has_skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = torch.relu(self.conv1(x))
+        second = torch.relu(self.conv2(self.pool1(first)))
+        if self.has_skip:
+            second = second + first[:, :, ::2, ::2]
+        result: Tensor = self.head(torch.relu(self.fc(self.pool2(second).flatten(1))))
+        return result
+
+
+def test_a_slot_stands_behind_the_pool_where_activations_are_no_modules() -> None:
+    assert list(add_slots(Tutorial(), torch.randn(2, 3, 16, 16)).slots) == ["pool1", "pool2", "fc"]
+
+
+def test_a_slot_stays_before_a_pool_that_is_not_all_that_uses_it() -> None:
+    assert list(add_slots(Tutorial(has_skip=True), torch.randn(2, 3, 16, 16)).slots) == ["conv1", "conv2", "fc"]
+
+
+def test_a_slot_behind_a_block_moves_behind_its_pool_too() -> None:
+    model = nn.Sequential(DoubleConv(1, 4), nn.MaxPool2d(2), DoubleConv(4, 8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2))
+    assert list(add_slots(model, torch.randn(2, 1, 8, 8)).slots) == ["1", "2"]
 
 
 # The description

@@ -2,7 +2,8 @@
 
 A block is a submodule with layers of its own whose output is one tensor. Containers (nn.Sequential and the like) and whole backbones are
 looked into; blocks are not. What the host gives, and what nothing lies behind, is never chosen: a seed there would write into the
-predictions.
+predictions. Where nothing but a pool uses a place, the slot stands behind the pool, unless that leaves a single position: there a seed
+costs a fraction, and is as good (benchmarks/growth_places.py).
 """
 
 from __future__ import annotations
@@ -32,17 +33,45 @@ def _default(model: nn.Module, survey: Survey) -> set[str]:
     hidden = {name for name in inner if survey.same_output[name] != 0}
     for usable in (hidden, inner):  # a host may give away what is inside it
         blocks = {name for name in _walk(model, "") if name in usable}
-        chosen = blocks or _leaves(model, usable)
+        chosen = {_cheapest(name, survey, usable) for name in blocks or _leaves(model, usable)}
         if chosen:
             return _one_each(chosen, survey)
-    reasons = dict[str, str]()
-    for refusal in survey.refusals:
-        reasons.setdefault(refusal.reason, f"{refusal.name!r} {refusal.reason}")
     raise GrowthError(
         "there is no place for a slot inside this model: "
-        + "; ".join(reasons.values())
+        + "; ".join(_reasons(model, survey))
         + (f". With slots=[...], these can be chosen: {', '.join(survey.places)}" if survey.places else "")
     )
+
+
+def _reasons(model: nn.Module, survey: Survey) -> list[str]:
+    """Why nothing was chosen, each reason once."""
+    if not survey.places and not survey.refusals:
+        return [
+            f"a {type(model).__name__} has no submodules, and seeds grow after submodules; put it behind hidden layers, as in "
+            "nn.Sequential(nn.Linear(inputs, 64), nn.ReLU(), nn.Linear(64, outputs))"
+        ]
+    reasons = dict[str, str]()
+    for refusal in survey.refusals:
+        reasons.setdefault(refusal.reason, refusal.name)
+    for name in survey.places:
+        if survey.same_output[name] == 0:
+            reason = "gives the predictions, and a seed there would write into them"
+        elif name in survey.last:
+            reason = "has nothing behind it that could use what grows there"
+        else:
+            reason = "is no block, no activation and no layer with weights"
+        reasons.setdefault(reason, name)
+    return [f"{name!r} {reason}" for reason, name in reasons.items()]
+
+
+def _cheapest(name: str, survey: Survey, usable: set[str]) -> str:
+    """The place with the fewest positions among this one and those behind it, where nothing is in between that has weights."""
+    place, chain = survey.places[name], [name]
+    while survey.behind.get(chain[-1]) in usable:
+        chain.append(survey.behind[chain[-1]])
+    places = [survey.places[other] for other in chain]
+    alike = [other for other in places if (other.kind, other.width) == (place.kind, place.width) and other.positions > 1]
+    return min(alike, key=lambda other: other.positions, default=place).name
 
 
 def _walk(module: nn.Module, prefix: str) -> Iterator[str]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -34,23 +35,36 @@ class Label(NamedTuple):
 
 
 class FeatureAxes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Labels all tensors that are made while it is on, and takes the labels away at the end."""
+    """Labels all tensors that are made while it is on, and takes the labels away at the end. Also counts what uses a tensor.
+
+    A tensor that is changed in place is another one from then on; all of them have numbers.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.uses = Counter[int]()  # number of a tensor -> operations that it went into
+        self._numbers: dict[int, int] = {}  # id of a tensor -> its number
+        self._sources: dict[int, int] = {}  # number of what an activation gave -> number of what it was given
         self._layers = 0
-        self._labelled: list[weakref.ref[Tensor]] = []
+        self._made: list[weakref.ref[Tensor]] = []
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        for reference in self._labelled:
+        for reference in self._made:
             tensor = reference()
             if tensor is not None and hasattr(tensor, _LABEL):
                 delattr(tensor, _LABEL)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        given = [number for number in map(self.number_of, _tensors([*args, *(kwargs or {}).values()])) if number is not None]
         result = func(*args, **(kwargs or {}))
         made = list(_tensors(result))
+        self.uses.update(given)
+        for tensor in made:
+            number = self._numbers[id(tensor)] = len(self._made)
+            self._made.append(weakref.ref(tensor))
+            if torch.Tag.pointwise in func.tags and len(given) == 1:
+                self._sources[number] = given[0]
         name = func._schema.name.partition("::")[2].removesuffix("_")  # without the namespace, and in place or not
         if name in _LAYERS and made:
             self._layers += 1
@@ -61,6 +75,19 @@ class FeatureAxes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for tensor in made:
                 self._set(tensor, label)
         return result
+
+    def number_of(self, tensor: Any) -> int | None:
+        """None for what was there before."""
+        return self._numbers.get(id(tensor))
+
+    def origins_of(self, tensor: Any) -> list[int]:
+        """Numbers of the tensor, of what an activation made it of, and so on."""
+        number = self.number_of(tensor)
+        origins = []
+        while number is not None:
+            origins.append(number)
+            number = self._sources.get(number)
+        return origins
 
     def axis_of(self, tensor: Tensor, layer: nn.Module | None = None) -> int | None:
         """The dimension that holds the features; None where that is not known. `layer` has made the tensor."""
@@ -74,7 +101,6 @@ class FeatureAxes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _set(self, tensor: Tensor, label: Label | None) -> None:
         if label is not None:
             setattr(tensor, _LABEL, label)
-            self._labelled.append(weakref.ref(tensor))
         elif hasattr(tensor, _LABEL):
             delattr(tensor, _LABEL)
 

@@ -6,6 +6,7 @@ Shapes: B = batch, C = channels, H, W, L = positions in space, T = positions in 
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -38,6 +39,7 @@ class Survey:
     calls: tuple[Call, ...]
     host: Cost
     same_output: dict[str, int]  # places whose outputs are one tensor have the same number; what the host itself gives has number 0
+    behind: dict[str, str]  # place -> the one behind it that is all that uses its output, and has no weights: a pool, say
     last: frozenset[str]  # places with nothing behind them that could use what grows there
     load: float  # Σ over layers of weights / positions that share them: what a sample has to teach the host
 
@@ -79,7 +81,9 @@ def survey(model: nn.Module, example_input: Any) -> Survey:
     last = {name for name, place in places.items() if place.flops_behind == 0 and log.layers_done[name] == log.layers}
     host = Cost(parameters, log.total_flops // batch)
     refusals = sorted([*refusals, *more], key=lambda refusal: log.last_end(refusal.name))
-    return Survey(places, tuple(refusals), tuple(log.calls), host, _numbers(log, places), frozenset(last), log.load)
+    return Survey(
+        places, tuple(refusals), tuple(log.calls), host, _numbers(log, places), _behind(model, places, log), frozenset(last), log.load
+    )
 
 
 def call(model: Any, example_input: Any) -> Any:
@@ -127,6 +131,9 @@ class _Log:
     output: Any = None
     total_flops: int = 0
     batch: int = 0
+    uses: Counter[int] = field(default_factory=Counter)  # see FeatureAxes: what uses a tensor, by its number
+    numbers: dict[str, int | None] = field(default_factory=dict)  # of what submodules gave
+    origins: dict[str, list[int]] = field(default_factory=dict)  # of what they were given
     masks: list[str] = field(default_factory=list)  # arguments of submodules that hide positions of some samples
 
     def last_end(self, name: str) -> tuple[int, str]:
@@ -161,7 +168,7 @@ def _positions(layer: nn.Module, output: Any) -> int:
     """How often a layer's weights are used for one sample."""
     if not isinstance(output, Tensor) or output.ndim < 2:
         return 1
-    return max(output[0].numel() // (_width(layer) or output.shape[-1] or 1), 1)
+    return max(output.numel() // max(len(output), 1) // (_width(layer) or output.shape[-1] or 1), 1)
 
 
 def _run(model: nn.Module, example_input: Any, *, batch: int = 0, nudge: Nudge | None = None) -> _Log:
@@ -169,7 +176,11 @@ def _run(model: nn.Module, example_input: Any, *, batch: int = 0, nudge: Nudge |
     log, counter, axes, handles = _Log(batch=batch), flop_counter(), FeatureAxes(), []
 
     def enter(name: str) -> Any:
-        return lambda module, arguments, named: log.enter(name, module, arguments, named)
+        def enter_it(module: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+            log.origins[name] = axes.origins_of(arguments[0]) if arguments else []
+            log.enter(name, module, arguments, named)
+
+        return enter_it
 
     def leave(name: str) -> Any:
         def leave_it(module: nn.Module, arguments: Any, output: Any) -> Any:
@@ -178,7 +189,7 @@ def _run(model: nn.Module, example_input: Any, *, batch: int = 0, nudge: Nudge |
                 part = output.select(nudge[1], nudge[2])
                 part.copy_(1 - part)
             if batch and isinstance(output, Tensor):
-                log.feature_axes[name] = axes.axis_of(output, module)
+                log.feature_axes[name], log.numbers[name] = axes.axis_of(output, module), axes.number_of(output)
             log.leave(name, module, output, counter.get_total_flops() if batch else 0)
             return output
 
@@ -203,7 +214,7 @@ def _run(model: nn.Module, example_input: Any, *, batch: int = 0, nudge: Nudge |
         finally:
             for handle in handles:
                 handle.remove()
-    log.total_flops = counter.get_total_flops()
+    log.total_flops, log.uses = counter.get_total_flops(), axes.uses
     return log
 
 
@@ -416,6 +427,20 @@ def _is_of_the_future(mask: Tensor) -> bool:
     ahead = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).triu(1)
     above, below = mask[..., ahead].flatten(), mask[..., ~ahead].flatten()
     return len(above) > 0 and bool((above == above[0]).all() and (below == below[0]).all() and above[0] != below[0])
+
+
+def _behind(model: nn.Module, places: Mapping[str, Place], log: _Log) -> dict[str, str]:
+    """Which places are all that uses another one's output, be it through an activation, and have no weights."""
+    found = {}
+    for name in places:
+        for origin in () if next(model.get_submodule(name).parameters(), None) is not None else log.origins[name]:
+            if log.uses[origin] != 1:
+                break
+            owners = [other for other in places if log.numbers[other] == origin and other != name]
+            found.update(dict.fromkeys(owners, name))
+            if owners:
+                break
+    return found
 
 
 def _numbers(log: _Log, places: Mapping[str, Place]) -> dict[str, int]:
