@@ -1,5 +1,6 @@
 # make demo      grows a network that is too small for its task, live, beside a twin that never grows, in about a minute
 # make check     format, lint, types, fast tests: the development loop
+# make lint      the same without tests
 # make test      all tests
 # make test-all  all tests with every extra in .venv: also those with Lightning, transformers, peft, pyarrow, wandb, ONNX and sb3-contrib
 # make clean     removes what tools leave behind, but neither .venv nor runs/
@@ -17,17 +18,19 @@ ALL_EXTRAS := $(EXTRAS),wandb,data,lightning,transformers,bench,interop
 
 DEMO = --task digits --host starved --controller heuristic --twin --seed 0 --epochs 40 --learning-rate 0.01 --schedule cosine --threads 1 --device cpu
 
-.PHONY: demo check test test-all clean
+.PHONY: demo check lint test test-all clean
 
 demo: $(INSTALLED)
 	@echo "Handwritten digits, and a convolutional network that is too small for them. It grows where that pays; its twin never does."
 	@$(BIN)/esper grow $(DEMO)
 	@echo "One seed is one draw; what twenty of them say is in README.md."
 
-check: $(INSTALLED)
+lint: $(INSTALLED)
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
+
+check: lint
 	@$(BIN)/pytest -q -n $(JOBS) --dist worksteal --hypothesis-profile quick -m "not slow"
 
 test: $(INSTALLED)
