@@ -97,8 +97,10 @@ class Side:
         self.slot = self.slotted.slot(slot)
 
     def step(self, *, is_recorded: bool = True) -> Tensor:
-        """As a user would do it. The second pass replays only what went through the slotted model."""
-        loss = F.cross_entropy((self.slotted if is_recorded else self.model)(self.inputs), self.targets)
+        """As a user would do it. Where nothing is recorded, the second pass computes everything again."""
+        if not is_recorded:
+            self.grower._shadow.rest()
+        loss = F.cross_entropy(self.slotted(self.inputs), self.targets)
         torch.autograd.backward(loss)
         self.optimizer.step()
         self.optimizer.zero_grad()

@@ -175,6 +175,7 @@ def test_a_straight_through_seed_learns_and_its_host_does_not_notice(small: Task
             setting, small.make_host("starved", seed=0), Planned(plan), setting.config(0, lifecycle=life, slots=("blocks.0",)), seed=0
         )
         loop.grower._shadow = growth_raise.StraightThrough(loop.slotted)
+        loop.optimizer.register_step_post_hook(loop.grower._shadow.learn)
         for _ in range(3):
             loop.run_epoch()
         loops.append(loop)

@@ -105,7 +105,7 @@ def test_utility_is_the_gain_over_never_on_the_same_seed_minus_rent() -> None:
     comparison = found()
     never = {run.seed: run.test_loss for run in runs_of("never")}
     for score in comparison.scores("schedule", "low"):
-        expected = never[score.run.seed] - score.run.test_loss - rent_at(score.run, RENT_LEVELS["low"])
+        expected = never[score.run.seed] - score.run.test_loss - score.run.unit * rent_at(score.run, RENT_LEVELS["low"])
         assert score.utility == pytest.approx(expected)
     assert all(score.utility == 0 for score in comparison.scores("never", "high"))
 

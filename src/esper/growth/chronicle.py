@@ -56,7 +56,11 @@ class Chronicle:
         return means
 
     def _read(self) -> Tensor:
-        return torch.cat([self._loaded, torch.stack([loss.float() for loss in self._losses]).cpu()]) if self._losses else self._loaded
+        if not self._losses:
+            return self._loaded
+        # As precise as they are: the scale of all losses is made of them.
+        losses = torch.stack([loss if loss.dtype == torch.float64 else loss.float() for loss in self._losses])
+        return torch.cat([self._loaded.double(), losses.cpu().double()])
 
     def end_epoch(self, chunks: list[float], val_loss: float) -> None:
         self.train_losses.append(sum(chunks) / len(chunks) if chunks else (self.train_losses or [val_loss])[-1])
