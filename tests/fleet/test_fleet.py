@@ -398,7 +398,8 @@ def test_hosts_of_other_kinds_equal_themselves_alone(kind: str, lifecycle: Lifec
     module = "tests.fleet.test_fleet_equals_grower"
     monkeypatch.setattr(f"{module}.make_host", own_host if kind == "own" else gpt_host)
     monkeypatch.setattr(f"{module}.nn.functional.cross_entropy", _sequence_loss)
-    growth = GrowthConfig(lifecycle=lifecycle, slots=slots)
+    # A single run measures the loss of a constant predictor, with noise of its own.
+    growth = GrowthConfig(lifecycle=lifecycle, slots=slots, governor=GovernorConfig(uninformed_loss=task.uninformed_loss))
     scripts = [
         {},
         {0: [germinate(slots[0], "mlp")], 3: [Advance(slots[0], ""), germinate(slots[1], "low_rank")], 5: [Fossilize(slots[0], "")]},
