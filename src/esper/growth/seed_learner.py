@@ -204,7 +204,7 @@ class OptimizerFollower:
     # A compiled step of the optimiser runs these as they are: traced, they would be compiled anew in every step. The decorator is that of
     # torch's own optimisers; the public one imports the compiler at once.
 
-    @torch._disable_dynamo  # type: ignore[untyped-decorator]
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def _before_step(self, optimizer: Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         self._depth += 1
         if self._depth == 1 and self.is_active:
@@ -212,7 +212,7 @@ class OptimizerFollower:
             has_closure = named.get("closure") is not None or (len(arguments) > 1 and arguments[1] is not None)
             self._has_gradient = has_closure or self._drop_if_host_has_none()
 
-    @torch._disable_dynamo  # type: ignore[untyped-decorator]
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def _after_step(self, optimizer: Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         self._depth -= 1
         if self._depth == 0 and self.is_active and self._has_gradient:
