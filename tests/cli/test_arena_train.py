@@ -43,7 +43,7 @@ def recorded(event: Event) -> Record:
         (["--sise", "32"], "there is no option --sise; did you mean --size?"),
         (["--ppo.learning_rte=1"], "there is no option --ppo.learning-rte; did you mean --ppo.learning-rate?"),
         (["--frobnicate"], "there is no option --frobnicate; see: esper arena train --help"),
-        (["--battles", "0"], "--arena.battles: expected an int > 0, got 0"),
+        (["--battles", "0"], "--arena.battles: expected an int > 0 and <= 1048576, got 0"),
         (["--teams", "17"], "--arena.teams: expected an int >= 1 and <= 16, got 17"),
         (["--size", "15"], "--arena.size: expected"),
         (["--pack", "meduim"], "no unit class is named 'meduim'"),
