@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 
-from esper.checkpoint import CheckpointStore
+from esper.checkpoint import CheckpointStore, read_tensors, write_tensors
 from esper.controller import layout, learned
 from esper.controller.features import HOST
 from esper.controller.layout import observe
@@ -214,6 +214,28 @@ def test_a_file_from_before_there_was_a_digest_of_everything_loads_and_its_weigh
     content[-5] ^= 1
     path.write_bytes(content)
     with pytest.raises(ControllerError, match="its weights are not those that were written"):
+        load_controller(path)
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "value"),
+    [
+        ("network", "width", 65_536),
+        ("network", "width", 2**40),
+        ("network", "summary_width", 65_536),
+        ("network", "blocks", 10_000_000),
+        ("network", "attention_heads", 0),
+        ("memory", "hidden_size", 65_536),
+        ("memory", "head_sizes", [65_536] * 10_000),
+        ("memory", "encoder_sizes", [-1]),
+    ],
+)
+def test_a_description_of_absurd_sizes_is_refused_before_a_network_is_built(path: Path, part: str, name: str, value: object) -> None:
+    weights, metadata = read_tensors(path)
+    described = json.loads(metadata["esper controller"])
+    described[part][name] = value
+    write_tensors(path, weights, {"esper controller": json.dumps(described)})
+    with pytest.raises(ControllerError, match=r"controller\.safetensors.*(larger than its weights|cannot be understood)"):
         load_controller(path)
 
 

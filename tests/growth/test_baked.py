@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -151,6 +152,17 @@ def test_a_damaged_spec_is_refused(tmp_path: Path) -> None:
     for damaged in (state["layer1.0.esper_seed.use_esper_load"][:-3].clone(), torch.zeros(4)):
         save_file({**state, "layer1.0.esper_seed.use_esper_load": damaged}, tmp_path / "damaged.safetensors")
         unchanged(RESNET.model(), tmp_path / "damaged.safetensors", "esper_seed.use_esper_load' does not tell what grew there.*damaged")
+
+
+@pytest.mark.parametrize(
+    "shape", [[], [0, 8, 8], [-4, 8, 8], [8], [8, 8, 8, 8], [2**40, 8, 8], [2**62, 8, 8], [2**70, 8, 8], [2**20, 8, 8]]
+)
+def test_a_spec_of_an_absurd_shape_is_refused(shape: list[int]) -> None:
+    state = grown_model().state_dict()
+    name = "layer1.0.esper_seed.use_esper_load"
+    spec = json.loads(bytes(state[name].tolist()))
+    state[name] = torch.frombuffer(bytearray(json.dumps({**spec, "shape": shape}).encode()), dtype=torch.uint8)
+    unchanged(RESNET.model(), state, r"layer1\.0")
 
 
 def own_blueprint(bias: bool = True) -> None:

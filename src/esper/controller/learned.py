@@ -31,6 +31,7 @@ from esper.rng import Streams
 from esper.run_folder import kind_of, name_of
 
 _HEADER = "esper controller"  # the key of our part of the file's metadata
+_SMALL = 1024  # sizes up to this one may belong to parts that a network does not have
 _ANOTHER = "copy the file again, or train a controller anew"
 
 
@@ -90,6 +91,7 @@ def save_controller(
 def load_controller(path: Path | str, *, seed: int | None = None) -> Learned:
     """The controller of a file. With a seed it draws its actions, else it takes the likeliest."""
     weights, description = _read(Path(path))
+    _check_sizes(Path(path), description, weights)
     try:
         return Learned(weights, description, seed=seed)
     except ValueError as error:
@@ -195,6 +197,17 @@ def _why_no_controller(folder: Path) -> str:
         return f"is a folder; give the controller of that run, {folder / 'controller.safetensors'}"
     what = "is a folder and no file" if kind is None else f"is {name_of(kind)} and not a controller"
     return f"{what}; give the file RUN/controller.safetensors of a controller run"
+
+
+def _check_sizes(path: Path, description: Description, weights: Mapping[str, Tensor]) -> None:
+    """Refuse a description of a network that its weights cannot fill, before memory is taken for it."""
+    largest = max((size for weight in weights.values() for size in weight.shape), default=0)
+    most = max(largest, len(weights), _SMALL)
+    for part in (description.network, description.memory):
+        for name, value in msgspec.to_builtins(part).items():
+            sizes = value if isinstance(value, list | tuple) else [value]
+            if len(sizes) > most or any(type(size) is int and size > most for size in sizes):
+                raise ControllerError(f"{path} is damaged: its {name} is larger than its weights; {_ANOTHER}")
 
 
 def _describe(path: Path, header: str) -> Description:

@@ -22,6 +22,7 @@ from esper.growth.seed import SPEC_KEYS, Seed, SeedSpec
 from esper.growth.slot import Home, Slot, on_load
 from esper.growth.survey import call, tensors_in
 
+SMALL_WIDTH = 4096  # up to which a seed is built without a look at its weights: a user's blueprint may have none of its width
 BAKED = "esper_seed"  # the name of a seed in the state dict, below the module that it is registered in
 
 
@@ -143,9 +144,20 @@ def specs_in(state: Mapping[str, Any]) -> dict[str, SeedSpec]:
         if last in SPEC_KEYS and name.rpartition(".")[2].startswith(BAKED):
             try:
                 found[name] = SeedSpec.from_tensor(tensor)
+                _check_shape(found[name], [value for key, value in state.items() if key.startswith(f"{name}.") and value is not tensor])
             except (msgspec.MsgspecError, AttributeError, TypeError, ValueError) as error:
                 raise GrowthError(f"{key!r} does not tell what grew there ({error}); the file is damaged, or of another version") from error
     return {name: found[name] for name in sorted(found, key=lambda name: (len(name), name))}
+
+
+def _check_shape(spec: SeedSpec, weights: Sequence[Any]) -> None:
+    """Raise ValueError where no seed could have been saved with this shape: memory for all of it is taken when the seed is built."""
+    if len(spec.shape) not in {"dense": (1,), "token": (2, 3), "conv": (2, 3)}[spec.kind] or min(spec.shape) < 1 or spec.levels_up < 0:
+        raise ValueError(f"a {spec.kind} seed of the shape {list(spec.shape)}")
+    width = spec.shape[0] if spec.kind == "conv" else spec.shape[-1]
+    widest = max((size for weight in weights for size in getattr(weight, "shape", ())), default=0)
+    if width > max(widest, SMALL_WIDTH):
+        raise ValueError(f"a seed for {width:,} features, whose weights have at most {widest:,}")
 
 
 def build_seed(place: Place, spec: SeedSpec) -> Seed:
