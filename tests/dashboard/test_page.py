@@ -191,7 +191,7 @@ def test_another_replay_of_the_run_can_be_chosen_and_a_broken_one_says_what_is_w
     select.select_by_visible_text("older")
     page.wait(lambda: "of 7" in page.text(".frame"), "the other replay was not loaded")
     select.select_by_visible_text("broken")
-    page.wait(lambda: "broken.safetensors is no replay" in page.text(".problem"), "it was not told what is wrong")
+    page.wait(lambda: "broken.safetensors is damaged" in page.text(".problem"), "it was not told what is wrong")
     assert all("422" in error for error in page.errors())
     select.select_by_visible_text("newest")
     page.wait(lambda: f"of {LAST}" in page.text(".frame"), "the first replay was not loaded again")
