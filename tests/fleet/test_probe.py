@@ -251,9 +251,21 @@ def test_what_a_probe_costs_is_counted() -> None:
     state = plain.state(0)
     each = sum(candidate.cost.flops for slot in state.slots for candidate in slot.candidates)
     extra = probed.rows[0].plot.chronicle.flops - plain.rows[0].plot.chronicle.flops
-    host = state.host_cost.flops
-    samples = 3 * host * BATCH // (2 * each)  # that all candidates together can answer to within the host's own FLOPs
-    assert extra == GROWTH.probe_steps * samples * 2 * each <= GROWTH.probe_steps * BATCH * 3 * host
+    assert extra == GROWTH.probe_steps * BATCH * 2 * each
+
+
+def test_a_probe_of_a_long_epoch_takes_at_most_the_flops_of_a_training_step_in_each_of_its_steps() -> None:
+    fleet = make_fleet(GROWTH, TWO[:1], msgspec.structs.replace(CONFIG, steps_per_decision=40))
+    fleet.advance()
+    fleet.decide({0: Decision(probe=True)})
+    plan = fleet.plan([0])
+    assert len(plan.probes) > 3
+    for step in range(40):
+        asking = [probe for probe in plan.probes if step in probe.window]
+        assert len(asking) <= 1
+        assert sum(probe.flops[0] for probe in asking) <= 3 * fleet.survey.host.flops
+    assert {probe.window.stop for probe in plan.probes} >= {40}
+    assert {len(probe.window) for probe in plan.probes} == {3}
 
 
 def test_one_host_that_overflows_does_not_spoil_the_promises_of_another() -> None:

@@ -245,7 +245,7 @@ class Fleet:
         """What these hosts will do until their next decision."""
         rates = upload([self.rows[row].rate(self.config.schedule) for row in rows], self.device, self.dtype)
         asking = {position: self.rows[row].plot for position, row in enumerate(rows) if self.rows[row].wants_probe}
-        probes = probes_of(self.banks, asking, steps=self.steps_per_decision, part=self._part_size)
+        probes = probes_of(self.banks, asking, self.steps_per_decision)
         connected, in_shadow = cohorts_of(self.banks, self._gardens(rows), self.steps_per_decision)
         recompute = recomputed if self.config.checkpoint else None
         alpha = self.growth.lifecycle.alpha_target
@@ -268,7 +268,7 @@ class Fleet:
             reading.add(f"promises {number}", probe.promises())
         self.samples_trained += steps * batch_size * len(plan.rows)
         for position, row in enumerate(plan.rows):
-            probed = sum(len(probe.window) * self.config.accumulate * probe.flops.get(position, 0) for probe in plan.probes)
+            probed = sum(len(probe.window) * batch_size * probe.flops.get(position, 0) for probe in plan.probes)
             self.rows[row].note_steps(steps, samples=steps * batch_size, probe_flops=probed)
 
     def _promises(self, plan: Plan, found: Mapping[str, Tensor]) -> dict[int, Promises]:

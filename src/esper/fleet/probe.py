@@ -26,29 +26,27 @@ from esper.growth.config import GrowthConfig
 from esper.growth.garden import Garden
 from esper.growth.place import CPU
 from esper.growth.plot import Plot
-from esper.growth.promise import STEPS_ALONG, Key, Promises, clip_scale, flops_of_asking, portions, signal_scale, some_of
+from esper.growth.promise import STEPS_ALONG, Key, Promises, clip_scale, flops_of_asking, portions, signal_scale
 
 
-def probes_of(banks: Banks, plots: Mapping[int, Plot[RowBed]], *, steps: int, part: int) -> list[RowProbe]:
+def probes_of(banks: Banks, plots: Mapping[int, Plot[RowBed]], steps: int) -> list[RowProbe]:
     """For the hosts that ask: position among those that train -> plot. `steps` are those until the next decision.
 
     A probe looks at the last of them, or at the first in the first epoch of a host, as it does in a `Grower`, which cannot know how long
-    that will be. A forward pass sees `part` samples.
+    that will be.
     """
-    groups: dict[tuple[range, int, float], dict[int, tuple[Key, ...]]] = defaultdict(dict)
+    groups: dict[range, dict[int, tuple[Key, ...]]] = defaultdict(dict)
     for position, plot in plots.items():
-        length, samples = plot.chronicle.length, plot.chronicle.samples
+        length = plot.chronicle.length
         costs = {key: cost_of(get_blueprint(key[1]), banks[key[0]].place) for key in _candidates(plot.garden)}
-        batch = part if length is None or samples is None else samples // length
-        plan = portions(costs, plot.garden.host, probe_steps=plot.config.probe_steps, length=length, batch=batch)
+        plan = portions(costs, plot.garden.host, probe_steps=plot.config.probe_steps, length=length)
         first = 0 if length is None else max(steps - sum(portion.steps for portion in plan), 0)
         for portion in plan:
-            window = range(first, min(first + portion.steps, steps))
-            if window:
-                groups[window, portion.part_of(part), portion.samples / portion.batch][position] = portion.candidates
+            if window := range(first, min(first + portion.steps, steps)):
+                groups[window][position] = portion.candidates
             first += portion.steps
     gardens = {position: plot.garden for position, plot in plots.items()}
-    return [RowProbe(banks, gardens, asked, window=key[0], samples=key[1], part=key[2]) for key, asked in groups.items()]
+    return [RowProbe(banks, gardens, asked, window=window) for window, asked in groups.items()]
 
 
 def _candidates(garden: Garden[RowBed]) -> Iterator[Key]:
@@ -61,27 +59,18 @@ def _candidates(garden: Garden[RowBed]) -> Iterator[Key]:
 class RowProbe:
     """Looks in the steps of its `window`: `catch` in the forward pass, `ask` with the gradients of what was `caught`, `close` at its end.
 
-    `asked` are the candidates of every host, built at the first step. They answer to so many `samples` of a forward pass, a `part` of all.
+    `asked` are the candidates of every host, built at the first step.
     """
 
-    def __init__(
-        self,
-        banks: Banks,
-        gardens: Mapping[int, Garden[RowBed]],
-        asked: Mapping[int, Sequence[Key]],
-        *,
-        window: range,
-        samples: int,
-        part: float,
-    ) -> None:
-        self.window, self.samples, self._part = window, samples, part
-        self.flops: dict[int, int] = defaultdict(int)  # position -> FLOPs of a forward pass in the window
+    def __init__(self, banks: Banks, gardens: Mapping[int, Garden[RowBed]], asked: Mapping[int, Sequence[Key]], *, window: range) -> None:
+        self.window = window
+        self.flops: dict[int, int] = defaultdict(int)  # position -> FLOPs per sample of a step in the window
         self._banks, self._gardens = banks, gardens
         self._positions: dict[Key, list[int]] = defaultdict(list)
         for position, keys in asked.items():
             for slot, blueprint in keys:
                 self._positions[slot, blueprint].append(position)
-                self.flops[position] += samples * flops_of_asking(cost_of(get_blueprint(blueprint), banks[slot].place).flops)
+                self.flops[position] += flops_of_asking(cost_of(get_blueprint(blueprint), banks[slot].place).flops)
         self._slots = {slot for slot, _ in self._positions}
         self._trials: list[_Trial] = []
         self._found: Tensor | None = None  # when it is over
@@ -110,13 +99,12 @@ class RowProbe:
             ]
         by_slot = dict(zip(self._caught, gradients, strict=True))
         for trial in self._trials:
-            h, g = self._caught[trial.slot].detach(), by_slot[trial.slot]
-            trial.answer(some_of(h, self.samples).contiguous(), some_of(g, self.samples).contiguous() * (len(g) / self.samples))
+            trial.answer(self._caught[trial.slot].detach(), by_slot[trial.slot])
         self._caught.clear()
 
     def close(self) -> None:
         """Finds out what the candidates promise. Their branches are gone."""
-        self._found = torch.cat([trial.promises(part=self._part) for trial in self._trials])
+        self._found = torch.cat([trial.promises() for trial in self._trials])
         self._trials = []
 
     def promises(self) -> Tensor:
@@ -163,11 +151,11 @@ class _Trial:
         self._squares += torch.where(counts, square, 0)
         self._steps += counts
 
-    def promises(self, *, part: float) -> Tensor:
-        """[R], at a learning rate of 1. A `part` of the samples was asked about."""
+    def promises(self) -> Tensor:
+        """[R], at a learning rate of 1."""
         together = self._sums.double().square().sum(1)
         expected = self._sums * signal_scale(together, self._squares, self._steps).to(self._sums.dtype).unsqueeze(1)
-        clip = clip_scale(together, self._squares, self._steps, self._max_norm, part=part)
+        clip = clip_scale(self._squares, self._steps, self._max_norm)
         moved = self._bank.make(expected[:, :0]).moves(expected * clip.to(expected.dtype).unsqueeze(1), STEPS_ALONG)
         return (moved.double() * expected.double()).sum(1)
 

@@ -370,7 +370,7 @@ class Grower:
 
     def _get_ready(self) -> None:
         """For the next forward pass."""
-        self._prober.get_ready(samples=self.chronicle.samples)
+        self._prober.get_ready()
         self._shadow.prepare(self._in_shadow())
         self.slotted.samples = 0
 

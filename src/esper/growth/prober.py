@@ -70,13 +70,13 @@ class Prober:
         if self._probe is not None and self._probe.is_watching:
             self._probe.ask(scale=scale)
 
-    def get_ready(self, *, samples: int | None) -> None:
-        """Before a forward pass. `samples` are those of the last epoch, None where nobody knows."""
+    def get_ready(self) -> None:
+        """Before a forward pass."""
         probe = self._probe
         if probe is None:
             return
-        if self._length is not None and not probe.is_planned:
-            probe.plan(length=self._length, batch=max((samples or 0) // max(self._length, 1), 1))
+        if not probe.is_planned:
+            probe.plan(length=self._length)
         is_due = self._length is None or self._steps >= self._length - probe.steps
         if probe.is_over:
             self.rest()

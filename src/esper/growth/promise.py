@@ -17,14 +17,16 @@ learn when W has moved, which is of second order (docs/log.md has what was measu
 
 Candidates are asked in portions, so that the probe never needs more than the host itself does: the weights of a portion are at most as many
 as the host's (or a million, in a smaller host), and a step of asking takes at most the FLOPs of a training step. A candidate that is larger
-than the host is asked alone. A portion is built when its turn comes, asked at some steps, and gone when its promises are known. Where an
-epoch has too few steps for that, candidates answer to a part of the samples of a step.
+than the host is asked alone. A portion is built when its turn comes, asked at some steps, and gone when its promises are known. Candidates
+answer to whole batches: behind a batch norm, the gradients of some of the samples are mostly noise that all of them together do not have.
+So an epoch that is too short for two answers of each candidate asks more of them in a step, and takes more FLOPs, but not more weights.
 
 Shapes: h and g are [B, *place.shape].
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -57,55 +59,39 @@ class Portion:
 
     candidates: tuple[Key, ...]
     steps: int
-    samples: int  # of `batch` that they answer to
-    batch: int
-
-    def part_of(self, samples: int) -> int:
-        """How many of so many samples they answer to."""
-        return max(samples * self.samples // self.batch, 1)
 
 
-def portions(costs: Mapping[Key, Cost], host: Cost, *, probe_steps: int, length: int | None, batch: int) -> list[Portion]:
+def portions(costs: Mapping[Key, Cost], host: Cost, *, probe_steps: int, length: int | None) -> list[Portion]:
     """What is asked when, portion after portion, in the order of `costs`.
 
-    `length` is the number of steps in an epoch, None where it is unknown, and `batch` the number of samples in a step. Every portion is
-    asked at `probe_steps` steps and answers to all samples, if the epoch is long enough for that. Else more candidates share a step, with
-    fewer samples each, and at more steps where there are some to spare. What is too large to be asked with anything else is asked alone.
-    An epoch that is too short for two answers of each candidate leaves out the largest ones.
+    `length` is the number of steps in an epoch. Every portion is asked at `probe_steps` steps, or at fewer where the epoch is too short for
+    that, but at two. Where that is too much as well, portions take more FLOPs than the host; where even that does not help, because of
+    their weights, the largest candidates are left out. In an epoch of unknown length nothing is left out, and all portions together are
+    asked at about `probe_steps` steps.
     """
     wanted, chosen = max(probe_steps, LEAST_ANSWERS), dict(costs)
-    while length is not None and len(chosen) > 1 and LEAST_ANSWERS * len(_filled(chosen, host, 1, batch)) > length:
+    while length is not None and len(chosen) > 1 and LEAST_ANSWERS * len(_filled(chosen, host, math.inf)) > length:
         del chosen[max(chosen, key=lambda key: chosen[key].parameters)]
-    fewest = max(len(_filled(chosen, host, 1, batch)), 1)
-    answers = wanted if length is None else max(min(wanted, length // fewest), LEAST_ANSWERS)
-    most = fewest if length is None else max(length // answers, fewest)  # portions, so that each candidate gets so many answers
-    sizes = (batch >> halvings for halvings in range(batch.bit_length()))  # all samples, half of them, ..., one
-    filled = next(some for size in sizes if len(some := _filled(chosen, host, size, batch)) <= most)
-    found = []
-    for keys in filled:
-        samples = max(_most_samples(sum(costs[key].flops for key in keys), host, batch), 1)
-        # Who answers to fewer samples is asked more often, where there are steps to spare.
-        steps = answers if length is None else min(max(length // len(filled), LEAST_ANSWERS), -(-answers * batch // samples))
-        found.append(Portion(keys, steps, samples, batch))
-    return found
+    available = wanted if length is None else length
+    most = max(available // LEAST_ANSWERS, len(_filled(chosen, host, math.inf)))
+    limits = (2.0**doublings for doublings in itertools.count())  # of FLOPs, relative to the host's
+    filled = next(some for limit in limits if len(some := _filled(chosen, host, limit)) <= most)
+    steps = min(max(available // max(len(filled), 1), LEAST_ANSWERS), wanted)
+    return [Portion(keys, steps) for keys in filled]
 
 
-def _filled(costs: Mapping[Key, Cost], host: Cost, samples: int, batch: int) -> list[tuple[Key, ...]]:
-    """Candidates that answer to so many samples of a step, put together as long as they stay within the host's weights and FLOPs."""
+def _filled(costs: Mapping[Key, Cost], host: Cost, limit: float) -> list[tuple[Key, ...]]:
+    """Candidates put together as long as they stay within the host's weights, and within `limit` times the FLOPs of its training step."""
     found: list[list[Key]] = []
     parameters = flops = 0
     for key, cost in costs.items():
         parameters, flops = parameters + cost.parameters, flops + cost.flops
-        if not found or parameters > max(host.parameters, LEAST_PARAMETERS) or samples > _most_samples(flops, host, batch):
+        is_too_much = parameters > max(host.parameters, LEAST_PARAMETERS) or flops_of_asking(flops) > limit * 3 * max(host.flops, 1)
+        if not found or is_too_much:
             found.append([])
             parameters, flops = cost.parameters, cost.flops
         found[-1].append(key)
     return [tuple(keys) for keys in found]
-
-
-def _most_samples(flops: int, host: Cost, batch: int) -> int:
-    """How many samples candidates of so many FLOPs can answer to within the FLOPs of the host's training step."""
-    return min(3 * host.flops * batch // flops_of_asking(flops), batch) if flops and host.flops else batch
 
 
 def flops_of_asking(flops: int) -> int:
@@ -114,12 +100,6 @@ def flops_of_asking(flops: int) -> int:
 
 
 # Asking
-
-
-def some_of(samples: Tensor, count: int) -> Tensor:
-    """So many of the samples, evenly spread: the first half of a batch may be of another kind than the second."""
-    stride = len(samples) // count
-    return samples if count == len(samples) else samples[: count * stride : stride]
 
 
 @dataclass
@@ -135,10 +115,9 @@ class _Trial:
 
 @dataclass
 class _Caught:
-    """What was seen of one pass through a slot, for some of its samples."""
+    """What was seen of one pass through a slot."""
 
     h: Tensor
-    weight: float  # all samples / those that were caught
     g: Tensor | None = None  # there when the backward pass has come by
 
 
@@ -154,9 +133,8 @@ class Probe:
         self._slotted, self._host, self._make_learner = slotted, host, make_learner
         self._random_seed, self._probe_steps = random_seed, probe_steps
         self._costs = {key: cost_of(get_blueprint(key[1]), slotted.slot(key[0]).place) for key in candidates}
-        self._length: int | None = None
-        self._batch: int | None = None
         self._portions: list[Portion] | None = None  # None: not planned yet
+        self._length: int | None = None  # what they were planned for
         self._number = 0  # of the portion whose turn it is
         self._steps = 0  # at which it was asked so far
         self._trials: dict[Key, _Trial] = {}  # of that portion
@@ -166,10 +144,10 @@ class Probe:
         self.is_paused = False  # what runs now is none of the user's training
         self.flops = 0  # spent so far; whoever counts them sets it to zero
 
-    def plan(self, *, length: int | None, batch: int) -> None:
-        """Decides what is asked when. Without a plan, the first step that is caught makes one."""
-        self._length, self._batch = length, batch
-        self._portions = portions(self._costs, self._host, probe_steps=self._probe_steps, length=length, batch=batch)
+    def plan(self, *, length: int | None) -> None:
+        """Decides what is asked when, before anything is watched. `length` is the number of steps in an epoch, None where it is unknown."""
+        self._length = length
+        self._portions = portions(self._costs, self._host, probe_steps=self._probe_steps, length=length)
 
     @property
     def is_planned(self) -> bool:
@@ -191,7 +169,8 @@ class Probe:
     def watch(self) -> None:
         """Catches h and g in the forward and backward passes from now on, in the slots that are asked about."""
         self.is_watching = True
-        asked = {slot for slot, _ in (self._costs if self._portion is None else self._portion.candidates)}
+        assert self._portion is not None
+        asked = {slot for slot, _ in self._portion.candidates}
         for name in {slot for slot, _ in self._costs}:
             self._slotted.slot(name).observe(self._catch if name in asked else None)
 
@@ -208,13 +187,11 @@ class Probe:
             output = output.detach().requires_grad_().clone()  # a leaf could not be worked on in place
         elif output._is_view():
             output = output.clone()  # a view that is worked on in place forgets its hooks
-        samples = len(output)
-        part = samples if self._portion is None else self._portion.part_of(samples)
-        caught = _Caught(some_of(output.detach(), part).clone(), samples / part)  # cloned, because the next layer may work in place
+        caught = _Caught(output.detach().clone())  # cloned, because the next layer may work in place
         self._caught.setdefault(slot.place.name, []).append(caught)
 
         def take(gradient: Tensor) -> None:
-            caught.g = gradient.detach() if part == samples else some_of(gradient.detach(), part).clone()
+            caught.g = gradient.detach()
 
         output.register_hook(take)  # type: ignore[no-untyped-call]
         return output
@@ -230,18 +207,12 @@ class Probe:
 
     def ask(self, *, scale: Tensor | None = None) -> None:
         """Lets the candidates of a portion answer to what was caught in this step. The caught gradients were multiplied by `scale`."""
-        if self._portions is None:
-            first = next((caught for some in self._caught.values() for caught in some), None)
-            if first is None:
-                return
-            self.plan(length=None, batch=len(first.h))
         portion = self._portion
-        if portion is None:
-            return
+        assert portion is not None
         for key in portion.candidates:
             seen = [caught for caught in self._caught.get(key[0], ()) if caught.g is not None]
             if seen:
-                self._ask_one(key, seen, portion, scale)
+                self._ask_one(key, seen, scale)
         self._caught.clear()
         self._steps += 1
         if self._steps >= portion.steps:
@@ -249,21 +220,18 @@ class Probe:
             if not self.is_over:
                 self.watch()
 
-    def _ask_one(self, key: Key, seen: Iterable[_Caught], portion: Portion, scale: Tensor | None) -> None:
+    def _ask_one(self, key: Key, seen: Iterable[_Caught], scale: Tensor | None) -> None:
         trial = self._trials[key] if key in self._trials else self._trials.setdefault(key, self._built(key))
         total = [_zeros_like(parameter) for parameter in trial.live]
         for caught in seen:
-            h, g, weight = caught.h, caught.g, caught.weight
-            assert g is not None
-            if weight == 1.0 and (part := portion.part_of(len(h))) < len(h):  # of the step that made the plan
-                h, g, weight = some_of(h, part), some_of(g, part), len(h) / part
             with torch.enable_grad():
-                output = trial.branch(h.to(trial.live[0]))  # in its precision, and where it is
-            gradients = torch.autograd.grad(output, trial.live, unscaled(g, scale).to(output) * weight, allow_unused=True)
+                output = trial.branch(caught.h.to(trial.live[0]))  # in its precision, and where it is
+            assert caught.g is not None
+            gradients = torch.autograd.grad(output, trial.live, unscaled(caught.g, scale).to(output), allow_unused=True)
             for sum_, gradient in zip(total, gradients, strict=True):
                 if gradient is not None:
                     sum_ += gradient
-            self.flops += len(h) * flops_of_asking(self._costs[key].flops)
+            self.flops += len(caught.h) * flops_of_asking(self._costs[key].flops)
         square = squared_norm(total)
         counts = torch.isfinite(square)
         total = [torch.where(counts, part, torch.zeros_like(part)) for part in total]
@@ -279,10 +247,9 @@ class Probe:
 
     def _close(self) -> None:
         """Finds out what the candidates of a portion promise. Their branches are gone."""
-        portion, trials, self._trials = self._portion, self._trials, {}
-        assert portion is not None
+        trials, self._trials = self._trials, {}
         for key in list(trials):
-            fall = _fall(trials.pop(key), key[0], self._make_learner, part=portion.samples / portion.batch)
+            fall = _fall(trials.pop(key), key[0], self._make_learner)
             if fall is not None:
                 self._falls[key] = fall
         self._number, self._steps = self._number + 1, 0
@@ -301,12 +268,12 @@ class Probe:
             for (slot, blueprint), trial in self._trials.items()
         ]
         falls = [{"slot": slot, "blueprint": blueprint, "fall": fall} for (slot, blueprint), fall in self._falls.items()]
-        plan = {"length": self._length, "batch": self._batch, "portion": self._number, "steps": self._steps}
+        plan = {"is_planned": self.is_planned, "length": self._length, "portion": self._number, "steps": self._steps}
         return {**plan, "answers": answers, "falls": falls}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["batch"] is not None:
-            self.plan(length=state["length"], batch=state["batch"])
+        if state["is_planned"]:
+            self.plan(length=state["length"])
         self._number, self._steps = state["portion"], state["steps"]
         self._falls = {(found["slot"], found["blueprint"]): found["fall"] for found in state["falls"]}
         for answer in state["answers"]:
@@ -325,17 +292,13 @@ def _zeros_like(parameter: nn.Parameter) -> Tensor:
     return torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32), requires_grad=False)
 
 
-def _fall(trial: _Trial, slot: str, make_learner: MakeLearner, *, part: float) -> Tensor | None:
-    """The fall of the loss in a step, at a learning rate of 1; None where nothing was asked, NaN where it was asked once.
-
-    A `part` of the samples was asked about.
-    """
+def _fall(trial: _Trial, slot: str, make_learner: MakeLearner) -> Tensor | None:
+    """The fall of the loss in a step, at a learning rate of 1; None where nothing was asked, NaN where it was asked once."""
     if trial.squares is None or trial.steps is None:
         return None
     learner = make_learner(slot, nn.ParameterList([torch.zeros_like(parameter) for parameter in trial.live]))
-    together = squared_norm(trial.sums)
-    share = signal_scale(together, trial.squares, trial.steps)
-    clip = clip_scale(together, trial.squares, trial.steps, learner.config.max_grad_norm, part=part)
+    share = signal_scale(squared_norm(trial.sums), trial.squares, trial.steps)
+    clip = clip_scale(trial.squares, trial.steps, learner.config.max_grad_norm)
     return fall_in_a_step(learner, [part * share.to(part.dtype) for part in trial.sums], clip)
 
 
@@ -366,23 +329,15 @@ def signal_scale(together: Tensor, squares: Tensor, steps: Tensor) -> Tensor:
 
     `together` is the squared norm of the sum, `squares` the sum of squared norms, `steps` the number of gradients; all [...].
     """
+    signal = (together - squares) / (steps * (steps - 1))  # ‖E gradient‖², without bias
     # A signal that drowns in the noise of few steps is not known to be zero; what it could be is what the noise leaves.
-    share = torch.maximum(_signal(together, squares, steps) / (together / steps**2).clamp(min=1e-30), 1 / steps).clamp(max=1).sqrt()
+    share = torch.maximum(signal / (together / steps**2).clamp(min=1e-30), 1 / steps).clamp(max=1).sqrt()
     return torch.where(steps > 1, share / steps, math.nan)
 
 
-def _signal(together: Tensor, squares: Tensor, steps: Tensor) -> Tensor:
-    """‖E gradient‖², without bias [...]."""
-    return (together - squares) / (steps * (steps - 1))
-
-
-def clip_scale(together: Tensor, squares: Tensor, steps: Tensor, max_norm: float | None, *, part: float) -> Tensor:
-    """What clipping multiplies gradients of whole batches by, from those of a `part` of their samples, which have more noise; all [...]."""
-    if max_norm is None:
-        return torch.ones_like(squares)
-    signal = _signal(together, squares, steps).clamp(min=0)
-    typical = signal + part * (squares / steps - signal).clamp(min=0)  # squared norm
-    return (max_norm / (typical.sqrt() + 1e-6)).clamp(max=1.0)
+def clip_scale(squares: Tensor, steps: Tensor, max_norm: float | None) -> Tensor:
+    """What clipping multiplies gradients by, from the sum of their squared norms and their number [...]."""
+    return torch.ones_like(squares) if max_norm is None else (max_norm / ((squares / steps).sqrt() + 1e-6)).clamp(max=1.0)
 
 
 def capped(promises: Promises, *, loss: float | None, steps: int) -> Promises:
