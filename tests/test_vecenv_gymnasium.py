@@ -217,13 +217,37 @@ def test_a_batched_final_observation_is_understood():
     assert transitions(env, 12) == transitions(from_gymnasium(sync(Counter)), 12)
 
 
-def test_a_tuple_observation_says_what_is_understood():
+@pytest.mark.parametrize("mode", MODES)
+def test_tuples_and_single_numbers_arrive_as_tensors(mode):
     class Pair(Counter):
         def __init__(self, row):
-            super().__init__(row, spaces.Tuple((spaces.Discrete(2), spaces.Discrete(2))))
+            inner = spaces.Tuple((spaces.Box(0, 1e6, (), np.float64), spaces.Discrete(2)))
+            super().__init__(row, spaces.Tuple((inner, spaces.Box(0, 255, (), np.uint8))))
 
-    with pytest.raises(ValueError, match=r"observation 'obs' is a Tuple.*Dict of those are understood"):
-        from_gymnasium(sync(Pair))
+        def look(self):
+            return (np.float64(self.number), self.count % 2), np.uint8(self.count)
+
+    env = from_gymnasium(sync(Pair, 2, mode))
+    assert {name: (spec.shape, spec.dtype) for name, spec in env.observation_spec.items()} == {
+        "0/0": ((1,), "float32"),
+        "0/1": ((2,), "float32"),
+        "1": ((1,), "uint8"),
+    }
+    env.reset()
+    for _ in range(3):
+        timestep = env.step({"action": torch.zeros(2, dtype=torch.int64)})
+    assert {name: value[0].tolist() for name, value in timestep.final_obs.items()} == {"0/0": [3.0], "0/1": [0.0, 1.0], "1": [3]}
+    assert timestep.obs["0/0"][1].tolist() == [1003.0]
+    check_env(env, steps=20)
+
+
+def test_a_space_without_a_fixed_shape_says_what_is_understood():
+    class Many(Counter):
+        def __init__(self, row):
+            super().__init__(row, spaces.Dict({"seen": spaces.Sequence(spaces.Discrete(2))}))
+
+    with pytest.raises(ValueError, match=r"observation 'seen' is a Sequence.*Dict and Tuple of those are understood"):
+        from_gymnasium(sync(Many))
 
 
 class Masked(Counter):

@@ -14,7 +14,8 @@ A sha256 lies in every file that esper loads again, or beside it, in a file with
     tensors and state of a         in the manifest                                       `esper.checkpoint`
     checkpoint
     model, controller, league      in the metadata of the safetensors file, over         `write_tensors`, `read_tensors`
-    members, replays               names, types, shapes, values and metadata
+    members, replays, policies     names, types, shapes, values and metadata
+    and learners
 
 Older files have no digest. They are accepted where the digest is missing and the file's format is older than digests too; so a digest that
 was lost to damage is noticed. The lines of `events.jsonl` have no digest: they are read for display, and checked for structure alone.

@@ -58,7 +58,7 @@ def test_the_actor_knows_nothing_of_the_whole_battle_and_the_critic_does() -> No
     assert not of_choice[1].any()
     of_memory = torch.autograd.grad(state.sum(), [obs["state"]], retain_graph=True, allow_unused=True, materialize_grads=True)
     assert not of_memory[0].any()
-    of_value = torch.autograd.grad(policy.predict(features).sum(), [obs["obs"], obs["state"]])
+    of_value = torch.autograd.grad(policy.critic_output(features).sum(), [obs["obs"], obs["state"]])
     assert of_value[0].any()
     assert of_value[1].any()
 

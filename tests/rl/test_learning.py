@@ -87,7 +87,7 @@ def test_a_critic_with_a_memory_of_its_own_leaves_the_actors_alone():
     rollout = ppo.collect()
     obs = rollout.obs["obs"].flatten(0, 1)
     features = ppo.policy.core.sequence(obs, ppo.policy.initial_state(len(obs)), [len(obs)])
-    ppo.policy.predict(features).sum().backward()
+    ppo.policy.critic_output(features).sum().backward()
     assert (ppo.policy.core.actor.weight_ih.grad == 0).all()
     assert (ppo.policy.core.critic.weight_ih.grad != 0).any()
 

@@ -200,7 +200,7 @@ def test_what_goes_around_the_core_reaches_actor_and_critic_as_it_is(core, memor
         head.register_forward_pre_hook(lambda module, inputs, name=name: seen.update({name: inputs[0]}))
     obs = torch.randn(4, 2, generator=torch.Generator().manual_seed(0))
     features, _ = policy.step({"obs": obs}, policy.initial_state(4))
-    policy.decide(features), policy.predict(features)
+    policy.decide(features), policy.critic_output(features)
     width = 1 if core == "none" else 8
     for inputs in seen.values():
         assert inputs.shape == (4, width + 2)

@@ -3,7 +3,7 @@
 from esper.checkpoint.files import CheckpointError
 from esper.checkpoint.modules import load_module, plain_names
 from esper.checkpoint.store import Checkpoint, CheckpointStore, Migration, Refused
-from esper.checkpoint.tensors import NotTensorsError, read_tensors, write_tensors
+from esper.checkpoint.tensors import NotTensorsError, read_state_file, read_tensors, write_state, write_tensors
 from esper.checkpoint.tree import Tree
 
 __all__ = [
@@ -16,6 +16,8 @@ __all__ = [
     "Tree",
     "load_module",
     "plain_names",
+    "read_state_file",
     "read_tensors",
+    "write_state",
     "write_tensors",
 ]

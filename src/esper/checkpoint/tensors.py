@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from esper.checkpoint.tree import Tree, join, split
 from esper.files import DIGEST, FileError, parse_json, read_file, write_file
 
 FORMAT_KEY, FORMAT = "esper", 2  # of the digest's rules; a higher one is refused
@@ -50,6 +51,21 @@ def read_tensors(path: Path | str) -> tuple[dict[str, Tensor], dict[str, str]]:
     Raise FileError where the file is damaged, NotTensorsError where it is something else, and OSError where it cannot be read.
     """
     return decode_tensors(read_file(path, max_bytes=MAX_FILE_BYTES), path)
+
+
+def write_state(path: Path | str, state: Tree, *, kind: str, schema: int) -> None:
+    """Write a tree of tensors, numbers and strings as one safetensors file: its structure is in the metadata, as JSON."""
+    structure, tensors = split(state)
+    write_tensors(path, tensors, {"kind": kind, "schema": str(schema), "state": json.dumps(structure, allow_nan=False)})
+
+
+def read_state_file(path: Path | str) -> tuple[str, int, Tree]:
+    """Return the kind, the version and the state that `write_state` was given. Raise FileError where the file is anything else."""
+    tensors, metadata = read_tensors(path)
+    try:
+        return metadata["kind"], int(metadata["schema"]), join(parse_json(metadata["state"]), tensors)
+    except _UNREADABLE as error:
+        raise FileError(f"{path} is a safetensors file that holds no state of esper ({type(error).__name__}: {error})") from error
 
 
 def encode_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> tuple[bytes, memoryview]:

@@ -1,4 +1,4 @@
-"""The checkpoints of a training run, and policies taken from them without an environment."""
+"""The checkpoints of a training run, files of single learners, and policies taken from either without an environment."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import msgspec
 import torch
 from torch import nn
 
-from esper.checkpoint import Checkpoint, CheckpointStore, Tree, load_module
+from esper.checkpoint import Checkpoint, CheckpointError, CheckpointStore, Tree, read_state_file, write_state
+from esper.files import FileError, reason_of
 from esper.rl.config import PPOConfig
-from esper.rl.policy import Policy
+from esper.rl.policy import FILE_KIND, FILE_SCHEMA, Policy
 from esper.run_folder import CHECKPOINTS
-from esper.vecenv import ActionSpec, ObservationSpec
 
 KIND = "ppo"
-SCHEMA = 2  # of the state; raise it together with a new row in MIGRATIONS
+SCHEMA = 3  # of the state; raise it together with a new row in MIGRATIONS
 
 _MANIFEST = "manifest.json"  # what tells a checkpoint from a run
 
@@ -28,7 +28,12 @@ def _rng_to_streams(state: Tree) -> Tree:
     return {**state, "ppo": ppo}
 
 
-MIGRATIONS = {1: _rng_to_streams}
+def _without_spaces(state: Tree) -> Tree:
+    """2 -> 3: neither the form of the environment's observations and actions nor the number of environments was saved."""
+    return {**state, "ppo": {**state["ppo"], "spaces": None, "num_envs": None}}
+
+
+MIGRATIONS = {1: _rng_to_streams, 2: _without_spaces}
 
 
 def open_store(run: Path | str, *, keep: int = 3) -> CheckpointStore:
@@ -37,17 +42,23 @@ def open_store(run: Path | str, *, keep: int = 3) -> CheckpointStore:
 
 
 def load_policy(
-    folder: Path | str,
+    source: Path | str,
     which: Literal["best", "latest"] = "best",
     encoder: nn.Module | None = None,
     *,
+    actor: nn.Module | None = None,
+    critic: nn.Sequential | None = None,
     device: torch.device | str = "cpu",
 ) -> Policy:
-    """The policy of a run, or of one checkpoint where `folder` is one (`which` says nothing then), ready to act.
+    """The policy of a run's folder, of one checkpoint's folder, or of a file of `Policy.save` or `PPO.save`, ready to act.
 
-    A run that was trained with an encoder of one's own needs a fresh instance of it here.
+    `which` matters for runs alone. A policy that was trained with parts of one's own needs fresh instances of them here.
     """
-    return policy_from(load_checkpoint(folder, which), encoder, device=device)
+    parts = {"encoder": encoder, "actor": actor, "critic": critic}
+    if not Path(source).is_file():
+        return policy_from(load_checkpoint(source, which), device=device, **parts)
+    kind, state = _read_file(source)
+    return Policy.from_state(state if kind == FILE_KIND else _policy_state(state["ppo"]), device=device, **parts)
 
 
 def load_checkpoint(folder: Path | str, which: Literal["best", "latest"] = "best") -> Checkpoint:
@@ -58,20 +69,50 @@ def load_checkpoint(folder: Path | str, which: Literal["best", "latest"] = "best
     return open_store(folder).load(which)
 
 
-def policy_from(checkpoint: Checkpoint, encoder: nn.Module | None = None, *, device: torch.device | str = "cpu") -> Policy:
+def policy_from(checkpoint: Checkpoint, encoder: nn.Module | None = None, *, device: torch.device | str = "cpu", **parts: Any) -> Policy:
     """The policy that a checkpoint holds, on `device`, in evaluation mode."""
-    saved: dict[str, Any] = checkpoint.state["ppo"]
-    config = msgspec.convert(saved["config"], PPOConfig)
-    policy = Policy(
-        msgspec.convert(saved["observation_spec"], ObservationSpec),
-        msgspec.convert(saved["action_spec"], ActionSpec),
-        config.network,
-        generator=torch.Generator().manual_seed(0),  # of first weights, which the saved ones replace
-        device=torch.device(device),
-        encoder=encoder,
-        normalize_observations=config.normalize_observations,
-        normalize_values=config.normalize_values,
-        observation_momentum=config.observation_momentum,
-    )
-    load_module(policy, saved["policy"])
-    return policy.eval()
+    return Policy.from_state(_policy_state(checkpoint.state["ppo"]), device=device, encoder=encoder, **parts)
+
+
+def _policy_state(ppo: dict[str, Any]) -> dict[str, Any]:
+    """The part of a learner's state that `Policy.save` writes."""
+    config = msgspec.convert(ppo["config"], PPOConfig)
+    return {
+        **{name: ppo[name] for name in ("observation_spec", "action_spec", "spaces")},
+        "network": msgspec.to_builtins(config.network),
+        "normalize_observations": config.normalize_observations,
+        "normalize_values": config.normalize_values,
+        "weights": ppo["policy"],
+    }
+
+
+def save_learner(path: Path | str, ppo: dict[str, Any]) -> None:
+    """Write the state of a learner as one file."""
+    write_state(path, {"ppo": ppo}, kind=KIND, schema=SCHEMA)
+
+
+def load_learner(path: Path | str) -> dict[str, Any]:
+    """The state of a learner as `save_learner` wrote it."""
+    kind, state = _read_file(path)
+    if kind != KIND:
+        raise CheckpointError(f"{path} holds a policy alone, which cannot go on learning; load it with Policy.load")
+    learner: dict[str, Any] = state["ppo"]
+    return learner
+
+
+def _read_file(path: Path | str) -> tuple[str, Tree]:
+    """The kind and the state of a file, brought to the version of today."""
+    try:
+        kind, schema, state = read_state_file(path)
+    except FileError as error:
+        raise CheckpointError(str(error)) from error
+    except OSError as error:
+        raise CheckpointError(reason_of(error)) from error
+    known = {KIND: SCHEMA, FILE_KIND: FILE_SCHEMA}
+    if kind not in known:
+        raise CheckpointError(f"{path} holds a state of kind {kind!r}, and neither a policy nor a learner")
+    if schema > known[kind]:
+        raise CheckpointError(f"{path} was written by a newer esper: its state has version {schema}, this one reads up to {known[kind]}")
+    for version in range(schema, known[kind]):
+        state = MIGRATIONS[version](state)
+    return kind, state

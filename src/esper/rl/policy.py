@@ -5,11 +5,16 @@ Shapes: N = environments, M = packed steps, F = fragments, S = state width, H = 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+import msgspec
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from esper.checkpoint import load_module, plain_names, write_state
 from esper.rl.config import NetworkConfig
 from esper.rl.dense import Dense
 from esper.rl.distributions import ActionDistribution
@@ -17,9 +22,15 @@ from esper.rl.networks import Encoder, initialize, mlp
 from esper.rl.normalize import ObservationNormalizer, ValueNormalizer
 from esper.rl.recurrent import GRU, LSTM, Around, Core, NoMemory, Pair
 from esper.vecenv import Actions, ActionSpec, Masks, Obs, ObservationSpec
+from esper.vecenv.info_masks import KEY as MASK_KEY
+from esper.vecenv.info_masks import split_masks
+from esper.vecenv.spaces import Spaces, action_part_for, first_of, observation_parts, read_observation, spaces_of_specs
+
+FILE_KIND, FILE_SCHEMA = "policy", 1  # of what `Policy.save` writes
 
 _ACTOR_GAIN = 0.01  # nearly uniform at first
 _CRITIC_GAIN = 1.0
+_HINT = ". Use predict for single observations and other types"
 
 
 @runtime_checkable
@@ -54,10 +65,12 @@ class Policy(nn.Module):
         normalize_observations: bool = True,
         normalize_values: bool = True,
         observation_momentum: float | None = None,
+        spaces: Spaces | None = None,
     ) -> None:
         super().__init__()
         _check_parts(network, encoder, critic)
         self.observation_spec, self.action_spec, self.network = observation_spec, action_spec, network
+        self.spaces = spaces or spaces_of_specs(observation_spec, action_spec)  # the form of what `predict` takes and gives
         self.distribution = ActionDistribution(action_spec)
         self.takes_tensor = encoder is not None and set(observation_spec) == {"obs"}
         # torch's layers draw their first weights from the global generator, which is not ours to move; ours replace them.
@@ -128,7 +141,7 @@ class Policy(nn.Module):
     def heads(self, output: Tensor) -> tuple[Tensor, Tensor]:
         """From the core's output [B, H]: distribution parameters [B, P] and what the critic puts out [B]."""
         features = self.norm_after(output)
-        return self.decide(features), self.predict(features)
+        return self.decide(features), self.critic_output(features)
 
     def step(self, obs: Obs, state: Tensor) -> tuple[Tensor, Tensor]:
         """One step from normalised observations: what the heads see [N, H], and the state after it [N, S]."""
@@ -147,17 +160,16 @@ class Policy(nn.Module):
             return outputs
         return torch.cat((outputs, self.log_std.to(outputs.dtype).expand(*outputs.shape[:-1], -1)), dim=-1)
 
-    def predict(self, features: Tensor) -> Tensor:
+    def critic_output(self, features: Tensor) -> Tensor:
         """What the critic puts out [B], in its own units."""
         predicted: Tensor = self.critic(features[..., -self.width :]).squeeze(-1)
         return predicted
 
     def value(self, features: Tensor) -> Tensor:
         """Expected return [B], in units of the reward."""
-        predicted = self.predict(features)
+        predicted = self.critic_output(features)
         return predicted if self.value_normalizer is None else self.value_normalizer.restore(predicted)
 
-    @torch.inference_mode()
     def act(
         self,
         obs: Obs | Tensor,
@@ -170,20 +182,112 @@ class Policy(nn.Module):
         """Actions for raw observations [N, ...], and the state to pass on with the next ones.
 
         No state, or `starts` [N] true: an episode begins there. With a generator actions are drawn, without one they are the likeliest.
+        Takes and gives tensors as the environments of `esper.vecenv` do; `predict` takes what an environment of Gymnasium observes.
         """
         named = {"obs": obs} if isinstance(obs, Tensor) else obs
         rows = self._check_obs(named)
-        if state is None:
-            state = self.initial_state(rows)
-        self.core.check_state(state, rows)
-        if starts is not None:
-            state = state.masked_fill(starts.unsqueeze(-1), 0.0)
-        features, state = self.step(self.normalize(named), state)
-        noise = None if generator is None else self.distribution.noise((rows,), generator)
-        choice = self.distribution.choose(self.decide(features), masks or {}, noise)
-        if masks:
-            raise_on_empty_rows(self.distribution, self.distribution.empty_rows(masks, choice))
-        return self.distribution.actions(choice), state
+        with torch.inference_mode():
+            if state is None:
+                state = self.initial_state(rows)
+            self.core.check_state(state, rows)
+            if starts is not None:
+                state = state.masked_fill(starts.unsqueeze(-1), 0.0)
+            features, state = self.step(self.normalize(named), state)
+            noise = None if generator is None else self.distribution.noise((rows,), generator)
+            choice = self.distribution.choose(self.decide(features), masks or {}, noise)
+            if masks:
+                raise_on_empty_rows(self.distribution, self.distribution.empty_rows(masks, choice))
+            actions = self.distribution.actions(choice)
+        # Copied outside: the caller may write to them, which inference mode forbids for tensors of its own.
+        return {head: action.clone() for head, action in actions.items()}, state.clone()
+
+    def predict(
+        self,
+        observation: Any,
+        state: Any = None,
+        episode_start: Any = None,
+        deterministic: bool = False,
+        action_masks: Any = None,
+        *,
+        generator: torch.Generator | None = None,
+    ) -> tuple[Any, Any]:
+        """Actions as the environment takes them for observations as it gives them, one or a batch, and the memory to pass on as `state`.
+
+        Takes NumPy arrays, tensors, numbers, dictionaries and tuples of any type; gives NumPy. The memory is an array [N, S], or None for
+        a policy without one; `episode_start` [N] true empties it. Actions are drawn unless `deterministic`, from torch's global generator
+        or from `generator`. `action_masks` [sizes] or [N, sizes] allows choices; without it, `action_mask` in a Dict observation counts.
+        """
+        arrays, is_single = read_observation(observation_parts(self.spaces.observation), observation)
+        rows = len(next(iter(arrays.values())))
+        if action_masks is None and isinstance(observation, Mapping):
+            action_masks = observation.get(MASK_KEY)
+        masks = {} if action_masks is None else split_masks(self.action_spec, action_masks, rows)
+        memory = None if state is None else torch.as_tensor(state, dtype=torch.float32, device=self.device).reshape(rows, -1)
+        starts = None
+        if episode_start is not None:
+            starts = torch.from_numpy(np.broadcast_to(np.asarray(episode_start, dtype=np.bool_), (rows,)).copy()).to(self.device)
+        was_training = self.training
+        self.eval()
+        try:
+            actions, after = self.act(
+                {name: torch.from_numpy(array).to(self.device) for name, array in arrays.items()},
+                memory,
+                masks={head: mask.to(self.device) for head, mask in masks.items()},
+                starts=starts,
+                generator=None if deterministic else generator or _global_generator(self.device),
+            )
+        finally:
+            self.train(was_training)
+        batch = action_part_for(self.spaces.action, self.action_spec).build({head: action.cpu() for head, action in actions.items()})
+        return first_of(batch) if is_single else batch, after.cpu().numpy() if self.core.state_size else None
+
+    def save(self, path: Path | str) -> None:
+        """Write everything that acting needs into one safetensors file, for `Policy.load`. A part of one's own saves its weights alone."""
+        normalizer = self.normalizer
+        about = {
+            "observation_spec": self.observation_spec,
+            "action_spec": self.action_spec,
+            "spaces": self.spaces,
+            "network": self.network,
+            "normalize_observations": normalizer is not None,
+            "normalize_values": self.value_normalizer is not None,
+        }
+        state = {**msgspec.to_builtins(about), "weights": plain_names(self.state_dict())}
+        write_state(path, state, kind=FILE_KIND, schema=FILE_SCHEMA)
+
+    @staticmethod
+    def load(
+        path: Path | str,
+        *,
+        encoder: nn.Module | None = None,
+        actor: nn.Module | None = None,
+        critic: nn.Sequential | None = None,
+        device: torch.device | str = "cpu",
+    ) -> Policy:
+        """The policy in a file of `Policy.save` or `PPO.save`, or the best one of a run's folder, ready to act without an environment.
+
+        One that was trained with parts of one's own needs fresh instances of them. Nothing in the file is executed.
+        """
+        from esper.rl.checkpoints import load_policy
+
+        return load_policy(path, encoder=encoder, actor=actor, critic=critic, device=device)
+
+    @staticmethod
+    def from_state(state: Mapping[str, Any], *, device: torch.device | str = "cpu", **parts: Any) -> Policy:
+        """The policy whose `save` wrote this state."""
+        policy = Policy(
+            msgspec.convert(state["observation_spec"], ObservationSpec),
+            msgspec.convert(state["action_spec"], ActionSpec),
+            msgspec.convert(state["network"], NetworkConfig),
+            generator=torch.Generator().manual_seed(0),  # of first weights, which the saved ones replace
+            device=torch.device(device),
+            normalize_observations=state["normalize_observations"],
+            normalize_values=state["normalize_values"],
+            spaces=None if state["spaces"] is None else msgspec.convert(state["spaces"], Spaces),
+            **parts,
+        )
+        load_module(policy, state["weights"])
+        return policy.eval()
 
     def training_state(self) -> dict[str, Any]:
         """What training needs beyond the weights: the moments behind the normalisers."""
@@ -198,16 +302,24 @@ class Policy(nn.Module):
             self.value_normalizer.moments.load_state_dict(state["values"])
 
     def _check_obs(self, obs: Obs) -> int:
+        if not isinstance(obs, Mapping) or not all(isinstance(value, Tensor) for value in obs.values()):
+            raise ValueError(f"act takes tensors [N, ...] by name; got a {type(obs).__name__}. Use predict for anything else")
         if set(obs) != set(self.observation_spec):
             raise ValueError(f"this policy observes {sorted(self.observation_spec)}; got {sorted(obs)}")
         rows = len(next(iter(obs.values())))
         for name, value in obs.items():
             expected = (rows, *self.observation_spec[name].shape)
             if tuple(value.shape) != expected:
-                raise ValueError(f"observation {name!r} should have shape {expected}; got {tuple(value.shape)}")
+                raise ValueError(f"observation {name!r} should have shape {expected}; got {tuple(value.shape)}{_HINT}")
             if value.dtype != self.observation_spec[name].torch_dtype:
-                raise ValueError(f"observation {name!r} should be of type {self.observation_spec[name].dtype}; got {value.dtype}")
+                raise ValueError(f"observation {name!r} should be of type {self.observation_spec[name].dtype}; got {value.dtype}{_HINT}")
         return rows
+
+
+def _global_generator(device: torch.device) -> torch.Generator:
+    if device.type != "cuda":
+        return torch.default_generator
+    return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
 
 
 def raise_on_empty_rows(distribution: ActionDistribution, empty: Tensor) -> None:

@@ -14,6 +14,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -24,6 +25,7 @@ from esper.checkpoint import load_module, plain_names
 from esper.events import Event
 from esper.gradients import gradient_health
 from esper.parallel import ALONE, Group
+from esper.rl.checkpoints import load_learner, save_learner
 from esper.rl.collector import Collector
 from esper.rl.config import PPOConfig
 from esper.rl.diagnostics import Thresholds, warnings
@@ -33,7 +35,8 @@ from esper.rl.learner import Learner, Outcome
 from esper.rl.policy import Policy
 from esper.rl.rollout import Rollout
 from esper.rng import Streams
-from esper.vecenv import Saveable, VecEnv
+from esper.vecenv import Actions, ActionSpec, ObservationSpec, Saveable, Spaces, Timestep, VecEnv
+from esper.vecenv.spaces import HasSpaces, spaces_of_specs
 
 
 class TrainingStopped(RuntimeError):
@@ -93,6 +96,7 @@ class PPO:
             normalize_observations=config.normalize_observations,
             normalize_values=config.normalize_values,
             observation_momentum=config.observation_momentum,
+            spaces=env.spaces if isinstance(env, HasSpaces) else None,
         )
         self.group.broadcast_(self.policy.state_dict().values())  # an encoder of one's own may have begun differently on every rank
         self.collector = Collector(
@@ -168,6 +172,41 @@ class PPO:
             self._has_begun = False
         return result
 
+    def predict(
+        self, observation: Any, state: Any = None, episode_start: Any = None, deterministic: bool = False, action_masks: Any = None
+    ) -> tuple[Any, Any]:
+        """Actions of the policy as the environment takes them; see `Policy.predict`."""
+        return self.policy.predict(observation, state, episode_start, deterministic, action_masks)
+
+    def save(self, path: Path | str) -> None:
+        """Write everything that going on needs into one safetensors file, for `PPO.load`; called by all ranks, written by the first."""
+        state = self.state_dict()
+        self.group.first(lambda: save_learner(path, state))
+
+    @classmethod
+    def load(cls, path: Path | str, env: VecEnv | None = None, *, config: PPOConfig | None = None, **options: Any) -> PPO:
+        """Go on where `save` was called, in an environment like the one of then; without one, the learner predicts and does not train.
+
+        Episodes go on where they stood if the environment can be saved and as many are given as then; else new ones begin. `config`
+        replaces the saved one, for another learning rate and the like. `options` are those of PPO; parts of one's own are given again.
+        """
+        state = load_learner(path)
+        specs = (
+            msgspec.convert(state["observation_spec"], ObservationSpec),
+            msgspec.convert(state["action_spec"], ActionSpec),
+            None if state["spaces"] is None else msgspec.convert(state["spaces"], Spaces),
+        )
+        if env is None:
+            env = _NoEnvironment(state["num_envs"] or 1, *specs)
+        for what, ours, saved in (("observes", env.observation_spec, specs[0]), ("takes", env.action_spec, specs[1])):
+            if ours != saved:
+                raise ValueError(f"the environment {what} {ours}, and {path} was trained where it {what} {saved}; give it one like that")
+        ppo = cls(env, config or msgspec.convert(state["config"], PPOConfig), **options)
+        if isinstance(env, _NoEnvironment) or env.num_envs != state["num_envs"]:
+            state = _without_episodes(state, env.num_envs)
+        ppo.load_state_dict(state)
+        return ppo
+
     def _compile_failed(self, error: Exception) -> None:
         self.on_event(CompileFailed(reason=f"{type(error).__name__}: {error}".splitlines()[0][:500]))
 
@@ -229,6 +268,8 @@ class PPO:
             "config": msgspec.to_builtins(self.config),
             "observation_spec": msgspec.to_builtins(self.env.observation_spec),
             "action_spec": msgspec.to_builtins(self.env.action_spec),
+            "spaces": msgspec.to_builtins(self.policy.spaces),
+            "num_envs": self.env.num_envs,
             "policy": plain_names(self.policy.state_dict()),
             "policy_training": self.policy.training_state(),
             "learner": learner,
@@ -254,6 +295,32 @@ class PPO:
         else:
             self._begin(self.streams.integer(f"environment after {self.step}"))
             self.on_event(EpisodesRestarted(step=self.step))
+
+
+class _NoEnvironment:
+    """Stands for the environment of a learner that was loaded without one."""
+
+    def __init__(self, num_envs: int, observation_spec: ObservationSpec, action_spec: ActionSpec, spaces: Spaces | None) -> None:
+        self.num_envs, self.device = num_envs, torch.device("cpu")
+        self.observation_spec, self.action_spec = observation_spec, action_spec
+        self.spaces = spaces or spaces_of_specs(observation_spec, action_spec)
+
+    def reset(self, seed: int | None = None) -> Timestep:
+        raise ValueError("this learner was loaded without an environment, and can only predict; PPO.load(path, env) goes on training")
+
+    def step(self, actions: Actions) -> Timestep:
+        return self.reset()
+
+    def close(self) -> None:
+        pass
+
+
+def _without_episodes(state: dict[str, Any], num_envs: int) -> dict[str, Any]:
+    """A saved state that fits another number of environments: the episodes of then are forgotten."""
+    learner, rewards = state["learner"], state["learner"]["reward_normalizer"]
+    if rewards is not None:
+        learner = {**learner, "reward_normalizer": {**rewards, "running": torch.zeros(num_envs)}}
+    return {**state, "learner": learner, "collector": None, "environment": None, "other_ranks": []}
 
 
 def _as_of_rank(state: dict[str, Any], group: Group) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from esper.vecenv.actions import ActionSpec, Continuous, Discrete, Head, Relevan
 from esper.vecenv.check import check_env, check_timestep, sample_actions
 from esper.vecenv.contract import Actions, Masks, Obs, ObservationSpec, Saveable, TensorSpec, Timestep, VecEnv
 from esper.vecenv.registry import make
+from esper.vecenv.spaces import Spaces
 
 __all__ = [
     "ActionSpec",
@@ -16,6 +17,7 @@ __all__ = [
     "ObservationSpec",
     "Relevance",
     "Saveable",
+    "Spaces",
     "TensorSpec",
     "Timestep",
     "VecEnv",

@@ -28,7 +28,7 @@ except ImportError as error:
 from esper.vecenv.actions import ActionSpec
 from esper.vecenv.contract import Actions, Masks, Obs, Timestep, VecEnv
 from esper.vecenv.info_masks import MaskReader
-from esper.vecenv.spaces import ROOT, Array, action_part, observation_parts
+from esper.vecenv.spaces import Array, DictSpace, Spaces, action_part, action_part_for, observation_parts, spaces_of
 from esper.vecenv.to_gymnasium import ToGymnasium
 
 __all__ = ["GymnasiumEnv", "SaveableGymnasiumEnv", "ToGymnasium", "from_gymnasium"]
@@ -60,14 +60,16 @@ class GymnasiumEnv:
         copies = type(vector_env) in (gymnasium.vector.SyncVectorEnv, gymnasium.vector.AsyncVectorEnv) and getattr(
             vector_env, "copy", False
         )
-        parts = observation_parts(space, share_memory=copies)
-        masked_in_obs = isinstance(space, gymnasium.spaces.Dict) and "action_mask" in space.spaces
-        self._parts = [part for part in parts if not (masked_in_obs and part.path[0] == "action_mask")]
+        self.spaces = spaces_of(space, vector_env.single_action_space)
+        masked_in_obs = isinstance(self.spaces.observation, DictSpace) and "action_mask" in self.spaces.observation.spaces
+        if masked_in_obs:
+            self.spaces = _without_mask(self.spaces)
+        self._parts = observation_parts(self.spaces.observation, share_memory=copies)
         if not self._parts:
             raise ValueError(f"the observation holds nothing to see: {space}")
         self.observation_spec = {part.name: part.spec for part in self._parts}
 
-        self.action_spec, self._build_action = _actions(vector_env)
+        self.action_spec, self._build_action = _actions(vector_env, self.spaces)
         self._masks = MaskReader(self.action_spec, self.num_envs, in_obs=masked_in_obs)
 
     def reset(self, seed: int | None = None) -> Timestep:
@@ -169,19 +171,21 @@ def _autoreset_mode(vector_env: gymnasium.vector.VectorEnv[Any, Any, Any]) -> Au
     return AutoresetMode(mode)
 
 
-def _actions(vector_env: gymnasium.vector.VectorEnv[Any, Any, Any]) -> tuple[ActionSpec, Any]:
+def _without_mask(spaces: Spaces) -> Spaces:
+    assert isinstance(spaces.observation, DictSpace)
+    return Spaces(DictSpace({name: space for name, space in spaces.observation.spaces.items() if name != "action_mask"}), spaces.action)
+
+
+def _actions(vector_env: gymnasium.vector.VectorEnv[Any, Any, Any], spaces: Spaces) -> tuple[ActionSpec, Any]:
     """The action spec, from the space or as declared in the metadata, and what builds Gymnasium's actions."""
     declared = vector_env.metadata.get("action_spec")
     if declared is None:
-        part = action_part(vector_env.single_action_space)
+        part = action_part(spaces.action)
         return ActionSpec(part.heads), part.build
-    only = declared.heads[0].name if len(declared.heads) == 1 else ROOT
-    part = action_part(vector_env.single_action_space, only)
-    has = {(type(head), head.name, head.size) for head in part.heads}
-    says = {(type(head), head.name, head.size) for head in declared.heads}
-    if has != says:
-        raise ValueError(f"metadata['action_spec'] has the heads {declared.heads}, but the action space gives {part.heads}")
-    return declared, part.build
+    try:
+        return declared, action_part_for(spaces.action, declared).build
+    except ValueError as error:
+        raise ValueError(f"metadata['action_spec'] does not fit the action space: {error}") from error
 
 
 def _like(rows: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

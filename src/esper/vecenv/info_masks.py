@@ -18,6 +18,17 @@ Array = np.ndarray[Any, np.dtype[Any]]
 KEY = "action_mask"
 
 
+def split_masks(spec: ActionSpec, mask: Any, num_envs: int) -> Masks:
+    """The masks by head of a flat one [num_envs, sizes of all discrete heads], or [sizes] for a single environment; or one per head."""
+    if isinstance(mask, Mapping):
+        shapes = {head.name: spec.mask_shape(head) for head in spec.discrete}
+        given = {name: np.asarray(value, dtype=np.bool_).reshape(num_envs, *shapes[name]) for name, value in mask.items()}
+        return {name: torch.from_numpy(value.copy()) for name, value in given.items()}
+    flat = np.asarray(mask, dtype=np.bool_)
+    reader = MaskReader(spec, num_envs, in_obs=True)
+    return reader.read({KEY: flat[None] if flat.ndim == 1 and num_envs == 1 else flat}, {})
+
+
 class MaskReader:
     """Reads `action_mask` from observations (`in_obs`) or infos, or one `action_mask/<head>` per head from infos."""
 

@@ -1,31 +1,168 @@
-"""Gymnasium's spaces as our specs, with the functions that carry observations and actions across. Needs Gymnasium.
+"""Observations and actions in an environment's own form: what they look like there, and how they become our tensors and back.
+
+`Space` mirrors Gymnasium's spaces as plain data, so that a policy can be saved with it and needs neither the environment nor Gymnasium to
+read an observation of the environment or to answer with an action in its units. Only `spaces_of` needs Gymnasium.
 
 Shapes: N = parallel environments.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import msgspec
 import numpy as np
 import torch
-from gymnasium import spaces
 
-from esper.vecenv.actions import Continuous, Discrete, Head
-from esper.vecenv.contract import Actions, TensorSpec
+from esper.vecenv.actions import ActionSpec, Continuous, Discrete, Head
+from esper.vecenv.contract import Actions, ObservationSpec, TensorSpec
 
 Array = np.ndarray[Any, np.dtype[Any]]
 ROOT = "action"  # the head of an action space that has no names in it
 
 
+class ArraySpace(msgspec.Struct, frozen=True, tag="array"):
+    """An array of numbers. `low` and `high` are flat, and given for actions alone."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    low: tuple[float, ...] = ()
+    high: tuple[float, ...] = ()
+
+
+class DiscreteSpace(msgspec.Struct, frozen=True, tag="discrete"):
+    """One of the whole numbers from `start` to `start + size - 1`."""
+
+    size: int
+    start: int = 0
+    dtype: str = "int64"
+
+
+class MultiDiscreteSpace(msgspec.Struct, frozen=True, tag="multi_discrete"):
+    """An array of whole numbers; `sizes` and `starts` are flat."""
+
+    sizes: tuple[int, ...]
+    starts: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class DictSpace(msgspec.Struct, frozen=True, tag="dict"):
+    spaces: dict[str, Space]
+
+
+class TupleSpace(msgspec.Struct, frozen=True, tag="tuple"):
+    spaces: tuple[Space, ...]
+
+
+Space = ArraySpace | DiscreteSpace | MultiDiscreteSpace | DictSpace | TupleSpace
+
+
+class Spaces(msgspec.Struct, frozen=True):
+    """What one environment observes and takes, in its own form."""
+
+    observation: Space
+    action: Space
+
+
+@runtime_checkable
+class HasSpaces(Protocol):
+    """A VecEnv over environments with a form of their own."""
+
+    spaces: Spaces
+
+
+def spaces_of(observation_space: Any, action_space: Any) -> Spaces:
+    """The data of two Gymnasium spaces. Raises ValueError for a kind that is not understood."""
+    return Spaces(_observation_space(observation_space, "obs"), _action_space(action_space, ROOT))
+
+
+def spaces_of_specs(observation_spec: ObservationSpec, action_spec: ActionSpec) -> Spaces:
+    """The form of an environment that has none but ours: an array where there is only "obs" or one head, else a dictionary by name."""
+    parts: dict[str, Space] = {name: ArraySpace(spec.shape, spec.dtype) for name, spec in observation_spec.items()}
+    heads: dict[str, Space] = {head.name: _space_of_head(head) for head in action_spec.heads}
+    return Spaces(
+        parts["obs"] if set(parts) == {"obs"} else DictSpace(parts),
+        next(iter(heads.values())) if len(heads) == 1 else DictSpace(heads),
+    )
+
+
+def _space_of_head(head: Head) -> Space:
+    if isinstance(head, Discrete):
+        return DiscreteSpace(head.size)
+    return ArraySpace((head.size,), "float32", low=(-1.0,) * head.size, high=(1.0,) * head.size)
+
+
+def _observation_space(space: Any, name: str) -> Space:
+    from gymnasium import spaces
+
+    if isinstance(space, spaces.Dict):
+        return DictSpace({str(key): _observation_space(inner, _joined(name, key)) for key, inner in space.spaces.items()})
+    if isinstance(space, spaces.Tuple):
+        return TupleSpace(tuple(_observation_space(inner, _joined(name, index)) for index, inner in enumerate(space.spaces)))
+    if isinstance(space, spaces.Box | spaces.MultiBinary):
+        return ArraySpace(_plain(space.shape), space.dtype.name)
+    if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
+        return _discrete_space(space)
+    raise ValueError(
+        f"observation {name!r} is a {type(space).__name__}, which has no tensor of fixed shape; Box, Discrete, MultiDiscrete, "
+        "MultiBinary, and Dict and Tuple of those are understood: wrap the environment to give one of them"
+    )
+
+
+def _action_space(space: Any, name: str) -> Space:
+    from gymnasium import spaces
+
+    if isinstance(space, spaces.Dict):
+        return DictSpace({str(key): _action_space(inner, _joined(name, key)) for key, inner in space.spaces.items()})
+    if isinstance(space, spaces.Tuple):
+        return TupleSpace(tuple(_action_space(inner, _joined(name, index)) for index, inner in enumerate(space.spaces)))
+    if isinstance(space, spaces.MultiBinary):
+        count = int(np.prod(space.shape))
+        return MultiDiscreteSpace((2,) * count, (0,) * count, _plain(space.shape), space.dtype.name)
+    if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
+        return _discrete_space(space)
+    if isinstance(space, spaces.Box):
+        if not np.issubdtype(space.dtype, np.floating):
+            raise ValueError(f"action {name!r} is a Box of {space.dtype}; whole numbers are MultiDiscrete actions")
+        if not space.is_bounded():
+            raise ValueError(
+                f"action {name!r} is an unbounded Box (low {space.low.min()}, high {space.high.max()}), so [-1, 1] cannot be scaled to it; "
+                "give it bounds, for example with gymnasium.wrappers.RescaleAction or a Box of your own"
+            )
+        low, high = (tuple(float(bound) for bound in bounds.ravel()) for bounds in (space.low, space.high))
+        return ArraySpace(_plain(space.shape), space.dtype.name, low=low, high=high)
+    raise ValueError(
+        f"action {name!r} is a {type(space).__name__}; Discrete, MultiDiscrete, MultiBinary, Box, Dict and Tuple are understood"
+    )
+
+
+def _discrete_space(space: Any) -> Space:
+    if not hasattr(space, "nvec"):
+        return DiscreteSpace(int(space.n), int(space.start), space.dtype.name)
+    return MultiDiscreteSpace(_plain(space.nvec.ravel()), _plain(space.start.ravel()), _plain(space.shape), space.dtype.name)
+
+
+def _plain(numbers: Sequence[int] | Array) -> tuple[int, ...]:
+    return tuple(int(number) for number in numbers)
+
+
+def _joined(name: str, key: object) -> str:
+    return str(key) if name in ("obs", ROOT) else f"{name}/{key}"
+
+
+# From observations of an environment to ours
+
+
 class Part(NamedTuple):
-    """One named part of an observation: where it is found in a batch of Gymnasium's, and what becomes of it."""
+    """One named part of an observation: where it is found in what the environment gives, and what becomes of it."""
 
     name: str
-    path: tuple[str, ...]
+    path: tuple[str | int, ...]
+    shape: tuple[int, ...]  # in the environment, of one observation
     spec: TensorSpec
-    convert: Callable[[Array], Array]  # [N, ...] as Gymnasium has it -> [N, *spec.shape]; never the same memory unless told so
+    convert: Callable[[Array], Array]  # [N, *shape] -> [N, *spec.shape]; never the same memory unless told so
 
     def find(self, batch: Any) -> Any:
         for key in self.path:
@@ -33,57 +170,61 @@ class Part(NamedTuple):
         return batch
 
 
-def observation_parts(space: spaces.Space[Any], *, share_memory: bool, path: tuple[str, ...] = ()) -> list[Part]:
-    """The parts of an observation space, a nested Dict flattened with "/". `share_memory` spares the copy where none is needed."""
-    name = "/".join(path) or "obs"
-    if isinstance(space, spaces.Dict):
-        inner = [observation_parts(space[key], share_memory=share_memory, path=(*path, str(key))) for key in space.spaces]
-        return [part for parts in inner for part in parts]
-    if isinstance(space, spaces.Discrete):
-        return [Part(name, path, TensorSpec((int(space.n),)), _one_hot(np.array([space.n]), np.array([space.start])))]
-    if isinstance(space, spaces.MultiDiscrete):
-        sizes = space.nvec.ravel()
-        return [Part(name, path, TensorSpec((int(sizes.sum()),)), _one_hot(sizes, space.start.ravel()))]
-    if isinstance(space, spaces.Box | spaces.MultiBinary):
-        dtype = np.uint8 if space.dtype == np.uint8 else np.float32
-        return [Part(name, path, TensorSpec(tuple(space.shape), np.dtype(dtype).name), _as_type(dtype, share_memory=share_memory))]
-    raise ValueError(
-        f"observation {name!r} is a {type(space).__name__}, which has no tensor of fixed shape; "
-        "Box, Discrete, MultiDiscrete, MultiBinary and Dict of those are understood: wrap the environment to give one of them"
-    )
+def observation_parts(space: Space, *, share_memory: bool = False, path: tuple[str | int, ...] = ()) -> list[Part]:
+    """The parts of an observation, nested dictionaries and tuples flattened with "/". `share_memory` spares copies that are not needed."""
+    name = "/".join(map(str, path)) or "obs"
+    if isinstance(space, DictSpace | TupleSpace):
+        named: list[tuple[str | int, Space]] = list(space.spaces.items() if isinstance(space, DictSpace) else enumerate(space.spaces))
+        return [part for key, inner in named for part in observation_parts(inner, share_memory=share_memory, path=(*path, key))]
+    if isinstance(space, DiscreteSpace):
+        return [Part(name, path, (), TensorSpec((space.size,)), _one_hot(np.array([space.size]), np.array([space.start])))]
+    if isinstance(space, MultiDiscreteSpace):
+        spec = TensorSpec((sum(space.sizes),))
+        return [Part(name, path, space.shape, spec, _one_hot(np.array(space.sizes), np.array(space.starts)))]
+    dtype = np.uint8 if space.dtype == "uint8" else np.float32
+    shape = space.shape or (1,)  # a single number is a vector of one
+    spec = TensorSpec(shape, np.dtype(dtype).name)
+    return [Part(name, path, space.shape, spec, _as_type(dtype, shape, share_memory=share_memory))]
 
 
-class ActionPart(NamedTuple):
-    """Heads, and the function that makes of their actions what Gymnasium's batched space expects."""
+def read_observation(parts: Sequence[Part], observation: Any) -> tuple[dict[str, Array], bool]:
+    """One observation of an environment or a batch of them as ours, [N, ...] by name, and whether it was a single one.
 
-    heads: tuple[Head, ...]
-    build: Callable[[Actions], Any]
-
-
-def action_part(space: spaces.Space[Any], name: str = ROOT) -> ActionPart:
-    """The heads of an action space. Those of a Dict or Tuple are named by their keys, joined by "/"."""
-    if isinstance(space, spaces.Discrete):
-        return ActionPart((Discrete(name, int(space.n)),), _discrete(name, int(space.start), space.dtype))
-    if isinstance(space, spaces.MultiDiscrete):
-        return _several(name, space.nvec.ravel(), space.start.ravel(), tuple(space.shape), space.dtype)
-    if isinstance(space, spaces.MultiBinary):
-        sizes = np.full(int(np.prod(space.shape)), 2)
-        return _several(name, sizes, np.zeros_like(sizes), tuple(space.shape), space.dtype)
-    if isinstance(space, spaces.Box):
-        return _continuous(name, space)
-    if isinstance(space, spaces.Dict):
-        return _group(name, dict(space.spaces), as_tuple=False)
-    if isinstance(space, spaces.Tuple):
-        return _group(name, dict(enumerate(space.spaces)), as_tuple=True)
-    raise ValueError(
-        f"action {name!r} is a {type(space).__name__}; Discrete, MultiDiscrete, MultiBinary, Box, Dict and Tuple are understood"
-    )
+    Takes arrays, tensors, lists and numbers of any type that holds the values.
+    """
+    found = {part.name: _array_of(part, observation) for part in parts}
+    single = {part.name: found[part.name].ndim == len(part.shape) for part in parts}
+    for part in parts:
+        value = found[part.name]
+        is_fitting = value.shape == part.shape or (value.ndim > 0 and value.shape[1:] == part.shape)
+        if not is_fitting or single[part.name] != single[parts[0].name]:
+            raise ValueError(
+                f"observation {part.name!r} has shape {value.shape}; expected {part.shape} for one observation "
+                f"or {('N', *part.shape)} for N of them, the same for all parts"
+            )
+        if part.spec.dtype == "uint8" and np.issubdtype(value.dtype, np.floating):
+            raise ValueError(f"observation {part.name!r} holds bytes from 0 to 255; got {value.dtype}")
+    is_single = single[parts[0].name]
+    return {part.name: part.convert(found[part.name][None] if is_single else found[part.name]) for part in parts}, is_single
 
 
-def _as_type(dtype: Any, *, share_memory: bool) -> Callable[[Array], Array]:
-    if share_memory:
-        return lambda values: np.asarray(values, dtype=dtype)
-    return lambda values: np.array(values, dtype=dtype)
+def _array_of(part: Part, observation: Any) -> Array:
+    try:
+        value = part.find(observation)
+    except (KeyError, IndexError, TypeError) as error:
+        raise ValueError(f"the observation has no part {part.name!r}; got a {type(observation).__name__}") from error
+    array: Array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+    if array.dtype == object:
+        raise ValueError(f"observation {part.name!r} is a {type(value).__name__}; expected an array of shape {part.shape}")
+    return array
+
+
+def _as_type(dtype: Any, shape: tuple[int, ...], *, share_memory: bool) -> Callable[[Array], Array]:
+    def convert(values: Array) -> Array:
+        array: Array = np.asarray(values, dtype=dtype) if share_memory else np.array(values, dtype=dtype)
+        return array.reshape(len(array), *shape)
+
+    return convert
 
 
 def _one_hot(sizes: Array, start: Array) -> Callable[[Array], Array]:
@@ -100,32 +241,68 @@ def _one_hot(sizes: Array, start: Array) -> Callable[[Array], Array]:
     return convert
 
 
+# From our actions to those of an environment
+
+
+class ActionPart(NamedTuple):
+    """Heads, and the function that makes of their actions, on the CPU, what the environment's batched space expects."""
+
+    heads: tuple[Head, ...]
+    build: Callable[[Actions], Any]
+
+
+def action_part(space: Space, name: str = ROOT) -> ActionPart:
+    """The heads of an action space. Those of a dictionary or tuple are named by their keys, joined by "/"."""
+    if isinstance(space, DiscreteSpace):
+        return ActionPart((Discrete(name, space.size),), _discrete(name, space.start, np.dtype(space.dtype)))
+    if isinstance(space, MultiDiscreteSpace):
+        return _several(name, space)
+    if isinstance(space, ArraySpace):
+        return _continuous(name, space)
+    if isinstance(space, DictSpace):
+        return _group(name, dict(space.spaces), as_tuple=False)
+    return _group(name, dict(enumerate(space.spaces)), as_tuple=True)
+
+
+def action_part_for(space: Space, spec: ActionSpec) -> ActionPart:
+    """The action part with the heads of `spec`, which may have named a single head differently."""
+    wanted = {(type(head), head.name, head.size) for head in spec.heads}
+    for name in (ROOT, spec.heads[0].name):
+        part = action_part(space, name)
+        if {(type(head), head.name, head.size) for head in part.heads} == wanted:
+            return part
+    raise ValueError(f"the action spec has the heads {spec.heads}, but the action space gives {action_part(space).heads}")
+
+
+def first_of(batch: Any) -> Any:
+    """The only action of a batch of one."""
+    if isinstance(batch, tuple):
+        return tuple(first_of(part) for part in batch)
+    if isinstance(batch, dict):
+        return {key: first_of(part) for key, part in batch.items()}
+    return batch[0]
+
+
 def _discrete(name: str, start: int, dtype: Any) -> Callable[[Actions], Any]:
     if start == 0 and dtype == np.int64:
         return lambda actions: actions[name].numpy()
     return lambda actions: (actions[name].numpy() + start).astype(dtype)
 
 
-def _several(name: str, sizes: Array, start: Array, shape: tuple[int, ...], dtype: Any) -> ActionPart:
-    names = [f"{name}_{index}" for index in range(len(sizes))]
+def _several(name: str, space: MultiDiscreteSpace) -> ActionPart:
+    names = [f"{name}_{index}" for index in range(len(space.sizes))]
+    start = np.array(space.starts)
 
     def build(actions: Actions) -> Array:
         chosen = torch.stack([actions[each] for each in names], 1).numpy() + start  # [N, heads]
-        result: Array = chosen.astype(dtype).reshape(len(chosen), *shape)
+        result: Array = chosen.astype(space.dtype).reshape(len(chosen), *space.shape)
         return result
 
-    return ActionPart(tuple(Discrete(each, int(size)) for each, size in zip(names, sizes, strict=True)), build)
+    return ActionPart(tuple(Discrete(each, size) for each, size in zip(names, space.sizes, strict=True)), build)
 
 
-def _continuous(name: str, space: spaces.Box) -> ActionPart:
-    if not space.is_bounded():
-        raise ValueError(
-            f"action {name!r} is an unbounded Box (low {space.low.min()}, high {space.high.max()}), so [-1, 1] cannot be scaled to it; "
-            "give it bounds, for example with gymnasium.wrappers.RescaleAction or a Box of your own"
-        )
-    if not np.issubdtype(space.dtype, np.floating):
-        raise ValueError(f"action {name!r} is a Box of {space.dtype}; whole numbers are MultiDiscrete actions")
-    low, high = space.low.ravel(), space.high.ravel()
+def _continuous(name: str, space: ArraySpace) -> ActionPart:
+    low, high = np.array(space.low, dtype=space.dtype), np.array(space.high, dtype=space.dtype)
     centre, half = low / 2 + high / 2, high / 2 - low / 2  # halves first, or wide bounds overflow
 
     def build(actions: Actions) -> Array:
@@ -137,7 +314,7 @@ def _continuous(name: str, space: spaces.Box) -> ActionPart:
     return ActionPart((Continuous(name, low.size),), build)
 
 
-def _group(name: str, inner: dict[Any, spaces.Space[Any]], *, as_tuple: bool) -> ActionPart:
+def _group(name: str, inner: dict[Any, Space], *, as_tuple: bool) -> ActionPart:
     prefix = "" if name == ROOT else f"{name}/"
     parts = {key: action_part(space, f"{prefix}{key}") for key, space in inner.items()}
     heads = tuple(head for part in parts.values() for head in part.heads)
