@@ -80,3 +80,12 @@ def signal_at_checkpoint(number: signal.Signals, folder: Path) -> Iterator[None]
     thread.start()
     yield
     thread.join()
+
+
+def shown_in_tensorboard(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """What TensorBoard's own reader finds in the run folder, of all sessions: name -> (step, value)."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(folder / "tensorboard"))
+    board.Reload()
+    return {name: [(scalar.step, scalar.value) for scalar in board.Scalars(name)] for name in board.Tags()["scalars"]}

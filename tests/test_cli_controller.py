@@ -40,9 +40,10 @@ from esper.growth.lifecycle import Stage
 from esper.growth.story import read_story
 from esper.rl.checkpoints import open_store
 from esper.rl.config import NetworkConfig
+from esper.rl.events import Update
 from esper.run_folder import CHECKPOINTS
 from esper.tasks import load_task
-from tests.commands import Terminal, assert_same_state, events_of, last_line, show, signal_at_checkpoint, wait_for
+from tests.commands import Terminal, assert_same_state, events_of, last_line, show, shown_in_tensorboard, signal_at_checkpoint, wait_for
 
 SMALL = [
     "--holding-epochs", "1", "--steps-per-decision", "2", "--fleet.batch-size", "16", "--validation-samples", "64", "--threads", "1",
@@ -163,10 +164,20 @@ def test_a_controller_file_that_was_lost_is_written_again(finished: Path, tmp_pa
 
 
 @pytest.mark.slow
-def test_tensorboard_gets_the_scalars(tmp_path: Path) -> None:
+def test_tensorboard_gets_utility_rent_and_the_parts_of_the_reward(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    assert train("run", 1, "--tensorboard") == 0
-    assert list((tmp_path / "run/tensorboard").iterdir())
+    assert train("run", 2, "--tensorboard") == 0
+    shown = shown_in_tensorboard(tmp_path / "run")
+    ended = [record for record in read(tmp_path / "run/events.jsonl") if isinstance(record.event, RoundEnded)]
+    assert ended
+    for name in ("utility", "rent"):
+        assert shown[f"round_ended/{name}"] == [(record.step, pytest.approx(getattr(record.event, name))) for record in ended]
+    for record in ended:
+        assert list(record.event.reward) == ["gain", "rent", "spent", "rollback"]
+        assert sum(record.event.reward.values()) == pytest.approx(record.event.worth)  # no host is near the bound
+    assert [value for _, value in shown["round_ended/reward/gain"]] == pytest.approx([record.event.reward["gain"] for record in ended])
+    updates = [record.step for record in read(tmp_path / "run/events.jsonl") if isinstance(record.event, Update)]
+    assert {record.step for record in ended} <= {0, *updates}
 
 
 def test_a_dry_run_says_what_would_be_done_and_touches_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

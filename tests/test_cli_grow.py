@@ -25,13 +25,13 @@ from esper.cli.main import main
 from esper.cli.progress import LiveView, PlainLines
 from esper.config import load
 from esper.events import Record, read
-from esper.growth.events import EpochEnded, GrowthStarted, Probed, SlotView
+from esper.growth.events import EpochEnded, FinalTest, GrowthStarted, Probed, SlotView
 from esper.growth.run import KIND
 from esper.growth.story import read_story
 from esper.run_folder import CHECKPOINTS
 from esper.statistics import student_interval
 from esper.tasks import load_task
-from tests.commands import Terminal, assert_same_tensors, events_of, last_line, show, signal_at_checkpoint, wait_for
+from tests.commands import Terminal, assert_same_tensors, events_of, last_line, show, shown_in_tensorboard, signal_at_checkpoint, wait_for
 
 OPTIONS = ["--task", "digits", "--controller", "schedule", "--threads", "1", "--device", "cpu"]
 EPOCHS = 4  # of a run that was never interrupted
@@ -109,6 +109,37 @@ def scheduled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "scheduled"
     assert grow(folder, 1, "--schedule", "cosine") == 0
     return folder
+
+
+# Sinks
+
+
+@pytest.mark.usefixtures("user_code")
+def test_tensorboard_gets_losses_and_slots_of_a_growing_host_and_goes_on_when_it_is_resumed(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    words = ["grow", "--model", "mycode:make_model", "--data", "mycode:make_loaders", "--controller", "schedule", "--threads", "1"]
+    assert main([*words, "--epochs", "2", "--tensorboard", "--run", "run"]) == 0
+    assert main(["grow", "--resume", "--run", "run", "--epochs", "3"]) == 0
+    assert load(GrowTaskConfig, tmp_path / "run/grow.toml").tensorboard
+    shown = shown_in_tensorboard(tmp_path / "run")
+    events = [record.event for record in read(tmp_path / "run/events.jsonl")]
+    ended = [event for event in events if isinstance(event, EpochEnded)]
+    assert shown["epoch_ended/val_loss"] == [(event.epoch, pytest.approx(event.val_loss)) for event in ended]
+    assert len(ended) == 3
+    slot = ended[0].slots[0].slot
+    assert shown[f"epoch_ended/slots/{slot}/alpha"] == [(event.epoch, pytest.approx(event.slots[0].alpha)) for event in ended]
+    (tested,) = (event for event in events if isinstance(event, FinalTest))
+    assert [step for step, _ in shown["final_test/loss"]] == [2, 3]  # of both ends
+    assert shown["final_test/loss"][-1][1] == pytest.approx(tested.loss)
+
+
+def test_a_missing_tensorboard_is_said_before_a_host_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert grow("run", 1, "--tensorboard") == 2
+    assert "pip install 'esper[tensorboard]'" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 # Help and mistakes

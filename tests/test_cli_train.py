@@ -29,9 +29,10 @@ from esper.rl.checkpoints import KIND, open_store
 from esper.rl.config import NetworkConfig, PPOConfig
 from esper.rl.evaluate import Evaluation
 from esper.rl.events import Update
+from esper.rl.run_events import Evaluated
 from esper.run_folder import CHECKPOINTS
 from esper.vecenv import make
-from tests.commands import Terminal, assert_same_state, events_of, last_line, show, signal_at_checkpoint, wait_for
+from tests.commands import Terminal, assert_same_state, events_of, last_line, show, shown_in_tensorboard, signal_at_checkpoint, wait_for
 
 UPDATE_STEPS = 4 * 16
 CONFIG = TrainConfig(
@@ -135,19 +136,23 @@ def test_training_that_stops_itself_leaves_a_checkpoint_and_says_where(
     assert open_store(tmp_path / "run").load("latest").step > 0
 
 
-def test_tensorboard_gets_the_scalars(tmp_path: Path) -> None:
+def test_tensorboard_gets_the_updates_and_every_evaluation(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    assert train("run", 1, "--tensorboard") == 0
-    assert list((tmp_path / "run/tensorboard").iterdir())
+    assert train("run", 4, "--tensorboard") == 0
+    shown = shown_in_tensorboard(tmp_path / "run")
+    events = [record.event for record in read(tmp_path / "run/events.jsonl")]
+    updates = [event for event in events if isinstance(event, Update)]
+    assert shown["update/policy_loss"] == [(update.step, pytest.approx(update.policy_loss)) for update in updates]
+    # After the third and the last update, and once more at the end.
+    assert [step for step, _ in shown["checkpoint_evaluated/mean_return"]] == [3 * UPDATE_STEPS, 4 * UPDATE_STEPS]
+    assert shown["checkpoint_evaluated/episodes"][0][1] == 8
+    (evaluated,) = (event for event in events if isinstance(event, Evaluated))
+    assert shown["evaluated/mean_return"] == [(evaluated.step, pytest.approx(evaluated.mean_return))]
 
 
 def steps_in_tensorboard(folder: Path) -> list[int]:
     """Steps of the updates that TensorBoard shows of a run, from all its sessions."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    shown = EventAccumulator(str(folder / "tensorboard"))
-    shown.Reload()
-    return [event.step for event in shown.Scalars("update/value_loss")]
+    return [step for step, _ in shown_in_tensorboard(folder)["update/value_loss"]]
 
 
 def test_a_resumed_run_goes_on_writing_for_tensorboard_until_it_is_told_not_to(

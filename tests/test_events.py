@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 import esper
 from esper.events import SCHEMA, Event, EventError, EventLog, Header, Queued, Reader, Record, Resumed, SinkDropped, SinkFailed, read
+from tests.commands import shown_in_tensorboard
 
 
 class UpdateDone(Event, tag="test_update"):
@@ -76,11 +77,11 @@ def test_what_is_emitted_is_read_back_with_its_stamp(path: Path) -> None:
     assert record.time >= header.time > 1.6e9
 
 
-def test_every_line_names_kind_time_run_rank_and_env_first(path: Path) -> None:
+def test_every_line_names_kind_time_run_rank_env_and_step_first(path: Path) -> None:
     with EventLog(path, "maze-7") as log:
         log.emit(StepTaken(reward=1.0))
     for line in path.read_text().splitlines():
-        assert list(json.loads(line))[:5] == ["kind", "time", "run", "rank", "env"]
+        assert list(json.loads(line))[:6] == ["kind", "time", "run", "rank", "env", "step"]
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -387,24 +388,97 @@ def test_a_missing_tensorboard_names_the_extra(tmp_path: Path, monkeypatch: pyte
         TensorBoardSink(tmp_path)
 
 
+class HostTrained(Event, tag="test_host_trained"):
+    epoch: int
+    loss: float
+
+
+def test_an_event_without_a_step_of_its_own_gets_the_latest_one(path: Path) -> None:
+    with EventLog(path, "run") as log:
+        log.emit(StepTaken(reward=1.0))
+        log.emit(UpdateDone(step=10, loss=0.5))
+        log.emit(StepTaken(reward=2.0))
+        log.emit(HostTrained(epoch=12, loss=0.25))
+        log.emit(StepTaken(reward=3.0))
+    assert [record.step for record in read(path)] == [0, 0, 10, 10, 12, 12]
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 0, 10, 10, 12, 12]
+
+
+def test_the_clock_of_a_log_gives_the_step_of_events_that_have_none(path: Path) -> None:
+    with EventLog(path, "run") as log:
+        log.clock = lambda: 700
+        log.emit(HostTrained(epoch=3, loss=0.25, env=5))  # the epoch is that of one host among many
+        log.emit(UpdateDone(step=650, loss=0.5))
+    assert [(record.step, record.env) for record in read(path)][1:] == [(700, 5), (650, None)]
+
+
+def test_a_resumed_log_goes_on_counting_steps_where_the_checkpoint_was(path: Path) -> None:
+    with EventLog(path, "run") as log:
+        log.emit(UpdateDone(step=10, loss=0.5))
+        offset = log.offset()
+    with EventLog.resume(path, offset, step=10) as log:
+        log.emit(StepTaken(reward=1.0))
+    assert [record.step for record in read(path)] == [0, 10, 10, 10]
+
+
+def test_a_line_from_before_lines_had_steps_is_read_without_one(path: Path) -> None:
+    with EventLog(path, "run"):
+        pass
+    with open(path, "a") as file:
+        file.write(json.dumps({"kind": "test_step", "time": 1.0, "run": "run", "rank": 0, "env": None, "reward": 2.0}) + "\n")
+    *_, last = read(path)
+    assert (last.step, last.event) == (None, StepTaken(reward=2.0))
+
+
+def test_events_of_other_ranks_keep_their_rank_time_and_step(path: Path) -> None:
+    with EventLog(path, "run") as log:
+        log.emit(StepTaken(reward=2.0), rank=3, time=5.0, step=64)
+    *_, record = read(path)
+    assert (record.run, record.rank, record.time, record.step) == ("run", 3, 5.0, 64)
+
+
 @pytest.mark.filterwarnings("ignore")  # TensorBoard's own imports
-def test_tensorboard_gets_the_finite_numbers_of_events_with_a_step(tmp_path: Path) -> None:
+def test_tensorboard_gets_the_finite_numbers_of_every_event_by_rank_and_environment(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     from esper.events import TensorBoardSink
 
     with EventLog(tmp_path / "events.jsonl", "run", sinks=[TensorBoardSink(tmp_path / "board")]) as log:
+        log.emit(UpdateDone(step=10, loss=0.5, label="text", parts={"value": 2.0, "policy": math.inf}))
         log.emit(StepTaken(reward=3.0))
-        log.emit(UpdateDone(step=10, loss=0.5, label="text", env=1, parts={"value": 2.0, "policy": math.inf}))
         log.emit(UpdateDone(step=20, loss=math.nan))
         log.emit(UpdateDone(step=30, loss=0.25))
+        log.emit(StepTaken(reward=4.0, env=7), rank=1)
     board = EventAccumulator(str(tmp_path / "board"))
     board.Reload()
-    assert board.Tags()["scalars"] == ["test_update/loss", "test_update/parts/value"]
-    assert [(scalar.step, scalar.value) for scalar in board.Scalars("test_update/loss")] == [(10, 0.5), (30, 0.25)]
-    assert [(scalar.step, scalar.value) for scalar in board.Scalars("test_update/parts/value")] == [(10, 2.0)]
+    shown = {name: [(scalar.step, scalar.value) for scalar in board.Scalars(name)] for name in board.Tags()["scalars"]}
+    assert shown == {
+        "test_update/loss": [(10, 0.5), (30, 0.25)],
+        "test_update/parts/value": [(10, 2.0)],
+        "test_step/reward": [(10, 3.0)],
+        "rank1/env7/test_step/reward": [(30, 4.0)],
+    }
     assert not any(isinstance(event, SinkFailed) for event in events_in(tmp_path / "events.jsonl"))
+
+
+@pytest.mark.filterwarnings("ignore")  # TensorBoard's own imports
+def test_tensorboard_hides_what_a_resumed_run_has_cut(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from esper.events import TensorBoardSink
+
+    path, board = tmp_path / "events.jsonl", tmp_path / "tensorboard"
+    with EventLog(path, "run", sinks=[TensorBoardSink(board)]) as log:
+        log.emit(UpdateDone(step=10, loss=1.0))
+        offset = log.offset()
+        log.emit(UpdateDone(step=20, loss=2.0))
+    with EventLog.resume(path, offset, step=10, sinks=[TensorBoardSink(board)]) as log:
+        log.emit(UpdateDone(step=20, loss=3.0))
+    assert shown_in_tensorboard(tmp_path)["test_update/loss"] == [(10, 1.0), (20, 3.0)]
+    path.unlink()
+    with EventLog(path, "run", sinks=[TensorBoardSink(board)]) as log:  # from the start
+        log.emit(UpdateDone(step=10, loss=4.0))
+    assert shown_in_tensorboard(tmp_path)["test_update/loss"] == [(10, 4.0)]
 
 
 def test_a_disk_that_is_still_full_when_the_program_ends_is_a_warning_and_no_traceback(

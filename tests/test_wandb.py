@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import math
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from esper.cli.main import main
-from esper.events import Event, WandbSink
+from esper.events import Event, EventLog, WandbSink, read
 from esper.events.scalars import scalars
+from esper.growth.events import EpochEnded
 
 # A process of its own: W&B starts a service, and keeps it for as long as the process lives. Named addresses are the network here, since
 # it talks to its service through a socket of the machine.
@@ -64,6 +68,94 @@ class Measured(Event, tag="test_measured"):
 def test_the_scalars_of_an_event_are_its_finite_numbers_also_those_in_dictionaries() -> None:
     event = Measured(step=3, env=1, loss=0.5, norms={"core": 2.0, "actor": math.inf}, nested={"a": {"b": 7}})
     assert scalars(event) == {"test_measured/loss": 0.5, "test_measured/norms/core": 2.0, "test_measured/nested/a/b": 7}
+
+
+class StandIn(types.ModuleType):
+    """The part of W&B's module that the sink uses. It keeps what it was told."""
+
+    Error = type("Error", (Exception,), {})
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
+        self.begun: dict[str, Any] = {}
+        self.logged: list[dict[str, float]] = []
+        self.metrics: list[tuple[str, str]] = []
+        self.is_finished = False
+
+    def Settings(self, **settings: Any) -> dict[str, Any]:
+        return settings
+
+    def init(self, **options: Any) -> StandIn:
+        self.begun = options
+        return self
+
+    def define_metric(self, name: str, *, step_metric: str) -> None:
+        self.metrics.append((name, step_metric))
+
+    def log(self, values: dict[str, float]) -> None:
+        self.logged.append(values)
+
+    def finish(self) -> None:
+        self.is_finished = True
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    module = StandIn()
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "true")  # so that what the sink sets does not outlive the test
+    return module
+
+
+class Ended(Event, tag="test_ended"):
+    utility: float
+
+
+def test_wandb_gets_the_finite_numbers_of_every_event_at_its_step(tmp_path: Path, stand_in: StandIn) -> None:
+    sink = WandbSink(tmp_path, run="maze-7", config={"seed": 3})
+    with EventLog(tmp_path / "events.jsonl", "maze-7", sinks=[sink]) as log:
+        log.emit(Measured(step=10, loss=0.5, norms={"core": 2.0, "actor": math.inf}))
+        log.emit(Ended(utility=-0.25))
+        log.emit(Measured(step=5, loss=math.nan))
+        log.emit(Ended(utility=0.75, env=4), rank=1, step=20)
+    assert stand_in.logged == [
+        {"step": 10, "test_measured/loss": 0.5, "test_measured/norms/core": 2.0},
+        {"step": 10, "test_ended/utility": -0.25},
+        {"step": 20, "rank1/env4/test_ended/utility": 0.75},
+    ]
+    assert stand_in.metrics == [("*", "step")]
+    assert (stand_in.begun["name"], stand_in.begun["mode"], stand_in.begun["config"]) == ("maze-7", "offline", {"seed": 3})
+    assert stand_in.is_finished
+
+
+HOST = """
+import torch
+from torch import nn
+
+def make_model():
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+def make_loaders():
+    data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randint(2, (64,)))
+    return torch.utils.data.DataLoader(data, batch_size=16), torch.utils.data.DataLoader(data, batch_size=16)
+"""
+
+
+def test_a_growing_host_and_its_twin_are_two_runs_of_wandb(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stand_in: StandIn, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "hostcode.py").write_text(HOST)
+    words = "grow --model hostcode:make_model --data hostcode:make_loaders --controller never --epochs 2 --wandb offline --twin --run run"
+    assert main(words.split()) == 0
+    losses = [record.event.val_loss for record in read("run/events.jsonl") if isinstance(record.event, EpochEnded)]
+    told = [(values["step"], values["epoch_ended/val_loss"]) for values in stand_in.logged if "epoch_ended/val_loss" in values]
+    assert told == 2 * [(1, losses[0]), (2, losses[1])]  # a twin of a host that never grows is the same
+    assert stand_in.begun["name"] == "run-twin"
+    assert stand_in.begun["dir"] == "run/twin"
+    sys.modules.pop("hostcode")
 
 
 @pytest.fixture

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from esper.arena.bots import BOTS
+from esper.arena.rewards import Rewards
 from esper.config import ConfigError
 from esper.events import Event
+from esper.events.scalars import scalars
 from esper.league.config import LeagueConfig
 from esper.league.dealing import SELF, deal
 from esper.league.events import LeagueChanged, RoundFought
@@ -136,6 +138,37 @@ def test_results_are_those_that_an_onlooker_counts() -> None:
     in_seats = [sum(counts[which] for counts in others) for which in range(3)]
     assert in_seats == [counted["seat 0"][which] + counted["seat 1"][which] for which in range(3)]
     assert sum(counted["random"]) == 2 * 3  # battles of 8 decisions at most, of which 24 were taken
+
+
+def test_the_parts_of_the_reward_are_those_that_the_learner_was_paid() -> None:
+    events: list[Event] = []
+    config = small_training()
+    env = seated(config, events=events)
+    paid, parts = torch.zeros(env.num_envs), dict.fromkeys(Rewards._fields, 0.0)
+    for timestep in steps(env, env.reset(), 8):
+        assert env.scene is not None
+        assert env.scene.parts is not None
+        paid += timestep.reward
+        for name, part in env.scene.parts._asdict().items():
+            parts[name] += float(part.flatten()[env.rows].sum()) / env.num_envs
+    driven(env, timestep, 1)
+    (told,) = (event for event in events if isinstance(event, RoundFought))
+    assert told.reward == pytest.approx(parts, abs=1e-6)
+    # What units share stays in the team, and where every side learns or none of a battle does, in the rows.
+    assert sum(told.reward.values()) == pytest.approx(float(paid.mean()), abs=1e-5)
+    assert any(told.reward.values())
+
+
+def test_win_rates_by_opponent_are_shown() -> None:
+    fought = RoundFought(update=3, results={"strong": (3, 2, 5), "self": (0, 0, 0)}, opponents=[], team=2, overflow=0, reward={"kill": 0.5})
+    assert scalars(fought) == {
+        "round_fought/update": 3,
+        "round_fought/team": 2,
+        "round_fought/overflow": 0,
+        "round_fought/reward/kill": 0.5,
+        "round_fought/battles/strong": 10,
+        "round_fought/win_rate/strong": 0.4,
+    }
 
 
 @pytest.mark.slow

@@ -43,6 +43,9 @@ class GrowTaskConfig(TrainingConfig):
     schedule: Literal["none", "cosine"] = "none"  # of the learning rate; cosine: falls towards 0, by epochs or by step_schedule
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where there is one
     threads: Threads | None = None  # CPU threads of torch; None: its own choice
+    tensorboard: bool = False  # also write scalars for TensorBoard into the run folder
+    wandb: Literal["offline", "online"] | None = None
+    """also write scalars for Weights & Biases into the run folder; online: and send them to your account"""
 
     def check(self) -> None:
         super().check()

@@ -27,7 +27,7 @@ from esper.cli.grow_config import GrowTaskConfig
 from esper.cli.grow_controller import COPY, controller_copy, make_controller
 from esper.cli.grow_work import Score, Work, make_work
 from esper.config import load_saved, saved_text
-from esper.events import Sink
+from esper.events import Sink, check_installed, sinks_in
 from esper.files import make_folder
 from esper.growth.baked import load as load_grown
 from esper.growth.events import FinalTest, TwinCompared
@@ -38,7 +38,7 @@ from esper.growth.story import Story, read_story
 from esper.run_folder import CONFIG, EVENTS, RunError, default_folder, remove_empty
 from esper.statistics import student_interval
 
-MAY_CHANGE = {"epochs", "device", "threads", "twin"}  # when a run goes on
+MAY_CHANGE = {"epochs", "device", "threads", "twin", "tensorboard", "wandb"}  # when a run goes on
 
 MakeSink = Callable[[str], Sink]  # from the title of what is trained
 
@@ -106,6 +106,7 @@ def _train(
     """
     if resume and _is_complete(folder, config):
         return
+    check_installed(tensorboard=config.tensorboard, wandb=config.wandb)
     work = make_work(config, device)
     training = work.training(config)
     make_controller(config, controller_file)  # before anything is written
@@ -116,7 +117,7 @@ def _train(
         config=work.growth,
         files=files,
         results=(MODEL, REPORT),
-        sinks=[sink()],
+        sinks=lambda: [sink(), *_shown(folder, config, is_twin=twin_of is not None)],
         should_stop=should_stop,
     ) as run:
         controller = make_controller(config, folder / COPY)
@@ -129,6 +130,12 @@ def _train(
         if compared is not None:
             run.emit(compared)
         grown.save(folder / MODEL)
+
+
+def _shown(folder: Path, config: GrowTaskConfig, *, is_twin: bool) -> list[Sink]:
+    """Return the sinks that the run was asked for; its twin has its own, in its own folder."""
+    name = f"{folder.parent.name}-{folder.name}" if is_twin else folder.name
+    return sinks_in(folder, tensorboard=config.tensorboard, wandb=config.wandb, config=msgspec.to_builtins(config), run=name)
 
 
 def _tested(before: Score, after: Score) -> FinalTest:

@@ -24,7 +24,7 @@ from esper.controller.config import ControllerConfig
 from esper.controller.domain import FleetSetting, draw_round
 from esper.controller.events import RoundEnded
 from esper.controller.layout import decision, observe, spec
-from esper.controller.reward import Standing, potential, rewards
+from esper.controller.reward import TERMS, Standing, potential, rewards
 from esper.controller.squad import Squad
 from esper.events import Event
 from esper.fleet.data import TaskTensors
@@ -173,6 +173,7 @@ class GrowthEnv:
                 rent=float(standing.rent.mean()),
                 utility=float((standing.gain - standing.rent).mean()),
                 worth=float(potential(standing, self.config.reward).mean()),
+                reward={name: float(term(standing, self.config.reward).mean()) for name, term in TERMS.items()},
                 grown=len(entries),
                 kept=sum(entry.outcome == "kept" for entry in entries),
                 rollbacks=int(standing.rollbacks.sum()),

@@ -24,3 +24,4 @@ class RoundEnded(Event, tag="round_ended", frozen=True):
     memory_per_host: int = 0  # bytes, with the largest seed in every slot
     recordings: int = 0  # of steps that were then replayed, on a GPU
     kernels: int = 0  # of our own, compiled in this process so far
+    reward: dict[str, float] = {}  # parts of what a host is worth, weighted, before their sum is bounded

@@ -1,13 +1,15 @@
 """What an event is, and how one becomes a line of the file and a line becomes one again.
 
-A line is a JSON object: `kind`, `time` (unix seconds), `run`, `rank`, `env`, then the fields of the event. JSON has no NaN or infinity:
-a float that is not finite is written as the string "nan", "inf" or "-inf", and read back as the float wherever the field's type has no
-`str` in it (in a field typed `float | str` it stays a string).
+A line is a JSON object: `kind`, `time` (unix seconds), `run`, `rank`, `env`, `step`, then the fields of the event. The step counts what
+the run counts: environment steps of a learner, epochs of a host that grows. JSON has no NaN or infinity: a float that is not finite is
+written as the string "nan", "inf" or "-inf", and read back as the float wherever the field's type has no `str` in it (in a field typed
+`float | str` it stays a string).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, dataclass_transform
 
 import msgspec
@@ -16,6 +18,7 @@ from esper.files import printable
 
 SCHEMA = 1  # of the lines; a file with a higher number is refused
 MAX_LINE_BYTES = 64 * 1024
+WHERE = ("env", "step", "epoch")  # fields that say where an event belongs, and are nothing to plot
 STAMP = ("kind", "time", "run", "rank")  # what a line carries beside the event's own fields
 
 _kinds: dict[str, type[Event]] = {}
@@ -46,11 +49,15 @@ class Event(msgspec.Struct, metaclass=EventMeta, frozen=True, kw_only=True, tag_
     LampLit(step=3, brightness=0.5, env=7)
     """
 
-    env: int | None = None  # which environment it happened in, if in one
+    env: int | None = None  # which environment, or host of a fleet, it happened in, if in one
 
     @property
     def kind(self) -> str:
         return kind_of(type(self))
+
+    def shown(self) -> Mapping[str, Any]:
+        """Return the values that plotting tools show, by name; by default every field but those that say where the event belongs."""
+        return {name: getattr(self, name) for name in self.__struct_fields__ if name not in WHERE}
 
 
 def kind_of(event_type: type[Event]) -> str:
@@ -84,6 +91,7 @@ class Record(msgspec.Struct, frozen=True):
     run: str
     rank: int
     event: Event
+    step: int | None = None  # of the run when it happened; None in files from before lines had it
 
     @property
     def kind(self) -> str:
@@ -100,12 +108,18 @@ class Header(Event, tag="header"):
     schema: int
     esper: str  # version
 
+    def shown(self) -> Mapping[str, Any]:
+        return {}
+
 
 class Resumed(Event, tag="resumed"):
     """The run goes on from a checkpoint; whatever followed `offset` in the file was cut."""
 
     offset: int
     esper: str  # version
+
+    def shown(self) -> Mapping[str, Any]:
+        return {}
 
 
 class CheckpointRefused(Event, tag="checkpoint_refused"):
@@ -137,7 +151,8 @@ def encode(record: Record) -> bytes:
         msgspec.convert(fields, type(event), strict=False)
     except (TypeError, msgspec.ValidationError) as error:
         raise EventError(f"{event!r} cannot be written: {error}; give each field the plain Python value its type says") from error
-    line = {"kind": event.kind, "time": record.time, "run": record.run, "rank": record.rank, "env": event.env} | fields
+    where = {"run": record.run, "rank": record.rank, "env": event.env, "step": record.step}
+    line = {"kind": event.kind, "time": record.time} | where | fields
     encoded = msgspec.json.encode(line) + b"\n"
     if len(encoded) > MAX_LINE_BYTES:
         raise EventError(
@@ -166,6 +181,7 @@ class Stamp(msgspec.Struct):
     time: float
     run: str
     rank: int
+    step: Any = None  # an event of the user's own may have a field of this name that is no number
 
 
 _stamp_decoder = msgspec.json.Decoder(Stamp)
@@ -182,7 +198,8 @@ def decode(line: bytes, stamp: Stamp, event_type: type[Event]) -> Record:
     decoder = _event_decoders.get(event_type)
     if decoder is None:
         decoder = _event_decoders[event_type] = msgspec.json.Decoder(event_type, strict=False)
-    return Record(time=stamp.time, run=stamp.run, rank=stamp.rank, event=decoder.decode(line))
+    step = stamp.step if isinstance(stamp.step, int) else None
+    return Record(time=stamp.time, run=stamp.run, rank=stamp.rank, event=decoder.decode(line), step=step)
 
 
 def check_header(line: bytes, source: object) -> Record:

@@ -16,7 +16,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -46,7 +46,8 @@ class EventLog:
     """Writes the events of one process (one rank) of a run. All methods may be called from any thread.
 
     `emit` puts the line into memory; a thread of the log writes the lines to the file every second. `flush(sync=True)` and `offset`
-    return when they are on the disk. Sinks get every record through a bounded queue; those that are not `Queued` yet are put behind one.
+    return when they are on the disk. An event without a `step` of its own gets that of `clock`; without a clock, the step or epoch of the
+    latest event that had one. Sinks get every record through a bounded queue; those that are not `Queued` yet are put behind one.
     """
 
     def __init__(self, path: Path | str, run: str, rank: int = 0, sinks: Iterable[Sink] = ()) -> None:
@@ -60,23 +61,26 @@ class EventLog:
         sync(path.parent)
 
     @classmethod
-    def resume(cls, path: Path | str, offset: int, *, sinks: Iterable[Sink] = ()) -> Self:
+    def resume(cls, path: Path | str, offset: int, *, step: int = 0, sinks: Iterable[Sink] = ()) -> Self:
         """Cuts everything after `offset` and goes on from there, with the run and rank that the header names.
 
-        `offset` is what `offset()` answered before the checkpoint. 0 keeps only the header, for a run that died before its first.
+        `offset` is what `offset()` answered before the checkpoint, `step` that of the checkpoint. An offset of 0 keeps only the header, for
+        a run that died before its first.
         """
         path = Path(path)
         header = _cut(path, offset)
         log = cls.__new__(cls)
-        log._open(path, header.run, header.rank, sinks)
+        log._open(path, header.run, header.rank, sinks, step=step)
         log.emit(Resumed(offset=offset, esper=esper.__version__))
         log.flush(sync=True)
         return log
 
-    def _open(self, path: Path, run: str, rank: int, sinks: Iterable[Sink]) -> None:
+    def _open(self, path: Path, run: str, rank: int, sinks: Iterable[Sink], *, step: int = 0) -> None:
         self.path = path
         self.run = run
         self.rank = rank
+        self.clock: Callable[[], int] | None = None
+        self._step = step  # of the latest event that had one
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self._file_lock = threading.Lock()
         self._pending = bytearray()
@@ -91,9 +95,12 @@ class EventLog:
         self._flusher.start()
         atexit.register(self._close_at_exit)
 
-    def emit(self, event: Event) -> None:
-        """Records that `event` happened now. An event that could not be read back raises here."""
-        record = self._append(event)
+    def emit(self, event: Event, *, rank: int | None = None, time: float | None = None, step: int | None = None) -> None:
+        """Records that `event` happened now. An event that could not be read back raises here.
+
+        `rank`, `time` and `step` are those of another process, where this one writes for it.
+        """
+        record = self._append(event, rank=rank, at=time, step=step)
         for sink in self._sinks:
             sink.write(record)
 
@@ -142,14 +149,28 @@ class EventLog:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
 
-    def _append(self, event: Event) -> Record:
-        record = Record(time=time.time(), run=self.run, rank=self.rank, event=event)
+    def _append(self, event: Event, *, rank: int | None = None, at: float | None = None, step: int | None = None) -> Record:
+        record = Record(
+            time=time.time() if at is None else at,
+            run=self.run,
+            rank=self.rank if rank is None else rank,
+            event=event,
+            step=self._step_of(event) if step is None else step,
+        )
         line = encode(record)
         with self._pending_lock:
             if self._is_closed:
                 raise EventError(f"{event!r} came after the event log {self.path} was closed")
             self._pending += line
         return record
+
+    def _step_of(self, event: Event) -> int:
+        own = getattr(event, "step", None)
+        if not isinstance(own, int) and self.clock is not None:
+            return self.clock()
+        own = own if isinstance(own, int) else getattr(event, "epoch", None)
+        self._step = own if isinstance(own, int) else self._step
+        return self._step
 
     def _write_pending(self, sync: bool) -> None:
         # Emitting goes on during a slow write: only taking the lines needs their lock. Those that a full disk refuses are put back.

@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from esper.events.event import Event
-
-WHERE = ("step", "env")  # fields that say where an event belongs, and are nothing to plot
+from esper.events.event import Event, Record
 
 
 def scalars(event: Event) -> dict[str, float]:
-    """Every finite number of an event, as `kind/field`, and as `kind/field/name` where the field is a dictionary.
+    """Every finite number that an event shows, as `kind/field`, and as `kind/field/name` where the field is a dictionary.
 
     >>> class Measured(Event, tag="doctest_measured"):
     ...     step: int
@@ -20,8 +18,14 @@ def scalars(event: Event) -> dict[str, float]:
     >>> scalars(Measured(step=3, loss=0.5, entropy={"op": 0.25, "slot": math.nan}))
     {'doctest_measured/loss': 0.5, 'doctest_measured/entropy/op': 0.25}
     """
-    fields = {field: getattr(event, field) for field in event.__struct_fields__ if field not in WHERE}
-    return dict(_numbers(event.kind, fields))
+    return dict(_numbers(event.kind, event.shown()))
+
+
+def scalars_of(record: Record) -> dict[str, float]:
+    """The scalars of a record's event. Those of other ranks than 0 begin with `rank1/`, those of one environment or host with `env3/`."""
+    place = f"rank{record.rank}/" if record.rank else ""
+    place += "" if record.env is None else f"env{record.env}/"
+    return {place + name: value for name, value in scalars(record.event).items()}
 
 
 def _numbers(name: str, value: object) -> Iterator[tuple[str, float]]:

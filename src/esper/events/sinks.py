@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 import threading
 from collections import deque
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
 
 from esper.events.event import Record
+from esper.events.tensorboard import TensorBoardSink
+from esper.events.wandb import WandbMode, WandbSink
+from esper.files import printable
+from esper.run_folder import RunError
+
+SINK_FOLDERS = ("tensorboard", "wandb")  # that they make in a run folder
 
 
 class Sink(Protocol):
@@ -89,3 +97,26 @@ class Queued:
             self._waiting.clear()
         if is_first and self.on_failure is not None:
             self.on_failure(error)
+
+
+def check_installed(*, tensorboard: bool, wandb: WandbMode | None) -> None:
+    """Raise RunError where a package is missing. Each name is that of a package and of the extra that brings it."""
+    for name, is_wanted, without in (("tensorboard", tensorboard, "--no-tensorboard"), ("wandb", wandb, "--wandb None")):
+        if is_wanted and importlib.util.find_spec(name) is None:
+            how = f"install it with: pip install 'esper[{name}]', or do without it: {without} on the command line"
+            raise RunError(f"{name} was asked for and is not installed; {how}")
+
+
+def sinks_in(folder: Path, *, tensorboard: bool, wandb: WandbMode | None, config: Mapping[str, Any], run: str | None = None) -> list[Sink]:
+    """Open the sinks of a run, which write into its folder. `run` is the name that W&B shows, by default that of the folder."""
+    sinks: list[Sink] = []
+    try:
+        if tensorboard:
+            sinks.append(TensorBoardSink(folder / SINK_FOLDERS[0]))
+        if wandb is not None:
+            sinks.append(WandbSink(folder, run=printable(run or folder.name), mode=wandb, config=config))
+    except RuntimeError as error:
+        for sink in sinks:
+            sink.close()
+        raise RunError(str(error)) from error
+    return sinks

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from esper.events.event import Record
-from esper.events.scalars import scalars
+from esper.events.event import Header, Record, Resumed
+from esper.events.scalars import scalars_of
 from esper.files import printable
 
 
 class TensorBoardSink:
-    """Writes each finite number of each event that has a `step` at that step, named as `scalars` names it."""
+    """Writes each finite number of each event at the record's step, named as `scalars_of` names it."""
 
     def __init__(self, folder: Path | str) -> None:
         try:
@@ -25,11 +25,16 @@ class TensorBoardSink:
         self._writer: Any = SummaryWriter(str(folder))
 
     def write(self, record: Record) -> None:
-        step = getattr(record.event, "step", None)
-        if step is None:
-            return
-        for name, value in scalars(record.event).items():
-            self._writer.add_scalar(name, value, step, walltime=record.time)
+        if isinstance(record.event, (Header, Resumed)):
+            self._cut(0 if record.step is None or isinstance(record.event, Header) else record.step + 1)
+        for name, value in scalars_of(record).items():
+            self._writer.add_scalar(name, value, record.step, walltime=record.time)
+
+    def _cut(self, step: int) -> None:
+        """Hide what an earlier session wrote from `step` on: the run goes on before it, and it will happen again."""
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        self._writer.file_writer.add_event(Event(session_log=SessionLog(status=SessionLog.START)), step)
 
     def close(self) -> None:
         self._writer.close()

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from esper.events.event import Record
-from esper.events.scalars import scalars
+from esper.events.scalars import scalars_of
 
 WandbMode = Literal["offline", "online"]
 STEP = "step"  # the metric that all others are plotted over
 
 
 class WandbSink:
-    """Writes each finite number of each event that has a `step` at that step, named as `scalars` names it, into `folder`/wandb.
+    """Writes each finite number of each event at the record's step, named as `scalars_of` names it, into `folder`/wandb.
 
     Offline nothing leaves this machine. A run that is resumed becomes another one of W&B's, in the group of the same name.
     """
@@ -58,10 +58,9 @@ class WandbSink:
         self._run.define_metric("*", step_metric=STEP)
 
     def write(self, record: Record) -> None:
-        step = getattr(record.event, "step", None)
-        values = scalars(record.event)
-        if step is not None and values:
-            self._run.log({STEP: step, **values})
+        values = scalars_of(record)
+        if values:
+            self._run.log({STEP: record.step, **values})
 
     def close(self) -> None:
         self._run.finish()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import msgspec
 
 from esper.events import Event
@@ -56,6 +59,11 @@ class EpochEnded(Event, tag="epoch_ended"):
     seconds: float = 0.0  # of the epoch, decisions included
     samples_per_second: float | None = None
     total_gflops: float | None = None  # spent so far, where the size of batches is known
+
+    def shown(self) -> Mapping[str, Any]:
+        """Show slots under their names: slots/conv1/alpha."""
+        slots = {view.slot: {name: getattr(view, name) for name in view.__struct_fields__} for view in self.slots}
+        return {**super().shown(), "slots": slots}
 
 
 class StageEntered(Event, tag="stage_entered"):
@@ -126,6 +134,10 @@ class Measured(Event, tag="measured"):
     gain_low: float
     gain_high: float
     rent: float
+
+    def shown(self) -> Mapping[str, Any]:
+        """Show seeds under the names of their slots: conv1/gain."""
+        return {self.slot: super().shown()}
 
 
 class FinalTest(Event, tag="final_test"):

@@ -21,13 +21,13 @@ import torch
 
 from esper.checkpoint import Checkpoint, CheckpointStore
 from esper.config import load_saved, save
-from esper.events import CheckpointRefused, Event, EventLog, Sink
+from esper.events import SINK_FOLDERS, CheckpointRefused, Event, EventLog, Sink
 from esper.files import remove, write_file
 from esper.growth.config import GrowthConfig
 from esper.growth.errors import GrowthError
 from esper.growth.events import LoaderRestarted
 from esper.growth.governor import Diverged
-from esper.growth.grower import Grower
+from esper.growth.grower import STEPS_PER_EPOCH, Grower
 from esper.growth.result import MODEL
 from esper.run_folder import CHECKPOINTS, CONFIG, EVENTS, check_holds_a_run, locked, new_folder
 
@@ -120,7 +120,7 @@ class SavedRun(Run):
             "best": self._best,
             "events_offset": self._log.offset(),
         }
-        step = grower.epoch * 1_000_000 + grower.chronicle.steps  # checkpoints are ordered by it
+        step = grower.epoch * STEPS_PER_EPOCH + grower.chronicle.steps  # checkpoints are ordered by it
         self._store.save(step, state, is_best=is_best, note={"epoch": grower.epoch})
         self.has_checkpoint = True
         self.epochs_saved += at_end_of_epoch and grower.epoch > 0
@@ -134,13 +134,13 @@ def open_run(
     config: GrowthConfig,
     files: Mapping[str, bytes] | None = None,
     results: Sequence[str] = (),
-    sinks: Sequence[Sink] = (),
+    sinks: Callable[[], Sequence[Sink]] = tuple,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[Run]:
     """The run in a folder, new or going on; without a folder, nothing is kept.
 
-    `files` (name -> content) are part of the run as its config is: they are there before it. `results` are the names of what the run leaves
-    in the end; a folder that holds one of them is no place for a new run.
+    `sinks` opens them, when the folder is there and locked. `files` (name -> content) are part of the run as its config is: they are there
+    before it. `results` are the names of what the run leaves in the end; a folder that holds one of them is no place for a new run.
     """
     if folder is None:
         if resume:
@@ -158,7 +158,7 @@ def open_run(
                 yield resumed
         return
     with new_folder(place, results=results) as new:
-        new.others |= {name for name in files or {} if not (place / name).exists()}
+        new.others |= {name for name in (*(files or {}), *SINK_FOLDERS) if not (place / name).exists()}
         run: SavedRun | None = None
         try:
             with _opened(place, config, files or {}, None, sinks, should_stop) as run:
@@ -178,14 +178,15 @@ def _opened(
     config: GrowthConfig,
     files: Mapping[str, bytes],
     checkpoint: Checkpoint | None,
-    sinks: Sequence[Sink],
+    sinks: Callable[[], Sequence[Sink]],
     should_stop: Callable[[], bool],
 ) -> Iterator[SavedRun]:
+    opened = sinks()  # may fail, and the folder must still be free then
     # The config comes last: a folder that has it is a run, and has everything else.
     for name, content in files.items():
         write_file(place / name, content)
     save(config, place / CONFIG)
-    with _log(place, checkpoint, sinks) as log:
+    with _log(place, checkpoint, opened) as log:
         run = SavedRun(place, log, checkpoint, should_stop=should_stop)
         del checkpoint  # the run lets it go when everything in it is restored
         yield run
@@ -196,7 +197,7 @@ def _log(folder: Path, checkpoint: Checkpoint | None, sinks: Sequence[Sink]) -> 
     if checkpoint is None:
         remove(path)  # everything in it will happen again, from the start
         return EventLog(path, run=folder.name, sinks=sinks)
-    return EventLog.resume(path, checkpoint.state["events_offset"], sinks=sinks)
+    return EventLog.resume(path, checkpoint.state["events_offset"], step=checkpoint.step // STEPS_PER_EPOCH, sinks=sinks)
 
 
 def _check_same(saved: GrowthConfig, wanted: GrowthConfig, folder: Path) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from esper.arena.arena import Arena, Scene
 from esper.arena.bots import BOTS, Bot
 from esper.arena.env import ends, observation_spec, unit_rows
+from esper.arena.rewards import Rewards
 from esper.events import Event
 from esper.league.dealing import SELF, deal, is_seat
 from esper.league.events import LeagueChanged, RoundFought
@@ -74,6 +75,7 @@ class SelfPlay:
         self.steps = 0  # of every row
         self.updates = 0
         self.overflow = 0  # of all rounds that were told
+        self.paid = torch.zeros(len(Rewards._fields), dtype=torch.float64, device=device)  # parts of the rewards, of all rows that learn
         self.scene: Scene | None = None
         self._set_team()
 
@@ -129,6 +131,8 @@ class SelfPlay:
         scene = self.arena.step(join(said, self.config.arena.battles * self.config.arena.units))
         self.steps += 1
         self._count(scene)
+        assert scene.parts is not None  # only a reset pays nothing
+        self.paid += torch.stack([part.flatten()[self.rows].sum() for part in scene.parts])
         return self._timestep(scene)
 
     def _timestep(self, scene: Scene) -> Timestep:
@@ -158,8 +162,11 @@ class SelfPlay:
         """The league hears of the battles; now and then the learner enters it; past selves are drawn. The device is waited for once."""
         self.updates += 1
         self.arena.check()
-        overflow, *counts = torch.cat((self.arena.state.contest.overflow.sum().view(1), self.results.view(-1))).tolist()
+        parts = (self.paid / self.num_envs, self.arena.state.contest.overflow.sum().view(1), self.results.view(-1))
+        numbers = torch.cat([part.double() for part in parts]).tolist()
+        overflow, *counts = map(int, numbers[len(Rewards._fields) :])
         self.results.zero_()
+        self.paid.zero_()
         told: dict[str, Record] = {}
         for index, table in enumerate(self.tables):
             record = Record(*counts[3 * index : 3 * index + 3])
@@ -174,6 +181,7 @@ class SelfPlay:
                 opponents=[name for name in self.seats.names if name is not None],
                 team=self._set_team(),
                 overflow=overflow - self.overflow,
+                reward=dict(zip(Rewards._fields, numbers, strict=False)),
             )
         )
         self.overflow = overflow
@@ -217,6 +225,7 @@ class SelfPlay:
             "seats": self.seats.state_dict(),
             "seated": [self._seat_state(table.opponent) for table in self.tables],
             "results": self.results.clone(),
+            "paid": self.paid.clone(),
             "counters": {"steps": self.steps, "updates": self.updates, "overflow": self.overflow},
             "ended": self.scene.ended.clone(),
         }
@@ -240,6 +249,8 @@ class SelfPlay:
                 table.opponent.policy.load_state_dict(seated["policy"])
             table.opponent.load_state_dict(seated)
         self.results.copy_(saved["results"])
+        if "paid" in saved:  # in files from before it was counted, the first round after them tells what was paid since
+            self.paid.copy_(saved["paid"])
         counters = saved["counters"]
         self.steps, self.updates, self.overflow = counters["steps"], counters["updates"], counters["overflow"]
         self._set_team()

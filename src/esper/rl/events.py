@@ -61,6 +61,9 @@ class Warned(Event, tag="warned"):
     threshold: float
 
 
+OF_ALL_RANKS = (Update, GradientNorms, Skipped, Warned)  # computed over all ranks, and so the same on each
+
+
 class CompileFailed(Event, tag="compile_failed"):
     """torch.compile did not work; training goes on without it."""
 

@@ -17,6 +17,15 @@ class RunStarted(Event, tag="run_started"):
     parameters: int
 
 
+class CheckpointEvaluated(Event, tag="checkpoint_evaluated"):
+    """The policy of a checkpoint played the episodes that the best one is told by."""
+
+    step: int
+    episodes: int
+    mean_return: float
+    mean_length: float
+
+
 class Evaluated(Event, tag="evaluated"):
     """The best policy played fresh episodes."""
 

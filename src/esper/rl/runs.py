@@ -8,14 +8,14 @@ A checkpoint holds the whole learner and where the event log stood; resuming cut
 killed and resumed equal to one that was not, bit for bit on the CPU with the same number of threads. Whatever else was missing when a run
 was killed is made when it goes on: the files that are written after a checkpoint, and the evaluation after the last one.
 
-On several ranks all of them call these functions with the same arguments and a `group`. Only rank 0 touches the folder.
+On several ranks all of them call these functions with the same arguments and a `group`. Only rank 0 touches the folder; it writes the
+events of the others after every update, with their ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import importlib.util
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,17 +29,17 @@ from torch import nn
 
 from esper.checkpoint import Checkpoint, Refused, load_module
 from esper.config import describe, load_saved, save
-from esper.events import CheckpointRefused, Event, EventError, EventLog, Sink, TensorBoardSink, WandbMode, WandbSink, read
-from esper.files import make_folder, printable, remove
+from esper.events import CheckpointRefused, Event, EventError, EventLog, Sink, WandbMode, check_installed, read, sinks_in
+from esper.files import make_folder, remove
 from esper.parallel import ALONE, Group
 from esper.rl.checkpoints import open_store
 from esper.rl.collector import RECENT_EPISODES
 from esper.rl.evaluate import Evaluation
-from esper.rl.events import Update
+from esper.rl.events import OF_ALL_RANKS, Update
 from esper.rl.policy import Policy
 from esper.rl.ppo import PPO, TrainingStopped
 from esper.rl.run_config import ShownConfig, TrainConfig
-from esper.rl.run_events import Evaluated, RunStarted
+from esper.rl.run_events import CheckpointEvaluated, Evaluated, RunStarted
 from esper.rl.run_setup import Relay, count_parameters, evaluate_policy, prepare
 from esper.run_folder import CONFIG, EVENTS, RunError, check_holds_a_run, check_is_free, default_folder, locked
 from esper.run_folder import Kind as RunKind
@@ -168,7 +168,7 @@ def train_run(
     config = _shown_by(config, tensorboard, wandb)
     place = group.first(lambda: default_folder(kind.title(config)) if folder is None else Path(folder))
     group.first(lambda: check_is_free(place))
-    _check_installed(config)
+    check_installed(tensorboard=config.tensorboard, wandb=config.wandb)
     with (
         kind.prepare(config, encoder, group) as (ppo, relay),
         group.only_first(lambda: _new_log(config, place, options)) as log,
@@ -206,7 +206,7 @@ def resume_run(
     options = Options(encoder, tuple(sinks), should_stop, group, kind)
     place = Path(folder)
     goes_on = _shown_by(group.first(lambda: _config_to_go_on_with(place, config, kind)), tensorboard, wandb)
-    _check_installed(goes_on)
+    check_installed(tensorboard=goes_on.tensorboard, wandb=goes_on.wandb)
     with group.only_first(lambda: locked(place)):
         checkpoint = group.first(lambda: _latest(place))
         is_trained = checkpoint is not None and checkpoint.step >= kind.total_steps(goes_on, group)
@@ -276,7 +276,10 @@ class _Session:
         self.best = (False, -math.inf)  # what `_score` said of the best checkpoint
         self.began = time.perf_counter()
         self.emit: Callable[[Event], None] = _ignore if log is None else log.emit
-        relay.connect(self.emit)
+        self._told: list[tuple[float, int, Event]] = []  # of this rank, where another one writes: when, at which step, and what
+        if log is not None:
+            log.clock = lambda: ppo.step
+        relay.connect(self._tell_first if log is None else self.emit)
 
     def go_on_from(self, before: _Before | None) -> None:
         if before is None:
@@ -286,11 +289,28 @@ class _Session:
         for refused in before.skipped:
             self.emit(CheckpointRefused(checkpoint=refused.path.name, reason=refused.reason))
 
+    def _tell_first(self, event: Event) -> None:
+        """Keep an event for rank 0, but those that it tells of all ranks together."""
+        if not isinstance(event, OF_ALL_RANKS):
+            self._told.append((time.time(), self.ppo.step, event))
+
+    def _write_of_others(self) -> None:
+        """Write what the other ranks told since the update before."""
+        if self.options.group.world_size == 1:
+            return
+        told_by_rank = self.options.group.gather_objects(self._told)
+        self._told = []
+        if self.log is not None:
+            for rank, told in enumerate(told_by_rank):
+                for at, step, event in told:
+                    self.log.emit(event, rank=rank, time=at, step=step)
+
     def run(self) -> Result:
         ppo, config, group = self.ppo, self.config, self.options.group
         total_steps = self._start()
         try:
             for update in ppo.train(total_steps):
+                self._write_of_others()
                 stops = group.any(self.options.should_stop())
                 is_last = update.step >= total_steps
                 if stops or is_last or update.update % config.checkpoint_every == 0:
@@ -358,7 +378,13 @@ class _Session:
         episodes may be spent on this.
         """
         evaluation = self.options.kind.score(self.config, self.ppo.policy, 0)
-        return _score_in_training(update) if evaluation is None else (True, evaluation.mean_return)
+        if evaluation is None:
+            return _score_in_training(update)
+        event = CheckpointEvaluated(
+            step=update.step, episodes=len(evaluation.returns), mean_return=evaluation.mean_return, mean_length=evaluation.mean_length
+        )
+        self.emit(event)
+        return True, evaluation.mean_return
 
     def _evaluate(self) -> Evaluation | None:
         """The best policy on episodes that it was not chosen by."""
@@ -408,7 +434,7 @@ def _reopened_log(config: Any, folder: Path, before: _Before | None, options: Op
     if before is None:
         remove(path)  # everything in it will happen again, from the start
         return EventLog(path, run=folder.name, sinks=sinks)
-    return EventLog.resume(path, before.events_offset, sinks=sinks)
+    return EventLog.resume(path, before.events_offset, step=before.step, sinks=sinks)
 
 
 def _check_changes(saved: Any, wanted: Any, changeable: Sequence[str]) -> None:
@@ -426,22 +452,6 @@ def _shown_by(config: Any, tensorboard: bool | None, wandb: WandbMode | None) ->
     return msgspec.structs.replace(config, **{name: value for name, value in given.items() if value is not None})
 
 
-def _check_installed(config: RunConfig) -> None:
-    """Each name is that of a package and of the extra that brings it."""
-    without = {"tensorboard": "--no-tensorboard", "wandb": "--wandb None"}
-    for name in ShownConfig.__struct_fields__:
-        if getattr(config, name) and importlib.util.find_spec(name) is None:
-            how = f"install it with: pip install 'esper[{name}]', or do without it: {without[name]} on the command line"
-            raise RunError(f"{name} was asked for and is not installed; {how}")
-
-
 def _all_sinks(config: Any, folder: Path, options: Options) -> tuple[Sink, ...]:
-    sinks = list(options.sinks)
-    try:
-        if config.tensorboard:
-            sinks.append(TensorBoardSink(folder / "tensorboard"))
-        if config.wandb is not None:
-            sinks.append(WandbSink(folder, run=printable(folder.name), mode=config.wandb, config=msgspec.to_builtins(config)))
-    except RuntimeError as error:
-        raise RunError(str(error)) from error
-    return tuple(sinks)
+    shown = sinks_in(folder, tensorboard=config.tensorboard, wandb=config.wandb, config=msgspec.to_builtins(config))
+    return *options.sinks, *shown
