@@ -21,7 +21,8 @@ from esper.events import Sink, read
 from esper.run_folder import CHECKPOINTS, EVENTS
 
 _CLOCKS = {"time", "seconds", "samples_per_second", "steps_per_second", "collect_seconds", "update_seconds"}
-_OF_SESSIONS = {"header", "resumed", "run_started", "growth_started", "checkpoint_refused"}
+# A session that is stopped saves, and evaluates, a checkpoint of its own.
+_OF_SESSIONS = {"header", "resumed", "run_started", "growth_started", "checkpoint_refused", "checkpoint_evaluated"}
 
 
 class Terminal(io.StringIO):
