@@ -80,7 +80,9 @@ def test_help_may_be_asked_for_as_a_word(asked: str, usage: str, capsys: pytest.
         (["ppo", "train", "cue", "--env-args", "dealy=3"], "dealy"),
         (["ppo", "train", "cue", "--env-args", "delay=0"], "delay at least 1"),
         (["ppo", "train", "cuee"], "did you mean 'cue'"),
-        (["ppo", "train", "cue", "--num-envs", "2"], "fewer than 4 minibatches"),
+        (["ppo", "train", "--preset", "pendelum"], "there is no preset 'pendelum'; there are cartpole"),
+        (["ppo", "train", "--preset", "pendulum", "--config", "a.toml"], "--preset sets what --config and --resume read"),
+        (["ppo", "train", "--preset", "pendulum", "--resume", "--run", "nowhere"], "--preset sets what --config and --resume read"),
         (["ppo", "train", "cue", "--config", "none.toml"], "no such config file: none.toml"),
         (["ppo", "train", "cue", "--config"], "--config needs a value"),
         (["ppo", "train", "--resume"], "--resume needs the folder of the run"),
@@ -172,9 +174,16 @@ def test_a_dry_run_says_what_would_be_done_and_touches_nothing(capsys: pytest.Ca
     plan = plan_of(argv, capsys)["plan"]
     assert plan["steps_per_update"] == 8 * 32
     assert plan["updates"] == 4
-    assert plan["minibatch"] == "4 sequences of 16 steps"
+    assert plan["minibatch"] == "2 sequences of 16 steps"
     assert plan["device"] == "cpu"
     assert not list(tmp_path.iterdir())
+
+
+def test_a_preset_names_the_environment_and_its_settings_and_the_command_line_changes_them(capsys: pytest.CaptureFixture[str]) -> None:
+    config = plan_of(["--preset", "cartpole", "--num-steps", "32"], capsys)["config"]
+    assert (config["env"], config["total_steps"], config["ppo.num_steps"]) == ("CartPole-v1", 50_000, 32)
+    assert config["ppo.network.core"] == "none"
+    assert plan_of(["cue", "--preset", "cartpole"], capsys)["config"]["env"] == "cue"
 
 
 def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ YES, NO = torch.tensor(True), torch.tensor(False)
 
 def config(**changes) -> PPOConfig:
     network = NetworkConfig(hidden_size=8, encoder_sizes=(6,))
-    return PPOConfig(**{"num_steps": 16, "num_minibatches": 3, "precision": "float16", "network": network, **changes})
+    return PPOConfig(**{"num_steps": 16, "num_epochs": 4, "num_minibatches": 3, "precision": "float16", "network": network, **changes})
 
 
 def weights(ppo: PPO) -> torch.Tensor:

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """Trains a recurrent policy and keeps everything in a run folder.
 
-Values come from the defaults, then from --config FILE.toml, then from the command line. The path of an option may be left out where its
-last name is unique: --seed for --ppo.seed, --hidden-size for --ppo.network.hidden-size.
+Values come from the defaults, then from --config FILE.toml or --preset NAME, then from the command line. The path of an option may be left
+out where its last name is unique: --seed for --ppo.seed, --hidden-size for --ppo.network.hidden-size.
 
 Several processes, each with --num-envs environments and, where there are, a GPU of its own, train one policy together:
   torchrun --nproc-per-node 2 --no-python -- esper ppo train ENV_ID ..."""
@@ -60,7 +60,7 @@ def _dry_run(config: TrainConfig, group: Group) -> Outcome:
 
 def _minibatch_shape(config: TrainConfig) -> str:
     ppo = config.ppo
-    sequences = ppo.num_steps // ppo.sequence_length * config.num_envs / ppo.num_minibatches
+    sequences = ppo.num_steps // ppo.sequence_length * config.num_envs / ppo.minibatches_of(config.num_envs)
     return f"{sequences:g} sequences of {ppo.sequence_length} steps"
 
 

@@ -12,7 +12,7 @@ from esper.cli.failures import check_run
 from esper.cli.outcome import CommandError
 from esper.cli.parse import take_option
 from esper.config import ConfigT, load, load_saved
-from esper.rl.run_config import EnvValue, TrainConfig
+from esper.rl.run_config import PRESETS, EnvValue, TrainConfig
 from esper.run_folder import CONFIG, Kind
 
 
@@ -42,6 +42,7 @@ _ENV_ARGS = tyro.constructors.PrimitiveConstructorSpec[dict[str, EnvValue]](
     is_instance=lambda value: isinstance(value, dict),
     str_from_instance=lambda value: [f"{key}={json.dumps(item)}" for key, item in value.items()],
 )
+PRESET_HELP = f"environment and settings of a classic task: {', '.join(PRESETS)}; what else is given changes them"
 _Flag = tyro.conf.FlagCreatePairsOff[bool]
 
 
@@ -60,6 +61,7 @@ class TrainArguments(FileConfig):
     """folder of the run; None: runs/<environment>-<time>"""
     config: Path | None = None
     """TOML file with values for any of the options below"""
+    preset: Annotated[str | None, tyro.conf.arg(metavar="NAME", help=PRESET_HELP)] = None
     resume: _Flag = False
     """go on with the run in --run, as it was configured"""
     dry_run: _Flag = False
@@ -67,16 +69,26 @@ class TrainArguments(FileConfig):
 
 
 def defaults_for(argv: list[str]) -> TrainArguments:
-    """What the options start from: the saved config of a run that is resumed, a TOML file, or nothing."""
+    """What the options start from: the saved config of a run that is resumed, a TOML file, a preset, or nothing."""
     words = list(argv)
-    path, folder = take_option(words, "--config"), take_option(words, "--run")
-    if "--resume" in words:
-        base: TrainConfig = saved_config(TrainConfig, "ppo", folder, path)
+    path, folder, preset = (take_option(words, name) for name in ("--config", "--run", "--preset"))
+    if preset is not None:
+        base: TrainConfig = _preset(preset, is_alone=path is None and "--resume" not in words)
+    elif "--resume" in words:
+        base = saved_config(TrainConfig, "ppo", folder, path)
     elif path is not None:
         base = load(FileConfig, path)
     else:
         return TrainArguments()
     return TrainArguments(**{name: getattr(base, name) for name in TrainConfig.__struct_fields__})
+
+
+def _preset(name: str, *, is_alone: bool) -> TrainConfig:
+    if not is_alone:
+        raise CommandError("--preset sets what --config and --resume read from a file; give one of them")
+    if name not in PRESETS:
+        raise CommandError(f"there is no preset {name!r}; there are {', '.join(PRESETS)}")
+    return PRESETS[name]
 
 
 def saved_config(config_type: type[ConfigT], kind: Kind, folder: str | None, path: str | None) -> ConfigT:

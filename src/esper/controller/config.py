@@ -98,6 +98,8 @@ class ControllerConfig(ShownConfig):
     # scaled where they are made, because running statistics of a slot's index would tell slots apart.
     ppo: PPOConfig = PPOConfig(
         num_steps=40,
+        num_epochs=4,
+        num_minibatches=4,
         gamma=1.0,
         gae_lambda=0.97,
         time_limit_is_end=True,

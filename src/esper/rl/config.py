@@ -19,12 +19,12 @@ class NetworkConfig(Config):
     hidden_size: Width = 128  # width of the core
     critic_memory: Literal["shared", "own"] = "shared"  # own: a second core for the critic; steadier, and nearly twice the work
     encoder_sizes: tuple[Width, ...] = (64,)  # widths of the encoder's layers; empty: vectors go straight into the core
-    head_sizes: tuple[Width, ...] = ()  # widths of the layers between core and actor, and between core and critic
+    head_sizes: tuple[Width, ...] = (64,)  # widths of the layers between core and actor, and between core and critic
     activation: Literal["tanh", "relu", "silu"] = "tanh"  # between layers
     norm_before: bool = False  # layer norm before the core
     norm_after: bool = False  # layer norm after the core
     forget_bias: float = 1.0  # initial bias of the LSTM's forget gate
-    log_std: LogStd = -0.5  # initial log standard deviation of continuous heads
+    log_std: LogStd = 0.5  # initial log standard deviation of continuous heads, before tanh; much, so that they are tried out first
 
 
 class PPOConfig(Config):
@@ -32,8 +32,8 @@ class PPOConfig(Config):
 
     seed: NonNegativeInt = 0  # of every random stream
     num_steps: Count = 128  # steps of each environment in one rollout
-    num_epochs: PositiveInt = 4  # passes over a rollout
-    num_minibatches: PositiveInt = 4  # gradient steps in one pass
+    num_epochs: PositiveInt = 8  # passes over a rollout
+    num_minibatches: PositiveInt = 8  # gradient steps in one pass; fewer where a rollout has fewer sequences
     micro_batches: PositiveInt = 1  # pieces a minibatch is split into to save memory; the gradients are the same
     bptt_length: PositiveInt | None = None  # steps that gradients flow back through; None: the whole rollout
 
@@ -54,7 +54,7 @@ class PPOConfig(Config):
     normalize_advantages: bool = True  # centre them per head where it mattered, scale by the rollout's spread
 
     entropy_coef: NonNegativeFloat = 0.01  # weight of the normalised entropy of each head
-    entropy_coef_end: NonNegativeFloat | None = None  # its value at the last step, reached linearly; None: constant
+    entropy_coef_end: NonNegativeFloat | None = 0.0  # its value at the last step, reached linearly; None: constant
     entropy_weights: dict[str, NonNegativeFloat] = {}  # factor per head; 1 where not given
     entropy_floor: Fraction = 0.0  # normalised entropy under which a head is pushed up; sinks to 0 in training
     entropy_floor_coef: NonNegativeFloat = 0.1  # weight of that push
@@ -79,3 +79,7 @@ class PPOConfig(Config):
     def sequence_length(self) -> int:
         """Steps in one unit of a minibatch: single steps without memory, else what gradients flow back through."""
         return 1 if self.network.core == "none" else (self.bptt_length or self.num_steps)
+
+    def minibatches_of(self, num_envs: int) -> int:
+        """Gradient steps in one pass over a rollout of so many environments: each has a sequence at least."""
+        return min(self.num_minibatches, self.num_steps // self.sequence_length * num_envs)

@@ -83,6 +83,7 @@ class Learner:
         group: Group = ALONE,
     ) -> None:
         self.policy, self.config, self.rng, self.group = policy, config, rng, group
+        self.num_minibatches = config.minibatches_of(num_envs)
         self.device = policy.device
         self.reward_normalizer = RewardNormalizer(num_envs, gamma=config.gamma, device=self.device) if config.normalize_rewards else None
         self.weights = [parameter for parameter in policy.parameters() if parameter.requires_grad]
@@ -107,10 +108,10 @@ class Learner:
         batch = prepare(rollout, self.policy, config, self.reward_normalizer, self.group)
         coefficients = self._coefficients(batch, progress)
         self._set_learning_rate(progress)
-        log = _Log(config.num_epochs * config.num_minibatches, len(self.entropy_weights), self.device)
+        log = _Log(config.num_epochs * self.num_minibatches, len(self.entropy_weights), self.device)
         stopped = torch.zeros((), dtype=torch.bool, device=self.device)
         for _ in range(config.num_epochs):
-            length, parts = config.sequence_length, config.num_minibatches
+            length, parts = config.sequence_length, self.num_minibatches
             dealt = list(minibatches(batch.starts, length=length, parts=parts, rng=self.rng, valid=batch.valid))
             for fragments, counts in zip(dealt, batch.counts(dealt, self.group), strict=True):
                 terms = self._backward(batch, fragments, counts, coefficients)

@@ -76,12 +76,6 @@ class PPO:
         self.on_event, self.thresholds = on_event, thresholds
         self.group = group or ALONE
         config = self.config
-        units = config.num_steps // config.sequence_length * env.num_envs
-        if units < config.num_minibatches:
-            raise ValueError(
-                f"{env.num_envs} environments of {config.num_steps} steps give {units} sequences of {config.sequence_length} steps, "
-                f"fewer than {config.num_minibatches} minibatches; use more environments, fewer minibatches or a shorter bptt_length"
-            )
         common = Streams(config.seed)
         self.streams = common.spawn(f"rank {self.group.rank}") if self.group.rank else common
         self.policy = Policy(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from esper.config import Config, ConfigError, Count, NonNegativeInt, PositiveInt, Threads
-from esper.rl.config import PPOConfig
+from esper.rl.config import NetworkConfig, PPOConfig
 
 EnvValue = bool | int | float | str | None | list[bool | int | float | str]
 
@@ -39,3 +39,18 @@ class TrainConfig(ShownConfig):
         most = MAX_ROLLOUT // self.ppo.num_steps
         if self.num_envs > most:
             raise ConfigError("num_envs", expected=f"at most {most} for {self.ppo.num_steps} steps of each", got=self.num_envs)
+
+
+def _classic(env: str, total_steps: int, **ppo: Any) -> TrainConfig:
+    """Everything that matters is observed in these tasks, so no memory is needed."""
+    return TrainConfig(env=env, total_steps=total_steps, ppo=PPOConfig(network=NetworkConfig(core="none"), **ppo))
+
+
+PRESETS = {
+    "cartpole": _classic("CartPole-v1", 50_000),
+    "acrobot": _classic("Acrobot-v1", 50_000),
+    "mountain-car-continuous": _classic("MountainCarContinuous-v0", 50_000),
+    "pendulum": _classic("Pendulum-v1", 100_000),
+    "lunar-lander": _classic("LunarLander-v3", 300_000),
+}
+"""Settings under which a classic task is learned, by the name that `--preset` takes."""
