@@ -37,11 +37,11 @@ JUDGED = 50  # updates between two evaluations, at most
 
 
 def config_for(device: str, battles: int) -> ArenaTrainConfig:
-    """The league is full after four promotions, and the learner enters it every 50 updates."""
+    """Every candidate is promoted, so the league is full after four of them; the learner enters it every 50 updates."""
     return ArenaTrainConfig(
         arena=ArenaConfig(battles=battles, teams=2, size=16, maps=4, seconds=4.0, contacts=2, allies=1),
         selfplay=SelfPlayConfig(enter_every=50, entry_battles=4),
-        league=LeagueConfig(size=4, promote_at=0.5),
+        league=LeagueConfig(size=4, promote_at=0.0),
         unit=UnitNetworkConfig(entity_width=8, terrain_width=16, width=32, head_width=16),
         ppo=PPOConfig(
             num_steps=8, num_epochs=1, num_minibatches=2, bptt_length=8, normalize_observations=False, network=NetworkConfig(hidden_size=32)

@@ -19,6 +19,7 @@ from esper.statistics import (
     Moments,
     RunningMoments,
     bootstrap_interval,
+    clustered_interval,
     combine,
     explained_variance,
     holm,
@@ -352,3 +353,26 @@ def test_holm_never_shrinks_a_p_value_and_keeps_their_order(p_values: list[float
     adjusted = holm(p_values)
     assert (adjusted >= np.array(p_values)).all()
     assert (np.diff(adjusted[np.argsort(p_values, kind="stable")]) >= 0).all()
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("rate", [0.2, 0.5, 0.9])
+def test_the_clustered_interval_covers_the_rate_however_alike_the_trials_of_a_cluster_are(rate: float, correlation: float) -> None:
+    rng = np.random.default_rng(0)
+    draws, clusters = 400, 32
+    first, again = rng.random((2, draws, clusters)) < rate
+    second = np.where(rng.random((draws, clusters)) < correlation, first, again)
+    rates = (first + second.astype(float)) / 2
+    intervals = [clustered_interval(row, size=2) for row in rates]
+    assert np.mean([interval.low <= rate <= interval.high for interval in intervals]) > 0.93
+    if correlation == 1.0 and rate == 0.5:
+        plain = [wilson_interval(float(2 * row.sum()), 2 * clusters) for row in rates]
+        assert np.mean([interval.low <= rate <= interval.high for interval in plain]) < 0.88
+
+
+def test_a_clustered_interval_of_one_cluster_says_that_anything_is_possible() -> None:
+    assert clustered_interval([1.0], size=2) == Interval(1.0, 0.0, 1.0)
+    with pytest.raises(ValueError, match="rates from 0 to 1"):
+        clustered_interval([1.5, 0.0], size=2)
+    with pytest.raises(ValueError, match="rates from 0 to 1"):
+        clustered_interval([], size=2)

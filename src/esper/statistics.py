@@ -276,7 +276,7 @@ def paired_interval(
     return bootstrap_interval(_differences(ours, theirs), confidence=confidence, resamples=resamples, rng=rng)
 
 
-def wilson_interval(successes: float, trials: int, *, confidence: float = 0.95) -> Interval:
+def wilson_interval(successes: float, trials: float, *, confidence: float = 0.95) -> Interval:
     """Wilson's interval of a success rate: inside [0, 1], and honest at 0 and at all of the trials.
 
     A trial may be half a success, as a draw is: it varies less than all or nothing does, so the interval is then a little too wide.
@@ -287,6 +287,29 @@ def wilson_interval(successes: float, trials: int, *, confidence: float = 0.95) 
     center = (rate + z * z / (2 * trials)) / (1 + z * z / trials)
     reach = z * math.sqrt(rate * (1 - rate) / trials + z * z / (4 * trials * trials)) / (1 + z * z / trials)
     return Interval(rate, min(max(center - reach, 0.0), rate), max(min(center + reach, 1.0), rate))
+
+
+def clustered_interval(rates: ArrayLike, *, size: int, confidence: float = 0.95) -> Interval:
+    """Interval of a success rate whose trials come in clusters of `size`, such as battles on one map; `rates` are those of the clusters.
+
+    It is Wilson's for the number of independent trials that would tell as much, by the spread of the clusters: at most all trials, and
+    fewer where the trials of a cluster are alike. Few clusters know their spread badly, so that number is reduced by the squared ratio
+    of the normal to Student's quantile (Korn and Graubard). One cluster says nothing about others.
+
+    >>> print(clustered_interval([1.0, 0.0] * 16, size=2), "is wider than", wilson_interval(32, 64))
+    0.5 [0.328, 0.672] is wider than 0.5 [0.381, 0.619]
+    """
+    sample = np.asarray(rates, dtype=np.float64)
+    if sample.ndim != 1 or not len(sample) or not ((sample >= 0) & (sample <= 1)).all():
+        raise ValueError(f"an interval over clusters needs a list of rates from 0 to 1; got {rates!r}")
+    rate, clusters = float(sample.mean()), len(sample)
+    if clusters < 2:
+        return Interval(rate, 0.0, 1.0)
+    tail, variance = (1 + _confidence(confidence)) / 2, float(sample.var(ddof=1)) / clusters
+    # Where all is won or lost nothing tells whether the trials of a cluster are alike: then each counts as one.
+    trials = rate * (1 - rate) / variance if variance > 0 else clusters * (size if 0 < rate < 1 else 1)
+    trials = min(trials, clusters * size) * (NormalDist().inv_cdf(tail) / student_quantile(tail, clusters - 1)) ** 2
+    return wilson_interval(rate * trials, trials, confidence=confidence)
 
 
 @lru_cache(maxsize=1024)  # whoever measures again and again asks for the same few

@@ -51,6 +51,20 @@ def test_a_recorded_arena_goes_on_from_a_state_that_is_loaded_or_set():
     assert_equal(arena, other)
 
 
+def test_a_recorded_arena_that_is_opened_with_another_seed_equals_a_new_one_of_it():
+    config = small_config(teams=2, battles=4, maps=2, seconds=4.0)
+    arena, new = Arena(config, seed=1, device="cuda"), Arena(config, seed=2, device="cuda")
+    bot = Bot("strong", new)
+    arena.step(no_actions(config, "cuda"))  # recorded with the maps of the first seed
+    arena.reset(2)
+    new.reset()
+    for _ in range(40):  # beyond the end of battles, whose maps follow from the seed
+        actions = {name: value.clone() for name, value in bot.act().items()}
+        arena.step(actions)
+        new.step(actions)
+        assert_equal(arena, new)
+
+
 def test_a_wrong_action_is_named_at_the_next_check():
     config = small_config(teams=2, battles=3)
     arena = Arena(config, device="cuda")

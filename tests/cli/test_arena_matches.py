@@ -37,6 +37,7 @@ pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
         (["match", "young:update-1", "weak"], "there is no league in young/league"),
         (["league", "nowhere"], "there is no folder nowhere"),
         (["league", "young"], "young has no league yet"),
+        (["match", "strong", "weak", "--battles", "3"], "--battles: expected"),
         (["bench", "--battles", "0"], "--battles: expected an int > 0 and <= 1048576, got 0"),
     ],
 )
@@ -77,15 +78,16 @@ def _flag_value(value: str) -> list[str]:
 
 
 def test_an_evaluation_counts_every_battle_once_from_both_sides(arena_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["arena", "eval", str(arena_run), "--against", "weak", "--battles", "3", "--device", "cpu", "--json"]) == 0
+    assert main(["arena", "eval", str(arena_run), "--against", "weak", "--battles", "4", "--device", "cpu", "--json"]) == 0
     shown = capsys.readouterr().out
     result = last_line(shown)
-    assert (result["against"], result["checkpoint"], result["battles"], result["teams"]) == ("weak", "best", 3, 1)
-    assert [side["battles"] for side in result["by_side"]] == [2, 1]
+    assert (result["against"], result["checkpoint"], result["battles"], result["teams"]) == ("weak", "best", 4, 1)
+    assert [side["battles"] for side in result["by_side"]] == [2, 2]
     assert sum(side["wins"] for side in result["by_side"]) == result["wins"]
-    assert result["score"] == pytest.approx((result["wins"] + result["draws"] / 2) / 3)
+    assert result["maps"] == 2
+    assert result["score"] == pytest.approx((result["wins"] + result["draws"] / 2) / 4)
     assert result["interval"][0] <= result["score"] <= result["interval"][1]
-    assert result["by_time_share"] == result["by_time"] / 3
+    assert result["by_time_share"] == result["by_time"] / 4
     assert 0 < result["mean_seconds"] == result["mean_decisions"] / 4
     assert f"best player of {arena_run} against weak: 1 against 1 on maps of 16 × 16, on cpu" in shown
     assert result["actions"] == "likeliest"

@@ -35,7 +35,7 @@ def test_a_candidate_that_does_not_beat_the_best_is_forgotten() -> None:
     league.record("two", "strong", Record(wins=1))
     settled = league.settle("two")
     assert not settled.is_promoted
-    assert settled.reason.startswith("50.0 % [40.4, 59.6] against one, needed 55.0 %")
+    assert settled.reason.startswith("50.0 % [40.4, 59.6] against one, needed from 50.0 % on")
     assert league.members == ("one",)
     assert "two" not in league.weights
     assert league.table.total("strong").battles == 0
@@ -188,6 +188,22 @@ def test_a_smaller_league_takes_effect_with_the_next_member() -> None:
     assert promoted(smaller, "four").members == ("three", "four")
 
 
+def test_a_league_from_before_intervals_were_over_maps_loads_with_those_over_battles() -> None:
+    league = promoted(promoted(small_league(), "one"), "two")
+    old = league.to_state() | {"version": 1}
+    for row in old["table"]:
+        del row["record"]["maps"]
+    assert League.from_state(old, league.weights).to_state() == league.to_state()
+    assert League.from_state(old).table.between("two", "one").interval() == WIN.interval()
+
+
+def test_a_match_on_maps_comes_back_with_them() -> None:
+    league = small_league()
+    league.record("weak", "strong", Record.of_pairs([1.0, 0.0, 0.0, 0.5]))
+    again = League.from_state(json.loads(json.dumps(league.to_state())))
+    assert again.table.between("strong", "weak").maps == (0, 0, 1, 1, 0)
+
+
 def test_a_state_is_a_copy() -> None:
     league = promoted(small_league(), "one")
     state = league.to_state()
@@ -205,7 +221,8 @@ def test_a_state_without_the_weights_of_a_member_is_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 2}, "has version 2, and this esper reads 1"),
+        ({"version": 3}, "has version 3, and this esper reads up to 2"),
+        ({"version": 0}, "has version 0, and this esper reads up to 2"),
         ({"table": [{"first": "a", "second": "a", "record": {"wins": 1}}]}, "not the state of a league: 'a' cannot be its own opponent"),
         ({"entries": [{"name": "a", "kind": "boss"}]}, r"not the state of a league: Invalid enum value 'boss' - at `\$.entries"),
         ({"surprise": 1}, "unknown field `surprise`"),

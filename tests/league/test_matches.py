@@ -30,6 +30,45 @@ def test_every_battle_is_counted_once_and_both_sides_are_played() -> None:
     assert result.decisions == pytest.approx(sum(firsts) / 4)
 
 
+def test_every_pair_of_battles_has_a_map_of_its_own_and_swapped_sides() -> None:
+    place = ground(battles=6, maps=2, seconds=0.5)
+    maps = []
+    place.play("weak", "middle", on_scene=lambda scene: maps.append(place.arena.state.contest.map.clone()))
+    assert maps[0].tolist() == [0, 0, 1, 1, 2, 2]
+    heights = place.arena.atlas.worlds.height
+    assert all(not torch.equal(heights[one], heights[other]) for one, other in ((0, 1), (0, 2), (1, 2)))
+
+
+def test_a_match_of_a_bot_that_draws_nothing_against_itself_is_even_on_every_map() -> None:
+    result = ground(battles=4, seconds=4.0).play("middle", "middle")
+    assert result.record.score == 0.5
+    assert result.record.maps == (0, 0, 2, 0, 0)
+
+
+def test_all_rivals_of_one_match_meet_the_player_on_the_same_maps_as_alone() -> None:
+    config = small_arena(battles=4, seconds=2.0)
+    together = Ground(config, seed=1, device="cpu", rivals=2).play_all("middle", ["weak", "middle"])
+    place = Ground(config, seed=1, device="cpu")
+    alone = [place.play("middle", rival) for rival in ("weak", "middle")]
+    for one, other in zip(together, alone, strict=True):
+        assert (one.points, one.by_side, one.decisions, one.by_time) == (other.points, other.by_side, other.decisions, other.by_time)
+    assert together[0].won == (0, 1, 4, 5)  # places of the second rival lie between those of the first
+    assert together[1].won == ()
+
+
+def test_other_maps_make_another_match_on_the_same_ground() -> None:
+    place = ground(battles=2, seconds=0.5)
+    first = place.arena.atlas.worlds.height.clone()
+    place.open(7)
+    assert not torch.equal(place.arena.atlas.worlds.height, first)
+    assert place.play("weak", "random") == Ground(place.config, seed=7, device="cpu").play("weak", "random")
+
+
+def test_battles_that_cannot_be_paired_are_refused() -> None:
+    with pytest.raises(ValueError, match="battles of a match come in pairs, one map for both sides; got 3, use 4"):
+        ground(battles=3)
+
+
 @pytest.mark.slow
 def test_the_same_match_is_the_same_again_and_the_other_way_round_its_mirror() -> None:
     place = ground()
@@ -67,7 +106,8 @@ def test_a_tally_counts_the_first_battle_in_every_place() -> None:
     )  # a draw by time; others are second ones
     told([False, False, False, True], [0, 0, 0, 1], by_time=[False] * 4, length=40.0)  # won
     assert tally.is_over()
-    result = tally.result(side)
+    [result] = tally.results(1)
+    assert result.points == (1.0, 0.0, 0.5, 1.0)
     assert (result.record.wins, result.record.draws, result.record.losses) == (2, 1, 1)
     assert [(record.wins, record.draws, record.losses) for record in result.by_side] == [(1, 1, 0), (1, 0, 1)]
     assert (result.won, result.by_time, result.decisions) == ((0, 3), 2, 20.0)

@@ -25,6 +25,30 @@ def test_the_interval_is_wilsons_of_the_points() -> None:
     assert Record(wins=10).interval().low == pytest.approx(1 - 0.277533, abs=1e-6)
 
 
+def test_the_interval_of_battles_on_shared_maps_is_over_the_maps() -> None:
+    same = Record.of_pairs([1.0, 1.0, 0.0, 0.0] * 16)  # whoever wins a battle wins the other one on its map
+    assert (same.wins, same.losses, same.maps) == (32, 32, (16, 0, 0, 0, 16))
+    over_maps, over_battles = same.interval(), wilson_interval(32, 64)
+    assert over_maps.estimate == over_battles.estimate == 0.5
+    assert over_maps.high - over_maps.low > 1.3 * (over_battles.high - over_battles.low)
+    split = Record.of_pairs([1.0, 0.0] * 32)  # the side decides; the maps say that neither player is better
+    assert split.maps == (0, 0, 32, 0, 0)
+    assert split.interval().high - split.interval().low < over_maps.high - over_maps.low
+    assert (Record.of_pairs([1.0, 1.0]).interval().low, Record.of_pairs([1.0, 0.5]).interval().high) == (0.0, 1.0)  # one map: anything
+
+
+def test_maps_add_up_and_turn_round_with_their_battles() -> None:
+    one, other = Record.of_pairs([1.0, 0.5, 0.0, 0.0]), Record.of_pairs([1.0, 1.0])
+    assert (one + other).maps == (1, 0, 0, 1, 1)
+    assert (one + other).reversed() == Record(wins=2, draws=1, losses=3, maps=(1, 1, 0, 0, 1))
+    assert (one + Record(wins=1)).maps == ()  # of one battle nothing is known of maps
+    assert (one + Record()).maps == one.maps
+    with pytest.raises(ValueError, match="maps"):
+        Record(wins=2, maps=(1, 0, 0, 0, 0))
+    with pytest.raises(ValueError, match="pairs"):
+        Record.of_pairs([1.0])
+
+
 @given(RECORDS)
 def test_both_sides_tell_the_same_of_a_match(record: Record) -> None:
     other = record.reversed()

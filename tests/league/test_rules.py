@@ -18,9 +18,11 @@ def test_the_first_candidate_is_promoted() -> None:
     assert is_promoted(None, promote_at=1.0)
 
 
-@pytest.mark.parametrize(("record", "expected"), [(Record(11, 0, 9), True), (Record(10, 2, 8), True), (Record(10, 1, 9), False)])
-def test_a_candidate_is_promoted_from_the_bar_on_draws_being_half(record: Record, expected: bool) -> None:
-    assert is_promoted(record, promote_at=0.55) is expected
+@pytest.mark.parametrize(("wins", "expected"), [(10, False), (13, False), (14, False), (15, True), (20, True)])
+def test_a_candidate_is_promoted_where_the_lower_end_of_its_interval_reaches_the_bar(wins: int, expected: bool) -> None:
+    record = Record.of_pairs([1.0, 1.0] * wins + [0.0, 0.0] * (20 - wins))  # 14 of 20 maps are 70 %, and may be luck
+    assert is_promoted(record, promote_at=0.5) is expected
+    assert is_promoted(record, promote_at=0.5) == (record.interval().low >= 0.5)
 
 
 def test_of_those_beaten_nearly_always_the_lowest_rated_leaves() -> None:

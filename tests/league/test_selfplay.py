@@ -100,7 +100,7 @@ def test_self_play_keeps_the_contract_of_environments_and_repeats_itself_once_it
 
 @pytest.mark.slow
 def test_another_self_play_goes_on_where_the_first_was_saved() -> None:
-    config = small_training(selfplay={"enter_every": 1, "entry_battles": 1})
+    config = small_training(selfplay={"enter_every": 1, "entry_battles": 2})
     one, other = seated(config), seated(config)
     last = driven(one, one.reset(), 11)  # a league member sits in the seats, and battles have ended
     assert None not in one.seats.names
@@ -241,7 +241,7 @@ def with_members(env: SelfPlay, *names: str) -> SelfPlay:
         best = env.league.best
         env.league.enter(name, number, a_policy(env.config, seed=number).state_dict())
         if best is not None:
-            env.league.record(name, best, Record(wins=1))
+            env.league.record(name, best, Record(wins=9))
         assert env.league.settle(name).is_promoted
     return env
 
@@ -350,7 +350,7 @@ def test_without_bots_and_past_selves_everybody_learns() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 def test_past_selves_may_sit_on_another_device() -> None:
     """The arena on the GPU, its past selves on the CPU."""
-    config = small_training(selfplay={"opponent_device": "cpu", "enter_every": 1, "entry_battles": 1})
+    config = small_training(selfplay={"opponent_device": "cpu", "enter_every": 1, "entry_battles": 2})
     env = SelfPlay(config, device=torch.device("cuda"), seed=0)
     env.attach(a_policy(config).to("cuda"))
     timestep = env.reset()

@@ -70,5 +70,5 @@ def test_the_strongest_stand_first() -> None:
 def test_rows_are_json_for_programs() -> None:
     rows = json.loads(msgspec.json.encode(standing_rows(played(is_rated=False))))
     three = next(row for row in rows if row["name"] == "three")
-    assert three["against"] == {"strong": {"wins": 410, "draws": 12, "losses": 90}}
+    assert three["against"] == {"strong": {"wins": 410, "draws": 12, "losses": 90, "maps": []}}
     assert (three["kind"], three["games"], three["learner_score"]) == ("member", 522, 0.375)

@@ -40,7 +40,7 @@ ROWS = 6 * 2 + 2 * 4  # that learn, in eight battles of two against two
 
 def config_for(updates: int = UPDATES, **settings: Any) -> ArenaTrainConfig:
     """A member enters the league after every update and sits in both seats from then on."""
-    given = {"selfplay": {"enter_every": 1, "entry_battles": 1}, "checkpoint_every": 2, "keep": 3, "total_steps": updates * 8 * ROWS}
+    given = {"selfplay": {"enter_every": 1, "entry_battles": 2}, "checkpoint_every": 2, "keep": 3, "total_steps": updates * 8 * ROWS}
     return small_training(**{**given, **settings})
 
 
@@ -246,7 +246,7 @@ def resident_bytes() -> int:
 def test_memory_does_not_grow_over_many_updates() -> None:
     config = config_for(
         arena={"battles": 4, "teams": 1, "seconds": 1.0},
-        selfplay={"bots": ("middle",), "enter_every": 25, "entry_battles": 1, "past_seats": 1},
+        selfplay={"bots": ("middle",), "enter_every": 25, "entry_battles": 2, "past_seats": 1},
         ppo={"num_steps": 2, "num_minibatches": 1, "bptt_length": 2},
     )
     sizes = []

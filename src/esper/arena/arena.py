@@ -35,7 +35,7 @@ from esper.arena.orders import (
 )  # fmt: skip
 from esper.arena.rewards import Rewards, has_died, pay, shared
 from esper.arena.sensing import sense
-from esper.arena.start import fresh, make_atlas
+from esper.arena.start import fresh, make_atlas, within_bits
 from esper.arena.state import Contest, State, cloned, copy_into, from_named, named_tensors, replace_rows, select
 from esper.arena.tables import make_tables
 from esper.arena.zone import Ending, judge
@@ -86,19 +86,24 @@ class Arena:
         self.largest_team = torch.full((), self.config.teams, device=self.device)
         self._problem = torch.full((1 + len(FIRST_WRONG),), -1.0, dtype=torch.float64, device=self.device)  # row, and what it held
         self._recording: _Recording | None = None
-        self._open(seed)
-
-    def _open(self, seed: int) -> None:
         self.seed = seed
+        self._seed_word = torch.full((), within_bits(seed), dtype=torch.int64, device=self.device)
         self.atlas = make_atlas(self.config, self.tables, seed=seed, device=self.device)
         self.place = torch.arange(self.config.battles, device=self.device)
+        self.state = self._sensed(self._fresh(self.place, torch.zeros_like(self.place)))
+
+    def _open(self, seed: int) -> None:
+        """Write the maps of another seed over the old ones: a recorded step goes on reading the same memory."""
+        self.seed = seed
+        self._seed_word.fill_(within_bits(seed))
+        for old, new in zip(self.atlas.worlds, make_atlas(self.config, self.tables, seed=seed, device=self.device).worlds, strict=True):
+            old.copy_(new)
         self.state = self._sensed(self._fresh(self.place, torch.zeros_like(self.place)))
 
     def reset(self, seed: int | None = None) -> Scene:
         """New battles everywhere; those of another seed if one is given, else the first of this one again."""
         if seed is not None and seed != self.seed:
             self._open(seed)
-            self._recording = None  # it reads the maps of the old seed
         else:
             self.state = self._sensed(self._fresh(self.place, torch.zeros_like(self.place)))
         self._problem.fill_(-1.0)
@@ -143,7 +148,7 @@ class Arena:
             raise_on_wrong_values(int(row), dict(zip(FIRST_WRONG, values, strict=True)), self.config)
 
     def _fresh(self, place: Tensor, episode: Tensor) -> State:
-        return fresh(place, episode, self.config, self.tables, self.atlas, seed=self.seed, largest_team=self.largest_team)
+        return fresh(place, episode, self.config, self.tables, self.atlas, seed=self._seed_word, largest_team=self.largest_team)
 
     def _sensed(self, state: State) -> State:
         senses = self._sense(state.units, state.world, state.clouds, self.tables, contacts=self.config.contacts)
@@ -198,7 +203,6 @@ class Arena:
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         if saved["seed"] != self.seed:
             self._open(int(saved["seed"]))
-            self._recording = None
         state = from_named(saved["state"], like=self.state)
         if self._recording is None:
             self.state = cloned(state)

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from esper.arena.specs import CLASSES, PACK, PHYSICS, WEAPONS, Weapon
-from esper.config import Config, ConfigError, Count, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, Width
+from esper.config import Config, ConfigError, Count, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Width
 
 Landscape = Literal["city", "forest", "river", "ridges", "ruins"]
 SMALLEST, LARGEST = 16, 128  # columns on a side of a map
@@ -45,6 +45,7 @@ class ArenaConfig(Config):
     pack: tuple[str, ...] = PACK  # classes of a team's units, first to last; begun again where the team is larger
     size: MapSize = 64  # columns on a side of the map
     maps: Count = 128  # different maps that battles are fought on
+    battles_per_map: PositiveInt | None = None  # neighbouring battles share a map, and the next ones take the next; None: maps are drawn
     landscapes: tuple[Landscape, ...] = ("city", "forest", "river", "ridges", "ruins")  # that maps are drawn from
     seconds: PositiveFloat = 125.0  # after which a battle ends
     contacts: Width = 5  # nearest sensed enemies that a unit observes and can aim at

@@ -9,7 +9,7 @@ Shapes: B = battles, U = units, S = side of the map, M = maps.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from esper.arena.tables import Tables
 from esper.arena.terrain_chance import mixed
 
 _PLACE, _EPISODE, _MAP, _TEAM = 1_000_003, 7_919, 1, 2
+_Seed = TypeVar("_Seed", int, Tensor, int | Tensor)
 
 
 class Atlas(NamedTuple):
@@ -54,15 +55,20 @@ def make_atlas(config: ArenaConfig, tables: Tables, *, seed: int, device: torch.
     return Atlas(worlds, spawns.to(device))
 
 
-def fresh(place: Tensor, episode: Tensor, config: ArenaConfig, tables: Tables, atlas: Atlas, *, seed: int, largest_team: Tensor) -> State:
+def fresh(
+    place: Tensor, episode: Tensor, config: ArenaConfig, tables: Tables, atlas: Atlas, *, seed: int | Tensor, largest_team: Tensor
+) -> State:
     """New battles in these places of the batch [B], after so many others there [B]. Nothing is sensed yet.
 
-    `largest_team` [] is a tensor, so that a recorded step sees it change.
+    `largest_team` [] is a tensor, and `seed` [] may be one, so that a recorded step sees them change.
     """
     device = place.device
     battles, count, slots = len(place), config.units, config.projectiles
     key = mixed(mixed(place + _spread(seed)) + episode * _EPISODE)
     which = _below(mixed(key + _MAP), config.maps)
+    if config.battles_per_map is not None:
+        groups = -(-config.battles // config.battles_per_map)  # of battles on one map; later battles take the maps after those
+        which = (place // config.battles_per_map + episode * groups) % config.maps
     world = World(*(part[which] for part in atlas.worlds))
     least = torch.clamp_max(largest_team, config.smallest_team or config.teams)
     size = least + _below(mixed(key + _TEAM), largest_team - least + 1)
@@ -121,7 +127,12 @@ def fresh(place: Tensor, episode: Tensor, config: ArenaConfig, tables: Tables, a
     )
 
 
-def _spread(seed: int) -> int:
+def within_bits(seed: int) -> int:
+    """A seed that fits into a tensor and stands for this one."""
+    return seed % 2**42
+
+
+def _spread(seed: _Seed) -> _Seed:
     """Far apart for neighbouring seeds, and within 64 bits for any."""
     return seed % 2**42 * _PLACE
 

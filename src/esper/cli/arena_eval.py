@@ -12,15 +12,16 @@ from esper.cli.arena_battles import fight, in_words, match_json, print_match
 from esper.cli.arena_players import Contender, mistakes, of_run, saved_arena
 from esper.cli.outcome import Outcome
 from esper.cli.parse import parse
-from esper.config import Config, Count, NonNegativeInt
+from esper.config import Config, NonNegativeInt
+from esper.league.config import PairedBattles
 from esper.league.training_config import Anchor
 
-DESCRIPTION = """Lets the player of a run fight a scripted bot, on maps that it was never trained on, sides swapped from battle to battle.
+DESCRIPTION = """Lets the player of a run fight a scripted bot on maps that it was never trained on, twice on each with sides swapped.
 
   esper arena eval runs/arena-... --against strong --battles 512
   esper arena eval runs/arena-... --battles 16 --replay runs/arena-...
 
-The score counts draws half, and its 95 % interval is Wilson's. Another opponent than a bot: esper arena match."""
+The score counts draws half, and its 95 % interval is over the maps. Another opponent than a bot: esper arena match."""
 
 
 class EvalArguments(Config):
@@ -28,8 +29,8 @@ class EvalArguments(Config):
     """folder of the run"""
     against: Anchor = "strong"
     """the bot"""
-    battles: Count = 512
-    """how many, all at once"""
+    battles: PairedBattles = 512
+    """how many, all at once: two on every map, one from each side"""
     checkpoint: Literal["best", "latest"] = "best"
     """which of its players"""
     seed: NonNegativeInt = 0

@@ -14,6 +14,7 @@ from esper.cli.arena_players import COMMANDS, enough_memory, mistakes, record_js
 from esper.cli.outcome import CommandError, Outcome
 from esper.cli.parse import parse
 from esper.config import Config, NonNegativeInt
+from esper.league.config import EvenCount
 from esper.league.training_config import ArenaTrainConfig
 
 if TYPE_CHECKING:
@@ -31,8 +32,8 @@ DESCRIPTION = """Shows the league of a run: past selves and bots, their ratings,
 class LeagueArguments(Config):
     run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
     """folder of the run"""
-    battles: NonNegativeInt = 0
-    """of each pair, fought now; 0: none, show what training has recorded"""
+    battles: EvenCount = 0
+    """of each pair of players, fought now, two on every map; 0: none, show what training has recorded"""
     retired: tyro.conf.FlagCreatePairsOff[bool] = False
     """show those who have left the league too"""
     seed: NonNegativeInt = 0

@@ -13,9 +13,10 @@ from esper.cli.arena_battles import fight, in_words, match_json, print_match
 from esper.cli.arena_players import Contender, check_fits, contender, mistakes
 from esper.cli.outcome import Outcome
 from esper.cli.parse import parse
-from esper.config import Config, Count, NonNegativeInt
+from esper.config import Config, NonNegativeInt
+from esper.league.config import PairedBattles
 
-DESCRIPTION = """Lets two players fight, sides swapped from battle to battle. The score is A's, draws half; the 95 % interval is Wilson's.
+DESCRIPTION = """Lets two players fight, twice on every map with sides swapped. The score is A's, draws half; the interval is over maps.
 
   esper arena match strong middle --battles 512
   esper arena match runs/first runs/second --teams 3
@@ -31,8 +32,8 @@ class MatchArguments(Config):
     """a bot, RUN, RUN:member, or a member's file"""
     second: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="B")]
     """likewise"""
-    battles: Count = 512
-    """how many, all at once"""
+    battles: PairedBattles = 512
+    """how many, all at once: two on every map, one from each side"""
     teams: TeamSize | None = None
     """units on each side; None: as A or B was trained, else 5"""
     size: MapSize | None = None

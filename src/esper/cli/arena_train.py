@@ -140,8 +140,7 @@ def _evaluated(folder: Path, config: ArenaTrainConfig) -> Evaluation | None:
 def _record(evaluation: Evaluation) -> Record:
     from esper.league.record import Record
 
-    wins, draws, losses = (evaluation.returns.count(points) for points in (1.0, 0.5, 0.0))
-    return Record(wins=wins, draws=draws, losses=losses)
+    return Record.of_pairs(evaluation.returns)
 
 
 def _print_summary(result: Result, record: Record | None, progress: Progress, config: ArenaTrainConfig, *, ended_by_clock: bool) -> None:

@@ -32,7 +32,7 @@ Weights = Mapping[str, "Tensor"]
 Kind = Literal["anchor", "candidate", "member", "retired"]
 
 LEARNER = "learner"
-VERSION = 1  # of the state; another one is refused
+VERSION = 2  # of the state; a higher one is refused. In version 1 no record told of maps
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # it becomes a file's name
 
 
@@ -202,7 +202,7 @@ class League:
         against = self.table.between(name, best) if best else None
         if against is not None and not against.battles:
             raise LeagueError(f"{name!r} has not met the best member, {best!r}; let them play and record it first")
-        reason = "it is the first" if against is None else f"{against} against {best}, needed {100 * at:.1f} %"
+        reason = "it is the first" if against is None else f"{against} against {best}, needed from {100 * at:.1f} % on"
         if not rules.is_promoted(against, promote_at=at):
             self._forget(name)
             return Settled(False, reason)
@@ -234,7 +234,7 @@ class League:
             ratings=dict(self._ratings),
             recent=dict(self._recent),
         )
-        plain: dict[str, Any] = msgspec.to_builtins(state)
+        plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(state))  # tuples as lists, as they come back
         return plain
 
     @classmethod
@@ -244,8 +244,10 @@ class League:
         `config` replaces the one it had. A league with ratings can be read without openskill; only more battles need it.
         """
         found = state.get("version") if isinstance(state, dict) else None
-        if found != VERSION:
-            raise LeagueError(f"the state of this league has version {found!r}, and this esper reads {VERSION}; use the one that wrote it")
+        if found not in range(1, VERSION + 1):
+            raise LeagueError(
+                f"the state of this league has version {found!r}, and this esper reads up to {VERSION}; use the one that wrote it"
+            )
         try:
             told = msgspec.convert(state, LeagueState)
             table = WinTable.from_rows(told.table)

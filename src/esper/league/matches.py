@@ -1,10 +1,17 @@
-"""Matches: battles between two players, sides swapped from one battle to the next, counted once each."""
+"""Matches: battles of a player against one or several rivals, counted once each.
+
+Two battles are fought on every map, one from each side, and no map is used for another pair: players that draw nothing would fight the
+same battle again. All rivals of a match meet the player on the same maps. Intervals are over maps.
+
+Shapes: R = rivals, P = pairs of battles with each of them = maps. Places of the arena are [P, R, 2], the last being the side of the player.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -27,6 +34,7 @@ class MatchResult:
     decisions: float  # mean length
     by_side: tuple[Record, Record]  # of the first player, as the first and as the second team
     won: tuple[int, ...]  # places in which the first player won
+    points: tuple[float, ...]  # of the first player by battle, 1, 1/2 or 0; each two neighbours were fought on one map
 
 
 def unseen(purpose: str, seed: int) -> int:
@@ -36,11 +44,22 @@ def unseen(purpose: str, seed: int) -> int:
 
 
 class Ground:
-    """An arena for matches, made once: every match is fought on the maps of one seed, so that players meet the same battles."""
+    """An arena for matches, made once: every match is fought on the maps of one seed, so that players meet the same battles.
 
-    def __init__(self, config: ArenaConfig, *, seed: int, device: torch.device | str) -> None:
-        self.arena = Arena(config, seed=seed, device=device)
-        self.config, self.seed = config, seed
+    `config.battles` are those with each of `rivals` rivals. There are as many maps as pairs of them, whatever the config says.
+    """
+
+    def __init__(self, config: ArenaConfig, *, seed: int, device: torch.device | str, rivals: int = 1) -> None:
+        if config.battles % 2:
+            raise ValueError(f"battles of a match come in pairs, one map for both sides; got {config.battles}, use {config.battles + 1}")
+        self.config, self.seed, self.rivals = config, seed, rivals
+        paired = msgspec.structs.replace(config, battles=rivals * config.battles, maps=config.battles // 2, battles_per_map=2 * rivals)
+        self.arena = Arena(paired, seed=seed, device=device)
+
+    def open(self, seed: int) -> None:
+        """Matches from now on are fought on the maps of another seed."""
+        self.seed = seed
+        self.arena.reset(seed)
 
     def play(
         self,
@@ -51,17 +70,33 @@ class Ground:
         recorders: Sequence[Recorder] = (),
         draws: bool = False,
     ) -> MatchResult:
-        """One battle in every place. The first player is the first team where the place is even. Policies take the likeliest actions, or
-        with `draws` draw them.
+        """A match between two. The first player is the first team where the place is even. Policies take the likeliest actions, or with
+        `draws` draw them.
 
         Recorders are of this ground's arena, and new: they see their battles from the beginning to the end.
         """
-        arena, config = self.arena, self.config
+        return self.play_all(first, [second], on_scene=on_scene, recorders=recorders, draws=draws)[0]
+
+    def play_all(
+        self,
+        first: Contender,
+        rivals: Sequence[Contender],
+        *,
+        on_scene: Callable[[Scene], None] | None = None,
+        recorders: Sequence[Recorder] = (),
+        draws: bool = False,
+    ) -> list[MatchResult]:
+        """The player's results against each rival, all fought at once."""
+        if len(rivals) != self.rivals:
+            raise ValueError(f"this ground is made for {self.rivals} rivals; got {len(rivals)}")
+        arena, config = self.arena, self.arena.config
         scene = arena.reset()
         battles = torch.arange(config.battles, device=arena.device)
         side = battles % 2
         players = [self._seated(first, side_rows(battles, side, teams=config.teams), 1, draws=draws)]
-        players.append(self._seated(second, side_rows(battles, 1 - side, teams=config.teams), 2, draws=draws))
+        for number, rival in enumerate(rivals):
+            theirs = battles[battles // 2 % self.rivals == number]
+            players.append(self._seated(rival, side_rows(theirs, 1 - side[theirs], teams=config.teams), 2 + number, draws=draws))
         tally = Tally(config.battles, arena.device)
         for recorder in recorders:
             recorder.begin()
@@ -77,7 +112,7 @@ class Ground:
                 break
         assert tally.is_over(), "a battle went on beyond its time"
         arena.check()
-        return tally.result(side)
+        return tally.results(self.rivals)
 
     def _seated(self, who: Contender, rows: Tensor, number: int, *, draws: bool) -> Player:
         streams = Streams(self.seed).spawn(f"match player {number}")
@@ -105,12 +140,21 @@ class Tally:
     def is_over(self) -> bool:
         return bool((self.points >= 0).all())
 
-    def result(self, side: Tensor) -> MatchResult:
-        points, side = self.points.cpu(), side.cpu()
-        sides = _record(points[side == 0]), _record(points[side == 1])
-        won = tuple((points == 2).nonzero().flatten().tolist())
-        return MatchResult(_record(points), int(self.by_time.sum()), float(self.length.mean()), sides, won)
+    def results(self, rivals: int) -> list[MatchResult]:
+        """By rival."""
+        places = torch.arange(len(self.points)).view(-1, rivals, 2)  # [P, R, 2]
+        halves, by_time, length = self.points.cpu(), self.by_time.cpu(), self.length.cpu()
+        found = []
+        for rival in range(rivals):
+            theirs = places[:, rival].flatten()
+            points = tuple((halves[theirs] / 2).tolist())
+            sides = _record(points[0::2]), _record(points[1::2])
+            won = tuple(theirs[halves[theirs] == 2].tolist())
+            ended = int(by_time[theirs].sum()), float(length[theirs].mean())
+            found.append(MatchResult(Record.of_pairs(points), *ended, sides, won, points))
+        return found
 
 
-def _record(points: Tensor) -> Record:
-    return Record(wins=int((points == 2).sum()), draws=int((points == 1).sum()), losses=int((points == 0).sum()))
+def _record(points: Sequence[float]) -> Record:
+    """Of battles on maps of which each has one."""
+    return Record(wins=points.count(1.0), draws=points.count(0.5), losses=points.count(0.0))

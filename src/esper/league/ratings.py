@@ -77,7 +77,8 @@ def shrunk(record: Record, battles: int) -> Record:
     by_fraction = sorted(range(3), key=lambda index: exact[index] % record.battles, reverse=True)
     for index in by_fraction[: battles - sum(counts)]:
         counts[index] += 1
-    return Record(*counts)
+    wins, draws, losses = counts
+    return Record(wins, draws, losses)
 
 
 def spread(record: Record) -> list[Outcome]:

@@ -11,8 +11,9 @@ NEWCOMER = Rating().ordinal
 
 
 def is_promoted(against_best: Record | None, *, promote_at: float) -> bool:
-    """Whether a candidate becomes a member: by its score against the best one, or because there is none yet (None)."""
-    return against_best is None or against_best.score >= promote_at
+    """Whether a candidate becomes a member: by the lower end of the 95 % interval of its score against the best one, or because there is
+    none yet (None)."""
+    return against_best is None or against_best.interval().low >= promote_at
 
 
 def least_useful(members: Sequence[str], *, learner_scores: Mapping[str, float], ordinals: Mapping[str, float], beaten_at: float) -> str:

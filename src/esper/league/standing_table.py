@@ -44,7 +44,7 @@ def standing_rows(league: League, *, with_retired: bool = False) -> list[Standin
 
 
 def standings(league: League, *, with_retired: bool = False) -> str:
-    """Scores are in percent with draws half, and the ends of their 95 % intervals after Wilson."""
+    """Scores are in percent with draws half, and the ends of their 95 % intervals."""
     header = ["name", "kind", "step", "rating", "games", *(f"vs {anchor}" for anchor in league.anchors), "learner scores"]
     lines = [header, *(_line(row, league) for row in standing_rows(league, with_retired=with_retired))]
     retired = sum(entry.kind == "retired" for entry in league.entries)

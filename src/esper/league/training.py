@@ -86,13 +86,11 @@ def _prepare_to_go_on(
 
 
 def _score(config: ArenaTrainConfig, policy: Policy, seed: int) -> Evaluation | None:
-    """Battles against the anchor that the config names; one battle counts 1, 0.5 or 0."""
+    """Battles against the anchor that the config names; one battle counts 1, 0.5 or 0, and each two neighbours share a map."""
     if not config.eval_battles:
         return None
     result = against_bot(policy, config, config.eval_against, battles=config.eval_battles, seed=seed)
-    record = result.record
-    returns = [1.0] * record.wins + [0.5] * record.draws + [0.0] * record.losses
-    return Evaluation(returns, [round(result.decisions)] * len(returns))
+    return Evaluation(list(result.points), [round(result.decisions)] * len(result.points))
 
 
 def against_bot(policy: Policy, config: ArenaTrainConfig, bot: str, *, battles: int, seed: int, draws: bool = False) -> MatchResult:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 from esper.arena.config import ArenaConfig, TeamSize
-from esper.config import Config, ConfigError, Count, Fraction, NonNegativeInt, PositiveInt, Threads, Width
-from esper.league.config import LeagueConfig
+from esper.config import Config, ConfigError, Fraction, PositiveInt, Threads, Width
+from esper.league.config import EvenCount, LeagueConfig, PairedBattles
 from esper.rl.config import NetworkConfig, PPOConfig
 from esper.rl.run_config import ShownConfig
 
@@ -35,7 +35,7 @@ class SelfPlayConfig(Config):
     first_team: TeamSize | None = None  # curriculum: team size at first; None: as large as it gets
     team_grows: PositiveInt = 20  # updates between two sizes
     enter_every: PositiveInt = 25  # updates after which the learner sends itself to the league
-    entry_battles: Count = 64  # that it fights there against the best member, and against each anchor
+    entry_battles: PairedBattles = 64  # that it fights there against the best member, and against each anchor, two on every map
     opponent_device: str | None = None  # of past selves; None: the learner's
 
     def check(self) -> None:
@@ -59,7 +59,7 @@ class ArenaTrainConfig(ShownConfig):
     compile: bool = False  # fuse the phases of the battles by torch's compiler: a minute or two at first, then twice as fast on a CPU
     checkpoint_every: PositiveInt = 25  # updates between checkpoints
     keep: PositiveInt = 2  # checkpoints that stay, beside the best
-    eval_battles: NonNegativeInt = 128  # against `eval_against` at every checkpoint, which tell the best one; 0: none
+    eval_battles: EvenCount = 128  # against `eval_against` at every checkpoint, which tell the best one; two on every map; 0: none
     eval_against: Anchor = "strong"  # whom checkpoints are judged against
     ppo: PPOConfig = PPOConfig(
         num_steps=32,

@@ -1,6 +1,11 @@
-"""The trial of who wants to join the league: matches against all anchors and the best member, on ground that nobody trains on."""
+"""The trial of who wants to join the league: one match against all anchors and the best member, on maps that nobody has seen.
+
+Every trial has maps of its own. On those of an earlier one the best member would meet a candidate where it was found to be the best.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import msgspec
 import torch
@@ -11,10 +16,11 @@ from esper.league.network import make_player
 from esper.league.record import Record
 from esper.league.training_config import ArenaTrainConfig
 from esper.rl.policy import Policy
+from esper.rng import Streams
 
 
 class Trials:
-    """The ground is made for the first of them, and kept."""
+    """All trials of a training. The arena is made for the first of them, and kept."""
 
     def __init__(self, config: ArenaTrainConfig, *, seed: int, device: torch.device) -> None:
         self.config, self.seed, self.device = config, seed, device
@@ -24,18 +30,22 @@ class Trials:
         """A copy of the learner enters the league, fights, and stays if it beats the best member. Also says how it fared."""
         league.enter(name, step, learner.state_dict())
         candidate = make_player(self.config, league.weights[name], device=self.device)
-        against: dict[str, Record] = {}
-        for rival in (*league.anchors, *([league.best] if league.best is not None else [])):
-            against[rival] = self.fight(candidate, self._player(league, rival))
-            league.record(name, rival, against[rival])
+        rivals = [*league.anchors, *([league.best] if league.best is not None else [])]
+        players = [self._player(league, rival) for rival in rivals]
+        against = dict(zip(rivals, self.fight(candidate, players, trial=name), strict=True))
+        for rival, record in against.items():
+            league.record(name, rival, record)
         return league.settle(name), against
 
-    def fight(self, policy: Policy, rival: Contender) -> Record:
-        """Policies draw their actions, as they do when they sit opposite the learner."""
-        if self._ground is None:
+    def fight(self, policy: Policy, rivals: Sequence[Contender], *, trial: str) -> list[Record]:
+        """The candidate's results on maps of this trial alone. Policies draw their actions, as they do when they sit opposite the
+        learner."""
+        seed = Streams(self.seed).spawn("trials").integer(trial)
+        if self._ground is None or self._ground.rivals != len(rivals):  # the first trial has no best member to beat
             arena = msgspec.structs.replace(self.config.arena, battles=self.config.selfplay.entry_battles, smallest_team=None)
-            self._ground = Ground(arena, seed=self.seed, device=self.device)
-        return self._ground.play(policy, rival, draws=True).record
+            self._ground = Ground(arena, seed=seed, device=self.device, rivals=len(rivals))
+        self._ground.open(seed)
+        return [result.record for result in self._ground.play_all(policy, rivals, draws=True)]
 
     def _player(self, league: League, name: str) -> Contender:
         return name if name in league.anchors else make_player(self.config, league.weights[name], device=self.device)
