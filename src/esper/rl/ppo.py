@@ -35,8 +35,11 @@ from esper.rl.learner import Learner, Outcome
 from esper.rl.policy import Policy
 from esper.rl.rollout import Rollout
 from esper.rng import Streams
-from esper.vecenv import Actions, ActionSpec, ObservationSpec, Saveable, Spaces, Timestep, VecEnv
+from esper.vecenv import Actions, ActionSpec, EnvSource, ObservationSpec, Saveable, Spaces, Timestep, VecEnv, make
+from esper.vecenv.builtin import BUILTIN
 from esper.vecenv.spaces import HasSpaces, spaces_of_specs
+
+DEFAULT_NUM_ENVS = 16  # of a name or a function
 
 
 class TrainingStopped(RuntimeError):
@@ -47,12 +50,16 @@ def _ignore(event: Event) -> None:
     pass
 
 
+Callback = Callable[["PPO", Update], bool | None]  # called after every update; False ends training
+
 _SHARED = tuple(field.name for field in dataclasses.fields(Outcome) if field.name in Update.__struct_fields__)
 
 
 class PPO:
     """Trains a recurrent policy in a batch of environments.
 
+    `env` is a batch from `esper.vecenv.make`, or anything that `make` takes: a name, a function that makes one environment, or a Gymnasium
+    environment. `num_envs` says how many are made of it: by default 16, or 1 of an environment that is given itself.
     `encoder`, `actor` and `critic` replace the built-in ones (see `Policy`). `on_event` hears what happens: every update, skipped steps,
     warnings. The policy lives on `device`, by default the environment's. With a `group`, every rank trains the same policy in environments
     of its own.
@@ -60,10 +67,11 @@ class PPO:
 
     def __init__(
         self,
-        env: VecEnv,
+        env: VecEnv | EnvSource,
         config: PPOConfig | None = None,
         encoder: nn.Module | None = None,
         *,
+        num_envs: int | None = None,
         actor: nn.Module | None = None,
         critic: nn.Sequential | None = None,
         device: torch.device | str | None = None,
@@ -71,6 +79,7 @@ class PPO:
         thresholds: Thresholds = Thresholds(),  # noqa: B008 — frozen
         group: Group | None = None,
     ) -> None:
+        env = _as_batch(env, num_envs, device)
         self.env, self.config = env, config or PPOConfig()
         self.device = torch.device(device) if device is not None else env.device
         self.on_event, self.thresholds = on_event, thresholds
@@ -136,6 +145,13 @@ class PPO:
                     "the events of kind 'skipped' hold their parts"
                 )
 
+    def learn(self, total_steps: int, callback: Callback | None = None) -> PPO:
+        """Train until `total_steps` steps in all. `callback(ppo, update)` is called after every update; False from it ends training."""
+        for update in self.train(total_steps):
+            if callback is not None and callback(self, update) is False:
+                break
+        return self
+
     def collect(self) -> Rollout:
         """One rollout with the current policy. It is overwritten by the next."""
         if not self._has_begun:
@@ -178,7 +194,15 @@ class PPO:
         self.group.first(lambda: save_learner(path, state))
 
     @classmethod
-    def load(cls, path: Path | str, env: VecEnv | None = None, *, config: PPOConfig | None = None, **options: Any) -> PPO:
+    def load(
+        cls,
+        path: Path | str,
+        env: VecEnv | EnvSource | None = None,
+        *,
+        num_envs: int | None = None,
+        config: PPOConfig | None = None,
+        **options: Any,
+    ) -> PPO:
         """Go on where `save` was called, in an environment like the one of then; without one, the learner predicts and does not train.
 
         Episodes go on where they stood if the environment can be saved and as many are given as then; else new ones begin. `config`
@@ -192,6 +216,7 @@ class PPO:
         )
         if env is None:
             env = _NoEnvironment(state["num_envs"] or 1, *specs)
+        env = _as_batch(env, num_envs, options.get("device"))
         for what, ours, saved in (("observes", env.observation_spec, specs[0]), ("takes", env.action_spec, specs[1])):
             if ours != saved:
                 raise ValueError(f"the environment {what} {ours}, and {path} was trained where it {what} {saved}; give it one like that")
@@ -289,6 +314,15 @@ class PPO:
         else:
             self._begin(self.streams.integer(f"environment after {self.step}"))
             self.on_event(EpisodesRestarted(step=self.step))
+
+
+def _as_batch(env: VecEnv | EnvSource, num_envs: int | None, device: torch.device | str | None) -> VecEnv:
+    """The environments to train in, made from `env` unless it is a batch already."""
+    if isinstance(env, VecEnv) or hasattr(env, "num_envs"):
+        return make(env, env.num_envs if num_envs is None else num_envs)
+    on_device = device is not None and isinstance(env, str) and env in BUILTIN
+    default = 1 if hasattr(env, "step") and not isinstance(env, type) else DEFAULT_NUM_ENVS
+    return make(env, default if num_envs is None else num_envs, device=device if on_device and device is not None else "cpu")
 
 
 class _NoEnvironment:

@@ -56,7 +56,7 @@ def make_env(config: TrainConfig, num_envs: int, device: torch.device) -> VecEnv
     place = device if config.env in BUILTIN else torch.device("cpu")
     keywords: dict[str, Any] = dict(config.env_args)
     try:
-        return make(config.env, num_envs, device=place, **keywords)
+        return make(config.env, num_envs, device=place, wrappers=config.wrappers, **keywords)
     except (ValueError, ImportError) as error:
         raise RunError(str(error)) from error
     except Exception as error:  # whatever the environment's own constructor finds wrong

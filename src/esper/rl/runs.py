@@ -37,12 +37,14 @@ from esper.rl.collector import RECENT_EPISODES
 from esper.rl.evaluate import Evaluation
 from esper.rl.events import OF_ALL_RANKS, Update
 from esper.rl.policy import Policy
-from esper.rl.ppo import PPO, TrainingStopped
+from esper.rl.ppo import PPO, Callback, TrainingStopped
 from esper.rl.run_config import ShownConfig, TrainConfig
 from esper.rl.run_events import CheckpointEvaluated, Evaluated, RunStarted
 from esper.rl.run_setup import Relay, count_parameters, evaluate_policy, prepare
 from esper.run_folder import CONFIG, EVENTS, RunError, check_holds_a_run, check_is_free, default_folder, locked
 from esper.run_folder import Kind as RunKind
+from esper.vecenv import EnvSource
+from esper.vecenv.registry import named
 
 __all__ = ["Kind", "Result", "RunError", "RunOptions", "resume_run", "train_run"]
 
@@ -128,6 +130,7 @@ class Options:
     should_stop: Callable[[], bool]
     group: Group
     kind: Kind[Any]
+    callback: Callback | None = None
 
 
 class RunOptions(TypedDict, total=False):
@@ -154,6 +157,8 @@ def train_run(
     *,
     kind: Kind[Any] = ENVIRONMENT,
     encoder: nn.Module | None = None,
+    env: EnvSource | None = None,
+    callback: Callback | None = None,
     sinks: Iterable[Sink] = (),
     tensorboard: bool | None = None,
     wandb: WandbMode | None = None,
@@ -162,14 +167,17 @@ def train_run(
 ) -> Result:
     """Trains a new run in a folder of its own. Stops after the update in which `should_stop()` becomes true, with a checkpoint.
 
-    `tensorboard` and `wandb` become part of the config; None: as it says.
+    `tensorboard` and `wandb` become part of the config; None: as it says. `env` is a function that makes one environment, or a Gymnasium
+    environment, that the name in the config then stands for; give it again when resuming. `callback(ppo, update)` is called after every
+    update; False from it stops the run.
     """
-    options = Options(encoder, tuple(sinks), should_stop, group, kind)
+    options = Options(encoder, tuple(sinks), should_stop, group, kind, callback)
     config = _shown_by(config, tensorboard, wandb)
     place = group.first(lambda: default_folder(kind.title(config)) if folder is None else Path(folder))
     group.first(lambda: check_is_free(place))
     check_installed(tensorboard=config.tensorboard, wandb=config.wandb)
     with (
+        named(kind.title(config), env),
         kind.prepare(config, encoder, group) as (ppo, relay),
         group.only_first(lambda: _new_log(config, place, options)) as log,
     ):
@@ -193,6 +201,8 @@ def resume_run(
     config: RunConfig | None = None,
     kind: Kind[Any] = ENVIRONMENT,
     encoder: nn.Module | None = None,
+    env: EnvSource | None = None,
+    callback: Callback | None = None,
     sinks: Iterable[Sink] = (),
     tensorboard: bool | None = None,
     wandb: WandbMode | None = None,
@@ -203,11 +213,11 @@ def resume_run(
 
     What it writes for TensorBoard and Weights & Biases is as `config` says, unless `tensorboard` or `wandb` is given.
     """
-    options = Options(encoder, tuple(sinks), should_stop, group, kind)
+    options = Options(encoder, tuple(sinks), should_stop, group, kind, callback)
     place = Path(folder)
     goes_on = _shown_by(group.first(lambda: _config_to_go_on_with(place, config, kind)), tensorboard, wandb)
     check_installed(tensorboard=goes_on.tensorboard, wandb=goes_on.wandb)
-    with group.only_first(lambda: locked(place)):
+    with named(kind.title(goes_on), env), group.only_first(lambda: locked(place)):
         checkpoint = group.first(lambda: _latest(place))
         is_trained = checkpoint is not None and checkpoint.step >= kind.total_steps(goes_on, group)
         if checkpoint is not None and is_trained and not group.first(lambda: kind.is_evaluated(goes_on) and not _has_evaluation(place)):
@@ -311,7 +321,7 @@ class _Session:
         try:
             for update in ppo.train(total_steps):
                 self._write_of_others()
-                stops = group.any(self.options.should_stop())
+                stops = group.any(self.options.should_stop() | self._is_ended_by_callback(update))
                 is_last = update.step >= total_steps
                 if stops or is_last or update.update % config.checkpoint_every == 0:
                     self._save(update)
@@ -328,6 +338,10 @@ class _Session:
         """Do what is left to do after the last checkpoint."""
         self._start()
         return self._finish(step, summary)
+
+    def _is_ended_by_callback(self, update: Update) -> bool:
+        callback = self.options.callback
+        return callback is not None and callback(self.ppo, update) is False
 
     def _start(self) -> int:
         """Say that the session begins; return the number of steps after which it ends."""

@@ -3,7 +3,7 @@
 from esper.vecenv.actions import ActionSpec, Continuous, Discrete, Head, Relevance
 from esper.vecenv.check import check_env, check_timestep, sample_actions
 from esper.vecenv.contract import Actions, Masks, Obs, ObservationSpec, Saveable, TensorSpec, Timestep, VecEnv
-from esper.vecenv.registry import make
+from esper.vecenv.registry import EnvSource, make
 from esper.vecenv.spaces import Spaces
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "Actions",
     "Continuous",
     "Discrete",
+    "EnvSource",
     "Head",
     "Masks",
     "Obs",

@@ -6,7 +6,8 @@ Gymnasium resets in one of three ways, and all come out with true final observat
     DISABLED   this adapter resets what ended, in the same step
 
 Action masks are read from `action_mask` in a Dict observation or in the infos: `[n]` for a discrete action, the heads' masks one
-after the other for several, or a dictionary by head; or from `action_mask/<head>` in the infos. An environment without one is free.
+after the other for several, or a dictionary by head; or from `action_mask/<head>` in the infos; or from a method `action_masks()` of the
+environment or of a wrapper around it, as sb3-contrib has it. An environment without one is free.
 Heads that depend on one another are declared as an ActionSpec in `metadata["action_spec"]`.
 
 Shapes: N = parallel environments.
@@ -70,7 +71,7 @@ class GymnasiumEnv:
         self.observation_spec = {part.name: part.spec for part in self._parts}
 
         self.action_spec, self._build_action = _actions(vector_env, self.spaces)
-        self._masks = MaskReader(self.action_spec, self.num_envs, in_obs=masked_in_obs)
+        self._masks = MaskReader(self.action_spec, self.num_envs, in_obs=masked_in_obs, ask=_mask_method(vector_env))
 
     def reset(self, seed: int | None = None) -> Timestep:
         seed, self._next_seed = self._next_seed if seed is None else seed, None
@@ -169,6 +170,22 @@ def _autoreset_mode(vector_env: gymnasium.vector.VectorEnv[Any, Any, Any]) -> Au
             f"{vector_env} does not say how it resets itself: set metadata['autoreset_mode'] to a gymnasium.vector.AutoresetMode"
         )
     return AutoresetMode(mode)
+
+
+def _mask_method(vector_env: Any) -> Any:
+    """What gives the masks of all environments; None where they have no method `action_masks`."""
+    if callable(getattr(vector_env, "action_masks", None)):
+        return vector_env.action_masks
+    inner = vector_env.unwrapped
+    if isinstance(inner, gymnasium.vector.SyncVectorEnv):
+        has_masks = all(env.has_wrapper_attr("action_masks") for env in inner.envs)
+    elif isinstance(inner, gymnasium.vector.AsyncVectorEnv):
+        probe = inner.env_fns[0]()  # those in other processes cannot be looked at
+        has_masks = probe.has_wrapper_attr("action_masks")
+        probe.close()
+    else:
+        return None
+    return (lambda: inner.call("action_masks")) if has_masks else None
 
 
 def _without_mask(spaces: Spaces) -> Spaces:

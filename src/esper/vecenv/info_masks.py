@@ -5,7 +5,7 @@ Shapes: N = parallel environments.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,11 +30,15 @@ def split_masks(spec: ActionSpec, mask: Any, num_envs: int) -> Masks:
 
 
 class MaskReader:
-    """Reads `action_mask` from observations (`in_obs`) or infos, or one `action_mask/<head>` per head from infos."""
+    """Reads `action_mask` from observations (`in_obs`) or infos, or one `action_mask/<head>` per head from infos.
 
-    def __init__(self, spec: ActionSpec, num_envs: int, *, in_obs: bool) -> None:
+    Where the infos hold none, `ask` gives the flat masks of all environments, as the method `action_masks` of sb3-contrib does.
+    """
+
+    def __init__(self, spec: ActionSpec, num_envs: int, *, in_obs: bool, ask: Callable[[], Sequence[Any] | Array] | None = None) -> None:
         self.num_envs = num_envs
         self.in_obs = in_obs
+        self._ask = ask
         self._shapes = {head.name: spec.mask_shape(head) for head in spec.discrete}
         self._keys = {f"{KEY}/{name}": name for name in self._shapes}
         # A flat mask is the masks of all heads one after the other; one that depends on another head has rows instead.
@@ -45,11 +49,10 @@ class MaskReader:
         """The masks, bool: `[N, size]` or `[N, parent size, size]` by head."""
         if self.in_obs:
             return self._split(obs)
-        if not infos:
-            return {}
         if KEY in infos:
             return self._split(infos)
-        return {name: torch.from_numpy(self._rows(infos, key, self._shapes[name])) for key, name in self._keys.items() if key in infos}
+        found = {name: torch.from_numpy(self._rows(infos, key, self._shapes[name])) for key, name in self._keys.items() if key in infos}
+        return self._split({KEY: [_flat(mask) for mask in self._ask()]}) if not found and self._ask is not None else found
 
     def _split(self, source: Mapping[str, Any]) -> Masks:
         by_head = source[KEY]
@@ -81,8 +84,14 @@ class MaskReader:
         for row, value in enumerate(values):
             if value is None or (present is not None and not present[row]):
                 continue
-            mask = np.concatenate([np.ravel(part) for part in value]) if isinstance(value, list | tuple) else np.asarray(value)
+            mask = _flat(value) if isinstance(value, list | tuple) else np.asarray(value)
             if mask.shape != shape:
                 raise ValueError(f"{key!r} of environment {row} has shape {mask.shape}, expected {shape}")
             rows[row] = mask
         return rows
+
+
+def _flat(mask: Any) -> Array:
+    """One environment's mask, which may be one array or one per head."""
+    flat: Array = np.concatenate([np.ravel(part) for part in mask]) if isinstance(mask, list | tuple) else np.ravel(mask)
+    return flat
