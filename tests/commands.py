@@ -20,9 +20,8 @@ from esper.checkpoint.tree import split
 from esper.events import Sink, read
 from esper.run_folder import CHECKPOINTS, EVENTS
 
-_CLOCKS = {"time", "seconds", "samples_per_second", "steps_per_second", "collect_seconds", "update_seconds"}
-# A session that is stopped saves, and evaluates, a checkpoint of its own.
-_OF_SESSIONS = {"header", "resumed", "run_started", "growth_started", "checkpoint_refused", "checkpoint_evaluated"}
+_CLOCKS = {"time", "seconds", "samples_per_second", "steps_per_second", "collect_seconds", "update_seconds", "other_seconds"}
+_OF_SESSIONS = {"header", "resumed", "run_started", "growth_started", "checkpoint_refused"}
 
 
 class Terminal(io.StringIO):

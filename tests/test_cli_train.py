@@ -228,7 +228,7 @@ def test_a_policy_with_an_encoder_of_ones_own_is_trained_resumed_and_loaded(tmp_
 
 def test_the_best_checkpoint_is_the_one_whose_policy_does_best_on_fresh_episodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scores = iter([0.25, 1.0, 0.5, 0.75, 0.0, 0.0])
-    monkeypatch.setattr("esper.rl.runs.evaluate_policy", lambda *given, **settings: Evaluation([next(scores)], [1]))
+    monkeypatch.setattr("esper.rl.run_setup.evaluate", lambda *given, **settings: Evaluation([next(scores)], [1]))
     every = msgspec.structs.replace(CONFIG, checkpoint_every=1, total_steps=5 * UPDATE_STEPS, eval_episodes=1)
     train_run(every, tmp_path / "run")
     assert open_store(tmp_path / "run").load("best").step == 2 * UPDATE_STEPS

@@ -15,6 +15,7 @@ import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -88,6 +89,7 @@ class Group:
 
 
 ALONE = Group()
+_PATIENCE = timedelta(days=30)
 
 
 class Ranks(Group):
@@ -96,6 +98,8 @@ class Ranks(Group):
     def __init__(self, *, local_rank: int = 0) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.local_rank = local_rank  # on its machine
+        # What rank 0 does alone, such as an evaluation, may take longer than the backend lets a collective wait.
+        self.patient = dist.new_group(backend="gloo", timeout=_PATIENCE)
 
     def place(self, device: torch.device) -> torch.device:
         return torch.device("cuda", self.local_rank) if device.type == "cuda" else device
@@ -130,7 +134,7 @@ class Ranks(Group):
     def first(self, make: Callable[[], Value]) -> Value:
         answer: list[Any] = [None, ""]  # the value, and the text of an error
         if self.rank > 0:
-            dist.broadcast_object_list(answer, src=0)
+            dist.broadcast_object_list(answer, src=0, group=self.patient)
             if answer[1]:
                 raise FirstFailed(answer[1])
         else:
@@ -140,7 +144,7 @@ class Ranks(Group):
                 answer[1] = f"{type(error).__name__}: {error}"
                 raise
             finally:
-                dist.broadcast_object_list(answer, src=0)
+                dist.broadcast_object_list(answer, src=0, group=self.patient)
         value: Value = answer[0]
         return value
 

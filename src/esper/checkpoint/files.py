@@ -50,14 +50,20 @@ def write_folder(folder: Path, manifest: Manifest, state: Tree) -> None:
     from safetensors.torch import save
 
     structure, tensors = split(state)
-    note, note_tensors = split(manifest.note)
+    _, note_tensors = split(manifest.note)
     if note_tensors:
         raise TypeError(f"the note has tensors at {sorted(note_tensors)}; they belong into the state")
     contents = {STATE: to_json(structure), TENSORS: save(tensors)}
     make_folder(folder)
     for name, content in contents.items():
         write_file(folder / name, content)
-    finished = msgspec.structs.replace(manifest, note=note, files={name: digest(content) for name, content in contents.items()})
+    write_manifest(folder, msgspec.structs.replace(manifest, files={name: digest(content) for name, content in contents.items()}))
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Replace the manifest of a checkpoint; its other files stay as they are."""
+    note, _ = split(manifest.note)
+    finished = msgspec.structs.replace(manifest, note=note, format=FORMAT)
     write_file(folder / MANIFEST, to_json(with_digest(msgspec.to_builtins(finished)), indent=2))
 
 

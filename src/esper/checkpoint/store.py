@@ -21,8 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
+
 import esper
-from esper.checkpoint.files import FORMAT, CheckpointError, Manifest, read_manifest, read_state, write_folder
+from esper.checkpoint.files import FORMAT, CheckpointError, Manifest, read_manifest, read_state, write_folder, write_manifest
 from esper.checkpoint.tree import Tree
 from esper.files import TEMPORARY, make_folder, remove, remove_temporaries, rename, write_file
 
@@ -109,6 +111,15 @@ class CheckpointStore:
         self._clean()
         self._prune()
         return folder
+
+    def annotate(self, step: int, note: dict[str, Any], *, is_best: bool) -> None:
+        """Give the checkpoint of a step another note, and make it the best where `is_best`. Doing it twice changes nothing."""
+        folder = self.root / f"step-{step:012d}"
+        manifest = read_manifest(folder)
+        write_manifest(folder, msgspec.structs.replace(manifest, note=note, is_best=manifest.is_best or is_best))
+        if is_best:
+            self._point("best", folder)
+            self._prune()
 
     def load(self, which: Pointer | Path = "latest") -> Checkpoint:
         """`latest` falls back to the newest one that can be loaded; `best` and a path load that one or raise CheckpointError."""

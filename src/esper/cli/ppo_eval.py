@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -24,7 +25,9 @@ class EvalArguments(Config):
     stochastic: tyro.conf.FlagCreatePairsOff[bool] = False
     """draw actions instead of taking the likeliest"""
     seed: NonNegativeInt = 0
-    """of the episodes; the evaluation at the end of training uses 0"""
+    """of the episodes, none of which chose the best checkpoint; the evaluation at the end of training uses 0"""
+    max_steps: PositiveInt = 10_000
+    """an episode is cut after so many steps"""
 
 
 def run(argv: list[str], prog: str) -> Outcome:
@@ -45,7 +48,7 @@ def _evaluate(arguments: EvalArguments) -> Outcome:
     from esper.devices import find_device
     from esper.rl.checkpoints import load_checkpoint, policy_from
     from esper.rl.run_config import TrainConfig
-    from esper.rl.run_setup import evaluate_policy
+    from esper.rl.run_setup import EpisodeEvaluator
     from esper.run_folder import CONFIG, check_holds_a_run
     from esper.statistics import student_interval
 
@@ -53,7 +56,10 @@ def _evaluate(arguments: EvalArguments) -> Outcome:
     config = load_saved(TrainConfig, arguments.run / CONFIG)
     checkpoint = load_checkpoint(arguments.run, arguments.checkpoint)
     policy = policy_from(checkpoint, device=find_device(config.device))
-    evaluation = evaluate_policy(policy, config, episodes=arguments.episodes, deterministic=not arguments.stochastic, seed=arguments.seed)
+    settings = {"episodes": arguments.episodes, "deterministic": not arguments.stochastic, "max_steps": arguments.max_steps}
+    with contextlib.closing(EpisodeEvaluator(config, **settings)) as evaluator:
+        evaluation = evaluator.score(policy, 1 + arguments.seed)  # 0 are the episodes that the best checkpoint was chosen by
+    assert evaluation is not None, "there is at least one episode"
     returns = evaluation.returns
     result = {
         "run": str(arguments.run),
@@ -65,6 +71,7 @@ def _evaluate(arguments: EvalArguments) -> Outcome:
         "min_return": min(returns),
         "max_return": max(returns),
         "mean_length": evaluation.mean_length,
+        "cut": evaluation.cut,
     }
     spread = ""
     if len(returns) > 1:
@@ -74,4 +81,6 @@ def _evaluate(arguments: EvalArguments) -> Outcome:
     print(f"{arguments.checkpoint} policy of {arguments.run}, step {checkpoint.step:,}, {len(returns)} episodes of {config.env}")
     print(f"mean return {evaluation.mean_return:.3f}{spread}, from {min(returns):.3f} to {max(returns):.3f}")
     print(f"mean length {evaluation.mean_length:.1f}")
+    if (warning := evaluation.warning(arguments.max_steps)) is not None:
+        print(f"{warning}; --max-steps sets the limit")
     return Outcome(result)

@@ -9,7 +9,7 @@ from rich.table import Table
 from esper.cli import progress
 from esper.events import Record
 from esper.rl.events import CompileFailed, EpisodesRestarted, Skipped, Update
-from esper.rl.run_events import RunStarted
+from esper.rl.run_events import CheckpointEvaluated, RunStarted
 from esper.statistics import Ema
 from esper.text_table import duration
 
@@ -22,6 +22,7 @@ class Progress(progress.Progress):
         self.started: RunStarted | None = None
         self.update: Update | None = None
         self.rate = Ema(_RATE_MOMENTUM)  # steps per second
+        self.has_told_of_cuts = False
 
     def take(self, record: Record) -> bool:
         if isinstance(record.event, RunStarted):
@@ -59,6 +60,10 @@ class Progress(progress.Progress):
                 return "this environment cannot be saved in the middle of an episode: new episodes begin"
             case Skipped() as skipped:
                 return f"step {skipped.step:,}: {skipped.count} gradient steps were not finite and were skipped"
+            case CheckpointEvaluated(cut=cut) as evaluated if cut and not self.has_told_of_cuts:
+                self.has_told_of_cuts = True
+                which = f"{cut} of {evaluated.episodes} episodes of the evaluation at step {evaluated.step:,}"
+                return f"{which} had not ended and were cut; --eval-max-steps sets the limit"
             case CompileFailed() as failed:
                 return f"torch.compile did not work, going on without it: {failed.reason}"
         return super().notice(record)

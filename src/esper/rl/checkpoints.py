@@ -16,7 +16,7 @@ from esper.rl.policy import FILE_KIND, FILE_SCHEMA, Policy
 from esper.run_folder import CHECKPOINTS
 
 KIND = "ppo"
-SCHEMA = 3  # of the state; raise it together with a new row in MIGRATIONS
+SCHEMA = 4  # of the state; raise it together with a new row in MIGRATIONS
 
 _MANIFEST = "manifest.json"  # what tells a checkpoint from a run
 
@@ -33,7 +33,12 @@ def _without_spaces(state: Tree) -> Tree:
     return {**state, "ppo": {**state["ppo"], "spaces": None, "num_envs": None}}
 
 
-MIGRATIONS = {1: _rng_to_streams, 2: _without_spaces}
+def _evaluation_after_saving(state: Tree) -> Tree:
+    """3 -> 4: a checkpoint was evaluated before it was saved, so `best` knows its score."""
+    return {**state, "eval_steps": 0, "awaits_evaluation": False}
+
+
+MIGRATIONS = {1: _rng_to_streams, 2: _without_spaces, 3: _evaluation_after_saving}
 
 
 def open_store(run: Path | str, *, keep: int = 3) -> CheckpointStore:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from warnings import warn
 
 import msgspec
 import torch
@@ -29,7 +30,7 @@ from esper.rl.checkpoints import load_learner, save_learner
 from esper.rl.collector import Collector
 from esper.rl.config import PPOConfig
 from esper.rl.diagnostics import Thresholds, warnings
-from esper.rl.evaluate import Evaluation, evaluate
+from esper.rl.evaluate import MAX_STEPS, Evaluation, evaluate
 from esper.rl.events import CompileFailed, EpisodesRestarted, GradientNorms, Skipped, Update
 from esper.rl.learner import Learner, Outcome
 from esper.rl.policy import Policy
@@ -131,13 +132,15 @@ class PPO:
         """Goes on until `total_steps` steps of the environments in all, counting those before; yields after every update."""
         if total_steps < 1:
             raise ValueError(f"total_steps must be at least 1; got {total_steps}")
+        done = None
         while self.step < total_steps:
             began = time.perf_counter()
+            other = 0.0 if done is None else began - done
             rollout = self.collect()
             collected = time.perf_counter()
             outcome = self.update(rollout, progress=min(1.0, (self.step - self.steps_per_update) / total_steps))
             done = time.perf_counter()
-            update = self._report(outcome, collected - began, done - collected)
+            update = self._report(outcome, collected - began, done - collected, other)
             yield update
             if outcome.skipped_in_a_row >= self.config.max_skips:
                 raise TrainingStopped(
@@ -155,7 +158,7 @@ class PPO:
     def collect(self) -> Rollout:
         """One rollout with the current policy. It is overwritten by the next."""
         if not self._has_begun:
-            self._begin(self.streams.integer("environment"))
+            self._begin(self.streams.integer(f"environment after {self.step}" if self.step else "environment"))
         rollout = self.collector.collect(self.streams.torch("actions", self.device))
         self.step += self.steps_per_update
         return rollout
@@ -173,13 +176,17 @@ class PPO:
         self.skipped += outcome.skipped
         return outcome
 
-    def evaluate(self, env: VecEnv | None = None, *, episodes: int = 100, deterministic: bool = True, seed: int = 0) -> Evaluation:
+    def evaluate(
+        self, env: VecEnv | None = None, *, episodes: int = 100, deterministic: bool = True, seed: int = 0, max_steps: int = MAX_STEPS
+    ) -> Evaluation:
         """Returns and lengths of whole episodes; nothing is learned and no normaliser moves. Without `env`, in the training environments,
-        whose episodes start anew afterwards."""
+        where new episodes begin afterwards. An episode of more than `max_steps` steps is cut there, with a warning."""
         generator = None if deterministic else self.streams.spawn("evaluation").torch(str(seed), self.device)
-        result = evaluate(self.policy, env or self.env, episodes=episodes, generator=generator, seed=seed)
         if env is None:
             self._has_begun = False
+        result = evaluate(self.policy, env or self.env, episodes=episodes, generator=generator, seed=seed, max_steps=max_steps)
+        if (warning := result.warning(max_steps)) is not None:
+            warn(f"{warning}; max_steps sets the limit", stacklevel=2)
         return result
 
     def predict(
@@ -229,10 +236,10 @@ class PPO:
     def _compile_failed(self, error: Exception) -> None:
         self.on_event(CompileFailed(reason=f"{type(error).__name__}: {error}".splitlines()[0][:500]))
 
-    def _report(self, outcome: Outcome, collect_seconds: float, update_seconds: float) -> Update:
+    def _report(self, outcome: Outcome, collect_seconds: float, update_seconds: float, other_seconds: float) -> Update:
         """Tells of an update, and of what is worrying about it."""
         heads, norms = self.policy.distribution.head_names, outcome.gradient_norms
-        update = self._summary(outcome, collect_seconds, update_seconds)
+        update = self._summary(outcome, collect_seconds, update_seconds, other_seconds)
         gradients = GradientNorms(step=self.step, norms=norms, health={name: gradient_health(norm) for name, norm in norms.items()})
         self.on_event(update)
         self.on_event(gradients)
@@ -250,7 +257,7 @@ class PPO:
             self.on_event(warned)
         return update
 
-    def _summary(self, outcome: Outcome, collect_seconds: float, update_seconds: float) -> Update:
+    def _summary(self, outcome: Outcome, collect_seconds: float, update_seconds: float, other_seconds: float) -> Update:
         collector, heads = self.collector, self.policy.distribution.head_names
         ranks = self.group.gather_objects((collector.episodes, list(collector.recent_returns), list(collector.recent_lengths)))
         episodes, returns, lengths = zip(*ranks, strict=True)
@@ -268,9 +275,10 @@ class PPO:
             mean_length=_mean(list(itertools.chain(*lengths))),
             learning_rate=self.learner.learning_rate,
             gradient_steps=outcome.steps_taken,
-            steps_per_second=self.steps_per_update / (collect_seconds + update_seconds),
+            steps_per_second=self.steps_per_update / (collect_seconds + update_seconds + other_seconds),
             collect_seconds=collect_seconds,
             update_seconds=update_seconds,
+            other_seconds=other_seconds,
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from esper.config import Config, ConfigError, Count, NonNegativeInt, PositiveInt, Threads
+from esper.config import Config, ConfigError, Count, Fraction, NonNegativeInt, PositiveInt, Threads
 from esper.rl.config import NetworkConfig, PPOConfig
 
 EnvValue = bool | int | float | str | None | list[bool | int | float | str]
@@ -33,7 +33,9 @@ class TrainConfig(ShownConfig):
     threads: Threads | None = None  # CPU threads of torch; None: its own choice
     checkpoint_every: PositiveInt = 20  # updates between checkpoints
     keep: PositiveInt = 3  # checkpoints that stay, beside the best
-    eval_episodes: NonNegativeInt = 100  # fresh episodes that tell the best checkpoint, and others it plays at the end; 0: none
+    eval_episodes: NonNegativeInt = 16  # fresh episodes that tell the best checkpoint, and others it plays at the end; 0: none
+    eval_max_steps: PositiveInt = 10_000  # an evaluation cuts an episode after so many steps
+    eval_share: Fraction = 0.1  # of the environments' steps that evaluations may take; a checkpoint beyond it is saved without a score
     ppo: PPOConfig = PPOConfig()
 
     def check(self) -> None:

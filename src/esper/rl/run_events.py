@@ -18,12 +18,14 @@ class RunStarted(Event, tag="run_started"):
 
 
 class CheckpointEvaluated(Event, tag="checkpoint_evaluated"):
-    """The policy of a checkpoint played the episodes that the best one is told by."""
+    """The policy of a checkpoint played the episodes that the best one is chosen by."""
 
     step: int
     episodes: int
     mean_return: float
     mean_length: float
+    cut: int = 0  # episodes that had not ended at the step limit
+    steps: int = 0  # of all environments as one
 
 
 class Evaluated(Event, tag="evaluated"):
@@ -33,3 +35,4 @@ class Evaluated(Event, tag="evaluated"):
     episodes: int
     mean_return: float
     mean_length: float
+    cut: int = 0  # episodes that had not ended at the step limit

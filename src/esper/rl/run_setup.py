@@ -63,12 +63,38 @@ def make_env(config: TrainConfig, num_envs: int, device: torch.device) -> VecEnv
         raise RunError(f"the environment {config.env!r} cannot be made with {config.env_args}: {type(error).__name__}: {error}") from error
 
 
-def evaluate_policy(policy: Policy, config: TrainConfig, *, episodes: int, deterministic: bool = True, seed: int = 0) -> Evaluation:
-    """Fresh episodes in the environment of a run; the same `seed` gives the same ones."""
-    streams = Streams(config.ppo.seed).spawn("evaluation of a run")
-    generator = None if deterministic else streams.torch(f"actions {seed}", policy.device)
-    with contextlib.closing(make_env(config, min(config.num_envs, episodes), policy.device)) as env:
-        return evaluate(policy, env, episodes=episodes, generator=generator, seed=streams.integer(f"environment {seed}"))
+class EpisodeEvaluator:
+    """Plays episodes in the environment of a run. Its environments are made at the first use and kept until `close`."""
+
+    def __init__(
+        self, config: TrainConfig, *, episodes: int | None = None, deterministic: bool = True, max_steps: int | None = None
+    ) -> None:
+        self.config, self.deterministic = config, deterministic
+        self.episodes = config.eval_episodes if episodes is None else episodes
+        self.max_steps = config.eval_max_steps if max_steps is None else max_steps
+        self._env: VecEnv | None = None
+
+    def score(self, policy: Policy, seed: int, should_stop: Callable[[], bool] = lambda: False) -> Evaluation | None:
+        """Return how the policy does in fresh episodes; the same `seed` gives the same ones. None where there are none to play."""
+        if not self.episodes:
+            return None
+        if self._env is None:
+            self._env = make_env(self.config, min(self.config.num_envs, self.episodes), policy.device)
+        streams = Streams(self.config.ppo.seed).spawn("evaluation of a run")
+        return evaluate(
+            policy,
+            self._env,
+            episodes=self.episodes,
+            generator=None if self.deterministic else streams.torch(f"actions {seed}", policy.device),
+            seed=streams.integer(f"environment {seed}"),
+            max_steps=self.max_steps,
+            should_stop=should_stop,
+        )
+
+    def close(self) -> None:
+        if self._env is not None:
+            self._env.close()
+            self._env = None
 
 
 def count_parameters(policy: nn.Module) -> int:

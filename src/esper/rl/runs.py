@@ -6,7 +6,7 @@
 
 A checkpoint holds the whole learner and where the event log stood; resuming cuts the events after it. Both together make a run that was
 killed and resumed equal to one that was not, bit for bit on the CPU with the same number of threads. Whatever else was missing when a run
-was killed is made when it goes on: the files that are written after a checkpoint, and the evaluation after the last one.
+was killed is made when it goes on: the files that are written after a checkpoint, its evaluation, and the one at the end.
 
 On several ranks all of them call these functions with the same arguments and a `group`. Only rank 0 touches the folder; it writes the
 events of the others after every update, with their ranks.
@@ -34,19 +34,22 @@ from esper.files import make_folder, remove
 from esper.parallel import ALONE, Group
 from esper.rl.checkpoints import open_store
 from esper.rl.collector import RECENT_EPISODES
-from esper.rl.evaluate import Evaluation
+from esper.rl.evaluate import Evaluation, EvaluationStopped
 from esper.rl.events import OF_ALL_RANKS, Update
 from esper.rl.policy import Policy
 from esper.rl.ppo import PPO, Callback, TrainingStopped
 from esper.rl.run_config import ShownConfig, TrainConfig
 from esper.rl.run_events import CheckpointEvaluated, Evaluated, RunStarted
-from esper.rl.run_setup import Relay, count_parameters, evaluate_policy, prepare
+from esper.rl.run_setup import EpisodeEvaluator, Relay, count_parameters, prepare
 from esper.run_folder import CONFIG, EVENTS, RunError, check_holds_a_run, check_is_free, default_folder, locked
 from esper.run_folder import Kind as RunKind
 from esper.vecenv import EnvSource
 from esper.vecenv.registry import named
 
 __all__ = ["Kind", "Result", "RunError", "RunOptions", "resume_run", "train_run"]
+
+_CHOOSING, _AT_THE_END = 0, 1  # seeds of the episodes that choose the best checkpoint, and of those that it plays at the end
+_EVALUATION = "evaluation"  # in the note of a checkpoint
 
 
 class RunConfig(Protocol):
@@ -71,6 +74,15 @@ class RunConfig(Protocol):
 AnyConfig = TypeVar("AnyConfig", bound=RunConfig)
 
 
+class Evaluator(Protocol):
+    """Scores policies by fresh episodes, and keeps what it needs for that, such as environments, until it is closed."""
+
+    def score(self, policy: Policy, seed: int, should_stop: Callable[[], bool]) -> Evaluation | None:
+        """`seed` says which episodes. Raises EvaluationStopped where `should_stop()` becomes true meanwhile."""
+
+    def close(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class Kind(Generic[AnyConfig]):
     """What is trained: how its learner is made, and how a policy of it is judged."""
@@ -81,6 +93,8 @@ class Kind(Generic[AnyConfig]):
     changeable: tuple[str, ...]  # when resuming
     score: Callable[[AnyConfig, Policy, int], Evaluation | None]  # a policy on fresh episodes; the number says which
     is_evaluated: Callable[[AnyConfig], bool]  # whether `score` gives anything
+    make_evaluator: Callable[[AnyConfig], Evaluator] | None = None  # for a run, in the place of `score`
+    eval_share: Callable[[AnyConfig], float] = lambda config: 1.0  # of the environments' steps, for evaluations at checkpoints
     run_kind: RunKind = "ppo"  # what its folder is known by
     steps_of_all_ranks: bool = True  # what total_steps counts; else those of one
     after_checkpoint: Callable[[Path, AnyConfig, int, dict[str, Any]], None] | None = None  # writes what else the folder keeps of a state
@@ -89,18 +103,38 @@ class Kind(Generic[AnyConfig]):
         """Steps of all environments of all ranks."""
         return config.total_steps * (1 if self.steps_of_all_ranks else group.world_size)
 
+    def evaluator(self, config: AnyConfig) -> Evaluator:
+        return _Scorer(self, config) if self.make_evaluator is None else self.make_evaluator(config)
+
+
+@dataclass(frozen=True)
+class _Scorer:
+    """The evaluator of a kind that keeps nothing from one score to the next."""
+
+    kind: Kind[Any]
+    config: Any
+
+    def score(self, policy: Policy, seed: int, should_stop: Callable[[], bool]) -> Evaluation | None:
+        return self.kind.score(self.config, policy, seed)
+
+    def close(self) -> None:
+        pass
+
 
 def _score_on_episodes(config: TrainConfig, policy: Policy, seed: int) -> Evaluation | None:
-    return evaluate_policy(policy, config, episodes=config.eval_episodes, seed=seed) if config.eval_episodes else None
+    with contextlib.closing(EpisodeEvaluator(config)) as evaluator:
+        return evaluator.score(policy, seed)
 
 
 ENVIRONMENT = Kind(
     config=TrainConfig,
     title=lambda config: config.env,
     prepare=lambda config, encoder, group: prepare(config, encoder=encoder, group=group),
-    changeable=("total_steps", "threads", "checkpoint_every", "keep", "eval_episodes"),
+    changeable=("total_steps", "threads", "checkpoint_every", "keep", "eval_episodes", "eval_max_steps", "eval_share"),
     score=_score_on_episodes,
     is_evaluated=lambda config: config.eval_episodes > 0,
+    make_evaluator=EpisodeEvaluator,
+    eval_share=lambda config: config.eval_share,
 )
 
 
@@ -180,8 +214,9 @@ def train_run(
         named(kind.title(config), env),
         kind.prepare(config, encoder, group) as (ppo, relay),
         group.only_first(lambda: _new_log(config, place, options)) as log,
+        contextlib.closing(_Session(config, place, ppo, relay, log, options)) as session,
     ):
-        return _Session(config, place, ppo, relay, log, options).run()
+        return session.run()
 
 
 @contextlib.contextmanager
@@ -228,10 +263,11 @@ def resume_run(
             group.first(lambda: _write_others(kind, place, goes_on, checkpoint))
             before = None if checkpoint is None else _Before.of(checkpoint)
             checkpoint = None  # or a second copy of everything would stay in memory
-            with group.only_first(lambda: _reopened_log(goes_on, place, before, options)) as log:
-                session = _Session(goes_on, place, ppo, relay, log, options)
-                session.go_on_from(before)
-                return session.run() if before is None or not is_trained else session.end(before.step, before.summary)
+            with (
+                group.only_first(lambda: _reopened_log(goes_on, place, before, options)) as log,
+                contextlib.closing(_Session(goes_on, place, ppo, relay, log, options)) as session,
+            ):
+                return session.run() if before is None else session.go_on_from(before, is_trained=is_trained)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,12 +279,16 @@ class _Before:
     seconds: float
     events_offset: int
     summary: dict[str, Any]
+    eval_steps: int
+    awaits_evaluation: bool
+    evaluation: dict[str, Any] | None  # of its policy, where it was finished: an event
     skipped: tuple[Refused, ...]
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> _Before:
-        kept = {name: checkpoint.state[name] for name in ("best", "seconds", "events_offset", "summary")}
-        return cls(step=checkpoint.step, skipped=checkpoint.skipped, **kept)
+        names = ("best", "seconds", "events_offset", "summary", "eval_steps", "awaits_evaluation")
+        kept = {name: checkpoint.state[name] for name in names}
+        return cls(step=checkpoint.step, skipped=checkpoint.skipped, evaluation=(checkpoint.note or {}).get(_EVALUATION), **kept)
 
 
 def _has_evaluation(folder: Path) -> bool:
@@ -283,7 +323,10 @@ class _Session:
     def __init__(self, config: RunConfig, folder: Path, ppo: PPO, relay: Relay, log: EventLog | None, options: Options) -> None:
         self.config, self.folder, self.ppo, self.log, self.options = config, folder, ppo, log, options
         self.store = open_store(folder, keep=config.keep)
-        self.best = (False, -math.inf)  # what `_score` said of the best checkpoint
+        self.evaluator: Evaluator = options.kind.evaluator(config)
+        self.best = (False, -math.inf)  # whether the best checkpoint has a score, and the score
+        self.eval_steps = 0  # that evaluations at checkpoints took, of all environments as one
+        self.awaits_evaluation = False  # the checkpoint just saved
         self.began = time.perf_counter()
         self.emit: Callable[[Event], None] = _ignore if log is None else log.emit
         self._told: list[tuple[float, int, Event]] = []  # of this rank, where another one writes: when, at which step, and what
@@ -291,13 +334,23 @@ class _Session:
             log.clock = lambda: ppo.step
         relay.connect(self._tell_first if log is None else self.emit)
 
-    def go_on_from(self, before: _Before | None) -> None:
-        if before is None:
-            return
-        self.best = before.best
+    def close(self) -> None:
+        self.evaluator.close()
+
+    def go_on_from(self, before: _Before, *, is_trained: bool) -> Result:
+        """Finish what the checkpoint still waits for, then train on, unless all steps were done."""
+        self.best, self.eval_steps, self.awaits_evaluation = before.best, before.eval_steps, before.awaits_evaluation
         self.began -= before.seconds
         for refused in before.skipped:
             self.emit(CheckpointRefused(checkpoint=refused.path.name, reason=refused.reason))
+        if before.evaluation is not None:
+            self.options.group.first(lambda: self._take_score(CheckpointEvaluated(**before.evaluation), before.summary))
+        elif not self._evaluate_checkpoint(before.step, before.summary):
+            return Result(self.folder, "stopped", before.step, self._seconds(), **before.summary)
+        if not is_trained:
+            return self.run()
+        self._start()
+        return self._finish(before.step, before.summary)
 
     def _tell_first(self, event: Event) -> None:
         """Keep an event for rank 0, but those that it tells of all ranks together."""
@@ -323,21 +376,20 @@ class _Session:
                 self._write_of_others()
                 stops = group.any(self.options.should_stop() | self._is_ended_by_callback(update))
                 is_last = update.step >= total_steps
-                if stops or is_last or update.update % config.checkpoint_every == 0:
-                    self._save(update)
+                is_due = is_last or update.update % config.checkpoint_every == 0
+                if stops or is_due:
+                    self._save(update, is_due=is_due, is_last=is_last)
+                # Whoever asks to stop may not wait for an evaluation: the run does it when it goes on.
+                if is_due and not stops:
+                    stops = not self._evaluate_checkpoint(update.step, _summary(update))
                 if stops:
                     break
         except TrainingStopped:
-            self._save(update)
+            self._save(update, is_due=False)
             raise
-        if is_last:
+        if is_last and not stops:
             return self._finish(update.step, _summary(update))
         return Result(self.folder, "stopped", update.step, self._seconds(), **_summary(update))
-
-    def end(self, step: int, summary: dict[str, Any]) -> Result:
-        """Do what is left to do after the last checkpoint."""
-        self._start()
-        return self._finish(step, summary)
 
     def _is_ended_by_callback(self, update: Update) -> bool:
         callback = self.options.callback
@@ -361,60 +413,89 @@ class _Session:
         return total_steps
 
     def _finish(self, step: int, summary: dict[str, Any]) -> Result:
-        evaluation = self.options.group.first(self._evaluate)
-        return Result(self.folder, "finished", step, self._seconds(), **summary, evaluation=evaluation)
+        evaluation, has_stopped = self.options.group.first(self._evaluate_best)
+        status: Literal["finished", "stopped"] = "stopped" if has_stopped else "finished"
+        return Result(self.folder, status, step, self._seconds(), **summary, evaluation=evaluation)
 
-    def _save(self, update: Update) -> None:
-        ppo = self.ppo.state_dict()  # of all ranks
+    def _save(self, update: Update, *, is_due: bool, is_last: bool = False) -> None:
+        """Write a checkpoint, which is complete but for its evaluation."""
+        ppo, kind = self.ppo.state_dict(), self.options.kind  # of all ranks
         if self.log is None:
             return
-        score = self._score(update)
+        is_evaluated = kind.is_evaluated(self.config)
+        steps = update.step / (self.ppo.env.num_envs * self.options.group.world_size)
+        has_share = is_last or self.eval_steps <= kind.eval_share(self.config) * steps
+        self.awaits_evaluation = is_due and is_evaluated and has_share
+        score = (False, float(update.step)) if is_evaluated else _score_in_training(update)
         is_best = score >= self.best
         self.best = max(score, self.best)
         state = {
             "ppo": ppo,
             "events_offset": self.log.offset(),
             "best": self.best,
+            "eval_steps": self.eval_steps,
+            "awaits_evaluation": self.awaits_evaluation,
             "seconds": self._seconds(),
             "summary": _summary(update),
         }
         self.store.save(update.step, state, is_best=is_best, note=_summary(update))
-        if self.options.kind.after_checkpoint is not None:
-            self.options.kind.after_checkpoint(self.folder, self.config, update.step, state)
+        if kind.after_checkpoint is not None:
+            kind.after_checkpoint(self.folder, self.config, update.step, state)
 
     def _seconds(self) -> float:
         return time.perf_counter() - self.began
 
-    def _score(self, update: Update) -> tuple[bool, float]:
-        """What a checkpoint is best by: what its policy gets on the same fresh episodes as all others.
+    def _evaluate_checkpoint(self, step: int, summary: dict[str, Any]) -> bool:
+        """Score the policy of the checkpoint just saved or loaded by the same fresh episodes as all others. False where it was stopped.
 
         Returns seen in training are those of the policies before the update, which may have spoiled it; they are used only where no
         episodes may be spent on this.
         """
-        evaluation = self.options.kind.score(self.config, self.ppo.policy, 0)
-        if evaluation is None:
-            return _score_in_training(update)
-        event = CheckpointEvaluated(
-            step=update.step, episodes=len(evaluation.returns), mean_return=evaluation.mean_return, mean_length=evaluation.mean_length
-        )
-        self.emit(event)
-        return True, evaluation.mean_return
 
-    def _evaluate(self) -> Evaluation | None:
-        """The best policy on episodes that it was not chosen by."""
+        def evaluate() -> bool:
+            try:
+                evaluation = self.evaluator.score(self.ppo.policy, _CHOOSING, self.options.should_stop)
+            except EvaluationStopped:
+                return False
+            if evaluation is not None:
+                self._take_score(CheckpointEvaluated(step=step, steps=evaluation.steps, **_means(evaluation)), summary)
+            return True
+
+        group = self.options.group
+        return group.first(lambda: evaluate() if self.awaits_evaluation else True)
+
+    def _take_score(self, event: CheckpointEvaluated, summary: dict[str, Any]) -> None:
+        """Tell of the score of a checkpoint, and keep it with the checkpoint. One that is not finite is no score."""
+        self.emit(event)
+        score = (True, event.mean_return)
+        is_best = math.isfinite(event.mean_return) and score >= self.best
+        self.best = score if is_best else self.best
+        self.eval_steps += event.steps
+        self.store.annotate(event.step, {**summary, _EVALUATION: msgspec.structs.asdict(event)}, is_best=is_best)
+
+    def _evaluate_best(self) -> tuple[Evaluation | None, bool]:
+        """Return how the best policy does on episodes that it was not chosen by, and whether this was stopped."""
         if not self.options.kind.is_evaluated(self.config):
-            return None
+            return None, False
         best = self.store.load("best")
         policy = copy.deepcopy(self.ppo.policy).eval()
         load_module(policy, best.state["ppo"]["policy"])
-        evaluation = self.options.kind.score(self.config, policy, 1)
-        if evaluation is None:
-            return None
-        event = Evaluated(
-            step=best.step, episodes=len(evaluation.returns), mean_return=evaluation.mean_return, mean_length=evaluation.mean_length
-        )
-        self.emit(event)
-        return evaluation
+        try:
+            evaluation = self.evaluator.score(policy, _AT_THE_END, self.options.should_stop)
+        except EvaluationStopped:
+            return None, True
+        if evaluation is not None:
+            self.emit(Evaluated(step=best.step, **_means(evaluation)))
+        return evaluation, False
+
+
+def _means(evaluation: Evaluation) -> dict[str, Any]:
+    return {
+        "episodes": len(evaluation.returns),
+        "mean_return": evaluation.mean_return,
+        "mean_length": evaluation.mean_length,
+        "cut": evaluation.cut,
+    }
 
 
 def _score_in_training(update: Update) -> tuple[bool, float]:

@@ -1,0 +1,162 @@
+"""Evaluation: which episodes count, when it stops, and what it leaves alone."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from esper.cli.main import main
+from esper.events import read
+from esper.rl import TrainConfig, resume_run, train_run
+from esper.rl.checkpoints import open_store
+from esper.rl.config import NetworkConfig, PPOConfig
+from esper.rl.evaluate import Evaluation
+from esper.rl.events import Update
+from esper.rl.ppo import PPO
+from esper.vecenv import make
+from tests.commands import last_line
+from tests.faults import _without_syncs  # noqa: F401 — a fixture
+from tests.rl.counting import Counting
+
+SMALL = PPOConfig(num_steps=8, num_minibatches=1, num_epochs=1, network=NetworkConfig(hidden_size=4, encoder_sizes=(4,)))
+CONFIG = TrainConfig(
+    env="conditional",
+    num_envs=4,
+    total_steps=3 * 32,
+    device="cpu",
+    threads=1,
+    checkpoint_every=1,
+    eval_episodes=4,
+    eval_share=1.0,
+    ppo=SMALL,
+)
+pytestmark = pytest.mark.usefixtures("_without_syncs")
+
+
+class Uneven(Counting):
+    """Environment i of N plays episodes of N - i steps, each step worth 1: the last one finishes first."""
+
+    def reset(self, seed=None):
+        timestep = super().reset(seed)
+        self.count = torch.zeros(self.num_envs)
+        self.length = torch.arange(float(self.num_envs), 0.0, -1.0)
+        self.reward_of = lambda actions, count: torch.ones_like(count)
+        return timestep
+
+
+@pytest.mark.parametrize(("episodes", "shares"), [(3, [1, 1, 1, 0]), (4, [1, 1, 1, 1]), (6, [2, 2, 1, 1]), (8, [2, 2, 2, 2])])
+def test_every_environment_gives_its_share_of_episodes_however_long_they_are(episodes, shares):
+    result = PPO(Uneven(num_envs=4), SMALL).evaluate(episodes=episodes)
+    assert [result.lengths.count(length) for length in (4, 3, 2, 1)] == shares
+    assert result.returns == [float(length) for length in result.lengths]
+
+
+def test_an_endless_episode_is_cut_at_the_step_limit_and_counted_with_a_warning():
+    class Endless(Uneven):
+        def reset(self, seed=None):
+            timestep = super().reset(seed)
+            self.length[0] = 10**9
+            return timestep
+
+    ppo = PPO(Endless(num_envs=3), SMALL)
+    with pytest.warns(UserWarning, match=r"2 of 6 episodes had not ended after 50 steps.*max_steps"):
+        result = ppo.evaluate(episodes=6, max_steps=50)
+    assert sorted(result.lengths) == [1, 1, 2, 2, 50, 50]
+    assert result.cut == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert PPO(Uneven(num_envs=3), SMALL).evaluate(episodes=3, max_steps=3).cut == 0
+
+
+def test_a_run_in_an_endless_environment_comes_to_its_end_and_says_that_episodes_were_cut(tmp_path: Path, capsys) -> None:
+    pytest.importorskip("gymnasium")
+    config = msgspec.structs.replace(CONFIG, env="CliffWalking-v1", eval_max_steps=20)
+    result = train_run(config, tmp_path / "run")
+    assert result.evaluation is not None
+    assert result.evaluation.lengths == [20] * 4
+    assert main(["ppo", "eval", str(tmp_path / "run"), "--episodes", "2", "--max-steps", "5"]) == 0
+    assert "2 of 2 episodes had not ended after 5 steps" in capsys.readouterr().out
+
+
+def test_the_checkpoint_is_on_the_disk_before_its_policy_is_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Killed(BaseException):
+        pass
+
+    def killed(*given, **settings):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr("esper.rl.run_setup.evaluate", killed)
+        with pytest.raises(Killed):
+            train_run(CONFIG, tmp_path / "run")
+    assert open_store(tmp_path / "run").load("latest").step == 32
+    whole = train_run(CONFIG, tmp_path / "whole")
+    resumed = resume_run(tmp_path / "run")
+    assert resumed.evaluation == whole.evaluation
+    assert open_store(tmp_path / "run").load("best").step == open_store(tmp_path / "whole").load("best").step
+
+
+def test_eval_plays_other_episodes_than_those_that_chose_the_best_checkpoint(tmp_path: Path, capsys) -> None:
+    from esper.rl import run_setup
+
+    seeds = []
+    evaluate = run_setup.evaluate
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_setup, "evaluate", lambda *given, **settings: (seeds.append(settings["seed"]), evaluate(*given, **settings))[1])
+        result = train_run(CONFIG, tmp_path / "run")
+        chosen_by, at_the_end = seeds[0], seeds[-1]
+        assert seeds == [chosen_by] * 3 + [at_the_end]
+        for seed in range(3):
+            assert main(["ppo", "eval", str(tmp_path / "run"), "--episodes", "4", "--seed", str(seed), "--json"]) == 0
+            mean = last_line(capsys.readouterr().out)["mean_return"]
+            assert (mean == result.evaluation.mean_return) or seed > 0
+    assert len({chosen_by, *seeds[4:]}) == 4
+    assert seeds[4] == at_the_end
+
+
+def test_evaluations_at_checkpoints_keep_to_their_share_of_the_steps(tmp_path: Path) -> None:
+    """An episode takes 10 steps and an update 8, so that one evaluation in thirteen checkpoints is a tenth of all steps."""
+    config = msgspec.structs.replace(CONFIG, total_steps=15 * 32, eval_share=0.1)
+    train_run(config, tmp_path / "run")
+    evaluated = [record.event.step // 32 for record in read(tmp_path / "run/events.jsonl") if record.kind == "checkpoint_evaluated"]
+    assert evaluated == [1, 13, 15], "the first, whenever the share allows it, and the last"
+    assert TrainConfig(env="cue").eval_share <= 0.1
+    assert TrainConfig(env="cue").eval_episodes <= 20
+
+
+def test_the_time_of_evaluations_counts_in_the_steps_per_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import time
+
+    def slow(*given, **settings):
+        time.sleep(0.2)
+        return Evaluation([1.0], [1])
+
+    monkeypatch.setattr("esper.rl.run_setup.evaluate", slow)
+    train_run(CONFIG, tmp_path / "run")
+    updates = [record.event for record in read(tmp_path / "run/events.jsonl") if isinstance(record.event, Update)]
+    assert updates[0].other_seconds < 0.1
+    assert all(update.other_seconds >= 0.2 for update in updates[1:])
+    assert all(update.steps_per_second < 32 / 0.2 for update in updates[1:])
+
+
+def test_a_first_score_that_is_not_a_number_does_not_block_the_next_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = iter([float("nan"), 0.5, 0.25, 0.0])
+    monkeypatch.setattr("esper.rl.run_setup.evaluate", lambda *given, **settings: Evaluation([next(scores)], [1]))
+    train_run(CONFIG, tmp_path / "run")
+    assert open_store(tmp_path / "run").load("best").step == 2 * 32
+
+
+def test_training_after_an_evaluation_in_its_own_environments_starts_from_other_states_each_time():
+    ppo = PPO(make("cartpole-hidden", 4), SMALL)
+    firsts = []
+    for _ in range(3):
+        rollout = ppo.collect()
+        firsts.append(rollout.obs["obs"][0].clone())
+        ppo.update(rollout)
+        ppo.evaluate(episodes=4)
+    assert not torch.equal(firsts[0], firsts[1])
+    assert not torch.equal(firsts[1], firsts[2])
