@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 # Before torch is imported, and inherited by the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import fcntl
+import gc
 from pathlib import Path
 
 import pytest
@@ -33,3 +37,30 @@ def _kernels_kept() -> Iterator[None]:
 @pytest.fixture
 def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+
+
+@contextmanager
+def sync_debug_mode(mode: str) -> Iterator[None]:
+    """Set CUDA's mode for finding synchronisations inside, and the default one afterwards.
+
+    At the first call, torch sets the mode and then warns that it is a prototype: where warnings are errors, it fails and the mode stays.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype", UserWarning)
+            torch.cuda.set_sync_debug_mode(mode)
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture
+def alone_with_device_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Measure the memory of the device in one test process at a time, and without the garbage of earlier tests."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder  # shared by the processes of one run
+    with (folder / "device-memory.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        gc.collect()
+        torch.cuda.empty_cache()
+        yield

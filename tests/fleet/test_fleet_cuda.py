@@ -13,6 +13,7 @@ from esper.fleet import Fleet, FleetConfig, FleetError, HostSetting
 from esper.growth.config import GrowthConfig, Lifecycle
 from esper.growth.decisions import Advance, Decision, Fossilize
 from esper.tasks import ConvHost
+from tests.conftest import sync_debug_mode
 from tests.fleet.test_fleet import in_every_slot, named_as
 from tests.fleet.test_fleet_equals_grower import BATCH, germinate, make_host, small_task
 
@@ -76,13 +77,9 @@ def test_steps_that_are_recorded_and_replayed_equal_steps_that_are_not(lifecycle
 def assert_waits_once(fleet: Fleet) -> None:
     """For the device, in the training up to the next decision."""
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            fleet.advance()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with sync_debug_mode("warn"), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fleet.advance()
     waits = [warning for warning in caught if "synchroniz" in str(warning.message)]
     assert len(waits) == 1, [f"{warning.filename}:{warning.lineno}" for warning in waits]
 
@@ -117,6 +114,7 @@ def test_one_step_in_lower_precision_agrees_with_float64(precision: str, toleran
         torch.testing.assert_close(other.banks[slot].tensors["weights"].double(), bank.tensors["weights"], atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.usefixtures("alone_with_device_memory")
 def test_a_step_takes_about_as_much_memory_as_is_said() -> None:
     config = FleetConfig(batch_size=100, steps_per_decision=1, validation_samples=10)
 
@@ -136,11 +134,13 @@ def test_a_step_takes_about_as_much_memory_as_is_said() -> None:
     assert 0.4 * said < taken < 2.5 * said
 
 
+@pytest.mark.usefixtures("alone_with_device_memory")
 def test_a_fleet_that_does_not_fit_says_how_many_would() -> None:
     with pytest.raises(FleetError, match=r"1000000000 hosts do not fit.*cuda:0 had .* would fit"):
         Fleet(small_task(), make_host, hosts=10**9, config=CONFIG, device="cuda")
 
 
+@pytest.mark.usefixtures("alone_with_device_memory")
 def test_running_out_of_memory_in_training_says_how_many_would_fit() -> None:
     config = FleetConfig(batch_size=100, steps_per_decision=1)
     fleet = Fleet(small_task(), lambda seed: ConvHost(1, 10, (32, 64, 64)), hosts=16, config=config, device="cuda")

@@ -28,6 +28,7 @@ PLAN = [(1, "first", "mlp")]  # after one epoch
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated.*:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
+    pytest.mark.filterwarnings("ignore:GPU available but not used"),  # the tests ask for the CPU
     pytest.mark.filterwarnings("ignore:.*dataloader is not resumable.*"),
     pytest.mark.filterwarnings("ignore:The dirpath has changed"),
     pytest.mark.filterwarnings("ignore:.*Checkpoint directory .* exists and is not empty.*"),

@@ -315,7 +315,6 @@ def test_a_copy_that_is_made_while_the_probe_looks_runs_compiled() -> None:
     assert torch.equal(out(twin.model, batch), out(FAMILY.model(), batch))
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # torch's own
 def test_seeds_follow_a_compiled_step_of_the_optimiser_and_compile_nothing_in_it() -> None:
     host, batch, counter = FAMILY.model(), FAMILY.batch(), CompileCounter()
     optimizer = sgd(host)

@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from esper.growth import Grower, Planned, add_slots, grow
 from esper.growth.decisions import Advance, Fossilize, Germinate, Prune
+from tests.conftest import sync_debug_mode
 from tests.growth.small import (
     QUICK,
     QUICK_SHADOW,
@@ -92,7 +93,6 @@ def test_half_precision_with_a_loss_scale_grows(lifecycle: Lifecycle) -> None:
         assert all(torch.isfinite(parameter).all() for parameter in bed.slot.seed.parameters())
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 @pytest.mark.parametrize("is_fused", [False, True])
 def test_a_step_with_a_loss_scale_never_waits_for_the_gpu(is_fused: bool) -> None:
     host = make_host(norm=False).cuda()
@@ -108,18 +108,15 @@ def test_a_step_with_a_loss_scale_never_waits_for_the_gpu(is_fused: bool) -> Non
         scaler.scale(loss).backward()
         if not is_fused:
             scaler.unscale_(optimizer)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with sync_debug_mode("error"):
             if is_fused:
                 scaler.step(optimizer)
             else:
                 optimizer.step()  # as the scaler does, which itself reads whether there was an overflow
-            torch.cuda.set_sync_debug_mode("error" if number else "default")  # once, the grower looks whether frozen weights move
+        with sync_debug_mode("error" if number else "default"):  # once, the grower looks whether frozen weights move
             scaler.update()
             optimizer.zero_grad()
             grower.after_step(loss)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
     bed = grower.garden.beds["first"]
     assert all(torch.isfinite(parameter).all() for parameter in bed.slot.seed.parameters())
     assert bed.learner.report().steps > 8

@@ -810,6 +810,13 @@ def test_flops_of_torchs_own_attention_are_counted(dtype: torch.dtype) -> None:
     assert add_slots(family.model().to(dtype), family.batch().to(dtype)).survey.host.flops == expected
 
 
+@pytest.mark.parametrize("kernel", ["flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention"])
+def test_flops_of_queries_that_share_keys_are_counted_whatever_kernel_computes_them(kernel: str) -> None:
+    counted = flop_counter().flop_registry[getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}")]
+    queries, keys, values = torch.empty(2, 4, 5, 8), torch.empty(2, 2, 7, 8), torch.empty(2, 2, 7, 6)
+    assert counted(queries, keys, values, out_val=values) == 2 * 2 * 4 * 5 * 7 * (8 + 6)
+
+
 def test_flops_of_fused_kernels_are_those_of_what_they_compute() -> None:
     x, other = torch.randn(3, 7, 16), torch.randn(3, 5, 16)
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()

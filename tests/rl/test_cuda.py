@@ -60,6 +60,7 @@ def test_a_truncated_episode_is_bootstrapped_alike_on_both_devices():
             assert not torch.equal(rollout.next_values[step], rollout.values[step + 1])
 
 
+@pytest.mark.usefixtures("alone_with_device_memory")
 def test_memory_stays_flat_over_many_updates():
     ppo = PPO(make("cartpole-hidden", 64, device="cuda"), config())
     sizes = [(torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) for _ in ppo.train(total_steps=200 * ppo.steps_per_update)]

@@ -37,7 +37,12 @@ def run(argv: list[str], prog: str) -> Outcome:
     parse(DoctorArguments, argv, prog, description=DESCRIPTION)
     versions = {name: _version(name) for name in REQUIRED}
     extras = {extra: all(_version(name) for name in names) for extra, names in EXTRAS.items()}
-    devices = _devices() if versions["torch"] else []
+    devices = []
+    if versions["torch"]:
+        import torch
+
+        versions["torch"] = str(torch.__version__)  # names the build too, 2.11.0+cu130, where the package's version is 2.11.0
+        devices = _devices()
     is_writable = os.access(Path.cwd(), os.W_OK)
     _line("esper", f"{esper.__version__}")
     _line("python", f"{platform.python_version()} ({sys.executable})")

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parameter import is_lazy
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.module_tracker import ModuleTracker
 
 from esper.growth import branches
@@ -146,12 +146,15 @@ def cost_of(blueprint: Blueprint, place: Place) -> Cost:
 
 
 def flop_counter() -> FlopCounterMode:
-    """Torch's, which knows no recurrent layers and no fused attention, but that of GPUs."""
+    """Return torch's counter, extended by recurrent layers, fused attention on CPUs, and grouped queries, which torch 2.11 refuses."""
     aten = torch.ops.aten
     counter = FlopCounterMode(
         display=False,
         custom_mapping={
             aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+            aten._scaled_dot_product_flash_attention: _attention_flops,
+            aten._scaled_dot_product_efficient_attention: _attention_flops,
+            aten._scaled_dot_product_cudnn_attention: _attention_flops,
             aten._native_multi_head_attention: _multi_head_attention_flops,
             aten._transformer_encoder_layer_fwd: _encoder_layer_flops,
             aten.mkldnn_rnn_layer: _mkldnn_rnn_flops,
@@ -178,8 +181,8 @@ Shape = Sequence[int]
 
 
 def _attention_flops(query: Shape, key: Shape, value: Shape, *others: Any, out_shape: Any = None, **named: Any) -> int:
-    flops: int = sdpa_flop_count(query, key, value)  # type: ignore[no-untyped-call]
-    return flops
+    """Count the products of queries with keys and of scores with values, [B, heads, T, D]. Several heads of queries may share one key."""
+    return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
 
 
 def _multi_head_attention_flops(
