@@ -12,6 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import fcntl
 import gc
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,25 @@ if not torch.cuda.is_available():
 settings.register_profile("esper", deadline=None)
 settings.register_profile("quick", deadline=None, max_examples=20)  # for the development loop
 settings.load_profile("esper")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--extras", action="store_true", help="run the tests that need extras, and fail where a package is missing")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With --extras, keep the tests that need packages of extras; `make test` has run the others."""
+    if config.getoption("--extras"):
+        others = [item for item in items if item.get_closest_marker("extra") is None]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item.get_closest_marker("extra") is not None]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    missing = [name for marker in item.iter_markers("extra") for name in marker.args if find_spec(name) is None]
+    if missing:
+        end = pytest.fail if item.config.getoption("--extras") else pytest.skip
+        end(f"needs {', '.join(missing)}, which `make test-all` installs")
 
 
 @pytest.fixture(autouse=True)

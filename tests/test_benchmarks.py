@@ -14,7 +14,7 @@ import torch
 
 from esper.vecenv.builtin import CartPoleHidden
 
-needs_sb3 = pytest.mark.skipif(find_spec("sb3_contrib") is None, reason="sb3_contrib is not installed; pip install 'esper[bench]'")
+needs_sb3 = pytest.mark.extra("sb3_contrib")
 
 with pytest.MonkeyPatch.context() as patch:  # scripts: they find one another by path, and ask for one thread as they are imported
     patch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")

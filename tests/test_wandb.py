@@ -192,8 +192,8 @@ def isolated(folder: Path) -> dict[str, str]:
     return {**kept, "HOME": str(folder / "home"), "XDG_CACHE_HOME": str(folder / "cache"), "XDG_CONFIG_HOME": str(folder / "settings")}
 
 
+@pytest.mark.extra("wandb")
 def test_offline_the_numbers_lie_in_the_run_folder_and_no_network_is_asked(tmp_path: Path) -> None:
-    pytest.importorskip("wandb", reason="Weights & Biases is not installed; get it with: pip install 'esper[wandb]'")
     finished = subprocess.run([sys.executable, "-c", OFFLINE], cwd=tmp_path, env=isolated(tmp_path), capture_output=True, text=True)
     assert (finished.returncode, finished.stdout, finished.stderr) == (0, "", "")
     (kept,) = (tmp_path / "run/wandb").glob("offline-run-*/*.wandb")
@@ -202,8 +202,8 @@ def test_offline_the_numbers_lie_in_the_run_folder_and_no_network_is_asked(tmp_p
         assert expected in content, expected
 
 
+@pytest.mark.extra("wandb")
 def test_a_run_on_the_command_line_is_kept_offline(tmp_path: Path) -> None:
-    pytest.importorskip("wandb", reason="Weights & Biases is not installed; get it with: pip install 'esper[wandb]'")
     words = "ppo train cue --wandb offline --run run --num-envs 4 --num-steps 16 --num-minibatches 2 --total-steps 1 --eval-episodes 0"
     command = [sys.executable, "-m", "esper.cli.main", *words.split()]
     finished = subprocess.run(command, cwd=tmp_path, env=isolated(tmp_path), capture_output=True, text=True)

@@ -277,3 +277,86 @@ def test_what_a_kept_seed_gives_is_measured_at_the_end_and_not_when_it_was_kept(
                 bank.tensors["weights"].zero_()
     for squad, row in kept:
         assert squad.last_standing().contributions[row].abs() < 1e-6
+
+
+# Exploits, in hosts that are really trained
+
+
+# Nobody lets the seeds blend, so that the hosts never notice them.
+UNSEEN = Lifecycle(raise_mode="shadow", training_epochs=1, blend_epochs=0, holding_epochs=1, embargo_epochs=0, withdraw_epochs=0)
+FEW = msgspec.structs.replace(CONFIG, hosts=2, domain=msgspec.structs.replace(CONFIG.domain, hosts=("2-3-4",), fleets=1, hosts_per_twin=2))
+BOTH_FAMILIES = pytest.mark.parametrize("family", ["loss", "contribution"])
+
+
+def choosing(env: GrowthEnv, step: Timestep, op: Op) -> Actions:
+    """The same op in the first slot of every host, with the first blueprint that is allowed there; to wait where the op is not allowed."""
+    blueprint = step.masks["blueprint"][:, 0].int().argmax(-1)
+    return {**waiting(env), "op": torch.where(step.masks["op"][:, op], op, Op.WAIT), "blueprint": blueprint}
+
+
+def lived(env: GrowthEnv, ops: list[Op]) -> tuple[torch.Tensor, list[Squad]]:
+    """What each host was paid for one life of these decisions, and the squads as they ended."""
+    step = env.reset(0)
+    total = torch.zeros(env.num_envs, dtype=torch.float64)
+    for op in ops:
+        squads = list(env.squads)
+        step = env.step(choosing(env, step, op))
+        total += step.reward.double()
+    assert step.terminated.all()
+    return total, squads
+
+
+def outcomes(squads: list[Squad]) -> list[list[str]]:
+    return [[entry.outcome for entry in host.plot.ledger.entries] for squad in squads for host in squad.fleet.rows[: squad.hosts]]
+
+
+def share_of_seeds(squads: list[Squad], stretches: int) -> torch.Tensor:
+    """FLOPs of a first seed over so many stretches, as a share of the training of its host."""
+    shares = []
+    for squad in squads:
+        for host in squad.fleet.rows[: squad.hosts]:
+            (cost,) = {entry.flops for entry in host.plot.ledger.entries}
+            shares.append(stretches / HORIZON * cost / squad.fleet.survey.host.flops)
+    return torch.tensor(shares, dtype=torch.float64)
+
+
+@BOTH_FAMILIES
+@pytest.mark.parametrize(
+    ("ops", "seeds", "stretches"),
+    [
+        ([Op.GERMINATE, Op.PRUNE, Op.GERMINATE, Op.PRUNE], 2, 2),
+        ([Op.GERMINATE, Op.WAIT, Op.WAIT, Op.WAIT], 1, 3),
+    ],
+    ids=["germinating and pruning in a loop", "waiting for ever"],
+)
+def test_seeds_that_are_not_kept_cost_what_was_spent_on_them(family: str, ops: list[Op], seeds: int, stretches: int) -> None:
+    growth = GrowthConfig(blueprints=("conv3x3",), lifecycle=UNSEEN)
+    env = make_env(msgspec.structs.replace(FEW, growth=growth, reward=RewardConfig(family=family)))
+    total, squads = lived(env, ops)
+    assert outcomes(squads) == [["pruned"] * seeds] * env.num_envs
+    spent = env.config.reward.spent * share_of_seeds(squads, stretches)
+    assert spent.min() > 0
+    assert torch.allclose(total, -spent, atol=1e-5)
+
+
+@BOTH_FAMILIES
+def test_a_seed_that_is_kept_just_before_it_is_ruined_pays_what_is_left_of_it(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    env = make_env(msgspec.structs.replace(FEW, reward=RewardConfig(family=family, most=50)))
+    finish = Squad.finish
+
+    def ruined(squad: Squad) -> None:
+        with torch.no_grad():
+            for bank in squad.fleet.banks.values():
+                bank.tensors["weights"].add_(1)
+        finish(squad)
+
+    ops = [Op.GERMINATE, Op.FOSSILIZE, Op.FOSSILIZE, Op.FOSSILIZE]  # as soon as it may be
+    before, squads = lived(env, ops)
+    kept = torch.tensor([found == ["kept"] for found in outcomes(squads)])
+    assert kept.any()
+    monkeypatch.setattr(Squad, "finish", ruined)
+    paid, squads = lived(env, ops)
+    standings = [squad.last_standing() for squad in squads]
+    measured = torch.cat([standing.gain if family == "loss" else standing.contributions for standing in standings])
+    assert torch.allclose(paid[kept], (measured - torch.cat([standing.rent for standing in standings]))[kept], atol=1e-4)
+    assert (paid < before - 0.01)[kept].all()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 import subprocess
@@ -262,21 +261,3 @@ def test_an_exported_model_runs_without_esper_and_gives_equal_outputs(name: str,
     command = [sys.executable, "-c", WITHOUT_ESPER, str(tmp_path / "model.pt2"), str(tmp_path / "batch.pt")]
     answer = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert answer.stdout.strip() == "close", answer.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of the exporter's own
-@pytest.mark.parametrize("name", ["resnet", "gpt", "sequential mlp"])
-def test_an_onnx_file_gives_close_outputs(name: str, tmp_path: Path) -> None:
-    missing = [package for package in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(package) is None]
-    if missing:
-        pytest.skip(f"needs {', '.join(missing)}")
-    import onnxruntime  # type: ignore[import-not-found,unused-ignore]
-
-    batch = FAMILIES[name].batch()
-    model = two_kinds_grown(name).bake().eval()
-    (expected,) = run(model, batch)
-    torch.onnx.export(model, (batch,), tmp_path / "model.onnx", dynamo=True, verbose=False)
-    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
-    (output,) = session.run(None, {session.get_inputs()[0].name: batch.numpy()})
-    torch.testing.assert_close(torch.from_numpy(output), expected, rtol=1e-4, atol=1e-4)

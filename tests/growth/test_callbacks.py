@@ -42,9 +42,11 @@ def stages(events: Sequence[Any]) -> list[tuple[int, str]]:
 # Lightning
 
 
-@pytest.fixture(params=["lightning.pytorch", "pytorch_lightning"])
+@pytest.fixture(
+    params=[pytest.param(name, marks=pytest.mark.extra(name.split(".")[0])) for name in ("lightning.pytorch", "pytorch_lightning")]
+)
 def pl(request: pytest.FixtureRequest) -> ModuleType:
-    return pytest.importorskip(request.param, reason="needs Lightning: pip install 'esper[lightning]'")
+    return importlib.import_module(request.param)
 
 
 def make_module(pl: ModuleType, **options: Any) -> Any:
@@ -264,11 +266,9 @@ def test_what_lightning_cannot_grow_is_refused_and_left_as_it_was(pl: ModuleType
 # Hugging Face transformers
 
 
-@pytest.fixture
-def huggingface() -> ModuleType:
-    for name in ("transformers", "accelerate"):
-        pytest.importorskip(name, reason="needs transformers and accelerate: pip install 'esper[transformers]'")
-    return importlib.import_module("esper.growth.huggingface")
+@pytest.fixture(params=[pytest.param("esper.growth.huggingface", marks=pytest.mark.extra("transformers", "accelerate"), id="transformers")])
+def huggingface(request: pytest.FixtureRequest) -> ModuleType:
+    return importlib.import_module(request.param)
 
 
 class Sentences(Dataset):

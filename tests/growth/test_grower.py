@@ -255,8 +255,11 @@ def test_gradient_statistics_are_of_unclipped_global_norms_and_healthy_ones_are_
     assert stats.health == 1.0
 
 
-@pytest.mark.parametrize("norm", [0.0, 1e-9, 1.0, 1e3, 1e9, float("inf"), float("nan")])
-def test_health_lies_between_0_and_1(norm: float) -> None:
+@pytest.mark.parametrize(
+    ("norm", "health"),
+    [(0.0, 0.5), (1e-9, 0.5), (1e-6, 0.75), (1e-3, 1.0), (10.0, 1.0), (1e3, 0.5), (1e9, 0.0), (float("inf"), 0.0), (float("nan"), 0.0)],
+)
+def test_a_seed_whose_gradients_vanish_is_half_healthy_and_one_whose_gradients_explode_is_not_at_all(norm: float, health: float) -> None:
     loop = make_loop(Script({0: [Germinate("first", "test", "mlp")]}))
     loop.grower.begin()
     learner = loop.grower.garden.beds["first"].learner
@@ -265,7 +268,7 @@ def test_health_lies_between_0_and_1(norm: float) -> None:
     learner.parameters[0].grad.view(-1)[0] = norm
     learner.step()
     stats = learner.report()
-    assert 0 <= stats.health <= 1
+    assert stats.health == pytest.approx(health, abs=1e-6)
     assert stats.steps == 1
     assert stats.skipped == (0 if norm < float("inf") else 1)
 

@@ -499,14 +499,13 @@ PROPERTIES: dict[str, Callable[[Kind], None]] = {
 }
 
 
-def skip_where_missing(kind: Kind) -> None:
-    for library in kind.needs:
-        if find_spec(library) is None:
-            pytest.skip(f"needs {library}, as `make test-all` installs it")
+def marks(kind: Kind, *, is_quick: bool = True) -> list[pytest.MarkDecorator]:
+    slow = [] if kind.is_quick and is_quick else [pytest.mark.slow]
+    return [*slow, pytest.mark.extra(*kind.needs)] if kind.needs else slow
 
 
 cells = [
-    pytest.param(name, title, id=f"{name}-{title}", marks=[] if kind.is_quick and title != "compile" else [pytest.mark.slow])
+    pytest.param(name, title, id=f"{name}-{title}", marks=marks(kind, is_quick=title != "compile"))
     for name, kind in KINDS.items()
     for title in PROPERTIES
 ]
@@ -514,7 +513,6 @@ cells = [
 
 @pytest.mark.parametrize(("kind", "title"), cells)
 def test_growing_is_exact(kind: str, title: str) -> None:
-    skip_where_missing(KINDS[kind])
     PROPERTIES[title](KINDS[kind])
 
 
@@ -523,8 +521,7 @@ def test_growing_is_exact(kind: str, title: str) -> None:
 
 def kinds_with(has: Callable[[Kind], bool]) -> pytest.MarkDecorator:
     chosen = {name: kind for name, kind in KINDS.items() if has(kind)}
-    marks = {name: [] if kind.is_quick else [pytest.mark.slow] for name, kind in chosen.items()}
-    return pytest.mark.parametrize("kind", [pytest.param(kind, id=name, marks=marks[name]) for name, kind in chosen.items()])
+    return pytest.mark.parametrize("kind", [pytest.param(kind, id=name, marks=marks(kind)) for name, kind in chosen.items()])
 
 
 def with_input(batch: Any, key: str | int, change: Callable[[Tensor], Tensor]) -> Any:
@@ -546,7 +543,6 @@ def learned_growths(slotted: Slotted) -> Iterator[tuple[str, str]]:
 
 @kinds_with(lambda kind: kind.causal is not None)
 def test_no_seed_sees_later_tokens(kind: Kind) -> None:
-    skip_where_missing(kind)
     assert kind.causal is not None
     middle, lengths = 3, []
 
@@ -568,7 +564,6 @@ def test_no_seed_sees_later_tokens(kind: Kind) -> None:
 
 @kinds_with(lambda kind: kind.padded is not None)
 def test_no_seed_sees_padding(kind: Kind) -> None:
-    skip_where_missing(kind)
     assert kind.padded is not None
     changed = with_input(kind.batch(), kind.padded, lambda tokens: torch.where(MASK == 1, tokens, tokens % (VOCABULARY - 1) + 1))
     slotted = kind.slotted()
@@ -593,7 +588,6 @@ def test_a_cache_gives_the_same_whatever_grows() -> None:
 
 @kinds_with(lambda kind: bool(kind.needs) and kind.causal == "input_ids")
 def test_text_is_generated_alike_with_and_without_a_cache_whatever_grows(kind: Kind) -> None:
-    skip_where_missing(kind)
     slotted, prompt = kind.slotted(), tokens(2, 4, seed=5)
     options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 6, "do_sample": False}
     for growth in learned_growths(slotted):
@@ -603,7 +597,6 @@ def test_text_is_generated_alike_with_and_without_a_cache_whatever_grows(kind: K
 
 @kinds_with(lambda kind: bool(kind.needs))
 def test_a_model_of_a_library_is_grown_saved_and_loaded(kind: Kind, tmp_path: Path) -> None:
-    skip_where_missing(kind)
     plan = [(0, name, blueprints_for(slot.place)[-1].name) for name, slot in kind.slotted().slots.items()]
     grown = esper.grow(
         kind.model(),
@@ -625,11 +618,11 @@ def test_a_model_of_a_library_is_grown_saved_and_loaded(kind: Kind, tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["resnet", "gpt, tied"])
+@pytest.mark.extra("onnx", "onnxscript")
+@pytest.mark.parametrize("name", ["resnet", "gpt, tied", "mlp"])
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # of torch's own exporter
 def test_a_baked_model_is_exported_to_onnx(name: str, tmp_path: Path) -> None:
-    reference = pytest.importorskip("onnx.reference", reason="needs onnx, as `make test-all` installs it")
-    pytest.importorskip("onnxscript", reason="needs onnxscript, as `make test-all` installs it")
+    reference = importlib.import_module("onnx.reference")
     kind = KINDS[name]
     slotted, _ = living(kind)
     keep_all(slotted)

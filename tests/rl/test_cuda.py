@@ -47,19 +47,6 @@ def test_one_update_on_the_gpu_equals_the_same_update_on_the_cpu():
         assert torch.allclose(left, right.cpu(), atol=2e-3), name
 
 
-def test_a_truncated_episode_is_bootstrapped_alike_on_both_devices():
-    """Cut after 7 steps: the buffer without synchronisation must hold just what the exact list does."""
-    on_cpu = PPO(make("pendulum-hidden", 16, max_steps=7), config(normalize_values=False))
-    on_gpu = PPO(make("pendulum-hidden", 16, max_steps=7), config(normalize_values=False), device="cuda")
-    rollouts = [ppo.collect() for ppo in (on_cpu, on_gpu)]
-    rollout = rollouts[1]
-    assert int(rollout.truncated.sum()) == 16 * 4
-    with torch.no_grad():
-        for step in rollout.truncated[:, 0].nonzero().flatten().tolist():
-            assert (rollout.next_values[step] != 0).all()
-            assert not torch.equal(rollout.next_values[step], rollout.values[step + 1])
-
-
 @pytest.mark.usefixtures("alone_with_device_memory")
 def test_memory_stays_flat_over_many_updates():
     ppo = PPO(make("cartpole-hidden", 64, device="cuda"), config())

@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 from esper.rl.config import NetworkConfig, PPOConfig
+from esper.rl.distributions import Noise
 from esper.rl.events import CompileFailed, EpisodesRestarted
 from esper.rl.ppo import PPO
 from esper.rl.staging import Staging
+from esper.rng import Streams
 from esper.vecenv import ActionSpec, Discrete, TensorSpec, make
 from esper.vecenv.builtin.base import BuiltinEnv, Outcome
 from esper.vecenv.gymnasium import from_gymnasium
@@ -79,6 +81,29 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another():
     assert_same_policy(one, other)
     with pytest.raises(AssertionError):
         assert_same_policy(one, third)
+
+
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))]
+)
+def test_a_truncated_episode_is_bootstrapped_alike_on_both_devices(device, monkeypatch):
+    """Cut after 7 steps: the buffer that is filled without synchronisation holds just what the exact list of the CPU does."""
+    exact, buffered = (
+        PPO(make("pendulum-hidden", 4, max_steps=7), config(normalize_values=False), device=each) for each in ("cpu", device)
+    )
+    assert exact.collector.finals.exact
+    buffered.collector.finals.exact = buffered.collector.checks_at_once = False
+    noise, generator = exact.policy.distribution.noise, Streams(exact.config.seed).torch("actions")
+    monkeypatch.setattr(
+        buffered.policy.distribution, "noise", lambda shape, _: Noise(*(part.to(device) for part in noise(shape, generator)))
+    )
+    one, other = exact.collect(), buffered.collect()
+    assert one.truncated.nonzero()[:, 0].tolist() == [6] * 4 + [13] * 4
+    for name in ("rewards", "truncated", "values", "next_values"):
+        torch.testing.assert_close(getattr(other, name).cpu(), getattr(one, name), atol=1e-4, rtol=1e-4, msg=name)
+    for step in (6, 13):
+        assert (one.next_values[step] != 0).all()
+        assert not torch.equal(one.next_values[step], one.values[step + 1])
 
 
 def test_evaluation_moves_nothing_and_gives_every_environment_its_share():

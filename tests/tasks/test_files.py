@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import importlib
 import io
 import platform
 import struct
@@ -26,9 +27,8 @@ def write_cifar_binary(folder: Path, per_file: int = 20) -> None:
 
 
 def write_parquet(path: Path, *, rows: int = 20, size: int = 32, label: int | None = None) -> None:
-    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install 'esper[data]'")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    image_module = pytest.importorskip("PIL.Image", reason="pillow is not installed: pip install 'esper[data]'")
+    """Where it is called, the test is marked `extra`."""
+    pyarrow, parquet, image_module = map(importlib.import_module, ("pyarrow", "pyarrow.parquet", "PIL.Image"))
     cells = []
     for row in range(rows):
         file = io.BytesIO()
@@ -120,6 +120,7 @@ def test_a_task_that_needs_files_says_where_to_put_them(tmp_path: Path, name: st
 # CIFAR-10, parquet
 
 
+@pytest.mark.extra("pyarrow", "PIL")
 def test_parquet_files_are_decoded(tmp_path: Path) -> None:
     write_parquet(tmp_path / "train.parquet", rows=40)
     write_parquet(tmp_path / "test.parquet")
@@ -130,6 +131,7 @@ def test_parquet_files_are_decoded(tmp_path: Path) -> None:
     assert task.test.targets[3] == 3
 
 
+@pytest.mark.extra("pyarrow", "PIL")
 def test_damaged_parquet_files_are_named(tmp_path: Path) -> None:
     write_parquet(tmp_path / "train.parquet", rows=40)
     with pytest.raises(TaskError, match=r"no test\.parquet in"):
@@ -145,6 +147,7 @@ def test_damaged_parquet_files_are_named(tmp_path: Path) -> None:
         load_task("cifar10", data_dir=tmp_path)
 
 
+@pytest.mark.extra("pyarrow", "PIL")
 def test_an_image_or_a_column_that_is_not_there_is_named(tmp_path: Path) -> None:
     write_parquet(tmp_path / "test.parquet")
     import pyarrow

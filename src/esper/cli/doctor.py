@@ -37,7 +37,7 @@ def run(argv: list[str], prog: str) -> Outcome:
     parse(DoctorArguments, argv, prog, description=DESCRIPTION)
     versions = {name: _version(name) for name in REQUIRED}
     extras = {extra: all(_version(name) for name in names) for extra, names in EXTRAS.items()}
-    devices = []
+    devices: list[dict[str, Any]] = []
     if versions["torch"]:
         import torch
 
