@@ -28,7 +28,7 @@ from esper.rl import RunError, TrainConfig, load_policy, resume_run, train_run
 from esper.rl.checkpoints import KIND, open_store
 from esper.rl.config import NetworkConfig, PPOConfig
 from esper.rl.evaluate import Evaluation
-from esper.rl.events import Update
+from esper.rl.events import Update, Warned
 from esper.rl.run_events import Evaluated
 from esper.run_folder import CHECKPOINTS
 from esper.vecenv import make
@@ -148,6 +148,18 @@ def test_tensorboard_gets_the_updates_and_every_evaluation(tmp_path: Path) -> No
     assert shown["checkpoint_evaluated/episodes"][0][1] == 8
     (evaluated,) = (event for event in events if isinstance(event, Evaluated))
     assert shown["evaluated/mean_return"] == [(evaluated.step, pytest.approx(evaluated.mean_return))]
+
+
+def test_thresholds_of_alarms_come_from_the_command_line_or_a_file_and_may_change_when_a_run_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "alarms.toml").write_text("[ppo.thresholds]\nratio_explosion = 0.5\n")
+    assert train("run", 1, "--config", "alarms.toml", "--value-collapse", "1e9") == 0
+    warned = {record.event.diagnostic: record.event for record in read("run/events.jsonl") if isinstance(record.event, Warned)}
+    assert warned["ratio_explosion"].threshold == 0.5 < warned["ratio_explosion"].value
+    assert warned["value_collapse"].threshold == 1e9
+    resume = ["ppo", "train", "--resume", "--run", "run", "--total-steps", str(2 * UPDATE_STEPS)]
+    assert main([*resume, "--ratio-explosion", "10", "--value-collapse", "0"]) == 0
+    last = [record.event for record in read("run/events.jsonl") if isinstance(record.event, Warned) and record.step == 2 * UPDATE_STEPS]
+    assert last == []
 
 
 def steps_in_tensorboard(folder: Path) -> list[int]:

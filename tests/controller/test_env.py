@@ -15,8 +15,10 @@ from esper.controller.events import RoundEnded
 from esper.controller.layout import Op
 from esper.controller.reward import potential
 from esper.controller.squad import Squad, finite
+from esper.events import Event
 from esper.fleet.config import FleetConfig
 from esper.growth.config import GovernorConfig, GrowthConfig, Lifecycle
+from esper.growth.events import StageEntered
 from esper.growth.lifecycle import Stage
 from esper.growth.state import Cost, GrowthState, LossScale
 from esper.rl.distributions import ActionDistribution
@@ -57,9 +59,9 @@ def test_a_fleet_is_gone_before_there_is_another(monkeypatch: pytest.MonkeyPatch
     env.reset(seed=0)
     old, make, alive = weakref.ref(env.squads[0].fleet), env._squad, []
 
-    def watched(setting: FleetSetting) -> Squad:
+    def watched(setting: FleetSetting, number: int) -> Squad:
         alive.append(old() is not None)
-        return make(setting)
+        return make(setting, number)
 
     monkeypatch.setattr(env, "_squad", watched)
     for _ in range(HORIZON + 1):
@@ -185,6 +187,31 @@ def test_it_goes_on_from_a_saved_state_bit_for_bit_with_seeds_alive() -> None:
         assert torch.equal(found.reward, expected.reward)
         assert all(torch.equal(found.obs[name], expected.obs[name]) for name in expected.obs)
         assert all(torch.equal(found.masks[name], expected.masks[name]) for name in expected.masks)
+
+
+def test_the_lives_of_all_hosts_are_told_with_their_numbers() -> None:
+    events: list[Event] = []
+    env = make_env(on_event=events.append)
+    step, policy = env.reset(seed=0), RandomPolicy(env)
+    for _ in range(HORIZON + 1):
+        step = env.step(policy(step))
+    told = [event for event in events if isinstance(event, StageEntered)]
+    ended = [event for event in events if isinstance(event, RoundEnded)]
+    germinated = [event.env for event in told if event.stage == "GERMINATED"]
+    assert len(germinated) == sum(end.grown for end in ended) > 0
+    assert set(germinated) <= set(range(CONFIG.hosts))
+    assert len({number // 3 for number in germinated}) == 2  # of both fleets, which have three hosts each
+    fossilized = sum(event.stage == "FOSSILIZED" for event in told)
+    assert fossilized == sum(end.kept for end in ended)
+
+
+def test_host_events_can_be_switched_off() -> None:
+    events: list[Event] = []
+    env = make_env(msgspec.structs.replace(CONFIG, host_events=False), on_event=events.append)
+    step, policy = env.reset(seed=0), RandomPolicy(env)
+    for _ in range(HORIZON + 1):
+        step = env.step(policy(step))
+    assert {type(event) for event in events} == {RoundEnded}
 
 
 def test_ops_that_are_switched_off_are_never_allowed() -> None:

@@ -12,11 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from esper.events import Event
 from esper.fleet import Fleet, FleetConfig, FleetError, HostSetting, TaskTensors
 from esper.fleet.reading import Reading
 from esper.growth import GrowthError, blueprints, register_blueprint
 from esper.growth.config import GovernorConfig, GrowthConfig, Lifecycle, SeedOptimizer
 from esper.growth.decisions import Action, Advance, Decision, Fossilize, Germinate
+from esper.growth.events import ActionRefused, StageEntered
 from esper.growth.lifecycle import Stage
 from esper.growth.place import Place
 from esper.tasks import ConvHost, Split, Task, load_task, shuffled_order
@@ -483,3 +485,22 @@ def test_data_on_the_device_are_shared_by_fleets() -> None:
     for fleet in fleets:
         fleet.reset({0: HostSetting()})
         fleet.advance()
+
+
+def test_the_life_of_every_host_is_told_with_its_row() -> None:
+    events: list[Event] = []
+    settings = settings_of(3, horizon=3)
+    fleet = Fleet(small_task(), make_host, hosts=3, growth=GrowthConfig(lifecycle=QUICK), config=CONFIG, on_event=events.append)
+    fleet.reset(dict(enumerate(settings)))
+    decide(fleet, 1, germinate(SLOTS[0], "norm"))
+    decide(fleet, 2, germinate(SLOTS[1], "conv3x3"), Fossilize(SLOTS[2], "too soon"))
+    while fleet.training():
+        fleet.advance()
+    fleet.finish(range(3))
+    told = [(event.env, event.slot, event.stage) for event in events if isinstance(event, StageEntered)]
+    for row, slot in ((1, SLOTS[0]), (2, SLOTS[1])):
+        stages = [step.stage.name for entry in fleet.rows[row].plot.ledger.entries for step in entry.steps]
+        assert [stage for env, where, stage in told if env == row] == [*stages, "EMBARGOED"]  # which is of the slot
+        assert {where for env, where, _ in told if env == row} == {slot}
+    assert [(event.env, event.slot) for event in events if isinstance(event, ActionRefused)] == [(2, SLOTS[2])]
+    assert all(event.env in (1, 2) for event in events)

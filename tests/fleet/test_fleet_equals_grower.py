@@ -122,6 +122,22 @@ def germinate(slot: str, blueprint: str) -> Germinate:
     return Germinate(slot, "planned", blueprint)
 
 
+def test_a_row_stops_at_a_plateau_as_the_same_host_alone_does() -> None:
+    """One host learns nothing and stops at once, unless a seed is on its way; the other goes on to its horizon."""
+    task = small_task()
+    growth = GrowthConfig(lifecycle=Lifecycle(holding_epochs=1, embargo_epochs=1), patience=1)
+    config = FleetConfig(batch_size=BATCH, validation_batch=20, precision="float64", weight_decay=0.0)
+    settings = [HostSetting(seed=1, growth_seed=1, horizon=7, learning_rate=rate) for rate in (1e-30, 1e-30, 0.003)]
+    scripts: list[Script] = [{}, {1: [germinate("blocks.0", "norm")], 3: [Prune("blocks.0", "")]}, {}]
+    fleet = together(task, settings, scripts, growth, config)
+    grown = [alone(task, setting, script, growth, config) for setting, script in zip(settings, scripts, strict=True)]
+    assert [host.plot.epoch for host in fleet.rows] == [one.epochs for one in grown]
+    assert [one.status for one in grown] == ["stopped early", "stopped early", "finished"], [one.epochs for one in grown]
+    assert grown[0].epochs < grown[1].epochs < 7
+    for row, one in enumerate(grown):
+        assert_same(fleet, row, one, atol=1e-9)
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", pytest.param("sgd", marks=pytest.mark.slow)])
 def test_a_row_equals_the_same_host_alone_through_joint_lives(optimizer: str) -> None:
     """Hosts with other seeds in other places at other times, kept, pruned and moved, beside one that never grows."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from esper.rl.batch import prepare
-from esper.rl.config import NetworkConfig, PPOConfig
+from esper.rl.config import NetworkConfig, PPOConfig, Thresholds
 from esper.rl.distributions import Evaluation
 from esper.rl.events import Skipped, Warned
 from esper.rl.fragments import pack
@@ -310,18 +310,79 @@ def test_a_mask_that_allows_nothing_is_an_error_naming_environment_and_head():
         PPO(Counting(masks=masks), config()).collect()
 
 
-@pytest.mark.slow
-def test_a_collapsed_entropy_is_reported():
-    events = []
-    env = Counting()
-    env.reward_of = lambda actions, count: actions["action"].float()
-    ppo = PPO(env, config(learning_rate=0.05, entropy_coef=0.0), on_event=events.append)
-    for _ in ppo.train(total_steps=16 * 3 * 12):
+# Diagnostics: each is provoked in a training, warned of, and not warned of where nothing is wrong.
+
+
+def warned_by(ppo: PPO, updates: int = 1) -> dict[str, list[Warned]]:
+    """The warnings of a training by the name of the diagnostic."""
+    events: list[Warned] = []
+    ppo.on_event = lambda event: events.append(event) if isinstance(event, Warned) else None
+    for _ in ppo.train(total_steps=ppo.step + updates * ppo.steps_per_update):
         pass
-    warned = [event for event in events if isinstance(event, Warned) and event.diagnostic == "entropy_collapse"]
-    assert warned
-    assert warned[-1].subject == "action"
-    assert warned[-1].value < warned[-1].threshold
+    return {name: [event for event in events if event.diagnostic == name] for name in {event.diagnostic for event in events}}
+
+
+def last_layer(module: torch.nn.Module) -> torch.nn.Linear:
+    return [part for part in module.modules() if isinstance(part, torch.nn.Linear)][-1]
+
+
+def test_a_healthy_update_warns_of_nothing():
+    assert warned_by(PPO(Counting(), config())) == {}
+
+
+def test_an_exploding_ratio_is_warned_of():
+    env = Counting(spec=ActionSpec((Discrete("action", 40),)))  # where all are equally likely, a ratio can reach 40
+    (warned,) = warned_by(PPO(env, config(learning_rate=3.0, num_epochs=4)))["ratio_explosion"]
+    assert warned.value > warned.threshold == Thresholds().ratio_explosion
+
+
+def test_a_collapsed_entropy_is_warned_of_with_its_head():
+    ppo = PPO(Counting(), config())
+    with torch.no_grad():
+        last_layer(ppo.policy.actor).bias.copy_(torch.tensor([20.0, -20.0]))
+    (warned,) = warned_by(ppo)["entropy_collapse"]
+    assert (warned.subject, warned.threshold) == ("action", Thresholds().entropy_collapse)
+    assert 0 <= warned.value < warned.threshold
+
+
+def test_values_that_are_all_the_same_are_a_collapse():
+    ppo = PPO(Counting(), config())
+    with torch.no_grad():
+        last_layer(ppo.policy.critic).weight.zero_()
+    (warned,) = warned_by(ppo)["value_collapse"]
+    assert warned.value == pytest.approx(0.0, abs=1e-6)
+
+
+def test_values_that_are_worse_than_a_constant_explain_less_than_nothing():
+    # Returns that end for real and are not mixed with values say nothing about a wild critic.
+    ppo = PPO(Counting(truncates=False), config(gae_lambda=1.0, normalize_values=False))
+    with torch.no_grad():
+        last_layer(ppo.policy.critic).weight.mul_(100.0)
+    (warned,) = warned_by(ppo)["low_explained_variance"]
+    assert warned.value < warned.threshold == Thresholds().low_explained_variance
+
+
+def test_exploding_gradients_are_warned_of_with_their_part_and_health():
+    ppo = PPO(Counting(truncates=False), config(gae_lambda=1.0, normalize_values=False))
+    with torch.no_grad():
+        last_layer(ppo.policy.critic).weight.mul_(1e6)
+    warned = {event.subject: event for event in warned_by(ppo)["gradient_health"]}
+    assert "critic.0" in warned
+    assert all(0 <= event.value < event.threshold for event in warned.values())
+
+
+def test_vanished_gradients_are_warned_of_where_the_threshold_asks_for_it():
+    env = Counting()
+    env.reward_of = lambda actions, count: torch.zeros_like(count)  # nothing to learn for the actor
+    settings = {"entropy_coef": 0.0, "num_epochs": 1, "num_minibatches": 1}
+    assert "gradient_health" not in warned_by(PPO(env, config(**settings)))
+    ppo = PPO(Counting(), config(**settings, thresholds=Thresholds(gradient_health=0.6)))
+    ppo.env.reward_of = env.reward_of
+    with torch.no_grad():
+        last_layer(ppo.policy.critic).weight.zero_()
+        last_layer(ppo.policy.critic).bias.zero_()
+    warned = {event.subject: event.value for event in warned_by(ppo)["gradient_health"]}
+    assert warned["actor.0"] == 0.5
 
 
 @pytest.mark.slow

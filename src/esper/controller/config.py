@@ -87,6 +87,7 @@ class ControllerConfig(ShownConfig):
     checkpoint_every: PositiveInt = 5  # rounds between checkpoints
     keep: PositiveInt = 3  # checkpoints that stay, beside the best
     data_dir: str | None = None  # where tasks that need files find them
+    host_events: bool = True  # write the stages, measurements, refusals and rollbacks of every host to the events of the run
     actions: PositiveInt = 1  # of one decision at most, each about another slot; the policy takes a step for each
     ops: tuple[Literal["germinate", "advance", "retarget", "fossilize", "prune"], ...] = ("germinate", "advance", "fossilize", "prune")
     reward: RewardConfig = RewardConfig()

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from itertools import accumulate, pairwise
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -81,7 +82,9 @@ class GrowthEnv:
             self._seed = seed
         fleets = draw_round(self.config.domain, round_number=0, hosts=self.num_envs, seed=self._seed)
         self._rounds = [0] * len(fleets)
-        self.squads = [self._squad(setting) for setting in fleets]
+        self.squads = []
+        for setting in fleets:
+            self.squads.append(self._squad(setting, len(self.squads)))
         self._standings = [Standing.start(squad.hosts) for squad in self.squads]
         self._chosen = [[[] for _ in range(squad.hosts)] for squad in self.squads]
         zeros = torch.zeros(self.num_envs)
@@ -152,14 +155,19 @@ class GrowthEnv:
         self._rounds[number] += 1
         del self.squads[number]  # before there is another, which needs the room
         gc.collect()  # torch's count of FLOPs leaves it in a cycle
-        self.squads.insert(number, self._squad(self._drawn(number)))
+        self.squads.insert(number, self._squad(self._drawn(number), number))
         self._standings[number] = Standing.start(self.squads[number].hosts)
 
     def _drawn(self, number: int) -> FleetSetting:
         return draw_round(self.config.domain, round_number=self._rounds[number], hosts=self.num_envs, seed=self._seed)[number]
 
-    def _squad(self, setting: FleetSetting) -> Squad:
-        return Squad(setting, self.config, self._tasks[setting.task], self._tensors[setting.task], device=self.device)
+    def _squad(self, setting: FleetSetting, number: int) -> Squad:
+        def tell(event: Event) -> None:
+            if self.config.host_events:
+                before = sum(squad.hosts for squad in self.squads[:number])
+                self.on_event(msgspec.structs.replace(event, env=before + (event.env or 0)))
+
+        return Squad(setting, self.config, self._tasks[setting.task], self._tensors[setting.task], device=self.device, on_event=tell)
 
     def _tell(self, squad: Squad, standing: Standing) -> None:
         entries = [entry for host in squad.fleet.rows[: squad.hosts] for entry in host.plot.ledger.entries]
@@ -205,7 +213,7 @@ class GrowthEnv:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._seed, self._rounds = state["seed"], list(state["rounds"])
-        self.squads = [self._squad(self._drawn(number)) for number in range(len(self._rounds))]
+        self.squads = [self._squad(self._drawn(number), number) for number in range(len(self._rounds))]
         for squad, saved in zip(self.squads, state["squads"], strict=True):
             squad.load_state_dict(saved)
         self._standings = [Standing(*values) for values in state["standings"]]

@@ -9,7 +9,7 @@ Shapes: H = hosts that are decided for.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from esper.controller.config import ControllerConfig
 from esper.controller.domain import FleetSetting
 from esper.controller.reward import Standing, standing_of
+from esper.events import Event
 from esper.fleet.config import HostSetting
 from esper.fleet.data import TaskTensors
 from esper.fleet.fleet import Fleet
@@ -29,9 +30,20 @@ from esper.tasks import Task
 
 
 class Squad:
-    def __init__(self, setting: FleetSetting, config: ControllerConfig, task: Task, tensors: TaskTensors, *, device: torch.device) -> None:
+    """`on_event` hears what happens to the hosts that are decided for; the `env` of an event is the host's number in the squad."""
+
+    def __init__(
+        self,
+        setting: FleetSetting,
+        config: ControllerConfig,
+        task: Task,
+        tensors: TaskTensors,
+        *,
+        device: torch.device,
+        on_event: Callable[[Event], None] = lambda event: None,
+    ) -> None:
         self.setting, self.config, self.task = setting, config, task
-        self.hosts = len(setting.hosts)
+        self.hosts = hosts = len(setting.hosts)
         twins = list(dict.fromkeys(map(_training_of, setting.hosts)))
         self.twin_of = [self.hosts + twins.index(_training_of(host)) for host in setting.hosts]
         self.fleet = Fleet(
@@ -42,6 +54,7 @@ class Squad:
             config=config.fleet,
             device=device,
             tensors=tensors,
+            on_event=lambda event: on_event(event) if event.env is not None and event.env < hosts else None,  # else a twin's
         )
         self.fleet.reset(dict(enumerate((*setting.hosts, *twins))))
         self._states: list[GrowthState] | None = None  # as they are now, once somebody has asked

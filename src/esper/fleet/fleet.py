@@ -11,7 +11,8 @@
 
 Lives, gates, governor and ledger are those of `esper.growth`: every host has a `Plot`. Tensors have the host index first. The hosts that
 `advance` gives include those whose horizon has just ended: they have a last decision, what to keep. From then on they are frozen and cost
-nothing until they are reset.
+nothing until they are reset. Where the growth config has a `patience`, a host ends when its validation loss has come to a plateau
+and no seed is on its way after the decision.
 
 Shapes: N = hosts, A = those that train, T = steps until the next decision, V = validation batches.
 """
@@ -27,6 +28,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from esper.events import Event
 from esper.fleet.config import FleetConfig, HostSetting
 from esper.fleet.data import FleetData, TaskTensors, placed_inputs, rounded_inputs
 from esper.fleet.ensemble import Ensemble
@@ -52,6 +54,7 @@ from esper.growth.chronicle import chunk_means
 from esper.growth.config import GrowthConfig
 from esper.growth.contribution import Losses
 from esper.growth.decisions import Decision
+from esper.growth.events import Probed
 from esper.growth.lifecycle import Stage
 from esper.growth.plot import Plot
 from esper.growth.promise import Promises
@@ -65,7 +68,11 @@ _HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}  # of activatio
 
 
 class Fleet:
-    """`make_host(seed)` gives a fresh host on the CPU; all of them are of one architecture."""
+    """`make_host(seed)` gives a fresh host on the CPU; all of them are of one architecture.
+
+    `on_event` hears what happens to every host: stages, measurements, refusals and rollbacks, each with the host's row as its `env`. What
+    probes found is left out: it would be most of the file.
+    """
 
     def __init__(
         self,
@@ -77,10 +84,11 @@ class Fleet:
         config: FleetConfig | None = None,
         device: torch.device | str = "cpu",
         tensors: TaskTensors | None = None,
+        on_event: Callable[[Event], None] = lambda event: None,
     ) -> None:
         if hosts < 1:
             raise FleetError(f"a fleet has at least one host; got {hosts}")
-        self.task, self.make_host, self.hosts = task, make_host, hosts
+        self.task, self.make_host, self.hosts, self.on_event = task, make_host, hosts, on_event
         self.growth, self.config = growth or GrowthConfig(), config or FleetConfig()
         self.device = torch.empty(0, device=device).device
         self.dtype = torch.float64 if self.config.precision == "float64" else torch.float32
@@ -194,7 +202,7 @@ class Fleet:
     # Deciding
 
     def training(self) -> list[int]:
-        """Hosts whose horizon is not over."""
+        """Hosts whose horizon is not over, and that have not come to a plateau."""
         return [row for row, host in enumerate(self.rows) if not host.is_over]
 
     def state(self, row: int) -> GrowthState:
@@ -210,6 +218,15 @@ class Fleet:
                     raise FleetError(f"no slot named {action.slot!r} where something could grow; these hosts have {', '.join(self.banks)}")
         for row, decision in decisions.items():
             self.rows[row].decide(decision, by=by)
+        self._tell(decisions)
+
+    def _tell(self, rows: Iterable[int]) -> None:
+        for row in rows:
+            events: list[Event] = []
+            self.rows[row].plot.tell(events.append)
+            for event in events:
+                if not isinstance(event, Probed):
+                    self.on_event(msgspec.structs.replace(event, env=row))
 
     def _check_rows(self, rows: Iterable[int]) -> None:
         unknown = [row for row in rows if not 0 <= row < self.hosts]
@@ -218,10 +235,12 @@ class Fleet:
 
     def finish(self, rows: Iterable[int]) -> None:
         """The training of these hosts is over: what has not been kept is taken out."""
-        for row in rows:
+        over = list(rows)
+        for row in over:
             garden = self.rows[row].plot.garden
             for name in garden.living():
                 garden.prune(name, "the training is over and it has not earned its place")
+        self._tell(over)
 
     # Training
 
@@ -239,6 +258,7 @@ class Fleet:
             for slot, position, norms in seeds.by_seed(found[f"norms of {name}"]):
                 self.rows[rows[position]].plot.garden.beds[slot].norms = norms
         self._end_epoch(rows, found, trials, self._promises(plan, found))
+        self._tell(rows)
         return rows
 
     def plan(self, rows: list[int]) -> Plan:

@@ -32,7 +32,8 @@ class Host:
 
     @property
     def is_over(self) -> bool:
-        return self.is_given_up or not self.recovery.has_begun or self.plot.epoch >= self.setting.horizon
+        has_ended = self.is_given_up or not self.recovery.has_begun or self.plot.epoch >= self.setting.horizon
+        return has_ended or self.plot.is_stuck()
 
     @property
     def spent_flops(self) -> int:

@@ -97,7 +97,7 @@ class GrowthConfig(Config):
     governor: GovernorConfig = GovernorConfig()
     heuristic: HeuristicConfig = HeuristicConfig()
     seed_optimizer: SeedOptimizer = SeedOptimizer()
-    patience: PositiveInt | None = None  # epochs without a better validation loss after which `grow` stops; None: never early
+    patience: PositiveInt | None = None  # epochs without a better validation loss after which a host stops; None: never early
     loss_range: PositiveFloat | None = None
     """How far the loss can fall below the uninformed loss, which is what rents and thresholds are shares of. None: to 0. A loss that can be
     negative, such as a Gaussian log-likelihood, needs it."""

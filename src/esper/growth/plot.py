@@ -79,6 +79,14 @@ class Plot(Generic[AnyBed]):
     def is_over(self) -> bool:
         return self.epochs is not None and self.epoch >= self.epochs
 
+    def is_stuck(self) -> bool:
+        """Return whether there was no better validation loss for as long as the config waits, and no seed is on its way."""
+        losses, patience = self.chronicle.val_losses, self.config.patience
+        if patience is None or len(losses) <= patience or self.garden.living():
+            return False
+        recent, before = ([loss for loss in some if math.isfinite(loss)] for some in (losses[-patience:], losses[:-patience]))
+        return min(recent, default=math.inf) >= min(before, default=math.inf)
+
     def _set_scale(self, scale: LossScale) -> None:
         self.scale = self.judge.governor.scale = scale
         self.garden.set_unit(scale.unit)

@@ -269,7 +269,7 @@ class Training:
         return "finished" if grower.epoch >= self.epochs else "stopped early"
 
     def _is_over(self, grower: Grower) -> bool:
-        return grower.chronicle.steps == 0 and (grower.epoch >= self.epochs or self._is_stuck(grower))
+        return grower.chronicle.steps == 0 and (grower.epoch >= self.epochs or grower.plot.is_stuck())
 
     def _train_epoch(self, grower: Grower, run: Run, before: float) -> bool:
         """False where it was stopped."""
@@ -421,14 +421,6 @@ class Training:
     def _emit(self, event: Event) -> None:
         self._run.emit(event)
         self.on_event(event)
-
-    def _is_stuck(self, grower: Grower) -> bool:
-        """Early stopping: no better validation loss for long, and no seed on its way."""
-        losses, patience = grower.chronicle.val_losses, self.config.patience
-        if patience is None or len(losses) <= patience or grower.garden.living():
-            return False
-        recent, before = ([loss for loss in some if math.isfinite(loss)] for some in (losses[-patience:], losses[:-patience]))
-        return min(recent, default=math.inf) >= min(before, default=math.inf)
 
     def _started(self, grower: Grower, losses: Losses) -> Event:
         host, scale = grower.slotted.survey.host, grower.plot.scale

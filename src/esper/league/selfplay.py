@@ -169,7 +169,8 @@ class SelfPlay:
         self.paid.zero_()
         told: dict[str, Record] = {}
         for index, table in enumerate(self.tables):
-            record = Record(*counts[3 * index : 3 * index + 3])
+            wins, draws, losses = counts[3 * index : 3 * index + 3]
+            record = Record(wins=wins, draws=draws, losses=losses)
             name = (self.seats.name(table.name) or LEARNER) if is_seat(table.name) else table.name
             if name not in (SELF, LEARNER):
                 self.league.record(LEARNER, name, record)

@@ -27,6 +27,16 @@ class NetworkConfig(Config):
     log_std: LogStd = 0.5  # initial log standard deviation of continuous heads, before tanh; much, so that they are tried out first
 
 
+class Thresholds(Config):
+    """When the learner warns: an event of kind `warned` tells of every diagnostic that crosses its threshold in an update."""
+
+    ratio_explosion: PositiveFloat = 10.0  # largest probability ratio
+    entropy_collapse: NonNegativeFloat = 0.02  # least normalised entropy of a discrete head
+    value_collapse: NonNegativeFloat = 0.01  # least spread of the values relative to that of the returns
+    low_explained_variance: float = -0.5  # least share of the returns' variance that the values explain
+    gradient_health: Fraction = 0.3  # least health of a part's gradients: 1 healthy, 0.5 vanished, 0 exploded
+
+
 class PPOConfig(Config):
     """Recurrent proximal policy optimisation."""
 
@@ -70,6 +80,7 @@ class PPOConfig(Config):
     validate: bool = False  # raise errors at once on any device, at the price of synchronisation
     max_skips: PositiveInt = 10  # non-finite gradient steps in a row after which training stops
     network: NetworkConfig = NetworkConfig()
+    thresholds: Thresholds = Thresholds()
 
     def check(self) -> None:
         if self.bptt_length is not None and self.num_steps % self.bptt_length:

@@ -1,20 +1,11 @@
-"""When the learner should worry: every threshold has its name here."""
+"""What is worrying about an update, by the thresholds of the config."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
+from esper.rl.config import Thresholds
 from esper.rl.events import GradientNorms, Update, Warned
-
-
-@dataclass(frozen=True, slots=True)
-class Thresholds:
-    ratio_explosion: float = 10.0  # largest probability ratio of an update
-    entropy_collapse: float = 0.02  # normalised entropy of a head
-    value_collapse: float = 0.01  # spread of the values relative to that of the returns
-    low_explained_variance: float = -0.5
-    gradient_health: float = 0.3
 
 
 def warnings(
@@ -42,4 +33,4 @@ def warnings(
         yield warned("low_explained_variance", "", update.explained_variance)
     for part, health in gradients.health.items():
         if health < thresholds.gradient_health:
-            yield warned("gradient_health", part, gradients.norms[part])
+            yield warned("gradient_health", part, health)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from esper.events import Event
 
 
@@ -56,10 +59,14 @@ class Warned(Event, tag="warned"):
     """A diagnostic crossed its threshold."""
 
     step: int
-    diagnostic: str  # a field of `esper.rl.diagnostics.Thresholds`
+    diagnostic: str  # a field of `esper.rl.config.Thresholds`
     subject: str  # head or part of the policy; "" where it is the whole
     value: float
     threshold: float
+
+    def shown(self) -> Mapping[str, Any]:
+        """Show the value under the names of diagnostic and subject: gradient_health/actor."""
+        return {self.diagnostic: {self.subject: self.value} if self.subject else self.value}
 
 
 OF_ALL_RANKS = (Update, GradientNorms, Skipped, Warned)  # computed over all ranks, and so the same on each

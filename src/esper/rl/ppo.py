@@ -29,7 +29,7 @@ from esper.parallel import ALONE, Group
 from esper.rl.checkpoints import load_learner, save_learner
 from esper.rl.collector import Collector
 from esper.rl.config import PPOConfig
-from esper.rl.diagnostics import Thresholds, warnings
+from esper.rl.diagnostics import warnings
 from esper.rl.evaluate import MAX_STEPS, Evaluation, evaluate
 from esper.rl.events import CompileFailed, EpisodesRestarted, GradientNorms, Skipped, Update
 from esper.rl.learner import Learner, Outcome
@@ -77,13 +77,12 @@ class PPO:
         critic: nn.Sequential | None = None,
         device: torch.device | str | None = None,
         on_event: Callable[[Event], None] = _ignore,
-        thresholds: Thresholds = Thresholds(),  # noqa: B008 — frozen
         group: Group | None = None,
     ) -> None:
         env = _as_batch(env, num_envs, device)
         self.env, self.config = env, config or PPOConfig()
         self.device = torch.device(device) if device is not None else env.device
-        self.on_event, self.thresholds = on_event, thresholds
+        self.on_event = on_event
         self.group = group or ALONE
         config = self.config
         common = Streams(config.seed)
@@ -252,7 +251,7 @@ class PPO:
             value_spread=outcome.value_spread,
             return_spread=outcome.return_spread,
             mattered={head.name: outcome.mattered[heads.index(head.name)] for head in self.env.action_spec.discrete},
-            thresholds=self.thresholds,
+            thresholds=self.config.thresholds,
         ):
             self.on_event(warned)
         return update

@@ -535,7 +535,8 @@ def _reopened_log(config: Any, folder: Path, before: _Before | None, options: Op
 def _check_changes(saved: Any, wanted: Any, changeable: Sequence[str]) -> None:
     """A run goes on as what it was: only what does not touch the learner may change."""
     for (name, before, _), (_, after, _) in zip(describe(saved), describe(wanted), strict=True):
-        if before != after and name not in (*changeable, *ShownConfig.__struct_fields__):
+        may_change = name in (*changeable, *ShownConfig.__struct_fields__) or name.startswith("ppo.thresholds.")
+        if before != after and not may_change:
             raise RunError(
                 f"{name} is {before!r} in the saved run and cannot become {after!r} now; what may change when resuming is "
                 f"{', '.join(changeable)}. Start a new run for the rest"
