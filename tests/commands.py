@@ -20,7 +20,8 @@ from esper.checkpoint.tree import split
 from esper.events import Sink, read
 from esper.run_folder import CHECKPOINTS, EVENTS
 
-_CLOCKS = {"time", "seconds", "samples_per_second", "steps_per_second", "collect_seconds", "update_seconds", "other_seconds"}
+_CLOCKS = {"time", "seconds", "samples_per_second", "steps_per_second", "collect_seconds", "update_seconds", "other_seconds", "env_seconds"}
+_CLOCKS |= {"step_seconds", "data_wait_seconds"}
 _OF_SESSIONS = {"header", "resumed", "run_started", "growth_started", "checkpoint_refused"}
 
 

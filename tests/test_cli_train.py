@@ -162,6 +162,24 @@ def test_thresholds_of_alarms_come_from_the_command_line_or_a_file_and_may_chang
     assert last == []
 
 
+@pytest.mark.parametrize("is_asked", [True, False])
+def test_a_run_is_deterministic_where_it_is_asked_to_be_and_else_lets_cudnn_choose(is_asked: bool) -> None:
+    seen = []
+
+    def look() -> bool:
+        cudnn = torch.backends.cudnn
+        seen.append((torch.are_deterministic_algorithms_enabled(), cudnn.deterministic, cudnn.benchmark))
+        return False
+
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
+    changes = {"deterministic": is_asked, "total_steps": UPDATE_STEPS, "eval_episodes": 0}
+    train_run(msgspec.structs.replace(CONFIG, **changes), "run", should_stop=look)
+    assert set(seen) == {(is_asked, is_asked, not is_asked)}
+    assert (torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark) == before
+    if is_asked:
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] in (":4096:8", ":16:8")
+
+
 def steps_in_tensorboard(folder: Path) -> list[int]:
     """Steps of the updates that TensorBoard shows of a run, from all its sessions."""
     return [step for step, _ in shown_in_tensorboard(folder)["update/value_loss"]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 
 import msgspec
@@ -67,6 +68,39 @@ def test_a_fleet_is_gone_before_there_is_another(monkeypatch: pytest.MonkeyPatch
     for _ in range(HORIZON + 1):
         env.step(waiting(env))
     assert alive == [False]
+
+
+def test_hosts_of_the_same_architecture_begin_in_the_fleet_of_those_before_as_in_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    one_kind = msgspec.structs.replace(CONFIG.domain, tasks=("digits",), hosts=("2-3-4",), fleets=1)
+
+    def lives(is_new: bool) -> tuple[list[Timestep], list[object], list[Event]]:
+        events: list[Event] = []
+        env = make_env(msgspec.structs.replace(CONFIG, domain=one_kind), on_event=events.append)
+        steps, policy, fleets = [env.reset(seed=0)], RandomPolicy(env), [env.squads[0].fleet]
+        with monkeypatch.context() as patch:
+            if is_new:
+                patch.setattr(Squad, "fits", lambda self, setting: False)
+            for _ in range(2 * (HORIZON + 1) + 2):
+                steps.append(env.step(policy(steps[-1])))
+                if env.squads[0].fleet is not fleets[-1]:
+                    fleets.append(env.squads[0].fleet)
+        return steps, fleets, events
+
+    (again, kept, told), (fresh, made, told_anew) = lives(is_new=False), lives(is_new=True)
+    assert (len(kept), len(made)) == (1, 3)
+    for one, other in zip(again, fresh, strict=True):
+        assert torch.equal(one.reward, other.reward)
+        assert all(torch.equal(value, other.obs[name]) for name, value in one.obs.items())
+    assert told == told_anew
+
+
+def test_a_closed_environment_holds_nothing_on_the_device() -> None:
+    env = make_env()
+    env.reset(seed=0)
+    held = [weakref.ref(part) for part in (*env._tensors.values(), *(squad.fleet for squad in env.squads))]
+    env.close()
+    gc.collect()
+    assert [reference() for reference in held] == [None] * len(held)
 
 
 def waiting(env: GrowthEnv) -> Actions:

@@ -6,6 +6,7 @@ import copy
 import io
 import math
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -31,11 +32,12 @@ from esper.events import EventLog, read
 from esper.growth import Diverged, GrowthError, Planned, grow
 from esper.growth.batches import move
 from esper.growth.config import GovernorConfig, Rent
-from esper.growth.decisions import Fossilize, Germinate
+from esper.growth.decisions import Decision, Fossilize, Germinate
+from esper.growth.events import EpochEnded
 from esper.growth.heuristic import judge
 from esper.growth.html_report import write_report
 from esper.growth.shadow import Shadow
-from esper.growth.state import Contribution
+from esper.growth.state import Contribution, GrowthState
 from esper.growth.story import read_story
 from esper.growth.training import default_optimizer
 from esper.run_folder import EVENTS, RunError
@@ -529,7 +531,7 @@ def test_seeds_grow_and_validation_runs_in_half_precision(precision: str) -> Non
 
 
 @pytest.mark.filterwarnings("error")
-def test_an_epoch_in_which_every_step_overflows_is_no_reason_to_warn() -> None:
+def test_an_epoch_in_which_every_step_overflows_is_counted_and_no_reason_to_warn(tmp_path: Path) -> None:
     """The first scale of a GradScaler is often too high, and the seed has missed nothing that the host has not."""
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -537,8 +539,38 @@ def test_an_epoch_in_which_every_step_overflows_is_no_reason_to_warn() -> None:
         return cross_entropy(outputs, targets) * (1e35 if torch.is_grad_enabled() and is_first_epoch else 1.0)
 
     script = Script({0: [Germinate("first", "test", "mlp")]})
-    grown = grow(make_host(), make_data(2), make_data(2), loss, epochs=2, controller=script, config=config(**NAMED), precision="float16")
+    options = {"controller": script, "config": config(**NAMED), "precision": "float16", "run": tmp_path / "run"}
+    grown = grow(make_host(), make_data(2), make_data(2), loss, epochs=2, **options)
     assert grown.epochs == 2
+    assert [event.skipped for event in epochs_told(tmp_path / "run")] == [2, 0]  # steps of the host's optimiser
+
+
+def epochs_told(folder: Path) -> list[EpochEnded]:
+    return [record.event for record in read(folder / EVENTS) if isinstance(record.event, EpochEnded)]
+
+
+class SlowLoader:
+    """Takes its time for every batch."""
+
+    def __init__(self, data: Data) -> None:
+        self.data = data
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in self.data:
+            time.sleep(0.01)
+            yield batch
+
+
+def test_the_time_of_a_step_and_the_wait_for_data_are_told(tmp_path: Path) -> None:
+    def ended(loader: object, folder: Path) -> list[EpochEnded]:
+        grow(make_host(), loader, make_data(2), cross_entropy, epochs=2, controller="never", config=config(**NAMED), run=folder)
+        return epochs_told(folder)
+
+    for event in ended(SlowLoader(make_data(4)), tmp_path / "slow"):
+        assert event.data_wait_seconds is not None
+        assert event.step_seconds is not None
+        assert 4 * 0.01 <= event.data_wait_seconds <= 4 * event.step_seconds <= event.seconds
+    assert all(0 < (event.data_wait_seconds or 0.0) < 0.04 for event in ended(make_data(4), tmp_path / "fast"))
 
 
 def in_halves(data: Data) -> Data:
@@ -797,3 +829,25 @@ def test_a_model_that_takes_any_keywords_grows(arguments: tuple[float, ...]) -> 
         controller="never",
     )
     assert grown.status == "finished"
+
+
+def test_the_workers_of_a_users_loader_live_through_all_epochs_and_the_loader_is_never_made_again() -> None:
+    made = []
+
+    class Watched(DataLoader):
+        def _get_iterator(self):
+            made.append(super()._get_iterator())
+            return made[-1]
+
+    loader = Watched(dataset(), batch_size=10, num_workers=1, persistent_workers=True, multiprocessing_context="fork")
+    pids: list[int] = []
+
+    class Watching(Script):
+        def decide(self, state: GrowthState) -> Decision:
+            pids.extend(worker.pid for iterator in made for worker in iterator._workers)
+            return super().decide(state)
+
+    grow(make_host(), loader, make_data(2), cross_entropy, epochs=3, controller=Watching(), config=config(**NAMED))
+    assert len(made) == 1  # for all epochs
+    assert len(pids) == 3
+    assert len(set(pids)) == 1

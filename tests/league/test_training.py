@@ -29,7 +29,7 @@ from esper.league.training_config import ArenaTrainConfig
 from esper.parallel import Ranks
 from esper.rl.checkpoints import open_store
 from esper.rl.events import Update
-from esper.rl.run_events import RunStarted
+from esper.rl.run_events import CheckpointEvaluated, RunStarted
 from esper.run_folder import EVENTS, RunError
 from tests.league.arenas import a_policy, small_training
 
@@ -63,8 +63,8 @@ def killed_after(updates: int) -> Callable[[], bool]:
 def told(folder: Path) -> list[Event]:
     """Everything but times and the starts of sessions."""
     events = [record.event for record in read(folder / EVENTS)]
-    timeless = {"steps_per_second": 0.0, "collect_seconds": 0.0, "update_seconds": 0.0}
-    kept = [event for event in events if not isinstance(event, RunStarted | Resumed)]
+    timeless = dict.fromkeys(("steps_per_second", "collect_seconds", "update_seconds", "other_seconds", "env_seconds"), 0.0)
+    kept = [event for event in events if not isinstance(event, RunStarted | Resumed | CheckpointEvaluated)]
     return [msgspec.structs.replace(event, **timeless) if isinstance(event, Update) else event for event in kept]
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import time
 
 import gymnasium
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from esper.devices import Stopwatch
 from esper.rl.config import NetworkConfig, PPOConfig
 from esper.rl.distributions import Noise
 from esper.rl.events import CompileFailed, EpisodesRestarted
@@ -401,3 +403,66 @@ def test_a_task_whose_second_mask_depends_on_the_first_choice_is_solved():
     for _ in ppo.train(total_steps=200_000):
         pass
     assert ppo.evaluate(make("conditional", 32), episodes=320).mean_return >= 9.5
+
+
+# Time
+
+
+class SlowCounting(Counting):
+    def step(self, actions):
+        time.sleep(0.005)
+        return super().step(actions)
+
+
+def test_the_wait_for_the_environments_is_told_and_is_part_of_collecting():
+    (update,) = PPO(SlowCounting(), config()).train(total_steps=16 * 3)
+    assert 16 * 0.005 <= update.env_seconds <= update.collect_seconds
+    (update,) = PPO(Counting(), config()).train(total_steps=16 * 3)
+    assert 0 < update.env_seconds < 16 * 0.005
+
+
+class FakeEvents:
+    """CUDA's events and stream, whose device is at `now` milliseconds when an event is recorded."""
+
+    def __init__(self) -> None:
+        self.now, self.waited_for = 0.0, []
+
+    def make(self, enable_timing: bool):
+        assert enable_timing
+        events = self
+
+        class Event:
+            def record(self, stream: str) -> None:
+                assert stream == "stream of cuda:0"
+                self.at = events.now
+
+            def synchronize(self) -> None:
+                events.waited_for.append(self)
+
+            def elapsed_time(self, later) -> float:
+                assert later in events.waited_for or events.waited_for, "read before the device has come there"
+                return later.at - self.at
+
+        return Event()
+
+
+def test_time_on_a_gpu_is_that_between_events_of_its_stream(monkeypatch: pytest.MonkeyPatch):
+    events = FakeEvents()
+    monkeypatch.setattr(torch.cuda, "Event", events.make)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    watch = Stopwatch(torch.device("cuda:0"))
+    for now in (0.0, 250.0, 1000.0):
+        events.now = now
+        watch.mark()
+    assert not events.waited_for
+    assert watch.seconds() == [0.25, 0.75]
+    assert len(events.waited_for) == 1
+
+
+def test_time_on_the_cpu_is_that_of_the_process():
+    watch = Stopwatch(torch.device("cpu"))
+    watch.mark()
+    time.sleep(0.01)
+    watch.mark()
+    (seconds,) = watch.seconds()
+    assert 0.01 <= seconds < 5

@@ -29,9 +29,9 @@ def run(argv: list[str], prog: str) -> Outcome:
     arguments = parse(GrowArguments, words, prog, default=defaults_for(words), description=DESCRIPTION)
     if arguments.task is None and arguments.model is None:
         raise CommandError(f"name what to grow: --task TASK, or --model and --data of your own. {_known_tasks()}")
-    from esper.devices import threads
+    from esper.devices import determinism, threads
 
-    with threads(arguments.threads), _mistakes():
+    with threads(arguments.threads), determinism(arguments.deterministic), _mistakes():
         return _dry_run(arguments.settings()) if arguments.dry_run else _grow(arguments)
 
 

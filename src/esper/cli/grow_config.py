@@ -43,6 +43,7 @@ class GrowTaskConfig(TrainingConfig):
     schedule: Literal["none", "cosine"] = "none"  # of the learning rate; cosine: falls towards 0, by epochs or by step_schedule
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where there is one
     threads: Threads | None = None  # CPU threads of torch; None: its own choice
+    deterministic: bool = False  # the same bits in every run on a GPU too, by slower kernels; else cuDNN chooses the fastest ones
     tensorboard: bool = False  # also write scalars for TensorBoard into the run folder
     wandb: Literal["offline", "online"] | None = None
     """also write scalars for Weights & Biases into the run folder; online: and send them to your account"""

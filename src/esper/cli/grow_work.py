@@ -117,7 +117,7 @@ def _seed_everything(seed: int) -> None:
 def _score(loader: Iterable[Any], step_loss: StepLoss, device: torch.device, is_classifier: bool, model: nn.Module) -> Score:
     """Means over samples. Accuracy where the outputs are scores of classes and the targets their numbers."""
     losses, hits, counts = [], [], []
-    with torch.no_grad():
+    with torch.inference_mode():
         model.eval()
         for raw in loader:
             batch = move(raw, device)
@@ -135,7 +135,7 @@ def _score(loader: Iterable[Any], step_loss: StepLoss, device: torch.device, is_
 def _compare(loader: Iterable[Any], device: torch.device, classes: int, grown: nn.Module, never: nn.Module) -> Tensor | None:
     """Both models see a batch before the next one comes: a loader may shuffle. The targets of one sample count as one, their mean."""
     differences = []
-    with torch.no_grad():
+    with torch.inference_mode():
         for raw in loader:
             inputs, targets = move(raw, device)[:2]
             shares = []

@@ -84,6 +84,7 @@ class ControllerConfig(ShownConfig):
     rounds: PositiveInt = 100  # of num_steps decisions for every host, after each of which the policy learns
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where there is one
     threads: Threads | None = None  # CPU threads of torch; None: its own choice
+    deterministic: bool = False  # the same bits in every run on a GPU too, by slower kernels; else cuDNN chooses the fastest ones
     checkpoint_every: PositiveInt = 5  # rounds between checkpoints
     keep: PositiveInt = 3  # checkpoints that stay, beside the best
     data_dir: str | None = None  # where tasks that need files find them

@@ -114,7 +114,8 @@ class GrowthEnv:
         )
 
     def close(self) -> None:
-        self.squads = []
+        """Drop the fleets, and the tasks' data on the device."""
+        self.squads, self._tensors = [], {}
 
     # Squads
 
@@ -153,9 +154,13 @@ class GrowthEnv:
 
     def _begin_next(self, number: int) -> None:
         self._rounds[number] += 1
-        del self.squads[number]  # before there is another, which needs the room
-        gc.collect()  # torch's count of FLOPs leaves it in a cycle
-        self.squads.insert(number, self._squad(self._drawn(number), number))
+        setting = self._drawn(number)
+        if self.squads[number].fits(setting):
+            self.squads[number].begin(setting)
+        else:
+            del self.squads[number]  # before there is another, which needs the room
+            gc.collect()  # torch's count of FLOPs leaves it in a cycle
+            self.squads.insert(number, self._squad(setting, number))
         self._standings[number] = Standing.start(self.squads[number].hosts)
 
     def _drawn(self, number: int) -> FleetSetting:
@@ -188,7 +193,7 @@ class GrowthEnv:
                 samples=squad.fleet.samples_trained,
                 steps=squad.hosts * (squad.setting.horizon + 1) * self.config.actions,
                 memory_per_host=squad.fleet.memory_per_host().most,
-                recordings=squad.fleet.recordings,
+                recordings=squad.recordings,
                 kernels=compiled_kernels(),
             )
         )

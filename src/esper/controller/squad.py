@@ -42,22 +42,39 @@ class Squad:
         device: torch.device,
         on_event: Callable[[Event], None] = lambda event: None,
     ) -> None:
-        self.setting, self.config, self.task = setting, config, task
+        self.config, self.task = config, task
         self.hosts = hosts = len(setting.hosts)
-        twins = list(dict.fromkeys(map(_training_of, setting.hosts)))
-        self.twin_of = [self.hosts + twins.index(_training_of(host)) for host in setting.hosts]
         self.fleet = Fleet(
             task,
             task.maker(setting.host),
-            hosts=self.hosts + len(twins),
+            hosts=self.hosts + len(_twins(setting)),
             growth=config.growth,
             config=config.fleet,
             device=device,
             tensors=tensors,
             on_event=lambda event: on_event(event) if event.env is not None and event.env < hosts else None,  # else a twin's
         )
+        self.begin(setting)
+
+    def fits(self, setting: FleetSetting) -> bool:
+        """Return whether the next hosts can live in this fleet: they are of the same architecture, on the same task and as many."""
+        is_same = (setting.task, setting.host, len(setting.hosts)) == (self.setting.task, self.setting.host, self.hosts)
+        return is_same and self.hosts + len(_twins(setting)) == self.fleet.hosts
+
+    def begin(self, setting: FleetSetting) -> None:
+        """New hosts and their twins, in the place of those before."""
+        twins = _twins(setting)
+        self.setting = setting
+        self.twin_of = [self.hosts + twins.index(_training_of(host)) for host in setting.hosts]
         self.fleet.reset(dict(enumerate((*setting.hosts, *twins))))
+        self.fleet.samples_trained = 0
+        self._recordings_before = self.fleet.recordings
         self._states: list[GrowthState] | None = None  # as they are now, once somebody has asked
+
+    @property
+    def recordings(self) -> int:
+        """Of steps, in the life of these hosts."""
+        return self.fleet.recordings - self._recordings_before
 
     # Lives
 
@@ -120,6 +137,11 @@ class Squad:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.fleet.load_state_dict(state["fleet"])
         self._states = None
+
+
+def _twins(setting: FleetSetting) -> list[HostSetting]:
+    """One for all hosts that share its initialisation, data and order."""
+    return list(dict.fromkeys(map(_training_of, setting.hosts)))
 
 
 def _training_of(host: HostSetting) -> HostSetting:

@@ -26,7 +26,7 @@ from esper.controller.config import ControllerConfig
 from esper.controller.env import GrowthEnv
 from esper.controller.learned import save_controller
 from esper.controller.network import make_parts, make_policy
-from esper.devices import find_device, threads
+from esper.devices import determinism, find_device, threads
 from esper.parallel import ALONE, Group
 from esper.rl.evaluate import Evaluation
 from esper.rl.policy import Policy
@@ -54,7 +54,7 @@ def resume_controller(folder: Path | str, *, config: ControllerConfig | None = N
 def prepare_controller(config: ControllerConfig, group: Group = ALONE) -> Iterator[tuple[PPO, Relay]]:
     """The learner of a run in its environment. Touches no files but those of the tasks; mistakes in the config are RunErrors."""
     device, relay = group.place(find_device(config.device)), Relay()
-    with threads(config.threads):
+    with threads(config.threads), determinism(config.deterministic):
         try:
             env = GrowthEnv(config, partial(load_from, config.data_dir), seed=config.ppo.seed, device=device, on_event=relay)
             parts = make_parts(
@@ -67,7 +67,8 @@ def prepare_controller(config: ControllerConfig, group: Group = ALONE) -> Iterat
             ppo = PPO(env, config.ppo, parts.encoder, actor=parts.actor, critic=parts.critic, device=device, on_event=relay, group=group)
         except (ValueError, TaskError) as error:
             raise RunError(str(error)) from error
-        yield ppo, relay
+        with contextlib.closing(env):
+            yield ppo, relay
 
 
 def load_from(data_dir: str | None, name: str) -> Task:

@@ -37,7 +37,7 @@ class Samples:
         return len(self.targets)
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def losses_of(ensemble: Ensemble, samples: Samples) -> Tensor:
     """Mean loss of every host on every batch [V, hosts]; all hosts see the same samples."""
     found: list[Tensor] = []
@@ -100,7 +100,7 @@ def _member(member: Member, places: Mapping[int, int]) -> Member | None:
     return Member(member.slot, member.species, weights, member.alpha.index_select(0, chosen), index, remaining)
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def are_finite(ensemble: Ensemble, trained: Iterable[str], hosts: int) -> Tensor:
     """Which hosts have weights that are all finite [hosts], their seeds included; `trained` are the names of those that learn."""
     found = torch.stack([ensemble.tensors[name].flatten(1).isfinite().all(1) for name in trained]).all(0)

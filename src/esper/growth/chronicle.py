@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from esper.devices import Stopwatch
 from esper.growth.errors import GrowthError
 
 
@@ -25,6 +26,27 @@ class Chronicle:
         self._samples = 0  # of this epoch, so far
         self._lap_samples = 0  # since the last lap
         self._began = time.perf_counter()
+        self.data_wait: float | None = None  # seconds of this epoch, where somebody measures them
+        self.skipped = 0  # steps that the host's optimiser did not take, since the last epoch was reported
+        self._watch: Stopwatch | None = None  # of the training steps of this epoch
+        self._watched_steps = 0
+
+    def watch(self, device: torch.device) -> None:
+        """Begin to measure the training steps of an epoch, or what is left of it."""
+        self._watch, self._watched_steps, self.data_wait = Stopwatch(device), -self.steps, 0.0
+        self._watch.mark()
+
+    def watched(self) -> None:
+        """The last training step of the epoch was asked for."""
+        if self._watch is not None:
+            self._watch.mark()
+            self._watched_steps += self.steps
+
+    def step_seconds(self) -> float | None:
+        """Return the mean time of the steps that were measured. Waits for the last of them."""
+        if self._watch is None or self._watched_steps < 1:
+            return None
+        return sum(self._watch.seconds()) / self._watched_steps
 
     def note_step(self, loss: Tensor, *, samples: int | None, flops_per_sample: int) -> None:
         self.steps += 1
@@ -69,6 +91,10 @@ class Chronicle:
         self.samples, self._samples = self._samples or None, 0
         self.forget_losses()
 
+    def take_skipped(self) -> int:
+        taken, self.skipped = self.skipped, 0
+        return taken
+
     def lap(self) -> tuple[float, int]:
         """Seconds and samples since the last lap."""
         now = time.perf_counter()
@@ -86,12 +112,14 @@ class Chronicle:
             "steps": self.steps,
             "losses": self._read(),
             "samples": self._samples,
+            "skipped": self.skipped,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.train_losses, self.val_losses = list(state["train_losses"]), list(state["val_losses"])
         self.flops, self.length, self.steps, self._samples = state["flops"], state["length"], state["steps"], state["samples"]
         self.samples = state["samples_per_epoch"]
+        self.skipped = state.get("skipped", 0)  # not in files from before it was counted
         self._losses, self._loaded = [], state["losses"].cpu()
         self._began = time.perf_counter()
 

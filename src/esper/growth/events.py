@@ -59,6 +59,11 @@ class EpochEnded(Event, tag="epoch_ended"):
     seconds: float = 0.0  # of the epoch, decisions included
     samples_per_second: float | None = None
     total_gflops: float | None = None  # spent so far, where the size of batches is known
+    step_seconds: float | None = None  # of one training step, data wait included: mean over the epoch, by the device's clock
+    data_wait_seconds: float | None = None  # of the epoch, waiting for the training loader; both None where the loop is the user's own
+    skipped: int = 0
+    """Steps that the host's optimiser did not take because a gradient overflowed under its loss scale; those of seeds are in `slots`. Not
+    counted: a fused optimiser, which skips on the device, and a loop of the user's own."""
 
     def shown(self) -> Mapping[str, Any]:
         """Show slots under their names: slots/conv1/alpha."""

@@ -25,6 +25,9 @@ def epoch_ended(garden: Garden[AnyBed], chronicle: Chronicle, decision: Decision
         seconds=seconds,
         samples_per_second=samples / seconds if samples else None,
         total_gflops=chronicle.flops / 1e9 if chronicle.flops else None,
+        step_seconds=chronicle.step_seconds(),
+        data_wait_seconds=chronicle.data_wait,
+        skipped=chronicle.take_skipped(),
     )
 
 

@@ -275,7 +275,8 @@ class Training:
         """False where it was stopped."""
         self.model.train()
         batches, number = iter(self.train_loader), grower.chronicle.steps * self.config.accumulate + 1
-        while group := list(islice(batches, self.config.accumulate)):
+        grower.chronicle.watch(self.device)
+        while group := self._next_batches(batches, grower):
             self._train_step(group, grower, first=number)
             number += len(group)
             if run.should_stop():
@@ -283,7 +284,15 @@ class Training:
                 return False
         if not grower.chronicle.steps:
             raise GrowthError("the training loader yields nothing; it needs at least one batch")
+        grower.chronicle.watched()
         return True
+
+    def _next_batches(self, batches: Iterator[Any], grower: Grower) -> list[Any]:
+        """Return those of the next step, and note how long the loader took for them; nothing at the end of the epoch."""
+        began = time.perf_counter()
+        group = list(islice(batches, self.config.accumulate))
+        grower.chronicle.data_wait = (grower.chronicle.data_wait or 0.0) + time.perf_counter() - began
+        return group
 
     def _train_step(self, raw: Sequence[Any], grower: Grower, *, first: int) -> None:
         """One step of the optimiser by the mean loss over the samples of some batches; `first` is the number of the first of them."""
@@ -299,6 +308,7 @@ class Training:
             batches.append(batch)
             losses.append(loss.detach())
         self._step_optimizer(grower.chronicle.steps + 1)
+        grower.chronicle.skipped += not self._has_stepped
         rollbacks = grower.rollbacks
         total = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
         grower.after_step(total, closure=lambda: self._mean_loss(batches, shares), samples=sum(sizes))

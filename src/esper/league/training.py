@@ -27,7 +27,7 @@ from torch import nn
 from esper.arena.config import ArenaConfig
 from esper.checkpoint import load_module
 from esper.config import load_saved
-from esper.devices import find_device, threads
+from esper.devices import determinism, find_device, threads
 from esper.league.league import League
 from esper.league.matches import Ground, MatchResult, unseen
 from esper.league.network import make_parts, make_player
@@ -61,7 +61,7 @@ def prepare_arena(config: ArenaTrainConfig, group: Group = ALONE, *, begins: boo
     """The learner of a run in its battles. Touches no files; mistakes in the config are RunErrors. Weights to start from are read only
     where a run begins: where it goes on they may long be gone."""
     device, relay = group.place(find_device(config.device)), Relay()
-    with threads(config.threads):
+    with threads(config.threads), determinism(config.deterministic):
         try:
             seed = Streams(config.ppo.seed).spawn(f"arena of rank {group.rank}").integer("maps") if group.rank else config.ppo.seed
             env = SelfPlay(config, device=device, seed=seed, on_event=relay)

@@ -56,6 +56,7 @@ class ArenaTrainConfig(ShownConfig):
     total_steps: PositiveInt = 20_000_000  # decisions of the learner's units, the dead counted too
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where there is one
     threads: Threads | None = None  # CPU threads of torch; None: its own choice
+    deterministic: bool = False  # the same bits in every run on a GPU too, by slower kernels; else cuDNN chooses the fastest ones
     compile: bool = False  # fuse the phases of the battles by torch's compiler: a minute or two at first, then twice as fast on a CPU
     checkpoint_every: PositiveInt = 25  # updates between checkpoints
     keep: PositiveInt = 2  # checkpoints that stay, beside the best

@@ -8,6 +8,7 @@ Shapes: T = steps in the rollout, N = environments, S = state width.
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from typing import Any
 
@@ -39,6 +40,7 @@ class Collector:
         self.timestep: Timestep | None = None
         self._forget()
         self.episodes = 0
+        self.env_seconds = 0.0  # that the environments took for the last rollout, by the clock of this process
         self.recent_returns: deque[float] = deque(maxlen=RECENT_EPISODES)
         self.recent_lengths: deque[float] = deque(maxlen=RECENT_EPISODES)
         self._has_stepped = False
@@ -66,6 +68,7 @@ class Collector:
         """The next `num_steps` steps of every environment. The rollout is overwritten by the next call."""
         assert self.timestep is not None, "reset first"
         rollout = self._allocate(self.timestep.masks)
+        self.env_seconds = 0.0
         with torch.no_grad():
             self._fill(rollout, generator)
             self._value(rollout)
@@ -116,7 +119,10 @@ class Collector:
             problems |= empty
 
         actions = distribution.actions(Choice(*(part.clone() for part in choice)))
-        answer = self.env.step(self._there(actions))
+        there = self._there(actions)
+        began = time.perf_counter()
+        answer = self.env.step(there)
+        self.env_seconds += time.perf_counter() - began
         if not self._has_stepped:
             check_timestep(self.env, answer)
             self._has_stepped = True

@@ -32,6 +32,7 @@ class Update(Event, tag="update"):
     collect_seconds: float
     update_seconds: float
     other_seconds: float = 0.0  # between the update before and this one: checkpoints, evaluations, and what else the caller did
+    env_seconds: float = 0.0  # of collecting, in the steps of the environments, by the clock of this process: data wait
     overflows: int = 0  # gradient steps of this update that were not taken because float16 overflowed; the loss scale is halved for each
 
 

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from esper.checkpoint import load_module, plain_names
+from esper.devices import Stopwatch
 from esper.events import Event
 from esper.gradients import gradient_health
 from esper.parallel import ALONE, Group
@@ -135,11 +136,14 @@ class PPO:
         while self.step < total_steps:
             began = time.perf_counter()
             other = 0.0 if done is None else began - done
+            watch = Stopwatch(self.device)
+            watch.mark()
             rollout = self.collect()
-            collected = time.perf_counter()
+            watch.mark()
             outcome = self.update(rollout, progress=min(1.0, (self.step - self.steps_per_update) / total_steps))
+            watch.mark()
+            update = self._report(outcome, *watch.seconds(), other)
             done = time.perf_counter()
-            update = self._report(outcome, collected - began, done - collected, other)
             yield update
             if outcome.skipped_in_a_row >= self.config.max_skips:
                 raise TrainingStopped(
@@ -276,6 +280,7 @@ class PPO:
             gradient_steps=outcome.steps_taken,
             steps_per_second=self.steps_per_update / (collect_seconds + update_seconds + other_seconds),
             collect_seconds=collect_seconds,
+            env_seconds=self.collector.env_seconds,
             update_seconds=update_seconds,
             other_seconds=other_seconds,
         )

@@ -31,6 +31,7 @@ class TrainConfig(ShownConfig):
     total_steps: PositiveInt = 200_000  # steps of all environments together
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where there is one
     threads: Threads | None = None  # CPU threads of torch; None: its own choice
+    deterministic: bool = False  # the same bits in every run on a GPU too, by slower kernels; else cuDNN chooses the fastest ones
     checkpoint_every: PositiveInt = 20  # updates between checkpoints
     keep: PositiveInt = 3  # checkpoints that stay, beside the best
     eval_episodes: NonNegativeInt = 16  # fresh episodes that tell the best checkpoint, and others it plays at the end; 0: none

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from esper.devices import find_device, threads
+from esper.devices import determinism, find_device, threads
 from esper.events import Event
 from esper.parallel import ALONE, Group
 from esper.rl.evaluate import Evaluation, evaluate
@@ -43,7 +43,7 @@ def prepare(config: TrainConfig, *, encoder: nn.Module | None = None, group: Gro
     """The learner of a run in its environment, which is closed at the end. Touches no files; mistakes in the config are RunErrors."""
     device = group.place(find_device(config.device))
     relay = Relay()
-    with threads(config.threads), contextlib.closing(make_env(config, config.num_envs, device)) as env:
+    with threads(config.threads), determinism(config.deterministic), contextlib.closing(make_env(config, config.num_envs, device)) as env:
         try:
             ppo = PPO(env, config.ppo, encoder, device=device, on_event=relay, group=group)
         except ValueError as error:
