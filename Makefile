@@ -14,7 +14,7 @@ JOBS ?= 2
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 INSTALLED_ALL := .venv/.installed-all
-EXTRAS := gym,tensorboard,league,dashboard,dev
+EXTRAS := numba,gym,tensorboard,league,dashboard,dev
 ALL_EXTRAS := $(EXTRAS),wandb,data,lightning,transformers,bench,interop
 
 DEMO = --task digits --host starved --controller heuristic --twin --seed 0 --epochs 40 --learning-rate 0.01 --schedule cosine --threads 1 --device cpu

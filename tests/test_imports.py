@@ -25,6 +25,7 @@ GROUND = frozenset(
         "devices",
         "files",
         "gradients",
+        "jit",
         "lazy",
         "parallel",
         "replay_file",
@@ -133,6 +134,7 @@ EDGES = (
     "esper.arena.pettingzoo",  # needs PettingZoo
     *("esper.growth.lightning", "esper.growth.huggingface"),  # need Lightning and transformers
     *("esper.fleet.tiled", "esper.fleet.norm_pool", "esper.fleet.host_rows"),  # need Triton
+    "esper.rl.lstm_kernels",  # needs Numba
 )
 
 IMPORT_ALL = """

@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 import torch
 
+from esper.rl import packed_lstm
 from esper.rl.fragments import minibatches, pack, split
-from esper.rl.packed_lstm import PackedLSTM
-from esper.rl.recurrent import GRU, LSTM, Core, NoMemory, _torch_gate_order
+from esper.rl.recurrent import GRU, LSTM, Core, NoMemory, Pair, _torch_gate_order
 
 STEPS, ENVS, INPUT, HIDDEN = 24, 5, 3, 7
 
@@ -66,31 +66,108 @@ def test_the_pieces_of_a_minibatch_give_the_same_outputs_as_the_whole(parts, rol
     assert sorted(seen) == list(range(STEPS * ENVS))
 
 
-@pytest.mark.parametrize("sizes", [[4, 3, 3, 1], [4, 4], [4]])
-def test_the_packed_lstm_passes_gradcheck(sizes):
-    built = core(LSTM)
+@pytest.fixture(params=["numba", "numpy"])
+def way(request, monkeypatch):
+    """Which implementation of the recurrence runs: the compiled one or the fallback."""
+    if request.param == "numba":
+        pytest.importorskip("numba")
+    monkeypatch.setattr(packed_lstm, "has_numba", lambda: request.param == "numba")
+    return request.param
+
+
+def random_case(sizes: list[int], width: int, memories: int = 1, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
+    """Inputs, state and weights of `PackedLSTM` that all want gradients."""
     generator = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(sum(sizes), INPUT, generator=generator, dtype=torch.float64)]
-    tensors += [torch.randn(4, HIDDEN, generator=generator, dtype=torch.float64) for _ in range(2)]
-    arguments = [tensor.requires_grad_() for tensor in tensors] + [built.weight_ih, built.weight_hh, built.bias]
-    assert torch.autograd.gradcheck(lambda *given: PackedLSTM.apply(*given, sizes), arguments)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=dtype).requires_grad_()
+
+    weights = [normal(*shape) for _ in range(memories) for shape in ((INPUT, 4 * width), (width, 4 * width), (4 * width,))]
+    return normal(sum(sizes), INPUT), normal(max(sizes, default=0), 2 * memories * width), *weights
 
 
-@pytest.mark.parametrize("rows", [3, 64])  # small products and large ones take different ways
-def test_the_packed_lstm_equals_torchs_lstm_in_outputs_and_gradients(rows):
-    width, sizes = 96, [rows, rows, rows - 1, 1]
-    built = LSTM(INPUT, width)
-    built.initialize(torch.Generator().manual_seed(0))
-    inputs = torch.randn(sum(sizes), INPUT, generator=torch.Generator().manual_seed(1))
-    ours = built.sequence(inputs, torch.zeros(rows, 2 * width), sizes)
-    ours_grads = torch.autograd.grad(ours.square().sum(), list(built.parameters()))
-    weights = [_torch_gate_order(weight) for weight in (built.weight_ih.T, built.weight_hh.T, built.bias)]
-    zero = torch.zeros(1, rows, width)
-    theirs = torch.lstm(inputs, torch.tensor(sizes), (zero, zero), [*weights, torch.zeros(4 * width)], True, 1, 0.0, True, False)[0]
-    theirs_grads = torch.autograd.grad(theirs.square().sum(), list(built.parameters()))
-    assert torch.allclose(ours, theirs, atol=1e-6)
-    for one, other in zip(ours_grads, theirs_grads, strict=True):
-        assert torch.allclose(one, other, atol=1e-4, rtol=1e-4)
+def packed(case: tuple[torch.Tensor, ...], sizes: list[int]) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """The output of `PackedLSTM`, and the gradients of a function of it that tells units apart."""
+    inputs, state, *weights = case
+    output = packed_lstm.PackedLSTM.apply(inputs, state, sizes, *weights)
+    scale = torch.linspace(-1.0, 1.0, output.numel(), dtype=output.dtype).view_as(output)
+    return output, torch.autograd.grad((output.sin() * scale).sum(), case)
+
+
+def by_torch(case: tuple[torch.Tensor, ...], sizes: list[int]) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """The same by torch's own LSTM, one memory after another."""
+    inputs, state, *weights = case
+    outputs = []
+    for memory, own in enumerate(state.chunk(len(weights) // 3, dim=1)):
+        weight_ih, weight_hh, bias = weights[3 * memory : 3 * memory + 3]
+        initial = tuple(part.unsqueeze(0).contiguous() for part in own.chunk(2, dim=1))
+        in_torchs_order = [_torch_gate_order(weight) for weight in (weight_ih.T, weight_hh.T, bias)]
+        of_torch = [*in_torchs_order, torch.zeros_like(bias)]
+        outputs.append(torch.lstm(inputs, torch.tensor(sizes), initial, of_torch, True, 1, 0.0, True, False)[0])
+    output = torch.cat(outputs, dim=1)
+    scale = torch.linspace(-1.0, 1.0, output.numel(), dtype=output.dtype).view_as(output)
+    return output, torch.autograd.grad((output.sin() * scale).sum(), case)
+
+
+def largest_difference(one, other) -> float:
+    return max(float((a - b).detach().abs().max()) for a, b in zip((one[0], *one[1]), (other[0], *other[1]), strict=True))
+
+
+@pytest.mark.parametrize("sizes", [[4, 3, 3, 1], [4, 4], [4]])
+def test_the_packed_lstm_passes_gradcheck(sizes, way):
+    case = random_case(sizes, 3)
+    assert torch.autograd.gradcheck(lambda inputs, state, *rest: packed_lstm.PackedLSTM.apply(inputs, state, sizes, *rest), case)
+
+
+# Steps in fours, twos and ones; widths that no vector register divides; a single number; large products, which take another way in NumPy.
+CASES = [([5, 4, 4, 3, 1], 7), ([7, 6, 2], 5), ([1, 1, 1], 1), ([9, 8, 8, 3], 16), ([2, 2], 6), ([70, 64, 3], 96)]
+
+
+@pytest.mark.parametrize("memories", [1, 2])
+@pytest.mark.parametrize(("sizes", "width"), CASES)
+def test_the_packed_lstm_equals_torchs_lstm_in_outputs_and_gradients(sizes, width, memories, way):
+    case = random_case(sizes, width, memories)
+    assert largest_difference(packed(case, sizes), by_torch(case, sizes)) < 1e-10
+
+
+def test_the_packed_lstm_equals_torchs_lstm_in_float32(way):
+    sizes = [6, 5, 5, 2]
+    case = tuple((0.3 * tensor).detach().requires_grad_() for tensor in random_case(sizes, 24, memories=2, dtype=torch.float32))
+    output, gradients = packed(case, sizes)
+    assert output.dtype == torch.float32
+    assert largest_difference((output, gradients), by_torch(case, sizes)) < 2e-5
+
+
+def test_the_kernel_equals_its_numpy_fallback(monkeypatch):
+    pytest.importorskip("numba")
+    sizes = [11, 9, 4, 4, 1]
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 2e-5)):
+        case = random_case(sizes, 12, memories=2, dtype=dtype)
+        answers = []
+        for has_numba in (True, False):
+            monkeypatch.setattr(packed_lstm, "has_numba", lambda has_numba=has_numba: has_numba)
+            answers.append(packed(case, sizes))
+        assert largest_difference(*answers) < tolerance * max(1.0, *(float(gradient.abs().max()) for gradient in answers[1][1]))
+
+
+def test_no_steps_at_all_give_no_outputs_and_gradients_of_zero(way):
+    output, gradients = packed(random_case([], 4), [])
+    assert output.shape == (0, 4)
+    assert [float(gradient.abs().sum()) for gradient in gradients] == [0.0] * 5
+
+
+def test_a_number_that_is_not_finite_reaches_the_output_and_no_other_fragment(way):
+    sizes = [3, 3]
+    inputs, state, *weights = (tensor.detach() for tensor in random_case(sizes, 8, dtype=torch.float32))
+    for bad in (torch.nan, torch.inf):
+        broken = inputs.clone()
+        broken[1] = bad
+        output = packed_lstm.PackedLSTM.apply(broken, state, sizes, *weights)
+        right = packed_lstm.PackedLSTM.apply(inputs, state, sizes, *weights)
+        others = [0, 2, 3, 5]
+        assert torch.equal(output[others], right[others])
+        assert output[1].isnan().all() or bad == torch.inf
+        assert not torch.equal(output[4], right[4])
 
 
 def test_a_fragment_that_starts_an_episode_does_not_feel_the_episode_before(rollout):
@@ -119,6 +196,21 @@ def test_the_effective_forget_bias_is_the_stated_one():
     inputs = torch.randn(1, 4, INPUT, generator=torch.Generator().manual_seed(0))
     output, _ = built.step(inputs[0], built.initial_state(4))
     assert torch.allclose(output, reference(inputs)[0][0], atol=1e-6)
+
+
+def test_two_memories_in_one_pass_equal_two_passes(rollout, way):
+    inputs, _ = rollout
+    pair = Pair(core(LSTM), LSTM(INPUT, HIDDEN).double())
+    pair.critic.initialize(torch.Generator().manual_seed(5))
+    sizes = [ENVS, ENVS, 3, 1]
+    rows, state = inputs.flatten(0, 1)[: sum(sizes)], 0.1 * torch.ones(ENVS, pair.state_size, dtype=torch.float64)
+    apart = [half.sequence(rows, own, sizes) for half, own in zip((pair.actor, pair.critic), pair._apart(state), strict=True)]
+    together = pair.sequence(rows, state, sizes)
+    assert torch.allclose(together, torch.cat(apart, dim=1), atol=1e-14)
+    parameters = list(pair.parameters())
+    one = torch.autograd.grad(together.square().sum(), parameters)
+    two = torch.autograd.grad(torch.cat(apart, dim=1).square().sum(), parameters)
+    assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(one, two, strict=True))
 
 
 def test_recurrent_weights_are_orthogonal_per_gate():

@@ -87,10 +87,10 @@ class LSTM(Core):
         return hidden, torch.cat((hidden, cell), dim=1)
 
     def sequence(self, inputs: Tensor, state: Tensor, sizes: list[int]) -> Tensor:
-        hidden, cell = state[:, : self.hidden_size], state[:, self.hidden_size :]
         if inputs.device.type == "cpu":
-            output: Tensor = PackedLSTM.apply(inputs, hidden, cell, self.weight_ih, self.weight_hh, self.bias, sizes)  # type: ignore[no-untyped-call]
+            output: Tensor = PackedLSTM.apply(inputs, state, sizes, self.weight_ih, self.weight_hh, self.bias)  # type: ignore[no-untyped-call]
             return output
+        hidden, cell = state[:, : self.hidden_size], state[:, self.hidden_size :]
         initial = (hidden.unsqueeze(0).contiguous(), cell.unsqueeze(0).contiguous())
         weights = [_torch_gate_order(tensor) for tensor in (self.weight_ih.t(), self.weight_hh.t(), self.bias)]
         weights.append(torch.zeros_like(self.bias))
@@ -128,7 +128,10 @@ class Around(Core):
 
 
 class Pair(Core):
-    """Two cores side by side on the same input, the actor's and the critic's: outputs and states are theirs joined."""
+    """Two cores side by side on the same input, the actor's and the critic's: outputs and states are theirs joined.
+
+    On the CPU, two LSTMs run through their fragments in one pass.
+    """
 
     def __init__(self, actor: Core, critic: Core) -> None:
         super().__init__()
@@ -145,6 +148,10 @@ class Pair(Core):
         return torch.cat(outputs, dim=1), torch.cat(states, dim=1)
 
     def sequence(self, inputs: Tensor, state: Tensor, sizes: list[int]) -> Tensor:
+        if inputs.device.type == "cpu" and isinstance(self.actor, LSTM) and isinstance(self.critic, LSTM):
+            weights = (weight for core in (self.actor, self.critic) for weight in (core.weight_ih, core.weight_hh, core.bias))
+            output: Tensor = PackedLSTM.apply(inputs, state, sizes, *weights)  # type: ignore[no-untyped-call]
+            return output
         for_actor, for_critic = self._apart(state)
         return torch.cat((self.actor.sequence(inputs, for_actor, sizes), self.critic.sequence(inputs, for_critic, sizes)), dim=1)
 
