@@ -3,10 +3,11 @@
     python benchmarks/arena.py --device cpu --battles 256 --threads 2
     python benchmarks/arena.py --device cuda --battles 512,1024,2048,4096 --training-battles 4096
 
-An agent-step is one decision, five ticks of the physics, of one living unit, with all rules, observations and masks. In the phase
+A step is one decision, five ticks of the physics, of one unit, with all rules, observations and masks, whether the unit lives or not; an
+agent-step is a step of a living unit. In the phase
 `simulation` both sides are driven by the strong bot on 64×64 maps, and the time is taken in the middle of battles, which last about a
 hundred decisions: from the `--warm-up`-th on, when the teams meet. In the phase `training` the learner of `esper arena train`
-collects and learns; its agent-steps are those of the units that learn, without the opponents'.
+collects and learns; its steps are those of the units that learn, without the opponents'.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ def training(battles: int, options: argparse.Namespace, device: torch.device) ->
         "phase": "training",
         "battles": battles,
         "units": config.arena.units,
+        "steps_per_s": round(options.updates * ppo.steps_per_update / seconds),
         "agent_steps_per_s": round(lived / seconds),
         "collecting_share": round(collected / seconds, 3),
         "learning_units": ppo.env.num_envs,

@@ -2,8 +2,9 @@
 
     python benchmarks/arena_bots.py --battles 256 --output benchmarks/results/arena_bots.jsonl
 
-Sides are swapped from one battle to the next; draws count half. Aims: strong beats middle and middle beats weak in at least 70 % of the
-battles, strong beats random in 99 %, and of the matches of a bot against itself at least 80 % are decided before time.
+Every map is fought on twice, with sides swapped; draws count half, and intervals are over maps. Aims: strong beats middle and middle
+beats weak in at least 70 % of the battles, strong beats random in 99 %, and of the matches of a bot against itself at least 80 % are
+decided before time.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ def measured(ground: Ground, first: str, second: str) -> Record:
         "first": first,
         "second": second,
         "battles": record.battles,
+        "maps": sum(record.maps),
         "won": record.wins,
         "drawn": record.draws,
         "lost": record.losses,

@@ -65,6 +65,33 @@ def test_a_recorded_arena_that_is_opened_with_another_seed_equals_a_new_one_of_i
         assert_equal(arena, new)
 
 
+def test_recorded_steps_on_a_lagging_gpu_equal_steps_that_are_waited_for():
+    """Actions are made on another stream, and scenes are read there, while the GPU has other work."""
+    config = small_config(teams=3, battles=4, seconds=10.0)
+    recorded, plain = Arena(config, device="cuda"), Arena(config, device="cuda", record=False)
+    bot, other = Bot("strong", plain), torch.cuda.Stream()
+    main = torch.cuda.current_stream()
+    seen, expected = [], []
+    for _ in range(60):
+        actions = {name: value.clone() for name, value in bot.act().items()}
+        torch.cuda.synchronize()
+        expected.append(plain.step(actions).observation.clone())
+        torch.cuda.synchronize()
+        with torch.cuda.stream(other):
+            torch.cuda._sleep(1_000_000)
+            late = {name: value.clone() for name, value in actions.items()}
+        main.wait_stream(other)
+        torch.cuda._sleep(1_000_000)
+        scene = recorded.step(late)
+        other.wait_stream(main)
+        with torch.cuda.stream(other):
+            seen.append(scene.observation.clone())
+        main.wait_stream(other)  # the next step writes over the scene
+    torch.cuda.synchronize()
+    assert all(torch.equal(one, two) for one, two in zip(seen, expected, strict=True))
+    assert_equal(recorded, plain)
+
+
 def test_a_wrong_action_is_named_at_the_next_check():
     config = small_config(teams=2, battles=3)
     arena = Arena(config, device="cuda")

@@ -180,12 +180,13 @@ def test_a_round_robin_lets_all_pairs_meet_and_changes_no_file(arena_run: Path, 
 
 
 @pytest.mark.slow
-def test_the_bench_tells_agent_steps_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_bench_tells_steps_as_training_counts_them_those_of_the_living_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--battles", "2", "--teams", "1", "--decisions", "2", "--warm-up", "1", "--device", "cpu", "--threads", "1", "--json"]
     assert main(["arena", "bench", *argv]) == 0
     shown = capsys.readouterr().out
     result = last_line(shown)
     assert (result["battles"], result["units"], result["device"]) == (2, 2, "cpu")
+    assert result["steps_per_s"] == pytest.approx(2 * 2 * 1e3 / result["ms_per_decision"], rel=0.05)
     assert result["agent_steps_per_s"] == pytest.approx(2 * 2 * result["living_share"] * 1e3 / result["ms_per_decision"], rel=0.05)
     assert result["peak_memory"] > 10**7
-    assert "agent-steps/s" in shown
+    assert f"{result['steps_per_s']:,} steps/s, {result['agent_steps_per_s']:,} agent-steps/s" in shown

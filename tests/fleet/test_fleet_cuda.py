@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from typing import Any
 
 import msgspec
 import pytest
@@ -72,6 +73,29 @@ def test_steps_that_are_recorded_and_replayed_equal_steps_that_are_not(lifecycle
     assert [fleet.recordings > 0 for fleet in fleets] == [False, True]
     for name, tensor in fleets[0].tensors().items():
         torch.testing.assert_close(fleets[1].tensors()[name], tensor, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("lifecycle", [JOINT, SHADOW], ids=["joint", "shadow"])
+def test_recorded_training_on_a_lagging_gpu_equals_training_that_is_waited_for(lifecycle: Lifecycle) -> None:
+    """Sleeps on the current stream before and after every stretch: a step that did not wait for its data would read the old ones."""
+    config = msgspec.structs.replace(CONFIG, steps_per_decision=8)
+    waited, lagging = (make_fleet(3, lifecycle, msgspec.structs.replace(config, graphs=graphs)) for graphs in (False, True))
+    for fleet in (waited, lagging):
+        advance = fleet.advance
+
+        def at_leisure(*arguments: object, fleet: Fleet = fleet, advance: Any = advance) -> Any:
+            before_and_after = torch.cuda.synchronize if fleet is waited else lambda: torch.cuda._sleep(20_000_000)
+            before_and_after()
+            result = advance(*arguments)
+            before_and_after()
+            return result
+
+        fleet.advance = at_leisure  # type: ignore[method-assign]
+        live(fleet)
+        fleet.advance()
+    assert lagging.recordings > 0
+    for name, tensor in waited.tensors().items():
+        torch.testing.assert_close(lagging.tensors()[name], tensor, atol=1e-9, rtol=1e-9)
 
 
 def assert_waits_once(fleet: Fleet) -> None:

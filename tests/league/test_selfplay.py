@@ -93,6 +93,19 @@ def test_rows_are_those_of_the_arena_and_the_dead_are_neither_paid_nor_valid() -
     assert dead
 
 
+def test_each_observation_is_built_once_for_learner_bots_and_past_selves_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    env = with_members(seated(small_training(arena={"state_view": True}, selfplay={"enter_every": 1000})), "one")
+    built: list[int] = []
+    for owner, name in ((env.arena, "_observe"), (env.arena.observer, "whole_battle")):
+        view = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda state, view=view: (built.append(len(state.units.heat)), view(state))[1])
+    timestep = env.reset()
+    assert built == [8, 8]  # of all battles: what the units see, and what a centralised critic sees
+    driven(env, timestep, 10)  # beyond a rollout, where past selves sit down, and the end of battles
+    assert env.seats.names == ["one", "one"]
+    assert built == [8, 8] * 11
+
+
 @pytest.mark.slow
 def test_self_play_keeps_the_contract_of_environments_and_repeats_itself_once_it_is_loaded() -> None:
     check_env(seated(small_training()), steps=20)
@@ -107,7 +120,7 @@ def test_another_self_play_goes_on_where_the_first_was_saved() -> None:
     other.load_state_dict(one.state_dict())
     assert other.seats.state_dict() == one.seats.state_dict()
     assert torch.equal(other.seats.since, one.seats.since)
-    assert (other.updates, other.steps, other.overflow) == (one.updates, one.steps, one.overflow)
+    assert (other.updates, other.decisions, other.overflow) == (one.updates, one.decisions, one.overflow)
     for left, right in zip(steps(one, last, 8, seed=1), steps(other, last, 8, seed=1), strict=True):
         assert torch.equal(left.obs["obs"], right.obs["obs"])
         assert torch.equal(left.reward, right.reward)

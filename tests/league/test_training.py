@@ -200,7 +200,7 @@ def run_rank(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=rank, world_size=RANKS)
     try:
-        config = config_for(2 * RANKS, eval_battles=0)
+        config = config_for(2 * RANKS, eval_battles=0, selfplay={"enter_every": 1, "entry_battles": 4})
         with prepare_arena(config, Ranks()) as (ppo, _):
             updates = list(ppo.train(2 * ppo.steps_per_update))
             found = {
@@ -208,6 +208,8 @@ def run_rank(rank: int, folder: Path) -> None:
                 "maps": ppo.env.arena.state.world.height.clone(),  # type: ignore[attr-defined]
                 "seed": ppo.env.arena.seed,  # type: ignore[attr-defined]
                 "step": updates[-1].step,
+                "league": ppo.env.league.to_state(),  # type: ignore[attr-defined]
+                "saved": ppo.state_dict(),
             }
             torch.save(found, folder / f"results {rank}")
         train_arena(config, folder / "whole", group=Ranks())
@@ -226,6 +228,12 @@ def test_two_ranks_fight_battles_of_their_own_agree_on_the_weights_and_can_be_st
     assert all(torch.equal(value, other["policy"][name]) for name, value in one["policy"].items())
     assert one["seed"] != other["seed"]
     assert not torch.equal(one["maps"], other["maps"])
+    assert one["league"] == other["league"], "rank 0 decides, and all ranks play in one league"
+    [entry] = [entry for entry in one["league"]["entries"] if entry["name"] == "update-1"]
+    assert entry["step"] == RANKS * 8 * ROWS, "it counts what the learner counts, over all ranks"
+    [row] = [row for row in one["league"]["table"] if (row["first"], row["second"]) == ("random", "update-1")]
+    assert sum(row["record"][name] for name in ("wins", "draws", "losses")) == 4, "each rank fights its share of the trial"
+    assert [part["environment"]["league"] for part in one["saved"]["other_ranks"]] == [None], "it is saved once"
     assert_same_run(tmp_path / "whole", tmp_path / "stopped")
     assert len(open_store(tmp_path / "whole").load("latest").state["ppo"]["other_ranks"]) == RANKS - 1
     fought = [record for record in read(tmp_path / "whole/events.jsonl") if isinstance(record.event, RoundFought)]

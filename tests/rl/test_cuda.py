@@ -47,6 +47,35 @@ def test_one_update_on_the_gpu_equals_the_same_update_on_the_cpu():
         assert torch.allclose(left, right.cpu(), atol=2e-3), name
 
 
+def test_a_gpu_that_lags_behind_collects_what_one_that_is_waited_for_collects():
+    """Transfers between environments on the CPU and a learner on the GPU overlap with whatever the GPU still has to do."""
+
+    def rollouts(*, waits: bool) -> list[dict[str, torch.Tensor]]:
+        ppo = PPO(make("cartpole-hidden", 16), config(), device="cuda")
+        step = ppo.env.step
+
+        def at_leisure(actions):
+            if waits:
+                torch.cuda.synchronize()
+            else:
+                torch.cuda._sleep(1_000_000)  # about a millisecond, before anything that the next step asks for
+            return step(actions)
+
+        ppo.env.step = at_leisure
+        found = []
+        for _ in range(4):
+            rollout = ppo.collect()
+            if not waits:
+                torch.cuda._sleep(10_000_000)
+            seen = {"obs": rollout.obs["obs"], "rewards": rollout.rewards, "picked": rollout.choice.picked, "values": rollout.values}
+            found.append({name: value.clone() for name, value in seen.items()})
+        return found
+
+    for one, other in zip(rollouts(waits=True), rollouts(waits=False), strict=True):
+        for name, value in one.items():
+            assert torch.allclose(value, other[name], atol=1e-4), name
+
+
 @pytest.mark.usefixtures("alone_with_device_memory")
 def test_memory_stays_flat_over_many_updates():
     ppo = PPO(make("cartpole-hidden", 64, device="cuda"), config())

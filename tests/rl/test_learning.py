@@ -6,6 +6,8 @@ import statistics
 import pytest
 import torch
 
+from esper.controller.config import ControllerConfig
+from esper.league.training_config import ArenaTrainConfig
 from esper.rl.batch import prepare
 from esper.rl.config import NetworkConfig, PPOConfig, Thresholds
 from esper.rl.distributions import Evaluation
@@ -13,6 +15,8 @@ from esper.rl.events import Skipped, Warned
 from esper.rl.fragments import pack
 from esper.rl.loss import Coefficients, Counts, Samples, normalize_advantages, ppo_loss
 from esper.rl.ppo import PPO, TrainingStopped
+from esper.rl.run_config import TrainConfig
+from esper.rl.staging import Staging
 from esper.vecenv import ActionSpec, Continuous, Discrete, Relevance
 from tests.rl.counting import Counting
 
@@ -172,6 +176,117 @@ def test_steps_that_were_not_real_count_for_nothing():
     )
     for one, other in zip(all_terms, half_terms, strict=True):
         assert torch.allclose(one, other)
+
+
+def random_samples(rows: int = 6) -> tuple[Samples, Counts]:
+    """Float64, with a step that was not real and one where a head did not matter."""
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    valid = torch.ones(rows, dtype=torch.float64)
+    valid[1] = 0
+    weight = valid.unsqueeze(1).repeat(1, 2)
+    weight[3, 0] = 0
+    given = Samples(draw(rows, 2) * weight, draw(rows, 2), weight, valid, draw(rows), draw(rows))
+    return given, Counts(valid.sum(), weight.sum(0))
+
+
+@pytest.mark.parametrize("value_clip", [None, 0.3])
+@pytest.mark.parametrize("joint_ratio", [False, True])
+def test_the_loss_passes_gradcheck_in_float64(joint_ratio, value_clip):
+    given, counts = random_samples()
+    coefficients = Coefficients(clip=0.2, value=0.5, value_clip=value_clip, entropy=torch.tensor([0.1, 0.3]), joint_ratio=joint_ratio)
+    generator = torch.Generator().manual_seed(4)
+    # Around the old log-probabilities, so that some ratios lie within the clip and others beyond it.
+    log_prob = given.old_log_prob + 0.3 * torch.randn(6, 2, generator=generator, dtype=torch.float64)
+    entropy = torch.rand(6, 2, generator=generator, dtype=torch.float64)
+    predicted = torch.randn(6, generator=generator, dtype=torch.float64)
+    inputs = [tensor.detach().requires_grad_() for tensor in (log_prob, entropy, predicted)]
+    assert torch.autograd.gradcheck(lambda *new: ppo_loss(Evaluation(new[0], new[1]), new[2], given, counts, coefficients).loss, inputs)
+
+
+def test_the_loss_is_the_clipped_surrogate_with_the_value_loss_less_the_weighted_entropies():
+    given, counts = random_samples()
+    generator = torch.Generator().manual_seed(5)
+    log_prob = given.old_log_prob + 0.3 * torch.randn(6, 2, generator=generator, dtype=torch.float64)
+    entropy, predicted = (torch.rand(*shape, generator=generator, dtype=torch.float64) for shape in ((6, 2), (6,)))
+    coefficients = Coefficients(clip=0.2, value=0.5, value_clip=None, entropy=torch.tensor([0.1, 0.3]), joint_ratio=False)
+    terms = ppo_loss(Evaluation(log_prob, entropy), predicted, given, counts, coefficients)
+    steps = [step for step in range(6) if given.valid[step]]
+    surrogate, value, entropies = 0.0, 0.0, [0.0, 0.0]
+    for step in steps:
+        value += 0.5 * (predicted[step] - given.target[step]).item() ** 2 / len(steps)
+        for head in range(2):
+            if not given.weight[step, head]:
+                continue
+            ratio = math.exp((log_prob - given.old_log_prob)[step, head].item())
+            advantage = given.advantages[step, head].item()
+            surrogate += min(ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage) / len(steps)
+            entropies[head] += entropy[step, head].item() / int(given.weight[:, head].sum())
+    assert terms.policy_loss.item() == pytest.approx(-surrogate)
+    assert terms.value_loss.item() == pytest.approx(value)
+    assert terms.entropy.tolist() == pytest.approx(entropies)
+    assert terms.loss.item() == pytest.approx(-surrogate + 0.5 * value - 0.1 * entropies[0] - 0.3 * entropies[1], rel=1e-6)
+
+
+def test_the_weight_of_an_entropy_is_the_schedule_and_the_push_of_the_floor_times_the_heads_factor():
+    settings = config(
+        entropy_coef=0.04, entropy_coef_end=0.0, entropy_weights={"op": 2.0, "slot": 0.0}, entropy_floor=1.0, entropy_floor_coef=0.5,
+        entropy_floor_until=0.5,
+    )  # fmt: skip
+    ppo = PPO(Counting(spec=MIXED), settings)
+    batch = prepare(ppo.collect(), ppo.policy, settings, None)
+    op, _, aim = batch.entropy.tolist()
+    at_start, half_way, late = (ppo.learner._coefficients(batch, progress).entropy.tolist() for progress in (0.0, 0.25, 0.75))
+    assert at_start == pytest.approx([2 * (0.04 + 0.5 * max(1 - op, 0)), 0.0, 0.04 + 0.5 * max(1 - aim, 0)], rel=1e-5)
+    assert half_way == pytest.approx([2 * (0.03 + 0.5 * max(0.5 - op, 0)), 0.0, 0.03 + 0.5 * max(0.5 - aim, 0)], rel=1e-5)
+    assert late == pytest.approx([2 * 0.01, 0.0, 0.01], rel=1e-5)
+
+
+# What is collected
+
+
+def test_rollouts_lie_in_the_same_memory():
+    ppo = PPO(Counting(spec=MIXED), config())
+    places = []
+    for _ in range(2):
+        rollout = ppo.collect()
+        tensors = [
+            *rollout.obs.values(),
+            rollout.features,
+            rollout.parameters,
+            *rollout.choice,
+            rollout.rewards,
+            rollout.values,
+            rollout.starts,
+        ]
+        places.append([tensor.data_ptr() for tensor in tensors])
+        ppo.update(rollout)
+    assert places[0] == places[1]
+
+
+def test_an_update_learns_from_at_least_2048_steps_by_default():
+    train, arena, controller = TrainConfig(env="cue"), ArenaTrainConfig(), ControllerConfig()
+    assert train.num_envs * train.ppo.num_steps >= 2048
+    assert arena.arena.battles * arena.arena.teams * arena.ppo.num_steps >= 2048  # of one side alone
+    assert controller.hosts * controller.ppo.num_steps >= 2048
+
+
+def test_environments_on_another_device_cost_one_transfer_each_way_in_a_step(monkeypatch):
+    ppo = PPO(Counting(spec=MIXED, masks={"op": torch.ones(3, 3, dtype=torch.bool)}), config())
+    plain = PPO(Counting(spec=MIXED, masks={"op": torch.ones(3, 3, dtype=torch.bool)}), config())
+    collector = ppo.collector
+    collector._to_learner, collector._to_env = Staging(torch.device("cpu")), Staging(torch.device("cpu"))  # as if it were elsewhere
+    moves = []
+    move = Staging.move
+    monkeypatch.setattr(Staging, "move", lambda self, tensors: (moves.append(self), move(self, tensors))[1])
+    rollout, expected = ppo.collect(), plain.collect()
+    assert moves.count(collector._to_learner) == 1 + 16  # one for the reset
+    assert moves.count(collector._to_env) == 16
+    assert torch.equal(rollout.obs["obs"], expected.obs["obs"])
+    assert torch.equal(rollout.choice.picked, expected.choice.picked)
 
 
 def test_value_clipping_takes_the_larger_error():

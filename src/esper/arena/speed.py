@@ -15,8 +15,10 @@ WARM_UP = 50  # decisions after which the teams meet; battles last about a hundr
 
 
 class Speed(NamedTuple):
-    """An agent-step is one decision, five ticks of the physics, of one living unit."""
+    """A step is one decision, five ticks of the physics, of one unit, whether it lives or not, as training counts them; an agent-step is
+    a step of a living unit."""
 
+    steps_per_s: int
     agent_steps_per_s: int
     ms_per_decision: float  # of all battles
     living_share: float  # of the units, while the time was taken
@@ -40,6 +42,7 @@ def measure_speed(
     arena.check()
     steps = int(lived)
     return Speed(
+        steps_per_s=round(decisions * config.battles * config.units / seconds),
         agent_steps_per_s=round(steps / seconds),
         ms_per_decision=round(1e3 * seconds / decisions, 3),
         living_share=round(steps / (decisions * config.battles * config.units), 3),

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 DESCRIPTION = """Measures how fast battles are fought here: strong bots on both sides, all rules, observations and masks. Takes seconds to a
 minute.
 
-An agent-step is one decision, five ticks of the physics, of one living unit. The time is taken in the middle of battles, after --warm-up
-decisions."""
+A step is one decision, five ticks of the physics, of one unit, whether it lives or not, as in training; an agent-step is a step of a living
+unit. The time is taken in the middle of battles, after --warm-up decisions."""
 
 
 class BenchArguments(Config):
@@ -46,7 +46,8 @@ def run(argv: list[str], prog: str) -> Outcome:
         device = find_device(arguments.device)
         result = _measured(config, arguments, device)
     print(f"{config.battles} battles of {config.teams} against {config.teams} on {result['name']}, strong bots on both sides")
-    print(f"{result['agent_steps_per_s']:,} agent-steps/s, {result['ms_per_decision']:.2f} ms for a decision of all battles")
+    speed = f"{result['steps_per_s']:,} steps/s, {result['agent_steps_per_s']:,} agent-steps/s"
+    print(f"{speed}, {result['ms_per_decision']:.2f} ms for a decision of all battles")
     print(f"{100 * result['living_share']:.0f} % of the units were alive; peak memory {_in_words(result['peak_memory'])}")
     return Outcome(result)
 

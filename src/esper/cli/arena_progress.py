@@ -125,7 +125,9 @@ class Progress(ppo_progress.Progress):
         match record.event:
             case RunStarted() as started:
                 what = f"{started.env_id} on {started.device}: {started.num_envs:,} units learn, {started.parameters:,} parameters"
-                steps = f"{started.total_steps:,} steps, a decision of a unit each, in updates of {started.steps_per_update:,}"
+                steps = (
+                    f"{started.total_steps:,} steps, a decision of a unit each, alive or dead, in updates of {started.steps_per_update:,}"
+                )
                 return f"{what}; {steps}; Ctrl-C stops after the update"
             case LeagueChanged() as changed:
                 what = "joins the league" if changed.is_promoted else "does not join the league"

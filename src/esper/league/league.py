@@ -41,11 +41,11 @@ class LeagueError(ValueError):
 
 
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One player. Anchors have no step."""
+    """One player."""
 
     name: str
     kind: Kind
-    step: int | None = None
+    step: int | None = None  # of the learner, as events count it, when it entered; anchors have none
 
 
 class Recent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

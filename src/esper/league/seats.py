@@ -26,7 +26,7 @@ class Seat:
     player: PolicyPlayer
     battles: Tensor  # [n] that are fought there
     name: str | None = None  # who sits there; None: the learner's own copy of today
-    since: int = 0  # step at which it sat down
+    since: int = 0  # decision at which it sat down
     drawn: int = 0  # update at which it was drawn, perhaps not for the first time
 
 
@@ -35,7 +35,7 @@ class Seats:
 
     def __init__(self, seats: dict[str, Seat], *, rollouts: int, battles: int, device: torch.device) -> None:
         self._seats, self.rollouts = seats, rollouts
-        self.since = torch.zeros(battles, dtype=torch.int64, device=device)  # step at which the opponent of each battle sat down
+        self.since = torch.zeros(battles, dtype=torch.int64, device=device)  # decision at which the opponent of each battle sat down
 
     @property
     def names(self) -> list[str | None]:
@@ -44,12 +44,12 @@ class Seats:
     def name(self, seat: str) -> str | None:
         return self._seats[seat].name
 
-    def is_credited(self, decisions: Tensor, step: int) -> Tensor:
-        """Of battles that are so many decisions old [B] after so many steps: whether who sits there fought all of it [B]. Without a seat
-        it is always so."""
-        return decisions <= step - self.since
+    def is_credited(self, age: Tensor, decision: int) -> Tensor:
+        """Of battles that are so many decisions old [B] at a decision: whether who sits there fought all of it [B]. Without a seat it is
+        always so."""
+        return age <= decision - self.since
 
-    def draw(self, league: League, learner: Policy, *, step: int, update: int, rng: Generator) -> None:
+    def draw(self, league: League, learner: Policy, *, decision: int, update: int, rng: Generator) -> None:
         """Others are drawn, by how hard they are, where the time is up or who sat there has left the league. While there are no past
         selves, the learner of today sits there."""
         chances = league.opponents()
@@ -61,8 +61,8 @@ class Seats:
             seat.drawn = update
             if name != seat.name:
                 seat.player.forget()
-                seat.name, seat.since = name, step
-                self.since[seat.battles] = step
+                seat.name, seat.since = name, decision
+                self.since[seat.battles] = decision
 
     def state_dict(self) -> list[dict[str, Any]]:
         """Who sits where; what the players know and remember is saved by their owner."""

@@ -4,11 +4,15 @@ Battles are dealt to tables once. At one of them both sides are the learner. At 
 even places and from the second in odd ones: a scripted bot, or whichever past self sits there for some rollouts. After every rollout the
 results are read, the league hears of them, and where it is time past selves are drawn anew by how hard they are.
 
+Of several ranks each fights battles of its own. All have the same league: it hears of the battles of all ranks, and rank 0 decides who
+becomes a member.
+
 Shapes: B = battles, U = units, N = rows that learn.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +34,7 @@ from esper.league.record import Record
 from esper.league.seats import Seat, Seats
 from esper.league.training_config import ArenaTrainConfig
 from esper.league.trials import Trials
+from esper.parallel import ALONE, Group
 from esper.rl.policy import Policy
 from esper.rng import Streams
 from esper.vecenv import Actions, Timestep
@@ -54,14 +59,15 @@ class SelfPlay:
         device: torch.device,
         seed: int,
         on_event: Callable[[Event], None] = lambda event: None,
+        group: Group = ALONE,
     ) -> None:
-        self.config, self.on_event = config, on_event
+        self.config, self.on_event, self.group = config, on_event, group
         dealt = deal(config.selfplay, config.arena.battles)  # before the arena, whose maps take a while
         self.arena = Arena(config.arena, seed=seed, device=device, compile=config.compile)
         self.device = device = self.arena.device
         self.streams = Streams(seed).spawn("self-play")
         self.league = League(anchors=BOTS, config=config.league)
-        self.trials = Trials(config, seed=self.streams.integer("ground"), device=device)
+        self.trials = Trials(config, seed=self.streams.integer("ground"), device=device, group=group)
         self.observation_spec, self.action_spec = observation_spec(config.arena), self.arena.action_spec
         self.side = torch.arange(config.arena.battles, device=device) % 2  # of the learner, where it has only one
         self.learner: Policy | None = None
@@ -72,7 +78,7 @@ class SelfPlay:
         self.rows = self._learning_rows()
         self.num_envs = len(self.rows)
         self.results = torch.zeros(len(self.tables), 3, dtype=torch.int64, device=device)  # won, drawn, lost
-        self.steps = 0  # of every row
+        self.decisions = 0  # that every row has taken
         self.updates = 0
         self.overflow = 0  # of all rounds that were told
         self.paid = torch.zeros(len(Rewards._fields), dtype=torch.float64, device=device)  # parts of the rewards, of all rows that learn
@@ -114,7 +120,7 @@ class SelfPlay:
 
     def _draw_opponents(self) -> None:
         assert self.learner is not None
-        self.seats.draw(self.league, self.learner, step=self.steps, update=self.updates, rng=self.streams.numpy("seats"))
+        self.seats.draw(self.league, self.learner, decision=self.decisions, update=self.updates, rng=self.streams.numpy("seats"))
 
     # The environment
 
@@ -124,12 +130,12 @@ class SelfPlay:
 
     def step(self, actions: Actions) -> Timestep:
         assert self.scene is not None, "reset first"
-        if self.steps and self.steps % self.config.ppo.num_steps == 0:
+        if self.decisions and self.decisions % self.config.ppo.num_steps == 0:
             self._between_rollouts()
         said = [(self.rows, actions)]
         said += [(table.opponent.rows, table.opponent.act(self.scene)) for table in self.tables if table.opponent is not None]
         scene = self.arena.step(join(said, self.config.arena.battles * self.config.arena.units))
-        self.steps += 1
+        self.decisions += 1
         self._count(scene)
         assert scene.parts is not None  # only a reset pays nothing
         self.paid += torch.stack([part.flatten()[self.rows].sum() for part in scene.parts])
@@ -150,7 +156,7 @@ class SelfPlay:
 
     def _count(self, scene: Scene) -> None:
         outcome = torch.where(scene.winner == -1, 1, torch.where(scene.winner == self.side, 0, 2))
-        counts = scene.ended & self.seats.is_credited(scene.last[:, 0], self.steps)
+        counts = scene.ended & self.seats.is_credited(scene.last[:, 0], self.decisions)
         self.results.view(-1).scatter_add_(0, self.table_of * 3 + outcome, counts.long())
 
     def close(self) -> None:
@@ -167,14 +173,14 @@ class SelfPlay:
         overflow, *counts = map(int, numbers[len(Rewards._fields) :])
         self.results.zero_()
         self.paid.zero_()
-        told: dict[str, Record] = {}
+        told: dict[str, Record] = {}  # of this rank
         for index, table in enumerate(self.tables):
-            wins, draws, losses = counts[3 * index : 3 * index + 3]
-            record = Record(wins=wins, draws=draws, losses=losses)
             name = (self.seats.name(table.name) or LEARNER) if is_seat(table.name) else table.name
+            won, drawn, lost = counts[3 * index : 3 * index + 3]
+            told[name] = told.get(name, Record()) + Record(won, drawn, lost)
+        for name, (won, drawn, lost) in itertools.chain(*(rank.items() for rank in self.group.gather_objects(_plain(told)))):
             if name not in (SELF, LEARNER):
-                self.league.record(LEARNER, name, record)
-            told[name] = told.get(name, Record()) + record
+                self.league.record(LEARNER, name, Record(won, drawn, lost))
         self.on_event(
             RoundFought(
                 update=self.updates,
@@ -201,7 +207,10 @@ class SelfPlay:
         """The learner sends a copy of itself to the league."""
         assert self.learner is not None
         name = f"update-{self.updates}"
-        settled, against = self.trials.enter(self.league, name, self.steps * self.num_envs, self.learner)
+        step = self.decisions * self.num_envs * self.group.world_size  # as the learner counts them
+        self.league, settled, against = self.trials.enter(self.league, name, step, self.learner)
+        if self.group.rank:
+            return  # rank 0 tells of it
         self.on_event(
             LeagueChanged(
                 update=self.updates,
@@ -216,18 +225,19 @@ class SelfPlay:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """In memory of its own: what is counted and who is seated is written over."""
+        """In memory of its own: what is counted and who is seated is written over. Only rank 0 saves the league."""
         assert self.scene is not None, "reset first"
+        is_first = self.group.rank == 0
         return {
             "arena": self.arena.state_dict(),
             "streams": self.streams.state_dict(),
-            "league": self.league.to_state(),
-            "members": self.league.weights,
+            "league": self.league.to_state() if is_first else None,
+            "members": self.league.weights if is_first else {},
             "seats": self.seats.state_dict(),
             "seated": [self._seat_state(table.opponent) for table in self.tables],
             "results": self.results.clone(),
             "paid": self.paid.clone(),
-            "counters": {"steps": self.steps, "updates": self.updates, "overflow": self.overflow},
+            "counters": {"steps": self.decisions, "updates": self.updates, "overflow": self.overflow},
             "ended": self.scene.ended.clone(),
         }
 
@@ -241,8 +251,15 @@ class SelfPlay:
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self.arena.load_state_dict(saved["arena"])
         self.streams.load_state_dict(saved["streams"])
-        self.league = League.from_state(saved["league"], saved["members"], config=self.config.league)
+        state, members = self.group.first(lambda: (saved["league"], saved["members"]))
+        self.league = League.from_state(state, members, config=self.config.league)
         self.seats.load_state_dict(saved["seats"])
+        strangers = [name for name in self.seats.names if name is not None and name not in self.league.members]
+        if self.group.any(bool(strangers)):
+            raise ValueError(
+                "it was saved when every rank had a league of its own, and past selves sit in seats that the league of rank 0 does not "
+                f"know ({', '.join(strangers) or 'on another rank'}); train anew, from RUN/league/members with start_from"
+            )
         for table, seated in zip(self.tables, saved["seated"], strict=True):
             if table.opponent is None or seated is None:
                 continue
@@ -253,7 +270,7 @@ class SelfPlay:
         if "paid" in saved:  # in files from before it was counted, the first round after them tells what was paid since
             self.paid.copy_(saved["paid"])
         counters = saved["counters"]
-        self.steps, self.updates, self.overflow = counters["steps"], counters["updates"], counters["overflow"]
+        self.decisions, self.updates, self.overflow = counters["steps"], counters["updates"], counters["overflow"]
         self._set_team()
         # Memories of past selves begin anew where a battle had just ended, and nowhere else.
         self.scene = self.arena.look()._replace(ended=saved["ended"].to(self.device), is_first=False)

@@ -7,8 +7,7 @@
 The league is part of every checkpoint, which is the truth when a run goes on; `league/` in the run's folder is for people, and is written
 whole or not at all.
 
-Of several ranks each fights battles of its own and keeps a league of its own: they enter the same weights, but fight the trials on other
-ground and may settle otherwise. Each goes on with its own; the files, and what is reported, are of rank 0.
+Of several ranks each fights battles of its own, in training and in trials, and all have one league: rank 0 decides who is a member.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ def prepare_arena(config: ArenaTrainConfig, group: Group = ALONE, *, begins: boo
     with threads(config.threads), determinism(config.deterministic):
         try:
             seed = Streams(config.ppo.seed).spawn(f"arena of rank {group.rank}").integer("maps") if group.rank else config.ppo.seed
-            env = SelfPlay(config, device=device, seed=seed, on_event=relay)
+            env = SelfPlay(config, device=device, seed=seed, on_event=relay, group=group)
             parts = make_parts(config.unit, config.ppo.network, config.arena, generator=Streams(config.ppo.seed).torch("unit"))
             ppo = PPO(env, config.ppo, parts.encoder, actor=parts.actor, critic=parts.critic, device=device, on_event=relay, group=group)
             if begins and config.start_from is not None:

@@ -53,7 +53,7 @@ class ArenaTrainConfig(ShownConfig):
     league: LeagueConfig = LeagueConfig()
     unit: UnitNetworkConfig = UnitNetworkConfig()
     start_from: str | None = None  # weights to begin with, as a league keeps them: RUN/league/members/NAME.safetensors; None: fresh ones
-    total_steps: PositiveInt = 20_000_000  # decisions of the learner's units, the dead counted too
+    total_steps: PositiveInt = 20_000_000  # of all ranks; a step is one decision of one unit that learns, whether it lives or not
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where there is one
     threads: Threads | None = None  # CPU threads of torch; None: its own choice
     deterministic: bool = False  # the same bits in every run on a GPU too, by slower kernels; else cuDNN chooses the fastest ones
