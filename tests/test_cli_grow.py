@@ -149,7 +149,15 @@ def test_the_help_shows_every_option_about_growing(capsys: pytest.CaptureFixture
     assert main(["grow", "--help"]) == 0
     shown = capsys.readouterr().out
     options = ("--task", "--model", "--rent.parameters", "--budget.max-seeds", "--lifecycle.raise-mode", "--governor.window")
-    for option in (*options, "--precision", "--accumulate", "--max-grad-norm", "--step-schedule"):
+    for option in (
+        *options,
+        "--precision",
+        "--accumulate",
+        "--max-grad-norm",
+        "--step-schedule",
+        "--baseline.schedule-at",
+        "--deterministic",
+    ):
         assert option in shown
 
 

@@ -39,7 +39,7 @@ class Stopwatch:
 
     def mark(self) -> None:
         if self._device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(self._device))
             self._marks.append(event)
         else:

@@ -17,6 +17,7 @@ from esper.controller.layout import Op
 from esper.controller.reward import potential
 from esper.controller.squad import Squad, finite
 from esper.events import Event
+from esper.events.scalars import scalars
 from esper.fleet.config import FleetConfig
 from esper.growth.config import GovernorConfig, GrowthConfig, Lifecycle
 from esper.growth.events import StageEntered
@@ -237,6 +238,15 @@ def test_the_lives_of_all_hosts_are_told_with_their_numbers() -> None:
     assert len({number // 3 for number in germinated}) == 2  # of both fleets, which have three hosts each
     fossilized = sum(event.stage == "FOSSILIZED" for event in told)
     assert fossilized == sum(end.kept for end in ended)
+    for blueprint in {event.blueprint for event in told}:
+        counts = [end.blueprints[blueprint] for end in ended if blueprint in end.blueprints]
+        of_it = [event.stage for event in told if event.blueprint == blueprint]
+        assert sum(count.tried for count in counts) == of_it.count("GERMINATED")
+        assert sum(count.pruned for count in counts) == of_it.count("PRUNED")
+        assert all(count.tried == count.kept + count.pruned for count in counts)
+        assert all(count.parameters > 0 for count in counts)
+    shown = scalars(ended[0])
+    assert sum(value for name, value in shown.items() if name.endswith("/tried")) == shown["round_ended/grown"]
 
 
 def test_host_events_can_be_switched_off() -> None:

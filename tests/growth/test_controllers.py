@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from esper.growth import GrowthConfig, GrowthError, grow
-from esper.growth.config import Budget, Lifecycle
+from esper.growth.config import BaselineConfig, Budget, Lifecycle
 from esper.growth.controllers import CONTROLLERS, Never, Planned, Random, Schedule, as_controller, make_controller
 from esper.growth.decisions import Decision, Germinate
 from esper.growth.result import Grown
@@ -160,3 +160,10 @@ def test_what_is_no_controller_is_told(controller: object, words: str) -> None:
         as_controller(controller, GrowthConfig())  # type: ignore[arg-type]
     with pytest.raises(GrowthError, match=words):
         learn(controller, epochs=1)
+
+
+def test_the_options_of_baselines_are_part_of_the_config() -> None:
+    settings = GrowthConfig(seed=3, baseline=BaselineConfig(random_seeds=1, random_until=0.25, schedule_at=0.5))
+    assert births(learn(make_controller("schedule", settings), epochs=8)) == [(4, "1", "mlp"), (4, "3", "mlp")]
+    ((epoch, _, _),) = births(learn(make_controller("random", settings), epochs=8))
+    assert epoch < 2

@@ -12,8 +12,9 @@ Shapes: N = hosts of all squads together, S = slots, K = blueprints; both are th
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
+from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -23,7 +24,7 @@ from torch import Tensor
 from esper.checkpoint.tree import Tree
 from esper.controller.config import ControllerConfig
 from esper.controller.domain import FleetSetting, draw_round
-from esper.controller.events import RoundEnded
+from esper.controller.events import BlueprintCount, RoundEnded
 from esper.controller.layout import decision, observe, spec
 from esper.controller.reward import TERMS, Standing, potential, rewards
 from esper.controller.squad import Squad
@@ -31,6 +32,7 @@ from esper.events import Event
 from esper.fleet.data import TaskTensors
 from esper.fleet.kernels import compiled_kernels
 from esper.growth.garden import options_for
+from esper.growth.ledger import Entry
 from esper.growth.slotted import add_slots
 from esper.rl.staging import Staging
 from esper.tasks import Task
@@ -195,6 +197,7 @@ class GrowthEnv:
                 memory_per_host=squad.fleet.memory_per_host().most,
                 recordings=squad.recordings,
                 kernels=compiled_kernels(),
+                blueprints=count_blueprints(entries),
             )
         )
 
@@ -242,3 +245,19 @@ def most_slots_and_blueprints(tasks: Mapping[str, Task], config: ControllerConfi
             names = [{option.name for option in options_for(slotted.place(name), growth)} for name in slotted.slots]
             slots, blueprints = max(slots, len(slotted.slots)), max(blueprints, len(set().union(*names)))
     return slots, blueprints
+
+
+def count_blueprints(entries: Sequence[Entry]) -> dict[str, BlueprintCount]:
+    """What became of the seeds in these ledgers, by blueprint."""
+    found: dict[str, BlueprintCount] = {}
+    for name in sorted({entry.blueprint for entry in entries}):
+        some = [entry for entry in entries if entry.blueprint == name]
+        gains = [entry.gain for entry in some if entry.gain is not None]
+        found[name] = BlueprintCount(
+            tried=len(some),
+            kept=sum(entry.outcome == "kept" for entry in some),
+            pruned=sum(entry.outcome in ("pruned", "rolled back") for entry in some),
+            parameters=sum(entry.parameters for entry in some),
+            gain=fmean(gains) if gains else None,
+        )
+    return found

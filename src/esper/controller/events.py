@@ -2,7 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
 from esper.events import Event
+
+
+class BlueprintCount(msgspec.Struct, frozen=True):
+    """What became of the seeds of one blueprint; a part of `RoundEnded`."""
+
+    tried: int
+    kept: int
+    pruned: int  # or taken out by the governor
+    parameters: int  # of all that were tried
+    gain: float | None = None  # what removing one would cost, as last measured: mean over those that were measured, in nats
 
 
 class RoundEnded(Event, tag="round_ended", frozen=True):
@@ -24,4 +39,10 @@ class RoundEnded(Event, tag="round_ended", frozen=True):
     memory_per_host: int = 0  # bytes, with the largest seed in every slot
     recordings: int = 0  # of steps that were then replayed, on a GPU
     kernels: int = 0  # of our own, compiled in this process so far
+    blueprints: dict[str, BlueprintCount] = {}  # those that were tried
     reward: dict[str, float] = {}  # parts of what a host is worth, weighted, before their sum is bounded
+
+    def shown(self) -> Mapping[str, Any]:
+        """Show blueprints under their names: blueprints/norm/kept."""
+        blueprints = {name: msgspec.structs.asdict(count) for name, count in self.blueprints.items()}
+        return {**super().shown(), "blueprints": blueprints}

@@ -84,6 +84,14 @@ class SeedOptimizer(Config):
     warmup_epochs: NonNegativeFloat = 2.0  # in which the rate of a joint seed rises; one that is there from the start has none
 
 
+class BaselineConfig(Config):
+    """What the controllers `random` and `schedule` do; they are what another one has to beat."""
+
+    random_seeds: NonNegativeInt | None = None  # that random grows, one for a slot at most; None: any number, drawn
+    random_until: Fraction = 0.5  # part of the training in which random grows them
+    schedule_at: Fraction = 0.1  # part of the training after which schedule grows something in every slot
+
+
 class GrowthConfig(Config):
     """Everything about growing a model."""
 
@@ -96,6 +104,7 @@ class GrowthConfig(Config):
     lifecycle: Lifecycle = Lifecycle()
     governor: GovernorConfig = GovernorConfig()
     heuristic: HeuristicConfig = HeuristicConfig()
+    baseline: BaselineConfig = BaselineConfig()
     seed_optimizer: SeedOptimizer = SeedOptimizer()
     patience: PositiveInt | None = None  # epochs without a better validation loss after which a host stops; None: never early
     loss_range: PositiveFloat | None = None

@@ -157,8 +157,8 @@ class Completed:
 CONTROLLERS: dict[str, Callable[[GrowthConfig], CompleteController]] = {
     "heuristic": lambda config: Heuristic(config),
     "never": lambda config: Never(),
-    "random": lambda config: Random(seed=config.seed),
-    "schedule": lambda config: Schedule(),
+    "random": lambda config: Random(seed=config.seed, seeds=config.baseline.random_seeds, until=config.baseline.random_until),
+    "schedule": lambda config: Schedule(at=config.baseline.schedule_at),
 }
 
 

@@ -142,7 +142,8 @@ class PPO:
             watch.mark()
             outcome = self.update(rollout, progress=min(1.0, (self.step - self.steps_per_update) / total_steps))
             watch.mark()
-            update = self._report(outcome, *watch.seconds(), other)
+            collect_seconds, update_seconds = watch.seconds()
+            update = self._report(outcome, collect_seconds, update_seconds, other)
             done = time.perf_counter()
             yield update
             if outcome.skipped_in_a_row >= self.config.max_skips:
