@@ -408,9 +408,15 @@ def test_scaled_actions_never_leave_their_bounds():
     np.testing.assert_allclose(inner.envs[0].given[:, 0], [low, high])
 
 
-def test_an_unbounded_action_says_so():
-    with pytest.raises(ValueError, match="unbounded Box"):
-        recording(spaces.Box(-np.inf, np.inf, (2,)))
+def test_a_box_with_an_open_side_takes_numbers_in_its_own_units():
+    low, high = np.array([-np.inf, 0.0], dtype=np.float32), np.array([np.inf, np.inf], dtype=np.float32)
+    env, inner = recording(spaces.Box(low, high))
+    assert env.action_spec.heads == (Continuous("action", 2, is_bounded=False),)
+    env.step({"action": torch.tensor([[30.0, 40.0], [-30.0, -40.0]])})
+    assert [each.given.tolist() for each in inner.envs] == [[30.0, 40.0], [-30.0, 0.0]]  # cut at the bound that there is
+    check_env(env, steps=10)
+    largest = np.finfo(np.float32).max
+    assert not recording(spaces.Box(-largest, largest, (2,)))[0].action_spec.heads[0].is_bounded
 
 
 def test_only_an_environment_whose_inside_can_be_saved_can_be_saved():

@@ -84,6 +84,25 @@ def test_continuous_log_probabilities_equal_torchs_squashed_normal():
     assert torch.allclose(distribution.evaluate(parameters, choice, {}).log_prob[:, 0], expected, atol=1e-8)
 
 
+def test_a_head_without_bounds_is_a_plain_gaussian_beside_one_that_has_them():
+    spec = ActionSpec((Continuous("free", 2, is_bounded=False), Continuous("aim", 1)))
+    distribution = ActionDistribution(spec)
+    parameters = torch.randn(64, 6, generator=generator(), dtype=torch.float64)
+    choice = distribution.choose(parameters, {}, distribution.noise((64,), generator(1)))
+    actions = distribution.actions(choice)
+    assert torch.equal(actions["free"], choice.latent[:, :2])
+    assert torch.equal(actions["aim"], choice.latent[:, 2:].tanh())
+    assert torch.allclose(distribution.choice(actions).latent, choice.latent)
+    evaluation = distribution.evaluate(parameters, choice, {})
+    free = Normal(parameters[:, :2], parameters[:, 3:5].clamp(-5, 2).exp())
+    assert torch.allclose(evaluation.log_prob[:, 0], free.log_prob(actions["free"]).sum(-1))
+    unit = Normal(torch.zeros(2, dtype=torch.float64), 1.0).entropy()
+    assert torch.allclose(evaluation.entropy[:, 0], (free.entropy() / unit).mean(-1))
+    alone = ActionDistribution(ActionSpec((Continuous("aim", 1),)))
+    bounded = alone.evaluate(parameters[:, [2, 5]], Choice(choice.picked, choice.latent[:, 2:]), {})
+    assert torch.allclose(evaluation.log_prob[:, 1], bounded.log_prob[:, 0])
+
+
 @pytest.mark.parametrize("edge", [-1.0, 1.0])
 def test_log_probability_and_gradients_are_finite_at_the_very_edge_and_agree_with_float64(edge: float):
     distribution = ActionDistribution(ActionSpec((Continuous("a", 1),)))

@@ -13,6 +13,7 @@ from esper.rl.config import NetworkConfig, PPOConfig, Thresholds
 from esper.rl.distributions import Evaluation
 from esper.rl.events import Skipped, Warned
 from esper.rl.fragments import pack
+from esper.rl.learner import learning_rate_at
 from esper.rl.loss import Coefficients, Counts, Samples, normalize_advantages, ppo_loss
 from esper.rl.ppo import PPO, TrainingStopped
 from esper.rl.run_config import TrainConfig
@@ -520,6 +521,22 @@ def test_an_entropy_floor_keeps_a_head_open_until_it_sinks():
 def test_the_learning_rate_falls_to_zero_where_it_is_asked_to():
     rates = [update.learning_rate for update in PPO(Counting(), config(learning_rate_schedule="linear")).train(total_steps=16 * 3 * 4)]
     assert rates == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])
+
+
+def test_a_learning_rate_rises_and_falls_as_its_schedule_says():
+    options = {"learning_rate": 1.0, "learning_rate_end": 0.2}
+    cosine = PPOConfig(learning_rate_schedule="cosine", **options)
+    assert [round(learning_rate_at(cosine, done), 6) for done in (0.0, 0.5, 1.0)] == [1.0, 0.6, 0.2]
+    linear = PPOConfig(learning_rate_schedule="linear", learning_rate_warmup=0.2, **options)
+    assert [round(learning_rate_at(linear, done), 6) for done in (0.0, 0.1, 0.2, 0.6, 1.0)] == [0.0, 0.5, 1.0, 0.6, 0.2]
+    assert learning_rate_at(PPOConfig(**options), 0.9) == 1.0
+
+
+def test_a_function_of_ones_own_sets_the_learning_rate_from_the_share_of_training_that_is_left():
+    ppo = PPO(Counting(), config(), learning_rate=lambda left: 0.25 * left**2)
+    assert [update.learning_rate for update in ppo.train(total_steps=16 * 3 * 4)] == [0.25, 0.25 * 0.75**2, 0.25 * 0.5**2, 0.25 * 0.25**2]
+    with pytest.raises(ValueError, match=r"the schedule gave -1\.0 at 0\.0% of training"):
+        next(PPO(Counting(), config(), learning_rate=lambda left: -left).train(48))
 
 
 def test_bfloat16_learns_nearly_the_same():

@@ -244,3 +244,26 @@ def test_a_damaged_or_foreign_file_is_refused_by_name(tmp_path: Path):
     path.write_bytes(b"PK\x03\x04 a zip file of something else")
     with pytest.raises(CheckpointError, match="cannot be read as a safetensors file"):
         Policy.load(path)
+
+
+class Aim(gymnasium.Env):
+    """One step: the nearer the action is to 8, the better."""
+
+    observation_space, action_space = spaces.Box(0, 1, (1,)), spaces.Box(-np.inf, np.inf, (1,))
+
+    def reset(self, *, seed=None, options=None):
+        return np.ones(1, np.float32), {}
+
+    def step(self, action):
+        return np.ones(1, np.float32), -float((action[0] - 8.0) ** 2), True, False, {}
+
+
+@pytest.mark.slow
+def test_an_action_without_bounds_is_learned_in_the_environments_units():
+    network = NetworkConfig(core="none", encoder_sizes=(8,), head_sizes=(), log_std=0.0)
+    ppo = PPO(Aim, PPOConfig(num_steps=8, num_epochs=4, num_minibatches=2, learning_rate=0.03, network=network), num_envs=16)
+    before, _ = ppo.predict(np.ones(1), deterministic=True)
+    ppo.learn(16 * 8 * 10)
+    after, _ = ppo.predict(np.ones(1), deterministic=True)
+    assert abs(before[0]) < 0.5
+    assert after[0] > 1.5  # no action of a squashed head lies beyond 1

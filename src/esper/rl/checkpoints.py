@@ -29,8 +29,10 @@ def _rng_to_streams(state: Tree) -> Tree:
 
 
 def _without_spaces(state: Tree) -> Tree:
-    """2 -> 3: neither the form of the environment's observations and actions nor the number of environments was saved."""
-    return {**state, "ppo": {**state["ppo"], "spaces": None, "num_envs": None}}
+    """2 -> 3: neither the form of observations and actions nor the number of environments was saved, and images had one kind of encoder."""
+    ppo = state["ppo"]
+    network = {**ppo["config"]["network"], "image_encoder": "small"}
+    return {**state, "ppo": {**ppo, "spaces": None, "num_envs": None, "config": {**ppo["config"], "network": network}}}
 
 
 def _evaluation_after_saving(state: Tree) -> Tree:

@@ -19,6 +19,7 @@ class NetworkConfig(Config):
     hidden_size: Width = 128  # width of the core
     critic_memory: Literal["shared", "own"] = "shared"  # own: a second core for the critic; steadier, and nearly twice the work
     encoder_sizes: tuple[Width, ...] = (64,)  # widths of the encoder's layers; empty: vectors go straight into the core
+    image_encoder: Literal["auto", "nature", "small"] = "auto"  # convolutions of images; auto: nature from 36 pixels on a side
     head_sizes: tuple[Width, ...] = (64,)  # widths of the layers between core and actor, and between core and critic
     activation: Literal["tanh", "relu", "silu"] = "tanh"  # between layers
     norm_before: bool = False  # layer norm before the core
@@ -48,7 +49,9 @@ class PPOConfig(Config):
     bptt_length: PositiveInt | None = None  # steps that gradients flow back through; None: the whole rollout
 
     learning_rate: PositiveFloat = 1e-3  # of Adam
-    learning_rate_schedule: Literal["constant", "linear"] = "constant"  # linear: down to zero at the last step
+    learning_rate_schedule: Literal["constant", "linear", "cosine"] = "constant"  # how it goes down to learning_rate_end
+    learning_rate_end: NonNegativeFloat = 0.0  # at the last step; not of a constant one
+    learning_rate_warmup: Fraction = 0.0  # share of training in which it rises from zero, before anything else
     adam_eps: PositiveFloat = 1e-5  # Adam's epsilon
     max_grad_norm: PositiveFloat = 0.5  # gradients are scaled down to this global L2 norm
 

@@ -3,7 +3,8 @@
 A policy puts out one row of parameters per decision: first the logits of every discrete head, then the means of every continuous head,
 then their log standard deviations. A head with logits of its own for every choice of its parent has them row by row, and the row of what
 the parent chose is the one that holds. What was chosen is kept as a `Choice`: indices for the discrete heads, and for the continuous ones
-the Gaussian sample *before* tanh, from which log-probabilities are exact however saturated the action is.
+the Gaussian sample *before* tanh, from which log-probabilities are exact however saturated the action is. A continuous head without bounds
+has no tanh: its action is the Gaussian sample.
 
 Shapes: B = any leading dimensions (environments, or packed steps), J = heads, K = choices of one head, P = parameters,
 D = discrete heads, C = continuous numbers over all continuous heads.
@@ -24,6 +25,7 @@ from esper.vecenv import Actions, ActionSpec, Masks
 
 LOG_STD_RANGE = (-5.0, 2.0)
 _QUADRATURE_NODES = 16
+_UNIT_ENTROPY = 0.5 * math.log(2 * math.pi * math.e)  # of a Gaussian with a spread of 1
 
 
 class Choice(NamedTuple):
@@ -41,7 +43,10 @@ class Noise(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """Per head: log-probability [B, J] of a choice, and normalised entropy [B, J] (1 = uniform over what is allowed)."""
+    """Per head: log-probability [B, J] of a choice, and normalised entropy [B, J].
+
+    An entropy of 1 is that of a uniform choice among what is allowed; of a Gaussian with a spread of 1 for a head without bounds.
+    """
 
     log_prob: Tensor
     entropy: Tensor
@@ -57,6 +62,7 @@ class _Head:
     column: int | None = None  # of a discrete head in Choice.picked
     parent: int | None = None  # column of the discrete head on whose choice the mask depends
     has_own_logits: bool = False  # for every choice of that head
+    is_bounded: bool = True  # a continuous head with tanh
 
 
 def masked_logits(logits: Tensor, mask: Tensor) -> Tensor:
@@ -141,12 +147,17 @@ class ActionDistribution:
                 log_probs[head.name], entropies[head.name] = _evaluate_discrete(logits, columns[head.column], mask)
         if self.num_continuous:
             mean, log_std = self._gaussian(parameters)
-            density = log_prob_of_gaussian(choice.latent, mean, log_std) - log_derivative_of_tanh(choice.latent)
-            spread = entropy_of_squashed_gaussian(mean, log_std) / math.log(2.0)
+            density = log_prob_of_gaussian(choice.latent, mean, log_std)
             for head in self._heads:
                 if head.column is None:
-                    log_probs[head.name] = density[..., head.own].sum(-1)
-                    entropies[head.name] = spread[..., head.own].mean(-1)
+                    own = head.own
+                    if head.is_bounded:
+                        log_probs[head.name] = (density[..., own] - log_derivative_of_tanh(choice.latent[..., own])).sum(-1)
+                        spread = entropy_of_squashed_gaussian(mean[..., own], log_std[..., own]) / math.log(2.0)
+                    else:
+                        log_probs[head.name] = density[..., own].sum(-1)
+                        spread = 1.0 + log_std[..., own] / _UNIT_ENTROPY
+                    entropies[head.name] = spread.mean(-1)
         return Evaluation(*(torch.stack([part[name] for name in self.head_names], dim=-1) for part in (log_probs, entropies)))
 
     def relevance(self, choice: Choice) -> Tensor:
@@ -179,14 +190,15 @@ class ActionDistribution:
             if head.column is not None:
                 result[head.name] = choice.picked[..., head.column]
             else:
-                result[head.name] = torch.tanh(choice.latent[..., head.own])
+                latent = choice.latent[..., head.own]
+                result[head.name] = torch.tanh(latent) if head.is_bounded else latent
         return result
 
     def choice(self, actions: Actions) -> Choice:
         """The choice that gives these actions; the inverse of `actions`, finite at exactly ±1."""
         some = next(iter(actions.values()))
         discrete = [actions[head.name] for head in self.spec.discrete]
-        latent = [latent_of_action(actions[head.name]) for head in self.spec.continuous]
+        latent = [latent_of_action(actions[head.name]) if head.is_bounded else actions[head.name] for head in self.spec.continuous]
         batch = some.shape if discrete and some is discrete[0] else some.shape[:-1]
         index = torch.stack(discrete, dim=-1) if discrete else torch.empty(*batch, 0, dtype=torch.int64, device=some.device)
         return Choice(index, torch.cat(latent, dim=-1) if latent else torch.empty(*batch, 0, device=some.device))
@@ -235,7 +247,8 @@ def _lay_out(spec: ActionSpec) -> list[_Head]:
     offset = 0
     for continuous in spec.continuous:
         own = slice(offset, offset + continuous.size)
-        heads.append(_Head(continuous.name, slice(start + own.start, start + own.stop), own))
+        parameters = slice(start + own.start, start + own.stop)
+        heads.append(_Head(continuous.name, parameters, own, is_bounded=continuous.is_bounded))
         offset = own.stop
     return heads
 

@@ -81,8 +81,10 @@ class Learner:
         rng: np.random.Generator,
         on_compile_failure: Callable[[Exception], None],
         group: Group = ALONE,
+        schedule: Callable[[float], float] | None = None,
     ) -> None:
         self.policy, self.config, self.rng, self.group = policy, config, rng, group
+        self.schedule = schedule  # of the learning rate, in the place of the config's: takes the share of training that is left
         self.num_minibatches = config.minibatches_of(num_envs)
         self.device = policy.device
         self.reward_normalizer = RewardNormalizer(num_envs, gamma=config.gamma, device=self.device) if config.normalize_rewards else None
@@ -141,9 +143,11 @@ class Learner:
         )
 
     def _set_learning_rate(self, progress: float) -> None:
-        factor = 1.0 - progress if self.config.learning_rate_schedule == "linear" else 1.0
+        rate = learning_rate_at(self.config, progress) if self.schedule is None else float(self.schedule(1.0 - progress))
+        if not (math.isfinite(rate) and rate >= 0):
+            raise ValueError(f"the learning rate must be a number of at least 0; the schedule gave {rate} at {progress:.1%} of training")
         for group in self.optimizer.param_groups:
-            group["lr"] = self.config.learning_rate * factor
+            group["lr"] = rate
 
     @property
     def learning_rate(self) -> float:
@@ -235,6 +239,22 @@ class Learner:
             self.reward_normalizer.load_state_dict(state["reward_normalizer"])
         self.in_a_row.copy_(state["in_a_row"])
         self.loss_scale.load_state_dict(state.get("loss_scale"))
+
+
+def learning_rate_at(config: PPOConfig, progress: float) -> float:
+    """The learning rate when `progress`, a share of training, is done."""
+    warmup, start, end = config.learning_rate_warmup, config.learning_rate, config.learning_rate_end
+    if progress < warmup:
+        return start * progress / warmup
+    done = (progress - warmup) / (1.0 - warmup) if warmup < 1.0 else 1.0
+    match config.learning_rate_schedule:
+        case "linear":
+            left = 1.0 - done
+        case "cosine":
+            left = 0.5 * (1.0 + math.cos(math.pi * done))
+        case _:
+            return start
+    return end + (start - end) * left
 
 
 def _flat_gradients(weights: list[nn.Parameter]) -> Tensor:

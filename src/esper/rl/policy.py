@@ -80,7 +80,7 @@ class Policy(nn.Module):
                 ObservationNormalizer(observation_spec, momentum=observation_momentum, device=device) if normalize_observations else None
             )
             self.value_normalizer = ValueNormalizer(device) if normalize_values else None
-            built = encoder or Encoder(observation_spec, network.encoder_sizes, network.activation)
+            built = encoder or Encoder(observation_spec, network.encoder_sizes, network.activation, network.image_encoder)
             assert isinstance(built, Sized)
             self.encoder: nn.Module = built
             self.core = _core(network, int(built.output_size), _bypass_size(encoder))
@@ -89,7 +89,7 @@ class Policy(nn.Module):
             self.width = self.core.output_size // (2 if isinstance(self.core, Pair) else 1)  # of what actor and critic each see
             self.actor: nn.Module = self._head(self.distribution.num_outputs) if actor is None else actor
             self.critic = self._head(1) if critic is None else critic
-        self.log_std = nn.Parameter(torch.full((self.distribution.num_continuous,), network.log_std))
+        self.log_std = nn.Parameter(_first_log_std(action_spec, network.log_std))
         self._initialize(generator, given=(encoder, actor, critic))
         self.to(device)
 
@@ -314,6 +314,12 @@ class Policy(nn.Module):
             if value.dtype != self.observation_spec[name].torch_dtype:
                 raise ValueError(f"observation {name!r} should be of type {self.observation_spec[name].dtype}; got {value.dtype}{_HINT}")
         return rows
+
+
+def _first_log_std(spec: ActionSpec, log_std: float) -> Tensor:
+    """The first log standard deviation of every continuous number; a head without bounds begins with 1 unit of the environment at most."""
+    first = [log_std if head.is_bounded else min(log_std, 0.0) for head in spec.continuous for _ in range(head.size)]
+    return torch.tensor(first, dtype=torch.get_default_dtype())
 
 
 def _global_generator(device: torch.device) -> torch.Generator:

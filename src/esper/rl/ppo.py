@@ -62,6 +62,7 @@ class PPO:
 
     `env` is a batch from `esper.vecenv.make`, or anything that `make` takes: a name, a function that makes one environment, or a Gymnasium
     environment. `num_envs` says how many are made of it: by default 16, or 1 of an environment that is given itself.
+    `learning_rate` is a schedule in the place of the config's: a function of the share of training that is left, from 1 to 0.
     `encoder`, `actor` and `critic` replace the built-in ones (see `Policy`). `on_event` hears what happens: every update, skipped steps,
     warnings. The policy lives on `device`, by default the environment's. With a `group`, every rank trains the same policy in environments
     of its own.
@@ -78,6 +79,7 @@ class PPO:
         critic: nn.Sequential | None = None,
         device: torch.device | str | None = None,
         on_event: Callable[[Event], None] = _ignore,
+        learning_rate: Callable[[float], float] | None = None,
         group: Group | None = None,
     ) -> None:
         env = _as_batch(env, num_envs, device)
@@ -118,6 +120,7 @@ class PPO:
             rng=self.streams.numpy("minibatches"),
             on_compile_failure=self._compile_failed,
             group=self.group,
+            schedule=learning_rate,
         )
         self.step = 0  # of all environments of all ranks together
         self.updates = 0

@@ -1,7 +1,8 @@
 """What an action is made of: heads, which of them depend on which, and when each of them matters.
 
 An action is a dictionary with one tensor per head: `[N]` int64 for a discrete head, `[N, size]` float in [-1, 1] for a continuous
-one. Heads are chosen in the order in which they are listed, so a head may depend only on heads before it.
+one, or any number where it has no bounds. Heads are chosen in the order in which they are listed, so a head may depend only on heads
+before it.
 """
 
 from __future__ import annotations
@@ -24,10 +25,14 @@ class Discrete(msgspec.Struct, frozen=True, tag="discrete"):
 
 
 class Continuous(msgspec.Struct, frozen=True, tag="continuous"):
-    """`size` numbers in [-1, 1]: a Gaussian squashed by tanh. Environments scale them to their own units."""
+    """`size` numbers in [-1, 1]: a Gaussian squashed by tanh. Environments scale them to their own units.
+
+    Without bounds they are the Gaussian itself, in the environment's own units.
+    """
 
     name: str
     size: int
+    is_bounded: bool = True
 
 
 Head = Discrete | Continuous

@@ -87,8 +87,9 @@ def sample_actions(
             chosen = torch.isin(actions[rule.given], torch.tensor(rule.choices, device=device))
             matters[head.name] = matters[rule.given] & chosen
         if not isinstance(head, Discrete):
-            drawn = torch.rand(num_envs, head.size, generator=generator, device=generator.device) * 2 - 1
-            actions[head.name] = drawn.to(device)
+            draw = torch.rand if head.is_bounded else torch.randn
+            drawn = draw(num_envs, head.size, generator=generator, device=generator.device)
+            actions[head.name] = (drawn * 2 - 1 if head.is_bounded else drawn).to(device)
             continue
         mask = masks.get(head.name)
         if mask is None:

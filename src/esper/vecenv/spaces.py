@@ -8,6 +8,7 @@ Shapes: N = parallel environments.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -91,7 +92,8 @@ def spaces_of_specs(observation_spec: ObservationSpec, action_spec: ActionSpec) 
 def _space_of_head(head: Head) -> Space:
     if isinstance(head, Discrete):
         return DiscreteSpace(head.size)
-    return ArraySpace((head.size,), "float32", low=(-1.0,) * head.size, high=(1.0,) * head.size)
+    bound = 1.0 if head.is_bounded else math.inf
+    return ArraySpace((head.size,), "float32", low=(-bound,) * head.size, high=(bound,) * head.size)
 
 
 def _observation_space(space: Any, name: str) -> Space:
@@ -126,11 +128,6 @@ def _action_space(space: Any, name: str) -> Space:
     if isinstance(space, spaces.Box):
         if not np.issubdtype(space.dtype, np.floating):
             raise ValueError(f"action {name!r} is a Box of {space.dtype}; whole numbers are MultiDiscrete actions")
-        if not space.is_bounded():
-            raise ValueError(
-                f"action {name!r} is an unbounded Box (low {space.low.min()}, high {space.high.max()}), so [-1, 1] cannot be scaled to it; "
-                "give it bounds, for example with gymnasium.wrappers.RescaleAction or a Box of your own"
-            )
         low, high = (tuple(float(bound) for bound in bounds.ravel()) for bounds in (space.low, space.high))
         return ArraySpace(_plain(space.shape), space.dtype.name, low=low, high=high)
     raise ValueError(
@@ -266,12 +263,16 @@ def action_part(space: Space, name: str = ROOT) -> ActionPart:
 
 def action_part_for(space: Space, spec: ActionSpec) -> ActionPart:
     """The action part with the heads of `spec`, which may have named a single head differently."""
-    wanted = {(type(head), head.name, head.size) for head in spec.heads}
     for name in (ROOT, spec.heads[0].name):
         part = action_part(space, name)
-        if {(type(head), head.name, head.size) for head in part.heads} == wanted:
+        if set(map(_form, part.heads)) == set(map(_form, spec.heads)):
             return part
     raise ValueError(f"the action spec has the heads {spec.heads}, but the action space gives {action_part(space).heads}")
+
+
+def _form(head: Head) -> tuple[str, int, bool | None]:
+    """What an action space says of a head: not on which other head it depends."""
+    return head.name, head.size, head.is_bounded if isinstance(head, Continuous) else None
 
 
 def first_of(batch: Any) -> Any:
@@ -303,7 +304,10 @@ def _several(name: str, space: MultiDiscreteSpace) -> ActionPart:
 
 def _continuous(name: str, space: ArraySpace) -> ActionPart:
     low, high = np.array(space.low, dtype=space.dtype), np.array(space.high, dtype=space.dtype)
-    centre, half = low / 2 + high / 2, high / 2 - low / 2  # halves first, or wide bounds overflow
+    largest = np.finfo(low.dtype).max  # which some environments write for "any number"
+    is_bounded = bool((np.abs(low) < largest).all() and (np.abs(high) < largest).all())
+    # Halves first, or wide bounds overflow. A box with an open side takes the numbers as they are, cut at the bounds that it has.
+    centre, half = (low / 2 + high / 2, high / 2 - low / 2) if is_bounded else (np.zeros_like(low), np.ones_like(low))
 
     def build(actions: Actions) -> Array:
         scaled = (actions[name].numpy() * half + centre).astype(space.dtype, copy=False)
@@ -311,7 +315,7 @@ def _continuous(name: str, space: ArraySpace) -> ActionPart:
         result: Array = np.minimum(np.maximum(scaled, low), high).reshape(len(scaled), *space.shape)
         return result
 
-    return ActionPart((Continuous(name, low.size),), build)
+    return ActionPart((Continuous(name, low.size, is_bounded),), build)
 
 
 def _group(name: str, inner: dict[Any, Space], *, as_tuple: bool) -> ActionPart:

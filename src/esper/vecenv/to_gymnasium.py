@@ -109,4 +109,5 @@ def _observation_space(spec: TensorSpec) -> spaces.Space[Any]:
 def _action_space(head: Head) -> spaces.Space[Any]:
     if isinstance(head, Discrete):
         return spaces.Discrete(head.size)
-    return spaces.Box(-1.0, 1.0, (head.size,), np.float32)
+    bound = 1.0 if head.is_bounded else np.inf
+    return spaces.Box(-bound, bound, (head.size,), np.float32)
