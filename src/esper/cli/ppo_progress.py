@@ -8,7 +8,7 @@ from rich.table import Table
 
 from esper.cli import progress
 from esper.events import Record
-from esper.rl.events import CompileFailed, EpisodesRestarted, Skipped, Update
+from esper.rl.events import CompileFailed, EpisodesRestarted, RewardsNotFinite, Skipped, Update
 from esper.rl.run_events import CheckpointEvaluated, RunStarted
 from esper.statistics import Ema
 from esper.text_table import duration
@@ -58,6 +58,8 @@ class Progress(progress.Progress):
                 return f"{what}, {started.total_steps:,} steps in updates of {started.steps_per_update:,}"
             case EpisodesRestarted():
                 return "this environment cannot be saved in the middle of an episode: new episodes begin"
+            case RewardsNotFinite() as bad:
+                return f"step {bad.step:,}: {bad.count} rewards were not finite; those steps teach nothing"
             case Skipped() as skipped:
                 return f"step {skipped.step:,}: {skipped.count} gradient steps were not finite and were skipped"
             case CheckpointEvaluated(cut=cut) as evaluated if cut and not self.has_told_of_cuts:

@@ -80,9 +80,12 @@ class Batch:
 @torch.no_grad()
 def prepare(rollout: Rollout, policy: Policy, config: PPOConfig, reward_normalizer: RewardNormalizer | None, group: Group = ALONE) -> Batch:
     """Also takes the rollouts of all ranks into the normalisers: this is the one place where they change."""
-    ended, valid = rollout.ended, rollout.valid
-    rewards = rollout.rewards if reward_normalizer is None else reward_normalizer(rollout.rewards, ended, valid, group)
-    advantages = gae(rewards, rollout.values, rollout.next_values, ended, gamma=config.gamma, lam=config.gae_lambda)
+    ended, valid = rollout.ended, rollout.valid & ~rollout.bad_rewards
+    broken = ended | rollout.bad_rewards  # a sum of rewards starts anew behind a step without one
+    rewards = rollout.rewards if reward_normalizer is None else reward_normalizer(rollout.rewards, broken, valid, group)
+    cut = ended.clone()
+    cut[:-1] |= rollout.bad_rewards[1:]  # the step before learns from the value that follows it, and from no reward behind that
+    advantages = gae(rewards, rollout.values, rollout.next_values, cut, gamma=config.gamma, lam=config.gae_lambda)
     returns = advantages + rollout.values
     targets, old_values = _in_critic_units(policy, returns, rollout.values, valid, group)
 
@@ -102,9 +105,10 @@ def prepare(rollout: Rollout, policy: Policy, config: PPOConfig, reward_normaliz
 
     obs = {name: value.flatten(0, 1) for name, value in policy.normalize(rollout.obs).items()}
     if policy.normalizer is not None:
-        policy.normalizer.update(rollout.obs, valid, group)
+        policy.normalizer.update(rollout.obs, rollout.valid, group)
     states = rollout.states.flatten(0, 1)
-    starts, was_real = np.asarray(torch.stack((rollout.starts, valid)).cpu())
+    # A step without a reward stays in its sequence: the memory goes on through it.
+    starts, was_real = np.asarray(torch.stack((rollout.starts, rollout.valid)).cpu())
     entropy, head_counts = group.sum_(torch.stack(((old.entropy * weight).sum(0), weight.sum(0)))).unbind(0)  # [J] each
     all_values, all_returns, all_valid = _of_all_ranks(group, rollout.values, returns, valid)
     return Batch(

@@ -12,11 +12,13 @@ from torch import nn
 from esper.checkpoint import Checkpoint, CheckpointError, CheckpointStore, Tree, read_state_file, write_state
 from esper.files import FileError, reason_of
 from esper.rl.config import PPOConfig
+from esper.rl.normalize import is_bytes
 from esper.rl.policy import FILE_KIND, FILE_SCHEMA, Policy
 from esper.run_folder import CHECKPOINTS
+from esper.vecenv import ObservationSpec
 
 KIND = "ppo"
-SCHEMA = 4  # of the state; raise it together with a new row in MIGRATIONS
+SCHEMA = 5  # of the state; raise it together with a new row in MIGRATIONS
 
 _MANIFEST = "manifest.json"  # what tells a checkpoint from a run
 
@@ -40,7 +42,35 @@ def _evaluation_after_saving(state: Tree) -> Tree:
     return {**state, "eval_steps": 0, "awaits_evaluation": False}
 
 
-MIGRATIONS = {1: _rng_to_streams, 2: _without_spaces, 3: _evaluation_after_saving}
+def _bytes_in_units_of_255(state: Tree) -> Tree:
+    """4 -> 5: bytes that are no image were divided by 255 in the encoder, and rewards that are not finite were not counted.
+
+    The normaliser does it now. It starts with moments so heavy that it goes on dividing by 255, as the policy has learned it.
+    """
+    ppo = dict(state["ppo"])
+    for rank in (ppo, *(others := [dict(other) for other in ppo.get("other_ranks", [])])):
+        if rank["collector"] is not None:
+            rank["collector"] = {**rank["collector"], "bad_rewards": 0}
+    if others:
+        ppo["other_ranks"] = others
+    weights = ppo["policy"]
+    is_own_encoder = any(name.startswith("encoder.") for name in weights) and not any(
+        name.startswith("encoder.layers.") for name in weights
+    )
+    if is_own_encoder or not ppo["config"]["normalize_observations"]:
+        return {**state, "ppo": ppo}
+    parts = msgspec.convert(ppo["observation_spec"], ObservationSpec)
+    added = {name: part.shape for name, part in parts.items() if is_bytes(part)}
+    moments = {}
+    for name, shape in added.items():
+        weights = {**weights, f"normalizer.means.{name}": torch.zeros(shape), f"normalizer.scales.{name}": torch.full(shape, 1 / 255)}
+        weight, one = torch.tensor(1e15, dtype=torch.float64), torch.ones(shape, dtype=torch.float64)
+        moments[name] = {"weight": weight, "mean": 0.0 * one, "m2": weight * 255.0**2 * one}
+    training = {**ppo["policy_training"], "observations": {**ppo["policy_training"]["observations"], **moments}}
+    return {**state, "ppo": {**ppo, "policy": weights, "policy_training": training}}
+
+
+MIGRATIONS = {1: _rng_to_streams, 2: _without_spaces, 3: _evaluation_after_saving, 4: _bytes_in_units_of_255}
 
 
 def open_store(run: Path | str, *, keep: int = 3) -> CheckpointStore:

@@ -22,7 +22,7 @@ from esper.rl.policy import Policy, raise_on_empty_rows
 from esper.rl.rollout import Rollout
 from esper.rl.staging import Staging
 from esper.vecenv import Actions, Masks, Timestep, VecEnv
-from esper.vecenv.check import check_timestep
+from esper.vecenv.check import check_masks, check_timestep
 
 RECENT_EPISODES = 100
 
@@ -41,6 +41,7 @@ class Collector:
         self._forget()
         self.episodes = 0
         self.env_seconds = 0.0  # that the environments took for the last rollout, by the clock of this process
+        self.bad_rewards = 0  # steps so far whose reward was not finite
         self.recent_returns: deque[float] = deque(maxlen=RECENT_EPISODES)
         self.recent_lengths: deque[float] = deque(maxlen=RECENT_EPISODES)
         self._has_stepped = False
@@ -67,10 +68,12 @@ class Collector:
     def collect(self, generator: torch.Generator) -> Rollout:
         """The next `num_steps` steps of every environment. The rollout is overwritten by the next call."""
         assert self.timestep is not None, "reset first"
-        rollout = self._allocate(self.timestep.masks)
+        rollout = self._allocate()
         self.env_seconds = 0.0
         with torch.no_grad():
             self._fill(rollout, generator)
+            torch.logical_not(torch.isfinite(rollout.rewards), out=rollout.bad_rewards)
+            rollout.rewards.masked_fill_(rollout.bad_rewards, 0.0)
             self._value(rollout)
             self._count_episodes(rollout)
         return rollout
@@ -88,9 +91,9 @@ class Collector:
             raise_on_empty_rows(distribution, problems)
             _raise_on_non_finite(rollout.parameters)
 
-    def _allocate(self, masks: Masks) -> Rollout:
+    def _allocate(self) -> Rollout:
         if self._rollout is None:
-            self._rollout = Rollout.allocate(self.policy, masks, num_steps=self.num_steps, num_envs=self.env.num_envs, length=self.length)
+            self._rollout = Rollout.allocate(self.policy, num_steps=self.num_steps, num_envs=self.env.num_envs, length=self.length)
         return self._rollout
 
     def _step(self, rollout: Rollout, step: int, noise: Noise, problems: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -163,9 +166,10 @@ class Collector:
         return moved
 
     def _store_masks(self, rollout: Rollout, step: int, masks: Masks) -> Masks:
-        unknown = set(masks) - set(rollout.masks)
-        if unknown:
-            raise ValueError(f"masks for {sorted(unknown)} were not given at reset; an environment must mask the same heads at every step")
+        """A head gets its place in the rollout with its first mask, and is free at the steps that have none."""
+        for head in masks.keys() - rollout.masks.keys():
+            check_masks(self.env, masks, self.device)
+            rollout.masks[head] = torch.ones(self.num_steps, *masks[head].shape, dtype=torch.bool, device=self.device)
         for head, store in rollout.masks.items():
             store[step] = masks.get(head, True)
         return {head: store[step] for head, store in rollout.masks.items()}
@@ -201,15 +205,20 @@ class Collector:
         self.finals.clear()
 
     def _count_episodes(self, rollout: Rollout) -> None:
+        """An episode with a reward that was not finite has no return: it is nan until its end, and counted without it."""
         ended = rollout.ended
-        returns = discounted_sums(rollout.rewards, ended, self.running_return, gamma=1.0)
+        is_bad = torch.isnan(self.running_return)
+        returns = discounted_sums(rollout.rewards, ended, self.running_return.masked_fill(is_bad, 0.0), gamma=1.0)
         lengths = discounted_sums(rollout.valid.to(returns.dtype), ended, self.running_length, gamma=1.0)
+        bad = discounted_sums(rollout.bad_rewards.to(returns.dtype), ended, is_bad.to(returns.dtype), gamma=1.0)
+        returns.masked_fill_(bad > 0, math.nan)
         self.running_return = torch.where(ended[-1], 0.0, returns[-1])
         self.running_length = torch.where(ended[-1], 0.0, lengths[-1])
         finished = torch.stack((returns[ended], lengths[ended])).tolist()
-        self.recent_returns.extend(finished[0])
+        self.recent_returns.extend(value for value in finished[0] if not math.isnan(value))
         self.recent_lengths.extend(finished[1])
         self.episodes += len(finished[0])
+        self.bad_rewards += int(rollout.bad_rewards.sum())
 
     def state_dict(self) -> dict[str, Any]:
         assert self.timestep is not None
@@ -221,6 +230,7 @@ class Collector:
             "running_return": self.running_return,
             "running_length": self.running_length,
             "episodes": self.episodes,
+            "bad_rewards": self.bad_rewards,
             "recent_returns": list(self.recent_returns),
             "recent_lengths": list(self.recent_lengths),
         }
@@ -232,7 +242,7 @@ class Collector:
         nothing = torch.zeros(self.env.num_envs, device=self.device)
         obs, masks = ({name: value.to(self.device) for name, value in state[part].items()} for part in ("obs", "masks"))
         self.timestep = Timestep(obs=obs, masks=masks, reward=nothing, terminated=nothing.bool(), truncated=nothing.bool())
-        self.episodes = state["episodes"]
+        self.episodes, self.bad_rewards = state["episodes"], state["bad_rewards"]
         self.recent_returns = deque(state["recent_returns"], maxlen=RECENT_EPISODES)
         self.recent_lengths = deque(state["recent_lengths"], maxlen=RECENT_EPISODES)
 

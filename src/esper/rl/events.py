@@ -33,6 +33,7 @@ class Update(Event, tag="update"):
     update_seconds: float
     other_seconds: float = 0.0  # between the update before and this one: checkpoints, evaluations, and what else the caller did
     env_seconds: float = 0.0  # of collecting, in the steps of the environments, by the clock of this process: data wait
+    bad_rewards: int = 0  # steps so far whose reward was not finite; they teach nothing
     overflows: int = 0  # gradient steps of this update that were not taken because float16 overflowed; the loss scale is halved for each
 
 
@@ -42,6 +43,13 @@ class GradientNorms(Event, tag="gradient_norms"):
     step: int
     norms: dict[str, float]
     health: dict[str, float]  # 1 healthy … 0 vanished or exploded
+
+
+class RewardsNotFinite(Event, tag="rewards_not_finite"):
+    """Rewards of one rollout were not finite. Those steps teach nothing, and their episodes have no return."""
+
+    step: int
+    count: int
 
 
 class Skipped(Event, tag="skipped"):
@@ -70,7 +78,7 @@ class Warned(Event, tag="warned"):
         return {self.diagnostic: {self.subject: self.value} if self.subject else self.value}
 
 
-OF_ALL_RANKS = (Update, GradientNorms, Skipped, Warned)  # computed over all ranks, and so the same on each
+OF_ALL_RANKS = (Update, GradientNorms, RewardsNotFinite, Skipped, Warned)  # computed over all ranks, and so the same on each
 
 
 class CompileFailed(Event, tag="compile_failed"):

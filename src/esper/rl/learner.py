@@ -94,6 +94,7 @@ class Learner:
         self.loss_scale = LossScale(self.device) if config.precision == "float16" else NoLossScale(self.device)
         self.clip = torch.ones((), device=self.device)  # what the last gradient was multiplied by
         self.in_a_row = torch.zeros((), device=self.device)  # skipped steps
+        self.batch_norms = [module for module in policy.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
         self.on_compile_failure = on_compile_failure
         self.is_compiled = config.compile
         self.encode: Callable[[Obs], Tensor] = torch.compile(policy.encode) if config.compile else policy.encode
@@ -106,8 +107,20 @@ class Learner:
 
     def update(self, rollout: Rollout, *, progress: float) -> Outcome:
         """Learns from a rollout. `progress` is the share of training that is done, for the schedules."""
+        batch = prepare(rollout, self.policy, self.config, self.reward_normalizer, self.group)
+        self.policy.train()
+        for norm in self.batch_norms:
+            norm.eval()
+        try:
+            outcome = self._learn(batch, progress=progress)
+            if self.batch_norms:
+                self._follow(batch, rollout)
+        finally:
+            self.policy.eval()
+        return outcome
+
+    def _learn(self, batch: Batch, *, progress: float) -> Outcome:
         config = self.config
-        batch = prepare(rollout, self.policy, config, self.reward_normalizer, self.group)
         coefficients = self._coefficients(batch, progress)
         self._set_learning_rate(progress)
         log = _Log(config.num_epochs * self.num_minibatches, len(self.entropy_weights), self.device)
@@ -121,6 +134,26 @@ class Learner:
                 if self.device.type == "cpu" and bool(stopped):
                     return self._read(batch, log)
         return self._read(batch, log)
+
+    @torch.no_grad()
+    def _follow(self, batch: Batch, rollout: Rollout) -> None:
+        """Take a rollout into the statistics of batch norm, as into those of the normalisers: once, after it was learned from.
+
+        Acting and learning see the same statistics, so that the ratio is 1 before the first gradient step. Those of single minibatches
+        would make another policy of each.
+        """
+        for norm in self.batch_norms:
+            norm.train()
+        parts = self.config.num_minibatches
+        by_name = {name: value.chunk(parts) for name, value in batch.obs.items()}
+        for index in range(len(next(iter(by_name.values())))):
+            self.policy.encode({name: chunks[index] for name, chunks in by_name.items()})
+        for features in rollout.features.flatten(0, 1).chunk(parts):
+            self.policy.decide(features)
+            self.policy.critic_output(features)
+        statistics = [value for norm in self.batch_norms for value in (norm.running_mean, norm.running_var) if value is not None]
+        for value in statistics:
+            self.group.sum_(value).div_(self.group.world_size)
 
     def forget_episodes(self) -> None:
         """The environments begin new episodes everywhere."""

@@ -63,7 +63,7 @@ class Coefficients:
     clip: float
     value: float
     value_clip: float | None
-    entropy: Tensor  # [J] weight of each head's mean entropy
+    entropy: Tensor  # [J] weight of each head's entropy
     joint_ratio: bool
 
 
@@ -72,7 +72,8 @@ def ppo_loss(new: Evaluation, predicted: Tensor, samples: Samples, counts: Count
 
     policy: Σ over real steps and heads that mattered of -min(r·A, clip(r)·A), divided by the number of real steps
     value: ½·(prediction - return)², mean over real steps
-    entropy: per head the mean normalised entropy over the steps where it mattered
+    entropy: Σ over real steps and heads that mattered of the weighted normalised entropy, divided by the number of real steps, so that
+        a step's bonus does not depend on how often its head matters; what is reported is the mean where the head mattered
     """
     valid_count, head_counts = counts.valid.clamp_min(1), counts.weight.clamp_min(1)
     log_ratio = (new.log_prob - samples.old_log_prob) * samples.weight  # [M, J]
@@ -83,8 +84,9 @@ def ppo_loss(new: Evaluation, predicted: Tensor, samples: Samples, counts: Count
     clipped = ratio.clamp(1 - coef.clip, 1 + coef.clip)
     policy_loss = -(torch.minimum(ratio * samples.advantages, clipped * samples.advantages)).sum() / valid_count
     value_loss = _value_loss(predicted, samples, coef.value_clip) / valid_count
-    entropy = (new.entropy * samples.weight).sum(0) / head_counts
-    loss = policy_loss + coef.value * value_loss - (coef.entropy * entropy).sum()
+    entropy_sums = (new.entropy * samples.weight).sum(0)  # [J]
+    entropy = entropy_sums / head_counts
+    loss = policy_loss + coef.value * value_loss - (coef.entropy * entropy_sums).sum() / valid_count
     with torch.no_grad():
         head_drift = (drift * samples.weight).sum(0)
         outside = ((ratio - 1).abs() > coef.clip).to(ratio.dtype).sum()

@@ -106,8 +106,6 @@ class Encoder(nn.Module):
 
 def _flat(values: Tensor) -> Tensor:
     flat = values.reshape(len(values), -1)  # single numbers [B] too
-    if flat.dtype == torch.uint8:
-        return flat.to(torch.float32) / 255.0  # bytes are not normalised, and would drown everything else
     return flat if flat.is_floating_point() else flat.to(torch.float32)
 
 

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from esper.parallel import ALONE, Group
 from esper.rl.gae import discounted_sums
+from esper.rl.networks import is_image
 from esper.statistics import ExponentialMoments, RunningMoments, Sums, sums_of
-from esper.vecenv import Obs, ObservationSpec
+from esper.vecenv import Obs, ObservationSpec, TensorSpec
 
 CLIP = 10.0  # normalised observations and rewards lie within ± this
 SMALLEST_SPREAD = 1e-4  # a feature that never varies is not blown up
@@ -26,14 +27,15 @@ VALUE_MOMENTUM = 0.9  # per rollout: returns change as the policy does
 
 
 class ObservationNormalizer(nn.Module):
-    """Shifts and scales floating-point observations by their running moments; images and other integers pass as they are.
+    """Shifts and scales floating-point observations by their running moments, and with `with_bytes` bytes that are no image; images and
+    other integers pass as they are.
 
     What is needed to act is in frozen parameters and travels with the policy; the moments behind them belong to training.
     """
 
-    def __init__(self, spec: ObservationSpec, *, momentum: float | None, device: torch.device) -> None:
+    def __init__(self, spec: ObservationSpec, *, momentum: float | None, device: torch.device, with_bytes: bool = False) -> None:
         super().__init__()
-        self.names = tuple(name for name, part in spec.items() if part.torch_dtype.is_floating_point)
+        self.names = tuple(name for name, part in spec.items() if part.torch_dtype.is_floating_point or (with_bytes and is_bytes(part)))
         self.moments = {
             name: RunningMoments(spec[name].shape, device)
             if momentum is None
@@ -66,6 +68,11 @@ class ObservationNormalizer(nn.Module):
     def load_training_state(self, state: dict[str, Any]) -> None:
         for name, moments in self.moments.items():
             moments.load_state_dict(state[name])
+
+
+def is_bytes(part: TensorSpec) -> bool:
+    """Whether a part of an observation holds bytes that are no image, such as the kinds of things in the cells of a grid."""
+    return part.torch_dtype == torch.uint8 and not is_image(part.shape)
 
 
 def _finite_sums(values: Tensor, shape: Sequence[int], valid: Tensor | None) -> Sums:

@@ -77,7 +77,9 @@ class Policy(nn.Module):
         with torch.random.fork_rng(devices=[]):
             device = device or torch.device("cpu")
             self.normalizer = (
-                ObservationNormalizer(observation_spec, momentum=observation_momentum, device=device) if normalize_observations else None
+                ObservationNormalizer(observation_spec, momentum=observation_momentum, device=device, with_bytes=encoder is None)
+                if normalize_observations
+                else None
             )
             self.value_normalizer = ValueNormalizer(device) if normalize_values else None
             built = encoder or Encoder(observation_spec, network.encoder_sizes, network.activation, network.image_encoder)

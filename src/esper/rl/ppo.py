@@ -32,7 +32,7 @@ from esper.rl.collector import Collector
 from esper.rl.config import PPOConfig
 from esper.rl.diagnostics import warnings
 from esper.rl.evaluate import MAX_STEPS, Evaluation, evaluate
-from esper.rl.events import CompileFailed, EpisodesRestarted, GradientNorms, Skipped, Update
+from esper.rl.events import CompileFailed, EpisodesRestarted, GradientNorms, RewardsNotFinite, Skipped, Update
 from esper.rl.learner import Learner, Outcome
 from esper.rl.policy import Policy
 from esper.rl.rollout import Rollout
@@ -104,6 +104,7 @@ class PPO:
             observation_momentum=config.observation_momentum,
             spaces=env.spaces if isinstance(env, HasSpaces) else None,
         )
+        self.policy.eval()  # but in an update: what acts is what is deployed
         self.group.broadcast_(self.policy.state_dict().values())  # an encoder of one's own may have begun differently on every rank
         self.collector = Collector(
             env,
@@ -125,6 +126,7 @@ class PPO:
         self.step = 0  # of all environments of all ranks together
         self.updates = 0
         self.skipped = 0
+        self._told_bad_rewards = 0  # of all ranks, in events so far
         self._has_begun = False
 
     @property
@@ -250,6 +252,9 @@ class PPO:
         gradients = GradientNorms(step=self.step, norms=norms, health={name: gradient_health(norm) for name, norm in norms.items()})
         self.on_event(update)
         self.on_event(gradients)
+        if update.bad_rewards > self._told_bad_rewards:
+            self.on_event(RewardsNotFinite(step=self.step, count=update.bad_rewards - self._told_bad_rewards))
+            self._told_bad_rewards = update.bad_rewards
         if outcome.first_skipped is not None:
             parts = outcome.first_skipped._asdict()
             self.on_event(Skipped(step=self.step, count=outcome.skipped, in_a_row=outcome.skipped_in_a_row, **parts))
@@ -266,8 +271,8 @@ class PPO:
 
     def _summary(self, outcome: Outcome, collect_seconds: float, update_seconds: float, other_seconds: float) -> Update:
         collector, heads = self.collector, self.policy.distribution.head_names
-        ranks = self.group.gather_objects((collector.episodes, list(collector.recent_returns), list(collector.recent_lengths)))
-        episodes, returns, lengths = zip(*ranks, strict=True)
+        own = (collector.episodes, list(collector.recent_returns), list(collector.recent_lengths), collector.bad_rewards)
+        episodes, returns, lengths, bad_rewards = zip(*self.group.gather_objects(own), strict=True)
         changed = {
             "entropy": dict(zip(heads, outcome.entropy, strict=True)),
             "kl": dict(zip(heads, outcome.kl, strict=True)),
@@ -287,6 +292,7 @@ class PPO:
             env_seconds=self.collector.env_seconds,
             update_seconds=update_seconds,
             other_seconds=other_seconds,
+            bad_rewards=sum(bad_rewards),
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -325,6 +331,7 @@ class PPO:
         if not self._has_begun:
             return
         self.collector.load_state_dict(state["collector"])
+        self._told_bad_rewards = sum(self.group.gather_objects(self.collector.bad_rewards))
         if isinstance(self.env, Saveable) and state["environment"] is not None:
             self.env.load_state_dict(state["environment"])
         else:

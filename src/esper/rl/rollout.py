@@ -21,13 +21,14 @@ class Rollout:
     """Filled step by step by the collector, read by the learner. All but `states` is [T, N, ...]."""
 
     obs: Obs  # as the environment gave them
-    masks: Masks
+    masks: Masks  # of the heads that were ever masked
     choice: Choice
     parameters: Tensor  # [T, N, P] of the distribution that was acted from
     features: Tensor  # [T, N, H] what the heads saw
     states: Tensor  # [T/L, N, S] at the first step of each unit
     starts: Tensor  # bool: this step is the first of an episode
-    rewards: Tensor
+    rewards: Tensor  # 0 where they were not finite
+    bad_rewards: Tensor  # bool: the reward was not finite, so the step teaches nothing and no advantage goes past it
     terminated: Tensor
     truncated: Tensor
     valid: Tensor  # bool: the step was real
@@ -35,7 +36,7 @@ class Rollout:
     next_values: Tensor  # value of what followed the step; 0 where the episode terminated
 
     @classmethod
-    def allocate(cls, policy: Policy, masks: Masks, *, num_steps: int, num_envs: int, length: int) -> Rollout:
+    def allocate(cls, policy: Policy, *, num_steps: int, num_envs: int, length: int) -> Rollout:
         device = policy.device
         shape = (num_steps, num_envs)
 
@@ -46,13 +47,14 @@ class Rollout:
         index = zeros(len(distribution.spec.discrete), dtype=torch.int64)
         return cls(
             obs={name: zeros(*part.shape, dtype=part.torch_dtype) for name, part in policy.observation_spec.items()},
-            masks={head: zeros(*mask.shape[1:], dtype=torch.bool) for head, mask in masks.items()},
+            masks={},
             choice=Choice(index, zeros(distribution.num_continuous)),
             parameters=zeros(distribution.num_parameters),
             features=zeros(policy.core.output_size),
             states=torch.zeros(num_steps // length, num_envs, policy.core.state_size, device=device),
             starts=zeros(dtype=torch.bool),
             rewards=zeros(),
+            bad_rewards=zeros(dtype=torch.bool),
             terminated=zeros(dtype=torch.bool),
             truncated=zeros(dtype=torch.bool),
             valid=torch.ones(shape, dtype=torch.bool, device=device),

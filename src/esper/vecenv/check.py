@@ -33,20 +33,26 @@ def check_timestep(env: HasSpecs, timestep: Timestep) -> None:
     """Raises ValueError if any tensor of `timestep` is not what the specs of `env` promise."""
     count = (env.num_envs,)
     _check_obs(env, "observation", timestep.obs)
-    _check_tensor(env, "reward", timestep.reward, count, torch.float32)
-    _check_tensor(env, "terminated", timestep.terminated, count, torch.bool)
-    _check_tensor(env, "truncated", timestep.truncated, count, torch.bool)
+    _check_tensor(env.device, "reward", timestep.reward, count, torch.float32)
+    _check_tensor(env.device, "terminated", timestep.terminated, count, torch.bool)
+    _check_tensor(env.device, "truncated", timestep.truncated, count, torch.bool)
     if timestep.valid is not None:
-        _check_tensor(env, "valid", timestep.valid, count, torch.bool)
-    heads = {head.name: head for head in env.action_spec.discrete}
-    for name, mask in timestep.masks.items():
-        if name not in heads:
-            raise ValueError(f"there is a mask for {name!r}, but the discrete heads are {list(heads)}")
-        _check_tensor(env, f"head {name!r}: mask", mask, (*count, *env.action_spec.mask_shape(heads[name])), torch.bool)
+        _check_tensor(env.device, "valid", timestep.valid, count, torch.bool)
+    check_masks(env, timestep.masks, env.device)
     if timestep.final_obs is not None:
         _check_obs(env, "final observation", timestep.final_obs)
     elif timestep.truncated.any():
         raise ValueError("an episode was truncated, but final_obs is None: its last value cannot be bootstrapped")
+
+
+def check_masks(env: HasSpecs, masks: Masks, device: torch.device) -> None:
+    """Raises ValueError if a mask is not of a discrete head of `env`, or not what its spec promises; `device` is where it should be."""
+    heads = {head.name: head for head in env.action_spec.discrete}
+    for name, mask in masks.items():
+        if name not in heads:
+            raise ValueError(f"there is a mask for {name!r}, but the discrete heads are {list(heads)}")
+        shape = (env.num_envs, *env.action_spec.mask_shape(heads[name]))
+        _check_tensor(device, f"head {name!r}: mask", mask, shape, torch.bool)
 
 
 def check_env(env: VecEnv, steps: int = 100, generator: torch.Generator | None = None) -> None:
@@ -109,18 +115,18 @@ def _check_obs(env: HasSpecs, what: str, obs: Obs) -> None:
     if obs.keys() != env.observation_spec.keys():
         raise ValueError(f"{what} has the parts {sorted(obs)}, expected {sorted(env.observation_spec)}")
     for name, spec in env.observation_spec.items():
-        _check_tensor(env, f"{what} {name!r}", obs[name], (env.num_envs, *spec.shape), spec.torch_dtype)
+        _check_tensor(env.device, f"{what} {name!r}", obs[name], (env.num_envs, *spec.shape), spec.torch_dtype)
 
 
-def _check_tensor(env: HasSpecs, what: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def _check_tensor(device: torch.device, what: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{what} is a {type(tensor).__name__}, expected a tensor")
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{what} has shape {tuple(tensor.shape)}, expected {shape}")
     if tensor.dtype != dtype:
         raise ValueError(f"{what} has dtype {tensor.dtype}, expected {dtype}")
-    if tensor.device != env.device:
-        raise ValueError(f"{what} is on {tensor.device}, expected {env.device}")
+    if tensor.device != device:
+        raise ValueError(f"{what} is on {tensor.device}, expected {device}")
 
 
 def _check_finite(timestep: Timestep) -> None:

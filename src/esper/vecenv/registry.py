@@ -86,6 +86,10 @@ def _make_gymnasium(env: EnvSource, num_envs: int, wrappers: Sequence[Callable[[
     if wrappers:  # which the vectorised form of an environment would not have
         kwargs = {"vectorization_mode": "sync", **kwargs, "wrappers": wrappers}
     try:
+        if kwargs.get("vectorization_mode", None if gymnasium.spec(source).vector_entry_point else "sync") in ("sync", "async"):
+            # Gymnasium's own choice spends the step after every end on a reset: half of all steps where episodes have one.
+            same_step = {"autoreset_mode": gymnasium.vector.AutoresetMode.SAME_STEP}
+            kwargs = {**kwargs, "vector_kwargs": {**same_step, **(kwargs.get("vector_kwargs") or {})}}
         return gymnasium.make_vec(source, num_envs=num_envs, **kwargs)
     except gymnasium.error.UnregisteredEnv as error:
         raise ValueError(f"no environment named {source!r}; {_nearest(source, [*BUILTIN, *gymnasium.registry])}") from error
