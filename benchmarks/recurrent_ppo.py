@@ -88,12 +88,12 @@ def measure(side: Side, updates: int) -> Stretch:
     return Stretch(updates * side.steps_per_update / seconds, side.mean_length)
 
 
-def measure_speed(name: str, *, repeats: int, updates: int) -> Record:
+def measure_speed(name: str, sides: list[str], *, repeats: int, updates: int) -> Record:
     setting = SETTINGS[name]
-    stretches: dict[str, list[Stretch]] = {side: [] for side in SIDES}
+    stretches: dict[str, list[Stretch]] = {side: [] for side in sides}
     for repeat in range(repeats):
-        for side, build in SIDES.items():
-            stretches[side].append(measure(build(setting.env(), setting.hyper, seed=repeat), updates))
+        for side in sides:
+            stretches[side].append(measure(SIDES[side](setting.env(), setting.hyper, seed=repeat), updates))
     speed = {side: statistics.median(stretch.steps_per_second for stretch in of_side) for side, of_side in stretches.items()}
 
     def length(side: str) -> float:
@@ -174,7 +174,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--updates", type=int, default=10, help="measured updates per repeat")
     parser.add_argument("--learn", action="store_true", help="compare returns instead of speed")
     parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--sides", default="ours,sb3", help="with --learn")
+    parser.add_argument("--sides", help=f"of {', '.join(SIDES)}; default: all of them for speed, ours and sb3 with --learn")
     parser.add_argument("--checkpoints", default="100000,200000", help="with --learn: steps at which returns are compared")
     parser.add_argument("--jobs", type=int, default=2, help="with --learn: worker processes")
     parser.add_argument("--out", type=Path, help="default: a file in benchmarks/results")
@@ -183,11 +183,14 @@ def main(arguments: list[str] | None = None) -> None:
     if options.learn:
         output = Output(options.out or RESULTS / "recurrent_ppo_learn.jsonl", resume=True)
         checkpoints = [int(step) for step in options.checkpoints.split(",")]
-        learn(options.sides.split(","), options.seeds, checkpoints, jobs=options.jobs, output=output)
+        learn((options.sides or "ours,sb3").split(","), options.seeds, checkpoints, jobs=options.jobs, output=output)
         return
     output = Output(options.out or RESULTS / "recurrent_ppo_speed.jsonl")
+    sides = (options.sides or ",".join(SIDES)).split(",")
+    if not {"ours", "sb3"} <= set(sides):
+        parser.error("speed is a ratio: --sides needs ours and sb3")
     for name in options.settings.split(","):
-        output.write(measure_speed(name, repeats=options.repeats, updates=options.updates))
+        output.write(measure_speed(name, sides, repeats=options.repeats, updates=options.updates))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch.distributions import Categorical, Normal, TransformedDistribution
@@ -300,3 +301,14 @@ def test_gradients_of_own_logits_pass_gradcheck_and_reach_only_the_row_that_held
 def test_a_specification_that_makes_no_sense_is_refused(heads, relevance, message):
     with pytest.raises(ValueError, match=message):
         ActionSpec(heads, relevance)
+
+
+def test_the_nodes_of_the_entropy_are_computed_once_and_serve_gradients_after_inference(monkeypatch):
+    calls = []
+    original = np.polynomial.hermite_e.hermegauss
+    monkeypatch.setattr(np.polynomial.hermite_e, "hermegauss", lambda count: calls.append(count) or original(count))
+    mean, log_std = torch.zeros(3, dtype=torch.bfloat16, requires_grad=True), torch.zeros(3)  # a type that no other test asks for
+    with torch.inference_mode():
+        entropy_of_squashed_gaussian(mean, log_std)
+    entropy_of_squashed_gaussian(mean, log_std).sum().backward()
+    assert len(calls) == 1

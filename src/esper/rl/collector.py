@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from esper.rl.acting import Step, fused_step, plain_step
 from esper.rl.distributions import Choice, Noise
 from esper.rl.finals import Finals
 from esper.rl.gae import discounted_sums
@@ -83,7 +84,8 @@ class Collector:
         noise = distribution.noise((self.num_steps, self.env.num_envs), generator)
         problems = torch.zeros(self.env.num_envs, len(distribution.head_names), dtype=torch.bool, device=self.device)
         rollout.valid.fill_(True)
-        decisions = [self._step(rollout, step, Noise(*drawn), problems) for step, drawn in enumerate(zip(*noise, strict=True))]
+        act = fused_step(self.policy) or plain_step(self.policy)  # for this rollout: its weights are copied
+        decisions = [self._step(rollout, step, Noise(*drawn), problems, act) for step, drawn in enumerate(zip(*noise, strict=True))]
         stores = (rollout.features, rollout.parameters, *rollout.choice)
         for store, steps in zip(stores, zip(*decisions, strict=True), strict=True):
             torch.stack(steps, out=store)
@@ -96,9 +98,9 @@ class Collector:
             self._rollout = Rollout.allocate(self.policy, num_steps=self.num_steps, num_envs=self.env.num_envs, length=self.length)
         return self._rollout
 
-    def _step(self, rollout: Rollout, step: int, noise: Noise, problems: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _step(self, rollout: Rollout, step: int, noise: Noise, problems: Tensor, act: Step) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Acts once. Returns what the heads saw, the distribution's parameters and the two parts of the choice."""
-        timestep, policy, distribution = self.timestep, self.policy, self.policy.distribution
+        timestep, distribution = self.timestep, self.policy.distribution
         assert timestep is not None
         if step % self.length == 0:
             rollout.states[step // self.length] = self.state
@@ -110,8 +112,7 @@ class Collector:
         obs = {name: value[step] for name, value in rollout.obs.items()}  # the rollout's own: the environment may write over what it gave
         # Only the policy runs in inference mode: its tensors must not leak into environments, which may write to what they are given.
         with torch.inference_mode():
-            features, state = policy.step(policy.normalize(obs), self.state)
-            parameters = policy.decide(features)
+            features, parameters, state = act(obs, self.state)
             choice = distribution.choose(parameters, masks, noise)
         if self.checks_at_once:
             _raise_on_non_finite(parameters)

@@ -12,6 +12,7 @@ D = discrete heads, C = continuous numbers over all continuous heads.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -88,11 +89,18 @@ def latent_of_action(action: Tensor) -> Tensor:
 
 def entropy_of_squashed_gaussian(mean: Tensor, log_std: Tensor) -> Tensor:
     """Elementwise entropy of tanh(Gaussian), by Gauss-Hermite quadrature of the part that tanh adds."""
-    nodes, weights = np.polynomial.hermite_e.hermegauss(_QUADRATURE_NODES)
-    points = torch.as_tensor(nodes, dtype=mean.dtype, device=mean.device)
-    share = torch.as_tensor(weights / weights.sum(), dtype=mean.dtype, device=mean.device)
+    points, share = _quadrature(mean.dtype, mean.device)
     squashed = log_derivative_of_tanh(mean.unsqueeze(-1) + torch.exp(log_std).unsqueeze(-1) * points)
     return 0.5 * math.log(2 * math.pi * math.e) + log_std + (squashed * share).sum(-1)
+
+
+@functools.cache
+def _quadrature(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Nodes and weights [nodes] of a mean over a standard Gaussian."""
+    nodes, weights = np.polynomial.hermite_e.hermegauss(_QUADRATURE_NODES)
+    with torch.inference_mode(False):  # whoever asks first may be in inference mode, and later ones need gradients
+        points, share = (torch.as_tensor(numbers, dtype=dtype, device=device) for numbers in (nodes, weights / weights.sum()))
+    return points, share
 
 
 class ActionDistribution:

@@ -97,10 +97,13 @@ class Encoder(nn.Module):
         self.layers = mlp([sum(widths), *sizes], activation)
         self.output_size = sizes[-1] if sizes else sum(widths)
 
-    def forward(self, obs: Obs) -> Tensor:
+    def joined(self, obs: Obs) -> Tensor:
+        """All parts of an observation as one vector, before the layers."""
         parts = [self.images[name](obs[name]) if name in self.images else _flat(obs[name]) for name in self.names]
-        joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-        features: Tensor = self.layers(joined)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def forward(self, obs: Obs) -> Tensor:
+        features: Tensor = self.layers(self.joined(obs))
         return features
 
 

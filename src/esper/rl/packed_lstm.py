@@ -27,9 +27,9 @@ Array = NDArray[Any]
 
 # Products of one step up to this many multiplications go to the kernel, which runs on the calling thread.
 _LARGE_PRODUCT = 1 << 23
-# In NumPy's steps, products up to this many multiplications go to NumPy, whose BLAS keeps them on the calling thread; larger ones to torch,
+# Other products up to this many multiplications go to NumPy, whose BLAS keeps them on the calling thread; larger ones to torch,
 # which obeys `torch.set_num_threads`.
-_SMALL_PRODUCT = 1 << 18
+SMALL_PRODUCT = 1 << 18
 
 
 class PackedLSTM(torch.autograd.Function):
@@ -47,17 +47,8 @@ class PackedLSTM(torch.autograd.Function):
         memories, width = weight_hh.shape[:2]
         state = state.reshape(len(state), 2 * memories, width).contiguous()
         gates = torch.addmm(bias, inputs, weight_ih).view(-1, memories, 4 * width)  # becomes the activations
-        output, cells, tanh_cells = (gates.new_empty(len(inputs), memories, width) for _ in range(3))
-        if _uses_kernel(weight_hh, sizes):
-            from esper.rl.lstm_kernels import run_forward
-
-            recurrent = weight_hh.transpose(1, 2).contiguous()
-            counts = torch.tensor(sizes, dtype=torch.int64)
-            run_forward(*(tensor.numpy() for tensor in (gates, output, cells, tanh_cells, state, recurrent, counts)))
-        else:
-            for g in range(memories):
-                own = (tensor[:, g] for tensor in (gates, output, cells, tanh_cells))
-                _run_forward(*own, hidden=state[:, 2 * g], cell=state[:, 2 * g + 1], weight_hh=weight_hh[g], sizes=sizes)
+        steps = run_steps(gates.numpy(), state.numpy(), weight_hh.numpy(), sizes)
+        output, cells, tanh_cells = (torch.from_numpy(array) for array in steps)
         ctx.save_for_backward(inputs, state, weight_ih, weight_hh, gates, output, cells, tanh_cells)
         ctx.sizes = sizes
         return output.flatten(1)
@@ -70,7 +61,7 @@ class PackedLSTM(torch.autograd.Function):
         sizes, memories = ctx.sizes, len(weight_hh)
         grad_output = grad_output.reshape(output.shape).contiguous()
         grad_gates, grad_state = torch.empty_like(gates), torch.zeros_like(state)
-        if _uses_kernel(weight_hh, sizes):
+        if _uses_kernel(weight_hh.shape[1], sizes):
             from esper.rl.lstm_kernels import run_backward
 
             tensors = (grad_output, gates, cells, tanh_cells, state, weight_hh, grad_gates, grad_state)
@@ -91,45 +82,57 @@ class PackedLSTM(torch.autograd.Function):
         return grad_inputs, grad_state.flatten(1), None, *(grad for of_memory in grads for grad in of_memory)
 
 
-def _uses_kernel(weight_hh: Tensor, sizes: list[int]) -> bool:
-    return has_numba() and (sizes[0] if sizes else 0) * weight_hh[0].numel() <= _LARGE_PRODUCT
+def run_steps(gates: Array, state: Array, weight_hh: Array, sizes: list[int], recurrent: Array | None = None) -> tuple[Array, Array, Array]:
+    """Return hidden states, cells and their tanh [M, G, H]. Turns `gates` [M, G, 4H], the products with the inputs, into activations.
+
+    `state` is [F, 2G, H], `weight_hh` [G, H, 4H]; `recurrent` is the same transposed, for callers that keep it.
+    """
+    memories, width, _ = weight_hh.shape
+    output, cells, tanh_cells = (np.empty((len(gates), memories, width), gates.dtype) for _ in range(3))
+    if _uses_kernel(width, sizes):
+        from esper.rl.lstm_kernels import run_forward
+
+        if recurrent is None:
+            recurrent = np.ascontiguousarray(weight_hh.transpose(0, 2, 1))
+        run_forward(gates, output, cells, tanh_cells, state, recurrent, np.array(sizes, dtype=np.int64))
+    else:
+        for g in range(memories):
+            own = (array[:, g] for array in (gates, output, cells, tanh_cells))
+            _run_forward(*own, hidden=state[:, 2 * g], cell=state[:, 2 * g + 1], weight_hh=weight_hh[g], sizes=sizes)
+    return output, cells, tanh_cells
 
 
-def _half_for_sigmoids(gates: Tensor) -> Tensor:
-    """½ for the three gates that are sigmoids, 1 for the candidate: [4H]."""
-    halves = gates.new_full(gates.shape[-1:], 0.5)
-    halves[3 * len(halves) // 4 :] = 1.0
-    return halves
+def _uses_kernel(width: int, sizes: list[int]) -> bool:
+    return has_numba() and (sizes[0] if sizes else 0) * 4 * width * width <= _LARGE_PRODUCT
 
 
 def _run_forward(
-    gates: Tensor, output: Tensor, cells: Tensor, tanh_cells: Tensor, *, hidden: Tensor, cell: Tensor, weight_hh: Tensor, sizes: list[int]
+    gates: Array, output: Array, cells: Array, tanh_cells: Array, *, hidden: Array, cell: Array, weight_hh: Array, sizes: list[int]
 ) -> None:
     """Fills `output`, `cells` and `tanh_cells` [M, H] and turns `gates` [M, 4H] into its activations."""
     if not sizes:
         return
     width = output.shape[1]
-    halves = _half_for_sigmoids(gates)
-    gates.mul_(halves)
-    product = _Product(weight_hh * halves, sizes[0])
-    all_gates, all_output, all_cells, all_tanh = (tensor.numpy() for tensor in (gates, output, cells, tanh_cells))
-    last_hidden, last_cell = hidden.numpy(), cell.numpy()
-    scratch = np.empty_like(all_output[: sizes[0]])
+    halves = np.full(4 * width, 0.5, gates.dtype)  # for the three gates that are sigmoids
+    halves[3 * width :] = 1.0
+    gates *= halves
+    product = _Product(torch.from_numpy(weight_hh * halves), sizes[0])
+    scratch = np.empty_like(output[: sizes[0]])
     first = 0
     for size in sizes:
         rows = slice(first, first + size)
         first += size
-        gate, out, new_cell, tanh_cell = all_gates[rows], all_output[rows], all_cells[rows], all_tanh[rows]
-        product.add_to(gate, last_hidden[:size])
+        gate, out, new_cell, tanh_cell = gates[rows], output[rows], cells[rows], tanh_cells[rows]
+        product.add_to(gate, hidden[:size])
         np.tanh(gate, out=gate)
         sigmoids = gate[:, : 3 * width]
         sigmoids *= 0.5
         sigmoids += 0.5
-        np.multiply(gate[:, 2 * width : 3 * width], last_cell[:size], out=new_cell)
+        np.multiply(gate[:, 2 * width : 3 * width], cell[:size], out=new_cell)
         new_cell += np.multiply(gate[:, width : 2 * width], gate[:, 3 * width :], out=scratch[:size])
         np.tanh(new_cell, out=tanh_cell)
         np.multiply(gate[:, :width], tanh_cell, out=out)
-        last_hidden, last_cell = out, new_cell
+        hidden, cell = out, new_cell
 
 
 def _run_backward(
@@ -174,7 +177,7 @@ class _Product:
         self.scratch = np.empty((max_rows, matrix.shape[1]), dtype=self.array.dtype)
 
     def add_to(self, target: Array, rows: Array) -> None:
-        if len(rows) * self.array.size <= _SMALL_PRODUCT:
+        if len(rows) * self.array.size <= SMALL_PRODUCT:
             target += np.dot(rows, self.array, out=self.scratch[: len(rows)])
         else:
             torch.from_numpy(target).addmm_(torch.from_numpy(rows), self.matrix)

@@ -158,6 +158,10 @@ class Policy(nn.Module):
                 f"the actor {type(self.actor).__name__} must put out {self.distribution.num_outputs} numbers, the logits of all discrete "
                 f"heads and the means of all continuous ones; it puts out {outputs.shape[-1]}"
             )
+        return self.with_spread(outputs)
+
+    def with_spread(self, outputs: Tensor) -> Tensor:
+        """The parameters of the action distribution [B, P] from what the actor puts out: the spreads do not depend on the observation."""
         if not self.distribution.num_continuous:
             return outputs
         return torch.cat((outputs, self.log_std.to(outputs.dtype).expand(*outputs.shape[:-1], -1)), dim=-1)
