@@ -7,10 +7,10 @@
 # make clean     removes what tools leave behind, but neither .venv nor runs/
 #
 # All of them make .venv first where it is missing, with the versions in constraints.txt. Another Python: make demo PYTHON=python3.12;
-# more processes for the tests: make test JOBS=8
+# fewer processes for the tests than there are cores: make test JOBS=2
 
 PYTHON ?= python3
-JOBS ?= 2
+JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 INSTALLED_ALL := .venv/.installed-all

@@ -22,7 +22,7 @@ from hypothesis import settings
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel is defined
-settings.register_profile("esper", deadline=None)
+settings.register_profile("esper", deadline=None, max_examples=50)
 settings.register_profile("quick", deadline=None, max_examples=20)  # for the development loop
 settings.load_profile("esper")
 
@@ -37,6 +37,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         others = [item for item in items if item.get_closest_marker("extra") is None]
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if item.get_closest_marker("extra") is not None]
+
+
+def pytest_collection_finish() -> None:
+    """Keep modules and tests out of later garbage collections, each of which would take a quarter of a second to look through them."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # otherwise, libraries find their objects alive at exit and report leaks
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

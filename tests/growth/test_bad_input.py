@@ -69,6 +69,10 @@ def changed(inputs=lambda x: x, targets=lambda y: y) -> Data:
     return [(inputs(x), targets(y)) for x, y in make_data(2)]
 
 
+def in_the_words_of_torch_2_11(outputs: Tensor, targets: Tensor) -> Tensor:
+    raise RuntimeError("expected scalar type Long but found Int")
+
+
 def slotted() -> Slotted:
     return add_slots(make_host(), make_data(1)[0][0])
 
@@ -113,6 +117,11 @@ CASES = {
         GrowthError,
         r"batch 1 of the validation loader: loss_fn fails, with outputs \[8, 3\] float32 and targets \[8\] int32: .*"
         r"targets.long\(\) where they are numbers of classes",
+    ),
+    "targets of another type for torch 2.11": (
+        lambda f: start(folder=f, loss=in_the_words_of_torch_2_11),
+        GrowthError,
+        r"loss_fn fails, with outputs .*: expected scalar type Long but found Int; use targets.long\(\) where they are numbers of classes",
     ),
     "targets of another shape": (
         lambda f: start(folder=f, loss=lambda out, y: (out - y).square().mean()),

@@ -57,11 +57,12 @@ def step_loss_of(loss_fn: LossFunction | None, step_loss: StepLoss | None) -> St
 
 
 _IN_MODEL, _IN_LOSS = "the model cannot run the inputs", "loss_fn fails"  # how the notes of from_pair begin
-_HINTS = (  # part of torch's message, where it was raised, what to do
-    ("dtype", _IN_MODEL, "convert them to float32, as the weights are, or the model to their precision"),
-    ("missing", _IN_MODEL, "loss_fn calls the model with the inputs alone; pass step_loss=lambda model, batch: ... for anything else"),
-    ("dtype", _IN_LOSS, "use targets.long() where they are numbers of classes, targets.float() where they are values"),
-    ("out of bounds", _IN_LOSS, "classes are numbered from 0, and there are as many as the outputs have columns"),
+_TYPES = ("dtype", "scalar type")  # the latter in torch 2.11: expected scalar type Long but found Int
+_HINTS = (  # parts of torch's messages, where it was raised, what to do
+    (_TYPES, _IN_MODEL, "convert them to float32, as the weights are, or the model to their precision"),
+    (("missing",), _IN_MODEL, "loss_fn calls the model with the inputs alone; pass step_loss=lambda model, batch: ... for anything else"),
+    (_TYPES, _IN_LOSS, "use targets.long() where they are numbers of classes, targets.float() where they are values"),
+    (("out of bounds",), _IN_LOSS, "classes are numbered from 0, and there are as many as the outputs have columns"),
 )
 
 
@@ -82,7 +83,7 @@ def explained(error: Exception, batch: Any, where: str) -> GrowthError | None:
     is_about_data = isinstance(error, RuntimeError | TypeError | ValueError | IndexError) and not isinstance(error, torch.OutOfMemoryError)
     if note is None or not is_about_data:
         return None
-    hints = [hint for part, place, hint in _HINTS if part in text and note.startswith(place)]
+    hints = [hint for parts, place, hint in _HINTS if any(part in text for part in parts) and note.startswith(place)]
     return GrowthError(f"{where}: {note}: {text}{''.join(f'; {hint}' for hint in hints)}")
 
 
