@@ -206,12 +206,12 @@ def test_a_resumed_run_goes_on_writing_for_tensorboard_until_it_is_told_not_to(
     assert steps_in_tensorboard(tmp_path / "run")[-1] == 5 * UPDATE_STEPS
 
 
-def test_a_run_that_is_resumed_with_tensorboard_writes_for_it_from_then_on(tmp_path: Path) -> None:
+def test_a_run_that_is_resumed_with_tensorboard_writes_all_of_it(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     train_run(msgspec.structs.replace(CONFIG, total_steps=UPDATE_STEPS), tmp_path / "run")
     resume_run(tmp_path / "run", config=msgspec.structs.replace(CONFIG, total_steps=2 * UPDATE_STEPS), tensorboard=True)
     assert main(["ppo", "train", "--resume", "--run", "run", "--total-steps", str(3 * UPDATE_STEPS)]) == 0
-    assert steps_in_tensorboard(tmp_path / "run") == [2 * UPDATE_STEPS, 3 * UPDATE_STEPS]
+    assert steps_in_tensorboard(tmp_path / "run") == [UPDATE_STEPS, 2 * UPDATE_STEPS, 3 * UPDATE_STEPS]
 
 
 def test_a_missing_tensorboard_is_said_before_anything_is_made(

@@ -18,7 +18,7 @@ from esper.rl.evaluate import Evaluation
 from esper.rl.events import Update
 from esper.rl.ppo import PPO
 from esper.vecenv import make
-from tests.commands import last_line
+from tests.commands import events_of, last_line
 from tests.faults import _without_syncs  # noqa: F401 — a fixture
 from tests.rl.counting import Counting
 
@@ -148,6 +148,78 @@ def test_a_first_score_that_is_not_a_number_does_not_block_the_next_best(tmp_pat
     monkeypatch.setattr("esper.rl.run_setup.evaluate", lambda *given, **settings: Evaluation([next(scores)], [1]))
     train_run(CONFIG, tmp_path / "run")
     assert open_store(tmp_path / "run").load("best").step == 2 * 32
+
+
+def test_a_wish_to_stop_waits_for_no_evaluation_and_the_run_evaluates_when_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = train_run(CONFIG, tmp_path / "whole")
+    from esper.rl import run_setup
+
+    evaluate, calls = run_setup.evaluate, []
+    monkeypatch.setattr(run_setup, "evaluate", lambda *given, **settings: (calls.append(None), evaluate(*given, **settings))[1])
+    asked = iter([False, True])
+    stopped = train_run(CONFIG, tmp_path / "run", should_stop=lambda: next(asked))
+    assert (stopped.status, stopped.step, len(calls)) == ("stopped", 64, 1)
+    assert open_store(tmp_path / "run").load("latest").step == 64
+    assert resume_run(tmp_path / "run").evaluation == whole.evaluation
+    assert events_of(tmp_path / "run") == events_of(tmp_path / "whole")
+
+
+def test_a_wish_to_stop_ends_an_evaluation_that_takes_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("gymnasium")
+    monkeypatch.setattr("esper.rl.evaluate._ASK_EVERY_S", -1.0)  # at every step
+    endless = msgspec.structs.replace(CONFIG, env="CliffWalking-v1", eval_max_steps=10**9)
+    asked = iter([False, False, False, True])  # after the update, then within the evaluation
+    stopped = train_run(endless, tmp_path / "run", should_stop=lambda: next(asked))
+    assert (stopped.status, stopped.step) == ("stopped", 32)
+    assert open_store(tmp_path / "run").load("latest").state["awaits_evaluation"]
+
+
+def test_a_run_makes_its_environments_for_evaluation_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from esper.rl import run_setup
+
+    make_env, made = run_setup.make_env, []
+    monkeypatch.setattr(run_setup, "make_env", lambda *given: made.append(make_env(*given)) or made[-1])
+    closed = []
+    monkeypatch.setattr("esper.vecenv.builtin.base.BuiltinEnv.close", lambda env: closed.append(env))
+    train_run(CONFIG, tmp_path / "run")
+    assert len(made) == 2, "one to train in, and one for three checkpoints and the end"
+    assert sorted(map(id, closed)) == sorted(map(id, made))
+
+
+def test_tensorboard_shows_everything_once_after_a_crash(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    class Crash(BaseException):
+        pass
+
+    def crash_after(updates: int):
+        asked = iter(range(updates))
+
+        def crash() -> bool:
+            if next(asked, None) is None:
+                raise Crash
+            return False
+
+        return crash
+
+    config = msgspec.structs.replace(CONFIG, tensorboard=True, checkpoint_every=2, total_steps=5 * 32)
+    with pytest.raises(Crash):
+        train_run(config, tmp_path / "run", should_stop=crash_after(2))
+    with pytest.raises(Crash):
+        resume_run(tmp_path / "run", should_stop=crash_after(0))
+    resume_run(tmp_path / "run", config=msgspec.structs.replace(config, total_steps=3 * 32))
+    resume_run(tmp_path / "run", config=config)
+    shown = EventAccumulator(str(tmp_path / "run/tensorboard"))
+    shown.Reload()
+    records = list(read(tmp_path / "run/events.jsonl"))
+    for tag in ("update/episodes", "checkpoint_evaluated/mean_return", "evaluated/mean_return"):
+        kind, field = tag.split("/")
+        logged = [(record.step, pytest.approx(getattr(record.event, field))) for record in records if record.kind == kind]
+        assert [(event.step, event.value) for event in shown.Scalars(tag)] == logged, tag
+    assert [record.event.step for record in records if record.kind == "checkpoint_evaluated"] == [64, 96, 128, 160]
 
 
 def test_training_after_an_evaluation_in_its_own_environments_starts_from_other_states_each_time():

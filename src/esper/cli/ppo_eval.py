@@ -56,8 +56,8 @@ def _evaluate(arguments: EvalArguments) -> Outcome:
     config = load_saved(TrainConfig, arguments.run / CONFIG)
     checkpoint = load_checkpoint(arguments.run, arguments.checkpoint)
     policy = policy_from(checkpoint, device=find_device(config.device))
-    settings = {"episodes": arguments.episodes, "deterministic": not arguments.stochastic, "max_steps": arguments.max_steps}
-    with contextlib.closing(EpisodeEvaluator(config, **settings)) as evaluator:
+    player = EpisodeEvaluator(config, episodes=arguments.episodes, deterministic=not arguments.stochastic, max_steps=arguments.max_steps)
+    with contextlib.closing(player) as evaluator:
         evaluation = evaluator.score(policy, 1 + arguments.seed)  # 0 are the episodes that the best checkpoint was chosen by
     assert evaluation is not None, "there is at least one episode"
     returns = evaluation.returns

@@ -35,7 +35,8 @@ from esper.events.event import (
     check_header,
     encode,
 )
-from esper.events.sinks import Queued, Sink
+from esper.events.reader import read
+from esper.events.sinks import Queued, Restartable, Sink
 from esper.files import make_folder, printable, reason_of, sync
 
 FLUSH_EVERY_S = 1.0
@@ -69,6 +70,10 @@ class EventLog:
         """
         path = Path(path)
         header = _cut(path, offset)
+        sinks = tuple(sinks)
+        for sink in sinks:
+            if isinstance(sink, Restartable):
+                sink.restart(read(path))
         log = cls.__new__(cls)
         log._open(path, header.run, header.rank, sinks, step=step)
         log.emit(Resumed(offset=offset, esper=esper.__version__))

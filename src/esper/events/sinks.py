@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib.util
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from esper.events.event import Record
 from esper.events.tensorboard import TensorBoardSink
@@ -22,6 +22,14 @@ class Sink(Protocol):
     def write(self, record: Record) -> None: ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class Restartable(Protocol):
+    """A sink that shows one run from several sessions, and has to forget what was cut from its log when the run goes on."""
+
+    def restart(self, records: Iterable[Record]) -> None:
+        """Show these records, and nothing else of earlier sessions."""
 
 
 class Queued:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from esper.events.event import Header, Record, Resumed
+from esper.events.event import Header, Record
 from esper.events.scalars import scalars_of
 from esper.files import printable
 
@@ -24,17 +25,26 @@ class TensorBoardSink:
             )
         self._writer: Any = SummaryWriter(str(folder))
 
+    def restart(self, records: Iterable[Record]) -> None:
+        """Hide what earlier sessions wrote, and write what is left of the run: some of theirs, at any step, was cut from its log."""
+        self._hide()
+        for record in records:
+            self._write_scalars(record)
+
     def write(self, record: Record) -> None:
-        if isinstance(record.event, (Header, Resumed)):
-            self._cut(0 if record.step is None or isinstance(record.event, Header) else record.step + 1)
+        if isinstance(record.event, Header):
+            self._hide()
+        self._write_scalars(record)
+
+    def _write_scalars(self, record: Record) -> None:
         for name, value in scalars_of(record).items():
             self._writer.add_scalar(name, value, record.step, walltime=record.time)
 
-    def _cut(self, step: int) -> None:
-        """Hide what an earlier session wrote from `step` on: the run goes on before it, and it will happen again."""
+    def _hide(self) -> None:
+        """Hide all that earlier sessions wrote into the folder."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
-        self._writer.file_writer.add_event(Event(session_log=SessionLog(status=SessionLog.START)), step)
+        self._writer.file_writer.add_event(Event(session_log=SessionLog(status=SessionLog.START)), 0)
 
     def close(self) -> None:
         self._writer.close()

@@ -23,7 +23,8 @@ class Dense(nn.Linear):
         self.has_tanh = has_tanh
 
     def forward(self, rows: Tensor) -> Tensor:
-        is_recorded = torch.compiler.is_compiling() or torch.jit.is_tracing()  # NumPy's tanh would be missing in the record
+        # NumPy's tanh would be missing in what is recorded.
+        is_recorded = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
         if rows.device.type != "cpu" or rows.dim() != 2 or torch.is_autocast_enabled("cpu") or is_recorded:
             plain = super().forward(rows)
             return plain.tanh() if self.has_tanh else plain

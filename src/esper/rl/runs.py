@@ -344,7 +344,8 @@ class _Session:
         for refused in before.skipped:
             self.emit(CheckpointRefused(checkpoint=refused.path.name, reason=refused.reason))
         if before.evaluation is not None:
-            self.options.group.first(lambda: self._take_score(CheckpointEvaluated(**before.evaluation), before.summary))
+            evaluated = CheckpointEvaluated(**before.evaluation)
+            self.options.group.first(lambda: self._take_score(evaluated, before.summary))
         elif not self._evaluate_checkpoint(before.step, before.summary):
             return Result(self.folder, "stopped", before.step, self._seconds(), **before.summary)
         if not is_trained:
