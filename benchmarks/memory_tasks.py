@@ -10,6 +10,9 @@ over what is allowed 1.97), and a million draws from random logits under random 
 
 pendulum: Pendulum-v1 without velocity, ours and sb3-contrib's RecurrentPPO with the same hyper-parameters (see `sides.py`; no gSDE), mean
 return of the last 100 training episodes. Random torques get about -1200, a scripted swing-up about -160.
+
+norms: cartpole-hidden and a cue that is asked for 10 steps later, with layer norm before the LSTM and after it, against none, with
+the same seeds: mean return of the last 100 training episodes, and the paired difference with Student's interval over seeds.
 """
 
 from __future__ import annotations
@@ -38,9 +41,9 @@ from torch import Tensor
 from esper.rl.config import NetworkConfig, PPOConfig
 from esper.rl.distributions import ActionDistribution
 from esper.rl.ppo import PPO
-from esper.statistics import wilson_interval
+from esper.statistics import student_interval, wilson_interval
 from esper.vecenv import Actions, ActionSpec, Discrete
-from esper.vecenv.builtin import Conditional, Cue, PendulumHidden
+from esper.vecenv.builtin import CartPoleHidden, Conditional, Cue, PendulumHidden
 from esper.vecenv.builtin.base import Outcome, State
 from records import RESULTS, Output, Record
 from sides import Hyper, Ours, Sb3, Side
@@ -152,6 +155,32 @@ def summarise_pendulum(runs: list[Record]) -> Record:
     return record
 
 
+NORMS = {"none": {}, "before": {"norm_before": True}, "after": {"norm_after": True}}
+
+
+def run_norms(task: Literal["cartpole-hidden", "cue"], norm: str, seed: int, steps: int) -> Record:
+    torch.set_num_threads(1)
+    env = Cue(16, delay=10) if task == "cue" else CartPoleHidden(16)
+    ppo = PPO(env, PPOConfig(seed=seed, num_epochs=4, num_minibatches=4, network=NetworkConfig(hidden_size=64, **NORMS[norm])))
+    *_, last = ppo.train(steps)
+    return {"task": "norms", "env": task, "norm": norm, "seed": seed, "steps": ppo.step, "mean_return": last.mean_return}
+
+
+def summarise_norms(runs: list[Record]) -> Iterator[Record]:
+    """One line for each task and place of the norm."""
+    for env in sorted({run["env"] for run in runs}):
+        by_norm = {
+            norm: [run["mean_return"] for run in sorted(runs, key=lambda run: run["seed"]) if (run["env"], run["norm"]) == (env, norm)]
+            for norm in NORMS
+        }
+        for norm, returns in by_norm.items():
+            line: Record = {"task": "norms", "env": env, "norm": norm, "mean_return": statistics.fmean(returns)}
+            if norm != "none" and len(returns) > 1:
+                differences = [ours - plain for ours, plain in zip(returns, by_norm["none"], strict=True)]
+                line["difference"] = asdict(student_interval(differences))
+            yield line
+
+
 def in_parallel(runs: list[Run], *, jobs: int, output: Output) -> Iterator[Record]:
     """Runs them in worker processes and writes each as it ends."""
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
@@ -169,6 +198,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--cue-steps", type=int, default=200_000)
     parser.add_argument("--conditional-steps", type=int, default=200_000)
     parser.add_argument("--pendulum-steps", type=int, default=200_000)
+    parser.add_argument("--norm-steps", type=int, default=16_000)
     parser.add_argument("--draws", type=int, default=1_000_000)
     parser.add_argument("--out", type=Path, default=RESULTS / "memory_tasks.jsonl")
     options = parser.parse_args(arguments)
@@ -176,6 +206,11 @@ def main(arguments: list[str] | None = None) -> None:
     if "cue" in tasks:
         runs: list[Run] = [partial(run_cue, core, seed, options.cue_steps) for seed in seeds for core in ("lstm", "none")]
         output.write(summarise_cue(list(in_parallel(runs, jobs=options.jobs, output=output))))
+    if "norms" in tasks:
+        envs: tuple[Literal["cartpole-hidden", "cue"], ...] = ("cartpole-hidden", "cue")
+        runs = [partial(run_norms, env, norm, seed, options.norm_steps) for env in envs for seed in seeds for norm in NORMS]
+        for line in summarise_norms(list(in_parallel(runs, jobs=options.jobs, output=output))):
+            output.write(line)
     if "masks" in tasks:
         runs = [partial(run_conditional, seed, options.conditional_steps) for seed in seeds]
         list(in_parallel([*runs, partial(run_draws, options.draws)], jobs=options.jobs, output=output))
