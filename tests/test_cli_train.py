@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import math
 import os
@@ -11,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,13 +20,13 @@ import msgspec
 import pytest
 import torch
 
-from esper.checkpoint import CheckpointStore, Tree
+from esper.checkpoint import Checkpoint, CheckpointStore, Tree
 from esper.cli.main import main
 from esper.cli.ppo_progress import Progress
 from esper.cli.progress import LiveView, PlainLines
 from esper.config import load
 from esper.events import CheckpointRefused, Record, SinkFailed, read
-from esper.rl import RunError, TrainConfig, load_policy, resume_run, train_run
+from esper.rl import RunError, TrainConfig, load_policy, resume_run, runs, train_run
 from esper.rl.checkpoints import KIND, open_store
 from esper.rl.config import NetworkConfig, PPOConfig
 from esper.rl.evaluate import Evaluation
@@ -107,6 +109,29 @@ def test_a_run_without_a_folder_gets_one_of_its_own(tmp_path: Path) -> None:
     folders = {train_run(small).folder for _ in range(2)}
     assert len(folders) == 2
     assert all(folder.parent == Path("runs") and folder.name.startswith("cue-") for folder in folders)
+
+
+def test_a_run_that_goes_on_keeps_no_second_copy_of_what_it_loaded(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = shutil.copytree(finished, tmp_path / "copy")
+    loaded: list[weakref.ref[torch.Tensor]] = []
+    latest = runs._latest
+
+    def watched(folder: Path) -> Checkpoint | None:
+        checkpoint = latest(folder)
+        assert checkpoint is not None
+        loaded.extend(weakref.ref(tensor) for tensor in checkpoint.state["ppo"]["policy"].values())
+        return checkpoint
+
+    def alive_after_an_update() -> bool:
+        gc.collect()
+        alive.append(sum(tensor() is not None for tensor in loaded))
+        return True
+
+    alive: list[int] = []
+    monkeypatch.setattr(runs, "_latest", watched)
+    resume_run(copy, config=msgspec.structs.replace(CONFIG, total_steps=20 * UPDATE_STEPS), should_stop=alive_after_an_update)
+    assert len(loaded) > 5
+    assert alive[0] == 0
 
 
 def test_a_folder_that_another_process_trains_in_is_refused(finished: Path, tmp_path: Path) -> None:

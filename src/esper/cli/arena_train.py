@@ -33,8 +33,10 @@ DESCRIPTION = """Trains a player for team battles against scripted bots, past se
 
 One policy drives every unit of its side. In --bot-share of the battles it fights scripted bots, in --past-share past selves from its
 league, drawn by how hard they are, and in the others itself, where both sides learn. Sides are swapped from battle to battle. Every
---enter-every updates it sends a copy of itself to the league, which stays if it beats the best one there. At checkpoints it fights
---eval-battles against --eval-against, which tell the best of them. Ctrl-C stops after the update, with a checkpoint.
+--enter-every updates it sends a copy of itself to the league, which stays if it beats the best one there: if the lower end of the 95 %
+interval of its score, on maps that nobody has seen, is at least --promote-at. At checkpoints it fights --eval-battles against
+--eval-against, which tell the best of them. A step is one decision of one unit that learns, whether it lives or not. Ctrl-C stops after
+the update, with a checkpoint.
 
 Values come from the defaults, then from --config FILE.toml, then from the command line. The path of an option may be left out where its
 last name is unique: --battles for --arena.battles, --learning-rate for --ppo.learning-rate; --size is that of the map, and --gamma
