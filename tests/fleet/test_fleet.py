@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from esper.events import Event
 from esper.fleet import Fleet, FleetConfig, FleetError, HostSetting, TaskTensors
+from esper.fleet.measurement import losses_of
 from esper.fleet.reading import Reading
 from esper.growth import GrowthError, blueprints, register_blueprint
 from esper.growth.config import GovernorConfig, GrowthConfig, Lifecycle, SeedOptimizer
@@ -504,3 +505,10 @@ def test_the_life_of_every_host_is_told_with_its_row() -> None:
         assert {where for env, where, _ in told if env == row} == {slot}
     assert [(event.env, event.slot) for event in events if isinstance(event, ActionRefused)] == [(2, SLOTS[2])]
     assert all(event.env in (1, 2) for event in events)
+
+
+def test_validation_runs_in_inference_mode() -> None:
+    fleet = make_fleet(settings_of(2))
+    losses = losses_of(fleet.ensemble(range(2)), fleet.samples)
+    assert losses.is_inference()
+    fleet.advance()  # and nothing of it is in the way of training

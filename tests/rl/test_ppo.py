@@ -466,3 +466,13 @@ def test_time_on_the_cpu_is_that_of_the_process():
     watch.mark()
     (seconds,) = watch.seconds()
     assert 0.01 <= seconds < 5
+
+
+def test_values_of_steps_and_of_what_follows_them_are_computed_in_inference_mode(monkeypatch: pytest.MonkeyPatch):
+    ppo, modes = PPO(Counting(), config()), []
+    compute = ppo.policy.value
+    monkeypatch.setattr(ppo.policy, "value", lambda features: (modes.append(torch.is_inference_mode_enabled()), compute(features))[1])
+    rollout = ppo.collect()
+    assert modes
+    assert all(modes)
+    assert not any(part.is_inference() for part in (rollout.values, rollout.next_values, rollout.features))

@@ -198,6 +198,7 @@ class GrowthEnv:
                 recordings=squad.recordings,
                 kernels=compiled_kernels(),
                 blueprints=count_blueprints(entries),
+                skipped=int(squad.fleet.skipped_steps[: squad.hosts].sum()),
             )
         )
 

@@ -40,6 +40,7 @@ class RoundEnded(Event, tag="round_ended", frozen=True):
     recordings: int = 0  # of steps that were then replayed, on a GPU
     kernels: int = 0  # of our own, compiled in this process so far
     blueprints: dict[str, BlueprintCount] = {}  # those that were tried
+    skipped: int = 0  # steps that hosts did not take because their gradients overflowed in float16
     reward: dict[str, float] = {}  # parts of what a host is worth, weighted, before their sum is bounded
 
     def shown(self) -> Mapping[str, Any]:

@@ -191,8 +191,9 @@ class Collector:
             self.finals.add(step, after.final_obs, state, truncated & ~terminated)
         self.state = state.masked_fill(starts.unsqueeze(-1), 0.0)
 
+    @torch.inference_mode()
     def _value(self, rollout: Rollout) -> None:
-        """Values of all steps and of what followed them."""
+        """Values of all steps and of what followed them, written into the rollout: no tensor of inference mode leaves this method."""
         assert self.timestep is not None
         following, _ = self.policy.step(self.policy.normalize(self.timestep.obs), self.state)
         rollout.values.copy_(self.policy.value(rollout.features.flatten(0, 1)).view_as(rollout.values))
