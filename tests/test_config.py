@@ -30,6 +30,7 @@ from esper.config import (
     save,
     to_toml,
 )
+from esper.files import digest_of
 
 
 class Schedule(Config):
@@ -229,6 +230,33 @@ def test_an_empty_field_is_left_out_unless_its_default_is_something() -> None:
     assert "warmup" not in text
     assert 'max_grad_norm = "None"' in text
     assert from_mapping(Learner, {"max_grad_norm": "None"}).max_grad_norm is None
+
+
+class Named(Config):
+    name: str | None = "ada"
+    options: dict[str, bool | int | str | None] = {}
+
+
+@pytest.mark.parametrize("name", ["None", "", "x", None])
+@pytest.mark.parametrize("option", ["None", "{}", None, 3])
+def test_the_text_none_stays_a_text_and_none_stays_none(name: str | None, option: str | int | None, tmp_path: Path) -> None:
+    config = Named(name=name, options={"mode": option})
+    assert from_mapping(Named, tomllib.loads(to_toml(config))) == config
+    save(config, tmp_path / "config.toml")
+    assert load_saved(Named, tmp_path / "config.toml") == load(Named, tmp_path / "config.toml") == config
+
+
+def test_a_text_in_a_toml_file_is_taken_as_it_is_written(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text('name = "None"\n[options]\nmode = "None"\nother = {}\n')
+    assert load(Named, tmp_path / "mine.toml") == Named(name="None", options={"mode": "None", "other": None})
+
+
+def test_the_text_none_is_none_in_the_config_of_a_run_that_was_saved_when_it_meant_that(tmp_path: Path) -> None:
+    text = 'name = "None"\n[options]\nmode = "None"\n'
+    (tmp_path / "config.toml").write_text(text)
+    assert load_saved(Named, tmp_path / "config.toml") == Named(name=None, options={"mode": None})
+    (tmp_path / "config.toml").write_text(f"# The settings of a run. ...\n{text}# sha256 {digest_of(tomllib.loads(text))}\n")
+    assert load_saved(Named, tmp_path / "config.toml") == Named(name=None, options={"mode": None})
 
 
 def test_whole_floats_stay_floats_in_toml() -> None:

@@ -10,7 +10,8 @@ The help of a field is the comment behind it or the docstring below it: those ar
 
 Layers are `defaults < TOML < command line`: `tyro.cli(RunConfig, default=load(RunConfig, path))`. A value that breaks a rule on the
 command line is printed by tyro, with its path, and ends the program with status 2. TOML has no null: a key that is left out keeps its
-default, and "None" empties an optional field, as it does on the command line.
+default, and "None" empties an optional field, as it does on the command line. A field that may hold any text takes "None" for a text; an
+empty table, {}, empties that one.
 
 `save` writes the config of a run, with a sha256 of its values in a comment; `load_saved` reads it back and refuses one that was changed.
 Files from before there was a sha256 have no comments; those are read as they are. `load` reads what people write, and looks at no comment.
@@ -48,9 +49,10 @@ Threads = Annotated[int, msgspec.Meta(gt=0, le=1024)]
 Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 MAX_SHOWN = 300  # characters of a wrong value in a message
-NONE = "None"  # how a TOML file says that an optional field is empty
+NONE = "None"  # how a TOML file says that an optional field is empty, unless the field may hold a text
 
-_FIRST_LINE = "# The settings of a run. The last line holds the sha256 of their values, which is checked when the run is read.\n"
+_EMPTY = "{} is None"  # what the first line says since texts can be "None"
+_FIRST_LINE = f"# The settings of a run; {_EMPTY}. The last line holds the sha256 of their values, which is checked when the run is read.\n"
 _LAST_LINE = "# sha256 {}"
 
 
@@ -128,7 +130,7 @@ def load_saved(config_type: type[ConfigT], path: str | Path) -> ConfigT:
             f"change a run by options when it goes on, or start a new one with these values by --config {path}",
             source=str(path),
         )
-    return _from_values(config_type, values, path)
+    return _from_values(config_type, values, path, is_none_a_text=_EMPTY in text)
 
 
 def _is_as_saved(text: str, values: dict[str, object]) -> bool:
@@ -151,9 +153,9 @@ def _parse_file(path: str | Path) -> tuple[str, dict[str, object]]:
         raise ConfigError("", expected="a TOML file", got=str(path), problem=problem, source=str(path)) from error
 
 
-def _from_values(config_type: type[ConfigT], values: dict[str, object], path: str | Path) -> ConfigT:
+def _from_values(config_type: type[ConfigT], values: dict[str, object], path: str | Path, *, is_none_a_text: bool = True) -> ConfigT:
     try:
-        return from_mapping(config_type, values)
+        return from_mapping(config_type, values if is_none_a_text else _with_none(config_type, values))
     except ConfigError as error:
         raise ConfigError(error.path, expected=error.expected, got=error.got, problem=error.problem, source=str(path)) from error
 
@@ -226,7 +228,7 @@ def _build(config_type: type[ConfigT], mapping: Mapping[str, object], *, default
 def _parse(info: Type, given: object, *, default: object) -> object:
     """`given` with the tables in it turned into configs. Values are checked later, by the config that holds them."""
     kinds = _kinds(info)
-    if given == NONE and any(isinstance(kind, msgspec.inspect.NoneType) for kind in kinds):
+    if (given == {} or given == NONE) and given == _none_of(info):
         return None
     for kind in kinds:
         if isinstance(kind, StructType) and issubclass(kind.cls, Config) and isinstance(given, Mapping):
@@ -257,29 +259,55 @@ def _under(prefix: str) -> Iterator[None]:
         raise error.under(prefix) from error.__cause__
 
 
+def _with_none(config_type: type[Config], values: Mapping[str, object]) -> dict[str, object]:
+    """The values of a file from before texts could be "None", in the way they are written now."""
+    fields = _fields(config_type)
+    return {name: _with_none_in(fields[name][1], given) if name in fields else given for name, given in values.items()}
+
+
+def _with_none_in(info: Type, given: object) -> object:
+    if given == NONE:
+        return given if _none_of(info) is None else _none_of(info)
+    for kind in _kinds(info) if isinstance(given, Mapping) else ():
+        if isinstance(kind, StructType) and issubclass(kind.cls, Config):
+            return _with_none(kind.cls, given)
+        if isinstance(kind, msgspec.inspect.DictType):
+            return {key: _with_none_in(kind.value_type, item) for key, item in given.items()}
+    return given
+
+
 # To TOML
 
 
 def _plain_table(config: Config, *, default: object) -> dict[str, object]:
     defaults = _defaults(type(config), default)
     table: dict[str, object] = {}
-    for name in _fields(type(config)):
+    for name, (_, info) in _fields(type(config)).items():
         value, usual = getattr(config, name), defaults.get(name, NONE)
         if value is not None:
-            table[name] = _plain(value, default=usual)
+            table[name] = _plain(value, info, default=usual)
         elif usual is not None:
-            table[name] = NONE
+            table[name] = _none_of(info)
     return table
 
 
-def _plain(value: object, *, default: object = None) -> object:
+def _plain(value: object, info: Type, *, default: object = None) -> object:
     if isinstance(value, Config):
         return _plain_table(value, default=default)
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_plain(item, info) for item in value]
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return NONE if value is None else msgspec.to_builtins(value, enc_hook=str)
+        inside = next((kind.value_type for kind in _kinds(info) if isinstance(kind, msgspec.inspect.DictType)), info)
+        return {key: _plain(item, inside) for key, item in value.items()}
+    return _none_of(info) if value is None else msgspec.to_builtins(value, enc_hook=str)
+
+
+def _none_of(info: Type) -> object:
+    """How TOML writes that such a field is empty: "None", or {} where that could be a text; None where it cannot be empty."""
+    kinds = _kinds(info)
+    if not any(isinstance(kind, msgspec.inspect.NoneType) for kind in kinds):
+        return None
+    return {} if any(isinstance(kind, msgspec.inspect.StrType) for kind in kinds) else NONE
 
 
 # What a config type is made of
