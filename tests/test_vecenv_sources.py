@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import gymnasium
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -12,8 +13,8 @@ from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
 from esper.cli.main import main
-from esper.config import load
-from esper.rl import PPO, NetworkConfig, Policy, PPOConfig, TrainConfig, resume_run, train_run
+from esper.config import load, save
+from esper.rl import PPO, NetworkConfig, Policy, PPOConfig, TrainConfig, record_video, resume_run, train_run
 from esper.vecenv import check_env, make
 from esper.vecenv.builtin import Cue
 from esper.vecenv.gymnasium import from_gymnasium
@@ -28,8 +29,10 @@ class Walk(gymnasium.Env):
 
     action_space = spaces.Discrete(2)
 
-    def __init__(self, length=4):
-        self.length = length
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 20}
+
+    def __init__(self, length=4, render_mode=None):
+        self.length, self.render_mode = length, render_mode
         self.observation_space = spaces.Box(0, length, (1,))
 
     def reset(self, *, seed=None, options=None):
@@ -41,12 +44,20 @@ class Walk(gymnasium.Env):
         self.count += 1
         return np.full(1, self.count, np.float32), float(action), self.count == self.length, False, {}
 
+    def render(self):
+        picture = np.zeros((8, 10, 3), np.uint8)
+        picture[:, : 2 * self.count] = 255
+        return picture
+
 class Doubled(gymnasium.RewardWrapper):
     def reward(self, reward):
         return 2 * reward
 
-def make_env(length=4):
-    return Walk(length)
+def make_env(length=4, render_mode=None):
+    return Walk(length, render_mode)
+
+def make_blind():
+    return Walk()
 
 def make_batch(num_envs):
     from esper.vecenv.builtin import Cue
@@ -207,3 +218,48 @@ def test_the_command_line_trains_in_a_function_of_the_users(walk, tmp_path: Path
     assert Policy.load(tmp_path / "run").predict(np.zeros(1))[0] in (0, 1)
     assert main(["ppo", "train", "walkin:make_env", *options]) == 2
     assert "there is no module 'walkin'" in capsys.readouterr().err
+
+
+def test_a_video_shows_every_step_of_an_episode(walk, tmp_path: Path):
+    from PIL import Image
+
+    ppo = PPO(walk.make_env, SMALL, num_envs=2)
+    (earned,) = record_video(ppo.policy, "walking:make_env", tmp_path / "walk.gif", length=3)
+    assert 0.0 <= earned <= 3.0
+    with Image.open(tmp_path / "walk.gif") as video:
+        widths = []
+        for index in range(video.n_frames):
+            video.seek(index)
+            widths.append(int((np.array(video.convert("L"))[0] > 128).sum()))
+        assert widths == [0, 2, 4, 6]
+        assert video.info["duration"] == 50
+    assert len(record_video(ppo.policy, walk.Walk(render_mode="rgb_array"), tmp_path / "two.webp", episodes=2, max_steps=2)) == 2
+    for env, path, message in (
+        (walk.make_blind, "walk.gif", "its render_mode is None"),
+        (walk.make_env, "walk.mp4", "written as .gif, .webp, .png"),
+        ("cue", "walk.gif", "a built-in environment"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            record_video(ppo.policy, env, tmp_path / path)
+
+
+def test_an_evaluation_on_another_device_leaves_a_video(walk, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    config = TrainConfig(env="walking:make_env", num_envs=2, total_steps=16, eval_episodes=0, device="cpu", ppo=SMALL)
+    train_run(config, tmp_path / "run")
+    # As if it had been trained on a machine with a GPU.
+    save(msgspec.structs.replace(config, device="cuda"), tmp_path / "run" / "config.toml")
+    command = ["ppo", "eval", "run", "--episodes", "2", "--json"]
+    if not torch.cuda.is_available():
+        assert main(command) != 0
+        assert "cuda" in capsys.readouterr().err
+    assert main([*command, "--device", "cpu", "--video", "walk.gif"]) == 0
+    assert '"video":"walk.gif"' in capsys.readouterr().out
+    assert (tmp_path / "walk.gif").read_bytes()[:4] == b"GIF8"
+    assert main([*command, "--device", "cpu", "--video", "walk.mp4"]) == 2
+    assert "written as .gif" in capsys.readouterr().err
+
+
+def test_evaluation_takes_what_training_takes(walk):
+    ppo = PPO(walk.make_env, SMALL, num_envs=2)
+    assert ppo.evaluate(walk.Walk(), episodes=2).lengths == [4, 4]
+    assert ppo.evaluate("walking:make_env", episodes=3).lengths == [4, 4, 4]

@@ -246,6 +246,22 @@ def test_a_damaged_or_foreign_file_is_refused_by_name(tmp_path: Path):
         Policy.load(path)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("core", ["none", "lstm", "gru"])
+def test_an_exported_step_acts_like_the_policy_for_any_number_of_rows(core):
+    action = spaces.Tuple((spaces.Discrete(3), spaces.Box(-2, 2, (2,))))
+    policy = learner(BOX, action, PPOConfig(num_steps=8, network=NetworkConfig(core=core, hidden_size=8, encoder_sizes=(8,)))).policy
+    rows = torch.export.Dim("rows", min=2)
+    example = (torch.zeros(3, 3), policy.initial_state(3))
+    program = torch.export.export(policy.exportable(), example, dynamic_shapes=({0: rows}, {0: rows}))
+    obs, state = torch.randn(5, 3), torch.randn(policy.initial_state(5).shape)
+    expected, after = policy.act(obs, state)
+    actions, memory = program.module()(obs, state)
+    assert torch.equal(actions["0"], expected["0"])
+    assert torch.allclose(actions["1"], expected["1"], atol=1e-6)
+    assert torch.allclose(memory, after, atol=1e-6)
+
+
 class Aim(gymnasium.Env):
     """One step: the nearer the action is to 8, the better."""
 

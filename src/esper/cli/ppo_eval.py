@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -12,6 +12,11 @@ from esper.cli.outcome import FAILED, CommandError, Outcome
 from esper.cli.parse import parse
 from esper.config import Config, NonNegativeInt, PositiveInt
 
+if TYPE_CHECKING:
+    from esper.rl.policy import Policy
+    from esper.rl.run_config import TrainConfig
+
+MAX_VIDEO_STEPS = 1000  # of the one episode that a video shows
 DESCRIPTION = "Plays fresh episodes with the policy of a run, in the environment that it was trained in."
 
 
@@ -28,16 +33,21 @@ class EvalArguments(Config):
     """of the episodes, none of which chose the best checkpoint; the evaluation at the end of training uses 0"""
     max_steps: PositiveInt = 10_000
     """an episode is cut after so many steps"""
+    device: Literal["auto", "cpu", "cuda"] | None = None
+    """where the policy is computed; None: as the run was trained"""
+    video: Path | None = None
+    """also play one episode and write what it looks like: a .gif, .webp or .png file; for Gymnasium environments"""
 
 
 def run(argv: list[str], prog: str) -> Outcome:
     arguments = parse(EvalArguments, argv, prog, description=DESCRIPTION)
     from esper.checkpoint import CheckpointError
+    from esper.rl.video import VideoError
     from esper.run_folder import RunError
 
     try:
         return _evaluate(arguments)
-    except RunError as error:
+    except (RunError, VideoError) as error:
         raise CommandError(str(error)) from error
     except CheckpointError as error:
         raise CommandError(str(error), exit_code=FAILED) from error
@@ -49,13 +59,16 @@ def _evaluate(arguments: EvalArguments) -> Outcome:
     from esper.rl.checkpoints import load_checkpoint, policy_from
     from esper.rl.run_config import TrainConfig
     from esper.rl.run_setup import EpisodeEvaluator
+    from esper.rl.video import check_video_path
     from esper.run_folder import CONFIG, check_holds_a_run
     from esper.statistics import student_interval
 
+    if arguments.video is not None:
+        check_video_path(arguments.video)
     check_holds_a_run(arguments.run, "ppo")
     config = load_saved(TrainConfig, arguments.run / CONFIG)
     checkpoint = load_checkpoint(arguments.run, arguments.checkpoint)
-    policy = policy_from(checkpoint, device=find_device(config.device))
+    policy = policy_from(checkpoint, device=find_device(arguments.device or config.device))
     player = EpisodeEvaluator(config, episodes=arguments.episodes, deterministic=not arguments.stochastic, max_steps=arguments.max_steps)
     with contextlib.closing(player) as evaluator:
         evaluation = evaluator.score(policy, 1 + arguments.seed)  # 0 are the episodes that the best checkpoint was chosen by
@@ -83,4 +96,31 @@ def _evaluate(arguments: EvalArguments) -> Outcome:
     print(f"mean length {evaluation.mean_length:.1f}")
     if (warning := evaluation.warning(arguments.max_steps)) is not None:
         print(f"{warning}; --max-steps sets the limit")
+    if arguments.video is not None:
+        result["video"] = _record(policy, config, arguments)
     return Outcome(result)
+
+
+def _record(policy: Policy, config: TrainConfig, arguments: EvalArguments) -> str:
+    """Write a video of one episode, and say what it earned."""
+    from esper.rl.video import VideoError, record_video
+
+    assert arguments.video is not None
+    keywords: dict[str, Any] = dict(config.env_args)
+    try:
+        (earned,) = record_video(
+            policy,
+            config.env,
+            arguments.video,
+            seed=arguments.seed,
+            deterministic=not arguments.stochastic,
+            max_steps=min(arguments.max_steps, MAX_VIDEO_STEPS),
+            wrappers=config.wrappers,
+            **keywords,
+        )
+    except VideoError:
+        raise
+    except Exception as error:  # whatever the environment finds wrong when it is to draw itself: pygame may be missing
+        raise VideoError(f"no video of {config.env}: {type(error).__name__}: {error}") from error
+    print(f"video of an episode that earned {earned:.3f}  {arguments.video}")
+    return str(arguments.video)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from esper.rl.ppo import PPO, TrainingStopped
     from esper.rl.run_config import TrainConfig
     from esper.rl.runs import Result, RunError, resume_run, train_run
+    from esper.rl.video import record_video
 
 _MODULES = {
     "PPO": "ppo",
@@ -31,13 +32,14 @@ _MODULES = {
     "TrainingStopped": "ppo",
     "Update": "events",
     "load_policy": "checkpoints",
+    "record_video": "video",
     "resume_run": "runs",
     "train_run": "runs",
 }
 
 __all__ = [
     "PPO", "Evaluation", "NetworkConfig", "PPOConfig", "Policy", "Result", "RunError", "TrainConfig", "TrainingStopped", "Update",
-    "load_policy", "resume_run", "train_run",
+    "load_policy", "record_video", "resume_run", "train_run",
 ]  # fmt: skip
 
 

@@ -108,7 +108,7 @@ class Encoder(nn.Module):
 
 
 def _flat(values: Tensor) -> Tensor:
-    flat = values.reshape(len(values), -1)  # single numbers [B] too
+    flat = values.reshape(values.shape[0], -1)  # single numbers [B] too
     return flat if flat.is_floating_point() else flat.to(torch.float32)
 
 

@@ -247,6 +247,20 @@ class Policy(nn.Module):
         batch = action_part_for(self.spaces.action, self.action_spec).build({head: action.cpu() for head, action in actions.items()})
         return first_of(batch) if is_single else batch, after.cpu().numpy() if self.core.state_size else None
 
+    def fit_spaces(self, spaces: Spaces) -> None:
+        """Take and give what an environment with these spaces does, if the policy was saved before spaces were; see that they fit."""
+        if self.spaces == spaces_of_specs(self.observation_spec, self.action_spec):
+            action_part_for(spaces.action, self.action_spec)
+            self.spaces = spaces
+        specs = {part.name: part.spec for part in observation_parts(self.spaces.observation)}
+        if specs != self.observation_spec:
+            raise ValueError(f"the environment observes {specs}, and this policy {self.observation_spec}")
+
+    def exportable(self) -> nn.Module:
+        """A module for `torch.export`: from raw observations, a tensor or a dictionary [N, ...], and the state [N, S] to the likeliest
+        actions by head and the next state. It shares the weights of the policy; actions are those of `act`, without masks."""
+        return _ExportableStep(self)
+
     def save(self, path: Path | str) -> None:
         """Write everything that acting needs into one safetensors file, for `Policy.load`. A part of one's own saves its weights alone."""
         normalizer = self.normalizer
@@ -320,6 +334,20 @@ class Policy(nn.Module):
             if value.dtype != self.observation_spec[name].torch_dtype:
                 raise ValueError(f"observation {name!r} should be of type {self.observation_spec[name].dtype}; got {value.dtype}{_HINT}")
         return rows
+
+
+class _ExportableStep(nn.Module):
+    """One deterministic step of a policy as a function of tensors alone."""
+
+    def __init__(self, policy: Policy) -> None:
+        super().__init__()
+        self.policy = policy.eval()
+
+    def forward(self, obs: Obs | Tensor, state: Tensor) -> tuple[Actions, Tensor]:
+        policy = self.policy
+        features, state = policy.step(policy.normalize({"obs": obs} if isinstance(obs, Tensor) else obs), state)
+        choice = policy.distribution.choose(policy.decide(features), {}, None)
+        return policy.distribution.actions(choice), state
 
 
 def _first_log_std(spec: ActionSpec, log_std: float) -> Tensor:

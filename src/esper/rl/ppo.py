@@ -186,14 +186,24 @@ class PPO:
         return outcome
 
     def evaluate(
-        self, env: VecEnv | None = None, *, episodes: int = 100, deterministic: bool = True, seed: int = 0, max_steps: int = MAX_STEPS
+        self,
+        env: VecEnv | EnvSource | None = None,
+        *,
+        episodes: int = 100,
+        deterministic: bool = True,
+        seed: int = 0,
+        max_steps: int = MAX_STEPS,
     ) -> Evaluation:
-        """Returns and lengths of whole episodes; nothing is learned and no normaliser moves. Without `env`, in the training environments,
-        where new episodes begin afterwards. An episode of more than `max_steps` steps is cut there, with a warning."""
+        """Returns and lengths of whole episodes; nothing is learned and no normaliser moves.
+
+        `env` may be all that PPO takes. Without it the training environments are used, where new episodes begin afterwards. An episode of
+        more than `max_steps` steps is cut there, with a warning.
+        """
         generator = None if deterministic else self.streams.spawn("evaluation").torch(str(seed), self.device)
         if env is None:
             self._has_begun = False
-        result = evaluate(self.policy, env or self.env, episodes=episodes, generator=generator, seed=seed, max_steps=max_steps)
+        batch = self.env if env is None else _as_batch(env, None, self.device)
+        result = evaluate(self.policy, batch, episodes=episodes, generator=generator, seed=seed, max_steps=max_steps)
         if (warning := result.warning(max_steps)) is not None:
             warn(f"{warning}; max_steps sets the limit", stacklevel=2)
         return result

@@ -122,6 +122,39 @@ def _call(function: Callable[..., Any], num_envs: int, wrappers: Sequence[Callab
     return (SyncVectorEnv if mode == "sync" else AsyncVectorEnv)([make_one] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
 
 
+def make_single(env: EnvSource, *, wrappers: Sequence[Wrapper] = (), render_mode: str | None = None, **kwargs: Any) -> Any:
+    """One Gymnasium environment from a name, a function or an environment, in its wrappers.
+
+    A function gets `render_mode` where it takes such a keyword, and else makes environments as it does.
+    """
+    if isinstance(env, str):
+        env = _GIVEN.get(env, env)
+    if isinstance(env, str) and env in BUILTIN:
+        raise ValueError(f"{env!r} is a built-in environment, which exists only as a batch; name one of Gymnasium")
+    _check_gymnasium(env)
+    import gymnasium
+
+    source = _function_of(env) if isinstance(env, str) else env
+    kwargs.pop("vectorization_mode", None)
+    if isinstance(source, str):
+        try:
+            made = gymnasium.make(source, render_mode=render_mode, **kwargs)
+        except gymnasium.error.UnregisteredEnv as error:
+            raise ValueError(f"no environment named {source!r}; {_nearest(source, [*BUILTIN, *gymnasium.registry])}") from error
+    elif callable(source):
+        parameters = inspect.signature(source).parameters.values()
+        if any(each.name == "render_mode" or each.kind is each.VAR_KEYWORD for each in parameters):
+            kwargs["render_mode"] = render_mode
+        made = source(**kwargs)
+    else:
+        made = source
+    if not isinstance(made, gymnasium.Env):
+        raise ValueError(f"a single environment is a gymnasium.Env; got a {type(made).__name__}")
+    for wrapper in wrappers:
+        made = (named_object(wrapper) if isinstance(wrapper, str) else wrapper)(made)
+    return made
+
+
 def _itself_and_copies(env: gymnasium.Env[Any, Any]) -> Callable[[], Any]:
     """A function that gives an environment itself, and then others like it."""
     is_given = False
