@@ -42,7 +42,7 @@ from esper.growth.story import read_story
 from esper.growth.training import default_optimizer
 from esper.run_folder import EVENTS, RunError
 from esper.statistics import Interval
-from tests.commands import Terminal
+from tests.commands import Terminal, shown_in_tensorboard
 from tests.growth.small import QUICK, QUICK_SHADOW, SLOTS, Batch, Data, Script, assert_same, config, make_data, make_host
 
 NAMED = {"slots": SLOTS}
@@ -851,3 +851,14 @@ def test_the_workers_of_a_users_loader_live_through_all_epochs_and_the_loader_is
     assert len(made) == 1  # for all epochs
     assert len(pids) == 3
     assert len(set(pids)) == 1
+
+
+def test_a_run_in_python_writes_for_tensorboard_where_it_has_a_folder(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    options = {"epochs": 2, "controller": "never", "config": config(**NAMED), "tensorboard": True}
+    with pytest.raises(GrowthError, match="name one: run="):
+        grow(make_host(), make_data(2), make_data(2), cross_entropy, **options)
+    grown = grow(make_host(), make_data(2), make_data(2), cross_entropy, run=tmp_path / "run", **options)
+    shown = shown_in_tensorboard(tmp_path / "run")
+    assert shown["epoch_ended/val_loss"] == [(1, pytest.approx(grown.val_losses[0])), (2, pytest.approx(grown.val_losses[1]))]
+    assert shown["growth_finished/val_loss"] == [(2, pytest.approx(grown.val_loss))]

@@ -476,3 +476,25 @@ def test_values_of_steps_and_of_what_follows_them_are_computed_in_inference_mode
     assert modes
     assert all(modes)
     assert not any(part.is_inference() for part in (rollout.values, rollout.next_values, rollout.features))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # the compiler has some of its own
+def test_episodes_of_changing_lengths_do_not_compile_again_and_again(monkeypatch: pytest.MonkeyPatch):
+    torch.compiler.reset()
+    compiled: list[object] = []
+
+    def counting(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counting))
+    env, counts = Counting(num_envs=4), []
+    ppo = PPO(env, config(compile=True))
+    for length in (5, 3, 7, 4, 6, 2):
+        env.length = length
+        trained(ppo, 1)
+        counts.append(len(compiled))
+    assert counts[0] > 0
+    assert len(set(counts[2:])) == 1, counts  # the third rollout has shown that sizes change
+    torch.compiler.reset()

@@ -19,6 +19,7 @@ from operator import length_hint
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
@@ -26,7 +27,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from esper.events import Event
+from esper.events import Event, Sink, WandbMode, check_installed, sinks_in
 from esper.growth.arguments import (
     MakeHostOptimizer,
     MakeScheduler,
@@ -99,6 +100,8 @@ def grow(
     config: GrowthConfig | None = None,
     run: Path | str | None = None,
     resume: bool = False,
+    tensorboard: bool = False,
+    wandb: WandbMode | None = None,
     progress: bool | None = None,
 ) -> Grown:
     """Trains a copy of the model for some epochs and grows it where that pays. The model itself is not touched.
@@ -119,9 +122,14 @@ def grow(
     folder gets the model that is returned, for `esper.load(run, model=...)`, and report.html; after Ctrl-C too, and where the training
     diverged, with the model that the governor went back to. After any other error there is the last checkpoint to go on from.
 
+    `tensorboard` and `wandb` ("offline" or "online") also write losses, slots and results into that folder, for those programs to show.
+
     `progress` prints a line on stderr for every epoch, with what was decided; None: where stderr is a terminal.
     """
     check_call(model, epochs=epochs, config=config, run=run)
+    if (tensorboard or wandb) and run is None:
+        raise GrowthError("tensorboard and wandb write into the folder of a run; name one: run=...")
+    check_installed(tensorboard=tensorboard, wandb=wandb)
     training = Training(
         copy.deepcopy(model),
         train_loader,
@@ -139,7 +147,12 @@ def grow(
     grower = training.prepare(controller)
     if why := objection(grower):
         warnings.warn(why, stacklevel=2)
-    with open_run(run, resume=resume, config=training.config, results=(MODEL, REPORT)) as opened:
+
+    def sinks() -> list[Sink]:
+        settings = msgspec.to_builtins(training.config)
+        return [] if run is None else sinks_in(Path(run), tensorboard=tensorboard, wandb=wandb, config=settings)
+
+    with open_run(run, resume=resume, config=training.config, results=(MODEL, REPORT), sinks=sinks) as opened:
         try:
             grown = training.run(controller, opened, may_interrupt=True)
         except Diverged as error:
