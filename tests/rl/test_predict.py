@@ -283,3 +283,22 @@ def test_an_action_without_bounds_is_learned_in_the_environments_units():
     after, _ = ppo.predict(np.ones(1), deterministic=True)
     assert abs(before[0]) < 0.5
     assert after[0] > 1.5  # no action of a squashed head lies beyond 1
+
+
+@pytest.mark.slow
+def test_the_readmes_example_for_users_of_stable_baselines_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    section = readme.split("### Coming from Stable-Baselines3")[1]
+    code = section.split("```python\n")[1].split("```")[0]
+    assert "learn(100_000" in code
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    exec(code.replace("100_000", "1_024"), names)
+    assert "1024 " in capsys.readouterr().out
+    assert names["is_over"]
+    assert isinstance(names["policy"], Policy)
+    # The names in the table exist.
+    fields = {*PPOConfig.__struct_fields__, *NetworkConfig.__struct_fields__}
+    for name in ("num_steps", "num_epochs", "num_minibatches", "clip_coef", "entropy_coef", "value_coef", "learning_rate_schedule"):
+        assert f"`{name}`" in section or f"`{name}=" in section
+        assert name in fields
