@@ -63,15 +63,15 @@ def test_a_row_equals_the_convolution_alone(make: Callable[[], nn.Module], shape
     assert_rows_equal_hosts(on_device(different(make, torch.float32)), x, tolerance=TOLERANCE, convolution="tiled")
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize(
-    ("make", "shape"),
+    ("make", "shape", "training"),
     [
-        (partial(ConvHost, 1, 3, (2, 4, 3), pool=(True, True, False)), (1, 8, 8)),
-        (partial(ConvHost, 2, 3, (2, 4), pool=(True, True)), (2, 6, 6)),
-        (partial(ConvHost, 1, 3, (2, 4), pool=(True, False), spatial=1), (1, 12)),
+        (partial(ConvHost, 1, 3, (2, 4, 3), pool=(True, True, False)), (1, 8, 8), True),
+        (partial(ConvHost, 2, 3, (2, 4), pool=(True, True)), (2, 6, 6), True),
+        (partial(ConvHost, 1, 3, (2, 4), pool=(True, False), spatial=1), (1, 12), True),
+        (partial(ConvHost, 2, 3, (2, 4), pool=(True, True)), (2, 6, 6), False),
     ],
-    ids=["images", "sizes that are odd", "series"],
+    ids=["images", "sizes that are odd", "series", "evaluation"],
 )
 def test_a_row_equals_the_conv_host_alone(make: Callable[[], nn.Module], shape: tuple[int, ...], training: bool) -> None:
     x = inputs_for(shape, torch.float32).to(DEVICE)
