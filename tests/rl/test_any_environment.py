@@ -273,3 +273,19 @@ def test_an_encoder_of_ones_own_gets_bytes_as_they_are(bandit):
             return obs.flatten(1).float()
 
     PPO(make(bandit, 4), config(), Seen()).collect()
+
+
+def test_a_policy_that_learned_bytes_divided_by_255_goes_on_seeing_them_so(bandit):
+    from esper.rl.checkpoints import MIGRATIONS
+
+    ppo = PPO(make(bandit, 4), config())
+    ppo.update(ppo.collect())
+    saved = copy.deepcopy(ppo.state_dict())
+    del saved["policy"]["normalizer.means.obs"], saved["policy"]["normalizer.scales.obs"]
+    del saved["policy_training"]["observations"]["obs"], saved["collector"]["bad_rewards"]
+    resumed = PPO(make(bandit, 4), config())
+    resumed.load_state_dict(MIGRATIONS[4]({"ppo": saved})["ppo"])
+    shown = {"obs": torch.randint(0, 256, (2, 7, 7, 3), dtype=torch.uint8)}
+    for _ in range(2):
+        torch.testing.assert_close(resumed.policy.normalize(shown)["obs"], shown["obs"] / 255)
+        resumed.update(resumed.collect())

@@ -414,7 +414,7 @@ class _Session:
         return total_steps
 
     def _finish(self, step: int, summary: dict[str, Any]) -> Result:
-        evaluation, has_stopped = self.options.group.first(self._evaluate_best)
+        evaluation, has_stopped = self.options.group.first(self._evaluate)
         status: Literal["finished", "stopped"] = "stopped" if has_stopped else "finished"
         return Result(self.folder, status, step, self._seconds(), **summary, evaluation=evaluation)
 
@@ -474,7 +474,7 @@ class _Session:
         self.eval_steps += event.steps
         self.store.annotate(event.step, {**summary, _EVALUATION: msgspec.structs.asdict(event)}, is_best=is_best)
 
-    def _evaluate_best(self) -> tuple[Evaluation | None, bool]:
+    def _evaluate(self) -> tuple[Evaluation | None, bool]:
         """Return how the best policy does on episodes that it was not chosen by, and whether this was stopped."""
         if not self.options.kind.is_evaluated(self.config):
             return None, False
