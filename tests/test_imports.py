@@ -130,7 +130,7 @@ def test_an_import_along_the_layers_is_no_violation(module: str, source: str) ->
 
 COMPUTING = (*sorted(GROUND), "rl", "growth", "tasks", "fleet", "controller", "arena", "league")
 EDGES = (
-    *("esper.vecenv.gymnasium", "esper.vecenv.to_gymnasium", "esper.vecenv.spaces"),  # need Gymnasium
+    *("esper.vecenv.gymnasium", "esper.vecenv.to_gymnasium", "esper.vecenv.images"),  # need Gymnasium
     "esper.arena.pettingzoo",  # needs PettingZoo
     *("esper.growth.lightning", "esper.growth.huggingface"),  # need Lightning and transformers
     *("esper.fleet.tiled", "esper.fleet.norm_pool", "esper.fleet.host_rows"),  # need Triton
