@@ -76,6 +76,7 @@ def test_a_numba_that_cannot_be_imported_is_told_and_not_used(tmp_path, monkeypa
         assert jit.has_numba.__wrapped__() is False
 
 
+@pytest.mark.slow  # imports torch in a process of its own
 def test_kernels_are_not_what_makes_an_import_slow():
     """The learner is imported without Numba, which comes with the first packed sequence."""
     code = "import sys, esper.rl.ppo; sys.exit('numba' in sys.modules)"

@@ -108,6 +108,13 @@ def run_backward(
 
 
 @kernel
+def tanh_in_place(numbers: Array) -> None:
+    """Turn numbers [any] into their tanh."""
+    for index in range(len(numbers)):
+        numbers[index] = _tanh(numbers[index])
+
+
+@kernel
 def _add_products(target: Array, to: int, column: int, source: Array, start: int, of: int, matrix: Array, size: int) -> None:
     """`target[to:to + size, column] += source[start:start + size, of] @ matrix.T`, with `matrix` [outputs, inputs]."""
     outputs, inputs = matrix.shape

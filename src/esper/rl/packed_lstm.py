@@ -73,8 +73,10 @@ class PackedLSTM(torch.autograd.Function):
                 _run_backward(*given, grad_gates[:, g], grad_state[:, 2 * g + 1])
         before = _previous(output, state[:, ::2], sizes)  # [M, G, H]
         flat = grad_gates.flatten(1)  # [M, G·4H]
-        grad_ih, grad_bias = (inputs.t() @ flat).chunk(memories, dim=1), flat.sum(0).chunk(memories)
-        grads = [(grad_ih[g], before[:, g].t() @ grad_gates[:, g], grad_bias[g]) for g in range(memories)]
+        # One product for inputs and bias: a sum over rows takes torch three times as long as a product with ones.
+        with_ones = torch.cat((inputs, inputs.new_ones(len(inputs), 1)), dim=1)  # [M, I + 1]
+        grad_ih = (with_ones.t() @ flat).chunk(memories, dim=1)
+        grads = [(grad_ih[g][:-1], before[:, g].t() @ grad_gates[:, g], grad_ih[g][-1]) for g in range(memories)]
         grad_inputs = flat @ weight_ih.t() if ctx.needs_input_grad[0] else None
         if ctx.needs_input_grad[1]:
             for g in range(memories):
