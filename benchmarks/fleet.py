@@ -1,6 +1,7 @@
 """How fast many hosts train: one after another, one CUDA stream for each, and as a fleet.
 
     python benchmarks/fleet.py --device cpu --output benchmarks/results/fleet_cpu.jsonl
+    python benchmarks/fleet.py --hosts 1 4 16 64 --seeds none --steps 5 --repeats 5 --threads 1
     python benchmarks/fleet.py --device cuda --shape 3x32x32 --channels 8-16-32 --batch 512 --hosts 64 --precision bfloat16
 
 All ways train the same hosts on the same batches by AdamW, the first two through a `Grower` for each host, and all of them with the same
@@ -308,7 +309,7 @@ def synthetic_task(
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--hosts", type=int, default=32)
+    parser.add_argument("--hosts", type=int, nargs="+", default=[32], help="how many, each measured")
     parser.add_argument("--batch", type=int, default=64, help="samples of each host in a step")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--task", default="digits")
@@ -325,7 +326,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, help="also written to this file")
     options = parser.parse_args(arguments)
     write = Output(options.output).write if options.output else _printed(metadata())
-    measure_all(options, find_device(options.device), write)
+    for hosts in options.hosts:
+        measure_all(argparse.Namespace(**{**vars(options), "hosts": hosts}), find_device(options.device), write)
 
 
 def measure_all(options: argparse.Namespace, device: torch.device, write: Callable[[Record], None]) -> None:

@@ -45,9 +45,11 @@ def test_every_way_is_measured_with_every_kind_of_seeds(tmp_path: Path, capsys: 
 
 def test_nothing_is_written_unless_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
-    fleet_benchmark.main([*TINY[:-2], "--channels", "2-2-2", "--seeds", "none"])
+    fleet_benchmark.main([*TINY[2:-2], "--channels", "2-2-2", "--seeds", "none", "--hosts", "1", "3"])
     assert not list(tmp_path.iterdir())
-    assert [json.loads(line).get("way") for line in capsys.readouterr().out.splitlines()] == [None, "sequential", "fleet"]
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    ways = [(record["way"], record["hosts"]) for record in lines[1:]]
+    assert ways == [("sequential", 1), ("fleet", 1), ("sequential", 3), ("fleet", 3)]
 
 
 def test_the_ways_train_the_same_hosts_on_the_same_batches_with_the_same_seeds() -> None:
