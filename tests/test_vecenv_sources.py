@@ -94,6 +94,16 @@ def test_functions_names_environments_and_batches_make_the_same_environments(wal
     assert make(walk.make_batch, 3).num_envs == 3
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # how Gymnasium starts its workers on Linux
+def test_a_function_fills_processes_of_their_own_too(walk):
+    env = make(walk.make_env, 2, vectorization_mode="async", wrappers=[walk.Doubled])
+    try:
+        assert isinstance(env.vector_env, AsyncVectorEnv)
+        assert total_reward(env) == 16.0
+    finally:
+        env.close()
+
+
 def test_an_environment_that_is_given_is_itself_trained_in(walk):
     env = walk.Walk()
     ppo = PPO(env, SMALL)

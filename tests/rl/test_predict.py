@@ -12,7 +12,7 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from esper.checkpoint import CheckpointError
+from esper.checkpoint import CheckpointError, write_state, write_tensors
 from esper.rl import PPO, NetworkConfig, Policy, PPOConfig, TrainConfig, load_policy, train_run
 from esper.vecenv import make
 from esper.vecenv.gymnasium import from_gymnasium
@@ -229,6 +229,47 @@ def test_a_learner_goes_on_with_another_number_of_environments_and_refuses_other
     alone = PPO.load(tmp_path / "cue.safetensors")
     with pytest.raises(ValueError, match=r"PPO\.load\(path, env\)"):
         alone.collect()
+
+
+class Doubled(torch.nn.Module):
+    output_size = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = torch.nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, obs):
+        return self.factor * obs
+
+
+def test_a_file_with_an_encoder_of_ones_own_needs_a_fresh_one(tmp_path: Path):
+    env = make("Pendulum-v1", 2)
+    ppo = PPO(env, SMALL, Doubled())
+    with torch.no_grad():
+        ppo.policy.encoder.factor.fill_(5.0)
+    ppo.save(tmp_path / "ppo.safetensors")
+    ppo.policy.save(tmp_path / "policy.safetensors")
+    for loaded in (
+        Policy.load(tmp_path / "policy.safetensors", encoder=Doubled()),
+        Policy.load(tmp_path / "ppo.safetensors", encoder=Doubled()),
+        PPO.load(tmp_path / "ppo.safetensors", env, encoder=Doubled()).policy,
+    ):
+        assert loaded.encoder.factor == 5.0
+    with pytest.raises(ValueError, match=r"encoder\.factor is unexpected"):
+        Policy.load(tmp_path / "policy.safetensors")
+
+
+def test_a_file_of_a_newer_version_or_of_something_else_is_refused(tmp_path: Path):
+    path = tmp_path / "file.safetensors"
+    write_state(path, {}, kind="policy", schema=99)
+    with pytest.raises(CheckpointError, match="written by a newer esper: its state has version 99"):
+        Policy.load(path)
+    write_state(path, {}, kind="weather", schema=1)
+    with pytest.raises(CheckpointError, match="kind 'weather', and neither a policy nor a learner"):
+        PPO.load(path)
+    write_tensors(path, {"a": torch.zeros(1)})
+    with pytest.raises(CheckpointError, match="holds no state of esper"):
+        Policy.load(path)
 
 
 def test_a_damaged_or_foreign_file_is_refused_by_name(tmp_path: Path):
