@@ -202,6 +202,7 @@ def test_a_callback_sees_every_update_and_ends_training(walk):
     assert ppo.learn(640, callback=lambda learner, update: update.step < 96).step == 96
 
 
+@pytest.mark.slow
 def test_a_run_trains_in_a_given_environment_and_calls_back(walk, tmp_path: Path):
     config = TrainConfig(env="walk", num_envs=1, total_steps=32, eval_episodes=2, checkpoint_every=2, device="cpu", ppo=SMALL)
     env, seen = walk.Walk(), []
@@ -217,6 +218,7 @@ def test_a_run_trains_in_a_given_environment_and_calls_back(walk, tmp_path: Path
     assert not (tmp_path / "batch").exists()
 
 
+@pytest.mark.slow
 def test_the_command_line_trains_in_a_function_of_the_users(walk, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     options = ["--num-envs", "2", "--num-steps", "8", "--total-steps", "16", "--eval-episodes", "2", "--device", "cpu", "--core", "none"]
     words = ["ppo", "train", "walking:make_env", "--env-args", "length=3", "--wrappers", "walking:Doubled", "--run", "run", *options]
