@@ -268,7 +268,9 @@ def _with_none(config_type: type[Config], values: Mapping[str, object]) -> dict[
 def _with_none_in(info: Type, given: object) -> object:
     if given == NONE:
         return given if _none_of(info) is None else _none_of(info)
-    for kind in _kinds(info) if isinstance(given, Mapping) else ():
+    if not isinstance(given, Mapping):
+        return given
+    for kind in _kinds(info):
         if isinstance(kind, StructType) and issubclass(kind.cls, Config):
             return _with_none(kind.cls, given)
         if isinstance(kind, msgspec.inspect.DictType):
