@@ -130,7 +130,8 @@ def resume(rank: int) -> dict:
     """Four updates at once, and two after another two."""
 
     def fresh() -> PPO:
-        return PPO(make("cue", 4, delay=3), config(num_minibatches=2), group=Ranks())
+        # Schedules would go by the steps that each call of `train` asks for.
+        return PPO(make("cue", 4, delay=3), config(num_minibatches=2, entropy_coef_end=None), group=Ranks())
 
     whole = fresh()
     seeds_differ = whole.streams.integer("environment")
