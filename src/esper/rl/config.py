@@ -17,9 +17,7 @@ class NetworkConfig(Config):
 
     core: Literal["lstm", "gru", "none"] = "lstm"  # memory between encoder and heads
     hidden_size: Width = 128  # width of the core
-    critic_memory: Literal["shared", "own"] = (
-        "shared"  # own: a second core for the critic; steadier on some tasks, at 1.2 to 1.6 times the work
-    )
+    critic_memory: Literal["shared", "own"] = "shared"  # own: a second core for the critic; 1.2 to 1.6 times the work
     encoder_sizes: tuple[Width, ...] = (64,)  # widths of the encoder's layers; empty: vectors go straight into the core
     image_encoder: Literal["auto", "nature", "small"] = "auto"  # convolutions of images; auto: nature from 36 pixels on a side
     head_sizes: tuple[Width, ...] = (64,)  # widths of the layers between core and actor, and between core and critic
