@@ -152,13 +152,17 @@ class Policy(nn.Module):
 
     def decide(self, features: Tensor) -> Tensor:
         """The parameters of the action distribution [B, P]."""
-        outputs: Tensor = self.actor(features[..., : self.width])
+        outputs: Tensor = self.actor(self._share(features, slice(None, self.width)))
         if outputs.shape[-1] != self.distribution.num_outputs:
             raise ValueError(
                 f"the actor {type(self.actor).__name__} must put out {self.distribution.num_outputs} numbers, the logits of all discrete "
                 f"heads and the means of all continuous ones; it puts out {outputs.shape[-1]}"
             )
         return self.with_spread(outputs)
+
+    def _share(self, features: Tensor, part: slice) -> Tensor:
+        """What actor or critic sees of the core's output [B, H]. A slice that is the whole costs a copy in the backward pass."""
+        return features if features.shape[-1] == self.width else features[..., part]
 
     def with_spread(self, outputs: Tensor) -> Tensor:
         """The parameters of the action distribution [B, P] from what the actor puts out: the spreads do not depend on the observation."""
@@ -168,7 +172,7 @@ class Policy(nn.Module):
 
     def critic_output(self, features: Tensor) -> Tensor:
         """What the critic puts out [B], in its own units."""
-        predicted: Tensor = self.critic(features[..., -self.width :]).squeeze(-1)
+        predicted: Tensor = self.critic(self._share(features, slice(-self.width, None))).squeeze(-1)
         return predicted
 
     def value(self, features: Tensor) -> Tensor:
