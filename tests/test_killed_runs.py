@@ -139,7 +139,7 @@ def one_more_save(kind: Kind[Any], folder: Path, config: Any) -> Iterator[Callab
 
         def save(copy: Path) -> None:
             with EventLog.resume(copy / EVENTS, checkpoint.state["events_offset"]) as log:
-                runs._Session(config, copy, ppo, relay, log, options)._save(update)
+                runs._Session(config, copy, ppo, relay, log, options)._save(update, is_due=True)
 
         yield save
 

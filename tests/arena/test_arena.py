@@ -352,8 +352,8 @@ def test_everything_stays_in_its_range_in_random_play() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_everything_stays_in_its_range_in_a_million_random_agent_steps() -> None:
-    played_at_random(Arena(ArenaConfig(battles=256, teams=5, maps=32, size=32, seconds=25.0)), agent_steps=1_000_000)
+def test_everything_stays_in_its_range_in_many_random_agent_steps() -> None:
+    played_at_random(Arena(ArenaConfig(battles=256, teams=5, maps=32, size=32, seconds=25.0)), agent_steps=250_000)
 
 
 @pytest.mark.slow

@@ -94,7 +94,7 @@ def run(
         return one.run(script(), opened)
 
 
-CLOCK = {"seconds", "samples_per_second"}
+CLOCK = {"seconds", "samples_per_second", "step_seconds", "data_wait_seconds"}
 COMINGS = {"header", "resumed", "growth_started", "loader_restarted", "growth_finished"}
 
 

@@ -386,7 +386,7 @@ def test_a_cue_is_recalled_by_a_recurrent_policy_and_not_by_a_feed_forward_one()
         network = NetworkConfig(core=core, hidden_size=32, encoder_sizes=(32,))
         settings = PPOConfig(num_steps=64, learning_rate=3e-3, gamma=0.99, network=network)
         ppo = PPO(make("cue", 32, delay=10), settings)
-        for _ in ppo.train(total_steps=120_000):
+        for _ in ppo.train(total_steps=40_000):
             pass
         return ppo.evaluate(make("cue", 32, delay=10), episodes=320).mean_return
 
@@ -400,7 +400,7 @@ def test_a_task_whose_second_mask_depends_on_the_first_choice_is_solved():
         make("conditional", 32),
         PPOConfig(num_steps=32, learning_rate=3e-3, gamma=0.5, network=NetworkConfig(core="none", encoder_sizes=(64, 64))),
     )
-    for _ in ppo.train(total_steps=200_000):
+    for _ in ppo.train(total_steps=60_000):
         pass
     assert ppo.evaluate(make("conditional", 32), episodes=320).mean_return >= 9.5
 
