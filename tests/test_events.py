@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -460,6 +461,17 @@ def test_tensorboard_gets_the_finite_numbers_of_every_event_by_rank_and_environm
         "rank1/env7/test_step/reward": [(30, 4.0)],
     }
     assert not any(isinstance(event, SinkFailed) for event in events_in(tmp_path / "events.jsonl"))
+
+
+@pytest.mark.filterwarnings("ignore")  # TensorBoard's own imports
+def test_the_file_of_a_later_session_is_read_last_by_tensorboard_even_within_a_second(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from esper.events import TensorBoardSink
+
+    earlier = tmp_path / f"events.out.tfevents.{int(time.time())}.zzz.1.9"
+    earlier.touch()
+    TensorBoardSink(tmp_path).close()
+    assert sorted(path.name for path in tmp_path.iterdir())[0] == earlier.name
 
 
 @pytest.mark.filterwarnings("ignore")  # TensorBoard's own imports

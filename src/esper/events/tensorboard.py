@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ class TensorBoardSink:
             raise RuntimeError(
                 f"TensorBoard cannot write to {folder}: the name is not UTF-8; choose another folder, or do without TensorBoard"
             )
+        _wait_for_a_later_name(Path(folder))
         self._writer: Any = SummaryWriter(str(folder))
 
     def restart(self, records: Iterable[Record]) -> None:
@@ -48,3 +50,10 @@ class TensorBoardSink:
 
     def close(self) -> None:
         self._writer.close()
+
+
+def _wait_for_a_later_name(folder: Path) -> None:
+    """Wait until the second of the newest file is over: TensorBoard reads files by name, and within a second a later one may come first."""
+    seconds = {path.name.split(".")[3] for path in folder.glob("events.out.tfevents.*")}
+    if str(int(time.time())) in seconds:
+        time.sleep(1 - time.time() % 1)
