@@ -19,6 +19,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import MultiStepLR, OneCycleLR, ReduceLROnPlateau, SequentialLR
 from torch.utils.data import DataLoader, TensorDataset
 
+from esper.checkpoint import CheckpointStore
 from esper.checkpoint.tree import join, split
 from esper.events import read
 from esper.growth import Grown, GrowthConfig, GrowthError, grow
@@ -271,6 +272,22 @@ def test_an_interrupt_comes_through_a_training_that_was_not_told_to_stop_by_it_a
     with pytest.raises(KeyboardInterrupt), open_run(tmp_path / "run", resume=False, config=interrupted.config) as opened:
         interrupted.run(script(), opened)
     assert not any(module._forward_hooks or "forward" in vars(module) for module in interrupted.model.modules())
+    again = training(make_data(), QUICK, epochs=2)
+    with open_run(tmp_path / "run", resume=True, config=again.config) as opened:
+        assert again.run(script(), opened).epochs == 2
+
+
+def test_a_run_that_is_interrupted_while_it_tidies_up_after_its_first_checkpoint_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(store: CheckpointStore) -> None:
+        raise KeyboardInterrupt
+
+    interrupted = training(make_data(), QUICK)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(CheckpointStore, "_prune", interrupt)
+        with open_run(tmp_path / "run", resume=False, config=interrupted.config) as opened:
+            interrupted.run(script(), opened)
     again = training(make_data(), QUICK, epochs=2)
     with open_run(tmp_path / "run", resume=True, config=again.config) as opened:
         assert again.run(script(), opened).epochs == 2

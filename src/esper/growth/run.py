@@ -72,7 +72,10 @@ class SavedRun(Run):
         self._store = CheckpointStore(folder / CHECKPOINTS, kind=KIND, keep=keep)
         self._best = float("inf")
         self.epochs_saved = 0  # by this process
-        self.has_checkpoint = checkpoint is not None
+
+    def has_checkpoint(self) -> bool:
+        """Look into the folder: a signal can interrupt `save` after the checkpoint is complete."""
+        return self._store.has_any()
 
     def emit(self, event: Event) -> None:
         self._log.emit(event)
@@ -122,7 +125,6 @@ class SavedRun(Run):
         }
         step = grower.epoch * STEPS_PER_EPOCH + grower.chronicle.steps  # checkpoints are ordered by it
         self._store.save(step, state, is_best=is_best, note={"epoch": grower.epoch})
-        self.has_checkpoint = True
         self.epochs_saved += at_end_of_epoch and grower.epoch > 0
 
 
@@ -167,7 +169,7 @@ def open_run(
             raise  # a run of its own right, whose events tell what happened
         except BaseException as error:
             # An interrupt leaves a run that has a checkpoint to go on from; an error in the data or the model would come again.
-            if run is None or not (run.epochs_saved if isinstance(error, Exception) else run.has_checkpoint):
+            if run is None or not (run.epochs_saved if isinstance(error, Exception) else run.has_checkpoint()):
                 new.discard()
             raise
 
