@@ -284,10 +284,10 @@ def test_a_run_that_is_interrupted_while_it_tidies_up_after_its_first_checkpoint
         raise KeyboardInterrupt
 
     interrupted = training(make_data(), QUICK)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(CheckpointStore, "_prune", interrupt)
-        with open_run(tmp_path / "run", resume=False, config=interrupted.config) as opened:
-            interrupted.run(script(), opened)
+    monkeypatch.setattr(CheckpointStore, "_prune", interrupt)
+    with pytest.raises(KeyboardInterrupt), open_run(tmp_path / "run", resume=False, config=interrupted.config) as opened:
+        interrupted.run(script(), opened)
+    monkeypatch.undo()
     again = training(make_data(), QUICK, epochs=2)
     with open_run(tmp_path / "run", resume=True, config=again.config) as opened:
         assert again.run(script(), opened).epochs == 2

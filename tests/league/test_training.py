@@ -165,6 +165,14 @@ def test_evaluations_of_a_run_are_fought_on_one_ground_whose_maps_no_small_seed_
     assert min(seeds) > 100_000
 
 
+def test_the_arena_of_the_evaluations_is_released_with_the_run() -> None:
+    config = small_training(eval_battles=2)
+    with prepare_arena(config) as (ppo, _):
+        training.ARENA.score(config, ppo.policy, 0)
+        assert training._ground.cache_info().currsize == 1
+    assert training._ground.cache_info().currsize == 0
+
+
 def test_weights_that_are_missing_or_do_not_fit_are_told(tmp_path: Path) -> None:
     with (
         pytest.raises(RunError, match=r"no weights at .*nothing\.safetensors"),

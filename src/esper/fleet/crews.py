@@ -70,6 +70,7 @@ class Cohort:
         self.hosts = torch.cat([crew.index for crew in crews])  # [Q]
         self._alphas = torch.cat([crew.alphas for crew in crews], dim=1)  # [T, Q]
         self.norms = torch.zeros_like(self._alphas)  # of the gradients of each step
+        self.skipped = torch.zeros(len(self.hosts), dtype=torch.int64, device=self.hosts.device)  # [Q], steps that the host alone prevented
         self.flat = self._read("weights").requires_grad_()  # [Q, P]
         self._warmup = self._read("warmup")
         self._optimizer = crews[0].bank.make(self.flat)
@@ -106,7 +107,11 @@ class Cohort:
         self.norms.index_copy_(0, now, norms.unsqueeze(0))
         warm = (self._optimizer.state["steps"] + 1).to(rates.dtype) / (self._warmup + 1)
         self._optimizer.lr.copy_(rates.index_select(0, self.hosts) * config.learning_rate_factor * warm.clamp(max=1.0))
-        may_step = norms.isfinite() if active is None else norms.isfinite() & active.index_select(0, self.hosts)
+        may_step = norms.isfinite()
+        if active is not None:
+            host_steps = active.index_select(0, self.hosts)
+            self.skipped.add_(may_step & ~host_steps)
+            may_step = may_step & host_steps
         self._optimizer.step(gradient, active=may_step)
 
     @torch.no_grad()
@@ -115,10 +120,10 @@ class Cohort:
             for crew, own in zip(self.crews, rows.split_with_sizes(self._counts), strict=True):
                 crew.write(name, own)
 
-    def by_seed(self, norms: Tensor) -> list[tuple[str, int, list[float]]]:
-        """What was read of `norms`, with the slot and the host of each seed."""
+    def by_seed(self, norms: Tensor, skipped: Tensor) -> list[tuple[str, int, list[float], int]]:
+        """Return slot, host, norms and skipped steps of each seed, from what was read of `norms` [T, Q] and `skipped` [Q]."""
         seeds = [(crew.slot, host) for crew in self.crews for host in crew.hosts]
-        return [(slot, host, own) for (slot, host), own in zip(seeds, norms.T.tolist(), strict=True)]
+        return [(*seed, own, int(count)) for seed, own, count in zip(seeds, norms.T.tolist(), skipped.tolist(), strict=True)]
 
     def _read(self, name: str) -> Tensor:
         """Of all crews, as wide as the widest."""

@@ -255,8 +255,9 @@ class Fleet:
             trials = self._measure(rows, reading)
             found = reading.read()
         for name, seeds in plan.cohorts.items():
-            for slot, position, norms in seeds.by_seed(found[f"norms of {name}"]):
-                self.rows[rows[position]].plot.garden.beds[slot].norms = norms
+            for slot, position, norms, skipped in seeds.by_seed(found[f"norms of {name}"], found[f"skipped of {name}"]):
+                bed = self.rows[rows[position]].plot.garden.beds[slot]
+                bed.norms, bed.skipped = norms, skipped
         self._end_epoch(rows, found, trials, self._promises(plan, found))
         self._tell(rows)
         return rows
@@ -284,6 +285,7 @@ class Fleet:
         reading.add("losses", self.stretch(plan).run(self.data.batches(steps, batch_size, rows=plan.rows)))
         for name, seeds in plan.cohorts.items():
             reading.add(f"norms of {name}", seeds.norms)
+            reading.add(f"skipped of {name}", seeds.skipped)
         for number, probe in enumerate(plan.probes):
             reading.add(f"promises {number}", probe.promises())
         self.samples_trained += steps * batch_size * len(plan.rows)

@@ -23,6 +23,7 @@ class RowBed(Bed):
         super().__init__(place)
         self.row = row
         self.norms: list[float] = []  # of the seed's gradient in the last steps, as the fleet has read them
+        self.skipped = 0  # of those steps, the ones that the host's gradient alone kept from being taken
         self._ground = ground
         self._has_seed = False
         self._is_connected = False
@@ -42,10 +43,12 @@ class RowBed(Bed):
 
     def plant(self, plan: SeedPlan) -> None:
         self._ground.plant(self.row, plan)
-        self._has_seed, self._is_connected, self._alpha, self.norms = True, plan.is_connected, plan.alpha, []
+        self._has_seed, self._is_connected, self._alpha = True, plan.is_connected, plan.alpha
+        self.norms, self.skipped = [], 0
 
     def uproot(self) -> None:
-        self._has_seed, self._is_connected, self._alpha, self.norms = False, False, 0.0, []
+        self._has_seed, self._is_connected, self._alpha = False, False, 0.0
+        self.norms, self.skipped = [], 0
 
     def connect(self) -> None:
         self._is_connected = True
@@ -56,12 +59,20 @@ class RowBed(Bed):
     def gradients(self) -> GradientStats | None:
         if not self._has_seed:
             return None
-        norms, self.norms = self.norms, []
-        return GradientStats.of(norms, unit=self.loss_unit)
+        norms, skipped = self.norms, self.skipped
+        self.norms, self.skipped = [], 0
+        return GradientStats.of(norms, skipped=skipped, unit=self.loss_unit)
 
     def seed_state(self) -> dict[str, Any]:
-        return {"has_seed": self._has_seed, "is_connected": self._is_connected, "alpha": self._alpha, "norms": list(self.norms)}
+        return {
+            "has_seed": self._has_seed,
+            "is_connected": self._is_connected,
+            "alpha": self._alpha,
+            "norms": list(self.norms),
+            "skipped": self.skipped,
+        }
 
     def load_seed_state(self, state: dict[str, Any], life: Life, blending: Blending) -> None:
         self._has_seed, self._is_connected, self._alpha = state["has_seed"], state["is_connected"], state["alpha"]
         self.norms = list(state["norms"])
+        self.skipped = state.get("skipped", 0)  # not in files from before it was counted

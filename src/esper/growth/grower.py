@@ -203,9 +203,10 @@ class Grower:
                 self._shadow.step(learning, closure, scale=self._scale(), group=self._group)
 
     def _tick(self) -> None:
+        is_skipped = self._scale() is not None and not self._has_stepped  # by the scaler, because the host's gradients overflowed
         for bed in self.garden.beds.values():
             if bed.learner is not None:
-                bed.learner.tick()
+                bed.learner.tick(is_skipped=is_skipped)
         self.garden.tick()
 
     # What follows the user's optimiser

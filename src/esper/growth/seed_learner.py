@@ -57,6 +57,7 @@ class SeedLearner:
         self.optimizer = make(self.parameters, self.rate) if make is not None else _like(innermost(host), group, self.parameters)
         _check_steps_alone(self.optimizer)
         self._norms: list[Tensor] = []  # of the steps since the last report, on the device
+        self._skipped: Tensor | int = 0  # steps since then that the host's gradient alone kept from being taken
         self.loss_unit = 1.0  # see LossScale: clipping and health are relative to it
 
     @property
@@ -80,6 +81,7 @@ class SeedLearner:
         norm = gradient_norm(self.parameters)
         may_read = not reading_waits(norm)
         if may_read and found_inf is not None and float(found_inf) > 0:
+            self._skipped = self._skipped + 1
             return
         self._norms.append(norm)
         if may_read and not torch.isfinite(norm):
@@ -91,6 +93,7 @@ class SeedLearner:
             self.optimizer.step()
             return
         is_bad = ~torch.isfinite(norm) if found_inf is None else ~torch.isfinite(norm) | (found_inf.to(norm.device) > 0)
+        self._skipped = self._skipped + (is_bad & torch.isfinite(norm))
         for gradient in gradients:
             gradient.masked_fill_(is_bad, 0.0)
         self._clip(norm.masked_fill(is_bad, 0.0))
@@ -101,9 +104,10 @@ class SeedLearner:
         if self.config.max_grad_norm is not None:
             clip_grads_with_norm_(self.parameters, self.config.max_grad_norm * self.loss_unit, norm)
 
-    def tick(self) -> None:
-        """A training step is over."""
+    def tick(self, *, is_skipped: bool = False) -> None:
+        """A training step is over; where it `is_skipped`, neither the host nor the seed has stepped."""
         self._steps += 1
+        self._skipped = self._skipped + is_skipped
 
     def zero_grad(self, *, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none=set_to_none)
@@ -115,19 +119,32 @@ class SeedLearner:
 
     def report(self) -> GradientStats:
         """What the gradients were like since the last report. Reads the device once."""
-        norms = self._gathered().tolist()
-        self._norms = []
-        return GradientStats.of(norms, unit=self.loss_unit)
+        *norms, skipped = torch.cat((self._gathered(), self._counted())).tolist()
+        self._norms, self._skipped = [], 0
+        return GradientStats.of(norms, skipped=int(skipped), unit=self.loss_unit)
 
     def _gathered(self) -> Tensor:
-        return torch.stack([norm.float() for norm in self._norms]) if self._norms else torch.empty(0)
+        device = self.parameters[0].device
+        return torch.stack([norm.float() for norm in self._norms]) if self._norms else torch.empty(0, device=device)
+
+    def _counted(self) -> Tensor:
+        """Return the skipped steps as a tensor [1] on the seed's device."""
+        return torch.as_tensor(self._skipped, dtype=torch.float32, device=self.parameters[0].device).reshape(1)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"optimizer": self.optimizer.state_dict(), "norms": self._gathered(), "steps": self._steps, "warmup": self._warmup}
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "norms": self._gathered(),
+            "skipped": self._counted(),
+            "steps": self._steps,
+            "warmup": self._warmup,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state["optimizer"])
         self._norms = list(state["norms"].to(self.parameters[0].device).unbind())
+        skipped = state.get("skipped")  # not in files from before it was counted
+        self._skipped = 0 if skipped is None else skipped[0].to(self.parameters[0].device)
         self._steps, self._warmup = state["steps"], state["warmup"]
         self.zero_grad()
 

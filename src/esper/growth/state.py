@@ -106,11 +106,13 @@ class GradientStats:
     mean_norm: float
     max_norm: float
     health: float  # in [0, 1], see esper.gradients.gradient_health
-    skipped: int  # steps not taken because the gradient was not finite
+    skipped: int  # steps not taken because a gradient was not finite, that of the seed or that of its host
 
     @classmethod
     def of(cls, norms: Sequence[float], *, skipped: int = 0, unit: float = 1.0) -> GradientStats:
         """From the norm of every step, which is not finite where the gradient was not. `unit` is that of the loss, see LossScale.
+
+        `skipped` counts the steps that were not taken although the seed's own gradient was finite.
 
         >>> GradientStats.of([0.5, 1.5]).mean_norm
         1.0
@@ -118,7 +120,7 @@ class GradientStats:
         finite = [norm for norm in norms if math.isfinite(norm)]
         mean = sum(finite) / len(finite) if finite else 0.0
         health = sum(gradient_health(norm / unit) for norm in finite) / len(norms) if norms else 0.0
-        return cls(len(norms), mean, max(finite, default=0.0), health, max(skipped, len(norms) - len(finite)))
+        return cls(len(norms), mean, max(finite, default=0.0), health, skipped + len(norms) - len(finite))
 
 
 @dataclass(frozen=True, slots=True)

@@ -211,7 +211,7 @@ def about_skipped(story: Story) -> list[str]:
     """Nothing where every step of every seed was taken."""
     return [
         f"Seed {seed.number}, {seed.blueprint} after {seed.slot}, did not take {counted(seed.skipped, 'step')}: "
-        "the gradient was not finite."
+        "its gradient, or that of its host, was not finite."
         for seed in story.seeds
         if seed.skipped
     ]

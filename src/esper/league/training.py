@@ -71,7 +71,10 @@ def prepare_arena(config: ArenaTrainConfig, group: Group = ALONE, *, begins: boo
             env.attach(ppo.policy)
         except (ValueError, ImportError) as error:
             raise RunError(str(error)) from error
-        yield ppo, relay
+        try:
+            yield ppo, relay
+        finally:
+            _ground.cache_clear()  # its maps and recorded steps hold memory of the device
 
 
 def _prepare(config: ArenaTrainConfig, encoder: nn.Module | None, group: Group) -> contextlib.AbstractContextManager[tuple[PPO, Relay]]:
