@@ -86,9 +86,10 @@ def test_an_overflow_in_the_seed_skips_the_seeds_step_alone_and_is_counted() -> 
 
 
 def test_an_overflow_in_the_host_skips_the_steps_of_host_and_seed() -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=32.0)
     loop = scaled_loop(QUICK, scaler)
     x, y = loop.data[0]
+    step(loop, scaler, x, y, spoil=lambda: loop.host.head.weight.grad.fill_(math.inf))  # the first step of all
     step(loop, scaler, x, y)
     seed = loop.slotted.slots["first"].seed
     before, host = copy.deepcopy(list(seed.parameters())), copy.deepcopy(list(loop.host.parameters()))
@@ -101,7 +102,20 @@ def test_an_overflow_in_the_host_skips_the_steps_of_host_and_seed() -> None:
     assert not all(torch.equal(now, then) for now, then in zip(seed.parameters(), before, strict=True))
     report = loop.grower.garden.beds["first"].learner.report()
     assert report.max_norm < 10
-    assert report.skipped == 1
+    assert report.skipped == 2
+
+
+def test_parts_of_an_accumulated_batch_are_no_skipped_steps() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    loop = scaled_loop(QUICK, scaler)
+    x, y = loop.data[0]
+    step(loop, scaler, x, y)
+    for _ in range(2):
+        loss = cross_entropy(loop.slotted(x), y)
+        scaler.scale(loss).backward()
+        loop.grower.after_step(loss)
+    step(loop, scaler, x, y)
+    assert loop.grower.garden.beds["first"].learner.report().skipped == 0
 
 
 @pytest.mark.parametrize("lifecycle", [QUICK, QUICK_SHADOW], ids=["joint", "shadow"])

@@ -111,6 +111,8 @@ class Grower:
         self._has_stepped = False  # the host, since the last after_step
         self._has_stepped_in_epoch = False
         self._has_warned = False  # of unknown samples
+        # The loss scale after the last step. Reading it waits for the device, which is no matter before the training.
+        self._scale_before: Tensor | float = scaler.get_scale() if scaler is not None else 1.0
         if slotted.follower is not None:  # of a grower that was made earlier
             slotted.follower.stop()
         models = [slotted.model, unwrap(slotted.model)]
@@ -203,7 +205,7 @@ class Grower:
                 self._shadow.step(learning, closure, scale=self._scale(), group=self._group)
 
     def _tick(self) -> None:
-        is_skipped = self._scale() is not None and not self._has_stepped  # by the scaler, because the host's gradients overflowed
+        is_skipped = self._has_overflowed()
         for bed in self.garden.beds.values():
             if bed.learner is not None:
                 bed.learner.tick(is_skipped=is_skipped)
@@ -234,6 +236,17 @@ class Grower:
     def _scale(self) -> Tensor | None:
         """The factor of the losses, on its device, because `get_scale` would wait for it; None where they are not scaled."""
         return self.scaler._get_scale_async() if self.scaler is not None and self.scaler.is_enabled() else None
+
+    def _has_overflowed(self) -> Tensor | bool:
+        """Return whether the scaler kept the host from a step, which shows in its scale: it has fallen.
+
+        A tensor where there is a scale, since reading it would wait for the device.
+        """
+        before, scale = self._scale_before, self._scale()
+        if scale is None:
+            return False
+        self._scale_before = scale.clone()
+        return False if self._has_stepped else scale < before
 
     def recording(self) -> AbstractContextManager[None]:
         """Around a forward pass that is not a call of the slotted model: seeds in the shadow then need not compute all of it again."""

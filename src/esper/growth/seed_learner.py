@@ -104,7 +104,7 @@ class SeedLearner:
         if self.config.max_grad_norm is not None:
             clip_grads_with_norm_(self.parameters, self.config.max_grad_norm * self.loss_unit, norm)
 
-    def tick(self, *, is_skipped: bool = False) -> None:
+    def tick(self, *, is_skipped: Tensor | bool = False) -> None:
         """A training step is over; where it `is_skipped`, neither the host nor the seed has stepped."""
         self._steps += 1
         self._skipped = self._skipped + is_skipped
