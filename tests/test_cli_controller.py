@@ -6,8 +6,6 @@ import io
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -44,6 +42,7 @@ from esper.rl.events import Update
 from esper.run_folder import CHECKPOINTS
 from esper.tasks import load_task
 from tests.commands import Terminal, assert_same_state, events_of, last_line, show, shown_in_tensorboard, signal_at_checkpoint, wait_for
+from tests.processes import start, torchrun
 
 SMALL = [
     "--holding-epochs", "1", "--steps-per-decision", "2", "--fleet.batch-size", "16", "--validation-samples", "64", "--threads", "1",
@@ -226,11 +225,10 @@ def test_a_signal_stops_after_the_round_with_a_checkpoint_and_a_controller(
 def test_a_training_killed_and_resumed_with_seeds_alive_equals_one_that_was_not(tmp_path: Path) -> None:
     rounds = 12
     assert train("whole", rounds) == 0
-    command = [sys.executable, "-m", "esper.cli.main", "controller", "train", *OPTIONS, "--rounds", str(rounds), "--run", "killed"]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL)
+    process = start("controller", "train", *OPTIONS, "--rounds", str(rounds), "--run", "killed")
     wait_for(tmp_path / "killed" / CHECKPOINTS / "latest")
     while not living_seeds(tmp_path / "killed"):
-        assert process.poll() is None, "it finished before it could be killed"
+        assert process.returncode is None, "it finished before it could be killed"
     process.kill()
     assert process.wait(timeout=90) == -signal.SIGKILL, "it finished before it could be killed"
     assert living_seeds(tmp_path / "killed") > 0
@@ -243,27 +241,24 @@ def test_a_training_killed_and_resumed_with_seeds_alive_equals_one_that_was_not(
 
 @pytest.mark.slow
 def test_two_ranks_train_one_controller_and_stop_together(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python", "--"]
-    command = [*torchrun, sys.executable, "-m", "esper.cli.main", "controller", "train", "--run", "run"]
-    first = [*command, *OPTIONS, "--rounds", "4", "--json"]
-    finished = subprocess.run(first, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
-    assert finished.returncode == 0, finished.stderr
-    result = last_line(finished.stdout)
-    assert finished.stdout.count("for 8 hosts at once") == 1, "only rank 0 writes"
+    command = ["controller", "train", "--run", "run"]
+    first = torchrun(2, *command, *OPTIONS, "--rounds", "2", "--json")
+    shown, errors = first.communicate(timeout=100)
+    assert first.returncode == 0, errors
+    result = last_line(shown)
+    assert shown.count("for 8 hosts at once") == 1, "only rank 0 writes"
     assert (result["status"], result["decisions"]) == ("finished", 48 * result["rounds"])
     controller, store = tmp_path / "run/controller.safetensors", open_store(tmp_path / "run")
     controller.unlink()
 
     newest = store.list()[-1]
-    process = subprocess.Popen(
-        [*command, "--resume", "--rounds", "100000"], cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    process = torchrun(2, *command, "--resume", "--rounds", "100000")
     end = time.monotonic() + 60
     while store.list()[-1] == newest:
         assert time.monotonic() < end, "it did not go on"
         time.sleep(0.05)
-    process.terminate()
-    process.wait(timeout=60)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
     assert controller.exists(), "it is written when all has come to its end"
 
 

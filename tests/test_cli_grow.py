@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +32,7 @@ from esper.run_folder import CHECKPOINTS
 from esper.statistics import student_interval
 from esper.tasks import load_task
 from tests.commands import Terminal, assert_same_tensors, events_of, last_line, show, shown_in_tensorboard, signal_at_checkpoint
+from tests.processes import start
 
 OPTIONS = ["--task", "digits", "--controller", "schedule", "--threads", "1", "--device", "cpu"]
 EPOCHS = 4  # of a run that was never interrupted
@@ -385,16 +385,7 @@ def loaders():
 def test_a_second_run_in_the_same_new_folder_is_refused_and_leaves_the_first_alone(tmp_path: Path) -> None:
     (tmp_path / "two.py").write_text(TWO_PROCESSES)
     options = ["--model", "two:make_model", "--data", "two:loaders", "--controller", "never", "--epochs", "1", "--run", "new/run", "--json"]
-    first, second = (
-        subprocess.Popen(
-            [sys.executable, "-m", "esper.cli.main", "grow", *options],
-            env={**os.environ, "ROLE": role},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for role in ("first", "second")
-    )
+    first, second = (start("grow", *options, env={**os.environ, "ROLE": role}) for role in ("first", "second"))
     try:
         shown = second.communicate(timeout=100)
         assert second.returncode == 2, shown
@@ -406,7 +397,6 @@ def test_a_second_run_in_the_same_new_folder_is_refused_and_leaves_the_first_alo
     finally:
         for process in (first, second):
             process.kill()
-            process.communicate()
     assert read_story("new/run").is_over
     assert main(["grow", "--resume", "--run", "new/run"]) == 0
 

@@ -9,8 +9,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -35,6 +33,7 @@ from esper.rl.run_events import Evaluated
 from esper.run_folder import CHECKPOINTS
 from esper.vecenv import make
 from tests.commands import Terminal, assert_same_state, events_of, last_line, show, shown_in_tensorboard, signal_at_checkpoint, wait_for
+from tests.processes import start
 
 UPDATE_STEPS = 4 * 16
 CONFIG = TrainConfig(
@@ -413,10 +412,7 @@ def test_a_signal_stops_after_the_update_with_a_checkpoint(
 def test_a_run_killed_at_any_moment_and_resumed_equals_one_that_was_not(tmp_path: Path) -> None:
     updates = 60
     assert train(tmp_path / "whole", updates) == 0
-    command = [sys.executable, "-m", "esper.cli.main", "ppo", "train", "cue", *OPTIONS]
-    process = subprocess.Popen(
-        [*command, "--total-steps", str(updates * UPDATE_STEPS), "--run", "killed"], cwd=tmp_path, stdout=subprocess.DEVNULL
-    )
+    process = start("ppo", "train", "cue", *OPTIONS, "--total-steps", str(updates * UPDATE_STEPS), "--run", "killed")
     wait_for(tmp_path / "killed" / CHECKPOINTS / "latest")
     time.sleep(random.SystemRandom().uniform(0.0, 0.3))
     process.kill()

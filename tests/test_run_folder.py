@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +13,7 @@ import pytest
 from esper.growth import GrowthConfig
 from esper.growth.run import open_run
 from esper.run_folder import LOCK, RunError, locked, new_folder
+from tests.processes import Process
 
 
 def fail_in(folder: Path, *, meanwhile: Callable[[], None] = lambda: None, **options: Any) -> None:
@@ -92,38 +91,33 @@ def test_a_lock_whose_file_was_removed_is_no_lock(tmp_path: Path, monkeypatch: p
             pass
 
 
-FIGHT = """
-import os, sys, time
-from pathlib import Path
-from esper.growth import GrowthConfig
-from esper.growth.run import open_run
-from esper.run_folder import RunError
+FIGHTERS = 3
 
-while time.time() < float(sys.argv[2]):  # all begin at the same moment
-    pass
-for number in range(15):
-    folder = Path(sys.argv[1], str(number), "run")
-    try:
-        with open_run(folder, resume=False, config=GrowthConfig()):
-            mine = folder / f"of {os.getpid()}"
-            mine.touch()
-            time.sleep(0.002)
-            assert (folder / "config.toml").exists() and (folder / "events.jsonl").exists() and mine.exists()
-            assert len(list(folder.glob("of *"))) == 1, "two at once"
-            mine.unlink()
-            raise KeyError("wrong data")
-    except (RunError, KeyError):
+
+def fight(place: Path) -> None:
+    (place / f"ready {os.getpid()}").mkdir()
+    while len(list(place.glob("ready *"))) < FIGHTERS:  # all begin at the same moment
         pass
-"""
+    for number in range(15):
+        folder = place / str(number) / "run"
+        try:
+            with open_run(folder, resume=False, config=GrowthConfig()):
+                mine = folder / f"of {os.getpid()}"
+                mine.touch()
+                time.sleep(0.002)
+                assert (folder / "config.toml").exists()
+                assert (folder / "events.jsonl").exists()
+                assert mine.exists()
+                assert len(list(folder.glob("of *"))) == 1, "two at once"
+                mine.unlink()
+                raise KeyError("wrong data")
+        except (RunError, KeyError):
+            pass
 
 
 @pytest.mark.slow
 def test_processes_that_fight_for_new_folders_never_meet_in_one_and_leave_nothing(tmp_path: Path) -> None:
-    begin = str(time.time() + 6)
-    processes = [
-        subprocess.Popen([sys.executable, "-c", FIGHT, str(tmp_path), begin], stderr=subprocess.PIPE, text=True, env=os.environ)
-        for _ in range(3)
-    ]
+    processes = [Process(fight, tmp_path) for _ in range(FIGHTERS)]
     for process in processes:
         _, said = process.communicate(timeout=120)
         assert process.returncode == 0, said

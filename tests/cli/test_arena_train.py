@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -25,6 +23,7 @@ from esper.rl.checkpoints import open_store
 from esper.rl.events import Update
 from tests.cli.arena_runs import LEARNING_UNITS, OPTIONS, UPDATE_STEPS, train
 from tests.commands import Terminal, events_of, last_line, show, signal_at_checkpoint
+from tests.processes import torchrun
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
@@ -178,15 +177,12 @@ def test_minutes_end_a_run_with_an_evaluation_and_say_what_its_schedule_missed(c
 
 
 @pytest.mark.slow
-def test_two_ranks_train_one_player(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python", "--"]
-    command = [*torchrun, sys.executable, "-m", "esper.cli.main", "arena", "train", *OPTIONS, "--run", "run", "--json"]
-    finished = subprocess.run(
-        [*command, "--total-steps", str(4 * UPDATE_STEPS)], cwd=tmp_path, capture_output=True, text=True, timeout=150, check=False
-    )
-    assert finished.returncode == 0, finished.stderr
-    assert finished.stdout.count(f"{2 * LEARNING_UNITS} units learn") == 1, "only rank 0 writes"
-    result = last_line(finished.stdout)
+def test_two_ranks_train_one_player() -> None:
+    process = torchrun(2, "arena", "train", *OPTIONS, "--run", "run", "--json", "--total-steps", str(4 * UPDATE_STEPS))
+    shown, errors = process.communicate(timeout=150)
+    assert process.returncode == 0, errors
+    assert shown.count(f"{2 * LEARNING_UNITS} units learn") == 1, "only rank 0 writes"
+    result = last_line(shown)
     assert (result["status"], result["updates"], result["evaluation"]["battles"]) == ("finished", 2, 2)
 
 

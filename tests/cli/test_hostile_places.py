@@ -24,6 +24,7 @@ from esper.controller.learned import save_controller
 from tests.cli import arena_runs
 from tests.commands import last_line
 from tests.controller.test_learned import trained_policy
+from tests.processes import start
 from tests.test_cli_controller import OPTIONS as CONTROLLER
 from tests.test_cli_train import OPTIONS as PPO
 
@@ -55,11 +56,6 @@ LONG = {
 }
 
 
-def start(*argv: str, **options: object) -> subprocess.Popen[str]:
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
-    return subprocess.Popen([sys.executable, "-m", "esper.cli.main", *argv], text=True, **streams)  # type: ignore[call-overload,no-any-return]
-
-
 def read_until(stream: IO[str], text: str) -> str:
     lines: list[str] = []
     while text not in "".join(lines[-1:]):
@@ -87,8 +83,6 @@ def test_a_second_signal_ends_with_the_code_of_its_own(number: signal.Signals, c
 def test_sigterm_twice_ends_a_training_at_once_with_143(command: str, tmp_path: Path) -> None:
     (tmp_path / "slowcode.py").write_text(SLOW_CODE)
     process = start(*command.split(), *LONG[command], "--run", "run", "--json")
-    assert process.stdout is not None
-    assert process.stderr is not None
     read_until(process.stdout, " on cpu")
     while command == "grow" and not Path("run/checkpoints/latest").exists():  # it has begun; the others write one at their end
         time.sleep(0.01)
@@ -150,9 +144,10 @@ def test_errors_that_nobody_takes_do_not_change_the_exit_code() -> None:
 def test_a_terminal_that_knows_only_ascii_gets_everything_that_it_can_show() -> None:
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "NO_COLOR": "1", "COLUMNS": "40"}
     for argv in (["grow"], ["grow", "--help"], ["ppo", "nonsense", "–"], ["doctor"]):
-        finished = run(*argv, env=environment)
-        assert "Unicode" not in finished.stderr
-        assert finished.returncode == {"grow": 2 if len(argv) == 1 else 0, "ppo": 2, "doctor": 0}[argv[0]], finished.stderr
+        process = start(*argv, env=environment)
+        _, errors = process.communicate(timeout=60)
+        assert "Unicode" not in errors
+        assert process.returncode == {"grow": 2 if len(argv) == 1 else 0, "ppo": 2, "doctor": 0}[argv[0]], errors
 
 
 # Names of run folders

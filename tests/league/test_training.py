@@ -32,6 +32,7 @@ from esper.rl.events import Update
 from esper.rl.run_events import CheckpointEvaluated, RunStarted
 from esper.run_folder import EVENTS, RunError
 from tests.league.arenas import a_policy, small_training
+from tests.processes import spawn
 
 RANKS = 2
 UPDATES = 4
@@ -230,7 +231,7 @@ def run_rank(rank: int, folder: Path) -> None:
 
 @pytest.mark.slow
 def test_two_ranks_fight_battles_of_their_own_agree_on_the_weights_and_can_be_stopped_and_resumed(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(run_rank, (tmp_path,), nprocs=RANKS)
+    spawn(run_rank, (tmp_path,), RANKS)
     one, other = (torch.load(tmp_path / f"results {rank}", weights_only=False) for rank in range(RANKS))
     assert one["step"] == other["step"] == 2 * RANKS * 8 * ROWS
     assert all(torch.equal(value, other["policy"][name]) for name, value in one["policy"].items())

@@ -2,12 +2,8 @@
 
 import copy
 import dataclasses
-import json
 import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -26,8 +22,11 @@ from esper.rl.learner import Learner
 from esper.rl.policy import Policy
 from esper.rl.ppo import PPO
 from esper.rl.rollout import Rollout
+from esper.run_folder import CHECKPOINTS
 from esper.statistics import RunningMoments, sums_of
 from esper.vecenv import ActionSpec, Continuous, Discrete, Relevance, make
+from tests.commands import last_line, wait_for
+from tests.processes import Process, spawn, torchrun
 from tests.rl.counting import Counting
 
 pytestmark = pytest.mark.slow  # they start processes of their own
@@ -38,7 +37,7 @@ SMALL = NetworkConfig(hidden_size=8, encoder_sizes=(6,))
 
 
 def config(**changes) -> PPOConfig:
-    return PPOConfig(**{"num_steps": STEPS, "num_minibatches": 3, "network": SMALL, **changes})
+    return PPOConfig(**{"num_steps": STEPS, "num_minibatches": 3, "num_epochs": 2, "network": SMALL, **changes})
 
 
 CONFIGS = {
@@ -192,7 +191,7 @@ def run_rank(rank: int, folder: Path) -> None:
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     """Of each of two ranks. Starting processes is slow, so all tests share two."""
     folder = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(run_rank, (folder,), nprocs=RANKS)
+    spawn(run_rank, (folder,), RANKS)
     return [torch.load(folder / f"results {rank}", weights_only=False) for rank in range(RANKS)]
 
 
@@ -277,43 +276,29 @@ OPTIONS = [
     "--env-args", "delay=3", "--num-envs", "4", "--device", "cpu", "--threads", "1", "--checkpoint-every", "3", "--eval-episodes", "8",
     "--num-steps", "16", "--num-minibatches", "2", "--num-epochs", "2", "--hidden-size", "8", "--encoder-sizes", "8",
 ]  # fmt: skip
-
-
-def torchrun(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    # Without the lonely --, torchrun takes --run for an option of its own.
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), "-m", "--"]
-    command = [*launcher, "esper.cli.main", "ppo", "train", *arguments, "--run", str(folder), "--json"]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def output_of(process: subprocess.Popen[str]) -> tuple[str, str]:
-    """Output and errors, at the latest after a minute and a half: ranks that wait for one another would wait for long."""
-    try:
-        return process.communicate(timeout=90)
-    finally:
-        process.kill()
+UPDATES = 18
 
 
 def test_a_run_under_torchrun_that_is_stopped_and_resumed_equals_one_that_was_not(tmp_path: Path) -> None:
-    steps = ["--total-steps", str(30 * RANKS * 4 * 16)]
-    whole = torchrun(tmp_path / "whole", "cue", *OPTIONS, *steps)
-    output, errors = output_of(whole)
+    def start(name: str, *arguments: str) -> Process:
+        return torchrun(RANKS, "ppo", "train", *arguments, "--run", str(tmp_path / name), "--json")
+
+    settings = ["cue", *OPTIONS, "--total-steps", str(UPDATES * RANKS * 4 * 16)]
+    whole = start("whole", *settings)
+    output, errors = whole.communicate(timeout=90)
     assert whole.returncode == 0, errors
     assert len([line for line in output.splitlines() if line.startswith("finished after")]) == 1  # told by one rank
 
-    process = torchrun(tmp_path / "stopped", "cue", *OPTIONS, *steps)
-    end = time.monotonic() + 60
-    while not (tmp_path / "stopped/checkpoints/latest").exists():
-        assert time.monotonic() < end, output_of(process)
-        time.sleep(0.01)
-    process.send_signal(signal.SIGTERM)
-    output, _ = output_of(process)
-    assert json.loads(output.splitlines()[-1])["status"] == "stopped"
+    stopped = start("stopped", *settings)
+    wait_for(tmp_path / "stopped" / CHECKPOINTS / "latest")
+    stopped.send_signal(signal.SIGTERM)
+    output, errors = stopped.communicate(timeout=90)
+    assert last_line(output)["status"] == "stopped", errors
 
-    again = torchrun(tmp_path / "stopped", "--resume")
-    output, errors = output_of(again)
+    again = start("stopped", "--resume")
+    output, errors = again.communicate(timeout=90)
     assert again.returncode == 0, errors
-    assert json.loads(output.splitlines()[-1])["status"] == "finished"
+    assert last_line(output)["status"] == "finished"
     one, other = (split(open_store(tmp_path / name).load("latest").state["ppo"]) for name in ("whole", "stopped"))
     assert one[0] == other[0]
     assert len(one[0]["dict"]["other_ranks"]) == RANKS - 1
@@ -321,4 +306,4 @@ def test_a_run_under_torchrun_that_is_stopped_and_resumed_equals_one_that_was_no
     records = [list(read(tmp_path / name / "events.jsonl")) for name in ("whole", "stopped")]
     updates = [[record.event.mean_return for record in run if isinstance(record.event, Update)] for run in records]
     assert updates[0] == updates[1]
-    assert len(updates[0]) == 30
+    assert len(updates[0]) == UPDATES

@@ -1,0 +1,22 @@
+"""Imported once by the process from which `tests.processes` forks others: whatever takes long to load and starts no threads."""
+
+import atexit
+import gc
+import importlib
+
+import torch
+
+from esper.rl import PPO
+from esper.vecenv import make
+
+COMMANDS = ("arena_progress", "controller_progress", "grow_progress", "grow_run", "ppo_progress")
+for name in ("torch._dynamo", "torch.distributed.run", "esper.controller.training", "esper.league.training"):
+    importlib.import_module(name)
+for name in COMMANDS:
+    importlib.import_module(f"esper.cli.{name}")
+
+torch.set_num_threads(1)
+PPO(make("cue", 1)).collect()  # loads compiled kernels
+gc.collect()
+gc.freeze()
+atexit.register(gc.unfreeze)  # otherwise, libraries find their objects alive at exit and report leaks
