@@ -427,9 +427,9 @@ def test_a_signal_stops_with_a_checkpoint_and_says_how_to_go_on(
 @pytest.mark.slow
 def test_a_run_that_is_interrupted_and_resumed_equals_one_that_was_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grow_run, "write_report", lambda folder: folder / REPORT)  # which takes longer than all the rest
-    assert grow(tmp_path / "whole", 8, "--twin") == 0
+    assert grow(tmp_path / "whole", 5, "--twin") == 0
     with signal_at_checkpoint(signal.SIGINT, tmp_path / "stopped"):
-        assert grow(tmp_path / "stopped", 8, "--twin") == 130, "it finished before it could be stopped"
+        assert grow(tmp_path / "stopped", 5, "--twin") == 130, "it finished before it could be stopped"
     assert not read_story(tmp_path / "stopped").is_over
 
     assert main(["grow", "--resume", "--run", str(tmp_path / "stopped")]) == 0

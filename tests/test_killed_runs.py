@@ -145,11 +145,11 @@ def one_more_save(kind: Kind[Any], folder: Path, config: Any) -> Iterator[Callab
 
 
 def steps_after_kills(
-    kind: Kind[Any], folder: Path, config: Any, resume: Callable[[Path], object], tmp_path: Path
+    kind: Kind[Any], folder: Path, config: Any, resume: Callable[[Path], object], tmp_path: Path, *, first: int
 ) -> Iterator[tuple[Path, int]]:
-    """Kills the second save at every call and resumes: the folder, and the step of its latest checkpoint."""
+    """Kills the second save at every second call and resumes: the folder, and the step of its latest checkpoint."""
     with one_more_save(kind, folder, config) as save:
-        for call in count(1):
+        for call in count(first, 2):
             copy = shutil.copytree(folder, tmp_path / f"killed at {call}")
             with crash_at(call):
                 try:
@@ -169,7 +169,7 @@ def test_the_controller_is_that_of_the_latest_checkpoint_whenever_its_training_w
     config = msgspec.structs.replace(WHOLE, rounds=1)
     folder = train_controller(config, tmp_path / "run").folder
     steps = []
-    for copy, step in steps_after_kills(GROWTH, folder, config, resume_controller, tmp_path):
+    for copy, step in steps_after_kills(GROWTH, folder, config, resume_controller, tmp_path, first=1):
         controller = load_controller(copy / CONTROLLER)
         policy = open_store(copy).load("latest").state["ppo"]["policy"]
         assert controller.description.info["step"] == step
@@ -186,7 +186,7 @@ def test_the_files_of_the_league_are_those_of_the_latest_checkpoint_whenever_the
     config = config_for(1, checkpoint_every=1, eval_battles=0)
     folder = train_arena(config, tmp_path / "run").folder
     sizes = []
-    for copy, _ in steps_after_kills(ARENA, folder, config, resume_arena, tmp_path):
+    for copy, _ in steps_after_kills(ARENA, folder, config, resume_arena, tmp_path, first=2):
         saved = open_store(copy).load("latest").state["ppo"]["environment"]
         found, expected = LeagueStore(copy / FOLDER).load(), League.from_state(saved["league"], saved["members"])
         assert found.to_state() == expected.to_state()

@@ -121,8 +121,8 @@ def test_neither_side_is_favoured() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("landscape", LANDSCAPES)
 def test_neither_side_is_favoured_in_any_landscape(landscape: Landscape) -> None:
-    config = ArenaConfig(battles=16, teams=5, size=32, maps=16, landscapes=(landscape,))
-    assert_fair(config, seed=2, decisions=40)
+    config = ArenaConfig(battles=8, teams=5, size=32, maps=8, landscapes=(landscape,))
+    assert_fair(config, seed=2, decisions=24)
 
 
 def test_a_battle_does_not_depend_on_the_others_in_its_batch() -> None:
@@ -353,7 +353,7 @@ def test_everything_stays_in_its_range_in_random_play() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_everything_stays_in_its_range_in_many_random_agent_steps() -> None:
-    played_at_random(Arena(ArenaConfig(battles=256, teams=5, maps=32, size=32, seconds=25.0)), agent_steps=250_000)
+    played_at_random(Arena(ArenaConfig(battles=96, teams=5, maps=24, size=32, seconds=25.0)), agent_steps=100_000)
 
 
 @pytest.mark.slow
@@ -367,15 +367,13 @@ def test_no_shot_is_lost_when_everybody_fires_for_a_minute() -> None:
     fired = 0
     for _ in range(240):
         now = arena.state.units
-        units = start._replace(cooldown=now.cooldown, painted=now.painted)
-        arena.state = arena._sensed(arena.state._replace(units=units, contest=arena.state.contest._replace(score=torch.zeros(1, 2))))
+        arena.state = arena._sensed(arena.state._replace(units=start._replace(cooldown=now.cooldown, painted=now.painted)))
         ready = [[name for name in kit if int(now.cooldown[0, row, WEAPON[name]]) < 5] for row, kit in enumerate(kits)]
         loaded = {row: {"fire": names[-1], "target": (row + 5) % 10} for row, names in enumerate(ready) if names}
-        scene = arena.step(acted(arena, loaded))
-        assert scene.deeds is not None
-        fired += int(scene.deeds.fired.sum())
+        orders = read_orders(acted(arena, loaded), arena.state.senses, arena.state.units, arena.tables, battles=1)
+        arena.state, deeds = decide(arena.state, orders, arena.tables)
+        fired += int(deeds.fired.sum())
         assert not arena.state.contest.overflow.any()
-    assert arena.state.contest.episode.tolist() == [0]
     assert fired > 600
 
 

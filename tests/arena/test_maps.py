@@ -81,8 +81,8 @@ def test_both_teams_reach_the_zone_on_foot_and_side_by_side(name: str, size: int
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LANDSCAPES)
 def test_hundreds_of_maps_of_every_landscape_are_connected(name: str) -> None:
-    assert are_connected(generate_maps(range(1000, 1400), landscapes=(name,))).all()
-    large = generate_maps(range(2000, 2040), size=128, landscapes=(name,))
+    assert are_connected(generate_maps(range(1000, 1200), landscapes=(name,))).all()
+    large = generate_maps(range(2000, 2016), size=128, landscapes=(name,))
     assert are_connected(large).all()
     assert torch.equal(large.height, large.height.flip(1, 2))
 

@@ -108,7 +108,7 @@ def test_each_observation_is_built_once_for_learner_bots_and_past_selves_togethe
 
 @pytest.mark.slow
 def test_self_play_keeps_the_contract_of_environments_and_repeats_itself_once_it_is_loaded() -> None:
-    check_env(seated(small_training()), steps=20)
+    check_env(seated(small_training()), steps=12)
 
 
 @pytest.mark.slow
@@ -187,16 +187,17 @@ def test_win_rates_by_opponent_are_shown() -> None:
 @pytest.mark.slow
 def test_teams_grow_with_the_updates() -> None:
     events: list[Event] = []
-    config = small_training(arena={"teams": 3}, selfplay={"first_team": 1, "team_grows": 2, "enter_every": 1000})
+    selfplay = {"first_team": 1, "team_grows": 2, "enter_every": 1000}
+    config = small_training(arena={"teams": 3, "seconds": 1.0}, selfplay=selfplay, ppo={"num_steps": 4})
     env = seated(config, events=events)
     timestep = env.reset()
     sizes = [int(env.arena.state.units.present[0, :3].sum())]
     for _ in range(6):
-        timestep = driven(env, timestep, 8)
+        timestep = driven(env, timestep, 4)
         sizes.append(int(env.arena.state.units.present[0, :3].sum()))
     told = [event.team for event in events if isinstance(event, RoundFought)]
     assert told == [1, 2, 2, 3, 3]
-    assert sizes == [1, 1, 1, 2, 2, 3, 3]  # battles of 8 decisions begin with the rollouts, and take the size of that moment
+    assert sizes == [1, 1, 1, 2, 2, 3, 3]  # battles of 4 decisions begin with the rollouts, and take the size of that moment
 
 
 @pytest.mark.slow
@@ -260,12 +261,13 @@ def with_members(env: SelfPlay, *names: str) -> SelfPlay:
 
 
 def test_a_past_self_stays_in_its_seat_until_a_battle_can_be_over() -> None:
-    config = small_training(arena={"seconds": 5.0}, selfplay={"enter_every": 1000, "past_seats": 1})  # 20 decisions, 3 rollouts of 8
+    rollouts_of_4 = {"num_steps": 4}
+    config = small_training(arena={"seconds": 2.5}, selfplay={"enter_every": 1000, "past_seats": 1}, ppo=rollouts_of_4)  # 10 decisions
     env = with_members(seated(config), "one", "two", "three", "four")
     assert env.seats.rollouts == 3
     timestep, names, draws = env.reset(), [], []
     for rollout in range(13):
-        timestep = driven(env, timestep, 8, seed=rollout)
+        timestep = driven(env, timestep, 4, seed=rollout)
         names.append(env.seats.names[0])
         draws.append(env.seats.state_dict()[0]["drawn"])
     assert names[0] is None  # nobody had joined when it began
@@ -287,20 +289,21 @@ def test_who_leaves_the_league_leaves_its_seat() -> None:
 
 
 def test_only_battles_that_a_past_self_began_are_credited_to_it() -> None:
-    """Battles of 12 decisions, rollouts of 8, and somebody sits down after the first of them."""
+    """Battles of 6 decisions, rollouts of 4, and somebody sits down after the first of them."""
     events: list[Event] = []
-    config = small_training(arena={"seconds": 3.0}, selfplay={"enter_every": 1000, "seat_rollouts": 100, "past_seats": 1})
+    selfplay = {"enter_every": 1000, "seat_rollouts": 100, "past_seats": 1}
+    config = small_training(arena={"seconds": 1.5}, selfplay=selfplay, ppo={"num_steps": 4})
     env = with_members(seated(config, events=events), "one")
     place = next(table.battles for table in env.tables if table.name == "seat 0").tolist()
     whole, cut = 0, 0
     began = dict.fromkeys(place, 0)
-    for number, _ in enumerate(steps(env, env.reset(), 5 * 8 + 1)):
+    for number, _ in enumerate(steps(env, env.reset(), 5 * 4 + 1)):
         scene = env.scene
         assert scene is not None
         for battle in place:
-            if bool(scene.ended[battle]) and number < 5 * 8:
-                if number >= 8:
-                    whole, cut = (whole + 1, cut) if began[battle] >= 8 else (whole, cut + 1)
+            if bool(scene.ended[battle]) and number < 5 * 4:
+                if number >= 4:
+                    whole, cut = (whole + 1, cut) if began[battle] >= 4 else (whole, cut + 1)
                 began[battle] = number + 1
     credited = [sum(event.results["one"]) for event in events if isinstance(event, RoundFought) and "one" in event.results]
     assert sum(credited) == whole > 0
@@ -309,10 +312,10 @@ def test_only_battles_that_a_past_self_began_are_credited_to_it() -> None:
 
 def test_shots_that_found_no_slot_are_told_once() -> None:
     events: list[Event] = []
-    env = seated(small_training(selfplay={"enter_every": 1000}), events=events)
+    env = seated(small_training(selfplay={"enter_every": 1000}, ppo={"num_steps": 4}), events=events)
     timestep = env.reset()
     env.arena.state.contest.overflow[2] += 3
-    driven(env, timestep, 8 * 3 + 1)
+    driven(env, timestep, 4 * 3 + 1)
     assert [event.overflow for event in events if isinstance(event, RoundFought)] == [3, 0, 0]
 
 

@@ -36,12 +36,20 @@ from tests.processes import spawn
 
 RANKS = 2
 UPDATES = 4
+STEPS = 4  # of a rollout; battles take 6
 ROWS = 6 * 2 + 2 * 4  # that learn, in eight battles of two against two
 
 
 def config_for(updates: int = UPDATES, **settings: Any) -> ArenaTrainConfig:
     """A member enters the league after every update and sits in both seats from then on."""
-    given = {"selfplay": {"enter_every": 1, "entry_battles": 2}, "checkpoint_every": 2, "keep": 3, "total_steps": updates * 8 * ROWS}
+    given = {
+        "arena": {"seconds": 1.5},
+        "selfplay": {"enter_every": 1, "entry_battles": 2},
+        "ppo": {"num_steps": STEPS},
+        "checkpoint_every": 2,
+        "keep": 3,
+        "total_steps": updates * STEPS * ROWS,
+    }
     return small_training(**{**given, **settings})
 
 
@@ -95,7 +103,7 @@ def test_self_play_that_was_killed_and_resumed_equals_one_that_was_not_bit_for_b
     assert any(seat is not None and "state" in seat and bool(seat["state"].any()) for seat in environment["seated"])
     assert (environment["arena"]["state"]["contest/decision"] > 0).any()
     result = resume_arena(tmp_path / "killed")
-    assert (result.status, result.step) == ("finished", UPDATES * 8 * ROWS)
+    assert (result.status, result.step) == ("finished", UPDATES * STEPS * ROWS)
     assert_same_run(tmp_path / "whole", tmp_path / "killed")
     rounds = [event for event in told(tmp_path / "killed") if isinstance(event, RoundFought)]
     changes = [event for event in told(tmp_path / "killed") if isinstance(event, LeagueChanged)]
@@ -233,13 +241,13 @@ def run_rank(rank: int, folder: Path) -> None:
 def test_two_ranks_fight_battles_of_their_own_agree_on_the_weights_and_can_be_stopped_and_resumed(tmp_path: Path) -> None:
     spawn(run_rank, (tmp_path,), RANKS)
     one, other = (torch.load(tmp_path / f"results {rank}", weights_only=False) for rank in range(RANKS))
-    assert one["step"] == other["step"] == 2 * RANKS * 8 * ROWS
+    assert one["step"] == other["step"] == 2 * RANKS * STEPS * ROWS
     assert all(torch.equal(value, other["policy"][name]) for name, value in one["policy"].items())
     assert one["seed"] != other["seed"]
     assert not torch.equal(one["maps"], other["maps"])
     assert one["league"] == other["league"], "rank 0 decides, and all ranks play in one league"
     [entry] = [entry for entry in one["league"]["entries"] if entry["name"] == "update-1"]
-    assert entry["step"] == RANKS * 8 * ROWS, "it counts what the learner counts, over all ranks"
+    assert entry["step"] == RANKS * STEPS * ROWS, "it counts what the learner counts, over all ranks"
     [row] = [row for row in one["league"]["table"] if (row["first"], row["second"]) == ("random", "update-1")]
     assert sum(row["record"][name] for name in ("wins", "draws", "losses")) == 4, "each rank fights its share of the trial"
     assert [part["environment"]["league"] for part in one["saved"]["other_ranks"]] == [None], "it is saved once"
@@ -248,7 +256,7 @@ def test_two_ranks_fight_battles_of_their_own_agree_on_the_weights_and_can_be_st
     fought = [record for record in read(tmp_path / "whole/events.jsonl") if isinstance(record.event, RoundFought)]
     assert {record.rank for record in fought} == set(range(RANKS))
     for rank in range(RANKS):
-        assert [record.step for record in fought if record.rank == rank] == [RANKS * 8 * ROWS]  # the second round was not told
+        assert [record.step for record in fought if record.rank == rank] == [RANKS * STEPS * ROWS]  # the second round was not told
 
 
 # Memory
@@ -263,13 +271,13 @@ def resident_bytes() -> int:
 def test_memory_does_not_grow_over_many_updates() -> None:
     config = config_for(
         arena={"battles": 4, "teams": 1, "seconds": 1.0},
-        selfplay={"bots": ("middle",), "enter_every": 25, "entry_battles": 2, "past_seats": 1},
+        selfplay={"bots": ("middle",), "enter_every": 10, "entry_battles": 2, "past_seats": 1},
         ppo={"num_steps": 2, "num_minibatches": 1, "bptt_length": 2},
     )
     sizes = []
     with prepare_arena(config) as (ppo, _):
-        for update in ppo.train(200 * ppo.steps_per_update):
-            if update.update % 50 == 0:
+        for update in ppo.train(60 * ppo.steps_per_update):
+            if update.update % 15 == 0:
                 gc.collect()
                 sizes.append(resident_bytes())
     assert sizes[-1] - sizes[0] < 8 * 2**20, sizes  # a state that were kept would be a megabyte a rollout

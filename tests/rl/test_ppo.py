@@ -384,9 +384,9 @@ def test_staging_moves_tensors_of_all_kinds_unchanged_in_one_buffer():
 def test_a_cue_is_recalled_by_a_recurrent_policy_and_not_by_a_feed_forward_one():
     def success(core: str) -> float:
         network = NetworkConfig(core=core, hidden_size=32, encoder_sizes=(32,))
-        settings = PPOConfig(num_steps=64, learning_rate=3e-3, gamma=0.99, network=network)
-        ppo = PPO(make("cue", 32, delay=10), settings)
-        for _ in ppo.train(total_steps=40_000):
+        settings = PPOConfig(num_steps=48, num_epochs=4, num_minibatches=4, learning_rate=5e-3, gamma=0.99, network=network)
+        ppo = PPO(make("cue", 64, delay=10), settings)
+        for _ in ppo.train(total_steps=25_000):
             pass
         return ppo.evaluate(make("cue", 32, delay=10), episodes=320).mean_return
 
@@ -396,11 +396,10 @@ def test_a_cue_is_recalled_by_a_recurrent_policy_and_not_by_a_feed_forward_one()
 
 @pytest.mark.slow
 def test_a_task_whose_second_mask_depends_on_the_first_choice_is_solved():
-    ppo = PPO(
-        make("conditional", 32),
-        PPOConfig(num_steps=32, learning_rate=3e-3, gamma=0.5, network=NetworkConfig(core="none", encoder_sizes=(64, 64))),
-    )
-    for _ in ppo.train(total_steps=60_000):
+    network = NetworkConfig(core="none", encoder_sizes=(64, 64))
+    settings = PPOConfig(num_steps=16, num_epochs=4, num_minibatches=4, learning_rate=5e-3, gamma=0.5, network=network)
+    ppo = PPO(make("conditional", 128), settings)
+    for _ in ppo.train(total_steps=45_000):
         pass
     assert ppo.evaluate(make("conditional", 32), episodes=320).mean_return >= 9.5
 
