@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -318,9 +319,31 @@ LIBRARY_KINDS = {
 KINDS = {**OWN_KINDS, **LIBRARY_KINDS}
 
 
-def living(kind: Kind) -> tuple[Slotted, Grower]:
+Names = dict[str, dict[str, int]]  # table -> name -> identity of what has this name
+
+
+def named(model: nn.Module) -> Names:
+    return {
+        "state": {name: id(tensor) for name, tensor in model.state_dict(keep_vars=True).items()},
+        "parameters": {name: id(parameter) for name, parameter in model.named_parameters()},
+        "modules": {name: id(module) for name, module in model.named_modules()},
+    }
+
+
+class Fresh(NamedTuple):
+    slotted: Slotted  # with empty slots
+    outputs: list[Tensor]  # of the model before it had slots
+    names: Names
+
+
+def fresh(kind: Kind) -> Fresh:
+    model = kind.model()
+    outputs, names = kind.run(model), named(model)
+    return Fresh(add_slots(model, kind.batch(), slots=kind.slots), outputs, names)
+
+
+def living(kind: Kind, slotted: Slotted) -> Slotted:
     """Train the model for some steps, with a seed in every slot; neighbours get different blueprints."""
-    slotted = kind.slotted()
     plan = []
     for number, (name, slot) in enumerate(slotted.slots.items()):
         fitting = blueprints_for(slot.place)
@@ -339,17 +362,35 @@ def living(kind: Kind) -> tuple[Slotted, Grower]:
         grower.after_step(loss)
     slotted.eval()
     assert all(slot.seed is not None and slot.alpha == 1.0 for slot in slotted.slots.values())
-    return slotted, grower
+    return slotted
 
 
-_shared: dict[str, Any] = {}  # the last kind that was asked for, and its model
+# The properties of a kind are tested in a row and share its models, since finding slots and training take longer than most of them.
+_shared: dict[str, Any] = {}  # the kind that was asked for last, its fresh model and its living one
+
+
+def shared(kind: Kind) -> dict[str, Any]:
+    if _shared.get("kind") is not kind:
+        _shared.clear()
+        _shared["kind"] = kind
+    return _shared
+
+
+@contextmanager
+def shared_fresh(kind: Kind) -> Iterator[Fresh]:
+    """Lend the model of a kind with empty slots. Leave it as it was; after an error, nobody else gets it."""
+    lent = shared(kind).pop("fresh", None) or fresh(kind)
+    yield lent
+    shared(kind)["fresh"] = lent
 
 
 def shared_living(kind: Kind) -> Slotted:
-    """Return the living model of a kind, trained once for the properties that leave it as it is: the properties of a kind are in a row."""
-    if _shared.get("kind") is not kind:
-        _shared.update(kind=kind, slotted=living(kind)[0])
-    slotted: Slotted = _shared["slotted"]
+    """Return the living model of a kind, which the fresh one becomes. Change only a copy of it."""
+    if "living" not in shared(kind):
+        slotted = (shared(kind).pop("fresh", None) or fresh(kind)).slotted
+        shared(kind)["living"] = living(kind, slotted)
+    slotted = shared(kind)["living"]
+    assert isinstance(slotted, Slotted)
     return slotted
 
 
@@ -375,52 +416,44 @@ def gradients(kind: Kind, slotted: Slotted) -> list[Tensor | None]:
 
 
 def check_identity(kind: Kind) -> None:
-    """Every blueprint in every default slot leaves the output as the host without slots gives it."""
-    model = kind.model()
-    before = kind.run(model)
-    slotted = add_slots(model, kind.batch(), slots=kind.slots)
-    assert kind.is_same(kind.run(slotted), before)
-    for name, blueprint in growths(slotted):
-        seed = germinate(slotted, name, blueprint)
-        assert kind.is_same(kind.run(slotted), before), (name, blueprint)
-        disturb(seed)
-        assert not kind.is_same(kind.run(slotted), before), (name, blueprint)
-        slotted.slot(name).plant(None)
+    """Every blueprint in every default slot leaves the output as the host without slots gives it, and is removed without a trace."""
+    with shared_fresh(kind) as (slotted, before, names):
+        assert kind.is_same(kind.run(slotted), before)
+        for name, blueprint in growths(slotted):  # a trace of one would be seen in the next
+            seed = germinate(slotted, name, blueprint)
+            assert kind.is_same(kind.run(slotted), before), (name, blueprint)
+            disturb(seed)
+            assert not kind.is_same(kind.run(slotted), before), (name, blueprint)
+            slotted.slot(name).plant(None)
+            assert list(slotted.host.state_dict()) == list(names["state"]), (name, blueprint)
+        assert kind.is_same(kind.run(slotted), before)
 
 
 def check_gradients(kind: Kind) -> None:
     """A newborn seed changes no gradient of the host, and has a gradient of its own."""
-    slotted = kind.slotted()
-    buffers = {name: buffer.clone() for name, buffer in slotted.host.named_buffers()}
-    before = [None if gradient is None else gradient.clone() for gradient in gradients(kind, slotted)]
-    for name, blueprint in growths(slotted):
+    with shared_fresh(kind) as (slotted, _, _):
+        buffers = {name: buffer.clone() for name, buffer in slotted.host.named_buffers()}
+        before = [None if gradient is None else gradient.clone() for gradient in gradients(kind, slotted)]
+        for name, blueprint in growths(slotted):
+            slotted.host.load_state_dict(buffers, strict=False)
+            seed = germinate(slotted, name, blueprint)
+            after = gradients(kind, slotted)
+            for one, other in zip(before, after, strict=True):
+                assert (one is None) == (other is None), (name, blueprint)
+                assert one is None or other is None or torch.equal(one, other), (name, blueprint)
+            assert any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in seed.parameters()), (name, blueprint)
+            slotted.slot(name).plant(None)
         slotted.host.load_state_dict(buffers, strict=False)
-        seed = germinate(slotted, name, blueprint)
-        after = gradients(kind, slotted)
-        for one, other in zip(before, after, strict=True):
-            assert (one is None) == (other is None), (name, blueprint)
-            assert one is None or other is None or torch.equal(one, other), (name, blueprint)
-        assert any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in seed.parameters()), (name, blueprint)
-        slotted.slot(name).plant(None)
+        slotted.host.zero_grad()
+        slotted.eval()
 
 
 def check_names(kind: Kind) -> None:
     """Names, order and identity of the host's tensors stay; remove() leaves nothing behind, even after training."""
-
-    def named(model: nn.Module) -> dict[str, dict[str, int]]:
-        return {
-            "state": {name: id(tensor) for name, tensor in model.state_dict(keep_vars=True).items()},
-            "parameters": {name: id(parameter) for name, parameter in model.named_parameters()},
-            "modules": {name: id(module) for name, module in model.named_modules()},
-        }
-
-    model = kind.model()
-    before = named(model)
-    slotted = add_slots(model, kind.batch(), slots=kind.slots)
-    assert named(model) == before
-    assert [list(table) for table in named(model).values()] == [list(table) for table in before.values()]
-    slotted.remove()
-    grown, _ = living(kind)
+    with shared_fresh(kind) as (slotted, _, before):
+        assert named(slotted.host) == before
+        assert [list(table) for table in named(slotted.host).values()] == [list(table) for table in before.values()]
+    grown = copy.deepcopy(shared_living(kind))
     for table, of_host in named(grown.host).items():
         assert [name for name in of_host if name in before[table]] == list(before[table]), table
     values = {name: tensor.clone() for name, tensor in grown.host.state_dict().items() if name in before["state"]}
@@ -436,20 +469,20 @@ def check_names(kind: Kind) -> None:
 
 def check_deepcopy(kind: Kind) -> None:
     """A copy with living seeds gives the same outputs, and neither is changed by training the other."""
-    slotted, _ = living(kind)
+    slotted = shared_living(kind)
     before = kind.run(slotted)
-    twin, copied = copy.deepcopy(slotted), copy.deepcopy(slotted.model)
+    twin = copy.deepcopy(slotted)
+    copied = copy.deepcopy(twin.model)
     assert kind.is_same(kind.run(twin), before)
     assert kind.is_same(kind.run(copied), before)
     for slot in twin.slots.values():
         assert slot.seed is not None
         disturb(slot.seed)
-    changed = kind.run(twin)
-    assert not kind.is_same(changed, before)
+    assert not kind.is_same(kind.run(twin), before)
     assert kind.is_same(kind.run(slotted), before)
-    for slot in slotted.slots.values():
+    for slot in twin.slots.values():
         slot.plant(None)
-    assert kind.is_same(kind.run(twin), changed)
+    assert kind.is_same(kind.run(slotted), before)
     assert kind.is_same(kind.run(copied), before)
 
 
@@ -464,7 +497,7 @@ def check_state_dict(kind: Kind) -> None:
 
 def check_bake(kind: Kind) -> None:
     """Baking changes no output and no name of the host."""
-    slotted, _ = living(kind)
+    slotted = copy.deepcopy(shared_living(kind))
     keep_all(slotted)
     names = list(kind.model().state_dict())
     before = kind.run(slotted)
@@ -637,7 +670,7 @@ def test_a_model_of_a_library_is_grown_saved_and_loaded(kind: Kind, tmp_path: Pa
 def test_a_baked_model_is_exported_to_onnx(name: str, tmp_path: Path) -> None:
     reference = importlib.import_module("onnx.reference")
     kind = KINDS[name]
-    slotted, _ = living(kind)
+    slotted = living(kind, kind.slotted())
     keep_all(slotted)
     (expected,) = kind.run(slotted)
     torch.onnx.export(slotted.bake(), (kind.batch(),), tmp_path / "model.onnx", verbose=False)

@@ -124,21 +124,6 @@ def test_slots_change_nothing_in_training(family: Family) -> None:
 
 
 @every_family
-def test_every_blueprint_is_the_identity_at_birth_and_gone_without_a_trace(family: Family) -> None:
-    model, batch = family.model(), family.batch()
-    slotted = add_slots(model, batch[:2])
-    before, names = run(slotted, batch), list(model.state_dict())
-    for name, blueprint in growths(slotted):
-        seed = germinate(slotted, name, blueprint)
-        assert is_same(run(slotted, batch), before)
-        disturb(seed)
-        assert not is_close(run(slotted, batch), before)
-        slotted.slot(name).plant(None)
-        assert list(model.state_dict()) == names
-        assert is_same(run(slotted, batch), before)
-
-
-@every_family
 def test_a_baked_model_keeps_its_names_and_outputs_and_survives_pickle_copy_and_a_second_growth(family: Family) -> None:
     model, batch = family.model(), family.batch()
     names = list(model.state_dict())
@@ -678,11 +663,13 @@ def test_seeds_have_the_precision_of_the_host(name: str, dtype: torch.dtype) -> 
 @pytest.mark.slow
 def test_identity_at_birth_is_exact_under_autocast(name: str, is_inside: bool) -> None:
     family = FAMILIES[name]
-    model, batch = family.model(), family.batch()
+    model, batch = family.model(), family.batch()[:2]
+    if batch.ndim == 4:
+        batch = batch[..., :8, :8]  # without bfloat16 in the processor, larger images take seconds
     with torch.autocast("cpu", torch.bfloat16):
         before = run(model, batch)
     with torch.autocast("cpu", torch.bfloat16, enabled=is_inside):
-        slotted = add_slots(model, batch[:2])
+        slotted = add_slots(model, batch)
     assert all(slot.place.dtype == torch.float32 for slot in slotted.slots.values())
     with torch.autocast("cpu", torch.bfloat16):
         for slot, blueprint in growths(slotted):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,18 @@ def run(
         return one.run(script(), opened)
 
 
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Grown, Path]]:
+    """Return a function that gives the result and the folder of a run that never stopped, each of which is run once."""
+
+    @cache
+    def whole(make_loader: Callable[[], Any], lifecycle: Lifecycle = QUICK) -> tuple[Grown, Path]:
+        folder = tmp_path_factory.mktemp("runs") / "whole"
+        return run(folder, make_loader, lifecycle), folder
+
+    return whole
+
+
 CLOCK = {"seconds", "samples_per_second", "step_seconds", "data_wait_seconds"}
 COMINGS = {"header", "resumed", "growth_started", "loader_restarted", "growth_finished"}
 
@@ -124,8 +137,8 @@ def assert_same_result(one: Grown, other: Grown) -> None:
 
 @pytest.mark.parametrize("lifecycle", [QUICK, QUICK_SHADOW], ids=["joint", "shadow"])
 @pytest.mark.parametrize("make_loader", [stateful, shuffling], ids=["loader with a state", "loader without"])
-def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(make_loader, lifecycle: Lifecycle, tmp_path: Path) -> None:
-    whole = run(tmp_path / "whole", make_loader, lifecycle)
+def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(make_loader, lifecycle: Lifecycle, uninterrupted, tmp_path: Path) -> None:
+    whole, of_whole = uninterrupted(make_loader, lifecycle)
     assert len(whole.ledger.entries) == 2
     for looks in (1, 15, 22):  # within epochs, and between them
         folder = tmp_path / f"after {looks}"
@@ -134,23 +147,23 @@ def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(make_loader, life
         resumed = run(folder, make_loader, lifecycle, resume=True)
         assert resumed.status == "finished"
         assert_same_result(resumed, whole)
-        assert story(folder) == story(tmp_path / "whole")
+        assert story(folder) == story(of_whole)
         assert ("loader_restarted" in kinds(folder)) == (make_loader is shuffling)
 
 
 @pytest.mark.parametrize("looks", [3, 13])
-def test_a_run_may_be_stopped_and_resumed_many_times(looks: int, tmp_path: Path) -> None:
-    whole = run(tmp_path / "whole", stateful, QUICK_SHADOW)
+def test_a_run_may_be_stopped_and_resumed_many_times(looks: int, uninterrupted, tmp_path: Path) -> None:
+    whole, of_whole = uninterrupted(stateful, QUICK_SHADOW)
     result = run(tmp_path / "run", stateful, QUICK_SHADOW, stop=Countdown(looks))
     while result.status == "stopped":
         result = run(tmp_path / "run", stateful, QUICK_SHADOW, stop=Countdown(looks), resume=True)
     assert_same_result(result, whole)
-    assert story(tmp_path / "run") == story(tmp_path / "whole")
+    assert story(tmp_path / "run") == story(of_whole)
 
 
 @pytest.mark.parametrize("make_loader", [stateful, shuffling], ids=["loader with a state", "loader without"])
-def test_a_run_that_an_error_ended_goes_on_from_its_last_checkpoint(make_loader, tmp_path: Path) -> None:
-    whole = run(tmp_path / "whole", make_loader)
+def test_a_run_that_an_error_ended_goes_on_from_its_last_checkpoint(make_loader, uninterrupted, tmp_path: Path) -> None:
+    whole, of_whole = uninterrupted(make_loader)
 
     class Broken:
         def __init__(self) -> None:
@@ -165,7 +178,7 @@ def test_a_run_that_an_error_ended_goes_on_from_its_last_checkpoint(make_loader,
     with pytest.raises(MemoryError):
         run(tmp_path / "run", make_loader, stop=Broken())
     assert_same_result(run(tmp_path / "run", make_loader, resume=True), whole)
-    assert story(tmp_path / "run") == story(tmp_path / "whole")
+    assert story(tmp_path / "run") == story(of_whole)
 
 
 SCHEDULES = {
@@ -336,8 +349,8 @@ run(Path(sys.argv[1]), stateful, QUICK_SHADOW, stop=linger, resume=len(sys.argv)
 
 
 @pytest.mark.slow
-def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
-    whole = run(tmp_path / "whole", stateful, QUICK_SHADOW)
+def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(uninterrupted, tmp_path: Path) -> None:
+    whole, of_whole = uninterrupted(stateful, QUICK_SHADOW)
     folder = tmp_path / "run"
     for attempt in range(2):
         process = subprocess.Popen([sys.executable, "-c", KILLED, str(folder), *(["resume"] if attempt else [])], cwd=os.getcwd())
@@ -350,4 +363,4 @@ def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(tmp_path: Path) -> 
         process.send_signal(signal.SIGKILL)
         assert process.wait(timeout=90) == -signal.SIGKILL
     assert_same_result(run(folder, stateful, QUICK_SHADOW, resume=True), whole)
-    assert story(folder) == story(tmp_path / "whole")
+    assert story(folder) == story(of_whole)
