@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from esper.growth.isolation import Isolation, eager, is_compiled, is_eager, isolated
+from tests.processes import spawn
 
 LARGE = (200, 200)  # of floats: more than is always copied
 
@@ -358,7 +359,7 @@ def compare_wrapped(rank: int, ranks: int, folder: Path) -> None:
 
 @pytest.mark.slow
 def test_second_passes_through_ddp_leave_the_exchange_of_two_ranks_as_it_was(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(compare_wrapped, (2, tmp_path), nprocs=2)  # type: ignore[no-untyped-call]
+    spawn(compare_wrapped, (2, tmp_path), 2)
 
 
 def test_a_second_pass_through_ddp_does_not_talk_to_other_ranks(tmp_path: Path) -> None:

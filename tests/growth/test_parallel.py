@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from esper.growth import Grower, add_slots
 from esper.growth.decisions import Advance, Fossilize, Germinate, Prune
 from tests.growth.small import QUICK, QUICK_SHADOW, SLOTS, Data, Lifecycle, Script, config, make_data, make_host
+from tests.processes import spawn
 
 pytestmark = pytest.mark.slow  # they start processes of their own
 
@@ -129,7 +130,6 @@ def run_rank(rank: int, folder: Path) -> None:
         for name, (lifecycle, norm) in CASES.items():
             host = make_host(dtype=torch.float64, dropout=0.0, norm=norm)
             results[name] = train(DistributedDataParallel(host), half, lifecycle)
-        host = make_host(dtype=torch.float64, dropout=0.0, norm=False)
         shards = [(x.split([8, 4])[rank], y.split([8, 4])[rank]) for x, y in validation()]
         host = make_host(dtype=torch.float64, dropout=0.0, norm=False)
         results["shards"] = train(DistributedDataParallel(host), half, QUICK, val=shards)
@@ -145,7 +145,7 @@ def run_rank(rank: int, folder: Path) -> None:
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Of each of two ranks. Starting processes is slow, so all tests share two."""
     folder = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(run_rank, (folder,), nprocs=RANKS)
+    spawn(run_rank, (folder,), RANKS)
     return [torch.load(folder / f"results {rank}", weights_only=False) for rank in range(RANKS)]
 
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import copy
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +28,7 @@ from esper.growth.training import Training
 from esper.run_folder import EVENTS, RunError
 from esper.tasks.loader import BatchLoader
 from tests.growth.small import QUICK, QUICK_SHADOW, SLOTS, Lifecycle, Script, adamw, assert_same, config, make_data, make_host, make_loop
+from tests.processes import Process
 
 pytestmark = pytest.mark.slow  # whole trainings, several times over
 
@@ -334,18 +332,9 @@ def test_a_grower_of_a_users_own_loop_saves_and_loads_everything_in_the_middle_o
     assert tail == [event for event in whole.events if event.kind != "epoch_ended"][-len(tail) :]
 
 
-KILLED = """
-import sys, time, torch
-from pathlib import Path
-torch.set_num_threads(1)
-from tests.growth.test_resume import QUICK_SHADOW, run, stateful
-
 def linger() -> bool:
     time.sleep(0.02)
     return False
-
-run(Path(sys.argv[1]), stateful, QUICK_SHADOW, stop=linger, resume=len(sys.argv) > 2)
-"""
 
 
 @pytest.mark.slow
@@ -353,9 +342,9 @@ def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(uninterrupted, tmp_
     whole, of_whole = uninterrupted(stateful, QUICK_SHADOW)
     folder = tmp_path / "run"
     for attempt in range(2):
-        process = subprocess.Popen([sys.executable, "-c", KILLED, str(folder), *(["resume"] if attempt else [])], cwd=os.getcwd())
+        process = Process(partial(run, folder, stateful, QUICK_SHADOW, stop=linger, resume=attempt > 0))
         deadline = time.monotonic() + 60
-        while time.monotonic() < deadline and process.poll() is None:
+        while time.monotonic() < deadline and process.returncode is None:
             checkpoints = sorted((folder / "checkpoints").glob("step-*")) if (folder / "checkpoints").exists() else []
             if checkpoints and int(checkpoints[-1].name.removeprefix("step-")) // 1_000_000 >= 2 + 2 * attempt:
                 break
