@@ -214,8 +214,8 @@ def test_what_learning_computes_is_what_acting_computed() -> None:
 
 @pytest.mark.slow
 def test_the_network_learns_what_is_paid() -> None:
-    ppo = film_ppo(Film(16), learning_rate=3e-3, gamma=0.5)
-    for _ in ppo.train(total_steps=15 * ppo.steps_per_update):
+    ppo = film_ppo(Film(16), learning_rate=1e-2, gamma=0.5, num_epochs=4, num_minibatches=4)
+    for _ in ppo.train(total_steps=8 * ppo.steps_per_update):
         pass
     possible = sum(float(masks["op"][:, Op.GERMINATE].float().sum()) for _, masks in ppo.env.pictures) / 16
     assert ppo.evaluate(episodes=16).mean_return >= 0.95 * possible
