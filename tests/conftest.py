@@ -13,6 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import fcntl
 import gc
 import shutil
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -100,3 +101,25 @@ def alone_with_device_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterat
         gc.collect()
         torch.cuda.empty_cache()
         yield
+
+
+class Clock:
+    """Replaces `time.perf_counter`. It advances a millisecond whenever it is read, and by what `sleep` is told."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 0.001
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Make measured times the same on every machine, however busy it is."""
+    clock = Clock()
+    monkeypatch.setattr(time, "perf_counter", clock)
+    return clock

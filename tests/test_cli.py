@@ -19,18 +19,18 @@ pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 HELP_AT_EVERY_LEVEL = """
 import sys, time
-began = time.perf_counter()
+began = time.process_time()
 from esper.cli.main import COMMANDS, main
 for words in ([], ["ppo"], *(name.split() for name in COMMANDS)):
     assert main([*words, "--help"]) == 0
 assert "torch" not in sys.modules and "numpy" not in sys.modules
-print(time.perf_counter() - began)
+print(time.process_time() - began)
 """
 
 
 def test_help_at_every_level_comes_at_once_without_torch_and_numpy() -> None:
     finished = subprocess.run([sys.executable, "-c", HELP_AT_EVERY_LEVEL], capture_output=True, text=True, check=True)
-    assert float(finished.stdout.splitlines()[-1]) < 5, "together they take well under a second unless the machine is busy"
+    assert float(finished.stdout.splitlines()[-1]) < 5, "together they take well under a second of CPU time"
 
 
 def test_the_installed_program_knows_its_version() -> None:

@@ -6,7 +6,6 @@ import copy
 import io
 import math
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -43,6 +42,7 @@ from esper.growth.training import default_optimizer
 from esper.run_folder import EVENTS, RunError
 from esper.statistics import Interval
 from tests.commands import Terminal, shown_in_tensorboard
+from tests.conftest import Clock
 from tests.growth.small import QUICK, QUICK_SHADOW, SLOTS, Batch, Data, Script, assert_same, config, make_data, make_host
 
 NAMED = {"slots": SLOTS}
@@ -552,21 +552,21 @@ def epochs_told(folder: Path) -> list[EpochEnded]:
 class SlowLoader:
     """Takes its time for every batch."""
 
-    def __init__(self, data: Data) -> None:
-        self.data = data
+    def __init__(self, data: Data, clock: Clock) -> None:
+        self.data, self.clock = data, clock
 
     def __iter__(self) -> Iterator[Batch]:
         for batch in self.data:
-            time.sleep(0.01)
+            self.clock.sleep(0.01)
             yield batch
 
 
-def test_the_time_of_a_step_and_the_wait_for_data_are_told(tmp_path: Path) -> None:
+def test_the_time_of_a_step_and_the_wait_for_data_are_told(tmp_path: Path, clock: Clock) -> None:
     def ended(loader: object, folder: Path) -> list[EpochEnded]:
         grow(make_host(), loader, make_data(2), cross_entropy, epochs=2, controller="never", config=config(**NAMED), run=folder)
         return epochs_told(folder)
 
-    for event in ended(SlowLoader(make_data(4)), tmp_path / "slow"):
+    for event in ended(SlowLoader(make_data(4), clock), tmp_path / "slow"):
         assert event.data_wait_seconds is not None
         assert event.step_seconds is not None
         assert 4 * 0.01 <= event.data_wait_seconds <= 4 * event.step_seconds <= event.seconds

@@ -19,6 +19,7 @@ from esper.rl.events import Update
 from esper.rl.ppo import PPO
 from esper.vecenv import make
 from tests.commands import events_of, last_line
+from tests.conftest import Clock
 from tests.faults import _without_syncs  # noqa: F401 — a fixture
 from tests.rl.counting import Counting
 
@@ -128,11 +129,9 @@ def test_evaluations_at_checkpoints_keep_to_their_share_of_the_steps(tmp_path: P
     assert TrainConfig(env="cue").eval_episodes <= 20
 
 
-def test_the_time_of_evaluations_counts_in_the_steps_per_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import time
-
+def test_the_time_of_evaluations_counts_in_the_steps_per_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     def slow(*given, **settings):
-        time.sleep(0.2)
+        clock.sleep(0.2)
         return Evaluation([1.0], [1])
 
     monkeypatch.setattr("esper.rl.run_setup.evaluate", slow)

@@ -20,6 +20,7 @@ from esper.rng import Streams
 from esper.vecenv import ActionSpec, Discrete, TensorSpec, make
 from esper.vecenv.builtin.base import BuiltinEnv, Outcome
 from esper.vecenv.gymnasium import from_gymnasium
+from tests.conftest import Clock
 from tests.rl.counting import Counting
 
 SMALL = NetworkConfig(hidden_size=8, encoder_sizes=(6,))
@@ -407,17 +408,19 @@ def test_a_task_whose_second_mask_depends_on_the_first_choice_is_solved():
 # Time
 
 
-class SlowCounting(Counting):
-    def step(self, actions):
-        time.sleep(0.005)
-        return super().step(actions)
+def test_the_wait_for_the_environments_is_told_and_is_part_of_collecting(clock: Clock, monkeypatch: pytest.MonkeyPatch):
+    class SlowCounting(Counting):
+        def step(self, actions):
+            clock.sleep(0.005)
+            return super().step(actions)
 
-
-def test_the_wait_for_the_environments_is_told_and_is_part_of_collecting():
-    (update,) = PPO(SlowCounting(), config()).train(total_steps=16 * 3)
-    assert 16 * 0.005 <= update.env_seconds <= update.collect_seconds
-    (update,) = PPO(Counting(), config()).train(total_steps=16 * 3)
-    assert 0 < update.env_seconds < 16 * 0.005
+    for env, seconds in ((SlowCounting(), 0.006), (Counting(), 0.001)):  # the clock advances by a millisecond with each reading
+        ppo = PPO(env, config())
+        choose = ppo.policy.distribution.choose
+        monkeypatch.setattr(ppo.policy.distribution, "choose", lambda *given, choose=choose: (clock.sleep(0.5), choose(*given))[1])
+        (update,) = ppo.train(total_steps=16 * 3)
+        assert update.env_seconds == pytest.approx(16 * seconds)
+        assert update.collect_seconds > 16 * (0.5 + seconds)
 
 
 class FakeEvents:
