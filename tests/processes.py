@@ -35,7 +35,7 @@ def _ensure_forkserver() -> None:
 def spawn(function: Callable[..., None], arguments: tuple[Any, ...], nprocs: int) -> None:
     """Run `function(rank, *arguments)` in as many processes, as torch.multiprocessing.spawn does."""
     _ensure_forkserver()
-    torch.multiprocessing.start_processes(function, arguments, nprocs, start_method="forkserver")  # type: ignore[no-untyped-call]
+    torch.multiprocessing.start_processes(function, arguments, nprocs, start_method="forkserver")  # type: ignore[attr-defined,no-untyped-call]
 
 
 class Process:
@@ -52,7 +52,7 @@ class Process:
         pipes = [os.pipe() for _ in range(2)]
         self.stdout, self.stderr = (os.fdopen(reading, encoding="utf-8") for reading, _ in pipes)
         place = str(cwd or Path.cwd()), dict(os.environ if env is None else env)
-        streams = [DupFd(writing) for _, writing in pipes]  # type: ignore[no-untyped-call]
+        streams = [DupFd(writing) for _, writing in pipes]
         self._process = _FORKSERVER.Process(target=_run, args=(streams, *place, function, arguments), daemon=True)
         self._process.start()
         for _, writing in pipes:
@@ -131,4 +131,4 @@ def torchrun(ranks: int, *argv: str, cwd: Path | None = None) -> Process:
 
 def _launch(argv: Sequence[str]) -> None:
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may have children
-    torch.distributed.run.main(argv)  # type: ignore[no-untyped-call]
+    torch.distributed.run.main(argv)
