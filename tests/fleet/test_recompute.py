@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -26,7 +27,7 @@ from esper.tasks.gpt_host import GPTHost
 from tests.fleet.test_fleet import QUICK, SHADOW, assert_identical, in_every_slot, make_fleet, rows_of, settings_of, text_task
 from tests.fleet.test_fleet_equals_grower import BATCH, germinate, make_host, small_task
 
-KEEPS = FleetConfig(batch_size=BATCH, validation_batch=20, precision="float64")
+KEEPS = FleetConfig(batch_size=BATCH, validation_batch=30, precision="float64", steps_per_decision=2)
 RECOMPUTES = msgspec.structs.replace(KEEPS, checkpoint=True)
 LIFECYCLES = pytest.mark.parametrize("lifecycle", [QUICK, SHADOW], ids=["joint", "shadow"])
 
@@ -55,6 +56,7 @@ def chained() -> nn.Module:
     return nn.Sequential(parts.first, parts.second, parts.head)
 
 
+@cache
 def kinds() -> dict[str, tuple[Task, Callable[[int], nn.Module], tuple[str, str], tuple[str, str]]]:
     """Task, host, slots, blueprints."""
     text = text_task()
