@@ -103,6 +103,14 @@ def alone_with_device_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Name the tests that `make check` should not have to wait for."""
+    if "not slow" in config.option.markexpr:
+        long = [report for report in terminalreporter.stats.get("passed", []) if report.when == "call" and report.duration > 1]
+        for report in sorted(long, key=lambda report: -report.duration):
+            terminalreporter.write_line(f"{report.duration:.1f} s without the mark `slow`: {report.nodeid}")
+
+
 class Clock:
     """Replaces `time.perf_counter`. It advances a millisecond whenever it is read, and by what `sleep` is told."""
 

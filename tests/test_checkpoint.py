@@ -77,6 +77,7 @@ trees = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(state=trees)
 def test_any_tree_comes_back_bit_for_bit(tmp_path_factory: pytest.TempPathFactory, state: Any) -> None:
     assert same(round_trip(tmp_path_factory.mktemp("store"), state), state)
@@ -225,6 +226,7 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     assert store.load().state["value"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_without_syncs")
 @pytest.mark.parametrize("second_step", [1, 2], ids=["same step", "next step"])
 def test_a_crash_at_any_moment_loses_nothing(tmp_path: Path, second_step: int) -> None:

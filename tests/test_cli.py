@@ -28,6 +28,7 @@ print(time.process_time() - began)
 """
 
 
+@pytest.mark.slow
 def test_help_at_every_level_comes_at_once_without_torch_and_numpy() -> None:
     finished = subprocess.run([sys.executable, "-c", HELP_AT_EVERY_LEVEL], capture_output=True, text=True, check=True)
     assert float(finished.stdout.splitlines()[-1]) < 5, "together they take well under a second of CPU time"
@@ -58,6 +59,7 @@ def test_help_may_be_asked_for_as_a_word(asked: str, usage: str, capsys: pytest.
     assert f"usage: {usage}" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -179,6 +181,7 @@ def test_a_dry_run_says_what_would_be_done_and_touches_nothing(capsys: pytest.Ca
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_preset_names_the_environment_and_its_settings_and_the_command_line_changes_them(capsys: pytest.CaptureFixture[str]) -> None:
     config = plan_of(["--preset", "cartpole", "--num-steps", "32"], capsys)["config"]
     assert (config["env"], config["total_steps"], config["ppo.num_steps"]) == ("CartPole-v1", 50_000, 32)

@@ -77,6 +77,7 @@ def living_seeds(folder: Path) -> int:
 # Mistakes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -127,6 +128,7 @@ def test_a_folder_with_another_kind_of_run_is_not_gone_on_with(tmp_path: Path, c
     assert "run is a ppo run and not a controller run; what can be done with it: esper ppo train --resume --run run" in error
 
 
+@pytest.mark.slow
 def test_a_folder_that_holds_a_run_is_not_trained_in_again(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = (finished / "events.jsonl").read_bytes()
     assert train(finished, 2) == 2
@@ -137,6 +139,7 @@ def test_a_folder_that_holds_a_run_is_not_trained_in_again(finished: Path, capsy
 # What a run leaves behind
 
 
+@pytest.mark.slow
 def test_a_run_leaves_a_controller_and_says_how_to_use_it(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["controller", "train", "--resume", "--run", str(finished), "--json"]) == 0
     shown = capsys.readouterr().out
@@ -153,6 +156,7 @@ def test_a_run_leaves_a_controller_and_says_how_to_use_it(finished: Path, capsys
     assert load(ControllerConfig, finished / "config.toml").domain.tasks == ("digits",)
 
 
+@pytest.mark.slow
 def test_a_controller_file_that_was_lost_is_written_again(finished: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(finished, tmp_path / "copy")
     (copy / "controller.safetensors").unlink()
@@ -178,6 +182,7 @@ def test_tensorboard_gets_utility_rent_and_the_parts_of_the_reward(tmp_path: Pat
     assert {record.step for record in ended} <= {0, *updates}
 
 
+@pytest.mark.slow
 def test_a_dry_run_says_what_would_be_done_and_touches_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["controller", "train", *OPTIONS, "--seed", "7", "--rounds", "3", "--dry-run", "--json"]) == 0
     result = last_line(capsys.readouterr().out)
@@ -418,6 +423,7 @@ def as_of_another_layout(path: Path) -> None:
     write_tensors(path, tensors, {name: text.replace(LAYOUT_VERSION, "0-00000000") for name, text in metadata.items()})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["grow --controller", "grow --dry-run --controller", "controller compare --controllers"])
 @pytest.mark.parametrize(
     ("damage", "message"),

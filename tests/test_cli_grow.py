@@ -115,6 +115,7 @@ def scheduled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # Sinks
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("user_code")
 def test_tensorboard_gets_losses_and_slots_of_a_growing_host_and_goes_on_when_it_is_resumed(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
@@ -133,6 +134,7 @@ def test_tensorboard_gets_losses_and_slots_of_a_growing_host_and_goes_on_when_it
     assert shown["final_test/loss"] == [(3, pytest.approx(tested.loss))]  # that of the end after two epochs was cut
 
 
+@pytest.mark.slow
 def test_a_missing_tensorboard_is_said_before_a_host_is_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -145,6 +147,7 @@ def test_a_missing_tensorboard_is_said_before_a_host_is_trained(
 # Help and mistakes
 
 
+@pytest.mark.slow
 def test_the_help_shows_every_option_about_growing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["grow", "--help"]) == 0
     shown = capsys.readouterr().out
@@ -161,6 +164,7 @@ def test_the_help_shows_every_option_about_growing(capsys: pytest.CaptureFixture
         assert option in shown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -216,6 +220,7 @@ def test_a_wrong_key_in_the_file_names_the_right_one(tmp_path: Path, capsys: pyt
     assert "mine.toml: rent.paramters: unknown key; did you mean 'parameters'?" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_dry_run_says_what_would_be_done_and_touches_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["grow", *OPTIONS, "--host", "right", "--epochs", "1", "--raise", "shadow", "--max-seeds", "2", "--dry-run", "--json"]) == 0
     shown = capsys.readouterr().out
@@ -229,6 +234,7 @@ def test_a_dry_run_says_what_would_be_done_and_touches_nothing(tmp_path: Path, c
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine.toml").write_text('task = "digits"\nhost = "right"\nepochs = 7\nseed = 5\n[rent]\nflops = 0.5\n')
     assert main(["grow", "--config", "mine.toml", "--seed", "6", "--dry-run", "--json"]) == 0
@@ -256,6 +262,7 @@ def test_a_schedule_by_steps_needs_a_loader_that_tells_its_length(capsys: pytest
     assert "the training loader does not tell how many batches it has; leave --step-schedule out" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", [("precision", "bfloat16"), ("accumulate", "2"), ("max-grad-norm", "1.0")])
 def test_a_run_does_not_go_on_with_other_settings(option: tuple[str, str], finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name, value = option
@@ -297,6 +304,7 @@ def test_the_twin_is_the_same_training_without_growth(finished: Path, capsys: py
     assert grown.epochs[0].train_loss == twin.epochs[0].train_loss, "and see the same batches"
 
 
+@pytest.mark.slow
 def test_the_twin_is_compared_sample_by_sample(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     task = load_task("digits")
     rights = []
@@ -320,6 +328,7 @@ def test_the_twin_is_compared_sample_by_sample(finished: Path, capsys: pytest.Ca
     assert points in (finished / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_nothing_worth_keeping_is_a_normal_end(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["grow", "--task", "digits", "--controller", "never", "--epochs", "1", "--threads", "1", "--json"]) == 0
     shown = capsys.readouterr().out
@@ -335,6 +344,7 @@ def test_runs_of_the_same_second_get_folders_of_their_own() -> None:
     assert len(folders) == 3
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_begin_leaves_no_folder_but_one_that_was_there(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("keep me")
@@ -342,6 +352,7 @@ def test_a_run_that_cannot_begin_leaves_no_folder_but_one_that_was_there(tmp_pat
     assert (tmp_path / "mine" / "notes.txt").exists()
 
 
+@pytest.mark.slow
 def test_a_folder_that_holds_a_run_is_not_trained_in_again(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = (finished / "events.jsonl").read_bytes()
     assert grow(finished, EPOCHS) == 2
@@ -409,6 +420,7 @@ def state_of(folder: Path) -> Tree:
     return state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_stops_with_a_checkpoint_and_says_how_to_go_on(
     number: signal.Signals, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -454,6 +466,7 @@ def test_a_run_that_had_finished_says_so_and_goes_on_for_more_epochs(capsys: pyt
     assert load(GrowTaskConfig, "run/grow.toml").epochs == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -470,6 +483,7 @@ def test_what_a_run_was_made_with_cannot_change(more: list[str], message: str, s
 # The user's own code
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("user_code")
 def test_a_users_model_grows_on_the_users_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = ["--model", "mycode:make_model", "--data", "mycode:make_loaders", "--controller", "schedule", "--epochs", "6", "--run", "run"]
@@ -483,6 +497,7 @@ def test_a_users_model_grows_on_the_users_data(tmp_path: Path, capsys: pytest.Ca
     assert sum(parameter.numel() for parameter in model.parameters()) == result["params"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("user_code")
 def test_a_twin_without_an_accuracy_has_no_interval(capsys: pytest.CaptureFixture[str]) -> None:
     own = ["--model", "mycode:make_model", "--data", "mycode:make_loaders", "--loss", "mycode:squared", "--epochs", "1", "--run", "run"]
@@ -499,6 +514,7 @@ def test_the_length_of_sequences_reaches_the_task(tmp_path: Path) -> None:
     assert inputs.shape[1] == 16
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("user_code")
 @pytest.mark.parametrize("more", [["--loss", "mycode:squared"], ["--step-loss", "mycode:step_loss"]])
 def test_a_loss_of_ones_own_has_no_accuracy(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -509,6 +525,7 @@ def test_a_loss_of_ones_own_has_no_accuracy(more: list[str], capsys: pytest.Capt
     assert result["test_accuracy"] is None
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("user_code")
 def test_without_a_test_part_there_is_no_number_for_it(capsys: pytest.CaptureFixture[str]) -> None:
     own = ["--model", "mycode:make_model", "--data", "mycode:two_loaders", "--controller", "never", "--epochs", "1", "--run", "run"]
@@ -518,6 +535,7 @@ def test_without_a_test_part_there_is_no_number_for_it(capsys: pytest.CaptureFix
     assert "test accuracy" not in shown
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("user_code")
 @pytest.mark.parametrize(
     ("model", "data", "code", "message"),
@@ -628,6 +646,7 @@ def test_the_live_view_ends_with_the_last_state(finished: Path, monkeypatch: pyt
     assert f"epoch {EPOCHS}/{EPOCHS}" in stream.getvalue().rpartition("train")[0].splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_the_report_of_a_run_is_written_again(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = (finished / "report.html").read_bytes()
     (finished / "report.html").unlink()

@@ -78,6 +78,7 @@ def after_update(count: int) -> Callable[[], bool]:
 # What a run leaves behind
 
 
+@pytest.mark.slow
 def test_a_run_is_trained_evaluated_and_evaluated_again(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert train("run", 10, "--json") == 0
     output = capsys.readouterr().out
@@ -96,6 +97,7 @@ def test_a_run_is_trained_evaluated_and_evaluated_again(capsys: pytest.CaptureFi
     assert main(["ppo", "eval", "run", "--episodes", "1", "--checkpoint", "latest", "--stochastic"]) == 0
 
 
+@pytest.mark.slow
 def test_a_folder_that_holds_a_run_is_not_trained_in_again(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = (finished / "events.jsonl").read_bytes()
     assert train(finished, 10) == 2
@@ -110,6 +112,7 @@ def test_a_run_without_a_folder_gets_one_of_its_own(tmp_path: Path) -> None:
     assert all(folder.parent == Path("runs") and folder.name.startswith("cue-") for folder in folders)
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_keeps_no_second_copy_of_what_it_loaded(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copy = shutil.copytree(finished, tmp_path / "copy")
     loaded: list[weakref.ref[torch.Tensor]] = []
@@ -141,6 +144,7 @@ def test_a_folder_that_another_process_trains_in_is_refused(finished: Path, tmp_
         resume_run(copy)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of numbers too large
 def test_training_that_diverges_ends_with_1_and_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert train("run", 10, "--learning-rate", "1e30", "--json") == 1
@@ -150,6 +154,7 @@ def test_training_that_diverges_ends_with_1_and_no_traceback(capsys: pytest.Capt
     assert "not finite" in last_line(captured.out)["error"]
 
 
+@pytest.mark.slow
 def test_training_that_stops_itself_leaves_a_checkpoint_and_says_where(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -160,6 +165,7 @@ def test_training_that_stops_itself_leaves_a_checkpoint_and_says_where(
     assert open_store(tmp_path / "run").load("latest").step > 0
 
 
+@pytest.mark.slow
 def test_tensorboard_gets_the_updates_and_every_evaluation(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     assert train("run", 4, "--tensorboard") == 0
@@ -174,6 +180,7 @@ def test_tensorboard_gets_the_updates_and_every_evaluation(tmp_path: Path) -> No
     assert shown["evaluated/mean_return"] == [(evaluated.step, pytest.approx(evaluated.mean_return))]
 
 
+@pytest.mark.slow
 def test_thresholds_of_alarms_come_from_the_command_line_or_a_file_and_may_change_when_a_run_goes_on(tmp_path: Path) -> None:
     (tmp_path / "alarms.toml").write_text("[ppo.thresholds]\nratio_explosion = 0.5\n")
     assert train("run", 1, "--config", "alarms.toml", "--value-collapse", "1e9") == 0
@@ -209,6 +216,7 @@ def steps_in_tensorboard(folder: Path) -> list[int]:
     return [step for step, _ in shown_in_tensorboard(folder)["update/value_loss"]]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_writing_for_tensorboard_until_it_is_told_not_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -230,6 +238,7 @@ def test_a_resumed_run_goes_on_writing_for_tensorboard_until_it_is_told_not_to(
     assert steps_in_tensorboard(tmp_path / "run")[-1] == 5 * UPDATE_STEPS
 
 
+@pytest.mark.slow
 def test_a_run_that_is_resumed_with_tensorboard_writes_all_of_it(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     train_run(msgspec.structs.replace(CONFIG, total_steps=UPDATE_STEPS), tmp_path / "run")
@@ -261,6 +270,7 @@ def test_a_policy_is_loaded_without_an_environment(finished: Path) -> None:
     assert all(torch.equal(value, same.state_dict()[name]) for name, value in policy.state_dict().items())
 
 
+@pytest.mark.slow
 def test_a_policy_with_an_encoder_of_ones_own_is_trained_resumed_and_loaded(tmp_path: Path) -> None:
     class Wide(torch.nn.Module):
         output_size = 12
@@ -280,6 +290,7 @@ def test_a_policy_with_an_encoder_of_ones_own_is_trained_resumed_and_loaded(tmp_
         load_policy(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_the_one_whose_policy_does_best_on_fresh_episodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scores = iter([0.25, 1.0, 0.5, 0.75, 0.0, 0.0])
     monkeypatch.setattr("esper.rl.run_setup.evaluate", lambda *given, **settings: Evaluation([next(scores)], [1]))
@@ -302,6 +313,7 @@ def test_without_evaluation_the_best_checkpoint_is_that_of_the_highest_return_on
 # Going on
 
 
+@pytest.mark.slow
 def test_a_run_stopped_and_resumed_equals_one_that_was_not(finished: Path, tmp_path: Path) -> None:
     stopped = train_run(CONFIG, tmp_path / "run", should_stop=after_update(4))
     assert (stopped.status, stopped.step) == ("stopped", 4 * UPDATE_STEPS)
@@ -330,6 +342,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(finished: Path, 
     assert_same_learner(copy, finished)
 
 
+@pytest.mark.slow
 def test_a_run_that_lost_its_events_fails_with_their_name(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, damage in {"lost": Path.unlink, "torn": lambda path: os.truncate(path, 10)}.items():
         copy = shutil.copytree(finished, tmp_path / name)
@@ -347,6 +360,7 @@ def test_a_finished_run_is_left_as_it_is(finished: Path, capsys: pytest.CaptureF
     assert (finished / "events.jsonl").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_a_resumed_run_may_get_more_steps_but_no_other_learner(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     copy = shutil.copytree(finished, tmp_path / "copy")
     assert main(["ppo", "train", "--resume", "--run", str(copy), "--hidden-size", "9"]) == 2
@@ -356,6 +370,7 @@ def test_a_resumed_run_may_get_more_steps_but_no_other_learner(finished: Path, t
     assert open_store(copy).load().step == 12 * UPDATE_STEPS
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     class Encoder(torch.nn.Linear):
         output_size = 12
@@ -393,6 +408,7 @@ def test_an_environment_that_cannot_be_saved_begins_new_episodes_and_says_so(tmp
     assert kinds.count("episodes_restarted") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_stops_after_the_update_with_a_checkpoint(
     number: signal.Signals, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]

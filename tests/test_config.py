@@ -220,6 +220,7 @@ runs = st.builds(
 )
 
 
+@pytest.mark.slow
 @given(runs)
 def test_toml_gives_the_same_config_back(run: Run) -> None:
     assert from_mapping(Run, tomllib.loads(to_toml(run))) == run
@@ -336,6 +337,7 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults(tmp_
     assert run == Run(seed=4, task="spirals", is_verbose=True, folder=Path("runs/a"), ppo=expected_learner)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("args", "message"),
     [

@@ -85,6 +85,7 @@ def test_every_line_names_kind_time_run_rank_env_and_step_first(path: Path) -> N
         assert list(json.loads(line))[:6] == ["kind", "time", "run", "rank", "env", "step"]
 
 
+@pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     loss=st.floats(), parts=st.dictionaries(st.text(), st.floats()), label=st.none() | st.text() | st.sampled_from(["nan", "inf", "null"])
@@ -165,6 +166,7 @@ def test_lines_of_many_threads_stay_whole_and_complete(path: Path) -> None:
         assert [step for env, step in found if env == worker] == list(range(200))
 
 
+@pytest.mark.slow
 def test_events_reach_the_file_within_seconds_without_a_flush(path: Path) -> None:
     with EventLog(path, "run") as log:
         log.emit(StepTaken())
@@ -463,6 +465,7 @@ def test_tensorboard_gets_the_finite_numbers_of_every_event_by_rank_and_environm
     assert not any(isinstance(event, SinkFailed) for event in events_in(tmp_path / "events.jsonl"))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # TensorBoard's own imports
 def test_the_file_of_a_later_session_is_read_last_by_tensorboard_even_within_a_second(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
@@ -474,6 +477,7 @@ def test_the_file_of_a_later_session_is_read_last_by_tensorboard_even_within_a_s
     assert sorted(path.name for path in tmp_path.iterdir())[0] == earlier.name
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # TensorBoard's own imports
 def test_tensorboard_hides_what_a_resumed_run_has_cut(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")

@@ -85,6 +85,7 @@ def modules() -> Iterator[tuple[str, Path]]:
         yield ".".join(("esper", *(part for part in parts if part != "__init__"))), path
 
 
+@pytest.mark.slow
 def test_every_import_follows_the_layers() -> None:
     found = [
         violation for module, path in modules() for violation in violations(path.read_text(), module, is_package=path.name == "__init__.py")
@@ -196,6 +197,7 @@ def computing_modules() -> list[str]:
     return [name for name in names if name not in EDGES]
 
 
+@pytest.mark.slow
 def test_the_computing_packages_import_with_torch_numpy_and_msgspec_alone() -> None:
     forbidden = _forbidden_packages()
     assert {"tyro", "rich", "safetensors", "pytest"} <= forbidden
@@ -204,12 +206,14 @@ def test_the_computing_packages_import_with_torch_numpy_and_msgspec_alone() -> N
     assert finished.returncode == 0, finished.stderr
 
 
+@pytest.mark.slow
 def test_the_import_of_a_package_from_the_edge_would_be_noticed() -> None:
     finished = _import_with_little(["esper.cli.parse"])
     assert finished.returncode == 1
     assert "No module named 'tyro'" in finished.stderr
 
 
+@pytest.mark.slow
 def test_configs_import_without_torch() -> None:
     program = (
         "import sys, esper.rl.config, esper.rl.run_config, esper.rl.events, esper.arena.config; "

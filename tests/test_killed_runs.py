@@ -248,6 +248,7 @@ def test_a_resumed_ppo_run_lets_the_loaded_checkpoint_go(tmp_path: Path, monkeyp
     )
 
 
+@pytest.mark.slow
 def test_a_resumed_growing_run_lets_the_loaded_checkpoint_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.growth.test_resume import Countdown, script, stateful, training
 
@@ -267,6 +268,7 @@ class Killed(BaseException):
     """Nothing in a training catches it."""
 
 
+@pytest.mark.slow
 def test_a_longer_training_that_is_killed_leaves_no_model_of_its_earlier_end(tmp_path: Path) -> None:
     from tests.growth.test_resume import start
 
@@ -291,6 +293,7 @@ def test_a_longer_training_that_is_killed_leaves_no_model_of_its_earlier_end(tmp
     assert (folder / "model.safetensors").read_bytes() != first
 
 
+@pytest.mark.slow
 def test_a_growing_run_passes_over_a_damaged_checkpoint_and_says_so(tmp_path: Path) -> None:
     from tests.growth.test_resume import start
 

@@ -47,6 +47,7 @@ def assert_moments(moments: Moments, expected: Tensor) -> None:
 # Moments
 
 
+@pytest.mark.slow
 @given(
     shape=st.sampled_from(SHAPES),
     sizes=st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any),
@@ -62,6 +63,7 @@ def test_rows_in_any_split_give_the_moments_of_one_batch(shape: tuple[int, ...],
     assert moments.count == sum(sizes)
 
 
+@pytest.mark.slow
 @given(mask=st.lists(st.booleans(), min_size=1, max_size=12), shape=st.sampled_from(SHAPES), seed=st.integers(0, 99))
 @pytest.mark.parametrize("kind", [RunningMoments, ExponentialMoments])
 def test_a_mask_equals_filtering(kind: type[Moments], mask: list[bool], shape: tuple[int, ...], seed: int) -> None:
@@ -243,6 +245,7 @@ def coverage(interval_of: Callable[..., Interval], draw: Callable[..., np.ndarra
     return hits / trials
 
 
+@pytest.mark.slow
 def test_intervals_cover_the_truth_about_as_often_as_they_say() -> None:
     def bootstrapped(sample: np.ndarray, rng: np.random.Generator) -> Interval:
         return bootstrap_interval(sample, resamples=500, confidence=0.9, rng=rng)

@@ -34,6 +34,7 @@ def test_a_mode_that_torch_warns_of_after_it_was_set_is_taken_back(monkeypatch: 
     assert modes[-1] == "default"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("alone_with_device_memory")
 def test_two_processes_never_measure_the_memory_of_a_device_at_once(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.getbasetemp()

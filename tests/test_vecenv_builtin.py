@@ -88,6 +88,7 @@ def at_random(env: VecEnv):
     return lambda timestep: sample_actions(env.action_spec, timestep.masks, env.num_envs, generator)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "solver", "at_least", "random"),
     [
@@ -190,6 +191,7 @@ def test_a_forbidden_item_is_wrong_and_the_item_of_a_pass_does_not_matter():
     assert (~allowed & (kind != 0)).any()
 
 
+@pytest.mark.slow
 def test_cartpole_moves_as_gymnasiums_does():
     env = make("cartpole-hidden", 1)
     env.reset(seed=0)
@@ -238,6 +240,7 @@ def test_a_time_limit_truncates_and_keeps_the_final_observation():
     assert not torch.allclose(timestep.final_obs["obs"], timestep.obs["obs"])
 
 
+@pytest.mark.slow
 def test_a_cartpole_that_never_terminates_stays_finite_and_lasts_to_the_limit():
     env = make("cartpole-hidden", 4, max_steps=300, never_terminate=True, reward_scale=0.5)
     env.reset(seed=0)

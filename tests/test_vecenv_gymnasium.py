@@ -115,6 +115,7 @@ def test_adapted_environments_keep_the_contract_even_where_buffers_are_reused(mo
     check_env(from_gymnasium(sync(Counter, mode=mode, copy=False)), steps=30)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # how Gymnasium starts its workers on Linux
 @pytest.mark.parametrize("mode", MODES)
 def test_environments_in_processes_of_their_own_give_what_those_in_this_one_give(mode):

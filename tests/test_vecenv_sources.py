@@ -168,6 +168,7 @@ class AskedThroughAWrapper(gymnasium.Wrapper):
     pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", list(AutoresetMode))
 @pytest.mark.parametrize("factory", [Asked, lambda: AskedThroughAWrapper(Asked())], ids=["env", "wrapped"])
 def test_masks_of_the_method_action_masks_are_obeyed(mode, factory):
@@ -194,6 +195,7 @@ def test_one_environment_is_enough(core):
     assert [update.gradient_steps for update in updates] == [8 if core == "none" else 1] * 2
 
 
+@pytest.mark.slow
 def test_a_callback_sees_every_update_and_ends_training(walk):
     seen = []
     ppo = PPO(walk.make_env, SMALL, num_envs=2)

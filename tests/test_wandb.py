@@ -142,6 +142,7 @@ def make_loaders():
 """
 
 
+@pytest.mark.slow
 def test_a_growing_host_and_its_twin_are_two_runs_of_wandb(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stand_in: StandIn, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -112,6 +112,7 @@ def assert_fair(config: ArenaConfig, seed: int, decisions: int) -> None:
     assert (units.hit_points < 0.9 * arena.tables.units.hit_points).any(), "nobody was hurt, so little was shown"
 
 
+@pytest.mark.slow
 def test_neither_side_is_favoured() -> None:
     config = small_config(battles=10, teams=4, pack=ALL, maps=10, contacts=3)
     assert len(set(Arena(config, seed=1).state.contest.map.tolist())) >= 5
@@ -125,6 +126,7 @@ def test_neither_side_is_favoured_in_any_landscape(landscape: Landscape) -> None
     assert_fair(config, seed=2, decisions=24)
 
 
+@pytest.mark.slow
 def test_a_battle_does_not_depend_on_the_others_in_its_batch() -> None:
     config = small_config(battles=8, teams=2, pack=("medium", "scout"), maps=4)
     generator = torch.Generator().manual_seed(0)
@@ -139,6 +141,7 @@ def test_a_battle_does_not_depend_on_the_others_in_its_batch() -> None:
     assert_same(mixed.state, rows_of(arena.state, order))
 
 
+@pytest.mark.slow
 def test_a_battle_alone_is_fought_as_in_a_batch() -> None:
     settings = {"teams": 2, "pack": ("medium", "scout"), "maps": 3}
     many, alone = Arena(small_config(battles=4, **settings), seed=5), Arena(small_config(battles=1, **settings), seed=5)
@@ -150,6 +153,7 @@ def test_a_battle_alone_is_fought_as_in_a_batch() -> None:
     assert_near(alone.state, rows_of(many.state, torch.tensor([0])), tolerance=1e-4)
 
 
+@pytest.mark.slow
 def test_the_same_seed_and_actions_lead_to_the_same_battles_bit_for_bit() -> None:
     config = small_config(battles=2, teams=2, pack=("medium", "light"), maps=3, seconds=1.0)
     hashes = []
@@ -171,6 +175,7 @@ def test_a_hash_tells_every_change() -> None:
     assert state_hash(arena.state, 0) != before
 
 
+@pytest.mark.slow
 def test_what_was_saved_in_the_middle_goes_on_in_the_same_way() -> None:
     config = small_config(battles=2, teams=2, pack=("medium", "light"), maps=3, seconds=2.0)
     arena, generator = Arena(config, seed=1), torch.Generator().manual_seed(0)
@@ -189,6 +194,7 @@ def test_what_was_saved_in_the_middle_goes_on_in_the_same_way() -> None:
     assert arena.state.contest.episode.tolist() == [1, 1]
 
 
+@pytest.mark.slow
 def test_a_reset_begins_the_same_battles_again_and_another_seed_others() -> None:
     arena = Arena(small_config(battles=2, maps=4), seed=1)
     start = arena.state
@@ -201,6 +207,7 @@ def test_a_reset_begins_the_same_battles_again_and_another_seed_others() -> None
     assert_same(arena.state, start)
 
 
+@pytest.mark.slow
 def test_a_battle_that_ends_begins_anew_in_its_place_and_the_others_go_on() -> None:
     config = small_config(battles=4, maps=4, teams=2, pack=("medium", "light"))
     arena, other = Arena(config, seed=1), Arena(config, seed=1)
@@ -240,6 +247,7 @@ def test_what_is_destroyed_stays_destroyed_for_that_battle_alone() -> None:
     assert torch.equal(arena.state.world.hit_points[0], original[0])
 
 
+@pytest.mark.slow
 def test_a_battle_in_which_nobody_does_anything_ends_by_time_as_a_draw() -> None:
     arena = Arena(small_config(seconds=2.0))
     for decision in range(1, 9):
@@ -251,6 +259,7 @@ def test_a_battle_in_which_nobody_does_anything_ends_by_time_as_a_draw() -> None
     assert arena.state.contest.decision.tolist() == [0]
 
 
+@pytest.mark.slow
 def test_a_team_alone_in_the_zone_wins_after_half_of_the_seconds() -> None:
     arena = flat_arena(seconds=4.0)
     place(arena, 1, 0, 0)
@@ -275,6 +284,7 @@ def test_two_who_kill_each_other_have_drawn() -> None:
     assert scene.died[0].tolist() == [True, True]
 
 
+@pytest.mark.slow
 def test_units_that_are_absent_stay_so_and_no_battle_ends_for_that() -> None:
     arena = Arena(small_config(battles=6, teams=2, pack=("medium", "scout"), smallest_team=1, seconds=2.0, maps=2), seed=2)
     generator = torch.Generator().manual_seed(0)
@@ -287,6 +297,7 @@ def test_units_that_are_absent_stay_so_and_no_battle_ends_for_that() -> None:
         assert bool(scene.ended.all()) == (decision == 8)
 
 
+@pytest.mark.slow
 def test_the_largest_team_can_be_changed_for_battles_to_come() -> None:
     arena = Arena(small_config(battles=2, teams=2, pack=("medium", "scout"), seconds=0.5, maps=2))
     arena.set_largest_team(1)
@@ -346,6 +357,7 @@ def played_at_random(arena: Arena, agent_steps: int) -> None:
     assert ended > 0
 
 
+@pytest.mark.slow
 def test_everything_stays_in_its_range_in_random_play() -> None:
     played_at_random(Arena(small_config(battles=128, teams=4, pack=ALL, maps=8, contacts=3, seconds=2.0)), agent_steps=20_000)
 
@@ -426,6 +438,7 @@ def test_a_choice_that_does_not_exist_is_refused_with_battle_and_unit(head: str,
     assert message == f"battle 1, unit 2 (medium of team 1): {head} is {value}, and must be from 0 to {highest}"
 
 
+@pytest.mark.slow
 def test_the_ends_of_the_ranges_are_accepted() -> None:
     arena = flat_arena("medium", "scout")
     ones = torch.ones(4, 4)

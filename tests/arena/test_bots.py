@@ -13,6 +13,7 @@ from esper.league.matches import Ground
 from tests.arena.worlds import small_config
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BOTS)
 def test_a_bot_gives_actions_that_are_allowed(name):
     arena = Arena(small_config(teams=2, battles=4, seconds=20.0))
@@ -28,6 +29,7 @@ def test_a_bot_gives_actions_that_are_allowed(name):
         scene = arena.step(actions)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["weak", "middle", "strong"])
 def test_what_a_unit_does_not_sense_changes_nothing_that_its_bot_does(name):
     arena = Arena(small_config(teams=2, battles=4, size=48, seconds=30.0))

@@ -48,6 +48,7 @@ def test_a_decision_leaves_the_state_before_it_as_it_was() -> None:
     assert_same(before, copy)
 
 
+@pytest.mark.slow
 def test_a_laser_held_down_for_a_second_and_a_quarter_strikes_three_times() -> None:
     arena = duel()
     for _ in range(5):
@@ -79,6 +80,7 @@ def test_two_units_can_kill_each_other_in_one_tick() -> None:
     assert not arena.state.units.is_alive.any()
 
 
+@pytest.mark.slow
 def test_who_dies_in_a_tick_does_nothing_in_the_next() -> None:
     arena = duel(metres=9.0)
     put(arena, 1, hit_points=10.0)
@@ -97,6 +99,7 @@ def test_venting_locks_weapons_in_the_tick_in_which_it_begins() -> None:
     assert decided(arena, {0: {"fire": "laser", "target": 1}}).fired[0, 0]
 
 
+@pytest.mark.slow
 def test_too_much_fire_shuts_a_unit_down_until_it_has_cooled_to_half() -> None:
     arena = duel("heavy", metres=6.0)
     put(arena, 0, heat=120.0)
@@ -114,6 +117,7 @@ def test_too_much_fire_shuts_a_unit_down_until_it_has_cooled_to_half() -> None:
     assert decided(arena, {0: {"fire": "laser", "target": 1}}).fired[0, 0]
 
 
+@pytest.mark.slow
 def test_a_gauss_hit_makes_a_shaken_unit_fall_and_it_lies_until_it_gets_up() -> None:
     arena = duel("heavy", metres=8.0)
     put(arena, 1, stability=55.0)
@@ -133,6 +137,7 @@ def test_autocannon_fire_suppresses_who_is_hit() -> None:
     assert 20 <= field(arena, "suppressed", 1) <= 24
 
 
+@pytest.mark.slow
 def test_a_painted_target_far_away_is_hit_by_a_missile() -> None:
     arena = flat_arena("medium", size=64)
     place(arena, 0, -15, 0)
@@ -163,6 +168,7 @@ def test_a_friend_in_the_line_of_fire_is_hurt() -> None:
     assert deeds.taken[0, 0, 2] == 0
 
 
+@pytest.mark.slow
 def test_smoke_that_is_shot_hides_and_thins_out_after_ten_seconds() -> None:
     arena = duel("scout", metres=16.0, size=32)
     decided(arena, {0: {"fire": "smoke", "target": 1}})
@@ -220,6 +226,7 @@ def test_a_unit_that_is_absent_takes_no_part() -> None:
     assert not deeds.taken[0, :, 1].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WEAPONS)
 def test_every_weapon_can_be_fired_by_a_class_that_owns_it_and_takes_what_it_should(name: str) -> None:
     owner = next(unit for unit, spec in CLASSES.items() if name in spec.weapons)

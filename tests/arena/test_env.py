@@ -26,6 +26,7 @@ def played(env, decisions):
     return [env.step(no_actions(env.config)) for _ in range(decisions)]
 
 
+@pytest.mark.slow
 def test_it_keeps_the_contract():
     settings = {"pack": ("medium", "light"), "size": 16, "maps": 2, "seconds": 1.5, "state_view": True}
     env = ArenaEnv(small_config(battles=2, teams=2, smallest_team=1, **settings))
@@ -46,6 +47,7 @@ def test_every_unit_of_every_battle_is_a_row():
     assert torch.equal(unit_of_battle[1, 2], env.scene.observation[1, 2])
 
 
+@pytest.mark.slow
 def test_a_death_ends_the_unit_once_and_its_row_waits_for_the_next_battle():
     env = ArenaEnv(TINY)
     env.reset(seed=0)
@@ -60,6 +62,7 @@ def test_a_death_ends_the_unit_once_and_its_row_waits_for_the_next_battle():
     assert all(step.reward[1] == 0 for step in steps[1:4])
 
 
+@pytest.mark.slow
 def test_time_is_a_real_end_for_everybody():
     env = ArenaEnv(TINY)
     env.reset(seed=0)
@@ -70,6 +73,7 @@ def test_time_is_a_real_end_for_everybody():
     assert not last.truncated.any()
 
 
+@pytest.mark.slow
 def test_a_battle_that_ended_begins_anew_in_the_same_step():
     env = ArenaEnv(TINY)
     env.reset(seed=0)
@@ -101,12 +105,14 @@ def test_after_a_reset_every_row_begins():
     assert env.arena.state.units.is_alive.all()
 
 
+@pytest.mark.slow
 def test_a_seed_says_which_battles_are_fought():
     env, other = ArenaEnv(TINY, seed=3), ArenaEnv(TINY, seed=4)
     assert torch.equal(env.reset().obs["obs"], other.reset(seed=3).obs["obs"])
     assert not torch.equal(env.reset(seed=3).obs["obs"], env.reset(seed=5).obs["obs"])
 
 
+@pytest.mark.slow
 def test_a_saved_battle_goes_on_in_another_arena():
     env, other = ArenaEnv(TINY, seed=3), ArenaEnv(TINY, seed=8)
     generator = torch.Generator().manual_seed(0)

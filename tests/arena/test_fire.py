@@ -60,6 +60,7 @@ def launched(arena: Arena, name: str) -> tuple[Tensor, Tensor]:
     return shells.position[0, 0, 0], shells.velocity[0, 0, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "every"), [("laser", 12), ("flamer", 3), ("missile", 60), ("gauss", 80), ("autocannon", 4), ("painter", 20), ("smoke", 100)]
 )
@@ -197,6 +198,7 @@ def test_only_what_is_ballistic_leads_a_target_that_moves() -> None:
         assert float(velocity[1] / velocity[0]) == pytest.approx(lead / 10, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_what_hits_at_once_needs_a_target_that_is_seen_and_what_flies_one_that_is_sensed() -> None:
     arena = facing_each_other("missile", 6)
     build(arena, (-28, -27), (-10, 10), Material.REINFORCED, height=6.0)

@@ -84,6 +84,7 @@ def test_nothing_but_the_column_that_was_hit_changes() -> None:
     assert [int((part != was).sum()) for part, was in zip(after[:5], before[:5], strict=True)] == [1] * 5
 
 
+@pytest.mark.slow
 def test_who_stands_on_a_wall_that_is_shot_away_falls() -> None:
     arena = flat_arena()
     build(arena, (2, 3), (0, 1), Material.SOLID, height=4.0)
@@ -95,6 +96,7 @@ def test_who_stands_on_a_wall_that_is_shot_away_falls() -> None:
     assert field(arena, "legs", 0) < 75
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("material", "shots"), [(Material.SOLID, 2), (Material.GLASS, 1), (Material.REINFORCED, None)])
 def test_two_gauss_shots_open_a_wall_one_opens_glass_and_none_what_is_reinforced(material: Material, shots: int | None) -> None:
     arena = flat_arena("heavy")

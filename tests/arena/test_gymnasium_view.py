@@ -46,6 +46,7 @@ def test_sampled_actions_are_taken(view):
     assert infos["_valid"].all()
 
 
+@pytest.mark.slow
 def test_the_dead_are_not_valid_until_their_next_battle(view):
     view.reset(seed=0)
     doomed(view, unit=1)  # in both battles
@@ -61,6 +62,7 @@ def test_the_dead_are_not_valid_until_their_next_battle(view):
     assert valid == [True, False, False, False, True]
 
 
+@pytest.mark.slow
 def test_the_arena_can_be_saved_through_the_view(view):
     view.reset(seed=0)
     saved, actions = view.state_dict(), view.action_space.sample()

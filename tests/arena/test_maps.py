@@ -63,6 +63,7 @@ def by_landscape() -> dict[str, Maps]:
     return {name: generate_maps(range(30), landscapes=(name,)) for name in LANDSCAPES}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [16, 30, 64])
 def test_the_half_turn_leaves_every_map_exactly_as_it_is(size: int) -> None:
     maps = generate_maps(range(25), size=size)
@@ -70,6 +71,7 @@ def test_the_half_turn_leaves_every_map_exactly_as_it_is(size: int) -> None:
     assert torch.equal(maps.material, maps.material.flip(1, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [16, 22, 64])
 @pytest.mark.parametrize("name", LANDSCAPES)
 def test_both_teams_reach_the_zone_on_foot_and_side_by_side(name: str, size: int) -> None:
@@ -87,6 +89,7 @@ def test_hundreds_of_maps_of_every_landscape_are_connected(name: str) -> None:
     assert torch.equal(large.height, large.height.flip(1, 2))
 
 
+@pytest.mark.slow
 def test_the_flood_agrees_with_one_column_at_a_time() -> None:
     made = generate_maps(range(10), size=32)
     # Unmended noise, so that both answers occur: about half of these are cut off.
@@ -100,6 +103,7 @@ def test_the_flood_agrees_with_one_column_at_a_time() -> None:
     assert 5 < are_connected(noise).sum() < 55
 
 
+@pytest.mark.slow
 def test_a_winding_way_is_found_and_a_wall_across_it_is_seen() -> None:
     size = 32
     height = torch.zeros(1, size, size)
@@ -123,6 +127,7 @@ def test_a_team_that_is_walled_in_on_one_side_alone_is_noticed() -> None:
     assert not are_connected(maps).item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [16, 34, 64])
 def test_a_way_is_opened_through_solid_rock(size: int) -> None:
     shape = (12, size, size)
@@ -137,12 +142,14 @@ def test_a_way_is_opened_through_solid_rock(size: int) -> None:
     assert torch.equal(opened.height, opened.height.flip(1, 2))
 
 
+@pytest.mark.slow
 def test_maps_that_are_connected_are_not_touched_by_the_mending() -> None:
     maps = generate_maps(range(20))
     again = _with_ways(Ground(maps.height, maps.material), Chance(torch.arange(20), size=64))
     assert torch.equal(again.height, maps.height)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [16, 64])
 def test_a_seeds_map_does_not_depend_on_the_others_in_the_batch(size: int) -> None:
     together = generate_maps(FAR_SEEDS * 2 + list(range(100, 117)), size=size)
@@ -153,6 +160,7 @@ def test_a_seeds_map_does_not_depend_on_the_others_in_the_batch(size: int) -> No
             assert torch.equal(whole[which + len(FAR_SEEDS)], part[0])
 
 
+@pytest.mark.slow
 def test_maps_are_made_on_the_cpu_whatever_the_defaults_are() -> None:
     plain = generate_maps([5, 6, 7, 8], size=32)
     torch.set_default_dtype(torch.float64)
@@ -164,6 +172,7 @@ def test_maps_are_made_on_the_cpu_whatever_the_defaults_are() -> None:
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(plain, other, strict=True))
 
 
+@pytest.mark.slow
 def test_the_same_seeds_give_the_same_maps_and_no_global_generator_is_drawn_from() -> None:
     state = torch.get_rng_state()
     first = generate_maps(FAR_SEEDS)
@@ -175,12 +184,14 @@ def test_the_same_seeds_give_the_same_maps_and_no_global_generator_is_drawn_from
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LANDSCAPES)
 def test_different_seeds_give_different_maps(name: str, by_landscape: dict[str, Maps]) -> None:
     maps = by_landscape[name]
     assert len({tuple(height.flatten().tolist()) for height in maps.height}) == len(maps.height)
 
 
+@pytest.mark.slow
 def test_all_landscapes_are_drawn_and_those_not_asked_for_are_not() -> None:
     assert set(BUILDERS) == set(LANDSCAPES)
     drawn = generate_maps(range(300), size=16).landscape
@@ -220,6 +231,7 @@ def test_far_columns_mostly_do_not_see_one_another_and_near_ones_often_do(name: 
     assert (is_clear & near).sum() > 0.3 * near.sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [16, 24, 64])
 def test_corners_are_flat_and_the_zone_is_mostly_walkable_with_a_little_cover(size: int) -> None:
     maps = generate_maps(range(30), size=size)

@@ -304,6 +304,7 @@ def test_a_fall_is_hard_from_where_it_is_faster_than_legs_bear(height: float, is
     assert field(arena, "velocity", 0)[2] == 0
 
 
+@pytest.mark.slow
 def test_a_hard_landing_costs_legs_and_no_hit_points() -> None:
     arena = flat_arena()
     place(arena, 0, 0, 0, 4.0)

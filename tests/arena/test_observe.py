@@ -32,6 +32,7 @@ def duel():
 # Oneself
 
 
+@pytest.mark.slow
 def test_class_and_role_are_told():
     arena = flat_arena("scout", "light", "medium", "heavy", size=32)
     for unit, name in enumerate(CLASSES):

@@ -43,6 +43,7 @@ def doomed(env, unit):
     put(env._battle, unit, hit_points=1e-4)
 
 
+@pytest.mark.slow
 def test_it_passes_the_tests_of_pettingzoo():
     parallel_api_test(parallel_env(**SETTINGS), num_cycles=10)
     parallel_seed_test(lambda: parallel_env(**SETTINGS), num_cycles=3)
@@ -97,6 +98,7 @@ def test_a_space_can_be_copied(env):
     assert other.sample()["motion"].tolist() == space.sample()["motion"].tolist()
 
 
+@pytest.mark.slow
 def test_who_dies_leaves_and_the_others_go_on(env):
     doomed(env, unit=1)
     observations, rewards, terminations, truncations, infos = env.step(still(env))
@@ -121,6 +123,7 @@ def test_everybody_leaves_at_the_end_and_learns_who_won(env):
         env.step({})
 
 
+@pytest.mark.slow
 def test_the_last_observation_is_of_the_battle_that_ended(env):
     for _ in range(4):
         observations, _, terminations, _, infos = env.step(still(env))
@@ -143,6 +146,7 @@ def test_a_reset_without_a_seed_begins_the_next_battle_and_one_with_it_the_first
     assert state_hash(env._battle.state, 0) == hashes[0]
 
 
+@pytest.mark.slow
 def test_the_seed_of_the_first_reset_is_that_of_the_environment():
     env, other = parallel_env(**SETTINGS, seed=5), parallel_env(**SETTINGS)
     first, _ = env.reset()
@@ -150,6 +154,7 @@ def test_the_seed_of_the_first_reset_is_that_of_the_environment():
     assert all(np.array_equal(first[agent]["observation"], again[agent]["observation"]) for agent in env.agents)
 
 
+@pytest.mark.slow
 def test_only_those_who_are_there_are_agents():
     env = parallel_env(**{**SETTINGS, "smallest_team": 1})
     sizes = set()

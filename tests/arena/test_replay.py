@@ -68,6 +68,7 @@ def changed(path: Path, name: str, *, tensors: dict[str, Tensor] | None = None, 
     return write_replay(path.with_name(name), found.tensors | (tensors or {}), msgspec.structs.replace(found.info, **info))
 
 
+@pytest.mark.slow
 def test_a_recorded_battle_is_verified_on_the_device_that_fought_it(path: Path) -> None:
     found = verify(path)
     assert found.ok, found.message
@@ -75,6 +76,7 @@ def test_a_recorded_battle_is_verified_on_the_device_that_fought_it(path: Path) 
     assert found.checked == read_replay(path).frames > 3 * KEYFRAME_EVERY  # several stretches
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("battles", "teams"), [(3, 1), (2, 3)])
 def test_a_battle_alone_is_the_same_as_in_a_batch_bit_for_bit(battles: int, teams: int) -> None:
     config = ArenaConfig(battles=battles, teams=teams, size=16, maps=2, seconds=60.0)
@@ -168,6 +170,7 @@ def test_shots_are_told_with_weapon_and_target(fought: Fought, path: Path) -> No
     assert (shots >= 0).any()
 
 
+@pytest.mark.slow
 def test_columns_that_were_destroyed_are_told_when_it_happened(tmp_path: Path) -> None:
     arena = flat_arena("medium", battles=2, seconds=3.0)
     place(arena, 0, -3.0, 0.5)
@@ -206,6 +209,7 @@ def test_the_next_battle_in_a_place_and_one_with_small_teams_are_verified_too(tm
     assert verify(path).ok
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frame", [0, 7])
 def test_another_action_is_found_where_it_matters(path: Path, frame: int) -> None:
     motion = read_replay(path).tensors["actions/motion"].clone()
@@ -226,6 +230,7 @@ def test_another_picture_is_found(path: Path) -> None:
     assert (found.ok, found.first_wrong_frame) == (False, 9)
 
 
+@pytest.mark.slow
 def test_another_keyframe_or_seed_or_place_is_found_on_any_device(path: Path) -> None:
     replay = read_replay(path)
     heat = replay.tensors["keyframes/units/heat"].clone()
@@ -313,6 +318,7 @@ TAMPERINGS: dict[str, tuple[Change, int | None, str]] = {  # how, first wrong fr
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TAMPERINGS)
 def test_whatever_follows_from_seed_and_actions_cannot_be_changed(path: Path, name: str) -> None:
     change, frame, told = TAMPERINGS[name]
@@ -348,6 +354,7 @@ def with_keyframes(name: str, change: Callable[[Tensor], Tensor]) -> Change:
     return lambda replay: {"tensors": {f"keyframes/{name}": change(replay.tensors[f"keyframes/{name}"])}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "told"),
     [
@@ -383,6 +390,7 @@ def test_what_cannot_be_a_battle_is_an_error_that_names_it(path: Path, change: C
         verify(damaged)
 
 
+@pytest.mark.slow
 def test_the_battle_in_the_documentation_is_still_what_happened_by_the_rules() -> None:
     battle = load_battle(WON)
     found = verify(WON)
@@ -447,6 +455,7 @@ def test_a_replay_without_an_origin_or_with_impossible_actions_is_an_error(path:
         verify(changed(path, "impossible.safetensors", tensors={"actions/fire": fire}))
 
 
+@pytest.mark.slow
 def test_a_recorder_that_is_used_wrongly_says_so(tmp_path: Path) -> None:
     arena = Arena(CONFIG, seed=3)
     with pytest.raises(ValueError, match="battles 0 to 2"):

@@ -165,6 +165,7 @@ def test_parts_are_weighted_by_the_config(pairs):
     assert parts.outcome[0].tolist() == pytest.approx([weights.outcome, weights.outcome, 0, 0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 def test_sharing_moves_what_was_earned_and_loses_nothing_of_it(share):
     arena = flat_arena("medium", "light", reward=RewardConfig(team_share=share))
@@ -244,6 +245,7 @@ def test_killing_oneself_never_pays():
     assert not scene.parts.outcome[0, 0]
 
 
+@pytest.mark.slow
 def test_dying_saves_nobody_from_losing_the_zone():
     """With the weights as they are, living on while the other side holds the zone costs nothing, and dying does."""
     arena = flat_arena("medium", reward=RewardConfig(approach=0.0))
@@ -262,6 +264,7 @@ def test_a_burst_at_ones_own_feet_costs(pairs):
     assert paid[0, 0] < 0
 
 
+@pytest.mark.slow
 def test_approach_sums_to_what_was_owed_at_the_start_of_every_battle():
     """Discounted, over a unit's life, it is the potential of the start with its sign changed, whatever the unit does."""
     config = small_config(teams=2, pack=("medium", "scout"), seconds=2.5, size=16)
@@ -285,6 +288,7 @@ def test_approach_sums_to_what_was_owed_at_the_start_of_every_battle():
     torch.testing.assert_close(total, owed, atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 def test_rewards_are_the_sum_of_their_parts_in_play():
     config = small_config(teams=2, pack=("medium", "light"), size=16, battles=2, maps=2)
     arena = Arena(config)

@@ -86,6 +86,7 @@ def test_the_way_leads_round_a_wall_and_over_a_step() -> None:
         assert all(j < 2 or j > 13 for j in rows) == is_round
 
 
+@pytest.mark.slow
 def test_the_way_passes_no_corner_diagonally() -> None:
     seen = 0
     for which, i, j in itertools.product(range(10), range(SIZE), range(SIZE)):

@@ -77,6 +77,7 @@ def test_a_flight_takes_as_long_as_its_speed_says(name: str) -> None:
     assert flight.damage[1] == WEAPONS[name].damage
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "seconds"), [("autocannon", 0.6), ("missile", 5.2), ("smoke", 1.65)])
 def test_what_meets_nothing_ends_after_its_time_and_hurts_nobody(name: str, seconds: float) -> None:
     arena = flat_arena(size=128)

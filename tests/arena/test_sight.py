@@ -88,6 +88,7 @@ def flat(side: int = 8, **columns: float) -> Tensor:
     return tops
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", [8, 11, 16])
 @pytest.mark.parametrize("per_metre", [1, 2, 4, 8])
 def test_lines_on_a_lattice_full_of_ties_equal_the_exact_answer(side: int, per_metre: int):
@@ -95,6 +96,7 @@ def test_lines_on_a_lattice_full_of_ties_equal_the_exact_answer(side: int, per_m
     assert lines_are_clear(*world, reach_m=FAR).equal(exactly(*world))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", [8, 9, 12, 16])
 def test_lines_anywhere_equal_the_exact_answer_where_rounding_cannot_change_it(side: int):
     tops, eyes, aims = random_world(side, side=side, lines=40)
@@ -112,6 +114,7 @@ def lattice_points(side: int) -> st.SearchStrategy[list[float]]:
     return st.tuples(places, places, heights).map(list)
 
 
+@pytest.mark.slow
 @given(data=st.data(), side=st.integers(2, 12), seed=st.integers(0, 2**32 - 1), reach_m=st.sampled_from([0.5, 1.0, 2.5, 5.0, 7.25, FAR]))
 def test_any_line_equals_the_exact_answer_from_both_ends_and_after_a_half_turn(data: st.DataObject, side: int, seed: int, reach_m: float):
     tops = random_world(seed, side=side, battles=1, per_metre=4)[0]
@@ -167,6 +170,7 @@ def test_a_line_through_a_corner_passes_between_two_towers_and_not_through_one()
     assert not sees(flat(c44=5.0), eye, aim)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", [-20.1, -13.37, -7.77, -3.3])
 @pytest.mark.parametrize("end", [20.7, 13.3, 9.99])
 @pytest.mark.parametrize("sign", [1.0, -1.0])

@@ -35,6 +35,7 @@ def test_every_timer_loses_a_tick_and_stops_at_zero() -> None:
     assert field(arena, "cooldown", 1)[WEAPON["laser"]] == 3
 
 
+@pytest.mark.slow
 def test_who_hurt_whom_is_remembered_for_ten_seconds() -> None:
     arena = flat_arena()
     put(arena, 0, harm=[0, 200])

@@ -75,6 +75,7 @@ def test_half_of_the_battles_seconds_in_the_zone_win_it() -> None:
     assert judged(arena, score=(0.0, 20.0)) == (True, 1, False)
 
 
+@pytest.mark.slow
 def test_the_score_that_wins_is_reached_in_exactly_as_many_ticks() -> None:
     arena = flat_arena(seconds=125.0)
     place(arena, 0, 0, 0)

@@ -53,11 +53,13 @@ def test_a_mistake_is_explained(argv: list[str], message: str, capsys: pytest.Ca
     assert message in last_line(captured.out)["error"]
 
 
+@pytest.mark.slow
 def test_a_member_that_there_is_not_is_answered_with_those_that_there_are(arena_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["arena", "match", f"{arena_run}:update-2", "weak"]) == 2
     assert "has no member 'update-2'; did you mean 'update-1'?" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("field", "value"), [("contacts", "3"), ("allies", "2"), ("state_view", "true")])
 def test_runs_of_arenas_that_look_different_cannot_meet(
     field: str, value: str, arena_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -77,6 +79,7 @@ def _flag_value(value: str) -> list[str]:
 # Battles
 
 
+@pytest.mark.slow
 def test_an_evaluation_counts_every_battle_once_from_both_sides(arena_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["arena", "eval", str(arena_run), "--against", "weak", "--battles", "4", "--device", "cpu", "--json"]) == 0
     shown = capsys.readouterr().out
@@ -96,6 +99,7 @@ def test_an_evaluation_counts_every_battle_once_from_both_sides(arena_run: Path,
     assert "as second team" in shown
 
 
+@pytest.mark.slow
 def test_policies_draw_their_actions_only_if_asked_to(arena_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for argv, actions in (
         (["eval", str(arena_run), "--against", "random", "--draw"], "drawn"),
@@ -118,6 +122,7 @@ def test_the_same_seed_gives_the_same_battles_and_another_one_others(capsys: pyt
     assert results[0] == results[1] != results[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", ["{run}", "{run}:latest", "{run}:best", "{run}:update-1", "{run}/league/members/update-1.safetensors"])
 def test_a_player_is_a_run_its_last_checkpoint_or_a_member_of_its_league(
     who: str, arena_run: Path, capsys: pytest.CaptureFixture[str]
@@ -129,6 +134,7 @@ def test_a_player_is_a_run_its_last_checkpoint_or_a_member_of_its_league(
     assert result["teams"] == 1, "it is fought in the arena of the run"
 
 
+@pytest.mark.slow
 def test_players_may_meet_in_larger_teams_than_they_were_trained_in(arena_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["arena", "match", str(arena_run), "strong", "--teams", "2", "--size", "24", "--battles", "2", "--device", "cpu", "--json"]
     assert main(argv) == 0

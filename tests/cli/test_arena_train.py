@@ -35,6 +35,7 @@ def recorded(event: Event) -> Record:
 # Mistakes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -77,6 +78,7 @@ def test_a_folder_with_another_kind_of_run_is_not_gone_on_with(tmp_path: Path, c
     assert "run is a ppo run and not an arena run; what can be done with it: esper ppo train" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_folder_that_holds_a_run_is_not_trained_in_again(arena_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = (arena_run / "events.jsonl").read_bytes()
     assert train(arena_run, 2) == 2
@@ -87,6 +89,7 @@ def test_a_folder_that_holds_a_run_is_not_trained_in_again(arena_run: Path, caps
 # Where values come from
 
 
+@pytest.mark.slow
 def test_a_dry_run_says_what_would_be_done_and_touches_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["arena", "train", *OPTIONS, "--seed", "7", "--total-steps", "100", "--dry-run", "--json"]) == 0
     result = last_line(capsys.readouterr().out)
@@ -97,6 +100,7 @@ def test_a_dry_run_says_what_would_be_done_and_touches_nothing(tmp_path: Path, c
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_the_command_line_wins_over_the_file_and_gamma_is_that_of_learner_and_reward(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -111,6 +115,7 @@ def test_the_command_line_wins_over_the_file_and_gamma_is_that_of_learner_and_re
 # What a run leaves behind
 
 
+@pytest.mark.slow
 def test_a_finished_run_says_how_good_it_is_and_what_to_do_next(
     arena_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -131,6 +136,7 @@ def test_a_finished_run_says_how_good_it_is_and_what_to_do_next(
     assert (copy / "league/league.json").is_file()
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_keeps_its_settings(arena_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["arena", "train", "--resume", "--run", str(arena_run), "--teams", "2"]) == 2
     assert "arena.teams is 1 in the saved run and cannot become 2 now" in capsys.readouterr().err
@@ -140,6 +146,7 @@ def test_a_run_that_goes_on_keeps_its_settings(arena_run: Path, capsys: pytest.C
     assert last_line(shown)["status"] == "had finished"
 
 
+@pytest.mark.slow
 def test_a_lost_file_of_the_league_does_not_keep_a_run_from_going_on(arena_run: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(arena_run, tmp_path / "copy")
     (copy / "league/league.json").write_text("{")

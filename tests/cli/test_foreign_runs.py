@@ -83,6 +83,7 @@ def test_a_command_names_the_kind_of_a_run_that_it_does_not_take(given: str, com
     assert sorted(Path("x").iterdir()) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("argv", [["grow", "--task", "digits", "--controller", "./x"], ["controller", "compare", "--controllers", "./x"]])
 def test_a_folder_in_place_of_a_controllers_file_is_answered_with_the_file(
     given: str, argv: list[str], capsys: pytest.CaptureFixture[str]

@@ -175,6 +175,7 @@ TAKE_A_RUN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", TAKE_A_RUN)
 def test_a_name_that_is_too_long_is_the_users_mistake(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*TAKE_A_RUN[command], LONG_NAME, "--json"]) == 2
@@ -214,6 +215,7 @@ def test_a_model_grows_in_a_folder_whose_name_is_not_utf8(tmp_path: Path, capsys
     assert "run-\\udcff" in (place / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_setting_that_is_not_utf8_cannot_be_saved_and_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_controller(tmp_path / f"{NOT_UTF8}.safetensors", trained_policy())
     argv = ["grow", "--task", "digits", "--epochs", "1", "--device", "cpu", "--run", "run"]

@@ -34,6 +34,7 @@ def hosts_of(fleets: list[FleetSetting]) -> Iterator[HostSetting]:
 # Drawing
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(seed=seeds, number=st.integers(0, 10_000))
 def test_the_same_seed_and_round_draw_the_same_hosts(seed: int, number: int) -> None:
@@ -43,6 +44,7 @@ def test_the_same_seed_and_round_draw_the_same_hosts(seed: int, number: int) -> 
     assert first != draw_round(CONFIG, round_number=number, hosts=8, seed=seed + 1)
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(hosts=st.integers(1, 20), fleets=st.integers(1, 20), seed=seeds)
 def test_a_round_has_as_many_hosts_as_asked_for_in_fleets_of_different_architectures(hosts: int, fleets: int, seed: int) -> None:
@@ -71,6 +73,7 @@ def test_everything_drawn_lies_in_its_range_and_reaches_both_ends_of_it() -> Non
         assert most - near < max(values) <= most + 1e-12, name
 
 
+@pytest.mark.slow
 def test_every_architecture_is_drawn() -> None:
     found = {(fleet.task, fleet.host) for fleet in drawn(rounds=100, hosts=2)}
     assert found == {(task, host) for task in CONFIG.tasks for host in CONFIG.hosts}
@@ -90,6 +93,7 @@ def test_half_of_the_learning_rates_lie_below_the_middle_of_the_log_scale() -> N
     assert sum(rate < middle for rate in rates) / len(rates) == pytest.approx(0.5, abs=0.08)
 
 
+@pytest.mark.slow
 def test_the_plain_share_of_the_hosts_trains_on_the_task_as_it_is() -> None:
     def share(plain_share: float) -> float:
         hosts = list(hosts_of(drawn(DomainConfig(plain_share=plain_share))))
@@ -135,6 +139,7 @@ def test_a_round_without_hosts_is_refused() -> None:
 # Held out
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(seed=seeds, number=st.integers(0, 10_000))
 def test_training_never_sees_what_is_held_out(seed: int, number: int) -> None:
@@ -170,6 +175,7 @@ def test_a_domain_that_cannot_be_is_refused(mapping: dict[str, object], message:
         from_mapping(DomainConfig, mapping)
 
 
+@pytest.mark.slow
 def test_a_config_survives_its_file_and_the_command_line(tmp_path: Path) -> None:
     config = ControllerConfig(hosts=8, domain=DomainConfig(hosts=("2-2", "3-3-3"), horizon=(5, 9)))
     save(config, tmp_path / "config.toml")

@@ -55,6 +55,7 @@ class RandomPolicy:
         return self.distribution.actions(self.distribution.choose(parameters, step.masks, noise))
 
 
+@pytest.mark.slow
 def test_a_fleet_is_gone_before_there_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of them may not fit."""
     env = make_env(msgspec.structs.replace(CONFIG, domain=msgspec.structs.replace(CONFIG.domain, fleets=1)))
@@ -71,6 +72,7 @@ def test_a_fleet_is_gone_before_there_is_another(monkeypatch: pytest.MonkeyPatch
     assert alive == [False]
 
 
+@pytest.mark.slow
 def test_hosts_of_the_same_architecture_begin_in_the_fleet_of_those_before_as_in_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
     one_kind = msgspec.structs.replace(CONFIG.domain, tasks=("digits",), hosts=("2-3-4",), fleets=1)
 
@@ -95,6 +97,7 @@ def test_hosts_of_the_same_architecture_begin_in_the_fleet_of_those_before_as_in
     assert told == told_anew
 
 
+@pytest.mark.slow
 def test_a_closed_environment_holds_nothing_on_the_device() -> None:
     env = make_env()
     env.reset(seed=0)
@@ -108,10 +111,12 @@ def waiting(env: GrowthEnv) -> Actions:
     return {head.name: torch.zeros(env.num_envs, dtype=torch.int64) for head in env.action_spec.discrete}
 
 
+@pytest.mark.slow
 def test_it_keeps_the_contract_of_environments() -> None:
     check_env(make_env(), steps=HORIZON + 3)
 
 
+@pytest.mark.slow
 def test_what_is_sent_in_one_transfer_is_what_was_observed() -> None:
     plain, sent = make_env(), make_env()
     sent._staging = Staging(torch.device("cpu"))
@@ -129,6 +134,7 @@ def _flat(step: Timestep) -> dict[str, torch.Tensor]:
     return parts if step.valid is None else {**parts, "valid": step.valid}
 
 
+@pytest.mark.slow
 def test_a_life_has_a_decision_before_every_stretch_and_one_after_the_last() -> None:
     env = make_env()
     step = env.reset(0)
@@ -141,6 +147,7 @@ def test_a_life_has_a_decision_before_every_stretch_and_one_after_the_last() -> 
     assert not step.truncated.any()
 
 
+@pytest.mark.slow
 def test_who_never_grows_earns_nothing_and_ends_as_its_twin() -> None:
     env = make_env()
     env.reset(0)
@@ -171,6 +178,7 @@ def test_rewards_add_up_to_what_a_host_is_worth_at_the_end(family: str, is_spars
     assert total.abs().max() > 0
 
 
+@pytest.mark.slow
 def test_a_twin_serves_the_hosts_that_share_its_training() -> None:
     env = make_env()
     env.reset(0)
@@ -182,6 +190,7 @@ def test_a_twin_serves_the_hosts_that_share_its_training() -> None:
         assert states[0].learning_rate == states[1].learning_rate
 
 
+@pytest.mark.slow
 def test_rent_is_observed_and_charged() -> None:
     env = make_env()
     env.reset(0)
@@ -189,6 +198,7 @@ def test_rent_is_observed_and_charged() -> None:
     assert rents == [squad.setting.hosts[0].rent for squad in env.squads]
 
 
+@pytest.mark.slow
 def test_new_hosts_are_drawn_when_all_of_a_squad_have_ended_and_without_host_events_nothing_else_is_told() -> None:
     env, told = make_env(msgspec.structs.replace(CONFIG, host_events=False)), []
     env.on_event = told.append
@@ -224,6 +234,7 @@ def test_it_goes_on_from_a_saved_state_bit_for_bit_with_seeds_alive() -> None:
         assert all(torch.equal(found.masks[name], expected.masks[name]) for name in expected.masks)
 
 
+@pytest.mark.slow
 def test_the_lives_of_all_hosts_are_told_with_their_numbers() -> None:
     events: list[Event] = []
     env = make_env(on_event=events.append)
@@ -249,6 +260,7 @@ def test_the_lives_of_all_hosts_are_told_with_their_numbers() -> None:
     assert sum(value for name, value in shown.items() if name.endswith("/tried")) == shown["round_ended/grown"]
 
 
+@pytest.mark.slow
 def test_ops_that_are_switched_off_are_never_allowed() -> None:
     env = make_env(msgspec.structs.replace(CONFIG, ops=("germinate", "fossilize")))
     step, policy = env.reset(0), RandomPolicy(env)
@@ -258,6 +270,7 @@ def test_ops_that_are_switched_off_are_never_allowed() -> None:
     assert step.masks["op"][:, Op.FOSSILIZE].any()
 
 
+@pytest.mark.slow
 def test_a_host_that_is_given_up_ends_at_once_and_its_later_steps_are_not_real() -> None:
     growth = msgspec.structs.replace(CONFIG.growth, governor=GovernorConfig(max_rollbacks=0))
     env = make_env(msgspec.structs.replace(CONFIG, growth=growth))
@@ -301,6 +314,7 @@ def test_the_levels_of_rent_rise() -> None:
     assert low.flops < middle.flops < high.flops
 
 
+@pytest.mark.slow
 def test_a_decision_may_have_several_actions_and_training_comes_after_the_last() -> None:
     env = make_env(msgspec.structs.replace(CONFIG, actions=3))
     step, policy = env.reset(0), RandomPolicy(env)
@@ -321,6 +335,7 @@ def test_a_decision_may_have_several_actions_and_training_comes_after_the_last()
     assert all(torch.equal(one.masks[name], two.masks[name]) for name in one.masks)
 
 
+@pytest.mark.slow
 def test_what_a_kept_seed_gives_is_measured_at_the_end_and_not_when_it_was_kept() -> None:
     """Otherwise a seed could be kept at its best moment, whatever becomes of it."""
     env = make_env(msgspec.structs.replace(CONFIG, reward=RewardConfig(family="contribution")))
@@ -382,6 +397,7 @@ def share_of_seeds(squads: list[Squad], stretches: int) -> torch.Tensor:
     return torch.tensor(shares, dtype=torch.float64)
 
 
+@pytest.mark.slow
 @BOTH_FAMILIES
 @pytest.mark.parametrize(
     ("ops", "seeds", "stretches"),
@@ -401,6 +417,7 @@ def test_seeds_that_are_not_kept_cost_what_was_spent_on_them(family: str, ops: l
     assert torch.allclose(total, -spent, atol=1e-5)
 
 
+@pytest.mark.slow
 @BOTH_FAMILIES
 def test_a_seed_that_is_kept_just_before_it_is_ruined_pays_what_is_left_of_it(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     env = make_env(msgspec.structs.replace(FEW, reward=RewardConfig(family=family, most=50)))

@@ -53,6 +53,7 @@ def life(seed: int = 0, *, slots: int = 3, blueprints: int = 4, epochs: int = 12
     return [drawn_state(rng, slots=slots, blueprints=blueprints) for _ in range(epochs)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "memory", [NetworkConfig(hidden_size=12), NetworkConfig(core="none"), NetworkConfig(core="gru", critic_memory="own")]
 )
@@ -131,6 +132,7 @@ def test_a_host_looks_the_same_in_a_fleet_and_in_grow_and_no_gate_refuses_a_deci
     assert not fleet.rows[0].plot.ledger.refused
 
 
+@pytest.mark.slow
 def test_a_host_with_more_slots_and_blueprints_than_seen_is_no_error(path: Path) -> None:
     controller = load_controller(path)
     for now in (state(), *life(slots=2), *life(slots=20, blueprints=30), *life(slots=1, blueprints=1)):
@@ -138,6 +140,7 @@ def test_a_host_with_more_slots_and_blueprints_than_seen_is_no_error(path: Path)
             assert action.slot in {one.place.name for one in now.slots}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [None, 7])
 def test_it_goes_on_where_it_was_saved(path: Path, seed: int | None, tmp_path: Path) -> None:
     states = life(epochs=12)
@@ -162,6 +165,7 @@ def forgetful_memory(controller: learned.Learned, states: list[GrowthState]) -> 
     return memory
 
 
+@pytest.mark.slow
 def test_a_seed_draws_and_no_seed_takes_the_likeliest(path: Path) -> None:
     states = life(epochs=8)
 

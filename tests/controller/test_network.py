@@ -129,6 +129,7 @@ def test_a_host_without_slots_can_wait_and_nothing_else() -> None:
         assert memory.isfinite().all()
 
 
+@pytest.mark.slow
 def test_no_masked_choice_is_ever_drawn() -> None:
     policy = policy_for(slots=4, blueprints=6)
     obs, masks = seen(500, slots=4, blueprints=6)
@@ -203,6 +204,7 @@ def film_ppo(env: Film, **settings: object) -> PPO:
     return PPO(env, config, parts.encoder, actor=parts.actor, critic=parts.critic)
 
 
+@pytest.mark.slow
 def test_what_learning_computes_is_what_acting_computed() -> None:
     ppo = film_ppo(Film(8), learning_rate=1e-12, num_epochs=1)
     opinionated(ppo.policy)

@@ -193,6 +193,7 @@ def any_lives(draw: st.DrawFn) -> Life:
     return life.end()
 
 
+@pytest.mark.slow
 @all_forms
 @few
 @given(life=any_lives())
@@ -201,6 +202,7 @@ def test_the_return_is_what_the_host_is_worth_at_the_end_whatever_the_path(confi
     assert returned(life, config) == pytest.approx(end.item(), abs=1e-9)
 
 
+@pytest.mark.slow
 @all_forms
 @few
 @given(life=any_lives(), gamma=st.floats(0.5, 1))
@@ -210,6 +212,7 @@ def test_with_the_learners_gamma_the_discounted_return_is_the_discounted_end(con
     assert (discounts * paid(life, config=config, gamma=gamma)[:, 0]).sum().item() == pytest.approx(end, abs=1e-9)
 
 
+@pytest.mark.slow
 @few
 @given(lives=st.lists(any_lives(), min_size=2, max_size=3))
 def test_hosts_are_paid_as_if_they_were_alone(lives: list[Life]) -> None:
@@ -224,6 +227,7 @@ def test_a_host_that_never_grows_is_paid_nothing(config: RewardConfig) -> None:
     assert not paid(nothing(), config=config).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", ALL[2:], ids=lambda config: config.family)
 @few
 @given(life=any_lives())
@@ -275,6 +279,7 @@ def test_germinating_and_pruning_in_a_loop_does_not_pay(config: RewardConfig, ro
     assert farmed == pytest.approx(-config.spent * rounds * 2 * 0.4 / HORIZON)
 
 
+@pytest.mark.slow
 @all_forms
 @few
 @given(harm=st.floats(0, 1), gain=st.floats(-0.5, 0.5))
@@ -311,6 +316,7 @@ def test_to_fossilize_pays_nothing_by_itself(config: RewardConfig) -> None:
     assert paid(life, config=config)[-1].item() == 0
 
 
+@pytest.mark.slow
 @all_forms
 @few
 @given(alphas=st.lists(st.floats(0, 1), min_size=1, max_size=8))
@@ -343,6 +349,7 @@ def waiting(gain: float, *, until: int = HORIZON, then: str = "") -> Life:
     return life.end()
 
 
+@pytest.mark.slow
 @all_forms
 @few
 @given(gain=st.floats(-1, 1), moment=st.integers(1, HORIZON - 1))
@@ -352,6 +359,7 @@ def test_waiting_for_ever_is_never_better_than_pruning(config: RewardConfig, gai
     assert waited < returned(waiting(gain, until=moment, then="prune"), config)
 
 
+@pytest.mark.slow
 @all_forms
 @few
 @given(gain=st.floats(0.05, 1), moment=st.integers(1, HORIZON - 1))

@@ -57,12 +57,14 @@ def test_a_training_that_stops_and_goes_on_is_as_if_it_had_never_stopped(tmp_pat
     assert all(torch.equal(weight, theirs[name]) for name, weight in ours.items())
 
 
+@pytest.mark.slow
 def test_a_training_that_ends_before_any_host_does_leaves_a_controller(tmp_path: Path) -> None:
     domain = msgspec.structs.replace(CONFIG.domain, horizon=(8, 8))
     result = train_controller(msgspec.structs.replace(CONFIG, rounds=1, domain=domain), tmp_path / "short")
     assert isinstance(load_controller(result.folder / CONTROLLER), Learned)
 
 
+@pytest.mark.slow
 def test_a_finished_training_is_left_as_it_is_and_its_lost_file_is_written_again(tmp_path: Path) -> None:
     short = msgspec.structs.replace(CONFIG, rounds=1)
     path = train_controller(short, tmp_path / "run").folder / CONTROLLER
@@ -74,6 +76,7 @@ def test_a_finished_training_is_left_as_it_is_and_its_lost_file_is_written_again
     assert path.read_bytes() == first
 
 
+@pytest.mark.slow
 def test_the_controller_is_the_last_policy_whichever_had_the_best_returns(tmp_path: Path) -> None:
     folder = train_controller(msgspec.structs.replace(CONFIG, rounds=2, checkpoint_every=1), tmp_path / "run").folder
     first, last = open_store(folder).list()

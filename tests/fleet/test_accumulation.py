@@ -56,6 +56,7 @@ def lived(config: FleetConfig, lifecycle: Lifecycle) -> Fleet:
     return fleet
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lifecycle", [QUICK, SHADOW], ids=["joint", "shadow"])
 def test_hosts_without_a_batch_norm_learn_from_the_parts_what_they_learn_from_the_whole(lifecycle: Lifecycle) -> None:
     whole, in_parts = lived(WHOLE, lifecycle), lived(IN_PARTS, lifecycle)
@@ -69,6 +70,7 @@ def test_hosts_without_a_batch_norm_learn_from_the_parts_what_they_learn_from_th
     assert in_parts.samples_trained == whole.samples_trained
 
 
+@pytest.mark.slow
 def test_a_row_equals_the_same_host_alone_with_accumulated_gradients() -> None:
     """Of hosts with batch norms, which see the parts."""
     task, growth = small_task(), GrowthConfig(lifecycle=QUICK)
@@ -121,6 +123,7 @@ def validation_losses(model: nn.Module, inputs: Tensor, targets: Tensor) -> list
     return losses
 
 
+@pytest.mark.slow
 def test_a_probe_takes_every_part_for_a_step() -> None:
     """So their mean is that of the whole batches, and there are as many answers as parts."""
     growth = GrowthConfig(slots=SLOTS, probe_steps=1)
@@ -138,6 +141,7 @@ def test_a_probe_takes_every_part_for_a_step() -> None:
         torch.testing.assert_close(parts / 5, whole, atol=1e-12, rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_a_step_in_parts_takes_a_part_of_the_memory() -> None:
     whole, in_parts = (Fleet(small_task(), make_host, hosts=1, config=config).memory_per_host() for config in (WHOLE, IN_PARTS))
     assert in_parts.state == whole.state
@@ -145,6 +149,7 @@ def test_a_step_in_parts_takes_a_part_of_the_memory() -> None:
     assert 4 * in_parts.seeds < whole.seeds < 5.5 * in_parts.seeds
 
 
+@pytest.mark.slow
 def test_no_more_than_a_part_is_kept_at_once() -> None:
     largest = []
     for config in (WHOLE, IN_PARTS):

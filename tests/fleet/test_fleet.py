@@ -66,6 +66,7 @@ def in_every_slot(fleet: Fleet, row: int, blueprints: tuple[str, str, str] = ("c
 # Disasters
 
 
+@pytest.mark.slow
 def test_a_host_whose_loss_is_not_finite_goes_back_and_no_other_notices() -> None:
     explodes = settings_of(3)
     explodes[1] = msgspec.structs.replace(explodes[1], learning_rate=1e300)
@@ -81,6 +82,7 @@ def test_a_host_whose_loss_is_not_finite_goes_back_and_no_other_notices() -> Non
     assert "is nan" in other.rows[1].plot.ledger.rollbacks[0].reason
 
 
+@pytest.mark.slow
 def test_a_host_that_fails_again_and_again_is_given_up_and_the_others_go_on() -> None:
     settings = settings_of(2)
     settings[0] = msgspec.structs.replace(settings[0], learning_rate=1e300)
@@ -109,6 +111,7 @@ def test_a_seed_that_explodes_is_rolled_back_as_in_a_host_alone() -> None:
         assert_same(fleet, row, grown, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_going_back_brings_seeds_weights_moments_and_alphas_of_that_time() -> None:
     growth = GrowthConfig(lifecycle=msgspec.structs.replace(SHADOW, blend_epochs=3))
     fleet = make_fleet(settings_of(2), growth)
@@ -131,6 +134,7 @@ def test_going_back_brings_seeds_weights_moments_and_alphas_of_that_time() -> No
 # Freezing
 
 
+@pytest.mark.slow
 def test_a_host_that_is_over_stays_bit_identical_while_others_train() -> None:
     settings = [msgspec.structs.replace(setting, horizon=horizon) for setting, horizon in zip(settings_of(3), (2, 5, 4), strict=True)]
     fleet = make_fleet(settings)
@@ -150,6 +154,7 @@ def test_a_host_that_is_over_stays_bit_identical_while_others_train() -> None:
     assert fleet.advance() == []
 
 
+@pytest.mark.slow
 def test_a_reset_host_lives_as_in_a_new_fleet_and_the_others_go_on() -> None:
     fleet, straight = make_fleet(settings_of(2)), make_fleet(settings_of(2))
     again = HostSetting(seed=5, growth_seed=6, horizon=8, learning_rate=0.02)
@@ -167,6 +172,7 @@ def test_a_reset_host_lives_as_in_a_new_fleet_and_the_others_go_on() -> None:
     assert [bed.life.stage for bed in fleet.rows[0].plot.garden.beds.values()] == [Stage.DORMANT] * 3
 
 
+@pytest.mark.slow
 def test_a_host_that_was_never_reset_does_not_train() -> None:
     fleet = Fleet(small_task(), make_host, hosts=3, config=CONFIG)
     assert fleet.advance() == []
@@ -187,6 +193,7 @@ def test_every_host_sees_all_training_samples_in_an_order_of_its_own() -> None:
     assert len({tuple(order.tolist()) for order in (*first.T, *second.T)}) == 5
 
 
+@pytest.mark.slow
 def test_hosts_see_the_labels_and_the_part_of_the_data_of_their_setting() -> None:
     task = small_task()
     train, test = task.train.targets.clone(), task.test.targets.clone()
@@ -210,6 +217,7 @@ def test_hosts_see_the_labels_and_the_part_of_the_data_of_their_setting() -> Non
     assert torch.equal(task.test.targets, test)
 
 
+@pytest.mark.slow
 def test_nobody_reads_the_test_part_until_it_is_asked_for() -> None:
     task = small_task()
     poisoned = replace(task, test=Split(torch.full_like(task.test.inputs, math.nan), task.test.targets))
@@ -221,6 +229,7 @@ def test_nobody_reads_the_test_part_until_it_is_asked_for() -> None:
     assert other.losses(poisoned.test).isnan().all()
 
 
+@pytest.mark.slow
 def test_losses_are_those_of_the_host_with_what_it_has_kept() -> None:
     task = small_task()
     settings = settings_of(2, horizon=4)
@@ -269,6 +278,7 @@ def test_a_saved_fleet_goes_on_bit_for_bit_with_seeds_alive(lifecycle: Lifecycle
     assert torch.equal(fleet.losses(fleet.task.test), resumed.losses(fleet.task.test))
 
 
+@pytest.mark.slow
 def test_a_state_of_another_fleet_is_refused_before_anything_changes() -> None:
     fleet, larger = make_fleet(settings_of(2)), make_fleet(settings_of(3))
     before = rows_of(fleet, [0, 1])
@@ -318,6 +328,7 @@ def test_one_step_in_lower_precision_agrees_with_float64(precision: str, toleran
 # Reading
 
 
+@pytest.mark.slow
 def test_the_device_is_read_once_in_a_decision(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever would wait for a device is forbidden until the one read."""
     fleet = make_fleet(settings_of(2), GrowthConfig(lifecycle=QUICK, probe_steps=2))
@@ -429,6 +440,7 @@ def test_a_fleet_without_hosts_is_refused() -> None:
         Fleet(small_task(), make_host, hosts=0)
 
 
+@pytest.mark.slow
 def test_slots_that_do_not_exist_are_refused() -> None:
     with pytest.raises(GrowthError, match=r"blocks\.7"):
         Fleet(small_task(), make_host, hosts=1, growth=GrowthConfig(slots=("blocks.7",)), config=CONFIG)
@@ -447,6 +459,7 @@ def test_hosts_that_do_not_exist_are_refused() -> None:
             fleet.reset({0: HostSetting(), row: HostSetting()})
 
 
+@pytest.mark.slow
 def test_blueprints_that_do_not_fit_are_refused() -> None:
     with pytest.raises(FleetError, match=r"none of the blueprints \('mlp',\) fits any of the slots blocks\.0"):
         Fleet(small_task(), make_host, hosts=1, growth=GrowthConfig(blueprints=("mlp",)), config=CONFIG)
@@ -468,6 +481,7 @@ def test_a_blueprint_with_buffers_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         Fleet(small_task(), make_host, hosts=1, growth=GrowthConfig(blueprints=("with_buffers",)), config=CONFIG)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", [HostSetting(classes_share=0.5), HostSetting(label_noise=0.1)], ids=["classes", "noise"])
 def test_some_classes_and_wrong_labels_of_a_text_are_refused(setting: HostSetting) -> None:
     task = text_task()
@@ -476,6 +490,7 @@ def test_some_classes_and_wrong_labels_of_a_text_are_refused(setting: HostSettin
         fleet.reset({0: setting})
 
 
+@pytest.mark.slow
 def test_data_on_the_device_are_shared_by_fleets() -> None:
     task = small_task()
     tensors = TaskTensors.of(task, device=torch.device("cpu"), dtype=torch.float64)
@@ -488,6 +503,7 @@ def test_data_on_the_device_are_shared_by_fleets() -> None:
         fleet.advance()
 
 
+@pytest.mark.slow
 def test_the_life_of_every_host_is_told_with_its_row() -> None:
     events: list[Event] = []
     settings = settings_of(3, horizon=3)
@@ -507,6 +523,7 @@ def test_the_life_of_every_host_is_told_with_its_row() -> None:
     assert all(event.env in (1, 2) for event in events)
 
 
+@pytest.mark.slow
 def test_validation_runs_in_inference_mode() -> None:
     fleet = make_fleet(settings_of(2))
     losses = losses_of(fleet.ensemble(range(2)), fleet.samples)

@@ -122,6 +122,7 @@ def germinate(slot: str, blueprint: str) -> Germinate:
     return Germinate(slot, "planned", blueprint)
 
 
+@pytest.mark.slow
 def test_a_row_stops_at_a_plateau_as_the_same_host_alone_does() -> None:
     """One host learns nothing and stops at once, unless a seed is on its way; the other goes on to its horizon."""
     task = small_task()
@@ -214,6 +215,7 @@ def test_every_blueprint_equals_itself_alone(blending: str) -> None:
         assert_same(fleet, row, alone(task, setting, script, growth, config), atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("raise_mode", ["joint", "shadow"])
 def test_a_controller_sees_the_same_of_a_row_as_of_the_host_alone(raise_mode: str) -> None:
     """Every number of every state, from the first decision to the last."""

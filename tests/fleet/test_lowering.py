@@ -170,6 +170,7 @@ LAYERS: list[tuple[Callable[[], nn.Module], tuple[int, ...]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 @pytest.mark.parametrize("samples_are", ["outermost", "innermost"])
@@ -277,6 +278,7 @@ def test_without_anyone_to_act_a_slot_changes_nothing() -> None:
     assert torch.equal(lower(hosts[0], slots=["blocks.0"])(tensors, x, training=False), lower(hosts[0])(tensors, x, training=False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "shape"), CONV_HOSTS, ids=["images", "series"])
 @pytest.mark.parametrize("convolution", ["grouped", "unfolded"])
 def test_a_float32_row_is_close_to_the_host_alone(make: Callable[[], nn.Module], shape: tuple[int, ...], convolution: Convolution) -> None:

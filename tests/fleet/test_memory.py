@@ -25,6 +25,7 @@ def make_fleet(hosts: int, growth: GrowthConfig | None = None, config: FleetConf
     return Fleet(small_task(), make_host, hosts=hosts, growth=growth, config=config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 @pytest.mark.parametrize("blending", ["add", "gate"])
 def test_the_state_is_what_a_fleet_holds_for_every_host(optimizer: str, blending: str) -> None:
@@ -58,6 +59,7 @@ class _Peak:
         return sum(self.saved.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_grown", [False, True])
 def test_a_step_keeps_about_as_much_as_is_said(is_grown: bool) -> None:
     """One step of many hosts, with and without the largest seed in every slot."""
@@ -73,6 +75,7 @@ def test_a_step_keeps_about_as_much_as_is_said(is_grown: bool) -> None:
     assert 0.5 * said < peak.total / 16 < 1.2 * said
 
 
+@pytest.mark.slow
 def test_memory_grows_with_the_batch_and_not_with_the_hosts() -> None:
     small, large, many = (
         make_fleet(hosts, config=msgspec.structs.replace(CONFIG, batch_size=batch)).memory_per_host()
@@ -102,6 +105,7 @@ def test_measuring_draws_no_random_numbers_and_changes_nothing() -> None:
     assert hosts[0].body[2].num_batches_tracked == 0
 
 
+@pytest.mark.slow
 def test_a_fleet_that_does_not_fit_says_how_many_would_and_allocates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     each = make_fleet(1).memory_per_host().least
     monkeypatch.setattr("esper.fleet.fleet.free_bytes", lambda device: 7 * each + 1)
@@ -127,6 +131,7 @@ def test_an_absurd_number_of_hosts_is_refused_at_once() -> None:
         make_fleet(10**9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("out of memory"), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
 def test_a_device_that_runs_out_of_memory_in_training_says_how_many_hosts_would_fit(
     error: RuntimeError, monkeypatch: pytest.MonkeyPatch

@@ -60,6 +60,7 @@ SCALES = ("host scale", "host good steps", "host skipped steps")
 # One step
 
 
+@pytest.mark.slow
 @LIFECYCLES
 def test_one_step_in_float16_agrees_with_float64(lifecycle: Lifecycle) -> None:
     fleet = make(lifecycle, FLOAT64)
@@ -82,6 +83,7 @@ def test_one_step_in_float16_agrees_with_float64(lifecycle: Lifecycle) -> None:
         assert there.plot.chronicle.val_losses[-1] == pytest.approx(own.plot.chronicle.val_losses[-1], rel=1e-2)
 
 
+@pytest.mark.slow
 @LIFECYCLES
 def test_a_host_whose_gradients_overflow_skips_its_step_with_its_seeds_and_no_other_notices(lifecycle: Lifecycle) -> None:
     calm, other = make(lifecycle), make(lifecycle)
@@ -109,6 +111,7 @@ def test_a_scale_falls_until_the_gradients_fit_and_then_the_host_learns() -> Non
     assert not torch.equal(fleet.tensors()["host weights"][1], before)
 
 
+@pytest.mark.slow
 @LIFECYCLES
 def test_a_seed_whose_gradients_overflow_keeps_all_seeds_of_its_host_from_the_step(lifecycle: Lifecycle) -> None:
     calm, other = make(lifecycle), make(lifecycle)
@@ -129,6 +132,7 @@ def test_a_seed_whose_gradients_overflow_keeps_all_seeds_of_its_host_from_the_st
     assert_identical(rows_of(other, [1, 2]), rows_of(calm, [1, 2]))
 
 
+@pytest.mark.slow
 def test_seeds_in_the_shadow_of_a_host_that_skips_its_step_skip_it_too() -> None:
     """Their own gradients are finite: only what lies before their slot overflows."""
     fleet = make_fleet(settings_of(2, horizon=20), GrowthConfig(lifecycle=SHADOW), FLOAT16)
@@ -149,6 +153,7 @@ def test_seeds_in_the_shadow_of_a_host_that_skips_its_step_skip_it_too() -> None
     assert_identical(learned(fleet, [1]), before)
 
 
+@pytest.mark.slow
 @LIFECYCLES
 def test_no_host_notices_the_scale_of_another(lifecycle: Lifecycle) -> None:
     """The hosts with seeds are not the first ones."""
@@ -201,6 +206,7 @@ def test_gradients_are_divided_by_the_scale_of_their_host_and_each_looks_at_all_
 # Life
 
 
+@pytest.mark.slow
 def test_a_probe_sees_gradients_without_their_scale() -> None:
     promises = []
     for config in (FLOAT64, FLOAT16):
@@ -212,6 +218,7 @@ def test_a_probe_sees_gradients_without_their_scale() -> None:
     assert promises[1] == pytest.approx(promises[0], rel=0.2)
 
 
+@pytest.mark.slow
 def test_scales_go_back_with_their_host_and_begin_anew_with_it() -> None:
     fleet = make(QUICK)
     fleet.advance()  # a snapshot of a healthy epoch
@@ -227,6 +234,7 @@ def test_scales_go_back_with_their_host_and_begin_anew_with_it() -> None:
     assert fleet.tensors()["host good steps"].tolist() == [2, 0, 2]
 
 
+@pytest.mark.slow
 @LIFECYCLES
 def test_a_saved_fleet_in_float16_goes_on_bit_for_bit(lifecycle: Lifecycle, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss_scale, "_GROWTH_INTERVAL", 3)
@@ -243,11 +251,13 @@ def test_a_saved_fleet_in_float16_goes_on_bit_for_bit(lifecycle: Lifecycle, monk
     assert_identical(rows_of(fleet, [0, 1, 2]), rows_of(resumed, [0, 1, 2]))
 
 
+@pytest.mark.slow
 def test_other_precisions_have_no_scales() -> None:
     fleet = make(QUICK, FLOAT64)
     assert not any(name in fleet.tensors() for name in SCALES)
 
 
+@pytest.mark.slow
 def test_scales_are_part_of_the_memory_of_a_host() -> None:
     fleet = make(QUICK)
     held = sum(tensor.nbytes for tensor in fleet.tensors().values())

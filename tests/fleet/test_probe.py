@@ -186,6 +186,7 @@ def advance_asking(fleet: Fleet, asking: list[int]) -> None:
     fleet.advance()
 
 
+@pytest.mark.slow
 def test_a_probe_leaves_every_host_bit_identical() -> None:
     plain, probed = (make_fleet(GROWTH, TWO) for _ in range(2))
     for asking in ([0], [0, 1], [1]):
@@ -195,6 +196,7 @@ def test_a_probe_leaves_every_host_bit_identical() -> None:
         assert torch.equal(tensor, probed.tensors()[name]), name
 
 
+@pytest.mark.slow
 def test_only_those_who_asked_are_answered_and_only_once() -> None:
     fleet = make_fleet(GROWTH, TWO)
     advance_asking(fleet, [1])
@@ -203,6 +205,7 @@ def test_only_those_who_asked_are_answered_and_only_once() -> None:
     assert not any(promises_in(fleet.state(row)) for row in range(2))
 
 
+@pytest.mark.slow
 def test_what_is_there_is_not_probed_and_a_host_whose_training_is_over_gets_no_probe() -> None:
     fleet = make_fleet(GROWTH, TWO)
     fleet.decide({0: Decision((Germinate("blocks.1", "", "norm"),), probe=True)})
@@ -246,6 +249,7 @@ def test_hosts_that_look_at_different_steps_are_answered_as_alone() -> None:
         assert promises_in(both.state(row)) == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_a_probe_that_was_asked_for_is_saved() -> None:
     fleet, resumed = (make_fleet(GROWTH, TWO) for _ in range(2))
     fleet.decide({1: Decision(probe=True)})
@@ -255,6 +259,7 @@ def test_a_probe_that_was_asked_for_is_saved() -> None:
     assert promises_in(resumed.state(1)) == promises_in(fleet.state(1)) != {}
 
 
+@pytest.mark.slow
 def test_what_a_probe_costs_is_counted() -> None:
     plain, probed = (make_fleet(GROWTH, TWO[:1]) for _ in range(2))
     plain.advance()
@@ -265,6 +270,7 @@ def test_what_a_probe_costs_is_counted() -> None:
     assert extra == GROWTH.probe_steps * BATCH * 2 * each
 
 
+@pytest.mark.slow
 def test_a_probe_of_a_long_epoch_takes_at_most_the_flops_of_a_training_step_in_each_of_its_steps() -> None:
     fleet = make_fleet(GROWTH, TWO[:1], msgspec.structs.replace(CONFIG, steps_per_decision=40))
     fleet.advance()
@@ -279,6 +285,7 @@ def test_a_probe_of_a_long_epoch_takes_at_most_the_flops_of_a_training_step_in_e
     assert {len(probe.window) for probe in plan.probes} == {3}
 
 
+@pytest.mark.slow
 def test_one_host_that_overflows_does_not_spoil_the_promises_of_another() -> None:
     good, bad = TWO[0], HostSetting(seed=1, growth_seed=1, horizon=4, learning_rate=1e300)
     fleet, other = make_fleet(GROWTH, [good, bad]), make_fleet(GROWTH, [good, TWO[1]])

@@ -94,6 +94,7 @@ def lived(kind: str, lifecycle: Lifecycle, config: FleetConfig) -> Fleet:
     return fleet
 
 
+@pytest.mark.slow
 @LIFECYCLES
 @pytest.mark.parametrize("kind", kinds())
 def test_a_fleet_that_recomputes_equals_one_that_keeps(kind: str, lifecycle: Lifecycle) -> None:
@@ -107,6 +108,7 @@ def test_a_fleet_that_recomputes_equals_one_that_keeps(kind: str, lifecycle: Lif
         assert there.plot.promises == pytest.approx(own.plot.promises, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_half_precision_and_parts_are_recomputed_as_they_were() -> None:
     config = FleetConfig(batch_size=BATCH, validation_batch=60, precision="float16", accumulate=5, steps_per_decision=1)
     fleets = []
@@ -185,6 +187,7 @@ def deep_fleet(config: FleetConfig) -> Fleet:
     return fleet
 
 
+@pytest.mark.slow
 def test_a_host_that_recomputes_takes_less_memory_and_says_so() -> None:
     peaks, said = [], []
     for config in (KEEPS, RECOMPUTES):
@@ -200,6 +203,7 @@ def test_a_host_that_recomputes_takes_less_memory_and_says_so() -> None:
         assert 0.5 * step < peak < 2 * step
 
 
+@pytest.mark.slow
 def test_what_was_computed_is_gone_without_a_collection_of_garbage() -> None:
     host = deep(0)
     rows, stacked = ModuleRows.of([host]), lower(host)

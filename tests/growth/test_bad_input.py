@@ -302,6 +302,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_mistake_is_told_and_leaves_no_run_behind(case: str, tmp_path: Path) -> None:
     attempt, kind, words = CASES[case]
@@ -310,6 +311,7 @@ def test_a_mistake_is_told_and_leaves_no_run_behind(case: str, tmp_path: Path) -
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["run", "a/b/run"])
 def test_after_a_mistake_in_the_data_the_same_folder_can_be_used_again(folder: str, tmp_path: Path) -> None:
     with pytest.raises(GrowthError, match="NaN"):
@@ -318,6 +320,7 @@ def test_after_a_mistake_in_the_data_the_same_folder_can_be_used_again(folder: s
     assert start(folder=tmp_path / folder).status == "finished"
 
 
+@pytest.mark.slow
 def test_a_folder_that_was_there_before_stays_with_what_was_in_it(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(GrowthError, match="NaN"):
@@ -339,6 +342,7 @@ class Worse:
         return iter(make_data())
 
 
+@pytest.mark.slow
 def test_an_error_after_the_first_epoch_leaves_the_run_to_go_on_with(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="disk is gone"):
         start(folder=tmp_path / "run", train=Worse())
@@ -357,6 +361,7 @@ def test_a_training_that_diverged_at_once_keeps_the_folder_that_tells_how(tmp_pa
     assert (tmp_path / "run" / EVENTS).is_file()
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_keeps_its_folder_whatever_happens(tmp_path: Path) -> None:
     start(folder=tmp_path / "run", epochs=1)
     with pytest.raises(GrowthError, match="NaN"):

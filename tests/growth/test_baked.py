@@ -51,6 +51,7 @@ def unchanged(model: nn.Module, source: Any, message: str) -> None:
     assert not hooks_of(model)
 
 
+@pytest.mark.slow
 @every_family
 def test_what_was_saved_comes_back(family: Family, tmp_path: Path) -> None:
     batch = family.batch()
@@ -77,12 +78,14 @@ def test_tied_weights_are_saved_once_and_stay_tied(tmp_path: Path) -> None:
     assert torch.equal(loaded.get_submodule("head").weight, model.get_submodule("head").weight)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_model_on_which_nothing_grew_is_saved_and_loaded_too(tmp_path: Path) -> None:
     model = add_slots(RESNET.model(), RESNET.batch()).bake()
     esper.save(model, tmp_path / "plain.safetensors")
     assert is_same(run(esper.load(tmp_path / "plain.safetensors", model=ResNet()).eval(), RESNET.batch()), run(model, RESNET.batch()))
 
 
+@pytest.mark.slow
 def test_alpha_and_blending_come_back() -> None:
     slotted = add_slots(RESNET.model(), RESNET.batch())
     disturb(germinate(slotted, "layer1.0", "conv3x3", blending="gate"))
@@ -93,6 +96,7 @@ def test_alpha_and_blending_come_back() -> None:
     assert is_same(run(esper.load(model.state_dict(), model=RESNET.model()), RESNET.batch()), run(model, RESNET.batch()))
 
 
+@pytest.mark.slow
 def test_a_loaded_model_has_the_mode_and_precision_of_the_instance() -> None:
     state = grown_model().state_dict()
     model = esper.load(state, model=ResNet().double().eval())
@@ -102,6 +106,7 @@ def test_a_loaded_model_has_the_mode_and_precision_of_the_instance() -> None:
     run(model, RESNET.batch().double())
 
 
+@pytest.mark.slow
 def test_a_loaded_model_trains_and_grows_on() -> None:
     model = esper.load(grown_model().state_dict(), model=RESNET.model()).train()
     model(RESNET.batch()).square().mean().backward()
@@ -112,6 +117,7 @@ def test_a_loaded_model_trains_and_grows_on() -> None:
 # What does not fit
 
 
+@pytest.mark.slow
 def test_another_host_is_refused_before_anything_is_changed() -> None:
     state = grown_model().state_dict()
     unchanged(FAMILIES["sequential mlp"].model(), state, "seed after 'layer1.0', which this model does not have")
@@ -126,6 +132,7 @@ def test_another_host_is_refused_before_anything_is_changed() -> None:
     unchanged(RESNET.model(), {**state, "surplus": torch.zeros(1)}, "only in the file: surplus")
 
 
+@pytest.mark.slow
 def test_an_instance_that_has_grown_already_is_refused() -> None:
     model = grown_model()
     with pytest.raises(GrowthError, match=r"grown already, 'layer1.0.esper_seed'; pass a fresh one, or use load_state_dict"):
@@ -133,6 +140,7 @@ def test_an_instance_that_has_grown_already_is_refused() -> None:
     model.load_state_dict(grown_model().state_dict())
 
 
+@pytest.mark.slow
 def test_what_is_no_safetensors_file_is_refused_with_what_to_do(tmp_path: Path) -> None:
     torch.save(grown_model().state_dict(), tmp_path / "model.pt")
     unchanged(
@@ -145,6 +153,7 @@ def test_what_is_no_safetensors_file_is_refused_with_what_to_do(tmp_path: Path) 
     unchanged(RESNET.model(), tmp_path / "nothing", "there is no file .*nothing")
 
 
+@pytest.mark.slow
 def test_a_damaged_spec_is_refused(tmp_path: Path) -> None:
     esper.save(grown_model(), tmp_path / "grown.safetensors")
     state = load_file(tmp_path / "grown.safetensors")
@@ -153,6 +162,7 @@ def test_a_damaged_spec_is_refused(tmp_path: Path) -> None:
         unchanged(RESNET.model(), tmp_path / "damaged.safetensors", "esper_seed.use_esper_load' does not tell what grew there.*damaged")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape", [[], [0, 8, 8], [-4, 8, 8], [8], [8, 8, 8, 8], [2**40, 8, 8], [2**62, 8, 8], [2**70, 8, 8], [2**20, 8, 8]]
 )
@@ -173,6 +183,7 @@ def own_blueprint(bias: bool = True) -> None:
         return layer
 
 
+@pytest.mark.slow
 def test_a_blueprint_of_ones_own_must_be_there_as_it_was() -> None:
     own_blueprint()
     slotted = add_slots(RESNET.model(), RESNET.batch())

@@ -90,6 +90,7 @@ def names(place: Place) -> list[str]:
 # At birth
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted({name for place in PLACES for name in names(place)}))
 def test_a_branch_is_zero_at_birth_and_learns_from_the_first_step(name: str) -> None:
     blueprint = get_blueprint(name)
@@ -249,6 +250,7 @@ def test_attention_equals_torchs_own() -> None:
 # Cost
 
 
+@pytest.mark.slow
 def test_cost_counts_the_parameters_that_are_built() -> None:
     for place in PLACES[::5]:
         for blueprint in blueprints_for(place):
@@ -419,6 +421,7 @@ def test_a_branch_of_another_kind_is_refused() -> None:
 # Checks
 
 
+@pytest.mark.slow
 def test_every_built_in_blueprint_passes_the_check() -> None:
     for place in PLACES[::4]:
         for blueprint in blueprints_for(place):

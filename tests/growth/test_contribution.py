@@ -145,6 +145,7 @@ def verdicts_over_all_looks(rng: np.random.Generator, *, looks: int, batches: in
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("looks", "batches"), [(1, 6), (12, 6), (20, 15)])
 def test_the_chance_of_a_wrong_verdict_over_all_looks_at_a_seed_stays_below_5_percent(looks: int, batches: int) -> None:
     assert sum(1 - confidence_of_look(look, looks) for look in range(1, looks + 1)) == pytest.approx(0.05)
@@ -178,6 +179,7 @@ def test_every_sample_counts_alike_where_the_sizes_of_batches_are_told() -> None
     assert (gain.low, gain.high) == (-math.inf, math.inf)  # one batch, as good as
 
 
+@pytest.mark.slow
 def test_a_split_of_the_validation_data_with_a_rest_gives_the_same_contribution_as_whole_batches() -> None:
     loop = grown()
     x, y = (torch.cat(parts) for parts in zip(*loop.val, strict=True))
@@ -195,6 +197,7 @@ def test_a_split_of_the_validation_data_with_a_rest_gives_the_same_contribution_
         assert one.low < one.estimate < one.high
 
 
+@pytest.mark.slow
 def test_the_epochs_loss_and_the_best_alpha_are_by_samples() -> None:
     loop = grown()
     for x, y in loop.data:
@@ -254,6 +257,7 @@ def test_losses_that_are_not_finite_end_the_measurement() -> None:
     assert not contributions
 
 
+@pytest.mark.slow
 def test_shapley_values_share_out_the_whole_gain_in_2_to_the_k_evaluations() -> None:
     loop = grown()
     loop.grower.shapley(loop.evaluate)  # the replays are checked once
@@ -281,6 +285,7 @@ def test_shapley_values_of_a_host_without_seeds_are_refused() -> None:
         loop.grower.shapley(loop.evaluate)
 
 
+@pytest.mark.slow
 def test_the_search_for_alpha_finds_the_lowest_loss_and_leaves_alpha_alone() -> None:
     loop = grown(QUICK_SHADOW)
     before = snapshot(loop.host)
@@ -394,6 +399,7 @@ def test_the_probe_finds_the_gradient_of_a_planted_seed_for_every_blueprint(kind
         assert all(part.abs().sum() > 0 for part in trial.sums)
 
 
+@pytest.mark.slow
 def test_a_probe_leaves_the_host_bit_identical_and_finds_promises_for_free_slots() -> None:
     torch.manual_seed(3)
     plain = make_loop(Script())
@@ -415,6 +421,7 @@ def test_a_probe_leaves_the_host_bit_identical_and_finds_promises_for_free_slots
     assert all(candidate.promise is None for slot in probed.grower.controller.states[3].slots for candidate in slot.candidates)
 
 
+@pytest.mark.slow
 def test_a_second_pass_in_the_shadow_is_not_taken_for_the_users_step() -> None:
     def promises(closure_again: int) -> dict:
         loop = make_loop(Script({0: [Germinate("first", "test", "mlp")]}, probes=[0]), config(QUICK_SHADOW), dtype=torch.float64)
@@ -439,6 +446,7 @@ def test_a_second_pass_in_the_shadow_is_not_taken_for_the_users_step() -> None:
     assert once.keys() == {"second"}
 
 
+@pytest.mark.slow
 def test_promising_candidates_fall_faster() -> None:
     """A branch after a layer that everything depends on promises more than one whose output hardly matters."""
     host = make_host(dtype=torch.float64)
@@ -538,6 +546,7 @@ def promised_and_true(make_optimizer, settings: GrowthConfig, make_seed_optimize
     return promise, losses[31] - losses[32]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_a_promise_is_the_fall_of_the_loss_in_a_step_of_the_optimiser_in_use(kind: str) -> None:
     promise, fall = promised_and_true(OPTIMIZERS[kind], config(probe_steps=3))
@@ -568,6 +577,7 @@ def test_an_epoch_whose_parts_of_batches_count_as_steps_promises_no_more_than_on
     assert found[1] == pytest.approx(found[0], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_promise_knows_that_gradients_of_seeds_are_clipped_and_their_rate_has_a_factor() -> None:
     settings = config(probe_steps=3, seed_optimizer=SeedOptimizer(max_grad_norm=1e-3, learning_rate_factor=3.0))
     free = config(probe_steps=3, seed_optimizer=SeedOptimizer(max_grad_norm=None, learning_rate_factor=3.0))
@@ -581,6 +591,7 @@ def test_a_promise_is_that_of_the_optimiser_that_the_user_makes_for_seeds() -> N
     assert promise == pytest.approx(fall, rel=1e-2)
 
 
+@pytest.mark.slow
 def test_an_epoch_at_the_promised_speed_never_takes_more_than_the_loss_and_the_order_stays() -> None:
     """The rate is so high that the first-order fall is many times the loss."""
     found = []
@@ -633,6 +644,7 @@ class Built:
         return sum(parameter.numel() for one in self.alive if (branch := one()) is not None for parameter in branch.parameters())
 
 
+@pytest.mark.slow
 def test_the_probe_never_holds_more_weights_than_the_host_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(promise, "LEAST_PARAMETERS", 0, raising=False)
     built = Built(monkeypatch)
@@ -720,6 +732,7 @@ def test_random_plans_hold_their_limits_and_give_everybody_two_answers() -> None
         assert length is None or sum(portion.steps for portion in plan) <= length
 
 
+@pytest.mark.slow
 def test_a_candidate_promises_the_same_in_whichever_portion_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step sees the same batch, and the host hardly moves."""
     found = []
@@ -738,6 +751,7 @@ def test_a_candidate_promises_the_same_in_whichever_portion_it_is(monkeypatch: p
     assert found[0] == pytest.approx(found[1], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_only_the_slots_of_the_portion_at_hand_are_observed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(promise, "LEAST_PARAMETERS", 0)
     loop = make_loop(Script(probes=[1]), config(probe_steps=3))
@@ -765,6 +779,7 @@ def test_what_the_budget_refuses_is_never_built(monkeypatch: pytest.MonkeyPatch)
     assert ("first", "mlp") not in fitting
 
 
+@pytest.mark.slow
 def test_a_probe_is_resumed_between_any_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(promise, "LEAST_PARAMETERS", 0)
 

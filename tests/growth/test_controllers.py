@@ -43,6 +43,7 @@ def test_never_tries_nothing() -> None:
     assert "nothing was grown" in grown.report()
 
 
+@pytest.mark.slow
 def test_a_plan_is_kept_from_before_the_first_epoch_to_the_end() -> None:
     plan = [(0, "1", "mlp"), (3, "3", "low_rank")]
     grown = learn(Planned(plan), epochs=9)
@@ -65,6 +66,7 @@ def test_a_random_plan_is_drawn_once_and_depends_on_the_seed_alone() -> None:
         assert len({slot for _, slot, _ in drawn}) == 2
 
 
+@pytest.mark.slow
 def test_the_schedule_grows_everywhere_after_a_tenth_of_the_training() -> None:
     assert births(learn(Schedule(), epochs=20)) == [(2, "1", "mlp"), (2, "3", "mlp")]
 
@@ -76,6 +78,7 @@ def test_a_plan_beyond_the_budget_is_refused_with_the_reason() -> None:
     assert "as many seeds as the budget allows" in grown.ledger.refused[0].reason
 
 
+@pytest.mark.slow
 def test_a_plan_in_the_shadow_goes_through_all_stages() -> None:
     rules = Lifecycle(raise_mode="shadow", training_epochs=2, blend_epochs=1, holding_epochs=1, minimum_health=0.0)
     grown = learn(Planned([(1, "1", "mlp")]), epochs=12, config=GrowthConfig(lifecycle=rules))
@@ -129,12 +132,14 @@ class Forgetful(Eager):
         return {}
 
 
+@pytest.mark.slow
 def test_a_controller_is_one_method() -> None:
     grown = learn(Eager(), epochs=4)
     assert births(grown) == [(1, "1", "mlp")]
     assert grown.controller == "Eager"
 
 
+@pytest.mark.slow
 def test_a_controller_of_ones_own_is_saved_and_resumed(tmp_path: Path) -> None:
     for make in (Eager, Remembering):
         whole = learn(make(), epochs=4)
@@ -162,6 +167,7 @@ def test_what_is_no_controller_is_told(controller: object, words: str) -> None:
         learn(controller, epochs=1)
 
 
+@pytest.mark.slow
 def test_the_options_of_baselines_are_part_of_the_config() -> None:
     settings = GrowthConfig(seed=3, baseline=BaselineConfig(random_seeds=1, random_until=0.25, schedule_at=0.5))
     assert births(learn(make_controller("schedule", settings), epochs=8)) == [(4, "1", "mlp"), (4, "3", "mlp")]

@@ -51,6 +51,7 @@ def settled(level: float = 1.0, config: GovernorConfig | None = None) -> Governo
     return governor
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", NOISES)
 @pytest.mark.parametrize("half_life", [3.0, 20.0, 100.0])
 def test_a_noisy_run_that_converges_never_rolls_back(noise: str, half_life: float) -> None:
@@ -60,6 +61,7 @@ def test_a_noisy_run_that_converges_never_rolls_back(noise: str, half_life: floa
         assert first_disaster(losses) is None, seed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", NOISES)
 @pytest.mark.parametrize("end", [0.001, 0.3])
 @pytest.mark.parametrize("ramp", [1, 40])
@@ -89,6 +91,7 @@ def test_no_verdict_depends_on_the_unit_of_the_loss(factor: float, end: float) -
     assert not all(verdicts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", ["none", "5 %"])
 @pytest.mark.parametrize("at_epoch", [1, 2, 5, 30, 90])
 @pytest.mark.parametrize("end", [0.001, 0.3])

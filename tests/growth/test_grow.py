@@ -90,6 +90,7 @@ def plain(
     return host
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", [None, lambda optimizer: CosineAnnealingLR(optimizer, 4)], ids=["constant", "cosine"])
 def test_never_growing_is_the_plain_loop_with_a_loader_that_shuffles_by_the_global_generator(schedule) -> None:
     loader, validation = DataLoader(dataset(), batch_size=8, shuffle=True), DataLoader(dataset(2), batch_size=8, shuffle=True)
@@ -123,6 +124,7 @@ def plan() -> Planned:
     return Planned([(1, "first", "mlp")])
 
 
+@pytest.mark.slow
 def test_what_was_kept_is_in_the_model_the_ledger_and_the_report() -> None:
     data = make_data(6)
     grown = grow(make_host(), data, data, cross_entropy, epochs=14, controller=plan(), config=config(**NAMED))
@@ -136,6 +138,7 @@ def test_what_was_kept_is_in_the_model_the_ledger_and_the_report() -> None:
     assert set(make_host().state_dict()) < set(grown.model.state_dict())
 
 
+@pytest.mark.slow
 def test_nothing_was_worth_keeping_is_a_result() -> None:
     """The validation data are noise, so no seed does them any good, and everything is taken out in the end."""
     script = Script({1: [Germinate("first", "test", "mlp")]})
@@ -162,6 +165,7 @@ def test_training_stops_early_when_nothing_gets_better() -> None:
     assert grown.epochs < 12
 
 
+@pytest.mark.slow
 def test_a_living_seed_holds_off_the_early_stop() -> None:
     frozen = lambda parameters: torch.optim.SGD(parameters, lr=1e-12)  # noqa: E731
     settings = config(patience=1, **NAMED)
@@ -221,6 +225,7 @@ def test_a_schedule_that_follows_the_loss_is_told_the_loss() -> None:
     assert rates[0].param_groups[0]["lr"] < 1e-12
 
 
+@pytest.mark.slow
 def test_a_seed_gone_mad_costs_a_rollback_and_the_run_ends_well() -> None:
     settings = config(QUICK, governor=GovernorConfig(uninformed_loss=math.log(3)), rent=Rent(), **NAMED)
     explosive = []
@@ -259,6 +264,7 @@ def test_the_schedule_after_a_rollback_within_an_epoch_is_the_one_of_that_epoch(
     assert rates == [1e-3 * 0.5**epoch for epoch in range(5) for _ in range(4)]
 
 
+@pytest.mark.slow
 def test_the_flops_of_a_run_are_three_forward_passes_for_a_training_step_and_one_for_an_evaluation() -> None:
     data, val = make_data(4, size=8), make_data(2, size=8)
     never = grow(make_host(), data, val, cross_entropy, epochs=3, controller="never", config=config(**NAMED))
@@ -304,6 +310,7 @@ def test_the_validation_loss_is_the_mean_over_samples_whatever_the_batches() -> 
         assert other.val_loss == pytest.approx(float(cross_entropy(other.model.eval()(x), y)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("batches", "is_noted"), [(1, True), (2, False)])
 def test_one_validation_batch_is_noted_and_its_interval_is_infinite_everywhere(batches: int, is_noted: bool, tmp_path: Path) -> None:
     """In events, in the checkpoint that the run goes on from, and in the ledger."""
@@ -351,6 +358,7 @@ class Interrupted:
             yield batch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 3])
 def test_ctrl_c_gives_back_what_is_fossilized(batch: int) -> None:
     data = make_data(6)
@@ -389,6 +397,7 @@ def test_a_run_goes_on_after_ctrl_c_as_if_nothing_had_happened(tmp_path: Path) -
         assert_same(dict(resumed.model.state_dict()), dict(whole.model.state_dict()))
 
 
+@pytest.mark.slow
 def test_a_training_too_short_to_grow_anything_warns_and_its_report_says_why(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="nothing can grow in 5 epochs.* train for at least 6 epochs"):
         grow(make_host(), make_data(), make_data(2), cross_entropy, epochs=5, run=tmp_path / "run")
@@ -406,6 +415,7 @@ def test_the_result_says_why_nothing_could_grow() -> None:
     assert "train for at least 6 epochs" in grown.report()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(("controller", "epochs"), [("heuristic", 6), ("never", 2)])
 def test_a_training_that_could_grow_or_never_would_does_not_warn(controller: str, epochs: int) -> None:
@@ -437,11 +447,13 @@ def halving(optimizer):
     return LambdaLR(optimizer, lambda time: 0.5**time)
 
 
+@pytest.mark.slow
 def test_a_schedule_that_counts_steps_is_stepped_after_every_step() -> None:
     assert rates_seen(halving, step_schedule="step") == [0.5**step for step in range(12)]
     assert rates_seen(halving, step_schedule="epoch") == [0.5**epoch for epoch in range(3) for _ in range(4)]
 
 
+@pytest.mark.slow
 def test_a_schedule_that_counts_steps_equals_the_plain_loop_to_the_last_bit() -> None:
     def schedule(optimizer):
         return LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 5) * max(0.0, 1 - step / 16))
@@ -465,6 +477,7 @@ def test_one_cycle_is_stepped_after_every_step_also_inside_another_schedule() ->
     assert len(set(rates_seen(in_sequence))) > 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "words"),
     [
@@ -490,6 +503,7 @@ def test_a_cosine_over_the_epochs_is_not_warned_of() -> None:
 # Precision, clipping and accumulation
 
 
+@pytest.mark.slow
 def test_the_gradient_of_the_host_is_clipped_as_in_the_plain_loop() -> None:
     options = {"max_grad_norm": 0.1, "controller": "never", "config": config(**NAMED)}
     torch.manual_seed(11)
@@ -502,6 +516,7 @@ def test_the_gradient_of_the_host_is_clipped_as_in_the_plain_loop() -> None:
     assert not torch.equal(grown.model.head.weight, unclipped.head.weight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_grad_norm", [None, 0.1])
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_half_precision_is_the_plain_loop_with_autocast_and_a_scaler(precision: str, max_grad_norm: float | None) -> None:
@@ -514,6 +529,7 @@ def test_half_precision_is_the_plain_loop_with_autocast_and_a_scaler(precision: 
     assert grown.model.head.weight.dtype is torch.float32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_seeds_grow_and_validation_runs_in_half_precision(precision: str) -> None:
     seen = {True: set(), False: set()}
@@ -530,6 +546,7 @@ def test_seeds_grow_and_validation_runs_in_half_precision(precision: str) -> Non
     assert {parameter.dtype for parameter in grown.model.parameters()} == {torch.float32}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error")
 def test_an_epoch_in_which_every_step_overflows_is_counted_and_no_reason_to_warn(tmp_path: Path) -> None:
     """The first scale of a GradScaler is often too high, and the seed has missed nothing that the host has not."""
@@ -561,6 +578,7 @@ class SlowLoader:
             yield batch
 
 
+@pytest.mark.slow
 def test_the_time_of_a_step_and_the_wait_for_data_are_told(tmp_path: Path, clock: Clock) -> None:
     def ended(loader: object, folder: Path) -> list[EpochEnded]:
         grow(make_host(), loader, make_data(2), cross_entropy, epochs=2, controller="never", config=config(**NAMED), run=folder)
@@ -586,6 +604,7 @@ def exact(raise_mode: str, batches: Data, **options):
     return grow(host, batches, val, cross_entropy, epochs=8, optimizer=lambda p: torch.optim.AdamW(p, lr=0.01), **settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("raise_mode", ["joint", "shadow"])
 def test_two_half_batches_per_step_equal_whole_batches(raise_mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """To rounding: a seed grows, learns, is judged and kept on the way."""
@@ -599,6 +618,7 @@ def test_two_half_batches_per_step_equal_whole_batches(raise_mode: str, monkeypa
         torch.testing.assert_close(halves.model.state_dict()[name], tensor, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.slow
 def test_the_last_batches_of_an_epoch_make_a_step_with_their_own_mean_and_every_sample_counts_alike() -> None:
     (x, y), *_ = make_data(1, size=22, dtype=torch.float64)
     parts = [(x[a:b], y[a:b]) for a, b in ((0, 6), (6, 12), (12, 18), (18, 19))]  # three to a step: 18 samples, then 1
@@ -613,6 +633,7 @@ def test_a_schedule_by_steps_counts_steps_of_the_optimiser_where_gradients_are_a
     assert rates_seen(halving, epochs=1, batches=5, accumulate=2, step_schedule="step") == [1.0, 1.0, 0.5, 0.5, 0.25]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("started", "resumed"),
     [({}, {"precision": "bfloat16"}), ({"accumulate": 2}, {}), ({"max_grad_norm": 1.0}, {"max_grad_norm": 2.0}), ({}, STEPWISE)],
@@ -665,6 +686,7 @@ def test_progress_is_a_line_an_epoch_with_what_was_decided_on_stderr(capsys: pyt
     assert last == grown.report().partition(" · AdamW")[0]
 
 
+@pytest.mark.slow
 def test_progress_is_silent_unless_asked_for_or_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     shown_run()
     shown_run(progress=False)
@@ -689,6 +711,7 @@ class Gone(io.StringIO):
         raise OSError(5, "Input/output error")
 
 
+@pytest.mark.slow
 def test_a_terminal_that_is_gone_does_not_stop_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", Gone())
     assert shown_run(progress=True).epochs == 3
@@ -710,6 +733,7 @@ def loaded(folder: Path) -> dict[str, Tensor]:
     return dict(esper.load(folder, model=make_host(seed=9)).state_dict())
 
 
+@pytest.mark.slow
 def test_a_run_leaves_the_model_and_the_report_and_its_folder_can_be_loaded(tmp_path: Path) -> None:
     grown = kept_run(tmp_path / "run")
     assert [entry.outcome for entry in grown.ledger.entries] == ["kept"]
@@ -720,6 +744,7 @@ def test_a_run_leaves_the_model_and_the_report_and_its_folder_can_be_loaded(tmp_
     assert page == write_report(tmp_path / "run").read_text(), "it was written when everything had happened"
 
 
+@pytest.mark.slow
 def test_a_stopped_run_leaves_what_it_gives_back_until_it_has_gone_on_to_its_end(tmp_path: Path) -> None:
     stopped = kept_run(tmp_path / "run", Interrupted(make_data(6), epoch=2, batch=4))
     assert stopped.status == "stopped"
@@ -750,6 +775,7 @@ class Failing(Interrupted):
             raise OSError("the disk is gone") from None
 
 
+@pytest.mark.slow
 def test_the_folder_of_a_run_that_failed_says_how_to_get_the_model(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="the disk is gone"):
         kept_run(tmp_path / "run", Failing(make_data(6), epoch=3, batch=4))
@@ -776,6 +802,7 @@ def test_a_file_of_the_user_is_not_overwritten_by_a_new_run(name: str, tmp_path:
     assert (tmp_path / name).read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_written_is_given_back_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(model: nn.Module, path: Path) -> None:
         raise OSError(28, "No space left on device", str(path))
@@ -831,6 +858,7 @@ def test_a_model_that_takes_any_keywords_grows(arguments: tuple[float, ...]) -> 
     assert grown.status == "finished"
 
 
+@pytest.mark.slow
 def test_the_workers_of_a_users_loader_live_through_all_epochs_and_the_loader_is_never_made_again() -> None:
     made = []
 
@@ -853,6 +881,7 @@ def test_the_workers_of_a_users_loader_live_through_all_epochs_and_the_loader_is
     assert len(set(pids)) == 1
 
 
+@pytest.mark.slow
 def test_a_run_in_python_writes_for_tensorboard_where_it_has_a_folder(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     options = {"epochs": 2, "controller": "never", "config": config(**NAMED), "tensorboard": True}

@@ -76,6 +76,7 @@ def test_a_model_in_mid_training_with_adam_and_one_cycle_goes_on_unchanged() -> 
     assert schedule.get_last_lr() == plain_schedule.get_last_lr()
 
 
+@pytest.mark.slow
 def test_a_seed_leaves_the_hosts_optimiser_and_schedule_whole_and_follows_the_schedule() -> None:
     host = make_host()
     groups = [{"params": host.first.parameters(), "lr": 0.02}, {"params": [*host.second.parameters(), *host.head.parameters()], "lr": 0.01}]
@@ -96,6 +97,7 @@ def test_a_seed_leaves_the_hosts_optimiser_and_schedule_whole_and_follows_the_sc
     assert loop.grower.garden.beds["first"].learner.optimizer.param_groups[0]["lr"] == 1.5
 
 
+@pytest.mark.slow
 def test_a_seed_that_joins_a_host_in_training_warms_up_over_the_epochs_that_are_set() -> None:
     settings = config(seed_optimizer=SeedOptimizer(warmup_epochs=2.0))
     loop = make_loop(Script({1: GROW[0]}), settings, make_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.5))
@@ -187,6 +189,7 @@ KINDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_seeds_learn_by_an_optimiser_of_the_hosts_kind_with_its_settings(kind: str) -> None:
     loop = make_loop(Script(GROW), make_optimizer=lambda model: KINDS[kind](model.parameters()))
@@ -273,6 +276,7 @@ def test_a_seed_whose_gradients_vanish_is_half_healthy_and_one_whose_gradients_e
     assert stats.skipped == (0 if norm < float("inf") else 1)
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_fails_changes_nothing_and_can_be_repeated() -> None:
     def until_the_end(fails: bool):
         torch.manual_seed(0)
@@ -344,6 +348,7 @@ def test_baking_leaves_nothing_of_the_grower_in_the_model() -> None:
     assert not any(module._forward_hooks or "forward" in vars(module) for module in model.modules())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lifecycle", [QUICK, QUICK_SHADOW], ids=["joint", "shadow"])
 def test_a_loop_that_does_not_tell_its_samples_grows_and_counts_as_one_that_does(lifecycle) -> None:
     def grown(tells: bool) -> Grower:
@@ -377,6 +382,7 @@ def test_a_loop_that_does_not_tell_its_samples_grows_and_counts_as_one_that_does
     assert quiet.ledger.entries  # the heuristic does not grow where it does not know how much data there is
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lifecycle", [QUICK, QUICK_SHADOW], ids=["joint", "shadow"])
 def test_a_loop_that_calls_the_model_grows_as_one_that_calls_the_slotted_model(lifecycle) -> None:
     def grown(*, use_slotted: bool) -> tuple[Grower, list[Tensor]]:
@@ -475,6 +481,7 @@ def test_a_grower_whose_slots_have_been_taken_out_says_so_and_does_nothing(how: 
     assert loop.grower.chronicle.steps == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mover", ["slotted", "model"])
 @pytest.mark.parametrize("lifecycle", [QUICK, QUICK_SHADOW], ids=["joint", "shadow"])
 def test_what_germinates_after_the_host_was_cast_is_cast_too(mover: str, lifecycle) -> None:
@@ -496,6 +503,7 @@ def test_a_target_of_alpha_above_1_is_refused() -> None:
         Lifecycle(raise_mode="shadow", alpha_target=1.5)
 
 
+@pytest.mark.slow
 def test_a_copy_of_a_grower_is_baked_on_its_own() -> None:
     loop = make_loop(Script(GROW))
     loop.epoch(epochs=2)

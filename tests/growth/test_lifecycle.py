@@ -38,6 +38,7 @@ def test_the_table_of_moves_is_the_one_that_gates_ask() -> None:
     assert not MOVES[Stage.FOSSILIZED]
 
 
+@pytest.mark.slow
 def test_a_seed_raised_jointly_germinates_holds_and_is_kept() -> None:
     loop = make_loop(Script({**GROW, 8: [Fossilize("first", "test")]}))
     loop.val = loop.data

@@ -104,6 +104,7 @@ def fast(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.01)
 
 
+@pytest.mark.slow
 def test_without_outputs_the_loss_before_the_training_is_the_scale_and_the_run_says_so(tmp_path: Path) -> None:
     def step_loss(model: nn.Module, batch: Batch) -> Tensor:
         return cross_entropy(model(batch[0]), batch[1])

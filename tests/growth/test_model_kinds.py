@@ -557,6 +557,7 @@ cells = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "title"), cells)
 def test_growing_is_exact(kind: str, title: str) -> None:
     PROPERTIES[title](KINDS[kind])
@@ -608,6 +609,7 @@ def test_no_seed_sees_later_tokens(kind: Kind) -> None:
         assert any(not torch.equal(one, other) for one, other in pairs), growth
 
 
+@pytest.mark.slow
 @kinds_with(lambda kind: kind.padded is not None)
 def test_no_seed_sees_padding(kind: Kind) -> None:
     assert kind.padded is not None
@@ -621,6 +623,7 @@ def test_no_seed_sees_padding(kind: Kind) -> None:
         assert kind.is_same(before, after), growth
 
 
+@pytest.mark.slow
 def test_a_cache_gives_the_same_whatever_grows() -> None:
     kind = OWN_KINDS["gpt with cache"]
     slotted, batch = kind.slotted(), kind.batch()

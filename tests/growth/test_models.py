@@ -91,6 +91,7 @@ def growths(slotted: Slotted) -> Iterator[tuple[str, str]]:
     return ((name, blueprint.name) for name, slot in slotted.slots.items() for blueprint in blueprints_for(slot.place))
 
 
+@pytest.mark.slow
 @every_family
 def test_slots_are_found_and_change_nothing(family: Family) -> None:
     model, batch = family.model(), family.batch()
@@ -105,6 +106,7 @@ def test_slots_are_found_and_change_nothing(family: Family) -> None:
     assert is_same(run(model, batch), before)
 
 
+@pytest.mark.slow
 @every_family
 def test_slots_change_nothing_in_training(family: Family) -> None:
     """With dropout, statistics of norms, and gradients."""
@@ -123,6 +125,7 @@ def test_slots_change_nothing_in_training(family: Family) -> None:
         assert one.grad is None or torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @every_family
 def test_a_baked_model_keeps_its_names_and_outputs_and_survives_pickle_copy_and_a_second_growth(family: Family) -> None:
     model, batch = family.model(), family.batch()
@@ -192,6 +195,7 @@ def test_a_seed_in_a_block_that_runs_all_of_its_children_acts_once_when_it_is_ba
 # Copies
 
 
+@pytest.mark.slow
 def test_a_copy_with_a_living_seed_is_independent() -> None:
     family = FAMILIES["resnet"]
     model, batch = family.model(), family.batch()
@@ -241,6 +245,7 @@ def flows_back(model: Any, batch: Tensor) -> bool:
     return not torch.equal(before[:, :-1], after[:, :-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_float", [False, True], ids=["tokens", "embeddings"])
 def test_a_causal_host_stays_causal_whatever_grows(is_float: bool) -> None:
     family = FAMILIES["gpt"]
@@ -272,6 +277,7 @@ class TwoStreams(nn.Module):
         return result
 
 
+@pytest.mark.slow
 def test_causality_is_seen_in_each_input_on_its_own() -> None:
     batch = torch.randint(VOCABULARY, (2, 6), generator=torch.Generator().manual_seed(0))
     slotted = add_slots(TwoStreams(), {"source": batch, "target": batch.flip(0)})
@@ -296,6 +302,7 @@ SHIFTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHIFTS)
 def test_a_host_that_shifts_its_inputs_stays_causal_whatever_grows(name: str) -> None:
     slotted = add_slots(Shifting(SHIFTS[name]).eval(), IDS[:2])
@@ -315,6 +322,7 @@ def test_a_host_that_shifts_its_inputs_stays_causal_whatever_grows(name: str) ->
 IGNORED = torch.full_like(IDS, -100)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "example",
     [{"ids": IDS, "labels": IDS.flip(1)}, (IDS, IDS), {"ids": IDS, "labels": IDS[:, :4]}, {"ids": IDS, "labels": IGNORED}],
@@ -357,6 +365,7 @@ class Deaf(nn.Module):
         return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reason", ["sees nothing", "changes", "refuses"])
 def test_a_host_of_which_nothing_is_known_counts_as_causal(reason: str) -> None:
     assert add_slots(Deaf(reason), IDS[:2]).slots["block"].place.is_causal
@@ -375,6 +384,7 @@ def test_causality_is_seen_where_the_host_changes_the_length() -> None:
     assert all(slot.place.is_causal and slot.place.shape == (7, 16) for slot in slotted.slots.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["vit", "encoder"])
 def test_a_host_that_looks_both_ways_is_not_taken_for_causal(name: str) -> None:
     family = FAMILIES[name]
@@ -464,6 +474,7 @@ class Transposing(nn.Module):
         return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [7, 3, 1], ids=["another length", "as long as the batch", "one step"])
 @pytest.mark.parametrize("samples", [3, 1])
 def test_time_first_inside_a_model_is_found_whatever_the_sizes(length: int, samples: int) -> None:
@@ -474,6 +485,7 @@ def test_time_first_inside_a_model_is_found_whatever_the_sizes(length: int, samp
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blending", ["add", "multiply", "gate"])
 def test_what_grows_in_a_time_first_sequence_keeps_samples_apart(blending: Blending) -> None:
     torch.manual_seed(0)
@@ -503,6 +515,7 @@ def offered(slotted: Slotted) -> set[str]:
     return {blueprint for _, blueprint in growths(slotted)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_attribute", [False, True], ids=["of the caller", "of the host"])
 def test_reading_with_a_cache_gives_the_same_whatever_grows(has_attribute: bool) -> None:
     torch.manual_seed(0)
@@ -527,6 +540,7 @@ def test_reading_with_a_cache_gives_the_same_whatever_grows(has_attribute: bool)
         slotted.slot(slot).plant(None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("has_index", "has_padding", "reason"),
     [
@@ -550,6 +564,7 @@ def test_padding_that_a_host_finds_by_itself_stays_unseen(has_index: bool, has_p
         slotted.slot(slot).plant(None)
 
 
+@pytest.mark.slow
 def test_the_mask_of_the_future_hides_no_padding() -> None:
     batch = torch.randint(VOCABULARY, (6, 6), generator=torch.Generator().manual_seed(0))  # as many samples as tokens
     slotted = add_slots(TwoStreams(), (batch, batch.flip(0)))
@@ -571,6 +586,7 @@ def test_a_gate_stays_closed_where_padding_would_pass_it() -> None:
 pytest_nested = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 
 
+@pytest.mark.slow
 def test_slots_inside_an_encoder_layer_act_in_evaluation() -> None:
     family = FAMILIES["encoder"]
     model, batch = family.model(), family.batch()
@@ -592,6 +608,7 @@ def test_slots_inside_an_encoder_layer_act_in_evaluation() -> None:
     assert is_same(run(again, batch), before)
 
 
+@pytest.mark.slow
 @pytest_nested
 @pytest.mark.parametrize("slots", [None, ["encoder.layers.*.linear2", "encoder.layers.1"]], ids=["layers", "inside"])
 @pytest.mark.parametrize("nested", [True, False])
@@ -639,6 +656,7 @@ def test_a_place_that_evaluation_passes_by_is_refused() -> None:
 # Precision and memory format
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("name", ["resnet", "vit", "gpt", "sequential mlp"])
 def test_seeds_have_the_precision_of_the_host(name: str, dtype: torch.dtype) -> None:
@@ -701,6 +719,7 @@ def test_a_seed_has_the_precision_of_what_flows_at_its_place() -> None:
         run(slotted, batch)
 
 
+@pytest.mark.slow
 def test_channels_last_is_kept() -> None:
     family = FAMILIES["resnet"]
     batch = family.batch().to(memory_format=torch.channels_last)
@@ -739,6 +758,7 @@ def test_a_tied_head_stays_tied_through_growth() -> None:
     assert twin.get_submodule("head").weight is twin.get_submodule("tokens").weight
 
 
+@pytest.mark.slow
 def test_the_gate_refuses_a_causal_place_and_opens_elsewhere() -> None:
     for name, is_refused in (("gpt", True), ("vit", False), ("resnet", False), ("sequential mlp", False)):
         family = FAMILIES[name]
@@ -758,6 +778,7 @@ def test_the_gate_refuses_a_causal_place_and_opens_elsewhere() -> None:
             assert not is_close(run(slotted, batch), before)
 
 
+@pytest.mark.slow
 def test_places_know_their_depth_and_what_lies_behind() -> None:
     family = FAMILIES["resnet"]
     found = add_slots(family.model(), family.batch()).survey
@@ -770,6 +791,7 @@ def test_places_know_their_depth_and_what_lies_behind() -> None:
     assert found.host.parameters == sum(parameter.numel() for parameter in family.model().parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(("kind", "gates"), [("LSTM", 4), ("GRU", 3), ("RNN", 1)])
 def test_flops_of_recurrent_layers_are_counted(kind: str, gates: int, dtype: torch.dtype) -> None:
@@ -788,6 +810,7 @@ def test_flops_of_recurrent_layers_are_counted(kind: str, gates: int, dtype: tor
     assert found.host.flops == 2 * (10 * 2 * (first + second) + 32 * 8 + 8 * 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_flops_of_torchs_own_attention_are_counted(dtype: torch.dtype) -> None:
     family = FAMILIES["encoder"]
@@ -821,6 +844,7 @@ def test_flops_of_fused_kernels_are_those_of_what_they_compute() -> None:
     assert counts[0] == counts[1] > 0
 
 
+@pytest.mark.slow
 def test_flops_of_attention_are_counted() -> None:
     width, length, blocks = 16, 5, 2
     family = FAMILIES["vit"]

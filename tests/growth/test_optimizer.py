@@ -66,6 +66,7 @@ WAYS: dict[str, Callable[[Loop], None]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_a_batch_that_is_thrown_away_leaves_nothing_in_the_seed(way: str) -> None:
     def trained(*, skips: bool) -> list[Tensor]:
@@ -128,6 +129,7 @@ def test_a_step_that_is_repeated_without_a_new_gradient_is_repeated_for_the_seed
         torch.testing.assert_close(value.detach() - before[name], 2 * (once[name] - before[name]))
 
 
+@pytest.mark.slow
 def test_after_step_for_every_part_of_an_accumulated_batch_trains_the_same_as_one_for_the_whole() -> None:
     def trained(*, per_part: bool) -> list[Tensor]:
         loop = still_loop(adamw)
@@ -552,6 +554,7 @@ def test_gradients_that_the_user_unscales_and_clips_are_unscaled_once_in_the_see
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_a_batch_that_is_thrown_away_leaves_nothing_in_the_probe() -> None:
     def promises(*, skips: bool) -> Any:
         loop = make_loop(Script({}, probes=[0]), config(probe_steps=3), host=make_host(dropout=0.0, norm=False))

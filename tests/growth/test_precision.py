@@ -39,6 +39,7 @@ def step(loop: Loop, scaler: torch.amp.GradScaler | None, x: Tensor, y: Tensor, 
     loop.grower.after_step(loss, closure=lambda: cross_entropy(loop.slotted(x), y))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lifecycle", [QUICK, QUICK_SHADOW], ids=["joint", "shadow"])
 def test_seeds_learn_the_same_with_and_without_a_loss_scale(lifecycle: Lifecycle) -> None:
     def trained(scaler: torch.amp.GradScaler | None) -> Loop:

@@ -219,6 +219,7 @@ HOSTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("build", "slot", "inputs", "replayed"), HOSTS)
 @pytest.mark.parametrize("guard", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("is_recorded_on", [False, True])
@@ -564,6 +565,7 @@ def test_a_slot_must_have_run_once() -> None:
         Replay(model, calls, "nowhere")
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_replayed_only_where_it_runs_eagerly() -> None:
     model = made(Shared)
     x = ROWS[0]

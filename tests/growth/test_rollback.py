@@ -151,6 +151,7 @@ def test_a_seed_that_was_pruned_since_the_snapshot_comes_back_and_lives_in_the_l
     assert loop.grower.rollbacks == 1
 
 
+@pytest.mark.slow
 def test_a_seed_that_was_kept_since_the_snapshot_is_on_probation_again() -> None:
     loop = make_loop(Script({**GROW, 8: [Fossilize("first", "test")]}))
     loop.val = loop.data
@@ -184,6 +185,7 @@ def test_a_run_that_fails_again_and_again_is_given_up_with_a_usable_model() -> N
     assert math.isfinite(loop.losses[-1])
 
 
+@pytest.mark.slow
 def test_a_gradient_that_was_on_its_way_does_not_outlive_the_rollback() -> None:
     loop = make_loop(Script({**GROW, 8: [Fossilize("first", "test")]}))
     loop.val = loop.data
@@ -198,6 +200,7 @@ def test_a_gradient_that_was_on_its_way_does_not_outlive_the_rollback() -> None:
     assert loop.grower.garden.beds["first"].life.gradients.skipped == 0
 
 
+@pytest.mark.slow
 def test_a_change_in_the_data_is_gone_back_from_once_and_then_accepted() -> None:
     loop = make_loop(Script({}), config(QUICK))
     loop.epoch(epochs=12)

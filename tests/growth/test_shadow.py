@@ -36,6 +36,7 @@ AGAIN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make_optimizer", [sgd, adamw])
 @pytest.mark.parametrize("replayed", [True, False], ids=["with replay", "without replay"])
 @pytest.mark.parametrize(("actions", "epochs"), [(GROW, 3), (AGAIN, 6)], ids=["germinate", "germinate, prune, germinate"])

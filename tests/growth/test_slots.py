@@ -40,6 +40,7 @@ def refused(model: nn.Module, example_input: Any, message: str, **arguments: Any
 # Names
 
 
+@pytest.mark.slow
 def test_patterns_mean_what_they_match_in_the_order_of_the_forward_pass() -> None:
     assert slots_of("layer?.0") == ["layer1.0", "layer2.0"]
     assert slots_of("layer2.*", "layer1.0") == ["layer1.0", *(name for name in slots_of("layer2.*"))]
@@ -47,6 +48,7 @@ def test_patterns_mean_what_they_match_in_the_order_of_the_forward_pass() -> Non
     assert slots_of("[lm]ayer[12].1") == ["layer1.1", "layer2.1"]
 
 
+@pytest.mark.slow
 def test_a_pattern_gives_one_slot_for_a_tensor_that_has_two_names_and_both_may_be_named() -> None:
     assert slots_of("layer1", "layer1.1") == ["layer1.1", "layer1"]
     assert slots_of("layer1*") == [name for name in slots_of("*") if name.startswith("layer1")]
@@ -59,11 +61,13 @@ def test_a_pattern_leaves_out_what_is_refused() -> None:
     assert not any(name.endswith("0.relu") for name in slots_of("layer1.*"))
 
 
+@pytest.mark.slow
 def test_an_unknown_name_is_answered_with_near_ones() -> None:
     refused(RESNET.model(), RESNET.batch(), r"no submodule is named 'layer1.3'; near to it: layer1.\d, layer1", slots=["layer1.3"])
     refused(RESNET.model(), RESNET.batch(), "no submodule is named '7'; near to it: conv1, bn1", slots=["layer1.0", "7"])
 
 
+@pytest.mark.slow
 def test_a_refused_place_that_is_named_is_answered_with_the_reason() -> None:
     model, batch = RESNET.model(), RESNET.batch()
     refused(model, batch, "nothing can grow after 'layer1.0.relu': it runs 2 times in a forward pass", slots=["layer1.0.relu"])
@@ -142,6 +146,7 @@ def test_a_probe_draws_nothing_and_moves_nothing() -> None:
     assert all(module.training for module in model.modules())
 
 
+@pytest.mark.slow
 def test_a_batch_of_one_will_do() -> None:
     for name in ("resnet", "vit", "gpt", "sequential mlp", "encoder"):
         family = FAMILIES[name]
@@ -149,6 +154,7 @@ def test_a_batch_of_one_will_do() -> None:
         assert tuple(add_slots(model, family.batch()[:1]).slots) == family.slots
 
 
+@pytest.mark.slow
 def test_examples_may_be_arguments_or_keywords() -> None:
     family = FAMILIES["gpt"]
     for example in (family.batch(), (family.batch(),), [family.batch()], {"x": family.batch()}):
@@ -166,6 +172,7 @@ def test_a_lazy_layer_is_answered_with_what_to_do() -> None:
 # Models
 
 
+@pytest.mark.slow
 def test_slots_are_added_once_at_a_time() -> None:
     model = RESNET.model()
     slotted = add_slots(model, RESNET.batch())
@@ -299,6 +306,7 @@ class ChannelsLast(nn.Module):
         return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [2, 8, 16], ids=["two samples", "as many samples as rows", "as many samples as channels"])
 def test_channels_last_are_not_taken_for_rows(batch: int) -> None:
     model = ChannelsLast().eval()
@@ -323,6 +331,7 @@ def test_channels_last_are_not_taken_for_rows(batch: int) -> None:
         slotted.slot(name).plant(None)
 
 
+@pytest.mark.slow
 def test_blocks_of_windows_get_slots() -> None:
     slotted = add_slots(Swin(), torch.randn(2, 3, 24, 24))
     assert list(slotted.slots) == ["layers.0.0", "layers.0.1", "layers.1", "layers.2.0"]
@@ -494,6 +503,7 @@ def described(slotted: Slotted) -> list[str]:
     return [line.split("  ")[0] for line in table.splitlines()[1:]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [ResNet, ViT, GPT], ids=lambda make: make.__name__)
 def test_the_description_lists_every_submodule_once(make: Callable[[], nn.Module]) -> None:
     family = next(family for family in FAMILIES.values() if family.make is make)

@@ -138,6 +138,7 @@ def test_plain_values_that_change_in_place_do_not_reach_the_snapshot() -> None:
     assert latest(snapshots)["pair"][0].tolist() == [0.0, 0.0]
 
 
+@pytest.mark.slow
 def test_a_thousand_snapshots_lie_in_the_memory_of_the_first_ones() -> None:
     training, snapshots = Training(), Snapshots(keep=2)
     training.step()  # Adam has no state before

@@ -196,6 +196,7 @@ def test_a_slotted_model_with_a_grower_is_loaded_through_it() -> None:
         loop.slotted.load_state_dict(loop.slotted.state_dict())
 
 
+@pytest.mark.slow
 def test_a_grower_is_saved_and_resumed_in_three_lines(tmp_path: Path) -> None:
     """The resumed training goes on as the one that was not interrupted, to the last bit."""
     plan = [(0, "first", "low_rank"), (1, "second", "mlp")]
@@ -220,6 +221,7 @@ def test_a_grower_is_saved_and_resumed_in_three_lines(tmp_path: Path) -> None:
 # Copies
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["slot first", "slots and model", "model first", "slotted"])
 def test_pickled_slots_work_whatever_is_pickled_first(what: str) -> None:
     slotted = growing_host()
@@ -246,6 +248,7 @@ def test_an_average_of_weights_warns_when_it_lacks_what_has_grown() -> None:
     run(average, inputs())  # once is enough
 
 
+@pytest.mark.slow
 def test_a_copy_that_is_no_average_does_not_warn() -> None:
     slotted = add_slots(make_host().eval(), inputs(2), slots=["first", "second"])
     best = copy.deepcopy(slotted.model)

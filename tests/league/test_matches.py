@@ -20,6 +20,7 @@ def ground(**settings: object) -> Ground:
     return Ground(small_arena(**{"battles": 4, "seconds": 8.0, **settings}), seed=1, device="cpu")
 
 
+@pytest.mark.slow
 def test_every_battle_is_counted_once_and_both_sides_are_played() -> None:
     seen = []
     result = ground().play("strong", "random", on_scene=lambda scene: seen.append(scene.ended.clone()))
@@ -30,6 +31,7 @@ def test_every_battle_is_counted_once_and_both_sides_are_played() -> None:
     assert result.decisions == pytest.approx(sum(firsts) / 4)
 
 
+@pytest.mark.slow
 def test_every_pair_of_battles_has_a_map_of_its_own_and_swapped_sides() -> None:
     place = ground(battles=6, maps=2, seconds=0.5)
     maps = []
@@ -39,12 +41,14 @@ def test_every_pair_of_battles_has_a_map_of_its_own_and_swapped_sides() -> None:
     assert all(not torch.equal(heights[one], heights[other]) for one, other in ((0, 1), (0, 2), (1, 2)))
 
 
+@pytest.mark.slow
 def test_a_match_of_a_bot_that_draws_nothing_against_itself_is_even_on_every_map() -> None:
     result = ground(battles=4, seconds=4.0).play("middle", "middle")
     assert result.record.score == 0.5
     assert result.record.maps == (0, 0, 2, 0, 0)
 
 
+@pytest.mark.slow
 def test_all_rivals_of_one_match_meet_the_player_on_the_same_maps_as_alone() -> None:
     config = small_arena(battles=4, seconds=2.0)
     together = Ground(config, seed=1, device="cpu", rivals=2).play_all("middle", ["weak", "middle"])
@@ -56,6 +60,7 @@ def test_all_rivals_of_one_match_meet_the_player_on_the_same_maps_as_alone() -> 
     assert together[1].won == ()
 
 
+@pytest.mark.slow
 def test_other_maps_make_another_match_on_the_same_ground() -> None:
     place = ground(battles=2, seconds=0.5)
     first = place.arena.atlas.worlds.height.clone()
@@ -119,6 +124,7 @@ def test_a_tally_counts_the_first_battle_in_every_place() -> None:
 CONFIG: ArenaConfig = small_arena(battles=2, seconds=4.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("battle", "teams"), [(0, ("strong", "random")), (1, ("random", "strong"))])
 def test_the_replay_of_a_place_names_the_players_by_their_side(battle: int, teams: tuple[str, str], tmp_path: Path) -> None:
     kept = play_and_record(CONFIG, "strong", "random", seed=2, battle=battle, path=tmp_path / "one.safetensors")
@@ -143,6 +149,7 @@ def test_a_battle_that_was_won_is_looked_for(watched: int, tmp_path: Path, monke
     assert verify(kept.path).ok
 
 
+@pytest.mark.slow
 def test_where_nothing_was_won_no_replay_is_written(tmp_path: Path) -> None:
     kept = play_and_record(small_arena(battles=2, seconds=0.5), "random", "random", seed=2, path=tmp_path / "won.safetensors")
     assert kept.result.won == ()
@@ -150,6 +157,7 @@ def test_where_nothing_was_won_no_replay_is_written(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_recorders_of_a_match_see_their_whole_battles() -> None:
     place = ground(seconds=3.0)
     recorders = [Recorder(place.arena, battle) for battle in (0, 3)]

@@ -37,6 +37,7 @@ def noise_like(arena: ArenaConfig, rows: int, *, requires_grad: bool = False) ->
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"allies": 0}, {"teams": 1}, {"state_view": True}, {"contacts": 3, "allies": 3}])
 @pytest.mark.parametrize("core", ["lstm", "none"])
 def test_a_policy_acts_on_what_units_of_any_arena_see(settings: dict[str, int], core: str) -> None:

@@ -63,6 +63,7 @@ def test_a_long_match_weighs_no_more_than_its_bound() -> None:
     assert rated(Rating(), Rating(), Record(wins=30_000, losses=10_000)) == bound
 
 
+@pytest.mark.slow
 @needs_openskill
 def test_nobody_becomes_surer_than_the_floor() -> None:
     player, opponent = Rating(), Rating()
@@ -73,6 +74,7 @@ def test_nobody_becomes_surer_than_the_floor() -> None:
     assert after.mu - player.mu > 1  # and still moves
 
 
+@pytest.mark.slow
 @needs_openskill
 def test_ratings_find_the_order_and_the_chances_of_a_known_field() -> None:
     strengths = {"a": 20.0, "b": 24.0, "c": 27.0, "d": 33.0}

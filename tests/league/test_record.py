@@ -75,6 +75,7 @@ def test_counts_that_cannot_be_are_refused(wrong: int) -> None:
         Record(wins=wrong)
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(PAIRS, RECORDS)))
 def test_a_table_adds_up_whoever_tells(results: list[tuple[list[str], Record]]) -> None:
     told, retold = WinTable(), WinTable()

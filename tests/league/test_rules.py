@@ -48,6 +48,7 @@ def test_the_best_never_leaves() -> None:
         least_useful(["best"], learner_scores={}, ordinals={}, beaten_at=0.9)
 
 
+@pytest.mark.slow
 @given(st.integers(1, 12), st.integers(1, 12), st.data())
 def test_never_more_stay_than_there_is_room_for_and_no_more_leave_than_must(count: int, size: int, data: st.DataObject) -> None:
     members = [f"m{index}" for index in range(count)]
@@ -57,6 +58,7 @@ def test_never_more_stay_than_there_is_room_for_and_no_more_leave_than_must(coun
     assert members[-1] not in leaving
 
 
+@pytest.mark.slow
 @given(SCORES, st.floats(0, 4), st.floats(0, 1))
 def test_weights_are_a_distribution_that_falls_with_the_score(scores: dict[str, float | None], power: float, floor: float) -> None:
     weights = opponent_weights(scores, power=power, floor=floor)

@@ -61,6 +61,7 @@ def test_every_unit_is_driven_by_exactly_one_player() -> None:
     assert everybody == Counter(range(env.config.arena.battles * env.config.arena.units))
 
 
+@pytest.mark.slow
 def test_what_the_learner_says_reaches_its_own_rows_and_bots_say_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     env = seated(small_training(selfplay={"bots": ("middle",), "bot_share": 0.5, "past_share": 0.0}))
     heard: list[Actions] = []
@@ -77,6 +78,7 @@ def test_what_the_learner_says_reaches_its_own_rows_and_bots_say_the_rest(monkey
             assert torch.equal(value[bot.rows], expected[name][bot.rows])
 
 
+@pytest.mark.slow
 def test_rows_are_those_of_the_arena_and_the_dead_are_neither_paid_nor_valid() -> None:
     env = seated(small_training(arena={"seconds": 30.0}, selfplay={"bots": ("strong",), "enter_every": 1000}))
     dead = 0
@@ -93,6 +95,7 @@ def test_rows_are_those_of_the_arena_and_the_dead_are_neither_paid_nor_valid() -
     assert dead
 
 
+@pytest.mark.slow
 def test_each_observation_is_built_once_for_learner_bots_and_past_selves_together(monkeypatch: pytest.MonkeyPatch) -> None:
     env = with_members(seated(small_training(arena={"state_view": True}, selfplay={"enter_every": 1000})), "one")
     built: list[int] = []
@@ -128,6 +131,7 @@ def test_another_self_play_goes_on_where_the_first_was_saved() -> None:
     assert torch.equal(one.results, other.results)
 
 
+@pytest.mark.slow
 def test_results_are_those_that_an_onlooker_counts() -> None:
     events: list[Event] = []
     env = seated(small_training(), events=events)
@@ -153,6 +157,7 @@ def test_results_are_those_that_an_onlooker_counts() -> None:
     assert sum(counted["random"]) == 2 * 3  # battles of 8 decisions at most, of which 24 were taken
 
 
+@pytest.mark.slow
 def test_the_parts_of_the_reward_are_those_that_the_learner_was_paid() -> None:
     events: list[Event] = []
     config = small_training()
@@ -225,6 +230,7 @@ def test_the_first_to_enter_is_promoted_and_sits_down_without_the_memories_of_wh
     assert len(memories) == 1  # it stays, and so do its memories
 
 
+@pytest.mark.slow
 def test_a_seat_without_a_past_self_holds_the_learner_of_today() -> None:
     env = seated(small_training())
     timestep = driven(env, env.reset(), 8)
@@ -240,6 +246,7 @@ def test_a_seat_without_a_past_self_holds_the_learner_of_today() -> None:
     assert not torch.equal(player.policy.log_std, before)
 
 
+@pytest.mark.slow
 def test_the_league_hears_of_battles_against_its_players_and_of_no_others() -> None:
     env = seated(small_training(selfplay={"enter_every": 1000}))
     driven(env, env.reset(), 17)
@@ -260,6 +267,7 @@ def with_members(env: SelfPlay, *names: str) -> SelfPlay:
     return env
 
 
+@pytest.mark.slow
 def test_a_past_self_stays_in_its_seat_until_a_battle_can_be_over() -> None:
     rollouts_of_4 = {"num_steps": 4}
     config = small_training(arena={"seconds": 2.5}, selfplay={"enter_every": 1000, "past_seats": 1}, ppo=rollouts_of_4)  # 10 decisions
@@ -276,6 +284,7 @@ def test_a_past_self_stays_in_its_seat_until_a_battle_can_be_over() -> None:
     assert seated(small_training(selfplay={"seat_rollouts": 5})).seats.rollouts == 5
 
 
+@pytest.mark.slow
 def test_who_leaves_the_league_leaves_its_seat() -> None:
     selfplay = {"enter_every": 1000, "seat_rollouts": 100, "past_seats": 1}
     env = with_members(seated(small_training(selfplay=selfplay, league=LeagueConfig(size=1))), "one")
@@ -288,6 +297,7 @@ def test_who_leaves_the_league_leaves_its_seat() -> None:
     driven(env, timestep, 8)  # and battles of "two" alone are told
 
 
+@pytest.mark.slow
 def test_only_battles_that_a_past_self_began_are_credited_to_it() -> None:
     """Battles of 6 decisions, rollouts of 4, and somebody sits down after the first of them."""
     events: list[Event] = []
@@ -310,6 +320,7 @@ def test_only_battles_that_a_past_self_began_are_credited_to_it() -> None:
     assert cut > 0
 
 
+@pytest.mark.slow
 def test_shots_that_found_no_slot_are_told_once() -> None:
     events: list[Event] = []
     env = seated(small_training(selfplay={"enter_every": 1000}, ppo={"num_steps": 4}), events=events)

@@ -62,6 +62,7 @@ def test_a_league_can_be_looked_at_without_its_weights(tmp_path: Path) -> None:
     assert seen.weights == {}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_without_syncs")
 @pytest.mark.parametrize("is_resumed", [False, True], ids=["going on", "resumed"])
 def test_a_crash_at_any_step_leaves_the_old_league_or_the_new_one(tmp_path: Path, is_resumed: bool) -> None:

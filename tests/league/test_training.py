@@ -161,6 +161,7 @@ def test_a_run_goes_on_when_the_weights_that_it_started_from_are_gone(tmp_path: 
         train_arena(config, tmp_path / "another")
 
 
+@pytest.mark.slow
 def test_evaluations_of_a_run_are_fought_on_one_ground_whose_maps_no_small_seed_gives() -> None:
     config = small_training(eval_battles=2)
     policy = a_policy(config)
@@ -174,6 +175,7 @@ def test_evaluations_of_a_run_are_fought_on_one_ground_whose_maps_no_small_seed_
     assert min(seeds) > 100_000
 
 
+@pytest.mark.slow
 def test_the_arena_of_the_evaluations_is_released_with_the_run() -> None:
     config = small_training(eval_battles=2)
     with prepare_arena(config) as (ppo, _):
@@ -182,6 +184,7 @@ def test_the_arena_of_the_evaluations_is_released_with_the_run() -> None:
     assert training._ground.cache_info().currsize == 0
 
 
+@pytest.mark.slow
 def test_weights_that_are_missing_or_do_not_fit_are_told(tmp_path: Path) -> None:
     with (
         pytest.raises(RunError, match=r"no weights at .*nothing\.safetensors"),
@@ -199,6 +202,7 @@ def test_weights_that_are_missing_or_do_not_fit_are_told(tmp_path: Path) -> None
         pass
 
 
+@pytest.mark.slow
 def test_with_a_centralised_critic_training_goes_on_as_well(tmp_path: Path) -> None:
     config = config_for(arena={"state_view": True}, eval_battles=0)
     with prepare_arena(config) as (ppo, _):

@@ -69,6 +69,7 @@ def test_a_policy_with_parts_of_another_kind_is_stepped_by_its_own_modules():
     assert fused_step(policy()) is not None
 
 
+@pytest.mark.slow
 def test_a_rollout_is_collected_with_the_weights_of_the_last_update():
     ppo = PPO(make("cue", num_envs=4, delay=3), PPOConfig(num_steps=8, learning_rate=0.05))
     updates = ppo.train(total_steps=10**6)

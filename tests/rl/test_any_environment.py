@@ -44,6 +44,7 @@ class Broken(Counting):
         return timestep
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("core", ["lstm", "none"])
 def test_a_reward_that_is_not_finite_spoils_neither_returns_nor_updates_and_is_counted(value, core):
@@ -111,6 +112,7 @@ class SometimesMasked(Counting):
         self.steps, self.count = state["steps"], state["count"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_masked", [lambda step: step % 3 == 0, lambda step: step >= 20, lambda step: step in (1, 40)])
 def test_a_run_whose_masks_come_and_go_is_the_same_after_a_restart(is_masked):
     first = PPO(SometimesMasked(is_masked), config())
@@ -243,6 +245,7 @@ def test_no_step_of_a_gymnasium_environment_by_name_is_spent_on_a_reset(bandit):
     assert rollout.terminated.all()
 
 
+@pytest.mark.slow
 def test_bytes_that_are_no_image_are_normalised_by_their_own_spread_and_images_are_not(bandit):
     ppo = PPO(make(bandit, 4), config())
     for _ in range(3):
@@ -275,6 +278,7 @@ def test_an_encoder_of_ones_own_gets_bytes_as_they_are(bandit):
     PPO(make(bandit, 4), config(), Seen()).collect()
 
 
+@pytest.mark.slow
 def test_a_policy_that_learned_bytes_divided_by_255_goes_on_seeing_them_so(bandit):
     from esper.rl.checkpoints import MIGRATIONS
 

@@ -42,6 +42,7 @@ def draw(distribution: ActionDistribution, rows: int, seed: int = 0):
     return parameters, masks, distribution.choose(parameters, masks, distribution.noise((rows,), generator(seed + 20)))
 
 
+@pytest.mark.slow
 def test_no_masked_action_is_ever_drawn():
     distribution = ActionDistribution(MIXED)
     for seed in range(4):
@@ -194,6 +195,7 @@ def test_an_empty_row_of_a_head_that_does_not_matter_is_no_error():
     raise_on_empty_rows(distribution, distribution.empty_rows(masks, choice))
 
 
+@pytest.mark.slow
 def test_gradients_of_log_probability_and_entropy_pass_gradcheck():
     distribution = ActionDistribution(MIXED)
     parameters, masks, choice = draw(distribution, 6)
@@ -275,6 +277,7 @@ def test_no_masked_choice_of_a_head_with_own_logits_is_ever_drawn():
     assert masks["part"][rows, slot, part].all()
 
 
+@pytest.mark.slow
 def test_gradients_of_own_logits_pass_gradcheck_and_reach_only_the_row_that_held():
     distribution = ActionDistribution(CHAIN)
     parameters = torch.randn(4, distribution.num_parameters, generator=generator(), dtype=torch.float64).requires_grad_()

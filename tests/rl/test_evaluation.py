@@ -73,6 +73,7 @@ def test_an_endless_episode_is_cut_at_the_step_limit_and_counted_with_a_warning(
         assert PPO(Uneven(num_envs=3), SMALL).evaluate(episodes=3, max_steps=3).cut == 0
 
 
+@pytest.mark.slow
 def test_a_run_in_an_endless_environment_comes_to_its_end_and_says_that_episodes_were_cut(tmp_path: Path, capsys) -> None:
     pytest.importorskip("gymnasium")
     config = msgspec.structs.replace(CONFIG, env="CliffWalking-v1", eval_max_steps=20)
@@ -83,6 +84,7 @@ def test_a_run_in_an_endless_environment_comes_to_its_end_and_says_that_episodes
     assert "2 of 2 episodes had not ended after 5 steps" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_checkpoint_is_on_the_disk_before_its_policy_is_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Killed(BaseException):
         pass
@@ -101,6 +103,7 @@ def test_the_checkpoint_is_on_the_disk_before_its_policy_is_evaluated(tmp_path: 
     assert open_store(tmp_path / "run").load("best").step == open_store(tmp_path / "whole").load("best").step
 
 
+@pytest.mark.slow
 def test_eval_plays_other_episodes_than_those_that_chose_the_best_checkpoint(tmp_path: Path, capsys) -> None:
     from esper.rl import run_setup
 
@@ -119,6 +122,7 @@ def test_eval_plays_other_episodes_than_those_that_chose_the_best_checkpoint(tmp
     assert seeds[4] == at_the_end
 
 
+@pytest.mark.slow
 def test_evaluations_at_checkpoints_keep_to_their_share_of_the_steps(tmp_path: Path) -> None:
     """An episode takes 10 steps and an update 8, so that one evaluation in thirteen checkpoints is a tenth of all steps."""
     config = msgspec.structs.replace(CONFIG, total_steps=15 * 32, eval_share=0.1)
@@ -149,6 +153,7 @@ def test_a_first_score_that_is_not_a_number_does_not_block_the_next_best(tmp_pat
     assert open_store(tmp_path / "run").load("best").step == 2 * 32
 
 
+@pytest.mark.slow
 def test_a_wish_to_stop_waits_for_no_evaluation_and_the_run_evaluates_when_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,6 +180,7 @@ def test_a_wish_to_stop_ends_an_evaluation_that_takes_long(tmp_path: Path, monke
     assert open_store(tmp_path / "run").load("latest").state["awaits_evaluation"]
 
 
+@pytest.mark.slow
 def test_a_run_makes_its_environments_for_evaluation_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from esper.rl import run_setup
 
@@ -187,6 +193,7 @@ def test_a_run_makes_its_environments_for_evaluation_once(tmp_path: Path, monkey
     assert sorted(map(id, closed)) == sorted(map(id, made))
 
 
+@pytest.mark.slow
 def test_tensorboard_shows_everything_once_after_a_crash(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -221,6 +228,7 @@ def test_tensorboard_shows_everything_once_after_a_crash(tmp_path: Path) -> None
     assert [record.event.step for record in records if record.kind == "checkpoint_evaluated"] == [64, 96, 128, 160]
 
 
+@pytest.mark.slow
 def test_training_after_an_evaluation_in_its_own_environments_starts_from_other_states_each_time():
     ppo = PPO(make("cartpole-hidden", 4), SMALL)
     firsts = []

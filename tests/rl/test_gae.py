@@ -15,6 +15,7 @@ def loop(rewards, values, next_values, ended, gamma, lam):
     return torch.stack(result[::-1])
 
 
+@pytest.mark.slow
 @given(st.integers(1, 70), st.integers(1, 4), st.floats(0, 1), st.floats(0, 1), st.integers(0, 2**31))
 def test_advantages_equal_the_textbook_recursion(steps, envs, gamma, lam, seed):
     generator = torch.Generator().manual_seed(seed)

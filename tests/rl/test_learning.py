@@ -76,6 +76,7 @@ def test_the_state_is_cleared_at_every_start_and_carried_over_between_rollouts()
     assert torch.equal(zero, second.starts[::4])
 
 
+@pytest.mark.slow
 def test_the_ratio_is_one_before_the_first_gradient_step():
     for core, memory in (("lstm", "shared"), ("lstm", "own"), ("gru", "own"), ("none", "shared")):
         network = NetworkConfig(core=core, critic_memory=memory, hidden_size=8, encoder_sizes=(6,))
@@ -126,6 +127,7 @@ def test_micro_batches_give_the_gradients_of_the_whole(micro_batches, ratio):
     assert torch.allclose(whole, pieces, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_joint_ratio_and_a_ratio_per_head_are_the_same_for_one_head():
     one = PPO(Counting(), config(ratio="joint"))
     other = PPO(Counting(), config(ratio="per_head"))
@@ -252,6 +254,7 @@ def test_the_weight_of_an_entropy_is_the_schedule_and_the_push_of_the_floor_time
 # What is collected
 
 
+@pytest.mark.slow
 def test_rollouts_lie_in_the_same_memory():
     ppo = PPO(Counting(spec=MIXED), config())
     places = []
@@ -342,6 +345,7 @@ def broken_advantages(rewards, *rest, **settings):
     return torch.full_like(rewards, math.nan)
 
 
+@pytest.mark.slow
 def test_a_step_that_is_not_finite_is_skipped_counted_and_reported_with_its_parts(monkeypatch):
     events = []
     ppo = PPO(Counting(), config(), on_event=events.append)
@@ -360,6 +364,7 @@ def test_a_step_that_is_not_finite_is_skipped_counted_and_reported_with_its_part
         next(updates)
 
 
+@pytest.mark.slow
 def test_one_bad_rollout_does_not_stop_training(monkeypatch):
     ppo = PPO(Counting(), config(max_skips=13))
     updates = ppo.train(total_steps=10_000)
@@ -370,6 +375,7 @@ def test_one_bad_rollout_does_not_stop_training(monkeypatch):
     assert torch.isfinite(weights(ppo)).all()
 
 
+@pytest.mark.slow
 def test_an_environment_whose_rewards_are_never_finite_leaves_the_others_learning():
     env = Counting()
     ppo = PPO(env, config(max_skips=13))
@@ -522,6 +528,7 @@ def test_an_entropy_floor_keeps_a_head_open_until_it_sinks():
     assert entropies(updates=6, **floor, entropy_floor_until=0.0) == free[:6]
 
 
+@pytest.mark.slow
 def test_the_learning_rate_falls_to_zero_where_it_is_asked_to():
     rates = [update.learning_rate for update in PPO(Counting(), config(learning_rate_schedule="linear")).train(total_steps=16 * 3 * 4)]
     assert rates == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])
@@ -536,6 +543,7 @@ def test_a_learning_rate_rises_and_falls_as_its_schedule_says():
     assert learning_rate_at(PPOConfig(**options), 0.9) == 1.0
 
 
+@pytest.mark.slow
 def test_a_function_of_ones_own_sets_the_learning_rate_from_the_share_of_training_that_is_left():
     ppo = PPO(Counting(), config(), learning_rate=lambda left: 0.25 * left**2)
     assert [update.learning_rate for update in ppo.train(total_steps=16 * 3 * 4)] == [0.25, 0.25 * 0.75**2, 0.25 * 0.5**2, 0.25 * 0.25**2]
@@ -543,6 +551,7 @@ def test_a_function_of_ones_own_sets_the_learning_rate_from_the_share_of_trainin
         next(PPO(Counting(), config(), learning_rate=lambda left: -left).train(48))
 
 
+@pytest.mark.slow
 def test_bfloat16_learns_nearly_the_same():
     full, half = PPO(Counting(), config()), PPO(Counting(), config(precision="bfloat16"))
     for ppo in (full, half):

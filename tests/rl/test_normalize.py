@@ -12,6 +12,7 @@ from tests.rl.counting import Counting
 SMALL = NetworkConfig(hidden_size=8, encoder_sizes=(6,))
 
 
+@pytest.mark.slow
 def test_the_observation_normalizer_stands_still_in_a_rollout_and_moves_after_it():
     ppo = PPO(Counting(), PPOConfig(num_steps=16, num_minibatches=2, network=SMALL))
     for _ in range(2):
@@ -40,6 +41,7 @@ def test_without_a_momentum_every_observation_counts_alike():
     assert torch.allclose(normalized, (values - values.mean()) / values.std(correction=0), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_with_a_momentum_old_rollouts_fade_whatever_their_size():
     fading = normalizer(0.99)
     for number in range(400):

@@ -60,6 +60,7 @@ def test_resuming_equals_never_having_stopped_bit_for_bit(env_id, core, tmp_path
     assert whole.collector.episodes == second.collector.episodes
 
 
+@pytest.mark.slow
 def test_an_environment_that_cannot_be_saved_begins_new_episodes_and_says_so():
     events = []
     first = trained(PPO(Counting(num_envs=4), config()), 2)
@@ -79,6 +80,7 @@ def test_loading_a_policy_of_another_shape_names_both_shapes_and_changes_nothing
     assert all(torch.equal(before[name], value) for name, value in ppo.policy.state_dict().items())
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_run_and_another_seed_another():
     one, other, third = (trained(PPO(make("cue", 4, delay=3), config(seed=seed)), 2) for seed in (0, 0, 1))
     assert_same_policy(one, other)
@@ -109,6 +111,7 @@ def test_a_truncated_episode_is_bootstrapped_alike_on_both_devices(device, monke
         assert not torch.equal(one.next_values[step], one.values[step + 1])
 
 
+@pytest.mark.slow
 def test_evaluation_moves_nothing_and_gives_every_environment_its_share():
     ppo = trained(PPO(make("cue", 4, delay=3), config()), 1)
     before = json.dumps(ppo.policy.normalizer.training_state()["obs"]["mean"].tolist())
@@ -119,6 +122,7 @@ def test_evaluation_moves_nothing_and_gives_every_environment_its_share():
     assert ppo.evaluate(make("cue", 4, delay=3), episodes=10).returns == result.returns
 
 
+@pytest.mark.slow
 def test_training_goes_on_after_evaluating_in_the_training_environments():
     ppo = trained(PPO(make("cue", 4, delay=3), config()), 1)
     ppo.evaluate(episodes=4)
@@ -126,6 +130,7 @@ def test_training_goes_on_after_evaluating_in_the_training_environments():
     assert ppo.step == 2 * ppo.steps_per_update
 
 
+@pytest.mark.slow
 def test_acting_one_observation_at_a_time_equals_what_the_rollout_did():
     ppo = trained(PPO(Counting(num_envs=4), config()), 2)
     rollout = ppo.collect()
@@ -246,6 +251,7 @@ def test_with_a_way_around_the_core_the_ratio_is_one_before_the_first_gradient_s
     assert float(ppo.policy.encoder.scale.grad.abs().sum()) > 0
 
 
+@pytest.mark.slow
 def test_an_actor_and_a_critic_of_ones_own_keep_their_weights_and_are_trained():
     actor, critic = nn.Linear(8 + 2, 2), nn.Sequential(nn.Linear(8 + 2, 3), nn.Tanh(), nn.Linear(3, 1))
     before = [weight.detach().clone() for module in (actor, critic) for weight in module.parameters()]
@@ -291,6 +297,7 @@ class Hint(BuiltinEnv):
         return {"obs": torch.ones(self.num_envs, 1)}, {"said": nn.functional.one_hot(state["said"], 3).bool()}
 
 
+@pytest.mark.slow
 def test_a_task_whose_second_choice_must_depend_on_the_first_is_solved_with_own_logits_alone():
     def success(has_own_logits: bool) -> float:
         network = NetworkConfig(core="none", encoder_sizes=(8,))
@@ -331,6 +338,7 @@ class Pictures(gymnasium.Env):
         return self._look(), float(action["press"] == 1), False, self.left == 0, {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", list(gymnasium.vector.AutoresetMode)[:2])
 def test_pictures_vectors_and_mixed_actions_train_in_both_autoreset_modes(mode):
     env = from_gymnasium(gymnasium.vector.SyncVectorEnv([Pictures] * 4, autoreset_mode=mode))
@@ -408,6 +416,7 @@ def test_a_task_whose_second_mask_depends_on_the_first_choice_is_solved():
 # Time
 
 
+@pytest.mark.slow
 def test_the_wait_for_the_environments_is_told_and_is_part_of_collecting(clock: Clock, monkeypatch: pytest.MonkeyPatch):
     class SlowCounting(Counting):
         def step(self, actions):

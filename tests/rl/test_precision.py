@@ -27,6 +27,7 @@ def weights(ppo: PPO) -> torch.Tensor:
     return torch.cat([weight.detach().flatten() for weight in ppo.learner.weights])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("core", ["lstm", "gru", "none"])
 @pytest.mark.parametrize("precision", ["float16", "bfloat16"])
 def test_half_precision_learns_nearly_the_same(precision: str, core: str) -> None:
@@ -52,6 +53,7 @@ def test_gradients_are_unscaled_before_they_are_measured_and_clipped() -> None:
     assert norms[0] == pytest.approx(norms[1], rel=0.01)
 
 
+@pytest.mark.slow
 def test_an_overflow_is_not_taken_halves_the_scale_and_is_no_skip() -> None:
     events = []
     ppo = PPO(Counting(), config(max_skips=1), on_event=events.append)
@@ -78,6 +80,7 @@ def test_a_loss_that_is_not_finite_is_a_skip_and_leaves_the_scale_alone(monkeypa
     assert ppo.learner.loss_scale.scale.item() == START
 
 
+@pytest.mark.slow
 def test_the_scale_grows_with_patience_and_within_bounds() -> None:
     scale = LossScale(CPU)
     for _ in range(PATIENCE - 1):

@@ -203,6 +203,7 @@ def test_a_policy_of_a_run_folder_predicts_in_the_environments_units(tmp_path: P
     assert load_policy(tmp_path / "run", "latest").predict([0.0, 0.0, 0.0])[0].shape == (1,)
 
 
+@pytest.mark.slow
 def test_a_learner_that_was_saved_and_loaded_goes_on_as_if_it_never_stopped(tmp_path: Path):
     def fresh() -> PPO:
         return PPO(make("cue", 4, delay=3), RECURRENT)

@@ -113,6 +113,7 @@ def largest_difference(one, other) -> float:
     return max(float((a - b).detach().abs().max()) for a, b in zip((one[0], *one[1]), (other[0], *other[1]), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [[4, 3, 3, 1], [4, 4], [4]])
 def test_the_packed_lstm_passes_gradcheck(sizes, way):
     case = random_case(sizes, 3)

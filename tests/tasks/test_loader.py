@@ -40,6 +40,7 @@ def test_every_sample_comes_once_and_no_batch_has_one_sample(num_samples: int, b
     assert all(len(batch) == batch_size for batch in batches[:-1])
 
 
+@pytest.mark.slow
 @given(num_samples=st.integers(5, 200), batch_size=st.integers(1, 5))
 def test_with_drop_last_all_batches_are_full(num_samples: int, batch_size: int) -> None:
     loader = loader_of(num_samples, batch_size, drop_last=True)
@@ -87,6 +88,7 @@ def test_what_is_done_to_a_batch_leaves_the_data_as_they_are(seed: int | None) -
     assert loader.targets.tolist() == list(range(0, 100, 10))
 
 
+@pytest.mark.slow
 @given(given_batches=st.integers(0, 17), noisy=st.booleans())
 def test_a_loader_resumes_exactly_from_any_place(given_batches: int, noisy: bool) -> None:
     loader = loader_of(23, 4, noisy=noisy)  # 6 batches

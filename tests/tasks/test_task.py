@@ -80,6 +80,7 @@ def test_the_digits_take_less_than_60_kilobytes_and_name_their_licence() -> None
     assert "CC BY 4.0" in load_task("digits").describe()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*OWN_DATA, "text"])
 def test_loading_and_using_a_task_leaves_all_global_generators_alone(name: str) -> None:
     before_torch, before_numpy = torch.get_rng_state(), np.random.get_state(legacy=False)  # noqa: NPY002
@@ -93,6 +94,7 @@ def test_loading_and_using_a_task_leaves_all_global_generators_alone(name: str) 
     assert before_numpy["state"]["pos"] == after_numpy["state"]["pos"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "default"), [("digits", 64), ("digits-1d", 100), ("text", 32)])
 def test_the_batch_size_is_what_the_user_set_on_every_task(name: str, default: int) -> None:
     assert load_task(name).train_loader().batch_size == default
@@ -108,6 +110,7 @@ def test_the_training_loader_covers_the_whole_training_part() -> None:
     assert len(task.train_loader(drop_last=True)) == 15
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["digits", "text"])
 def test_the_uninformed_loss_is_that_of_the_best_constant_scores(name: str) -> None:
     task = load_task(name)
