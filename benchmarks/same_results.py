@@ -4,15 +4,15 @@
     python benchmarks/same_results.py --base main~3 --renames renames.json --only ppo,arena
 
 Trains fixed seeds of `grow`, `ppo train`, `controller train` and `arena train` by the code of the base commit and by the code of this
-checkout, on this machine, and compares every event and every tensor and value of the last checkpoint. The base runs twice: what differs
-between its two runs (times, speeds) depends on the clock and is left out. Nothing is stored between two calls.
+checkout, on this machine, and compares all events, and all tensors and values of the checkpoints that are kept. The base runs twice: values
+that differ between its two runs, such as times and speeds, depend on the clock and are left out. Nothing is stored between two calls.
 
 `--renames` names a JSON file of the names that have changed, for a comparison over a commit that renames things:
 
     {"options": {"--teams": "--team-size"}, "names": {"garden": "slots"}}
 
-`options` are those of the command line; `names` are replaced wherever they are a whole part of a path such as ppo/environment/garden/alpha,
-which holds for kinds and fields of events, too.
+`options` are those of the command line. `names` are parts of the path of a value, such as ppo/environment/garden/alpha; kinds and fields of
+events are such parts, too.
 """
 
 from __future__ import annotations
@@ -42,17 +42,21 @@ COMMANDS = {
     "--total-steps 512",
 }
 
+# A length in bytes of an event log. It depends on how many digits its times have, which can be as many in both runs of the base by chance.
+_LENGTH = "events_offset"
+
 Values = dict[str, Any]  # path of a value -> the value; a tensor is a NumPy array
 
 
 def train(tree: Path, command: list[str], folder: Path) -> Values:
-    """Run a command by the code in `tree`, and return all that it left behind."""
+    """Run a command by the code in `tree`, and return everything that it wrote to its run folder."""
+    folder.parent.mkdir()
     environment = {**os.environ, "PYTHONPATH": str(tree / "src")}
     given = [sys.executable, "-m", "esper.cli.main", *command, "--device", "cpu", "--run", str(folder)]
     done = subprocess.run(given, env=environment, cwd=folder.parent, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed in {tree}:\n{done.stderr or done.stdout}")
-    return dict(_values(folder))
+    return {path: value for path, value in _values(folder) if not path.endswith(_LENGTH)}
 
 
 def _values(run: Path) -> Iterator[tuple[str, Any]]:
@@ -90,18 +94,13 @@ def is_same(one: Any, other: Any) -> bool:
 
 
 def differences(base: Values, again: Values, head: Values) -> tuple[list[str], int]:
-    """Return what the head changed, and how many values were compared; values that differ between two runs of the base are left out."""
-    steady = {path for path, value in base.items() if path in again and is_same(value, again[path])}
-    clock = base.keys() - steady
-    found = [f"missing: {path}" for path in sorted(steady - head.keys())]
+    """Return the differences that the head makes, and how many values are the same. `base` and `again` are two runs of the base."""
+    compared = [path for path in base.keys() & again.keys() & head.keys() if is_same(base[path], again[path])]
+    changed = sorted(path for path in compared if not is_same(base[path], head[path]))
+    found = [f"missing: {path}" for path in sorted(base.keys() - head.keys())]
     found += [f"new: {path}" for path in sorted(head.keys() - base.keys() - again.keys())]
-    found += [
-        f"{path}: {_short(base[path])} became {_short(head[path])}"
-        for path in sorted(steady & head.keys())
-        if not is_same(base[path], head[path])
-    ]
-    found += [f"missing: {path}" for path in sorted(clock - head.keys())]
-    return found, len(steady & head.keys())
+    found += [f"{path}: {_short(base[path])} became {_short(head[path])}" for path in changed]
+    return found, len(compared) - len(changed)
 
 
 def _short(value: Any) -> str:
@@ -124,23 +123,16 @@ def main() -> int:
             for name in arguments.only.split(","):
                 command = COMMANDS[name].split()
                 new = [renames.get("options", {}).get(word, word) for word in command]
-                first, again = (train(base, command, Path(place) / f"{name}-{number}" / "run") for number in _made(place, name))
+                twice = [train(base, command, Path(place) / f"{name}-{number}" / "run") for number in (1, 2)]
                 head = train(ROOT, new, Path(place) / f"{name}-head" / "run")
-                found, compared = differences(*(renamed(values, renames.get("names", {})) for values in (first, again)), head)
-                print(f"{name}: {compared} values are the same, {len(found)} differ")
+                found, same = differences(*(renamed(values, renames.get("names", {})) for values in twice), head)
+                print(f"{name}: {same} values are the same, {len(found)} differ")
                 for line in found[: arguments.show]:
                     print(f"  {line}")
                 has_changed |= bool(found)
         finally:
             subprocess.run(["git", "-C", str(ROOT), "worktree", "remove", "--force", str(base)], check=True)
     return int(has_changed)
-
-
-def _made(place: str, name: str) -> tuple[str, str]:
-    """Make the folders that the runs of one training start in, and return the marks of the base's two."""
-    for mark in ("1", "2", "head"):
-        (Path(place) / f"{name}-{mark}").mkdir()
-    return "1", "2"
 
 
 if __name__ == "__main__":

@@ -24,8 +24,7 @@ from hypothesis import settings
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel is defined
-# Keep the folders of tests in memory where there is room: runs sync every file that they write, which takes 10 ms on a disk. Only a crash
-# of the machine could show the difference.
+# Keep the folders of tests in memory if there is room. Runs sync every file that they write, and a sync to disk takes about 10 ms.
 IN_MEMORY = Path("/dev/shm")
 if os.access(IN_MEMORY, os.W_OK) and shutil.disk_usage(IN_MEMORY).free > 2**31:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(IN_MEMORY))

@@ -1,4 +1,4 @@
-"""Imported once by the process from which `tests.processes` forks others: whatever takes long to load and starts no threads."""
+"""Load what takes long, once, in the process that `tests.processes` forks others from. Nothing here may start a thread."""
 
 import atexit
 import gc

@@ -1,4 +1,4 @@
-"""Processes that start in a moment: they are forked from one that has imported torch and esper once, which takes seconds."""
+"""Start processes quickly: fork them from one that has imported torch and esper, which takes seconds."""
 
 from __future__ import annotations
 
@@ -26,20 +26,19 @@ _FORKSERVER.set_forkserver_preload([PRELOADED := "tests.preloaded"])
 
 
 def _ensure_forkserver() -> None:
-    with contextlib.chdir(
-        Path(__file__).parents[1]
-    ):  # whence it imports what is preloaded; a module that it does not find is no error to it
+    """Start the process to fork from. It imports PRELOADED from its working directory, and ignores a module that it does not find."""
+    with contextlib.chdir(Path(__file__).parents[1]):
         forkserver.ensure_running()
 
 
 def spawn(function: Callable[..., None], arguments: tuple[Any, ...], nprocs: int) -> None:
-    """Run `function(rank, *arguments)` in as many processes, as torch.multiprocessing.spawn does."""
+    """Run `function(rank, *arguments)` in `nprocs` processes, as torch.multiprocessing.spawn does."""
     _ensure_forkserver()
     torch.multiprocessing.start_processes(function, arguments, nprocs, start_method="forkserver")  # type: ignore[attr-defined,no-untyped-call]
 
 
 class Process:
-    """A function in a process of its own, whose output can be read. It has the methods of subprocess.Popen that tests need."""
+    """Runs a function in its own process and captures the output. Has the methods of subprocess.Popen that tests need."""
 
     def __init__(
         self,
@@ -71,7 +70,7 @@ class Process:
         self.wait(timeout=60)
 
     def wait(self, timeout: float) -> int:
-        """Wait for the end of the process, whose output is lost, and return its exit code."""
+        """Wait for the process to end, discard its output and return its exit code."""
         self._process.join(timeout)
         if self._process.exitcode is None:
             raise subprocess.TimeoutExpired(self._process.name, timeout)
@@ -80,7 +79,7 @@ class Process:
         return self._process.exitcode
 
     def communicate(self, timeout: float) -> tuple[str, str]:
-        """Wait for the end of the process; return what is left of its output and its errors."""
+        """Wait for the process to end; return the output and the errors that were not read yet."""
         read: dict[str, str] = {}
         threads = [threading.Thread(target=_read_all, args=(read, name, getattr(self, name)), daemon=True) for name in ("stdout", "stderr")]
         for thread in threads:
@@ -114,7 +113,7 @@ def _run(
 
 
 def start(*argv: str, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> Process:
-    """The command line of esper with these words."""
+    """Run the command line of esper with these arguments."""
     return Process(_main, argv, cwd=cwd, env=env)
 
 
@@ -124,7 +123,7 @@ def _main(argv: Sequence[str]) -> int:
 
 
 def torchrun(ranks: int, *argv: str, cwd: Path | None = None) -> Process:
-    """The command line of esper under torchrun. The ranks are forked from the launcher, as it does if it is asked to."""
+    """Run the command line of esper under torchrun, which forks the ranks from its launcher."""
     launch = ["--standalone", "--nproc-per-node", str(ranks), "--start-method", "fork", "--run-path", "--"]
     return Process(_launch, [*launch, esper.cli.main.__file__, *argv], cwd=cwd)  # without --, it would take --run for its own
 

@@ -147,7 +147,7 @@ def one_more_save(kind: Kind[Any], folder: Path, config: Any) -> Iterator[Callab
 def steps_after_kills(
     kind: Kind[Any], folder: Path, config: Any, resume: Callable[[Path], object], tmp_path: Path, *, first: int
 ) -> Iterator[tuple[Path, int]]:
-    """Kills the second save at every second call and resumes: the folder, and the step of its latest checkpoint."""
+    """Kill the second save at every second call from `first` on, and resume. Yield the folder and the step of its latest checkpoint."""
     with one_more_save(kind, folder, config) as save:
         for call in count(first, 2):
             copy = shutil.copytree(folder, tmp_path / f"killed at {call}")

@@ -365,7 +365,7 @@ def living(kind: Kind, slotted: Slotted) -> Slotted:
     return slotted
 
 
-# The properties of a kind are tested in a row and share its models, since finding slots and training take longer than most of them.
+# Finding slots and training take longer than most properties take to test, so the properties of one kind share its models.
 _shared: dict[str, Any] = {}  # the kind that was asked for last, its fresh model and its living one
 
 

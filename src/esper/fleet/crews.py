@@ -121,7 +121,7 @@ class Cohort:
                 crew.write(name, own)
 
     def by_seed(self, norms: Tensor, skipped: Tensor) -> list[tuple[str, int, list[float], int]]:
-        """Return slot, host, norms and skipped steps of each seed, from what was read of `norms` [T, Q] and `skipped` [Q]."""
+        """Return slot, host, norms and skipped steps of each seed, given `self.norms` and `self.skipped` as read from the device."""
         seeds = [(crew.slot, host) for crew in self.crews for host in crew.hosts]
         return [(*seed, own, int(count)) for seed, own, count in zip(seeds, norms.T.tolist(), skipped.tolist(), strict=True)]
 

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from esper.jit import has_numba
 
-# From so many numbers on, those of a minibatch, tanh is the kernel's. A step in the environments does not wait for Numba's import.
+# Arrays of at least this size, such as those of a minibatch, take the kernel's tanh. Smaller ones take NumPy's, so that acting in the
+# environments does not wait for Numba's import.
 _KERNEL_SIZE = 1 << 14
 
 
