@@ -15,6 +15,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 RESULTS = Path(__file__).parent / "results"
 Record = dict[str, Any]
 
@@ -28,7 +30,8 @@ def metadata() -> Record:
         "gpu": _gpu(),
         "platform": platform.platform(),
         "python": platform.python_version(),
-        **{package: _version(package) for package in ("torch", "numpy", "stable-baselines3", "sb3-contrib")},
+        "torch": str(torch.__version__),  # with its build, 2.11.0+cu130, where the package's version is 2.11.0
+        **{package: _version(package) for package in ("numpy", "stable-baselines3", "sb3-contrib")},
     }
 
 
@@ -43,9 +46,7 @@ def processor() -> str:
 
 
 def _gpu() -> str | None:
-    """The name of the first one, where there is one."""
-    import torch
-
+    """Return the name of the first GPU, or None."""
     return torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
 
 

@@ -27,7 +27,7 @@ def test_training_on_the_gpu_works_wherever_the_environments_are(env_device, cor
     network = NetworkConfig(core=core, hidden_size=32, encoder_sizes=(16,))
     ppo = PPO(make(env_id, 16, device=env_device), config(network=network), device="cuda")
     updates = list(ppo.train(total_steps=4 * ppo.steps_per_update))
-    assert updates[-1].gradient_steps == 8
+    assert updates[-1].gradient_steps == ppo.config.num_epochs * ppo.config.num_minibatches
     assert updates[-1].ratio_max < 3
 
 

@@ -14,7 +14,7 @@ Shapes: B = battles, U = units, C = contacts.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -213,23 +213,42 @@ class Arena:
 
 
 class _Fused:
-    """A part of the step in the form that torch's compiler gives it, or where it fails, with a warning, as it is."""
+    """A part of the step, compiled by torch. If the compiler fails, the part runs as it is, with a warning.
+
+    The compiled function returns a flat list of tensors: torch 2.11 returns broken named tuples from compiled code.
+    """
 
     def __init__(self, part: Callable[..., Any]) -> None:
         self.part = part
-        self.run: Callable[..., Any] = torch.compile(part, dynamic=False)
+        self.structure: Any = None  # a result of the part, to rebuild others like it
+        self.run: Callable[..., list[Tensor]] | None = torch.compile(
+            lambda *arguments, **keywords: _tensors_in(part(*arguments, **keywords)), dynamic=False
+        )
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        if self.run is None:
+            return self.part(*arguments, **keywords)
+        if self.structure is None:
+            self.structure = self.part(*arguments, **keywords)
         try:
-            return self.run(*arguments, **keywords)
+            return _rebuilt(self.structure, iter(self.run(*arguments, **keywords)))
         except Exception as error:
-            if self.run is self.part:
-                raise
             # An error that is not the compiler's comes up again in the plain part, so nothing is hidden.
             reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
             warnings.warn(f"torch's compiler failed ({reason}); the battles go on without it, more slowly", RuntimeWarning, stacklevel=2)
-            self.run = self.part
+            self.run = None
             return self.part(*arguments, **keywords)
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    return [value] if isinstance(value, Tensor) else [tensor for part in value for tensor in _tensors_in(part)]
+
+
+def _rebuilt(structure: Any, tensors: Iterator[Tensor]) -> Any:
+    if isinstance(structure, Tensor):
+        return next(tensors)
+    parts = [_rebuilt(part, tensors) for part in structure]
+    return type(structure)(*parts) if hasattr(structure, "_fields") else tuple(parts)
 
 
 def _as_is(part: Any) -> Any:
