@@ -49,6 +49,9 @@ class Kind(NamedTuple):
     slots: tuple[str, ...] | None = None  # None: those of a user who names none
     is_quick: bool = False  # part of `make check`
     is_fused: bool = False  # compared in float64
+    is_strided: bool = (
+        False  # its slots get strided gradients, a seed's sum is dense: on some processors, biases then add up in another order
+    )
     causal: str | int | None = None  # number or name of the input whose later tokens no earlier output may see
     padded: str | int | None = None  # number or name of the input with padding that no output may see
     needs: tuple[str, ...] = ()  # libraries
@@ -133,7 +136,7 @@ OWN_KINDS = {
     "gpt, tied": family("gpt", causal=0),
     "gpt with cache": Kind(hosts.CachedGPT, tokens(3, 8), causal=0, is_quick=True),
     "gpt, checkpointed": Kind(hosts.CheckpointedGPT, tokens(3, 8), causal=0),
-    "gpt, mixture of experts": Kind(hosts.MixtureGPT, tokens(3, 8), causal=0),
+    "gpt, mixture of experts": Kind(hosts.MixtureGPT, tokens(3, 8), causal=0, is_strided=True),
     "t5, shifting labels": Kind(hosts.T5, {"input_ids": tokens(3, 7), "labels": tokens(3, 6, seed=1)}, causal="labels"),
     "transformer encoder": family("encoder", is_fused=True),
     "transformer encoder, time first": Kind(Transposing, numbers(3, 3, 4), is_fused=True),
@@ -440,7 +443,9 @@ def check_gradients(kind: Kind) -> None:
             after = gradients(kind, slotted)
             for one, other in zip(before, after, strict=True):
                 assert (one is None) == (other is None), (name, blueprint)
-                assert one is None or other is None or torch.equal(one, other), (name, blueprint)
+                if one is not None and other is not None:
+                    same = torch.allclose(one, other, rtol=1e-6, atol=1e-7) if kind.is_strided else torch.equal(one, other)
+                    assert same, (name, blueprint)
             assert any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in seed.parameters()), (name, blueprint)
             slotted.slot(name).plant(None)
         slotted.host.load_state_dict(buffers, strict=False)
