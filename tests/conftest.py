@@ -21,6 +21,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+gc.disable()  # until the tests are collected: importing makes no garbage
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel is defined
@@ -49,6 +50,7 @@ def pytest_collection_finish() -> None:
     """Keep modules and tests out of later garbage collections, each of which would take a quarter of a second to look through them."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_sessionfinish() -> None:

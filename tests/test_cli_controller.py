@@ -270,6 +270,7 @@ def test_two_ranks_train_one_controller_and_stop_together(tmp_path: Path) -> Non
 # What is shown meanwhile
 
 
+@pytest.mark.slow
 def test_plain_lines_are_a_start_a_line_after_a_round_and_an_end(finished: Path) -> None:
     stream = io.StringIO()
     show(finished, PlainLines(Progress(), stream, every_s=1e9))
@@ -290,6 +291,7 @@ def test_plain_lines_are_a_start_a_line_after_a_round_and_an_end(finished: Path)
     assert " left" in often.getvalue()
 
 
+@pytest.mark.slow
 def test_samples_per_second_are_those_of_all_hosts_and_twins(finished: Path) -> None:
     progress = read_progress(finished)
     ends = [record.event for record in read(finished / "events.jsonl") if isinstance(record.event, RoundEnded)]
@@ -299,6 +301,7 @@ def test_samples_per_second_are_those_of_all_hosts_and_twins(finished: Path) -> 
     assert progress.samples_per_second == pytest.approx(progress.rate.value * per_decision)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_live_view_fits_the_terminal(finished: Path, width: int) -> None:
     console = Console(record=True, width=width, file=io.StringIO())
@@ -310,6 +313,7 @@ def test_the_live_view_fits_the_terminal(finished: Path, width: int) -> None:
     assert "…" not in shown
 
 
+@pytest.mark.slow
 def test_the_live_view_ends_with_the_last_state(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     stream = Terminal()

@@ -590,6 +590,7 @@ def drawn(progress: Progress, width: int) -> str:
     return console.export_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_live_view_fits_the_terminal(finished: Path, width: int) -> None:
     shown = view_of(finished, width)
@@ -618,6 +619,7 @@ def test_long_names_and_many_slots_still_fit() -> None:
     assert "and 28 more slots" in shown
 
 
+@pytest.mark.slow
 def test_plain_lines_tell_every_change_with_its_reason(finished: Path) -> None:
     stream = io.StringIO()
     show(finished, PlainLines(Progress("digits"), stream, every_s=1e9))
@@ -638,6 +640,7 @@ def test_what_the_probe_saw_is_a_line() -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_live_view_ends_with_the_last_state(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     stream = Terminal()

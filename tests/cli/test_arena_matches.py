@@ -143,6 +143,7 @@ def test_players_may_meet_in_larger_teams_than_they_were_trained_in(arena_run: P
     assert last_line(shown)["teams"] == 2
 
 
+@pytest.mark.slow
 def test_a_damaged_file_of_a_member_is_explained(arena_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     copy = shutil.copytree(arena_run, tmp_path / "copy")
     path = copy / "league/members/update-1.safetensors"
@@ -156,6 +157,7 @@ def test_a_damaged_file_of_a_member_is_explained(arena_run: Path, tmp_path: Path
 # The league
 
 
+@pytest.mark.slow
 def test_standings_name_members_and_anchors(arena_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["arena", "league", str(arena_run), "--json"]) == 0
     shown = capsys.readouterr().out

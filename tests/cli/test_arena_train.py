@@ -196,6 +196,7 @@ def test_two_ranks_train_one_player() -> None:
 # What is shown meanwhile
 
 
+@pytest.mark.slow
 def test_plain_lines_are_a_start_the_league_and_where_it_stands(arena_run: Path) -> None:
     stream = io.StringIO()
     show(arena_run, PlainLines(Progress(), stream, every_s=1e9))
@@ -225,6 +226,7 @@ def test_the_league_is_counted_from_what_it_was_when_the_run_goes_on() -> None:
     assert progress.league == "2 past selves, the best is update-3"
 
 
+@pytest.mark.slow
 def test_what_is_left_is_the_shorter_of_steps_and_clock(arena_run: Path) -> None:
     timed, free = Progress(ends_at=time.monotonic() + 5), Progress()
     for record in read(arena_run / "events.jsonl"):
@@ -236,6 +238,7 @@ def test_what_is_left_is_the_shorter_of_steps_and_clock(arena_run: Path) -> None
     assert 0 < timed.time_left <= 5 < free.time_left
 
 
+@pytest.mark.slow
 def test_what_is_left_counts_the_battles_at_checkpoints_too(arena_run: Path) -> None:
     progress = Progress()
     for record in read(arena_run / "events.jsonl"):
@@ -246,6 +249,7 @@ def test_what_is_left_counts_the_battles_at_checkpoints_too(arena_run: Path) -> 
     assert progress.seconds_left == pytest.approx(300.0), "three more updates of a hundred seconds each, whatever their own clocks say"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_live_view_fits_the_terminal(arena_run: Path, width: int) -> None:
     console = Console(record=True, width=width, file=io.StringIO())
@@ -257,6 +261,7 @@ def test_the_live_view_fits_the_terminal(arena_run: Path, width: int) -> None:
     assert "…" not in shown
 
 
+@pytest.mark.slow
 def test_the_live_view_ends_with_the_last_state(arena_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     stream = Terminal()

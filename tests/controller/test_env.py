@@ -161,7 +161,7 @@ def test_who_never_grows_earns_nothing_and_ends_as_its_twin() -> None:
         assert torch.allclose(losses[squad.twin_of], losses[: squad.hosts], atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["loss", "contribution"])
+@pytest.mark.parametrize("family", ["loss", pytest.param("contribution", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("is_sparse", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_rewards_add_up_to_what_a_host_is_worth_at_the_end(family: str, is_sparse: bool) -> None:
     env = make_env(msgspec.structs.replace(CONFIG, reward=RewardConfig(family=family, is_sparse=is_sparse)))

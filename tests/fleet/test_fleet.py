@@ -303,7 +303,7 @@ def named_as(state: Any, dtype: torch.dtype) -> Any:
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-5), pytest.param("bfloat16", 2e-2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("lifecycle", [QUICK, SHADOW], ids=["joint", "shadow"])
+@pytest.mark.parametrize("lifecycle", [QUICK, pytest.param(SHADOW, marks=pytest.mark.slow)], ids=["joint", "shadow"])
 def test_one_step_in_lower_precision_agrees_with_float64(precision: str, tolerance: float, lifecycle: Lifecycle) -> None:
     growth = GrowthConfig(lifecycle=lifecycle)
     config = msgspec.structs.replace(CONFIG, steps_per_decision=1)
