@@ -33,7 +33,7 @@ BARS = {("simulation", "cpu"): 20_000, ("simulation", "cuda"): 2_000_000, ("trai
 
 
 def simulation(battles: int, options: argparse.Namespace, device: torch.device) -> Record:
-    config = ArenaConfig(battles=battles, teams=options.teams)
+    config = ArenaConfig(battles=battles, team_size=options.team_size)
     memory = _memory(device)
     memory.begin()
     speed = measure_speed(
@@ -47,7 +47,7 @@ def training(battles: int, options: argparse.Namespace, device: torch.device) ->
     base = ArenaTrainConfig()
     config = msgspec.structs.replace(
         base,
-        arena=msgspec.structs.replace(base.arena, battles=battles, teams=options.teams),
+        arena=msgspec.structs.replace(base.arena, battles=battles, team_size=options.team_size),
         selfplay=msgspec.structs.replace(base.selfplay, enter_every=10**9),
         ppo=msgspec.structs.replace(base.ppo, num_minibatches=options.minibatches, precision=options.precision),
         device=device.type,
@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--battles", type=_counts, default=[256], help="numbers of battles at once, each measured")
     parser.add_argument("--training-battles", type=_counts, default=[], help="likewise, for training; none by default")
-    parser.add_argument("--teams", type=int, default=5)
+    parser.add_argument("--team-size", type=int, default=5)
     parser.add_argument("--warm-up", type=int, default=WARM_UP, help="decisions before the clock starts")
     parser.add_argument("--decisions", type=int, default=60, help="decisions that are timed")
     parser.add_argument("--updates", type=int, default=2, help="updates that are timed")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from esper.arena.config import ArenaConfig
 from esper.devices import find_device, threads
-from esper.league.matches import Ground
+from esper.league.matches import MatchArena
 from records import Output, Record
 
 PAIRS = (("strong", "middle", 0.7), ("middle", "weak", 0.7), ("strong", "random", 0.99))
@@ -23,8 +23,8 @@ MIRRORS = ("strong", "middle", "weak")
 DECIDED = 0.8
 
 
-def measured(ground: Ground, first: str, second: str) -> Record:
-    result = ground.play(first, second)
+def measured(match_arena: MatchArena, first: str, second: str) -> Record:
+    result = match_arena.play(first, second)
     record = result.record
     interval = record.interval()
     return {
@@ -46,18 +46,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--battles", type=int, default=256)
-    parser.add_argument("--teams", type=int, default=5)
+    parser.add_argument("--team-size", type=int, default=5)
     parser.add_argument("--seed", type=int, default=5000)
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--output", type=Path, default=None, help="a file for the records besides the terminal")
     options = parser.parse_args()
     write = Output(options.output).write if options.output else lambda record: print(json.dumps(record), flush=True)
     with threads(options.threads):
-        ground = Ground(ArenaConfig(battles=options.battles, teams=options.teams), seed=options.seed, device=find_device(options.device))
+        match_arena = MatchArena(
+            ArenaConfig(battles=options.battles, team_size=options.team_size), seed=options.seed, device=find_device(options.device)
+        )
         for first, second, bar in PAIRS:
-            write({**measured(ground, first, second), "bar": bar})
+            write({**measured(match_arena, first, second), "bar": bar})
         for name in MIRRORS:
-            write({**measured(ground, name, name), "bar_decided": DECIDED})
+            write({**measured(match_arena, name, name), "bar_decided": DECIDED})
 
 
 if __name__ == "__main__":

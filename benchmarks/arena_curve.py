@@ -16,10 +16,10 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from esper.events import read
 from esper.league.events import RoundFought
 from esper.rl.events import Update
-from esper.run_folder import EVENTS
+from esper.runs import read
+from esper.runs.folder import EVENTS
 
 SHOWN = ("strong", "middle", "weak")
 

@@ -249,9 +249,9 @@ def run(setting: Setting, output: Output, options: argparse.Namespace) -> None:
 
 def report(results: list[dict[str, Any]], config: CompareConfig, output: Output) -> None:
     from esper.controller.comparison import Comparison
-    from esper.controller.lives import Run
+    from esper.controller.lives import EvalRun
 
-    runs = [msgspec.convert(run, Run) for some in results for run in some["runs"]]
+    runs = [msgspec.convert(run, EvalRun) for some in results for run in some["runs"]]
     notes = list(dict.fromkeys(note for some in results for note in some["notes"]))
     comparison = Comparison(config, runs, {name: plan for some in results for name, plan in some["schedules"].items()}, notes)
     controller, told = config.compared, comparison.to_builtins()

@@ -89,7 +89,7 @@ class Alone:
         self.slotted = add_slots(self.model, setup.tensors.inputs[:2])
         self.grower = Grower(self.slotted, self.optimizer, controller=Planned(setup.plans[row]), config=setup.growth, epochs=HORIZON)
         self.grower.begin()
-        assert len(list(self.grower.garden.occupied())) == len(setup.plans[row])
+        assert len(list(self.grower.lifecycles.occupied())) == len(setup.plans[row])
         order = shuffled_order(len(setup.tensors), seed=row, epoch=0)
         count = setup.steps_alone * setup.batch
         self.index = order.repeat(-(-count // len(order)))[:count].view(-1, setup.batch).to(setup.device)
@@ -147,13 +147,13 @@ class Together:
         setting = partial(HostSetting, horizon=HORIZON, learning_rate=setup.learning_rate)
         self.fleet.reset({row: setting(seed=row) for row in range(setup.hosts)})
         self.fleet.decide({row: Planned(plan).decide(self.fleet.state(row)) for row, plan in enumerate(setup.plans)})
-        assert [len(list(host.plot.garden.occupied())) for host in self.fleet.rows] == list(map(len, setup.plans))
+        assert [len(list(host.host_growth.lifecycles.occupied())) for host in self.fleet.rows] == list(map(len, setup.plans))
 
     def turn(self) -> None:
         fleet = self.fleet
         plan = fleet.plan(fleet.training())
         batches = fleet.data.batches(fleet.steps_per_decision, fleet.config.batch_size, rows=plan.rows)
-        fleet.stretch(plan).run(batches)
+        fleet.segment(plan).run(batches)
 
 
 # What is measured

@@ -3,7 +3,7 @@
     python benchmarks/fleet_layers.py                      # two threads
     python benchmarks/fleet_layers.py --device cuda
 
-First single 3-wide convolutions, forward and backward, in five ways: the two that esper.fleet.convolutions has, `grouped` and `unfolded`,
+First single 3-wide convolutions, forward and backward, in five ways: the two of esper.fleet.stacked.convolutions, `grouped` and `unfolded`,
 and three that it does not have because they are slower at most sizes: `channels_last` (grouped), `rows` (torch's unfold, samples outermost,
 and a batched product) and `dense` (the convolution written out as one matrix for each host, and a batched product). Then whole hosts of
 the tasks: a step of all of them, by AdamW with clipping, as a fleet by either way, and one host after another. `times_alone` is how many
@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from esper.fleet.lowering import lower
 from esper.fleet.optimizers import AdamW, clip_rows_
-from esper.fleet.rows import ModuleRows
-from esper.fleet.scope import Convolution
+from esper.fleet.stacked.layers import Convolution
+from esper.fleet.stacked.lowering import lower
+from esper.fleet.stacked.rows import ModuleRows
 from esper.tasks.conv_host import ConvHost
 from records import RESULTS, Output, Record
 

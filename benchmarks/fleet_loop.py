@@ -32,10 +32,10 @@ from esper.controller.env import GrowthEnv
 from esper.controller.network import make_parts
 from esper.devices import find_device, threads
 from esper.fleet import FleetConfig
+from esper.fleet.device import Reading
 from esper.fleet.fleet import Fleet
 from esper.fleet.kernels import compiled_kernels
-from esper.fleet.reading import Reading
-from esper.fleet.seeds import SeedBank
+from esper.fleet.seed_groups import SeedStorage
 from esper.growth.config import Budget, GrowthConfig, Lifecycle
 from esper.rl import PPO, PPOConfig
 from esper.rl.collector import Collector
@@ -55,7 +55,7 @@ TIMED: list[Timed] = [
     ("observation and policy", GrowthEnv, "_timestep"),
     ("observation and policy", Collector, "_step"),
     ("bookkeeping", GrowthEnv, "step"),
-    ("planting", SeedBank, "plant"),
+    ("planting", SeedStorage, "plant"),
     ("new hosts", GrowthEnv, "_begin_next"),
     ("update", PPO, "update"),
 ]
@@ -65,24 +65,24 @@ class Watched(GrowthEnv):
     """Counts what happens in it, on the CPU, in the time that one host's bookkeeping takes."""
 
     def begin(self) -> None:
-        self.samples = self.decided_samples = self.stretches = 0
+        self.samples = self.decided_samples = self.segments = 0
         self.living: list[float] = []  # per host, of every stretch of training
         self.given_up = 0
 
     def step(self, actions: Actions) -> Timestep:
-        squads = list(self.squads)
-        training = [squad.fleet.training() for squad in squads]
+        twinned_fleets = list(self.twinned_fleets)
+        training = [twinned.fleet.training() for twinned in twinned_fleets]
         answer = super().step(actions)
-        size = self.config.fleet.batch_size * squads[0].fleet.steps_per_decision
-        for squad, rows in zip(squads, training, strict=True):
+        size = self.config.fleet.batch_size * twinned_fleets[0].fleet.steps_per_decision
+        for twinned, rows in zip(twinned_fleets, training, strict=True):
             if rows:
-                hosts = squad.fleet.rows[: squad.hosts]
-                self.stretches += 1
+                hosts = twinned.fleet.rows[: twinned.hosts]
+                self.segments += 1
                 self.samples += size * len(rows)
-                self.decided_samples += size * sum(row < squad.hosts for row in rows)
-                self.living.append(sum(len(host.plot.garden.living()) for host in hosts) / squad.hosts)
+                self.decided_samples += size * sum(row < twinned.hosts for row in rows)
+                self.living.append(sum(len(host.host_growth.lifecycles.living()) for host in hosts) / twinned.hosts)
             else:
-                self.given_up += squad.alive().count(False)
+                self.given_up += twinned.alive().count(False)
         return answer
 
 
@@ -156,8 +156,8 @@ def measure(ppo: PPO, env: Watched, rounds: int, bar: float) -> Record:
         "given_up": env.given_up,
         "seconds": seconds,
         "rounds": rounds,
-        "stretches": env.stretches,
-        "twins": env.squads[0].fleet.hosts - env.squads[0].hosts,
+        "stretches": env.segments,
+        "twins": env.twinned_fleets[0].fleet.hosts - env.twinned_fleets[0].hosts,
         "peak_memory": peak,
         "compiles": compiles() - before,
         "kernels": compiled_kernels(),

@@ -29,8 +29,8 @@ from torch import nn
 
 from esper.growth import Decision, GrowthState
 from esper.growth.config import Lifecycle
-from esper.growth.decisions import Action, Advance, Germinate, Prune
-from esper.growth.isolation import isolated
+from esper.growth.host.isolation import isolated
+from esper.growth.lifecycle.stages import Action, Advance, Germinate, Prune
 from growth_runs import Loop, Setting, add_options, difference, earlier_runs, mean, print_table, run_all, setting_of, shown
 from records import RESULTS, Output, Record
 

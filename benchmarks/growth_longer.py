@@ -24,8 +24,8 @@ import torch
 
 from esper.growth import Decision, GrowthConfig, GrowthState, Heuristic
 from esper.growth.config import HeuristicConfig
-from esper.growth.decisions import Germinate
-from esper.growth.heuristic import choose, speed_over_longer_training
+from esper.growth.controllers.heuristic import choose, speed_over_longer_training
+from esper.growth.lifecycle.stages import Germinate
 from esper.tasks import Split, Task
 from growth_runs import Setting, difference, print_table, run_all, shown, train
 from records import RESULTS, Output, Record

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from esper.growth.snapshots import Snapshots
+from esper.growth.lifecycle.recovery import Snapshots
 from records import RESULTS, Output, Record
 
 MB = 10**6

@@ -28,12 +28,12 @@ import torch
 
 from esper.fleet.config import FleetConfig, HostSetting
 from esper.fleet.fleet import Fleet
-from esper.fleet.measurement import mean_losses
+from esper.fleet.measure import mean_losses
 from esper.growth import GrowthConfig
-from esper.growth.blueprints import build_branch, get_blueprint, live_parameters
 from esper.growth.config import Budget, GovernorConfig, SeedOptimizer
-from esper.growth.decisions import Decision, Germinate
-from esper.growth.place import Place
+from esper.growth.host.layout import Place
+from esper.growth.lifecycle.stages import Decision, Germinate
+from esper.growth.seeds.blueprints import build_branch, get_blueprint, live_parameters
 from esper.tasks import Split, load_task
 from esper.text_table import aligned
 from records import RESULTS, Output, Record
@@ -65,7 +65,7 @@ def run_one(options: argparse.Namespace, kind: Kind, seed: int) -> list[Record]:
         batch_size=task.batch_size, steps_per_decision=STEPS, validation_samples=64, optimizer=optimizer, momentum=momentum, schedule="none"
     )
     fleets = [Fleet(task, task.maker(options.host), hosts=1, growth=growth, config=config)]
-    names = [(slot, option.name) for slot, some in fleets[0].rows[0].plot.garden.options.items() for option in some]
+    names = [(slot, option.name) for slot, some in fleets[0].rows[0].host_growth.lifecycles.options.items() for option in some]
     fleets.append(Fleet(task, task.maker(options.host), hosts=len(names) + 1, growth=growth, config=config))
     horizon = options.before + max(AFTER) + 1
     for fleet in fleets:
@@ -75,14 +75,14 @@ def run_one(options: argparse.Namespace, kind: Kind, seed: int) -> list[Record]:
         alone.decide({0: Decision(probe=decision == options.before - 1)})
         for fleet in fleets:
             fleet.advance()
-    promises = alone.rows[0].plot.promises
+    promises = alone.rows[0].host_growth.promises
     copies.decide({row: Decision((Germinate(slot, "measured", name),)) for row, (slot, name) in enumerate(names)})
     chosen = torch.randperm(len(task.train), generator=torch.Generator().manual_seed(seed))[: options.samples]
     samples = copies._samples(Split(task.train.inputs[chosen], task.train.targets[chosen]))
     falls: dict[int, list[float]] = {}
     for after in range(max(AFTER) + 1):
         if after in (0, *AFTER):
-            losses = mean_losses(copies.ensemble(range(copies.hosts)), samples)
+            losses = mean_losses(copies.stacked_model(range(copies.hosts)), samples)
             falls[after] = (losses[-1] - losses).tolist()
         copies.advance()
     about = {"task": options.task, "host": options.host, "optimizer": optimizer, "momentum": momentum, "learning_rate": rate, "seed": seed}
@@ -92,7 +92,7 @@ def run_one(options: argparse.Namespace, kind: Kind, seed: int) -> list[Record]:
             **about,
             "slot": slot,
             "blueprint": name,
-            "loss": alone.rows[0].plot.chronicle.train_losses[-1],
+            "loss": alone.rows[0].host_growth.history.train_losses[-1],
             "promise": promises[slot, name],
             "weight_factor": weight_factor(copies.places[slot], name),
             "falls": {after * STEPS: falls[after][row] for after in AFTER},

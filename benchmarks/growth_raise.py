@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from esper.growth import Planned
-from esper.growth.bed import Bed
 from esper.growth.config import Lifecycle
-from esper.growth.shadow import Closure, Shadow
-from esper.growth.slot import Slot
-from esper.growth.state import Cost
+from esper.growth.host.slots import Slot
+from esper.growth.lifecycle.backend import SlotBackend
+from esper.growth.lifecycle.stages import Cost
+from esper.growth.seeds.shadow import Closure, Shadow
 from esper.parallel import Group
 from growth_runs import Loop, Setting, add_options, compared, difference, earlier_runs, print_table, run_all, setting_of, shown
 from records import RESULTS, Output, Record
@@ -41,29 +41,29 @@ TIMES = (0.1, 0.33)  # parts of the training after which the seeds germinate
 class StraightThrough(Shadow):
     """Stands in for the shadow: seeds learn by the gradient that the host's own pass gives them."""
 
-    _watched: Sequence[Bed] = ()
+    _watched: Sequence[SlotBackend] = ()
 
-    def prepare(self, beds: Sequence[Bed]) -> None:
+    def prepare(self, backends: Sequence[SlotBackend]) -> None:
         self.rest()
-        self._watched = list(beds)
-        for bed in self._watched:
-            bed.slot.observe(pass_through)
+        self._watched = list(backends)
+        for backend in self._watched:
+            backend.slot.observe(pass_through)
 
     def rest(self) -> None:
-        for bed in self._watched:
-            bed.slot.observe(None)
+        for backend in self._watched:
+            backend.slot.observe(None)
         self._watched = ()
 
-    def step(self, beds: Sequence[Bed], closure: Closure, *, scale: Tensor | None, group: Group) -> None:
+    def step(self, backends: Sequence[SlotBackend], closure: Closure, *, scale: Tensor | None, group: Group) -> None:
         """Nothing: the seeds have learned in the host's step."""
 
     def learn(self, *_: object) -> None:
         """After a step of the host's optimiser, while the gradients are still there."""
-        for bed in self._watched:
-            if bed.learner is not None:
-                bed.learner.step()
+        for backend in self._watched:
+            if backend.learner is not None:
+                backend.learner.step()
 
-    def flops(self, beds: Sequence[Bed], costs: Sequence[Cost]) -> int:
+    def flops(self, backends: Sequence[SlotBackend], costs: Sequence[Cost]) -> int:
         return 3 * sum(cost.flops for cost in costs)
 
 

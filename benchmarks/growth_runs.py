@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
 from esper.growth import Controller, Grower, GrowthConfig, add_slots, grow
 from esper.growth.config import GovernorConfig, Lifecycle
-from esper.growth.ledger import Ledger
+from esper.growth.lifecycle.ledger import Ledger
 from esper.statistics import student_interval
 from esper.tasks import Task, load_task
 from esper.text_table import aligned
@@ -222,18 +222,18 @@ class Loop:
 
     def finish(self) -> Record:
         """Takes out what has not earned its place, as `grow` does, and tests what is left."""
-        for name in self.grower.garden.living():
-            self.grower.garden.prune(name, "the training is over and it has not earned its place")
-        chronicle, added = self.grower.chronicle, self.grower.garden.added()
+        for name in self.grower.lifecycles.living():
+            self.grower.lifecycles.prune(name, "the training is over and it has not earned its place")
+        history, added = self.grower.history, self.grower.lifecycles.added()
         model = self.grower.bake()
         return {
             **self.setting.about,
             "seed": self.seed,
             "epochs": self.grower.epoch,
             **_scores(self.setting, model),
-            "val_loss": chronicle.val_losses[-1],
-            "parameters": self.slotted.survey.host.parameters + added.parameters,
-            "train_gflops": chronicle.flops / 1e9,
+            "val_loss": history.val_losses[-1],
+            "parameters": self.slotted.discovery.host.parameters + added.parameters,
+            "train_gflops": history.flops / 1e9,
             "rollbacks": self.grower.rollbacks,
             "seeds": seeds_of(self.grower.ledger),
         }

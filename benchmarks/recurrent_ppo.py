@@ -8,7 +8,7 @@ differs. One thread.
 
 Speed: environment steps per second of CPU time, collection and update together. Every repeat trains fresh learners from scratch, ours
 and sb3's in turn in the same process, and measures updates 2 … K + 1, so that both meet episodes of the same (short) length; the median
-over repeats counts. Episode lengths are those of the last 100 episodes at the end of the stretch, averaged over repeats. In "B-long"
+over repeats counts. Episode lengths are those of the last 100 episodes at the end of the repeat, averaged over repeats. In "B-long"
 episodes last 200 steps and rollouts 64, so with K = 10 three of the ten rollouts hold an episode's start, as in the long run.
 
 Learning: setting A, mean return (in steps balanced) of the last 100 finished episodes at 100,000 and 200,000 steps. Each finished run is
@@ -73,31 +73,31 @@ SIDES: dict[str, Callable[..., Side]] = {
 }
 
 
-class Stretch(NamedTuple):
+class Repeat(NamedTuple):
     steps_per_second: float
     mean_length: float
 
 
-def measure(side: Side, updates: int) -> Stretch:
+def measure(side: Side, updates: int) -> Repeat:
     """Speed over `updates` updates, after one to warm up."""
     side.train_until(side.steps_per_update)
     gc.collect()
     began = time.process_time()
     side.train_until((1 + updates) * side.steps_per_update)
     seconds = time.process_time() - began
-    return Stretch(updates * side.steps_per_update / seconds, side.mean_length)
+    return Repeat(updates * side.steps_per_update / seconds, side.mean_length)
 
 
 def measure_speed(name: str, sides: list[str], *, repeats: int, updates: int) -> Record:
     setting = SETTINGS[name]
-    stretches: dict[str, list[Stretch]] = {side: [] for side in sides}
+    measured: dict[str, list[Repeat]] = {side: [] for side in sides}
     for repeat in range(repeats):
         for side in sides:
-            stretches[side].append(measure(SIDES[side](setting.env(), setting.hyper, seed=repeat), updates))
-    speed = {side: statistics.median(stretch.steps_per_second for stretch in of_side) for side, of_side in stretches.items()}
+            measured[side].append(measure(SIDES[side](setting.env(), setting.hyper, seed=repeat), updates))
+    speed = {side: statistics.median(repeat.steps_per_second for repeat in of_side) for side, of_side in measured.items()}
 
     def length(side: str) -> float:
-        return statistics.fmean(stretch.mean_length for stretch in stretches[side])
+        return statistics.fmean(repeat.mean_length for repeat in measured[side])
 
     return {
         "setting": name,
@@ -106,7 +106,7 @@ def measure_speed(name: str, sides: list[str], *, repeats: int, updates: int) ->
         "mean_episode_length": length("ours"),
         "sb3_mean_episode_length": length("sb3"),
         "updates": updates,
-        "repeats": {side: [stretch.steps_per_second for stretch in of_side] for side, of_side in stretches.items()},
+        "repeats": {side: [repeat.steps_per_second for repeat in of_side] for side, of_side in measured.items()},
     }
 
 

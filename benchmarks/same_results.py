@@ -11,8 +11,8 @@ that differ between its two runs, such as times and speeds, depend on the clock 
 
     {"options": {"--teams": "--team-size"}, "names": {"garden": "slots"}}
 
-`options` are those of the command line. `names` are parts of the path of a value, such as ppo/environment/garden/alpha; kinds and fields of
-events are such parts, too.
+`options` are those of the command line, old name to new name; the commands below have the new ones. `names` are parts of the path of a
+value, such as ppo/environment/garden/alpha; kinds and fields of events are such parts, too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ from safetensors.numpy import load_file
 
 ROOT = Path(__file__).parent.parent
 _SMALL_PPO = "--num-minibatches 2 --num-epochs 2 --hidden-size 8"
-_ARENA = "--teams 1 --battles 8 --size 16 --maps 2 --seconds 1 --num-steps 8 --bptt-length 8 --width 8 --terrain-width 8 --entity-width 4"
+_ARENA = (
+    "--team-size 1 --battles 8 --size 16 --maps 2 --seconds 1 --num-steps 8 --bptt-length 8 --width 8 --terrain-width 8 --entity-width 4"
+)
 COMMANDS = {
     "grow": "grow --task digits --host starved --controller heuristic --twin --seed 0 --epochs 12 --learning-rate 0.01 --threads 1",
     "ppo": f"ppo train cue --seed 3 --num-envs 4 --num-steps 32 {_SMALL_PPO} --total-steps 1024 --checkpoint-every 2 --threads 1",
@@ -122,9 +124,10 @@ def main() -> int:
         try:
             for name in arguments.only.split(","):
                 command = COMMANDS[name].split()
-                new = [renames.get("options", {}).get(word, word) for word in command]
-                twice = [train(base, command, Path(place) / f"{name}-{number}" / "run") for number in (1, 2)]
-                head = train(ROOT, new, Path(place) / f"{name}-head" / "run")
+                old_names = {new: old for old, new in renames.get("options", {}).items()}
+                old = [old_names.get(word, word) for word in command]
+                twice = [train(base, old, Path(place) / f"{name}-{number}" / "run") for number in (1, 2)]
+                head = train(ROOT, command, Path(place) / f"{name}-head" / "run")
                 found, same = differences(*(renamed(values, renames.get("names", {})) for values in twice), head)
                 print(f"{name}: {same} values are the same, {len(found)} differ")
                 for line in found[: arguments.show]:

@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 
-from esper.checkpoint import Tree
-from esper.checkpoint.tree import split
-from esper.events import Sink, read
-from esper.run_folder import CHECKPOINTS, EVENTS
+from esper.runs import Sink, Tree, read
+from esper.runs.folder import CHECKPOINTS, EVENTS
+from esper.runs.tensors import split
 
 _CLOCKS = {"time", "seconds", "samples_per_second", "steps_per_second", "collect_seconds", "update_seconds", "other_seconds", "env_seconds"}
 _CLOCKS |= {"step_seconds", "data_wait_seconds"}

@@ -25,17 +25,17 @@ PROJECTILES = 4  # places of one unit
 DECISION_S = 0.25
 
 
-def staged_battle(*, teams: int = 5, size: int = 64, frames: int = 120) -> tuple[dict[str, Tensor], ReplayInfo]:
+def staged_battle(*, team_size: int = 5, size: int = 64, frames: int = 120) -> tuple[dict[str, Tensor], ReplayInfo]:
     """Tensors and info of a replay. The last unit of the second team is killed halfway by the first unit of the first."""
-    units = 2 * teams
-    classes = [PACK[index % len(PACK)] for index in range(teams)] * 2
+    units = 2 * team_size
+    classes = [PACK[index % len(PACK)] for index in range(team_size)] * 2
     height, material = staged_terrain(size)
     state = _units(classes, frames, size)
     dies_at = frames // 2
     state[dies_at:, units - 1, COLUMN["hit_points"]] = 0.0
     shots = torch.full((frames, units, 2), -1, dtype=torch.int8)
     for unit in range(units):
-        shots[2 + unit % 5 :: 5, unit] = torch.tensor([unit % len(WEAPONS), (unit + teams) % units], dtype=torch.int8)
+        shots[2 + unit % 5 :: 5, unit] = torch.tensor([unit % len(WEAPONS), (unit + team_size) % units], dtype=torch.int8)
     shots[dies_at:, units - 1] = -1
     holder = torch.full((frames,), -1, dtype=torch.int8)
     holder[frames // 4 :], holder[frames // 2 :] = 1, 0
@@ -48,7 +48,7 @@ def staged_battle(*, teams: int = 5, size: int = 64, frames: int = 120) -> tuple
         "frames/projectiles": _projectiles(state, shots),
         "frames/clouds": _clouds(state),
         "frames/shots": shots,
-        "frames/sensed": _sensed(state, teams),
+        "frames/sensed": _sensed(state, team_size),
         "frames/score": held.cumsum(0),
         "frames/holder": holder,
         **_actions(state, shots),
@@ -107,12 +107,12 @@ def staged_terrain(size: int) -> tuple[Tensor, Tensor]:
 
 def _units(classes: list[str], frames: int, size: int) -> Tensor:
     """From the corners to the centre and around it; heat swings, hit points fall."""
-    units, teams = len(classes), len(classes) // 2
+    units, team_size = len(classes), len(classes) // 2
     state = torch.zeros(frames, units, len(UNIT_COLUMNS))
     time = torch.linspace(0, 1, frames)
     for unit in range(units):
-        side, place = (-1.0 if unit < teams else 1.0), (unit % teams) - (teams - 1) / 2
-        spread = size / (2.4 * teams)
+        side, place = (-1.0 if unit < team_size else 1.0), (unit % team_size) - (team_size - 1) / 2
+        spread = size / (2.4 * team_size)
         start = torch.tensor([side * size * 0.4 + place * spread * 0.5, side * size * 0.4 - place * spread * 0.5])
         angle = 4 * time + unit * 2 * math.pi / units
         ring = size / 8 * (1 + 0.4 * (unit % 3))
@@ -132,7 +132,7 @@ def _units(classes: list[str], frames: int, size: int) -> Tensor:
     state[frames // 3 : frames // 3 + 12, 1, COLUMN["stability"]] = 0.0
     state[frames // 3 : frames // 2, 2, COLUMN["shut_down"]] = 1.0
     state[frames // 4 : frames // 2, 0, COLUMN["venting"]] = 1.0
-    state[frames // 4 : frames // 2, teams, COLUMN["painted"]] = 1.0
+    state[frames // 4 : frames // 2, team_size, COLUMN["painted"]] = 1.0
     return state
 
 
@@ -163,12 +163,12 @@ def _clouds(state: Tensor) -> Tensor:
     return clouds
 
 
-def _sensed(state: Tensor, teams: int) -> Tensor:
+def _sensed(state: Tensor, team_size: int) -> Tensor:
     position = state[..., :2]
     distance = (position[:, :, None] - position[:, None]).norm(dim=-1)
     sensed = (distance < 22).to(torch.uint8) + (distance < 12).to(torch.uint8)
-    sensed[:, :teams, :teams] = 0
-    sensed[:, teams:, teams:] = 0
+    sensed[:, :team_size, :team_size] = 0
+    sensed[:, team_size:, team_size:] = 0
     alive: Tensor = state[..., COLUMN["hit_points"]] > 0
     return sensed * alive[:, :, None] * alive[:, None]
 

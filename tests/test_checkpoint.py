@@ -17,12 +17,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor, nn
 
-from esper.checkpoint import CheckpointError, CheckpointStore, load_module, plain_names
 from esper.files import with_digest, without_digest
+from esper.runs import CheckpointError, CheckpointStore, load_module, plain_names
 from tests.faults import Crash, _without_syncs, crash_at  # noqa: F401 — a fixture
 
 
@@ -259,7 +258,7 @@ def test_a_crash_at_any_moment_loses_nothing(tmp_path: Path, second_step: int) -
 @pytest.mark.slow
 def test_a_killed_process_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     program = (
-        "import sys, os, threading, torch; from esper.checkpoint import CheckpointStore\n"
+        "import sys, os, threading, torch; from esper.runs import CheckpointStore\n"
         "store = CheckpointStore(sys.argv[1], kind='test', keep=1)\n"
         "for step in range(10**6):\n"
         "    store.save(step % 2, {'w': torch.full((20000,), step), 'step': step})\n"

@@ -155,7 +155,7 @@ def test_the_doctor_finds_what_these_tests_run_on(capsys: pytest.CaptureFixture[
 def test_the_doctor_says_how_to_get_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("esper.cli.doctor.EXTRAS", {"gym": ("no-such-package",)})
     assert main(["doctor"]) == 0
-    assert "pip install 'esper[gym]'" in capsys.readouterr().out
+    assert "pip install 'esper-grow[gym]'" in capsys.readouterr().out
 
 
 def test_the_built_in_environments_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,6 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 import esper
-from esper.checkpoint import read_tensors, write_tensors
 from esper.cli.controller_compare import Progress as CompareProgress
 from esper.cli.controller_progress import Progress, read_progress
 from esper.cli.grow_config import GrowTaskConfig
@@ -32,14 +31,14 @@ from esper.controller.layout import LAYOUT_VERSION, Op
 from esper.controller.learned import Learned, load_controller, save_controller
 from esper.controller.network import make_policy
 from esper.controller.network_config import SlotNetworkConfig
-from esper.events import Sink, read
 from esper.growth.config import GrowthConfig, Lifecycle
-from esper.growth.lifecycle import Stage
-from esper.growth.story import read_story
+from esper.growth.lifecycle.stages import Stage
+from esper.growth.report.story import read_story
 from esper.rl.checkpoints import open_store
 from esper.rl.config import NetworkConfig
 from esper.rl.events import Update
-from esper.run_folder import CHECKPOINTS
+from esper.runs import Sink, read, read_tensors, write_tensors
+from esper.runs.folder import CHECKPOINTS
 from esper.tasks import load_task
 from tests.commands import Terminal, assert_same_state, events_of, last_line, show, shown_in_tensorboard, signal_at_checkpoint, wait_for
 from tests.processes import start, torchrun
@@ -70,8 +69,8 @@ def train(folder: str | Path, rounds: int, *more: str) -> int:
 def living_seeds(folder: Path) -> int:
     """In all hosts of the latest checkpoint."""
     environment = open_store(folder).load("latest").state["ppo"]["environment"]
-    beds = [bed for squad in environment["squads"] for host in squad["fleet"]["rows"] for bed in host["garden"].values()]
-    return sum(bed["has_seed"] and bed["life"]["stage"] != Stage.FOSSILIZED for bed in beds)
+    backends = [backend for twinned in environment["squads"] for host in twinned["fleet"]["rows"] for backend in host["garden"].values()]
+    return sum(backend["has_seed"] and backend["life"]["stage"] != Stage.FOSSILIZED for backend in backends)
 
 
 # Mistakes

@@ -14,7 +14,6 @@ import torch
 from rich.console import Console
 
 import esper
-from esper.checkpoint import CheckpointStore, Tree
 from esper.cli import grow_run
 from esper.cli.grow_config import GrowTaskConfig
 from esper.cli.grow_progress import Progress
@@ -23,12 +22,12 @@ from esper.cli.grow_work import make_work
 from esper.cli.main import main
 from esper.cli.progress import LiveView, PlainLines
 from esper.config import load
-from esper.events import Record, read
 from esper.growth.events import EpochEnded, FinalTest, GrowthStarted, Probed, SlotView
-from esper.growth.html_report import REPORT
+from esper.growth.report.html import REPORT
+from esper.growth.report.story import read_story
 from esper.growth.run import KIND
-from esper.growth.story import read_story
-from esper.run_folder import CHECKPOINTS
+from esper.runs import CheckpointStore, Record, Tree, read
+from esper.runs.folder import CHECKPOINTS
 from esper.statistics import student_interval
 from esper.tasks import load_task
 from tests.commands import Terminal, assert_same_tensors, events_of, last_line, show, shown_in_tensorboard, signal_at_checkpoint
@@ -140,7 +139,7 @@ def test_a_missing_tensorboard_is_said_before_a_host_is_trained(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert grow("run", 1, "--tensorboard") == 2
-    assert "pip install 'esper[tensorboard]'" in capsys.readouterr().err
+    assert "pip install 'esper-grow[tensorboard]'" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 

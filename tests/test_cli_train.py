@@ -18,19 +18,18 @@ import msgspec
 import pytest
 import torch
 
-from esper.checkpoint import Checkpoint, CheckpointStore, Tree
 from esper.cli.main import main
 from esper.cli.ppo_progress import Progress
 from esper.cli.progress import LiveView, PlainLines
 from esper.config import load
-from esper.events import CheckpointRefused, Record, SinkFailed, read
-from esper.rl import RunError, TrainConfig, load_policy, resume_run, runs, train_run
+from esper.rl import RunError, TrainConfig, load_policy, train_run, training
 from esper.rl.checkpoints import KIND, open_store
 from esper.rl.config import NetworkConfig, PPOConfig
 from esper.rl.evaluate import Evaluation
 from esper.rl.events import Update, Warned
-from esper.rl.run_events import Evaluated
-from esper.run_folder import CHECKPOINTS
+from esper.rl.run_setup import Evaluated
+from esper.runs import Checkpoint, CheckpointRefused, CheckpointStore, Record, SinkFailed, Tree, read
+from esper.runs.folder import CHECKPOINTS
 from esper.vecenv import make
 from tests.commands import Terminal, assert_same_state, events_of, last_line, show, shown_in_tensorboard, signal_at_checkpoint, wait_for
 from tests.processes import start
@@ -116,7 +115,7 @@ def test_a_run_without_a_folder_gets_one_of_its_own(tmp_path: Path) -> None:
 def test_a_run_that_goes_on_keeps_no_second_copy_of_what_it_loaded(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copy = shutil.copytree(finished, tmp_path / "copy")
     loaded: list[weakref.ref[torch.Tensor]] = []
-    latest = runs._latest
+    latest = training._latest
 
     def watched(folder: Path) -> Checkpoint | None:
         checkpoint = latest(folder)
@@ -130,18 +129,18 @@ def test_a_run_that_goes_on_keeps_no_second_copy_of_what_it_loaded(finished: Pat
         return True
 
     alive: list[int] = []
-    monkeypatch.setattr(runs, "_latest", watched)
-    resume_run(copy, config=msgspec.structs.replace(CONFIG, total_steps=20 * UPDATE_STEPS), should_stop=alive_after_an_update)
+    monkeypatch.setattr(training, "_latest", watched)
+    train_run(msgspec.structs.replace(CONFIG, total_steps=20 * UPDATE_STEPS), copy, resume=True, should_stop=alive_after_an_update)
     assert len(loaded) > 5
     assert alive[0] == 0
 
 
 def test_a_folder_that_another_process_trains_in_is_refused(finished: Path, tmp_path: Path) -> None:
-    from esper.run_folder import locked
+    from esper.runs.folder import locked
 
     copy = shutil.copytree(finished, tmp_path / "copy")
     with locked(copy), pytest.raises(RunError, match="another process is training"):
-        resume_run(copy)
+        train_run(None, copy, resume=True)
 
 
 @pytest.mark.slow
@@ -226,7 +225,7 @@ def test_a_resumed_run_goes_on_writing_for_tensorboard_until_it_is_told_not_to(
     assert main([*resume, str(4 * UPDATE_STEPS)]) == 0
     assert steps_in_tensorboard(tmp_path / "run") == [count * UPDATE_STEPS for count in range(1, 5)]
     assert load(TrainConfig, tmp_path / "run/config.toml").tensorboard
-    assert resume_run(tmp_path / "run", config=msgspec.structs.replace(CONFIG, total_steps=5 * UPDATE_STEPS, tensorboard=True)).step
+    assert train_run(msgspec.structs.replace(CONFIG, total_steps=5 * UPDATE_STEPS, tensorboard=True), tmp_path / "run", resume=True).step
     assert steps_in_tensorboard(tmp_path / "run")[-1] == 5 * UPDATE_STEPS
 
     with monkeypatch.context() as patch:
@@ -242,7 +241,7 @@ def test_a_resumed_run_goes_on_writing_for_tensorboard_until_it_is_told_not_to(
 def test_a_run_that_is_resumed_with_tensorboard_writes_all_of_it(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     train_run(msgspec.structs.replace(CONFIG, total_steps=UPDATE_STEPS), tmp_path / "run")
-    resume_run(tmp_path / "run", config=msgspec.structs.replace(CONFIG, total_steps=2 * UPDATE_STEPS), tensorboard=True)
+    train_run(msgspec.structs.replace(CONFIG, total_steps=2 * UPDATE_STEPS), tmp_path / "run", resume=True, tensorboard=True)
     assert main(["ppo", "train", "--resume", "--run", "run", "--total-steps", str(3 * UPDATE_STEPS)]) == 0
     assert steps_in_tensorboard(tmp_path / "run") == [UPDATE_STEPS, 2 * UPDATE_STEPS, 3 * UPDATE_STEPS]
 
@@ -252,7 +251,7 @@ def test_a_missing_tensorboard_is_said_before_anything_is_made(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert train("run", 1, "--tensorboard") == 2
-    assert "pip install 'esper[tensorboard]'" in capsys.readouterr().err
+    assert "pip install 'esper-grow[tensorboard]'" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 
@@ -283,7 +282,7 @@ def test_a_policy_with_an_encoder_of_ones_own_is_trained_resumed_and_loaded(tmp_
             return torch.relu(self.layer(obs))
 
     train_run(CONFIG, tmp_path / "run", encoder=Wide(), should_stop=after_update(4))
-    result = resume_run(tmp_path / "run", encoder=Wide())
+    result = train_run(None, tmp_path / "run", resume=True, encoder=Wide())
     assert result.status == "finished"
     assert load_policy(tmp_path / "run", encoder=Wide()).encoder.layer.weight.shape == (12, 5)  # type: ignore[union-attr]
     with pytest.raises(ValueError, match="encoder"):
@@ -300,7 +299,7 @@ def test_the_best_checkpoint_is_the_one_whose_policy_does_best_on_fresh_episodes
 
 
 def test_without_evaluation_the_best_checkpoint_is_that_of_the_highest_return_once_there_are_enough_episodes() -> None:
-    from esper.rl.runs import _score_in_training as _score
+    from esper.rl.training import _score_in_training as _score
 
     def update(step: int, episodes: int, mean_return: float) -> Update:
         numbers = {name: 0 for name in Update.__struct_fields__ if name not in ("entropy", "kl", "env")}
@@ -317,7 +316,7 @@ def test_without_evaluation_the_best_checkpoint_is_that_of_the_highest_return_on
 def test_a_run_stopped_and_resumed_equals_one_that_was_not(finished: Path, tmp_path: Path) -> None:
     stopped = train_run(CONFIG, tmp_path / "run", should_stop=after_update(4))
     assert (stopped.status, stopped.step) == ("stopped", 4 * UPDATE_STEPS)
-    assert resume_run(tmp_path / "run").status == "finished"
+    assert train_run(None, tmp_path / "run", resume=True).status == "finished"
     assert events_of(tmp_path / "run") == events_of(finished)
     assert_same_learner(tmp_path / "run", finished)
 
@@ -326,7 +325,7 @@ def test_a_run_stopped_and_resumed_equals_one_that_was_not(finished: Path, tmp_p
 def test_a_run_that_died_before_its_first_checkpoint_starts_over(finished: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(finished, tmp_path / "copy")
     shutil.rmtree(copy / CHECKPOINTS)
-    resume_run(copy)
+    train_run(None, copy, resume=True)
     assert events_of(copy) == events_of(finished)
     assert_same_learner(copy, finished)
 
@@ -335,7 +334,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(finished: Path, 
     copy = shutil.copytree(finished, tmp_path / "copy")
     newest = open_store(copy).list()[-1]
     (newest / "tensors.safetensors").write_bytes(b"")
-    resume_run(copy)
+    train_run(None, copy, resume=True)
     refused = [record.event for record in read(copy / "events.jsonl") if isinstance(record.event, CheckpointRefused)]
     assert [event.checkpoint for event in refused] == [newest.name]
     assert events_of(copy) == events_of(finished)
@@ -378,7 +377,7 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     train_run(CONFIG, tmp_path / "run", encoder=Encoder(5, 12), should_stop=after_update(4))
     before = (tmp_path / "run/events.jsonl").read_bytes()
     with pytest.raises(RunError, match="cannot go on from"):
-        resume_run(tmp_path / "run")
+        train_run(None, tmp_path / "run", resume=True)
     assert (tmp_path / "run/events.jsonl").read_bytes() == before
 
 
@@ -392,7 +391,7 @@ def test_a_checkpoint_of_version_1_is_migrated(finished: Path, tmp_path: Path) -
     middle = open_store(copy).load(open_store(copy).list()[-2])
     shutil.rmtree(copy / CHECKPOINTS)
     CheckpointStore(copy / CHECKPOINTS, kind=KIND, schema_version=1).save(middle.step, as_version_1(middle.state), is_best=True)
-    resume_run(copy)
+    train_run(None, copy, resume=True)
     assert events_of(copy)[:-1] == events_of(finished)[:-1]
     assert_same_learner(copy, finished)
 
@@ -402,7 +401,7 @@ def test_an_environment_that_cannot_be_saved_begins_new_episodes_and_says_so(tmp
     pytest.importorskip("gymnasium")
     config = msgspec.structs.replace(CONFIG, env="CartPole-v1", env_args={})
     train_run(config, tmp_path / "run", should_stop=after_update(4))
-    assert resume_run(tmp_path / "run").status == "finished"
+    assert train_run(None, tmp_path / "run", resume=True).status == "finished"
     kinds = [record.kind for record in read(tmp_path / "run/events.jsonl")]
     assert kinds.count("update") == 10
     assert kinds.count("episodes_restarted") == 1

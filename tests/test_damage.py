@@ -14,17 +14,16 @@ import torch
 from torch import nn
 
 import esper
-from esper.checkpoint import CheckpointError, CheckpointStore
 from esper.cli.grow_config import GrowTaskConfig
 from esper.config import Config, ConfigError, load_saved, save
 from esper.controller.learned import ControllerError, load_controller, save_controller
-from esper.events import EventError, EventLog, read
 from esper.growth import GrowthConfig, GrowthError, add_slots
 from esper.growth.events import LoaderRestarted
 from esper.league import LeagueError, LeagueStore
 from esper.league.store import read_weights
 from esper.replay_file import ReplayError, read_replay, write_replay
 from esper.rl.run_config import TrainConfig
+from esper.runs import CheckpointError, CheckpointStore, EventError, EventLog, read
 from tests.faults import damaged
 from tests.growth.test_models import grow
 from tests.league.leagues import promoted, small_league
@@ -110,7 +109,7 @@ def load_names_of_league(folder: Path) -> object:
 
 
 def make_replay(folder: Path) -> None:
-    write_replay(folder / "a.safetensors", *staged_battle(teams=2, size=4, frames=6))
+    write_replay(folder / "a.safetensors", *staged_battle(team_size=2, size=4, frames=6))
 
 
 def load_all_of_replay(folder: Path) -> object:

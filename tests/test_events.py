@@ -14,11 +14,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 import esper
-from esper.events import SCHEMA, Event, EventError, EventLog, Header, Queued, Reader, Record, Resumed, SinkDropped, SinkFailed, read
+from esper.runs import SCHEMA, Event, EventError, EventLog, Header, Queued, Reader, Record, Resumed, SinkDropped, SinkFailed, read
 from tests.commands import shown_in_tensorboard
 
 
@@ -179,7 +178,7 @@ def test_events_reach_the_file_within_seconds_without_a_flush(path: Path) -> Non
 
 
 def test_an_exit_without_close_loses_nothing(path: Path) -> None:
-    program = "import sys; from esper.events import *; log = EventLog(sys.argv[1], 'run'); log.emit(Resumed(offset=1, esper='x'))"
+    program = "import sys; from esper.runs import *; log = EventLog(sys.argv[1], 'run'); log.emit(Resumed(offset=1, esper='x'))"
     subprocess.run([sys.executable, "-c", program, str(path)], check=True)
     assert events_in(path)[1:] == [Resumed(offset=1, esper="x")]
 
@@ -379,12 +378,14 @@ def test_a_sink_that_fails_on_closing_is_reported(path: Path) -> None:
 
 
 def test_events_import_without_torch_or_numpy() -> None:
-    program = "import sys; sys.modules.update(torch=None, numpy=None, safetensors=None, tensorboard=None, wandb=None); import esper.events"
+    program = (
+        "import sys; sys.modules.update(torch=None, numpy=None, safetensors=None, tensorboard=None, wandb=None); import esper.runs.events"
+    )
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_a_missing_tensorboard_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from esper.events import TensorBoardSink
+    from esper.runs import TensorBoardSink
 
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ImportError, match=r"esper\[tensorboard\]"):
@@ -445,7 +446,7 @@ def test_tensorboard_gets_the_finite_numbers_of_every_event_by_rank_and_environm
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    from esper.events import TensorBoardSink
+    from esper.runs import TensorBoardSink
 
     with EventLog(tmp_path / "events.jsonl", "run", sinks=[TensorBoardSink(tmp_path / "board")]) as log:
         log.emit(UpdateDone(step=10, loss=0.5, label="text", parts={"value": 2.0, "policy": math.inf}))
@@ -469,7 +470,7 @@ def test_tensorboard_gets_the_finite_numbers_of_every_event_by_rank_and_environm
 @pytest.mark.filterwarnings("ignore")  # TensorBoard's own imports
 def test_the_file_of_a_later_session_is_read_last_by_tensorboard_even_within_a_second(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    from esper.events import TensorBoardSink
+    from esper.runs import TensorBoardSink
 
     earlier = tmp_path / f"events.out.tfevents.{int(time.time())}.zzz.1.9"
     earlier.touch()
@@ -481,7 +482,7 @@ def test_the_file_of_a_later_session_is_read_last_by_tensorboard_even_within_a_s
 @pytest.mark.filterwarnings("ignore")  # TensorBoard's own imports
 def test_tensorboard_hides_what_a_resumed_run_has_cut(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    from esper.events import TensorBoardSink
+    from esper.runs import TensorBoardSink
 
     path, board = tmp_path / "events.jsonl", tmp_path / "tensorboard"
     with EventLog(path, "run", sinks=[TensorBoardSink(board)]) as log:
@@ -501,7 +502,7 @@ def test_a_disk_that_is_still_full_when_the_program_ends_is_a_warning_and_no_tra
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     at_exit: list[Callable[[], None]] = []
-    monkeypatch.setattr("esper.events.log.atexit.register", at_exit.append)
+    monkeypatch.setattr("esper.runs.log.atexit.register", at_exit.append)
     with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
         EventLog("/dev/full", run="a")
     at_exit[0]()

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import esper.files
-from esper.checkpoint import NotTensorsError, read_tensors, write_tensors
 from esper.files import FileError, make_folder, remove, write_file
+from esper.runs import NotTensorsError, read_tensors, write_tensors
 from tests.faults import Crash, crash_at
 
 

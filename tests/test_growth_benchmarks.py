@@ -14,7 +14,7 @@ import torch
 
 from esper.growth import Planned
 from esper.growth.config import Lifecycle
-from esper.growth.lifecycle import Stage
+from esper.growth.lifecycle.stages import Stage
 from esper.tasks import Split, Task, load_task
 
 with pytest.MonkeyPatch.context() as patch:  # scripts: they find one another by path
@@ -180,7 +180,7 @@ def test_a_straight_through_seed_learns_and_its_host_does_not_notice(small: Task
             loop.run_epoch()
         loops.append(loop)
     never, grown = loops
-    assert grown.grower.garden.beds["blocks.0"].life.stage is Stage.TRAINING
+    assert grown.grower.lifecycles.backends["blocks.0"].life.stage is Stage.TRAINING
     assert growth_raise.relative_size(grown, grown.slotted.slot("blocks.0")) > 0
     mine, theirs = grown.slotted.host.state_dict(), never.slotted.host.state_dict()
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)

@@ -20,8 +20,6 @@ SOURCE = Path(esper.__file__).parent
 GROUND = frozenset(
     {
         "config",
-        "events",
-        "checkpoint",
         "devices",
         "files",
         "gradients",
@@ -30,7 +28,7 @@ GROUND = frozenset(
         "parallel",
         "replay_file",
         "rng",
-        "run_folder",
+        "runs",
         "statistics",
         "text_table",
         "vecenv",
@@ -105,7 +103,7 @@ def test_every_part_of_the_package_has_its_place_in_the_layers() -> None:
         ("esper.vecenv.registry", "from esper.rl import PPO"),
         ("esper.vecenv.registry", "from esper import rl"),
         ("esper.rl.ppo", "def late():\n    from esper.growth import grow"),
-        ("esper.growth.slot", "from esper.tasks import data"),
+        ("esper.growth.host.slots", "from esper.tasks import data"),
         ("esper.arena.battle", "from ..rl import ppo"),
         ("esper.rl.ppo", "from esper.cli.main import main"),
         ("esper.controller.policy", "import esper.arena"),
@@ -121,7 +119,7 @@ def test_an_import_against_the_layers_is_found(module: str, source: str) -> None
     ("module", "source"),
     [
         ("esper.rl.ppo", "import esper\nfrom esper.rng import Streams\nfrom .config import PPOConfig\nimport torch"),
-        ("esper.fleet.rows", "from esper.growth import grow"),
+        ("esper.fleet.stacked.rows", "from esper.growth import grow"),
         ("esper.cli.main", "from esper.cli.outcome import OK\nfrom esper.rl import PPO"),
     ],
 )
@@ -133,8 +131,8 @@ COMPUTING = (*sorted(GROUND), "rl", "growth", "tasks", "fleet", "controller", "a
 EDGES = (
     *("esper.vecenv.gymnasium", "esper.vecenv.to_gymnasium", "esper.vecenv.images"),  # need Gymnasium
     "esper.arena.pettingzoo",  # needs PettingZoo
-    *("esper.growth.lightning", "esper.growth.huggingface"),  # need Lightning and transformers
-    *("esper.fleet.tiled", "esper.fleet.norm_pool", "esper.fleet.host_rows"),  # need Triton
+    *("esper.growth.integrations.lightning", "esper.growth.integrations.huggingface"),  # need Lightning and transformers
+    *("esper.fleet.kernels.convolution", "esper.fleet.kernels.norm_pool", "esper.fleet.kernels.host_rows"),  # need Triton
     "esper.rl.lstm_kernels",  # needs Numba
 )
 
@@ -164,7 +162,7 @@ def _import_with_little(names: list[str]) -> subprocess.CompletedProcess[str]:
 
 def _forbidden_packages() -> set[str]:
     """Top-level names of everything installed that neither torch, numpy and msgspec nor what they require bring along."""
-    allowed = _with_requirements({"torch", "numpy", "msgspec", "esper"}, stop_at="esper")
+    allowed = _with_requirements({"torch", "numpy", "msgspec", "esper-grow"}, stop_at="esper-grow")
     owners = importlib.metadata.packages_distributions()
     return {package for package, names in owners.items() if not {_normal(name) for name in names} & allowed}
 

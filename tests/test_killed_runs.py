@@ -15,26 +15,25 @@ import msgspec
 import pytest
 import torch
 
-from esper.checkpoint import Checkpoint, CheckpointStore
 from esper.cli import grow_run
 from esper.cli.main import main
 from esper.controller.learned import load_controller
-from esper.controller.training import CONTROLLER, GROWTH, resume_controller, train_controller
-from esper.events import CheckpointRefused, EventLog, read
+from esper.controller.training import CONTROLLER, GROWTH, train_controller
 from esper.growth import GrowthError
-from esper.growth.html_report import REPORT
+from esper.growth.report.html import REPORT
+from esper.growth.report.story import read_story
 from esper.growth.run import KIND, open_run
-from esper.growth.story import read_story
 from esper.league.league import League
 from esper.league.store import FOLDER, LeagueStore
-from esper.league.training import ARENA, resume_arena, train_arena
+from esper.league.training import ARENA, train_arena
 from esper.parallel import ALONE
-from esper.rl import runs
+from esper.rl import training
 from esper.rl.checkpoints import open_store
 from esper.rl.config import NetworkConfig, PPOConfig
 from esper.rl.run_config import TrainConfig
-from esper.rl.runs import Kind, resume_run, train_run
-from esper.run_folder import CHECKPOINTS, CONFIG, EVENTS
+from esper.rl.training import Trainer, train_run
+from esper.runs import Checkpoint, CheckpointRefused, CheckpointStore, EventLog, read
+from esper.runs.folder import CHECKPOINTS, CONFIG, EVENTS
 from tests.commands import assert_same_state, events_of
 from tests.faults import Crash, crash_at
 from tests.growth.small import QUICK
@@ -74,7 +73,7 @@ def test_a_ppo_run_that_is_killed_at_any_call_goes_on_as_if_it_had_not_been(tmp_
     folder = tmp_path / "run"
     kills = 0
     for _ in killed_everywhere(lambda: train_run(PPO_CONFIG, folder), first=1):
-        result = resume_run(folder) if (folder / CONFIG).exists() else train_run(PPO_CONFIG, folder)
+        result = train_run(None, folder, resume=True) if (folder / CONFIG).exists() else train_run(PPO_CONFIG, folder)
         assert result.step == expected.step
         assert [record.kind for record in read(folder / EVENTS)].count("evaluated") == 1
         assert events_of(folder) == events_of(whole)
@@ -129,26 +128,26 @@ def test_a_growing_run_that_is_killed_at_any_call_goes_on_as_if_it_had_not_been(
 
 
 @contextlib.contextmanager
-def one_more_save(kind: Kind[Any], folder: Path, config: Any) -> Iterator[Callable[[Path], None]]:
+def one_more_save(trainer: Trainer[Any], folder: Path, config: Any) -> Iterator[Callable[[Path], None]]:
     """Trains the run in a folder for one more update, and gives the function that saves it in a copy of the folder."""
     checkpoint = open_store(folder).load()
-    options = runs.Options(None, (), lambda: False, ALONE, kind)
-    with kind.prepare(config, None, ALONE) as (ppo, relay):
+    options = training.Options(None, (), lambda: False, ALONE, trainer)
+    with trainer.prepare(config, None, ALONE) as (ppo, relay):
         ppo.load_state_dict(checkpoint.state["ppo"])
         update = next(iter(ppo.train(10**9)))
 
         def save(copy: Path) -> None:
             with EventLog.resume(copy / EVENTS, checkpoint.state["events_offset"]) as log:
-                runs._Session(config, copy, ppo, relay, log, options)._save(update, is_due=True)
+                training._Session(config, copy, ppo, relay, log, options)._save(update, is_due=True)
 
         yield save
 
 
 def steps_after_kills(
-    kind: Kind[Any], folder: Path, config: Any, resume: Callable[[Path], object], tmp_path: Path, *, first: int
+    trainer: Trainer[Any], folder: Path, config: Any, train: Callable[..., object], tmp_path: Path, *, first: int
 ) -> Iterator[tuple[Path, int]]:
     """Kill the second save at every second call from `first` on, and resume. Yield the folder and the step of its latest checkpoint."""
-    with one_more_save(kind, folder, config) as save:
+    with one_more_save(trainer, folder, config) as save:
         for call in count(first, 2):
             copy = shutil.copytree(folder, tmp_path / f"killed at {call}")
             with crash_at(call):
@@ -157,7 +156,7 @@ def steps_after_kills(
                     return
                 except Crash:
                     pass
-            resume(copy)
+            train(None, copy, resume=True)
             yield copy, open_store(copy).load("latest").step
             shutil.rmtree(copy)
 
@@ -169,7 +168,7 @@ def test_the_controller_is_that_of_the_latest_checkpoint_whenever_its_training_w
     config = msgspec.structs.replace(WHOLE, rounds=1)
     folder = train_controller(config, tmp_path / "run").folder
     steps = []
-    for copy, step in steps_after_kills(GROWTH, folder, config, resume_controller, tmp_path, first=1):
+    for copy, step in steps_after_kills(GROWTH, folder, config, train_controller, tmp_path, first=1):
         controller = load_controller(copy / CONTROLLER)
         policy = open_store(copy).load("latest").state["ppo"]["policy"]
         assert controller.description.info["step"] == step
@@ -186,7 +185,7 @@ def test_the_files_of_the_league_are_those_of_the_latest_checkpoint_whenever_the
     config = config_for(1, checkpoint_every=1, eval_battles=0)
     folder = train_arena(config, tmp_path / "run").folder
     sizes = []
-    for copy, _ in steps_after_kills(ARENA, folder, config, resume_arena, tmp_path, first=2):
+    for copy, _ in steps_after_kills(ARENA, folder, config, train_arena, tmp_path, first=2):
         saved = open_store(copy).load("latest").state["ppo"]["environment"]
         found, expected = LeagueStore(copy / FOLDER).load(), League.from_state(saved["league"], saved["members"])
         assert found.to_state() == expected.to_state()
@@ -204,7 +203,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_what_lies_beside_it_belongs_to_
     folder = train_controller(config, tmp_path / "run").folder
     first, last = open_store(folder).list()
     (last / "state.json").write_text("{}")
-    resume_controller(folder, config=msgspec.structs.replace(config, rounds=1))
+    train_controller(msgspec.structs.replace(config, rounds=1), folder, resume=True)
     assert load_controller(folder / CONTROLLER).description.info["step"] == open_store(folder).load(first).step
 
 
@@ -241,7 +240,7 @@ class Watched:
 def test_a_resumed_ppo_run_lets_the_loaded_checkpoint_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train_run(PPO_CONFIG, tmp_path / "run", should_stop=lambda: True)
     watched, seen = Watched(monkeypatch), []
-    resume_run(tmp_path / "run", should_stop=lambda: bool(seen.append(watched.alive())))
+    train_run(None, tmp_path / "run", resume=True, should_stop=lambda: bool(seen.append(watched.alive())))
     assert any(name.startswith("/ppo/policy/") for name in watched.tensors)
     assert not [name for name in seen[0] if not name.startswith("/ppo/learner/optimizer/state/")], (
         "the optimiser takes its state over as it is"

@@ -15,15 +15,14 @@ from safetensors.torch import save
 from torch import nn
 
 import esper
-from esper.checkpoint import CheckpointError
-from esper.checkpoint.files import read_manifest
 from esper.config import Config, ConfigError, load
 from esper.controller.learned import ControllerError, load_controller
-from esper.events import EventError, EventLog, read
 from esper.growth import GrowthError
 from esper.league.league import LeagueError
 from esper.league.store import LeagueStore, read_weights
 from esper.replay_file import ReplayError, read_replay
+from esper.runs import CheckpointError, EventError, EventLog, read
+from esper.runs.checkpoints import read_manifest
 
 DEPTH = 100_000
 DEEP_JSON = {"lists": "[" * DEPTH + "]" * DEPTH, "objects": '{"a":' * DEPTH + "1" + "}" * DEPTH, "middling": "[" * 500 + "]" * 500}

@@ -22,7 +22,7 @@ Battle = tuple[dict[str, Tensor], ReplayInfo]
 
 @pytest.fixture(scope="module")
 def battle() -> Battle:
-    return staged_battle(teams=2, size=16, frames=12)
+    return staged_battle(team_size=2, size=16, frames=12)
 
 
 def rewritten(path: Path, battle: Battle, change: Callable[[dict[str, object]], object]) -> Path:

@@ -12,7 +12,7 @@ import pytest
 
 from esper.growth import GrowthConfig
 from esper.growth.run import open_run
-from esper.run_folder import LOCK, RunError, locked, new_folder
+from esper.runs.folder import LOCK, RunError, locked, new_folder
 from tests.processes import Process
 
 
@@ -58,15 +58,15 @@ def test_a_folder_with_a_file_that_the_run_would_replace_is_refused(tmp_path: Pa
 
 def test_a_run_that_came_in_between_is_noticed_when_the_lock_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both processes found the folder free; the other one has trained in it and is gone."""
-    import esper.run_folder
+    import esper.runs.folder
 
-    lock = esper.run_folder._lock
+    lock = esper.runs.folder._lock
 
     def late(folder: Path) -> object:
         (folder / "config.toml").write_text("theirs")
         return lock(folder)
 
-    monkeypatch.setattr(esper.run_folder, "_lock", late)
+    monkeypatch.setattr(esper.runs.folder, "_lock", late)
     with pytest.raises(RunError, match=r"already holds a run \(config\.toml\)"), new_folder(tmp_path / "run"):
         pass
     assert (tmp_path / "run" / "config.toml").read_text() == "theirs"

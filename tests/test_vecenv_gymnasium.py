@@ -498,7 +498,7 @@ for ask in (lambda: make("CartPole-v1", 2), lambda: __import__("esper.vecenv.gym
     try:
         ask()
     except ImportError as error:
-        assert "pip install 'esper[gym]'" in str(error), error
+        assert "pip install 'esper-grow[gym]'" in str(error), error
     else:
         raise AssertionError("worked without gymnasium")
 """

@@ -14,7 +14,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
 from esper.cli.main import main
 from esper.config import load, save
-from esper.rl import PPO, NetworkConfig, Policy, PPOConfig, TrainConfig, record_video, resume_run, train_run
+from esper.rl import PPO, NetworkConfig, Policy, PPOConfig, TrainConfig, record_video, train_run
 from esper.vecenv import check_env, make
 from esper.vecenv.builtin import Cue
 from esper.vecenv.gymnasium import from_gymnasium
@@ -214,7 +214,7 @@ def test_a_run_trains_in_a_given_environment_and_calls_back(walk, tmp_path: Path
     assert len(result.evaluation.returns) == 2
     stopped = train_run(config, tmp_path / "stopped", env=walk.make_env, callback=lambda ppo, update: update.step < 16)
     assert (stopped.status, stopped.step) == ("stopped", 16)
-    assert resume_run(tmp_path / "stopped", env=walk.make_env).status == "finished"
+    assert train_run(None, tmp_path / "stopped", resume=True, env=walk.make_env).status == "finished"
     with pytest.raises(ValueError, match=r"make_env\(num_envs\)"):
         train_run(config, tmp_path / "batch", env=make(walk.make_env, 1))
     assert not (tmp_path / "batch").exists()

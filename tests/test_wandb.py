@@ -15,15 +15,15 @@ import msgspec
 import pytest
 
 from esper.cli.main import main
-from esper.events import Event, EventLog, WandbSink, read
-from esper.events.scalars import scalars
 from esper.growth.events import EpochEnded
+from esper.runs import Event, EventLog, WandbSink, read
+from esper.runs.events import scalars
 
 # A process of its own: W&B starts a service, and keeps it for as long as the process lives. Named addresses are the network here, since
 # it talks to its service through a socket of the machine.
 OFFLINE = """
 import atexit, os, socket, sys
-from esper.events import Event, EventLog, SinkFailed, WandbSink, read
+from esper.runs import Event, EventLog, SinkFailed, WandbSink, read
 
 def refuse(host, *more, **options):
     asked.append(host)
@@ -178,7 +178,7 @@ def test_a_missing_wandb_is_said_before_anything_is_made(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["ppo", "train", "cue", "--wandb", "offline", "--run", "run"]) == 2
-    assert "pip install 'esper[wandb]'" in capsys.readouterr().err
+    assert "pip install 'esper-grow[wandb]'" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 

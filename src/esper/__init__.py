@@ -4,25 +4,38 @@
 
     grown = esper.grow(model, train_loader, val_loader, loss_fn=F.cross_entropy, epochs=30)
 
-Names are imported when they are first used.
+Names and subpackages are imported when they are first used.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from esper.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from esper.growth import Grower, Grown, GrowthConfig, GrowthError, add_slots, grow, load, register_blueprint, save
+    from esper import (
+        arena as arena,
+        controller as controller,
+        fleet as fleet,
+        growth as growth,
+        league as league,
+        rl as rl,
+        tasks as tasks,
+        vecenv as vecenv,
+    )
+    from esper.growth import (
+        Grower as Grower,
+        Grown as Grown,
+        GrowthConfig as GrowthConfig,
+        GrowthError as GrowthError,
+        add_slots as add_slots,
+        grow as grow,
+        load as load,
+        register_blueprint as register_blueprint,
+        save as save,
+    )
 
 __version__ = "0.1.0"
 
-__all__ = ["Grower", "Grown", "GrowthConfig", "GrowthError", "__version__", "add_slots", "grow", "load", "register_blueprint", "save"]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module("esper.growth"), name)
-    globals()[name] = value
-    return value
+__getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -31,7 +31,7 @@ import re
 import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, dataclass_transform, get_type_hints
+from typing import Annotated, Any, ClassVar, TypeVar, dataclass_transform, get_type_hints
 
 import msgspec
 from msgspec.inspect import Metadata, StructType, Type, UnionType
@@ -90,8 +90,11 @@ class _ConfigMeta(msgspec.StructMeta):
 class Config(msgspec.Struct, metaclass=_ConfigMeta, frozen=True):
     """Base of all configs; `class MyConfig(Config)` is frozen, keyword-only and strict. Fields are checked whoever builds it.
 
-    An int is taken where a float is expected and a list where a tuple is; a bool is no number.
+    An int is taken where a float is expected and a list where a tuple is; a bool is no number. Fields that had another name in an earlier
+    version are in `RENAMED`, old name -> new name, so that saved configs can be read.
     """
+
+    RENAMED: ClassVar[Mapping[str, str]] = {}
 
     def __post_init__(self) -> None:
         for name, (annotation, info) in _fields(type(self)).items():
@@ -210,6 +213,8 @@ def describe(config: Config) -> list[tuple[str, object, str]]:
 
 def _build(config_type: type[ConfigT], mapping: Mapping[str, object], *, default: ConfigT | None) -> ConfigT:
     fields = _fields(config_type)
+    renamed = {old: new for old, new in config_type.RENAMED.items() if new not in mapping}
+    mapping = {renamed.get(key, key): given for key, given in mapping.items()}
     for key, given in mapping.items():
         if key not in fields:
             raise _unknown(key, given, known=list(fields))

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from esper.run_folder import RunError
+from esper.runs.folder import RunError
 
 
 def find_device(wanted: Literal["auto", "cpu", "cuda"]) -> torch.device:

@@ -11,7 +11,7 @@ A sha256 lies in every file that esper loads again, or beside it, in a file with
 
     run configs (TOML)             a comment with the sha256 of the values               `esper.config`
     manifest.json, league.json     the key "sha256" with that of all other keys          `with_digest`, `without_digest`
-    tensors and state of a         in the manifest                                       `esper.checkpoint`
+    tensors and state of a         in the manifest                                       `esper.runs`
     checkpoint
     model, controller, league      in the metadata of the safetensors file, over         `write_tensors`, `read_tensors`
     members, replays, policies     names, types, shapes, values and metadata

@@ -1,8 +1,8 @@
 """Numba, where it is installed: whether its kernels are used, and where their compiled form is kept.
 
-Numba is an extra (`pip install 'esper[numba]'`). Every kernel has a plain implementation beside it, which is used where Numba is missing
-or switched off (`ESPER_NUMBA=0`, or Numba's own `NUMBA_DISABLE_JIT=1`). Nothing imports Numba before the first kernel is needed: the
-import takes a third of a second.
+Numba is an extra (`pip install 'esper-grow[numba]'`). Every kernel has a plain implementation beside it, which runs if Numba is missing
+or switched off (`ESPER_NUMBA=0`, or Numba's own `NUMBA_DISABLE_JIT=1`). Numba is imported when the first kernel is needed: the import
+takes a third of a second.
 
 Compiled kernels are kept on disk. Numba's own cache looks only at the file of the compiled function, so an edit in a file that it calls
 into would go unnoticed. Here the cache is a folder named by a hash of all the sources: another source, another folder.

@@ -1,26 +1,45 @@
-"""Packages whose names are imported when they are first used, so that a command line can show its help at once."""
+"""Packages whose public names are imported when they are first used, so that a command line can show its help at once.
+
+The one table of such a package is the `if TYPE_CHECKING:` block of its `__init__.py`, which type checkers read too:
+
+    if TYPE_CHECKING:
+        from esper.rl.ppo import PPO as PPO
+
+    __getattr__, __dir__, __all__ = lazy_names(__name__)
+"""
 
 from __future__ import annotations
 
+import ast
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 
-def names_of(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The `__getattr__` and `__dir__` of a package; `modules` says in which of its modules each name lies.
+def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Return `__getattr__`, `__dir__` and `__all__` for a package, from the imports under its `if TYPE_CHECKING:`.
 
-    >>> get, names = names_of("esper", {"Streams": "rng"})
-    >>> names(), get("Streams").__name__
-    (['Streams'], 'Streams')
+    >>> import esper.rl
+    >>> "PPO" in dir(esper.rl), esper.rl.PPO.__module__
+    (True, 'esper.rl.ppo')
     """
+    module = sys.modules[package]
+    assert module.__file__ is not None
+    tree = ast.parse(Path(module.__file__).read_text())
+    blocks = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    imports = [statement for block in blocks for statement in block.body if isinstance(statement, ast.ImportFrom)]
+    sources = {alias.name: statement.module for statement in imports for alias in statement.names}
 
     def get(name: str) -> Any:
-        if name not in modules:
+        source = sources.get(name)
+        if source is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(f"{package}.{modules[name]}"), name)
-        setattr(sys.modules[package], name, value)
+        # A name is either in a module, or a submodule of this package.
+        value = importlib.import_module(f"{package}.{name}") if source == package else getattr(importlib.import_module(source), name)
+        setattr(module, name, value)
         return value
 
-    return get, lambda: sorted(modules)
+    names = sorted(sources)
+    return get, lambda: sorted({*names, *(name for name in vars(module) if name.startswith("__"))}), names

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from esper.checkpoint.tree import Tree, join, split
+from esper.runs.tensors import Tree, join, split
 from esper.statistics import Sums, combine
 
 Value = TypeVar("Value")

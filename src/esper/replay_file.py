@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 import esper
-from esper.checkpoint import read_tensors, write_tensors
 from esper.files import FileError, parse_json, reason_of
+from esper.runs import read_tensors, write_tensors
 
 FORMAT_VERSION = 1  # of the file; others are refused
 SUFFIX = ".safetensors"

@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch as pytorch
-from numpy.random import PCG64, SeedSequence
-from numpy.random import Generator as NumpyGenerator
+from numpy.random import PCG64, Generator as NumpyGenerator, SeedSequence
 from torch import Generator as TorchGenerator
 
 

@@ -64,7 +64,7 @@ def fierce_actions(arena: Arena, generator: torch.Generator) -> Actions:
 
 def with_teams_swapped(actions: Actions, config: ArenaConfig) -> Actions:
     shape = (config.battles, config.units)
-    return {name: value.view(*shape, *value.shape[1:]).roll(config.teams, 1).reshape(value.shape) for name, value in actions.items()}
+    return {name: value.view(*shape, *value.shape[1:]).roll(config.team_size, 1).reshape(value.shape) for name, value in actions.items()}
 
 
 def assert_near(state: State, expected: State, *, tolerance: float) -> None:
@@ -95,8 +95,8 @@ def assert_fair(config: ArenaConfig, seed: int, decisions: int) -> None:
 
     def decided(state: State, actions: Actions) -> tuple[State, Rewards]:
         orders = read_orders(actions, state.senses, state.units, arena.tables, battles=config.battles)
-        after, deeds = decide(state, orders, arena.tables)
-        parts = pay(state, after, deeds, judge(after.contest, after.units, config), arena.tables, config)
+        after, step_events = decide(state, orders, arena.tables)
+        parts = pay(state, after, step_events, judge(after.contest, after.units, config), arena.tables, config)
         return arena._sensed(after), parts
 
     other = turned(arena.state)
@@ -107,14 +107,14 @@ def assert_fair(config: ArenaConfig, seed: int, decisions: int) -> None:
         other, paid_other = decided(other, with_teams_swapped(actions, config))
         assert_near(other, turned(arena.state), tolerance=1e-8)
         for name, part in paid._asdict().items():
-            assert torch.allclose(getattr(paid_other, name).roll(config.teams, 1), part, atol=1e-8), name
+            assert torch.allclose(getattr(paid_other, name).roll(config.team_size, 1), part, atol=1e-8), name
     units = arena.state.units
     assert (units.hit_points < 0.9 * arena.tables.units.hit_points).any(), "nobody was hurt, so little was shown"
 
 
 @pytest.mark.slow
 def test_neither_side_is_favoured() -> None:
-    config = small_config(battles=10, teams=4, pack=ALL, maps=10, contacts=3)
+    config = small_config(battles=10, team_size=4, pack=ALL, maps=10, contacts=3)
     assert len(set(Arena(config, seed=1).state.contest.map.tolist())) >= 5
     assert_fair(config, seed=1, decisions=12)
 
@@ -122,13 +122,13 @@ def test_neither_side_is_favoured() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("landscape", LANDSCAPES)
 def test_neither_side_is_favoured_in_any_landscape(landscape: Landscape) -> None:
-    config = ArenaConfig(battles=8, teams=5, size=32, maps=8, landscapes=(landscape,))
+    config = ArenaConfig(battles=8, team_size=5, size=32, maps=8, landscapes=(landscape,))
     assert_fair(config, seed=2, decisions=24)
 
 
 @pytest.mark.slow
 def test_a_battle_does_not_depend_on_the_others_in_its_batch() -> None:
-    config = small_config(battles=8, teams=2, pack=("medium", "scout"), maps=4)
+    config = small_config(battles=8, team_size=2, pack=("medium", "scout"), maps=4)
     generator = torch.Generator().manual_seed(0)
     arena, mixed = Arena(config), Arena(config)
     scattered(arena, generator)
@@ -143,7 +143,7 @@ def test_a_battle_does_not_depend_on_the_others_in_its_batch() -> None:
 
 @pytest.mark.slow
 def test_a_battle_alone_is_fought_as_in_a_batch() -> None:
-    settings = {"teams": 2, "pack": ("medium", "scout"), "maps": 3}
+    settings = {"team_size": 2, "pack": ("medium", "scout"), "maps": 3}
     many, alone = Arena(small_config(battles=4, **settings), seed=5), Arena(small_config(battles=1, **settings), seed=5)
     generator = torch.Generator().manual_seed(0)
     for _ in range(6):
@@ -155,7 +155,7 @@ def test_a_battle_alone_is_fought_as_in_a_batch() -> None:
 
 @pytest.mark.slow
 def test_the_same_seed_and_actions_lead_to_the_same_battles_bit_for_bit() -> None:
-    config = small_config(battles=2, teams=2, pack=("medium", "light"), maps=3, seconds=1.0)
+    config = small_config(battles=2, team_size=2, pack=("medium", "light"), maps=3, seconds=1.0)
     hashes = []
     for seed in (7, 7, 8):
         arena, generator = Arena(config, seed=seed), torch.Generator().manual_seed(0)
@@ -177,7 +177,7 @@ def test_a_hash_tells_every_change() -> None:
 
 @pytest.mark.slow
 def test_what_was_saved_in_the_middle_goes_on_in_the_same_way() -> None:
-    config = small_config(battles=2, teams=2, pack=("medium", "light"), maps=3, seconds=2.0)
+    config = small_config(battles=2, team_size=2, pack=("medium", "light"), maps=3, seconds=2.0)
     arena, generator = Arena(config, seed=1), torch.Generator().manual_seed(0)
     for _ in range(4):
         arena.step(fierce_actions(arena, generator))
@@ -209,7 +209,7 @@ def test_a_reset_begins_the_same_battles_again_and_another_seed_others() -> None
 
 @pytest.mark.slow
 def test_a_battle_that_ends_begins_anew_in_its_place_and_the_others_go_on() -> None:
-    config = small_config(battles=4, maps=4, teams=2, pack=("medium", "light"))
+    config = small_config(battles=4, maps=4, team_size=2, pack=("medium", "light"))
     arena, other = Arena(config, seed=1), Arena(config, seed=1)
     generator = torch.Generator().manual_seed(0)
     for _ in range(2):
@@ -220,13 +220,13 @@ def test_a_battle_that_ends_begins_anew_in_its_place_and_the_others_go_on() -> N
     hit_points[2, :2] = 0.0
     arena.state = arena.state._replace(units=arena.state.units._replace(hit_points=hit_points))
     actions = random_actions(arena, generator)
-    scene = arena.step(actions)
+    result = arena.step(actions)
     other.step(actions)
 
-    assert scene.ended.tolist() == [False, False, True, False]
-    assert int(scene.winner[2]) == 1
-    assert not scene.by_time.any()
-    assert scene.last[2].tolist()[3:] == [0, 2]
+    assert result.ended.tolist() == [False, False, True, False]
+    assert int(result.winner[2]) == 1
+    assert not result.by_time.any()
+    assert result.last[2].tolist()[3:] == [0, 2]
     next_battle = fresh(torch.tensor([2]), torch.tensor([1]), config, arena.tables, arena.atlas, seed=1, largest_team=arena.largest_team)
     assert_same(rows_of(arena.state, torch.tensor([2])), arena._sensed(next_battle))
     rest = torch.tensor([0, 1, 3])
@@ -251,10 +251,10 @@ def test_what_is_destroyed_stays_destroyed_for_that_battle_alone() -> None:
 def test_a_battle_in_which_nobody_does_anything_ends_by_time_as_a_draw() -> None:
     arena = Arena(small_config(seconds=2.0))
     for decision in range(1, 9):
-        scene = arena.step(no_actions(arena.config))
-        assert bool(scene.ended[0]) == (decision == 8)
-    assert scene.by_time[0]
-    assert int(scene.winner[0]) == -1
+        result = arena.step(no_actions(arena.config))
+        assert bool(result.ended[0]) == (decision == 8)
+    assert result.by_time[0]
+    assert int(result.winner[0]) == -1
     assert arena.state.contest.episode.tolist() == [1]
     assert arena.state.contest.decision.tolist() == [0]
 
@@ -264,11 +264,11 @@ def test_a_team_alone_in_the_zone_wins_after_half_of_the_seconds() -> None:
     arena = flat_arena(seconds=4.0)
     place(arena, 1, 0, 0)
     for decision in range(1, 9):
-        scene = arena.step(no_actions(arena.config))
-        assert bool(scene.ended[0]) == (decision == 8)
-    assert int(scene.winner[0]) == 1
-    assert not scene.by_time[0]
-    assert scene.last[0].tolist() == pytest.approx([8, 0, 2.0, 1, 1])
+        result = arena.step(no_actions(arena.config))
+        assert bool(result.ended[0]) == (decision == 8)
+    assert int(result.winner[0]) == 1
+    assert not result.by_time[0]
+    assert result.last[0].tolist() == pytest.approx([8, 0, 2.0, 1, 1])
 
 
 def test_two_who_kill_each_other_have_drawn() -> None:
@@ -278,28 +278,28 @@ def test_two_who_kill_each_other_have_drawn() -> None:
     for unit in (0, 1):
         put(arena, unit, hit_points=5.0)
     arena.state = arena._sensed(arena.state)
-    scene = arena.step(acted(arena, {0: {"fire": "laser", "target": 1}, 1: {"fire": "laser", "target": 0}}))
-    assert scene.ended[0]
-    assert int(scene.winner[0]) == -1
-    assert scene.died[0].tolist() == [True, True]
+    result = arena.step(acted(arena, {0: {"fire": "laser", "target": 1}, 1: {"fire": "laser", "target": 0}}))
+    assert result.ended[0]
+    assert int(result.winner[0]) == -1
+    assert result.died[0].tolist() == [True, True]
 
 
 @pytest.mark.slow
 def test_units_that_are_absent_stay_so_and_no_battle_ends_for_that() -> None:
-    arena = Arena(small_config(battles=6, teams=2, pack=("medium", "scout"), smallest_team=1, seconds=2.0, maps=2), seed=2)
+    arena = Arena(small_config(battles=6, team_size=2, pack=("medium", "scout"), smallest_team=1, seconds=2.0, maps=2), seed=2)
     generator = torch.Generator().manual_seed(0)
     assert not arena.state.units.present.all()
     for decision in range(1, 9):
         present = arena.state.units.present.clone()
-        scene = arena.step(random_actions(arena, generator))
-        assert not (scene.was_alive & ~present).any()
-        assert not scene.reward[~present].any()
-        assert bool(scene.ended.all()) == (decision == 8)
+        result = arena.step(random_actions(arena, generator))
+        assert not (result.was_alive & ~present).any()
+        assert not result.reward[~present].any()
+        assert bool(result.ended.all()) == (decision == 8)
 
 
 @pytest.mark.slow
 def test_the_largest_team_can_be_changed_for_battles_to_come() -> None:
-    arena = Arena(small_config(battles=2, teams=2, pack=("medium", "scout"), seconds=0.5, maps=2))
+    arena = Arena(small_config(battles=2, team_size=2, pack=("medium", "scout"), seconds=0.5, maps=2))
     arena.set_largest_team(1)
     assert arena.state.units.present.all()
     for _ in range(2):
@@ -347,25 +347,25 @@ def played_at_random(arena: Arena, agent_steps: int) -> None:
         actions = random_actions(arena, generator)
         if ended % 2 == 0:
             actions["target"] = actions["target"] % 2  # where contacts are more often than not
-        scene = arena.step(actions)
-        done += int(scene.was_alive.sum())
-        ended += int(scene.ended.sum())
-        assert torch.isfinite(scene.reward).all()
-        assert torch.isfinite(scene.observation).all()
-        assert scene.last[:, 0].max() <= arena.config.decisions
+        result = arena.step(actions)
+        done += int(result.was_alive.sum())
+        ended += int(result.ended.sum())
+        assert torch.isfinite(result.reward).all()
+        assert torch.isfinite(result.observation).all()
+        assert result.last[:, 0].max() <= arena.config.decisions
         assert_in_range(arena)
     assert ended > 0
 
 
 @pytest.mark.slow
 def test_everything_stays_in_its_range_in_random_play() -> None:
-    played_at_random(Arena(small_config(battles=128, teams=4, pack=ALL, maps=8, contacts=3, seconds=2.0)), agent_steps=20_000)
+    played_at_random(Arena(small_config(battles=128, team_size=4, pack=ALL, maps=8, contacts=3, seconds=2.0)), agent_steps=20_000)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_everything_stays_in_its_range_in_many_random_agent_steps() -> None:
-    played_at_random(Arena(ArenaConfig(battles=96, teams=5, maps=24, size=32, seconds=25.0)), agent_steps=100_000)
+    played_at_random(Arena(ArenaConfig(battles=96, team_size=5, maps=24, size=32, seconds=25.0)), agent_steps=100_000)
 
 
 @pytest.mark.slow
@@ -383,8 +383,8 @@ def test_no_shot_is_lost_when_everybody_fires_for_a_minute() -> None:
         ready = [[name for name in kit if int(now.cooldown[0, row, WEAPON[name]]) < 5] for row, kit in enumerate(kits)]
         loaded = {row: {"fire": names[-1], "target": (row + 5) % 10} for row, names in enumerate(ready) if names}
         orders = read_orders(acted(arena, loaded), arena.state.senses, arena.state.units, arena.tables, battles=1)
-        arena.state, deeds = decide(arena.state, orders, arena.tables)
-        fired += int(deeds.fired.sum())
+        arena.state, step_events = decide(arena.state, orders, arena.tables)
+        fired += int(step_events.fired.sum())
         assert not arena.state.contest.overflow.any()
     assert fired > 600
 
@@ -452,10 +452,10 @@ def test_the_ends_of_the_ranges_are_accepted() -> None:
         ({"pack": ("medium", "scot")}, "no unit class is named 'scot'.*did you mean 'scout'"),
         ({"pack": ()}, "at least one unit class"),
         ({"landscapes": ()}, "at least one landscape"),
-        ({"teams": 2, "smallest_team": 3}, "at most teams"),
+        ({"team_size": 2, "smallest_team": 3}, "at most team_size"),
         ({"size": 14}, "size"),
         ({"size": 33}, "size"),
-        ({"teams": 17}, "teams"),
+        ({"team_size": 17}, "team_size"),
         ({"seconds": 0.1}, "at least one decision"),
     ],
 )

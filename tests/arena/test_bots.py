@@ -9,30 +9,30 @@ from esper.arena.arena import Arena
 from esper.arena.bots import BOTS, Bot
 from esper.arena.config import ArenaConfig
 from esper.arena.orders import wrong_values
-from esper.league.matches import Ground
+from esper.league.matches import MatchArena
 from tests.arena.worlds import small_config
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BOTS)
 def test_a_bot_gives_actions_that_are_allowed(name):
-    arena = Arena(small_config(teams=2, battles=4, seconds=20.0))
-    scene, bot = arena.reset(), Bot(name, arena)
+    arena = Arena(small_config(team_size=2, battles=4, seconds=20.0))
+    result, bot = arena.reset(), Bot(name, arena)
     for _ in range(24):
         actions = bot.act()
         assert not wrong_values(actions, arena.config).any()
         rows = torch.arange(len(actions["fire"]))
         alive = arena.state.units.is_alive.flatten()
-        assert (scene.masks["vent"][rows, actions["vent"]] | ~alive).all()
-        assert (scene.masks["fire"][rows, actions["fire"]] | ~alive).all()
-        assert (scene.masks["target"][rows, actions["fire"], actions["target"]] | ~alive | (actions["fire"] == 0)).all()
-        scene = arena.step(actions)
+        assert (result.masks["vent"][rows, actions["vent"]] | ~alive).all()
+        assert (result.masks["fire"][rows, actions["fire"]] | ~alive).all()
+        assert (result.masks["target"][rows, actions["fire"], actions["target"]] | ~alive | (actions["fire"] == 0)).all()
+        result = arena.step(actions)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["weak", "middle", "strong"])
 def test_what_a_unit_does_not_sense_changes_nothing_that_its_bot_does(name):
-    arena = Arena(small_config(teams=2, battles=4, size=48, seconds=30.0))
+    arena = Arena(small_config(team_size=2, battles=4, size=48, seconds=30.0))
     arena.reset()
     bot = Bot(name, arena)
     for _ in range(6):
@@ -61,7 +61,7 @@ def test_an_unknown_bot_is_told_from_those_there_are():
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "rivals"), [("middle", ("strong", "weak")), ("weak", ("random",))])
 def test_every_strength_beats_the_one_below_it(name, rivals):
-    ground = Ground(ArenaConfig(battles=20, teams=5, size=48, seconds=60.0), seed=3, device="cpu", rivals=len(rivals))
+    ground = MatchArena(ArenaConfig(battles=20, team_size=5, size=48, seconds=60.0), seed=3, device="cpu", rivals=len(rivals))
     for rival, result in zip(rivals, ground.play_all(name, rivals), strict=True):
         score = result.record.score
         assert (score if BOTS.index(rival) < BOTS.index(name) else 1 - score) >= 0.6, rival

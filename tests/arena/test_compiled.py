@@ -14,7 +14,7 @@ from tests.arena.worlds import small_config
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_compiled_arena_fights_the_same_battles_up_to_rounding():
-    config = small_config(teams=2, battles=2, seconds=30.0)
+    config = small_config(team_size=2, battles=2, seconds=30.0)
     plain, compiled = Arena(config), Arena(config, compile=True)
     bot = Bot("strong", plain)
     for _ in range(12):
@@ -38,7 +38,7 @@ def test_where_the_compiler_fails_the_battles_go_on_without_it(monkeypatch):
         return broken
 
     monkeypatch.setattr(torch, "compile", fails)
-    config = small_config(teams=1, battles=1)
+    config = small_config(team_size=1, battles=1)
     with pytest.warns(RuntimeWarning, match="no compiler here.*go on without it"):
         arena = played(Arena(config, compile=True))
     assert int(arena.state.contest.decision[0]) == 1

@@ -21,7 +21,7 @@ def assert_equal(one: Arena, other: Arena) -> None:
 
 
 def test_a_recorded_step_equals_one_that_is_not_recorded():
-    config = small_config(teams=3, battles=4, seconds=10.0)
+    config = small_config(team_size=3, battles=4, seconds=10.0)
     recorded, plain = Arena(config, device="cuda"), Arena(config, device="cuda", record=False)
     bot = Bot("strong", plain)
     for _ in range(60):  # beyond the end of battles
@@ -33,7 +33,7 @@ def test_a_recorded_step_equals_one_that_is_not_recorded():
 
 
 def test_a_recorded_arena_goes_on_from_a_state_that_is_loaded_or_set():
-    config = small_config(teams=2, battles=2)
+    config = small_config(team_size=2, battles=2)
     arena, other = Arena(config, device="cuda"), Arena(config, device="cuda")
     bot = Bot("strong", arena)
     for _ in range(5):
@@ -52,7 +52,7 @@ def test_a_recorded_arena_goes_on_from_a_state_that_is_loaded_or_set():
 
 
 def test_a_recorded_arena_that_is_opened_with_another_seed_equals_a_new_one_of_it():
-    config = small_config(teams=2, battles=4, maps=2, seconds=4.0)
+    config = small_config(team_size=2, battles=4, maps=2, seconds=4.0)
     arena, new = Arena(config, seed=1, device="cuda"), Arena(config, seed=2, device="cuda")
     bot = Bot("strong", new)
     arena.step(no_actions(config, "cuda"))  # recorded with the maps of the first seed
@@ -67,7 +67,7 @@ def test_a_recorded_arena_that_is_opened_with_another_seed_equals_a_new_one_of_i
 
 def test_recorded_steps_on_a_lagging_gpu_equal_steps_that_are_waited_for():
     """Actions are made on another stream, and scenes are read there, while the GPU has other work."""
-    config = small_config(teams=3, battles=4, seconds=10.0)
+    config = small_config(team_size=3, battles=4, seconds=10.0)
     recorded, plain = Arena(config, device="cuda"), Arena(config, device="cuda", record=False)
     bot, other = Bot("strong", plain), torch.cuda.Stream()
     main = torch.cuda.current_stream()
@@ -82,10 +82,10 @@ def test_recorded_steps_on_a_lagging_gpu_equal_steps_that_are_waited_for():
             late = {name: value.clone() for name, value in actions.items()}
         main.wait_stream(other)
         torch.cuda._sleep(1_000_000)
-        scene = recorded.step(late)
+        result = recorded.step(late)
         other.wait_stream(main)
         with torch.cuda.stream(other):
-            seen.append(scene.observation.clone())
+            seen.append(result.observation.clone())
         main.wait_stream(other)  # the next step writes over the scene
     torch.cuda.synchronize()
     assert all(torch.equal(one, two) for one, two in zip(seen, expected, strict=True))
@@ -93,7 +93,7 @@ def test_recorded_steps_on_a_lagging_gpu_equal_steps_that_are_waited_for():
 
 
 def test_a_wrong_action_is_named_at_the_next_check():
-    config = small_config(teams=2, battles=3)
+    config = small_config(team_size=2, battles=3)
     arena = Arena(config, device="cuda")
     actions = no_actions(config, "cuda")
     arena.step(actions)
@@ -107,4 +107,4 @@ def test_a_wrong_action_is_named_at_the_next_check():
 
 
 def test_the_environment_keeps_its_contract_on_a_gpu():
-    check_env(ArenaEnv(small_config(teams=1, battles=2, seconds=4.0), device="cuda"))
+    check_env(ArenaEnv(small_config(team_size=1, battles=2, seconds=4.0), device="cuda"))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from esper.arena.arena import Arena
-from esper.arena.decision import PHASES, Deeds, decide
+from esper.arena.decision import PHASES, StepEvents, decide
 from esper.arena.sensing import sense
 from esper.arena.specs import CLASSES, WEAPONS, Material
 from esper.arena.state import cloned
@@ -18,10 +18,10 @@ from tests.arena.worlds import WEAPON, assert_same, build, field, flat_arena, pl
 Order = dict[int, dict[str, Any]]
 
 
-def decided(arena: Arena, orders: Order | None = None, times: int = 1) -> Deeds:
+def decided(arena: Arena, orders: Order | None = None, times: int = 1) -> StepEvents:
     for _ in range(times):
-        arena.state, deeds = decide(arena.state, told(arena, orders), arena.tables)
-    return deeds
+        arena.state, step_events = decide(arena.state, told(arena, orders), arena.tables)
+    return step_events
 
 
 def duel(name: str = "medium", metres: float = 5.0, **settings: Any) -> Arena:
@@ -65,9 +65,9 @@ def test_an_autocannon_fires_in_the_first_and_the_fifth_tick() -> None:
 
 def test_a_shot_heats_and_what_it_heats_cools_in_the_same_tick() -> None:
     arena = duel()
-    deeds = decided(arena, {0: {"fire": "laser", "target": 1}})
-    assert deeds.fired[0].tolist() == [True, False]
-    assert deeds.taken[0, 0, 1] == pytest.approx(14 / 150)
+    step_events = decided(arena, {0: {"fire": "laser", "target": 1}})
+    assert step_events.fired[0].tolist() == [True, False]
+    assert step_events.taken[0, 0, 1] == pytest.approx(14 / 150)
     assert field(arena, "heat", 0) == pytest.approx(22 - 11 * 0.25, abs=1e-3)
     assert field(arena, "heat", 1) == pytest.approx(6 - 11 * 0.25, abs=1e-3)
 
@@ -94,8 +94,8 @@ def test_who_dies_in_a_tick_does_nothing_in_the_next() -> None:
 
 def test_venting_locks_weapons_in_the_tick_in_which_it_begins() -> None:
     arena = duel()
-    deeds = decided(arena, {0: {"fire": "laser", "target": 1, "vent": True}})
-    assert not deeds.fired.any()
+    step_events = decided(arena, {0: {"fire": "laser", "target": 1, "vent": True}})
+    assert not step_events.fired.any()
     assert decided(arena, {0: {"fire": "laser", "target": 1}}).fired[0, 0]
 
 
@@ -108,9 +108,9 @@ def test_too_much_fire_shuts_a_unit_down_until_it_has_cooled_to_half() -> None:
     put(arena, 0, heat=65.0 + 6.0, velocity=[0.0, 0.0, 0.0])
     x = field(arena, "position", 0)[0]
     for _ in range(2):  # 10 heat leave in a second, venting or not
-        deeds = decided(arena, {0: {"fire": "laser", "target": 1, "forward": 1.0, "vent": True}})
+        step_events = decided(arena, {0: {"fire": "laser", "target": 1, "forward": 1.0, "vent": True}})
         assert field(arena, "is_shut_down", 0)
-        assert not deeds.fired.any()
+        assert not step_events.fired.any()
     assert field(arena, "position", 0)[0] == x
     decided(arena)
     assert not field(arena, "is_shut_down", 0)
@@ -163,9 +163,9 @@ def test_a_friend_in_the_line_of_fire_is_hurt() -> None:
     place(arena, 1, 0, 0, heading=math.pi)
     place(arena, 2, 4, 0)
     place(arena, 3, 10, 10)
-    deeds = decided(arena, {0: {"fire": "autocannon", "target": 2}})
-    assert deeds.taken[0, 0, 1] > 0
-    assert deeds.taken[0, 0, 2] == 0
+    step_events = decided(arena, {0: {"fire": "autocannon", "target": 2}})
+    assert step_events.taken[0, 0, 1] > 0
+    assert step_events.taken[0, 0, 2] == 0
 
 
 @pytest.mark.slow
@@ -219,11 +219,11 @@ def test_a_unit_that_is_absent_takes_no_part() -> None:
     place(arena, 2, 2, 0, heading=math.pi)
     place(arena, 3, 0, 0.2)
     before = field(arena, "position", 3)
-    deeds = decided(arena, {0: {"fire": "laser", "target": 2}, 1: {"fire": "laser", "target": 2}, 3: {"forward": 1.0}})
-    assert deeds.fired[0].tolist() == [True, False, False, False]
+    step_events = decided(arena, {0: {"fire": "laser", "target": 2}, 1: {"fire": "laser", "target": 2}, 3: {"forward": 1.0}})
+    assert step_events.fired[0].tolist() == [True, False, False, False]
     assert field(arena, "position", 3) == before
     assert arena.state.contest.holder.tolist() == [-1]
-    assert not deeds.taken[0, :, 1].any()
+    assert not step_events.taken[0, :, 1].any()
 
 
 @pytest.mark.slow

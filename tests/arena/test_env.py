@@ -13,7 +13,7 @@ from esper.arena.state import state_hash
 from esper.vecenv import Saveable, VecEnv, check_env, check_timestep
 from tests.arena.worlds import build, put, random_actions, small_config
 
-TINY = small_config(battles=2, teams=2, pack=("medium", "light"), size=16, maps=2, seconds=1.0)  # four decisions
+TINY = small_config(battles=2, team_size=2, pack=("medium", "light"), size=16, maps=2, seconds=1.0)  # four decisions
 
 
 def doomed(env, unit):
@@ -29,14 +29,14 @@ def played(env, decisions):
 @pytest.mark.slow
 def test_it_keeps_the_contract():
     settings = {"pack": ("medium", "light"), "size": 16, "maps": 2, "seconds": 1.5, "state_view": True}
-    env = ArenaEnv(small_config(battles=2, teams=2, smallest_team=1, **settings))
+    env = ArenaEnv(small_config(battles=2, team_size=2, smallest_team=1, **settings))
     assert isinstance(env, VecEnv)
     assert isinstance(env, Saveable)
     check_env(env, steps=4)  # and ten more from a saved state, twice, over the end of battles
 
 
 def test_every_unit_of_every_battle_is_a_row():
-    config = small_config(battles=3, teams=2, pack=("medium", "light"), size=16, state_view=True)
+    config = small_config(battles=3, team_size=2, pack=("medium", "light"), size=16, state_view=True)
     env = ArenaEnv(config)
     timestep = env.reset(seed=0)
     check_timestep(env, timestep)
@@ -44,7 +44,7 @@ def test_every_unit_of_every_battle_is_a_row():
     assert observation_spec(config)["obs"].shape == (observation_width(config),)
     assert timestep.obs["state"].shape == (12, state_width(config))
     unit_of_battle = timestep.obs["obs"].unflatten(0, (3, 4))
-    assert torch.equal(unit_of_battle[1, 2], env.scene.observation[1, 2])
+    assert torch.equal(unit_of_battle[1, 2], env.result.observation[1, 2])
 
 
 @pytest.mark.slow
@@ -69,7 +69,7 @@ def test_time_is_a_real_end_for_everybody():
     *before, last = played(env, 4)
     assert not any(step.terminated.any() for step in before)
     assert last.terminated.all()
-    assert env.scene.by_time.all()
+    assert env.result.by_time.all()
     assert not last.truncated.any()
 
 
@@ -84,7 +84,7 @@ def test_a_battle_that_ended_begins_anew_in_the_same_step():
 
 
 def test_who_takes_no_part_in_a_battle_is_never_valid_in_it():
-    env = ArenaEnv(small_config(battles=4, teams=2, smallest_team=1, pack=("medium", "light"), size=16, maps=2))
+    env = ArenaEnv(small_config(battles=4, team_size=2, smallest_team=1, pack=("medium", "light"), size=16, maps=2))
     env.reset(seed=0)
     present = env.arena.state.units.present
     assert not present.all()  # some battles are smaller
@@ -135,7 +135,7 @@ def test_what_was_saved_does_not_change_afterwards():
     saved = env.state_dict()
     env.arena.set_largest_team(1)
     env.load_state_dict(saved)
-    assert int(env.arena.largest_team) == TINY.teams
+    assert int(env.arena.largest_team) == TINY.team_size
 
 
 def test_a_state_of_another_arena_is_refused_by_name():

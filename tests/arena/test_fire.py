@@ -207,9 +207,9 @@ def test_what_hits_at_once_needs_a_target_that_is_seen_and_what_flies_one_that_i
     assert bool(senses.sensed[0, 0, 1])
     assert not bool(senses.seen[0, 0, 1])
     for name, does_fire in (("laser", False), ("missile", True), ("autocannon", True)):
-        scene = arena.step(acted(arena, {0: {"fire": name, "target": 1}}))
-        assert scene.deeds is not None
-        assert bool(scene.deeds.fired[0, 0]) == does_fire, name
+        result = arena.step(acted(arena, {0: {"fire": name, "target": 1}}))
+        assert result.step_events is not None
+        assert bool(result.step_events.fired[0, 0]) == does_fire, name
 
 
 def test_nobody_fires_at_whom_they_do_not_sense() -> None:
@@ -219,20 +219,20 @@ def test_nobody_fires_at_whom_they_do_not_sense() -> None:
     assert not arena.state.senses.is_contact.any()
     actions = no_actions(arena.config)
     actions["fire"][0] = FIRE.index("gauss")
-    scene = arena.step(actions)
-    assert scene.deeds is not None
-    assert not scene.deeds.fired.any()
+    result = arena.step(actions)
+    assert result.step_events is not None
+    assert not result.step_events.fired.any()
 
 
 def test_a_unit_fires_nothing_that_it_does_not_own() -> None:
     arena = facing_each_other("gauss", 4)
     arena.state = arena._sensed(arena.state)
-    scene = arena.step(acted(arena, {0: {"fire": "autocannon", "target": 1}}))
-    assert scene.deeds is not None
-    assert not scene.deeds.fired.any()
-    scene = arena.step(acted(arena, {0: {"fire": "laser", "target": 1}}))
-    assert scene.deeds is not None
-    assert scene.deeds.fired[0].tolist() == [True, False]
+    result = arena.step(acted(arena, {0: {"fire": "autocannon", "target": 1}}))
+    assert result.step_events is not None
+    assert not result.step_events.fired.any()
+    result = arena.step(acted(arena, {0: {"fire": "laser", "target": 1}}))
+    assert result.step_events is not None
+    assert result.step_events.fired[0].tolist() == [True, False]
 
 
 @pytest.mark.parametrize("ticks", [130, pytest.param(1200, marks=pytest.mark.slow)])

@@ -107,8 +107,8 @@ def test_two_gauss_shots_open_a_wall_one_opens_glass_and_none_what_is_reinforced
     opened = None
     for number in range(1, 4):
         put(arena, 0, cooldown=0, heat=0.0)
-        state, deeds = decide(state._replace(units=arena.state.units), told(arena, {0: {"fire": "gauss", "target": 1}}), arena.tables)
-        assert deeds.fired[0, 0]
+        state, step_events = decide(state._replace(units=arena.state.units), told(arena, {0: {"fire": "gauss", "target": 1}}), arena.tables)
+        assert step_events.fired[0, 0]
         state, _ = decide(state, told(arena), arena.tables)  # until it has arrived
         if opened is None and (state.world.material[0, 14] != int(material))[9:15].any():
             opened = number

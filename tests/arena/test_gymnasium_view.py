@@ -14,7 +14,7 @@ from esper.arena.specs import Material
 from esper.vecenv.gymnasium import ToGymnasium
 from tests.arena.worlds import build, put
 
-TINY = ArenaConfig(battles=2, teams=2, size=16, maps=2, seconds=1.0, contacts=2, allies=1)
+TINY = ArenaConfig(battles=2, team_size=2, size=16, maps=2, seconds=1.0, contacts=2, allies=1)
 
 
 @pytest.fixture

@@ -27,12 +27,12 @@ def test_every_field_says_what_it_means(name):
     assert all(field.meaning and field.width > 0 for field in TABLES[name])
 
 
-@pytest.mark.parametrize("settings", [{}, {"teams": 3, "contacts": 7, "allies": 0}, {"contacts": 1, "allies": 4}])
+@pytest.mark.parametrize("settings", [{}, {"team_size": 3, "contacts": 7, "allies": 0}, {"contacts": 1, "allies": 4}])
 def test_observations_are_as_wide_as_the_table(settings):
     config = small_config(state_view=True, **settings)
-    scene = Arena(config).reset()
-    assert scene.observation.shape == (1, config.units, observation_width(config))
-    assert scene.whole.shape == (1, config.units, state_width(config))
+    result = Arena(config).reset()
+    assert result.observation.shape == (1, config.units, observation_width(config))
+    assert result.whole.shape == (1, config.units, state_width(config))
     assert sum(part.width for part in parts(config)) == observation_width(config)
 
 

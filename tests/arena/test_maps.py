@@ -11,7 +11,7 @@ from torch import Tensor
 from esper.arena.maps import Maps, _with_ways, are_connected, corner_side, generate_maps, spawn_points
 from esper.arena.maps_walk import floor_height, has_a_wide_way
 from esper.arena.specs import CLIMB_M, PHYSICS, Material
-from esper.arena.terrain import BUILDERS, LANDSCAPES, Ground
+from esper.arena.terrain import BUILDERS, LANDSCAPES, HeightMap
 from esper.arena.terrain_chance import Chance, wave
 
 FAR_SEEDS = [0, 1, 2, 3, 17, -5, 2**62 + 1, 2**63 - 1]
@@ -131,7 +131,7 @@ def test_a_team_that_is_walled_in_on_one_side_alone_is_noticed() -> None:
 @pytest.mark.parametrize("size", [16, 34, 64])
 def test_a_way_is_opened_through_solid_rock(size: int) -> None:
     shape = (12, size, size)
-    ground = Ground(torch.full(shape, 9.0), torch.full(shape, Material.REINFORCED, dtype=torch.int8))
+    ground = HeightMap(torch.full(shape, 9.0), torch.full(shape, Material.REINFORCED, dtype=torch.int8))
     side = corner_side(size)
     ground.height[:, :side, :side] = ground.height[:, -side:, -side:] = 0.0
     ground.height[:, size // 2 - 1 : size // 2 + 1, size // 2 - 1 : size // 2 + 1] = 0.0
@@ -145,7 +145,7 @@ def test_a_way_is_opened_through_solid_rock(size: int) -> None:
 @pytest.mark.slow
 def test_maps_that_are_connected_are_not_touched_by_the_mending() -> None:
     maps = generate_maps(range(20))
-    again = _with_ways(Ground(maps.height, maps.material), Chance(torch.arange(20), size=64))
+    again = _with_ways(HeightMap(maps.height, maps.material), Chance(torch.arange(20), size=64))
     assert torch.equal(again.height, maps.height)
 
 

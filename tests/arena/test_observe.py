@@ -274,7 +274,7 @@ def test_terrain_is_told_from_the_feet_up(duel):
 @pytest.fixture(scope="module")
 def melee():
     """A battle in the middle of things, on real ground, with units that see one another."""
-    arena = Arena(small_config(teams=3, pack=("scout", "medium", "heavy"), size=32, state_view=True, maps=2, battles=2), seed=1)
+    arena = Arena(small_config(team_size=3, pack=("scout", "medium", "heavy"), size=32, state_view=True, maps=2, battles=2), seed=1)
     generator = torch.Generator().manual_seed(0)
     units = arena.state.units
     draw = torch.rand(2, 6, 8, generator=generator)

@@ -18,7 +18,7 @@ from esper.arena.state import state_hash
 from esper.config import ConfigError
 from tests.arena.worlds import build, place, put
 
-SETTINGS = {"teams": 2, "size": 16, "maps": 2, "seconds": 1.0, "contacts": 2, "allies": 1}  # four decisions
+SETTINGS = {"team_size": 2, "size": 16, "maps": 2, "seconds": 1.0, "contacts": 2, "allies": 1}  # four decisions
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_it_passes_the_tests_of_pettingzoo():
 
 @pytest.mark.slow
 def test_battles_to_the_death_pass_the_tests_of_pettingzoo():
-    settings = {**SETTINGS, "teams": 3, "seconds": 30.0}
+    settings = {**SETTINGS, "team_size": 3, "seconds": 30.0}
     parallel_api_test(parallel_env(**settings), num_cycles=200)
     parallel_seed_test(lambda: parallel_env(**settings), num_cycles=20)
 
@@ -174,7 +174,7 @@ def test_the_state_is_the_whole_battle(env):
 
 
 def test_one_battle_is_fought_whatever_the_config_says():
-    env = ArenaParallelEnv(ArenaConfig(battles=64, teams=1, size=16, maps=1))
+    env = ArenaParallelEnv(ArenaConfig(battles=64, team_size=1, size=16, maps=1))
     env.reset()
     assert env.config.battles == 1
     assert env.state().shape == (state_width(env.config),)
@@ -213,10 +213,10 @@ def test_every_agent_needs_an_action_and_nobody_else_has_one(env):
 
 
 def test_settings_that_do_not_exist_are_named():
-    with pytest.raises(ConfigError, match="did you mean 'teams'"):
+    with pytest.raises(ConfigError, match="did you mean 'team_size'"):
         parallel_env(team=2)
     with pytest.raises(ValueError, match="not both"):
-        parallel_env(ArenaConfig(), teams=2)
+        parallel_env(ArenaConfig(), team_size=2)
     with pytest.raises(ValueError, match="render_mode must be None; got 'human'"):
         parallel_env(**SETTINGS, render_mode="human")
 

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from esper.arena import replay as replays
-from esper.arena.arena import Arena, Scene, no_actions
+from esper.arena.arena import Arena, StepResult, no_actions
 from esper.arena.bots import Bot
 from esper.arena.config import ArenaConfig
 from esper.arena.recorder import advanced
 from esper.arena.replay import Recorder, device_kind, load_battle, verify
 from esper.arena.specs import RULES_VERSION, Material
-from esper.arena.state import Clouds, Contest, Senses, Shells, State, Units, World, cloned, named_tensors, state_hash
+from esper.arena.state import Clouds, Score, Senses, Shells, State, Units, World, cloned, named_tensors, state_hash
 from esper.replay_file import UNIT_COLUMNS, FeedItem, ReplayError, ReplayFile, StateHash, read_replay, write_replay
 from esper.vecenv import Actions
 from tests.arena.worlds import acted, build, flat_arena, place, random_actions, rows_of
@@ -28,8 +28,8 @@ from tests.replays import WON
 
 PLACE = 1
 KEYFRAME_EVERY = 6
-CONFIG = ArenaConfig(battles=3, teams=2, size=24, maps=4, seconds=8.0, contacts=2, allies=1)
-GROUPS: dict[str, Any] = {"world": World, "units": Units, "shells": Shells, "clouds": Clouds, "contest": Contest, "senses": Senses}
+CONFIG = ArenaConfig(battles=3, team_size=2, size=24, maps=4, seconds=8.0, contacts=2, allies=1)
+GROUPS: dict[str, Any] = {"world": World, "units": Units, "shells": Shells, "clouds": Clouds, "contest": Score, "senses": Senses}
 COLUMN = {name: index for index, name in enumerate(UNIT_COLUMNS)}
 
 
@@ -37,19 +37,19 @@ class Fought:
     """A battle with its recorder, and what an onlooker saw of it beside: the state before every decision, and every scene."""
 
     def __init__(self, arena: Arena, *, bots: tuple[str, str] = ("strong", "random")) -> None:
-        self.arena, self.states, self.actions, self.scenes = arena, [cloned(arena.state)], list[Actions](), list[Scene]()
+        self.arena, self.states, self.actions, self.results = arena, [cloned(arena.state)], list[Actions](), list[StepResult]()
         players = [Bot(name, arena, seed=seed) for seed, name in enumerate(bots)]
-        is_first = (torch.arange(arena.config.battles * arena.config.units) % arena.config.units) < arena.config.teams
+        is_first = (torch.arange(arena.config.battles * arena.config.units) % arena.config.units) < arena.config.team_size
         self.recorder = Recorder(arena, PLACE, teams=("first", "second"), keyframe_every=KEYFRAME_EVERY)
         self.recorder.begin()
         while not self.recorder.is_over:
             one, other = (player.act() for player in players)
             actions = {name: torch.where(is_first.view(-1, *(1,) * (one[name].dim() - 1)), one[name], other[name]) for name in one}
-            scene = arena.step(actions)
-            self.recorder.add(actions, scene)
+            result = arena.step(actions)
+            self.recorder.add(actions, result)
             self.states.append(cloned(arena.state))
             self.actions.append(actions)
-            self.scenes.append(scene)
+            self.results.append(result)
 
 
 @pytest.fixture(scope="module")
@@ -77,18 +77,18 @@ def test_a_recorded_battle_is_verified_on_the_device_that_fought_it(path: Path) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("battles", "teams"), [(3, 1), (2, 3)])
-def test_a_battle_alone_is_the_same_as_in_a_batch_bit_for_bit(battles: int, teams: int) -> None:
-    config = ArenaConfig(battles=battles, teams=teams, size=16, maps=2, seconds=60.0)
+@pytest.mark.parametrize(("battles", "team_size"), [(3, 1), (2, 3)])
+def test_a_battle_alone_is_the_same_as_in_a_batch_bit_for_bit(battles: int, team_size: int) -> None:
+    config = ArenaConfig(battles=battles, team_size=team_size, size=16, maps=2, seconds=60.0)
     arena, chance = Arena(config, seed=1), torch.Generator().manual_seed(0)
     bot = Bot("strong", arena)
     rows = torch.arange(battles * config.units).view(battles, -1)
     for step in range(12):
         actions = random_actions(arena, chance) if step % 4 == 0 else bot.act()
         before = cloned(arena.state)
-        scene = arena.step(actions)
+        result = arena.step(actions)
         for battle in range(battles):
-            if bool(scene.ended[battle]):
+            if bool(result.ended[battle]):
                 continue
             alone = rows_of(before, torch.tensor([battle]))
             after, _, _ = advanced(alone, {name: value[rows[battle]] for name, value in actions.items()}, arena.tables, config)
@@ -100,7 +100,7 @@ def test_a_battle_alone_is_the_same_as_in_a_batch_bit_for_bit(battles: int, team
 def test_frames_show_what_the_arena_was(fought: Fought, path: Path) -> None:
     replay = read_replay(path)
     frames, units = replay.tensors["frames/units"], CONFIG.units
-    assert replay.frames == len(fought.scenes) + 1
+    assert replay.frames == len(fought.results) + 1
     for frame, state in enumerate(fought.states[:-1]):  # after the last decision the next battle has begun
         drawn, now = frames[frame], state.units
         assert torch.equal(drawn[:, :3], now.position[PLACE])
@@ -117,7 +117,7 @@ def test_frames_show_what_the_arena_was(fought: Fought, path: Path) -> None:
 
 
 def test_the_last_frame_is_of_the_battle_that_ended_and_not_of_the_next(fought: Fought, path: Path) -> None:
-    replay, last = read_replay(path), fought.scenes[-1]
+    replay, last = read_replay(path), fought.results[-1]
     decisions, *score = last.last[PLACE, :3].tolist()
     alive = replay.tensors["frames/units"][-1, :, COLUMN["hit_points"]] > 0
     assert replay.frames - 1 == decisions
@@ -136,7 +136,7 @@ def test_the_feed_tells_every_death_once_and_ends_with_the_end(fought: Fought, p
     assert told
     for item in replay.info.feed:
         if item.kind == "kill" and item.by is not None:
-            assert float(fought.scenes[item.frame - 1].deeds.taken[PLACE, item.by, item.unit]) > 0  # type: ignore[union-attr]
+            assert float(fought.results[item.frame - 1].step_events.taken[PLACE, item.by, item.unit]) > 0  # type: ignore[union-attr]
             assert "destroys" in item.text
     assert replay.info.feed[-1].kind == "end"
     assert [item.kind for item in replay.info.feed].count("end") == 1
@@ -161,10 +161,10 @@ def test_shots_are_told_with_weapon_and_target(fought: Fought, path: Path) -> No
     tensors = read_replay(path).tensors
     shots = tensors["frames/shots"]
     assert (shots[0] == -1).all()
-    for step, scene in enumerate(fought.scenes):
-        assert scene.deeds is not None
-        assert torch.equal(shots[step + 1, :, 0] >= 0, scene.deeds.fired[PLACE])
-        fired = scene.deeds.fired[PLACE]
+    for step, result in enumerate(fought.results):
+        assert result.step_events is not None
+        assert torch.equal(shots[step + 1, :, 0] >= 0, result.step_events.fired[PLACE])
+        fired = result.step_events.fired[PLACE]
         assert torch.equal(shots[step + 1, fired, 0] + 1, tensors["actions/fire"][step, fired])
         assert torch.equal(shots[step + 1, fired, 1], tensors["actions/target"][step, fired])
     assert (shots >= 0).any()
@@ -380,8 +380,8 @@ def with_keyframes(name: str, change: Callable[[Tensor], Tensor]) -> Change:
         (with_origin(place=-1), "the place that it began as is -1"),
         (with_origin(episode=10**30), "the episode that it began as is"),
         (with_origin(largest_team=0), "the largest_team that it began as is 0, and must be from 1 to 2"),
-        (with_origin(config={"teams": 3}), "it has 4 units, and its config 6"),
-        (with_origin(config={"teams": "many"}), "Expected `int`, got `str`"),
+        (with_origin(config={"team_size": 3}), "it has 4 units, and its config 6"),
+        (with_origin(config={"team_size": "many"}), "Expected `int`, got `str`"),
     ],
 )
 def test_what_cannot_be_a_battle_is_an_error_that_names_it(path: Path, change: Change, told: str) -> None:
@@ -432,9 +432,9 @@ def rounding_otherwise(*, unless_battles: int) -> Any:
     """`advanced` with a heat that is off by a little in batches of any other size."""
 
     def nearly(before: State, *rest: Any) -> Any:
-        after, orders, deeds = advanced(before, *rest)
+        after, orders, step_events = advanced(before, *rest)
         off = 0.0 if len(before.units.heat) == unless_battles else 1e-4
-        return after._replace(units=after.units._replace(heat=after.units.heat + off)), orders, deeds
+        return after._replace(units=after.units._replace(heat=after.units.heat + off)), orders, step_events
 
     return nearly
 
@@ -466,9 +466,9 @@ def test_a_recorder_that_is_used_wrongly_says_so(tmp_path: Path) -> None:
         Recorder(compiled, 0)
     recorder = Recorder(arena, 0)
     actions = no_actions(CONFIG)
-    scene = arena.step(actions)
+    result = arena.step(actions)
     with pytest.raises(ValueError, match=r"call begin\(\)"):
-        recorder.add(actions, scene)
+        recorder.add(actions, result)
     with pytest.raises(ValueError, match="has gone on for 1 decisions"):
         recorder.begin()
     arena.reset()

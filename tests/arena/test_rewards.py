@@ -10,7 +10,7 @@ import torch
 from esper.arena.arena import Arena
 from esper.arena.bots import Bot
 from esper.arena.config import RewardConfig
-from esper.arena.decision import Deeds
+from esper.arena.decision import StepEvents
 from esper.arena.rewards import (
     Rewards,
     approach,
@@ -39,12 +39,12 @@ def pairs():
     return flat_arena("medium", "light")
 
 
-def taken(*deeds):
+def taken(*step_events):
     """What was taken by whom from whom: (attacker, victim, share)."""
     table = torch.zeros(1, 4, 4)
-    for attacker, victim, share in deeds:
+    for attacker, victim, share in step_events:
         table[0, attacker, victim] = share
-    return Deeds(taken=table, fired=torch.zeros(1, 4, dtype=torch.bool))
+    return StepEvents(taken=table, fired=torch.zeros(1, 4, dtype=torch.bool))
 
 
 def died(*units):
@@ -67,8 +67,8 @@ def test_the_zone_pays_its_seconds_to_one_side_and_costs_the_other_what_the_conf
 
 def test_damage_pays_for_enemies_and_costs_for_friends_and_oneself(pairs):
     config = RewardConfig(damage=0.5, friendly_fire=1.0)
-    deeds = taken((0, 2, 0.4), (0, 3, 0.2), (1, 0, 0.1), (2, 2, 0.3))
-    paid = damage_dealt(deeds, pairs.tables, config)[0].tolist()
+    step_events = taken((0, 2, 0.4), (0, 3, 0.2), (1, 0, 0.1), (2, 2, 0.3))
+    paid = damage_dealt(step_events, pairs.tables, config)[0].tolist()
     assert paid == pytest.approx([0.3, -0.1, -0.3, 0.0])
 
 
@@ -144,8 +144,8 @@ def test_who_was_dead_is_paid_nothing(pairs):
     put(pairs, 2, hit_points=0.0)
     contest = pairs.state.contest._replace(score=torch.tensor([[1.0, 0.0]]))
     after = pairs.state._replace(contest=contest)
-    deeds = taken((0, 2, 1.0), (0, 1, 0.2))  # by what was still in the air
-    parts = pay(before, after, deeds, ended(0), pairs.tables, pairs.config)
+    step_events = taken((0, 2, 1.0), (0, 1, 0.2))  # by what was still in the air
+    parts = pay(before, after, step_events, ended(0), pairs.tables, pairs.config)
     assert all(part[0, 0] == 0 for part in parts)
     assert shared(parts, before.units, pairs.config)[0, 0] == 0
 
@@ -186,12 +186,12 @@ def test_a_shot_is_paid_by_what_it_takes():
     place(arena, 1, 3.0, 0.5, heading=math.pi)
     look(arena)
     before = float(arena.state.units.hit_points[0, 1])
-    scene = arena.step(acted(arena, {0: {"fire": "laser", "target": 1}}))
+    result = arena.step(acted(arena, {0: {"fire": "laser", "target": 1}}))
     lost = before - float(arena.state.units.hit_points[0, 1])
     assert lost == 14.0
     weights, share = arena.config.reward, lost / CLASSES["medium"].hit_points
-    assert scene.reward[0, 0] == pytest.approx(weights.damage * share)
-    assert scene.reward[0, 1] == pytest.approx(-weights.hurt * share)
+    assert result.reward[0, 0] == pytest.approx(weights.damage * share)
+    assert result.reward[0, 1] == pytest.approx(-weights.hurt * share)
 
 
 def test_the_last_shot_pays_damage_kill_and_outcome():
@@ -200,11 +200,11 @@ def test_the_last_shot_pays_damage_kill_and_outcome():
     place(arena, 1, 3.0, 0.5, heading=math.pi)
     put(arena, 1, hit_points=7.5)
     look(arena)
-    scene = arena.step(acted(arena, {0: {"fire": "laser", "target": 1}}))
-    assert (bool(scene.ended[0]), int(scene.winner[0])) == (True, 0)
+    result = arena.step(acted(arena, {0: {"fire": "laser", "target": 1}}))
+    assert (bool(result.ended[0]), int(result.winner[0])) == (True, 0)
     weights, share = arena.config.reward, 7.5 / 150
     won = weights.damage * share + weights.kill + weights.outcome
-    assert scene.reward[0].tolist() == pytest.approx([won, -weights.hurt * share - weights.death])
+    assert result.reward[0].tolist() == pytest.approx([won, -weights.hurt * share - weights.death])
 
 
 # What never pays
@@ -219,13 +219,13 @@ def test_friendly_fire_never_pays():
     place(arena, 3, 10.0, 10.0)
     put(arena, 1, hit_points=1.0)
     look(arena)
-    scene = arena.step(acted(arena, {0: {"fire": "autocannon", "target": 2}}))
-    assert scene.died[0].tolist() == [False, True, False, False]
-    assert float(scene.deeds.taken[0, 0, 1]) > 0
-    assert scene.parts.damage[0, 0] < 0
-    assert scene.parts.kill[0, 0] == scene.parts.assist[0, 0] == 0
-    assert scene.reward[0, 0] < 0
-    assert (scene.reward[0, 2:] == 0).all()  # nor are enemies paid for what was not their doing
+    result = arena.step(acted(arena, {0: {"fire": "autocannon", "target": 2}}))
+    assert result.died[0].tolist() == [False, True, False, False]
+    assert float(result.step_events.taken[0, 0, 1]) > 0
+    assert result.parts.damage[0, 0] < 0
+    assert result.parts.kill[0, 0] == result.parts.assist[0, 0] == 0
+    assert result.reward[0, 0] < 0
+    assert (result.reward[0, 2:] == 0).all()  # nor are enemies paid for what was not their doing
 
 
 def test_killing_oneself_never_pays():
@@ -236,13 +236,13 @@ def test_killing_oneself_never_pays():
     build(arena, (-12, -10), (-12, -10), Material.LAVA)
     look(arena)
     before = arena.state
-    scene = arena.step(acted(arena))
-    assert bool(scene.died[0, 0])
-    without = scene.parts._replace(approach=torch.zeros(1, 2))
+    result = arena.step(acted(arena))
+    assert bool(result.died[0, 0])
+    without = result.parts._replace(approach=torch.zeros(1, 2))
     assert shared(without, before.units, arena.config)[0, 0] == pytest.approx(-arena.config.reward.death)
     owed = -arena.config.reward.approach * nearness(before.units, before.world)[0, 0]
-    assert scene.parts.approach[0, 0] == pytest.approx(float(owed))
-    assert not scene.parts.outcome[0, 0]
+    assert result.parts.approach[0, 0] == pytest.approx(float(owed))
+    assert not result.parts.outcome[0, 0]
 
 
 @pytest.mark.slow
@@ -267,7 +267,7 @@ def test_a_burst_at_ones_own_feet_costs(pairs):
 @pytest.mark.slow
 def test_approach_sums_to_what_was_owed_at_the_start_of_every_battle():
     """Discounted, over a unit's life, it is the potential of the start with its sign changed, whatever the unit does."""
-    config = small_config(teams=2, pack=("medium", "scout"), seconds=2.5, size=16)
+    config = small_config(team_size=2, pack=("medium", "scout"), seconds=2.5, size=16)
     arena = Arena(config)
     bot = Bot("middle", arena)
     arena.reset()
@@ -279,18 +279,18 @@ def test_approach_sums_to_what_was_owed_at_the_start_of_every_battle():
         if decision == 5:
             put(arena, 1, hit_points=1e-4)
             build(arena, (-8, 8), (-8, 8), Material.LAVA)  # of which it dies
-        scene = arena.step(bot.act())
-        total += discount * scene.parts.approach
+        result = arena.step(bot.act())
+        total += discount * result.parts.approach
         discount *= config.reward.gamma
-        has_died |= bool(scene.died[0, 1])
+        has_died |= bool(result.died[0, 1])
     assert has_died
-    assert bool(scene.ended[0])
+    assert bool(result.ended[0])
     torch.testing.assert_close(total, owed, atol=1e-5, rtol=0)
 
 
 @pytest.mark.slow
 def test_rewards_are_the_sum_of_their_parts_in_play():
-    config = small_config(teams=2, pack=("medium", "light"), size=16, battles=2, maps=2)
+    config = small_config(team_size=2, pack=("medium", "light"), size=16, battles=2, maps=2)
     arena = Arena(config)
     bot = Bot("weak", arena)
     arena.reset()
@@ -299,8 +299,8 @@ def test_rewards_are_the_sum_of_their_parts_in_play():
     look(arena)
     has_hurt = False
     for _ in range(10):
-        scene = arena.step(bot.act())
-        everything = torch.stack(list(scene.parts)).sum((0, 2))
-        torch.testing.assert_close(scene.reward.sum(1), everything, atol=1e-5, rtol=0)
-        has_hurt |= bool(scene.parts.damage.any())
+        result = arena.step(bot.act())
+        everything = torch.stack(list(result.parts)).sum((0, 2))
+        torch.testing.assert_close(result.reward.sum(1), everything, atol=1e-5, rtol=0)
+        has_hurt |= bool(result.parts.damage.any())
     assert has_hurt

@@ -30,7 +30,7 @@ def apart(metres: float, *pack: str) -> Arena:
     arena = flat_arena(*(pack or ("medium",)), size=64)
     for unit in range(arena.config.units):
         put(arena, unit, hit_points=0.0)
-    for unit, x in ((0, -metres / 2), (arena.config.teams, metres / 2)):
+    for unit, x in ((0, -metres / 2), (arena.config.team_size, metres / 2)):
         place(arena, unit, x, 0.5)
         put(arena, unit, hit_points=50.0)
     return arena

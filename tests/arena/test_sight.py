@@ -9,8 +9,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor
 
 from esper.arena.sight import TOLERANCE_M, lines_are_clear

@@ -12,7 +12,7 @@ from esper.arena.start import fresh
 from esper.arena.state import State, cloned, replace_rows, select
 from tests.arena.worlds import assert_same, rows_of, small_config, turned
 
-ARENA = Arena(small_config(battles=4, teams=3, maps=4, pack=("heavy", "scout"), smallest_team=1), seed=3)
+ARENA = Arena(small_config(battles=4, team_size=3, maps=4, pack=("heavy", "scout"), smallest_team=1), seed=3)
 
 
 def begun(places: list[int], episodes: list[int], *, seed: int = 3, largest_team: int = 3) -> State:
@@ -115,4 +115,4 @@ def test_battles_are_replaced_alike_by_choosing_and_by_writing_over_them() -> No
 
 def test_a_map_without_room_for_the_teams_is_refused_with_a_size_that_has_it() -> None:
     with pytest.raises(ValueError, match=r"size 16 .*not for a team of 16; use a size of at least \d+"):
-        Arena(small_config(teams=16, size=16))
+        Arena(small_config(team_size=16, size=16))

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from esper.arena.arena import Arena, Scene
+from esper.arena.arena import Arena, StepResult
 from esper.arena.config import ArenaConfig
 from esper.arena.layout import VIEW, Part, parts, slices, width
 
 
-def look(arena: Arena) -> Scene:
+def look(arena: Arena) -> StepResult:
     """What units see of a state that a test has changed."""
     arena.state = arena._sensed(arena.state)
     return arena.look()
 
 
-def piece(scene: Scene, config: ArenaConfig, name: str) -> Tensor:
+def piece(result: StepResult, config: ArenaConfig, name: str) -> Tensor:
     """One part of what everybody observes [B, U, times, width]."""
     start = 0
     for part in parts(config):
         if part.name == name:
-            return scene.observation[..., start : start + part.width].unflatten(-1, (part.times, width(part.fields)))
+            return result.observation[..., start : start + part.width].unflatten(-1, (part.times, width(part.fields)))
         start += part.width
     raise ValueError(name)
 

@@ -27,13 +27,13 @@ TURNED_WAY = torch.tensor([4, 5, 6, 7, 0, 1, 2, 3, 8], dtype=torch.int8)  # the 
 
 
 def small_config(**settings: Any) -> ArenaConfig:
-    return ArenaConfig(**{"battles": 1, "teams": 1, "size": 24, "maps": 1, "pack": ("medium",), "contacts": 2, "allies": 1, **settings})
+    return ArenaConfig(**{"battles": 1, "team_size": 1, "size": 24, "maps": 1, "pack": ("medium",), "contacts": 2, "allies": 1, **settings})
 
 
 def flat_arena(*pack: str, seed: int = 0, **settings: Any) -> Arena:
     """Open ground without a step. Each team has the units of `pack`, and they stand in their corners."""
     pack = pack or ("medium",)
-    arena = copy.copy(_made(small_config(**{"pack": pack, "teams": len(pack), **settings}), seed))
+    arena = copy.copy(_made(small_config(**{"pack": pack, "team_size": len(pack), **settings}), seed))
     # What is written in place.
     arena.state, arena.largest_team = cloned(arena.state), arena.largest_team.clone()
     return arena

@@ -8,7 +8,7 @@ from esper.cli.main import main
 
 LEARNING_UNITS, NUM_STEPS = 10, 4
 UPDATE_STEPS = LEARNING_UNITS * NUM_STEPS
-ARENA = ["--teams", "1", "--battles", "8", "--size", "16", "--maps", "2", "--seconds", "1"]
+ARENA = ["--team-size", "1", "--battles", "8", "--size", "16", "--maps", "2", "--seconds", "1"]
 OPTIONS = [
     *ARENA, "--device", "cpu", "--threads", "1", "--num-steps", str(NUM_STEPS), "--bptt-length", str(NUM_STEPS), "--num-epochs", "1",
     "--num-minibatches", "2", "--hidden-size", "8", "--width", "8", "--terrain-width", "8", "--entity-width", "4", "--head-width", "8",

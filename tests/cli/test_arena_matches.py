@@ -13,7 +13,7 @@ from esper.league.training_config import ArenaTrainConfig
 from tests.cli.arena_runs import train
 from tests.commands import last_line
 
-SMALL = ["--teams", "1", "--size", "16", "--battles", "2", "--device", "cpu"]
+SMALL = ["--team-size", "1", "--size", "16", "--battles", "2", "--device", "cpu"]
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
         (["match", "storng", "weak"], "there is no player 'storng'; did you mean 'strong'?"),
         (["match", "nowhere", "weak"], "there is no player 'nowhere'; give a bot (random, weak, middle, strong), the folder of a run"),
         (["match", "other/config.toml", "weak"], "is no player: those are the files in RUN/league/members"),
-        (["match", "strong", "weak", "--teams", "17"], "--teams"),
+        (["match", "strong", "weak", "--team-size", "17"], "--team-size"),
         (["match", "young:update-1", "weak"], "there is no league in young/league"),
         (["league", "nowhere"], "there is no folder nowhere"),
         (["league", "young"], "young has no league yet"),
@@ -84,7 +84,7 @@ def test_an_evaluation_counts_every_battle_once_from_both_sides(arena_run: Path,
     assert main(["arena", "eval", str(arena_run), "--against", "weak", "--battles", "4", "--device", "cpu", "--json"]) == 0
     shown = capsys.readouterr().out
     result = last_line(shown)
-    assert (result["against"], result["checkpoint"], result["battles"], result["teams"]) == ("weak", "best", 4, 1)
+    assert (result["against"], result["checkpoint"], result["battles"], result["team_size"]) == ("weak", "best", 4, 1)
     assert [side["battles"] for side in result["by_side"]] == [2, 2]
     assert sum(side["wins"] for side in result["by_side"]) == result["wins"]
     assert result["maps"] == 2
@@ -105,7 +105,7 @@ def test_policies_draw_their_actions_only_if_asked_to(arena_run: Path, capsys: p
         (["eval", str(arena_run), "--against", "random", "--draw"], "drawn"),
         (["match", "random", str(arena_run)], "likeliest"),
         (["match", "random", str(arena_run), "--draw"], "drawn"),
-        (["match", "random", "weak", "--teams", "1", "--size", "16"], None),
+        (["match", "random", "weak", "--team-size", "1", "--size", "16"], None),
     ):
         assert main(["arena", *argv, "--battles", "2", "--device", "cpu", "--json"]) == 0
         shown = capsys.readouterr().out
@@ -131,16 +131,16 @@ def test_a_player_is_a_run_its_last_checkpoint_or_a_member_of_its_league(
     assert main(["arena", "match", "random", name, "--battles", "2", "--device", "cpu", "--json"]) == 0
     result = last_line(capsys.readouterr().out)
     assert (result["first"], result["second"], result["battles"]) == ("random", name, 2)
-    assert result["teams"] == 1, "it is fought in the arena of the run"
+    assert result["team_size"] == 1, "it is fought in the arena of the run"
 
 
 @pytest.mark.slow
 def test_players_may_meet_in_larger_teams_than_they_were_trained_in(arena_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["arena", "match", str(arena_run), "strong", "--teams", "2", "--size", "24", "--battles", "2", "--device", "cpu", "--json"]
+    argv = ["arena", "match", str(arena_run), "strong", "--team-size", "2", "--size", "24", "--battles", "2", "--device", "cpu", "--json"]
     assert main(argv) == 0
     shown = capsys.readouterr().out
     assert "2 against 2 on maps of 24 × 24" in shown
-    assert last_line(shown)["teams"] == 2
+    assert last_line(shown)["team_size"] == 2
 
 
 @pytest.mark.slow
@@ -189,7 +189,7 @@ def test_a_round_robin_lets_all_pairs_meet_and_changes_no_file(arena_run: Path, 
 
 @pytest.mark.slow
 def test_the_bench_tells_steps_as_training_counts_them_those_of_the_living_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["--battles", "2", "--teams", "1", "--decisions", "2", "--warm-up", "1", "--device", "cpu", "--threads", "1", "--json"]
+    argv = ["--battles", "2", "--team-size", "1", "--decisions", "2", "--warm-up", "1", "--device", "cpu", "--threads", "1", "--json"]
     assert main(["arena", "bench", *argv]) == 0
     shown = capsys.readouterr().out
     result = last_line(shown)

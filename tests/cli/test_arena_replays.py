@@ -18,7 +18,7 @@ from esper.replay_file import read_replay, write_replay
 from tests.commands import last_line
 from tests.replays import staged_battle
 
-MATCH = ["arena", "match", "strong", "weak", "--teams", "1", "--size", "16", "--battles", "2", "--device", "cpu"]
+MATCH = ["arena", "match", "strong", "weak", "--team-size", "1", "--size", "16", "--battles", "2", "--device", "cpu"]
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 
@@ -33,7 +33,7 @@ def won(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def staged(tmp_path: Path) -> Path:
     """A folder with one replay of a battle that nobody fought."""
-    tensors, info = staged_battle(teams=2, size=32, frames=40)
+    tensors, info = staged_battle(team_size=2, size=32, frames=40)
     write_replay(tmp_path / "run/replays/staged.safetensors", tensors, info)
     return tmp_path / "run"
 
@@ -68,7 +68,7 @@ def test_a_page_without_nicegui_is_refused_with_how_to_get_it(
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert main(["arena", "watch", str(staged)]) == 2
-    assert "pip install 'esper[dashboard]'" in capsys.readouterr().err
+    assert "pip install 'esper-grow[dashboard]'" in capsys.readouterr().err
 
 
 def test_a_replay_says_who_fought_who_won_and_what_happened(staged: Path, capsys: pytest.CaptureFixture[str]) -> None:

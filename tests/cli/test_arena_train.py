@@ -16,11 +16,11 @@ from esper.cli.arena_progress import Progress, read_progress
 from esper.cli.main import main
 from esper.cli.progress import LiveView, PlainLines
 from esper.config import load
-from esper.events import Event, Record, read
 from esper.league.events import LeagueChanged, RoundFought
 from esper.league.training_config import ArenaTrainConfig
 from esper.rl.checkpoints import open_store
 from esper.rl.events import Update
+from esper.runs import Event, Record, read
 from tests.cli.arena_runs import LEARNING_UNITS, OPTIONS, UPDATE_STEPS, train
 from tests.commands import Terminal, events_of, last_line, show, signal_at_checkpoint
 from tests.processes import torchrun
@@ -44,12 +44,12 @@ def recorded(event: Event) -> Record:
         (["--ppo.learning_rte=1"], "there is no option --ppo.learning-rte; did you mean --ppo.learning-rate?"),
         (["--frobnicate"], "there is no option --frobnicate; see: esper arena train --help"),
         (["--battles", "0"], "--arena.battles: expected an int > 0 and <= 1048576, got 0"),
-        (["--teams", "17"], "--arena.teams: expected an int >= 1 and <= 16, got 17"),
+        (["--team-size", "17"], "--arena.team_size: expected an int >= 1 and <= 16, got 17"),
         (["--size", "15"], "--arena.size: expected"),
         (["--pack", "meduim"], "no unit class is named 'meduim'"),
         (["--minutes", "0"], "--minutes: expected a float > 0 or None, got 0"),
         (["--bot-share", "0.9"], "--selfplay.past-share: expected at most 1 - bot_share (0.1), got 0.25"),
-        (["--first-team", "6"], "expected at most arena.teams (5), got 6"),
+        (["--first-team", "6"], "expected at most arena.team_size (5), got 6"),
         (["--arena.reward.gamma", "0.5"], "expected that of the learner, ppo.gamma (0.99), got 0.5"),
         (["--eval-against", "storng"], "strong"),
         ([*OPTIONS, "--battles", "1"], "1 battles cannot be dealt to"),
@@ -108,7 +108,7 @@ def test_the_command_line_wins_over_the_file_and_gamma_is_that_of_learner_and_re
     argv = ["arena", "train", *OPTIONS[4:], "--config", "mine.toml", "--battles", "8", "--gamma=0.9", "--dry-run", "--json"]
     assert main(argv) == 0
     config = last_line(capsys.readouterr().out)["config"]
-    assert (config["arena.teams"], config["arena.battles"], config["total_steps"], config["selfplay.bots"]) == (3, 8, 300, ["weak"])
+    assert (config["arena.team_size"], config["arena.battles"], config["total_steps"], config["selfplay.bots"]) == (3, 8, 300, ["weak"])
     assert config["ppo.gamma"] == config["arena.reward.gamma"] == 0.9
 
 
@@ -138,8 +138,8 @@ def test_a_finished_run_says_how_good_it_is_and_what_to_do_next(
 
 @pytest.mark.slow
 def test_a_run_that_goes_on_keeps_its_settings(arena_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["arena", "train", "--resume", "--run", str(arena_run), "--teams", "2"]) == 2
-    assert "arena.teams is 1 in the saved run and cannot become 2 now" in capsys.readouterr().err
+    assert main(["arena", "train", "--resume", "--run", str(arena_run), "--team-size", "2"]) == 2
+    assert "arena.team_size is 1 in the saved run and cannot become 2 now" in capsys.readouterr().err
     assert main(["arena", "train", "--resume", "--run", str(arena_run), "--json"]) == 0
     shown = capsys.readouterr().out
     assert "had already finished its 80 steps; ask for more with --total-steps" in shown

@@ -14,12 +14,12 @@ from esper.cli.grow_config import GrowTaskConfig
 from esper.cli.main import main
 from esper.config import Config, save
 from esper.controller.config import ControllerConfig
-from esper.controller.training import resume_controller
+from esper.controller.training import train_controller
 from esper.growth.config import GrowthConfig
-from esper.league.training import load_player, resume_arena
+from esper.league.training import load_player, train_arena
 from esper.league.training_config import ArenaTrainConfig
-from esper.rl import TrainConfig, resume_run
-from esper.run_folder import RunError, kind_of
+from esper.rl import TrainConfig, train_run
+from esper.runs.folder import RunError, kind_of
 from tests.commands import last_line
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
@@ -105,10 +105,10 @@ def test_a_growth_run_that_python_began_is_answered_with_python(tmp_path: Path, 
 
 
 CALLS: list[tuple[str, Callable[[str], object]]] = [
-    ("ppo", resume_run),
-    ("arena", resume_arena),
+    ("ppo", lambda folder: train_run(None, folder, resume=True)),
+    ("arena", lambda folder: train_arena(None, folder, resume=True)),
     ("arena", load_player),
-    ("controller", resume_controller),
+    ("controller", lambda folder: train_controller(None, folder, resume=True)),
 ]
 
 

@@ -19,8 +19,8 @@ import esper.files
 from esper.cli.failures import failures
 from esper.cli.main import main
 from esper.cli.outcome import CommandError
-from esper.cli.stop_signals import StopSignals
 from esper.controller.learned import save_controller
+from esper.runs.signals import StopSignals
 from tests.cli import arena_runs
 from tests.commands import last_line
 from tests.controller.test_learned import trained_policy

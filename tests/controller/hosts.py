@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from esper.growth.config import Lifecycle, Rent
-from esper.growth.lifecycle import OCCUPIED, Stage
-from esper.growth.place import Place
-from esper.growth.state import Candidate, Contribution, Cost, GradientStats, GrowthState, LossScale, SlotState
+from esper.growth.host.layout import Place
+from esper.growth.lifecycle.stages import OCCUPIED, Candidate, Contribution, Cost, GradientStats, GrowthState, LossScale, SlotState, Stage
 from esper.statistics import Interval
 
 RULES = Lifecycle(holding_epochs=2)

@@ -14,7 +14,7 @@ from esper.controller.compare import compare, rent_at
 from esper.controller.compare_config import CompareConfig
 from esper.controller.comparison import Comparison
 from esper.controller.config import RENT_LEVELS
-from esper.controller.lives import Run
+from esper.controller.lives import EvalRun
 from esper.fleet.config import FleetConfig
 from esper.growth.config import GrowthConfig, Lifecycle
 from esper.tasks import load_task
@@ -41,7 +41,7 @@ def found() -> Comparison:
     return compare(CONFIG, load_task)
 
 
-def runs_of(controller: str, level: str | None = None) -> list[Run]:
+def runs_of(controller: str, level: str | None = None) -> list[EvalRun]:
     return [run for run in found().runs if run.controller == controller and level in (None, run.level)]
 
 

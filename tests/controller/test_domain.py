@@ -10,8 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import tyro
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from esper.config import ConfigError, from_mapping, load, save
 from esper.controller.config import HELD_OUT_SEEDS, RENT_LEVELS, ControllerConfig, DomainConfig

@@ -13,18 +13,17 @@ from esper.controller.config import RENT_LEVELS, ControllerConfig, DomainConfig,
 from esper.controller.domain import FleetSetting
 from esper.controller.env import GrowthEnv
 from esper.controller.events import RoundEnded
+from esper.controller.fleet_with_twins import FleetWithTwins, finite
 from esper.controller.layout import Op
 from esper.controller.reward import potential
-from esper.controller.squad import Squad, finite
-from esper.events import Event
-from esper.events.scalars import scalars
 from esper.fleet.config import FleetConfig
 from esper.growth.config import GovernorConfig, GrowthConfig, Lifecycle
 from esper.growth.events import StageEntered
-from esper.growth.lifecycle import Stage
-from esper.growth.state import Cost, GrowthState, LossScale
+from esper.growth.lifecycle.stages import Cost, GrowthState, LossScale, Stage
+from esper.rl.collector import Staging
 from esper.rl.distributions import ActionDistribution
-from esper.rl.staging import Staging
+from esper.runs import Event
+from esper.runs.events import scalars
 from esper.tasks import load_task
 from esper.vecenv import Actions, Timestep, check_env
 
@@ -60,9 +59,9 @@ def test_a_fleet_is_gone_before_there_is_another(monkeypatch: pytest.MonkeyPatch
     """Two of them may not fit."""
     env = make_env(msgspec.structs.replace(CONFIG, domain=msgspec.structs.replace(CONFIG.domain, fleets=1)))
     env.reset(seed=0)
-    old, make, alive = weakref.ref(env.squads[0].fleet), env._squad, []
+    old, make, alive = weakref.ref(env.twinned_fleets[0].fleet), env._squad, []
 
-    def watched(setting: FleetSetting, number: int) -> Squad:
+    def watched(setting: FleetSetting, number: int) -> FleetWithTwins:
         alive.append(old() is not None)
         return make(setting, number)
 
@@ -79,14 +78,14 @@ def test_hosts_of_the_same_architecture_begin_in_the_fleet_of_those_before_as_in
     def lives(is_new: bool) -> tuple[list[Timestep], list[object], list[Event]]:
         events: list[Event] = []
         env = make_env(msgspec.structs.replace(CONFIG, domain=one_kind), on_event=events.append)
-        steps, policy, fleets = [env.reset(seed=0)], RandomPolicy(env), [env.squads[0].fleet]
+        steps, policy, fleets = [env.reset(seed=0)], RandomPolicy(env), [env.twinned_fleets[0].fleet]
         with monkeypatch.context() as patch:
             if is_new:
-                patch.setattr(Squad, "fits", lambda self, setting: False)
+                patch.setattr(FleetWithTwins, "fits", lambda self, setting: False)
             for _ in range(2 * (HORIZON + 1) + 2):
                 steps.append(env.step(policy(steps[-1])))
-                if env.squads[0].fleet is not fleets[-1]:
-                    fleets.append(env.squads[0].fleet)
+                if env.twinned_fleets[0].fleet is not fleets[-1]:
+                    fleets.append(env.twinned_fleets[0].fleet)
         return steps, fleets, events
 
     (again, kept, told), (fresh, made, told_anew) = lives(is_new=False), lives(is_new=True)
@@ -101,7 +100,7 @@ def test_hosts_of_the_same_architecture_begin_in_the_fleet_of_those_before_as_in
 def test_a_closed_environment_holds_nothing_on_the_device() -> None:
     env = make_env()
     env.reset(seed=0)
-    held = [weakref.ref(part) for part in (*env._tensors.values(), *(squad.fleet for squad in env.squads))]
+    held = [weakref.ref(part) for part in (*env._tensors.values(), *(twinned.fleet for twinned in env.twinned_fleets))]
     env.close()
     gc.collect()
     assert [reference() for reference in held] == [None] * len(held)
@@ -153,12 +152,12 @@ def test_who_never_grows_earns_nothing_and_ends_as_its_twin() -> None:
     env.reset(0)
     total = torch.zeros(env.num_envs)
     for _ in range(HORIZON + 1):
-        squads = list(env.squads)
+        twinned_fleets = list(env.twinned_fleets)
         total += env.step(waiting(env)).reward
     assert total.abs().max() < 1e-4
-    for squad in squads:
-        losses = squad.fleet.losses(squad.task.test)
-        assert torch.allclose(losses[squad.twin_of], losses[: squad.hosts], atol=1e-4)
+    for twinned in twinned_fleets:
+        losses = twinned.fleet.losses(twinned.task.test)
+        assert torch.allclose(losses[twinned.twin_of], losses[: twinned.hosts], atol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["loss", pytest.param("contribution", marks=pytest.mark.slow)])
@@ -168,12 +167,12 @@ def test_rewards_add_up_to_what_a_host_is_worth_at_the_end(family: str, is_spars
     step, policy = env.reset(1), RandomPolicy(env, seed=1)
     total = torch.zeros(env.num_envs, dtype=torch.float64)
     for number in range(HORIZON + 1):
-        squads = list(env.squads)
+        twinned_fleets = list(env.twinned_fleets)
         step = env.step(policy(step))
         total += step.reward.double()
         if number < HORIZON and is_sparse:
             assert not step.reward.any()
-    worth = [potential(squad.last_standing(), env.config.reward) for squad in squads]
+    worth = [potential(twinned.last_standing(), env.config.reward) for twinned in twinned_fleets]
     assert torch.allclose(total, torch.cat(worth), atol=1e-4)
     assert total.abs().max() > 0
 
@@ -182,10 +181,10 @@ def test_rewards_add_up_to_what_a_host_is_worth_at_the_end(family: str, is_spars
 def test_a_twin_serves_the_hosts_that_share_its_training() -> None:
     env = make_env()
     env.reset(0)
-    for squad in env.squads:
-        assert squad.fleet.hosts == 3 + 1
-        assert len(set(squad.twin_of)) == 1
-        states = [squad.fleet.rows[row].setting for row in (0, squad.twin_of[0])]
+    for twinned in env.twinned_fleets:
+        assert twinned.fleet.hosts == 3 + 1
+        assert len(set(twinned.twin_of)) == 1
+        states = [twinned.fleet.rows[row].setting for row in (0, twinned.twin_of[0])]
         assert states[0].seed == states[1].seed
         assert states[0].learning_rate == states[1].learning_rate
 
@@ -194,8 +193,8 @@ def test_a_twin_serves_the_hosts_that_share_its_training() -> None:
 def test_rent_is_observed_and_charged() -> None:
     env = make_env()
     env.reset(0)
-    rents = [squad.states()[0].rent for squad in env.squads]
-    assert rents == [squad.setting.hosts[0].rent for squad in env.squads]
+    rents = [twinned.states()[0].rent for twinned in env.twinned_fleets]
+    assert rents == [twinned.setting.hosts[0].rent for twinned in env.twinned_fleets]
 
 
 @pytest.mark.slow
@@ -203,12 +202,12 @@ def test_new_hosts_are_drawn_when_all_of_a_squad_have_ended_and_without_host_eve
     env, told = make_env(msgspec.structs.replace(CONFIG, host_events=False)), []
     env.on_event = told.append
     step, policy = env.reset(0), RandomPolicy(env)
-    before = [squad.setting for squad in env.squads]
+    before = [twinned.setting for twinned in env.twinned_fleets]
     for _ in range(HORIZON + 1):
         step = env.step(policy(step))
-    assert all(squad.setting != old for squad, old in zip(env.squads, before, strict=True))
+    assert all(twinned.setting != old for twinned, old in zip(env.twinned_fleets, before, strict=True))
     assert [type(event) for event in told] == [RoundEnded, RoundEnded]
-    assert all(squad.fleet.rows[0].plot.epoch == 0 for squad in env.squads)
+    assert all(twinned.fleet.rows[0].host_growth.epoch == 0 for twinned in env.twinned_fleets)
 
 
 @pytest.mark.slow
@@ -217,7 +216,7 @@ def test_it_goes_on_from_a_saved_state_bit_for_bit_with_seeds_alive() -> None:
     step, policy = env.reset(0), RandomPolicy(env)
     for _ in range(2):
         step = env.step(policy(step))
-    assert any(host.plot.garden.living() for squad in env.squads for host in squad.fleet.rows)
+    assert any(host.host_growth.lifecycles.living() for twinned in env.twinned_fleets for host in twinned.fleet.rows)
     saved = env.state_dict()
     actions = [policy(step)]
     whole = [env.step(actions[0])]
@@ -277,7 +276,7 @@ def test_a_host_that_is_given_up_ends_at_once_and_its_later_steps_are_not_real()
     env.reset(0)
     step = env.step(waiting(env))
     with torch.no_grad():
-        env.squads[0].fleet.host.rows.parameters.flat[0].fill_(torch.nan)
+        env.twinned_fleets[0].fleet.host.rows.parameters.flat[0].fill_(torch.nan)
     step = env.step(waiting(env))
     assert step.terminated.tolist() == [True] + [False] * 5
     assert step.valid is None
@@ -321,12 +320,16 @@ def test_a_decision_may_have_several_actions_and_training_comes_after_the_last()
     for _ in range(2):
         step = env.step(policy(step))
         assert not step.reward.any()
-        assert all(host.plot.epoch == 0 and not host.plot.ledger.entries for squad in env.squads for host in squad.fleet.rows)
+        assert all(
+            host.host_growth.epoch == 0 and not host.host_growth.ledger.entries
+            for twinned in env.twinned_fleets
+            for host in twinned.fleet.rows
+        )
     step = env.step(policy(step))
-    grown = [len(host.plot.ledger.entries) for squad in env.squads for host in squad.fleet.rows[: squad.hosts]]
+    grown = [len(host.host_growth.ledger.entries) for twinned in env.twinned_fleets for host in twinned.fleet.rows[: twinned.hosts]]
     assert max(grown) > 1
-    assert all(host.plot.epoch == 1 for squad in env.squads for host in squad.fleet.rows)
-    assert not any(host.plot.ledger.refused for squad in env.squads for host in squad.fleet.rows)
+    assert all(host.host_growth.epoch == 1 for twinned in env.twinned_fleets for host in twinned.fleet.rows)
+    assert not any(host.host_growth.ledger.refused for twinned in env.twinned_fleets for host in twinned.fleet.rows)
     saved = env.state_dict()
     other = make_env(env.config)
     other.load_state_dict(saved)
@@ -342,18 +345,23 @@ def test_what_a_kept_seed_gives_is_measured_at_the_end_and_not_when_it_was_kept(
     step, policy = env.reset(3), RandomPolicy(env, seed=3)
     for _ in range(HORIZON):
         step = env.step(policy(step))
-    for squad in env.squads:
-        for host in squad.fleet.rows[: squad.hosts]:
-            for name in [name for name, bed in host.plot.garden.beds.items() if bed.life.stage is Stage.HOLDING]:
-                host.plot.garden.fossilize(name, "for this test")
-    kept = [(squad, row) for squad in env.squads for row in range(squad.hosts) if list(squad.fleet.rows[row].plot.garden.occupied())]
+    for twinned in env.twinned_fleets:
+        for host in twinned.fleet.rows[: twinned.hosts]:
+            for name in [name for name, backend in host.host_growth.lifecycles.backends.items() if backend.life.stage is Stage.HOLDING]:
+                host.host_growth.lifecycles.fossilize(name, "for this test")
+    kept = [
+        (twinned, row)
+        for twinned in env.twinned_fleets
+        for row in range(twinned.hosts)
+        if list(twinned.fleet.rows[row].host_growth.lifecycles.occupied())
+    ]
     assert kept
     with torch.no_grad():  # what they have learned is lost
-        for squad, _ in kept:
-            for bank in squad.fleet.banks.values():
+        for twinned, _ in kept:
+            for bank in twinned.fleet.banks.values():
                 bank.tensors["weights"].zero_()
-    for squad, row in kept:
-        assert squad.last_standing().contributions[row].abs() < 1e-6
+    for twinned, row in kept:
+        assert twinned.last_standing().contributions[row].abs() < 1e-6
 
 
 # Exploits, in hosts that are really trained
@@ -371,48 +379,52 @@ def choosing(env: GrowthEnv, step: Timestep, op: Op) -> Actions:
     return {**waiting(env), "op": torch.where(step.masks["op"][:, op], op, Op.WAIT), "blueprint": blueprint}
 
 
-def lived(env: GrowthEnv, ops: list[Op]) -> tuple[torch.Tensor, list[Squad]]:
+def lived(env: GrowthEnv, ops: list[Op]) -> tuple[torch.Tensor, list[FleetWithTwins]]:
     """What each host was paid for one life of these decisions, and the squads as they ended."""
     step = env.reset(0)
     total = torch.zeros(env.num_envs, dtype=torch.float64)
     for op in ops:
-        squads = list(env.squads)
+        twinned_fleets = list(env.twinned_fleets)
         step = env.step(choosing(env, step, op))
         total += step.reward.double()
     assert step.terminated.all()
-    return total, squads
+    return total, twinned_fleets
 
 
-def outcomes(squads: list[Squad]) -> list[list[str]]:
-    return [[entry.outcome for entry in host.plot.ledger.entries] for squad in squads for host in squad.fleet.rows[: squad.hosts]]
+def outcomes(twinned_fleets: list[FleetWithTwins]) -> list[list[str]]:
+    return [
+        [entry.outcome for entry in host.host_growth.ledger.entries]
+        for twinned in twinned_fleets
+        for host in twinned.fleet.rows[: twinned.hosts]
+    ]
 
 
-def share_of_seeds(squads: list[Squad], stretches: int) -> torch.Tensor:
+def share_of_seeds(twinned_fleets: list[FleetWithTwins], segments: int) -> torch.Tensor:
     """FLOPs of a first seed over so many stretches, as a share of the training of its host."""
     shares = []
-    for squad in squads:
-        for host in squad.fleet.rows[: squad.hosts]:
-            (cost,) = {entry.flops for entry in host.plot.ledger.entries}
-            shares.append(stretches / HORIZON * cost / squad.fleet.survey.host.flops)
+    for twinned in twinned_fleets:
+        for host in twinned.fleet.rows[: twinned.hosts]:
+            (cost,) = {entry.flops for entry in host.host_growth.ledger.entries}
+            shares.append(segments / HORIZON * cost / twinned.fleet.discovery.host.flops)
     return torch.tensor(shares, dtype=torch.float64)
 
 
 @pytest.mark.slow
 @BOTH_FAMILIES
 @pytest.mark.parametrize(
-    ("ops", "seeds", "stretches"),
+    ("ops", "seeds", "segments"),
     [
         ([Op.GERMINATE, Op.PRUNE, Op.GERMINATE, Op.PRUNE], 2, 2),
         ([Op.GERMINATE, Op.WAIT, Op.WAIT, Op.WAIT], 1, 3),
     ],
     ids=["germinating and pruning in a loop", "waiting for ever"],
 )
-def test_seeds_that_are_not_kept_cost_what_was_spent_on_them(family: str, ops: list[Op], seeds: int, stretches: int) -> None:
+def test_seeds_that_are_not_kept_cost_what_was_spent_on_them(family: str, ops: list[Op], seeds: int, segments: int) -> None:
     growth = GrowthConfig(blueprints=("conv3x3",), lifecycle=UNSEEN)
     env = make_env(msgspec.structs.replace(FEW, growth=growth, reward=RewardConfig(family=family)))
-    total, squads = lived(env, ops)
-    assert outcomes(squads) == [["pruned"] * seeds] * env.num_envs
-    spent = env.config.reward.spent * share_of_seeds(squads, stretches)
+    total, twinned_fleets = lived(env, ops)
+    assert outcomes(twinned_fleets) == [["pruned"] * seeds] * env.num_envs
+    spent = env.config.reward.spent * share_of_seeds(twinned_fleets, segments)
     assert spent.min() > 0
     assert torch.allclose(total, -spent, atol=1e-5)
 
@@ -421,21 +433,21 @@ def test_seeds_that_are_not_kept_cost_what_was_spent_on_them(family: str, ops: l
 @BOTH_FAMILIES
 def test_a_seed_that_is_kept_just_before_it_is_ruined_pays_what_is_left_of_it(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     env = make_env(msgspec.structs.replace(FEW, reward=RewardConfig(family=family, most=50)))
-    finish = Squad.finish
+    finish = FleetWithTwins.finish
 
-    def ruined(squad: Squad) -> None:
+    def ruined(twinned: FleetWithTwins) -> None:
         with torch.no_grad():
-            for bank in squad.fleet.banks.values():
+            for bank in twinned.fleet.banks.values():
                 bank.tensors["weights"].add_(1)
-        finish(squad)
+        finish(twinned)
 
     ops = [Op.GERMINATE, Op.FOSSILIZE, Op.FOSSILIZE, Op.FOSSILIZE]  # as soon as it may be
-    before, squads = lived(env, ops)
-    kept = torch.tensor([found == ["kept"] for found in outcomes(squads)])
+    before, twinned_fleets = lived(env, ops)
+    kept = torch.tensor([found == ["kept"] for found in outcomes(twinned_fleets)])
     assert kept.any()
-    monkeypatch.setattr(Squad, "finish", ruined)
-    paid, squads = lived(env, ops)
-    standings = [squad.last_standing() for squad in squads]
+    monkeypatch.setattr(FleetWithTwins, "finish", ruined)
+    paid, twinned_fleets = lived(env, ops)
+    standings = [twinned.last_standing() for twinned in twinned_fleets]
     measured = torch.cat([standing.gain if family == "loss" else standing.contributions for standing in standings])
     assert torch.allclose(paid[kept], (measured - torch.cat([standing.rent for standing in standings]))[kept], atol=1e-4)
     assert (paid < before - 0.01)[kept].all()

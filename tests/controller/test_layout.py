@@ -15,9 +15,7 @@ from esper.controller.features import CANDIDATE, HOST, SLOT
 from esper.controller.layout import ALPHA_TARGETS, LAYOUT_VERSION, Op, blueprint_names, decision, observe, spec
 from esper.controller.table import Scale
 from esper.growth.config import Lifecycle
-from esper.growth.decisions import Advance, Fossilize, Germinate, Prune, Retarget
-from esper.growth.lifecycle import Stage
-from esper.growth.state import Contribution, Cost, GrowthState, LossScale
+from esper.growth.lifecycle.stages import Advance, Contribution, Cost, Fossilize, Germinate, GrowthState, LossScale, Prune, Retarget, Stage
 from esper.statistics import Interval
 from tests.controller.hosts import HEALTHY, LARGE, RULES, SMALL, drawn_state, seed_on_trial, slot, state
 from tests.growth.small import in_other_units

@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 
-from esper.checkpoint import CheckpointStore, read_tensors, write_tensors
 from esper.controller import layout, learned
 from esper.controller.features import HOST
 from esper.controller.layout import observe
@@ -24,15 +23,14 @@ from esper.fleet.config import FleetConfig, HostSetting
 from esper.fleet.fleet import Fleet
 from esper.growth import grow
 from esper.growth.config import GrowthConfig, Lifecycle, Rent
-from esper.growth.controllers import as_controller
-from esper.growth.decisions import CompleteController, Decision
-from esper.growth.state import GrowthState
+from esper.growth.controllers.baselines import as_controller
+from esper.growth.lifecycle.stages import CompleteController, Decision, GrowthState
 from esper.rl.config import NetworkConfig
 from esper.rl.policy import Policy
+from esper.runs import CheckpointStore, read_tensors, write_tensors
 from tests.controller.hosts import drawn_state, slot, state
 from tests.controller.test_network import opinionated
-from tests.fleet.test_fleet_equals_grower import BATCH, alone, small_task
-from tests.fleet.test_fleet_equals_grower import make_host as make_conv_host
+from tests.fleet.test_fleet_equals_grower import BATCH, alone, make_host as make_conv_host, small_task
 from tests.growth.small import SLOTS, make_data, make_host
 
 NETWORK = SlotNetworkConfig(width=16, candidate_width=8, attention_heads=2, summary_width=16)
@@ -129,7 +127,7 @@ def test_a_host_looks_the_same_in_a_fleet_and_in_grow_and_no_gate_refuses_a_deci
     assert seen["is_raised_in_shadow"] == (mode == "shadow")
     assert grown.ledger.entries
     assert not grown.ledger.refused
-    assert not fleet.rows[0].plot.ledger.refused
+    assert not fleet.rows[0].host_growth.ledger.refused
 
 
 @pytest.mark.slow

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from esper.checkpoint import load_module
 from esper.controller.layout import Op, observe, spec
 from esper.controller.network import make_parts, make_policy
 from esper.controller.network_config import SlotNetworkConfig
 from esper.rl import PPO, PPOConfig
 from esper.rl.config import NetworkConfig
 from esper.rl.policy import Policy
+from esper.runs import load_module
 from esper.vecenv import Masks, Obs, Timestep
 from tests.controller.hosts import drawn_state, state
 

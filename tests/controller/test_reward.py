@@ -12,17 +12,15 @@ from itertools import pairwise
 import msgspec
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from esper.controller.config import RENT_LEVELS, RewardConfig
-from esper.controller.reward import TERMS, Standing, potential, rewards, standing_of
+from esper.controller.reward import TERMS, HostStanding, potential, rewards, standing_of
 from esper.growth.config import Rent
-from esper.growth.lifecycle import LIVING, Stage
-from esper.growth.place import Place
-from esper.growth.rent import rent_of, total
-from esper.growth.state import Contribution, Cost, GrowthState, SlotState
+from esper.growth.host.layout import Place
+from esper.growth.lifecycle.stages import LIVING, Contribution, Cost, GrowthState, SlotState, Stage
+from esper.growth.measure.rent import rent_of, total
 from esper.statistics import Interval
 
 HOST = Cost(parameters=1_000, flops=10_000)
@@ -135,9 +133,9 @@ def _slot_state(index: int, seed: Grown | None, *, epoch: int) -> SlotState:
     return SlotState(place, seed.stage, "conv3x3", SEED, alpha=seed.alpha, age=seed.age, contribution=contribution)
 
 
-def standings(lives: Sequence[Life]) -> list[Standing]:
+def standings(lives: Sequence[Life]) -> list[HostStanding]:
     """From the start to the end, of all these hosts."""
-    found = [Standing.start(len(lives))]
+    found = [HostStanding.start(len(lives))]
     for moment in zip(*(life.seen for life in lives), strict=True):
         states, spent = [seen.state for seen in moment], [seen.spent for seen in moment]
         found.append(standing_of(states, twin_losses=[TWIN_LOSS] * len(lives), spent=spent))
@@ -237,7 +235,7 @@ def test_the_sparse_form_pays_at_the_last_decision_only(config: RewardConfig, li
 
 def test_each_term_is_its_weight_times_its_number() -> None:
     numbers = {"gain": 0.5, "contributions": 0.7, "rent": 0.3, "spent": 0.2, "rollbacks": 3.0}
-    standing = Standing(**{name: torch.tensor([value], dtype=torch.float64) for name, value in numbers.items()})
+    standing = HostStanding(**{name: torch.tensor([value], dtype=torch.float64) for name, value in numbers.items()})
     config = RewardConfig(gain=2, rent=3, spent=5, rollback=7, most=50)
     assert {name: term(standing, config).item() for name, term in TERMS.items()} == pytest.approx(
         {"gain": 1.0, "rent": -0.9, "spent": -1.0, "rollback": -21.0}
@@ -407,7 +405,7 @@ def test_a_rollback_costs_and_is_not_forgotten(config: RewardConfig) -> None:
 
 def test_a_ruin_by_rent_is_one_whatever_its_size() -> None:
     worth = potential(
-        Standing(*(torch.tensor([0.1, 0.1], dtype=torch.float64) * scale for scale in (1, 0, torch.tensor([5, 500.0]), 0, 0))),
+        HostStanding(*(torch.tensor([0.1, 0.1], dtype=torch.float64) * scale for scale in (1, 0, torch.tensor([5, 500.0]), 0, 0))),
         RewardConfig(most=0.3),
     )
     assert worth.tolist() == pytest.approx([-0.3, -0.3])

@@ -9,18 +9,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from esper.checkpoint import Tree
 from esper.controller import ControllerConfig
 from esper.controller.config import DomainConfig
 from esper.controller.learned import Learned, load_controller
 from esper.controller.network_config import SlotNetworkConfig
-from esper.controller.training import CONTROLLER, resume_controller, train_controller
+from esper.controller.training import CONTROLLER, train_controller
 from esper.fleet.config import FleetConfig
 from esper.growth.config import GrowthConfig, Lifecycle
 from esper.rl.checkpoints import open_store
 from esper.rl.config import NetworkConfig
-from esper.rl.runs import Result
-from esper.run_folder import CHECKPOINTS
+from esper.rl.training import RunResult
+from esper.runs import Tree
+from esper.runs.folder import CHECKPOINTS
 from tests.commands import assert_same_state, events_of
 
 CONFIG = ControllerConfig(
@@ -36,7 +36,7 @@ CONFIG = ControllerConfig(
 )
 
 
-def learner_of(result: Result) -> Tree:
+def learner_of(result: RunResult) -> Tree:
     state: Tree = open_store(result.folder).load("latest").state["ppo"]
     return state
 
@@ -48,7 +48,7 @@ def test_a_training_that_stops_and_goes_on_is_as_if_it_had_never_stopped(tmp_pat
     assert (whole.status, stopped.status, stopped.step) == ("finished", "stopped", 4 * 6)
     assert isinstance(load_controller(stopped.folder / CONTROLLER), Learned), "a stopped one can be used"
 
-    resumed = resume_controller(tmp_path / "stopped")
+    resumed = train_controller(None, tmp_path / "stopped", resume=True)
     assert (resumed.status, resumed.step) == ("finished", whole.step)
     assert events_of(resumed.folder) == events_of(whole.folder)
     assert_same_state(learner_of(resumed), learner_of(whole))
@@ -69,10 +69,10 @@ def test_a_finished_training_is_left_as_it_is_and_its_lost_file_is_written_again
     short = msgspec.structs.replace(CONFIG, rounds=1)
     path = train_controller(short, tmp_path / "run").folder / CONTROLLER
     first, written_at = path.read_bytes(), path.stat().st_mtime_ns
-    assert resume_controller(tmp_path / "run").status == "had finished"
+    assert train_controller(None, tmp_path / "run", resume=True).status == "had finished"
     assert path.stat().st_mtime_ns == written_at
     path.unlink()
-    assert resume_controller(tmp_path / "run").status == "had finished"
+    assert train_controller(None, tmp_path / "run", resume=True).status == "had finished"
     assert path.read_bytes() == first
 
 
@@ -82,7 +82,7 @@ def test_the_controller_is_the_last_policy_whichever_had_the_best_returns(tmp_pa
     first, last = open_store(folder).list()
     (folder / CHECKPOINTS / "best").write_text(first.name)
     (folder / CONTROLLER).unlink()
-    resume_controller(folder)
+    train_controller(None, folder, resume=True)
     first_op, last_op = (open_store(folder).load(path).state["ppo"]["policy"]["actor.op.weight"] for path in (first, last))
     written = load_file(folder / CONTROLLER)["actor.op.weight"]
     assert torch.equal(written, last_op)

@@ -36,7 +36,7 @@ def skip_without_a_browser() -> None:
     """Skips the tests of this machine or environment that cannot be run here, and says what is missing."""
     for package, extra in (("nicegui", "dashboard"), ("selenium", "dev")):
         if importlib.util.find_spec(package) is None:
-            pytest.skip(f"{package} is not installed (pip install 'esper[{extra}]')")
+            pytest.skip(f"{package} is not installed (pip install 'esper-grow[{extra}]')")
     for program, package in (("chromium", "chromium"), ("chromedriver", "chromium-driver")):
         if shutil.which(program) is None:
             pytest.skip(f"there is no {program} (Debian: apt-get install {package})")

@@ -36,7 +36,7 @@ LAST = 39  # frame
 
 @pytest.fixture(scope="module")
 def battle() -> tuple[dict[str, Tensor], ReplayInfo]:
-    return staged_battle(teams=3, size=32, frames=LAST + 1)
+    return staged_battle(team_size=3, size=32, frames=LAST + 1)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def address(tmp_path_factory: pytest.TempPathFactory, battle: tuple[dict[str, Te
     """Of a server that plays the replays of a run; it must end by itself when it is interrupted."""
     skip_without_a_browser()
     run = tmp_path_factory.mktemp("run")
-    for age, (name, (tensors, info)) in enumerate({"newest": battle, "older": staged_battle(teams=2, size=16, frames=8)}.items()):
+    for age, (name, (tensors, info)) in enumerate({"newest": battle, "older": staged_battle(team_size=2, size=16, frames=8)}.items()):
         path = write_replay(run / "replays" / f"{name}.safetensors", tensors, info)
         os.utime(path, (1000 - age, 1000 - age))
     os.utime(shutil.copy(WON, run / "replays" / "won.safetensors"), (950, 950))

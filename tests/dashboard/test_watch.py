@@ -27,7 +27,7 @@ from tests.replays import WON, staged_battle
 
 @pytest.fixture
 def replay(tmp_path: Path) -> Path:
-    return write_replay(tmp_path / "replays" / "one.safetensors", *staged_battle(teams=2, size=16, frames=12))
+    return write_replay(tmp_path / "replays" / "one.safetensors", *staged_battle(team_size=2, size=16, frames=12))
 
 
 def test_a_file_is_played_itself_and_a_run_by_its_replays(replay: Path) -> None:
@@ -46,7 +46,7 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_replay_of_another_version_is_refused_before_anything_is_served(tmp_path: Path) -> None:
-    tensors, info = staged_battle(teams=2, size=16, frames=12)
+    tensors, info = staged_battle(team_size=2, size=16, frames=12)
     raw = {**json.loads(msgspec.json.encode(info)), "format_version": 0, "esper_version": "0.0.1"}
     path = tmp_path / "old.safetensors"
     save_file(tensors, path, metadata={"info": json.dumps(raw)})
@@ -119,9 +119,9 @@ def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     """Of a server that plays the replays of a run: the newest is a link that leads nowhere, and one has a name that is not UTF-8."""
     pytest.importorskip("nicegui")
     run = tmp_path_factory.mktemp("run")
-    path = write_replay(run / "replays" / "one.safetensors", *staged_battle(teams=2, size=16, frames=12))
+    path = write_replay(run / "replays" / "one.safetensors", *staged_battle(team_size=2, size=16, frames=12))
     os.rename(path, os.fsencode(run / "replays") + b"/odd-\xff.safetensors")
-    write_replay(path, *staged_battle(teams=2, size=16, frames=12))
+    write_replay(path, *staged_battle(team_size=2, size=16, frames=12))
     (run / "replays" / "lost.safetensors").symlink_to("nowhere.safetensors")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     with subprocess.Popen([sys.executable, "-c", SERVE, str(run)], stdout=subprocess.PIPE, text=True, env=environment) as server:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from esper.config import ConfigError
 from esper.fleet import Fleet, FleetConfig, HostSetting
 from esper.growth.config import GrowthConfig, Lifecycle
-from esper.growth.decisions import Advance, Decision, Fossilize
 from esper.growth.grower import Grower
-from esper.growth.slotted import add_slots
+from esper.growth.host.slotted import add_slots
+from esper.growth.lifecycle.stages import Advance, Decision, Fossilize
 from esper.tasks import BatchLoader
 from tests.fleet.test_fleet import QUICK, SHADOW, in_every_slot, settings_of
 from tests.fleet.test_fleet_equals_grower import BATCH, Scripted, assert_alike, germinate, make_host, small_task
@@ -60,13 +60,13 @@ def lived(config: FleetConfig, lifecycle: Lifecycle) -> Fleet:
 @pytest.mark.parametrize("lifecycle", [QUICK, SHADOW], ids=["joint", "shadow"])
 def test_hosts_without_a_batch_norm_learn_from_the_parts_what_they_learn_from_the_whole(lifecycle: Lifecycle) -> None:
     whole, in_parts = lived(WHOLE, lifecycle), lived(IN_PARTS, lifecycle)
-    assert any(entry.outcome == "kept" for entry in whole.rows[0].plot.ledger.entries)
+    assert any(entry.outcome == "kept" for entry in whole.rows[0].host_growth.ledger.entries)
     for name, tensor in whole.tensors().items():
         torch.testing.assert_close(in_parts.tensors()[name], tensor, atol=1e-9, rtol=1e-9)
     for own, there in zip(whole.rows, in_parts.rows, strict=True):
-        assert there.plot.chronicle.train_losses == pytest.approx(own.plot.chronicle.train_losses, abs=1e-9)
-        assert there.plot.chronicle.flops == own.plot.chronicle.flops
-        assert [entry.outcome for entry in there.plot.ledger.entries] == [entry.outcome for entry in own.plot.ledger.entries]
+        assert there.host_growth.history.train_losses == pytest.approx(own.host_growth.history.train_losses, abs=1e-9)
+        assert there.host_growth.history.flops == own.host_growth.history.flops
+        assert [entry.outcome for entry in there.host_growth.ledger.entries] == [entry.outcome for entry in own.host_growth.ledger.entries]
     assert in_parts.samples_trained == whole.samples_trained
 
 
@@ -102,16 +102,16 @@ def test_a_row_equals_the_same_host_alone_with_accumulated_gradients() -> None:
             grower.after_step(torch.stack(losses).mean())
         grower.after_epoch(lambda: validation_losses(slotted, task.validation.inputs, task.validation.targets))
 
-    plot = fleet.rows[1].plot
-    assert [entry.outcome for entry in plot.ledger.entries] == [entry.outcome for entry in grower.ledger.entries]
-    assert_alike(plot.chronicle.train_losses, list(grower.chronicle.train_losses))
+    host_growth = fleet.rows[1].host_growth
+    assert [entry.outcome for entry in host_growth.ledger.entries] == [entry.outcome for entry in grower.ledger.entries]
+    assert_alike(host_growth.history.train_losses, list(grower.history.train_losses))
     state = host.state_dict()
     for name, tensor in fleet.host.rows.state_dict_of(1).items():
         torch.testing.assert_close(tensor, state[name], atol=1e-9, rtol=0)
-    for slot, bed in plot.garden.occupied():
-        species, seed = fleet.banks[slot].species[str(bed.life.blueprint)], dict(slotted.slots[slot].seed.named_parameters())
-        flat = fleet.banks[slot].tensors["weights"][1:2, : species.layout.width]
-        for name, weight in species.layout.unflatten(flat).items():
+    for slot, backend in host_growth.lifecycles.occupied():
+        seed_kind, seed = fleet.banks[slot].seed_kind[str(backend.life.blueprint)], dict(slotted.slots[slot].seed.named_parameters())
+        flat = fleet.banks[slot].tensors["weights"][1:2, : seed_kind.layout.width]
+        for name, weight in seed_kind.layout.unflatten(flat).items():
             torch.testing.assert_close(weight[0], seed[name], atol=1e-9, rtol=0)
 
 
@@ -133,7 +133,7 @@ def test_a_probe_takes_every_part_for_a_step() -> None:
         fleet.reset(dict(enumerate(settings_of(2))))
         fleet.decide({1: Decision(probe=True)})
         plan = fleet.plan([0, 1])
-        fleet.stretch(plan).run(fleet.data.batches(1, BATCH, rows=[0, 1]))
+        fleet.segment(plan).run(fleet.data.batches(1, BATCH, rows=[0, 1]))
         sums.append([(trial._sums, trial._steps) for trial in plan.probes[0]._trials])
     assert sums[0]
     for (whole, once), (parts, often) in zip(*sums, strict=True):

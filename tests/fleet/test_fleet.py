@@ -12,16 +12,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from esper.events import Event
 from esper.fleet import Fleet, FleetConfig, FleetError, HostSetting, TaskTensors
-from esper.fleet.measurement import losses_of
-from esper.fleet.reading import Reading
-from esper.growth import GrowthError, blueprints, register_blueprint
+from esper.fleet.device import Reading
+from esper.fleet.measure import losses_of
+from esper.growth import GrowthError, register_blueprint
 from esper.growth.config import GovernorConfig, GrowthConfig, Lifecycle, SeedOptimizer
-from esper.growth.decisions import Action, Advance, Decision, Fossilize, Germinate
 from esper.growth.events import ActionRefused, StageEntered
-from esper.growth.lifecycle import Stage
-from esper.growth.place import Place
+from esper.growth.host.layout import Place
+from esper.growth.lifecycle.stages import Action, Advance, Decision, Fossilize, Germinate, Stage
+from esper.growth.seeds import blueprints
+from esper.runs import Event
 from esper.tasks import ConvHost, Split, Task, load_task, shuffled_order
 from esper.tasks.gpt_host import GPTHost
 from tests.fleet.test_fleet_equals_grower import BATCH, SLOTS, alone, assert_same, germinate, make_host, small_task, together
@@ -76,10 +76,10 @@ def test_a_host_whose_loss_is_not_finite_goes_back_and_no_other_notices() -> Non
         for _ in range(3):
             fleet.advance()
     assert_identical(rows_of(calm, [0, 2]), rows_of(other, [0, 2]))
-    assert [host.plot.judge.rollbacks for host in other.rows] == [0, 3, 0]
+    assert [host.host_growth.governor.rollbacks for host in other.rows] == [0, 3, 0]
     beginning = make_fleet(explodes)
     assert_identical(rows_of(other, [1]), rows_of(beginning, [1]))
-    assert "is nan" in other.rows[1].plot.ledger.rollbacks[0].reason
+    assert "is nan" in other.rows[1].host_growth.ledger.rollbacks[0].reason
 
 
 @pytest.mark.slow
@@ -102,12 +102,12 @@ def test_a_seed_that_explodes_is_rolled_back_as_in_a_host_alone() -> None:
     scripts = [{}, {4: [germinate("blocks.2", "conv3x3")], 7: [germinate("blocks.0", "norm")]}, {}]
     settings = settings_of(3, horizon=9, learning_rate=0.001)
     fleet = together(task, settings, scripts, growth, CONFIG)
-    assert [host.plot.judge.rollbacks > 0 for host in fleet.rows] == [False, True, False]
-    assert fleet.rows[1].plot.ledger.entries[0].outcome == "rolled back"
+    assert [host.host_growth.governor.rollbacks > 0 for host in fleet.rows] == [False, True, False]
+    assert fleet.rows[1].host_growth.ledger.entries[0].outcome == "rolled back"
     for row, (setting, script) in enumerate(zip(settings, scripts, strict=True)):
         grown = alone(task, setting, script, growth, CONFIG)
-        assert grown.rollbacks == fleet.rows[row].plot.judge.rollbacks
-        assert grown.ledger.rollbacks == fleet.rows[row].plot.ledger.rollbacks
+        assert grown.rollbacks == fleet.rows[row].host_growth.governor.rollbacks
+        assert grown.ledger.rollbacks == fleet.rows[row].host_growth.ledger.rollbacks
         assert_same(fleet, row, grown, atol=1e-9)
 
 
@@ -120,15 +120,15 @@ def test_going_back_brings_seeds_weights_moments_and_alphas_of_that_time() -> No
         fleet.advance()
     decide(fleet, 0, Advance("blocks.0", ""))
     fleet.advance()
-    before, garden = rows_of(fleet, [0]), copy.deepcopy(fleet.rows[0].plot.garden.state_dict())
+    before, lifecycles = rows_of(fleet, [0]), copy.deepcopy(fleet.rows[0].host_growth.lifecycles.state_dict())
     fleet.advance()  # a snapshot of a healthy epoch
     host = fleet.rows[0]
-    host.plot.judge.note_rollback()  # so that the one before it is asked for
+    host.host_growth.governor.note_rollback()  # so that the one before it is asked for
     assert host.recovery.go_back(is_repeated=True) == 4
     fleet._wishes.carry_out(fleet._snapshots)
     assert_identical(before, rows_of(fleet, [0]))
-    assert host.plot.garden.state_dict() == garden
-    assert 0 < host.plot.garden.beds["blocks.0"].alpha < 1
+    assert host.host_growth.lifecycles.state_dict() == lifecycles
+    assert 0 < host.host_growth.lifecycles.backends["blocks.0"].alpha < 1
 
 
 # Freezing
@@ -148,7 +148,7 @@ def test_a_host_that_is_over_stays_bit_identical_while_others_train() -> None:
     fleet.advance()
     assert_identical(before, rows_of(fleet, [0]))
     assert position == (fleet.data.orders[0].epoch, fleet.data.orders[0].position)
-    assert len(fleet.rows[0].plot.chronicle.val_losses) == 2
+    assert len(fleet.rows[0].host_growth.history.val_losses) == 2
     while fleet.training():
         fleet.advance()
     assert fleet.advance() == []
@@ -169,7 +169,7 @@ def test_a_reset_host_lives_as_in_a_new_fleet_and_the_others_go_on() -> None:
     for row, other in ((0, new), (1, straight)):
         for name, tensor in fleet.host.tensors.items():
             torch.testing.assert_close(tensor[row], other.host.tensors[name][row], atol=1e-12, rtol=1e-12)
-    assert [bed.life.stage for bed in fleet.rows[0].plot.garden.beds.values()] == [Stage.DORMANT] * 3
+    assert [backend.life.stage for backend in fleet.rows[0].host_growth.lifecycles.backends.values()] == [Stage.DORMANT] * 3
 
 
 @pytest.mark.slow
@@ -270,9 +270,9 @@ def test_a_saved_fleet_goes_on_bit_for_bit_with_seeds_alive(lifecycle: Lifecycle
         go_on(each)
     assert_identical(rows_of(fleet, [0, 1, 2]), rows_of(resumed, [0, 1, 2]))
     for own, other in zip(fleet.rows, resumed.rows, strict=True):
-        assert own.plot.ledger == other.plot.ledger
-        assert own.plot.chronicle.val_losses == other.plot.chronicle.val_losses
-        assert own.plot.chronicle.flops == other.plot.chronicle.flops
+        assert own.host_growth.ledger == other.host_growth.ledger
+        assert own.host_growth.history.val_losses == other.host_growth.history.val_losses
+        assert own.host_growth.history.flops == other.host_growth.history.flops
         assert own.seed_flops == other.seed_flops
     assert fleet.samples_trained == resumed.samples_trained
     assert torch.equal(fleet.losses(fleet.task.test), resumed.losses(fleet.task.test))
@@ -321,8 +321,8 @@ def test_one_step_in_lower_precision_agrees_with_float64(precision: str, toleran
     for slot, bank in fleet.banks.items():
         torch.testing.assert_close(other.banks[slot].tensors["weights"].double(), bank.tensors["weights"], atol=tolerance, rtol=tolerance)
     for own, there in zip(fleet.rows, other.rows, strict=True):
-        assert there.plot.chronicle.train_losses[-1] == pytest.approx(own.plot.chronicle.train_losses[-1], rel=tolerance)
-        assert there.plot.chronicle.val_losses[-1] == pytest.approx(own.plot.chronicle.val_losses[-1], rel=tolerance)
+        assert there.host_growth.history.train_losses[-1] == pytest.approx(own.host_growth.history.train_losses[-1], rel=tolerance)
+        assert there.host_growth.history.val_losses[-1] == pytest.approx(own.host_growth.history.val_losses[-1], rel=tolerance)
 
 
 # Reading
@@ -361,7 +361,7 @@ def test_the_device_is_read_once_in_a_decision(monkeypatch: pytest.MonkeyPatch) 
         patch.setattr(Reading, "read", counted)
         fleet.advance()
     assert reads == [1]
-    assert fleet.rows[0].plot.garden.beds["blocks.0"].life.contribution is not None
+    assert fleet.rows[0].host_growth.lifecycles.backends["blocks.0"].life.contribution is not None
     assert fleet.state(1).slots[0].candidates[0].promise is not None
 
 
@@ -447,7 +447,7 @@ def test_slots_that_do_not_exist_are_refused() -> None:
     fleet = make_fleet(settings_of(1))
     with pytest.raises(FleetError, match=r"no slot named 'blocks\.7'.*blocks\.0, blocks\.1, blocks\.2"):
         decide(fleet, 0, germinate("blocks.0", "norm"), Germinate("blocks.7", "", "norm"))
-    assert not fleet.rows[0].plot.ledger.entries
+    assert not fleet.rows[0].host_growth.ledger.entries
 
 
 def test_hosts_that_do_not_exist_are_refused() -> None:
@@ -465,7 +465,7 @@ def test_blueprints_that_do_not_fit_are_refused() -> None:
         Fleet(small_task(), make_host, hosts=1, growth=GrowthConfig(blueprints=("mlp",)), config=CONFIG)
     fleet = make_fleet(settings_of(1))
     decide(fleet, 0, germinate("blocks.0", "mlp"))
-    assert "'mlp' cannot grow there" in fleet.rows[0].plot.ledger.refused[0].reason
+    assert "'mlp' cannot grow there" in fleet.rows[0].host_growth.ledger.refused[0].reason
 
 
 def test_a_blueprint_with_buffers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -516,7 +516,7 @@ def test_the_life_of_every_host_is_told_with_its_row() -> None:
     fleet.finish(range(3))
     told = [(event.env, event.slot, event.stage) for event in events if isinstance(event, StageEntered)]
     for row, slot in ((1, SLOTS[0]), (2, SLOTS[1])):
-        stages = [step.stage.name for entry in fleet.rows[row].plot.ledger.entries for step in entry.steps]
+        stages = [step.stage.name for entry in fleet.rows[row].host_growth.ledger.entries for step in entry.steps]
         assert [stage for env, where, stage in told if env == row] == [*stages, "EMBARGOED"]  # which is of the slot
         assert {where for env, where, _ in told if env == row} == {slot}
     assert [(event.env, event.slot) for event in events if isinstance(event, ActionRefused)] == [(2, SLOTS[2])]
@@ -526,6 +526,6 @@ def test_the_life_of_every_host_is_told_with_its_row() -> None:
 @pytest.mark.slow
 def test_validation_runs_in_inference_mode() -> None:
     fleet = make_fleet(settings_of(2))
-    losses = losses_of(fleet.ensemble(range(2)), fleet.samples)
+    losses = losses_of(fleet.stacked_model(range(2)), fleet.samples)
     assert losses.is_inference()
     fleet.advance()  # and nothing of it is in the way of training

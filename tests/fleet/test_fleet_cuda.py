@@ -12,7 +12,7 @@ import torch
 
 from esper.fleet import Fleet, FleetConfig, FleetError, HostSetting
 from esper.growth.config import GrowthConfig, Lifecycle
-from esper.growth.decisions import Advance, Decision, Fossilize
+from esper.growth.lifecycle.stages import Advance, Decision, Fossilize
 from esper.tasks import ConvHost
 from tests.conftest import sync_debug_mode
 from tests.fleet.test_fleet import in_every_slot, named_as
@@ -55,8 +55,8 @@ def test_a_fleet_on_a_gpu_equals_the_same_on_a_cpu(lifecycle: Lifecycle) -> None
     for name, tensor in fleets[0].tensors().items():
         torch.testing.assert_close(fleets[1].tensors()[name].cpu(), tensor, atol=1e-8, rtol=1e-8)
     for host, there in zip(fleets[0].rows, fleets[1].rows, strict=True):
-        assert [entry.outcome for entry in host.plot.ledger.entries] == [entry.outcome for entry in there.plot.ledger.entries]
-        assert there.plot.promises == pytest.approx(host.plot.promises, rel=1e-7)
+        assert [entry.outcome for entry in host.host_growth.ledger.entries] == [entry.outcome for entry in there.host_growth.ledger.entries]
+        assert there.host_growth.promises == pytest.approx(host.host_growth.promises, rel=1e-7)
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("float64", 1e-9), ("float32", 1e-5), ("bfloat16", 2e-2)])

@@ -13,11 +13,10 @@ from torch import nn
 import esper
 from esper.fleet.config import FleetConfig, HostSetting
 from esper.fleet.fleet import Fleet
-from esper.growth.blueprints import blueprints_for
 from esper.growth.config import GrowthConfig, Lifecycle, Rent
-from esper.growth.decisions import Action, Advance, Decision, Fossilize, Germinate, Prune, Retarget
-from esper.growth.place import Place
-from esper.growth.state import GrowthState
+from esper.growth.host.layout import Place
+from esper.growth.lifecycle.stages import Action, Advance, Decision, Fossilize, Germinate, GrowthState, Prune, Retarget
+from esper.growth.seeds.blueprints import blueprints_for
 from esper.tasks import BatchLoader, ConvHost, Split, Task, load_task
 
 SLOTS = ("blocks.0", "blocks.1", "blocks.2")
@@ -97,23 +96,23 @@ def together(task: Task, settings: list[HostSetting], scripts: list[Script], gro
 
 
 def assert_same(fleet: Fleet, row: int, grown: esper.Grown, *, atol: float) -> None:
-    plot = fleet.rows[row].plot
-    assert [(entry.slot, entry.blueprint, entry.outcome, [step.stage for step in entry.steps]) for entry in plot.ledger.entries] == [
+    host_growth = fleet.rows[row].host_growth
+    assert [(entry.slot, entry.blueprint, entry.outcome, [step.stage for step in entry.steps]) for entry in host_growth.ledger.entries] == [
         (entry.slot, entry.blueprint, entry.outcome, [step.stage for step in entry.steps]) for entry in grown.ledger.entries
     ]
-    assert plot.ledger.refused == grown.ledger.refused
-    torch.testing.assert_close(plot.chronicle.val_losses, list(grown.val_losses), atol=atol, rtol=0)
-    torch.testing.assert_close(plot.chronicle.train_losses, list(grown.train_losses), atol=1e-6, rtol=0)
-    for entry, other in zip(plot.ledger.entries, grown.ledger.entries, strict=True):
+    assert host_growth.ledger.refused == grown.ledger.refused
+    torch.testing.assert_close(host_growth.history.val_losses, list(grown.val_losses), atol=atol, rtol=0)
+    torch.testing.assert_close(host_growth.history.train_losses, list(grown.train_losses), atol=1e-6, rtol=0)
+    for entry, other in zip(host_growth.ledger.entries, grown.ledger.entries, strict=True):
         if other.gain is not None:
             torch.testing.assert_close(entry.gain, other.gain, atol=atol, rtol=0)
     state = grown.model.state_dict()
     for name, tensor in fleet.host.rows.state_dict_of(row).items():
         torch.testing.assert_close(tensor, state[name], atol=atol, rtol=0)
-    for slot, bed in plot.garden.occupied():
-        species = fleet.banks[slot].species[str(bed.life.blueprint)]
-        flat = fleet.banks[slot].tensors["weights"][row : row + 1, : species.layout.width]
-        for name, weight in species.layout.unflatten(flat).items():
+    for slot, backend in host_growth.lifecycles.occupied():
+        seed_kind = fleet.banks[slot].seed_kind[str(backend.life.blueprint)]
+        flat = fleet.banks[slot].tensors["weights"][row : row + 1, : seed_kind.layout.width]
+        for name, weight in seed_kind.layout.unflatten(flat).items():
             (grown_weight,) = (state[key] for key in state if key.startswith(f"{slot}.") and key.endswith(f".esper_seed.{name}"))
             torch.testing.assert_close(weight[0], grown_weight, atol=atol, rtol=0)
 
@@ -132,7 +131,7 @@ def test_a_row_stops_at_a_plateau_as_the_same_host_alone_does() -> None:
     scripts: list[Script] = [{}, {1: [germinate("blocks.0", "norm")], 3: [Prune("blocks.0", "")]}, {}]
     fleet = together(task, settings, scripts, growth, config)
     grown = [alone(task, setting, script, growth, config) for setting, script in zip(settings, scripts, strict=True)]
-    assert [host.plot.epoch for host in fleet.rows] == [one.epochs for one in grown]
+    assert [host.host_growth.epoch for host in fleet.rows] == [one.epochs for one in grown]
     assert [one.status for one in grown] == ["stopped early", "stopped early", "finished"], [one.epochs for one in grown]
     assert grown[0].epochs < grown[1].epochs < 7
     for row, one in enumerate(grown):
@@ -195,7 +194,7 @@ def test_a_row_equals_the_same_host_alone_through_lives_in_the_shadow() -> None:
     ]
     settings = [HostSetting(seed=row, growth_seed=10 + row, horizon=9, learning_rate=0.01) for row in range(len(scripts))]
     fleet = together(task, settings, scripts, growth, config)
-    assert any(entry.outcome == "kept" for host in fleet.rows for entry in host.plot.ledger.entries)
+    assert any(entry.outcome == "kept" for host in fleet.rows for entry in host.host_growth.ledger.entries)
     for row, (setting, script) in enumerate(zip(settings, scripts, strict=True)):
         assert_same(fleet, row, alone(task, setting, script, growth, config), atol=1e-9)
 

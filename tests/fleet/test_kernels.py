@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from esper.fleet.lowering import lower
-from esper.fleet.rows import ModuleRows
+from esper.fleet.stacked.lowering import lower
+from esper.fleet.stacked.rows import ModuleRows
 from esper.tasks.conv_host import ConvBlock, ConvHost
 from tests.fleet.test_lowering import assert_rows_equal_hosts, different, inputs_for
 
 pytest.importorskip("triton")
 
-from esper.fleet import host_rows, norm_pool, tiled
+from esper.fleet.kernels import convolution as tiled, host_rows, norm_pool
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = 2e-5

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from esper.fleet.lowering import At, lower
-from esper.fleet.rows import ModuleRows
-from esper.fleet.scope import Convolution, Scope, lowering_of, lowers
-from esper.growth.blueprints import KINDS, blueprints_for, build_branch
-from esper.growth.place import Place
+from esper.fleet.stacked.layers import Convolution, Scope, lowering_of, lowers
+from esper.fleet.stacked.lowering import At, lower
+from esper.fleet.stacked.rows import ModuleRows
+from esper.growth.host.layout import Place
+from esper.growth.seeds.blueprints import KINDS, blueprints_for, build_branch
 from esper.tasks.conv_host import ConvHost
 from esper.tasks.gpt_host import GPTHost
 

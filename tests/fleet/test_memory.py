@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from esper.fleet import Fleet, FleetConfig, FleetError, HostSetting, Memory
-from esper.fleet import memory as fleet_memory
+from esper.fleet import Fleet, FleetConfig, FleetError, HostSetting, Memory, memory as fleet_memory
 from esper.fleet.data import FleetData
 from esper.fleet.memory import check_fits, explained, free_bytes, in_words, rooms_of_groups
 from esper.growth.config import GovernorConfig, GrowthConfig, Lifecycle
-from esper.growth.decisions import Decision, Germinate
+from esper.growth.lifecycle.stages import Decision, Germinate
 from tests.fleet.test_fleet_equals_grower import BATCH, SLOTS, make_host, small_task
 
 CPU = torch.device("cpu")
@@ -114,7 +113,7 @@ def test_a_fleet_that_does_not_fit_says_how_many_would_and_allocates_nothing(mon
     def too_late(*arguments: object, **named: object) -> None:
         raise AssertionError("allocated before it was checked")
 
-    monkeypatch.setattr("esper.fleet.fleet.HostBank", too_late)
+    monkeypatch.setattr("esper.fleet.fleet.HostStorage", too_late)
     with pytest.raises(FleetError, match=r"9 hosts do not fit: one takes about .* 7 would fit. Take fewer hosts, a smaller batch_size"):
         make_fleet(9)
 

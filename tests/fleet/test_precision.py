@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from esper.fleet import Fleet, FleetConfig, loss_scale
-from esper.fleet.loss_scale import LossScales
+from esper.fleet import Fleet, FleetConfig, optimizers as loss_scale
+from esper.fleet.optimizers import LossScales
 from esper.growth.config import GrowthConfig, Lifecycle
-from esper.growth.decisions import Decision
+from esper.growth.lifecycle.stages import Decision
 from tests.fleet.test_fleet import (
     QUICK,
     SHADOW,
@@ -79,8 +79,8 @@ def test_one_step_in_float16_agrees_with_float64(lifecycle: Lifecycle) -> None:
     for slot, bank in fleet.banks.items():
         torch.testing.assert_close(other.banks[slot].tensors["weights"].double(), bank.tensors["weights"], atol=1e-2, rtol=1e-2)
     for own, there in zip(fleet.rows, other.rows, strict=True):
-        assert there.plot.chronicle.train_losses[-1] == pytest.approx(own.plot.chronicle.train_losses[-1], rel=1e-2)
-        assert there.plot.chronicle.val_losses[-1] == pytest.approx(own.plot.chronicle.val_losses[-1], rel=1e-2)
+        assert there.host_growth.history.train_losses[-1] == pytest.approx(own.host_growth.history.train_losses[-1], rel=1e-2)
+        assert there.host_growth.history.val_losses[-1] == pytest.approx(own.host_growth.history.val_losses[-1], rel=1e-2)
 
 
 @pytest.mark.slow
@@ -97,7 +97,7 @@ def test_a_host_whose_gradients_overflow_skips_its_step_with_its_seeds_and_no_ot
     assert scales_of(other) == [START, START / 2, START]
     assert other.tensors()["host good steps"].tolist() == [1, 0, 1]
     assert other.skipped_steps.tolist() == [0, 1, 0]
-    assert other.rows[1].plot.judge.rollbacks == 0
+    assert other.rows[1].host_growth.governor.rollbacks == 0
 
 
 @pytest.mark.slow
@@ -144,10 +144,10 @@ def test_seeds_in_the_shadow_of_a_host_that_skips_its_step_skip_it_too() -> None
     before = learned(fleet, [1])
     fleet.advance()
     assert scales_of(fleet) == [START, 2 * START]
-    gradients = fleet.rows[1].plot.garden.beds["blocks.2"].life.gradients
+    gradients = fleet.rows[1].host_growth.lifecycles.backends["blocks.2"].life.gradients
     assert gradients is not None
     assert gradients.skipped == 1
-    calm = fleet.rows[0].plot.garden.beds["blocks.2"].life.gradients
+    calm = fleet.rows[0].host_growth.lifecycles.backends["blocks.2"].life.gradients
     assert calm is not None
     assert calm.skipped == 0
     assert_identical(learned(fleet, [1]), before)
@@ -164,7 +164,9 @@ def test_no_host_notices_the_scale_of_another(lifecycle: Lifecycle) -> None:
         in_every_slot(fleet, 2)
         fleet.advance()
     assert_identical(rows_of(fleets[0], [1, 2]), rows_of(fleets[1], [1, 2]))
-    norms = [[bed.life.gradients for host in fleet.rows[1:] for bed in host.plot.garden.beds.values()] for fleet in fleets]
+    norms = [
+        [backend.life.gradients for host in fleet.rows[1:] for backend in host.host_growth.lifecycles.backends.values()] for fleet in fleets
+    ]
     assert norms[0] == norms[1]
     assert all(gradients is not None and gradients.mean_norm > 0 for gradients in norms[0])
 
@@ -213,7 +215,7 @@ def test_a_probe_sees_gradients_without_their_scale() -> None:
         fleet = make_fleet(settings_of(2), GrowthConfig(probe_steps=2), msgspec.structs.replace(config, steps_per_decision=2))
         fleet.decide({1: Decision(probe=True)})
         fleet.advance()
-        promises.append(fleet.rows[1].plot.promises)
+        promises.append(fleet.rows[1].host_growth.promises)
     assert promises[0]
     assert promises[1] == pytest.approx(promises[0], rel=0.2)
 
@@ -226,7 +228,7 @@ def test_scales_go_back_with_their_host_and_begin_anew_with_it() -> None:
     with torch.no_grad():
         fleet.tensors()["host weights"][1] = float("inf")
     fleet.advance()
-    assert fleet.rows[1].plot.judge.rollbacks == 1
+    assert fleet.rows[1].host_growth.governor.rollbacks == 1
     assert_identical(rows_of(fleet, [1]), before)
     fleet.tensors()["host scale"].fill_(2.0)
     fleet.reset({1: settings_of(2)[1]})

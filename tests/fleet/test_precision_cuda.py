@@ -8,7 +8,7 @@ import torch
 
 from esper.fleet import Fleet, FleetConfig, HostSetting
 from esper.growth.config import GrowthConfig, Lifecycle
-from esper.growth.decisions import Decision
+from esper.growth.lifecycle.stages import Decision
 from esper.tasks import ConvHost
 from tests.fleet.test_fleet import QUICK, SHADOW, in_every_slot, settings_of
 from tests.fleet.test_fleet_cuda import assert_waits_once

@@ -12,15 +12,13 @@ import torch
 from torch import nn
 
 import esper
-from esper.fleet import probe
+from esper.fleet import measure as probe
 from esper.fleet.config import FleetConfig, HostSetting
 from esper.fleet.fleet import Fleet
-from esper.growth import promise
 from esper.growth.config import GovernorConfig, GrowthConfig, HeuristicConfig, Lifecycle, Rent, SeedOptimizer
-from esper.growth.decisions import Decision, Germinate
-from esper.growth.heuristic import Heuristic
-from esper.growth.lifecycle import Stage
-from esper.growth.state import GrowthState
+from esper.growth.controllers.heuristic import Heuristic
+from esper.growth.lifecycle.stages import Decision, Germinate, GrowthState, Stage
+from esper.growth.measure import probe as promise
 from esper.tasks import BatchLoader, Task
 from tests.fleet.test_fleet_equals_grower import BATCH, SLOTS, assert_same, make_host, small_task
 
@@ -123,7 +121,7 @@ def test_promises_equal_those_of_the_same_hosts_alone(
         assert len(seen[2]) == candidates
         for epoch in (1, 2):
             assert controllers[row].seen[epoch] == pytest.approx(seen[epoch], rel=1e-7)  # a grower's losses are in float32
-        assert fleet.rows[row].plot.chronicle.flops == pytest.approx(grown.gflops * 1e9, rel=1e-12)
+        assert fleet.rows[row].host_growth.history.flops == pytest.approx(grown.gflops * 1e9, rel=1e-12)
 
 
 # Hosts in which a seed is too dear, for each way to raise it.
@@ -171,10 +169,10 @@ def test_hosts_that_the_heuristic_decides_about_equal_the_same_hosts_alone(raise
                 assert controllers[row].seen[epoch][key] == pytest.approx(value, rel=1e-7)  # a grower's losses are in float32
         assert any(seen.values())
         assert_same(fleet, row, grown, atol=1e-9)
-    grew = [[(entry.slot, entry.blueprint, entry.born) for entry in host.plot.ledger.entries] for host in fleet.rows]
+    grew = [[(entry.slot, entry.blueprint, entry.born) for entry in host.host_growth.ledger.entries] for host in fleet.rows]
     assert all(grew), grew
     assert len({tuple(some) for some in grew}) == len(grew)
-    assert {entry.outcome for host in fleet.rows for entry in host.plot.ledger.entries} == {"kept", "pruned"}
+    assert {entry.outcome for host in fleet.rows for entry in host.host_growth.ledger.entries} == {"kept", "pruned"}
 
 
 GROWTH = GrowthConfig(probe_steps=3)
@@ -266,7 +264,7 @@ def test_what_a_probe_costs_is_counted() -> None:
     advance_asking(probed, [0])
     state = plain.state(0)
     each = sum(candidate.cost.flops for slot in state.slots for candidate in slot.candidates)
-    extra = probed.rows[0].plot.chronicle.flops - plain.rows[0].plot.chronicle.flops
+    extra = probed.rows[0].host_growth.history.flops - plain.rows[0].host_growth.history.flops
     assert extra == GROWTH.probe_steps * BATCH * 2 * each
 
 
@@ -280,7 +278,7 @@ def test_a_probe_of_a_long_epoch_takes_at_most_the_flops_of_a_training_step_in_e
     for step in range(40):
         asking = [probe for probe in plan.probes if step in probe.window]
         assert len(asking) <= 1
-        assert sum(probe.flops[0] for probe in asking) <= 3 * fleet.survey.host.flops
+        assert sum(probe.flops[0] for probe in asking) <= 3 * fleet.discovery.host.flops
     assert {probe.window.stop for probe in plan.probes} >= {40}
     assert {len(probe.window) for probe in plan.probes} == {3}
 
@@ -292,5 +290,5 @@ def test_one_host_that_overflows_does_not_spoil_the_promises_of_another() -> Non
     for each in (fleet, other):
         advance_asking(each, [0, 1])
     assert promises_in(fleet.state(0)) == promises_in(other.state(0))
-    assert fleet.rows[1].plot.judge.rollbacks == 1
+    assert fleet.rows[1].host_growth.governor.rollbacks == 1
     assert fleet.state(1).slots[0].stage is Stage.DORMANT

@@ -17,11 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from esper.fleet import Fleet, FleetConfig, FleetError
-from esper.fleet.lowering import lower
-from esper.fleet.recompute import blocks_of, recomputed
-from esper.fleet.rows import ModuleRows
+from esper.fleet.stacked.lowering import blocks_of, lower, recomputed
+from esper.fleet.stacked.rows import ModuleRows
 from esper.growth.config import GrowthConfig, Lifecycle
-from esper.growth.decisions import Advance, Decision, Fossilize
+from esper.growth.lifecycle.stages import Advance, Decision, Fossilize
 from esper.tasks import ConvHost, Task
 from esper.tasks.gpt_host import GPTHost
 from tests.fleet.test_fleet import QUICK, SHADOW, assert_identical, in_every_slot, make_fleet, rows_of, settings_of, text_task
@@ -83,7 +82,7 @@ def lived(kind: str, lifecycle: Lifecycle, config: FleetConfig) -> Fleet:
         torch.default_generator.manual_seed(1)  # of dropout
         fleet.decide({0: Decision(tuple(germinate(*pair) for pair in zip(slots, blueprints, strict=True))), 2: Decision(probe=True)})
         fleet.advance()
-        assert fleet.rows[2].plot.promises
+        assert fleet.rows[2].host_growth.promises
         fleet.decide({2: Decision((germinate(slots[1], blueprints[1]),))})
         fleet.advance()
         fleet.decide({0: Decision((Advance(slots[0], ""),))})
@@ -104,8 +103,8 @@ def test_a_fleet_that_recomputes_equals_one_that_keeps(kind: str, lifecycle: Lif
     for name, tensor in keeps.tensors().items():
         torch.testing.assert_close(recomputes.tensors()[name], tensor, atol=1e-12, rtol=0)
     for own, there in zip(keeps.rows, recomputes.rows, strict=True):
-        assert there.plot.chronicle.val_losses == pytest.approx(own.plot.chronicle.val_losses, abs=1e-12)
-        assert there.plot.promises == pytest.approx(own.plot.promises, rel=1e-9)
+        assert there.host_growth.history.val_losses == pytest.approx(own.host_growth.history.val_losses, abs=1e-12)
+        assert there.host_growth.promises == pytest.approx(own.host_growth.promises, rel=1e-9)
 
 
 @pytest.mark.slow
@@ -192,7 +191,7 @@ def test_a_host_that_recomputes_takes_less_memory_and_says_so() -> None:
     peaks, said = [], []
     for config in (KEEPS, RECOMPUTES):
         fleet = deep_fleet(config)
-        run, batches = fleet.stretch(fleet.plan([0, 1, 2, 3])), fleet.data.batches(1, BATCH, rows=[0, 1, 2, 3])
+        run, batches = fleet.segment(fleet.plan([0, 1, 2, 3])), fleet.data.batches(1, BATCH, rows=[0, 1, 2, 3])
         with _Live() as live:
             run.run(batches)
         peaks.append(live.peak / 4)

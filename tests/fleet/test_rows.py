@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from esper.fleet.rows import Layout, ModuleRows, Rows
+from esper.fleet.stacked.rows import Layout, ModuleRows, Rows
 from esper.tasks.conv_host import ConvHost
 from esper.tasks.gpt_host import GPTHost
 

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 
-from esper.events import Event
 from esper.growth import Grower, GrowthConfig, Slotted, add_slots
 from esper.growth.config import Lifecycle
-from esper.growth.decisions import Action, Decision
-from esper.growth.state import GrowthState
+from esper.growth.lifecycle.stages import Action, Decision, GrowthState
+from esper.runs import Event
 from esper.statistics import Interval
 
 Batch = tuple[Tensor, Tensor]

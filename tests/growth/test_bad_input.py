@@ -17,8 +17,8 @@ from torch.utils.data import TensorDataset
 from esper.config import ConfigError
 from esper.growth import GrowthConfig, GrowthError, Planned, Slotted, add_slots, grow
 from esper.growth.config import Budget, Lifecycle
-from esper.growth.governor import Diverged
-from esper.run_folder import EVENTS, RunError
+from esper.growth.lifecycle.governor import Diverged
+from esper.runs.folder import EVENTS, RunError
 from tests.growth.small import SLOTS, Batch, Data, assert_same, config, make_data, make_host, make_loop
 
 NAMED = {"slots": SLOTS}

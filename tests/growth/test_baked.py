@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 import esper
 from esper.growth import GrowthError, add_slots, register_blueprint
-from esper.growth import blueprints as registry
-from esper.growth.place import Place
-from esper.growth.slotted import Slotted
+from esper.growth.host.layout import Place
+from esper.growth.host.slotted import Slotted
+from esper.growth.seeds import blueprints as registry
 from tests.growth.hosts import FAMILIES, GPT, Family, ResNet
 from tests.growth.test_models import disturb, germinate, grow, hooks_of, is_same, run
 

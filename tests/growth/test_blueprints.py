@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from esper.growth import blueprints
-from esper.growth.blueprints import (
+from esper.growth.host.layout import Place
+from esper.growth.seeds import blueprints
+from esper.growth.seeds.blueprints import (
     Blueprint,
     blueprints_for,
     build_branch,
@@ -20,7 +21,6 @@ from esper.growth.blueprints import (
     is_built_in,
     register_blueprint,
 )
-from esper.growth.place import Place
 
 PLACES = [
     *(Place("planes", "conv", (channels, size, size)) for channels in (1, 2, 3, 4, 8, 16, 32, 48, 64) for size in (1, 2, 5, 8)),

@@ -18,8 +18,8 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from esper.growth import GrowthConfig, GrowthError, Planned, load, save
-from esper.growth.decisions import Germinate
 from esper.growth.events import StageEntered
+from esper.growth.lifecycle.stages import Germinate
 from tests.growth.small import QUICK, QUICK_SHADOW, SLOTS, Script, assert_same, config, host_state, make_data, make_host
 
 EPOCHS = 4
@@ -90,7 +90,7 @@ def loader(*, shuffle: bool) -> DataLoader:
 
 
 def make_growth(controller: Any = "never", settings: GrowthConfig | None = None, **options: Any) -> Any:
-    callbacks = importlib.import_module("esper.growth.lightning")
+    callbacks = importlib.import_module("esper.growth.integrations.lightning")
     settings = settings or config(QUICK, slots=("net.first", "net.second"))
     return callbacks.GrowthCallback(make_data(1, size=2)[0][0], step_loss, controller=controller, config=settings, **options)
 
@@ -148,9 +148,9 @@ def test_in_lightning_a_seed_in_the_shadow_leaves_the_host_bit_identical(pl: Mod
     fit(pl, plain, [], tmp_path)
     growth = make_growth(Script({0: [Germinate("net.first", "test", "mlp")]}), config(QUICK_SHADOW, slots=("net.first",)))
     fit(pl, module, [growth], tmp_path)
-    bed = growth.grower.garden.beds["net.first"]
-    assert bed.life.stage.name == "TRAINING"
-    assert bed.life.gradients.mean_norm > 0
+    backend = growth.grower.lifecycles.backends["net.first"]
+    assert backend.life.stage.name == "TRAINING"
+    assert backend.life.gradients.mean_norm > 0
     assert module.losses == plain.losses
     assert_same(host_state(module), dict(plain.state_dict()))
 
@@ -161,7 +161,7 @@ def test_in_lightning_a_seed_learns_under_a_loss_scale(pl: ModuleType, tmp_path:
     plugin = importlib.import_module(f"{pl.__name__}.plugins").MixedPrecision("16-mixed", "cpu", scaler)
     fit(pl, module, [growth], tmp_path, plugins=[plugin])
     assert growth.grower.scaler is scaler
-    assert growth.grower.garden.beds["net.first"].life.stage.name == "FOSSILIZED"
+    assert growth.grower.lifecycles.backends["net.first"].life.stage.name == "FOSSILIZED"
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}], ids=["plain", "accumulating"])
@@ -176,12 +176,12 @@ def test_in_lightning_never_growing_changes_no_bit(pl: ModuleType, options: dict
     assert growth.grower.epoch == EPOCHS
     means = torch.tensor(plain.losses).reshape(EPOCHS, -1)
     if not options:
-        assert growth.grower.chronicle.train_losses == pytest.approx(means.mean(dim=1).tolist())
-        assert growth.grower.chronicle.length == 5
+        assert growth.grower.history.train_losses == pytest.approx(means.mean(dim=1).tolist())
+        assert growth.grower.history.length == 5
     else:
         weights = torch.tensor([1, 1, 1, 1, 2]) / 6  # the last step has one batch of its own
-        assert growth.grower.chronicle.train_losses == pytest.approx((means * weights).sum(dim=1).tolist())
-        assert growth.grower.chronicle.length == 3
+        assert growth.grower.history.train_losses == pytest.approx((means * weights).sum(dim=1).tolist())
+        assert growth.grower.history.length == 3
 
 
 MOMENTS = {
@@ -201,13 +201,13 @@ def test_a_lightning_run_resumed_from_a_checkpoint_equals_an_uninterrupted_one(p
         return module, growth
 
     _, whole = run(tmp_path / "whole")
-    assert whole.grower.garden.beds["net.first"].life.stage.name == "FOSSILIZED"
+    assert whole.grower.lifecycles.backends["net.first"].life.stage.name == "FOSSILIZED"
     checkpoints = sorted((tmp_path / "whole").glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
     assert len(checkpoints) == EPOCHS
     for checkpoint in checkpoints[:-1]:  # the last one is over for Lightning
         _, resumed = run(tmp_path / "again", ckpt_path=checkpoint)
         assert resumed.grower.ledger == whole.grower.ledger, checkpoint
-        assert resumed.grower.chronicle.val_losses == whole.grower.chronicle.val_losses
+        assert resumed.grower.history.val_losses == whole.grower.history.val_losses
         assert_same(dict(copy.deepcopy(resumed).bake().state_dict()), dict(copy.deepcopy(whole).bake().state_dict()))
 
 
@@ -217,7 +217,7 @@ def test_a_lightning_checkpoint_is_tested_with_the_seeds_it_was_saved_with(pl: M
     trainer = fit(pl, module, [growth, keeping], tmp_path, enable_checkpointing=True)
     for epoch in (0, 1, 3):  # before there was a seed, and with one in two states of learning
         tested = trainer.test(module, loader(shuffle=False), ckpt_path=tmp_path / f"epoch={epoch}.ckpt", verbose=False)
-        assert tested[0]["test_loss"] == pytest.approx(growth.grower.chronicle.val_losses[epoch], rel=1e-6)
+        assert tested[0]["test_loss"] == pytest.approx(growth.grower.history.val_losses[epoch], rel=1e-6)
 
 
 def test_the_weights_in_a_lightning_checkpoint_hold_the_seeds(pl: ModuleType, tmp_path: Path) -> None:
@@ -266,7 +266,9 @@ def test_what_lightning_cannot_grow_is_refused_and_left_as_it_was(pl: ModuleType
 # Hugging Face transformers
 
 
-@pytest.fixture(params=[pytest.param("esper.growth.huggingface", marks=pytest.mark.extra("transformers", "accelerate"), id="transformers")])
+@pytest.fixture(
+    params=[pytest.param("esper.growth.integrations.huggingface", marks=pytest.mark.extra("transformers", "accelerate"), id="transformers")]
+)
 def huggingface(request: pytest.FixtureRequest) -> ModuleType:
     return importlib.import_module(request.param)
 
@@ -366,8 +368,8 @@ def test_in_transformers_never_growing_changes_no_bit(huggingface: ModuleType, a
     assert_same(trainer.optimizer.state_dict(), expected.optimizer.state_dict())
     logged = {key: [entry[key] for entry in trainer.state.log_history if key in entry] for key in ("loss", "eval_loss")}
     assert logged == {key: [entry[key] for entry in expected.state.log_history if key in entry] for key in ("loss", "eval_loss")}
-    assert growth.grower.chronicle.train_losses == pytest.approx(logged["loss"], rel=1e-3)
-    assert growth.grower.chronicle.val_losses == pytest.approx(logged["eval_loss"], rel=1e-3)
+    assert growth.grower.history.train_losses == pytest.approx(logged["loss"], rel=1e-3)
+    assert growth.grower.history.val_losses == pytest.approx(logged["eval_loss"], rel=1e-3)
 
 
 def test_in_transformers_a_seed_in_the_shadow_leaves_the_host_bit_identical(huggingface: ModuleType, tmp_path: Path) -> None:
@@ -376,9 +378,9 @@ def test_in_transformers_a_seed_in_the_shadow_leaves_the_host_bit_identical(hugg
     callbacks = [make_callback(huggingface), make_callback(huggingface, script, QUICK_SHADOW)]
     for model, growth in zip(models, callbacks, strict=True):
         make_trainer(huggingface, growth, tmp_path, model).train()
-    bed = callbacks[1].grower.garden.beds[PLACE]
-    assert bed.life.stage.name == "TRAINING"
-    assert bed.life.gradients.mean_norm > 0
+    backend = callbacks[1].grower.lifecycles.backends[PLACE]
+    assert backend.life.stage.name == "TRAINING"
+    assert backend.life.gradients.mean_norm > 0
     assert_same(*map(host_state, models))
 
 
@@ -399,7 +401,7 @@ def test_a_transformers_run_resumed_from_a_checkpoint_equals_an_uninterrupted_on
         torch.manual_seed(99)
         make_trainer(huggingface, resumed, tmp_path / "again").train(resume_from_checkpoint=str(tmp_path / "run" / f"checkpoint-{step}"))
         assert resumed.grower.ledger == whole.grower.ledger, step
-        assert resumed.grower.chronicle.val_losses == whole.grower.chronicle.val_losses
+        assert resumed.grower.history.val_losses == whole.grower.history.val_losses
         assert_same(dict(resumed.bake().state_dict()), dict(baked.state_dict()))
 
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
 from esper.growth import Grower, add_slots
-from esper.growth.baked import load
-from esper.growth.decisions import Germinate
-from esper.growth.slotted import Slotted
+from esper.growth.host.saving import load
+from esper.growth.host.slotted import Slotted
+from esper.growth.lifecycle.stages import Germinate
 from tests.growth.hosts import FAMILIES
 from tests.growth.small import Script, config, sgd
 from tests.growth.test_models import disturb, germinate, grow, hooks_of
@@ -331,7 +331,7 @@ def test_seeds_follow_a_compiled_step_of_the_optimiser_and_compile_nothing_in_it
         optimizer.zero_grad()
         grower.after_step(loss)
         counts.append(counter.frame_count)
-    assert grower.garden.beds[name].learner.report().steps == 4
+    assert grower.lifecycles.backends[name].learner.report().steps == 4
     assert counts[1] == counts[-1]  # momentum appears in the first step
 
 

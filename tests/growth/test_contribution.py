@@ -14,17 +14,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from esper.growth import GrowthError, add_slots, promise
-from esper.growth.blueprints import blueprints_for, cost_of
+from esper.growth import GrowthError, add_slots
 from esper.growth.config import Budget, GrowthConfig, SeedOptimizer
-from esper.growth.contribution import Losses, Measurement, confidence_of_look, gain_of, losses_of
-from esper.growth.decisions import Advance, Germinate
-from esper.growth.heuristic import judge
-from esper.growth.place import Place
-from esper.growth.promise import Probe, portions
-from esper.growth.seed import Seed
-from esper.growth.seed_learner import SeedLearner
-from esper.growth.state import Contribution, Cost
+from esper.growth.controllers.heuristic import judge
+from esper.growth.host.layout import Place
+from esper.growth.lifecycle.stages import Advance, Contribution, Cost, Germinate
+from esper.growth.measure import probe as promise
+from esper.growth.measure.contribution import Losses, Measurement, confidence_of_look, gain_of, losses_of
+from esper.growth.measure.probe import Probe, portions
+from esper.growth.seeds.blueprints import blueprints_for, cost_of
+from esper.growth.seeds.optimizer import SeedLearner
+from esper.growth.seeds.seed import Seed
 from esper.statistics import Interval, student_interval, weighted_interval
 from tests.growth.small import (
     QUICK,
@@ -412,7 +412,7 @@ def test_a_probe_leaves_the_host_bit_identical_and_finds_promises_for_free_slots
     assert_same(snapshot(probed.host, probed.optimizer), snapshot(plain.host, plain.optimizer))
     events = [event for event in probed.events if event.kind == "probed"]
     assert [event.epoch for event in events] == [1, 2]
-    names = {name: {option.name for option in options} for name, options in probed.grower.garden.options.items()}
+    names = {name: {option.name for option in options} for name, options in probed.grower.lifecycles.options.items()}
     for event in events:
         assert {slot: set(found) for slot, found in event.promises.items()} == names
         assert all(0 <= promise < math.inf for found in event.promises.values() for promise in found.values())
@@ -607,7 +607,7 @@ def test_an_epoch_at_the_promised_speed_never_takes_more_than_the_loss_and_the_o
         event = next(event for event in loop.events if event.kind == "probed")
         found.append({(slot, name): promise for slot, some in event.promises.items() for name, promise in some.items()})
     slow, fast = found
-    loss, steps = loop.grower.chronicle.train_losses[-1], len(loop.data)
+    loss, steps = loop.grower.history.train_losses[-1], len(loop.data)
     assert max(slow.values()) * 20.0 / 1e-5 * steps > 2 * loss
     assert all(promise * steps <= loss for promise in fast.values())
     assert sorted(slow, key=slow.__getitem__) == sorted(fast, key=fast.__getitem__)
@@ -651,7 +651,7 @@ def test_the_probe_never_holds_more_weights_than_the_host_has(monkeypatch: pytes
     loop = make_loop(Script(probes=[1]), config(probe_steps=3), dtype=torch.float64)
     loop.data = make_data(24, dtype=torch.float64)
     loop.epoch()
-    host = loop.slotted.survey.host.parameters
+    host = loop.slotted.discovery.host.parameters
     most = 0
     for number, (x, y) in enumerate(loop.data):
         loop.step(x, y)
@@ -771,9 +771,9 @@ def test_what_the_budget_refuses_is_never_built(monkeypatch: pytest.MonkeyPatch)
     loop.epoch()
     fitting = {
         (name, option.name)
-        for name, options in loop.grower.garden.options.items()
+        for name, options in loop.grower.lifecycles.options.items()
         for option in options
-        if loop.grower.garden.price(name, option.name).parameters <= loop.slotted.survey.host.parameters
+        if loop.grower.lifecycles.price(name, option.name).parameters <= loop.slotted.discovery.host.parameters
     }
     assert set(built.names) == fitting
     assert ("first", "mlp") not in fitting

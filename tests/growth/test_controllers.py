@@ -13,10 +13,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from esper.growth import GrowthConfig, GrowthError, grow
 from esper.growth.config import BaselineConfig, Budget, Lifecycle
-from esper.growth.controllers import CONTROLLERS, Never, Planned, Random, Schedule, as_controller, make_controller
-from esper.growth.decisions import Decision, Germinate
-from esper.growth.result import Grown
-from esper.growth.state import GrowthState
+from esper.growth.controllers.baselines import CONTROLLERS, Never, Planned, Random, Schedule, as_controller, make_controller
+from esper.growth.lifecycle.stages import Decision, Germinate, GrowthState
+from esper.growth.run import Grown
 
 
 def learn(controller: object, *, epochs: int = 12, **options: Any) -> Grown:

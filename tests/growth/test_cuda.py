@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from esper.growth import Grower, Planned, add_slots, grow
-from esper.growth.decisions import Advance, Fossilize, Germinate, Prune
+from esper.growth.lifecycle.stages import Advance, Fossilize, Germinate, Prune
 from tests.conftest import sync_debug_mode
 from tests.growth.small import (
     QUICK,
@@ -87,10 +87,10 @@ def test_half_precision_with_a_loss_scale_grows(lifecycle: Lifecycle) -> None:
     assert scaler.get_scale() < 2.0**40
     first = next(event for event in loop.events if event.kind == "epoch_ended")
     assert all(slot.health is not None and slot.health < 1 for slot in first.slots)
-    for bed in loop.grower.garden.beds.values():
-        assert bed.life.gradients.skipped <= 2
-        assert bed.life.gradients.health > 0.4
-        assert all(torch.isfinite(parameter).all() for parameter in bed.slot.seed.parameters())
+    for backend in loop.grower.lifecycles.backends.values():
+        assert backend.life.gradients.skipped <= 2
+        assert backend.life.gradients.health > 0.4
+        assert all(torch.isfinite(parameter).all() for parameter in backend.slot.seed.parameters())
 
 
 @pytest.mark.parametrize("is_fused", [False, True])
@@ -117,9 +117,9 @@ def test_a_step_with_a_loss_scale_never_waits_for_the_gpu(is_fused: bool) -> Non
             scaler.update()
             optimizer.zero_grad()
             grower.after_step(loss)
-    bed = grower.garden.beds["first"]
-    assert all(torch.isfinite(parameter).all() for parameter in bed.slot.seed.parameters())
-    assert bed.learner.report().steps > 8
+    backend = grower.lifecycles.backends["first"]
+    assert all(torch.isfinite(parameter).all() for parameter in backend.slot.seed.parameters())
+    assert backend.learner.report().steps > 8
     assert not is_fused or scaler.get_scale() < 2.0**40
 
 
@@ -133,7 +133,7 @@ def test_a_disaster_on_the_gpu_is_found_at_the_end_of_the_epoch_and_undone() -> 
     assert loop.grower.rollbacks == 1
     assert_same(snapshot(loop.host, loop.optimizer), before)
     loop.epoch(epochs=2)
-    assert math.isfinite(loop.grower.chronicle.train_losses[-1])
+    assert math.isfinite(loop.grower.history.train_losses[-1])
 
 
 def test_a_grower_on_the_gpu_goes_on_from_its_state_in_the_middle_of_an_epoch() -> None:

@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from esper.growth.config import GovernorConfig
-from esper.growth.governor import Governor, Verdict, spike_limit, spread
-from esper.growth.state import LossScale
+from esper.growth.lifecycle.governor import Governor, Verdict, spike_limit, spread
+from esper.growth.lifecycle.stages import LossScale
 
 CHECKS = 8  # per epoch
 HEALTHY = Verdict(is_healthy=True, is_disaster=False)

@@ -27,19 +27,18 @@ from torch.optim.lr_scheduler import (
 from torch.utils.data import DataLoader, TensorDataset
 
 import esper
-from esper.events import EventLog, read
 from esper.growth import Diverged, GrowthError, Planned, grow
 from esper.growth.batches import move
 from esper.growth.config import GovernorConfig, Rent
-from esper.growth.decisions import Decision, Fossilize, Germinate
+from esper.growth.controllers.heuristic import judge
 from esper.growth.events import EpochEnded
-from esper.growth.heuristic import judge
-from esper.growth.html_report import write_report
-from esper.growth.shadow import Shadow
-from esper.growth.state import Contribution, GrowthState
-from esper.growth.story import read_story
+from esper.growth.lifecycle.stages import Contribution, Decision, Fossilize, Germinate, GrowthState
+from esper.growth.report.html import write_report
+from esper.growth.report.story import read_story
+from esper.growth.seeds.shadow import Shadow
 from esper.growth.training import default_optimizer
-from esper.run_folder import EVENTS, RunError
+from esper.runs import EventLog, read
+from esper.runs.folder import EVENTS, RunError
 from esper.statistics import Interval
 from tests.commands import Terminal, shown_in_tensorboard
 from tests.conftest import Clock

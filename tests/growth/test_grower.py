@@ -14,9 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from esper.config import ConfigError
 from esper.growth import Grower, GrowthError, add_slots
 from esper.growth.config import Lifecycle, SeedOptimizer
-from esper.growth.decisions import Fossilize, Germinate, Prune
-from esper.growth.lifecycle import Stage
-from esper.growth.state import GradientStats
+from esper.growth.lifecycle.stages import Fossilize, Germinate, GradientStats, Prune, Stage
 from tests.growth.small import (
     QUICK,
     QUICK_SHADOW,
@@ -87,14 +85,14 @@ def test_a_seed_leaves_the_hosts_optimiser_and_schedule_whole_and_follows_the_sc
     keys = len(optimizer.state_dict()["param_groups"][0]["params"]), len(optimizer.state_dict()["param_groups"][1]["params"])
     for epoch in range(3):
         loop.epoch()
-        rates = [loop.grower.garden.beds[name].learner.optimizer.param_groups[0]["lr"] for name in SLOTS]
+        rates = [loop.grower.lifecycles.backends[name].learner.optimizer.param_groups[0]["lr"] for name in SLOTS]
         assert rates == pytest.approx([3 * 0.02 * 0.5**epoch, 3 * 0.01 * 0.1**epoch])
         schedule.step()
     assert [len(group["params"]) for group in optimizer.param_groups] == list(keys)
     optimizer.load_state_dict(optimizer.state_dict())  # its groups are other objects afterwards
     optimizer.param_groups[0]["lr"] = 0.5
     loop.epoch()
-    assert loop.grower.garden.beds["first"].learner.optimizer.param_groups[0]["lr"] == 1.5
+    assert loop.grower.lifecycles.backends["first"].learner.optimizer.param_groups[0]["lr"] == 1.5
 
 
 @pytest.mark.slow
@@ -102,7 +100,7 @@ def test_a_seed_that_joins_a_host_in_training_warms_up_over_the_epochs_that_are_
     settings = config(seed_optimizer=SeedOptimizer(warmup_epochs=2.0))
     loop = make_loop(Script({1: GROW[0]}), settings, make_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.5))
     loop.epoch()
-    learner = loop.grower.garden.beds["first"].learner
+    learner = loop.grower.lifecycles.backends["first"].learner
     rates = []
     for _ in range(3):
         for x, y in loop.data:  # of 4 batches, so the warm-up has 8 steps
@@ -125,9 +123,9 @@ def test_a_slot_whose_module_is_frozen_or_without_parameters_follows_some_group_
     before = [parameter.detach().clone() for parameter in host.first.parameters()]
     loop.epoch(epochs=2)
     assert_same([parameter.detach() for parameter in host.first.parameters()], before)
-    for bed in loop.grower.garden.beds.values():
-        assert bed.life.gradients.mean_norm > 0
-        assert bed.learner.optimizer.param_groups[0]["lr"] == 0.05
+    for backend in loop.grower.lifecycles.backends.values():
+        assert backend.life.gradients.mean_norm > 0
+        assert backend.learner.optimizer.param_groups[0]["lr"] == 0.05
 
 
 def test_clipping_by_the_models_parameters_does_not_see_seeds() -> None:
@@ -194,7 +192,7 @@ KINDS = {
 def test_seeds_learn_by_an_optimiser_of_the_hosts_kind_with_its_settings(kind: str) -> None:
     loop = make_loop(Script(GROW), make_optimizer=lambda model: KINDS[kind](model.parameters()))
     loop.epoch(epochs=2)
-    own = loop.grower.garden.beds["first"].learner.optimizer
+    own = loop.grower.lifecycles.backends["first"].learner.optimizer
     assert type(own) is type(loop.optimizer)
     settings = {name: value for name, value in loop.optimizer.param_groups[0].items() if name not in ("params", "lr")}
     assert {name: own.param_groups[0][name] for name in settings} == settings
@@ -218,22 +216,22 @@ def test_an_optimiser_that_seeds_cannot_have_is_refused_at_once_and_another_can_
     own = lambda parameters, learning_rate: torch.optim.SGD(parameters, lr=learning_rate)  # noqa: E731
     grower = Grower(slotted, make(host), controller=Script({0: [Germinate("first", "test", "mlp")]}), seed_optimizer=own)
     grower.begin()
-    assert type(grower.garden.beds["first"].learner.optimizer) is torch.optim.SGD
+    assert type(grower.lifecycles.backends["first"].learner.optimizer) is torch.optim.SGD
 
 
 def test_a_new_seed_in_a_used_slot_has_a_fresh_optimiser() -> None:
     script = Script({0: [Germinate("first", "test", "mlp")], 2: [Prune("first", "test")], 5: [Germinate("first", "test", "mlp")]})
     loop = make_loop(script)
     loop.epoch(epochs=2)
-    old = loop.grower.garden.beds["first"].learner
+    old = loop.grower.lifecycles.backends["first"].learner
     assert old.optimizer.state
     loop.epoch(epochs=3)
-    bed = loop.grower.garden.beds["first"]
-    assert bed.life.stage is Stage.HOLDING
-    assert bed.learner is not old
-    assert not bed.learner.optimizer.state
-    assert bed.life.gradients is None
-    assert bed.life.age == 0
+    backend = loop.grower.lifecycles.backends["first"]
+    assert backend.life.stage is Stage.HOLDING
+    assert backend.learner is not old
+    assert not backend.learner.optimizer.state
+    assert backend.life.gradients is None
+    assert backend.life.age == 0
 
 
 def test_gradient_statistics_are_of_unclipped_global_norms_and_healthy_ones_are_near_one() -> None:
@@ -252,7 +250,7 @@ def test_gradient_statistics_are_of_unclipped_global_norms_and_healthy_ones_are_
         loop.grower.after_step(loss)
         assert all(parameter.grad is None for parameter in seed.parameters())
     loop.grower.after_epoch(loop.evaluate)
-    stats = loop.grower.garden.beds["first"].life.gradients
+    stats = loop.grower.lifecycles.backends["first"].life.gradients
     assert stats == GradientStats(len(norms), pytest.approx(sum(norms) / len(norms)), pytest.approx(max(norms)), stats.health, 0)
     assert stats.max_norm > 1e-3
     assert stats.health == 1.0
@@ -265,7 +263,7 @@ def test_gradient_statistics_are_of_unclipped_global_norms_and_healthy_ones_are_
 def test_a_seed_whose_gradients_vanish_is_half_healthy_and_one_whose_gradients_explode_is_not_at_all(norm: float, health: float) -> None:
     loop = make_loop(Script({0: [Germinate("first", "test", "mlp")]}))
     loop.grower.begin()
-    learner = loop.grower.garden.beds["first"].learner
+    learner = loop.grower.lifecycles.backends["first"].learner
     for parameter in learner.parameters:
         parameter.grad = torch.zeros_like(parameter)
     learner.parameters[0].grad.view(-1)[0] = norm
@@ -300,7 +298,7 @@ def test_an_evaluation_that_fails_changes_nothing_and_can_be_repeated() -> None:
     assert events == expected
     assert any(event.kind == "probed" for event in events)
     assert_same(snapshot(loop.host), snapshot(other.host))
-    assert loop.grower.chronicle.val_losses == other.grower.chronicle.val_losses
+    assert loop.grower.history.val_losses == other.grower.history.val_losses
 
 
 def test_a_listener_that_fails_finds_everything_done() -> None:
@@ -314,10 +312,10 @@ def test_a_listener_that_fails_finds_everything_done() -> None:
     grower = Grower(slotted, optimizer, controller=Script({0: [Germinate("first", "test", "mlp")]}), config=config(), on_event=listen)
     with pytest.raises(RuntimeError, match="nobody home"):
         grower.begin()
-    bed = grower.garden.beds["first"]
-    assert bed.life.stage is Stage.HOLDING
-    assert bed.slot.is_connected
-    assert bed.slot.alpha == 1.0
+    backend = grower.lifecycles.backends["first"]
+    assert backend.life.stage is Stage.HOLDING
+    assert backend.slot.is_connected
+    assert backend.slot.alpha == 1.0
 
 
 def test_a_controller_that_decides_about_an_unknown_slot_or_twice_is_told_so() -> None:
@@ -378,7 +376,7 @@ def test_a_loop_that_does_not_tell_its_samples_grows_and_counts_as_one_that_does
     quiet, telling = grown(False), grown(True)
     assert quiet.ledger == telling.ledger
     assert quiet.state().samples_per_epoch == telling.state().samples_per_epoch == 150
-    assert quiet.chronicle.flops == telling.chronicle.flops > 0
+    assert quiet.history.flops == telling.history.flops > 0
     assert quiet.ledger.entries  # the heuristic does not grow where it does not know how much data there is
 
 
@@ -407,7 +405,7 @@ def test_a_loop_that_calls_the_model_grows_as_one_that_calls_the_slotted_model(l
     (one, weights), (other, others) = grown(use_slotted=False), grown(use_slotted=True)
     assert one.ledger == other.ledger
     assert one.ledger.entries
-    assert one.chronicle.flops == other.chronicle.flops > 0
+    assert one.history.flops == other.history.flops > 0
     assert one.state().samples_per_epoch == 150
     assert_same(weights, others)  # what is recorded for the shadow is the same too
 
@@ -478,7 +476,7 @@ def test_a_grower_whose_slots_have_been_taken_out_says_so_and_does_nothing(how: 
         with pytest.raises(GrowthError, match="the slots have been taken out"):
             call()
     assert loop.grower.ledger == ledger
-    assert loop.grower.chronicle.steps == 0
+    assert loop.grower.history.steps == 0
 
 
 @pytest.mark.slow

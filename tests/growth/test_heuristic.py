@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 
-from esper.growth.config import GrowthConfig, HeuristicConfig, Lifecycle
-from esper.growth.decisions import Decision, Germinate
-from esper.growth.errors import GrowthError
-from esper.growth.heuristic import (
+from esper.growth.config import GrowthConfig, GrowthError, HeuristicConfig, Lifecycle
+from esper.growth.controllers.heuristic import (
     Heuristic,
     choose,
     fall_at_the_end,
@@ -20,9 +18,8 @@ from esper.growth.heuristic import (
     speed_over_longer_training,
     starvation,
 )
-from esper.growth.lifecycle import Stage
-from esper.growth.place import Place
-from esper.growth.state import Candidate, Contribution, Cost, GrowthState, LossScale, SlotState
+from esper.growth.host.layout import Place
+from esper.growth.lifecycle.stages import Candidate, Contribution, Cost, Decision, Germinate, GrowthState, LossScale, SlotState, Stage
 from esper.statistics import Interval
 from tests.growth.small import in_other_units
 

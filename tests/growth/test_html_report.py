@@ -13,10 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from esper.config import save
-from esper.events import Event, EventLog
 from esper.growth import GrowthConfig, grow
 from esper.growth.config import Lifecycle, Rent
-from esper.growth.decisions import Decision, Fossilize, Germinate, Prune
 from esper.growth.events import (
     ActionRefused,
     EpochEnded,
@@ -30,13 +28,13 @@ from esper.growth.events import (
     StageEntered,
     TwinCompared,
 )
-from esper.growth.html_report import render, write_report
-from esper.growth.ledger import ANALYTICS_HEADING, LEDGER_HEADING, analytics_rows, gain_in_words, ledger_rows
-from esper.growth.lifecycle import OCCUPIED, Stage
-from esper.growth.state import GrowthState
-from esper.growth.story import Story, read_story
-from esper.growth.summary import about_chance, about_rent, about_skipped, comparison, headline, probe_rows, result_in_words
-from esper.run_folder import RunError
+from esper.growth.lifecycle.ledger import ANALYTICS_HEADING, LEDGER_HEADING, analytics_rows, gain_in_words, ledger_rows
+from esper.growth.lifecycle.stages import OCCUPIED, Decision, Fossilize, Germinate, GrowthState, Prune, Stage
+from esper.growth.report.html import render, write_report
+from esper.growth.report.story import Story, read_story
+from esper.growth.report.summary import about_chance, about_rent, about_skipped, comparison, headline, probe_rows, result_in_words
+from esper.runs import Event, EventLog
+from esper.runs.folder import RunError
 
 pytestmark = pytest.mark.slow  # every page is drawn
 

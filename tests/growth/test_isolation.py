@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from esper.growth.isolation import Isolation, eager, is_compiled, is_eager, isolated
+from esper.growth.host.isolation import Isolation, eager, is_compiled, is_eager, isolated
 from tests.processes import spawn
 
 LARGE = (200, 200)  # of floats: more than is always copied

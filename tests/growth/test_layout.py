@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from esper.growth.layout import _LABEL, FeatureAxes
+from esper.growth.host.layout import _LABEL, FeatureAxes
 
 torch.manual_seed(0)
 CONV, LINEAR = nn.Conv2d(4, 4, 3, padding=1), nn.Linear(4, 4)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from esper.growth.ledger import ANALYTICS_HEADING, LEDGER_HEADING, Entry, Ledger, Outcome, Step
-from esper.growth.lifecycle import Stage
+from esper.growth.lifecycle.ledger import ANALYTICS_HEADING, LEDGER_HEADING, Entry, Ledger, Outcome, Step
+from esper.growth.lifecycle.stages import Stage
 
 
 def entry(number: int, blueprint: str, outcome: Outcome, *, gain: float | None = None, parameters: int = 1_000) -> Entry:

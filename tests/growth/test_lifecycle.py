@@ -8,14 +8,24 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from esper.growth.config import Budget, Lifecycle
-from esper.growth.decisions import Action, Advance, Decision, Fossilize, Germinate, Prune, Retarget
-from esper.growth.gates import may_move
-from esper.growth.lifecycle import LIVING, MOVES, OCCUPIED, Stage
-from esper.growth.state import GrowthState
+from esper.growth.lifecycle.slots import may_move
+from esper.growth.lifecycle.stages import (
+    LIVING,
+    MOVES,
+    OCCUPIED,
+    Action,
+    Advance,
+    Decision,
+    Fossilize,
+    Germinate,
+    GrowthState,
+    Prune,
+    Retarget,
+    Stage,
+)
 from tests.growth.small import QUICK, QUICK_SHADOW, SLOTS, Loop, Script, config, make_data, make_host, make_loop
 
 GROW = {0: [Germinate("first", "test", "mlp")]}
@@ -93,7 +103,7 @@ def test_a_seed_that_is_withdrawn_fades_and_the_slot_waits_out_its_embargo() -> 
     loop.epoch(epochs=2)
     assert refusals(loop) == ["the slot is under embargo after a pruned seed"] * 2
     assert [entry.blueprint for entry in loop.grower.ledger.entries] == ["mlp", "norm"]
-    assert loop.grower.garden.beds["first"].life.tried == ["mlp"]
+    assert loop.grower.lifecycles.backends["first"].life.tried == ["mlp"]
 
 
 @pytest.mark.parametrize("lifecycle", [QUICK, QUICK_SHADOW], ids=["joint", "shadow"])
@@ -143,7 +153,7 @@ def test_a_seed_in_the_shadow_must_have_learned_with_healthy_gradients_before_it
         loop.grower.after_step(torch.tensor(1.0), closure=lambda: next(loop.host.parameters()).sum() * 0 + _poisoned(loop))
     loop.grower.after_epoch(loop.evaluate)
     assert refusals(loop) == ["it has learned for 1 of 2 epochs", "the health of its gradients is 0.00, below 0.7"]
-    assert loop.grower.garden.beds["first"].life.gradients.skipped == len(loop.data)
+    assert loop.grower.lifecycles.backends["first"].life.gradients.skipped == len(loop.data)
 
 
 def _poisoned(loop: Loop) -> torch.Tensor:
@@ -166,8 +176,8 @@ def test_a_target_can_be_changed_while_alpha_is_on_its_way() -> None:
 
 def test_budgets_of_seeds_parameters_and_flops_refuse_with_the_numbers() -> None:
     both = {0: [Germinate("first", "test", "low_rank"), Germinate("second", "test", "low_rank")]}
-    cost = make_loop().grower.garden.price("first", "low_rank")
-    host = make_loop().slotted.survey.host
+    cost = make_loop().grower.lifecycles.price("first", "low_rank")
+    host = make_loop().slotted.discovery.host
     parameters = Budget(max_parameters=1.5 * cost.parameters / host.parameters)
     flops = Budget(max_parameters=None, max_flops=1.5 * cost.flops / host.flops)
     for budget, words in (
@@ -187,7 +197,7 @@ def test_the_parameters_of_a_gate_are_counted() -> None:
     loop = make_loop(Script(GROW), config(Lifecycle(blending="gate")))
     loop.grower.begin()
     seed = loop.slotted.slots["first"].seed
-    assert loop.grower.garden.added().parameters == sum(parameter.numel() for parameter in seed.parameters())
+    assert loop.grower.lifecycles.added().parameters == sum(parameter.numel() for parameter in seed.parameters())
 
 
 class Wild:
@@ -220,21 +230,21 @@ class Wild:
 
 
 def check_consistent(loop: Loop) -> None:
-    garden, ledger = loop.grower.garden, loop.grower.ledger
-    for bed in garden.beds.values():
-        stage, slot = bed.life.stage, bed.slot
-        assert (slot.seed is not None) == (stage in OCCUPIED) == (bed.learner is not None) == (bed.life.number is not None)
+    lifecycles, ledger = loop.grower.lifecycles, loop.grower.ledger
+    for backend in lifecycles.backends.values():
+        stage, slot = backend.life.stage, backend.slot
+        assert (slot.seed is not None) == (stage in OCCUPIED) == (backend.learner is not None) == (backend.life.number is not None)
         assert stage not in (Stage.GERMINATED, Stage.PRUNED)  # only passed through
         assert slot.is_kept == (stage is Stage.FOSSILIZED)
         assert slot.is_connected == (stage in OCCUPIED and stage is not Stage.TRAINING)
-        assert bed.life.is_withdrawing <= (stage is Stage.BLENDING)
+        assert backend.life.is_withdrawing <= (stage is Stage.BLENDING)
         if slot.seed is not None:
             assert float(slot.seed.alpha) == pytest.approx(slot.alpha)
-            assert set(bed.learner.parameters) == set(slot.seed.parameters())
-            entry = ledger.entries[bed.life.number - 1]
+            assert set(backend.learner.parameters) == set(slot.seed.parameters())
+            entry = ledger.entries[backend.life.number - 1]
             assert entry.outcome == ("living" if stage in LIVING else "kept")
             assert entry.steps[-1].stage is stage
-    here = {bed.life.number for bed in garden.beds.values()}
+    here = {backend.life.number for backend in lifecycles.backends.values()}
     for index, entry in enumerate(ledger.entries, start=1):
         assert entry.number == index
         assert (entry.outcome in ("living", "kept")) == (entry.number in here)
@@ -244,8 +254,8 @@ def check_consistent(loop: Loop) -> None:
             assert moves[0] is Stage.GERMINATED
             assert all(may_move(one, other).passed for one, other in pairwise(moves))
     real = sum(parameter.numel() for slot in loop.slotted.slots.values() if slot.seed for parameter in slot.seed.parameters())
-    assert garden.added().parameters == real
-    assert loop.grower.state().seeds_left == len(SLOTS) - sum(bed.slot.seed is not None for bed in garden.beds.values())
+    assert lifecycles.added().parameters == real
+    assert loop.grower.state().seeds_left == len(SLOTS) - sum(backend.slot.seed is not None for backend in lifecycles.backends.values())
 
 
 @settings(max_examples=12)

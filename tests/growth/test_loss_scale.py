@@ -13,8 +13,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy,
 from esper.growth import GrowthError, grow
 from esper.growth.batches import ConstantPredictor, LossFunction
 from esper.growth.config import HeuristicConfig
-from esper.growth.result import Grown
-from esper.growth.story import read_story
+from esper.growth.report.story import read_story
+from esper.growth.run import Grown
 from tests.growth.small import QUICK, Batch, Data, Script, config, make_data, make_host, make_loop
 
 
@@ -150,19 +150,19 @@ def test_a_loop_with_a_negative_loss_is_told_after_its_first_epoch_and_left_as_i
     with pytest.raises(GrowthError, match=r"the training began with a loss of -4\..*loss_range"):
         loop.grower.after_epoch(loop.evaluate)
     assert loop.grower.epoch == 0
-    assert loop.grower.plot.scale is None
+    assert loop.grower.host_growth.scale is None
 
 
 def test_the_first_epoch_is_the_scale_of_a_loop_and_a_resumed_one_remembers_it() -> None:
     whole = make_loop(Script(), config(QUICK), epochs=6)
     whole.epoch()
-    first = whole.grower.plot.scale
+    first = whole.grower.host_growth.scale
     assert first is not None
     assert first.is_guess
     assert first.uninformed == pytest.approx(sum(whole.losses) / len(whole.losses))
     whole.epoch()
-    assert whole.grower.plot.scale == first
+    assert whole.grower.host_growth.scale == first
     again = make_loop(Script(), config(QUICK), epochs=6)
     again.grower.load_state_dict(whole.grower.state_dict())
-    assert again.grower.plot.scale == first
-    assert again.grower.garden.unit == pytest.approx(first.uninformed / math.log(10))
+    assert again.grower.host_growth.scale == first
+    assert again.grower.lifecycles.unit == pytest.approx(first.uninformed / math.log(10))

@@ -26,11 +26,11 @@ from torch import Tensor, nn
 
 import esper
 from esper.growth import Grower, GrowthConfig, GrowthError, Planned, add_slots
-from esper.growth.blueprints import blueprints_for
 from esper.growth.config import Budget
-from esper.growth.slotted import Slotted
-from esper.growth.spread import tensors_in
-from esper.growth.survey import call
+from esper.growth.host.causality import tensors_in
+from esper.growth.host.discover import call
+from esper.growth.host.slotted import Slotted
+from esper.growth.seeds.blueprints import blueprints_for
 from tests.growth import hosts
 from tests.growth.hosts import FAMILIES, VOCABULARY
 from tests.growth.small import QUICK

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from esper.growth import add_slots
-from esper.growth.baked import load
-from esper.growth.blueprints import blueprints_for, flop_counter
-from esper.growth.place import Place
-from esper.growth.seed import Blending, Seed
-from esper.growth.slotted import Slotted
-from esper.growth.spread import tensors_in
+from esper.growth.host.causality import tensors_in
+from esper.growth.host.layout import Place
+from esper.growth.host.saving import load
+from esper.growth.host.slotted import Slotted
+from esper.growth.seeds.blueprints import blueprints_for, flop_counter
+from esper.growth.seeds.seed import Blending, Seed
 from tests.growth.hosts import (
     FAMILIES,
     GPT,
@@ -251,7 +251,7 @@ def test_a_causal_host_stays_causal_whatever_grows(is_float: bool) -> None:
     family = FAMILIES["gpt"]
     batch = torch.randn(3, 8, 16, generator=torch.Generator().manual_seed(0)) if is_float else family.batch()
     slotted = add_slots(family.model(), batch[:2])
-    assert all(place.is_causal for place in slotted.survey.places.values())
+    assert all(place.is_causal for place in slotted.discovery.places.values())
     for name, blueprint in growths(slotted):
         disturb(germinate(slotted, name, blueprint))
         assert not flows_back(slotted, batch)
@@ -781,7 +781,7 @@ def test_the_gate_refuses_a_causal_place_and_opens_elsewhere() -> None:
 @pytest.mark.slow
 def test_places_know_their_depth_and_what_lies_behind() -> None:
     family = FAMILIES["resnet"]
-    found = add_slots(family.model(), family.batch()).survey
+    found = add_slots(family.model(), family.batch()).discovery
     inner = [found.places[name] for name in family.slots]
     assert [place.depth for place in inner] == sorted(place.depth for place in inner)
     assert all(0 < place.depth < 1 for place in inner)
@@ -805,7 +805,7 @@ def test_flops_of_recurrent_layers_are_counted(kind: str, gates: int, dtype: tor
             result: Tensor = self.head(self.fc(self.layers(x)[0][:, -1]).relu())
             return result
 
-    found = add_slots(Tagger().to(dtype), torch.randn(3, 10, 6, dtype=dtype)).survey
+    found = add_slots(Tagger().to(dtype), torch.randn(3, 10, 6, dtype=dtype)).discovery
     first, second = gates * 16 * (6 + 16), gates * 16 * (32 + 16)
     assert found.host.flops == 2 * (10 * 2 * (first + second) + 32 * 8 + 8 * 2)
 
@@ -817,7 +817,7 @@ def test_flops_of_torchs_own_attention_are_counted(dtype: torch.dtype) -> None:
     width, length, inner, layers = 16, 7, 32, 2
     attention = 2 * 4 * length * width**2 + 2 * 2 * length**2 * width
     expected = 2 * length * 4 * width + layers * (attention + 2 * 2 * length * width * inner) + 2 * width * 5
-    assert add_slots(family.model().to(dtype), family.batch().to(dtype)).survey.host.flops == expected
+    assert add_slots(family.model().to(dtype), family.batch().to(dtype)).discovery.host.flops == expected
 
 
 @pytest.mark.parametrize("kernel", ["flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention"])
@@ -850,4 +850,4 @@ def test_flops_of_attention_are_counted() -> None:
     family = FAMILIES["vit"]
     per_block = 2 * length * width * (3 * width + width + 4 * width) + 2 * 2 * length**2 * width
     patches = 2 * (length - 1) * width * 3 * 16
-    assert add_slots(family.model(), family.batch()).survey.host.flops == patches + blocks * per_block + 2 * width * 5
+    assert add_slots(family.model(), family.batch()).discovery.host.flops == patches + blocks * per_block + 2 * width * 5

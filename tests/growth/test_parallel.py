@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from esper.growth import Grower, add_slots
-from esper.growth.decisions import Advance, Fossilize, Germinate, Prune
+from esper.growth.lifecycle.stages import Advance, Fossilize, Germinate, Prune
 from tests.growth.small import QUICK, QUICK_SHADOW, SLOTS, Data, Lifecycle, Script, config, make_data, make_host
 from tests.processes import spawn
 
@@ -75,11 +75,15 @@ def train(model: nn.Module, data: Data, lifecycle: Lifecycle, *, val: Data | Non
     return {
         "host": copy.deepcopy(dict(host.state_dict())),
         "seeds": {name: copy.deepcopy(dict(slot.seed.state_dict())) for name, slot in slotted.slots.items() if slot.seed is not None},
-        "optimizers": {name: bed.learner.optimizer.state_dict() for name, bed in grower.garden.beds.items() if bed.learner is not None},
+        "optimizers": {
+            name: backend.learner.optimizer.state_dict()
+            for name, backend in grower.lifecycles.backends.items()
+            if backend.learner is not None
+        },
         "ledger": msgspec.to_builtins(grower.ledger),
         "rollbacks": grower.rollbacks,
-        "val_losses": grower.chronicle.val_losses,
-        "train_losses": torch.tensor(grower.chronicle.train_losses).half().tolist(),  # they are told in single precision
+        "val_losses": grower.history.val_losses,
+        "train_losses": torch.tensor(grower.history.train_losses).half().tolist(),  # they are told in single precision
         "samples": grower.state().samples_per_epoch,
         "alpha": grower.search_alpha(next(iter(slotted.slots)), evaluate, alphas=[0.5, 1.0]).losses if lifecycle is QUICK else {},
     }

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from esper.growth import grower, seed_learner
-from esper.growth.decisions import Advance, Germinate
+from esper.growth import grower
+from esper.growth.lifecycle.stages import Advance, Germinate
+from esper.growth.seeds import optimizer as seed_learner
 from tests.growth.small import QUICK, QUICK_SHADOW, SLOTS, Lifecycle, Loop, Script, config, make_host, make_loop
 
 BOTH = {0: [Germinate("first", "test", "mlp"), Germinate("second", "test", "low_rank")], 1: [Advance(slot, "test") for slot in SLOTS]}
@@ -53,11 +54,11 @@ def test_seeds_learn_the_same_with_and_without_a_loss_scale(lifecycle: Lifecycle
     # The scale grows on the way, so that it has to be the one of the right step.
     scaled, plain = trained(torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_factor=2.0, growth_interval=2)), trained(None)
     for name in SLOTS:
-        bed, other = scaled.grower.garden.beds[name], plain.grower.garden.beds[name]
-        for found, expected in zip(bed.slot.seed.parameters(), other.slot.seed.parameters(), strict=True):
+        backend, other = scaled.grower.lifecycles.backends[name], plain.grower.lifecycles.backends[name]
+        for found, expected in zip(backend.slot.seed.parameters(), other.slot.seed.parameters(), strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
-        assert bed.life.gradients.mean_norm == pytest.approx(other.life.gradients.mean_norm, rel=1e-5)
-        assert bed.life.gradients.skipped == 0
+        assert backend.life.gradients.mean_norm == pytest.approx(other.life.gradients.mean_norm, rel=1e-5)
+        assert backend.life.gradients.skipped == 0
     found, expected = (next(event for event in loop.events if event.kind == "probed").promises for loop in (scaled, plain))
     for slot, promises in expected.items():
         assert found[slot] == pytest.approx(promises, rel=1e-4)
@@ -82,8 +83,8 @@ def test_an_overflow_in_the_seed_skips_the_seeds_step_alone_and_is_counted() -> 
     for x, y in loop.data[2:]:
         step(loop, scaler, x, y)
     loop.grower.after_epoch(loop.evaluate)
-    assert [loop.grower.garden.beds[name].life.gradients.skipped for name in SLOTS] == [1, 0]
-    assert loop.grower.garden.beds["first"].life.gradients.health < 1
+    assert [loop.grower.lifecycles.backends[name].life.gradients.skipped for name in SLOTS] == [1, 0]
+    assert loop.grower.lifecycles.backends["first"].life.gradients.health < 1
 
 
 def test_an_overflow_in_the_host_skips_the_steps_of_host_and_seed() -> None:
@@ -101,7 +102,7 @@ def test_an_overflow_in_the_host_skips_the_steps_of_host_and_seed() -> None:
     assert loop.grower.rollbacks == 0
     step(loop, scaler, x, y)  # at the new scale
     assert not all(torch.equal(now, then) for now, then in zip(seed.parameters(), before, strict=True))
-    report = loop.grower.garden.beds["first"].learner.report()
+    report = loop.grower.lifecycles.backends["first"].learner.report()
     assert report.max_norm < 10
     assert report.skipped == 2
 
@@ -116,7 +117,7 @@ def test_parts_of_an_accumulated_batch_are_no_skipped_steps() -> None:
         scaler.scale(loss).backward()
         loop.grower.after_step(loss)
     step(loop, scaler, x, y)
-    assert loop.grower.garden.beds["first"].learner.report().skipped == 0
+    assert loop.grower.lifecycles.backends["first"].learner.report().skipped == 0
 
 
 @pytest.mark.parametrize("lifecycle", [QUICK, QUICK_SHADOW], ids=["joint", "shadow"])
@@ -124,10 +125,10 @@ def test_a_host_in_half_precision_has_seeds_in_half_precision(lifecycle: Lifecyc
     loop = scaled_loop(lifecycle, None, host=make_host(dtype=torch.bfloat16), dtype=torch.bfloat16)
     loop.epoch(epochs=3)
     for name in SLOTS:
-        bed = loop.grower.garden.beds[name]
-        assert {parameter.dtype for parameter in bed.slot.seed.parameters()} == {torch.bfloat16}
-        assert bed.life.gradients.mean_norm > 0
-    assert all(map(math.isfinite, loop.grower.chronicle.val_losses))
+        backend = loop.grower.lifecycles.backends[name]
+        assert {parameter.dtype for parameter in backend.slot.seed.parameters()} == {torch.bfloat16}
+        assert backend.life.gradients.mean_norm > 0
+    assert all(map(math.isfinite, loop.grower.history.val_losses))
 
 
 def test_under_autocast_seeds_stay_in_full_precision_and_learn() -> None:
@@ -141,9 +142,9 @@ def test_under_autocast_seeds_stay_in_full_precision_and_learn() -> None:
         loop.grower.after_step(loss)
     loop.grower.after_epoch(loop.evaluate)
     for name in SLOTS:
-        bed = loop.grower.garden.beds[name]
-        assert {parameter.dtype for parameter in bed.slot.seed.parameters()} == {torch.float32}
-        assert bed.life.gradients.mean_norm > 0
+        backend = loop.grower.lifecycles.backends[name]
+        assert {parameter.dtype for parameter in backend.slot.seed.parameters()} == {torch.float32}
+        assert backend.life.gradients.mean_norm > 0
 
 
 class Reads(TorchDispatchMode):
@@ -181,7 +182,7 @@ def test_steps_with_a_loss_scale_read_nothing_from_the_device(lifecycle: Lifecyc
         with reads:
             loop.grower.after_step(loss, closure=lambda x=x, y=y: cross_entropy(loop.slotted(x), y))
         assert reads.count == 0
-    assert loop.grower.garden.beds["first"].learner.report().steps == 3
+    assert loop.grower.lifecycles.backends["first"].learner.report().steps == 3
 
 
 @pytest.mark.parametrize("is_fused", [False, True])
@@ -191,20 +192,20 @@ def test_an_overflow_in_a_seed_on_a_device_steps_by_a_zero_gradient_or_not_at_al
     make = lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0, fused=is_fused)  # noqa: E731
     loop = scaled_loop(QUICK, scaler, make_optimizer=make)
     x, y = loop.data[0]
-    bed = loop.grower.garden.beds["first"]
-    spoil = lambda: list(bed.slot.seed.parameters())[-1].grad.fill_(math.inf)  # noqa: E731
+    backend = loop.grower.lifecycles.backends["first"]
+    spoil = lambda: list(backend.slot.seed.parameters())[-1].grad.fill_(math.inf)  # noqa: E731
     step(loop, scaler, x, y, spoil=spoil)
-    born = copy.deepcopy(list(bed.slot.seed.parameters()))
+    born = copy.deepcopy(list(backend.slot.seed.parameters()))
     step(loop, scaler, x, y, spoil=spoil)  # without any momentum a zero gradient moves nothing
-    assert all(torch.equal(now, then) for now, then in zip(bed.slot.seed.parameters(), born, strict=True))
+    assert all(torch.equal(now, then) for now, then in zip(backend.slot.seed.parameters(), born, strict=True))
     step(loop, scaler, x, y)
-    before = copy.deepcopy(list(bed.slot.seed.parameters()))
+    before = copy.deepcopy(list(backend.slot.seed.parameters()))
     assert not all(torch.equal(now, then) for now, then in zip(before, born, strict=True))
     step(loop, scaler, x, y, spoil=spoil)
-    has_moved = not all(torch.equal(now, then) for now, then in zip(bed.slot.seed.parameters(), before, strict=True))
+    has_moved = not all(torch.equal(now, then) for now, then in zip(backend.slot.seed.parameters(), before, strict=True))
     assert has_moved is not is_fused  # by its momentum
-    assert all(torch.isfinite(parameter).all() for parameter in bed.slot.seed.parameters())
-    stats = bed.learner.report()
+    assert all(torch.isfinite(parameter).all() for parameter in backend.slot.seed.parameters())
+    stats = backend.learner.report()
     assert (stats.steps, stats.skipped) == (4, 3)
 
 
@@ -214,7 +215,7 @@ def test_a_fused_step_that_the_device_skips_is_skipped_for_the_seed_on_the_devic
     loop = scaled_loop(QUICK, scaler, make_optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, fused=True))
     x, y = loop.data[0]
     step(loop, scaler, x, y)
-    bed = loop.grower.garden.beds["first"]
-    before = copy.deepcopy(list(bed.slot.seed.parameters()))
+    backend = loop.grower.lifecycles.backends["first"]
+    before = copy.deepcopy(list(backend.slot.seed.parameters()))
     step(loop, scaler, x, y, spoil=lambda: loop.host.head.weight.grad.fill_(math.inf))
-    assert all(torch.equal(now, then) for now, then in zip(bed.slot.seed.parameters(), before, strict=True))
+    assert all(torch.equal(now, then) for now, then in zip(backend.slot.seed.parameters(), before, strict=True))

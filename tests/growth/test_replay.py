@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, interpolate, scaled_dot_product_attention
 
-from esper.growth.isolation import eager, isolated
-from esper.growth.place import Call
-from esper.growth.replay import Replay
+from esper.growth.host.isolation import eager, isolated
+from esper.growth.host.layout import Call
+from esper.growth.host.prefix_cache import PrefixCache
 
 
 class Residual(nn.Module):
@@ -232,7 +232,7 @@ def test_a_replayed_pass_is_the_computed_one_to_the_last_bit(
     is_recorded_on: bool,
 ) -> None:
     model = made(build)
-    replay, seed = Replay(model, calls_of(model, inputs[0]), slot), Seed(model, slot)
+    replay, seed = PrefixCache(model, calls_of(model, inputs[0]), slot), Seed(model, slot)
     assert replayed <= set(replay.modules)
     with guard():
         expected = {}
@@ -265,7 +265,7 @@ def test_a_replayed_pass_is_the_computed_one_to_the_last_bit(
 )
 def test_modules_before_the_slot_are_not_run_again(build: Callable[[], nn.Module], slot: str, x: Tensor, rest: list[str]) -> None:
     model = made(build)
-    replay, ran = Replay(model, calls_of(model, x), slot), Ran(model)
+    replay, ran = PrefixCache(model, calls_of(model, x), slot), Ran(model)
     for _ in range(2):
         with replay.recording(keep_last=True):
             model(x)
@@ -288,7 +288,7 @@ def test_modules_before_the_slot_are_not_run_again(build: Callable[[], nn.Module
 def test_outputs_that_hold_several_tensors_are_replayed(make: Callable[..., Any], read: Callable[..., Any]) -> None:
     model = made(lambda: Branches(make, read))
     x = ROWS[0]
-    replay, ran = Replay(model, calls_of(model, x), "slot"), Ran(model)
+    replay, ran = PrefixCache(model, calls_of(model, x), "slot"), Ran(model)
     with replay.recording():
         computed = model(x)
     ran.names.clear()
@@ -300,7 +300,7 @@ def test_outputs_that_hold_several_tensors_are_replayed(make: Callable[..., Any]
 def test_a_module_whose_output_cannot_be_stored_gives_way_to_its_children() -> None:
     model = made(lambda: Branches(Opaque, lambda opaque: opaque.parts))
     x = ROWS[0]
-    replay, ran = Replay(model, calls_of(model, x), "slot"), Ran(model)
+    replay, ran = PrefixCache(model, calls_of(model, x), "slot"), Ran(model)
     for names in (["split.left", "split.right", "slot", "head"], ["head"], ["head"]):
         with replay.recording(keep_last=True):
             computed = model(x)
@@ -314,7 +314,7 @@ def test_a_module_whose_output_cannot_be_stored_gives_way_to_its_children() -> N
 
 def test_a_slot_whose_own_output_cannot_be_stored_is_not_usable() -> None:
     model = made(lambda: Branches(Opaque, lambda opaque: opaque.parts))
-    replay = Replay(model, calls_of(model, ROWS[0]), "split")
+    replay = PrefixCache(model, calls_of(model, ROWS[0]), "split")
     with replay.recording():
         model(ROWS[0])
     assert not replay.is_usable
@@ -326,7 +326,7 @@ def test_a_slot_whose_own_output_cannot_be_stored_is_not_usable() -> None:
 def test_a_training_pass_is_replayed_up_to_the_slot_and_gradients_stop_there() -> None:
     model = made(ResNet).train()
     x, y = IMAGES[0], torch.tensor([0, 1, 2, 3])
-    replay, seed, ran = Replay(model, calls_of(model, x), "blocks.1"), Seed(model, "blocks.1"), Ran(model)
+    replay, seed, ran = PrefixCache(model, calls_of(model, x), "blocks.1"), Seed(model, "blocks.1"), Ran(model)
     raw: list[Tensor] = []
     model.get_submodule("blocks.1").register_forward_hook(lambda module, inputs, output: raw.append(output), prepend=True)
     for _ in range(2):
@@ -348,7 +348,7 @@ def test_a_training_pass_is_replayed_up_to_the_slot_and_gradients_stop_there() -
 
 def test_keeping_the_last_pass_holds_no_more_than_one() -> None:
     model = made(ResNet)
-    replay = Replay(model, calls_of(model, IMAGES[0]), "blocks.1")
+    replay = PrefixCache(model, calls_of(model, IMAGES[0]), "blocks.1")
     with replay.recording():
         model(IMAGES[0])
     one = replay.nbytes
@@ -362,7 +362,7 @@ def test_keeping_the_last_pass_holds_no_more_than_one() -> None:
 def test_several_slots_are_recorded_in_the_same_passes() -> None:
     model = made(ResNet)
     calls, names = calls_of(model, IMAGES[0]), ("stem.1", "blocks.1.conv2", "blocks.2")
-    replays, seeds = [Replay(model, calls, name) for name in names], [Seed(model, name) for name in names]
+    replays, seeds = [PrefixCache(model, calls, name) for name in names], [Seed(model, name) for name in names]
     for seed in seeds:
         seed.is_on = True
     for _ in range(2):
@@ -378,7 +378,7 @@ def test_several_slots_are_recorded_in_the_same_passes() -> None:
 
 def test_more_passes_than_recorded_are_refused_in_words() -> None:
     model = made(ResNet)
-    replay = Replay(model, calls_of(model, IMAGES[0]), "blocks.1")
+    replay = PrefixCache(model, calls_of(model, IMAGES[0]), "blocks.1")
     with replay.recording():
         model(IMAGES[0])
     with replay.replaying():
@@ -389,7 +389,7 @@ def test_more_passes_than_recorded_are_refused_in_words() -> None:
 
 def test_a_batch_of_another_shape_is_refused_in_words() -> None:
     model = made(ResNet)
-    replay = Replay(model, calls_of(model, IMAGES[0]), "blocks.1")
+    replay = PrefixCache(model, calls_of(model, IMAGES[0]), "blocks.1")
     with replay.recording():
         model(IMAGES[0])
     with replay.replaying(), pytest.raises(RuntimeError, match=r"'stem' have the shapes \[\(2, 3, 8, 8\)\] and had \[\(4, 3, 8, 8\)\]"):
@@ -399,10 +399,10 @@ def test_a_batch_of_another_shape_is_refused_in_words() -> None:
 def test_a_recording_stops_at_its_limit_and_the_rest_is_computed() -> None:
     model = made(ResNet)
     calls = calls_of(model, IMAGES[0])
-    whole = Replay(model, calls, "blocks.1")
+    whole = PrefixCache(model, calls, "blocks.1")
     with whole.recording():
         expected = [model(x) for x in IMAGES]
-    limited = Replay(model, calls, "blocks.1", max_bytes=whole.nbytes // 2)
+    limited = PrefixCache(model, calls, "blocks.1", max_bytes=whole.nbytes // 2)
     ran = Ran(model)
     for _ in range(2):
         limited.clear()
@@ -421,7 +421,7 @@ def test_a_recording_stops_at_its_limit_and_the_rest_is_computed() -> None:
 @pytest.mark.parametrize("mode", ["recording", "replaying"])
 def test_after_an_exception_every_module_has_its_own_forward_again(mode: str) -> None:
     model = made(ResNet)
-    replay = Replay(model, calls_of(model, IMAGES[0]), "blocks.1.conv2")
+    replay = PrefixCache(model, calls_of(model, IMAGES[0]), "blocks.1.conv2")
     with replay.recording():
         expected = model(IMAGES[0])
     own = model.get_submodule("stem").forward
@@ -440,7 +440,7 @@ def test_a_stored_output_that_is_overwritten_later_is_computed_again() -> None:
     model = made(Shared)
     x = ROWS[0].clone()
     nest = nn.Sequential(nn.Identity(), model)  # its output is the batch itself
-    replay, ran = Replay(nest, calls_of(nest, x), "1.slot"), Ran(nest)
+    replay, ran = PrefixCache(nest, calls_of(nest, x), "1.slot"), Ran(nest)
     with replay.recording():
         nest(x)
     replay.clear()
@@ -456,7 +456,7 @@ def test_a_stored_output_that_is_overwritten_later_is_computed_again() -> None:
 def test_a_consumer_that_overwrites_only_while_replaying_does_no_harm() -> None:
     model = made(ResNet)
     x, is_overwriting = IMAGES[0], False
-    replay, ran = Replay(model, calls_of(model, x), "blocks.1"), Ran(model)
+    replay, ran = PrefixCache(model, calls_of(model, x), "blocks.1"), Ran(model)
     model.get_submodule("blocks.0").register_forward_hook(lambda module, inputs, output: output.mul_(2) if is_overwriting else output * 2)
     with replay.recording():
         expected = model(x)
@@ -470,7 +470,7 @@ def test_a_consumer_that_overwrites_only_while_replaying_does_no_harm() -> None:
 
 def test_calls_outside_a_forward_pass_are_computed() -> None:
     model = made(ResNet)
-    replay = Replay(model, calls_of(model, IMAGES[0]), "blocks.1")
+    replay = PrefixCache(model, calls_of(model, IMAGES[0]), "blocks.1")
     stem = model.get_submodule("stem")
     with replay.recording():
         model(IMAGES[0])
@@ -515,7 +515,7 @@ class Moody(nn.Module):
 def test_verifying_disables_what_would_be_wrong(mood: str, reason: str) -> None:
     model = made(lambda: Moody(mood))
     x = ROWS[0]
-    replay = Replay(model, calls_of(model, x), "slot")
+    replay = PrefixCache(model, calls_of(model, x), "slot")
     with torch.random.fork_rng(devices=[]):
         assert not replay.verify(lambda: model(x).sum())
     assert reason in replay.reason
@@ -530,21 +530,21 @@ def test_verifying_passes_where_replay_is_right(
     build: Callable[[], nn.Module], slot: str, inputs: tuple[Tensor, ...], replayed: set[str]
 ) -> None:
     model = made(build)
-    replay = Replay(model, calls_of(model, inputs[0]), slot)
+    replay = PrefixCache(model, calls_of(model, inputs[0]), slot)
     assert replay.verify(lambda: torch.stack([model(x).sum() for x in inputs]))
     assert replay.nbytes == 0
 
 
 def test_not_a_number_is_no_reason_to_give_up() -> None:
     model = made(Shared)
-    assert Replay(model, calls_of(model, ROWS[0]), "slot").verify(lambda: model(ROWS[0]).sum() * float("nan"))
+    assert PrefixCache(model, calls_of(model, ROWS[0]), "slot").verify(lambda: model(ROWS[0]).sum() * float("nan"))
 
 
 @pytest.mark.parametrize("mode", ["recording", "replaying"])
 def test_a_pass_with_other_calls_than_the_probe_disables_it(mode: str) -> None:
     model = made(lambda: Moody("repeats a module"))
     x = ROWS[0]
-    replay = Replay(model, calls_of(model, x), "slot")
+    replay = PrefixCache(model, calls_of(model, x), "slot")
     with replay.recording():
         model(x)
     assert replay.is_complete
@@ -560,9 +560,9 @@ def test_a_slot_must_have_run_once() -> None:
     model = made(Shared)
     calls = calls_of(model, ROWS[0])
     with pytest.raises(ValueError, match="'shared' ran 4 times"):
-        Replay(model, calls, "shared")
+        PrefixCache(model, calls, "shared")
     with pytest.raises(ValueError, match="'nowhere' ran 0 times"):
-        Replay(model, calls, "nowhere")
+        PrefixCache(model, calls, "nowhere")
 
 
 @pytest.mark.slow
@@ -573,7 +573,7 @@ def test_a_compiled_model_is_replayed_only_where_it_runs_eagerly() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         compiled = torch.compile(model, backend="eager")
-        replay = Replay(compiled, calls, "slot")
+        replay = PrefixCache(compiled, calls, "slot")
         assert "compiled" in replay.reason
         with replay.recording():
             compiled(x)

@@ -17,15 +17,14 @@ from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import MultiStepLR, OneCycleLR, ReduceLROnPlateau, SequentialLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from esper.checkpoint import CheckpointStore
-from esper.checkpoint.tree import join, split
-from esper.events import read
 from esper.growth import Grown, GrowthConfig, GrowthError, grow
 from esper.growth.arguments import training_config
-from esper.growth.decisions import Advance, Fossilize, Germinate, Prune
+from esper.growth.lifecycle.stages import Advance, Fossilize, Germinate, Prune
 from esper.growth.run import open_run
 from esper.growth.training import Training
-from esper.run_folder import EVENTS, RunError
+from esper.runs import CheckpointStore, read
+from esper.runs.folder import EVENTS, RunError
+from esper.runs.tensors import join, split
 from esper.tasks.loader import BatchLoader
 from tests.growth.small import QUICK, QUICK_SHADOW, SLOTS, Lifecycle, Script, adamw, assert_same, config, make_data, make_host, make_loop
 from tests.processes import Process

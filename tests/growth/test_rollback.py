@@ -13,8 +13,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from esper.growth import Diverged, GrowthError
 from esper.growth.config import GovernorConfig
-from esper.growth.decisions import Advance, Fossilize, Germinate, Prune
-from esper.growth.lifecycle import Stage
+from esper.growth.lifecycle.stages import Advance, Fossilize, Germinate, Prune, Stage
 from tests.growth.small import QUICK, QUICK_SHADOW, Lifecycle, Loop, Script, adamw, assert_same, config, make_host, make_loop, snapshot
 from tests.growth.test_optimizer import SAM
 
@@ -33,7 +32,11 @@ def poison_seed(loop: Loop, name: str) -> None:
 
 
 def seeds_of(loop: Loop) -> dict:
-    learners = {name: bed.learner.optimizer.state_dict() for name, bed in loop.grower.garden.beds.items() if bed.learner is not None}
+    learners = {
+        name: backend.learner.optimizer.state_dict()
+        for name, backend in loop.grower.lifecycles.backends.items()
+        if backend.learner is not None
+    }
     seeds = {name: dict(slot.seed.state_dict()) for name, slot in loop.slotted.slots.items() if slot.seed is not None}
     return copy.deepcopy({"seeds": seeds, "learners": learners})
 
@@ -48,13 +51,13 @@ def test_a_rollback_restores_weights_buffers_both_optimisers_scaler_schedule_sta
     loop = make_loop(script, config(rules), host=host, make_optimizer=lambda model: optimizer, scaler=scaler, scheduler=schedule)
     loop.grower.begin()
     loop.epoch(epochs=2)
-    slot, bed = loop.slotted.slots["first"], loop.grower.garden.beds["first"]
+    slot, backend = loop.slotted.slots["first"], loop.grower.lifecycles.backends["first"]
     assert 0 < slot.alpha < 1
     slot.connect(False)  # so that it is not blamed for what the host does
     loop.grower._recovery.take_snapshot()
 
     def state() -> list:
-        life = [slot.alpha, bed.life.stage, bed.life.ramp.done]
+        life = [slot.alpha, backend.life.stage, backend.life.ramp.done]
         return [snapshot(host, optimizer), seeds_of(loop), life, scaler.state_dict(), schedule.state_dict()]
 
     held = copy.deepcopy(state())
@@ -82,13 +85,13 @@ def test_a_seed_that_went_mad_goes_to_embargo_and_training_goes_on() -> None:
     assert (event.epoch, event.to_epoch, event.embargoed) == (2, 2, ["first", "second"])
     assert "is nan" in event.reason
     assert_same(snapshot(loop.host, loop.optimizer), before)
-    assert {bed.life.stage for bed in loop.grower.garden.beds.values()} == {Stage.EMBARGOED}
+    assert {backend.life.stage for backend in loop.grower.lifecycles.backends.values()} == {Stage.EMBARGOED}
     assert [entry.outcome for entry in loop.grower.ledger.entries] == ["rolled back", "rolled back"]
     loop.epoch(epochs=3)
     assert loop.grower.rollbacks == 1  # the end of the epoch does not count the same disaster again
-    assert all(map(math.isfinite, loop.grower.chronicle.train_losses))
+    assert all(map(math.isfinite, loop.grower.history.train_losses))
     assert math.isfinite(loop.losses[-1])
-    assert {bed.life.stage for bed in loop.grower.garden.beds.values()} == {Stage.DORMANT}
+    assert {backend.life.stage for backend in loop.grower.lifecycles.backends.values()} == {Stage.DORMANT}
 
 
 def test_a_disaster_in_the_last_step_of_an_epoch_is_no_second_one_at_its_end() -> None:
@@ -100,8 +103,8 @@ def test_a_disaster_in_the_last_step_of_an_epoch_is_no_second_one_at_its_end() -
     loop.step(*loop.data[-1])
     loop.grower.after_epoch(loop.evaluate)
     assert loop.grower.rollbacks == 1
-    assert len(loop.grower.chronicle.train_losses) == 2
-    assert all(map(math.isfinite, loop.grower.chronicle.train_losses))
+    assert len(loop.grower.history.train_losses) == 2
+    assert all(map(math.isfinite, loop.grower.history.train_losses))
 
 
 def test_validation_that_is_not_finite_goes_back_at_the_end_of_the_epoch() -> None:
@@ -128,7 +131,7 @@ def test_a_seed_that_germinated_since_the_snapshot_goes(lifecycle: Lifecycle) ->
     assert entry.outcome == "rolled back"
     assert loop.slotted.slots["first"].seed is None
     expected = Stage.EMBARGOED if lifecycle is QUICK else Stage.DORMANT  # one that the host did not see is not to blame
-    assert loop.grower.garden.beds["first"].life.stage is expected
+    assert loop.grower.lifecycles.backends["first"].life.stage is expected
 
 
 def test_a_seed_that_was_pruned_since_the_snapshot_comes_back_and_lives_in_the_ledger() -> None:
@@ -143,7 +146,7 @@ def test_a_seed_that_was_pruned_since_the_snapshot_comes_back_and_lives_in_the_l
     seed = loop.slotted.slots["first"].seed
     assert seed is not None
     assert any(parameter.abs().sum() > 0 for parameter in seed.parameters())
-    assert loop.grower.garden.beds["first"].learner.optimizer.state
+    assert loop.grower.lifecycles.backends["first"].learner.optimizer.state
     entry = loop.grower.ledger.entries[0]
     assert (entry.outcome, entry.ended) == ("living", None)
     assert entry.steps[-1].stage is Stage.HOLDING
@@ -159,7 +162,7 @@ def test_a_seed_that_was_kept_since_the_snapshot_is_on_probation_again() -> None
     assert loop.slotted.slots["first"].is_kept
     poison_host(loop)
     loop.step(*loop.data[0])
-    assert loop.grower.garden.beds["first"].life.stage is Stage.HOLDING
+    assert loop.grower.lifecycles.backends["first"].life.stage is Stage.HOLDING
     assert not loop.slotted.slots["first"].is_kept
     assert loop.grower.ledger.entries[0].outcome == "living"
 
@@ -197,7 +200,7 @@ def test_a_gradient_that_was_on_its_way_does_not_outlive_the_rollback() -> None:
     assert loop.slotted.slots["first"].seed is seed
     assert all(parameter.grad is None for parameter in seed.parameters())
     loop.epoch()
-    assert loop.grower.garden.beds["first"].life.gradients.skipped == 0
+    assert loop.grower.lifecycles.backends["first"].life.gradients.skipped == 0
 
 
 @pytest.mark.slow
@@ -205,12 +208,12 @@ def test_a_change_in_the_data_is_gone_back_from_once_and_then_accepted() -> None
     loop = make_loop(Script({}), config(QUICK))
     loop.epoch(epochs=12)
     assert loop.grower.rollbacks == 0
-    before = loop.grower.chronicle.train_losses[-1]
+    before = loop.grower.history.train_losses[-1]
     loop.data = [(x, (y + 1) % 3) for x, y in loop.data]  # everything it has learned is wrong now
     for _ in range(8):
         loop.epoch()
     assert loop.grower.rollbacks == 1
-    losses = loop.grower.chronicle.train_losses
+    losses = loop.grower.history.train_losses
     assert max(losses[12:14]) > 1.5 * before
     assert losses[-1] < 0.7 * max(losses[12:])  # it learns what is right now
 

@@ -12,8 +12,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim.swa_utils import AveragedModel
 
 from esper.growth import Grower, GrowthError, add_slots
-from esper.growth.decisions import Germinate, Prune
-from esper.growth.lifecycle import Stage
+from esper.growth.lifecycle.stages import Germinate, Prune, Stage
 from tests.growth.small import (
     QUICK_SHADOW,
     Script,
@@ -59,7 +58,7 @@ def test_a_seed_in_the_shadow_leaves_a_host_with_batch_norm_and_dropout_bit_iden
     assert torch.equal(torch.rand(3), _next_numbers(make_host, make_optimizer, epochs))
     seeds = [slot.seed for slot in loop.slotted.slots.values()]
     assert all(seed is not None and any(parameter.abs().sum() > 0 for parameter in _last_layer(seed)) for seed in seeds)
-    assert {bed.life.stage for bed in loop.grower.garden.beds.values()} == {Stage.TRAINING}
+    assert {backend.life.stage for backend in loop.grower.lifecycles.backends.values()} == {Stage.TRAINING}
 
 
 def _next_numbers(make, make_optimizer, epochs: int) -> torch.Tensor:
@@ -83,7 +82,7 @@ def test_the_second_pass_of_a_recorded_prefix_is_shorter_and_learns(monkeypatch:
     loop.epoch()
     steps = len(loop.data)
     assert len(computed) == steps + len(loop.val)  # in the user's own passes and in evaluation, never in the second pass
-    assert loop.grower.garden.beds["second"].life.gradients.steps == steps
+    assert loop.grower.lifecycles.backends["second"].life.gradients.steps == steps
 
 
 def test_a_copy_of_the_model_made_while_a_seed_is_in_the_shadow_is_a_model_of_its_own() -> None:
@@ -107,7 +106,7 @@ def test_shadow_without_a_closure_is_refused_before_anything_happens() -> None:
     with pytest.raises(GrowthError, match="closure=lambda"):
         loop.grower.after_step(torch.tensor(1.0))
     assert not loop.events
-    assert loop.grower.chronicle.steps == 0
+    assert loop.grower.history.steps == 0
 
 
 @pytest.mark.parametrize("wrong", [lambda: 1.0, lambda: torch.tensor(1.0), lambda: torch.ones(3, requires_grad=True)])
@@ -133,7 +132,7 @@ def test_a_closure_that_fails_leaves_the_host_as_it_was_and_training_goes_on() -
     assert all(slot.alpha == 0.0 and not slot.is_connected for slot in loop.slotted.slots.values())
     loop.epoch(epochs=2)
     assert loop.grower.epoch == 2
-    assert all(bed.life.gradients.health > 0 for bed in loop.grower.garden.beds.values())
+    assert all(backend.life.gradients.health > 0 for backend in loop.grower.lifecycles.backends.values())
 
 
 def test_a_closure_that_runs_the_model_in_another_way_is_computed_as_a_whole() -> None:
@@ -145,7 +144,7 @@ def test_a_closure_that_runs_the_model_in_another_way_is_computed_as_a_whole() -
         loop.optimizer.zero_grad()
         loop.grower.after_step(loss, closure=lambda x=x, y=y: cross_entropy(loop.slotted(torch.cat([x, x])), torch.cat([y, y])))
     loop.grower.after_epoch(loop.evaluate)
-    assert loop.grower.garden.beds["second"].life.gradients.steps == len(loop.data)
+    assert loop.grower.lifecycles.backends["second"].life.gradients.steps == len(loop.data)
 
 
 def test_the_gradient_in_the_shadow_is_that_of_the_host_with_the_seed_in_it() -> None:
@@ -168,7 +167,7 @@ def test_the_gradient_in_the_shadow_is_that_of_the_host_with_the_seed_in_it() ->
     grower.after_step(torch.tensor(1.0), closure=lambda: cross_entropy(host(x), y))
     cross_entropy(twin_host(x), y).backward()
     norm = torch.linalg.vector_norm(torch.cat([parameter.grad.reshape(-1) for parameter in twin_seed.parameters()]))
-    assert grower.garden.beds["second"].learner.report().mean_norm == pytest.approx(float(norm), rel=1e-6)
+    assert grower.lifecycles.backends["second"].learner.report().mean_norm == pytest.approx(float(norm), rel=1e-6)
 
 
 @pytest.mark.parametrize(

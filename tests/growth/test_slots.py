@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from esper.growth import GrowthError, add_slots
-from esper.growth.blueprints import cost_of, get_blueprint
-from esper.growth.slotted import Slotted
+from esper.growth.host.slotted import Slotted
+from esper.growth.seeds.blueprints import cost_of, get_blueprint
 from tests.growth.hosts import FAMILIES, GPT, DoubleConv, ResNet, Returning, Swin, ViT
 from tests.growth.test_models import disturb, germinate, grow, hooks_of, is_same, run
 
@@ -236,7 +236,7 @@ INSIDE = "choose a layer inside it or after it"
 
 def test_every_refusal_has_its_reason() -> None:
     model, batch = Shared(), torch.randn(3, 4, 8)
-    reasons = {refusal.name: refusal.reason for refusal in add_slots(model, batch, slots=["head"]).survey.refusals}
+    reasons = {refusal.name: refusal.reason for refusal in add_slots(model, batch, slots=["head"]).discovery.refusals}
     assert reasons == {
         "twice": "runs 2 times in a forward pass, and a seed would act each time",
         "lstm": "gives a tuple, not one tensor",
@@ -270,7 +270,7 @@ def test_channels_that_come_back_to_the_front_are_found() -> None:
         "1": ("conv", (8, 4, 4)),
         "2": ("conv", (8, 4, 4)),
     }
-    inner = slotted.survey.places["1.norm"]
+    inner = slotted.discovery.places["1.norm"]
     assert (inner.kind, inner.shape, inner.width, inner.positions) == ("token", (4, 4, 8), 8, 16)
 
 
@@ -315,8 +315,8 @@ def test_channels_last_are_not_taken_for_rows(batch: int) -> None:
         "blocks.0": ("token", (8, 8, 16)),
         "blocks.1": ("token", (8, 8, 16)),
     }
-    assert slotted.survey.places["blocks.0.act"].shape == (8, 8, 24)
-    assert slotted.survey.places["blocks.0.conv"].kind == "conv"
+    assert slotted.discovery.places["blocks.0.act"].shape == (8, 8, 24)
+    assert slotted.discovery.places["blocks.0.conv"].kind == "conv"
     larger = torch.randn(3, 3, 48, 48)
     before = run(model, larger)
     for name in slotted.slots:
@@ -344,7 +344,7 @@ def test_samples_that_meet_in_a_norm_take_no_places_away() -> None:
         return nn.Sequential(nn.Conv1d(8, 8, 3, padding=1), norm, nn.ReLU(), nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 2))
 
     batch = torch.randn(8, 8, 8)
-    places = [add_slots(make(is_tracking=is_tracking), batch).survey.places for is_tracking in (True, False)]
+    places = [add_slots(make(is_tracking=is_tracking), batch).discovery.places for is_tracking in (True, False)]
     assert {name: (place.kind, place.shape) for name, place in places[0].items()} == {
         name: (place.kind, place.shape) for name, place in places[1].items()
     }
@@ -365,7 +365,7 @@ class TakesTwo(nn.Module):
 
 def test_the_batch_is_found_where_the_number_of_samples_cannot_change() -> None:
     slotted = add_slots(TakesTwo(), torch.randn(2, 2, 4))
-    assert {name: slotted.survey.places[name].batch_axis for name in ("embed", "block")} == {"embed": 0, "block": 1}
+    assert {name: slotted.discovery.places[name].batch_axis for name in ("embed", "block")} == {"embed": 0, "block": 1}
 
 
 def test_as_many_tokens_as_channels_are_still_tokens() -> None:
@@ -378,7 +378,7 @@ def test_as_many_tokens_as_channels_are_still_tokens() -> None:
             return self.project(x).flatten(2).transpose(1, 2)
 
     model = nn.Sequential(Patches(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 2))
-    assert add_slots(model, torch.randn(2, 3, 8, 8)).survey.places["0"].kind == "token"
+    assert add_slots(model, torch.randn(2, 3, 8, 8)).discovery.places["0"].kind == "token"
 
 
 def test_weights_that_are_made_by_modules_are_no_places() -> None:
@@ -388,7 +388,7 @@ def test_weights_that_are_made_by_modules_are_no_places() -> None:
     model.append(nn.Linear(8, 2))
     slotted = add_slots(model, torch.randn(8, 6))  # as many samples as a weight has rows
     assert list(slotted.slots) == ["1", "3"]
-    assert not any("parametrizations" in name for name in slotted.survey.places)
+    assert not any("parametrizations" in name for name in slotted.discovery.places)
 
 
 @dataclasses.dataclass

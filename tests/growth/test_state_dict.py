@@ -14,13 +14,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import relu
-from torch.optim.swa_utils import AveragedModel as TorchAverage
-from torch.optim.swa_utils import get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel as TorchAverage, get_ema_multi_avg_fn
 
 import esper
 from esper.growth import Grower, GrowthError, Slotted, add_slots
 from esper.growth.config import Lifecycle
-from esper.growth.controllers import Planned
+from esper.growth.controllers.baselines import Planned
 from tests.growth.small import Host, config, make_data, make_host, make_loop, sgd
 from tests.growth.test_models import disturb, germinate, grow, is_same, run
 

@@ -7,18 +7,18 @@ from typing import Any
 import torch
 
 from esper.arena.config import ArenaConfig
-from esper.events import Event
 from esper.league.network import make_policy
 from esper.league.selfplay import SelfPlay
 from esper.league.training_config import ArenaTrainConfig, SelfPlayConfig, UnitNetworkConfig
 from esper.rl.config import NetworkConfig, PPOConfig
 from esper.rl.policy import Policy
+from esper.runs import Event
 
 UNIT = UnitNetworkConfig(entity_width=4, terrain_width=4, width=8, head_width=8, state_width=4)
 
 
 def small_arena(**settings: Any) -> ArenaConfig:
-    return ArenaConfig(**{"battles": 8, "teams": 2, "size": 16, "maps": 2, "seconds": 2.0, "contacts": 2, "allies": 1, **settings})
+    return ArenaConfig(**{"battles": 8, "team_size": 2, "size": 16, "maps": 2, "seconds": 2.0, "contacts": 2, "allies": 1, **settings})
 
 
 def small_training(

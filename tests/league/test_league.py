@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from esper.checkpoint import CheckpointStore
 from esper.league import LEARNER, League, LeagueConfig, LeagueError, Record
 from esper.league.ratings import Rating, is_available
+from esper.runs import CheckpointStore
 from tests.league.leagues import WIN, promoted, small_league, weights_of
 
-needs_openskill = pytest.mark.skipif(not is_available(), reason="openskill is missing: esper[league]")
+needs_openskill = pytest.mark.skipif(not is_available(), reason="openskill is missing: esper-grow[league]")
 
 
 def test_a_candidate_that_beats_the_best_becomes_the_best() -> None:

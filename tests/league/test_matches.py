@@ -10,20 +10,20 @@ import torch
 from esper.arena.config import ArenaConfig
 from esper.arena.replay import Recorder, verify
 from esper.league import recording
-from esper.league.matches import Ground, Tally
+from esper.league.matches import MatchArena, Tally
 from esper.league.recording import play_and_record
 from esper.replay_file import read_replay
 from tests.league.arenas import a_policy, small_arena, small_training
 
 
-def ground(**settings: object) -> Ground:
-    return Ground(small_arena(**{"battles": 4, "seconds": 8.0, **settings}), seed=1, device="cpu")
+def match_arena(**settings: object) -> MatchArena:
+    return MatchArena(small_arena(**{"battles": 4, "seconds": 8.0, **settings}), seed=1, device="cpu")
 
 
 @pytest.mark.slow
 def test_every_battle_is_counted_once_and_both_sides_are_played() -> None:
     seen = []
-    result = ground().play("strong", "random", on_scene=lambda scene: seen.append(scene.ended.clone()))
+    result = match_arena().play("strong", "random", on_step=lambda result: seen.append(result.ended.clone()))
     assert result.record.battles == 4
     assert [record.battles for record in result.by_side] == [2, 2]
     assert sum(record.wins for record in result.by_side) == result.record.wins == len(result.won)
@@ -33,9 +33,9 @@ def test_every_battle_is_counted_once_and_both_sides_are_played() -> None:
 
 @pytest.mark.slow
 def test_every_pair_of_battles_has_a_map_of_its_own_and_swapped_sides() -> None:
-    place = ground(battles=6, maps=2, seconds=0.5)
+    place = match_arena(battles=6, maps=2, seconds=0.5)
     maps = []
-    place.play("weak", "middle", on_scene=lambda scene: maps.append(place.arena.state.contest.map.clone()))
+    place.play("weak", "middle", on_step=lambda result: maps.append(place.arena.state.contest.map.clone()))
     assert maps[0].tolist() == [0, 0, 1, 1, 2, 2]
     heights = place.arena.atlas.worlds.height
     assert all(not torch.equal(heights[one], heights[other]) for one, other in ((0, 1), (0, 2), (1, 2)))
@@ -43,7 +43,7 @@ def test_every_pair_of_battles_has_a_map_of_its_own_and_swapped_sides() -> None:
 
 @pytest.mark.slow
 def test_a_match_of_a_bot_that_draws_nothing_against_itself_is_even_on_every_map() -> None:
-    result = ground(battles=4, seconds=4.0).play("middle", "middle")
+    result = match_arena(battles=4, seconds=4.0).play("middle", "middle")
     assert result.record.score == 0.5
     assert result.record.maps == (0, 0, 2, 0, 0)
 
@@ -51,8 +51,8 @@ def test_a_match_of_a_bot_that_draws_nothing_against_itself_is_even_on_every_map
 @pytest.mark.slow
 def test_all_rivals_of_one_match_meet_the_player_on_the_same_maps_as_alone() -> None:
     config = small_arena(battles=4, seconds=2.0)
-    together = Ground(config, seed=1, device="cpu", rivals=2).play_all("middle", ["weak", "middle"])
-    place = Ground(config, seed=1, device="cpu")
+    together = MatchArena(config, seed=1, device="cpu", rivals=2).play_all("middle", ["weak", "middle"])
+    place = MatchArena(config, seed=1, device="cpu")
     alone = [place.play("middle", rival) for rival in ("weak", "middle")]
     for one, other in zip(together, alone, strict=True):
         assert (one.points, one.by_side, one.decisions, one.by_time) == (other.points, other.by_side, other.decisions, other.by_time)
@@ -62,21 +62,21 @@ def test_all_rivals_of_one_match_meet_the_player_on_the_same_maps_as_alone() -> 
 
 @pytest.mark.slow
 def test_other_maps_make_another_match_on_the_same_ground() -> None:
-    place = ground(battles=2, seconds=0.5)
+    place = match_arena(battles=2, seconds=0.5)
     first = place.arena.atlas.worlds.height.clone()
     place.open(7)
     assert not torch.equal(place.arena.atlas.worlds.height, first)
-    assert place.play("weak", "random") == Ground(place.config, seed=7, device="cpu").play("weak", "random")
+    assert place.play("weak", "random") == MatchArena(place.config, seed=7, device="cpu").play("weak", "random")
 
 
 def test_battles_that_cannot_be_paired_are_refused() -> None:
     with pytest.raises(ValueError, match="battles of a match come in pairs, one map for both sides; got 3, use 4"):
-        ground(battles=3)
+        match_arena(battles=3)
 
 
 @pytest.mark.slow
 def test_the_same_match_is_the_same_again_and_the_other_way_round_its_mirror() -> None:
-    place = ground()
+    place = match_arena()
     once, again = (place.play("strong", "random") for _ in range(2))
     assert once == again
     assert once.record.wins > once.record.losses
@@ -89,20 +89,20 @@ def test_a_policy_plays_and_does_not_change_by_it() -> None:
     config = small_training(arena={"seconds": 4.0})
     policy = a_policy(config)
     before = {name: value.clone() for name, value in policy.state_dict().items()}
-    result = Ground(config.arena, seed=0, device="cpu").play(policy, "random")
+    result = MatchArena(config.arena, seed=0, device="cpu").play(policy, "random")
     assert result.record.battles == 8
     assert all(torch.equal(value, before[name]) for name, value in policy.state_dict().items())
-    assert result == Ground(config.arena, seed=0, device="cpu").play(policy, "random")
+    assert result == MatchArena(config.arena, seed=0, device="cpu").play(policy, "random")
 
 
 def test_a_tally_counts_the_first_battle_in_every_place() -> None:
-    place = ground()
-    scene, side = place.arena.reset(), torch.tensor([0, 1, 0, 1])
+    place = match_arena()
+    result, side = place.arena.reset(), torch.tensor([0, 1, 0, 1])
     tally = Tally(4, place.arena.device)
 
     def told(ended: list[bool], winner: list[int], *, by_time: list[bool], length: float) -> None:
-        last = torch.full_like(scene.last, length)
-        tally.add(scene._replace(ended=torch.tensor(ended), winner=torch.tensor(winner), by_time=torch.tensor(by_time), last=last), side)
+        last = torch.full_like(result.last, length)
+        tally.add(result._replace(ended=torch.tensor(ended), winner=torch.tensor(winner), by_time=torch.tensor(by_time), last=last), side)
 
     told([True, True, False, False], [0, 0, 1, 1], by_time=[False, True, True, True], length=10.0)  # won, lost by time
     assert not tally.is_over()
@@ -132,7 +132,7 @@ def test_the_replay_of_a_place_names_the_players_by_their_side(battle: int, team
     info = read_replay(kept.path).info
     assert info.teams == teams
     assert (kept.battle, kept.winner) == (battle, info.winner)
-    assert kept.result == Ground(CONFIG, seed=2, device="cpu").play("strong", "random")  # who watches changes nothing
+    assert kept.result == MatchArena(CONFIG, seed=2, device="cpu").play("strong", "random")  # who watches changes nothing
     assert (battle in kept.result.won) == (info.winner == battle % 2)
 
 
@@ -159,7 +159,7 @@ def test_where_nothing_was_won_no_replay_is_written(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_recorders_of_a_match_see_their_whole_battles() -> None:
-    place = ground(seconds=3.0)
+    place = match_arena(seconds=3.0)
     recorders = [Recorder(place.arena, battle) for battle in (0, 3)]
     place.play("weak", "weak", recorders=recorders)
     assert all(recorder.is_over for recorder in recorders)

@@ -25,8 +25,8 @@ def policy_of(arena: ArenaConfig, *, seed: int = 0, **network: object) -> Policy
 
 
 def seen_in(arena: ArenaConfig) -> tuple[Obs, Masks]:
-    scene = Arena(arena, seed=0).reset()
-    return unit_rows(scene), scene.masks
+    result = Arena(arena, seed=0).reset()
+    return unit_rows(result), result.masks
 
 
 def noise_like(arena: ArenaConfig, rows: int, *, requires_grad: bool = False) -> Obs:
@@ -38,7 +38,7 @@ def noise_like(arena: ArenaConfig, rows: int, *, requires_grad: bool = False) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [{}, {"allies": 0}, {"teams": 1}, {"state_view": True}, {"contacts": 3, "allies": 3}])
+@pytest.mark.parametrize("settings", [{}, {"allies": 0}, {"team_size": 1}, {"state_view": True}, {"contacts": 3, "allies": 3}])
 @pytest.mark.parametrize("core", ["lstm", "none"])
 def test_a_policy_acts_on_what_units_of_any_arena_see(settings: dict[str, int], core: str) -> None:
     arena = small_arena(battles=2, **settings)
@@ -82,7 +82,7 @@ def reversed_block(obs: Tensor, arena: ArenaConfig, name: str) -> Tensor:
 
 
 def test_the_order_of_comrades_means_nothing_and_that_of_contacts_is_aimed_by() -> None:
-    arena = small_arena(teams=4, contacts=3, allies=3)
+    arena = small_arena(team_size=4, contacts=3, allies=3)
     policy = policy_of(arena)
     obs = noise_like(arena, 5)["obs"]
     encoded = policy.encoder(obs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from esper.arena.arena import Arena, Scene
+from esper.arena.arena import Arena, StepResult
 from esper.arena.bots import Bot
 from esper.arena.env import unit_rows
 from esper.league.players import BotPlayer, PolicyPlayer, join, side_rows
@@ -13,7 +13,7 @@ from tests.league.arenas import a_policy, small_training
 
 CONFIG = small_training(arena={"battles": 3, "seconds": 30.0})
 UNITS = CONFIG.arena.units
-ROWS = side_rows(torch.arange(3), torch.tensor([0, 1, 0]), teams=2)
+ROWS = side_rows(torch.arange(3), torch.tensor([0, 1, 0]), team_size=2)
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def arena() -> Arena:
 
 def test_the_rows_of_a_side_are_those_of_its_units() -> None:
     assert ROWS.tolist() == [0, 1, 6, 7, 8, 9]
-    assert side_rows(torch.tensor([2]), torch.tensor([1]), teams=5).tolist() == [25, 26, 27, 28, 29]
+    assert side_rows(torch.tensor([2]), torch.tensor([1]), team_size=5).tolist() == [25, 26, 27, 28, 29]
 
 
 def test_joined_actions_have_everyones_in_their_place() -> None:
@@ -35,70 +35,70 @@ def test_joined_actions_have_everyones_in_their_place() -> None:
 
 
 def test_a_bot_drives_its_rows_and_goes_on_where_it_was_saved(arena: Arena) -> None:
-    scene = arena.reset()
+    result = arena.reset()
     player, again = (BotPlayer(Bot("random", arena, seed=3), ROWS) for _ in range(2))
-    player.act(scene)
+    player.act(result)
     again.load_state_dict(player.state_dict())
-    one, other = player.act(scene), again.act(scene)
+    one, other = player.act(result), again.act(result)
     assert all(len(value) == len(ROWS) for value in one.values())
     assert all(torch.equal(value, other[name]) for name, value in one.items())
 
 
-def with_ends(scene: Scene, *battles: int) -> Scene:
-    ended = torch.zeros_like(scene.ended)
+def with_ends(result: StepResult, *battles: int) -> StepResult:
+    ended = torch.zeros_like(result.ended)
     ended[list(battles)] = True
-    return scene._replace(ended=ended, is_first=False)
+    return result._replace(ended=ended, is_first=False)
 
 
-def remembered(player: PolicyPlayer, scene: Scene, rows: slice) -> torch.Tensor:
+def remembered(player: PolicyPlayer, result: StepResult, rows: slice) -> torch.Tensor:
     """The memories of some rows after a decision in which they began with nothing."""
-    obs = {name: value[player.rows][rows] for name, value in unit_rows(scene).items()}
+    obs = {name: value[player.rows][rows] for name, value in unit_rows(result).items()}
     with torch.no_grad():
         return player.policy.step(obs, player.policy.initial_state(len(obs["obs"])))[1]
 
 
 def test_memories_begin_anew_where_a_battle_ended_and_nowhere_else(arena: Arena) -> None:
-    scene = arena.reset()
+    result = arena.reset()
     player = PolicyPlayer(a_policy(CONFIG), ROWS, units=UNITS)
-    player.act(scene)
-    player.act(with_ends(scene))
+    player.act(result)
+    player.act(with_ends(result))
     before = player.state.clone()
-    player.act(with_ends(scene, 1))
-    torch.testing.assert_close(player.state[2:4], remembered(player, scene, slice(2, 4)))
+    player.act(with_ends(result, 1))
+    torch.testing.assert_close(player.state[2:4], remembered(player, result, slice(2, 4)))
     for others in (slice(0, 2), slice(4, 6)):
-        assert not torch.allclose(player.state[others], remembered(player, scene, others))
+        assert not torch.allclose(player.state[others], remembered(player, result, others))
         assert not torch.equal(player.state[others], before[others])
 
 
 def test_after_a_reset_all_memories_begin_anew(arena: Arena) -> None:
-    scene = arena.reset()
+    result = arena.reset()
     player = PolicyPlayer(a_policy(CONFIG), ROWS, units=UNITS)
-    player.act(scene)
-    player.act(with_ends(scene))
-    player.act(scene)
-    torch.testing.assert_close(player.state, remembered(player, scene, slice(0, 6)))
+    player.act(result)
+    player.act(with_ends(result))
+    player.act(result)
+    torch.testing.assert_close(player.state, remembered(player, result, slice(0, 6)))
 
 
 def test_without_a_generator_actions_are_the_likeliest_and_with_one_they_are_drawn_within_the_masks(arena: Arena) -> None:
-    scene = arena.reset()
+    result = arena.reset()
     policy = a_policy(CONFIG)
-    sure = [PolicyPlayer(policy, ROWS, units=UNITS).act(scene) for _ in range(2)]
+    sure = [PolicyPlayer(policy, ROWS, units=UNITS).act(result) for _ in range(2)]
     assert all(torch.equal(value, sure[1][name]) for name, value in sure[0].items())
     drawing = PolicyPlayer(policy, ROWS, units=UNITS, generator=torch.Generator().manual_seed(0))
-    drawn = [drawing.act(scene) for _ in range(2)]
+    drawn = [drawing.act(result) for _ in range(2)]
     assert not torch.equal(drawn[0]["motion"], drawn[1]["motion"])
     for actions in (*sure, *drawn):
-        assert scene.masks["fire"][ROWS].gather(1, actions["fire"].unsqueeze(1)).all()
+        assert result.masks["fire"][ROWS].gather(1, actions["fire"].unsqueeze(1)).all()
         assert (actions["motion"].abs() <= 1).all()
 
 
 def test_a_player_goes_on_with_the_memories_that_were_saved_and_forgets_when_told(arena: Arena) -> None:
-    scene = arena.reset()
+    result = arena.reset()
     policy = a_policy(CONFIG)
     player, again = (PolicyPlayer(policy, ROWS, units=UNITS) for _ in range(2))
-    player.act(scene)
+    player.act(result)
     again.load_state_dict(player.state_dict())
-    going_on = with_ends(scene)
+    going_on = with_ends(result)
     one, other = player.act(going_on), again.act(going_on)
     assert all(torch.equal(value, other[name]) for name, value in one.items())
     player.forget()
@@ -107,11 +107,11 @@ def test_a_player_goes_on_with_the_memories_that_were_saved_and_forgets_when_tol
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 def test_a_policy_on_the_gpu_plays_in_an_arena_on_the_cpu_as_one_beside_it(arena: Arena) -> None:
-    scene = arena.reset()
+    result = arena.reset()
     near = PolicyPlayer(a_policy(CONFIG), ROWS, units=UNITS)
     far = PolicyPlayer(a_policy(CONFIG).to("cuda"), ROWS, units=UNITS)
     for _ in range(3):
-        one, other = near.act(scene), far.act(scene)
+        one, other = near.act(result), far.act(result)
         assert other["motion"].device.type == "cpu"
         torch.testing.assert_close(one["motion"], other["motion"], atol=1e-5, rtol=1e-4)
-        scene = with_ends(scene)
+        result = with_ends(result)

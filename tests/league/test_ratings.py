@@ -9,8 +9,7 @@ import random
 import sys
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from esper.league import ratings
 from esper.league.ratings import LEAST_SIGMA, MATCH_BATTLES, Rating, rated, shrunk, spread
@@ -19,7 +18,7 @@ from esper.league.record import Record
 COUNTS = st.integers(0, 600)
 RECORDS = st.builds(Record, COUNTS, COUNTS, COUNTS)
 
-needs_openskill = pytest.mark.skipif(importlib.util.find_spec("openskill") is None, reason="openskill is missing: esper[league]")
+needs_openskill = pytest.mark.skipif(importlib.util.find_spec("openskill") is None, reason="openskill is missing: esper-grow[league]")
 
 
 @given(RECORDS)

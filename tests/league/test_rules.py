@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from esper.league.record import Record
 from esper.league.rules import is_promoted, least_useful, opponent_weights, retirements

@@ -12,8 +12,6 @@ import torch
 from esper.arena.bots import BOTS
 from esper.arena.rewards import Rewards
 from esper.config import ConfigError
-from esper.events import Event
-from esper.events.scalars import scalars
 from esper.league.config import LeagueConfig
 from esper.league.dealing import SELF, deal
 from esper.league.events import LeagueChanged, RoundFought
@@ -21,6 +19,8 @@ from esper.league.players import BotPlayer, PolicyPlayer
 from esper.league.record import Record
 from esper.league.selfplay import SelfPlay
 from esper.league.training_config import ANCHORS, SelfPlayConfig
+from esper.runs import Event
+from esper.runs.events import scalars
 from esper.vecenv import Actions, Timestep
 from esper.vecenv.check import check_env, sample_actions
 from tests.league.arenas import a_policy, seated, small_training
@@ -41,7 +41,7 @@ def driven(env: SelfPlay, timestep: Timestep, count: int, *, seed: int = 0) -> T
 
 def test_the_learner_has_one_side_by_parity_and_both_where_it_fights_itself() -> None:
     env = seated(small_training())
-    teams, units = env.config.arena.teams, env.config.arena.units
+    teams, units = env.config.arena.team_size, env.config.arena.units
     expected = []
     for table in env.tables:
         for battle in table.battles.tolist():
@@ -83,12 +83,12 @@ def test_rows_are_those_of_the_arena_and_the_dead_are_neither_paid_nor_valid() -
     env = seated(small_training(arena={"seconds": 30.0}, selfplay={"bots": ("strong",), "enter_every": 1000}))
     dead = 0
     for timestep in steps(env, env.reset(), 30):
-        scene = env.scene
-        assert scene is not None
-        assert torch.equal(timestep.obs["obs"], scene.observation.flatten(0, 1)[env.rows])
-        assert torch.equal(timestep.reward, scene.reward.flatten()[env.rows])
+        result = env.result
+        assert result is not None
+        assert torch.equal(timestep.obs["obs"], result.observation.flatten(0, 1)[env.rows])
+        assert torch.equal(timestep.reward, result.reward.flatten()[env.rows])
         assert timestep.valid is not None
-        assert torch.equal(timestep.valid, scene.was_alive.flatten()[env.rows])
+        assert torch.equal(timestep.valid, result.was_alive.flatten()[env.rows])
         assert not timestep.reward[~timestep.valid].any()
         assert not timestep.terminated[~timestep.valid].any()
         dead += int((~timestep.valid).sum())
@@ -105,7 +105,7 @@ def test_each_observation_is_built_once_for_learner_bots_and_past_selves_togethe
     timestep = env.reset()
     assert built == [8, 8]  # of all battles: what the units see, and what a centralised critic sees
     driven(env, timestep, 10)  # beyond a rollout, where past selves sit down, and the end of battles
-    assert env.seats.names == ["one", "one"]
+    assert env.opponent_slots.names == ["one", "one"]
     assert built == [8, 8] * 11
 
 
@@ -119,10 +119,10 @@ def test_another_self_play_goes_on_where_the_first_was_saved() -> None:
     config = small_training(selfplay={"enter_every": 1, "entry_battles": 2})
     one, other = seated(config), seated(config)
     last = driven(one, one.reset(), 11)  # a league member sits in the seats, and battles have ended
-    assert None not in one.seats.names
+    assert None not in one.opponent_slots.names
     other.load_state_dict(one.state_dict())
-    assert other.seats.state_dict() == one.seats.state_dict()
-    assert torch.equal(other.seats.since, one.seats.since)
+    assert other.opponent_slots.state_dict() == one.opponent_slots.state_dict()
+    assert torch.equal(other.opponent_slots.since, one.opponent_slots.since)
     assert (other.updates, other.decisions, other.overflow) == (one.updates, one.decisions, one.overflow)
     for left, right in zip(steps(one, last, 8, seed=1), steps(other, last, 8, seed=1), strict=True):
         assert torch.equal(left.obs["obs"], right.obs["obs"])
@@ -139,12 +139,12 @@ def test_results_are_those_that_an_onlooker_counts() -> None:
     for number, _ in enumerate(steps(env, env.reset(), 3 * 8 + 1)):
         if number == 3 * 8:
             break  # with this step the last round was told
-        scene = env.scene
-        assert scene is not None
+        result = env.result
+        assert result is not None
         for table in env.tables:
             for battle in table.battles.tolist():
-                if bool(scene.ended[battle]):
-                    winner = int(scene.winner[battle])
+                if bool(result.ended[battle]):
+                    winner = int(result.winner[battle])
                     counted[table.name][1 if winner < 0 else 0 if winner == battle % 2 else 2] += 1
     rounds = [event for event in events if isinstance(event, RoundFought)]
     assert [event.update for event in rounds] == [1, 2, 3]
@@ -164,10 +164,10 @@ def test_the_parts_of_the_reward_are_those_that_the_learner_was_paid() -> None:
     env = seated(config, events=events)
     paid, parts = torch.zeros(env.num_envs), dict.fromkeys(Rewards._fields, 0.0)
     for timestep in steps(env, env.reset(), 8):
-        assert env.scene is not None
-        assert env.scene.parts is not None
+        assert env.result is not None
+        assert env.result.parts is not None
         paid += timestep.reward
-        for name, part in env.scene.parts._asdict().items():
+        for name, part in env.result.parts._asdict().items():
             parts[name] += float(part.flatten()[env.rows].sum()) / env.num_envs
     driven(env, timestep, 1)
     (told,) = (event for event in events if isinstance(event, RoundFought))
@@ -193,7 +193,7 @@ def test_win_rates_by_opponent_are_shown() -> None:
 def test_teams_grow_with_the_updates() -> None:
     events: list[Event] = []
     selfplay = {"first_team": 1, "team_grows": 2, "enter_every": 1000}
-    config = small_training(arena={"teams": 3, "seconds": 1.0}, selfplay=selfplay, ppo={"num_steps": 4})
+    config = small_training(arena={"team_size": 3, "seconds": 1.0}, selfplay=selfplay, ppo={"num_steps": 4})
     env = seated(config, events=events)
     timestep = env.reset()
     sizes = [int(env.arena.state.units.present[0, :3].sum())]
@@ -212,7 +212,7 @@ def test_the_first_to_enter_is_promoted_and_sits_down_without_the_memories_of_wh
     timestep = driven(env, env.reset(), 16)  # two rollouts; the second is told with the next step
     player = next(table.opponent for table in env.tables if table.name == "seat 0")
     assert isinstance(player, PolicyPlayer)
-    assert env.seats.names == [None, None]
+    assert env.opponent_slots.names == [None, None]
     assert player.state.any()
     memories: list[Any] = []
     forget = player.forget
@@ -222,7 +222,7 @@ def test_the_first_to_enter_is_promoted_and_sits_down_without_the_memories_of_wh
     assert [(event.name, event.is_promoted) for event in changes] == [("update-2", True)]
     assert set(changes[0].against) == set(BOTS)
     assert all(sum(counts) == env.config.selfplay.entry_battles for counts in changes[0].against.values())
-    assert env.seats.names == ["update-2", "update-2"]
+    assert env.opponent_slots.names == ["update-2", "update-2"]
     assert all(torch.equal(value, env.league.weights["update-2"][name]) for name, value in player.policy.state_dict().items())
     assert len(memories) == 1
     assert not memories[0].any()
@@ -272,16 +272,16 @@ def test_a_past_self_stays_in_its_seat_until_a_battle_can_be_over() -> None:
     rollouts_of_4 = {"num_steps": 4}
     config = small_training(arena={"seconds": 2.5}, selfplay={"enter_every": 1000, "past_seats": 1}, ppo=rollouts_of_4)  # 10 decisions
     env = with_members(seated(config), "one", "two", "three", "four")
-    assert env.seats.rollouts == 3
+    assert env.opponent_slots.rollouts == 3
     timestep, names, draws = env.reset(), [], []
     for rollout in range(13):
         timestep = driven(env, timestep, 4, seed=rollout)
-        names.append(env.seats.names[0])
-        draws.append(env.seats.state_dict()[0]["drawn"])
+        names.append(env.opponent_slots.names[0])
+        draws.append(env.opponent_slots.state_dict()[0]["drawn"])
     assert names[0] is None  # nobody had joined when it began
     assert draws == [0, 1, 1, 1, 4, 4, 4, 7, 7, 7, 10, 10, 10]
     assert len(set(names[1:])) > 1
-    assert seated(small_training(selfplay={"seat_rollouts": 5})).seats.rollouts == 5
+    assert seated(small_training(selfplay={"seat_rollouts": 5})).opponent_slots.rollouts == 5
 
 
 @pytest.mark.slow
@@ -289,11 +289,11 @@ def test_who_leaves_the_league_leaves_its_seat() -> None:
     selfplay = {"enter_every": 1000, "seat_rollouts": 100, "past_seats": 1}
     env = with_members(seated(small_training(selfplay=selfplay, league=LeagueConfig(size=1))), "one")
     timestep = driven(env, env.reset(), 9)
-    assert env.seats.names == ["one"]
+    assert env.opponent_slots.names == ["one"]
     with_members(env, "two")
     assert env.league.entry("one").kind == "retired"
     env._draw_opponents()
-    assert env.seats.names == ["two"]
+    assert env.opponent_slots.names == ["two"]
     driven(env, timestep, 8)  # and battles of "two" alone are told
 
 
@@ -308,10 +308,10 @@ def test_only_battles_that_a_past_self_began_are_credited_to_it() -> None:
     whole, cut = 0, 0
     began = dict.fromkeys(place, 0)
     for number, _ in enumerate(steps(env, env.reset(), 5 * 4 + 1)):
-        scene = env.scene
-        assert scene is not None
+        result = env.result
+        assert result is not None
         for battle in place:
-            if bool(scene.ended[battle]) and number < 5 * 4:
+            if bool(result.ended[battle]) and number < 5 * 4:
                 if number >= 4:
                     whole, cut = (whole + 1, cut) if began[battle] >= 4 else (whole, cut + 1)
                 began[battle] = number + 1
@@ -339,7 +339,7 @@ def test_a_config_that_deals_more_than_there_is_says_so() -> None:
         SelfPlayConfig(bot_share=0.7, past_share=0.5)
     with pytest.raises(ConfigError, match="at least one bot, or bot_share 0"):
         SelfPlayConfig(bots=(), bot_share=0.5)
-    with pytest.raises(ConfigError, match=r"selfplay.first_team: expected at most arena.teams \(2\), got 3"):
+    with pytest.raises(ConfigError, match=r"selfplay.first_team: expected at most arena.team_size \(2\), got 3"):
         small_training(selfplay={"first_team": 3})
     with pytest.raises(ConfigError, match=r"arena.reward.gamma"):
         small_training(ppo={"gamma": 0.5})
@@ -387,5 +387,5 @@ def test_past_selves_may_sit_on_another_device() -> None:
     player = next(table.opponent for table in env.tables if table.name == "seat 0")
     assert isinstance(player, PolicyPlayer)
     assert (player.policy.device.type, player.rows.device.type) == ("cpu", "cuda")
-    assert None not in env.seats.names
+    assert None not in env.opponent_slots.names
     assert player.state.any()

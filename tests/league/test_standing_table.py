@@ -11,7 +11,7 @@ from esper.league import LEARNER, League, Record, standing_rows, standings
 from esper.league.ratings import is_available
 from tests.league.leagues import promoted, small_league, weights_of
 
-needs_openskill = pytest.mark.skipif(not is_available(), reason="openskill is missing: esper[league]")
+needs_openskill = pytest.mark.skipif(not is_available(), reason="openskill is missing: esper-grow[league]")
 
 
 def played(*, is_rated: bool) -> League:
@@ -33,7 +33,7 @@ def test_without_ratings_the_standings_are_scores_with_intervals() -> None:
         "four    candidate  12,345       -      0                    -                    -               -",
         "three        best       4       -    522                    -  81.2 % [77.6, 84.4]          37.5 %",
         "two        member       3       -     20                    -                    -               -",
-        "this league began without ratings; for the next one, install openskill with: pip install 'esper[league]'",
+        "this league began without ratings; for the next one, install openskill with: pip install 'esper-grow[league]'",
         "and 1 that has left the league",
     ]
 

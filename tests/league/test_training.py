@@ -7,6 +7,7 @@ import importlib
 import json
 import resource
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,20 +18,20 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from esper.checkpoint.tree import split
-from esper.events import Event, Resumed, read
 from esper.league import training
 from esper.league.events import LeagueChanged, RoundFought
 from esper.league.league import League
-from esper.league.matches import unseen
+from esper.league.matches import MatchArena, unseen
 from esper.league.store import FOLDER, LeagueStore
-from esper.league.training import against_bot, load_player, prepare_arena, resume_arena, train_arena
+from esper.league.training import against_bot, load_player, prepare_arena, train_arena
 from esper.league.training_config import ArenaTrainConfig
 from esper.parallel import Ranks
 from esper.rl.checkpoints import open_store
 from esper.rl.events import Update
-from esper.rl.run_events import CheckpointEvaluated, RunStarted
-from esper.run_folder import EVENTS, RunError
+from esper.rl.run_setup import CheckpointEvaluated, RunStarted
+from esper.runs import Event, Resumed, read
+from esper.runs.folder import EVENTS, RunError
+from esper.runs.tensors import split
 from tests.league.arenas import a_policy, small_training
 from tests.processes import spawn
 
@@ -99,10 +100,16 @@ def test_self_play_that_was_killed_and_resumed_equals_one_that_was_not_bit_for_b
     saved = open_store(tmp_path / "killed").load("latest").state["ppo"]
     environment = saved["environment"]
     assert saved["counters"]["updates"] == 2
-    assert [seat["name"] for seat in environment["seats"]] == ["update-1", "update-1"]  # a past self sits there, in the middle of battles
-    assert any(seat is not None and "state" in seat and bool(seat["state"].any()) for seat in environment["seated"])
+    assert [opponent_slot["name"] for opponent_slot in environment["seats"]] == [
+        "update-1",
+        "update-1",
+    ]  # a past self sits there, in the middle of battles
+    assert any(
+        opponent_slot is not None and "state" in opponent_slot and bool(opponent_slot["state"].any())
+        for opponent_slot in environment["seated"]
+    )
     assert (environment["arena"]["state"]["contest/decision"] > 0).any()
-    result = resume_arena(tmp_path / "killed")
+    result = train_arena(None, tmp_path / "killed", resume=True)
     assert (result.status, result.step) == ("finished", UPDATES * STEPS * ROWS)
     assert_same_run(tmp_path / "whole", tmp_path / "killed")
     rounds = [event for event in told(tmp_path / "killed") if isinstance(event, RoundFought)]
@@ -156,32 +163,41 @@ def test_a_run_goes_on_when_the_weights_that_it_started_from_are_gone(tmp_path: 
     config = config_for(2, start_from=str(start), checkpoint_every=1, eval_battles=0)
     train_arena(config, tmp_path / "run", should_stop=lambda: True)
     start.unlink()
-    assert resume_arena(tmp_path / "run").status == "finished"
+    assert train_arena(None, tmp_path / "run", resume=True).status == "finished"
     with pytest.raises(RunError, match="there are no weights"):
         train_arena(config, tmp_path / "another")
 
 
 @pytest.mark.slow
-def test_evaluations_of_a_run_are_fought_on_one_ground_whose_maps_no_small_seed_gives() -> None:
+def test_evaluations_of_a_run_are_fought_in_one_arena_whose_maps_no_small_seed_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     config = small_training(eval_battles=2)
     policy = a_policy(config)
-    training._ground.cache_clear()
-    first, second, other = (training.ARENA.score(config, policy, seed) for seed in (0, 0, 1))
+    made = []
+    monkeypatch.setattr(training, "MatchArena", lambda *given, **named: made.append(MatchArena(*given, **named)) or made[-1])
+    evaluator = training.BotEvaluator(config)
+    first, second, other = (evaluator.score(policy, seed) for seed in (0, 0, 1))
     assert first == second
     assert other is not None
-    assert (training._ground.cache_info().misses, training._ground.cache_info().hits) == (2, 1)
+    assert len(made) == 2
     seeds = {unseen(purpose, seed) for purpose in ("evaluation", "commands") for seed in range(100)}
     assert len(seeds) == 200
     assert min(seeds) > 100_000
 
 
 @pytest.mark.slow
-def test_the_arena_of_the_evaluations_is_released_with_the_run() -> None:
-    config = small_training(eval_battles=2)
-    with prepare_arena(config) as (ppo, _):
-        training.ARENA.score(config, ppo.policy, 0)
-        assert training._ground.cache_info().currsize == 1
-    assert training._ground.cache_info().currsize == 0
+def test_the_arena_of_the_evaluations_is_released_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[MatchArena]] = []
+
+    def watched(*given: Any, **named: Any) -> MatchArena:
+        arena = MatchArena(*given, **named)
+        made.append(weakref.ref(arena))
+        return arena
+
+    monkeypatch.setattr(training, "MatchArena", watched)
+    train_arena(config_for(1, eval_battles=2), tmp_path / "run")
+    gc.collect()
+    assert made
+    assert all(arena() is None for arena in made)
 
 
 @pytest.mark.slow
@@ -236,7 +252,7 @@ def run_rank(rank: int, folder: Path) -> None:
         train_arena(config, folder / "whole", group=Ranks())
         counts = iter(range(10))
         train_arena(config, folder / "stopped", should_stop=lambda: next(counts) == 0, group=Ranks())
-        resume_arena(folder / "stopped", group=Ranks())
+        train_arena(None, folder / "stopped", resume=True, group=Ranks())
     finally:
         dist.destroy_process_group()
 
@@ -274,7 +290,7 @@ def resident_bytes() -> int:
 @pytest.mark.skipif(sys.platform != "linux", reason="resident sizes are read from /proc")
 def test_memory_does_not_grow_over_many_updates() -> None:
     config = config_for(
-        arena={"battles": 4, "teams": 1, "seconds": 1.0},
+        arena={"battles": 4, "team_size": 1, "seconds": 1.0},
         selfplay={"bots": ("middle",), "enter_every": 10, "entry_battles": 2, "past_seats": 1},
         ppo={"num_steps": 2, "num_minibatches": 1, "bptt_length": 2},
     )

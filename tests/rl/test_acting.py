@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from esper.rl import PPO, PPOConfig, packed_lstm
+from esper.rl import PPO, PPOConfig, recurrent as packed_lstm
 from esper.rl.acting import fused_step, plain_step
 from esper.rl.config import NetworkConfig
 from esper.rl.policy import Policy

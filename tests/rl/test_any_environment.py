@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from esper.rl.config import NetworkConfig, PPOConfig
-from esper.rl.dense import Dense
 from esper.rl.events import RewardsNotFinite
 from esper.rl.loss import Coefficients, Counts, Samples, ppo_loss
+from esper.rl.networks import Dense
 from esper.rl.ppo import PPO
 from esper.vecenv import ActionSpec, Discrete, TensorSpec, Timestep, make
 from tests.rl.counting import Counting
@@ -28,7 +28,7 @@ def config(**changes) -> PPOConfig:
 # Rewards that are not finite
 
 
-class Broken(Counting):
+class InvalidUpdate(Counting):
     """Gives a reward that is not finite to some environments at some steps, and a known one elsewhere."""
 
     def __init__(self, *places: tuple[int, int], value: float = float("nan"), **settings) -> None:
@@ -50,7 +50,7 @@ class Broken(Counting):
 def test_a_reward_that_is_not_finite_spoils_neither_returns_nor_updates_and_is_counted(value, core):
     events = []
     network = NetworkConfig(core=core, hidden_size=8, encoder_sizes=(6,))
-    ppo = PPO(Broken((3, 1), (15, 2), value=value), config(network=network), on_event=events.append)
+    ppo = PPO(InvalidUpdate((3, 1), (15, 2), value=value), config(network=network), on_event=events.append)
     updates = list(ppo.train(3 * 16 * 3))
     assert [update.skipped for update in updates] == [0, 0, 0]
     assert [update.gradient_steps for update in updates] == [4, 4, 4]
@@ -63,7 +63,9 @@ def test_a_reward_that_is_not_finite_spoils_neither_returns_nor_updates_and_is_c
 def test_the_step_before_a_broken_reward_learns_from_the_value_that_follows_and_nothing_beyond():
     from esper.rl.batch import prepare
 
-    tidy, broken = (PPO(Broken(*places, length=100), config(normalize_rewards=False, normalize_values=False)) for places in ((), ((5, 0),)))
+    tidy, broken = (
+        PPO(InvalidUpdate(*places, length=100), config(normalize_rewards=False, normalize_values=False)) for places in ((), ((5, 0),))
+    )
     batches = []
     for ppo in (tidy, broken):
         rollout = ppo.collect()

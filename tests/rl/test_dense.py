@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from esper.rl.dense import Dense
+from esper.rl.networks import Dense
 
 
 @pytest.mark.parametrize("has_tanh", [False, True])

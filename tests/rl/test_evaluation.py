@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from esper.cli.main import main
-from esper.events import read
-from esper.rl import TrainConfig, resume_run, train_run
+from esper.rl import TrainConfig, train_run
 from esper.rl.checkpoints import open_store
 from esper.rl.config import NetworkConfig, PPOConfig
 from esper.rl.evaluate import Evaluation
 from esper.rl.events import Update
 from esper.rl.ppo import PPO
+from esper.runs import read
 from esper.vecenv import make
 from tests.commands import events_of, last_line
 from tests.conftest import Clock
@@ -98,7 +98,7 @@ def test_the_checkpoint_is_on_the_disk_before_its_policy_is_evaluated(tmp_path: 
             train_run(CONFIG, tmp_path / "run")
     assert open_store(tmp_path / "run").load("latest").step == 32
     whole = train_run(CONFIG, tmp_path / "whole")
-    resumed = resume_run(tmp_path / "run")
+    resumed = train_run(None, tmp_path / "run", resume=True)
     assert resumed.evaluation == whole.evaluation
     assert open_store(tmp_path / "run").load("best").step == open_store(tmp_path / "whole").load("best").step
 
@@ -166,7 +166,7 @@ def test_a_wish_to_stop_waits_for_no_evaluation_and_the_run_evaluates_when_it_go
     stopped = train_run(CONFIG, tmp_path / "run", should_stop=lambda: next(asked))
     assert (stopped.status, stopped.step, len(calls)) == ("stopped", 64, 1)
     assert open_store(tmp_path / "run").load("latest").step == 64
-    assert resume_run(tmp_path / "run").evaluation == whole.evaluation
+    assert train_run(None, tmp_path / "run", resume=True).evaluation == whole.evaluation
     assert events_of(tmp_path / "run") == events_of(tmp_path / "whole")
 
 
@@ -215,9 +215,9 @@ def test_tensorboard_shows_everything_once_after_a_crash(tmp_path: Path) -> None
     with pytest.raises(Crash):
         train_run(config, tmp_path / "run", should_stop=crash_after(2))
     with pytest.raises(Crash):
-        resume_run(tmp_path / "run", should_stop=crash_after(0))
-    resume_run(tmp_path / "run", config=msgspec.structs.replace(config, total_steps=3 * 32))
-    resume_run(tmp_path / "run", config=config)
+        train_run(None, tmp_path / "run", resume=True, should_stop=crash_after(0))
+    train_run(msgspec.structs.replace(config, total_steps=3 * 32), tmp_path / "run", resume=True)
+    train_run(config, tmp_path / "run", resume=True)
     shown = EventAccumulator(str(tmp_path / "run/tensorboard"))
     shown.Reload()
     records = list(read(tmp_path / "run/events.jsonl"))

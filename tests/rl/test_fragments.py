@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from esper.rl import PPO
-from esper.rl.batch import prepare
-from esper.rl.fragments import minibatches, pack
+from esper.rl.batch import minibatches, pack, prepare
 from tests.rl.counting import Counting
 from tests.rl.test_learning import config
 

@@ -8,16 +8,15 @@ import torch
 
 from esper.controller.config import ControllerConfig
 from esper.league.training_config import ArenaTrainConfig
-from esper.rl.batch import prepare
+from esper.rl.batch import pack, prepare
+from esper.rl.collector import Staging
 from esper.rl.config import NetworkConfig, PPOConfig, Thresholds
 from esper.rl.distributions import Evaluation
 from esper.rl.events import Skipped, Warned
-from esper.rl.fragments import pack
 from esper.rl.learner import learning_rate_at
 from esper.rl.loss import Coefficients, Counts, Samples, normalize_advantages, ppo_loss
 from esper.rl.ppo import PPO, TrainingStopped
 from esper.rl.run_config import TrainConfig
-from esper.rl.staging import Staging
 from esper.vecenv import ActionSpec, Continuous, Discrete, Relevance
 from tests.rl.counting import Counting
 
@@ -277,7 +276,7 @@ def test_rollouts_lie_in_the_same_memory():
 def test_an_update_learns_from_at_least_2048_steps_by_default():
     train, arena, controller = TrainConfig(env="cue"), ArenaTrainConfig(), ControllerConfig()
     assert train.num_envs * train.ppo.num_steps >= 2048
-    assert arena.arena.battles * arena.arena.teams * arena.ppo.num_steps >= 2048  # of one side alone
+    assert arena.arena.battles * arena.arena.team_size * arena.ppo.num_steps >= 2048  # of one side alone
     assert controller.hosts * controller.ppo.num_steps >= 2048
 
 

@@ -11,9 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from esper.checkpoint.tree import split
-from esper.events import read
 from esper.parallel import ALONE, FirstFailed, Group, Ranks
+from esper.rl.batch import Rollout
 from esper.rl.checkpoints import open_store
 from esper.rl.config import NetworkConfig, PPOConfig
 from esper.rl.distributions import Choice
@@ -21,8 +20,9 @@ from esper.rl.events import Update
 from esper.rl.learner import Learner
 from esper.rl.policy import Policy
 from esper.rl.ppo import PPO
-from esper.rl.rollout import Rollout
-from esper.run_folder import CHECKPOINTS
+from esper.runs import read
+from esper.runs.folder import CHECKPOINTS
+from esper.runs.tensors import split
 from esper.statistics import RunningMoments, sums_of
 from esper.vecenv import ActionSpec, Continuous, Discrete, Relevance, make
 from tests.commands import last_line, wait_for

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from esper.devices import Stopwatch
+from esper.rl.collector import Staging
 from esper.rl.config import NetworkConfig, PPOConfig
 from esper.rl.distributions import Noise
 from esper.rl.events import CompileFailed, EpisodesRestarted
 from esper.rl.ppo import PPO
-from esper.rl.staging import Staging
 from esper.rng import Streams
 from esper.vecenv import ActionSpec, Discrete, TensorSpec, make
 from esper.vecenv.builtin.base import BuiltinEnv, Outcome
@@ -44,7 +44,7 @@ def assert_same_policy(one: PPO, other: PPO) -> None:
 @pytest.mark.parametrize("env_id", ["cue", "conditional", "cartpole-hidden", "pendulum-hidden"])
 @pytest.mark.parametrize("core", ["lstm", *(pytest.param(core, marks=pytest.mark.slow) for core in ("gru", "none"))])
 def test_resuming_equals_never_having_stopped_bit_for_bit(env_id, core, tmp_path):
-    from esper.checkpoint import CheckpointStore
+    from esper.runs import CheckpointStore
 
     settings = config(num_epochs=2, network=NetworkConfig(core=core, hidden_size=8, encoder_sizes=(6,)))
     whole = trained(PPO(make(env_id, 4), settings), 2)

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from esper.checkpoint import CheckpointStore
 from esper.rl.config import NetworkConfig, PPOConfig
 from esper.rl.events import Skipped
-from esper.rl.loss_scale import LARGEST, PATIENCE, START, LossScale
+from esper.rl.loss import LARGEST, PATIENCE, START, LossScale
 from esper.rl.ppo import PPO
+from esper.runs import CheckpointStore
 from esper.vecenv import make
 from tests.rl.counting import Counting
 

@@ -12,8 +12,8 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from esper.checkpoint import CheckpointError, write_state, write_tensors
 from esper.rl import PPO, NetworkConfig, Policy, PPOConfig, TrainConfig, load_policy, train_run
+from esper.runs import CheckpointError, write_state, write_tensors
 from esper.vecenv import make
 from esper.vecenv.gymnasium import from_gymnasium
 from tests.commands import assert_same_state

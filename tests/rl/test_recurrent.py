@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 import torch
 
-from esper.rl import packed_lstm
-from esper.rl.fragments import minibatches, pack, split
-from esper.rl.recurrent import GRU, LSTM, Core, NoMemory, Pair, _torch_gate_order
+from esper.rl import recurrent as packed_lstm
+from esper.rl.batch import minibatches, pack, split
+from esper.rl.recurrent import GRU, LSTM, ActorCriticCores, Core, NoMemory, _torch_gate_order
 
 STEPS, ENVS, INPUT, HIDDEN = 24, 5, 3, 7
 
@@ -201,7 +201,7 @@ def test_the_effective_forget_bias_is_the_stated_one():
 
 def test_two_memories_in_one_pass_equal_two_passes(rollout, way):
     inputs, _ = rollout
-    pair = Pair(core(LSTM), LSTM(INPUT, HIDDEN).double())
+    pair = ActorCriticCores(core(LSTM), LSTM(INPUT, HIDDEN).double())
     pair.critic.initialize(torch.Generator().manual_seed(5))
     sizes = [ENVS, ENVS, 3, 1]
     rows, state = inputs.flatten(0, 1)[: sum(sizes)], 0.1 * torch.ones(ENVS, pair.state_size, dtype=torch.float64)

@@ -8,8 +8,7 @@ from itertools import chain
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor
 
 from esper.tasks import BatchLoader, TaskError, batch_bounds, shuffled_order

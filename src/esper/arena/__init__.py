@@ -7,28 +7,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from esper.lazy import names_of
+from esper.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from esper.arena.arena import Arena, Scene
-    from esper.arena.bots import BOTS, Bot
-    from esper.arena.config import ArenaConfig, RewardConfig
-    from esper.arena.env import ArenaEnv
-    from esper.arena.replay import Recorder, verify
+    from esper.arena.arena import Arena as Arena, StepResult as StepResult
+    from esper.arena.bots import BOTS as BOTS, Bot as Bot
+    from esper.arena.config import ArenaConfig as ArenaConfig, RewardConfig as RewardConfig
+    from esper.arena.env import ArenaEnv as ArenaEnv
+    from esper.arena.recorder import Recorder as Recorder
+    from esper.arena.replay import verify as verify
 
-_MODULES = {
-    "BOTS": "bots",
-    "Arena": "arena",
-    "ArenaConfig": "config",
-    "ArenaEnv": "env",
-    "Bot": "bots",
-    "Recorder": "replay",
-    "RewardConfig": "config",
-    "Scene": "arena",
-    "verify": "replay",
-}
-
-__all__ = ["BOTS", "Arena", "ArenaConfig", "ArenaEnv", "Bot", "Recorder", "RewardConfig", "Scene", "verify"]
-
-
-__getattr__, __dir__ = names_of(__name__, _MODULES)
+__getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -1,6 +1,6 @@
 """A batch of battles that is stepped as one, decision by decision, and begins anew where a battle ends.
 
-    arena = Arena(ArenaConfig(battles=64, teams=5), seed=0)
+    arena = Arena(ArenaConfig(battles=64, team_size=5), seed=0)
     scene = arena.reset()
     scene = arena.step(actions)                   # actions of all units, [B·U, ...]
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from esper.arena.config import ArenaConfig
-from esper.arena.decision import Deeds, decide, one_tick
+from esper.arena.decision import StepEvents, decide, one_tick
 from esper.arena.observe import Observer
 from esper.arena.orders import (
     FIRST_WRONG,
@@ -36,13 +36,13 @@ from esper.arena.orders import (
 from esper.arena.rewards import Rewards, has_died, pay, shared
 from esper.arena.sensing import sense
 from esper.arena.start import fresh, make_atlas, within_bits
-from esper.arena.state import Contest, State, cloned, copy_into, from_named, named_tensors, replace_rows, select
+from esper.arena.state import Score, State, cloned, copy_into, from_named, named_tensors, replace_rows, select
 from esper.arena.tables import make_tables
 from esper.arena.zone import Ending, judge
 from esper.vecenv import Actions, Masks
 
 
-class Scene(NamedTuple):
+class StepResult(NamedTuple):
     """What a decision led to. Everything but observation and masks is about the battle in which it was made."""
 
     observation: Tensor  # [B, U, width] of the battles as they are now, where one ended already of the next
@@ -55,7 +55,7 @@ class Scene(NamedTuple):
     ended: Tensor  # [B] bool: the battle
     winner: Tensor  # [B] int64: 0, 1, or -1 for a draw; meaningful where it ended
     by_time: Tensor  # [B] bool: only the clock ended it
-    deeds: Deeds | None
+    step_events: StepEvents | None
     last: Tensor  # [B, 5] of the battle after the decision: decisions, both scores, how many of each team live
     is_first: bool = False  # after a reset, when nothing has happened
 
@@ -83,7 +83,7 @@ class Arena:
         fuse: Any = _Fused if compile else _as_is
         self._tick, self._observe, self._sense = fuse(one_tick), fuse(self.observer.observe), fuse(sense)
         self.checks_at_once = self.device.type == "cpu"
-        self.largest_team = torch.full((), self.config.teams, device=self.device)
+        self.largest_team = torch.full((), self.config.team_size, device=self.device)
         self._problem = torch.full((1 + len(FIRST_WRONG),), -1.0, dtype=torch.float64, device=self.device)  # row, and what it held
         self._recording: _Recording | None = None
         self.seed = seed
@@ -100,7 +100,7 @@ class Arena:
             old.copy_(new)
         self.state = self._sensed(self._fresh(self.place, torch.zeros_like(self.place)))
 
-    def reset(self, seed: int | None = None) -> Scene:
+    def reset(self, seed: int | None = None) -> StepResult:
         """New battles everywhere; those of another seed if one is given, else the first of this one again."""
         if seed is not None and seed != self.seed:
             self._open(seed)
@@ -109,7 +109,7 @@ class Arena:
         self._problem.fill_(-1.0)
         return self.look()
 
-    def look(self) -> Scene:
+    def look(self) -> StepResult:
         """The battles as they are, nothing having happened."""
         alive = self.state.units.is_alive
         none = torch.zeros(self.config.battles, dtype=torch.bool, device=self.device)
@@ -117,9 +117,9 @@ class Arena:
         views = self._views(self.state)
         winner = torch.full_like(self.place, -1)
         nothing, last = torch.zeros_like(self.state.units.heat), self._last(self.state)
-        return Scene(*views, nothing, None, nobody, nobody, none, winner, none, None, last, is_first=True)
+        return StepResult(*views, nothing, None, nobody, nobody, none, winner, none, None, last, is_first=True)
 
-    def step(self, actions: Actions) -> Scene:
+    def step(self, actions: Actions) -> StepResult:
         """One decision of all units of all battles. Wrong actions raise and change nothing; on a GPU wrong values raise at the next
         `check`, and until then are taken for the nearest right ones."""
         check_actions(actions, self.config)
@@ -128,8 +128,8 @@ class Arena:
             if row >= 0:
                 raise_on_wrong_values(int(row), dict(zip(FIRST_WRONG, values, strict=True)), self.config)
         if not self.is_recorded:
-            self.state, scene = self._advance(self.state, actions)
-            return scene
+            self.state, result = self._advance(self.state, actions)
+            return result
         with torch.cuda.device(self.device):
             if self._recording is None:
                 self._recording = _Recording(self, actions)
@@ -137,8 +137,8 @@ class Arena:
 
     def set_largest_team(self, size: int) -> None:
         """Battles that begin from now on have no more units on a side than this; the others are not there."""
-        if not 1 <= size <= self.config.teams:
-            raise ValueError(f"teams have from 1 to {self.config.teams} units here; got {size}")
+        if not 1 <= size <= self.config.team_size:
+            raise ValueError(f"teams have from 1 to {self.config.team_size} units here; got {size}")
         self.largest_team.fill_(size)
 
     def check(self) -> None:
@@ -154,22 +154,22 @@ class Arena:
         senses = self._sense(state.units, state.world, state.clouds, self.tables, contacts=self.config.contacts)
         return state._replace(senses=senses)
 
-    def _advance(self, before: State, actions: Actions) -> tuple[State, Scene]:
+    def _advance(self, before: State, actions: Actions) -> tuple[State, StepResult]:
         """Everything that a decision is; a pure function of its arguments but for the flag of a problem on a GPU."""
         config, tables = self.config, self.tables
         if not self.checks_at_once:
             self._problem.copy_(torch.where(self._problem[0] >= 0, self._problem, first_wrong(actions, config)))
             actions = _mended(actions, config)
         orders = read_orders(actions, before.senses, before.units, tables, battles=config.battles)
-        after, deeds = decide(before, orders, tables, tick=self._tick)
+        after, step_events = decide(before, orders, tables, tick=self._tick)
         ending = judge(after.contest, after.units, config)
-        parts = pay(before, after, deeds, ending, tables, config)
+        parts = pay(before, after, step_events, ending, tables, config)
         reward = shared(parts, before.units, config)
         died = has_died(before.units, after.units)
         last = self._last(after)
         state = self._sensed(self._begun_anew(after, ending))
-        scene = Scene(*self._views(state), reward, parts, before.units.is_alive, died, *ending, deeds, last)
-        return state, scene
+        result = StepResult(*self._views(state), reward, parts, before.units.is_alive, died, *ending, step_events, last)
+        return state, result
 
     def _begun_anew(self, after: State, ending: Ending) -> State:
         """Battles that ended are replaced by the next in their place. On the CPU only those are made; a recorded step makes all, and
@@ -179,10 +179,10 @@ class Arena:
         if not bool(ending.ended.any()):
             return after
         rows = torch.nonzero(ending.ended).squeeze(1)
-        contest = Contest(*(part[rows] for part in after.contest))
+        contest = Score(*(part[rows] for part in after.contest))
         return replace_rows(after, rows, self._next(rows, contest))
 
-    def _next(self, place: Tensor, contest: Contest) -> State:
+    def _next(self, place: Tensor, contest: Score) -> State:
         """The battles after these in the same places."""
         begun = self._fresh(place, contest.episode + 1)
         return begun._replace(contest=begun.contest._replace(overflow=contest.overflow))
@@ -281,18 +281,18 @@ class _Recording:
         arena._problem.copy_(problem)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
-            state, self.scene = arena._advance(self.state, self.actions)
+            state, self.result = arena._advance(self.state, self.actions)
             copy_into(self.state, state)
         arena.state = self.state
 
-    def replay(self, arena: Arena, actions: Actions) -> Scene:
+    def replay(self, arena: Arena, actions: Actions) -> StepResult:
         if arena.state is not self.state:  # somebody set another one
             copy_into(self.state, arena.state)
             arena.state = self.state
         for name, value in actions.items():
             self.actions[name].copy_(value)
         self.graph.replay()
-        return self.scene
+        return self.result
 
 
 def no_actions(config: ArenaConfig, device: torch.device | str = "cpu") -> Actions:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta
 
@@ -39,9 +39,11 @@ class RewardConfig(Config):
 class ArenaConfig(Config):
     """A batch of battles between two teams."""
 
+    RENAMED: ClassVar = {"teams": "team_size"}
+
     battles: Count = 64  # fought at once
-    teams: TeamSize = 5  # units on each side
-    smallest_team: TeamSize | None = None  # battles differ in how many units each side has, from this to `teams`; None: all have `teams`
+    team_size: TeamSize = 5  # units on each side
+    smallest_team: TeamSize | None = None  # units on each side differ from battle to battle, from this to `team_size`; None: they do not
     pack: tuple[str, ...] = PACK  # classes of a team's units, first to last; begun again where the team is larger
     size: MapSize = 64  # columns on a side of the map
     maps: Count = 128  # different maps that battles are fought on
@@ -65,22 +67,22 @@ class ArenaConfig(Config):
             raise ConfigError("pack", expected="at least one unit class", got=self.pack)
         if not self.landscapes:
             raise ConfigError("landscapes", expected="at least one landscape", got=self.landscapes)
-        if self.smallest_team is not None and self.smallest_team > self.teams:
-            raise ConfigError("smallest_team", expected=f"at most teams ({self.teams})", got=self.smallest_team)
-        if self.teams > room_for_team(self.size):
-            raise ConfigError("teams", expected="", got=self.teams, problem=no_room(self.teams, self.size))
+        if self.smallest_team is not None and self.smallest_team > self.team_size:
+            raise ConfigError("smallest_team", expected=f"at most team_size ({self.team_size})", got=self.smallest_team)
+        if self.team_size > room_for_team(self.size):
+            raise ConfigError("team_size", expected="", got=self.team_size, problem=no_room(self.team_size, self.size))
         if self.decisions < 1:
             raise ConfigError("seconds", expected=f"at least one decision, {DECISION_S} s", got=self.seconds)
 
     @property
     def units(self) -> int:
         """Of both teams."""
-        return 2 * self.teams
+        return 2 * self.team_size
 
     @property
     def unit_classes(self) -> tuple[str, ...]:
         """Names of the classes of all units, the first team's before the second's."""
-        team = tuple(self.pack[index % len(self.pack)] for index in range(self.teams))
+        team = tuple(self.pack[index % len(self.pack)] for index in range(self.team_size))
         return team + team
 
     @property

@@ -45,7 +45,7 @@ AFTER_TICKS = (
 )
 
 
-class Deeds(NamedTuple):
+class StepEvents(NamedTuple):
     """What happened in a decision, for rewards, replays and feeds."""
 
     taken: Tensor  # [B, U, U] share of the victim's full hit points, by attacker
@@ -55,7 +55,7 @@ class Deeds(NamedTuple):
 Tick = Callable[[State, Aim, Tables], tuple[State, Tensor, Tensor, tuple[Tensor, Tensor]]]
 
 
-def decide(state: State, orders: Orders, tables: Tables, *, tick: Tick | None = None) -> tuple[State, Deeds]:
+def decide(state: State, orders: Orders, tables: Tables, *, tick: Tick | None = None) -> tuple[State, StepEvents]:
     """The battles after one decision, not yet judged, and with what was sensed before it. `tick` is `one_tick` in another form."""
     run = one_tick if tick is None else tick
     aim = take_aim(orders, state.units, tables)
@@ -68,7 +68,7 @@ def decide(state: State, orders: Orders, tables: Tables, *, tick: Tick | None = 
         rubble.append(hits)
     column, damage = (torch.cat(parts, 1) for parts in zip(*rubble, strict=True))
     contest = state.contest._replace(decision=state.contest.decision + 1)
-    return state._replace(world=destroy(state.world, column, damage), contest=contest), Deeds(taken, fired)
+    return state._replace(world=destroy(state.world, column, damage), contest=contest), StepEvents(taken, fired)
 
 
 def one_tick(state: State, aim: Aim, tables: Tables) -> tuple[State, Tensor, Tensor, tuple[Tensor, Tensor]]:

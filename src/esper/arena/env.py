@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from esper.arena.arena import Arena, Scene
+from esper.arena.arena import Arena, StepResult
 from esper.arena.config import ArenaConfig
 from esper.arena.layout import observation_width, state_width
 from esper.vecenv import Actions, Obs, ObservationSpec, TensorSpec, Timestep
@@ -25,7 +25,7 @@ def observation_spec(config: ArenaConfig) -> ObservationSpec:
 
 
 class ArenaEnv:
-    """`Arena` with the contract of `esper.vecenv`. `scene` is what the last step led to, battle by battle."""
+    """`Arena` with the contract of `esper.vecenv`. `result` is what the last step led to, battle by battle."""
 
     def __init__(self, config: ArenaConfig | None = None, *, seed: int = 0, device: torch.device | str = "cpu") -> None:
         self.arena = Arena(config, seed=seed, device=device)
@@ -34,7 +34,7 @@ class ArenaEnv:
         self.num_envs = self.config.battles * self.config.units
         self.observation_spec = observation_spec(self.config)
         self.action_spec = self.arena.action_spec
-        self.scene: Scene | None = None
+        self.result: StepResult | None = None
 
     def reset(self, seed: int | None = None) -> Timestep:
         return self._timestep(self.arena.reset(seed))
@@ -42,21 +42,21 @@ class ArenaEnv:
     def step(self, actions: Actions) -> Timestep:
         return self._timestep(self.arena.step(actions))
 
-    def _timestep(self, scene: Scene) -> Timestep:
-        self.scene = scene
-        terminated = ends(scene).flatten()
+    def _timestep(self, result: StepResult) -> Timestep:
+        self.result = result
+        terminated = ends(result).flatten()
 
         def own(tensor: Tensor) -> Tensor:
             """What a recorded step gives is written over by the next one."""
             return tensor.clone() if self.arena.is_recorded else tensor
 
         return Timestep(
-            obs={name: own(value) for name, value in unit_rows(scene).items()},
-            reward=own(scene.reward.flatten()),
+            obs={name: own(value) for name, value in unit_rows(result).items()},
+            reward=own(result.reward.flatten()),
             terminated=terminated,
             truncated=torch.zeros_like(terminated),
-            masks={name: own(mask) for name, mask in scene.masks.items()},
-            valid=own(scene.was_alive.flatten()) if not scene.is_first else None,
+            masks={name: own(mask) for name, mask in result.masks.items()},
+            valid=own(result.was_alive.flatten()) if not result.is_first else None,
         )
 
     def close(self) -> None:
@@ -70,12 +70,12 @@ class ArenaEnv:
         self.arena.load_state_dict(state)
 
 
-def ends(scene: Scene) -> Tensor:
+def ends(result: StepResult) -> Tensor:
     """Units [B, U] bool whose episode ended: they lived before the decision, and died in it or their battle ended with it."""
-    return scene.was_alive & (scene.died | scene.ended.unsqueeze(1))
+    return result.was_alive & (result.died | result.ended.unsqueeze(1))
 
 
-def unit_rows(scene: Scene) -> Obs:
+def unit_rows(result: StepResult) -> Obs:
     """Observations with one row for every unit [B·U, ...]."""
-    rows = {"obs": scene.observation.flatten(0, 1)}
-    return rows if scene.whole is None else {**rows, "state": scene.whole.flatten(0, 1)}
+    rows = {"obs": result.observation.flatten(0, 1)}
+    return rows if result.whole is None else {**rows, "state": result.whole.flatten(0, 1)}

@@ -12,30 +12,30 @@ import torch
 from torch import Tensor
 
 from esper.arena.config import ArenaConfig
-from esper.arena.decision import Deeds
+from esper.arena.decision import StepEvents
 from esper.arena.rewards import has_died, kill_table
 from esper.arena.state import Units
 from esper.arena.tables import make_tables
 from esper.replay_file import FeedItem
 
 
-class Teller:
+class FeedWriter:
     """Of battles between two teams, which have these names."""
 
     def __init__(self, config: ArenaConfig, teams: tuple[str, str]) -> None:
         self.teams = teams
         self.tables = make_tables(config, torch.device("cpu"))
-        sides = [teams[index // config.teams] for index in range(config.units)]
-        self.names = [f"{name} {index % config.teams + 1} of {sides[index]}" for index, name in enumerate(config.unit_classes)]
+        sides = [teams[index // config.team_size] for index in range(config.units)]
+        self.names = [f"{name} {index % config.team_size + 1} of {sides[index]}" for index, name in enumerate(config.unit_classes)]
 
-    def decision(self, frame: int, was: Units, now: Units, deeds: Deeds) -> list[FeedItem]:
+    def decision(self, frame: int, was: Units, now: Units, step_events: StepEvents) -> list[FeedItem]:
         """What the decision before a frame did to units."""
         died = has_died(was, now)
         falls, stops = (now.fallen > 0) & (was.fallen == 0) & now.is_alive, now.is_shut_down & ~was.is_shut_down
         told = []
-        killers = kill_table(died, deeds, self.tables)[0]
+        killers = kill_table(died, step_events, self.tables)[0]
         for unit in _which(died):
-            by = _killer(killers, deeds, unit)
+            by = _killer(killers, step_events, unit)
             text = f"{self.names[unit]} is destroyed" if by is None else f"{self.names[by]} destroys {self.names[unit]}"
             told.append(FeedItem(frame=frame, kind="kill", by=by, unit=unit, text=text))
         told += [FeedItem(frame=frame, kind="fall", unit=unit, text=f"{self.names[unit]} falls") for unit in _which(falls)]
@@ -64,9 +64,9 @@ def _which(units: Tensor) -> list[int]:
     return [int(unit) for unit in units[0].nonzero().flatten()]
 
 
-def _killer(killers: Tensor, deeds: Deeds, unit: int) -> int | None:
+def _killer(killers: Tensor, step_events: StepEvents, unit: int) -> int | None:
     """The enemy who is paid for it; else the friend who did it, or the victim itself; None: the ground."""
     if bool(killers[:, unit].any()):
         return int(killers[:, unit].int().argmax())
-    taken = deeds.taken[0, :, unit]
+    taken = step_events.taken[0, :, unit]
     return int(taken.argmax()) if bool(taken.any()) else None

@@ -20,7 +20,7 @@ from torch import Tensor
 from esper.arena.config import APART_M, LARGEST, SMALLEST, corner_side, no_room, room_for_team, units_per_row
 from esper.arena.maps_walk import has_a_way, has_a_wide_way
 from esper.arena.specs import Material
-from esper.arena.terrain import BLOCK_PITCH, BUILDERS, LANDSCAPES, Ground, blocks
+from esper.arena.terrain import BLOCK_PITCH, BUILDERS, LANDSCAPES, HeightMap, blocks
 from esper.arena.terrain_chance import Chance, mirrored
 
 FROM_EDGE_M = 1.25  # of the map, for the unit that starts nearest to it
@@ -95,14 +95,14 @@ def _made(seeds: Tensor, size: int, choices: Tensor) -> Maps:
         if len(members):
             ground = BUILDERS[name](Chance(seeds[members], size=size))
             height[members], material[members] = ground.height, ground.material
-    ground = _with_zone(Ground(height, material), chance, radius)
+    ground = _with_zone(HeightMap(height, material), chance, radius)
     ground = _with_corners(ground, chance)
-    ground = Ground(mirrored(ground.height), mirrored(ground.material))
+    ground = HeightMap(mirrored(ground.height), mirrored(ground.material))
     ground = _with_ways(ground, chance)
     return Maps(ground.height, ground.material, radius, landscape)
 
 
-def _with_zone(ground: Ground, chance: Chance, radius: Tensor) -> Ground:
+def _with_zone(ground: HeightMap, chance: Chance, radius: Tensor) -> HeightMap:
     """The zone is flat, but for its water and a little cover that leaves the middle free and two columns between its pieces."""
     distance = (chance.x * chance.x + chance.y * chance.y).sqrt()  # [S, S]
     reach = radius[:, None, None]
@@ -116,7 +116,7 @@ def _with_zone(ground: Ground, chance: Chance, radius: Tensor) -> Ground:
     return ground.with_columns(is_cover, COVER_M, torch.where(is_hedge, Material.FOLIAGE, Material.SOLID).to(torch.int8))
 
 
-def _with_corners(ground: Ground, chance: Chance) -> Ground:
+def _with_corners(ground: HeightMap, chance: Chance) -> HeightMap:
     """The squares where teams start are flat and open."""
     edge = corner_side(chance.size) - chance.size / 2
     from_first = torch.maximum(chance.x - edge, chance.y - edge)  # in metres; < 0 inside the corner
@@ -125,13 +125,13 @@ def _with_corners(ground: Ground, chance: Chance) -> Ground:
     return ground.with_columns((from_corner < 0).expand_as(ground.height), 0.0, Material.OPEN)
 
 
-def _eased(ground: Ground, from_flat: Tensor) -> Ground:
+def _eased(ground: HeightMap, from_flat: Tensor) -> HeightMap:
     """Hills that end in slopes instead of cliffs where flat ground begins, `from_flat` metres away."""
     most = torch.floor(from_flat.clamp(min=0) * 2) / 2
     return ground.with_columns((ground.material == Material.OPEN) & (ground.height > most), most, Material.OPEN)
 
 
-def _with_ways(ground: Ground, chance: Chance) -> Ground:
+def _with_ways(ground: HeightMap, chance: Chance) -> HeightMap:
     """Where a corner has no way two columns wide to the zone, one is cleared, three wide, with a bend so that nobody sees all along it."""
     is_cut_off = ~has_a_wide_way(ground.height, ground.material)
     size = chance.size

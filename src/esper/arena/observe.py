@@ -38,7 +38,7 @@ class Observer:
         self.view_ahead, self.view_left = (grid.flatten() for grid in torch.meshgrid(offsets, offsets, indexing="ij"))  # [V] each
         directions = torch.tensor([*STEPS, (0, 0)], dtype=torch.float32, device=device)
         self.directions = torch.nn.functional.normalize(directions, dim=1)  # [9, 2]
-        own, other = torch.arange(count, device=device), torch.arange(count, device=device).roll(config.teams)
+        own, other = torch.arange(count, device=device), torch.arange(count, device=device).roll(config.team_size)
         self.team_order = torch.where((tables.units.team == 0).unsqueeze(1), own, other)  # [U, U] all units, one's own team first
 
     def observe(self, state: State) -> Tensor:

@@ -86,7 +86,7 @@ def first_wrong(actions: Actions, config: ArenaConfig) -> Tensor:
 def raise_on_wrong_values(row: int, held: dict[str, float], config: ArenaConfig) -> None:
     """An error that names the battle and the unit whose action cannot be."""
     battle, unit = divmod(row, config.units)
-    place = f"battle {battle}, unit {unit} ({config.unit_classes[unit]} of team {unit // config.teams})"
+    place = f"battle {battle}, unit {unit} ({config.unit_classes[unit]} of team {unit // config.team_size})"
     motion = [held[name] for name in MOTION]
     if not all(abs(number) <= 1.0 for number in motion):
         raise ValueError(f"{place}: motion is {motion}, and must be numbers from -1 to 1; clamp it, and look for what made a NaN")

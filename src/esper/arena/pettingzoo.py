@@ -1,6 +1,6 @@
 """One battle as a PettingZoo `ParallelEnv`, for whoever trains with other software. Needs PettingZoo.
 
-    env = parallel_env(teams=2, size=32)
+    env = parallel_env(team_size=2, size=32)
     observations, infos = env.reset(seed=7)
     while env.agents:
         actions = {agent: env.action_space(agent).sample(observations[agent]["action_mask"]) for agent in env.agents}
@@ -23,9 +23,9 @@ try:
     from gymnasium import spaces
     from pettingzoo import ParallelEnv
 except ImportError as error:
-    raise ImportError("esper.arena.pettingzoo needs PettingZoo: pip install 'esper[gym]'") from error
+    raise ImportError("esper.arena.pettingzoo needs PettingZoo: pip install 'esper-grow[gym]'") from error
 
-from esper.arena.arena import Arena, Scene, no_actions
+from esper.arena.arena import Arena, StepResult, no_actions
 from esper.arena.config import ArenaConfig
 from esper.arena.layout import observation_width, state_width
 from esper.arena.specs import RULES_VERSION
@@ -41,7 +41,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def parallel_env(config: ArenaConfig | None = None, *, seed: int = 0, render_mode: str | None = None, **fields: Any) -> ArenaParallelEnv:
-    """A battle with this config, or with these fields of one: `parallel_env(teams=2, landscapes=["city"])`."""
+    """A battle with this config, or with these fields of one: `parallel_env(team_size=2, landscapes=["city"])`."""
     if config is not None and fields:
         raise ValueError(f"give a config or fields of one, not both; got a config and {sorted(fields)}")
     if fields:
@@ -67,7 +67,8 @@ class ArenaParallelEnv(ParallelEnv[str, dict[str, Any], dict[str, Any]]):  # typ
         self._has_begun = False
         self.agents: list[str] = []
         self.possible_agents = [
-            f"{TEAMS[unit // self.config.teams]}_{unit % self.config.teams}_{name}" for unit, name in enumerate(self.config.unit_classes)
+            f"{TEAMS[unit // self.config.team_size]}_{unit % self.config.team_size}_{name}"
+            for unit, name in enumerate(self.config.unit_classes)
         ]
         self._units = {agent: unit for unit, agent in enumerate(self.possible_agents)}
         # One for each agent, so that each can be seeded.
@@ -85,11 +86,11 @@ class ArenaParallelEnv(ParallelEnv[str, dict[str, Any], dict[str, Any]]):  # typ
         self, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
         """The first battle of `seed`, or without one the next. There are no options, and those given are not looked at."""
-        scene = self._battle.next() if seed is None and self._has_begun else self._battle.reset(seed)
+        result = self._battle.next() if seed is None and self._has_begun else self._battle.reset(seed)
         self._has_begun = True
         present = self._battle.state.units.is_alive[0].tolist()
         self.agents = [agent for agent, unit in self._units.items() if present[unit]]
-        return self._observed(scene), {agent: self._info(agent) for agent in self.agents}
+        return self._observed(result), {agent: self._info(agent) for agent in self.agents}
 
     def step(
         self, actions: dict[str, dict[str, Any]]
@@ -97,14 +98,14 @@ class ArenaParallelEnv(ParallelEnv[str, dict[str, Any], dict[str, Any]]):  # typ
         """One decision of all agents. Wrong actions raise and change nothing."""
         if not self.agents:
             raise ValueError("no battle is going on; begin one with reset()")
-        scene = self._battle.step(self._gathered(actions))
-        has_ended = bool(scene.ended[0])
-        reward, died = scene.reward[0].tolist(), scene.died[0].tolist()
-        observations = self._observed(scene)
+        result = self._battle.step(self._gathered(actions))
+        has_ended = bool(result.ended[0])
+        reward, died = result.reward[0].tolist(), result.died[0].tolist()
+        observations = self._observed(result)
         rewards = {agent: reward[self._units[agent]] for agent in self.agents}
         terminations = {agent: has_ended or died[self._units[agent]] for agent in self.agents}
         truncations = dict.fromkeys(self.agents, False)  # agents see the clock, so that its end is a real one
-        infos = {agent: self._info(agent, scene if has_ended else None) for agent in self.agents}
+        infos = {agent: self._info(agent, result if has_ended else None) for agent in self.agents}
         self.agents = [agent for agent in self.agents if not terminations[agent]]
         return observations, rewards, terminations, truncations, infos
 
@@ -119,16 +120,16 @@ class ArenaParallelEnv(ParallelEnv[str, dict[str, Any], dict[str, Any]]):  # typ
     def close(self) -> None:
         pass
 
-    def _observed(self, scene: Scene) -> dict[str, dict[str, Any]]:
-        observation = scene.observation[0].numpy()
-        masks = {name: mask.numpy().astype(np.int8) for name, mask in scene.masks.items()}
+    def _observed(self, result: StepResult) -> dict[str, dict[str, Any]]:
+        observation = result.observation[0].numpy()
+        masks = {name: mask.numpy().astype(np.int8) for name, mask in result.masks.items()}
         return {
             agent: {"observation": observation[unit], "action_mask": {name: mask[unit] for name, mask in masks.items()}}
             for agent, unit in self._units.items()
             if agent in self.agents
         }
 
-    def _info(self, agent: str, ended: Scene | None = None) -> dict[str, Any]:
+    def _info(self, agent: str, ended: StepResult | None = None) -> dict[str, Any]:
         team = {"team": agent.split("_")[0]}
         return team if ended is None else {**team, "winner": (*TEAMS, "draw")[int(ended.winner[0])]}
 
@@ -177,7 +178,7 @@ class _Battle(Arena):
     def _begun_anew(self, after: State, ending: Ending) -> State:
         return after
 
-    def next(self) -> Scene:
+    def next(self) -> StepResult:
         self.state = self._sensed(self._fresh(self.place, self.state.contest.episode + 1))
         return self.look()
 

@@ -25,10 +25,10 @@ import msgspec
 import torch
 from torch import Tensor
 
-from esper.arena.arena import Arena, Scene
+from esper.arena.arena import Arena, StepResult
 from esper.arena.config import DECISION_S, ArenaConfig
-from esper.arena.decision import Deeds, decide
-from esper.arena.feed import Teller
+from esper.arena.decision import StepEvents, decide
+from esper.arena.feed import FeedWriter
 from esper.arena.orders import Orders, read_orders
 from esper.arena.sensing import sense
 from esper.arena.specs import CLASSES, PHYSICS, RULES_VERSION, WEAPONS
@@ -48,7 +48,7 @@ class Recorder:
         if arena.is_compiled:
             raise ValueError("a compiled arena rounds otherwise than a plain one, so nobody could verify its replay; record in a plain one")
         self.arena, self.battle, self.teams, self.keyframe_every = arena, battle, teams, keyframe_every
-        self.teller = Teller(arena.config, teams)
+        self.feed_writer = FeedWriter(arena.config, teams)
         self.is_over = False
         self.winner: int | None = None  # None: nobody, or not yet
         self._frames: list[dict[str, Tensor]] = []
@@ -77,30 +77,30 @@ class Recorder:
         units = self._now.units.heat.shape[1]
         self._keep(self._now, torch.full((1, units, 2), -1, dtype=torch.int8), is_last=False)
 
-    def add(self, actions: Actions, scene: Scene) -> None:
+    def add(self, actions: Actions, result: StepResult) -> None:
         """What was done in all battles, and what it led to. After the end of the battle nothing more is recorded."""
         if not self._frames:
             raise ValueError("call begin() where the battle begins, and add() after each of its decisions")
         if self.is_over:
             return
-        assert scene.deeds is not None, "this scene is of a reset"
+        assert result.step_events is not None, "this scene is of a reset"
         config, before = self.arena.config, self._now
         rows = slice(self.battle * config.units, (self.battle + 1) * config.units)
         own = {name: value[rows].cpu() for name, value in actions.items()}
-        deeds = Deeds(*(part[self.battle : self.battle + 1].cpu() for part in scene.deeds))
-        self.is_over = bool(scene.ended[self.battle])
+        step_events = StepEvents(*(part[self.battle : self.battle + 1].cpu() for part in result.step_events))
+        self.is_over = bool(result.ended[self.battle])
         after = self._last(before, own) if self.is_over else self._here()
 
-        orders = read_orders(own, before.senses, before.units, self.teller.tables, battles=1)
+        orders = read_orders(own, before.senses, before.units, self.feed_writer.tables, battles=1)
         self._actions.append(_written(own, before))
-        self._keep(after, shots(orders, deeds), is_last=self.is_over)
+        self._keep(after, shots(orders, step_events), is_last=self.is_over)
         frame = len(self._actions)
-        self._told[frame] = self.teller.decision(frame, before.units, after.units, deeds)
+        self._told[frame] = self.feed_writer.decision(frame, before.units, after.units, step_events)
         if self.is_over:
-            winner = int(scene.winner[self.battle])
+            winner = int(result.winner[self.battle])
             self.winner = None if winner < 0 else winner
-            is_by_time = bool(scene.by_time[self.battle])
-            self._end = self.teller.end(frame, after.units.is_alive[0], self.winner, is_by_time=is_by_time)
+            is_by_time = bool(result.by_time[self.battle])
+            self._end = self.feed_writer.end(frame, after.units.is_alive[0], self.winner, is_by_time=is_by_time)
         self._now = after
 
     def write(self, path: Path | str) -> Path:
@@ -157,7 +157,7 @@ class Recorder:
             device=device_kind(self.arena.device),
             zone_radius=float(self._keyframes[0]["world/zone_radius"]),
             teams=self.teams,
-            feed=self.teller.whole(self._told, holders, self._end),
+            feed=self.feed_writer.whole(self._told, holders, self._end),
             winner=self.winner,
             hashes=self._hashes,
             origin=self._origin,
@@ -180,12 +180,12 @@ def known_info(config: ArenaConfig) -> dict[str, Any]:
     }
 
 
-def advanced(before: State, actions: Actions, tables: Tables, config: ArenaConfig) -> tuple[State, Orders, Deeds]:
+def advanced(before: State, actions: Actions, tables: Tables, config: ArenaConfig) -> tuple[State, Orders, StepEvents]:
     """One decision of battles [B] that are neither judged nor begun anew, and are sensed as they are."""
     orders = read_orders(actions, before.senses, before.units, tables, battles=len(before.units.heat))
-    after, deeds = decide(before, orders, tables)
+    after, step_events = decide(before, orders, tables)
     senses = sense(after.units, after.world, after.clouds, tables, contacts=config.contacts)
-    return after._replace(senses=senses), orders, deeds
+    return after._replace(senses=senses), orders, step_events
 
 
 def destroyed(before: Tensor, after: Tensor) -> Tensor:
@@ -193,10 +193,10 @@ def destroyed(before: Tensor, after: Tensor) -> Tensor:
     return (after != before).nonzero()
 
 
-def shots(orders: Orders, deeds: Deeds) -> Tensor:
+def shots(orders: Orders, step_events: StepEvents) -> Tensor:
     """What was fired in a decision [B, U, 2] int8: weapon and target, -1 where nothing was."""
     chosen = torch.stack((orders.weapon, orders.target), -1)
-    return torch.where(deeds.fired.unsqueeze(-1), chosen, -1).to(torch.int8)
+    return torch.where(step_events.fired.unsqueeze(-1), chosen, -1).to(torch.int8)
 
 
 def pictures(state: State, fired: Tensor) -> dict[str, Tensor]:

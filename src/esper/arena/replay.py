@@ -19,8 +19,8 @@ from pathlib import Path
 
 import torch
 
-from esper.arena.decision import Deeds
-from esper.arena.feed import Teller
+from esper.arena.decision import StepEvents
+from esper.arena.feed import FeedWriter
 from esper.arena.recorder import Recorder, advanced, destroyed, device_kind, each, pictures, shots, targets
 from esper.arena.replay_battle import Battle, load_battle
 from esper.arena.replay_checks import find_broken, wrong_feed
@@ -75,7 +75,7 @@ class _Findings:
 
 def _compute(battle: Battle, rows: Sequence[int], looked_at: dict[int, int], device: torch.device) -> _Findings:
     """Computes the stretches `rows` [B] at once, and compares those in the places `looked_at`, place -> stretch."""
-    config, tables, teller = battle.config, make_tables(battle.config, device), Teller(battle.config, battle.info.teams)
+    config, tables, feed_writer = battle.config, make_tables(battle.config, device), FeedWriter(battle.config, battle.info.teams)
     ends = [*battle.at[1:], battle.decisions]
     state = each(battle.keyframes, lambda tensor: tensor[list(rows)].to(device))
     wrong, told, apart = _wrong_senses(battle, state, looked_at, tables), dict[int, list[FeedItem]](), 0.0
@@ -84,14 +84,14 @@ def _compute(battle: Battle, rows: Sequence[int], looked_at: dict[int, int], dev
         decision = (first + step).clamp_max(battle.decisions - 1)  # shorter stretches go on for nothing
         actions: Actions = {name: value[decision].flatten(0, 1).to(device) for name, value in battle.actions.items()}
         before = state
-        state, orders, deeds = advanced(before, actions, tables, config)
-        drawn = {name: value.cpu() for name, value in pictures(state, shots(orders, deeds)).items()}
+        state, orders, step_events = advanced(before, actions, tables, config)
+        drawn = {name: value.cpu() for name, value in pictures(state, shots(orders, step_events)).items()}
         aims = targets(actions, before.senses).cpu()
         for row, stretch in looked_at.items():
             frame = battle.at[stretch] + step + 1
             if frame > ends[stretch]:
                 continue
-            told[frame] = teller.decision(frame, _units_of(before, row), _units_of(state, row), _deeds_of(deeds, row))
+            told[frame] = feed_writer.decision(frame, _units_of(before, row), _units_of(state, row), _deeds_of(step_events, row))
             names = [f"frames/{name}" for name, value in drawn.items() if not torch.equal(value[row], battle.frames[name][frame])]
             if not torch.equal(aims[row], battle.targets[frame - 1]):
                 names.append("actions/target")
@@ -118,8 +118,8 @@ def _units_of(state: State, row: int) -> Units:
     return Units(*(part[row : row + 1].cpu() for part in state.units))
 
 
-def _deeds_of(deeds: Deeds, row: int) -> Deeds:
-    return Deeds(*(part[row : row + 1].cpu() for part in deeds))
+def _deeds_of(step_events: StepEvents, row: int) -> StepEvents:
+    return StepEvents(*(part[row : row + 1].cpu() for part in step_events))
 
 
 def _together(findings: Sequence[_Findings]) -> _Findings:

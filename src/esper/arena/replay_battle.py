@@ -11,7 +11,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -20,12 +19,13 @@ from esper.arena.config import ArenaConfig
 from esper.arena.orders import wrong_values
 from esper.arena.specs import RULES_VERSION, WEAPONS, Material
 from esper.arena.start import fresh, make_atlas
-from esper.arena.state import Clouds, Contest, Senses, Shells, State, Units, World, named_tensors
+from esper.arena.state import Clouds, Score, Senses, Shells, State, Units, World, named_tensors
 from esper.arena.tables import make_tables
+from esper.config import from_mapping
 from esper.replay_file import ACTIONS, KEYFRAMES, Origin, ReplayError, ReplayInfo, read_replay
 from esper.vecenv import Actions
 
-_GROUPS: dict[str, Any] = {"world": World, "units": Units, "shells": Shells, "clouds": Clouds, "contest": Contest, "senses": Senses}
+_GROUPS: dict[str, Any] = {"world": World, "units": Units, "shells": Shells, "clouds": Clouds, "contest": Score, "senses": Senses}
 _MOST_EPISODES = 2**40  # in one place
 
 
@@ -83,13 +83,13 @@ def load_battle(path: Path | str) -> Battle:
 
 
 def _config(info: ReplayInfo, origin: Origin) -> ArenaConfig:
-    config = msgspec.convert(origin.config, ArenaConfig)
+    config = from_mapping(ArenaConfig, origin.config)
     if config.units != info.units:
         raise ValueError(f"it has {info.units} units, and its config {config.units}")
     for name, value, first, end in (
         ("place", origin.place, 0, config.battles),
         ("episode", origin.episode, 0, _MOST_EPISODES),
-        ("largest_team", origin.largest_team, 1, config.teams + 1),
+        ("largest_team", origin.largest_team, 1, config.team_size + 1),
     ):
         if not first <= value < end:
             raise ValueError(f"the {name} that it began as is {value}, and must be from {first} to {end - 1}")

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from esper.arena.feed import Teller
+from esper.arena.feed import FeedWriter
 from esper.arena.recorder import known_info, pictures
 from esper.arena.replay_battle import Battle
 from esper.arena.specs import Material
@@ -31,10 +31,10 @@ def find_broken(battle: Battle) -> Wrong:
 
 def wrong_feed(battle: Battle, told: Mapping[int, Sequence[FeedItem]]) -> Wrong:
     """`told`: what happened to units, frame by frame, as it was computed again."""
-    teller, ending = Teller(battle.config, battle.info.teams), _ending(battle)
+    feed_writer, ending = FeedWriter(battle.config, battle.info.teams), _ending(battle)
     alive = battle.frames["units"][-1, :, UNIT_COLUMNS.index("hit_points")] > 0
-    end = teller.end(battle.decisions, alive, battle.info.winner, is_by_time=bool(ending.by_time[-1]))
-    expected, given = teller.whole(told, [int(holder) for holder in battle.frames["holder"]], end), battle.info.feed
+    end = feed_writer.end(battle.decisions, alive, battle.info.winner, is_by_time=bool(ending.by_time[-1]))
+    expected, given = feed_writer.whole(told, [int(holder) for holder in battle.frames["holder"]], end), battle.info.feed
     if given == expected:
         return None
     first = next((index for index, pair in enumerate(zip(given, expected, strict=False)) if pair[0] != pair[1]), None)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from esper.arena.config import ArenaConfig, RewardConfig
-from esper.arena.decision import Deeds
+from esper.arena.decision import StepEvents
 from esper.arena.ground import columns, read
-from esper.arena.state import Contest, State, Units, World
+from esper.arena.state import Score, State, Units, World
 from esper.arena.tables import Tables
 from esper.arena.zone import Ending
 
@@ -31,32 +31,32 @@ class Rewards(NamedTuple):
     approach: Tensor
 
 
-def zone_gain(before: Contest, after: Contest, tables: Tables, config: RewardConfig) -> Tensor:
+def zone_gain(before: Score, after: Score, tables: Tables, config: RewardConfig) -> Tensor:
     """Seconds that the own team held the zone, less those of the other, each with its weight."""
     gained = after.score - before.score  # [B, 2]
     own, other = gained[:, tables.units.team], gained[:, 1 - tables.units.team]
     return own * config.zone - other * config.zone_lost
 
 
-def damage_dealt(deeds: Deeds, tables: Tables, config: RewardConfig) -> Tensor:
+def damage_dealt(step_events: StepEvents, tables: Tables, config: RewardConfig) -> Tensor:
     """Full hit points taken from enemies, less what was taken from one's own side and oneself: friendly fire only ever costs."""
     weight = torch.where(tables.units.is_enemy, config.damage, -config.friendly_fire)
-    return (deeds.taken * weight).sum(2)
+    return (step_events.taken * weight).sum(2)
 
 
-def damage_suffered(deeds: Deeds) -> Tensor:
+def damage_suffered(step_events: StepEvents) -> Tensor:
     """Full hit points that one lost to weapons, one's own included."""
-    return deeds.taken.sum(1)
+    return step_events.taken.sum(1)
 
 
 def has_died(before: Units, after: Units) -> Tensor:
     return before.is_alive & ~after.is_alive
 
 
-def kill_table(died: Tensor, deeds: Deeds, tables: Tables) -> Tensor:
+def kill_table(died: Tensor, step_events: StepEvents, tables: Tables) -> Tensor:
     """Who is paid for whose death [B, U, U] bool: of enemies who took something from the victim in the decision in which it died, the one
     who took most. Whom nobody hurt, nobody killed, and for a friend nobody is paid."""
-    by_enemies = deeds.taken * tables.units.is_enemy
+    by_enemies = step_events.taken * tables.units.is_enemy
     most, killer = by_enemies.max(1)
     credited = died & (most > 0)
     return (torch.arange(died.shape[1], device=died.device)[:, None] == killer.unsqueeze(1)) & credited.unsqueeze(1)
@@ -89,16 +89,16 @@ def approach(before: State, after: State, ending: Ending, *, gamma: float) -> Te
     return (gamma * new - nearness(before.units, before.world)) * before.units.is_alive
 
 
-def pay(before: State, after: State, deeds: Deeds, ending: Ending, tables: Tables, config: ArenaConfig) -> Rewards:
+def pay(before: State, after: State, step_events: StepEvents, ending: Ending, tables: Tables, config: ArenaConfig) -> Rewards:
     """All parts, weighted. Who was dead before the decision is paid nothing."""
     weights = config.reward
     died = has_died(before.units, after.units)
-    killed_by = kill_table(died, deeds, tables)
+    killed_by = kill_table(died, step_events, tables)
     alive = before.units.is_alive
     return Rewards(
         zone=zone_gain(before.contest, after.contest, tables, weights) * alive,
-        damage=damage_dealt(deeds, tables, weights) * alive,
-        hurt=-weights.hurt * damage_suffered(deeds) * alive,
+        damage=damage_dealt(step_events, tables, weights) * alive,
+        hurt=-weights.hurt * damage_suffered(step_events) * alive,
         kill=weights.kill * killed_by.float().sum(2) * alive,
         assist=weights.assist * assists(died, killed_by, after.units, tables) * alive,
         death=-weights.death * died.float(),

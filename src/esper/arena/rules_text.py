@@ -44,7 +44,8 @@ def _battle() -> list[str]:
     return [
         "## A battle",
         "",
-        f"Two teams, of {config.teams} units each unless told (`teams`), start in opposite corners of a square map and fight over the "
+        f"Two teams, of {config.team_size} units each unless told (`team_size`), start in opposite corners of a square map and fight over "
+        "the "
         "zone, a disc around its centre. The team with more tons in the zone holds it, whether they stand there or fly above it. Who holds "
         f"it for {_share(PHYSICS.win_share)} of the battle's {config.seconds:g} s wins, and so does the team that alone has living units.",
         "",
@@ -113,7 +114,8 @@ def _weapons() -> list[str]:
         "",
         *_spec_table(WEAPONS, Weapon),
         "",
-        f"Every unit has slots for its projectiles, {config.projectiles} of them in teams of {config.teams}. They are enough for all that "
+        f"Every unit has slots for its projectiles, {config.projectiles} of them in teams of {config.team_size}. They are enough for all "
+        "that "
         f"it can have in the air at once, so none is ever missing: {flying}.",
     ]
 

@@ -19,7 +19,7 @@ from esper.arena.ground import floors, sight_tops
 from esper.arena.maps import generate_maps, spawn_points
 from esper.arena.routes import find_ways
 from esper.arena.specs import PHYSICS
-from esper.arena.state import CLOUDS, Clouds, Contest, Senses, Shells, State, Units, World
+from esper.arena.state import CLOUDS, Clouds, Score, Senses, Shells, State, Units, World
 from esper.arena.tables import Tables
 from esper.arena.terrain_chance import mixed
 
@@ -36,7 +36,7 @@ class Atlas(NamedTuple):
 
 def make_atlas(config: ArenaConfig, tables: Tables, *, seed: int, device: torch.device, only: int | None = None) -> Atlas:
     """Maps are made on the CPU, whatever the device, so that they are the same everywhere. `only` asks for one of them, as the whole."""
-    spawns = spawn_points(config.teams, size=config.size).flatten(0, 1)
+    spawns = spawn_points(config.team_size, size=config.size).flatten(0, 1)
     indices = range(config.maps) if only is None else [only]
     maps = generate_maps([_spread(seed) + index for index in indices], size=config.size, landscapes=config.landscapes)
     height, material, radius = (part.to(device) for part in maps[:3])
@@ -70,14 +70,14 @@ def fresh(
         groups = -(-config.battles // config.battles_per_map)  # of battles on one map; later battles take the maps after those
         which = (place // config.battles_per_map + episode * groups) % config.maps
     world = World(*(part[which] for part in atlas.worlds))
-    least = torch.clamp_max(largest_team, config.smallest_team or config.teams)
+    least = torch.clamp_max(largest_team, config.smallest_team or config.team_size)
     size = least + _below(mixed(key + _TEAM), largest_team - least + 1)
 
     def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.zeros(battles, *shape, dtype=dtype, device=device)
 
     ticks, flag = torch.int32, torch.bool
-    present = (torch.arange(count, device=device) % config.teams) < size.unsqueeze(1)
+    present = (torch.arange(count, device=device) % config.team_size) < size.unsqueeze(1)
     facing = torch.where(tables.units.team == 0, math.pi / 4, -3 * math.pi / 4)
     units = Units(
         position=torch.cat((atlas.spawns, torch.zeros_like(atlas.spawns[:, :1])), 1).expand(battles, -1, -1).clone(),
@@ -110,7 +110,7 @@ def fresh(
             life=zeros(count, slots, dtype=ticks),
         ),
         clouds=Clouds(position=zeros(count, CLOUDS, 3), left=zeros(count, CLOUDS, dtype=ticks)),
-        contest=Contest(
+        contest=Score(
             score=zeros(2),
             holder=zeros(dtype=whole) - 1,
             decision=zeros(dtype=whole),

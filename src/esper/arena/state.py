@@ -73,7 +73,7 @@ class Clouds(NamedTuple):
     left: Tensor  # [B, U, CLOUDS] timer, int32
 
 
-class Contest(NamedTuple):
+class Score(NamedTuple):
     """How the battle stands."""
 
     score: Tensor  # [B, 2] float32, seconds that each team has held the zone
@@ -98,7 +98,7 @@ class State(NamedTuple):
     units: Units
     shells: Shells
     clouds: Clouds
-    contest: Contest
+    contest: Score
     senses: Senses
 
 

@@ -91,7 +91,7 @@ def make_tables(config: ArenaConfig, device: torch.device) -> Tables:
 
     names = list(CLASSES)
     units = [CLASSES[name] for name in config.unit_classes]
-    team = whole([0] * config.teams + [1] * config.teams, torch.int64)
+    team = whole([0] * config.team_size + [1] * config.team_size, torch.int64)
     is_same = team.unsqueeze(1) == team.unsqueeze(0)
     unit_table = UnitTable(
         kind=whole([names.index(name) for name in config.unit_classes], torch.int64),

@@ -30,26 +30,26 @@ DIRECTIONS = torch.tensor(
 BLOCK_PITCH = 4  # columns from one rock to the next
 
 
-class Ground(NamedTuple):
+class HeightMap(NamedTuple):
     """Height and material of every column."""
 
     height: Tensor  # [M, S, S] float32, ≥ 0
     material: Tensor  # [M, S, S] int8
 
-    def with_columns(self, where: Tensor, height: Tensor | float, material: Tensor | Material) -> Ground:
+    def with_columns(self, where: Tensor, height: Tensor | float, material: Tensor | Material) -> HeightMap:
         """This ground with the columns `where` replaced."""
         heights = torch.as_tensor(height, dtype=torch.float32)
         materials = torch.as_tensor(material, dtype=torch.int8)
-        return Ground(torch.where(where, heights, self.height), torch.where(where, materials, self.material))
+        return HeightMap(torch.where(where, heights, self.height), torch.where(where, materials, self.material))
 
     def is_flat(self) -> Tensor:
         """Where nothing has been built yet."""
         return (self.height == 0) & (self.material == Material.OPEN)
 
 
-def flat_ground(chance: Chance) -> Ground:
+def flat_ground(chance: Chance) -> HeightMap:
     shape = (len(chance.keys), chance.size, chance.size)
-    return Ground(torch.zeros(shape, dtype=torch.float32), torch.zeros(shape, dtype=torch.int8))
+    return HeightMap(torch.zeros(shape, dtype=torch.float32), torch.zeros(shape, dtype=torch.int8))
 
 
 def blocks(size: int) -> Tensor:
@@ -59,7 +59,7 @@ def blocks(size: int) -> Tensor:
     return is_middle[:, None] & is_middle
 
 
-def city(chance: Chance) -> Ground:
+def city(chance: Chance) -> HeightMap:
     """Rows of houses along streets at least three columns wide. Rows are shifted, so that cross streets end at the next row.
 
     Houses have numbers: row (a multiple of half a row, 0 in the centre) and column. The half turn negates both.
@@ -93,7 +93,7 @@ def city(chance: Chance) -> Ground:
     return ground.with_columns(torch.where(is_plot & is_park, trees < 0.5, ~is_plot & (trees < 0.04)), TREE_M, Material.FOLIAGE)
 
 
-def forest(chance: Chance) -> Ground:
+def forest(chance: Chance) -> HeightMap:
     """Thickets between clearings, single trees, bald hills and boulders."""
     ground = _with_hills(flat_ground(chance), chance, pitch=11, above=0.66, steepness=11.0, highest_m=3.0)
     ground = _with_boulders(ground, chance, share=0.10)
@@ -103,7 +103,7 @@ def forest(chance: Chance) -> Ground:
     return ground.with_columns(is_tree & ground.is_flat(), TREE_M, Material.FOLIAGE)
 
 
-def river(chance: Chance) -> Ground:
+def river(chance: Chance) -> HeightMap:
     """Water that winds through the centre between the two sides, now and then with two arms beside it, and bridges over it.
 
     Banks are wooded and rocky; the river itself is open, so whoever crosses is seen.
@@ -136,7 +136,7 @@ def river(chance: Chance) -> Ground:
     return ground.with_columns((from_water < 0) & ~is_bridge, 0.0, Material.WATER)
 
 
-def ridges(chance: Chance) -> Ground:
+def ridges(chance: Chance) -> HeightMap:
     """Long ridges with steep sides, walked up over ramps at their ends; between them boulders and pools of lava."""
     ground = flat_ground(chance)
     for number, x, y in _places(chance, "ridge", pitch=12):
@@ -164,7 +164,7 @@ def ridges(chance: Chance) -> Ground:
     return ground.with_columns(is_lava & ground.is_flat(), 0.0, Material.LAVA)
 
 
-def ruins(chance: Chance) -> Ground:
+def ruins(chance: Chance) -> HeightMap:
     """Outlines of houses that have crumbled: walls with gaps, rubble beside them that one walks over, and bushes."""
     is_wall = torch.zeros(len(chance.keys), chance.size, chance.size, dtype=torch.bool)
     for number, x, y in _places(chance, "house", pitch=11):
@@ -185,7 +185,7 @@ def ruins(chance: Chance) -> Ground:
     return ground.with_columns((bushes > 0.63) & ground.is_flat(), TREE_M, Material.FOLIAGE)
 
 
-BUILDERS: dict[str, Callable[[Chance], Ground]] = {"city": city, "forest": forest, "river": river, "ridges": ridges, "ruins": ruins}
+BUILDERS: dict[str, Callable[[Chance], HeightMap]] = {"city": city, "forest": forest, "river": river, "ridges": ridges, "ruins": ruins}
 
 
 def _places(chance: Chance, label: str, *, pitch: int) -> list[tuple[int, Tensor, Tensor]]:
@@ -200,14 +200,14 @@ def _places(chance: Chance, label: str, *, pitch: int) -> list[tuple[int, Tensor
     return places
 
 
-def _with_hills(ground: Ground, chance: Chance, *, pitch: int, above: float, steepness: float, highest_m: float) -> Ground:
+def _with_hills(ground: HeightMap, chance: Chance, *, pitch: int, above: float, steepness: float, highest_m: float) -> HeightMap:
     """Bald hills where the ground's noise rises above a level. Their sides are walked up nearly everywhere."""
     rise = (chance.smooth("hills", pitch=pitch) - above) * steepness
     height = torch.floor(rise.clamp(0, highest_m) * 2) / 2
     return ground.with_columns(height > ground.height, height, Material.OPEN)
 
 
-def _with_boulders(ground: Ground, chance: Chance, *, share: float, material: Material = Material.SOLID) -> Ground:
+def _with_boulders(ground: HeightMap, chance: Chance, *, share: float, material: Material = Material.SOLID) -> HeightMap:
     """Rocks of two by two columns, in a `share` of the squares of four by four."""
     is_rock = blocks(chance.size) & (chance.per_cell("boulders", pitch=BLOCK_PITCH) < share)
     height = torch.floor(chance.per_cell("height of boulders", pitch=BLOCK_PITCH) * 3) + 2

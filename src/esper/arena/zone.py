@@ -12,7 +12,7 @@ from torch import Tensor
 
 from esper.arena.config import ArenaConfig
 from esper.arena.specs import PHYSICS
-from esper.arena.state import Contest, Units, World
+from esper.arena.state import Score, Units, World
 from esper.arena.tables import Tables
 
 
@@ -22,7 +22,7 @@ def is_in_zone(units: Units, world: World) -> Tensor:
     return (distance <= world.zone_radius.unsqueeze(1)) & units.is_alive
 
 
-def hold(contest: Contest, units: Units, world: World, tables: Tables) -> Contest:
+def hold(contest: Score, units: Units, world: World, tables: Tables) -> Score:
     """The team with more tons in the zone holds it for this tick, and its score counts the seconds. Equal tons hold nothing."""
     tons = tables.units.tons * is_in_zone(units, world)
     half = tons.shape[1] // 2
@@ -40,7 +40,7 @@ class Ending(NamedTuple):
     by_time: Tensor  # [B] bool: nothing but the clock ended it
 
 
-def judge(contest: Contest, units: Units, config: ArenaConfig) -> Ending:
+def judge(contest: Score, units: Units, config: ArenaConfig) -> Ending:
     """A battle is won by holding the zone for half of its seconds, or by being the only ones left; at its last second by the higher
     score. Where both hold at once, or nothing tells the teams apart, it is a draw."""
     half = units.heat.shape[1] // 2

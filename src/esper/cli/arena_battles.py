@@ -38,17 +38,17 @@ def fight(
 ) -> Fought:  # fmt: skip
     """A match, with the replay of one battle if a file or folder for it is given. Policies take the likeliest actions, as in the
     evaluations of their training, or with `draw` draw them."""
-    from esper.league.matches import Ground, unseen
+    from esper.league.matches import MatchArena, unseen
     from esper.league.recording import play_and_record
 
     path = None if replay is None else _replay_file(replay, first, second)
     has_policy = not isinstance(first.player, str) or not isinstance(second.player, str)
     actions: Actions | None = None if not has_policy else "drawn" if draw else "likeliest"
     ground_seed = unseen(COMMANDS, seed)
-    with enough_memory(arena), sign_of_life("battles", arena.decisions) as on_scene:
+    with enough_memory(arena), sign_of_life("battles", arena.decisions) as on_step:
         if path is None:
-            ground = Ground(arena, seed=ground_seed, device=device)
-            result = ground.play(first.player, second.player, on_scene=on_scene, draws=draw)
+            match_arena = MatchArena(arena, seed=ground_seed, device=device)
+            result = match_arena.play(first.player, second.player, on_step=on_step, draws=draw)
             return Fought(result, wants_replay=False, replay=None, actions=actions)
         try:
             recorded = play_and_record(
@@ -59,7 +59,7 @@ def fight(
                 path=path,
                 names=_names(first, second),
                 device=device,
-                on_scene=on_scene,
+                on_step=on_step,
                 draws=draw,
             )
         except OSError as error:
@@ -105,7 +105,7 @@ def sign_of_life(what: str, decisions: int) -> Iterator[Callable[..., None]]:
 
 
 def in_words(arena: ArenaConfig) -> str:
-    return f"{arena.teams} against {arena.teams} on maps of {arena.size} × {arena.size}"
+    return f"{arena.team_size} against {arena.team_size} on maps of {arena.size} × {arena.size}"
 
 
 def print_match(fought: Fought) -> None:
@@ -129,7 +129,7 @@ def print_match(fought: Fought) -> None:
 def match_json(fought: Fought, arena: ArenaConfig) -> dict[str, Any]:
     result = fought.result
     return {
-        "teams": arena.teams,
+        "team_size": arena.team_size,
         "actions": fought.actions,
         **record_json(result.record),
         "by_side": [record_json(record) for record in result.by_side],

@@ -25,7 +25,7 @@ class BenchArguments(Config):
     """auto: cuda where there is one"""
     battles: Count = 256
     """fought at once"""
-    teams: TeamSize = 5
+    team_size: TeamSize = 5
     """units on each side"""
     decisions: PositiveInt = 60
     """that are timed"""
@@ -41,11 +41,11 @@ def run(argv: list[str], prog: str) -> Outcome:
     arguments = parse(BenchArguments, argv, prog, description=DESCRIPTION)
     from esper.devices import find_device, threads
 
-    config = ArenaConfig(battles=arguments.battles, teams=arguments.teams)
+    config = ArenaConfig(battles=arguments.battles, team_size=arguments.team_size)
     with mistakes(), enough_memory(config), threads(arguments.threads):
         device = find_device(arguments.device)
         result = _measured(config, arguments, device)
-    print(f"{config.battles} battles of {config.teams} against {config.teams} on {result['name']}, strong bots on both sides")
+    print(f"{config.battles} battles of {config.team_size} against {config.team_size} on {result['name']}, strong bots on both sides")
     speed = f"{result['steps_per_s']:,} steps/s, {result['agent_steps_per_s']:,} agent-steps/s"
     print(f"{speed}, {result['ms_per_decision']:.2f} ms for a decision of all battles")
     print(f"{100 * result['living_share']:.0f} % of the units were alive; peak memory {_in_words(result['peak_memory'])}")

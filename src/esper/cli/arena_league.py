@@ -68,7 +68,7 @@ def _round_robin(league: League, config: ArenaTrainConfig, arguments: LeagueArgu
     """Every member and anchor against every other, on the same maps. Members draw their actions, as in the battles of training that these
     are shown with."""
     from esper.devices import find_device
-    from esper.league.matches import Ground, unseen
+    from esper.league.matches import MatchArena, unseen
     from esper.league.network import make_player
 
     device = find_device(arguments.device)
@@ -81,9 +81,9 @@ def _round_robin(league: League, config: ArenaTrainConfig, arguments: LeagueArgu
     print(f"{len(names)} players, {len(pairs)} matches of {arguments.battles} battles on {device}", flush=True)
     began = time.monotonic()
     with enough_memory(arena):
-        ground = Ground(arena, seed=unseen(COMMANDS, arguments.seed), device=device)
+        match_arena = MatchArena(arena, seed=unseen(COMMANDS, arguments.seed), device=device)
         for number, (first, second) in enumerate(pairs, 1):
-            record = ground.play(players[first], players[second], draws=True).record
+            record = match_arena.play(players[first], players[second], draws=True).record
             try:
                 league.record(first, second, record)
             except ImportError as error:

@@ -19,7 +19,7 @@ from esper.league.config import PairedBattles
 DESCRIPTION = """Lets two players fight, twice on every map with sides swapped. The score is A's, draws half; the interval is over maps.
 
   esper arena match strong middle --battles 512
-  esper arena match runs/first runs/second --teams 3
+  esper arena match runs/first runs/second --team-size 3
   esper arena match runs/first runs/first:update-50
 
 A and B are bots (random, weak, middle, strong), folders of runs (their best player; RUN:latest for the last), members of a run's league
@@ -34,7 +34,7 @@ class MatchArguments(Config):
     """likewise"""
     battles: PairedBattles = 512
     """how many, all at once: two on every map, one from each side"""
-    teams: TeamSize | None = None
+    team_size: TeamSize | None = None
     """units on each side; None: as A or B was trained, else 5"""
     size: MapSize | None = None
     """columns on a side of the map; None: as A or B was trained, else 64"""
@@ -65,5 +65,5 @@ def run(argv: list[str], prog: str) -> Outcome:
 
 def _arena(arguments: MatchArguments, first: Contender, second: Contender) -> ArenaConfig:
     base = first.arena or second.arena or ArenaConfig()
-    teams, size = arguments.teams or base.teams, arguments.size or base.size
-    return msgspec.structs.replace(base, battles=arguments.battles, smallest_team=None, teams=teams, size=size)
+    team_size, size = arguments.team_size or base.team_size, arguments.size or base.size
+    return msgspec.structs.replace(base, battles=arguments.battles, smallest_team=None, team_size=team_size, size=size)

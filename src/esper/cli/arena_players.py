@@ -57,7 +57,7 @@ def of_run(folder: Path, which: Literal["best", "latest"], *, device: torch.devi
 def saved_arena(folder: Path) -> ArenaTrainConfig:
     """What the run in a folder was trained with."""
     from esper.config import load_saved
-    from esper.run_folder import CONFIG, check_holds_a_run
+    from esper.runs.folder import CONFIG, check_holds_a_run
 
     if not folder.exists():
         raise CommandError(f"there is no folder {folder}; give that of a run of esper arena train")
@@ -102,11 +102,11 @@ def check_fits(arena: ArenaConfig, contenders: list[Contender]) -> None:
         trained = who.arena
         if trained is None:
             continue
-        fields = (*_OBSERVED, "teams") if trained.state_view and arena.state_view else _OBSERVED
+        fields = (*_OBSERVED, "team_size") if trained.state_view and arena.state_view else _OBSERVED
         for name in fields:
             was, given = getattr(trained, name), getattr(arena, name)
             if was != given:
-                why = "whose network reads the whole battle" if name == "teams" else "so that its units observe other things"
+                why = "whose network reads the whole battle" if name == "team_size" else "so that its units observe other things"
                 told = f"it was trained with arena.{name} {_text(was)}, {why}, and this arena has {_text(given)}"
                 raise CommandError(f"{who.name} cannot fight here: {told}; let players meet that have the same {', '.join(fields)}")
 
@@ -118,10 +118,10 @@ def _text(value: object) -> str:
 @contextlib.contextmanager
 def mistakes() -> Iterator[None]:
     """What the user has to put right, in one line, and what is broken."""
-    from esper.checkpoint import CheckpointError
     from esper.league.league import LeagueError
     from esper.replay_file import ReplayError
-    from esper.run_folder import RunError
+    from esper.runs import CheckpointError
+    from esper.runs.folder import RunError
 
     try:
         yield
@@ -138,7 +138,7 @@ def enough_memory(arena: ArenaConfig) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        what = f"{arena.battles} battles of {arena.teams} against {arena.teams} do not fit into the memory of the GPU"
+        what = f"{arena.battles} battles of {arena.team_size} against {arena.team_size} do not fit into the memory of the GPU"
         raise CommandError(f"{what}; use fewer --battles ({' '.join(str(error).split())})", exit_code=FAILED) from error
 
 

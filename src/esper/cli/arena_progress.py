@@ -16,12 +16,12 @@ from rich.text import Text
 
 from esper.cli import ppo_progress
 from esper.cli.ppo_progress import BAR_WIDTH
-from esper.events import Record, read
 from esper.league.events import LeagueChanged, RoundFought
 from esper.league.training_config import ANCHORS
 from esper.rl.events import Update
-from esper.rl.run_events import RunStarted
-from esper.run_folder import EVENTS
+from esper.rl.run_setup import RunStarted
+from esper.runs import Record, read
+from esper.runs.folder import EVENTS
 from esper.text_table import duration
 
 _RECENT_ROUNDS = 10  # whose battles are what is shown

@@ -13,9 +13,9 @@ from esper.cli.failures import failures, how_to_resume
 from esper.cli.outcome import OK, Outcome
 from esper.cli.parse import parse
 from esper.cli.ranks import in_group
-from esper.cli.stop_signals import StopSignals
 from esper.config import describe
 from esper.league.training_config import ArenaTrainConfig
+from esper.runs.signals import StopSignals
 
 if TYPE_CHECKING:
     from esper.cli.arena_progress import Progress
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from esper.league.selfplay import SelfPlay
     from esper.parallel import Group
     from esper.rl.evaluate import Evaluation
-    from esper.rl.runs import Result
+    from esper.rl.training import RunResult
 
 DESCRIPTION = """Trains a player for team battles against scripted bots, past selves and itself, and keeps everything in a run folder.
 
-  esper arena train --device cuda --teams 5 --battles 1024
-  esper arena train --teams 2 --battles 64 --minutes 30 --total-steps 3000000
+  esper arena train --device cuda --team-size 5 --battles 1024
+  esper arena train --team-size 2 --battles 64 --minutes 30 --total-steps 3000000
   esper arena eval runs/arena-... --against strong
 
 One policy drives every unit of its side. In --bot-share of the battles it fights scripted bots, in --past-share past selves from its
@@ -96,10 +96,10 @@ def _train(config: ArenaTrainConfig, arguments: ArenaArguments, group: Group) ->
     from esper.cli.arena_progress import Progress, read_progress
     from esper.cli.progress import progress_sink
     from esper.league.league import LeagueError
-    from esper.league.training import resume_arena, train_arena
-    from esper.run_folder import default_folder
+    from esper.league.training import train_arena
+    from esper.runs.folder import default_folder
 
-    folder = group.first(lambda: arguments.run or default_folder(f"arena-{config.arena.teams}v{config.arena.teams}"))
+    folder = group.first(lambda: arguments.run or default_folder(f"arena-{config.arena.team_size}v{config.arena.team_size}"))
     ends_at = None if arguments.minutes is None else time.monotonic() + 60 * arguments.minutes
     stop = StopSignals("update and the battles of its checkpoint")
     options: dict[str, Any] = {
@@ -108,7 +108,7 @@ def _train(config: ArenaTrainConfig, arguments: ArenaArguments, group: Group) ->
         "group": group,
     }
     with failures(folder, "arena train", FloatingPointError, LeagueError), stop:
-        result = resume_arena(folder, config=config, **options) if arguments.resume else train_arena(config, folder, **options)
+        result = train_arena(config, folder, resume=arguments.resume, **options)
         ended_by_clock = result.status == "stopped" and not group.any(stop.was_asked())
         evaluation = group.first(lambda: _evaluated(folder, config)) if ended_by_clock else result.evaluation
         progress = group.first(lambda: read_progress(folder))
@@ -130,7 +130,7 @@ def _members(folder: Path) -> tuple[str, ...]:
 
 
 def _evaluated(folder: Path, config: ArenaTrainConfig) -> Evaluation | None:
-    """The best player of a run that ended by the clock, in battles that it was not chosen by; of one that ends by its steps, `Result`
+    """The best player of a run that ended by the clock, in battles that it was not chosen by; of one that ends by its steps, `RunResult`
     says it."""
     from esper.devices import find_device
     from esper.league.training import ARENA, load_player
@@ -145,7 +145,7 @@ def _record(evaluation: Evaluation) -> Record:
     return Record.of_pairs(evaluation.returns)
 
 
-def _print_summary(result: Result, record: Record | None, progress: Progress, config: ArenaTrainConfig, *, ended_by_clock: bool) -> None:
+def _print_summary(result: RunResult, record: Record | None, progress: Progress, config: ArenaTrainConfig, *, ended_by_clock: bool) -> None:
     folder = shlex.quote(str(result.folder))
     if result.status == "had finished":
         print(f"{folder} had already finished its {result.step:,} steps; ask for more with --total-steps")
@@ -176,7 +176,7 @@ def _rounded(steps: int) -> int:
     return int(float(f"{steps:.1e}"))
 
 
-def _as_json(result: Result, record: Record | None, progress: Progress, config: ArenaTrainConfig) -> dict[str, Any]:
+def _as_json(result: RunResult, record: Record | None, progress: Progress, config: ArenaTrainConfig) -> dict[str, Any]:
     from esper.cli.arena_players import record_json
 
     return {

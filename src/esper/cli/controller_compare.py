@@ -77,9 +77,9 @@ def _check_horizon(config: CompareConfig) -> None:
 def _mistakes() -> Iterator[None]:
     """What the user has to put right, in one line."""
     from esper.controller.learned import ControllerError
-    from esper.fleet.errors import FleetError
-    from esper.growth.errors import GrowthError
-    from esper.run_folder import RunError
+    from esper.fleet.config import FleetError
+    from esper.growth.config import GrowthError
+    from esper.runs.folder import RunError
     from esper.tasks import TaskError
 
     try:

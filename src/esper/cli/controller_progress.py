@@ -15,9 +15,9 @@ from rich.text import Text
 from esper.cli import ppo_progress
 from esper.cli.ppo_progress import BAR_WIDTH
 from esper.controller.events import RoundEnded
-from esper.events import Record, read
-from esper.rl.run_events import RunStarted
-from esper.run_folder import EVENTS
+from esper.rl.run_setup import RunStarted
+from esper.runs import Record, read
+from esper.runs.folder import EVENTS
 from esper.text_table import duration
 
 _RECENT_FLEETS = 10  # whose ends are what is shown

@@ -11,14 +11,14 @@ from esper.cli.failures import failures, how_to_resume
 from esper.cli.outcome import Outcome
 from esper.cli.parse import parse
 from esper.cli.ranks import in_group
-from esper.cli.stop_signals import StopSignals
 from esper.config import describe
 from esper.controller.config import ControllerConfig
+from esper.runs.signals import StopSignals
 
 if TYPE_CHECKING:
     from esper.cli.controller_progress import Progress
     from esper.parallel import Group
-    from esper.rl.runs import Result
+    from esper.rl.training import RunResult
 
 DESCRIPTION = """Trains a controller, which decides when, where and what networks grow, and keeps everything in a run folder.
 
@@ -73,10 +73,10 @@ def _dry_run(config: ControllerConfig, group: Group) -> Outcome:
 def _train(config: ControllerConfig, arguments: ControllerArguments, group: Group) -> Outcome:
     from esper.cli.controller_progress import Progress, read_progress
     from esper.cli.progress import progress_sink
-    from esper.controller.training import CONTROLLER, resume_controller, train_controller
-    from esper.fleet.errors import FleetError
-    from esper.growth.errors import GrowthError
-    from esper.run_folder import default_folder
+    from esper.controller.training import CONTROLLER, train_controller
+    from esper.fleet.config import FleetError
+    from esper.growth.config import GrowthError
+    from esper.runs.folder import default_folder
 
     folder = group.first(lambda: arguments.run or default_folder("controller"))
     stop = StopSignals("round of decisions, which may take minutes")
@@ -86,14 +86,14 @@ def _train(config: ControllerConfig, arguments: ControllerArguments, group: Grou
         "group": group,
     }
     with failures(folder, "controller train", FloatingPointError, FleetError, GrowthError), stop:
-        result = resume_controller(folder, config=config, **options) if arguments.resume else train_controller(config, folder, **options)
+        result = train_controller(config, folder, resume=arguments.resume, **options)
         progress = group.first(lambda: read_progress(folder))
     controller = result.folder / CONTROLLER
     _print_summary(result, controller, progress, config)
     return Outcome(_as_json(result, controller, progress), stop.exit_code if result.status == "stopped" else 0)
 
 
-def _print_summary(result: Result, controller: Path, progress: Progress, config: ControllerConfig) -> None:
+def _print_summary(result: RunResult, controller: Path, progress: Progress, config: ControllerConfig) -> None:
     from esper.fleet.memory import in_words
 
     folder, path = shlex.quote(str(result.folder)), shlex.quote(str(controller))
@@ -114,7 +114,7 @@ def _print_summary(result: Result, controller: Path, progress: Progress, config:
         print(f"train it longer  esper controller train --resume --run {folder} --rounds {2 * config.rounds}")
 
 
-def _as_json(result: Result, controller: Path, progress: Progress) -> dict[str, Any]:
+def _as_json(result: RunResult, controller: Path, progress: Progress) -> dict[str, Any]:
     return {
         "status": result.status,
         "run": str(result.folder),

@@ -50,7 +50,7 @@ def run(argv: list[str], prog: str) -> Outcome:
         _line(name, version or "MISSING; install it with: pip install esper")
     for extra, is_there in extras.items():
         found = ", ".join(f"{name} {_version(name)}" for name in EXTRAS[extra])
-        _line(f"extra {extra}", found if is_there else f"not installed; get it with: pip install 'esper[{extra}]'")
+        _line(f"extra {extra}", found if is_there else f"not installed; get it with: pip install 'esper-grow[{extra}]'")
     for device in devices:
         _line(device["name"], device["description"])
     _line("this folder", "can be written to" if is_writable else "CANNOT be written to; runs need --run with a folder that can")

@@ -8,9 +8,10 @@ import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from esper.cli.outcome import FAILED, INTERRUPTED, CommandError, code_of
+from esper.cli.outcome import FAILED, CommandError, code_of
 from esper.files import reason_of
-from esper.run_folder import CHECKPOINTS, CONFIG, Kind, RunError, check_holds_a_run
+from esper.runs.folder import CHECKPOINTS, CONFIG, Kind, RunError, check_holds_a_run
+from esper.runs.signals import INTERRUPTED
 
 # What the user has to do before the run can go on.
 _FIRST = {
@@ -45,9 +46,8 @@ def failures(
 
     A folder without `saved` holds no run: that none can be made in it is the user's mistake. A run whose files fail has failed.
     """
-    from esper.checkpoint import CheckpointError
-    from esper.events import EventError
     from esper.rl.ppo import TrainingStopped
+    from esper.runs import CheckpointError, EventError
 
     def is_there(folder: Path) -> bool:
         return (folder / saved).exists()

@@ -10,8 +10,8 @@ from esper.cli.grow_arguments import SAVED, GrowArguments, defaults_for, with_lo
 from esper.cli.grow_config import GrowTaskConfig
 from esper.cli.outcome import CommandError, Outcome
 from esper.cli.parse import parse
-from esper.cli.stop_signals import StopSignals
 from esper.config import describe
+from esper.runs.signals import StopSignals
 
 DESCRIPTION = """Trains a model, grows it where that pays, and keeps everything in a run folder with a report.
 
@@ -56,9 +56,9 @@ def _grow(arguments: GrowArguments) -> Outcome:
     from esper.cli.grow_summary import as_json, print_summary
     from esper.cli.progress import progress_sink
     from esper.devices import find_device
-    from esper.events import Sink
-    from esper.growth.errors import GrowthError
-    from esper.growth.governor import Diverged
+    from esper.growth.config import GrowthError
+    from esper.growth.lifecycle.governor import Diverged
+    from esper.runs import Sink
 
     def show(title: str) -> Sink:
         return progress_sink(Progress(title))
@@ -78,8 +78,8 @@ def _grow(arguments: GrowArguments) -> Outcome:
 @contextlib.contextmanager
 def _mistakes() -> Iterator[None]:
     """What the user has to put right, in one line."""
-    from esper.growth.errors import GrowthError
-    from esper.run_folder import RunError
+    from esper.growth.config import GrowthError
+    from esper.runs.folder import RunError
     from esper.tasks import TaskError
 
     try:

@@ -12,7 +12,7 @@ from esper.cli.grow_config import GrowTaskConfig
 from esper.cli.outcome import CommandError
 from esper.cli.parse import settings_of, take_option
 from esper.config import load, load_saved
-from esper.run_folder import CONFIG, GROW
+from esper.runs.folder import CONFIG, GROW
 
 SAVED = GROW
 _Flag = tyro.conf.FlagCreatePairsOff[bool]

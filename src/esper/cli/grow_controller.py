@@ -9,8 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from esper.cli.grow_config import GrowTaskConfig
-from esper.growth.decisions import Controller
-from esper.run_folder import RunError
+from esper.growth.lifecycle.stages import Controller
+from esper.runs.folder import RunError
 
 COPY = "controller.safetensors"  # in the run folder
 

@@ -12,8 +12,8 @@ from esper.cli.grow_controller import make_controller
 from esper.cli.grow_work import make_work
 from esper.config import describe
 from esper.growth.batches import example_of, move
-from esper.growth.errors import GrowthError
-from esper.growth.slotted import add_slots
+from esper.growth.config import GrowthError
+from esper.growth.host.slotted import add_slots
 
 
 def plan(config: GrowTaskConfig, device: torch.device) -> tuple[dict[str, Any], str]:
@@ -30,8 +30,8 @@ def plan(config: GrowTaskConfig, device: torch.device) -> tuple[dict[str, Any], 
         "controller": config.controller,
         "epochs": config.epochs,
         "steps_per_epoch": len(work.train_loader) if isinstance(work.train_loader, Sized) else None,
-        "parameters": slotted.survey.host.parameters,
-        "flops_per_sample": slotted.survey.host.flops,
+        "parameters": slotted.discovery.host.parameters,
+        "flops_per_sample": slotted.discovery.host.flops,
         "slots": list(slotted.slots),
         "test_part": work.score is not None,
     }

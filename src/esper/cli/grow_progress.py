@@ -10,17 +10,17 @@ from rich.table import Table
 from rich.text import Text
 
 from esper.cli import progress
-from esper.events import Record
 from esper.growth.events import (
     ActionRefused,
     GrowthFinished,
     SlotView,
     StageEntered,
 )
-from esper.growth.ledger import gain_in_words
-from esper.growth.lifecycle import OCCUPIED, Stage
-from esper.growth.story import Remark
-from esper.growth.summary import GrowthProgress, counted
+from esper.growth.lifecycle.ledger import gain_in_words
+from esper.growth.lifecycle.stages import OCCUPIED, Stage
+from esper.growth.report.story import Remark
+from esper.growth.report.summary import GrowthProgress, counted
+from esper.runs import Record
 from esper.text_table import figure
 
 _SPARKS = "▁▂▃▄▅▆▇█"

@@ -21,9 +21,9 @@ class ReportArguments(Config):
 
 def run(argv: list[str], prog: str) -> Outcome:
     arguments = parse(ReportArguments, argv, prog, description=DESCRIPTION)
-    from esper.events import EventError
-    from esper.growth.html_report import write_report
-    from esper.run_folder import RunError, check_holds_a_run
+    from esper.growth.report.html import write_report
+    from esper.runs import EventError
+    from esper.runs.folder import RunError, check_holds_a_run
 
     try:
         check_holds_a_run(arguments.run, "growth")

@@ -27,15 +27,14 @@ from esper.cli.grow_config import GrowTaskConfig
 from esper.cli.grow_controller import COPY, controller_copy, make_controller
 from esper.cli.grow_work import Score, Work, make_work
 from esper.config import load_saved, saved_text
-from esper.events import Sink, check_installed, sinks_in
 from esper.files import make_folder
-from esper.growth.baked import load as load_grown
 from esper.growth.events import FinalTest, TwinCompared
-from esper.growth.html_report import REPORT, TWIN, write_report
-from esper.growth.result import MODEL
-from esper.growth.run import open_run
-from esper.growth.story import Story, read_story
-from esper.run_folder import CONFIG, EVENTS, RunError, default_folder, remove_empty
+from esper.growth.host.saving import load as load_grown
+from esper.growth.report.html import REPORT, TWIN, write_report
+from esper.growth.report.story import Story, read_story
+from esper.growth.run import MODEL, open_run
+from esper.runs import Sink, check_installed, sinks_in
+from esper.runs.folder import CONFIG, EVENTS, RunError, default_folder, remove_empty
 from esper.statistics import student_interval
 
 MAY_CHANGE = {"epochs", "device", "threads", "twin", "tensorboard", "wandb"}  # when a run goes on

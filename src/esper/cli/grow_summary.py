@@ -14,10 +14,10 @@ from esper.cli.failures import how_to_resume
 from esper.cli.grow_config import GrowTaskConfig
 from esper.cli.grow_progress import WIDE
 from esper.cli.grow_run import Result
-from esper.growth import summary
-from esper.growth.ledger import LEDGER_HEADING, Row, ledger_rows
-from esper.growth.result import MODEL
-from esper.growth.story import Story
+from esper.growth.lifecycle.ledger import LEDGER_HEADING, Row, ledger_rows
+from esper.growth.report import summary
+from esper.growth.report.story import Story
+from esper.growth.run import MODEL
 
 
 def print_summary(result: Result, config: GrowTaskConfig, *, console: Console | None = None) -> None:

@@ -20,8 +20,7 @@ from torch.optim import Optimizer
 from esper.cli.grow_config import GrowTaskConfig
 from esper.cli.grow_user_code import find_function, make_loaders, make_model
 from esper.growth.batches import StepLoss, move, size_of, step_loss_of
-from esper.growth.config import TrainingConfig
-from esper.growth.errors import GrowthError
+from esper.growth.config import GrowthError, TrainingConfig
 from esper.growth.training import Training
 from esper.tasks import load_task
 

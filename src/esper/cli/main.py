@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 import esper
-from esper.cli.outcome import FAILED, GLOBAL_HELP, INTERRUPTED, OK, USAGE, CommandError, Outcome, code_of
+from esper.cli.outcome import FAILED, GLOBAL_HELP, OK, USAGE, CommandError, Outcome, code_of
+from esper.runs.signals import INTERRUPTED
 
 # Errors of a stream. Those of a file, which may have the same numbers, name it.
 _OUTPUT_FAILS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EPIPE, errno.EIO, errno.EBADF})

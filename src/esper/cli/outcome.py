@@ -6,7 +6,7 @@ import errno
 from dataclasses import dataclass
 from typing import Any
 
-OK, FAILED, USAGE, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143  # exit codes; the last two are 128 + the signal's number
+OK, FAILED, USAGE = 0, 1, 2  # exit codes; a signal ends with INTERRUPTED or TERMINATED
 
 # What the system refuses because of the name or folder that the user gave.
 _MISTAKES = frozenset({errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EROFS, errno.ELOOP})

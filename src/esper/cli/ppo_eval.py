@@ -41,9 +41,9 @@ class EvalArguments(Config):
 
 def run(argv: list[str], prog: str) -> Outcome:
     arguments = parse(EvalArguments, argv, prog, description=DESCRIPTION)
-    from esper.checkpoint import CheckpointError
-    from esper.rl.video import VideoError
-    from esper.run_folder import RunError
+    from esper.rl.evaluate import VideoError
+    from esper.runs import CheckpointError
+    from esper.runs.folder import RunError
 
     try:
         return _evaluate(arguments)
@@ -57,10 +57,10 @@ def _evaluate(arguments: EvalArguments) -> Outcome:
     from esper.config import load_saved
     from esper.devices import find_device
     from esper.rl.checkpoints import load_checkpoint, policy_from
+    from esper.rl.evaluate import check_video_path
     from esper.rl.run_config import TrainConfig
     from esper.rl.run_setup import EpisodeEvaluator
-    from esper.rl.video import check_video_path
-    from esper.run_folder import CONFIG, check_holds_a_run
+    from esper.runs.folder import CONFIG, check_holds_a_run
     from esper.statistics import student_interval
 
     if arguments.video is not None:
@@ -103,7 +103,7 @@ def _evaluate(arguments: EvalArguments) -> Outcome:
 
 def _record(policy: Policy, config: TrainConfig, arguments: EvalArguments) -> str:
     """Write a video of one episode, and say what it earned."""
-    from esper.rl.video import VideoError, record_video
+    from esper.rl.evaluate import VideoError, record_video
 
     assert arguments.video is not None
     keywords: dict[str, Any] = dict(config.env_args)

@@ -7,9 +7,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from esper.cli import progress
-from esper.events import Record
 from esper.rl.events import CompileFailed, EpisodesRestarted, RewardsNotFinite, Skipped, Update
-from esper.rl.run_events import CheckpointEvaluated, RunStarted
+from esper.rl.run_setup import CheckpointEvaluated, RunStarted
+from esper.runs import Record
 from esper.statistics import Ema
 from esper.text_table import duration
 

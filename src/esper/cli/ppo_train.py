@@ -9,14 +9,14 @@ from esper.cli.failures import failures, how_to_resume
 from esper.cli.outcome import CommandError, Outcome
 from esper.cli.parse import parse, settings_of
 from esper.cli.ranks import in_group
-from esper.cli.stop_signals import StopSignals
 from esper.cli.train_arguments import TrainArguments, defaults_for
 from esper.config import describe
 from esper.rl.run_config import TrainConfig
+from esper.runs.signals import StopSignals
 
 if TYPE_CHECKING:
     from esper.parallel import Group
-    from esper.rl.runs import Result
+    from esper.rl.training import RunResult
 
 DESCRIPTION = """Trains a recurrent policy and keeps everything in a run folder.
 
@@ -67,8 +67,8 @@ def _minibatch_shape(config: TrainConfig) -> str:
 def _train(config: TrainConfig, arguments: TrainArguments, group: Group) -> Outcome:
     from esper.cli.ppo_progress import Progress
     from esper.cli.progress import progress_sink
-    from esper.rl.runs import resume_run, train_run
-    from esper.run_folder import default_folder
+    from esper.rl.training import train_run
+    from esper.runs.folder import default_folder
 
     folder = group.first(lambda: arguments.run or default_folder(config.env))
     stop = StopSignals()
@@ -78,12 +78,12 @@ def _train(config: TrainConfig, arguments: TrainArguments, group: Group) -> Outc
         "group": group,
     }
     with failures(folder, "ppo train", FloatingPointError), stop:
-        result = resume_run(folder, config=config, **options) if arguments.resume else train_run(config, folder, **options)
+        result = train_run(config, folder, resume=arguments.resume, **options)
     _print_summary(result)
     return Outcome(_as_json(result), stop.exit_code if result.status == "stopped" else 0)
 
 
-def _print_summary(result: Result) -> None:
+def _print_summary(result: RunResult) -> None:
     folder = shlex.quote(str(result.folder))
     if result.status == "had finished":
         print(f"{folder} had already finished its {result.step:,} steps; ask for more with --total-steps")
@@ -99,7 +99,7 @@ def _print_summary(result: Result) -> None:
         print(f"evaluate again with               esper ppo eval {folder}")
 
 
-def _as_json(result: Result) -> dict[str, Any]:
+def _as_json(result: RunResult) -> dict[str, Any]:
     evaluation = result.evaluation
     return {
         "status": result.status,

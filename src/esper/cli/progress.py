@@ -13,7 +13,7 @@ from typing import TextIO
 from rich.console import Console, RenderableType
 from rich.live import Live
 
-from esper.events import CheckpointRefused, Record, Resumed, Sink, SinkFailed
+from esper.runs import CheckpointRefused, Record, Resumed, Sink, SinkFailed
 
 PLAIN_EVERY_S = 5.0
 

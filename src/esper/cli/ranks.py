@@ -19,7 +19,7 @@ def in_group(device: Literal["auto", "cpu", "cuda"]) -> Iterator[Group]:
     """Only rank 0 writes to the standard output. What goes wrong is told once."""
     from esper.devices import find_device
     from esper.parallel import FirstFailed, GroupError, joined
-    from esper.run_folder import RunError
+    from esper.runs.folder import RunError
 
     try:
         with joined(find_device(device)) as group:

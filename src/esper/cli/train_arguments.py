@@ -13,7 +13,7 @@ from esper.cli.outcome import CommandError
 from esper.cli.parse import take_option
 from esper.config import ConfigT, load, load_saved
 from esper.rl.run_config import PRESETS, EnvValue, TrainConfig
-from esper.run_folder import CONFIG, Kind
+from esper.runs.folder import CONFIG, Kind
 
 
 def parse_env_args(words: list[str]) -> dict[str, EnvValue]:

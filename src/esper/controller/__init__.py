@@ -10,37 +10,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from esper.lazy import names_of
+from esper.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from esper.controller.compare import compare
-    from esper.controller.compare_config import CompareConfig
-    from esper.controller.comparison import Comparison
-    from esper.controller.config import RENT_LEVELS, ControllerConfig, DomainConfig, RewardConfig
-    from esper.controller.env import GrowthEnv
-    from esper.controller.learned import ControllerError, Learned, load_controller, save_controller
-    from esper.controller.training import resume_controller, train_controller
+    from esper.controller.compare import compare as compare
+    from esper.controller.compare_config import CompareConfig as CompareConfig
+    from esper.controller.comparison import Comparison as Comparison
+    from esper.controller.config import (
+        RENT_LEVELS as RENT_LEVELS,
+        ControllerConfig as ControllerConfig,
+        DomainConfig as DomainConfig,
+        RewardConfig as RewardConfig,
+    )
+    from esper.controller.env import GrowthEnv as GrowthEnv
+    from esper.controller.learned import (
+        ControllerError as ControllerError,
+        Learned as Learned,
+        load_controller as load_controller,
+        save_controller as save_controller,
+    )
+    from esper.controller.training import train_controller as train_controller
 
-_MODULES = {
-    "RENT_LEVELS": "config",
-    "CompareConfig": "compare_config",
-    "Comparison": "comparison",
-    "ControllerConfig": "config",
-    "ControllerError": "learned",
-    "DomainConfig": "config",
-    "GrowthEnv": "env",
-    "Learned": "learned",
-    "RewardConfig": "config",
-    "compare": "compare",
-    "load_controller": "learned",
-    "resume_controller": "training",
-    "save_controller": "learned",
-    "train_controller": "training",
-}
-
-__all__ = [
-    "RENT_LEVELS", "CompareConfig", "Comparison", "ControllerConfig", "ControllerError", "DomainConfig", "GrowthEnv", "Learned",
-    "RewardConfig", "compare", "load_controller", "resume_controller", "save_controller", "train_controller",
-]  # fmt: skip
-
-__getattr__, __dir__ = names_of(__name__, _MODULES)
+__getattr__, __dir__, __all__ = lazy_names(__name__)

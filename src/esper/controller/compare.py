@@ -31,18 +31,17 @@ from esper.controller.comparison import Comparison
 from esper.controller.config import RENT_LEVELS
 from esper.controller.domain import training_seeds
 from esper.controller.learned import load_controller
-from esper.controller.lives import Contestant, Course, Run, live
+from esper.controller.lives import Contestant, EvalRun, EvalSetting, live
 from esper.devices import find_device, threads
 from esper.fleet.config import HostSetting
 from esper.fleet.data import TaskTensors
 from esper.growth.config import Rent
-from esper.growth.controllers import Never, Planned, Random
-from esper.growth.decisions import Controller
-from esper.growth.garden import options_for
-from esper.growth.heuristic import Heuristic
-from esper.growth.rent import rent_of
-from esper.growth.slotted import add_slots
-from esper.growth.state import Cost
+from esper.growth.controllers.baselines import Never, Planned, Random
+from esper.growth.controllers.heuristic import Heuristic
+from esper.growth.host.slotted import add_slots
+from esper.growth.lifecycle.slots import options_for
+from esper.growth.lifecycle.stages import Controller, Cost
+from esper.growth.measure.rent import rent_of
 from esper.rng import Streams
 from esper.tasks import Task
 
@@ -53,7 +52,7 @@ SCHEDULE_TIMES = (0.0, 0.2)  # parts of the training after which a fixed schedul
 
 
 def compare(config: CompareConfig, load: Callable[[str], Task], *, on_progress: Progress = lambda what, decisions: None) -> Comparison:
-    runs: list[Run] = []
+    runs: list[EvalRun] = []
     schedules: dict[str, str] = {}
     notes = _not_held_out(config)
     device = find_device(config.device)
@@ -63,8 +62,8 @@ def compare(config: CompareConfig, load: Callable[[str], Task], *, on_progress: 
             task = load(name)
             tensors = TaskTensors.of(task, device=device, dtype=dtype)
             for host in config.hosts:
-                course = Course(task, host, tensors, config.fleet, config.growth, device, config.rows)
-                contest = _Contest(config, course, on_progress)
+                eval_setting = EvalSetting(task, host, tensors, config.fleet, config.growth, device, config.rows)
+                contest = _Contest(config, eval_setting, on_progress)
                 runs += contest.run() + (contest.sweep() if host == config.hosts[0] else [])
                 schedules |= {f"{name} {host} {level}": plan for level, plan in contest.chosen.items()}
                 notes += contest.notes
@@ -85,13 +84,13 @@ def _not_held_out(config: CompareConfig) -> list[str]:
 class _Contest:
     """All controllers on one task and one architecture."""
 
-    def __init__(self, config: CompareConfig, course: Course, on_progress: Progress) -> None:
-        self.config, self.course, self._on_progress = config, course, on_progress
+    def __init__(self, config: CompareConfig, eval_setting: EvalSetting, on_progress: Progress) -> None:
+        self.config, self.eval_setting, self._on_progress = config, eval_setting, on_progress
         self.files, self.compared = config.files, config.compared
         self.chosen: dict[str, str] = {}  # level -> the fixed schedule that was chosen, in words
         self.notes: list[str] = []
 
-    def run(self) -> list[Run]:
+    def run(self) -> list[EvalRun]:
         runs = self._live("never", [Contestant("never", self._setting(seed), Never(), is_measured=False) for seed in self._seeds()])
         for name in (*self.files, *(["heuristic"] if "heuristic" in self.config.controllers else [])):
             runs += self._live(name, self._for_all_levels(name, self._maker(name)))
@@ -125,10 +124,10 @@ class _Contest:
         settings = [(level, self._setting(seed, level)) for level in self.config.levels for seed in self._seeds()]
         return [Contestant(name, setting, make(setting), level) for level, setting in settings]
 
-    def _random(self, runs: Sequence[Run]) -> list[Contestant]:
+    def _random(self, runs: Sequence[EvalRun]) -> list[Contestant]:
         """With as many seeds in all as the compared controller has grown at that level, shared out evenly; without one, any number."""
         contestants = []
-        where = f"{self.course.task.name} {self.course.host}"
+        where = f"{self.eval_setting.task.name} {self.eval_setting.host}"
         for level in self.config.levels:
             used = [run.grown for run in runs if run.controller == self.compared and run.level in (level, None)]
             streams = Streams(self.config.seed).spawn(f"random plans {where} {level}")
@@ -138,7 +137,7 @@ class _Contest:
                 contestants.append(Contestant("random", self._setting(seed, level), plan, level))
         return contestants
 
-    def _controls(self, runs: Sequence[Run]) -> list[Contestant]:
+    def _controls(self, runs: Sequence[EvalRun]) -> list[Contestant]:
         """Both get the FLOPs of the compared run, its measurements included, for training alone: they need not look on the way."""
         contestants = []
         for run in [run for run in runs if run.controller == self.compared]:
@@ -154,18 +153,18 @@ class _Contest:
     def _training_flops(self, flops_per_sample: int) -> int:
         """Of a host, between two decisions."""
         fleet = self.config.fleet
-        return 3 * flops_per_sample * fleet.steps_for(len(self.course.task.train)) * fleet.batch_size
+        return 3 * flops_per_sample * fleet.steps_for(len(self.eval_setting.task.train)) * fleet.batch_size
 
     # The best fixed schedule
 
-    def _scheduled(self) -> list[Run]:
+    def _scheduled(self) -> list[EvalRun]:
         plans = self._plans()
         seeds = training_seeds(self.config.tuning_seeds, seed=self.config.seed)
         tuning = [Contestant(str(number), self._setting(seed), Planned(plan)) for number, plan in enumerate(plans) for seed in seeds]
         found = self._live("tuning the schedule", tuning)
         never = {run.seed: run.val_loss for run in found[: len(seeds)]}  # the first plan grows nothing
         times = sum(run.total_flops for run in found) / fmean(run.total_flops for run in found[: len(seeds)])
-        where = f"{self.course.task.name} {self.course.host}"
+        where = f"{self.eval_setting.task.name} {self.eval_setting.host}"
         self.notes.append(f"{where}: the schedules were chosen by {len(found)} runs that took {times:.0f} times the FLOPs of never")
         contestants = []
         for level in self.config.levels:
@@ -184,8 +183,8 @@ class _Contest:
 
     def _plans(self) -> list[Plan]:
         """Grow nothing; then every blueprint in each slot alone and in all of them, early and later."""
-        task = self.course.task
-        slotted = add_slots(task.make_host(self.course.host, seed=0), task.example_input, slots=self.config.growth.slots)
+        task = self.eval_setting.task
+        slotted = add_slots(task.make_host(self.eval_setting.host, seed=0), task.example_input, slots=self.config.growth.slots)
         options = {name: {option.name for option in options_for(slotted.place(name), self.config.growth)} for name in slotted.slots}
         names = sorted(set().union(*options.values()))
         where = [*((slot,) for slot in options), tuple(options)]
@@ -197,18 +196,18 @@ class _Contest:
 
     # Static sizes
 
-    def sweep(self) -> list[Run]:
+    def sweep(self) -> list[EvalRun]:
         """Every size that somebody would try; they do not depend on the host that grows."""
-        found: list[Run] = []
+        found: list[EvalRun] = []
         for host in self.config.sweep:
-            course = dataclasses.replace(self.course, host=host)
+            eval_setting = dataclasses.replace(self.eval_setting, host=host)
             contestants = [Contestant(f"static {host}", self._setting(seed), Never(), is_measured=False) for seed in self._seeds()]
-            found += live(course, contestants, partial(self._on_progress, f"{self.course.task.name}: sweep"))
+            found += live(eval_setting, contestants, partial(self._on_progress, f"{self.eval_setting.task.name}: sweep"))
         return found
 
-    def _live(self, what: str, contestants: Sequence[Contestant]) -> list[Run]:
-        where = f"{self.course.task.name} {self.course.host}: {what}"
-        return live(self.course, contestants, partial(self._on_progress, where))
+    def _live(self, what: str, contestants: Sequence[Contestant]) -> list[EvalRun]:
+        where = f"{self.eval_setting.task.name} {self.eval_setting.host}: {what}"
+        return live(self.eval_setting, contestants, partial(self._on_progress, where))
 
 
 def _shared_out(total: int, hosts: int, streams: Streams) -> list[int]:
@@ -218,6 +217,6 @@ def _shared_out(total: int, hosts: int, streams: Streams) -> list[int]:
     return [each + (place in lucky) for place in range(hosts)]
 
 
-def rent_at(run: Run, rent: Rent) -> float:
+def rent_at(run: EvalRun, rent: Rent) -> float:
     """What a run's network costs at a price level, in nats for ten classes."""
     return rent_of(Cost(run.added_parameters, run.added_flops), Cost(run.parameters, run.flops_per_sample), rent)

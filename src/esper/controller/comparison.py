@@ -11,9 +11,9 @@ import msgspec
 
 from esper.controller.compare_config import CompareConfig
 from esper.controller.config import RENT_LEVELS
-from esper.controller.lives import Run
-from esper.growth.rent import rent_of
-from esper.growth.state import Cost
+from esper.controller.lives import EvalRun
+from esper.growth.lifecycle.stages import Cost
+from esper.growth.measure.rent import rent_of
 from esper.rng import Streams
 from esper.statistics import Interval, bootstrap_interval, holm, paired_interval, paired_p_value
 from esper.text_table import aligned
@@ -26,7 +26,7 @@ HEADING = ("controller", "test loss", "gain", "rent", "utility [95 %]", "paramet
 class Score:
     """One run at one level of rent."""
 
-    run: Run
+    run: EvalRun
     gain: float  # nats of test loss over never on the same seed
     rent: float
 
@@ -36,7 +36,7 @@ class Score:
 
 
 @dataclass(frozen=True)
-class Standing:
+class ControllerStanding:
     """A controller at one level: its mean, and how far the compared one is ahead of it, pair by pair."""
 
     controller: str
@@ -49,7 +49,7 @@ class Standing:
 class Comparison:
     """`schedules` says which fixed plan was chosen where, `notes` what a reader must know."""
 
-    def __init__(self, config: CompareConfig, runs: Sequence[Run], schedules: Mapping[str, str], notes: Sequence[str] = ()) -> None:
+    def __init__(self, config: CompareConfig, runs: Sequence[EvalRun], schedules: Mapping[str, str], notes: Sequence[str] = ()) -> None:
         self.config, self.runs, self.schedules, self.notes = config, list(runs), dict(schedules), list(notes)
         self._never = {(run.task, run.host, run.seed): run for run in runs if run.controller == "never"}
         self.compared = config.compared
@@ -61,7 +61,7 @@ class Comparison:
             own = [self._swept(never, level) for never in self._never.values()]
         return [self._score(run, level) for run in sorted(own, key=lambda run: (run.task, run.host, run.seed))]
 
-    def _swept(self, never: Run, level: str) -> Run:
+    def _swept(self, never: EvalRun, level: str) -> EvalRun:
         """The size that a sweep finds instead of growing this host, its own among them: the best by validation loss and rent.
 
         It costs the FLOPs of all sizes.
@@ -72,14 +72,14 @@ class Comparison:
         best = min(as_host, key=lambda run: run.val_loss + self._score(run, level).rent)
         return msgspec.structs.replace(best, total_flops=sum(run.total_flops for run in sizes))
 
-    def _score(self, run: Run, level: str) -> Score:
+    def _score(self, run: EvalRun, level: str) -> Score:
         never = self._never_of(run)
         host = Cost(never.parameters, never.flops_per_sample)
         whole = Cost(run.parameters + run.added_parameters, run.flops_per_sample + run.added_flops)
         added = Cost(max(whole.parameters - host.parameters, 0), max(whole.flops - host.flops, 0))  # a smaller static size earns none
         return Score(run, never.test_loss - run.test_loss, run.unit * rent_of(added, host, RENT_LEVELS[level]))
 
-    def _never_of(self, run: Run) -> Run:
+    def _never_of(self, run: EvalRun) -> EvalRun:
         """What a run is held against: the same host that never grew."""
         return self._never[run.task, run.host, run.seed]
 
@@ -87,17 +87,17 @@ class Comparison:
         names = dict.fromkeys(run.controller for run in self.runs if not run.controller.startswith("static "))
         return [*names, *([SWEEP] if self.config.sweep else [])]
 
-    def standings(self, level: str) -> list[Standing]:
+    def standings(self, level: str) -> list[ControllerStanding]:
         ours = [score.utility for score in self.scores(self.compared, level)]
         others = [name for name in self.controllers() if name != self.compared]
         rng = Streams(self.config.seed).numpy(f"bootstrap {level}")
         pairs = {name: [score.utility for score in self.scores(name, level)] for name in others}
         raw = [paired_p_value(ours, theirs, rng=rng) for theirs in pairs.values()]
         adjusted = dict(zip(others, holm(raw), strict=True)) if others else {}
-        found = [Standing(self.compared, level, bootstrap_interval(ours, rng=rng), None, None)]
+        found = [ControllerStanding(self.compared, level, bootstrap_interval(ours, rng=rng), None, None)]
         for name, theirs in pairs.items():
             ahead = paired_interval(ours, theirs, rng=rng)
-            found.append(Standing(name, level, bootstrap_interval(theirs, rng=rng), ahead, float(adjusted[name])))
+            found.append(ControllerStanding(name, level, bootstrap_interval(theirs, rng=rng), ahead, float(adjusted[name])))
         return found
 
     def pooled(self, other: str) -> Interval:

@@ -21,20 +21,20 @@ import msgspec
 import torch
 from torch import Tensor
 
-from esper.checkpoint.tree import Tree
 from esper.controller.config import ControllerConfig
 from esper.controller.domain import FleetSetting, draw_round
 from esper.controller.events import BlueprintCount, RoundEnded
+from esper.controller.fleet_with_twins import FleetWithTwins
 from esper.controller.layout import decision, observe, spec
-from esper.controller.reward import TERMS, Standing, potential, rewards
-from esper.controller.squad import Squad
-from esper.events import Event
+from esper.controller.reward import TERMS, HostStanding, potential, rewards
 from esper.fleet.data import TaskTensors
 from esper.fleet.kernels import compiled_kernels
-from esper.growth.garden import options_for
-from esper.growth.ledger import Entry
-from esper.growth.slotted import add_slots
-from esper.rl.staging import Staging
+from esper.growth.host.slotted import add_slots
+from esper.growth.lifecycle.ledger import Entry
+from esper.growth.lifecycle.slots import options_for
+from esper.rl.collector import Staging
+from esper.runs import Event
+from esper.runs.tensors import Tree
 from esper.tasks import Task
 from esper.vecenv import Actions, Masks, Obs, Timestep
 
@@ -65,9 +65,9 @@ class GrowthEnv:
         self._tensors = {name: TaskTensors.of(task, device=self.device, dtype=dtype) for name, task in self._tasks.items()}
         self.slots, self.blueprints = most_slots_and_blueprints(self._tasks, config)
         self.observation_spec, self.action_spec = spec(self.slots, self.blueprints)
-        self.squads: list[Squad] = []
+        self.twinned_fleets: list[FleetWithTwins] = []
         self._rounds: list[int] = []  # that each squad has begun
-        self._standings: list[Standing] = []
+        self._standings: list[HostStanding] = []
         # Its buffers are used again in the next step, which begins with reading the actions: by then they have arrived.
         self._staging = Staging(self.device) if self.device.type == "cuda" else None
         self._chosen: list[list[list[dict[str, int]]]] = []  # of every squad and host: the actions of this decision, so far
@@ -84,11 +84,11 @@ class GrowthEnv:
             self._seed = seed
         fleets = draw_round(self.config.domain, round_number=0, hosts=self.num_envs, seed=self._seed)
         self._rounds = [0] * len(fleets)
-        self.squads = []
+        self.twinned_fleets = []
         for setting in fleets:
-            self.squads.append(self._squad(setting, len(self.squads)))
-        self._standings = [Standing.start(squad.hosts) for squad in self.squads]
-        self._chosen = [[[] for _ in range(squad.hosts)] for squad in self.squads]
+            self.twinned_fleets.append(self._squad(setting, len(self.twinned_fleets)))
+        self._standings = [HostStanding.start(twinned.hosts) for twinned in self.twinned_fleets]
+        self._chosen = [[[] for _ in range(twinned.hosts)] for twinned in self.twinned_fleets]
         zeros = torch.zeros(self.num_envs)
         return self._timestep(zeros, ended=zeros.bool(), valid=torch.ones_like(zeros).bool())
 
@@ -117,73 +117,75 @@ class GrowthEnv:
 
     def close(self) -> None:
         """Drop the fleets, and the tasks' data on the device."""
-        self.squads, self._tensors = [], {}
+        self.twinned_fleets, self._tensors = [], {}
 
     # Squads
 
     def _rows(self) -> list[range]:
         """Which of all hosts every squad has."""
-        ends = list(accumulate((squad.hosts for squad in self.squads), initial=0))
+        ends = list(accumulate((twinned.hosts for twinned in self.twinned_fleets), initial=0))
         return [range(start, end) for start, end in pairwise(ends)]
 
     def _step_squad(self, number: int, rows: range, chosen: Mapping[str, list[int]]) -> tuple[Tensor, Tensor, Tensor]:
         """Reward, whether the life has ended, and whether the step was real, for each of its hosts."""
-        squad, chosen_so_far = self.squads[number], self._chosen[number]
-        was_alive, is_last = squad.alive(), squad.is_last
+        twinned, chosen_so_far = self.twinned_fleets[number], self._chosen[number]
+        was_alive, is_last = twinned.alive(), twinned.is_last
         valid = torch.tensor(was_alive)
         for place, row in enumerate(rows):
             chosen_so_far[place].append({name: values[row] for name, values in chosen.items()})
         if len(chosen_so_far[0]) < self.config.actions:
-            return torch.zeros(squad.hosts, dtype=torch.float64), torch.zeros_like(valid), valid
-        states = squad.states()
-        squad.decide({place: decision(states[place], chosen_so_far[place]) for place in range(squad.hosts) if was_alive[place]})
-        self._chosen[number] = [[] for _ in range(squad.hosts)]
+            return torch.zeros(twinned.hosts, dtype=torch.float64), torch.zeros_like(valid), valid
+        states = twinned.states()
+        twinned.decide({place: decision(states[place], chosen_so_far[place]) for place in range(twinned.hosts) if was_alive[place]})
+        self._chosen[number] = [[] for _ in range(twinned.hosts)]
         if is_last:
-            squad.finish()
-            standing = squad.last_standing()
+            twinned.finish()
+            standing = twinned.last_standing()
         else:
-            squad.advance()
-            standing = squad.standing()
-        ended = valid & (torch.ones_like(valid) if is_last else ~torch.tensor(squad.alive()))
+            twinned.advance()
+            standing = twinned.standing()
+        ended = valid & (torch.ones_like(valid) if is_last else ~torch.tensor(twinned.alive()))
         reward = rewards(self._standings[number], standing, ended, self.config.reward, gamma=self.config.ppo.gamma)
         reward = torch.where(valid, reward, torch.zeros_like(reward))
         self._standings[number] = standing
         if is_last:
-            self._tell(squad, standing)
-            del squad
+            self._tell(twinned, standing)
+            del twinned
             self._begin_next(number)
         return reward, ended, valid
 
     def _begin_next(self, number: int) -> None:
         self._rounds[number] += 1
         setting = self._drawn(number)
-        if self.squads[number].fits(setting):
-            self.squads[number].begin(setting)
+        if self.twinned_fleets[number].fits(setting):
+            self.twinned_fleets[number].begin(setting)
         else:
-            del self.squads[number]  # before there is another, which needs the room
+            del self.twinned_fleets[number]  # before there is another, which needs the room
             gc.collect()  # torch's count of FLOPs leaves it in a cycle
-            self.squads.insert(number, self._squad(setting, number))
-        self._standings[number] = Standing.start(self.squads[number].hosts)
+            self.twinned_fleets.insert(number, self._squad(setting, number))
+        self._standings[number] = HostStanding.start(self.twinned_fleets[number].hosts)
 
     def _drawn(self, number: int) -> FleetSetting:
         return draw_round(self.config.domain, round_number=self._rounds[number], hosts=self.num_envs, seed=self._seed)[number]
 
-    def _squad(self, setting: FleetSetting, number: int) -> Squad:
+    def _squad(self, setting: FleetSetting, number: int) -> FleetWithTwins:
         def tell(event: Event) -> None:
             if self.config.host_events:
-                before = sum(squad.hosts for squad in self.squads[:number])
+                before = sum(twinned.hosts for twinned in self.twinned_fleets[:number])
                 self.on_event(msgspec.structs.replace(event, env=before + (event.env or 0)))
 
-        return Squad(setting, self.config, self._tasks[setting.task], self._tensors[setting.task], device=self.device, on_event=tell)
+        return FleetWithTwins(
+            setting, self.config, self._tasks[setting.task], self._tensors[setting.task], device=self.device, on_event=tell
+        )
 
-    def _tell(self, squad: Squad, standing: Standing) -> None:
-        entries = [entry for host in squad.fleet.rows[: squad.hosts] for entry in host.plot.ledger.entries]
+    def _tell(self, twinned: FleetWithTwins, standing: HostStanding) -> None:
+        entries = [entry for host in twinned.fleet.rows[: twinned.hosts] for entry in host.host_growth.ledger.entries]
         self.on_event(
             RoundEnded(
-                task=squad.setting.task,
-                host=squad.setting.host,
-                horizon=squad.setting.horizon,
-                hosts=squad.hosts,
+                task=twinned.setting.task,
+                host=twinned.setting.host,
+                horizon=twinned.setting.horizon,
+                hosts=twinned.hosts,
                 gain=float(standing.gain.mean()),
                 rent=float(standing.rent.mean()),
                 utility=float((standing.gain - standing.rent).mean()),
@@ -192,20 +194,20 @@ class GrowthEnv:
                 grown=len(entries),
                 kept=sum(entry.outcome == "kept" for entry in entries),
                 rollbacks=int(standing.rollbacks.sum()),
-                samples=squad.fleet.samples_trained,
-                steps=squad.hosts * (squad.setting.horizon + 1) * self.config.actions,
-                memory_per_host=squad.fleet.memory_per_host().most,
-                recordings=squad.recordings,
+                samples=twinned.fleet.samples_trained,
+                steps=twinned.hosts * (twinned.setting.horizon + 1) * self.config.actions,
+                memory_per_host=twinned.fleet.memory_per_host().most,
+                recordings=twinned.recordings,
                 kernels=compiled_kernels(),
                 blueprints=count_blueprints(entries),
-                skipped=int(squad.fleet.skipped_steps[: squad.hosts].sum()),
+                skipped=int(twinned.fleet.skipped_steps[: twinned.hosts].sum()),
             )
         )
 
     def _observe(self) -> tuple[Obs, Masks]:
         """On the CPU, where they are made."""
-        states = [state for squad in self.squads for state in squad.states()]
-        chosen = [choices for squad in self._chosen for choices in squad]
+        states = [state for twinned in self.twinned_fleets for state in twinned.states()]
+        chosen = [choices for twinned in self._chosen for choices in twinned]
         return observe(states, slots=self.slots, blueprints=self.blueprints, ops=self.config.ops, chosen=chosen)
 
     # Saving
@@ -215,18 +217,18 @@ class GrowthEnv:
         return {
             "seed": self._seed,
             "rounds": list(self._rounds),
-            "squads": [_copied(squad.state_dict()) for squad in self.squads],
+            "squads": [_copied(twinned.state_dict()) for twinned in self.twinned_fleets],
             "standings": [list(standing.values()) for standing in self._standings],
-            "chosen": [[[dict(choice) for choice in choices] for choices in squad] for squad in self._chosen],
+            "chosen": [[[dict(choice) for choice in choices] for choices in twinned] for twinned in self._chosen],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._seed, self._rounds = state["seed"], list(state["rounds"])
-        self.squads = [self._squad(self._drawn(number), number) for number in range(len(self._rounds))]
-        for squad, saved in zip(self.squads, state["squads"], strict=True):
-            squad.load_state_dict(saved)
-        self._standings = [Standing(*values) for values in state["standings"]]
-        self._chosen = [[[dict(choice) for choice in choices] for choices in squad] for squad in state["chosen"]]
+        self.twinned_fleets = [self._squad(self._drawn(number), number) for number in range(len(self._rounds))]
+        for twinned, saved in zip(self.twinned_fleets, state["squads"], strict=True):
+            twinned.load_state_dict(saved)
+        self._standings = [HostStanding(*values) for values in state["standings"]]
+        self._chosen = [[[dict(choice) for choice in choices] for choices in twinned] for twinned in state["chosen"]]
 
 
 def _copied(tree: Tree) -> Tree:

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from esper.events import Event
+from esper.runs import Event
 
 
 class BlueprintCount(msgspec.Struct, frozen=True):

@@ -11,13 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from esper.controller.table import Feature, Scale, Table, flag, log, share, signed_log
-from esper.growth.blueprints import KINDS
-from esper.growth.heuristic import projected_loss
-from esper.growth.lifecycle import Stage
-from esper.growth.place import Kind
-from esper.growth.rent import rent_of
-from esper.growth.state import Candidate, GrowthState, SlotState
+from esper.controller.table import Feature, FeatureTable, Scale, flag, log, share, signed_log
+from esper.growth.controllers.heuristic import projected_loss
+from esper.growth.host.layout import Kind
+from esper.growth.lifecycle.stages import Candidate, GrowthState, SlotState, Stage
+from esper.growth.measure.rent import rent_of
+from esper.growth.seeds.blueprints import KINDS
 from esper.statistics import Interval
 
 SLOPE_EPOCHS = 4  # of the longer slope of a loss
@@ -119,7 +118,7 @@ def rule(name: str) -> Feature[HostView]:
     return signed_log(name, "epochs", 3, 30, lambda v: getattr(v.state.lifecycle, name))
 
 
-HOST: Table[HostView] = Table((
+HOST: FeatureTable[HostView] = FeatureTable((
     flag("has_horizon", lambda v: v.state.epochs is not None),
     share("progress", "of the planned epochs", lambda v: ratio(v.state.epoch, v.state.epochs)),
     signed_log("epochs_left", "epochs", 3, 300, lambda v: epochs_left(v.state)),
@@ -194,7 +193,7 @@ def largest(state: GrowthState) -> int:
     return max(slot.place.positions for slot in state.slots)
 
 
-SLOT: Table[SlotView] = Table((
+SLOT: FeatureTable[SlotView] = FeatureTable((
     flag("exists", lambda v: True),
     *map(is_kind, KINDS),
     *map(is_in_stage, Stage),
@@ -258,7 +257,7 @@ def reuse(view: CandidateView) -> float | None:
     return when(view.candidate, lambda candidate: ratio(candidate.cost.flops, 2 * candidate.cost.parameters * view.slot.place.positions))
 
 
-CANDIDATE: Table[CandidateView] = Table((
+CANDIDATE: FeatureTable[CandidateView] = FeatureTable((
     flag("exists", lambda v: True),
     flag("fits", lambda v: v.candidate is not None),
     flag("may_germinate", lambda v: v.may),

@@ -23,10 +23,20 @@ import torch
 from numpy.typing import NDArray
 
 from esper.controller.features import CANDIDATE, HOST, SLOT, CandidateView, HostView, SlotView
-from esper.growth.decisions import Action, Advance, Decision, Fossilize, Germinate, Prune, Retarget
-from esper.growth.gates import may_blend, may_fossilize, may_germinate, may_prune, may_retarget
-from esper.growth.rent import Allowance, total
-from esper.growth.state import Candidate, GrowthState, SlotState
+from esper.growth.lifecycle.slots import may_blend, may_fossilize, may_germinate, may_prune, may_retarget
+from esper.growth.lifecycle.stages import (
+    Action,
+    Advance,
+    Candidate,
+    Decision,
+    Fossilize,
+    Germinate,
+    GrowthState,
+    Prune,
+    Retarget,
+    SlotState,
+)
+from esper.growth.measure.rent import Allowance, total
 from esper.text_table import figure
 from esper.vecenv import ActionSpec, Discrete, Masks, Obs, ObservationSpec, Relevance, TensorSpec
 

@@ -17,18 +17,17 @@ import torch
 from torch import Tensor
 
 import esper
-from esper.checkpoint import load_module, plain_names, read_tensors
-from esper.checkpoint.tensors import encode_tensors
 from esper.controller.layout import LAYOUT_VERSION, OPS, blueprint_names, decision, observe, spec
 from esper.controller.network import SlotEncoder, make_policy
 from esper.controller.network_config import SlotNetworkConfig
 from esper.files import FileError, parse_json, reason_of, write_file
-from esper.growth.decisions import Decision
-from esper.growth.state import GrowthState
+from esper.growth.lifecycle.stages import Decision, GrowthState
 from esper.rl.config import NetworkConfig
 from esper.rl.policy import Policy
 from esper.rng import Streams
-from esper.run_folder import kind_of, name_of
+from esper.runs import load_module, plain_names, read_tensors
+from esper.runs.folder import kind_of, name_of
+from esper.runs.tensors import encode_tensors
 
 _HEADER = "esper controller"  # the key of our part of the file's metadata
 _SMALL = 1024  # sizes up to this one may belong to parts that a network does not have

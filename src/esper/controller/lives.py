@@ -13,15 +13,14 @@ from typing import Any
 import msgspec
 import torch
 
-from esper.controller.squad import finite
+from esper.controller.fleet_with_twins import finite
 from esper.fleet.config import FleetConfig, HostSetting
 from esper.fleet.data import TaskTensors
 from esper.fleet.fleet import Fleet
-from esper.fleet.row_bed import RowBed
+from esper.fleet.hosts import RowBackend
 from esper.growth.config import GrowthConfig
-from esper.growth.decisions import Controller
-from esper.growth.garden import Garden
-from esper.growth.lifecycle import Stage
+from esper.growth.lifecycle.slots import SlotLifecycles
+from esper.growth.lifecycle.stages import Controller, Stage
 from esper.tasks import Task
 
 
@@ -37,7 +36,7 @@ class Contestant:
     is_measured: bool = True  # its validation is part of its cost: somebody decides by it
 
 
-class Run(msgspec.Struct, frozen=True, kw_only=True):
+class EvalRun(msgspec.Struct, frozen=True, kw_only=True):
     """What became of one host."""
 
     task: str
@@ -61,7 +60,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True)
-class Course:
+class EvalSetting:
     """Where lives are lived: a task and an architecture."""
 
     task: Task
@@ -73,25 +72,27 @@ class Course:
     rows: int  # hosts that train at once
 
 
-def live(course: Course, contestants: Sequence[Contestant], on_progress: Callable[[int], Any] = lambda decisions: None) -> list[Run]:
+def live(
+    eval_setting: EvalSetting, contestants: Sequence[Contestant], on_progress: Callable[[int], Any] = lambda decisions: None
+) -> list[EvalRun]:
     """One run for each contestant, in their order."""
     order = sorted(range(len(contestants)), key=lambda index: contestants[index].setting.horizon)
-    runs: dict[int, Run] = {}
-    for start in range(0, len(order), course.rows):
-        some = order[start : start + course.rows]
-        runs |= dict(zip(some, _live_together(course, [contestants[index] for index in some], on_progress), strict=True))
+    runs: dict[int, EvalRun] = {}
+    for start in range(0, len(order), eval_setting.rows):
+        some = order[start : start + eval_setting.rows]
+        runs |= dict(zip(some, _live_together(eval_setting, [contestants[index] for index in some], on_progress), strict=True))
     return [runs[index] for index in range(len(contestants))]
 
 
-def _live_together(course: Course, contestants: Sequence[Contestant], on_progress: Callable[[int], Any]) -> list[Run]:
+def _live_together(eval_setting: EvalSetting, contestants: Sequence[Contestant], on_progress: Callable[[int], Any]) -> list[EvalRun]:
     fleet = Fleet(
-        course.task,
-        course.task.maker(course.host),
+        eval_setting.task,
+        eval_setting.task.maker(eval_setting.host),
         hosts=len(contestants),
-        growth=course.growth,
-        config=course.fleet,
-        device=course.device,
-        tensors=course.tensors,
+        growth=eval_setting.growth,
+        config=eval_setting.fleet,
+        device=eval_setting.device,
+        tensors=eval_setting.tensors,
     )
     fleet.reset({row: contestant.setting for row, contestant in enumerate(contestants)})
     rows = list(range(len(contestants)))
@@ -99,46 +100,46 @@ def _live_together(course: Course, contestants: Sequence[Contestant], on_progres
         fleet.decide({row: contestants[row].controller.decide(finite(fleet.state(row))) for row in rows if not fleet.rows[row].is_given_up})
         for row in rows:
             if contestants[row].is_static:
-                _settle(fleet.rows[row].plot.garden)
+                _settle(fleet.rows[row].host_growth.lifecycles)
         on_progress(len(rows))
         rows = fleet.advance()
         if not rows:
             break
-    return _runs(course, fleet, contestants)
+    return _runs(eval_setting, fleet, contestants)
 
 
-def _settle(garden: Garden[RowBed]) -> None:
+def _settle(lifecycles: SlotLifecycles[RowBackend]) -> None:
     """What is in a static network is part of it from the start; nobody measures whether it should be."""
-    for name in [name for name in garden.living() if garden.beds[name].life.stage is Stage.HOLDING]:
-        garden.fossilize(name, "a part of the network from the start")
+    for name in [name for name in lifecycles.living() if lifecycles.backends[name].life.stage is Stage.HOLDING]:
+        lifecycles.fossilize(name, "a part of the network from the start")
 
 
-def _runs(course: Course, fleet: Fleet, contestants: Sequence[Contestant]) -> list[Run]:
+def _runs(eval_setting: EvalSetting, fleet: Fleet, contestants: Sequence[Contestant]) -> list[EvalRun]:
     fleet.finish(range(len(contestants)))
-    test, validation = fleet.losses(course.task.test).tolist(), fleet.losses(course.task.validation).tolist()
-    return [_run(course, fleet, row, contestant, test[row], validation[row]) for row, contestant in enumerate(contestants)]
+    test, validation = fleet.losses(eval_setting.task.test).tolist(), fleet.losses(eval_setting.task.validation).tolist()
+    return [_run(eval_setting, fleet, row, contestant, test[row], validation[row]) for row, contestant in enumerate(contestants)]
 
 
-def _run(course: Course, fleet: Fleet, row: int, contestant: Contestant, test_loss: float, val_loss: float) -> Run:
-    plot = fleet.rows[row].plot
-    added, entries = plot.garden.added(), plot.ledger.entries
-    return Run(
-        task=course.task.name,
-        host=course.host,
+def _run(eval_setting: EvalSetting, fleet: Fleet, row: int, contestant: Contestant, test_loss: float, val_loss: float) -> EvalRun:
+    host_growth = fleet.rows[row].host_growth
+    added, entries = host_growth.lifecycles.added(), host_growth.ledger.entries
+    return EvalRun(
+        task=eval_setting.task.name,
+        host=eval_setting.host,
         controller=contestant.name,
         level=contestant.level,
         seed=contestant.setting.seed,
         horizon=contestant.setting.horizon,
         test_loss=test_loss,
         val_loss=val_loss,
-        parameters=plot.garden.host.parameters,
+        parameters=host_growth.lifecycles.host.parameters,
         added_parameters=added.parameters,
-        flops_per_sample=plot.garden.host.flops,
+        flops_per_sample=host_growth.lifecycles.host.flops,
         added_flops=added.flops,
-        total_flops=plot.chronicle.flops - (0 if contestant.is_measured else fleet.rows[row].validation_flops),
+        total_flops=host_growth.history.flops - (0 if contestant.is_measured else fleet.rows[row].validation_flops),
         grown=len(entries),
-        kept=[(name, str(bed.life.blueprint)) for name, bed in plot.garden.occupied()],
-        rollbacks=plot.judge.rollbacks,
-        unit=plot.garden.unit,
+        kept=[(name, str(backend.life.blueprint)) for name, backend in host_growth.lifecycles.occupied()],
+        rollbacks=host_growth.governor.rollbacks,
+        unit=host_growth.lifecycles.unit,
         trace=[f"{entry.born} {entry.slot} {entry.blueprint} {entry.outcome}" for entry in entries],
     )

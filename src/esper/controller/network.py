@@ -21,8 +21,7 @@ from esper.controller.features import CANDIDATE, HOST, SLOT
 from esper.controller.layout import ALPHA_TARGETS, Op, spec
 from esper.controller.network_config import SlotNetworkConfig
 from esper.rl.config import NetworkConfig
-from esper.rl.dense import Dense
-from esper.rl.networks import initialize, mlp
+from esper.rl.networks import Dense, initialize, mlp
 from esper.rl.policy import Policy
 from esper.vecenv import Obs
 

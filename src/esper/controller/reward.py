@@ -1,7 +1,7 @@
 """What a controller is paid: the worth of a host now, less what it was worth before.
 
-A `Standing` says how a host stands after a decision. Its potential is a sum of terms, one small function each, and a decision is paid by
-what it changed:
+A `HostStanding` says how a host stands after a decision. Its potential is a sum of terms, one function each. A decision is paid by the
+change of the potential:
 
     dense     gamma · potential(after) - potential(before)
     sparse    0, and gamma · potential(after) at the last decision
@@ -30,13 +30,12 @@ import torch
 from torch import Tensor
 
 from esper.controller.config import RewardConfig
-from esper.growth.lifecycle import OCCUPIED
-from esper.growth.rent import rent_of
-from esper.growth.state import GrowthState
+from esper.growth.lifecycle.stages import OCCUPIED, GrowthState
+from esper.growth.measure.rent import rent_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Standing:
+class HostStanding:
     """How N hosts stand after a decision; all float64 [N]. Losses are in nats for ten classes: divided by the unit of the loss scale."""
 
     gain: Tensor  # validation loss of the never-grow twin, with the same initialisation and data order, minus the host's
@@ -52,12 +51,12 @@ class Standing:
         return (self.gain, self.contributions, self.rent, self.spent, self.rollbacks)
 
     @classmethod
-    def start(cls, hosts: int, *, device: str | torch.device = "cpu") -> Standing:
+    def start(cls, hosts: int, *, device: str | torch.device = "cpu") -> HostStanding:
         """Before anything was decided: every host is its own twin."""
         return cls(*(torch.zeros(hosts, dtype=torch.float64, device=device) for _ in range(5)))
 
 
-def standing_of(states: Sequence[GrowthState], *, twin_losses: Sequence[float], spent: Sequence[float]) -> Standing:
+def standing_of(states: Sequence[GrowthState], *, twin_losses: Sequence[float], spent: Sequence[float]) -> HostStanding:
     """The standing of each host, from what its controller sees, its twin's validation loss and the share it spent on pruned seeds."""
     units = [1.0 if state.scale is None else state.scale.unit for state in states]
     rows = [
@@ -70,29 +69,29 @@ def standing_of(states: Sequence[GrowthState], *, twin_losses: Sequence[float], 
         )
         for state, twin_loss, share, unit in zip(states, twin_losses, spent, units, strict=True)
     ]
-    return Standing(*torch.tensor(rows, dtype=torch.float64).reshape(-1, 5).unbind(dim=1))
+    return HostStanding(*torch.tensor(rows, dtype=torch.float64).reshape(-1, 5).unbind(dim=1))
 
 
 # The terms: each [N], in nats, times its weight
 
 
-def gain_term(standing: Standing, config: RewardConfig) -> Tensor:
+def gain_term(standing: HostStanding, config: RewardConfig) -> Tensor:
     """What growing gained, by the family's measure."""
     nats = standing.gain if config.family == "loss" else standing.contributions
     return config.gain * nats
 
 
-def rent_term(standing: Standing, config: RewardConfig) -> Tensor:
+def rent_term(standing: HostStanding, config: RewardConfig) -> Tensor:
     """What everything in the host costs."""
     return -config.rent * standing.rent
 
 
-def spent_term(standing: Standing, config: RewardConfig) -> Tensor:
+def spent_term(standing: HostStanding, config: RewardConfig) -> Tensor:
     """What was spent for nothing."""
     return -config.spent * standing.spent
 
 
-def rollback_term(standing: Standing, config: RewardConfig) -> Tensor:
+def rollback_term(standing: HostStanding, config: RewardConfig) -> Tensor:
     """What disasters cost, beside the training that was lost."""
     return -config.rollback * standing.rollbacks
 
@@ -100,7 +99,7 @@ def rollback_term(standing: Standing, config: RewardConfig) -> Tensor:
 TERMS = {"gain": gain_term, "rent": rent_term, "spent": spent_term, "rollback": rollback_term}
 
 
-def potential(standing: Standing, config: RewardConfig) -> Tensor:
+def potential(standing: HostStanding, config: RewardConfig) -> Tensor:
     """What each host is worth [N], in nats, within ±`config.most`.
 
     Where the rent is high, a careless seed can owe a hundred times what a good one earns elsewhere, and a learner that sees hosts of all
@@ -110,7 +109,7 @@ def potential(standing: Standing, config: RewardConfig) -> Tensor:
     return whole.clamp(-config.most, config.most)
 
 
-def rewards(before: Standing, after: Standing, is_last: Tensor, config: RewardConfig, *, gamma: float = 1.0) -> Tensor:
+def rewards(before: HostStanding, after: HostStanding, is_last: Tensor, config: RewardConfig, *, gamma: float = 1.0) -> Tensor:
     """What each host's decision is paid [N], in nats. `is_last` [N] says where a life ended with it; `gamma` is the learner's."""
     worth = gamma * potential(after, config)
     if config.is_sparse:

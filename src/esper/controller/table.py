@@ -55,7 +55,7 @@ def signed_log(name: str, unit: str, low: float, high: float, value: Callable[[V
 
 
 @dataclass(frozen=True)
-class Table(Generic[View]):
+class FeatureTable(Generic[View]):
     """The rows that describe one thing: a host, a slot or a candidate."""
 
     features: Sequence[Feature[View]]

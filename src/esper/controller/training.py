@@ -1,7 +1,7 @@
 """Training a controller: a run of `esper.rl` in the environment of growth, whose end is a file that `esper grow --controller` takes.
 
 result = train_controller(ControllerConfig(rounds=50), "runs/controller")
-result = resume_controller("runs/controller")                 # after a crash, or for more rounds
+result = train_controller(None, "runs/controller", resume=True)   # after a crash, or with a config of more rounds
 controller = load_controller("runs/controller/controller.safetensors")
 
 The controller is the last policy, for which learning rate and entropy come to their ends, and not the one with the best returns: rounds
@@ -21,7 +21,6 @@ from typing import Any, Unpack
 import msgspec
 from torch import nn
 
-from esper.checkpoint import load_module
 from esper.controller.config import ControllerConfig
 from esper.controller.env import GrowthEnv
 from esper.controller.learned import save_controller
@@ -32,22 +31,24 @@ from esper.rl.evaluate import Evaluation
 from esper.rl.policy import Policy
 from esper.rl.ppo import PPO
 from esper.rl.run_setup import Relay
-from esper.rl.runs import Kind, Result, RunOptions, resume_run, train_run
+from esper.rl.training import RunOptions, RunResult, Trainer, run_trainer
 from esper.rng import Streams
-from esper.run_folder import RunError
+from esper.runs import load_module
+from esper.runs.folder import RunError
 from esper.tasks import TASKS, Task, TaskError, load_task
 
 CONTROLLER = "controller.safetensors"  # in the folder of a run: its last policy
 
 
-def train_controller(config: ControllerConfig, folder: Path | str | None = None, **options: Unpack[RunOptions]) -> Result:
-    """Trains a new controller in a folder of its own. Stops after the round in which `should_stop()` becomes true, with a checkpoint."""
-    return train_run(config, folder, kind=GROWTH, **options)
+def train_controller(
+    config: ControllerConfig | None, folder: Path | str | None = None, *, resume: bool = False, **options: Unpack[RunOptions]
+) -> RunResult:
+    """Train a controller in the folder of a new run; with `resume`, go on with the run in the folder, with seeds alive in the fleets.
 
-
-def resume_controller(folder: Path | str, *, config: ControllerConfig | None = None, **options: Unpack[RunOptions]) -> Result:
-    """Goes on from the latest checkpoint, with seeds alive in the fleets. `config` may ask for more rounds than the saved one."""
-    return resume_run(folder, config=config, kind=GROWTH, **options)
+    A resumed run needs no `config`; one that is given may ask for more rounds. The run stops after the round in which `should_stop()`
+    becomes true, with a checkpoint.
+    """
+    return run_trainer(GROWTH, config, folder, resume=resume, **options)
 
 
 @contextlib.contextmanager
@@ -104,7 +105,7 @@ def write_controller(folder: Path, config: ControllerConfig, step: int, state: d
     save_controller(folder / CONTROLLER, policy, info, ops=("wait", *config.ops), actions=config.actions)
 
 
-GROWTH = Kind(
+GROWTH = Trainer(
     config=ControllerConfig,
     title=lambda config: "controller",
     prepare=_prepare,

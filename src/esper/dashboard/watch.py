@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from esper.replay_file import ReplayError, find_replays, read_replay
-from esper.run_folder import check_holds_a_run, kind_of
+from esper.runs.folder import check_holds_a_run, kind_of
 
 HOST = "127.0.0.1"  # nobody else's machine can reach it
 
@@ -24,7 +24,7 @@ def serve(path: Path | str, *, port: int = 0, show: bool = True, announce: Calla
     path = Path(path)
     _check_any_can_be_played(list_replays(path))  # else the reason is given here, not in the browser
     if importlib.util.find_spec("nicegui") is None:
-        raise ImportError("the page that plays replays needs NiceGUI; install it with: pip install 'esper[dashboard]'")
+        raise ImportError("the page that plays replays needs NiceGUI; install it with: pip install 'esper-grow[dashboard]'")
     import uvicorn
 
     from esper.dashboard.page import build_app

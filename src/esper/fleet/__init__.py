@@ -7,25 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from esper.lazy import names_of
+from esper.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from esper.fleet.config import FleetConfig, HostSetting
-    from esper.fleet.data import TaskTensors
-    from esper.fleet.errors import FleetError
-    from esper.fleet.fleet import Fleet
-    from esper.fleet.memory import Memory
+    from esper.fleet.config import FleetConfig as FleetConfig, FleetError as FleetError, HostSetting as HostSetting
+    from esper.fleet.data import TaskTensors as TaskTensors
+    from esper.fleet.fleet import Fleet as Fleet
+    from esper.fleet.memory import Memory as Memory
 
-_MODULES = {
-    "Fleet": "fleet",
-    "FleetConfig": "config",
-    "FleetError": "errors",
-    "HostSetting": "config",
-    "Memory": "memory",
-    "TaskTensors": "data",
-}
-
-__all__ = ["Fleet", "FleetConfig", "FleetError", "HostSetting", "Memory", "TaskTensors"]
-
-
-__getattr__, __dir__ = names_of(__name__, _MODULES)
+__getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from esper.fleet.config import HostSetting
-from esper.fleet.errors import FleetError
-from esper.fleet.upload import upload
+from esper.fleet.config import FleetError, HostSetting
+from esper.fleet.device import upload
 from esper.rng import Streams
 from esper.tasks import Split, Task, shuffled_order
 

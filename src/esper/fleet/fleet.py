@@ -9,7 +9,7 @@
     fleet.finish(range(32))
     losses = fleet.losses(task.test)                   # of the hosts as they are now
 
-Lives, gates, governor and ledger are those of `esper.growth`: every host has a `Plot`. Tensors have the host index first. The hosts that
+Lives, gates, governor and ledger are those of `esper.growth`: every host has a `HostGrowth`. Tensors have the host first. The hosts that
 `advance` gives include those whose horizon has just ended: they have a last decision, what to keep. From then on they are frozen and cost
 nothing until they are reset. Where the growth config has a `patience`, a host ends when its validation loss has come to a plateau
 and no seed is on its way after the decision.
@@ -28,38 +28,34 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from esper.events import Event
-from esper.fleet.config import FleetConfig, HostSetting
+from esper.fleet.config import FleetConfig, FleetError, HostSetting, check_state
 from esper.fleet.data import FleetData, TaskTensors, placed_inputs, rounded_inputs
-from esper.fleet.ensemble import Ensemble
-from esper.fleet.errors import FleetError
-from esper.fleet.formation import Gardens, SpeciesOf, cohorts_of, members_of, species_for
-from esper.fleet.gpu import on_gpu
-from esper.fleet.host import Host
-from esper.fleet.host_bank import HostBank
-from esper.fleet.measurement import Samples, are_finite, contributions, losses_of, losses_without, mean_losses
+from esper.fleet.device import Reading, Repeater, on_gpu, upload
+from esper.fleet.hosts import Host, PendingCopies, RowBackend, RowRecovery, RowSnapshots
+from esper.fleet.measure import Samples, are_finite, contributions, losses_of, losses_without, mean_losses, probes_of
 from esper.fleet.memory import Memory, check_fits, explained, free_bytes, seed_bytes, state_bytes, step_bytes
 from esper.fleet.optimizers import SGD, AdamW
-from esper.fleet.probe import probes_of
-from esper.fleet.reading import Reading
-from esper.fleet.recompute import recomputed
-from esper.fleet.repeat import Repeater
-from esper.fleet.row_bed import RowBed
-from esper.fleet.saving import check_state
-from esper.fleet.seeds import MakeRowOptimizer, SeedBank
-from esper.fleet.snapshots import RowRecovery, RowSnapshots, Wishes
-from esper.fleet.stretch import Plan, Stretch
-from esper.fleet.upload import upload
-from esper.growth.chronicle import chunk_means
+from esper.fleet.seed_groups import (
+    AllLifecycles,
+    MakeRowOptimizer,
+    SeedKinds,
+    SeedStorage,
+    seed_batches_of,
+    seed_kinds_for,
+    stacked_seeds_of,
+)
+from esper.fleet.stacked.lowering import recomputed
+from esper.fleet.stacked_model import HostStorage, StackedModel
+from esper.fleet.train_segment import Plan, TrainSegment
 from esper.growth.config import GrowthConfig
-from esper.growth.contribution import Losses
-from esper.growth.decisions import Decision
 from esper.growth.events import Probed
-from esper.growth.lifecycle import Stage
-from esper.growth.plot import Plot
-from esper.growth.promise import Promises
-from esper.growth.slotted import add_slots
-from esper.growth.state import GrowthState, LossScale
+from esper.growth.host.slotted import add_slots
+from esper.growth.lifecycle.history import chunk_means
+from esper.growth.lifecycle.host_growth import HostGrowth
+from esper.growth.lifecycle.stages import Decision, GrowthState, LossScale, Stage
+from esper.growth.measure.contribution import Losses
+from esper.growth.measure.probe import Promises
+from esper.runs import Event
 from esper.tasks import Split, Task
 
 # A pass without gradients keeps nothing: on a GPU it takes so many times the samples of a training step. The caches of a CPU are small.
@@ -99,20 +95,20 @@ class Fleet:
         tensors = tensors or TaskTensors.of(task, device=self.device, dtype=self.dtype)
         template = make_host(0).to(self.device, self.dtype)
         slotted = add_slots(template, tensors.inputs[:2], slots=self.growth.slots)
-        self.survey, self.places = slotted.survey, {name: slotted.place(name) for name in slotted.slots}
+        self.discovery, self.places = slotted.discovery, {name: slotted.place(name) for name in slotted.slots}
         slotted.remove()
-        make, species = _optimizer(self.config), species_for(self.places, self.growth)
+        make, seed_kind = _optimizer(self.config), seed_kinds_for(self.places, self.growth)
         self._room = free_bytes(self.device)
         with self._here():
-            self._memory = self._least_memory(template, species, make, tensors)
+            self._memory = self._least_memory(template, seed_kind, make, tensors)
         check_fits(hosts, self._memory.least, room=self._room, device=self.device)
         self.data = FleetData(tensors, hosts=hosts, precision=self._precision)
-        self.host = HostBank(
+        self.host = HostStorage(
             template, list(self.places), hosts=hosts, make=make, device=self.device, dtype=self.dtype, scales=self._has_scales
         )
-        self.banks = {name: SeedBank(self.places[name], some, hosts=hosts, make=make) for name, some in species.items()}
+        self.banks = {name: SeedStorage(self.places[name], some, hosts=hosts, make=make) for name, some in seed_kind.items()}
         self._snapshots = RowSnapshots(self.tensors(), self.growth.governor.keep)
-        self._wishes = Wishes()
+        self._wishes = PendingCopies()
         self.samples = self._samples(tensors.validation, self.config.validation_samples)
         self.rows: list[Host] = [self._host(row, HostSetting()) for row in range(hosts)]
         self.samples_trained = 0  # by all hosts together
@@ -152,7 +148,7 @@ class Fleet:
         at_once = batch if self.device.type == "cpu" else max(_SAMPLES_AT_ONCE * self._part_size // batch, 1) * batch
         return Samples(inputs, targets, batch, at_once)
 
-    def _least_memory(self, template: nn.Module, species: SpeciesOf, make: MakeRowOptimizer, tensors: TaskTensors) -> Memory:
+    def _least_memory(self, template: nn.Module, seed_kind: SeedKinds, make: MakeRowOptimizer, tensors: TaskTensors) -> Memory:
         """Without what seeds keep for a backward pass."""
         copies = 2 + self.growth.governor.keep  # the hosts as they are, as they train, and the snapshots
         chosen = torch.arange(self._part_size, device=self.device) % len(tensors)
@@ -160,13 +156,13 @@ class Fleet:
         step = step_bytes(template, inputs, targets, self._precision, slots=self.places, recomputes=self.config.checkpoint)
         if self._repeat.records(self.steps_per_decision):
             step *= 2  # what the step before a recording has taken is not there for the recording
-        return Memory(copies * state_bytes(template, species, make, scales=self._has_scales), step, seeds=0)
+        return Memory(copies * state_bytes(template, seed_kind, make, scales=self._has_scales), step, seeds=0)
 
     def memory_per_host(self) -> Memory:
         """In bytes."""
         with self._here():
             largest = [
-                max(seed_bytes(species, self._part_size, self._precision) for species in bank.species.values())
+                max(seed_bytes(seed_kind, self._part_size, self._precision) for seed_kind in bank.seed_kind.values())
                 for bank in self.banks.values()
             ]
         return Memory(self._memory.state, self._memory.step, sum(largest))
@@ -192,12 +188,12 @@ class Fleet:
         self._wishes.carry_out(self._snapshots)
 
     def _host(self, row: int, setting: HostSetting) -> Host:
-        beds = {name: RowBed(self.places[name], bank, row) for name, bank in self.banks.items()}
+        backends = {name: RowBackend(self.places[name], bank, row) for name, bank in self.banks.items()}
         growth = msgspec.structs.replace(self.growth, rent=setting.rent, seed=setting.growth_seed)
         scale = LossScale.of(self.task.uninformed_loss, loss_range=growth.loss_range)
-        plot = Plot(beds, growth, host=self.survey.host, load=self.survey.load, epochs=setting.horizon, scale=scale)
-        recovery = RowRecovery(row, plot.garden, plot.judge, self._wishes, self.growth.governor.keep)
-        return Host(setting, plot, recovery)
+        host_growth = HostGrowth(backends, growth, host=self.discovery.host, load=self.discovery.load, epochs=setting.horizon, scale=scale)
+        recovery = RowRecovery(row, host_growth.lifecycles, host_growth.governor, self._wishes, self.growth.governor.keep)
+        return Host(setting, host_growth, recovery)
 
     # Deciding
 
@@ -207,7 +203,7 @@ class Fleet:
 
     def state(self, row: int) -> GrowthState:
         """What a controller sees of a host."""
-        return self.rows[row].plot.state(learning_rate=self.rows[row].rate(self.config.schedule))
+        return self.rows[row].host_growth.state(learning_rate=self.rows[row].rate(self.config.schedule))
 
     def decide(self, decisions: Mapping[int, Decision], *, by: str = "controller") -> None:
         """What the gates of a host refuse does not happen, and its ledger says why. A probe looks until the next decision."""
@@ -223,7 +219,7 @@ class Fleet:
     def _tell(self, rows: Iterable[int]) -> None:
         for row in rows:
             events: list[Event] = []
-            self.rows[row].plot.tell(events.append)
+            self.rows[row].host_growth.tell(events.append)
             for event in events:
                 if not isinstance(event, Probed):
                     self.on_event(msgspec.structs.replace(event, env=row))
@@ -237,9 +233,9 @@ class Fleet:
         """The training of these hosts is over: what has not been kept is taken out."""
         over = list(rows)
         for row in over:
-            garden = self.rows[row].plot.garden
-            for name in garden.living():
-                garden.prune(name, "the training is over and it has not earned its place")
+            lifecycles = self.rows[row].host_growth.lifecycles
+            for name in lifecycles.living():
+                lifecycles.prune(name, "the training is over and it has not earned its place")
         self._tell(over)
 
     # Training
@@ -254,10 +250,10 @@ class Fleet:
             self._train(plan, reading)
             trials = self._measure(rows, reading)
             found = reading.read()
-        for name, seeds in plan.cohorts.items():
+        for name, seeds in plan.seed_batches.items():
             for slot, position, norms, skipped in seeds.by_seed(found[f"norms of {name}"], found[f"skipped of {name}"]):
-                bed = self.rows[rows[position]].plot.garden.beds[slot]
-                bed.norms, bed.skipped = norms, skipped
+                backend = self.rows[rows[position]].host_growth.lifecycles.backends[slot]
+                backend.norms, backend.skipped = norms, skipped
         self._end_epoch(rows, found, trials, self._promises(plan, found))
         self._tell(rows)
         return rows
@@ -265,25 +261,25 @@ class Fleet:
     def plan(self, rows: list[int]) -> Plan:
         """What these hosts will do until their next decision."""
         rates = upload([self.rows[row].rate(self.config.schedule) for row in rows], self.device, self.dtype)
-        asking = {position: self.rows[row].plot for position, row in enumerate(rows) if self.rows[row].wants_probe}
+        asking = {position: self.rows[row].host_growth for position, row in enumerate(rows) if self.rows[row].wants_probe}
         probes = probes_of(self.banks, asking, self.steps_per_decision)
-        connected, in_shadow = cohorts_of(self.banks, self._gardens(rows), self.steps_per_decision)
+        connected, in_shadow = seed_batches_of(self.banks, self._gardens(rows), self.steps_per_decision)
         recompute = recomputed if self.config.checkpoint else None
         alpha = self.growth.lifecycle.alpha_target
         return Plan(rows, rates, connected, in_shadow, alpha, self._precision, probes, self.config.accumulate, recompute)
 
-    def stretch(self, plan: Plan) -> Stretch:
+    def segment(self, plan: Plan) -> TrainSegment:
         """The training up to the next decision, once."""
         settings = self.growth.seed_optimizer
         if settings.max_grad_norm is not None:  # all hosts have the same loss, and so the same unit of it
-            unit = self.rows[plan.rows[0]].plot.garden.unit
+            unit = self.rows[plan.rows[0]].host_growth.lifecycles.unit
             settings = msgspec.structs.replace(settings, max_grad_norm=settings.max_grad_norm * unit)
-        return Stretch(self.host, self.data, plan, settings, self._repeat)
+        return TrainSegment(self.host, self.data, plan, settings, self._repeat)
 
     def _train(self, plan: Plan, reading: Reading) -> None:
         steps, batch_size = self.steps_per_decision, self.config.batch_size
-        reading.add("losses", self.stretch(plan).run(self.data.batches(steps, batch_size, rows=plan.rows)))
-        for name, seeds in plan.cohorts.items():
+        reading.add("losses", self.segment(plan).run(self.data.batches(steps, batch_size, rows=plan.rows)))
+        for name, seeds in plan.seed_batches.items():
             reading.add(f"norms of {name}", seeds.norms)
             reading.add(f"skipped of {name}", seeds.skipped)
         for number, probe in enumerate(plan.probes):
@@ -305,15 +301,15 @@ class Fleet:
 
     # Measuring
 
-    def ensemble(self, rows: Sequence[int], *, only_kept: bool = False) -> Ensemble:
+    def stacked_model(self, rows: Sequence[int], *, only_kept: bool = False) -> StackedModel:
         """These hosts as one network, with the seeds that they see now."""
-        members = members_of(self.banks, self._gardens(rows), only_kept=only_kept)
+        stacked_seeds = stacked_seeds_of(self.banks, self._gardens(rows), only_kept=only_kept)
         with torch.no_grad():
             tensors = {name: tensor.detach() for name, tensor in self.host.rows.tensors(upload(rows, self.device)).items()}
-        return Ensemble(self.host.stacked, tensors, members, self._precision)
+        return StackedModel(self.host.stacked, tensors, stacked_seeds, self._precision)
 
-    def _gardens(self, rows: Sequence[int]) -> Gardens:
-        return [(row, self.rows[row].plot.garden) for row in rows]
+    def _gardens(self, rows: Sequence[int]) -> AllLifecycles:
+        return [(row, self.rows[row].host_growth.lifecycles) for row in rows]
 
     def losses(self, split: Split) -> Tensor:
         """Mean loss of every host, in nats, on a part of the data [N], on the CPU; seeds that are not kept yet are left out."""
@@ -327,29 +323,29 @@ class Fleet:
         """What the seeds that are kept give together, each measured against the host without it [N], in nats, on the CPU."""
         kept: dict[str, list[int]] = defaultdict(list)
         for row, host in enumerate(self.rows):
-            for slot, bed in host.plot.garden.occupied():
-                if bed.life.stage is Stage.FOSSILIZED:
+            for slot, backend in host.host_growth.lifecycles.occupied():
+                if backend.life.stage is Stage.FOSSILIZED:
                     kept[slot].append(row)
         with self._here():
-            return contributions(self.ensemble(range(self.hosts), only_kept=True), self.samples, kept)
+            return contributions(self.stacked_model(range(self.hosts), only_kept=True), self.samples, kept)
 
     def _kept_losses(self, samples: Samples) -> Tensor:
         with self._here():
-            return mean_losses(self.ensemble(range(self.hosts), only_kept=True), samples)
+            return mean_losses(self.stacked_model(range(self.hosts), only_kept=True), samples)
 
     def _measure(self, rows: list[int], reading: Reading) -> dict[str, list[int]]:
         """Gives the seeds on trial: slot -> positions of their hosts."""
-        ensemble = self.ensemble(rows)
+        stacked_model = self.stacked_model(rows)
         trials: dict[str, list[int]] = defaultdict(list)
         for position, row in enumerate(rows):
-            on_trial = self.rows[row].plot.on_trial()
+            on_trial = self.rows[row].host_growth.on_trial()
             for slot in on_trial:
                 trials[slot].append(position)
             self.rows[row].note_validation(samples=len(self.samples), passes=1 + len(on_trial))
-        reading.add("validation", losses_of(ensemble, self.samples))
-        for slot, losses in losses_without(ensemble, self.samples, trials).items():
+        reading.add("validation", losses_of(stacked_model, self.samples))
+        for slot, losses in losses_without(stacked_model, self.samples, trials).items():
             reading.add(f"without {slot}", losses)
-        reading.add("finite", are_finite(ensemble, self.host.rows.parameters.layout.shapes, len(rows)))
+        reading.add("finite", are_finite(stacked_model, self.host.rows.parameters.layout.shapes, len(rows)))
         return trials
 
     def _end_epoch(

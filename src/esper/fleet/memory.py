@@ -15,14 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from esper.fleet.ensemble import Ensemble
-from esper.fleet.errors import FleetError
-from esper.fleet.formation import SpeciesOf
-from esper.fleet.loss_scale import LossScales
-from esper.fleet.lowering import lower
-from esper.fleet.recompute import Compute, Recompute
-from esper.fleet.rows import ModuleRows
-from esper.fleet.seeds import MakeRowOptimizer, Species
+from esper.fleet.config import FleetError
+from esper.fleet.optimizers import LossScales
+from esper.fleet.seed_groups import MakeRowOptimizer, SeedKind, SeedKinds
+from esper.fleet.stacked.lowering import Compute, Recompute, lower
+from esper.fleet.stacked.rows import ModuleRows
+from esper.fleet.stacked_model import StackedModel
 
 
 @dataclass(frozen=True)
@@ -59,10 +57,10 @@ def in_words(count: int) -> str:
 # What it takes
 
 
-def state_bytes(template: nn.Module, species: SpeciesOf, make: MakeRowOptimizer, *, scales: bool = False) -> int:
+def state_bytes(template: nn.Module, seed_kind: SeedKinds, make: MakeRowOptimizer, *, scales: bool = False) -> int:
     """Of one row of a fleet."""
     rows = ModuleRows(template, 1, device="meta")
-    widest = [max((one.layout for one in some.values()), key=lambda layout: layout.width) for some in species.values()]
+    widest = [max((one.layout for one in some.values()), key=lambda layout: layout.width) for some in seed_kind.values()]
     learning = [rows.parameters.flat, *(torch.empty(1, layout.width, dtype=layout.dtype, device="meta") for layout in widest)]
     moments = [moment for flat in learning for moment in make(flat).state.values()]
     warmups = torch.empty(len(widest), dtype=torch.int64, device="meta")
@@ -77,22 +75,22 @@ def step_bytes(
     rows = ModuleRows.of([template], device=inputs.device)
 
     def losses(recompute: Recompute) -> Tensor:
-        ensemble = Ensemble(lower(template, slots=slots), rows.tensors(), [], precision, recompute if recomputes else None)
-        return ensemble.losses(inputs.unsqueeze(1), targets.unsqueeze(1), training=True)
+        stacked_model = StackedModel(lower(template, slots=slots), rows.tensors(), [], precision, recompute if recomputes else None)
+        return stacked_model.losses(inputs.unsqueeze(1), targets.unsqueeze(1), training=True)
 
     with _undisturbed(inputs.device):
         return _kept(losses, apart_from=[part.flat for part in rows.parts])
 
 
-def seed_bytes(species: Species, samples: int, precision: torch.dtype | None) -> int:
+def seed_bytes(seed_kind: SeedKind, samples: int, precision: torch.dtype | None) -> int:
     """What one seed adds to a training step."""
-    place = species.place
+    place = seed_kind.place
     h = torch.zeros(samples, 1, *place.shape, dtype=place.dtype, device=place.device, requires_grad=True)
-    flat = torch.zeros(1, species.layout.width, dtype=place.dtype, device=place.device, requires_grad=True)
+    flat = torch.zeros(1, seed_kind.layout.width, dtype=place.dtype, device=place.device, requires_grad=True)
 
     def act(recompute: Recompute) -> Tensor:
         with torch.autocast(place.device.type, dtype=precision, enabled=precision is not None):
-            return h + species.delta(species.layout.unflatten(flat), h)
+            return h + seed_kind.delta(seed_kind.layout.unflatten(flat), h)
 
     with _undisturbed(place.device):
         return _kept(act, apart_from=[h, flat])

@@ -7,49 +7,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from esper.lazy import names_of
+from esper.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from esper.growth.baked import load, save
-    from esper.growth.blueprints import register_blueprint
-    from esper.growth.config import GrowthConfig
-    from esper.growth.controllers import Never, Planned, Random, Schedule
-    from esper.growth.decisions import Controller, Decision
-    from esper.growth.errors import GrowthError
-    from esper.growth.governor import Diverged
-    from esper.growth.grower import Grower
-    from esper.growth.heuristic import Heuristic
-    from esper.growth.result import Grown
-    from esper.growth.slotted import Slotted, add_slots
-    from esper.growth.state import GrowthState
-    from esper.growth.training import grow
+    from esper.growth.config import GrowthConfig as GrowthConfig, GrowthError as GrowthError
+    from esper.growth.controllers.baselines import Never as Never, Planned as Planned, Random as Random, Schedule as Schedule
+    from esper.growth.controllers.heuristic import Heuristic as Heuristic
+    from esper.growth.grower import Grower as Grower
+    from esper.growth.host.saving import load as load, save as save
+    from esper.growth.host.slotted import Slotted as Slotted, add_slots as add_slots
+    from esper.growth.lifecycle.governor import Diverged as Diverged
+    from esper.growth.lifecycle.stages import Controller as Controller, Decision as Decision, GrowthState as GrowthState
+    from esper.growth.run import Grown as Grown
+    from esper.growth.seeds.blueprints import register_blueprint as register_blueprint
+    from esper.growth.training import grow as grow
 
-_MODULES = {
-    "Controller": "decisions",
-    "Decision": "decisions",
-    "Diverged": "governor",
-    "Grower": "grower",
-    "Grown": "result",
-    "GrowthConfig": "config",
-    "GrowthError": "errors",
-    "GrowthState": "state",
-    "Heuristic": "heuristic",
-    "Never": "controllers",
-    "Planned": "controllers",
-    "Random": "controllers",
-    "Schedule": "controllers",
-    "Slotted": "slotted",
-    "add_slots": "slotted",
-    "grow": "training",
-    "load": "baked",
-    "register_blueprint": "blueprints",
-    "save": "baked",
-}
-
-__all__ = [
-    "Controller", "Decision", "Diverged", "Grower", "Grown", "GrowthConfig", "GrowthError", "GrowthState", "Heuristic", "Never", "Planned",
-    "Random", "Schedule", "Slotted", "add_slots", "grow", "load", "register_blueprint", "save",
-]  # fmt: skip
-
-
-__getattr__, __dir__ = names_of(__name__, _MODULES)
+__getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
-from esper.growth.errors import GrowthError
-from esper.growth.survey import tensors_in
+from esper.growth.config import GrowthError
+from esper.growth.host.causality import tensors_in
 
 LossFunction = Callable[[Any, Any], Tensor]  # (outputs, targets)
 StepLoss = Callable[[nn.Module, Any], Tensor]  # (model, batch)

@@ -1,10 +1,17 @@
-"""What can be set about growing. Imports no torch, so that a command line can show it at once."""
+"""Mistakes that a user can mend.
+
+What can be set about growing. Imports no torch, so that a command line can show it at once.
+"""
 
 from __future__ import annotations
 
 from typing import Literal
 
 from esper.config import Config, ConfigError, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+
+class GrowthError(ValueError):
+    """What was asked for cannot be done; the message says why and what to do. Nothing has been changed."""
 
 
 class Rent(Config):

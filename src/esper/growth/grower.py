@@ -38,27 +38,23 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from esper.checkpoint import CheckpointStore
 from esper.devices import reading_waits
-from esper.events import Event
-from esper.growth.checks import check_alphas, check_evaluate, check_fit_together, check_ranks, one_number, players, ranks_of
-from esper.growth.config import GrowthConfig
-from esper.growth.contribution import AlphaSearch, Evaluate, Measurement, search_alpha
-from esper.growth.controllers import as_controller
-from esper.growth.decisions import Controller, Decision
-from esper.growth.errors import GrowthError
+from esper.growth.arguments import check_alphas, check_evaluate, check_fit_together, check_ranks, one_number, players, ranks_of
+from esper.growth.config import GrowthConfig, GrowthError
+from esper.growth.controllers.baselines import as_controller
 from esper.growth.events import EpochEnded
-from esper.growth.governor import Diverged
-from esper.growth.isolation import unwrap
-from esper.growth.model_bed import ModelBed, in_shadow, make_beds
-from esper.growth.plot import Plot
-from esper.growth.prober import Prober
-from esper.growth.recovery import Recovery
-from esper.growth.reporting import epoch_ended
-from esper.growth.seed_learner import MakeOptimizer, OptimizerFollower
-from esper.growth.shadow import Closure, Shadow
-from esper.growth.slotted import Slotted
-from esper.growth.state import GrowthState, LossScale
+from esper.growth.host.isolation import unwrap
+from esper.growth.host.slotted import Slotted
+from esper.growth.lifecycle.governor import Diverged
+from esper.growth.lifecycle.host_growth import HostGrowth, epoch_ended
+from esper.growth.lifecycle.module_backend import ModuleBackend, in_shadow, make_backends
+from esper.growth.lifecycle.recovery import Recovery
+from esper.growth.lifecycle.stages import Controller, Decision, GrowthState, LossScale
+from esper.growth.measure.contribution import AlphaSearch, Evaluate, Measurement, search_alpha
+from esper.growth.measure.probe import ProbeRunner
+from esper.growth.seeds.optimizer import MakeOptimizer, OptimizerFollower
+from esper.growth.seeds.shadow import Closure, Shadow
+from esper.runs import CheckpointStore, Event
 from esper.statistics import Interval
 
 KIND = "grower"  # of its checkpoints
@@ -93,16 +89,24 @@ class Grower:
         self.slotted, self.optimizer, self.scaler, self.epochs = slotted, optimizer, scaler, epochs
         self.config = config or GrowthConfig()
         self.controller = as_controller(controller, self.config)
-        beds = make_beds(slotted, optimizer, self.config.seed_optimizer, seed_optimizer)
-        self.plot: Plot[ModelBed] = Plot(beds, self.config, host=slotted.survey.host, load=slotted.survey.load, epochs=epochs, scale=scale)
-        self.garden, self.chronicle, self.ledger = self.plot.garden, self.plot.chronicle, self.plot.ledger
+        backends = make_backends(slotted, optimizer, self.config.seed_optimizer, seed_optimizer)
+        self.host_growth: HostGrowth[ModuleBackend] = HostGrowth(
+            backends, self.config, host=slotted.discovery.host, load=slotted.discovery.load, epochs=epochs, scale=scale
+        )
+        self.lifecycles, self.history, self.ledger = self.host_growth.lifecycles, self.host_growth.history, self.host_growth.ledger
         self._recovery = Recovery(
-            slotted, optimizer, self.garden, self.plot.judge, keep=self.config.governor.keep, scaler=scaler, scheduler=scheduler
+            slotted,
+            optimizer,
+            self.lifecycles,
+            self.host_growth.governor,
+            keep=self.config.governor.keep,
+            scaler=scaler,
+            scheduler=scheduler,
         )
         if not self._recovery.has_finite_weights():
             raise GrowthError("some of the model's weights are NaN or infinite before the training; begin with others")
         self._recovery.take_snapshot()
-        self._prober = Prober(slotted, self.garden, optimizer, seed_optimizer)
+        self._prober = ProbeRunner(slotted, self.lifecycles, optimizer, seed_optimizer)
         self._group = ranks_of(slotted.model)
         self._measurement = Measurement(slotted, group=self._group)
         self._shadow = Shadow(slotted, alpha=self.config.lifecycle.alpha_target)
@@ -129,11 +133,11 @@ class Grower:
     @property
     def epoch(self) -> int:
         """Finished so far."""
-        return self.plot.epoch
+        return self.host_growth.epoch
 
     @property
     def rollbacks(self) -> int:
-        return self.plot.judge.rollbacks
+        return self.host_growth.governor.rollbacks
 
     # What the training loop calls
 
@@ -152,7 +156,7 @@ class Grower:
         self._has_begun = True
         self._decide()
         self._get_ready()
-        self.chronicle.lap()
+        self.history.lap()
         self._tell()
 
     def after_step(self, loss: Tensor | float, *, closure: Closure | None = None, samples: int | None = None) -> None:
@@ -176,16 +180,16 @@ class Grower:
         is_lost = self._is_lost(value)
         if not is_lost:
             self._begin()
-        self.chronicle.note_step(value, samples=samples, flops_per_sample=self._step_flops())
+        self.history.note_step(value, samples=samples, flops_per_sample=self._step_flops())
         probe_flops = self._prober.take_flops()
         if samples is not None:
-            self.chronicle.flops += probe_flops
+            self.history.flops += probe_flops
         self._follower.forget_failed_steps()
         if is_lost:
-            self._go_back(f"the training loss of step {self.chronicle.steps} is {float(value)}")
+            self._go_back(f"the training loss of step {self.history.steps} is {float(value)}")
             self._begin()  # not before: what is decided at the beginning is not to blame for the first step
         else:
-            if self.epoch == 0 and self.chronicle.steps == 1:
+            if self.epoch == 0 and self.history.steps == 1:
                 self._recovery.hold_moving()
             self._learn_in_shadow(closure)
             self._tick()
@@ -206,10 +210,10 @@ class Grower:
 
     def _tick(self) -> None:
         is_skipped = self._has_overflowed()
-        for bed in self.garden.beds.values():
-            if bed.learner is not None:
-                bed.learner.tick(is_skipped=is_skipped)
-        self.garden.tick()
+        for backend in self.lifecycles.backends.values():
+            if backend.learner is not None:
+                backend.learner.tick(is_skipped=is_skipped)
+        self.lifecycles.tick()
 
     # What follows the user's optimiser
 
@@ -217,21 +221,23 @@ class Grower:
         """The host has stepped. Connected seeds have got their gradients from the user's backward passes."""
         # A fused optimiser under a loss scale skips its step on the device, and holds this meanwhile.
         scale, found_inf = self._scale(), getattr(self._follower.optimizer, "found_inf", None)
-        for bed in self.garden.beds.values():
-            if bed.learner is not None and bed.is_connected:
-                bed.learner.step(scale=scale, found_inf=found_inf, group=self._group)
+        for backend in self.lifecycles.backends.values():
+            if backend.learner is not None and backend.is_connected:
+                backend.learner.step(scale=scale, found_inf=found_inf, group=self._group)
         self._prober.ask(scale=scale)
         self._has_stepped = self._has_stepped_in_epoch = True
 
     def _drop_gradients(self, set_to_none: bool) -> None:
-        for bed in self.garden.beds.values():
-            if bed.learner is not None:
-                bed.learner.zero_grad(set_to_none=set_to_none)
+        for backend in self.lifecycles.backends.values():
+            if backend.learner is not None:
+                backend.learner.zero_grad(set_to_none=set_to_none)
         self._prober.drop()
 
     def _has_gradients(self) -> bool:
         """Of backward passes, in seeds or in the probe."""
-        return self._prober.has_caught or any(bed.learner is not None and bed.learner.has_gradients for bed in self.garden.beds.values())
+        return self._prober.has_caught or any(
+            backend.learner is not None and backend.learner.has_gradients for backend in self.lifecycles.backends.values()
+        )
 
     def _scale(self) -> Tensor | None:
         """The factor of the losses, on its device, because `get_scale` would wait for it; None where they are not scaled."""
@@ -264,24 +270,24 @@ class Grower:
         check_evaluate(evaluate)
         self._begin()
         self._rest()
-        chunks = self._averaged(self.chronicle.chunks())
+        chunks = self._averaged(self.history.chunks())
         self._check_has_stepped()
-        measured = self._measurement.measure(evaluate, self.plot.on_trial(), epoch=self.epoch + 1)
+        measured = self._measurement.measure(evaluate, self.host_growth.on_trial(), epoch=self.epoch + 1)
         val_loss = measured.losses.mean
-        self.plot.find_scale(chunks, val_loss)
-        verdict = self.plot.verdict(chunks, val_loss)  # the same on all ranks, as these numbers are
+        self.host_growth.find_scale(chunks, val_loss)
+        verdict = self.host_growth.verdict(chunks, val_loss)  # the same on all ranks, as these numbers are
         self._has_stepped_in_epoch = False
-        self.plot.end_epoch(chunks, val_loss, measured.contributions, self._agreed(self._prober.end_epoch(steps=self.chronicle.steps)))
+        self.host_growth.end_epoch(chunks, val_loss, measured.contributions, self._agreed(self._prober.end_epoch(steps=self.history.steps)))
         self._warn_of_unknown_samples()
         if verdict.is_disaster:
             self._go_back(verdict.reason)
             decision = Decision(reason=f"went back to a healthy state: {verdict.reason}")
         else:
-            self.plot.settle(verdict, chunks, self._recovery)
+            self.host_growth.settle(verdict, chunks, self._recovery)
             decision = self._decide()
         self._get_ready()
-        ended = epoch_ended(self.garden, self.chronicle, decision, learning_rate=self._learning_rate())
-        self.plot.emit(ended)
+        ended = epoch_ended(self.lifecycles, self.history, decision, learning_rate=self._learning_rate())
+        self.host_growth.emit(ended)
         self._tell()
         return ended
 
@@ -314,7 +320,11 @@ class Grower:
 
     def _check_has_stepped(self) -> None:
         may_skip = self.scaler is not None and self.scaler.is_enabled()  # at its first scale all steps of an epoch may overflow
-        if not self._has_stepped_in_epoch and not may_skip and any(bed.learner is not None for bed in self.garden.beds.values()):
+        if (
+            not self._has_stepped_in_epoch
+            and not may_skip
+            and any(backend.learner is not None for backend in self.lifecycles.backends.values())
+        ):
             warnings.warn(
                 "the optimiser that this Grower was given has not stepped in this epoch, so no seed has learned; make the Grower with the "
                 "optimiser whose step() the training loop calls",
@@ -324,7 +334,7 @@ class Grower:
 
     def _warn_of_unknown_samples(self) -> None:
         """Once. Without them FLOPs are not counted, and the heuristic does not grow."""
-        if self.chronicle.samples is None and not self._has_warned:
+        if self.history.samples is None and not self._has_warned:
             self._has_warned = True
             warnings.warn(
                 "nobody knows how many samples this epoch had, because no call of the model was seen (it may have been compiled after "
@@ -336,13 +346,13 @@ class Grower:
 
     def count_evaluation(self, samples: int) -> None:
         """Adds the FLOPs of a forward pass over so many samples, on every rank; `evaluate` may call it."""
-        self.chronicle.flops += samples * self._group.world_size * (self.slotted.survey.host.flops + self.garden.connected().flops)
+        self.history.flops += samples * self._group.world_size * (self.slotted.discovery.host.flops + self.lifecycles.connected().flops)
 
     # Questions that cost evaluations
 
     def shapley(self, evaluate: Evaluate, slots: Sequence[str] | None = None) -> dict[str, Interval]:
         """How the gain of some living seeds together divides among them; `evaluate` is called 2^k times for k of them."""
-        names = players(self.garden, slots)
+        names = players(self.lifecycles, slots)
         with self._prober.paused():
             return self._measurement.shapley(evaluate, names)
 
@@ -356,7 +366,7 @@ class Grower:
 
     def state(self) -> GrowthState:
         """What a controller sees."""
-        return self.plot.state(learning_rate=self._learning_rate())
+        return self.host_growth.state(learning_rate=self._learning_rate())
 
     def _learning_rate(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])
@@ -365,8 +375,8 @@ class Grower:
         decision = self._group.first(lambda: self.controller.decide(self.state()))
         for action in decision.actions:
             self.slotted.slot(action.slot)  # which names the slots there are, where this is none
-        self.plot.carry_out(decision, by=self.controller.name)
-        if decision.probe and not self.plot.is_over:
+        self.host_growth.carry_out(decision, by=self.controller.name)
+        if decision.probe and not self.host_growth.is_over:
             self._prober.request()
         return decision
 
@@ -375,9 +385,9 @@ class Grower:
     def _go_back(self, reason: str) -> None:
         self._prober.discard()
         self._shadow.rest()
-        self.plot.go_back(reason, self._recovery)
+        self.host_growth.go_back(reason, self._recovery)
         try:
-            self.plot.check_not_diverged(reason)
+            self.host_growth.check_not_diverged(reason)
         except Diverged:
             self._tell()
             raise
@@ -394,7 +404,7 @@ class Grower:
         self._shadow.rest()
 
     def _tell(self) -> None:
-        self.plot.tell(self._on_event)
+        self.host_growth.tell(self._on_event)
 
     def _averaged(self, chunks: list[float]) -> list[float]:
         """The training losses of all ranks, which go through as many batches each."""
@@ -407,11 +417,11 @@ class Grower:
 
     def _step_flops(self) -> int:
         shadow = self._in_shadow() if self._has_stepped else []
-        second = self._shadow.flops(shadow, [self.garden.cost(bed.place.name) for bed in shadow])
-        return 3 * (self.slotted.survey.host.flops + self.garden.connected().flops) + second
+        second = self._shadow.flops(shadow, [self.lifecycles.cost(backend.place.name) for backend in shadow])
+        return 3 * (self.slotted.discovery.host.flops + self.lifecycles.connected().flops) + second
 
-    def _in_shadow(self) -> list[ModelBed]:
-        return in_shadow(list(self.garden.beds.values()))
+    def _in_shadow(self) -> list[ModuleBackend]:
+        return in_shadow(list(self.lifecycles.backends.values()))
 
     # Resuming
 
@@ -420,7 +430,7 @@ class Grower:
 
         The last three are kept. The position in the data and the random streams are the loop's.
         """
-        step = self.epoch * STEPS_PER_EPOCH + self.chronicle.steps
+        step = self.epoch * STEPS_PER_EPOCH + self.history.steps
         CheckpointStore(folder, kind=KIND).save(step, self.state_dict(), note={"epoch": self.epoch})
 
     def load(self, folder: Path | str) -> None:
@@ -432,7 +442,7 @@ class Grower:
         return {
             "recovery": self._recovery.state_dict(),
             "controller": {"name": self.controller.name, "state": self.controller.state_dict()},
-            "plot": self.plot.state_dict(),
+            "plot": self.host_growth.state_dict(),
             "has_begun": self._has_begun,
             "probe": self._prober.state_dict(),
             "measurement": self._measurement.state_dict(),
@@ -448,10 +458,10 @@ class Grower:
         self._prober.discard()
         self._shadow.rest()
         self._recovery.load_state_dict(state["recovery"])
-        self.plot.load_state_dict(state["plot"])
+        self.host_growth.load_state_dict(state["plot"])
         self.controller.load_state_dict(state["controller"]["state"])
         self._has_begun = state["has_begun"]
-        self._has_stepped_in_epoch = self.chronicle.steps > 0
+        self._has_stepped_in_epoch = self.history.steps > 0
         self._measurement.load_state_dict(state["measurement"])
         self._shadow.load_state_dict(state["shadow"])
         self._prober.load_state_dict(state["probe"])

@@ -1,4 +1,6 @@
-"""A growing run as a folder: its events, its checkpoints, and how it goes on after a stop or a crash.
+"""What `grow` gives back: the model, what was done to it, and what that gave and cost.
+
+A growing run as a folder: its events, its checkpoints, and how it goes on after a stop or a crash.
 
 A checkpoint is written before the first epoch and after every one, and on a stop in the middle of one where the training loader can tell
 where it is. What is saved is everything: weights, optimisers, schedule, lives, ledger, snapshots, data position and the global random
@@ -13,28 +15,86 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
+from torch import nn
 
-from esper.checkpoint import Checkpoint, CheckpointStore
 from esper.config import load_saved, save
-from esper.events import SINK_FOLDERS, CheckpointRefused, Event, EventLog, Sink
 from esper.files import remove, write_file
-from esper.growth.config import GrowthConfig
-from esper.growth.errors import GrowthError
-from esper.growth.events import LoaderRestarted
-from esper.growth.governor import Diverged
+from esper.growth.config import GrowthConfig, GrowthError
+from esper.growth.events import GrowthFinished, LoaderRestarted
 from esper.growth.grower import STEPS_PER_EPOCH, Grower
-from esper.growth.result import MODEL
-from esper.run_folder import CHECKPOINTS, CONFIG, EVENTS, check_holds_a_run, locked, new_folder
+from esper.growth.host.saving import save as save_model
+from esper.growth.lifecycle.governor import Diverged
+from esper.growth.lifecycle.ledger import Ledger
+from esper.growth.lifecycle.stages import Cost
+from esper.growth.report.summary import result_in_words
+from esper.runs import SINK_FOLDERS, Checkpoint, CheckpointRefused, CheckpointStore, Event, EventLog, Sink
+from esper.runs.folder import CHECKPOINTS, CONFIG, EVENTS, check_holds_a_run, locked, new_folder
+
+MODEL = "model.safetensors"  # in the folder of a run
+Status = Literal["finished", "stopped early", "stopped"]
+
+
+@dataclass(frozen=True, slots=True)
+class Grown:
+    model: nn.Module  # with the kept seeds in it
+    status: Status
+    epochs: int
+    val_loss_before: float
+    val_loss: float
+    train_losses: tuple[float, ...]  # per epoch
+    val_losses: tuple[float, ...]
+    host: Cost
+    added: Cost
+    gflops: float  # of the whole training, pruned seeds and measurements included
+    rollbacks: int
+    ledger: Ledger
+    controller: str
+    optimizer: str
+    seconds: float
+    folder: Path | None = None
+    had_finished: bool = False  # it was resumed, and there was nothing left to do
+    note: str = ""  # why nothing could grow, where that was known before it began
+
+    def report(self) -> str:
+        """One line: what was kept, what it gave, what it cost."""
+        kept, dot, figures = result_in_words(finished(self)).partition(" · ")
+        finish = "had finished already" if self.had_finished else ""
+        resume = f"go on with run='{self.folder}', resume=True" if self.status == "stopped" and self.folder is not None else ""
+        return dot.join(filter(None, [kept, self.note, figures, self.optimizer, finish, resume]))
+
+    def save(self, path: Path | str) -> None:
+        """Writes weights and structure as safetensors; `esper.load(path, model=fresh_instance)` gives the grown model back."""
+        save_model(self.model, path)
+
+
+def finished(grown: Grown) -> GrowthFinished:
+    return GrowthFinished(
+        epoch=grown.epochs,
+        why=grown.status,
+        tried=len(grown.ledger.entries),
+        kept=grown.ledger.count("kept"),
+        rollbacks=grown.rollbacks,
+        val_loss_before=grown.val_loss_before,
+        val_loss=grown.val_loss,
+        parameters=grown.host.parameters + grown.added.parameters,
+        parameters_added=grown.added.parameters,
+        flops=grown.host.flops + grown.added.flops,
+        flops_added=grown.added.flops,
+        total_gflops=grown.gflops,
+        seconds=grown.seconds,
+    )
+
 
 KIND = "growth"
 
 
-class Run:
+class GrowthRun:
     """Where a training reports to. This one keeps nothing."""
 
     folder: Path | None = None
@@ -57,10 +117,10 @@ class Run:
         """Between two epochs, or in the middle of one, which a loader without a state does not allow: then the last checkpoint stands."""
 
 
-NO_RUN = Run()
+NO_RUN = GrowthRun()
 
 
-class SavedRun(Run):
+class SavedGrowthRun(GrowthRun):
     """In a folder of its own."""
 
     def __init__(
@@ -111,7 +171,7 @@ class SavedRun(Run):
     def save(self, grower: Grower, loader: Iterable[Any], val_loss_before: float, *, at_end_of_epoch: bool) -> None:
         if not at_end_of_epoch and not isinstance(loader, Stateful):
             return
-        losses = grower.chronicle.val_losses
+        losses = grower.history.val_losses
         is_best = at_end_of_epoch and bool(losses) and losses[-1] < self._best
         if is_best:
             self._best = losses[-1]
@@ -123,7 +183,7 @@ class SavedRun(Run):
             "best": self._best,
             "events_offset": self._log.offset(),
         }
-        step = grower.epoch * STEPS_PER_EPOCH + grower.chronicle.steps  # checkpoints are ordered by it
+        step = grower.epoch * STEPS_PER_EPOCH + grower.history.steps  # checkpoints are ordered by it
         self._store.save(step, state, is_best=is_best, note={"epoch": grower.epoch})
         self.epochs_saved += at_end_of_epoch and grower.epoch > 0
 
@@ -138,7 +198,7 @@ def open_run(
     results: Sequence[str] = (),
     sinks: Callable[[], Sequence[Sink]] = tuple,
     should_stop: Callable[[], bool] = lambda: False,
-) -> Iterator[Run]:
+) -> Iterator[GrowthRun]:
     """The run in a folder, new or going on; without a folder, nothing is kept.
 
     `sinks` opens them, when the folder is there and locked. `files` (name -> content) are part of the run as its config is: they are there
@@ -161,7 +221,7 @@ def open_run(
         return
     with new_folder(place, results=results) as new:
         new.others |= {name for name in (*(files or {}), *SINK_FOLDERS) if not (place / name).exists()}
-        run: SavedRun | None = None
+        run: SavedGrowthRun | None = None
         try:
             with _opened(place, config, files or {}, None, sinks, should_stop) as run:
                 yield run
@@ -182,14 +242,14 @@ def _opened(
     checkpoint: Checkpoint | None,
     sinks: Callable[[], Sequence[Sink]],
     should_stop: Callable[[], bool],
-) -> Iterator[SavedRun]:
+) -> Iterator[SavedGrowthRun]:
     opened = sinks()  # may fail, and the folder must still be free then
     # The config comes last: a folder that has it is a run, and has everything else.
     for name, content in files.items():
         write_file(place / name, content)
     save(config, place / CONFIG)
     with _log(place, checkpoint, opened) as log:
-        run = SavedRun(place, log, checkpoint, should_stop=should_stop)
+        run = SavedGrowthRun(place, log, checkpoint, should_stop=should_stop)
         del checkpoint  # the run lets it go when everything in it is restored
         yield run
 

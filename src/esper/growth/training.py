@@ -27,7 +27,6 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from esper.events import Event, Sink, WandbMode, check_installed, sinks_in
 from esper.growth.arguments import (
     MakeHostOptimizer,
     MakeScheduler,
@@ -38,7 +37,6 @@ from esper.growth.arguments import (
     scheduler_from,
     training_config,
 )
-from esper.growth.baked import save
 from esper.growth.batches import (
     ConstantPredictor,
     Listener,
@@ -55,22 +53,20 @@ from esper.growth.batches import (
     size_of,
     step_loss_of,
 )
-from esper.growth.config import GrowthConfig, TrainingConfig
-from esper.growth.contribution import Losses, losses_of
-from esper.growth.decisions import Controller
-from esper.growth.errors import GrowthError
+from esper.growth.config import GrowthConfig, GrowthError, TrainingConfig
 from esper.growth.events import GrowthStarted
-from esper.growth.governor import Diverged
 from esper.growth.grower import Grower
-from esper.growth.html_report import REPORT, write_report
-from esper.growth.isolation import isolated
-from esper.growth.lifecycle import Stage
-from esper.growth.rent import total
-from esper.growth.result import MODEL, Grown, Status, finished
-from esper.growth.run import NO_RUN, Run, open_run
-from esper.growth.slotted import add_slots
-from esper.growth.state import LossScale
-from esper.growth.summary import ProgressLines
+from esper.growth.host.isolation import isolated
+from esper.growth.host.saving import save
+from esper.growth.host.slotted import add_slots
+from esper.growth.lifecycle.governor import Diverged
+from esper.growth.lifecycle.stages import Controller, LossScale, Stage
+from esper.growth.measure.contribution import Losses, losses_of
+from esper.growth.measure.rent import total
+from esper.growth.report.html import REPORT, write_report
+from esper.growth.report.summary import ProgressLines
+from esper.growth.run import MODEL, NO_RUN, Grown, GrowthRun, Status, finished, open_run
+from esper.runs import Event, Sink, WandbMode, check_installed, sinks_in
 
 ONE_BATCH = (
     "the validation data come in one batch, or as good as one, so nobody can tell how sure a gain is, and seeds are judged at the end "
@@ -164,7 +160,7 @@ def grow(
         return grown
 
 
-def _leave_result(run: Run, model: object, *, otherwise: str) -> None:
+def _leave_result(run: GrowthRun, model: object, *, otherwise: str) -> None:
     """Write the model and the report into the folder of a run. A failure is a warning, so that the result of the training is not lost."""
     if run.folder is None:
         return
@@ -244,7 +240,7 @@ class Training:
         self._prepared = grower, before
         return grower
 
-    def run(self, controller: Controller | str, run: Run = NO_RUN, *, may_interrupt: bool = False) -> Grown:
+    def run(self, controller: Controller | str, run: GrowthRun = NO_RUN, *, may_interrupt: bool = False) -> Grown:
         """With `may_interrupt`, a KeyboardInterrupt stops the training; without, it comes through."""
         began = time.perf_counter()
         self.prepare(controller)
@@ -264,7 +260,7 @@ class Training:
             raise
         return self._finish(grower, run, status, before, time.perf_counter() - began, had_finished=had_finished)
 
-    def _train(self, grower: Grower, run: Run, before: float, *, may_interrupt: bool) -> Status:
+    def _train(self, grower: Grower, run: GrowthRun, before: float, *, may_interrupt: bool) -> Status:
         try:
             if not run.is_resumed:
                 grower.begin()
@@ -282,29 +278,29 @@ class Training:
         return "finished" if grower.epoch >= self.epochs else "stopped early"
 
     def _is_over(self, grower: Grower) -> bool:
-        return grower.chronicle.steps == 0 and (grower.epoch >= self.epochs or grower.plot.is_stuck())
+        return grower.history.steps == 0 and (grower.epoch >= self.epochs or grower.host_growth.is_stuck())
 
-    def _train_epoch(self, grower: Grower, run: Run, before: float) -> bool:
+    def _train_epoch(self, grower: Grower, run: GrowthRun, before: float) -> bool:
         """False where it was stopped."""
         self.model.train()
-        batches, number = iter(self.train_loader), grower.chronicle.steps * self.config.accumulate + 1
-        grower.chronicle.watch(self.device)
+        batches, number = iter(self.train_loader), grower.history.steps * self.config.accumulate + 1
+        grower.history.watch(self.device)
         while group := self._next_batches(batches, grower):
             self._train_step(group, grower, first=number)
             number += len(group)
             if run.should_stop():
                 run.save(grower, self.train_loader, before, at_end_of_epoch=False)
                 return False
-        if not grower.chronicle.steps:
+        if not grower.history.steps:
             raise GrowthError("the training loader yields nothing; it needs at least one batch")
-        grower.chronicle.watched()
+        grower.history.watched()
         return True
 
     def _next_batches(self, batches: Iterator[Any], grower: Grower) -> list[Any]:
         """Return those of the next step, and note how long the loader took for them; nothing at the end of the epoch."""
         began = time.perf_counter()
         group = list(islice(batches, self.config.accumulate))
-        grower.chronicle.data_wait = (grower.chronicle.data_wait or 0.0) + time.perf_counter() - began
+        grower.history.data_wait = (grower.history.data_wait or 0.0) + time.perf_counter() - began
         return group
 
     def _train_step(self, raw: Sequence[Any], grower: Grower, *, first: int) -> None:
@@ -320,8 +316,8 @@ class Training:
             torch.autograd.backward(loss if self.scaler is None else self.scaler.scale(loss))
             batches.append(batch)
             losses.append(loss.detach())
-        self._step_optimizer(grower.chronicle.steps + 1)
-        grower.chronicle.skipped += not self._has_stepped
+        self._step_optimizer(grower.history.steps + 1)
+        grower.history.skipped += not self._has_stepped
         rollbacks = grower.rollbacks
         total = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
         grower.after_step(total, closure=lambda: self._mean_loss(batches, shares), samples=sum(sizes))
@@ -446,7 +442,7 @@ class Training:
         self.on_event(event)
 
     def _started(self, grower: Grower, losses: Losses) -> Event:
-        host, scale = grower.slotted.survey.host, grower.plot.scale
+        host, scale = grower.slotted.discovery.host, grower.host_growth.scale
         return GrowthStarted(
             epoch=grower.epoch,
             epochs=self.epochs,
@@ -470,11 +466,11 @@ class Training:
         if not losses.have_spread:
             yield ONE_BATCH
 
-    def _finish(self, grower: Grower, run: Run, status: Status, before: float, seconds: float, *, had_finished: bool) -> Grown:
-        garden = grower.garden
+    def _finish(self, grower: Grower, run: GrowthRun, status: Status, before: float, seconds: float, *, had_finished: bool) -> Grown:
+        lifecycles = grower.lifecycles
         if status != "stopped":
-            for name in garden.living():
-                garden.prune(name, "the training is over and it has not earned its place")
+            for name in lifecycles.living():
+                lifecycles.prune(name, "the training is over and it has not earned its place")
         model = grower.bake()
         grown = Grown(
             model=model,
@@ -482,11 +478,13 @@ class Training:
             epochs=grower.epoch,
             val_loss_before=before,
             val_loss=losses_of(lambda: list(self._evaluate(None))).mean,
-            train_losses=tuple(grower.chronicle.train_losses),
-            val_losses=tuple(grower.chronicle.val_losses),
-            host=grower.slotted.survey.host,
-            added=total(garden.cost(name) for name, bed in garden.beds.items() if bed.life.stage is Stage.FOSSILIZED),  # what bake() keeps
-            gflops=grower.chronicle.flops / 1e9,
+            train_losses=tuple(grower.history.train_losses),
+            val_losses=tuple(grower.history.val_losses),
+            host=grower.slotted.discovery.host,
+            added=total(
+                lifecycles.cost(name) for name, backend in lifecycles.backends.items() if backend.life.stage is Stage.FOSSILIZED
+            ),  # what bake() keeps
+            gflops=grower.history.flops / 1e9,
             rollbacks=grower.rollbacks,
             ledger=grower.ledger,
             controller=grower.controller.name,

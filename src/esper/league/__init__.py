@@ -7,35 +7,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from esper.lazy import names_of
+from esper.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from esper.league.config import LeagueConfig
-    from esper.league.league import LEARNER, League, LeagueError, Settled
-    from esper.league.ratings import Rating
-    from esper.league.record import Record, WinTable
-    from esper.league.standing_table import Standing, standing_rows, standings
-    from esper.league.store import LeagueStore
+    from esper.league.config import LeagueConfig as LeagueConfig
+    from esper.league.league import LEARNER as LEARNER, League as League, LeagueError as LeagueError, Settled as Settled
+    from esper.league.ratings import Rating as Rating
+    from esper.league.record import Record as Record, WinTable as WinTable
+    from esper.league.standing_table import Standing as Standing, standing_rows as standing_rows, standings as standings
+    from esper.league.store import LeagueStore as LeagueStore
 
-_MODULES = {
-    "LEARNER": "league",
-    "League": "league",
-    "LeagueConfig": "config",
-    "LeagueError": "league",
-    "LeagueStore": "store",
-    "Rating": "ratings",
-    "Record": "record",
-    "Settled": "league",
-    "Standing": "standing_table",
-    "WinTable": "record",
-    "standing_rows": "standing_table",
-    "standings": "standing_table",
-}
-
-__all__ = [
-    "LEARNER", "League", "LeagueConfig", "LeagueError", "LeagueStore", "Rating", "Record", "Settled", "Standing", "WinTable",
-    "standing_rows", "standings",
-]  # fmt: skip
-
-
-__getattr__, __dir__ = names_of(__name__, _MODULES)
+__getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -33,8 +33,10 @@ def deal(config: SelfPlayConfig, battles: int) -> dict[str, int]:
 def _shares(config: SelfPlayConfig) -> dict[str, float]:
     """Of all battles, those that the learner fights against itself left out."""
     bots = {str(name): config.bot_share * config.bots.count(name) / len(config.bots) for name in config.bots} if config.bot_share else {}
-    seats = {f"{_SEAT}{index}": config.past_share / config.past_seats for index in range(config.past_seats)} if config.past_share else {}
-    return {**bots, **seats}
+    opponent_slots = (
+        {f"{_SEAT}{index}": config.past_share / config.past_seats for index in range(config.past_seats)} if config.past_share else {}
+    )
+    return {**bots, **opponent_slots}
 
 
 def _dealt(shares: dict[str, float], battles: int) -> dict[str, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from esper.events import Event
+from esper.runs import Event
 
 
 class RoundFought(Event, tag="round_fought"):

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Weights = Mapping[str, "Tensor"]
-Kind = Literal["anchor", "candidate", "member", "retired"]
+EntryKind = Literal["anchor", "candidate", "member", "retired"]
 
 LEARNER = "learner"
 VERSION = 2  # of the state; a higher one is refused. In version 1 no record told of maps
@@ -44,7 +44,7 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One player."""
 
     name: str
-    kind: Kind
+    kind: EntryKind
     step: int | None = None  # of the learner, as events count it, when it entered; anchors have none
 
 
@@ -261,7 +261,7 @@ class League:
             league._weights = {entry.name: _weights_of(entry.name, weights) for entry in told.entries if _is_playing(entry)}
         return league
 
-    def _names(self, kind: Kind) -> tuple[str, ...]:
+    def _names(self, kind: EntryKind) -> tuple[str, ...]:
         return tuple(entry.name for entry in self._entries.values() if entry.kind == kind)
 
     def _check_is_free(self, name: str) -> None:
@@ -293,5 +293,5 @@ def _weights_of(name: str, weights: Mapping[str, Weights]) -> dict[str, Tensor]:
     return dict(weights[name])
 
 
-def _with_article(kind: Kind) -> str:
+def _with_article(kind: EntryKind) -> str:
     return {"anchor": "an anchor", "candidate": "a candidate", "member": "a member", "retired": "a past self that has left"}[kind]

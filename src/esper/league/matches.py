@@ -15,7 +15,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from esper.arena.arena import Arena, Scene
+from esper.arena.arena import Arena, StepResult
 from esper.arena.bots import Bot
 from esper.arena.config import ArenaConfig
 from esper.arena.recorder import Recorder
@@ -43,7 +43,7 @@ def unseen(purpose: str, seed: int) -> int:
     return Streams(seed).spawn(f"ground of {purpose}").integer("maps")
 
 
-class Ground:
+class MatchArena:
     """An arena for matches, made once: every match is fought on the maps of one seed, so that players meet the same battles.
 
     `config.battles` are those with each of `rivals` rivals. There are as many maps as pairs of them, whatever the config says.
@@ -66,7 +66,7 @@ class Ground:
         first: Contender,
         second: Contender,
         *,
-        on_scene: Callable[[Scene], None] | None = None,
+        on_step: Callable[[StepResult], None] | None = None,
         recorders: Sequence[Recorder] = (),
         draws: bool = False,
     ) -> MatchResult:
@@ -75,14 +75,14 @@ class Ground:
 
         Recorders are of this ground's arena, and new: they see their battles from the beginning to the end.
         """
-        return self.play_all(first, [second], on_scene=on_scene, recorders=recorders, draws=draws)[0]
+        return self.play_all(first, [second], on_step=on_step, recorders=recorders, draws=draws)[0]
 
     def play_all(
         self,
         first: Contender,
         rivals: Sequence[Contender],
         *,
-        on_scene: Callable[[Scene], None] | None = None,
+        on_step: Callable[[StepResult], None] | None = None,
         recorders: Sequence[Recorder] = (),
         draws: bool = False,
     ) -> list[MatchResult]:
@@ -90,24 +90,24 @@ class Ground:
         if len(rivals) != self.rivals:
             raise ValueError(f"this ground is made for {self.rivals} rivals; got {len(rivals)}")
         arena, config = self.arena, self.arena.config
-        scene = arena.reset()
+        result = arena.reset()
         battles = torch.arange(config.battles, device=arena.device)
         side = battles % 2
-        players = [self._seated(first, side_rows(battles, side, teams=config.teams), 1, draws=draws)]
+        players = [self._seated(first, side_rows(battles, side, team_size=config.team_size), 1, draws=draws)]
         for number, rival in enumerate(rivals):
             theirs = battles[battles // 2 % self.rivals == number]
-            players.append(self._seated(rival, side_rows(theirs, 1 - side[theirs], teams=config.teams), 2 + number, draws=draws))
+            players.append(self._seated(rival, side_rows(theirs, 1 - side[theirs], team_size=config.team_size), 2 + number, draws=draws))
         tally = Tally(config.battles, arena.device)
         for recorder in recorders:
             recorder.begin()
         for decision in range(config.decisions):
-            actions = join([(player.rows, player.act(scene)) for player in players], config.battles * config.units)
-            scene = arena.step(actions)
-            tally.add(scene, side)
+            actions = join([(player.rows, player.act(result)) for player in players], config.battles * config.units)
+            result = arena.step(actions)
+            tally.add(result, side)
             for recorder in recorders:
-                recorder.add(actions, scene)
-            if on_scene is not None:
-                on_scene(scene)
+                recorder.add(actions, result)
+            if on_step is not None:
+                on_step(result)
             if decision % 10 == 9 and tally.is_over():
                 break
         assert tally.is_over(), "a battle went on beyond its time"
@@ -130,12 +130,12 @@ class Tally:
         self.by_time = torch.zeros(battles, dtype=torch.bool, device=device)
         self.length = torch.zeros(battles, device=device)
 
-    def add(self, scene: Scene, side: Tensor) -> None:
-        is_new = scene.ended & (self.points < 0)
-        outcome = torch.where(scene.winner == -1, 1, torch.where(scene.winner == side, 2, 0))
+    def add(self, result: StepResult, side: Tensor) -> None:
+        is_new = result.ended & (self.points < 0)
+        outcome = torch.where(result.winner == -1, 1, torch.where(result.winner == side, 2, 0))
         self.points = torch.where(is_new, outcome, self.points)
-        self.by_time = self.by_time | (is_new & scene.by_time)
-        self.length = torch.where(is_new, scene.last[:, 0], self.length)
+        self.by_time = self.by_time | (is_new & result.by_time)
+        self.length = torch.where(is_new, result.last[:, 0], self.length)
 
     def is_over(self) -> bool:
         return bool((self.points >= 0).all())

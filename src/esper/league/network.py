@@ -19,14 +19,13 @@ from esper.arena.config import ArenaConfig
 from esper.arena.env import observation_spec
 from esper.arena.layout import parts, state_width
 from esper.arena.orders import action_spec
-from esper.checkpoint import load_module
 from esper.league.training_config import ArenaTrainConfig, UnitNetworkConfig
 from esper.rl.config import NetworkConfig
-from esper.rl.dense import Dense
 from esper.rl.distributions import ActionDistribution
-from esper.rl.networks import initialize, mlp
+from esper.rl.networks import Dense, initialize, mlp
 from esper.rl.policy import Policy
 from esper.rng import Streams
+from esper.runs import load_module
 from esper.vecenv import Obs
 
 _ACTIVATION = "relu"

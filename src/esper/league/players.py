@@ -10,18 +10,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from esper.arena.arena import Scene
+from esper.arena.arena import StepResult
 from esper.arena.bots import Bot
 from esper.arena.env import unit_rows
+from esper.rl.collector import Staging
 from esper.rl.policy import Policy
-from esper.rl.staging import Staging
 from esper.vecenv import Actions
 
 
 class Player(Protocol):
     rows: Tensor  # [R] int64, which of the B·U units it drives
 
-    def act(self, scene: Scene) -> Actions:
+    def act(self, result: StepResult) -> Actions:
         """Actions of its rows, on the scene's device."""
         ...
 
@@ -38,7 +38,7 @@ class BotPlayer:
     def __init__(self, bot: Bot, rows: Tensor) -> None:
         self.bot, self.rows = bot, rows
 
-    def act(self, scene: Scene) -> Actions:
+    def act(self, result: StepResult) -> Actions:
         return {name: value[self.rows] for name, value in self.bot.act().items()}
 
     def state_dict(self) -> dict[str, Any]:
@@ -61,11 +61,11 @@ class PolicyPlayer:
         self.is_elsewhere = rows.device != policy.device
         self._there, self._back = Staging(policy.device), Staging(rows.device)
 
-    def act(self, scene: Scene) -> Actions:
-        seen = {f"obs/{name}": value[self.rows] for name, value in unit_rows(scene).items()}
-        seen |= {f"masks/{name}": value[self.rows] for name, value in scene.masks.items()}
-        seen["starts"] = scene.ended[self.battle]
-        if scene.is_first:
+    def act(self, result: StepResult) -> Actions:
+        seen = {f"obs/{name}": value[self.rows] for name, value in unit_rows(result).items()}
+        seen |= {f"masks/{name}": value[self.rows] for name, value in result.masks.items()}
+        seen["starts"] = result.ended[self.battle]
+        if result.is_first:
             seen["starts"] = torch.ones_like(seen["starts"])
         if self.is_elsewhere:
             seen = self._there.move(seen)
@@ -97,10 +97,10 @@ class PolicyPlayer:
         self.state = saved["state"].to(self.state.device)
 
 
-def side_rows(battles: Tensor, sides: Tensor, *, teams: int) -> Tensor:
+def side_rows(battles: Tensor, sides: Tensor, *, team_size: int) -> Tensor:
     """The rows [len·T] of one side of some battles: `sides` says which, 0 or 1, for each of `battles`."""
-    first = battles * (2 * teams) + sides * teams
-    return (first.unsqueeze(1) + torch.arange(teams, device=battles.device)).flatten()
+    first = battles * (2 * team_size) + sides * team_size
+    return (first.unsqueeze(1) + torch.arange(team_size, device=battles.device)).flatten()
 
 
 def join(actions: list[tuple[Tensor, Actions]], rows: int) -> Actions:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 MATCH_BATTLES = 32
 LEAST_SIGMA = 1.0
-HOW_TO_INSTALL = "install openskill with: pip install 'esper[league]'"
+HOW_TO_INSTALL = "install openskill with: pip install 'esper-grow[league]'"
 
 Outcome = Literal["win", "draw", "loss"]
 _RANKS: dict[Outcome, list[float]] = {"win": [0, 1], "draw": [0, 0], "loss": [1, 0]}  # lower is better

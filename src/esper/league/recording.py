@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
-from esper.arena.arena import Scene
+from esper.arena.arena import StepResult
 from esper.arena.config import ArenaConfig
 from esper.arena.recorder import Recorder
-from esper.league.matches import Contender, Ground, MatchResult
+from esper.league.matches import Contender, MatchArena, MatchResult
 
 _WATCHED = 8  # battles that are recorded at once in search of one that is won
 
@@ -36,22 +36,22 @@ def play_and_record(
     battle: int | None = None,
     names: tuple[str, str] | None = None,
     device: torch.device | str = "cpu",
-    on_scene: Callable[[Scene], None] | None = None,
+    on_step: Callable[[StepResult], None] | None = None,
     draws: bool = False,
 ) -> Recorded:
-    """A match as `Ground.play` has it, with the replay of the battle in one place. Without `battle`, of one that the first player won, if
-    it won any. `names` are those of the players in the replay."""
-    ground = Ground(config, seed=seed, device=device)
+    """Play a match as `MatchArena.play` does, and record the battle in one place. Without `battle`, record one that the first player won,
+    if it won any. `names` are those of the players in the replay."""
+    match_arena = MatchArena(config, seed=seed, device=device)
     called = names or (_name(first), _name(second))
     places = range(min(_WATCHED, config.battles)) if battle is None else [battle]
-    recorders = [_recorder(ground, place, called) for place in places]
-    result = ground.play(first, second, on_scene=on_scene, recorders=recorders, draws=draws)
+    recorders = [_recorder(match_arena, place, called) for place in places]
+    result = match_arena.play(first, second, on_step=on_step, recorders=recorders, draws=draws)
     wanted = result.won if battle is None else (battle,)
     kept = next((recorder for recorder in recorders if recorder.battle in wanted), None)
     if kept is None and wanted:
         # It won elsewhere. The same match once more is the same battles once more.
-        kept = _recorder(ground, wanted[0], called)
-        ground.play(first, second, recorders=[kept], draws=draws)
+        kept = _recorder(match_arena, wanted[0], called)
+        match_arena.play(first, second, recorders=[kept], draws=draws)
         if kept.winner != kept.battle % 2:
             return Recorded(result, None, None, None)
     if kept is None:
@@ -59,9 +59,9 @@ def play_and_record(
     return Recorded(result, kept.write(path), kept.battle, kept.winner)
 
 
-def _recorder(ground: Ground, place: int, names: tuple[str, str]) -> Recorder:
+def _recorder(match_arena: MatchArena, place: int, names: tuple[str, str]) -> Recorder:
     """The first player is the first team in even places."""
-    return Recorder(ground.arena, place, teams=names if place % 2 == 0 else (names[1], names[0]))
+    return Recorder(match_arena.arena, place, teams=names if place % 2 == 0 else (names[1], names[0]))
 
 
 def _name(player: Contender) -> str:

@@ -20,28 +20,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from esper.arena.arena import Arena, Scene
+from esper.arena.arena import Arena, StepResult
 from esper.arena.bots import BOTS, Bot
 from esper.arena.env import ends, observation_spec, unit_rows
 from esper.arena.rewards import Rewards
-from esper.events import Event
 from esper.league.dealing import SELF, deal, is_seat
 from esper.league.events import LeagueChanged, RoundFought
 from esper.league.league import LEARNER, League
 from esper.league.network import make_player
+from esper.league.opponent_slots import OpponentSlot, OpponentSlots
 from esper.league.players import BotPlayer, Player, PolicyPlayer, join, side_rows
 from esper.league.record import Record
-from esper.league.seats import Seat, Seats
 from esper.league.training_config import ArenaTrainConfig
 from esper.league.trials import Trials
 from esper.parallel import ALONE, Group
 from esper.rl.policy import Policy
 from esper.rng import Streams
+from esper.runs import Event
 from esper.vecenv import Actions, Timestep
 
 
 @dataclass
-class Table:
+class OpponentGroup:
     """Some battles, and who the learner fights there. `opponent` is None where both sides are the learner."""
 
     name: str  # of a bot, "self", or of a seat for past selves
@@ -72,9 +72,9 @@ class SelfPlay:
         self.side = torch.arange(config.arena.battles, device=device) % 2  # of the learner, where it has only one
         self.learner: Policy | None = None
         places = torch.split(torch.arange(config.arena.battles, device=device), list(dealt.values()))
-        self.tables = [Table(name, place, self._opponent(name, place)) for name, place in zip(dealt, places, strict=True)]
+        self.tables = [OpponentGroup(name, place, self._opponent(name, place)) for name, place in zip(dealt, places, strict=True)]
         self.table_of = torch.cat([torch.full_like(table.battles, index) for index, table in enumerate(self.tables)])
-        self.seats = self._placed_seats()
+        self.opponent_slots = self._placed_seats()
         self.rows = self._learning_rows()
         self.num_envs = len(self.rows)
         self.results = torch.zeros(len(self.tables), 3, dtype=torch.int64, device=device)  # won, drawn, lost
@@ -82,7 +82,7 @@ class SelfPlay:
         self.updates = 0
         self.overflow = 0  # of all rounds that were told
         self.paid = torch.zeros(len(Rewards._fields), dtype=torch.float64, device=device)  # parts of the rewards, of all rows that learn
-        self.scene: Scene | None = None
+        self.result: StepResult | None = None
         self._set_team()
 
     # Who drives whom
@@ -91,27 +91,29 @@ class SelfPlay:
         if name == SELF:
             return None
         arena = self.config.arena
-        rows = side_rows(battles, 1 - self.side[battles], teams=arena.teams)
+        rows = side_rows(battles, 1 - self.side[battles], team_size=arena.team_size)
         if not is_seat(name):
             return BotPlayer(Bot(name, self.arena, seed=self.streams.integer(name)), rows)
         device = torch.device(self.config.selfplay.opponent_device or self.device)
         policy = make_player(self.config, device=device)
         return PolicyPlayer(policy, rows, units=arena.units, generator=self.streams.torch(name, device))
 
-    def _placed_seats(self) -> Seats:
+    def _placed_seats(self) -> OpponentSlots:
         config = self.config
         rollouts = config.selfplay.seat_rollouts or -(-config.arena.decisions // config.ppo.num_steps)
-        seats = {table.name: Seat(table.opponent, table.battles) for table in self.tables if isinstance(table.opponent, PolicyPlayer)}
-        return Seats(seats, rollouts=rollouts, battles=config.arena.battles, device=self.device)
+        opponent_slots = {
+            table.name: OpponentSlot(table.opponent, table.battles) for table in self.tables if isinstance(table.opponent, PolicyPlayer)
+        }
+        return OpponentSlots(opponent_slots, rollouts=rollouts, battles=config.arena.battles, device=self.device)
 
     def _learning_rows(self) -> Tensor:
-        teams = self.config.arena.teams
+        team_size = self.config.arena.team_size
         rows = []
         for table in self.tables:
             side = self.side[table.battles]
-            rows.append(side_rows(table.battles, side, teams=teams))
+            rows.append(side_rows(table.battles, side, team_size=team_size))
             if table.opponent is None:
-                rows.append(side_rows(table.battles, 1 - side, teams=teams))
+                rows.append(side_rows(table.battles, 1 - side, team_size=team_size))
         return torch.cat(rows)
 
     def attach(self, learner: Policy) -> None:
@@ -120,7 +122,7 @@ class SelfPlay:
 
     def _draw_opponents(self) -> None:
         assert self.learner is not None
-        self.seats.draw(self.league, self.learner, decision=self.decisions, update=self.updates, rng=self.streams.numpy("seats"))
+        self.opponent_slots.draw(self.league, self.learner, decision=self.decisions, update=self.updates, rng=self.streams.numpy("seats"))
 
     # The environment
 
@@ -129,34 +131,34 @@ class SelfPlay:
         return self._timestep(self.arena.reset())
 
     def step(self, actions: Actions) -> Timestep:
-        assert self.scene is not None, "reset first"
+        assert self.result is not None, "reset first"
         if self.decisions and self.decisions % self.config.ppo.num_steps == 0:
             self._between_rollouts()
         said = [(self.rows, actions)]
-        said += [(table.opponent.rows, table.opponent.act(self.scene)) for table in self.tables if table.opponent is not None]
-        scene = self.arena.step(join(said, self.config.arena.battles * self.config.arena.units))
+        said += [(table.opponent.rows, table.opponent.act(self.result)) for table in self.tables if table.opponent is not None]
+        result = self.arena.step(join(said, self.config.arena.battles * self.config.arena.units))
         self.decisions += 1
-        self._count(scene)
-        assert scene.parts is not None  # only a reset pays nothing
-        self.paid += torch.stack([part.flatten()[self.rows].sum() for part in scene.parts])
-        return self._timestep(scene)
+        self._count(result)
+        assert result.parts is not None  # only a reset pays nothing
+        self.paid += torch.stack([part.flatten()[self.rows].sum() for part in result.parts])
+        return self._timestep(result)
 
-    def _timestep(self, scene: Scene) -> Timestep:
-        self.scene = scene
+    def _timestep(self, result: StepResult) -> Timestep:
+        self.result = result
         rows = self.rows
-        terminated = ends(scene).flatten()[rows]
+        terminated = ends(result).flatten()[rows]
         return Timestep(
-            obs={name: value[rows] for name, value in unit_rows(scene).items()},
-            reward=scene.reward.flatten()[rows],
+            obs={name: value[rows] for name, value in unit_rows(result).items()},
+            reward=result.reward.flatten()[rows],
             terminated=terminated,
             truncated=torch.zeros_like(terminated),
-            masks={name: mask[rows] for name, mask in scene.masks.items()},
-            valid=scene.was_alive.flatten()[rows] if not scene.is_first else None,
+            masks={name: mask[rows] for name, mask in result.masks.items()},
+            valid=result.was_alive.flatten()[rows] if not result.is_first else None,
         )
 
-    def _count(self, scene: Scene) -> None:
-        outcome = torch.where(scene.winner == -1, 1, torch.where(scene.winner == self.side, 0, 2))
-        counts = scene.ended & self.seats.is_credited(scene.last[:, 0], self.decisions)
+    def _count(self, result: StepResult) -> None:
+        outcome = torch.where(result.winner == -1, 1, torch.where(result.winner == self.side, 0, 2))
+        counts = result.ended & self.opponent_slots.is_credited(result.last[:, 0], self.decisions)
         self.results.view(-1).scatter_add_(0, self.table_of * 3 + outcome, counts.long())
 
     def close(self) -> None:
@@ -175,7 +177,7 @@ class SelfPlay:
         self.paid.zero_()
         told: dict[str, Record] = {}  # of this rank
         for index, table in enumerate(self.tables):
-            name = (self.seats.name(table.name) or LEARNER) if is_seat(table.name) else table.name
+            name = (self.opponent_slots.name(table.name) or LEARNER) if is_seat(table.name) else table.name
             won, drawn, lost = counts[3 * index : 3 * index + 3]
             told[name] = told.get(name, Record()) + Record(won, drawn, lost)
         for name, (won, drawn, lost) in itertools.chain(*(rank.items() for rank in self.group.gather_objects(_plain(told)))):
@@ -185,7 +187,7 @@ class SelfPlay:
             RoundFought(
                 update=self.updates,
                 results=_plain(told),
-                opponents=[name for name in self.seats.names if name is not None],
+                opponents=[name for name in self.opponent_slots.names if name is not None],
                 team=self._set_team(),
                 overflow=overflow - self.overflow,
                 reward=dict(zip(Rewards._fields, numbers, strict=False)),
@@ -198,7 +200,7 @@ class SelfPlay:
 
     def _set_team(self) -> int:
         """The curriculum: teams grow by one every so many updates."""
-        first, most = self.config.selfplay.first_team, self.config.arena.teams
+        first, most = self.config.selfplay.first_team, self.config.arena.team_size
         team = most if first is None else min(most, first + self.updates // self.config.selfplay.team_grows)
         self.arena.set_largest_team(team)
         return team
@@ -226,19 +228,19 @@ class SelfPlay:
 
     def state_dict(self) -> dict[str, Any]:
         """In memory of its own: what is counted and who is seated is written over. Only rank 0 saves the league."""
-        assert self.scene is not None, "reset first"
+        assert self.result is not None, "reset first"
         is_first = self.group.rank == 0
         return {
             "arena": self.arena.state_dict(),
             "streams": self.streams.state_dict(),
             "league": self.league.to_state() if is_first else None,
             "members": self.league.weights if is_first else {},
-            "seats": self.seats.state_dict(),
+            "seats": self.opponent_slots.state_dict(),
             "seated": [self._seat_state(table.opponent) for table in self.tables],
             "results": self.results.clone(),
             "paid": self.paid.clone(),
             "counters": {"steps": self.decisions, "updates": self.updates, "overflow": self.overflow},
-            "ended": self.scene.ended.clone(),
+            "ended": self.result.ended.clone(),
         }
 
     def _seat_state(self, player: Player | None) -> dict[str, Any] | None:
@@ -253,8 +255,8 @@ class SelfPlay:
         self.streams.load_state_dict(saved["streams"])
         state, members = self.group.first(lambda: (saved["league"], saved["members"]))
         self.league = League.from_state(state, members, config=self.config.league)
-        self.seats.load_state_dict(saved["seats"])
-        strangers = [name for name in self.seats.names if name is not None and name not in self.league.members]
+        self.opponent_slots.load_state_dict(saved["seats"])
+        strangers = [name for name in self.opponent_slots.names if name is not None and name not in self.league.members]
         if self.group.any(bool(strangers)):
             raise ValueError(
                 "it was saved when every rank had a league of its own, and past selves sit in seats that the league of rank 0 does not "
@@ -273,7 +275,7 @@ class SelfPlay:
         self.decisions, self.updates, self.overflow = counters["steps"], counters["updates"], counters["overflow"]
         self._set_team()
         # Memories of past selves begin anew where a battle had just ended, and nowhere else.
-        self.scene = self.arena.look()._replace(ended=saved["ended"].to(self.device), is_first=False)
+        self.result = self.arena.look()._replace(ended=saved["ended"].to(self.device), is_first=False)
 
 
 def _plain(records: dict[str, Record]) -> dict[str, tuple[int, int, int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from esper.league.league import Kind, League
+from esper.league.league import EntryKind, League
 from esper.league.ratings import HOW_TO_INSTALL, Rating
 from esper.league.record import Record
 from esper.text_table import aligned
@@ -14,7 +14,7 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     """One line of the standings."""
 
     name: str
-    kind: Kind
+    kind: EntryKind
     step: int | None
     rating: Rating | None  # None in a league without ratings
     games: int

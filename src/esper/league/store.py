@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 import esper
-from esper.checkpoint.files import FileDigest, digest, to_json
-from esper.checkpoint.tensors import decode_tensors, encode_tensors, read_tensors
 from esper.files import (
     MAX_JSON_BYTES,
     FileError,
@@ -34,6 +32,8 @@ from esper.files import (
     write_file,
 )
 from esper.league.league import League, LeagueError, Weights
+from esper.runs.checkpoints import FileDigest, digest, to_json
+from esper.runs.tensors import decode_tensors, encode_tensors, read_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,7 +1,7 @@
 """Training by self-play: a run of `esper.rl` in the arena, with a league that grows beside it.
 
     result = train_arena(ArenaTrainConfig(), "runs/arena")
-    result = resume_arena("runs/arena")                                   # after a crash, or for more steps
+    result = train_arena(None, "runs/arena", resume=True)                 # after a crash, or with a config of more steps
     policy, config = load_player("runs/arena")
 
 The league is part of every checkpoint, which is the truth when a run goes on; `league/` in the run's folder is for people, and is written
@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
@@ -23,12 +22,10 @@ import msgspec
 import torch
 from torch import nn
 
-from esper.arena.config import ArenaConfig
-from esper.checkpoint import load_module
 from esper.config import load_saved
 from esper.devices import determinism, find_device, threads
 from esper.league.league import League
-from esper.league.matches import Ground, MatchResult, unseen
+from esper.league.matches import MatchArena, MatchResult, unseen
 from esper.league.network import make_parts, make_player
 from esper.league.selfplay import SelfPlay
 from esper.league.store import FOLDER, LeagueStore, read_weights
@@ -39,20 +36,22 @@ from esper.rl.evaluate import Evaluation
 from esper.rl.policy import Policy
 from esper.rl.ppo import PPO
 from esper.rl.run_setup import Relay
-from esper.rl.runs import Kind, Result, RunOptions, resume_run, train_run
+from esper.rl.training import RunOptions, RunResult, Trainer, run_trainer
 from esper.rng import Streams
-from esper.run_folder import CONFIG, RunError, check_holds_a_run
+from esper.runs import load_module
+from esper.runs.folder import CONFIG, RunError, check_holds_a_run
 
 
-def train_arena(config: ArenaTrainConfig, folder: Path | str | None = None, **options: Unpack[RunOptions]) -> Result:
-    """Trains a new player in a folder of its own. Stops after the update in which `should_stop()` becomes true, with a checkpoint."""
-    return train_run(config, folder, kind=ARENA, **options)
+def train_arena(
+    config: ArenaTrainConfig | None, folder: Path | str | None = None, *, resume: bool = False, **options: Unpack[RunOptions]
+) -> RunResult:
+    """Train a player in the folder of a new run; with `resume`, go on with the run in the folder, in the middle of its battles.
 
-
-def resume_arena(folder: Path | str, *, config: ArenaTrainConfig | None = None, **options: Unpack[RunOptions]) -> Result:
-    """Goes on from the latest checkpoint, in the middle of its battles. `config` may ask for more steps than the saved one."""
-    kind = _GOES_ON if open_store(folder).has_any() else ARENA  # without a checkpoint it begins from the start
-    return resume_run(folder, config=config, kind=kind, **options)
+    A resumed run needs no `config`; one that is given may ask for more steps. The run stops after the update in which `should_stop()`
+    becomes true, with a checkpoint.
+    """
+    has_begun = resume and folder is not None and open_store(folder).has_any()  # without a checkpoint it begins from the start
+    return run_trainer(_GOES_ON if has_begun else ARENA, config, folder, resume=resume, **options)
 
 
 @contextlib.contextmanager
@@ -71,10 +70,7 @@ def prepare_arena(config: ArenaTrainConfig, group: Group = ALONE, *, begins: boo
             env.attach(ppo.policy)
         except (ValueError, ImportError) as error:
             raise RunError(str(error)) from error
-        try:
-            yield ppo, relay
-        finally:
-            _ground.cache_clear()  # its maps and recorded steps hold memory of the device
+        yield ppo, relay
 
 
 def _prepare(config: ArenaTrainConfig, encoder: nn.Module | None, group: Group) -> contextlib.AbstractContextManager[tuple[PPO, Relay]]:
@@ -87,24 +83,43 @@ def _prepare_to_go_on(
     return prepare_arena(config, group, begins=False)
 
 
+class BotEvaluator:
+    """Scores policies by battles against a bot: one battle counts 1, 0.5 or 0, and each two neighbours share a map.
+
+    The arena is made for the first score and kept until `close`: a new one would make its maps again, and record its step in new memory
+    of the GPU.
+    """
+
+    def __init__(self, config: ArenaTrainConfig) -> None:
+        self.config = config
+        self._arenas: dict[int, MatchArena] = {}
+
+    def score(self, policy: Policy, seed: int, should_stop: Callable[[], bool] = lambda: False) -> Evaluation | None:
+        config = self.config
+        if not config.eval_battles:
+            return None
+        if seed not in self._arenas:
+            self._arenas = {seed: evaluation_arena(config, config.eval_battles, seed, policy.device)}  # one at a time
+        result = self._arenas[seed].play(policy, config.eval_against)
+        return Evaluation(list(result.points), [round(result.decisions)] * len(result.points))
+
+    def close(self) -> None:
+        self._arenas.clear()
+
+
+def evaluation_arena(config: ArenaTrainConfig, battles: int, seed: int, device: torch.device) -> MatchArena:
+    """Return an arena of full teams, on maps that nobody trains on."""
+    arena = msgspec.structs.replace(config.arena, battles=battles, smallest_team=None)
+    return MatchArena(arena, seed=unseen("evaluation", seed), device=device)
+
+
 def _score(config: ArenaTrainConfig, policy: Policy, seed: int) -> Evaluation | None:
-    """Battles against the anchor that the config names; one battle counts 1, 0.5 or 0, and each two neighbours share a map."""
-    if not config.eval_battles:
-        return None
-    result = against_bot(policy, config, config.eval_against, battles=config.eval_battles, seed=seed)
-    return Evaluation(list(result.points), [round(result.decisions)] * len(result.points))
+    return BotEvaluator(config).score(policy, seed)
 
 
 def against_bot(policy: Policy, config: ArenaTrainConfig, bot: str, *, battles: int, seed: int, draws: bool = False) -> MatchResult:
-    """A match of full teams, on maps that nobody trains on. The policy takes the likeliest actions, or with `draws` draws them."""
-    arena = msgspec.structs.replace(config.arena, battles=battles, smallest_team=None)
-    return _ground(arena, unseen("evaluation", seed), policy.device).play(policy, bot, draws=draws)
-
-
-@functools.lru_cache(maxsize=1)
-def _ground(arena: ArenaConfig, seed: int, device: torch.device) -> Ground:
-    """Kept from one evaluation of a run to the next: a new one makes its maps again, and records its step in new memory of the GPU."""
-    return Ground(arena, seed=seed, device=device)
+    """Play a match of full teams against a bot. The policy takes the likeliest actions; with `draws`, it draws them."""
+    return evaluation_arena(config, battles, seed, policy.device).play(policy, bot, draws=draws)
 
 
 def write_league(folder: Path, config: ArenaTrainConfig, step: int, state: dict[str, Any]) -> None:
@@ -114,13 +129,14 @@ def write_league(folder: Path, config: ArenaTrainConfig, step: int, state: dict[
         LeagueStore(folder / FOLDER).save(League.from_state(saved["league"], saved["members"]))
 
 
-ARENA = Kind(
+ARENA = Trainer(
     config=ArenaTrainConfig,
-    title=lambda config: f"arena-{config.arena.teams}v{config.arena.teams}",
+    title=lambda config: f"arena-{config.arena.team_size}v{config.arena.team_size}",
     prepare=_prepare,
     changeable=("total_steps", "threads", "checkpoint_every", "keep", "eval_battles", "eval_against"),
     score=_score,
     is_evaluated=lambda config: config.eval_battles > 0,
+    make_evaluator=BotEvaluator,
     run_kind="arena",
     after_checkpoint=write_league,
 )

@@ -82,5 +82,5 @@ class ArenaTrainConfig(ShownConfig):
         if self.ppo.normalize_observations:
             raise ConfigError("ppo.normalize_observations", expected="false: observations of the arena are scaled already", got=True)
         first = self.selfplay.first_team
-        if first is not None and first > self.arena.teams:
-            raise ConfigError("selfplay.first_team", expected=f"at most arena.teams ({self.arena.teams})", got=first)
+        if first is not None and first > self.arena.team_size:
+            raise ConfigError("selfplay.first_team", expected=f"at most arena.team_size ({self.arena.team_size})", got=first)

@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from esper.league.league import League, Settled
-from esper.league.matches import Contender, Ground
+from esper.league.matches import Contender, MatchArena
 from esper.league.network import make_player
 from esper.league.record import Record
 from esper.league.training_config import ArenaTrainConfig
@@ -29,7 +29,7 @@ class Trials:
 
     def __init__(self, config: ArenaTrainConfig, *, seed: int, device: torch.device, group: Group = ALONE) -> None:
         self.config, self.seed, self.device, self.group = config, seed, device, group
-        self._ground: Ground | None = None
+        self._match_arena: MatchArena | None = None
 
     def enter(self, league: League, name: str, step: int, learner: Policy) -> tuple[League, Settled, dict[str, Record]]:
         """A copy of the learner enters the league, fights, and stays if it beats the best member. Returns the league as rank 0 has it
@@ -54,12 +54,12 @@ class Trials:
         """The candidate's results in this rank's share of the battles, on maps of this trial alone. Policies draw their actions, as they
         do when they sit opposite the learner."""
         seed = Streams(self.seed).spawn("trials").integer(trial)
-        if self._ground is None or self._ground.rivals != len(rivals):  # the first trial has no best member to beat
+        if self._match_arena is None or self._match_arena.rivals != len(rivals):  # the first trial has no best member to beat
             pairs = -(-self.config.selfplay.entry_battles // (2 * self.group.world_size))
             arena = msgspec.structs.replace(self.config.arena, battles=2 * pairs, smallest_team=None)
-            self._ground = Ground(arena, seed=seed, device=self.device, rivals=len(rivals))
-        self._ground.open(seed)
-        return [result.record for result in self._ground.play_all(policy, rivals, draws=True)]
+            self._match_arena = MatchArena(arena, seed=seed, device=self.device, rivals=len(rivals))
+        self._match_arena.open(seed)
+        return [result.record for result in self._match_arena.play_all(policy, rivals, draws=True)]
 
     def _player(self, league: League, name: str) -> Contender:
         return name if name in league.anchors else make_player(self.config, league.weights[name], device=self.device)

@@ -7,40 +7,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from esper.lazy import names_of
+from esper.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from esper.rl.checkpoints import load_policy
-    from esper.rl.config import NetworkConfig, PPOConfig
-    from esper.rl.evaluate import Evaluation
-    from esper.rl.events import Update
-    from esper.rl.policy import Policy
-    from esper.rl.ppo import PPO, TrainingStopped
-    from esper.rl.run_config import TrainConfig
-    from esper.rl.runs import Result, RunError, resume_run, train_run
-    from esper.rl.video import record_video
+    from esper.rl.checkpoints import load_policy as load_policy
+    from esper.rl.config import NetworkConfig as NetworkConfig, PPOConfig as PPOConfig
+    from esper.rl.evaluate import Evaluation as Evaluation, record_video as record_video
+    from esper.rl.events import Update as Update
+    from esper.rl.policy import Policy as Policy
+    from esper.rl.ppo import PPO as PPO, TrainingStopped as TrainingStopped
+    from esper.rl.run_config import TrainConfig as TrainConfig
+    from esper.rl.training import RunResult as RunResult, train_run as train_run
+    from esper.runs.folder import RunError as RunError
 
-_MODULES = {
-    "PPO": "ppo",
-    "Evaluation": "evaluate",
-    "NetworkConfig": "config",
-    "PPOConfig": "config",
-    "Policy": "policy",
-    "Result": "runs",
-    "RunError": "runs",
-    "TrainConfig": "run_config",
-    "TrainingStopped": "ppo",
-    "Update": "events",
-    "load_policy": "checkpoints",
-    "record_video": "video",
-    "resume_run": "runs",
-    "train_run": "runs",
-}
-
-__all__ = [
-    "PPO", "Evaluation", "NetworkConfig", "PPOConfig", "Policy", "Result", "RunError", "TrainConfig", "TrainingStopped", "Update",
-    "load_policy", "record_video", "resume_run", "train_run",
-]  # fmt: skip
-
-
-__getattr__, __dir__ = names_of(__name__, _MODULES)
+__getattr__, __dir__, __all__ = lazy_names(__name__)

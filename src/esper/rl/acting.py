@@ -19,11 +19,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from esper.rl.dense import Dense
-from esper.rl.networks import Encoder
-from esper.rl.packed_lstm import SMALL_PRODUCT, run_steps
+from esper.rl.networks import Dense, Encoder
 from esper.rl.policy import Policy
-from esper.rl.recurrent import LSTM, NoMemory, Pair
+from esper.rl.recurrent import LSTM, SMALL_PRODUCT, ActorCriticCores, NoMemory, run_steps
 from esper.vecenv import Obs
 
 Array = NDArray[Any]
@@ -44,7 +42,7 @@ def plain_step(policy: Policy) -> Step:
 def fused_step(policy: Policy) -> Step | None:
     """Return the step of a policy with its weights as they are now, or None where a part of it is not one of ours."""
     encoder, core, actor = policy.encoder, policy.core, policy.actor
-    memories: list[nn.Module] = [] if type(core) is NoMemory else [core.actor, core.critic] if type(core) is Pair else [core]
+    memories: list[nn.Module] = [] if type(core) is NoMemory else [core.actor, core.critic] if type(core) is ActorCriticCores else [core]
     is_known = (
         policy.device.type == "cpu"
         and type(encoder) is Encoder

@@ -1,28 +1,167 @@
-"""A rollout turned into what the update reads: advantages, targets and old log-probabilities, flattened and ready to be gathered.
+"""How a rollout is cut into minibatches of packed fragments.
+
+A rollout [T, N] is cut into units: `length` consecutive steps of one environment. Units are shuffled and dealt to minibatches. Within its
+unit, an environment's steps are cut again wherever an episode starts; the pieces are the fragments that a recurrent core sees, sorted by
+length and packed time-major (see `esper.rl.recurrent`). Steps that were not real teach nothing, and each is a piece of its own, because
+the step after it starts an episode: such pieces are left out.
+
+This runs on the host with NumPy: it is integer bookkeeping, and the sizes must be known there anyway.
+
+Shapes: T = steps, N = environments, U = units of a minibatch, L = steps in a unit, F = fragments, M = packed steps, at most U·L.
+
+One rollout: what was seen, chosen and paid, in tensors allocated once.
+
+Shapes: T = steps, N = environments, L = steps that gradients flow through, S = state width, H = core width, P = distribution parameters,
+D = discrete heads, C = continuous numbers.
+
+A rollout turned into what the update reads: advantages, targets and old log-probabilities, flattened and ready to be gathered.
 
 Shapes: T = steps, N = environments, M = T·N, J = heads (1 for advantages under a joint ratio).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from esper.parallel import ALONE, Group
 from esper.rl.config import PPOConfig
 from esper.rl.distributions import Choice
-from esper.rl.fragments import Booleans, Fragments
 from esper.rl.gae import gae
 from esper.rl.loss import Counts, Samples, normalize_advantages
 from esper.rl.normalize import RewardNormalizer
 from esper.rl.policy import Policy
-from esper.rl.rollout import Rollout
 from esper.statistics import explained_variance
 from esper.vecenv import Masks, Obs
+
+Integers = NDArray[np.int64]
+Booleans = NDArray[np.bool_]
+
+
+class Fragments(NamedTuple):
+    """One minibatch."""
+
+    rows: Integers  # [M] into the rollout flattened to [T·N], in packed order
+    sizes: list[int]  # fragments that have a step 0, 1, 2, …
+    states: Integers  # [F] into the stored states flattened to [T/L·N]; one past the end for a fragment that starts an episode
+
+
+def minibatches(
+    starts: Booleans, *, length: int, parts: int, rng: np.random.Generator, valid: Booleans | None = None
+) -> Iterator[Fragments]:
+    """One pass over a rollout in random order. `starts` [T, N] is true where a step is the first of an episode, `valid` where it was real
+    (None: everywhere)."""
+    num_steps, num_envs = starts.shape
+    units = rng.permutation(num_steps // length * num_envs)
+    for part in np.array_split(units, parts):
+        yield pack(starts, part, length=length, valid=valid)
+
+
+def pack(starts: Booleans, units: Integers, *, length: int, valid: Booleans | None = None) -> Fragments:
+    """The fragments of some units; unit `u` is chunk `u // N` of environment `u % N`."""
+    num_steps, num_envs = starts.shape
+    chunk, env = np.divmod(units, num_envs)
+    rows = (chunk * length)[:, None] * num_envs + env[:, None] + np.arange(length) * num_envs  # [U, L] into [T·N]
+    if length == 1:
+        kept = _real(valid, rows[:, 0])
+        rows, units = rows[kept], units[kept]
+        return Fragments(rows[:, 0], [len(units)], np.where(starts.ravel()[rows[:, 0]], num_steps * num_envs, units))
+
+    is_start = starts.ravel()[rows]  # [U, L]
+    is_cut = is_start.copy()
+    is_cut[:, 0] = True
+    first = np.flatnonzero(is_cut)  # [F] positions in [U·L]
+    lengths = np.diff(first, append=len(units) * length)
+    kept = _real(valid, rows.ravel()[first])
+    first, lengths = first[kept], lengths[kept]
+    order = np.argsort(-lengths, kind="stable")
+    first, lengths = first[order], lengths[order]
+
+    sizes = np.searchsorted(-lengths, -np.arange(lengths[0]), side="left")  # how many fragments are longer than t
+    steps = np.arange(lengths[0])[:, None]
+    packed = (first + steps)[steps < lengths]  # row-major over time: packed order
+    zero_state = num_steps // length * num_envs
+    states = np.where(is_start.ravel()[first], zero_state, units[first // length])
+    return Fragments(rows.ravel()[packed], sizes.tolist(), states)
+
+
+def _real(valid: Booleans | None, rows: Integers) -> Integers:
+    """Which of some steps were real, as indices; the first one where none was, because a minibatch cannot be empty."""
+    if valid is None:
+        return np.arange(len(rows))
+    kept = np.flatnonzero(valid.ravel()[rows])
+    return kept if len(kept) else np.zeros(1, dtype=np.int64)
+
+
+def split(fragments: Fragments, parts: int) -> list[Fragments]:
+    """Pieces of a minibatch for gradient accumulation. Fragments are dealt out in turn, so that every piece has its share of long ones."""
+    if parts == 1:
+        return [fragments]
+    offsets = np.concatenate(([0], np.cumsum(fragments.sizes)))
+    pieces = []
+    for part in range(min(parts, len(fragments.states))):
+        steps = [np.arange(start + part, stop, parts) for start, stop in itertools.pairwise(offsets)]
+        steps = [step for step in steps if len(step)]
+        pieces.append(Fragments(fragments.rows[np.concatenate(steps)], [len(step) for step in steps], fragments.states[part::parts]))
+    return pieces
+
+
+@dataclass
+class Rollout:
+    """Filled step by step by the collector, read by the learner. All but `states` is [T, N, ...]."""
+
+    obs: Obs  # as the environment gave them
+    masks: Masks  # of the heads that were ever masked
+    choice: Choice
+    parameters: Tensor  # [T, N, P] of the distribution that was acted from
+    features: Tensor  # [T, N, H] what the heads saw
+    states: Tensor  # [T/L, N, S] at the first step of each unit
+    starts: Tensor  # bool: this step is the first of an episode
+    rewards: Tensor  # 0 where they were not finite
+    bad_rewards: Tensor  # bool: the reward was not finite, so the step teaches nothing and no advantage goes past it
+    terminated: Tensor
+    truncated: Tensor
+    valid: Tensor  # bool: the step was real
+    values: Tensor  # in units of the reward
+    next_values: Tensor  # value of what followed the step; 0 where the episode terminated
+
+    @classmethod
+    def allocate(cls, policy: Policy, *, num_steps: int, num_envs: int, length: int) -> Rollout:
+        device = policy.device
+        shape = (num_steps, num_envs)
+
+        def zeros(*tail: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.zeros(*shape, *tail, dtype=dtype, device=device)
+
+        distribution = policy.distribution
+        index = zeros(len(distribution.spec.discrete), dtype=torch.int64)
+        return cls(
+            obs={name: zeros(*part.shape, dtype=part.torch_dtype) for name, part in policy.observation_spec.items()},
+            masks={},
+            choice=Choice(index, zeros(distribution.num_continuous)),
+            parameters=zeros(distribution.num_parameters),
+            features=zeros(policy.core.output_size),
+            states=torch.zeros(num_steps // length, num_envs, policy.core.state_size, device=device),
+            starts=zeros(dtype=torch.bool),
+            rewards=zeros(),
+            bad_rewards=zeros(dtype=torch.bool),
+            terminated=zeros(dtype=torch.bool),
+            truncated=zeros(dtype=torch.bool),
+            valid=torch.ones(shape, dtype=torch.bool, device=device),
+            values=zeros(),
+            next_values=zeros(),
+        )
+
+    @property
+    def ended(self) -> Tensor:
+        return self.terminated | self.truncated
 
 
 @dataclass

@@ -9,12 +9,12 @@ import msgspec
 import torch
 from torch import nn
 
-from esper.checkpoint import Checkpoint, CheckpointError, CheckpointStore, Tree, read_state_file, write_state
 from esper.files import FileError, reason_of
 from esper.rl.config import PPOConfig
 from esper.rl.normalize import is_bytes
 from esper.rl.policy import FILE_KIND, FILE_SCHEMA, Policy
-from esper.run_folder import CHECKPOINTS
+from esper.runs import Checkpoint, CheckpointError, CheckpointStore, Tree, read_state_file, write_state
+from esper.runs.folder import CHECKPOINTS
 from esper.vecenv import ObservationSpec
 
 KIND = "ppo"

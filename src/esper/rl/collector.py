@@ -1,4 +1,16 @@
-"""Acting: steps the environments with the policy and fills a rollout.
+"""Many small tensors over the bus in one transfer.
+
+Environments on the CPU and a learner on a GPU exchange a dozen tensors per step, and each transfer costs more than what it carries.
+A `Staging` lays them side by side in one buffer, pinned on the CPU's side, and moves that.
+
+The last observations of episodes that were cut, kept until the rollout ends and then valued in one go.
+
+The value of what a cut episode would have gone on to is the critic's on its final observation, with the memory that belongs to it: the
+state after the action that was cut.
+
+Shapes: N = environments, S = state width, R = rows kept.
+
+Acting: steps the environments with the policy and fills a rollout.
 
 Per step only what the next step needs is computed: values, log-probabilities and episode returns of all steps come in one go afterwards.
 
@@ -16,14 +28,126 @@ import torch
 from torch import Tensor
 
 from esper.rl.acting import Step, fused_step, plain_step
+from esper.rl.batch import Rollout
 from esper.rl.distributions import Choice, Noise
-from esper.rl.finals import Finals
 from esper.rl.gae import discounted_sums
 from esper.rl.policy import Policy, raise_on_empty_rows
-from esper.rl.rollout import Rollout
-from esper.rl.staging import Staging
-from esper.vecenv import Actions, Masks, Timestep, VecEnv
+from esper.vecenv import Actions, Masks, Obs, Timestep, VecEnv
 from esper.vecenv.check import check_masks, check_timestep
+
+_ALIGNMENT = 16  # bytes; every dtype may start there
+
+
+class Staging:
+    """Moves dictionaries of tensors to `device`. The layout is made for the first one and again whenever shapes or types change.
+
+    What `move` returns are views of a buffer that the next call overwrites, and a transfer from pinned memory may still be under way when
+    `move` returns: whoever calls it again must have synchronised since. Acting does, by reading the actions.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._layout: dict[str, tuple[torch.Size, torch.dtype, int, int]] = {}
+        self._source = self._target = torch.empty(0, dtype=torch.uint8)
+
+    def move(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        layout = _lay_out(tensors)
+        if layout != self._layout:
+            self._allocate(layout, next(iter(tensors.values())).device)
+        for name, tensor in tensors.items():
+            _view(self._source, self._layout[name]).copy_(tensor)
+        self._target.copy_(self._source, non_blocking=self.device.type != "cpu")
+        return {name: _view(self._target, place) for name, place in self._layout.items()}
+
+    def _allocate(self, layout: dict[str, tuple[torch.Size, torch.dtype, int, int]], source: torch.device) -> None:
+        size = max((start + length for _, _, start, length in layout.values()), default=0)
+        pin = torch.cuda.is_available() and source != self.device
+        self._layout = layout
+        self._source = torch.empty(size, dtype=torch.uint8, device=source, pin_memory=pin and source.type == "cpu")
+        self._target = torch.empty(size, dtype=torch.uint8, device=self.device, pin_memory=pin and self.device.type == "cpu")
+
+
+def _lay_out(tensors: dict[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype, int, int]]:
+    """Shape, type, first byte and length of each."""
+    layout, start = {}, 0
+    for name, tensor in tensors.items():
+        length = tensor.numel() * tensor.element_size()
+        layout[name] = (tensor.shape, tensor.dtype, start, length)
+        start += -(-length // _ALIGNMENT) * _ALIGNMENT
+    return layout
+
+
+def _view(buffer: Tensor, place: tuple[torch.Size, torch.dtype, int, int]) -> Tensor:
+    shape, dtype, start, length = place
+    return buffer[start : start + length].view(dtype).view(shape)
+
+
+_MISSING = "an episode was truncated but the environment gave no `final_obs`"
+
+
+class Finals:
+    """Gathers rows where `truncated`. On CPU exactly those; elsewhere into a fixed buffer without asking the device how many."""
+
+    def __init__(self, num_steps: int, num_envs: int, device: torch.device) -> None:
+        self.num_envs = num_envs
+        self.capacity = num_steps * num_envs
+        self.exact = device.type == "cpu"
+        self.device = device
+        self._rows: list[tuple[Obs, Tensor, Tensor]] = []  # final observations, states, positions in [T·N]
+        self._buffer: tuple[Obs, Tensor, Tensor] | None = None
+        self._count = torch.zeros((), dtype=torch.int64, device=device)
+        self._missing = torch.zeros((), dtype=torch.bool, device=device)  # was an episode cut without a final observation?
+
+    def clear(self) -> None:
+        self._rows.clear()
+        self._count.zero_()
+        self._missing.zero_()
+
+    def add(self, step: int, final_obs: Obs | None, state: Tensor, truncated: Tensor) -> None:
+        """Keeps the truncated rows of `final_obs` [N, ...], normalised as usual, and of `state` [N, S] after the action."""
+        if self.exact:
+            envs = truncated.nonzero().squeeze(1)
+            if len(envs):
+                if final_obs is None:
+                    raise ValueError(_MISSING)
+                self._rows.append(({name: value[envs] for name, value in final_obs.items()}, state[envs], envs + step * self.num_envs))
+        elif final_obs is None:
+            self._missing |= truncated.any()
+        else:
+            self._scatter(step, final_obs, state, truncated)
+
+    def _scatter(self, step: int, final_obs: Obs, state: Tensor, truncated: Tensor) -> None:
+        if self._buffer is None:
+            rows = self.capacity + 1  # the last row takes what is not truncated
+            obs = {name: value.new_zeros(rows, *value.shape[1:]) for name, value in final_obs.items()}
+            self._buffer = (obs, state.new_zeros(rows, state.shape[1]), torch.zeros(rows, dtype=torch.int64, device=self.device))
+        obs, states, positions = self._buffer
+        place = self._count + torch.cumsum(truncated, 0) - 1
+        place = torch.where(truncated, place, self.capacity)
+        for name, value in final_obs.items():
+            obs[name].index_copy_(0, place, value)
+        states.index_copy_(0, place, state)
+        positions.index_copy_(0, place, torch.arange(self.num_envs, device=self.device) + step * self.num_envs)
+        self._count += truncated.sum()
+
+    def values(self, policy: Policy) -> tuple[Tensor, Tensor] | None:
+        """Positions in the flattened rollout [R] and the values there [R], or None where nothing was cut."""
+        if self.exact:
+            if not self._rows:
+                return None
+            obs = {name: torch.cat([row[0][name] for row in self._rows]) for name in self._rows[0][0]}
+            states, positions = torch.cat([row[1] for row in self._rows]), torch.cat([row[2] for row in self._rows])
+        else:
+            if bool(self._missing):
+                raise ValueError(_MISSING)
+            count = int(self._count)
+            if self._buffer is None or count == 0:
+                return None
+            obs = {name: value[:count] for name, value in self._buffer[0].items()}
+            states, positions = self._buffer[1][:count], self._buffer[2][:count]
+        features, _ = policy.step(policy.normalize(obs), states)
+        return positions, policy.value(features)
+
 
 RECENT_EPISODES = 100
 

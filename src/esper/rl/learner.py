@@ -22,21 +22,18 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from esper.parallel import ALONE, Group
-from esper.rl.batch import Batch, Minibatch, prepare
+from esper.rl.batch import Batch, Fragments, Minibatch, Rollout, minibatches, prepare, split
 from esper.rl.config import PPOConfig
-from esper.rl.fragments import Fragments, minibatches, split
-from esper.rl.loss import Coefficients, Counts, Terms, add_up, ppo_loss
-from esper.rl.loss_scale import LossScale, NoLossScale
+from esper.rl.loss import Coefficients, Counts, LossScale, NoLossScale, Terms, add_up, ppo_loss
 from esper.rl.normalize import RewardNormalizer
 from esper.rl.policy import Policy
-from esper.rl.rollout import Rollout
 from esper.vecenv import Obs
 
 KL_SLACK = 1.5  # an update stops when its KL exceeds the target times this
 _HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class Broken(NamedTuple):
+class InvalidUpdate(NamedTuple):
     """The parts of a gradient step that was not finite."""
 
     policy_loss: float
@@ -60,7 +57,7 @@ class Outcome:
     steps_taken: int
     skipped: int
     skipped_in_a_row: int
-    first_skipped: Broken | None
+    first_skipped: InvalidUpdate | None
     overflows: int  # steps not taken because of the loss scale alone
     gradient_norms: dict[str, float]  # of the last minibatch before clipping, by layer and head
     explained_variance: float
@@ -349,7 +346,7 @@ class _Log:
             steps_taken=int(taken.sum()),
             skipped=int(broken.sum()),
             overflows=int(column["overflowed"].sum()),
-            first_skipped=Broken(**{name: float(column[name][first]) for name in losses}, entropy=float(entropy[first].sum()))
+            first_skipped=InvalidUpdate(**{name: float(column[name][first]) for name in losses}, entropy=float(entropy[first].sum()))
             if broken.any()
             else None,
             **rest,

@@ -14,16 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from esper.checkpoint import load_module, plain_names, write_state
 from esper.rl.config import NetworkConfig
-from esper.rl.dense import Dense
 from esper.rl.distributions import ActionDistribution
-from esper.rl.networks import Encoder, initialize, mlp
+from esper.rl.networks import Dense, Encoder, initialize, mlp
 from esper.rl.normalize import ObservationNormalizer, ValueNormalizer
-from esper.rl.recurrent import GRU, LSTM, Around, Core, NoMemory, Pair
+from esper.rl.recurrent import GRU, LSTM, ActorCriticCores, Bypass, Core, NoMemory
+from esper.runs import load_module, plain_names, write_state
 from esper.vecenv import Actions, ActionSpec, Masks, Obs, ObservationSpec
-from esper.vecenv.info_masks import KEY as MASK_KEY
-from esper.vecenv.info_masks import split_masks
+from esper.vecenv.info_masks import KEY as MASK_KEY, split_masks
 from esper.vecenv.spaces import Spaces, action_part_for, first_of, observation_parts, read_observation, spaces_of_specs
 
 FILE_KIND, FILE_SCHEMA = "policy", 1  # of what `Policy.save` writes
@@ -88,7 +86,7 @@ class Policy(nn.Module):
             self.core = _core(network, int(built.output_size), _bypass_size(encoder))
             self.norm_before = nn.LayerNorm(int(built.output_size)) if network.norm_before else nn.Identity()
             self.norm_after = nn.LayerNorm(self.core.output_size) if network.norm_after else nn.Identity()
-            self.width = self.core.output_size // (2 if isinstance(self.core, Pair) else 1)  # of what actor and critic each see
+            self.width = self.core.output_size // (2 if isinstance(self.core, ActorCriticCores) else 1)  # of what actor and critic each see
             self.actor: nn.Module = self._head(self.distribution.num_outputs) if actor is None else actor
             self.critic = self._head(1) if critic is None else critic
         self.log_std = nn.Parameter(_first_log_std(action_spec, network.log_std))
@@ -402,6 +400,6 @@ def _core(network: NetworkConfig, input_size: int, bypass_size: int) -> Core:
             core: Core = NoMemory(input_size)
         else:
             core = (LSTM if network.core == "lstm" else GRU)(input_size, network.hidden_size)
-        return Around(core, bypass_size) if bypass_size else core
+        return Bypass(core, bypass_size) if bypass_size else core
 
-    return single() if network.core == "none" or network.critic_memory == "shared" else Pair(single(), single())
+    return single() if network.core == "none" or network.critic_memory == "shared" else ActorCriticCores(single(), single())

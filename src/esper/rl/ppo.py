@@ -22,21 +22,19 @@ import msgspec
 import torch
 from torch import nn
 
-from esper.checkpoint import load_module, plain_names
 from esper.devices import Stopwatch
-from esper.events import Event
 from esper.gradients import gradient_health
 from esper.parallel import ALONE, Group
+from esper.rl.batch import Rollout
 from esper.rl.checkpoints import load_learner, save_learner
 from esper.rl.collector import Collector
 from esper.rl.config import PPOConfig
-from esper.rl.diagnostics import warnings
 from esper.rl.evaluate import MAX_STEPS, Evaluation, evaluate
-from esper.rl.events import CompileFailed, EpisodesRestarted, GradientNorms, RewardsNotFinite, Skipped, Update
+from esper.rl.events import CompileFailed, EpisodesRestarted, GradientNorms, RewardsNotFinite, Skipped, Update, warnings
 from esper.rl.learner import Learner, Outcome
 from esper.rl.policy import Policy
-from esper.rl.rollout import Rollout
 from esper.rng import Streams
+from esper.runs import Event, load_module, plain_names
 from esper.vecenv import Actions, ActionSpec, EnvSource, ObservationSpec, Saveable, Spaces, Timestep, VecEnv, make
 from esper.vecenv.builtin import BUILTIN
 from esper.vecenv.spaces import HasSpaces, spaces_of_specs
@@ -306,7 +304,7 @@ class PPO:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that continuing exactly needs, of all ranks: rank 0's is the one to save. A tree for `esper.checkpoint`, taken between
+        """Everything that continuing exactly needs, of all ranks: rank 0's is the one to save. A tree for `esper.runs`, taken between
         updates."""
         learner = self.learner.state_dict()
         own = {

@@ -1,4 +1,7 @@
-"""What a training run is built from: device, environments, learner. Nothing here touches a file."""
+"""What a training run is built from: device, environments, learner. Nothing here touches a file.
+
+What a training run reports beside what the learner does.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,14 @@ import torch
 from torch import nn
 
 from esper.devices import determinism, find_device, threads
-from esper.events import Event
 from esper.parallel import ALONE, Group
 from esper.rl.evaluate import Evaluation, evaluate
 from esper.rl.policy import Policy
 from esper.rl.ppo import PPO
 from esper.rl.run_config import TrainConfig
 from esper.rng import Streams
-from esper.run_folder import RunError
+from esper.runs import Event
+from esper.runs.folder import RunError
 from esper.vecenv import VecEnv, make
 from esper.vecenv.builtin import BUILTIN
 
@@ -100,3 +103,36 @@ class EpisodeEvaluator:
 def count_parameters(policy: nn.Module) -> int:
     """What is learned; the normalisers' numbers are not."""
     return sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
+
+
+class RunStarted(Event, tag="run_started"):
+    """Training begins, or goes on, at `step`."""
+
+    step: int
+    total_steps: int
+    steps_per_update: int
+    env_id: str
+    num_envs: int
+    device: str
+    parameters: int
+
+
+class CheckpointEvaluated(Event, tag="checkpoint_evaluated"):
+    """The policy of a checkpoint played the episodes that the best one is chosen by."""
+
+    step: int
+    episodes: int
+    mean_return: float
+    mean_length: float
+    cut: int = 0  # episodes that had not ended at the step limit
+    steps: int = 0  # of all environments as one
+
+
+class Evaluated(Event, tag="evaluated"):
+    """The best policy played fresh episodes."""
+
+    step: int  # of the checkpoint that it was taken from
+    episodes: int
+    mean_return: float
+    mean_length: float
+    cut: int = 0  # episodes that had not ended at the step limit

@@ -49,4 +49,4 @@ def import_for_data(module: str, purpose: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         missing = f"{module.split('.')[0]} is not installed"
-        raise TaskError(f"{purpose}, and {missing}: pip install 'esper[data]' (pyarrow and pillow)") from error
+        raise TaskError(f"{purpose}, and {missing}: pip install 'esper-grow[data]' (pyarrow and pillow)") from error

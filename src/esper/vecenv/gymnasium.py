@@ -24,7 +24,7 @@ try:
     import gymnasium
     from gymnasium.vector import AutoresetMode
 except ImportError as error:
-    raise ImportError("esper.vecenv.gymnasium needs Gymnasium: pip install 'esper[gym]'") from error
+    raise ImportError("esper.vecenv.gymnasium needs Gymnasium: pip install 'esper-grow[gym]'") from error
 
 from esper.vecenv.actions import ActionSpec
 from esper.vecenv.contract import Actions, Masks, Obs, Timestep, VecEnv

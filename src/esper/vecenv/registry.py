@@ -242,7 +242,7 @@ def _check_gymnasium(env: EnvSource) -> None:
         import gymnasium  # noqa: F401
     except ImportError as error:
         raise ImportError(
-            f"{env!r} is none of the built-in environments {sorted(BUILTIN)}, and Gymnasium is not installed: pip install 'esper[gym]'"
+            f"{env!r} is none of the built-in environments {sorted(BUILTIN)}, and Gymnasium is not installed: pip install 'esper-grow[gym]'"
         ) from error
 
 

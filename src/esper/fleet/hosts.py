@@ -1,0 +1,308 @@
+"""The bed of a fleet: one slot of one host, whose seed is a row of stacked tensors.
+
+Healthy states of the hosts of a fleet, on the device: a snapshot of some hosts is a copy of some rows, and so is the way back.
+
+Shapes: N = hosts.
+
+One host of a fleet, as far as it is not tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+import torch
+from torch import Tensor
+
+from esper.fleet.config import HostSetting
+from esper.fleet.device import upload
+from esper.growth.host.layout import Place
+from esper.growth.lifecycle.backend import Life, SeedPlan, SlotBackend
+from esper.growth.lifecycle.governor import Governor
+from esper.growth.lifecycle.host_growth import HostGrowth
+from esper.growth.lifecycle.slots import SlotLifecycles
+from esper.growth.lifecycle.stages import Contribution, Decision, GradientStats, Stage
+from esper.growth.measure.contribution import Losses, gain_of
+from esper.growth.measure.probe import Promises
+from esper.growth.seeds.seed import Blending
+
+
+class SlotRows(Protocol):
+    """Where the seeds of one slot lie, those of all hosts."""
+
+    def plant(self, row: int, plan: SeedPlan) -> None: ...
+
+
+class RowBackend(SlotBackend):
+    """What the host index and the tensors have to do with it stays in `ground`; here is what one host's bookkeeping asks for."""
+
+    def __init__(self, place: Place, ground: SlotRows, row: int) -> None:
+        super().__init__(place)
+        self.row = row
+        self.norms: list[float] = []  # of the seed's gradient in the last steps, as the fleet has read them
+        self.skipped = 0  # of those steps, the ones that the host's gradient alone kept from being taken
+        self._ground = ground
+        self._has_seed = False
+        self._is_connected = False
+        self._alpha = 0.0
+
+    @property
+    def is_connected(self) -> bool:
+        return self._is_connected
+
+    @property
+    def alpha(self) -> float:
+        return self._alpha
+
+    @alpha.setter
+    def alpha(self, value: float) -> None:
+        self._alpha = value
+
+    def plant(self, plan: SeedPlan) -> None:
+        self._ground.plant(self.row, plan)
+        self._has_seed, self._is_connected, self._alpha = True, plan.is_connected, plan.alpha
+        self.norms, self.skipped = [], 0
+
+    def uproot(self) -> None:
+        self._has_seed, self._is_connected, self._alpha = False, False, 0.0
+        self.norms, self.skipped = [], 0
+
+    def connect(self) -> None:
+        self._is_connected = True
+
+    def keep(self) -> None:
+        pass  # a seed that is kept differs in its stage alone
+
+    def gradients(self) -> GradientStats | None:
+        if not self._has_seed:
+            return None
+        norms, skipped = self.norms, self.skipped
+        self.norms, self.skipped = [], 0
+        return GradientStats.of(norms, skipped=skipped, unit=self.loss_unit)
+
+    def seed_state(self) -> dict[str, Any]:
+        return {
+            "has_seed": self._has_seed,
+            "is_connected": self._is_connected,
+            "alpha": self._alpha,
+            "norms": list(self.norms),
+            "skipped": self.skipped,
+        }
+
+    def load_seed_state(self, state: dict[str, Any], life: Life, blending: Blending) -> None:
+        self._has_seed, self._is_connected, self._alpha = state["has_seed"], state["is_connected"], state["alpha"]
+        self.norms = list(state["norms"])
+        self.skipped = state.get("skipped", 0)  # not in files from before it was counted
+
+
+class RowSnapshots:
+    """`keep` copies of all rows of `live`, [N, ...] each; made when first needed."""
+
+    def __init__(self, live: Mapping[str, Tensor], keep: int) -> None:
+        self.live, self.keep = live, keep
+        self._copies: list[dict[str, Tensor] | None] = [None] * keep
+
+    def take(self, places: Mapping[int, int]) -> None:
+        """row -> which of the copies its state goes into."""
+        for number, rows in _by_copy(places):
+            copy = self._copies[number]
+            if copy is None:
+                copy = self._copies[number] = {name: torch.zeros_like(tensor) for name, tensor in self.live.items()}
+            self._move(self.live, copy, rows)
+
+    def restore(self, places: Mapping[int, int]) -> None:
+        for number, rows in _by_copy(places):
+            copy = self._copies[number]
+            assert copy is not None
+            self._move(copy, self.live, rows)
+
+    @staticmethod
+    @torch.no_grad()
+    def _move(source: Mapping[str, Tensor], target: Mapping[str, Tensor], rows: list[int]) -> None:
+        index = upload(rows, next(iter(source.values())).device)
+        for name, tensor in source.items():
+            target[name].index_copy_(0, index, tensor.index_select(0, index))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {str(number): dict(copy) for number, copy in enumerate(self._copies) if copy is not None}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        self._copies = [None] * self.keep
+        for number, copy in state.items():
+            self._copies[int(number)] = {name: copy[name].to(tensor).clone() for name, tensor in self.live.items()}
+
+
+def _by_copy(places: Mapping[int, int]) -> Iterable[tuple[int, list[int]]]:
+    for number in sorted(set(places.values())):
+        yield number, [row for row, place in places.items() if place == number]
+
+
+class RowRecovery:
+    """Which snapshots one host has, and what of them is not tensors. What is to be copied on the device is gathered in `pending`."""
+
+    def __init__(self, row: int, lifecycles: SlotLifecycles[RowBackend], governor: Governor, pending: PendingCopies, keep: int) -> None:
+        self.row, self.lifecycles, self.governor, self.pending, self.keep = row, lifecycles, governor, pending, keep
+        self.is_finite = True  # every weight that learns, as the fleet has read it
+        self.clock = 0  # decisions that the schedule of the learning rate has seen
+        self._entries: list[dict[str, Any]] = []  # oldest first
+
+    @property
+    def has_begun(self) -> bool:
+        """There is a state to go back to, the first one at least."""
+        return bool(self._entries)
+
+    def take_snapshot(self) -> None:
+        if not self.is_finite:  # losses that look healthy do not tell, and there would be no way back
+            return
+        if self._entries and self._entries[-1]["epoch"] == self.lifecycles.epoch:
+            self._entries.pop()  # an epoch has one state to go back to, its last
+        oldest = self._entries.pop(0) if len(self._entries) == self.keep else None
+        taken = {entry["copy"] for entry in self._entries}
+        copy = oldest["copy"] if oldest else next(number for number in range(self.keep) if number not in taken)
+        self._entries.append(
+            {
+                "copy": copy,
+                "epoch": self.lifecycles.epoch,
+                "garden": self.lifecycles.state_dict(),
+                "governor": self.governor.loss_state(),
+                "clock": self.clock,
+            }
+        )
+        self.pending.snapshots[self.row] = copy
+
+    def go_back(self, *, is_repeated: bool) -> int:
+        if is_repeated and len(self._entries) > 1:
+            self._entries.pop()
+        entry = self._entries[-1]
+        self.lifecycles.load_state_dict(entry["garden"])
+        self.governor.load_loss_state(entry["governor"])
+        self.clock = entry["clock"]
+        self.pending.restores[self.row] = entry["copy"]
+        return int(entry["epoch"])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"entries": list(self._entries), "clock": self.clock, "is_finite": self.is_finite}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._entries = [dict(entry) for entry in state["entries"]]
+        self.clock, self.is_finite = state["clock"], state["is_finite"]
+
+
+class PendingCopies:
+    """Rows to copy, row -> number of the copy. They are carried out together."""
+
+    def __init__(self) -> None:
+        self.snapshots: dict[int, int] = {}
+        self.restores: dict[int, int] = {}
+
+    def carry_out(self, snapshots: RowSnapshots) -> None:
+        snapshots.restore(self.restores)
+        snapshots.take(self.snapshots)
+        self.restores.clear()
+        self.snapshots.clear()
+
+
+@dataclass
+class Host:
+    setting: HostSetting
+    host_growth: HostGrowth[RowBackend]
+    recovery: RowRecovery
+    is_given_up: bool = False  # it failed again and again
+    wants_probe: bool = False  # until the next decision
+    validation_flops: int = 0  # of all measurements; they are part of the chronicle's
+    seed_flops: dict[int, int] = field(default_factory=dict)  # number of a seed -> FLOPs that its training has cost so far
+
+    @property
+    def is_over(self) -> bool:
+        has_ended = self.is_given_up or not self.recovery.has_begun or self.host_growth.epoch >= self.setting.horizon
+        return has_ended or self.host_growth.is_stuck()
+
+    @property
+    def spent_flops(self) -> int:
+        """Of training, on seeds that are gone."""
+        gone = {entry.number for entry in self.host_growth.ledger.entries if entry.outcome in ("pruned", "rolled back")}
+        return sum(flops for number, flops in self.seed_flops.items() if number in gone)
+
+    def rate(self, schedule: str) -> float:
+        """The learning rate of the next steps."""
+        if schedule == "cosine":
+            return self.setting.learning_rate * (1 + math.cos(math.pi * self.recovery.clock / self.setting.horizon)) / 2
+        return self.setting.learning_rate
+
+    def decide(self, decision: Decision, *, by: str) -> None:
+        self.host_growth.carry_out(decision, by=by)
+        self.wants_probe = decision.probe and not self.host_growth.is_over
+
+    # What was done
+
+    def note_steps(self, steps: int, *, samples: int, probe_flops: int) -> None:
+        """Training steps on so many samples together; `probe_flops` is what a probe has cost on the way."""
+        lifecycles = self.host_growth.lifecycles
+        self.host_growth.history.note_steps(steps, samples=samples, flops=samples * self._step_flops() + probe_flops)
+        self.recovery.clock += 1
+        for name, backend in lifecycles.occupied():
+            assert backend.life.number is not None
+            flops = 3 * samples * lifecycles.cost(name).flops
+            self.seed_flops[backend.life.number] = self.seed_flops.get(backend.life.number, 0) + flops
+
+    def _step_flops(self) -> int:
+        """Of one sample."""
+        lifecycles = self.host_growth.lifecycles
+        flops = 3 * (lifecycles.host.flops + lifecycles.connected().flops)
+        shadow = [(name, backend) for name, backend in lifecycles.backends.items() if backend.life.stage is Stage.TRAINING]
+        if shadow:  # the second pass: the stacked program computes it from the input on
+            flops += (
+                lifecycles.host.flops + 2 * shadow[0][1].place.flops_behind + 3 * sum(lifecycles.cost(name).flops for name, _ in shadow)
+            )
+        return flops
+
+    def note_validation(self, *, samples: int, passes: int) -> None:
+        lifecycles = self.host_growth.lifecycles
+        flops = passes * samples * (lifecycles.host.flops + lifecycles.connected().flops)
+        self.host_growth.history.flops += flops
+        self.validation_flops += flops
+
+    def end_epoch(self, chunks: list[float], validation: Losses, without: Mapping[str, Losses], promises: Promises | None) -> None:
+        """`validation` are the losses with everything on, `without` those without the seed on trial in a slot."""
+        host_growth = self.host_growth
+        measured = {}
+        if validation.are_finite:
+            confidences = host_growth.on_trial()
+            gains = {slot: gain_of(losses, validation, confidence=confidences[slot]) for slot, losses in without.items()}
+            measured = {slot: Contribution(gain, host_growth.epoch + 1) for slot, gain in gains.items()}
+        verdict = host_growth.verdict(chunks, validation.mean)
+        host_growth.end_epoch(chunks, validation.mean, measured, promises)
+        self.wants_probe = False
+        if verdict.is_disaster:
+            host_growth.go_back(verdict.reason, self.recovery)
+            self.is_given_up = host_growth.governor.rollbacks_in_a_row > host_growth.config.governor.max_rollbacks
+        else:
+            host_growth.settle(verdict, chunks, self.recovery)
+
+    # Saving
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "setting": msgspec.to_builtins(self.setting),
+            "plot": self.host_growth.state_dict(),
+            "garden": self.host_growth.lifecycles.state_dict(),
+            "judge": self.host_growth.governor.state_dict(),
+            "recovery": self.recovery.state_dict(),
+            "is_given_up": self.is_given_up,
+            "wants_probe": self.wants_probe,
+            "validation_flops": self.validation_flops,
+            "seed_flops": [[number, flops] for number, flops in self.seed_flops.items()],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.host_growth.load_state_dict(state["plot"])
+        self.host_growth.lifecycles.load_state_dict(state["garden"])
+        self.host_growth.governor.load_state_dict(state["judge"])
+        self.recovery.load_state_dict(state["recovery"])
+        self.is_given_up, self.wants_probe = state["is_given_up"], state["wants_probe"]
+        self.validation_flops = state["validation_flops"]
+        self.seed_flops = {number: flops for number, flops in state["seed_flops"]}

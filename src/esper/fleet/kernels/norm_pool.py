@@ -1,0 +1,201 @@
+"""Batch norm, ReLU and max-pool by 2 of N hosts as one pass over memory each way, for GPUs, as Triton kernels.
+
+Apart, these three read and write the largest tensors of a step seven times on the way forward alone. Together they read the convolution's
+output once and write what is left after the pool. On the way back they read it twice: the gradient of a norm needs two sums over a whole
+channel before it can be written. Nothing but the convolution's output is kept for that: which pixel of a window was the largest is found
+again.
+
+What flows is [B, N, C, H, W] with the channels innermost in memory, as `esper.fleet.kernels.convolution` writes it.
+
+Shapes: B = samples, N = hosts, C = channels, H × W = space, R = outputs of a program, S = parts of a channel that are summed apart.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from esper.fleet.kernels.convolution import with_channels_innermost
+
+_BLOCK = 2048  # numbers of a program
+_SPLITS = 64  # parts of a channel
+
+
+def norm_relu_pool(y: Tensor, mean: Tensor, variance: Tensor, gain: Tensor, bias: Tensor, *, eps: float, pools: bool) -> Tensor:
+    """[B, N, C, H, W] to the same, or with H and W, which are even, halved.
+
+    Mean and variance [N, C] are those of y itself, and the gradient knows that they depend on it. Where they are not, as in evaluation,
+    there is no gradient to ask for.
+    """
+    outputs: Tensor = _NormReluPool.apply(y, mean, variance, gain, bias, eps, pools)  # type: ignore[no-untyped-call]
+    return outputs
+
+
+class _NormReluPool(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, mean: Tensor, variance: Tensor, gain: Tensor, bias: Tensor, eps: float, pools: bool) -> Tensor:
+        y = with_channels_innermost(y)
+        samples, hosts, channels, height, width = y.shape
+        inverse = torch.rsqrt(variance + eps)
+        scale = gain * inverse
+        settings = torch.stack([scale, bias - mean * scale, mean, inverse])  # [4, N, C]
+        outputs = y.new_empty(samples, hosts, *((height // 2, width // 2) if pools else (height, width)), channels)
+        count, sizes = outputs.numel() // channels, _sizes(y, pools)
+        _forward[(triton.cdiv(count, sizes["R"]),)](y, settings, outputs, count, hosts, **sizes, num_warps=4)
+        ctx.save_for_backward(y, settings)
+        ctx.pools = pools
+        return outputs.movedim(-1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        y, settings = ctx.saved_tensors
+        samples, hosts, channels, height, width = y.shape
+        gradient, sizes = with_channels_innermost(gradients[0]), _sizes(y, ctx.pools)
+        each = triton.cdiv(samples, _SPLITS)
+        splits = triton.cdiv(samples, each)
+        parts = y.new_empty(2, hosts, splits, channels, dtype=torch.float32)
+        _sum_gradients[(hosts, splits)](y, settings, gradient, parts, samples, each, **sizes, num_warps=4)
+        of_bias, of_gain = sums = parts.sum(2)  # [2, N, C]
+        means = sums / (samples * height * width)
+        of_y = torch.empty_like(y)
+        count = gradient.numel() // channels
+        _backward[(triton.cdiv(count, sizes["R"]),)](y, settings, means, gradient, of_y, count, hosts, **sizes, num_warps=4)
+        return of_y, None, None, of_gain, of_bias, None, None
+
+
+def _sizes(y: Tensor, pools: bool) -> dict[str, int]:
+    """As the kernels name them."""
+    block = int(triton.next_power_of_2(y.shape[2]))
+    return {"C": y.shape[2], "CP": block, "H": y.shape[3], "W": y.shape[4], "POOLS": pools, "R": max(_BLOCK // block, 1)}
+
+
+# Kernels. A row is an output pixel, with all its channels; where there is a pool, it is a window of four pixels before it.
+
+
+@triton.jit
+def _corner(inside, W: tl.constexpr, POOLS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The pixel, or the first of the window, that an output of this number within its plane comes from."""
+    if POOLS:
+        return (inside // (W // 2)) * (2 * W) + (inside % (W // 2)) * 2
+    return inside
+
+
+@triton.jit
+def _greater(a, b):  # type: ignore[no-untyped-def]
+    """Whether a takes the place of b: as torch has it, the first of the largest, and what is not a number before all."""
+    return (a > b) | (a != a)
+
+
+@triton.jit
+def _load(places, mask):  # type: ignore[no-untyped-def]
+    return tl.load(places, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _forward(  # type: ignore[no-untyped-def]
+    y, settings, outputs, count, hosts, C: tl.constexpr, CP: tl.constexpr, H: tl.constexpr, W: tl.constexpr, POOLS: tl.constexpr,
+    R: tl.constexpr,
+):  # fmt: skip
+    size: tl.constexpr = (H // 2) * (W // 2) if POOLS else H * W
+    first = tl.program_id(0).to(tl.int64) * R
+    plane, r, c = first // size, (first % size).to(tl.int32) + tl.arange(0, R), tl.arange(0, CP)
+    mask = (first + tl.arange(0, R) < count)[:, None] & (c < C)[None, :]
+    host = ((plane % hosts).to(tl.int32) + r // size) % hosts
+    setting = settings + host[:, None] * C + c[None, :]
+    scale, shift = _load(setting, mask), _load(setting + hosts * C, mask)
+    places = y + plane * (H * W * C) + (((r // size) * (H * W) + _corner(r % size, W, POOLS)) * C)[:, None] + c[None, :]
+    largest = _load(places, mask) * scale + shift
+    if POOLS:
+        second = _load(places + C, mask) * scale + shift
+        largest = tl.where(_greater(second, largest), second, largest)
+        third = _load(places + W * C, mask) * scale + shift
+        largest = tl.where(_greater(third, largest), third, largest)
+        fourth = _load(places + (W * C + C), mask) * scale + shift
+        largest = tl.where(_greater(fourth, largest), fourth, largest)
+    results = outputs + first * C + (tl.arange(0, R) * C)[:, None] + c[None, :]
+    tl.store(results, tl.where(largest <= 0, 0.0, largest).to(outputs.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _sum_gradients(  # type: ignore[no-untyped-def]
+    y, settings, gradient, parts, samples, each, C: tl.constexpr, CP: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
+    POOLS: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """Of the channels of one host: the sums of what reaches the norm's output, and of that times the normalised pixel."""
+    host, split, hosts = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
+    size: tl.constexpr = (H // 2) * (W // 2) if POOLS else H * W
+    c = tl.arange(0, CP)
+    setting, is_channel = settings + host * C + c, c < C
+    scale, shift = _load(setting, is_channel)[None, :], _load(setting + hosts * C, is_channel)[None, :]
+    mean, inverse = _load(setting + 2 * hosts * C, is_channel)[None, :], _load(setting + 3 * hosts * C, is_channel)[None, :]
+    last = tl.minimum((split + 1) * each, samples) * size
+    plain = tl.zeros((R, CP), dtype=tl.float32)
+    weighed = tl.zeros((R, CP), dtype=tl.float32)
+    for start in range(split * each * size, last, R):
+        r = start + tl.arange(0, R)
+        mask = (r < last)[:, None] & is_channel[None, :]
+        plane = (r // size).to(tl.int64) * hosts + host
+        pull = _load(gradient + ((plane * size + r % size) * C)[:, None] + c[None, :], mask)
+        places = y + ((plane * (H * W) + _corner(r % size, W, POOLS)) * C)[:, None] + c[None, :]
+        pixel = _load(places, mask)
+        if POOLS:
+            second = _load(places + C, mask)
+            pixel = tl.where(_greater(second * scale + shift, pixel * scale + shift), second, pixel)
+            third = _load(places + W * C, mask)
+            pixel = tl.where(_greater(third * scale + shift, pixel * scale + shift), third, pixel)
+            fourth = _load(places + (W * C + C), mask)
+            pixel = tl.where(_greater(fourth * scale + shift, pixel * scale + shift), fourth, pixel)
+        pull = tl.where(pixel * scale + shift <= 0, 0.0, pull)
+        plain += pull
+        weighed += pull * ((pixel - mean) * inverse)
+    place = parts + (host * tl.num_programs(1) + split) * C + c
+    tl.store(place, tl.sum(plain, 0), mask=is_channel)
+    tl.store(place + hosts * tl.num_programs(1) * C, tl.sum(weighed, 0), mask=is_channel)
+
+
+@triton.jit
+def _back(pixel, pull, scale, mean, inverse, plain, weighed):  # type: ignore[no-untyped-def]
+    """The gradient of a norm at one pixel, given the means over its channel."""
+    return scale * (pull - plain - (pixel - mean) * inverse * weighed)
+
+
+@triton.jit
+def _backward(  # type: ignore[no-untyped-def]
+    y, settings, means, gradient, of_y, count, hosts, C: tl.constexpr, CP: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
+    POOLS: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    size: tl.constexpr = (H // 2) * (W // 2) if POOLS else H * W
+    first = tl.program_id(0).to(tl.int64) * R
+    plane, r, c = first // size, (first % size).to(tl.int32) + tl.arange(0, R), tl.arange(0, CP)
+    mask = (first + tl.arange(0, R) < count)[:, None] & (c < C)[None, :]
+    channel = (((plane % hosts).to(tl.int32) + r // size) % hosts)[:, None] * C + c[None, :]
+    width = hosts * C
+    scale, shift = _load(settings + channel, mask), _load(settings + width + channel, mask)
+    mean, inverse = _load(settings + 2 * width + channel, mask), _load(settings + 3 * width + channel, mask)
+    plain, weighed = _load(means + channel, mask), _load(means + width + channel, mask)
+    pull = _load(gradient + first * C + (tl.arange(0, R) * C)[:, None] + c[None, :], mask)
+    place = plane * (H * W * C) + (((r // size) * (H * W) + _corner(r % size, W, POOLS)) * C)[:, None] + c[None, :]
+    kind = of_y.dtype.element_ty
+    a = _load(y + place, mask)
+    largest = a * scale + shift
+    if POOLS:
+        b, d, e = _load(y + place + C, mask), _load(y + place + W * C, mask), _load(y + place + (W * C + C), mask)
+        chosen = tl.where(_greater(b * scale + shift, largest), 1, 0)
+        largest = tl.where(chosen == 1, b * scale + shift, largest)
+        chosen = tl.where(_greater(d * scale + shift, largest), 2, chosen)
+        largest = tl.where(chosen == 2, d * scale + shift, largest)
+        chosen = tl.where(_greater(e * scale + shift, largest), 3, chosen)
+        largest = tl.where(chosen == 3, e * scale + shift, largest)
+        pull = tl.where(largest <= 0, 0.0, pull)
+        tl.store(of_y + place, _back(a, tl.where(chosen == 0, pull, 0.0), scale, mean, inverse, plain, weighed).to(kind), mask=mask)
+        tl.store(of_y + place + C, _back(b, tl.where(chosen == 1, pull, 0.0), scale, mean, inverse, plain, weighed).to(kind), mask=mask)
+        low = of_y + place + W * C
+        tl.store(low, _back(d, tl.where(chosen == 2, pull, 0.0), scale, mean, inverse, plain, weighed).to(kind), mask=mask)
+        tl.store(low + C, _back(e, tl.where(chosen == 3, pull, 0.0), scale, mean, inverse, plain, weighed).to(kind), mask=mask)
+    else:
+        pull = tl.where(largest <= 0, 0.0, pull)
+        tl.store(of_y + place, _back(a, pull, scale, mean, inverse, plain, weighed).to(kind), mask=mask)

@@ -1,0 +1,228 @@
+"""Convolutions of N hosts at once, in three ways.
+
+    tiled       our own kernels, see `esper.fleet.kernels.convolution`: what is fastest on GPUs, for what they can do
+    grouped     one grouped convolution over [B, N·C, S...]: what GPUs do with the rest
+    unfolded    all windows copied side by side, then one batched product [N, O, C·K] × [N, C·K, S...·B]: what CPUs are good at
+
+The unfolded one keeps the samples innermost in memory (the output is a permuted view of [N, O, S..., B]). So a window is copied in runs
+of B numbers, and the norm, the activation and the pooling behind it walk along contiguous memory. benchmarks/fleet_layers.py measures the
+last two.
+
+Shapes: B = samples, N = hosts, C = channels, O = output channels, S... = one or two dimensions of space, K = positions of the kernel.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.conv import _ConvNd
+
+from esper.fleet.stacked.layers import Convolution, Scope, lowers
+
+Conv = nn.Conv1d | nn.Conv2d | _ConvNd  # one of the first two
+_WIDEST_TILED = 64  # channels
+_AT_ALL = (slice(None), slice(None))  # hosts and channels
+
+
+def choose_convolution(device: torch.device, dtype: torch.dtype, channels: int) -> Convolution:
+    """Unfolded on a CPU, at every size measured there; tiled on a GPU in half precision, where layers are as narrow as was measured.
+
+    Milliseconds of a training step of 32 hosts on two cores of a Neoverse-N1, grouped and unfolded: digits 4-8-16 at 64 samples 53 and 26,
+    digits 16-32-64 292 and 83, series 2-4-8 at 100 samples 29 and 14. One after another these hosts took 178, 369 and 171. On an NVIDIA
+    H200, 64 hosts of 8-16-32 channels at 512 images of 32 × 32 in bfloat16, grouped and tiled: 23.7 and 8.0.
+    """
+    if device.type == "cpu":
+        return "unfolded"
+    is_measured = dtype in (torch.bfloat16, torch.float16) and channels <= _WIDEST_TILED
+    return "tiled" if is_measured and has_triton() else "grouped"
+
+
+@cache
+def has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def tiled_shape(layer: Conv, scope: Scope, x: Tensor) -> Any:
+    """What our own kernels have to know of a layer that they compute for this input; None where they do not."""
+    if _way(layer, scope, x) != "tiled" or layer.groups > 1 or layer.padding_mode != "zeros" or set(layer.stride) != {1}:
+        return None
+    from esper.fleet.kernels import convolution as tiled
+
+    windows = Windows.of(layer)
+    if any(before != after for before, after in windows.padding):
+        return None
+    pads = tuple(before for before, _ in windows.padding)
+    rows, none = ((1,), (0,)) if windows.spatial == 1 else ((), ())  # a series is an image of one row
+    height, width = rows + tuple(x.shape[3:])
+    kernel, padding, dilation = rows + windows.kernel, none + pads, rows + windows.dilation
+    shape = tiled.Shape(x.shape[2], height, width, layer.out_channels, *kernel, *padding, *dilation)
+    return shape if tiled.fits(shape) else None
+
+
+@lowers(nn.Conv1d, nn.Conv2d, fits=lambda layer, training: layer.padding_mode == "zeros")
+def convolution(layer: Conv, scope: Scope, x: Tensor) -> Tensor:
+    weight, bias = scope.tensor("weight"), scope.get("bias")
+    shape = tiled_shape(layer, scope, x)
+    if shape is not None:
+        outputs = convolve(shape, weight, bias, x)
+        return outputs if x.ndim == 5 else outputs.squeeze(-2)
+    return (_unfolded if _way(layer, scope, x) == "unfolded" else _grouped)(layer, weight, bias, x)
+
+
+def _way(layer: Conv, scope: Scope, x: Tensor) -> Convolution:
+    return scope.convolution or choose_convolution(x.device, _working_dtype(x), max(layer.in_channels, layer.out_channels))
+
+
+def convolve(shape: Any, weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+    """By our own kernels, to images [B, N, O, H, W]."""
+    from esper.fleet.kernels import convolution as tiled
+
+    return tiled.convolve(*_as_images(x, weight), bias, shape)
+
+
+def convolve_and_describe(shape: Any, weight: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same without a bias, and the mean and variance of every channel [N, O]."""
+    from esper.fleet.kernels import convolution as tiled
+
+    return tiled.convolve_and_describe(*_as_images(x, weight), shape)
+
+
+def _as_images(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    x = _in_working_precision(x)
+    return (x, weight) if x.ndim == 5 else (x.unsqueeze(-2), weight.unsqueeze(-2))
+
+
+def _grouped(layer: Conv, weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+    hosts = x.shape[1]
+    convolve: Any = F.conv1d if isinstance(layer, nn.Conv1d) else F.conv2d
+    flat_bias = None if bias is None else bias.flatten()
+    groups = hosts * layer.groups
+    outputs: Tensor = convolve(x.flatten(1, 2), weight.flatten(0, 1), flat_bias, layer.stride, layer.padding, layer.dilation, groups)
+    return outputs.view(len(x), hosts, -1, *outputs.shape[2:])
+
+
+def _unfolded(layer: Conv, weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+    hosts, groups = x.shape[1], x.shape[1] * layer.groups
+    windows = Windows.of(layer)
+    x, weight = _in_working_precision(x), _in_working_precision(weight)
+    columns = windows.unfold(x.movedim(0, -1))  # [N, C, K..., S..., B]
+    size = columns.shape[-1 - windows.spatial :]
+    columns = columns.reshape(groups, -1, size.numel())  # [N·groups, C/groups·K, S...·B]
+    kernels = weight.reshape(groups, -1, columns.shape[1])  # [N·groups, O/groups, C/groups·K]
+    outputs: Tensor = _Product.apply(kernels, columns)  # type: ignore[no-untyped-call]
+    if bias is not None:
+        outputs = outputs + bias.reshape(groups, -1, 1).to(outputs.dtype)
+    return outputs.view(hosts, -1, *size).movedim(-1, 0)
+
+
+def _in_working_precision(tensor: Tensor) -> Tensor:
+    return tensor.to(_working_dtype(tensor))
+
+
+def _working_dtype(tensor: Tensor) -> torch.dtype:
+    """What autocast makes of a convolution's inputs."""
+    device = tensor.device.type
+    is_cast = torch.is_autocast_enabled(device) and tensor.dtype == torch.float32
+    return torch.get_autocast_dtype(device) if is_cast else tensor.dtype
+
+
+class Windows(NamedTuple):
+    """Which inputs every output of a convolution looks at; an entry for each dimension of space."""
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]  # before and after
+
+    @classmethod
+    def of(cls, layer: Conv) -> Windows:
+        if layer.padding == "valid":
+            padding = [(0, 0)] * len(layer.kernel_size)
+        elif layer.padding == "same":
+            totals = [step * (size - 1) for step, size in zip(layer.dilation, layer.kernel_size, strict=True)]
+            padding = [(total // 2, total - total // 2) for total in totals]
+        else:
+            padding = [(int(both), int(both)) for both in layer.padding]
+        return cls(tuple(layer.kernel_size), tuple(layer.stride), tuple(layer.dilation), tuple(padding))
+
+    @property
+    def spatial(self) -> int:
+        return len(self.kernel)
+
+    @property
+    def is_pointwise(self) -> bool:
+        return set(self.kernel + self.stride) == {1} and not any(map(sum, self.padding))
+
+    def unfold(self, x: Tensor) -> Tensor:
+        """[N, C, S..., B] to [N, C, K..., S..., B]."""
+        if self.is_pointwise:
+            return x.reshape(*x.shape[:2], *self.kernel, *x.shape[2:])
+        unfolded: Tensor = _Unfold.apply(x, self)  # type: ignore[no-untyped-call]
+        return unfolded
+
+    def padded(self, x: Tensor) -> Tensor:
+        return F.pad(x, [0, 0, *(width for both in reversed(self.padding) for width in both)])
+
+    def interior(self, padded: Tensor) -> Tensor:
+        """What `padded` was made of."""
+        sizes = padded.shape[2:-1]
+        return padded[:, :, *(slice(before, size - after) for (before, after), size in zip(self.padding, sizes, strict=True))]
+
+    def seen(self, padded: Tensor) -> Tensor:
+        """A view [N, C, K..., S..., B] of [N, C, S..., B], in which every window has its own place and all of them share storage."""
+        settings = zip(padded.shape[2:-1], self.kernel, self.stride, self.dilation, strict=True)
+        sizes = [(size - dilation * (kernel - 1) - 1) // stride + 1 for size, kernel, stride, dilation in settings]
+        first, second, *steps, last = padded.stride()
+        within = [step * dilation for step, dilation in zip(steps, self.dilation, strict=True)]
+        between = [step * stride for step, stride in zip(steps, self.stride, strict=True)]
+        shape = (*padded.shape[:2], *self.kernel, *sizes, padded.shape[-1])
+        return padded.as_strided(shape, (first, second, *within, *between, last))
+
+
+class _Unfold(torch.autograd.Function):
+    """Copies windows; backward adds them up where they came from. Autograd's own backward of such views takes several times as long."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, windows: Windows) -> Tensor:
+        padded = windows.padded(x)
+        ctx.windows, ctx.shape = windows, padded.shape
+        return windows.seen(padded).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (columns,) = gradients
+        padded = columns.new_zeros(ctx.shape)
+        seen = ctx.windows.seen(padded)
+        for tap in product(*map(range, ctx.windows.kernel)):
+            seen[_AT_ALL + tap] += columns[_AT_ALL + tap]  # windows at one position of the kernel do not overlap
+        return ctx.windows.interior(padded), None
+
+
+class _Product(torch.autograd.Function):
+    """A batched product [.., O, K] × [.., K, M] with K and O small and M large.
+
+    The gradient of the left factor is a product with a transposed right factor, for which BLAS is slow at such sizes. So the smaller of
+    the two is transposed, and copied where M is small enough for that to pay.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, kernels: Tensor, columns: Tensor) -> Tensor:
+        ctx.save_for_backward(kernels, columns)
+        return torch.bmm(kernels, columns)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        (outputs,), (kernels, columns) = gradients, ctx.saved_tensors
+        of_kernels = of_columns = None
+        if ctx.needs_input_grad[0]:
+            transposed = outputs.mT.contiguous() if outputs.shape[2] <= 512 else outputs.mT
+            of_kernels = torch.bmm(columns, transposed).mT
+        if ctx.needs_input_grad[1]:
+            of_columns = torch.bmm(kernels.mT, outputs)
+        return of_kernels, of_columns

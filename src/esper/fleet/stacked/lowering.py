@@ -1,0 +1,358 @@
+"""Modules made of others, for N hosts at once. Children are called by name, so that seeds can act behind any of them.
+
+Shapes: B = samples, N = hosts, C = channels, S... = space, T = tokens of a sequence, D = features. Activations are [B, N, ...].
+
+Modules that have no lowering, for N hosts at once: torch.func.vmap over the module as it is. Slower, and just as correct.
+
+Shapes: B = samples, N = hosts. Activations are [B, N, ...], tensors of the state [N, ...].
+
+Activations that are computed again in the backward pass instead of kept: those inside the blocks of a host.
+
+A block is computed twice from the same input and, the second time, with copies of its buffers, so that running statistics move once. Only
+modules that have lowerings all the way down are blocks: those draw no random numbers, and in a recorded step nothing could put the random
+streams of a GPU back. A lowering of your own must not draw any either.
+
+Shapes: B = samples, N = hosts. Activations are [B, N, ...].
+
+A module, lowered: a function that computes for N hosts, each with its own weights, what the module computes for one.
+
+    stacked = lower(host, slots=["blocks.0", "blocks.1"])
+    rows = ModuleRows.of(hosts)
+    logits = stacked(rows.tensors(), images, training=True, at=seeds)       # [B, N, classes] of images [B, N, C, H, W]
+
+What has a lowering is computed by one kernel for all hosts, the rest through vmap. The sum of the hosts' losses has for every host the
+gradient that it has alone.
+
+Shapes: B = samples of each host, N = hosts. Activations are [B, N, ...], weights and buffers [N, ...].
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+from esper.fleet.config import FleetError
+from esper.fleet.stacked import convolutions, layers
+from esper.fleet.stacked.convolutions import convolve, convolve_and_describe, tiled_shape
+from esper.fleet.stacked.layers import Convolution, Scope, lowering_of, lowers, mean_over_space, track, without_gradient_of_padding
+from esper.fleet.stacked.rows import aliases
+from esper.growth.seeds.branches import Attention, SqueezeExcite
+from esper.tasks.conv_host import ConvBlock, ConvHost
+from esper.tasks.gpt_host import CausalAttention, GPTBlock, GPTHost
+
+
+@lowers(nn.Sequential)
+def sequential(module: nn.Sequential, scope: Scope, x: Tensor) -> Tensor:
+    for name in module._modules:  # named_children leaves out a module that comes a second time
+        x = scope.child(name, x)
+    return x
+
+
+@lowers(ConvBlock)
+def conv_block(block: ConvBlock, scope: Scope, x: Tensor) -> Tensor:
+    shape = tiled_shape(block.conv, scope, x)
+    if shape is not None and _is_fusible(block, scope, x):
+        return _fused(block, shape, scope, x)
+    for name in ("conv", "norm", "relu", "pool"):
+        x = scope.child(name, x)
+    return x
+
+
+def _is_fusible(block: ConvBlock, scope: Scope, x: Tensor) -> bool:
+    """Not where something grows inside, where the pool leaves pixels out, or where a norm that does not look at its batch has to learn."""
+    is_whole = isinstance(block.pool, nn.Identity) or (x.ndim == 5 and not any(size % 2 for size in x.shape[3:]))
+    return is_whole and not scope.has_slots_inside() and (scope.training or not torch.is_grad_enabled())
+
+
+def _fused(block: ConvBlock, shape: Any, scope: Scope, x: Tensor) -> Tensor:
+    """The block in a pass over memory for the convolution and one for all the rest."""
+    from esper.fleet.kernels.norm_pool import norm_relu_pool
+
+    norm, weight = scope.inside("norm"), scope.inside("conv").tensor("weight")
+    if scope.training:
+        outputs, mean, variance = convolve_and_describe(shape, weight, x)
+        count = len(outputs) * outputs.shape[3] * outputs.shape[4]
+        track(block.norm, norm, mean, variance * (count / max(count - 1, 1)))
+    else:
+        outputs = convolve(shape, weight, None, x)
+        mean, variance = norm.tensor("running_mean"), norm.tensor("running_var")
+    pools = not isinstance(block.pool, nn.Identity)
+    result = norm_relu_pool(outputs, mean, variance, norm.tensor("weight"), norm.tensor("bias"), eps=block.norm.eps, pools=pools)
+    return result if x.ndim == 5 else result.squeeze(-2)
+
+
+@lowers(ConvHost)
+def conv_host(host: ConvHost, scope: Scope, x: Tensor) -> Tensor:
+    features = scope.child("blocks", x)  # [B, N, C, S...]
+    return scope.child("head", mean_over_space(features))
+
+
+@lowers(SqueezeExcite)
+def squeeze_excite(module: SqueezeExcite, scope: Scope, h: Tensor) -> Tensor:
+    squeezed = F.silu(scope.child("squeeze", mean_over_space(h)))
+    gate = torch.tanh(scope.child("excite", squeezed))  # [B, N, C]
+    return h * gate.reshape(*gate.shape, *(1 for _ in module.space))
+
+
+@lowers(Attention)
+def attention(module: Attention, scope: Scope, h: Tensor) -> Tensor:
+    queries_keys_values = scope.child("qkv", scope.child("norm", h))
+    return scope.child("out", _attend(queries_keys_values, heads=module.heads, is_causal=module.is_causal))
+
+
+@lowers(CausalAttention)
+def causal_attention(module: CausalAttention, scope: Scope, x: Tensor) -> Tensor:
+    return scope.child("out", _attend(scope.child("query_key_value", x), heads=module.heads, is_causal=True))
+
+
+def _attend(queries_keys_values: Tensor, *, heads: int, is_causal: bool) -> Tensor:
+    """[B, N, T, 3·D] to [B, N, T, D]. Positions look at those of their own sample and host, so these are one dimension here."""
+    samples, hosts, length, _ = queries_keys_values.shape
+    split = queries_keys_values.reshape(samples * hosts, length, 3, heads, -1).permute(2, 0, 3, 1, 4)  # [3, B·N, heads, T, D / heads]
+    mixed = F.scaled_dot_product_attention(split[0], split[1], split[2], is_causal=is_causal)
+    return mixed.transpose(1, 2).reshape(samples, hosts, length, -1)
+
+
+@lowers(GPTBlock)
+def gpt_block(block: GPTBlock, scope: Scope, x: Tensor) -> Tensor:
+    attended = x + scope.child("attention", scope.child("attention_norm", x))
+    return attended + scope.child("mlp", scope.child("mlp_norm", attended))
+
+
+@lowers(GPTHost)
+def gpt_host(host: GPTHost, scope: Scope, ids: Tensor) -> Tensor:
+    hosts, length = ids.shape[1:]
+    if length > host.sequence_length:
+        raise ValueError(f"this host reads sequences of up to {host.sequence_length} tokens; got {length}")
+    places = torch.arange(length, device=ids.device).expand(1, hosts, length)
+    states = scope.child("tokens", ids) + scope.child("positions", places)  # [B, N, T, D]
+    for index in range(len(host.blocks)):
+        states = scope.child(f"blocks.{index}", states)
+    return scope.child("head", scope.child("norm", states))
+
+
+At = Callable[[str, Tensor], Tensor]
+
+
+def run_vmapped(module: nn.Module, scope: Scope, x: Tensor, *, at: At | None = None, slots: Iterable[str] = ()) -> Tensor:
+    """`slots` are full names of submodules inside this one, behind which `at` acts. The module's own weights are not used.
+
+    Random numbers, of a dropout layer for instance, are torch's global ones, different ones for every host.
+    """
+    named = (*module.named_parameters(), *module.named_buffers())
+    given = {name: scope.tensor(name) for name, _ in named}
+    # What is updated in place is written to a reshaped tensor, which shares its storage only where it is contiguous.
+    tensors = {name: tensor.contiguous() for name, tensor in given.items()}
+
+    def of_one_host(tensors: dict[str, Tensor], x: Tensor) -> Tensor:
+        outputs: Tensor = functional_call(module, tensors, (x,))
+        return outputs
+
+    with _hooked(module, scope, at, slots), _attention_of(x.device):
+        outputs: Tensor = vmap(of_one_host, in_dims=(0, 1), out_dims=1, randomness="different")(tensors, x)
+    if scope.training:
+        with torch.no_grad():
+            for name, _ in module.named_buffers():
+                if tensors[name] is not given[name]:
+                    given[name].copy_(tensors[name])
+    return outputs
+
+
+@contextmanager
+def _hooked(module: nn.Module, scope: Scope, at: At | None, slots: Iterable[str]) -> Iterator[None]:
+    """Forward hooks for the time of one pass: what acts behind slots, and what vmap forgets about embeddings, their padding."""
+    prefix = scope.full_name("")
+    inside = [slot for slot in slots if at is not None and slot.startswith(prefix)]
+    embeddings = [embedding for embedding in module.modules() if isinstance(embedding, nn.Embedding)]
+    with ExitStack() as handles:
+        for embedding in embeddings:
+            handles.enter_context(embedding.register_forward_hook(_forget_padding))
+        for slot in inside:
+            assert at is not None
+            handles.enter_context(module.get_submodule(slot.removeprefix(prefix)).register_forward_hook(_hook(at, slot)))
+        yield
+
+
+def _attention_of(device: torch.device) -> AbstractContextManager[None]:
+    """vmap would call the fused attention of the CPU for one host after another."""
+    context: AbstractContextManager[None] = sdpa_kernel(SDPBackend.MATH) if device.type == "cpu" else nullcontext()
+    return context
+
+
+def _forget_padding(layer: nn.Embedding, given: tuple[Tensor], output: Tensor) -> Tensor:
+    return without_gradient_of_padding(layer, given[0], output)
+
+
+def _hook(at: At, slot: str) -> Callable[[nn.Module, Any, Tensor], Tensor]:
+    def hook(module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
+        replaced: Tensor = _OutsideVmap.apply(output, at, slot)  # type: ignore[no-untyped-call]
+        return replaced
+
+    return hook
+
+
+class _OutsideVmap(torch.autograd.Function):
+    """Steps out of vmap: its rule gets the whole tensor of all hosts, and what it computes there is recorded by autograd as usual."""
+
+    @staticmethod
+    def forward(output: Tensor, at: At, slot: str) -> Tensor:
+        raise AssertionError("called outside vmap")
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        raise AssertionError("called outside vmap")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], output: Tensor, at: At, slot: str) -> tuple[Tensor, int]:
+        hosts_at = in_dims[0]
+        if hosts_at is None:  # it depends neither on a weight nor on the input
+            return at(slot, output.unsqueeze(1).repeat_interleave(info.batch_size, dim=1)), 1
+        return at(slot, output.movedim(hosts_at, 1)), 1
+
+
+Compute = Callable[[Tensor], Tensor]
+Recompute = Callable[[Compute, Compute, Tensor], Tensor]  # what to compute, how to compute it again, of what input
+
+
+def recomputed(first: Compute, again: Compute, x: Tensor) -> Tensor:
+    """What `first` makes of x. Of all that a backward pass needs only x is kept, and `again` makes the rest from it."""
+    passes, version = iter((first, again)), x._version
+    outputs: Tensor = checkpoint(lambda x: next(passes)(x), x, use_reentrant=False, preserve_rng_state=False)
+    if x._version != version:
+        raise FleetError(
+            "a block of the host works in place on its input, so it cannot be computed again from it; "
+            "build its first layer with inplace=False, or leave `checkpoint` off"
+        )
+    return outputs
+
+
+def blocks_of(module: nn.Module, slots: Collection[str]) -> frozenset[str]:
+    """Names of the largest submodules that can be computed a second time, without slots inside, where seeds act once.
+
+    The host itself is not one, nor is a sequence of blocks: while one of them is computed again, the others are not there.
+    """
+    return frozenset(_blocks_inside("", module, slots))
+
+
+def _blocks_inside(name: str, module: nn.Module, slots: Collection[str]) -> Iterator[str]:
+    for child_name, child in module.named_children():
+        full = f"{name}.{child_name}" if name else child_name
+        if not any(True for _ in child.children()):
+            continue  # what a single layer keeps is little more than its input
+        has_slots = any(slot.startswith(f"{full}.") for slot in slots)
+        is_lowered = all(lowering_of(part, training=True) is not None for part in child.modules())
+        if is_lowered and not has_slots and not _is_chain_of_blocks(child):
+            yield full
+        else:
+            yield from _blocks_inside(full, child, slots)
+
+
+def _is_chain_of_blocks(module: nn.Module) -> bool:
+    return type(module) is nn.Sequential and any(True for child in module.children() for _ in child.children())
+
+
+__all__ = ["At", "Stacked", "lower"]
+
+_REGISTERED = (convolutions, layers)  # importing them fills the table of lowerings
+
+
+def lower(module: nn.Module, *, slots: Iterable[str] = (), convolution: Convolution | None = None) -> Stacked:
+    """`slots` are names of submodules whose outputs the caller may replace.
+
+    `convolution` is how convolutions are computed; None leaves it to `esper.fleet.stacked.convolutions.choose_convolution`.
+    """
+    return Stacked(module, slots=slots, convolution=convolution)
+
+
+class Stacked:
+    """Call it with the tensors of N hosts and their inputs. It has no state; running statistics are updated in the given tensors."""
+
+    def __init__(self, module: nn.Module, *, slots: Iterable[str] = (), convolution: Convolution | None = None) -> None:
+        self.slots = frozenset(slots)
+        self._module = copy.deepcopy(module).train()  # its mode is switched, and in vmap it has hooks for a moment
+        self.submodules = dict(self._module.named_modules(remove_duplicate=False))
+        self._aliases = aliases(self._module)
+        self.convolution = convolution
+        unknown = sorted(self.slots - set(self.submodules))
+        if unknown:
+            raise ValueError(f"no submodule named {unknown[0]!r} to have a slot; this module has {sorted(filter(None, self.submodules))}")
+        _check_embeddings(self.submodules)
+
+    @cached_property
+    def blocks(self) -> frozenset[str]:
+        """Names of the submodules that can be computed a second time."""
+        return blocks_of(self._module, self.slots)
+
+    def __call__(
+        self, tensors: Mapping[str, Tensor], x: Tensor, *, training: bool, at: At | None = None, recompute: Recompute | None = None
+    ) -> Tensor:
+        """[B, N, ...] to [B, N, ...]. `at(name, output)` is called behind every slot, and what it returns replaces the output.
+
+        `training` holds for all submodules, whatever mode they were in when the module was lowered. Where a backward pass is to follow,
+        `recompute` runs the blocks.
+        """
+        _check_hosts(tensors, x)
+        if self._module.training != training:
+            self._module.train(training)
+        known = {**tensors, **{name: tensors[first] for name, first in self._aliases.items()}}
+        again = recompute if training and torch.is_grad_enabled() else None
+        return _Pass(self, known, training, at, again).run("", x)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """One way through a module. No closure, which would be a cycle that keeps the weights until garbage is collected."""
+
+    stacked: Stacked
+    tensors: Mapping[str, Tensor]
+    training: bool
+    at: At | None
+    recompute: Recompute | None
+
+    def run(self, name: str, x: Tensor) -> Tensor:
+        """What the submodule of this name makes of x, with what acts behind it."""
+        if self.recompute is not None and name in self.stacked.blocks:
+            outputs = self.recompute(partial(self._compute, name), partial(self._with_copied_buffers(name)._compute, name), x)
+        else:
+            outputs = self._compute(name, x)
+        return self.at(name, outputs) if self.at is not None and name in self.stacked.slots else outputs
+
+    def _with_copied_buffers(self, name: str) -> _Pass:
+        """The same pass, in which this submodule finds its buffers as they are now, and changes none of the host's."""
+        full = [f"{name}.{buffer}" for buffer, _ in self.stacked.submodules[name].named_buffers(remove_duplicate=False)]
+        return replace(self, tensors={**self.tensors, **{buffer: self.tensors[buffer].clone() for buffer in full}})
+
+    def _compute(self, name: str, x: Tensor) -> Tensor:
+        module, slots = self.stacked.submodules[name], self.stacked.slots
+        scope = Scope(name, self.tensors, self.training, self.stacked.convolution, self.run, slots)
+        lowering = lowering_of(module, training=self.training)
+        if lowering is None:
+            inside = [slot for slot in slots if slot != name]
+            return run_vmapped(module, scope, x, at=self.at, slots=inside)
+        return lowering(module, scope, x)
+
+
+def _check_hosts(tensors: Mapping[str, Tensor], x: Tensor) -> None:
+    hosts = {len(tensor) for tensor in tensors.values()}
+    if hosts and hosts != {x.shape[1]}:
+        raise ValueError(f"the input is [samples, hosts, ...]; got {list(x.shape)} with tensors of {sorted(hosts)} hosts")
+
+
+def _check_embeddings(submodules: Mapping[str, nn.Module]) -> None:
+    for name, layer in submodules.items():
+        if isinstance(layer, nn.Embedding):
+            settings = {"max_norm": layer.max_norm is not None, "scale_grad_by_freq": layer.scale_grad_by_freq, "sparse": layer.sparse}
+            asked = [setting for setting, is_asked in settings.items() if is_asked]
+            if asked:
+                raise ValueError(f"embedding {name!r} asks for {', '.join(asked)}, which hosts of a fleet cannot have; build it without")

@@ -1,0 +1,194 @@
+"""Controllers that need no wisdom: never, a drawn plan, a fixed schedule. They are what a clever one has to beat."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from esper.growth.config import GrowthConfig, GrowthError
+from esper.growth.controllers.heuristic import Heuristic
+from esper.growth.lifecycle.stages import (
+    Action,
+    Advance,
+    CompleteController,
+    Controller,
+    Decision,
+    Fossilize,
+    Germinate,
+    GrowthState,
+    Prune,
+    Stage,
+)
+from esper.rng import Streams
+
+DEFAULT_EPOCHS = 40  # for a plan, where nobody knows how long the training will be
+
+
+class Never:
+    """Leaves the host alone."""
+
+    name = "never"
+
+    def decide(self, state: GrowthState) -> Decision:
+        return Decision(reason="never grows")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+class Planned:
+    """Germinates as planned and sees every seed through to the end, whatever it turns out to be worth.
+
+    The plan is a list of (epoch, slot, blueprint): after so many epochs, 0 being before the first.
+    """
+
+    name = "schedule"
+
+    def __init__(self, plan: Sequence[tuple[int, str, str]]) -> None:
+        self.plan = tuple((int(epoch), slot, blueprint) for epoch, slot, blueprint in plan)
+        negative = [item for item in self.plan if item[0] < 0]
+        if negative:
+            raise GrowthError(f"a plan names epochs from 0 on, and {negative[0]} does not")
+
+    def decide(self, state: GrowthState) -> Decision:
+        actions: list[Action] = [
+            Germinate(slot, f"planned for epoch {epoch}", blueprint) for epoch, slot, blueprint in self.plan if epoch == state.epoch
+        ]
+        return Decision((*actions, *see_through(state, {action.slot for action in actions})), self.name)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"plan": [list(item) for item in self.plan]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.plan = tuple((epoch, slot, blueprint) for epoch, slot, blueprint in state["plan"])
+
+
+def see_through(state: GrowthState, busy: set[str]) -> list[Action]:
+    """Moves every seed on as soon as it can; at the end of the run, those that nothing can be said for are taken out."""
+    actions: list[Action] = []
+    is_over = state.epochs is not None and state.epoch >= state.epochs
+    for slot in state.slots:
+        name = slot.place.name
+        if name in busy or slot.is_withdrawing:
+            continue
+        if slot.stage is Stage.TRAINING:
+            actions.append(Advance(name, "as planned"))
+        elif slot.stage is Stage.HOLDING and slot.contribution is not None and slot.contribution.epoch == state.epoch:
+            words = slot.contribution.in_words()
+            if slot.contribution.gain.estimate > 0:
+                actions.append(Fossilize(name, f"as planned; {words}"))
+            elif is_over:
+                actions.append(Prune(name, words))
+    return actions
+
+
+class Random(Planned):
+    """Draws a plan once, from slots, blueprints and times, and keeps to it."""
+
+    name = "random"
+
+    def __init__(self, *, seed: int, seeds: int | None = None, until: float = 0.5) -> None:
+        super().__init__(())
+        self.seed, self.seeds, self.until = seed, seeds, until
+        self._is_drawn = False
+
+    def decide(self, state: GrowthState) -> Decision:
+        if not self._is_drawn:
+            self.plan, self._is_drawn = self._draw(state), True
+        return super().decide(state)
+
+    def _draw(self, state: GrowthState) -> tuple[tuple[int, str, str], ...]:
+        """As many seeds as asked for, or any number; within the first part of the run, one for a slot."""
+        rng = Streams(self.seed).numpy("random plan")
+        slots = [slot for slot in state.slots if slot.candidates]
+        count = min(self.seeds if self.seeds is not None else int(rng.integers(0, len(slots) + 1)), len(slots))
+        last = max(int(self.until * (state.epochs or DEFAULT_EPOCHS)), 1)
+        chosen = [slots[index] for index in sorted(rng.choice(len(slots), size=count, replace=False))] if count else []
+        return tuple(
+            (int(rng.integers(0, last)), slot.place.name, slot.candidates[int(rng.integers(len(slot.candidates)))].blueprint)
+            for slot in chosen
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "is_drawn": self._is_drawn}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._is_drawn = state["is_drawn"]
+
+
+class Schedule(Planned):
+    """Grows the largest of the usual blueprints in every slot after a tenth of the training."""
+
+    preferred = ("double_conv3x3", "mlp")
+
+    def __init__(self, *, at: float = 0.1) -> None:
+        super().__init__(())
+        self.at = at
+
+    def decide(self, state: GrowthState) -> Decision:
+        if not self.plan and state.epoch == 0:
+            epoch = max(round(self.at * (state.epochs or DEFAULT_EPOCHS)), 1)
+            self.plan = tuple((epoch, slot.place.name, self._largest(slot.candidates)) for slot in state.slots if slot.candidates)
+        return super().decide(state)
+
+    def _largest(self, candidates: Sequence[Any]) -> str:
+        names = [candidate.blueprint for candidate in candidates]
+        usual = [name for name in self.preferred if name in names]
+        return usual[0] if usual else max(candidates, key=lambda candidate: candidate.cost.parameters).blueprint
+
+
+class Completed:
+    """A controller that only decides, with the rest added: its class's name, and an empty state."""
+
+    def __init__(self, controller: Controller) -> None:
+        self.controller = controller
+        self.name = str(getattr(controller, "name", type(controller).__name__))
+
+    def decide(self, state: GrowthState) -> Decision:
+        return self.controller.decide(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        save = getattr(self.controller, "state_dict", dict)
+        state: dict[str, Any] = save()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        load = getattr(self.controller, "load_state_dict", None)
+        if load is not None:
+            load(state)
+
+
+CONTROLLERS: dict[str, Callable[[GrowthConfig], CompleteController]] = {
+    "heuristic": lambda config: Heuristic(config),
+    "never": lambda config: Never(),
+    "random": lambda config: Random(seed=config.seed, seeds=config.baseline.random_seeds, until=config.baseline.random_until),
+    "schedule": lambda config: Schedule(at=config.baseline.schedule_at),
+}
+
+
+def as_controller(controller: Controller | str, config: GrowthConfig) -> CompleteController:
+    """What a user passed as controller: a name, or an object that can at least decide."""
+    if isinstance(controller, str):
+        return make_controller(controller, config)
+    kind = controller.__name__ if isinstance(controller, type) else type(controller).__name__
+    if isinstance(controller, type):
+        raise GrowthError(f"the controller is the class {kind} itself; pass an object of it: controller={kind}(...)")
+    if not callable(getattr(controller, "decide", None)):
+        raise GrowthError(f"a controller has a method decide(state) that gives a Decision, and this {kind} has none")
+    has = [name for name in ("state_dict", "load_state_dict") if callable(getattr(controller, name, None))]
+    if len(has) == 1:
+        raise GrowthError(f"the controller {kind} has only {has[0]} of state_dict and load_state_dict; it needs both, or neither")
+    return controller if isinstance(controller, CompleteController) else Completed(controller)
+
+
+def make_controller(name: str, config: GrowthConfig) -> CompleteController:
+    if name not in CONTROLLERS:
+        file = "; for the file of a trained one, pass controller=esper.controller.learned.load_controller(path)"
+        raise GrowthError(
+            f"no controller is named {name!r}; there are {', '.join(CONTROLLERS)}{file if name.endswith('.safetensors') else ''}"
+        )
+    return CONTROLLERS[name](config)

@@ -1,0 +1,313 @@
+"""How a change of the input spreads through a host: whether samples stay apart, and whether positions of a sequence see what comes later.
+
+One entry of the example input is changed at a time, and the outputs of the host's submodules are compared with those of before. Entries in
+the middle tell most: a host may drop, shift or mask the first and the last ones.
+
+A sequence counts as causal unless the changes show the opposite, for a seed that looks ahead in a causal host sees the targets. They show
+it where every change, at whatever position of whatever input, reaches the first position. Along a line of convolutions a change need not
+reach that far: it is enough that it reaches positions before its own, if the positions of the place are those of the input.
+
+Shapes: B = batch, T = positions in a sequence, L = positions along a line; outputs are [B, T, D], [T, B, D], [B, C, L], [B, C, H, W] or
+[B, H, W, D].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from esper.growth.host.layout import Place
+
+Outputs = Mapping[str, Tensor]
+GrowthRun = Callable[
+    [Any], Outputs | None
+]  # the outputs of the submodules that ran once on an example input; None if the host cannot run it
+Nudge = tuple[str, int, int]  # a place, and dimension and position there at which what flows is to be another
+RunNudged = Callable[[Any, Nudge | None], Outputs | None]
+NEGLIGIBLE = 1e-6  # of the largest change: a mask of large finite numbers lets as much through
+
+
+class Effect(NamedTuple):
+    """A change at position `at` of an input was felt at positions `first` to `last` of a place."""
+
+    at: int
+    first: int
+    last: int
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from tensors_in(item)
+    elif is_dataclass(value):
+        for part in fields(value):
+            yield from tensors_in(getattr(value, part.name))
+
+
+# The batch
+
+
+def batch_axes(example_input: Any, before: Outputs, batch: int, run: GrowthRun) -> dict[str, int | str]:
+    """The dimension of every output that is the batch, or why none is for certain.
+
+    The host runs on twice as many samples, and what becomes twice as large is the batch. If it cannot, one sample is changed: what changes
+    in one entry alone is the batch.
+    """
+    twice = run(_refilled(example_input, (torch.cat([t, t]) if t.ndim and len(t) == batch else t for t in tensors_in(example_input))))
+    changed = run(_changed(example_input, 0, axis=0, index=0)) if batch > 1 else None
+    found: dict[str, int | None] = {}
+    for name, output in before.items():
+        if twice is not None:
+            axes = _grown_axes(output, twice.get(name))
+        elif changed is not None:
+            axes = [axis for axis in range(output.ndim) if output.shape[axis] == batch and _is_apart(output, changed.get(name), axis)]
+            axes = axes if not _same(output, changed.get(name)) else []
+        else:
+            axes = [axis for axis in range(output.ndim) if output.shape[axis] == batch]
+        found[name] = axes[0] if len(axes) == 1 and output.shape[axes[0]] == batch else None
+    if changed is not None and _is_second_apart(found, before, changed, example_input, run):
+        reason = "has no batch as its first dimension, for one sample changes others; if time is the first, use batch_first=True"
+        return dict.fromkeys(before, reason)
+    return {
+        name: f"gives {list(before[name].shape)}, of which no dimension is the batch of {batch} for certain" if axis is None else axis
+        for name, axis in found.items()
+    }
+
+
+def _grown_axes(before: Tensor, after: Tensor | None) -> list[int]:
+    if after is None or after.ndim != before.ndim:
+        return []
+    return [axis for axis, (one, two) in enumerate(zip(before.shape, after.shape, strict=True)) if one != two]
+
+
+def _is_second_apart(axes: Mapping[str, int | None], before: Outputs, changed: Outputs, example_input: Any, run: GrowthRun) -> bool:
+    """Whether the second dimension of the input is the batch: wherever one sample changes others, an entry of that dimension changes none.
+
+    Samples may also meet for other reasons, as in the statistics of a batch.
+    """
+    first = next(tensors_in(example_input))
+    known = {name: axis for name, axis in axes.items() if axis is not None}
+    mixed = [name for name, axis in known.items() if not _is_apart(before[name], changed.get(name), axis)]
+    across = run(_changed(example_input, 0, axis=1, index=0)) if mixed and first.ndim > 1 and first.shape[1] > 1 else None
+    if across is None:
+        return False
+    return all(
+        any(
+            axis != known[name] and size == first.shape[1] and _is_apart(before[name], across.get(name), axis)
+            for axis, size in enumerate(before[name].shape[:-1])
+        )
+        for name in mixed
+    )
+
+
+def _is_apart(before: Tensor, after: Tensor | None, axis: int) -> bool:
+    """A change of the first entry has changed no other one along this dimension."""
+    rest = before.shape[axis] - 1
+    return after is not None and before.shape == after.shape and _same(before.narrow(axis, 1, rest), after.narrow(axis, 1, rest))
+
+
+# Causality
+
+
+def causal_places(places: Mapping[str, Place], example_input: Any, before: Outputs, run: GrowthRun) -> frozenset[str]:
+    """Names of places where a seed must not look ahead. Runs the host some times more, where it has places with positions."""
+    lines = {name: place for name, place in places.items() if place.kind != "dense"}
+    if not lines:
+        return frozenset()
+    again = run(example_input) or {}
+    # Where the same input gives another output, a change proves nothing.
+    steady = {name: place for name, place in lines.items() if _same(before[name], again.get(name))}
+    looks_ahead, causal = _order(steady, example_input, before, run)
+    unknown = {name for name, place in lines.items() if not place.is_plane and name not in looks_ahead}
+    return frozenset(causal | unknown)
+
+
+def _order(steady: Mapping[str, Place], example_input: Any, before: Outputs, run: GrowthRun) -> tuple[set[str], set[str]]:
+    """Places that look ahead, and places that are causal; the first only unless they are among the second."""
+    causal = set[str]()
+    looks_ahead = set[str]()
+    for number, tensor in enumerate(tensors_in(example_input)):
+        open_ = {name: place for name, place in steady.items() if name not in causal}
+        felt: dict[str, set[int]] = {name: set() for name in open_}  # along which dimensions of this input
+        axes = [axis for axis in range(1, tensor.ndim) if tensor.shape[axis] > 1]
+        for axis in axes:
+            open_ = {name: place for name, place in open_.items() if name not in causal}
+            for name, effects in _effects(open_, example_input, number, axis, before, run).items():
+                if effects:
+                    felt[name].add(axis)
+                if _keeps_order(effects, tensor.shape[axis], open_[name]):
+                    causal.add(name)
+        for name, along in felt.items():
+            if along and len(along) < len(axes) and not steady[name].is_plane:
+                causal.add(name)  # the positions may be those of a dimension in which no change was felt
+            elif along:
+                looks_ahead.add(name)
+    return looks_ahead, causal
+
+
+def _effects(
+    lines: Mapping[str, Place], example_input: Any, number: int, axis: int, before: Outputs, run: GrowthRun
+) -> dict[str, list[Effect]]:
+    """What changes along one dimension of one input do at these places."""
+    length = list(tensors_in(example_input))[number].shape[axis]
+    # A plane is asked only along its own rows, and seldom: only a host that draws pictures pixel by pixel is causal there.
+    found: dict[str, list[Effect]] = {name: [] for name, place in lines.items() if not place.is_plane or _rows(place) == length}
+    is_open = dict.fromkeys(found, True)
+    for count, index in enumerate(_indices(length, [lines[name] for name in found])):
+        is_felt = any(found.values())
+        if not any(is_open.values()) or (count == 3 and not is_felt):
+            break
+        after = run(_changed(example_input, number, axis=axis, index=index))
+        if after is None:
+            continue
+        for name in found:
+            effect = _effect(before[name], after.get(name), lines[name], index)
+            if effect is not None:
+                found[name].append(effect)
+                if lines[name].is_plane:
+                    is_open[name] = is_open[name] and effect.first >= index and count < 3
+                elif lines[name].kind == "token":
+                    is_open[name] = is_open[name] and effect.first == 0
+    return found
+
+
+def _indices(length: int, lines: Sequence[Place]) -> list[int]:
+    """Positions to change, the most telling ones first: the middle, and the first position that a place's middle one shares with none."""
+    aligned = [_stride(length, place) * (place.positions // 2) for place in lines if place.spatial == 1]
+    some = [length // 2, length // 4, 3 * length // 4, *aligned, 1, length - 1, length - 2, 0]
+    return [index for index in dict.fromkeys(some) if 0 <= index < length]
+
+
+def _stride(length: int, place: Place) -> int:
+    """Positions of the input to one of the place."""
+    return max(round(length / place.positions), 1)
+
+
+def _rows(place: Place) -> int:
+    return place.shape[1] if place.kind == "conv" else place.shape[0]
+
+
+def _effect(before: Tensor, after: Tensor | None, place: Place, index: int) -> Effect | None:
+    if after is None or before.shape != after.shape:
+        return Effect(index, 1, 1)  # whose positions cannot be compared: nothing that shows a look ahead
+    change = torch.where(before == after, 0.0, (after.double() - before.double()).abs()).nan_to_num(posinf=torch.inf, nan=torch.inf)
+    # [B, T, D], [T, B, D] and [B, C, L] to [T] and [L], and of [B, C, H, W] and [B, H, W, D] the rows
+    line = 2 if place.kind == "conv" else 1 - place.batch_axis
+    profile = change.movedim(line, 0).flatten(1).amax(1)
+    reached = (profile > NEGLIGIBLE * profile.amax().clamp(max=torch.finfo(torch.float64).max)).nonzero().flatten()
+    return Effect(index, int(reached[0]), int(reached[-1])) if len(reached) else None
+
+
+def _keeps_order(effects: Sequence[Effect], length: int, place: Place) -> bool:
+    """Whether these are no proof of a look ahead; for a plane, whether they prove that there is none."""
+    if place.is_plane:
+        reaches_on = any(effect.last > effect.at for effect in effects)
+        return reaches_on and all(effect.first >= effect.at for effect in effects)
+    if not effects:
+        return False
+    if len(effects) > 1 and all(effect.first == 0 for effect in effects):
+        return False
+    if place.kind == "token":
+        return True
+    stride = _stride(length, place)
+    has_all = place.positions == -(-length // stride)  # no position was cut off or added
+    begins_with_first = any(effect.at == effect.first == 0 for effect in effects)  # and none was shifted
+    return not (has_all and begins_with_first and any(effect.first < effect.at // stride for effect in effects))
+
+
+# Padding
+
+
+def hides(places: Mapping[str, Place], example_input: Any, run: RunNudged) -> bool:
+    """Whether what an input holds decides which positions of a sequence others see, as where some of them are padding.
+
+    What flows at a position is moved, and others feel it or do not: in the example, and with values that may mean padding.
+    """
+    tokens = [name for name, place in places.items() if place.kind == "token" and not place.is_plane and place.positions > 2]
+    for number, tensor in enumerate(tensors_in(example_input)):
+        first = next((name for name in tokens if tensor.ndim > 1 and places[name].shape[0] == tensor.shape[1]), None)
+        if first is None:
+            continue
+        nudge = first, 1 - places[first].batch_axis, tensor.shape[1] // 2
+        seen = _seen(places, tokens, example_input, nudge, run)
+        if seen is None:
+            continue
+        if seen.any() and not seen.all():
+            return True
+        for filler in (0.0, 1.0, -1e9) if tensor.is_floating_point() and tensor.ndim == 2 else (0, 1):
+            padded = tensor.clone()
+            padded[:, nudge[2] :] = filler
+            still_seen = _seen(places, tokens, _with(example_input, number, padded), nudge, run)
+            if still_seen is not None and bool((seen & ~still_seen).any()):
+                return True
+    return False
+
+
+def _seen(places: Mapping[str, Place], tokens: Sequence[str], example_input: Any, nudge: Nudge, run: RunNudged) -> Tensor | None:
+    """Samples [B] in which a nudge is felt at other positions of some place; None where that cannot be told."""
+    before, after = run(example_input, None), run(example_input, nudge)
+    if before is None or after is None or nudge[0] not in before:
+        return None
+    seen = torch.zeros(before[nudge[0]].shape[places[nudge[0]].batch_axis], dtype=torch.bool)
+    for name in tokens:
+        if name in before and name in after and before[name].shape == after[name].shape:
+            is_felt = (before[name] != after[name]).movedim(places[name].batch_axis, 0).any(2).cpu()  # [B, T]
+            seen |= is_felt.sum(1) > 1
+    return seen
+
+
+# Changes
+
+
+def _same(one: Tensor, other: Tensor | None) -> bool:
+    return other is not None and one.shape == other.shape and one.allclose(other, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def _changed(value: Any, number: int, *, axis: int, index: int) -> Any:
+    """The same with one entry of its tensor of this number changed."""
+    tensor = list(tensors_in(value))[number]
+    changed = tensor.clone()
+    changed.select(axis, index).copy_(_something_else(tensor, axis, index))
+    return _with(value, number, changed)
+
+
+def _with(value: Any, number: int, tensor: Tensor) -> Any:
+    """The same with another tensor of this number."""
+    tensors = list(tensors_in(value))
+    tensors[number] = tensor
+    return _refilled(value, iter(tensors))
+
+
+def _something_else(tensor: Tensor, axis: int, index: int) -> Tensor:
+    """An entry that differs from the present one, and that the host can take: one from elsewhere, so a token that it knows."""
+    present = tensor.select(axis, index)
+    others = (tensor.select(axis, other) for other in (-1 - index, *range(min(tensor.shape[axis], 16))))
+    found = next((other for other in others if not other.equal(present)), None)
+    if found is not None:
+        return found
+    if present.is_floating_point() or present.is_complex() or present.dtype == torch.bool:
+        return (present == 0).to(tensor.dtype)
+    return torch.where(present > 0, present - 1, 1)  # which is no label that a loss would ignore
+
+
+def _refilled(value: Any, tensors: Iterator[Tensor]) -> Any:
+    """The same with these tensors, in the order of `tensors_in`. One tensor in two places may become two."""
+    if isinstance(value, Tensor):
+        return next(tensors)
+    if isinstance(value, Mapping):
+        return {key: _refilled(item, tensors) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        items = [_refilled(item, tensors) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{part.name: _refilled(getattr(value, part.name), tensors) for part in fields(value)})
+    return value

@@ -1,0 +1,147 @@
+"""Which places become slots when the user names none: after the blocks that a host is made of, or else after its activations.
+
+A block is a submodule with layers of its own whose output is one tensor. Containers (nn.Sequential and the like) and whole backbones are
+looked into; blocks are not. What the host gives, and what nothing lies behind, is never chosen: a seed there would write into the
+predictions. Where nothing but a pool uses a place, the slot stands behind the pool, unless that leaves a single position: there a seed
+costs a fraction. `benchmarks/growth_places.py` compares the accuracy of both places.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+
+from esper.growth.config import GrowthError
+from esper.growth.host.discover import Discovery
+from esper.growth.seeds.seed import Seed
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_BACKBONE_PARTS = 4  # a submodule with so many blocks in it is no block itself
+
+
+def choose(model: nn.Module, discovery: Discovery, patterns: Sequence[str] | None) -> tuple[str, ...]:
+    """Names of places, in the order in which they run."""
+    wanted = _default(model, discovery) if patterns is None else _named(model, discovery, patterns)
+    return tuple(name for name in discovery.places if name in wanted)
+
+
+def _default(model: nn.Module, discovery: Discovery) -> set[str]:
+    inner = set(discovery.places) - discovery.last
+    hidden = {name for name in inner if discovery.same_output[name] != 0}
+    for usable in (hidden, inner):  # a host may give away what is inside it
+        blocks = {name for name in _walk(model, "") if name in usable}
+        chosen = {_cheapest(name, discovery, usable) for name in blocks or _leaves(model, usable)}
+        if chosen:
+            return _one_each(chosen, discovery)
+    raise GrowthError(
+        "there is no place for a slot inside this model: "
+        + "; ".join(_reasons(model, discovery))
+        + (f". With slots=[...], these can be chosen: {', '.join(discovery.places)}" if discovery.places else "")
+    )
+
+
+def _reasons(model: nn.Module, discovery: Discovery) -> list[str]:
+    """Why nothing was chosen, each reason once."""
+    if not discovery.places and not discovery.refusals:
+        return [
+            f"a {type(model).__name__} has no submodules, and seeds grow after submodules; put it behind hidden layers, as in "
+            "nn.Sequential(nn.Linear(inputs, 64), nn.ReLU(), nn.Linear(64, outputs))"
+        ]
+    reasons = dict[str, str]()
+    for refusal in discovery.refusals:
+        reasons.setdefault(refusal.reason, refusal.name)
+    for name in discovery.places:
+        if discovery.same_output[name] == 0:
+            reason = "gives the predictions, and a seed there would write into them"
+        elif name in discovery.last:
+            reason = "has nothing behind it that could use what grows there"
+        else:
+            reason = "is no block, no activation and no layer with weights"
+        reasons.setdefault(reason, name)
+    return [f"{name!r} {reason}" for reason, name in reasons.items()]
+
+
+def _cheapest(name: str, discovery: Discovery, usable: set[str]) -> str:
+    """The place with the fewest positions among this one and those behind it, where nothing is in between that has weights."""
+    place, chain = discovery.places[name], [name]
+    while discovery.behind.get(chain[-1]) in usable:
+        chain.append(discovery.behind[chain[-1]])
+    places = [discovery.places[other] for other in chain]
+    alike = [other for other in places if (other.kind, other.width) == (place.kind, place.width) and other.positions > 1]
+    return min(alike, key=lambda other: other.positions, default=place).name
+
+
+def _walk(module: nn.Module, prefix: str) -> Iterator[str]:
+    """Blocks below a module."""
+    for name, child in _children(module):
+        path = f"{prefix}{name}"
+        if _is_block(child) and not isinstance(child, _CONTAINERS) and not _is_backbone(child):
+            yield path
+        else:
+            yield from _walk(child, f"{path}.")
+
+
+def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Those that the host is made of: no kept seeds, and nothing that only makes a weight."""
+    return ((name, child) for name, child in module.named_children() if not isinstance(child, Seed) and name != "parametrizations")
+
+
+def _is_block(module: nn.Module) -> bool:
+    return any(next(child.parameters(), None) is not None for _, child in _children(module))
+
+
+def _is_backbone(module: nn.Module) -> bool:
+    parts = [child for _, child in _children(module)]
+    return _holds_blocks(module) or sum(map(_is_block, parts)) >= _BACKBONE_PARTS
+
+
+def _holds_blocks(module: nn.Module) -> bool:
+    """Whether there is a container of blocks in it, at any depth."""
+    for _, child in _children(module):
+        if isinstance(child, _CONTAINERS) and any(_is_block(part) for _, part in _children(child)):
+            return True
+        if _holds_blocks(child):
+            return True
+    return False
+
+
+def _leaves(model: nn.Module, usable: set[str]) -> set[str]:
+    """Activations, or layers with weights where activations are no modules."""
+    leaves = {name: model.get_submodule(name) for name in usable if not _is_block(model.get_submodule(name))}
+    activations = {name for name, leaf in leaves.items() if type(leaf).__module__ == nn.ReLU.__module__}
+    return activations or {name for name, leaf in leaves.items() if next(leaf.parameters(), None) is not None}
+
+
+def _one_each(names: set[str], discovery: Discovery) -> set[str]:
+    """One name for outputs that are the same tensor."""
+    return set({discovery.same_output[name] or name: name for name in discovery.places if name in names}.values())
+
+
+def _named(model: nn.Module, discovery: Discovery, patterns: Sequence[str]) -> set[str]:
+    if isinstance(patterns, str) or not patterns:
+        raise GrowthError(f"slots must be a list of names or patterns such as ['layer1', 'blocks.*'], not {patterns!r}")
+    duplicates = sorted({pattern for pattern in patterns if list(patterns).count(pattern) > 1})
+    if duplicates:
+        raise GrowthError(f"{duplicates[0]!r} is named twice in slots")
+    matched = {pattern: _matched(pattern, model, discovery) for pattern in patterns}
+    exact = {name for name in patterns if name in discovery.places}
+    taken = {discovery.same_output[name] for name in exact}
+    by_pattern = {name for names in matched.values() for name in names if discovery.same_output[name] not in taken}
+    return exact | _one_each(by_pattern, discovery)
+
+
+def _matched(pattern: str, model: nn.Module, discovery: Discovery) -> list[str]:
+    """Places that a name or pattern means."""
+    names = [name for name, _ in model.named_modules() if name]
+    matched = [pattern] if pattern in names else [name for name in names if fnmatch.fnmatchcase(name, pattern)]
+    if not matched:
+        near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4) or names[:5]
+        raise GrowthError(f"no submodule is named {pattern!r}; near to it: {', '.join(near)}. add_slots(...).describe() lists all places")
+    usable = [name for name in matched if name in discovery.places]
+    if not usable:
+        reasons = {refusal.name: refusal.reason for refusal in discovery.refusals}
+        raise GrowthError(f"nothing can grow after {matched[0]!r}: it {reasons[matched[0]]}")
+    return usable

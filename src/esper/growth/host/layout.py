@@ -1,0 +1,457 @@
+"""A place in a host: where a seed could grow, what flows there, and why nothing can grow elsewhere.
+
+Shapes: B = batch, C = channels, H, W (or L) = positions in space, T = positions in a sequence, D = features. Features come second in a
+conv place and last in a token place, whose positions may be those of a sequence or of a plane.
+
+Which dimension of a tensor holds its features: followed from the layers that make features through all that happens to them.
+
+A convolution puts its channels second, a linear layer its features last. What comes after them moves, splits and joins dimensions, or
+leaves them where they are. Every tensor of a forward pass is labelled while `FeatureAxes` is on:
+
+    with FeatureAxes() as axes:
+        h = model.stem(x).permute(0, 2, 3, 1)        # [B, C, H, W] to [B, H, W, C]
+        axes.axis_of(h)                              # 3
+
+What is not known has no label; nothing is guessed from sizes.
+
+Shapes: B = batch, C = channels, H, W, L = positions in space, T = positions in a sequence, D = features.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+CPU = torch.device("cpu")
+Kind = Literal["conv", "token", "dense"]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The output of one submodule. `shape` is that of one sample: (C, H, W) or (C, L), (T, D) or (H, W, D), (D,)."""
+
+    name: str  # of the submodule in the host
+    kind: Kind
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32  # of the parameters that a seed gets
+    device: torch.device = CPU
+    batch_axis: int = 0  # 1 where a sequence is [T, B, D]; a branch gets it as [B, T, D]
+    is_causal: bool = False  # positions of a sequence see only those before them, so a seed must not look ahead either
+    alone: str = ""  # why a seed must treat every position of a sequence alone, if it must: masks and caches of the host do not reach it
+    is_fused: bool = False  # in evaluation, a module around it computes it by a kernel of its own, unless the submodule has a hook
+    depth: float = 0.0  # 0 at the host's input, 1 at its output, by FLOPs
+    flops_behind: int = 0  # of the host's forward pass for one sample, after this place
+
+    @property
+    def width(self) -> int:
+        """Channels or features: what a seed is built for."""
+        return self.shape[0] if self.kind == "conv" else self.shape[-1]
+
+    @property
+    def positions(self) -> int:
+        """Places in space or time that share a seed's weights."""
+        sizes = self.shape[1:] if self.kind == "conv" else self.shape[:-1]
+        return math.prod(sizes)
+
+    @property
+    def is_plane(self) -> bool:
+        """Positions lie in two dimensions: [B, C, H, W] or [B, H, W, D]."""
+        return len(self.shape) == 3
+
+    @property
+    def spatial(self) -> int:
+        """Dimensions of space: 1 or 2 for a conv place, else 0."""
+        return len(self.shape) - 1 if self.kind == "conv" else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A submodule ran once, from tick `start` to tick `end` of the probe's clock; what ran inside it lies between."""
+
+    name: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A submodule after which nothing can grow."""
+
+    name: str
+    reason: str
+
+
+_LABEL = "_esper_feature_axes"
+
+
+class Label(NamedTuple):
+    """The dimensions that hold the features, more than one while they are split into groups; and which layer has put them there."""
+
+    axes: tuple[int, ...]
+    layer: int  # in the order of the forward pass
+
+
+class FeatureAxes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Labels all tensors that are made while it is on, and takes the labels away at the end. Also counts what uses a tensor.
+
+    A tensor that is changed in place is another one from then on; all of them have numbers.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.uses = Counter[int]()  # number of a tensor -> operations that it went into
+        self._numbers: dict[int, int] = {}  # id of a tensor -> its number
+        self._sources: dict[int, int] = {}  # number of what an activation gave -> number of what it was given
+        self._layers = 0
+        self._made: list[weakref.ref[Tensor]] = []
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        for reference in self._made:
+            tensor = reference()
+            if tensor is not None and hasattr(tensor, _LABEL):
+                delattr(tensor, _LABEL)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        given = [number for number in map(self.number_of, _tensors([*args, *(kwargs or {}).values()])) if number is not None]
+        result = func(*args, **(kwargs or {}))
+        made = list(_tensors(result))
+        self.uses.update(given)
+        for tensor in made:
+            number = self._numbers[id(tensor)] = len(self._made)
+            self._made.append(weakref.ref(tensor))
+            if torch.Tag.pointwise in func.tags and len(given) == 1:
+                self._sources[number] = given[0]
+        name = func._schema.name.partition("::")[2].removesuffix("_")  # without the namespace, and in place or not
+        if name in _LAYERS and made:
+            self._layers += 1
+            self._set(made[0], Label((_LAYERS[name](made[0]),), self._layers))
+        elif made:
+            follow = _pointwise if torch.Tag.pointwise in func.tags else _FOLLOWS.get(name)
+            label = None if follow is None else follow(args, kwargs or {}, made[0])
+            for tensor in made:
+                self._set(tensor, label)
+        return result
+
+    def number_of(self, tensor: Any) -> int | None:
+        """None for what was there before."""
+        return self._numbers.get(id(tensor))
+
+    def origins_of(self, tensor: Any) -> list[int]:
+        """Numbers of the tensor, of what an activation made it of, and so on."""
+        number = self.number_of(tensor)
+        origins = []
+        while number is not None:
+            origins.append(number)
+            number = self._sources.get(number)
+        return origins
+
+    def axis_of(self, tensor: Tensor, layer: nn.Module | None = None) -> int | None:
+        """The dimension that holds the features; None where that is not known. `layer` has made the tensor."""
+        label = _label(tensor)
+        if type(layer) in _CHANNELS_SECOND and tensor.ndim > 1:  # which join batch and channels on their way
+            self._layers += 1
+            label = Label((1,), self._layers)
+            self._set(tensor, label)
+        return label.axes[0] if label is not None and len(label.axes) == 1 else None
+
+    def _set(self, tensor: Tensor, label: Label | None) -> None:
+        if label is not None:
+            setattr(tensor, _LABEL, label)
+        elif hasattr(tensor, _LABEL):
+            delattr(tensor, _LABEL)
+
+
+_CHANNELS_SECOND = (nn.InstanceNorm1d, nn.InstanceNorm2d)
+
+
+def _label(tensor: Any) -> Label | None:
+    return getattr(tensor, _LABEL, None)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _tensors(item)
+
+
+# Layers, which put features somewhere
+
+
+def _second(made: Tensor) -> int:
+    return 1
+
+
+def _last(made: Tensor) -> int:
+    return made.ndim - 1
+
+
+_LAYERS: dict[str, Callable[[Tensor], int]] = {
+    **dict.fromkeys(("convolution", "_convolution", "cudnn_convolution", "miopen_convolution", "mkldnn_convolution"), _second),
+    **dict.fromkeys(("native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_no_training", "cudnn_batch_norm"), _second),
+    **dict.fromkeys(("_batch_norm_no_update", "_batch_norm_with_update", "miopen_batch_norm", "native_group_norm"), _second),
+    **dict.fromkeys(("mm", "addmm", "_addmm_activation", "linear", "mkldnn_linear", "embedding"), _last),
+    **dict.fromkeys(("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn"), _last),
+}
+
+
+# All the rest, which leaves them there or moves them. Every function gets the arguments of an operation and what it has made.
+
+
+def _same(args: Sequence[Any], named: Any, made: Tensor) -> Label | None:
+    """Dimensions stay what they are."""
+    label = _label(args[0])
+    return label if label is not None and args[0].ndim == made.ndim else None
+
+
+def _pointwise(args: Sequence[Any], named: Any, made: Tensor) -> Label | None:
+    """Tensors are broadcast to one shape, and those that have a label agree; a sequence has that of the layer that came first."""
+    labels = []
+    for tensor in _tensors(list(args)):
+        label = _label(tensor)
+        if label is not None:
+            axes = tuple(axis + made.ndim - tensor.ndim for axis in label.axes)
+            if all(made.shape[axis] == tensor.shape[axis - made.ndim + tensor.ndim] for axis in axes):
+                labels.append(Label(axes, label.layer))
+    # Along a residual stream, blocks may mix positions by layers of their own (as an MLP-Mixer does), and features stay where they were.
+    if len({label.axes for label in labels}) > 1 and made.ndim != 3:
+        return None
+    return min(labels, key=lambda label: label.layer, default=None)
+
+
+def _view(args: Sequence[Any], named: Any, made: Tensor) -> Label | None:
+    """Features lie in memory as before, so as many numbers lie before them and among them."""
+    source, label = args[0], _label(args[0])
+    if label is None or not _is_run(label.axes):
+        return None
+    first, last = min(label.axes), max(label.axes)
+    before, size = math.prod(source.shape[:first]), math.prod(source.shape[first : last + 1])
+    if size == 1:
+        return label if source.shape == made.shape else None
+    for start in range(made.ndim):
+        if math.prod(made.shape[:start]) == before and made.shape[start] > 1:
+            for end in range(start + 1, made.ndim + 1):
+                if math.prod(made.shape[start:end]) == size and (end == made.ndim or made.shape[end - 1] > 1):
+                    return Label(tuple(range(start, end)), label.layer)
+    return None
+
+
+def _is_run(axes: Sequence[int]) -> bool:
+    """Neighbours, in order.
+
+    >>> [_is_run(axes) for axes in [(1,), (1, 2), (2, 1), (1, 3)]]
+    [True, True, True, False]
+    """
+    return max(axes) - min(axes) == len(axes) - 1
+
+
+def _permuted(order: Callable[[Sequence[Any], int], Sequence[int]]) -> Callable[..., Label | None]:
+    def follow(args: Sequence[Any], named: Any, made: Tensor) -> Label | None:
+        label = _label(args[0])
+        if label is None:
+            return None
+        places = [axis % made.ndim for axis in order(args, made.ndim)]
+        return Label(tuple(sorted(places.index(axis) for axis in label.axes)), label.layer)
+
+    return follow
+
+
+def _swapped(args: Sequence[Any], ndim: int) -> list[int]:
+    order = list(range(ndim))
+    one, other = (args[1], args[2]) if len(args) > 2 else (ndim - 2, ndim - 1)
+    order[one], order[other] = order[other], order[one]
+    return order
+
+
+def _unsqueezed(args: Sequence[Any], named: Any, made: Tensor) -> Label | None:
+    label, new = _label(args[0]), args[1] % made.ndim
+    return None if label is None else Label(tuple(axis + (axis >= new) for axis in label.axes), label.layer)
+
+
+def _expanded(args: Sequence[Any], named: Any, made: Tensor) -> Label | None:
+    label = _label(args[0])
+    return None if label is None else Label(tuple(axis + made.ndim - args[0].ndim for axis in label.axes), label.layer)
+
+
+def _without(dimensions: Callable[[Sequence[Any], Any, Tensor], Sequence[int]]) -> Callable[..., Label | None]:
+    """Some dimensions are gone."""
+
+    def follow(args: Sequence[Any], named: Any, made: Tensor) -> Label | None:
+        label, source = _label(args[0]), args[0]
+        if label is None:
+            return None
+        gone = {axis % source.ndim for axis in dimensions(args, named, made)}
+        if gone & set(label.axes):
+            return None
+        if source.ndim == made.ndim:  # they are still there, with a size of 1
+            return label
+        return Label(tuple(axis - sum(other < axis for other in gone) for axis in label.axes), label.layer)
+
+    return follow
+
+
+def _squeezed(args: Sequence[Any], named: Any, made: Tensor) -> Sequence[int]:
+    if len(args) == 1:
+        return [axis for axis, size in enumerate(args[0].shape) if size == 1]
+    wanted = args[1] if isinstance(args[1], list | tuple) else [args[1]]
+    return [axis for axis in wanted if args[0].shape[axis] == 1]
+
+
+def _chosen(args: Sequence[Any], named: Any, made: Tensor) -> Sequence[int]:
+    return [args[1] if len(args) > 1 else 0]
+
+
+def _reduced(args: Sequence[Any], named: Any, made: Tensor) -> Sequence[int]:
+    wanted = args[1] if len(args) > 1 else named.get("dim")
+    if wanted is None or isinstance(wanted, bool):
+        return range(args[0].ndim)
+    return wanted if isinstance(wanted, list | tuple) else [wanted]
+
+
+def _joined(args: Sequence[Any], named: Any, made: Tensor) -> Label | None:
+    labels = {label.axes: label for label in map(_label, reversed(args[0])) if label is not None}
+    return next(iter(labels.values())) if len(labels) == 1 else None
+
+
+def _stacked(args: Sequence[Any], named: Any, made: Tensor) -> Label | None:
+    label, new = _joined(args, named, made), (args[1] if len(args) > 1 else 0) % made.ndim
+    return None if label is None else Label(tuple(axis + (axis >= new) for axis in label.axes), label.layer)
+
+
+def _indexed(args: Sequence[Any], named: Any, made: Tensor) -> Label | None:
+    """By one list of positions in one dimension, which stays where it is."""
+    used = [index for index in args[1] if index is not None]
+    return _same(args, named, made) if len(used) == 1 and used[0].ndim == 1 and used[0].dtype != torch.bool else None
+
+
+def _written(args: Sequence[Any], named: Any, made: Tensor) -> Label | None:
+    """Features are written to some positions, as a mixture of experts does it: into what has a label, or gets that of the features."""
+    own, written = _label(args[0]), args[-1] if isinstance(args[-1], Tensor) else args[2]
+    other = _label(written)
+    if own is not None or other is None:
+        return own
+    if written.ndim == made.ndim:
+        return other
+    return Label((made.ndim - 1,), other.layer) if other.axes == (written.ndim - 1,) else None
+
+
+def _restrided(args: Sequence[Any], named: Any, made: Tensor) -> Label | None:
+    return _same(args, named, made) if args[0].shape == made.shape else None
+
+
+def _layer_norm(args: Sequence[Any], named: Any, made: Tensor) -> Label | None:
+    """Over the last dimension these are features; over several nobody knows."""
+    is_first = len(args[1]) == 1 and _label(args[0]) is None
+    return Label((made.ndim - 1,), 0) if is_first else _same(args, named, made)
+
+
+def _shuffled(args: Sequence[Any], named: Any, made: Tensor) -> Label | None:
+    label = _label(args[0])
+    return label if label is not None and label.axes == (made.ndim - 3,) else None
+
+
+_STAYS = [
+    "_to_copy",
+    "detach",
+    "alias",
+    "lift_fresh",
+    "contiguous",
+    "native_dropout",
+    "bernoulli",
+    "hardswish",
+    "_prelu_kernel",
+    "prelu",
+    "masked_fill",
+    "log_sigmoid_forward",
+    "rrelu_with_noise",
+    "glu",
+    "_softmax",
+    "_log_softmax",
+    "softmax",
+    "cumsum",
+    "cumprod",
+    "logcumsumexp",
+    "roll",
+    "flip",
+    "constant_pad_nd",
+    "reflection_pad1d",
+    "reflection_pad2d",
+    "replication_pad1d",
+    "replication_pad2d",
+    "_pad_circular",
+    "max_pool1d",
+    "max_pool2d",
+    "max_pool2d_with_indices",
+    "mkldnn_max_pool2d",
+    "avg_pool1d",
+    "avg_pool2d",
+    "adaptive_avg_pool1d",
+    "_adaptive_avg_pool2d",
+    "adaptive_avg_pool2d",
+    "mkldnn_adaptive_avg_pool2d",
+    "adaptive_max_pool1d",
+    "adaptive_max_pool2d",
+    "fractional_max_pool2d",
+    "upsample_nearest1d",
+    "upsample_nearest2d",
+    "_upsample_nearest_exact1d",
+    "_upsample_nearest_exact2d",
+    "upsample_linear1d",
+    "upsample_bilinear2d",
+    "upsample_bicubic2d",
+    "_upsample_bilinear2d_aa",
+    "grid_sampler_2d",
+    "slice",
+    "narrow",
+    "split",
+    "unsafe_split",
+    "split_with_sizes",
+    "unsafe_split_with_sizes",
+    "index_select",
+    "gather",
+    "sort",
+    "topk",
+    "_fft_c2c",
+    "_fft_r2c",
+    "_fft_c2r",
+    "view_as_real",
+    "view_as_complex",
+    "_conj",
+    "fill",
+    "zero",
+    "triu",
+    "tril",
+]
+_FOLLOWS: dict[str, Callable[[Sequence[Any], Any, Tensor], Label | None]] = {
+    **dict.fromkeys(_STAYS, _same),
+    **dict.fromkeys(("view", "_unsafe_view", "reshape", "_reshape_alias"), _view),
+    "permute": _permuted(lambda args, ndim: args[1]),
+    "transpose": _permuted(_swapped),
+    "t": _permuted(lambda args, ndim: range(ndim)[::-1]),
+    "unsqueeze": _unsqueezed,
+    "squeeze": _without(_squeezed),
+    "expand": _expanded,
+    **dict.fromkeys(("select", "unbind"), _without(_chosen)),
+    **dict.fromkeys(
+        ("mean", "sum", "amax", "amin", "max", "min", "var", "std", "linalg_vector_norm", "logsumexp", "prod"), _without(_reduced)
+    ),
+    "copy": _pointwise,
+    "as_strided": _restrided,
+    **dict.fromkeys(("index_put", "index_add", "index_copy", "scatter", "scatter_add", "masked_scatter"), _written),
+    "cat": _joined,
+    "stack": _stacked,
+    "index": _indexed,
+    "native_layer_norm": _layer_norm,
+    "pixel_shuffle": _shuffled,
+    "pixel_unshuffle": _shuffled,
+}

@@ -1,0 +1,448 @@
+"""A slot: the place behind a submodule of the host where a seed may grow. An idle slot does nothing at all.
+
+A seed in a slot is not part of the host's module tree, so the user's optimiser, gradient clipping and parameter counts do not see it. It
+is part of the host's state dict, under the name that it has when it is baked: `block.esper_seed.alpha`. So a model saved in the middle of
+training holds its growth, and a state dict of another structure is refused.
+
+A copy of the host has copies of its slots. A copy made to hold averaged weights does not grow with the original; it warns when it is used
+after the original has grown.
+
+Seeds in the host's module tree and state dict: where they are registered, what a state dict tells of them, and what is refused.
+
+A seed is registered in the module whose output it changes. A container, or any module that runs or counts its children, stays as it is:
+the seed is registered in the first layer inside it, and its spec says how many levels up the module is that it changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from esper.growth.config import GrowthError
+from esper.growth.host.causality import tensors_in
+from esper.growth.host.discover import call
+from esper.growth.host.forward_patch import ForwardPatch, keep_running
+from esper.growth.host.isolation import isolated
+from esper.growth.host.layout import Place
+from esper.growth.seeds.seed import SPEC_KEYS, Seed, SeedSpec
+
+
+class SeedHome(NamedTuple):
+    """Where a seed is registered when it is baked: the module itself, or a layer inside a module that runs or counts its children."""
+
+    module: nn.Module
+    path: str  # of that module, below the module whose output the seed changes; empty where it is that one
+    name: str  # of the seed in it, such as esper_seed
+
+    @property
+    def levels_up(self) -> int:
+        return len(self.path.split(".")) if self.path else 0
+
+    @property
+    def baked_as(self) -> str:
+        """The seed's name below the module whose output it changes."""
+        return f"{self.path}.{self.name}" if self.path else self.name
+
+
+def on_load(module: nn.Module, hook: Callable[..., None]) -> RemovableHandle:
+    """Call `hook` before a state dict is loaded into the module."""
+    handle: RemovableHandle = module.register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
+    return handle
+
+
+class Observer(Protocol):
+    """Looks at what flows through a slot, and may pass on something that equals it."""
+
+    def __call__(self, slot: Slot, output: Tensor) -> Tensor: ...
+
+
+class Slot(ForwardPatch):
+    home: SeedHome
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.seed: Seed | None = None
+        self.is_connected = False  # the host's output goes through the seed
+        self.is_kept = False  # the seed is fossilized
+        self.observer: Observer | None = None
+        self.is_idle = True
+        self.ignores_loads = False  # a state dict that is loaded into the host leaves the seed as it is
+        self.plantings = 0  # how often the content of the slot was exchanged
+        self._alpha = 0.0  # what the seed's buffer holds, readable without waiting for the device
+        self._handles: list[RemovableHandle] = []
+        self._origin: weakref.ref[Slot] | None = None  # of a copy: the slot it was copied from
+        self._origin_mark = (0, 0)  # of a copy: plantings of the origin and versions of the weights when it was made
+
+    def attach_to(self, module: nn.Module, home: SeedHome) -> None:
+        """Stand behind `module`; save and load the seed with the state dict of `home.module`."""
+        self.attach(module)
+        self.home = home
+        self._handles = [
+            home.module.register_state_dict_post_hook(_SaveSeed(self)),  # type: ignore[no-untyped-call]
+            on_load(home.module, _LoadSeed(self)),
+        ]
+        if self.place.is_fused:
+            self._handles.append(module.register_forward_pre_hook(keep_running))
+
+    def detach(self) -> None:
+        super().detach()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        output = self.inner(*arguments, **named)
+        return output if self.is_idle else self._act(output)
+
+    def _act(self, output: Tensor) -> Tensor:
+        if self._origin is not None and not torch.compiler.is_compiling():
+            self._warn_if_left_behind()
+        if self.observer is not None:
+            output = self.observer(self, output)
+        if self.is_connected and self.seed is not None:
+            # A user's own blueprint may have dropout. Compiled code must not change modules; there `Slotted.train` reaches the seed.
+            if not torch.compiler.is_compiling() and self.seed.training != self.module.training:
+                self.seed.train(self.module.training)
+            output = self.seed(output)
+        return output
+
+    def plant(self, seed: Seed | None, *, connected: bool = False) -> None:
+        """Put a seed in, outside the host unless `connected`; None empties the slot."""
+        if seed is not None:
+            seed.spec = msgspec.structs.replace(seed.spec, levels_up=self.home.levels_up)
+        self.seed = seed
+        self.is_kept = False
+        self._alpha = 0.0
+        self._origin = None
+        self.plantings += 1
+        self.connect(connected and seed is not None)
+
+    def connect(self, connected: bool) -> None:
+        self.is_connected = connected
+        self._settle()
+
+    def observe(self, observer: Observer | None) -> None:
+        self.observer = observer
+        self._settle()
+
+    def _settle(self) -> None:
+        self.is_idle = not self.is_connected and self.observer is None and self._origin is None
+
+    @property
+    def alpha(self) -> float:
+        return self._alpha
+
+    @alpha.setter
+    def alpha(self, value: float) -> None:
+        assert self.seed is not None
+        self._alpha = value
+        self.seed.alpha.fill_(value)
+
+    @contextlib.contextmanager
+    def held_at(self, alpha: float) -> Iterator[None]:
+        """Connect the seed with this alpha for a while."""
+        was_connected, before = self.is_connected, self.alpha
+        self.alpha = alpha
+        self.connect(True)
+        try:
+            yield
+        finally:
+            self.alpha = before
+            self.connect(was_connected)
+
+    # Copies
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the observer and the origin, which a copy does not have."""
+        return {**super().__getstate__(), "observer": None, "_origin": None, "is_idle": not self.is_connected}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Slot:
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__setstate__({name: deepcopy(value, memo) for name, value in self.__getstate__().items()})
+        twin._origin, twin._origin_mark = weakref.ref(self), (self.plantings, twin._weight_versions())
+        twin._settle()
+        return twin
+
+    def _weight_versions(self) -> int:
+        """Count the changes in place of the module's weights."""
+        if "module" not in self.__dict__:
+            return 0
+        return sum(weight._version for weight in self.module.parameters() if not weight.is_inference())
+
+    def _warn_if_left_behind(self) -> None:
+        """Warn once where the weights of a copy were changed after the original had grown: an average without what grew."""
+        origin = self._origin() if self._origin is not None else None
+        plantings, versions = self._origin_mark
+        if origin is None:
+            self._origin = None
+            self._settle()
+        elif origin.plantings != plantings and self._weight_versions() != versions:
+            self._origin = None
+            self._settle()
+            warnings.warn(
+                f"this copy of a growing model was changed since, as an average of weights is, and lacks what has grown after "
+                f"{self.place.name!r} in the original; keep an average that grows with it: slotted.averaged(decay=0.999)",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+class _SaveSeed:
+    """The state dict hook of a seed's home: adds the seed."""
+
+    def __init__(self, slot: Slot) -> None:
+        self.slot = slot
+
+    def __call__(self, module: nn.Module, state_dict: Any, prefix: str, metadata: Any) -> None:
+        if self.slot.seed is not None:
+            self.slot.seed.state_dict(destination=state_dict, prefix=f"{prefix}{self.slot.home.name}.")
+
+
+class _LoadSeed:
+    """The hook before a state dict is loaded into a seed's home: loads the seed, where it is the one that is there."""
+
+    def __init__(self, slot: Slot) -> None:
+        self.slot = slot
+
+    def __call__(
+        self, module: nn.Module, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: Any, unexpected: Any, errors: Any
+    ) -> None:
+        slot, start = self.slot, f"{prefix}{self.slot.home.name}."
+        own = {key.removeprefix(start): state_dict.pop(key) for key in list(state_dict) if key.startswith(start)}
+        if slot.ignores_loads or (slot.seed is None and not own):
+            return
+        if slot.seed is None or not own:
+            where, other = ("state dict", "model") if slot.seed is None else ("model", "state dict")
+            errors.append(f"the {where} has a seed after {slot.place.name!r}, and the {other} has none")
+            return
+        try:
+            slot.seed.load_state_dict(own)
+        except RuntimeError as error:
+            errors.append(str(error))
+        else:
+            slot.alpha = float(slot.seed.alpha)
+
+
+SMALL_WIDTH = 4096  # up to which a seed is built without a look at its weights: a user's blueprint may have none of its width
+BAKED = "esper_seed"  # the name of a seed in the state dict, below the module that it is registered in
+
+
+def attach(module: nn.Module, seed: Seed, home: SeedHome) -> RemovableHandle:
+    """Make a seed part of the host: registered in its home, applied by a forward hook of `module`."""
+    # Before the hooks that the user may have on the module, as a slot is, but behind seeds that were kept earlier.
+    is_first = not any(isinstance(getattr(hook, "__self__", None), Seed) for hook in module._forward_hooks.values())
+    seed.baked_as = home.baked_as
+    home.module.add_module(home.name, seed.train(module.training))
+    return module.register_forward_hook(seed.after, prepend=is_first)
+
+
+def find_homes(host: nn.Module, names: Sequence[str], example_input: Any) -> dict[str, SeedHome]:
+    """Return where the seed of each of these submodules is registered: in the submodule, unless that runs or counts its children."""
+    counting = {name for name in names if _counts_children(host.get_submodule(name))}
+    suspects = [name for name in names if name not in counting and _children_of(host.get_submodule(name))]
+    if suspects and not _tolerates_children(host, suspects, example_input):
+        counting |= {name for name in suspects if not _tolerates_children(host, [name], example_input)}
+    homes: dict[str, SeedHome] = {}
+    taken: set[tuple[int, str]] = set()
+    for name in names:
+        module = host.get_submodule(name)
+        path = _first_layer(module) if name in counting else ""
+        home = module.get_submodule(path)
+        count, own_name = 1, BAKED
+        while hasattr(home, own_name) or (id(home), own_name) in taken:
+            count += 1
+            own_name = f"{BAKED}_{count}"
+        taken.add((id(home), own_name))
+        homes[name] = SeedHome(home, path, own_name)
+    return homes
+
+
+def _children_of(module: nn.Module) -> list[nn.Module]:
+    return [child for name, child in module.named_children() if name != "parametrizations" and not isinstance(child, Seed)]
+
+
+def _counts_children(module: nn.Module) -> bool:
+    """Containers by type, and classes that can be iterated or indexed."""
+    is_container = isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
+    return bool(_children_of(module)) and (
+        is_container or any(hasattr(type(module), name) for name in ("__len__", "__iter__", "__getitem__"))
+    )
+
+
+def _first_layer(module: nn.Module) -> str:
+    """Return the name of the first submodule without children of its own."""
+    for name, part in module.named_modules():
+        if name and "parametrizations" not in name.split(".") and not _children_of(part) and not isinstance(part, Seed):
+            return str(name)
+    raise AssertionError("a module with children has a last one")
+
+
+class _Passenger(nn.Module):
+    """Stands where a seed would be registered, and notes whether it is run."""
+
+    was_run = False
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        self.was_run = True
+        return arguments[0] if arguments else None
+
+
+def _tolerates_children(host: nn.Module, names: Sequence[str], example_input: Any) -> bool:
+    """Whether the host computes the same with one more child in each of these submodules, and does not run it."""
+    passenger = _Passenger()
+    modules = [host.get_submodule(name) for name in names]
+    with isolated(host), torch.no_grad():
+        host.eval()
+        before = [tensor.clone() for tensor in tensors_in(call(host, example_input))]
+    try:
+        for module in modules:
+            module._modules["esper_passenger"] = passenger
+        with isolated(host), torch.no_grad():
+            host.eval()
+            after = list(tensors_in(call(host, example_input)))
+    except Exception:  # whatever the host makes of a child that it does not know
+        return False
+    finally:
+        for module in modules:
+            module._modules.pop("esper_passenger", None)
+    return not passenger.was_run and agree(before, after)
+
+
+def agree(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Whether outputs are equal up to the noise of another order of operations."""
+    if len(some) != len(others):
+        return False
+    for one, other in zip(some, others, strict=True):
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return False
+        if one.is_floating_point():
+            noise = 2e-2 if one.element_size() < 4 else 1e-4
+            largest = one.abs().nan_to_num(0.0, 0.0, 0.0).max() if one.numel() else 0.0
+            if not torch.allclose(one, other, rtol=0.0, atol=float(largest) * noise, equal_nan=True):
+                return False
+        elif not torch.equal(one, other):
+            return False
+    return True
+
+
+def as_model_takes_it(value: Any, device: torch.device, to_device: torch.device, dtype: torch.dtype, to_dtype: torch.dtype) -> Any:
+    """Return an example input as the model takes it now: where it was on the weights' device or in their precision, it still is."""
+    if isinstance(value, Tensor):
+        value = value.to(to_device) if value.device == device else value
+        return value.to(to_dtype) if value.dtype == dtype else value
+    if isinstance(value, Mapping):
+        return {key: as_model_takes_it(item, device, to_device, dtype, to_dtype) for key, item in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(as_model_takes_it(item, device, to_device, dtype, to_dtype) for item in value)
+    return value
+
+
+def specs_in(state: Mapping[str, Any]) -> dict[str, SeedSpec]:
+    """Return the name of every seed in a state dict -> how to build it, in the order in which they grew after their submodules."""
+    found = {}
+    for key, tensor in state.items():
+        name, _, last = key.rpartition(".")
+        if last in SPEC_KEYS and name.rpartition(".")[2].startswith(BAKED):
+            try:
+                found[name] = SeedSpec.from_tensor(tensor)
+                _check_shape(found[name], [value for key, value in state.items() if key.startswith(f"{name}.") and value is not tensor])
+            except (msgspec.MsgspecError, AttributeError, TypeError, ValueError) as error:
+                raise GrowthError(f"{key!r} does not tell what grew there ({error}); the file is damaged, or of another version") from error
+    return {name: found[name] for name in sorted(found, key=lambda name: (len(name), name))}
+
+
+def _check_shape(spec: SeedSpec, weights: Sequence[Any]) -> None:
+    """Raise ValueError where no seed could have been saved with this shape: memory for all of it is taken when the seed is built."""
+    if len(spec.shape) not in {"dense": (1,), "token": (2, 3), "conv": (2, 3)}[spec.kind] or min(spec.shape) < 1 or spec.levels_up < 0:
+        raise ValueError(f"a {spec.kind} seed of the shape {list(spec.shape)}")
+    width = spec.shape[0] if spec.kind == "conv" else spec.shape[-1]
+    widest = max((size for weight in weights for size in getattr(weight, "shape", ())), default=0)
+    if width > max(widest, SMALL_WIDTH):
+        raise ValueError(f"a seed for {width:,} features, whose weights have at most {widest:,}")
+
+
+def build_seed(place: Place, spec: SeedSpec) -> Seed:
+    """Build the seed of a saved model, with weights to be loaded."""
+    place = replace(place, kind=spec.kind, shape=spec.shape, is_causal=spec.is_causal, batch_axis=spec.batch_axis, alone="")
+    try:
+        seed = Seed(place, spec.blueprint, random_seed=0, blending=spec.blending)
+        seed.spec = spec
+        return seed
+    except ValueError as error:
+        raise GrowthError(
+            f"the seed after {place.name!r} cannot be built: {error}. "
+            f"If {spec.blueprint!r} is a blueprint of your own, register it as it was, before loading"
+        ) from error
+
+
+class CheckStructure:
+    """The hook before a state dict is loaded into the host: refuses another structure before anything is changed."""
+
+    def __init__(self, host: nn.Module, slots: Mapping[str, Slot]) -> None:
+        self.host, self.slots = host, slots
+
+    def __call__(self, module: nn.Module, state_dict: Any, prefix: str, *others: Any) -> None:
+        if any(slot.ignores_loads for slot in self.slots.values()):
+            return
+        saved = specs_in({key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)})
+        living = {
+            f"{name}.{slot.home.baked_as}" if name else slot.home.baked_as: slot.seed.spec
+            for name, slot in self.slots.items()
+            if slot.seed is not None
+        }
+        living |= {name: seed.spec for name, seed in self.host.named_modules() if isinstance(seed, Seed)}
+        surplus, lacking = sorted(saved.keys() - living.keys()), sorted(living.keys() - saved.keys())
+        other = sorted(name for name in saved.keys() & living.keys() if not saved[name].builds_same(living[name]))
+        if not surplus and not lacking and not other:
+            return
+        if surplus:
+            what = f"the state dict has the seed {surplus[0]!r}, and the model has nothing there"
+        elif lacking:
+            what = f"the model has the seed {lacking[0]!r}, and the state dict does not: it is older than the seed, or of a copy without it"
+        else:
+            what = (
+                f"the seed {other[0]!r} is a {saved[other[0]].blueprint} in the state dict and a {living[other[0]].blueprint} in the model"
+            )
+        raise GrowthError(
+            f"{what}; nothing was loaded. To go back to an earlier state of a growing model, use grower.save and grower.load; "
+            "to use the saved model, load it into a fresh one: esper.load(state_dict, model=Net())"
+        )
+
+
+class SeedsIgnored:
+    """Until `stop`, a state dict that is loaded into `module` leaves its seeds as they are, and those in the state dict out.
+
+    For callbacks, which restore seeds with their stages and optimisers from a state of their own.
+    """
+
+    def __init__(self, module: nn.Module, slots: Iterable[Slot]) -> None:
+        self._slots = list(slots)
+        self._handle = on_load(module, _DropUnknownSeeds())
+        self._set(True)
+
+    def stop(self) -> None:
+        self._handle.remove()
+        self._set(False)
+
+    def _set(self, is_ignored: bool) -> None:
+        for slot in self._slots:
+            slot.ignores_loads = is_ignored
+
+
+class _DropUnknownSeeds:
+    def __call__(self, module: nn.Module, state_dict: Any, prefix: str, *others: Any) -> None:
+        own = module.state_dict(prefix=prefix)
+        for name in specs_in(state_dict):
+            for key in [key for key in state_dict if key.startswith(f"{name}.") and key not in own]:
+                del state_dict[key]

@@ -1,0 +1,296 @@
+"""What a grower tells at the end of an epoch.
+
+The plot of one host: its garden, its losses, its ledger and its judge. Everything about growing a host that is not tensors.
+
+A `Grower` has one, for a model of the user's; a fleet has one for every host. So both live by the same rules.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, Protocol
+
+import msgspec
+
+from esper.growth.config import GrowthConfig, GrowthError
+from esper.growth.events import ActionRefused, EpochEnded, Measured, Probed, RolledBack, SlotView, StageEntered
+from esper.growth.lifecycle.governor import Diverged, Governor, Verdict
+from esper.growth.lifecycle.history import History
+from esper.growth.lifecycle.ledger import Ledger, Refused, Rollback
+from esper.growth.lifecycle.slots import AnyBackend, SlotLifecycles, ask_gate, carry_out, check_can_grow
+from esper.growth.lifecycle.stages import Action, Contribution, Cost, Decision, GrowthState, LossScale, Stage
+from esper.growth.measure.contribution import confidence_of_look
+from esper.growth.measure.probe import Promises, capped
+from esper.runs import Event
+
+
+def epoch_ended(lifecycles: SlotLifecycles[AnyBackend], history: History, decision: Decision, *, learning_rate: float) -> EpochEnded:
+    host = lifecycles.host
+    seconds, samples = history.lap()
+    actions = [f"{type(action).__name__.lower()} {action.slot}: {action.reason}" for action in decision.actions]
+    return EpochEnded(
+        epoch=lifecycles.epoch,
+        train_loss=history.train_losses[-1],
+        val_loss=history.val_losses[-1],
+        learning_rate=learning_rate,
+        decision="; ".join(filter(None, [*actions, decision.reason])),
+        slots=[_slot_view(lifecycles, name) for name in lifecycles.backends],
+        parameters=host.parameters + lifecycles.added().parameters,
+        flops=host.flops + lifecycles.connected().flops,
+        seconds=seconds,
+        samples_per_second=samples / seconds if samples else None,
+        total_gflops=history.flops / 1e9 if history.flops else None,
+        step_seconds=history.step_seconds(),
+        data_wait_seconds=history.data_wait,
+        skipped=history.take_skipped(),
+    )
+
+
+def _slot_view(lifecycles: SlotLifecycles[AnyBackend], name: str) -> SlotView:
+    slot = lifecycles.view(name, {})
+    gain = slot.contribution.gain if slot.contribution is not None else None
+    gradients = slot.gradients
+    return SlotView(
+        slot=name,
+        stage=slot.stage.name,
+        blueprint=slot.blueprint,
+        alpha=slot.alpha,
+        age=slot.age,
+        health=None if gradients is None else gradients.health,
+        gain=None if gain is None else gain.estimate,
+        gain_low=None if gain is None else gain.low,
+        gain_high=None if gain is None else gain.high,
+        parameters=slot.cost.parameters,
+        rent=slot.rent,
+        grad_norm=None if gradients is None else gradients.mean_norm,
+        skipped=0 if gradients is None else gradients.skipped,
+    )
+
+
+def probed(epoch: int, promises: Promises) -> Probed:
+    nested: dict[str, dict[str, float]] = {}
+    for (slot, blueprint), promise in promises.items():
+        nested.setdefault(slot, {})[blueprint] = promise
+    return Probed(epoch=epoch, promises=nested)
+
+
+class Recovers(Protocol):
+    """Holds the healthy states of a host."""
+
+    def take_snapshot(self) -> None: ...
+
+    def go_back(self, *, is_repeated: bool) -> int:
+        """To the latest state, or to the one before it where the latest has led to disaster again. Gives the epoch it is of."""
+        ...
+
+
+class HostGrowth(Generic[AnyBackend]):
+    """`host` and `load` are what the survey of the host has found; `epochs` is how long the training is planned to be.
+
+    `scale` is what losses are relative to. Where neither it nor the config tells, it is the mean training loss of the first epoch.
+    """
+
+    def __init__(
+        self,
+        backends: Mapping[str, AnyBackend],
+        config: GrowthConfig,
+        *,
+        host: Cost,
+        load: float,
+        epochs: int | None,
+        scale: LossScale | None = None,
+    ) -> None:
+        self.config, self.epochs, self.load = config, epochs, load
+        self.ledger = Ledger(entries=[], refused=[], rollbacks=[])
+        self.history = History(config.governor.checks_per_epoch)
+        self.lifecycles: SlotLifecycles[AnyBackend] = SlotLifecycles(
+            backends, host, config, ledger=self.ledger, on_stage=self._stage_entered
+        )
+        check_can_grow(self.lifecycles)
+        if config.governor.uninformed_loss is not None:
+            scale = LossScale.of(config.governor.uninformed_loss, loss_range=config.loss_range)
+        self.governor = Governor(config.governor, scale)
+        self.scale: LossScale | None = None
+        if scale is not None:
+            self._set_scale(scale)
+        self.promises: Promises = {}
+        self._events: deque[Event] = deque()  # those not told yet: the user hears of them when all is done
+
+    @property
+    def epoch(self) -> int:
+        """Finished so far."""
+        return self.lifecycles.epoch
+
+    @property
+    def is_over(self) -> bool:
+        return self.epochs is not None and self.epoch >= self.epochs
+
+    def is_stuck(self) -> bool:
+        """Return whether there was no better validation loss for as long as the config waits, and no seed is on its way."""
+        losses, patience = self.history.val_losses, self.config.patience
+        if patience is None or len(losses) <= patience or self.lifecycles.living():
+            return False
+        recent, before = ([loss for loss in some if math.isfinite(loss)] for some in (losses[-patience:], losses[:-patience]))
+        return min(recent, default=math.inf) >= min(before, default=math.inf)
+
+    def _set_scale(self, scale: LossScale) -> None:
+        self.scale = self.governor.scale = scale
+        self.lifecycles.set_unit(scale.unit)
+
+    # Deciding
+
+    def state(self, *, learning_rate: float) -> GrowthState:
+        """What a controller sees."""
+        allowed = self.lifecycles.allowance()
+        return GrowthState(
+            epoch=self.epoch,
+            epochs=self.epochs,
+            steps_per_epoch=self.history.length or 0,
+            train_losses=tuple(self.history.train_losses),
+            val_losses=tuple(self.history.val_losses),
+            slots=self.lifecycles.views(self.promises),
+            host_cost=self.lifecycles.host,
+            added=self.lifecycles.added(),
+            parameters_left=allowed.parameters,
+            flops_left=allowed.flops,
+            seeds_left=allowed.seeds,
+            rollbacks=self.governor.rollbacks,
+            scale=self.scale,
+            lifecycle=self.config.lifecycle,
+            learning_rate=learning_rate,
+            samples_per_epoch=self.history.samples,
+            host_load=self.load,
+            rent=self.config.rent,
+        )
+
+    def carry_out(self, decision: Decision, *, by: str) -> None:
+        """What the gates let pass happens; what they refuse is told. `by` is the name of the controller."""
+        slots = [action.slot for action in decision.actions]
+        if len(set(slots)) < len(slots):
+            raise GrowthError(f"the controller {by!r} decided twice about one slot: {', '.join(slots)}")
+        for action in decision.actions:
+            answer = ask_gate(self.lifecycles, action)
+            if answer.passed:
+                carry_out(self.lifecycles, action, is_over=self.is_over)
+            else:
+                self._refuse(action, answer.reason)
+
+    def _refuse(self, action: Action, reason: str) -> None:
+        name = type(action).__name__.lower()
+        self.ledger.refused.append(Refused(self.epoch, action.slot, name, reason))
+        self.emit(ActionRefused(epoch=self.epoch, slot=action.slot, action=name, reason=reason))
+
+    # The end of an epoch
+
+    def on_trial(self) -> dict[str, float]:
+        """Seeds that will have been on probation long enough when this epoch is over, and the confidence of the look at each.
+
+        From then on they are looked at after every epoch, up to the end of the training.
+        """
+        least = self.config.lifecycle.holding_epochs
+        later = None if self.epochs is None else max(self.epochs - self.epoch - 1, 0)  # looks after this one
+        return {
+            name: confidence_of_look(backend.life.looks + 1, None if later is None else backend.life.looks + 1 + later)
+            for name, backend in self.lifecycles.backends.items()
+            if backend.life.stage is Stage.HOLDING and backend.life.epochs_in_stage + 1 >= least and not backend.life.is_withdrawing
+        }
+
+    def suspects(self) -> dict[str, int]:
+        """Seeds that take part in the host and are not part of it yet, with their numbers."""
+        return {
+            name: backend.life.number
+            for name, backend in self.lifecycles.backends.items()
+            if backend.is_connected and backend.life.stage is not Stage.FOSSILIZED and backend.life.number is not None
+        }
+
+    def find_scale(self, chunks: list[float], val_loss: float) -> None:
+        """Take the scale from the losses of the first epoch, where nobody told it. Every rank calls it, with the same losses."""
+        first = sum(chunks) / len(chunks) if chunks else val_loss
+        if self.scale is None and math.isfinite(first):
+            self._set_scale(LossScale.of(first, loss_range=self.config.loss_range, is_guess=True))
+
+    def verdict(self, chunks: list[float], val_loss: float) -> Verdict:
+        self.find_scale(chunks, val_loss)
+        return self.governor.judge(chunks, val_loss, is_blameless=not self.suspects())
+
+    def end_epoch(self, chunks: list[float], val_loss: float, measured: Mapping[str, Contribution], promises: Promises | None) -> None:
+        """`promises` is None where no probe has looked."""
+        self.history.end_epoch(chunks, val_loss)
+        self.lifecycles.steps_per_epoch = self.history.length or 0
+        self.lifecycles.end_epoch()
+        for name, contribution in measured.items():
+            self.lifecycles.note_contribution(name, contribution)
+            gain, rent = contribution.gain, self.lifecycles.rent(name)
+            self.emit(Measured(epoch=self.epoch, slot=name, gain=gain.estimate, gain_low=gain.low, gain_high=gain.high, rent=rent))
+        self.promises = capped(promises or {}, loss=self._loss_left(), steps=self.history.length or 0)
+        if promises is not None:
+            self.emit(probed(self.epoch, self.promises))
+
+    def _loss_left(self) -> float | None:
+        """How far the training loss could fall; None where nobody knows."""
+        return None if self.scale is None else self.history.train_losses[-1] - self.scale.floor
+
+    def settle(self, verdict: Verdict, chunks: list[float], recovery: Recovers) -> None:
+        """After an epoch that was no disaster."""
+        if chunks:  # else every step of the epoch has been gone back from, and nothing is healthy yet
+            self.governor.rollbacks_in_a_row = 0
+        if chunks and verdict.is_healthy and self.epoch % self.config.governor.snapshot_every == 0:
+            recovery.take_snapshot()
+
+    def go_back(self, reason: str, recovery: Recovers) -> None:
+        """After a disaster: the host is as it was when it was healthy, and what could have done it is under embargo."""
+        suspects = self.suspects()
+        to_epoch = recovery.go_back(
+            is_repeated=self.governor.rollbacks_in_a_row > 0
+        )  # first: where there is no way back, nothing has happened
+        self.governor.note_rollback()
+        self.history.forget_losses()
+        why = f"the governor went back: {reason}"
+        self.lifecycles.square_ledger(why)
+        for name, number in suspects.items():
+            self.lifecycles.banish(name, number, why)
+        self.ledger.rollbacks.append(Rollback(self.epoch, to_epoch, reason))
+        self.emit(RolledBack(epoch=self.epoch, to_epoch=to_epoch, reason=reason, embargoed=list(suspects)))
+
+    def check_not_diverged(self, reason: str) -> None:
+        if self.governor.rollbacks_in_a_row > self.config.governor.max_rollbacks:
+            to_epoch = self.ledger.rollbacks[-1].to_epoch
+            raise Diverged(
+                f"the training fails again and again from a healthy state: {reason}. The model is as it was after epoch {to_epoch}; "
+                "look for NaN in the data, or lower the learning rate"
+            )
+
+    # Telling
+
+    def emit(self, event: Event) -> None:
+        self._events.append(event)
+
+    def tell(self, on_event: Callable[[Event], None]) -> None:
+        while self._events:
+            on_event(self._events.popleft())
+
+    def _stage_entered(self, slot: str, blueprint: str, stage: Stage, reason: str) -> None:
+        self.emit(StageEntered(epoch=self.epoch, slot=slot, blueprint=blueprint, stage=stage.name, reason=reason))
+
+    # State, without what the garden and the judge hold, which snapshots have too
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "ledger": msgspec.to_builtins(self.ledger),
+            "chronicle": self.history.state_dict(),
+            "epoch": self.epoch,
+            "promises": [[slot, blueprint, value] for (slot, blueprint), value in self.promises.items()],
+            "scale": None if self.scale is None else [self.scale.uninformed, self.scale.range, self.scale.is_guess],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        ledger = msgspec.convert(state["ledger"], Ledger)
+        self.ledger.entries, self.ledger.refused, self.ledger.rollbacks = ledger.entries, ledger.refused, ledger.rollbacks
+        self.history.load_state_dict(state["chronicle"])
+        self.lifecycles.epoch = state["epoch"]
+        self.lifecycles.steps_per_epoch = self.history.length or 0
+        self.promises = {(slot, blueprint): value for slot, blueprint, value in state["promises"]}
+        if state["scale"] is not None:
+            self._set_scale(LossScale(*state["scale"]))

@@ -1,0 +1,520 @@
+"""The last healthy states of a run, on the CPU: what to go back to after a disaster.
+
+A state is a tree: dicts, lists and tuples of tensors and plain values, as modules, optimisers and schedulers give by `state_dict`. Memory
+is bounded and flat: a new snapshot is written over the oldest one, tensor by tensor, and only what is new or has changed its shape is
+allocated. Two names for one tensor, such as tied weights, are stored twice and restore the same values.
+
+Going back: what makes up the state of a growing model, snapshots of it while it is healthy, and the way back to one.
+
+A snapshot holds what can change: parameters that learn, all buffers, both kinds of optimiser, loss scale, schedule and the seeds. Frozen
+parameters are left out as long as nothing changes them:
+
+- One that is unfrozen, or new, goes back to what it was before its first step: it is added to the snapshots then.
+- One that the loop moves by hand (a momentum encoder) is held from the moment on at which a change was found. That is looked for after the
+  very first step and at every snapshot; a rollback before that leaves the parameter as it is.
+
+What has appeared since the snapshot: a buffer that a forward pass made is gone again, one that it resized or replaced has its former size,
+and a group that was added to the optimiser stays, with its settings and without a state. Everything is checked first; where something does
+not fit, or a user's object does not take its state back, all stays as it is.
+
+Checkpoints (`state_dict`) hold everything.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import pairwise, zip_longest
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from esper.growth.config import GrowthError
+from esper.growth.host.isolation import is_expanded
+from esper.growth.host.slotted import Slotted
+from esper.growth.lifecycle.governor import Governor
+from esper.growth.lifecycle.module_backend import ModuleBackend
+from esper.growth.lifecycle.slots import SlotLifecycles
+from esper.growth.seeds.optimizer import nested
+from esper.runs.tensors import Tree
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    epoch: int  # finished when it was taken
+    state: Tree
+
+
+class Snapshots:
+    """At most `keep` snapshots, of which the oldest gives way.
+
+    >>> weight = torch.ones(2)
+    >>> snapshots = Snapshots(keep=2)
+    >>> snapshots.take({"weight": weight}, epoch=1)
+    >>> weight.mul_(float("nan"))
+    tensor([nan, nan])
+    >>> snapshots.latest()
+    Snapshot(epoch=1, state={'weight': tensor([1., 1.])})
+    """
+
+    def __init__(self, keep: int) -> None:
+        if keep < 1:
+            raise ValueError(f"keep must be at least 1, the number of snapshots; got {keep}")
+        self.keep = keep
+        self._entries: list[Snapshot] = []  # oldest first
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def epochs(self) -> tuple[int, ...]:
+        """When each was taken, oldest first."""
+        return tuple(entry.epoch for entry in self._entries)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors that are held."""
+        return sum(tensor.nbytes for entry in self._entries for tensor in _tensors(entry.state))
+
+    def take(self, state: Tree, *, epoch: int) -> None:
+        """Copies `state`. Where that fails half-way, the snapshot that was being written over is gone and the others are whole."""
+        oldest = self._entries.pop(0).state if len(self._entries) == self.keep else None
+        self._entries.append(Snapshot(epoch, _copy(state, over=oldest)))
+
+    def add(self, place: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
+        """Copies tensors into the dict at this place of every snapshot, as if they had been there when it was taken."""
+        for entry in self._entries:
+            for name, tensor in _copy(dict(tensors)).items():
+                self._dict_at(entry, place).setdefault(name, tensor)
+
+    def latest_keys(self, place: Sequence[str]) -> set[str]:
+        """The keys of the dict at this place of the latest snapshot."""
+        return set(self._dict_at(self._entries[-1], place)) if self._entries else set()
+
+    @staticmethod
+    def _dict_at(entry: Snapshot, place: Sequence[str]) -> dict[str, Tree]:
+        found: dict[str, Tree] = entry.state
+        for key in place:
+            found = found[key]
+        return found
+
+    def latest(self, *, skip: int = 0) -> Snapshot | None:
+        """A copy, for the caller to keep; with `skip`, of an earlier one.
+
+        Not the tensors that are held: `load_state_dict` of an optimiser takes tensors over as they are where device and dtype fit, and its
+        next step would write into the snapshot.
+        """
+        if len(self._entries) <= skip:
+            return None
+        entry = self._entries[-1 - skip]
+        return Snapshot(entry.epoch, _copy(entry.state))
+
+    def drop_latest(self) -> None:
+        """Forgets the latest, for when going back to it has led to disaster again: the one before it is now the latest."""
+        if not self._entries:
+            raise IndexError("there is no snapshot to drop; look at len() first")
+        self._entries.pop()
+
+    def clear(self) -> None:
+        self._entries.clear()
+
+    def state_dict(self) -> dict[str, Tree]:
+        """The snapshots themselves, not copies: to be written before the next is taken."""
+        return {"entries": [{"epoch": entry.epoch, "state": entry.state} for entry in self._entries]}
+
+    def load_state_dict(self, state: dict[str, Tree]) -> None:
+        """Copies the snapshots of another run, the latest ones where it kept more."""
+        self._entries = [Snapshot(entry["epoch"], _copy(entry["state"])) for entry in state["entries"][-self.keep :]]
+
+
+def copy_of(state: Tree) -> Tree:
+    """A copy in CPU memory, for the caller to keep."""
+    return _copy(state)
+
+
+def _copy(state: Tree, *, over: Tree = None) -> Tree:
+    """`state` in CPU memory of its own, which is that of `over` where a tensor there has the same place, shape and dtype."""
+    devices: set[torch.device] = set()
+    with torch.no_grad():
+        result = _copy_tree(state, over, devices)
+    for device in devices:
+        torch.cuda.synchronize(device)  # once for all copies, none of which was waited for
+    return result
+
+
+def _copy_tree(value: Tree, over: Tree, devices: set[torch.device]) -> Tree:
+    if isinstance(value, Tensor):
+        return _copy_tensor(value, over, devices)
+    if isinstance(value, dict):
+        below = over if isinstance(over, dict) else {}
+        result = copy.copy(value)  # keeps the type, and the `_metadata` of a module's state
+        for key, item in value.items():
+            result[key] = _copy_tree(item, below.get(key), devices)
+        return result
+    if type(value) in (list, tuple):
+        items = over[: len(value)] if type(over) in (list, tuple) else ()
+        return type(value)(_copy_tree(item, old, devices) for item, old in zip_longest(value, items))
+    return copy.deepcopy(value)
+
+
+def _copy_tensor(value: Tensor, over: Tree, devices: set[torch.device]) -> Tensor:
+    fits = isinstance(over, Tensor) and over.shape == value.shape and over.dtype == value.dtype
+    if value.is_cuda:
+        devices.add(value.device)
+        fits = fits and over.is_pinned()  # what a checkpoint brought is not
+    target: Tensor = over if fits else torch.empty_like(value, device="cpu", pin_memory=value.is_cuda, requires_grad=False)
+    return target.copy_(value, non_blocking=value.is_cuda)
+
+
+def _tensors(tree: Tree) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            yield from _tensors(item)
+    elif type(tree) in (list, tuple):
+        for item in tree:
+            yield from _tensors(item)
+
+
+State = dict[str, Any]
+
+
+class Recovery:
+    """Host, both kinds of optimiser, loss scale, schedule and the garden, together."""
+
+    def __init__(
+        self,
+        slotted: Slotted,
+        optimizer: Optimizer,
+        lifecycles: SlotLifecycles[ModuleBackend],
+        governor: Governor,
+        *,
+        keep: int,
+        scaler: GradScaler | None,
+        scheduler: Any,
+    ) -> None:
+        self.host, self.optimizer, self.lifecycles, self.governor = slotted.host, optimizer, lifecycles, governor
+        self.scaler, self.scheduler = scaler, scheduler
+        self._snapshots = Snapshots(keep)
+        self._held: set[int] = set()  # ids of parameters that are in the snapshots, or not of the host
+        self._moving: set[str] = set()  # names of parameters that change although they are frozen
+        self._marks = self._frozen_marks()  # of the others, when last looked at
+
+    # Snapshots
+
+    def take_snapshot(self) -> None:
+        """Nothing is taken where a weight is not finite: losses that look healthy do not tell, and there would be no way back."""
+        self.hold_moving()
+        if not self.has_finite_weights():
+            return
+        if self._snapshots.epochs[-1:] == (self.lifecycles.epoch,):
+            self._snapshots.drop_latest()  # an epoch has one state to go back to, its last
+        changing = {name: parameter for name, parameter in self.host.named_parameters() if self._changes(name, parameter)}
+        state = {**self._state(changing), "garden": self.lifecycles.state_dict()}
+        self._snapshots.take({"now": state, "governor": self.governor.loss_state()}, epoch=self.lifecycles.epoch)
+        self._held = {id(parameter) for parameter in changing.values()}
+
+    def hold_new(self) -> None:
+        """Before a step of the optimiser: adds the parameters to the snapshots that learn for the first time."""
+        new = [one for group in self.optimizer.param_groups for one in group["params"] if one.requires_grad and id(one) not in self._held]
+        if new:
+            names = {id(parameter): name for name, parameter in self.host.named_parameters()}
+            self._hold({names[id(one)]: one for one in new if id(one) in names})
+            self._held |= {id(one) for one in new}
+
+    def hold_moving(self) -> None:
+        """Adds the frozen parameters to the snapshots that have changed since the last look. Reads the device."""
+        marks = self._frozen_marks()
+        found = {name for name, mark in marks.items() if name in self._marks and mark != self._marks[name]}
+        self._moving |= found
+        self._marks = {name: mark for name, mark in marks.items() if name not in found}
+        parameters = {name: parameter for name, parameter in self.host.named_parameters() if name in found}
+        if _are_finite(parameters.values()):
+            self._hold(parameters)
+
+    def _hold(self, parameters: Mapping[str, Tensor]) -> None:
+        self._snapshots.add(("now", "parameters"), parameters)
+        self._held |= {id(parameter) for parameter in parameters.values()}
+
+    def _changes(self, name: str, parameter: Tensor) -> bool:
+        return parameter.requires_grad or name in self._moving
+
+    def _frozen_marks(self) -> dict[str, int]:
+        """Sums of the bits of the parameters that are not expected to change. Another value has another sum, but for a rare chance."""
+        frozen = {name: parameter for name, parameter in self.host.named_parameters() if not self._changes(name, parameter)}
+        marks = [_mark(parameter.detach()) for parameter in frozen.values()]
+        return dict(zip(frozen, torch.stack([mark.to(marks[0].device) for mark in marks]).tolist() if marks else [], strict=True))
+
+    def has_finite_weights(self) -> bool:
+        """Those that change, of the host and of the seeds that it sees."""
+        seeds = [
+            backend.slot.seed
+            for backend in self.lifecycles.backends.values()
+            if backend.slot.is_connected and backend.slot.seed is not None
+        ]
+        own = [parameter for name, parameter in self.host.named_parameters() if self._changes(name, parameter)]
+        return _are_finite([*own, *(parameter for seed in seeds for parameter in seed.parameters() if parameter.requires_grad)])
+
+    def go_back(self, *, is_repeated: bool) -> int:
+        """Restores the latest snapshot, or the one before it where the latest has led to disaster again. Gives its epoch."""
+        drops = is_repeated and len(self._snapshots) > 1
+        snapshot = self._snapshots.latest(skip=1 if drops else 0)
+        assert snapshot is not None
+        self._check_others_are_finite(snapshot.state["now"])
+        self.restore(snapshot.state["now"])
+        self.governor.load_loss_state(snapshot.state["governor"])
+        if drops:
+            self._snapshots.drop_latest()
+        return snapshot.epoch
+
+    def _check_others_are_finite(self, state: State) -> None:
+        held = {id(parameter) for name, parameter in self.host.named_parameters(remove_duplicate=False) if name in state["parameters"]}
+        for name, parameter in self.host.named_parameters():
+            if id(parameter) not in held and parameter.is_floating_point() and not bool(torch.isfinite(parameter).all()):
+                raise GrowthError(
+                    f"there is no way back from a disaster: {name} is not finite and in no snapshot, because it is frozen and was changed "
+                    "by hand since the last one; everything is as it was"
+                )
+
+    # The state of this moment
+
+    def now(self) -> State:
+        """Everything; its tensors are the live ones."""
+        return {**self._state(dict(self.host.named_parameters(remove_duplicate=False))), "garden": self.lifecycles.state_dict()}
+
+    def _state(self, parameters: dict[str, nn.Parameter]) -> State:
+        """All but the garden, with these parameters."""
+        buffers = list(_buffers(self.host))
+        outer, *inner = nested(self.optimizer)
+        return {
+            "parameters": {name: parameter.detach() for name, parameter in parameters.items()},
+            "buffers": {one.name: one.tensor for one in buffers if one.tensor is not None},
+            "empty_buffers": [one.name for one in buffers if one.tensor is None],
+            "transient_buffers": [one.name for one in buffers if one.own_name in one.module._non_persistent_buffers_set],
+            "optimizer": outer.state_dict(),
+            "inner_optimizers": [one.state_dict() for one in inner],
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+        }
+
+    def restore(self, state: State, *, may_lack_buffers: bool = True) -> None:
+        """All of it, or an error and nothing. `may_lack_buffers`: those that are not in the state have appeared since, and go."""
+        parameters = dict(self.host.named_parameters(remove_duplicate=False))
+        for name, saved in state["parameters"].items():
+            here = list(parameters[name].shape) if name in parameters else "not there"
+            if here != list(saved.shape):
+                raise GrowthError(
+                    f"there is no way back to an earlier state: the parameter {name} is {here} now and was {list(saved.shape)}"
+                )
+        buffers = _BufferPlan(self.host, state, may_lack=may_lack_buffers)
+        optimizers = nested(self.optimizer)
+        saved_states = [state["optimizer"], *state.get("inner_optimizers", [])]
+        merged = [_merged(one, saved) for one, saved in zip(optimizers, saved_states, strict=False)]
+
+        with ExitStack() as undo:  # what belongs to others may fail; what has been done by then is undone
+
+            def load(part: Any, saved: Any) -> None:
+                before = part.state_dict()
+                part.load_state_dict(saved)
+                undo.callback(part.load_state_dict, before)
+
+            share_groups = _groups_shared(optimizers)
+            undo.callback(share_groups)
+            if self.scheduler is not None:
+                load(self.scheduler, state["scheduler"])
+            if self.scaler is not None:
+                load(self.scaler, state["scaler"])
+            for optimizer, saved in zip(optimizers, merged, strict=False):
+                load(optimizer, saved)
+            share_groups()
+            undo.callback(self.lifecycles.load_state_dict, copy_of(self.lifecycles.state_dict()))
+            self.lifecycles.load_state_dict(state["garden"])
+            undo.pop_all()
+
+        with torch.no_grad():
+            for name, saved in state["parameters"].items():
+                parameters[name].copy_(saved)
+        for parameter in parameters.values():
+            parameter.grad = None
+        buffers.carry_out()
+
+    # Checkpoints
+
+    def state_dict(self) -> State:
+        return {
+            "optimizer": type(self.optimizer).__name__,
+            "now": self.now(),
+            "judge": self.governor.state_dict(),
+            "snapshots": self._snapshots.state_dict(),
+            "moving": sorted(self._moving),
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """That of another run of the same model, optimiser and schedule; otherwise nothing is changed."""
+        self._check_fits(state["optimizer"], state["now"])
+        self.restore(state["now"], may_lack_buffers=False)
+        self.governor.load_state_dict(state["judge"])
+        self._snapshots.load_state_dict(state["snapshots"])
+        self._moving = set(state.get("moving", []))
+        self._marks = self._frozen_marks()
+        names = self._snapshots.latest_keys(("now", "parameters"))
+        self._held = {id(parameter) for name, parameter in self.host.named_parameters(remove_duplicate=False) if name in names}
+
+    def _check_fits(self, optimizer: str, state: State) -> None:
+        own = {name: list(parameter.shape) for name, parameter in self.host.named_parameters(remove_duplicate=False)}
+        saved = {name: list(tensor.shape) for name, tensor in state["parameters"].items()}
+        for name in sorted(own.keys() | saved.keys()):
+            if own.get(name) != saved.get(name):
+                there, here = (shapes.get(name, "not there") for shapes in (saved, own))
+                raise GrowthError(f"the saved run is of another model: {name} is {there} in it and {here} here")
+        kind = type(self.optimizer).__name__
+        if optimizer != kind:
+            raise GrowthError(f"the saved run was trained by {optimizer}, and this one has {kind}; use the same optimiser")
+        sizes = [_sizes(groups) for groups in (state["optimizer"]["param_groups"], self.optimizer.param_groups)]
+        if sizes[0] != sizes[1]:
+            raise GrowthError(
+                f"the saved run's optimiser had groups of {sizes[0]} parameters, this one has {sizes[1]}; give it the same groups before "
+                "loading, those that were added by add_param_group too"
+            )
+        for what, mine in (("scheduler", self.scheduler), ("scaler", self.scaler)):
+            if (state[what] is None) != (mine is None):
+                had, has = ("no", "one") if state[what] is None else ("a", "none")
+                raise GrowthError(f"the saved run had {had} {what}, and this one has {has}; resume it as it was started")
+        if state["garden"].keys() != self.lifecycles.backends.keys():
+            raise GrowthError(
+                f"the saved run had the slots {', '.join(state['garden'])}, this one has {', '.join(self.lifecycles.backends)}"
+            )
+
+
+def _mark(tensor: Tensor) -> Tensor:
+    if type(tensor) is not Tensor or tensor.is_meta or tensor.layout != torch.strided:
+        return torch.tensor(0 if tensor.is_inference() else tensor._version)  # its bits are not to be had
+    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(sizes[tensor.real.element_size()]).sum(dtype=torch.int64)
+
+
+def _are_finite(weights: Iterable[Tensor]) -> bool:
+    with torch.no_grad():
+        answers = [torch.isfinite(weight).all() for weight in weights]
+    return not answers or bool(torch.stack([answer.to(answers[0].device) for answer in answers]).all())
+
+
+def _groups_shared(optimizers: list[Optimizer]) -> Callable[[], None]:
+    """Makes nested optimisers share their groups again where they share them now; loading a state gives each its own."""
+    pairs = [(outer, inner) for outer, inner in pairwise(optimizers) if outer.param_groups is inner.param_groups]
+
+    def share() -> None:
+        for outer, inner in reversed(pairs):
+            outer.param_groups = inner.param_groups
+
+    return share
+
+
+class _Buffer(NamedTuple):
+    name: str  # in the host
+    module: nn.Module
+    own_name: str  # in the module
+    tensor: Tensor | None
+
+
+def _buffers(host: nn.Module) -> Iterator[_Buffer]:
+    """All that are registered, empty ones included; one that has two names comes twice."""
+    for path, module in host.named_modules(remove_duplicate=False):
+        for own_name, tensor in module._buffers.items():
+            yield _Buffer(f"{path}.{own_name}" if path else own_name, module, own_name, tensor)
+
+
+class _BufferPlan:
+    """How the buffers of a host become those of a state. Everything that can fail is done when it is made."""
+
+    def __init__(self, host: nn.Module, state: State, *, may_lack: bool) -> None:
+        self._steps: list[Callable[[], Any]] = []
+        now = {one.name: one for one in _buffers(host)}
+        transient, new = set(state.get("transient_buffers", [])), dict[int, Tensor]()
+        for name, saved in state["buffers"].items():
+            path, _, own_name = name.rpartition(".")
+            module = now[name].module if name in now else _submodule(host, path)
+            current = now[name].tensor if name in now else None
+            if module is None:
+                raise GrowthError(f"there is no way back to an earlier state: the module of the buffer {name} is not there any more")
+            if current is not None and current.shape == saved.shape and not current.is_inference() and not is_expanded(current):
+                self._steps.append(_copied(current, saved))
+            else:
+                tensor = saved.to(_device(module, current), copy=True) if current is None or id(current) not in new else new[id(current)]
+                if current is not None:
+                    new[id(current)] = tensor  # of a buffer with two names, both get the same
+                self._steps.append(_registered(module, own_name, tensor, is_persistent=name not in transient))
+        for name, one in now.items():
+            if one.tensor is None or name in state["buffers"]:
+                continue
+            if name in state.get("empty_buffers", []):
+                self._steps.append(_registered(one.module, one.own_name, None, is_persistent=name not in transient))
+            elif may_lack:
+                self._steps.append(_unregistered(one.module, one.own_name))
+            else:
+                raise GrowthError(f"the saved run is of another model: {name} is not there in it and {list(one.tensor.shape)} here")
+
+    def carry_out(self) -> None:
+        with torch.no_grad():
+            for step in self._steps:
+                step()
+
+
+def _copied(tensor: Tensor, saved: Tensor) -> Callable[[], Any]:
+    return lambda: tensor.copy_(saved)
+
+
+def _registered(module: nn.Module, name: str, tensor: Tensor | None, *, is_persistent: bool) -> Callable[[], Any]:
+    def register() -> None:
+        module._buffers[name] = tensor
+        (module._non_persistent_buffers_set.discard if is_persistent else module._non_persistent_buffers_set.add)(name)
+
+    return register
+
+
+def _unregistered(module: nn.Module, name: str) -> Callable[[], Any]:
+    def unregister() -> None:
+        module._buffers.pop(name, None)
+        module._non_persistent_buffers_set.discard(name)
+
+    return unregister
+
+
+def _submodule(host: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return host.get_submodule(path)
+    except AttributeError:
+        return None
+
+
+def _device(module: nn.Module, current: Tensor | None) -> torch.device:
+    tensors = [*([] if current is None else [current]), *module.parameters(), *module.buffers()]
+    return tensors[0].device if tensors else torch.device("cpu")
+
+
+def _sizes(groups: list[dict[str, Any]]) -> list[int]:
+    return [len(group["params"]) for group in groups]
+
+
+def _merged(optimizer: Optimizer, saved: State) -> State:
+    """The saved state for an optimiser that may have got parameters since: these have no state, and new groups keep their settings."""
+    there, here = _sizes(saved["param_groups"]), _sizes(optimizer.param_groups)
+    if there == here:
+        return saved
+    if len(there) > len(here) or any(mine < theirs for mine, theirs in zip(here, there, strict=False)):
+        raise GrowthError(
+            f"there is no way back to an earlier state: the optimiser had groups of {there} parameters and has {here} now; groups and "
+            "parameters may be added in the middle of a training, and not taken out"
+        )
+    groups: list[dict[str, Any]] = optimizer.state_dict()["param_groups"]
+    numbers: dict[int, int] = {}  # of a parameter: in the saved state -> now
+    for group, before in zip(groups, saved["param_groups"], strict=False):
+        numbers.update(zip(before["params"], group["params"], strict=False))
+        group.update({name: value for name, value in before.items() if name != "params"})
+    return {**saved, "state": {numbers[number]: state for number, state in saved["state"].items()}, "param_groups": groups}

@@ -1,0 +1,185 @@
+"""The story of a growing run, folded from its events: what the terminal, the final table and the report are made from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from esper.growth.events import (
+    ActionRefused,
+    EpochEnded,
+    FinalTest,
+    GrowthFinished,
+    GrowthStarted,
+    Measured,
+    Probed,
+    RolledBack,
+    SlotView,
+    StageEntered,
+    TwinCompared,
+)
+from esper.growth.lifecycle.ledger import Outcome, was_withdrawn
+from esper.growth.lifecycle.stages import LIVING, OCCUPIED, Stage
+from esper.runs import Event, read
+from esper.runs.folder import EVENTS, RunError
+
+
+@dataclass
+class SeedStory:
+    """One seed, from birth to whatever became of it."""
+
+    number: int
+    slot: str
+    blueprint: str
+    born: int  # epochs that were over
+    why_born: str
+    why: str  # it is where it is now
+    stages: list[tuple[int, str]] = field(default_factory=list)  # (epochs that were over, name of the stage)
+    outcome: Outcome = "living"
+    ended: int | None = None
+    parameters: int = 0
+    rent: float = 0.0
+    gain: float | None = None  # what removing it would cost, in the unit of the loss, as last measured
+    gain_low: float | None = None
+    gain_high: float | None = None
+    skipped: int = 0  # steps that it did not take because its gradient was not finite
+
+
+@dataclass
+class Remark:
+    """What was decided or happened, and why, after the epochs from `first` to `last`."""
+
+    first: int
+    last: int
+    text: str
+    is_trouble: bool = False
+
+
+@dataclass
+class Story:
+    """Everything that is known so far."""
+
+    began: GrowthStarted | None = None  # the first time
+    started: GrowthStarted | None = None  # the last time
+    epochs: list[EpochEnded] = field(default_factory=list)
+    seeds: list[SeedStory] = field(default_factory=list)
+    rollbacks: list[RolledBack] = field(default_factory=list)
+    refused: list[ActionRefused] = field(default_factory=list)
+    probes: list[Probed] = field(default_factory=list)
+    remarks: list[Remark] = field(default_factory=list)  # the same one epoch after epoch is one
+    finished: GrowthFinished | None = None
+    tested: FinalTest | None = None
+    compared: TwinCompared | None = None  # in the story of a twin
+
+    def take(self, event: Event) -> None:
+        match event:
+            case GrowthStarted():
+                self.began, self.started = self.began or event, event
+                self.finished = self.tested = self.compared = None  # of the training so far, which goes on
+                if event.note:
+                    self._remark(event.epoch, event.note)
+            case StageEntered():
+                self._take_stage(event)
+            case Measured():
+                seed = self.seed_in(event.slot)
+                if seed is not None:
+                    _note_gain(seed, event)
+            case EpochEnded():
+                self.epochs.append(event)
+                for view in event.slots:
+                    self._take_view(event.epoch, view)
+                self._remark(event.epoch, event.decision)
+            case RolledBack():
+                self.rollbacks.append(event)
+                for slot in event.embargoed:
+                    self._end(self.seed_in(slot), "rolled back", event.epoch, event.reason)
+                self._remark(event.epoch, f"went back to epoch {event.to_epoch}: {event.reason}", is_trouble=True)
+            case ActionRefused():
+                self.refused.append(event)
+                self._remark(event.epoch, f"refused to {event.action} {event.slot}: {event.reason}")
+            case Probed():
+                self.probes.append(event)
+            case GrowthFinished():
+                self.finished = event
+            case FinalTest():
+                self.tested = event
+            case TwinCompared():
+                self.compared = event
+
+    @property
+    def seconds(self) -> float:
+        """Of training, with everything that was decided and measured on the way, also before a stop."""
+        return sum(epoch.seconds for epoch in self.epochs)
+
+    @property
+    def is_over(self) -> bool:
+        """There is nothing left to go on with."""
+        return self.finished is not None and self.finished.why != "stopped"
+
+    def seed_in(self, slot: str) -> SeedStory | None:
+        """The last one that grew there."""
+        return next((seed for seed in reversed(self.seeds) if seed.slot == slot), None)
+
+    def kept(self) -> list[SeedStory]:
+        return [seed for seed in self.seeds if seed.outcome == "kept"]
+
+    def _remark(self, epoch: int, text: str, *, is_trouble: bool = False) -> None:
+        last = self.remarks[-1] if self.remarks else None
+        if last is not None and last.text == text:
+            last.last = epoch
+        elif text:
+            self.remarks.append(Remark(epoch, epoch, text, is_trouble))
+
+    def _take_stage(self, event: StageEntered) -> None:
+        if event.stage == Stage.GERMINATED.name:
+            if event.epoch == 0:  # what is decided before the first epoch is no part of any epoch
+                self._remark(0, f"germinate {event.slot}: {event.reason}")
+            self.seeds.append(SeedStory(len(self.seeds) + 1, event.slot, event.blueprint, event.epoch, event.reason, event.reason))
+        seed = self.seed_in(event.slot)
+        if seed is None or seed.ended is not None:
+            return  # an embargo, or its end, is no part of a seed's life
+        seed.stages.append((event.epoch, event.stage))
+        if event.stage == Stage.FOSSILIZED.name:
+            self._end(seed, "kept", event.epoch, event.reason)
+        elif event.stage == Stage.PRUNED.name:
+            self._remark(event.epoch, f"pruned {event.slot}: {event.reason}")
+            self._end(seed, "pruned", event.epoch, seed.why if was_withdrawn([Stage[name] for _, name in seed.stages]) else event.reason)
+        else:
+            seed.why = event.reason
+
+    def _take_view(self, epoch: int, view: SlotView) -> None:
+        """A rollback brings seeds back and takes seeds away without a stage of their own; the slots at the end of the epoch show it."""
+        seed, stage = self.seed_in(view.slot), Stage[view.stage]
+        if seed is None:
+            return
+        if stage not in OCCUPIED:
+            if seed.outcome == "living":
+                self._end(seed, "rolled back", epoch, self.rollbacks[-1].reason if self.rollbacks else "it has gone")
+            return
+        if stage in LIVING and seed.ended is not None:
+            seed.outcome, seed.ended = "living", None
+            seed.stages.append((epoch, view.stage))
+        seed.skipped += view.skipped
+        if seed.ended is None or seed.ended == epoch:  # what it was kept for is not measured again
+            seed.parameters, seed.rent = view.parameters, view.rent
+            if view.gain is not None:
+                _note_gain(seed, view)
+
+    def _end(self, seed: SeedStory | None, outcome: Outcome, epoch: int, reason: str) -> None:
+        if seed is not None:
+            seed.outcome, seed.ended, seed.why = outcome, epoch, reason
+
+
+def _note_gain(seed: SeedStory, measured: Measured | SlotView) -> None:
+    seed.gain, seed.gain_low, seed.gain_high, seed.rent = measured.gain, measured.gain_low, measured.gain_high, measured.rent
+
+
+def read_story(folder: Path | str) -> Story:
+    """The story of the run in a folder, finished or not."""
+    path = Path(folder) / EVENTS
+    if not path.is_file():
+        raise RunError(f"there is no run in {folder}: it has no {EVENTS}")
+    story = Story()
+    for record in read(path):
+        story.take(record.event)
+    return story

@@ -1,0 +1,366 @@
+"""A run in a few tables and sentences: before, after and cost, what the probe saw, and what chance and the rent have to do with it.
+
+Cells are text for a person; the terminal and the report only draw them. The tables of seeds and blueprints are the ledger's.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from esper.growth.config import Rent
+from esper.growth.events import (
+    EpochEnded,
+    FinalTest,
+    GrowthFinished,
+    GrowthStarted,
+    LoaderRestarted,
+    Probed,
+    RolledBack,
+    TwinCompared,
+)
+from esper.growth.lifecycle.ledger import NONE, Row
+from esper.growth.lifecycle.stages import OCCUPIED, Stage
+from esper.growth.report.story import SeedStory, Story
+from esper.runs import Event
+from esper.statistics import Ema
+from esper.text_table import duration, figure
+
+PROBE_HEADING = ("epoch", "slot", "blueprint", "fall of the loss per step")
+ABOUT_REMOVAL = (
+    "The cost of removal is what the validation loss would rise by if the seed were switched off now. The host has learned to rely on it, "
+    "so this is more than growing it gained: the difference to a twin that never grew is that."
+)
+_BEST_PER_SLOT = 3
+_MOMENTUM = 0.7  # of the mean over the speed of recent epochs
+
+
+def headline(story: Story, twin: Story | None = None) -> str:
+    """Where the run stands, or what came of it."""
+    began, finished = story.began, story.finished
+    if began is None or not story.epochs:
+        return "nothing was trained yet"
+    if finished is None:
+        last = story.epochs[-1]
+        seeds = f"{counted(len(story.seeds), 'seed')} so far"
+        return f"not finished: epoch {last.epoch} of {began.epochs} · validation loss {figure(last.val_loss, 3)} · {seeds}"
+    return result_in_words(finished, None if twin is None else twin.finished)
+
+
+def result_in_words(finished: GrowthFinished, twin: GrowthFinished | None = None) -> str:
+    """Such as "kept 2 of 5 seeds · validation loss 2.310 -> 0.371 · +8.3% parameters · +9.1% FLOPs · 0 rollbacks".
+
+    Beside a twin, the difference to its loss comes first: most of the way from the start is ordinary training.
+    """
+    tried = counted(finished.tried, "seed")
+    verdict = "nothing is kept yet" if finished.why == "stopped" else "nothing was worth keeping"
+    nothing = f"{verdict} ({tried} tried)" if finished.tried else "nothing was grown"
+    kept = f"kept {finished.kept} of {tried}" if finished.kept else nothing
+    loss = figure(finished.val_loss, 3)
+    if twin is None:
+        first = [kept, f"validation loss {figure(finished.val_loss_before, 3)} -> {loss}"]
+    else:
+        difference = twin.val_loss - finished.val_loss
+        gained = f"{figure(abs(difference))} {'below' if difference >= 0 else 'above'} its twin's"
+        first = [f"validation loss {gained}: {loss} against {figure(twin.val_loss, 3)}", kept]
+    parts = [
+        *first,
+        f"{_share(finished.parameters_added, finished.parameters - finished.parameters_added)} parameters",
+        f"{_share(finished.flops_added, finished.flops - finished.flops_added)} FLOPs",
+        counted(finished.rollbacks, "rollback"),
+    ]
+    if finished.why != "finished":
+        parts.append(f"{finished.why} after epoch {finished.epoch}")
+    return " · ".join(parts)
+
+
+def counted(number: int, what: str) -> str:
+    """
+    >>> counted(1, "seed"), counted(0, "seed")
+    ('1 seed', '0 seeds')
+    """
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
+
+
+# Before, after, and the twin
+
+
+@dataclass(frozen=True, slots=True)
+class _Figure:
+    """One line of the comparison."""
+
+    name: str
+    before: float | None
+    after: float | None
+    write: Callable[[float], str]
+    change: Literal["loss", "points", "share"]  # how a difference is written
+
+    def cells(self) -> Row:
+        return (self.name, self._written(self.before), self._written(self.after), self._difference(self.after, self.before))
+
+    def against(self, twin: _Figure | None, compared: TwinCompared | None) -> Row:
+        """Beside the same figure of the twin; the difference comes first."""
+        name, before, after, change = self.cells()
+        if twin is None:
+            return (name, NONE, after, NONE, before, change)
+        difference = self._difference(self.after, twin.after)
+        if self.change == "points" and compared is not None:
+            difference = f"{100 * compared.accuracy_difference:+.2f} ±{_reach(compared):.2f} points"
+        return (name, difference, after, self._written(twin.after), before, change)
+
+    def _difference(self, one: float | None, other: float | None) -> str:
+        if one is None or other is None:
+            return NONE
+        match self.change:
+            case "share":
+                return f"{one / other - 1:+.1%}" if other else NONE
+            case "points":
+                return f"{100 * (one - other):+.2f} points"
+        return figure(one - other, sign="+")
+
+    def _written(self, value: float | None) -> str:
+        return NONE if value is None else self.write(value)
+
+
+def comparison(story: Story, twin: Story | None = None) -> tuple[Row, list[Row]]:
+    """Before, after and cost: heading and rows; with a twin, what came of it without growth, and by how much the two differ.
+
+    The accuracies are compared sample by sample, with a 95 % interval.
+    """
+    figures = _figures(story)
+    if twin is None:
+        return ("", "before", "after", "change"), [figure.cells() for figure in figures]
+    others = {figure.name: figure for figure in _figures(twin)}
+    rows = [figure.against(others.get(figure.name), twin.compared) for figure in figures]
+    return ("", "grown − never", "grown", "never grown", "before", "change"), rows
+
+
+def about_chance(twin: Story | None) -> list[str]:
+    """What a difference between the two models of one run is worth, in a sentence; nothing where there are no two."""
+    if twin is None or twin.finished is None:
+        return []
+    compared = twin.compared
+    if compared is None or not _reach(compared):
+        return ["One run is one draw: another seed gives another difference, so only several tell what is chance."]
+    return [
+        f"One run on {counted(compared.samples, 'test sample')}: a difference in accuracy below {_reach(compared):.2f} points may be "
+        "chance, and another seed gives another difference."
+    ]
+
+
+def _reach(compared: TwinCompared) -> float:
+    """Half of the interval, in points."""
+    return 50 * (compared.high - compared.low)
+
+
+def _figures(story: Story) -> list[_Figure]:
+    began, finished = story.began, story.finished
+    if began is None or finished is None or not story.epochs:
+        return []
+    return [
+        _Figure("validation loss", finished.val_loss_before, finished.val_loss, figure, "loss"),
+        *_test_figures(story.tested),
+        _Figure("parameters", began.parameters, finished.parameters, "{:,}".format, "share"),
+        _Figure("FLOPs per sample", began.flops, finished.flops, "{:,}".format, "share"),
+        _Figure("training GFLOPs", None, finished.total_gflops, "{:,.1f}".format, "share"),
+        _Figure("seconds", None, story.seconds, "{:.1f}".format, "share"),
+    ]
+
+
+def _test_figures(tested: FinalTest | None) -> list[_Figure]:
+    if tested is None:
+        return []
+    figures = [_Figure("test loss", tested.loss_before, tested.loss, figure, "loss")]
+    if tested.accuracy is not None:
+        figures.append(_Figure("test accuracy", tested.accuracy_before, tested.accuracy, "{:.2%}".format, "points"))
+    return figures
+
+
+def _share(added: int, whole: int) -> str:
+    return f"{added / max(whole, 1):+.1%}"
+
+
+# What the probe saw
+
+
+def probe_rows(story: Story) -> list[Row]:
+    """The best few of every slot, as the last probe there saw them."""
+    last = {slot: probe for probe in story.probes for slot in probe.promises}
+    return [
+        (str(probe.epoch), slot, blueprint, figure(promise, 5))
+        for slot, probe in last.items()
+        for blueprint, promise in _best(probe.promises[slot])[:_BEST_PER_SLOT]
+    ]
+
+
+def probe_in_words(probe: Probed) -> str:
+    """The best of the best slots, on a line."""
+    tops = [(slot, *_best(promises)[0]) for slot, promises in probe.promises.items() if promises]
+    tops.sort(key=lambda top: -top[2])
+    shown = ", ".join(f"{figure(promise, 5)} with {blueprint} after {slot}" for slot, blueprint, promise in tops[:_BEST_PER_SLOT])
+    return f"the probe promises a fall of the loss per step of {shown}" if tops else "the probe saw no candidate"
+
+
+def _best(promises: dict[str, float]) -> list[tuple[str, float]]:
+    return sorted(promises.items(), key=lambda item: -item[1])
+
+
+def about_skipped(story: Story) -> list[str]:
+    """Nothing where every step of every seed was taken."""
+    return [
+        f"Seed {seed.number}, {seed.blueprint} after {seed.slot}, did not take {counted(seed.skipped, 'step')}: "
+        "its gradient, or that of its host, was not finite."
+        for seed in story.seeds
+        if seed.skipped
+    ]
+
+
+# What the rent has to do with it
+
+
+def about_rent(story: Story, rent: Rent) -> list[str]:
+    """Which rent would have made a difference, in a sentence or two. A seed pays where removing it would cost more than its rent."""
+    if rent.parameters == 0 and rent.flops == 0:
+        return ["There is no rent, so a seed pays if it lowers the loss at all; set rent.parameters and rent.flops to charge for size."]
+    measured = [seed for seed in story.seeds if seed.gain is not None and seed.rent > 0 and seed.outcome != "rolled back"]
+    kept = [seed for seed in measured if seed.outcome == "kept"]
+    sentences = []
+    if kept:
+        sentences.append(_about_kept(min(kept, key=_sure_ratio), rent))
+    almost = [seed for seed in measured if seed.outcome == "pruned" and 0 < _ratio(seed) < 1]
+    if almost:
+        sentences.append(_about_pruned(max(almost, key=_ratio), rent))
+    if not sentences and story.seeds:
+        sentences.append("No seed lowered the loss enough for a lower rent to make it worth keeping.")
+    return sentences
+
+
+def _about_kept(seed: SeedStory, rent: Rent) -> str:
+    surely = f", surely {figure(seed.gain_low)}" if seed.gain_low is not None and _sure_ratio(seed) > 0 else ""
+    costs = f"removing {seed.blueprint} after {seed.slot} would cost {figure(seed.gain or 0.0)}{surely}, for a rent of {figure(seed.rent)}"
+    if _sure_ratio(seed) > 1:
+        return f"Among the kept seeds, {costs}, the least per rent; above {_scaled(rent, _sure_ratio(seed))} it would not surely have paid."
+    if _ratio(seed) > 1:
+        return f"Among the kept seeds, {costs}; above {_scaled(rent, _ratio(seed))} it would not have paid."
+    return f"{costs[0].upper()}{costs[1:]}: it does not pay for itself, and was kept all the same."
+
+
+def _about_pruned(seed: SeedStory, rent: Rent) -> str:
+    return (
+        f"Among the pruned seeds, {seed.blueprint} after {seed.slot} came nearest: removing it cost {figure(seed.gain or 0.0)}, for a rent "
+        f"of {figure(seed.rent)}; below {_scaled(rent, _ratio(seed))} it would have paid."
+    )
+
+
+def _ratio(seed: SeedStory) -> float:
+    assert seed.gain is not None
+    return seed.gain / seed.rent
+
+
+def _sure_ratio(seed: SeedStory) -> float:
+    """By the lower end of the interval, which a careful controller goes by."""
+    assert seed.gain_low is not None
+    return seed.gain_low / seed.rent
+
+
+def _scaled(rent: Rent, factor: float) -> str:
+    """Rents so many times as high, as they are set."""
+    given: Sequence[tuple[str, float]] = [("rent.parameters", rent.parameters), ("rent.flops", rent.flops)]
+    return " and ".join(f"{name} {value * factor:.2g}" for name, value in given if value > 0)
+
+
+# While it trains
+
+
+class GrowthProgress:
+    """Where a run stands, folded from its events, in lines of text. `title` is the name of what is trained."""
+
+    def __init__(self, title: str) -> None:
+        self.title, self.story = title, Story()
+        self.seconds_per_epoch, self.samples_per_second = Ema(_MOMENTUM), Ema(_MOMENTUM)
+
+    def take_event(self, event: Event) -> bool:
+        """Whether the line has changed."""
+        self.story.take(event)
+        if not isinstance(event, EpochEnded):
+            return False
+        self.seconds_per_epoch.update(event.seconds)
+        if event.samples_per_second is not None:
+            self.samples_per_second.update(event.samples_per_second)
+        return True
+
+    @property
+    def last(self) -> EpochEnded:
+        return self.story.epochs[-1]
+
+    @property
+    def planned(self) -> int:
+        started = self.story.started
+        return (started.epochs if started is not None else None) or self.last.epoch
+
+    @property
+    def left(self) -> str:
+        finished = self.story.finished
+        if finished is not None:
+            return finished.why
+        return f"{duration((self.planned - self.last.epoch) * self.seconds_per_epoch.value)} left"
+
+    @property
+    def speed(self) -> str:
+        value = self.samples_per_second.value
+        return f"{value:,.0f} samples/s" if value == value else f"{duration(self.seconds_per_epoch.value)} an epoch"
+
+    def line(self) -> str:
+        """The last epoch."""
+        last = self.last
+        occupied = sum(Stage[view.stage] in OCCUPIED for view in last.slots)
+        losses = f"train {figure(last.train_loss)}  val {figure(last.val_loss)}"
+        seeds = f"{counted(occupied, 'seed')}  {last.parameters:,} parameters"
+        return f"epoch {last.epoch}/{self.planned}  {losses}  {seeds}  {self.speed}  {self.left}"
+
+    def remark_on(self, event: Event) -> str | None:
+        """A line of its own for an event that is worth one."""
+        match event:
+            case GrowthStarted() as started:
+                again = f", going on after epoch {started.epoch}" if started.epoch else ""
+                size = f"{counted(started.parameters, 'parameter')}, {counted(len(started.slots), 'slot')}"
+                what = f"{self.title}: {size} on {started.device}, {started.optimizer}"
+                note = f"; {started.note}" if started.note else ""
+                return f"{what}, {started.epochs} epochs, controller {started.controller}, {started.raise_mode}{again}{note}"
+            case LoaderRestarted():
+                return "this loader cannot be saved in the middle of an epoch: the epoch begins again"
+            case RolledBack() as back:
+                lost = f"; taken out: {', '.join(back.embargoed)}" if back.embargoed else ""
+                return f"epoch {back.epoch}: went back to epoch {back.to_epoch}: {back.reason}{lost}"
+            case Probed() as probe:
+                return f"epoch {probe.epoch}: {probe_in_words(probe)}"
+        return None
+
+
+class ProgressLines:
+    """Prints a line on stderr for every epoch, with what was decided, and one for the end. A stderr that fails is left alone."""
+
+    def __init__(self, title: str) -> None:
+        self._progress = GrowthProgress(title)
+        self._decision = ""  # the last one, for the same reason is not told again
+        self._is_gone = False
+
+    def __call__(self, event: Event) -> None:
+        is_news = self._progress.take_event(event)
+        if isinstance(event, GrowthFinished):
+            self._print(result_in_words(event))
+        elif isinstance(event, EpochEnded) and is_news:
+            decision, self._decision = event.decision if event.decision != self._decision else "", event.decision
+            self._print("  ".join(filter(None, [self._progress.line(), decision])))
+        elif not isinstance(event, Probed) and (remark := self._progress.remark_on(event)):
+            self._print(remark)
+
+    def _print(self, line: str) -> None:
+        if self._is_gone or sys.stderr is None:
+            return
+        try:
+            print(line, file=sys.stderr, flush=True)
+        except (OSError, ValueError):  # a terminal that was closed, a file that was
+            self._is_gone = True

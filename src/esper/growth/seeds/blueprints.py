@@ -1,0 +1,348 @@
+"""Blueprints: what may grow, where it fits, what it costs, and how a branch is made of it.
+
+A blueprint of your own is a function that builds a branch for a place. The branch keeps the shape, is exactly zero at birth and learns from
+the first step, so its last layer starts at zero and no ReLU stands behind that layer:
+
+    @register_blueprint("conv5x5", kinds=["conv"], description="Neighbours mixed, further away.")
+    def conv5x5(place: Place) -> nn.Module:
+        layer = nn.Conv2d(place.width, place.width, 5, padding=2)
+        nn.init.zeros_(layer.weight)
+        nn.init.zeros_(layer.bias)
+        return layer
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from typing import Any, Self, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.parameter import is_lazy
+from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.module_tracker import ModuleTracker
+
+from esper.growth.config import GrowthError
+from esper.growth.host.layout import CPU, Kind, Place
+from esper.growth.lifecycle.stages import Cost
+from esper.growth.seeds import branches
+
+Build = Callable[[Place], nn.Module]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+def _anywhere(place: Place) -> bool:
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Blueprint:
+    name: str
+    kinds: frozenset[Kind]
+    build: Build  # on the current default device, in float32
+    description: str  # one line for a person
+    fits: Callable[[Place], bool] = _anywhere  # asked only for places of its kinds
+
+
+AHEAD = "it would look ahead, and positions there see only those before them"
+_registry: dict[str, Blueprint] = {}
+
+
+def register_blueprint(
+    name: str, *, kinds: Iterable[Kind], description: str = "", fits: Callable[[Place], bool] = _anywhere, replace: bool = False
+) -> Callable[[Build], Build]:
+    """Makes the decorated function a blueprint. Its description is the first line of the function's docstring unless given.
+
+    `fits` may refuse places of these kinds. `replace` is for running a notebook's cell again.
+    """
+    chosen = frozenset(kinds)
+    if not name.isidentifier():
+        raise GrowthError(f"a blueprint's name is one word of letters, digits and underscores; got {name!r}")
+    if not chosen or not chosen <= set(KINDS):
+        raise GrowthError(f"kinds of blueprint {name!r} are a list of some of {list(KINDS)}; got {sorted(chosen)}")
+
+    def register(build: Build) -> Build:
+        if name in _registry and not replace:
+            raise GrowthError(f"there is a blueprint named {name!r} already; choose another name, or replace it with replace=True")
+        first_line = (build.__doc__ or "").strip().partition("\n")[0]
+        _registry[name] = Blueprint(name, chosen, build, description or first_line, fits)
+        return build
+
+    return register
+
+
+def get_blueprint(name: str) -> Blueprint:
+    if name not in _registry:
+        near = get_close_matches(name, _registry, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise GrowthError(f"no blueprint named {name!r}; {hint}there are {', '.join(_registry)}")
+    return _registry[name]
+
+
+def blueprints_for(place: Place, names: Sequence[str] | None = None) -> tuple[Blueprint, ...]:
+    """Those that fit the place, in the order of registration; `names` leaves only these."""
+    wanted = None if names is None else {get_blueprint(name).name for name in names}
+    return tuple(
+        blueprint
+        for blueprint in _registry.values()
+        if (wanted is None or blueprint.name in wanted) and reason_against(blueprint, place) is None
+    )
+
+
+def blueprints_of(kind: Kind) -> tuple[Blueprint, ...]:
+    """Those made for such places, whether or not they fit all of them."""
+    return tuple(blueprint for blueprint in _registry.values() if kind in blueprint.kinds)
+
+
+def is_built_in(blueprint: Blueprint) -> bool:
+    """Whether it is one of ours, which need no `check_branch`; one that replaced ours is not."""
+    return blueprint.build.__module__ == branches.__name__
+
+
+def reason_against(blueprint: Blueprint, place: Place) -> str | None:
+    """Why the blueprint cannot grow in the place; None where it can."""
+    if place.kind not in blueprint.kinds:
+        return f"it is made for {' and '.join(sorted(blueprint.kinds))} outputs"
+    if not blueprint.fits(place):
+        if place.alone and blueprint.fits(dataclasses.replace(place, alone="")):
+            return place.alone
+        return (
+            AHEAD
+            if place.is_causal and blueprint.fits(dataclasses.replace(place, alone="", is_causal=False))
+            else "it has no use for this shape"
+        )
+    if is_built_in(blueprint) or not (place.alone or place.is_causal):
+        return None
+    looks_back, looks_ahead = _looks(blueprint, _essence(place))
+    if place.alone and (looks_back or looks_ahead):
+        return place.alone
+    return AHEAD if place.is_causal and looks_ahead else None
+
+
+def build_branch(blueprint: Blueprint, place: Place, seed: int) -> nn.Module:
+    """A branch for the place. Its weights depend on the seed alone, on any device, and the global generators stay where they are."""
+    reason = reason_against(blueprint, place)
+    if reason is not None:
+        fitting = ", ".join(other.name for other in blueprints_for(place))
+        raise GrowthError(
+            f"blueprint {blueprint.name!r} does not fit {_described(place)} of {place.name!r}: {reason}; these do: {fitting or 'none'}"
+        )
+    with _apart(CPU, seed):
+        branch = blueprint.build(dataclasses.replace(place, batch_axis=0))
+    branch = branches.BatchSecond(branch) if place.batch_axis == 1 else branch
+    return branch.to(device=place.device, dtype=place.dtype).requires_grad_()
+
+
+def cost_of(blueprint: Blueprint, place: Place) -> Cost:
+    """Parameters, and FLOPs of a forward pass for one sample: counted, not estimated. Torch counts products alone, so norms are free."""
+    return _cost(blueprint, _essence(place))
+
+
+def flop_counter() -> FlopCounterMode:
+    """Return torch's counter, extended by recurrent layers, fused attention on CPUs, and grouped queries, which torch 2.11 refuses."""
+    aten = torch.ops.aten
+    counter = FlopCounterMode(
+        display=False,
+        custom_mapping={
+            aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+            aten._scaled_dot_product_flash_attention: _attention_flops,
+            aten._scaled_dot_product_efficient_attention: _attention_flops,
+            aten._scaled_dot_product_cudnn_attention: _attention_flops,
+            aten._native_multi_head_attention: _multi_head_attention_flops,
+            aten._transformer_encoder_layer_fwd: _encoder_layer_flops,
+            aten.mkldnn_rnn_layer: _mkldnn_rnn_flops,
+            aten._cudnn_rnn: _rnn_flops,
+            aten.miopen_rnn: _rnn_flops,
+        },
+    )
+    counter.mod_tracker = _NoTracker()
+    return counter
+
+
+class _NoTracker(ModuleTracker):
+    """Counts no modules apart. Torch's tracker fails where a module gets a view of a parameter, such as learned queries, under no_grad."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+# These get the shapes of all tensors.
+Shape = Sequence[int]
+
+
+def _attention_flops(query: Shape, key: Shape, value: Shape, *others: Any, out_shape: Any = None, **named: Any) -> int:
+    """Count the products of queries with keys and of scores with values, [B, heads, T, D]. Several heads of queries may share one key."""
+    return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+
+
+def _multi_head_attention_flops(
+    query: Shape, key: Shape, value: Shape, width: int, heads: int, *others: Any, out_shape: Any = None, **named: Any
+) -> int:
+    (batch, queries, _), keys = query, key[1]
+    projections = 2 * batch * width * width * (2 * queries + 2 * keys)
+    return projections + _attention_flops(*([batch, heads, length, width // heads] for length in (queries, keys, keys)))
+
+
+def _encoder_layer_flops(
+    source: Shape, width: int, heads: int, in_weight: Shape, in_bias: Shape, out_weight: Shape, *others: Any, out_shape: Any = None
+) -> int:
+    feedforward = next(shape for shape in others if isinstance(shape, Sequence) and len(shape) == 2)  # the first of its two weights
+    batch, length, _ = source
+    both = 2 * 2 * batch * length * width * int(feedforward[0])
+    return both + _multi_head_attention_flops(source, source, source, width, heads)
+
+
+def _mkldnn_rnn_flops(inputs: Shape, of_inputs: Shape, of_states: Shape, *others: Any, out_shape: Any = None, **named: Any) -> int:
+    return _rnn_flops(inputs, [of_inputs, of_states])
+
+
+def _rnn_flops(inputs: Shape, weights: Sequence[Shape], *others: Any, out_shape: Any = None, **named: Any) -> int:
+    """Every matrix is used once for every position of every sample; `inputs` are [T, B, D], or [T·B, D] of sequences that are packed."""
+    return 2 * math.prod(inputs[:-1]) * sum(math.prod(shape) for shape in weights if len(shape) == 2)
+
+
+def check_branch(blueprint: Blueprint, place: Place) -> None:
+    """Raises ValueError, saying what to do, unless the blueprint's branch is the identity at birth and learns. Asked again, it is quick."""
+    _check(blueprint, _essence(place))
+
+
+def live_parameters(blueprint: Blueprint, place: Place, branch: nn.Module) -> tuple[str, ...]:
+    """Names of the parameters that have a gradient at birth, in a branch of this blueprint: those of its zeroed layer."""
+    key = blueprint, _essence(place)
+    if key not in _live:
+        named = dict(branch.named_parameters())
+        with _apart(CPU):
+            h, g = torch.randn(2, 2, *place.shape).to(device=place.device, dtype=place.dtype)
+            gradients = torch.autograd.grad(branch(h), list(named.values()), g, allow_unused=True)
+        live = tuple(name for name, gradient in zip(named, gradients, strict=True) if gradient is not None and bool(gradient.any()))
+        _live[key] = live or tuple(named)
+    return _live[key]
+
+
+_live: dict[tuple[Blueprint, Place], tuple[str, ...]] = {}  # found so far
+
+
+def _essence(place: Place) -> Place:
+    """What of a place decides about a branch, so that like places share what is computed once."""
+    return Place("", place.kind, place.shape, batch_axis=place.batch_axis, is_causal=place.is_causal, alone=place.alone)
+
+
+def _described(place: Place) -> str:
+    return f"the {place.kind} output {'×'.join(map(str, place.shape))}"
+
+
+@contextmanager
+def _apart(device: torch.device, seed: int = 0) -> Iterator[None]:
+    """Out of reach of the caller's random generator, default device, autocast and inference mode, and they of what happens here."""
+    with torch.random.fork_rng(devices=[]), device, torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the other devices' generators too
+        yield
+
+
+@cache
+def _cost(blueprint: Blueprint, place: Place) -> Cost:
+    try:
+        return _count(blueprint, place, torch.device("meta"))
+    except Exception:  # a branch may need real numbers; if it is broken, it breaks on the CPU too and says so
+        return _count(blueprint, place, CPU)
+
+
+def _count(blueprint: Blueprint, place: Place, device: torch.device) -> Cost:
+    # Attention in plain products: the fused kernel of the CPU goes uncounted.
+    with _apart(device), torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        branch = blueprint.build(place)
+        with flop_counter() as counter:
+            branch(torch.zeros(1, *place.shape))
+    return Cost(sum(parameter.numel() for parameter in branch.parameters()), counter.get_total_flops())
+
+
+@cache
+def _check(blueprint: Blueprint, place: Place) -> None:
+    with _apart(CPU):
+        branch = blueprint.build(place)
+        fault = _fault_of_layers(branch, blueprint.build(place)) or _fault_at_birth(branch, torch.randn(2, *place.shape))
+    if fault:
+        raise GrowthError(f"blueprint {blueprint.name!r} for {_described(place)}: {fault}")
+
+
+def _fault_of_layers(branch: object, twin: nn.Module) -> str | None:
+    """What is wrong with what the blueprint built, twice."""
+    if not isinstance(branch, nn.Module):
+        return f"its function returned a {type(branch).__name__}; return an nn.Module"
+    if any(is_lazy(tensor) or not tensor.numel() for tensor in (*branch.parameters(), *branch.buffers())):
+        return "it holds lazy or empty tensors; give its layers their sizes, from place.width and place.shape"
+    if set(branch.parameters()) & set(twin.parameters()):
+        return "its function returned the same parameters twice, so that seeds would share them; make new layers in every call"
+    return None
+
+
+def _fault_at_birth(branch: nn.Module, h: Tensor) -> str | None:
+    """What is wrong with what the branch does."""
+    given = h.clone()
+    output = branch.requires_grad_()(given)
+    if not isinstance(output, Tensor) or output.shape != h.shape or output.dtype != h.dtype:
+        made = f"{list(output.shape)} in {output.dtype}" if isinstance(output, Tensor) else f"a {type(output).__name__}"
+        return f"it makes {made} of {list(h.shape)} in {h.dtype}; return a tensor of the same shape and dtype"
+    if not torch.equal(given, h):
+        return "it changes its input; use no in-place layer, such as nn.ReLU(inplace=True), at its start"
+    if output.any():  # which nan is as well
+        return f"it is not zero at birth, but up to {output.abs().max():.3g}; set weight and bias of its last layer to zero"
+    if not _has_live_gradient(branch, output):
+        return "it has no gradient at birth, so it would never learn; set its last layer alone to zero, and put no norm or ReLU behind it"
+    return None
+
+
+@cache
+def _looks(blueprint: Blueprint, place: Place) -> tuple[bool, bool]:
+    """Whether positions of what a branch gives depend on those before them, and on those behind them: tried out."""
+    line = 1 if place.kind == "token" else 2
+    if place.kind == "dense" or place.positions < 2:
+        return False, False
+    try:
+        with _apart(CPU), torch.no_grad():
+            branch, h = blueprint.build(place), torch.randn(2, *place.shape)
+            for parameter in branch.parameters():
+                parameter.normal_(std=0.3)  # as if it had learned something
+            changed = h.clone()
+            changed.select(line, middle := h.shape[line] // 2).neg_()
+            is_felt = (branch(h) != branch(changed)).movedim(line, 0).flatten(1).any(1)
+            return bool(is_felt[middle + 1 :].any()), bool(is_felt[:middle].any())
+    except Exception:  # `check_branch` tells what is wrong with it
+        return False, False
+
+
+def _has_live_gradient(branch: nn.Module, output: Tensor) -> bool:
+    parameters = list(branch.parameters())
+    if not parameters or not output.requires_grad:
+        return False
+    gradients = torch.autograd.grad(output, parameters, grad_outputs=torch.randn_like(output), allow_unused=True)
+    return any(gradient is not None and bool(gradient.isfinite().all() and gradient.any()) for gradient in gradients)
+
+
+def _register_ours() -> None:
+    conv: list[Kind] = ["conv"]
+    features: list[Kind] = ["token", "dense"]
+    register_blueprint("norm", kinds=KINDS, fits=branches.can_normalise)(branches.norm)
+    register_blueprint("squeeze_excite", kinds=conv, fits=branches.can_pool)(branches.squeeze_excite)
+    register_blueprint("conv1x1", kinds=conv)(branches.conv1x1)
+    register_blueprint("conv3x3", kinds=conv, fits=branches.can_convolve)(branches.conv3x3)
+    register_blueprint("double_conv3x3", kinds=conv, fits=branches.can_convolve)(branches.double_conv3x3)
+    register_blueprint("wide_conv3x3", kinds=conv, fits=branches.can_convolve)(branches.wide_conv3x3)
+    register_blueprint("bottleneck", kinds=conv, fits=branches.can_convolve)(branches.bottleneck)
+    register_blueprint("depthwise", kinds=conv, fits=branches.can_convolve)(branches.depthwise)
+    register_blueprint("low_rank", kinds=features)(branches.low_rank)
+    register_blueprint("mlp", kinds=features)(branches.mlp)
+    register_blueprint("attention", kinds=["token"], fits=branches.can_attend)(branches.attention)
+
+
+_register_ours()

@@ -1,0 +1,124 @@
+"""Raising seeds in the shadow: a second forward pass really uses them, only they get its gradient, and the host does not notice.
+
+What lies before the first of these slots is not computed again where its output was recorded in the user's own forward pass and the
+closure calls the model with the same tensors. The host's optimiser has stepped since, so the second pass is that of the new weights on the
+output of the old ones. A compiled model runs eagerly and as a whole in the second pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from esper.growth.config import GrowthError
+from esper.growth.host.isolation import Isolation
+from esper.growth.host.prefix_cache import PrefixCache, PrefixCacheMismatch
+from esper.growth.host.slotted import Slotted
+from esper.growth.lifecycle.module_backend import ModuleBackend
+from esper.growth.lifecycle.stages import Cost
+from esper.parallel import Group
+
+Closure = Callable[[], Tensor]  # computes the loss of the last batch again
+
+
+class Shadow:
+    def __init__(self, slotted: Slotted, *, alpha: float = 1.0) -> None:
+        self.slotted, self.alpha = slotted, alpha
+        self._isolation = Isolation(slotted.model)
+        self._replay: PrefixCache | None = None
+        self._replayed_slot = ""
+        self._can_replay = True
+        self._is_due = False  # the next forward pass is to be recorded
+
+    def prepare(self, backends: Sequence[ModuleBackend]) -> None:
+        """The next forward pass of the user is recorded, where there are seeds that need it."""
+        first = self._first(backends)
+        self._is_due = first is not None and self._can_replay
+        if first is not None and self._replayed_slot != first:
+            self._replay, self._replayed_slot = PrefixCache(self.slotted.model, self.slotted.discovery.calls, first), first
+        elif self._replay is not None:
+            self._replay.clear()
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Around a forward pass of the user. Nothing of this stays in the model afterwards, so that it can be copied and saved."""
+        if not self._is_due or self._replay is None or not torch.is_grad_enabled():
+            yield
+            return
+        self._is_due = False  # forward passes inside this one are a part of it
+        try:
+            with self._replay.recording(keep_last=True):
+                yield
+        finally:
+            self._is_due = True
+
+    def rest(self) -> None:
+        """Records no more."""
+        self._is_due = False
+        if self._replay is not None:
+            self._replay.clear()
+
+    def step(self, backends: Sequence[ModuleBackend], closure: Closure, *, scale: Tensor | None, group: Group) -> None:
+        """Lets these seeds learn from the last batch. Their loss is multiplied by `scale` on the way, for half precision."""
+        self._is_due = False
+        parameters = [parameter for backend in backends if backend.learner is not None for parameter in backend.learner.parameters]
+        seeds = [backend.slot.seed for backend in backends if backend.slot.seed is not None]
+        with ExitStack() as stack:
+            stack.enter_context(self._isolation.guard(apart_from=seeds))
+            stack.enter_context(torch.enable_grad())
+            for backend in backends:
+                stack.enter_context(backend.slot.held_at(self.alpha))
+            loss = self._loss(closure)
+            scaled = loss if scale is None else loss * scale.to(loss.device, non_blocking=True)
+            gradients = torch.autograd.grad(scaled, parameters, allow_unused=True)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        for backend in backends:
+            if backend.learner is not None:
+                backend.learner.step(scale=scale, group=group)
+                backend.learner.zero_grad()
+
+    def _loss(self, closure: Closure) -> Tensor:
+        loss = self._replayed_loss(closure)
+        loss = closure() if loss is None else loss
+        if not isinstance(loss, Tensor) or not loss.requires_grad or loss.numel() != 1:
+            raise GrowthError(
+                "the closure of after_step gave no loss with a gradient; it must compute the loss of the batch again, "
+                "through the slotted model and with gradients on: lambda: loss_fn(slotted(x), y)"
+            )
+        return loss
+
+    def _replayed_loss(self, closure: Closure) -> Tensor | None:
+        """None where it has to be computed as a whole."""
+        if self._replay is None or not self._can_replay or not self._replay.nbytes:
+            return None
+        try:
+            with self._replay.replaying(same_tensors=True):
+                return closure()
+        except PrefixCacheMismatch:  # the closure does not run the model as the training step did
+            self._can_replay = False
+            return None
+
+    def flops(self, backends: Sequence[ModuleBackend], costs: Sequence[Cost]) -> int:
+        """Of the second pass, per sample: forward and backward behind the first slot, and what lies before it unless replayed."""
+        first = self._first(backends)
+        if first is None:
+            return 0
+        behind = self.slotted.discovery.places[first].flops_behind
+        is_replayed = self._replay is not None and self._can_replay and self._replay.nbytes > 0
+        before = 0 if is_replayed else self.slotted.discovery.host.flops - behind
+        return before + 2 * behind + 3 * sum(cost.flops for cost in costs)
+
+    def _first(self, backends: Sequence[ModuleBackend]) -> str | None:
+        names = {backend.slot.place.name for backend in backends}
+        return next((name for name in self.slotted.slots if name in names), None)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"can_replay": self._can_replay}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._can_replay = state["can_replay"]

@@ -1,0 +1,575 @@
+"""A training run as a folder: started, stopped and gone on with as if it had never stopped.
+
+    result = train_run(TrainConfig(env="cue"), "runs/first")
+    result = train_run(None, "runs/first", resume=True)             # after a crash, or with a config of more total_steps
+    policy = load_policy("runs/first")
+
+A checkpoint holds the whole learner and where the event log stood; resuming cuts the events after it. Both together make a run that was
+killed and resumed equal to one that was not, bit for bit on the CPU with the same number of threads. Whatever else was missing when a run
+was killed is made when it goes on: the files that are written after a checkpoint, its evaluation, and the one at the end.
+
+On several ranks all of them call these functions with the same arguments and a `group`. Only rank 0 touches the folder; it writes the
+events of the others after every update, with their ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, Literal, Protocol, TypedDict, TypeVar, Unpack
+
+import msgspec
+from torch import nn
+
+from esper.config import describe, load_saved, save
+from esper.files import make_folder, remove
+from esper.parallel import ALONE, Group
+from esper.rl.checkpoints import open_store
+from esper.rl.collector import RECENT_EPISODES
+from esper.rl.evaluate import Evaluation, EvaluationStopped
+from esper.rl.events import OF_ALL_RANKS, Update
+from esper.rl.policy import Policy
+from esper.rl.ppo import PPO, Callback, TrainingStopped
+from esper.rl.run_config import ShownConfig, TrainConfig
+from esper.rl.run_setup import CheckpointEvaluated, EpisodeEvaluator, Evaluated, Relay, RunStarted, count_parameters, prepare
+from esper.runs import (
+    Checkpoint,
+    CheckpointRefused,
+    Event,
+    EventError,
+    EventLog,
+    Refused,
+    Sink,
+    WandbMode,
+    check_installed,
+    load_module,
+    read,
+    sinks_in,
+)
+from esper.runs.folder import CONFIG, EVENTS, Kind as RunKind, RunError, check_holds_a_run, check_is_free, default_folder, locked
+from esper.vecenv import EnvSource
+from esper.vecenv.registry import named
+
+_CHOOSING, _AT_THE_END = 0, 1  # seeds of the episodes that choose the best checkpoint, and of those that it plays at the end
+_EVALUATION = "evaluation"  # in the note of a checkpoint
+
+
+class RunConfig(Protocol):
+    """Settings that the config of every trainer has."""
+
+    @property
+    def total_steps(self) -> int: ...
+
+    @property
+    def checkpoint_every(self) -> int: ...
+
+    @property
+    def keep(self) -> int: ...
+
+    @property
+    def tensorboard(self) -> bool: ...
+
+    @property
+    def wandb(self) -> WandbMode | None: ...
+
+
+AnyConfig = TypeVar("AnyConfig", bound=RunConfig)
+
+
+class Evaluator(Protocol):
+    """Scores policies by fresh episodes, and keeps what it needs for that, such as environments, until it is closed."""
+
+    def score(self, policy: Policy, seed: int, should_stop: Callable[[], bool]) -> Evaluation | None:
+        """`seed` says which episodes. Raises EvaluationStopped where `should_stop()` becomes true meanwhile."""
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Trainer(Generic[AnyConfig]):
+    """Describes what is trained: how the learner is made, and how a policy is scored."""
+
+    config: type[AnyConfig]
+    title: Callable[[AnyConfig], str]  # names its folder
+    prepare: Callable[[AnyConfig, nn.Module | None, Group], AbstractContextManager[tuple[PPO, Relay]]]
+    changeable: tuple[str, ...]  # when resuming
+    score: Callable[[AnyConfig, Policy, int], Evaluation | None]  # a policy on fresh episodes; the number says which
+    is_evaluated: Callable[[AnyConfig], bool]  # whether `score` gives anything
+    make_evaluator: Callable[[AnyConfig], Evaluator] | None = None  # for a run, in the place of `score`
+    eval_share: Callable[[AnyConfig], float] = lambda config: 1.0  # of the environments' steps, for evaluations at checkpoints
+    run_kind: RunKind = "ppo"  # what its folder is known by
+    steps_of_all_ranks: bool = True  # what total_steps counts; else those of one
+    after_checkpoint: Callable[[Path, AnyConfig, int, dict[str, Any]], None] | None = None  # writes what else the folder keeps of a state
+
+    def total_steps(self, config: AnyConfig, group: Group) -> int:
+        """Steps of all environments of all ranks."""
+        return config.total_steps * (1 if self.steps_of_all_ranks else group.world_size)
+
+    def evaluator(self, config: AnyConfig) -> Evaluator:
+        return _Scorer(self, config) if self.make_evaluator is None else self.make_evaluator(config)
+
+
+@dataclass(frozen=True)
+class _Scorer:
+    """The evaluator of a trainer that keeps nothing from one score to the next."""
+
+    trainer: Trainer[Any]
+    config: Any
+
+    def score(self, policy: Policy, seed: int, should_stop: Callable[[], bool]) -> Evaluation | None:
+        return self.trainer.score(self.config, policy, seed)
+
+    def close(self) -> None:
+        pass
+
+
+def _score_on_episodes(config: TrainConfig, policy: Policy, seed: int) -> Evaluation | None:
+    with contextlib.closing(EpisodeEvaluator(config)) as evaluator:
+        return evaluator.score(policy, seed)
+
+
+ENVIRONMENT = Trainer(
+    config=TrainConfig,
+    title=lambda config: config.env,
+    prepare=lambda config, encoder, group: prepare(config, encoder=encoder, group=group),
+    changeable=("total_steps", "threads", "checkpoint_every", "keep", "eval_episodes", "eval_max_steps", "eval_share"),
+    score=_score_on_episodes,
+    is_evaluated=lambda config: config.eval_episodes > 0,
+    make_evaluator=EpisodeEvaluator,
+    eval_share=lambda config: config.eval_share,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """How a run ended. `seconds` counts all its sessions; means are of the last 100 training episodes, nan where there were none.
+
+    A run "had finished" where there was nothing left to do, not even the evaluation at its end.
+    """
+
+    folder: Path
+    status: Literal["finished", "stopped", "had finished"]
+    step: int
+    seconds: float
+    episodes: int
+    mean_return: float
+    mean_length: float
+    evaluation: Evaluation | None = None  # of the best policy on fresh episodes
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What is not part of the run itself."""
+
+    encoder: nn.Module | None
+    sinks: tuple[Sink, ...]
+    should_stop: Callable[[], bool]
+    group: Group
+    trainer: Trainer[Any]
+    callback: Callback | None = None
+
+
+class RunOptions(TypedDict, total=False):
+    """Options of every trainer, for functions that pass them on."""
+
+    sinks: Iterable[Sink]
+    tensorboard: bool | None
+    wandb: WandbMode | None
+    should_stop: Callable[[], bool]
+    group: Group
+
+
+def _never() -> bool:
+    return False
+
+
+def _ignore(event: Event) -> None:
+    pass
+
+
+def train_run(
+    config: TrainConfig | None,
+    folder: Path | str | None = None,
+    *,
+    resume: bool = False,
+    encoder: nn.Module | None = None,
+    env: EnvSource | None = None,
+    callback: Callback | None = None,
+    **options: Unpack[RunOptions],
+) -> RunResult:
+    """Train PPO in the folder of a new run; with `resume`, go on with the run in the folder.
+
+    A resumed run goes on from its latest checkpoint, or from the start if there is none. `config` may then be None, or ask for more steps
+    than the saved one. Without a `folder`, a new run gets one of its own under runs/.
+
+    `env` is a function that makes one environment, or a Gymnasium environment; the name in the config then stands for it. Give it again
+    when resuming. `callback(ppo, update)` is called after every update; if it returns False, the run stops.
+
+    Of `options`, `tensorboard` and `wandb` become part of the config (None: as it says), and the run stops after the update in which
+    `should_stop()` becomes true, with a checkpoint.
+    """
+    return run_trainer(ENVIRONMENT, config, folder, resume=resume, encoder=encoder, env=env, callback=callback, **options)
+
+
+def run_trainer(
+    trainer: Trainer[Any],
+    config: RunConfig | None,
+    folder: Path | str | None,
+    *,
+    resume: bool,
+    encoder: nn.Module | None = None,
+    env: EnvSource | None = None,
+    callback: Callback | None = None,
+    sinks: Iterable[Sink] = (),
+    tensorboard: bool | None = None,
+    wandb: WandbMode | None = None,
+    should_stop: Callable[[], bool] = _never,
+    group: Group = ALONE,
+) -> RunResult:
+    """Train by any trainer; see `train_run`."""
+    options = Options(encoder, tuple(sinks), should_stop, group, trainer, callback)
+    if resume:
+        if folder is None:
+            raise RunError("there is no folder to resume in; name that of the run")
+        place = Path(folder)
+        goes_on = _shown_by(group.first(lambda: _config_to_go_on_with(place, config, trainer)), tensorboard, wandb)
+        check_installed(tensorboard=goes_on.tensorboard, wandb=goes_on.wandb)
+        with named(trainer.title(goes_on), env), group.only_first(lambda: locked(place)):
+            return _resume(goes_on, place, options)
+    if config is None:
+        raise RunError("a new run needs a config; with resume=True, the run in the folder goes on with its own")
+    return _begin(_shown_by(config, tensorboard, wandb), folder, env, options)
+
+
+def _begin(config: Any, folder: Path | str | None, env: EnvSource | None, options: Options) -> RunResult:
+    trainer, group = options.trainer, options.group
+    place = group.first(lambda: default_folder(trainer.title(config)) if folder is None else Path(folder))
+    group.first(lambda: check_is_free(place))
+    check_installed(tensorboard=config.tensorboard, wandb=config.wandb)
+    with (
+        named(trainer.title(config), env),
+        trainer.prepare(config, options.encoder, group) as (ppo, relay),
+        group.only_first(lambda: _new_log(config, place, options)) as log,
+        contextlib.closing(_Session(config, place, ppo, relay, log, options)) as session,
+    ):
+        return session.run()
+
+
+@contextlib.contextmanager
+def _new_log(config: Any, folder: Path, options: Options) -> Iterator[EventLog]:
+    make_folder(folder)
+    with locked(folder):
+        check_is_free(folder)
+        sinks = _all_sinks(config, folder, options)  # may fail, and the folder must still be free then
+        save(config, folder / CONFIG)
+        with EventLog(folder / EVENTS, run=folder.name, sinks=sinks) as log:
+            yield log
+
+
+def _resume(config: Any, folder: Path, options: Options) -> RunResult:
+    trainer, group = options.trainer, options.group
+    checkpoint = group.first(lambda: _latest(folder))
+    is_trained = checkpoint is not None and checkpoint.step >= trainer.total_steps(config, group)
+    if checkpoint is not None and is_trained and not group.first(lambda: trainer.is_evaluated(config) and not _has_evaluation(folder)):
+        group.first(lambda: _write_others(trainer, folder, config, checkpoint))
+        return _result_of(checkpoint, folder)
+    with trainer.prepare(config, options.encoder, group) as (ppo, relay):
+        _load(ppo, checkpoint)  # before anything is changed, because it may not fit
+        group.first(lambda: _write_others(trainer, folder, config, checkpoint))
+        before = None if checkpoint is None else _Before.of(checkpoint)
+        checkpoint = None  # or a second copy of everything would stay in memory
+        with (
+            group.only_first(lambda: _reopened_log(config, folder, before, options)) as log,
+            contextlib.closing(_Session(config, folder, ppo, relay, log, options)) as session,
+        ):
+            return session.run() if before is None else session.go_on_from(before, is_trained=is_trained)
+
+
+@dataclass(frozen=True, slots=True)
+class _Before:
+    """What a session has to know of the checkpoint that it goes on from, apart from the learner's state."""
+
+    step: int
+    best: tuple[bool, float]
+    seconds: float
+    events_offset: int
+    summary: dict[str, Any]
+    eval_steps: int
+    awaits_evaluation: bool
+    evaluation: dict[str, Any] | None  # of its policy, where it was finished: an event
+    skipped: tuple[Refused, ...]
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> _Before:
+        names = ("best", "seconds", "events_offset", "summary", "eval_steps", "awaits_evaluation")
+        kept = {name: checkpoint.state[name] for name in names}
+        return cls(step=checkpoint.step, skipped=checkpoint.skipped, evaluation=(checkpoint.note or {}).get(_EVALUATION), **kept)
+
+
+def _has_evaluation(folder: Path) -> bool:
+    """Return whether the log tells of the evaluation at the end. One of an earlier end is cut when a run goes on."""
+    try:
+        return any(isinstance(record.event, Evaluated) for record in read(folder / EVENTS))
+    except (OSError, EventError):
+        return False
+
+
+def _write_others(trainer: Trainer[Any], folder: Path, config: Any, checkpoint: Checkpoint | None) -> None:
+    """Write the files that belong to a checkpoint: the process may have been killed right after it, or fallen back to an older one."""
+    if checkpoint is not None and trainer.after_checkpoint is not None:
+        trainer.after_checkpoint(folder, config, checkpoint.step, checkpoint.state)
+
+
+def _config_to_go_on_with(folder: Path, wanted: RunConfig | None, trainer: Trainer[Any]) -> Any:
+    check_holds_a_run(folder, trainer.run_kind)
+    saved = load_saved(trainer.config, folder / CONFIG)
+    _check_changes(saved, wanted or saved, trainer.changeable)
+    return wanted or saved
+
+
+def _latest(folder: Path) -> Checkpoint | None:
+    store = open_store(folder)
+    return store.load("latest") if store.has_any() else None
+
+
+class _Session:
+    """One process's share of a run. Only rank 0 has the log, and writes."""
+
+    def __init__(self, config: RunConfig, folder: Path, ppo: PPO, relay: Relay, log: EventLog | None, options: Options) -> None:
+        self.config, self.folder, self.ppo, self.log, self.options = config, folder, ppo, log, options
+        self.store = open_store(folder, keep=config.keep)
+        self.evaluator: Evaluator = options.trainer.evaluator(config)
+        self.best = (False, -math.inf)  # whether the best checkpoint has a score, and the score
+        self.eval_steps = 0  # that evaluations at checkpoints took, of all environments as one
+        self.awaits_evaluation = False  # the checkpoint just saved
+        self.began = time.perf_counter()
+        self.emit: Callable[[Event], None] = _ignore if log is None else log.emit
+        self._told: list[tuple[float, int, Event]] = []  # of this rank, where another one writes: when, at which step, and what
+        if log is not None:
+            log.clock = lambda: ppo.step
+        relay.connect(self._tell_first if log is None else self.emit)
+
+    def close(self) -> None:
+        self.evaluator.close()
+
+    def go_on_from(self, before: _Before, *, is_trained: bool) -> RunResult:
+        """Finish what the checkpoint still waits for, then train on, unless all steps were done."""
+        self.best, self.eval_steps, self.awaits_evaluation = before.best, before.eval_steps, before.awaits_evaluation
+        self.began -= before.seconds
+        for refused in before.skipped:
+            self.emit(CheckpointRefused(checkpoint=refused.path.name, reason=refused.reason))
+        if before.evaluation is not None:
+            evaluated = CheckpointEvaluated(**before.evaluation)
+            self.options.group.first(lambda: self._take_score(evaluated, before.summary))
+        elif not self._evaluate_checkpoint(before.step, before.summary):
+            return RunResult(self.folder, "stopped", before.step, self._seconds(), **before.summary)
+        if not is_trained:
+            return self.run()
+        self._start()
+        return self._finish(before.step, before.summary)
+
+    def _tell_first(self, event: Event) -> None:
+        """Keep an event for rank 0, but those that it tells of all ranks together."""
+        if not isinstance(event, OF_ALL_RANKS):
+            self._told.append((time.time(), self.ppo.step, event))
+
+    def _write_of_others(self) -> None:
+        """Write what the other ranks told since the update before."""
+        if self.options.group.world_size == 1:
+            return
+        told_by_rank = self.options.group.gather_objects(self._told)
+        self._told = []
+        if self.log is not None:
+            for rank, told in enumerate(told_by_rank):
+                for at, step, event in told:
+                    self.log.emit(event, rank=rank, time=at, step=step)
+
+    def run(self) -> RunResult:
+        ppo, config, group = self.ppo, self.config, self.options.group
+        total_steps = self._start()
+        try:
+            for update in ppo.train(total_steps):
+                self._write_of_others()
+                stops = group.any(self.options.should_stop() | self._is_ended_by_callback(update))
+                is_last = update.step >= total_steps
+                is_due = is_last or update.update % config.checkpoint_every == 0
+                if stops or is_due:
+                    self._save(update, is_due=is_due, is_last=is_last)
+                # Whoever asks to stop may not wait for an evaluation: the run does it when it goes on.
+                if is_due and not stops:
+                    stops = not self._evaluate_checkpoint(update.step, _summary(update))
+                if stops:
+                    break
+        except TrainingStopped:
+            self._save(update, is_due=False)
+            raise
+        if is_last and not stops:
+            return self._finish(update.step, _summary(update))
+        return RunResult(self.folder, "stopped", update.step, self._seconds(), **_summary(update))
+
+    def _is_ended_by_callback(self, update: Update) -> bool:
+        callback = self.options.callback
+        return callback is not None and callback(self.ppo, update) is False
+
+    def _start(self) -> int:
+        """Say that the session begins; return the number of steps after which it ends."""
+        ppo, group = self.ppo, self.options.group
+        total_steps = self.options.trainer.total_steps(self.config, group)
+        self.emit(
+            RunStarted(
+                step=ppo.step,
+                total_steps=total_steps,
+                steps_per_update=ppo.steps_per_update,
+                env_id=self.options.trainer.title(self.config),
+                num_envs=ppo.env.num_envs * group.world_size,
+                device=str(ppo.device),
+                parameters=count_parameters(ppo.policy),
+            )
+        )
+        return total_steps
+
+    def _finish(self, step: int, summary: dict[str, Any]) -> RunResult:
+        evaluation, has_stopped = self.options.group.first(self._evaluate)
+        status: Literal["finished", "stopped"] = "stopped" if has_stopped else "finished"
+        return RunResult(self.folder, status, step, self._seconds(), **summary, evaluation=evaluation)
+
+    def _save(self, update: Update, *, is_due: bool, is_last: bool = False) -> None:
+        """Write a checkpoint, which is complete but for its evaluation."""
+        ppo, trainer = self.ppo.state_dict(), self.options.trainer  # of all ranks
+        if self.log is None:
+            return
+        is_evaluated = trainer.is_evaluated(self.config)
+        steps = update.step / (self.ppo.env.num_envs * self.options.group.world_size)
+        has_share = is_last or self.eval_steps <= trainer.eval_share(self.config) * steps
+        self.awaits_evaluation = is_due and is_evaluated and has_share
+        score = (False, float(update.step)) if is_evaluated else _score_in_training(update)
+        is_best = score >= self.best
+        self.best = max(score, self.best)
+        state = {
+            "ppo": ppo,
+            "events_offset": self.log.offset(),
+            "best": self.best,
+            "eval_steps": self.eval_steps,
+            "awaits_evaluation": self.awaits_evaluation,
+            "seconds": self._seconds(),
+            "summary": _summary(update),
+        }
+        self.store.save(update.step, state, is_best=is_best, note=_summary(update))
+        if trainer.after_checkpoint is not None:
+            trainer.after_checkpoint(self.folder, self.config, update.step, state)
+
+    def _seconds(self) -> float:
+        return time.perf_counter() - self.began
+
+    def _evaluate_checkpoint(self, step: int, summary: dict[str, Any]) -> bool:
+        """Score the policy of the checkpoint just saved or loaded by the same fresh episodes as all others. False where it was stopped.
+
+        Returns seen in training are those of the policies before the update, which may have spoiled it; they are used only where no
+        episodes may be spent on this.
+        """
+
+        def evaluate() -> bool:
+            try:
+                evaluation = self.evaluator.score(self.ppo.policy, _CHOOSING, self.options.should_stop)
+            except EvaluationStopped:
+                return False
+            if evaluation is not None:
+                self._take_score(CheckpointEvaluated(step=step, steps=evaluation.steps, **_means(evaluation)), summary)
+            return True
+
+        group = self.options.group
+        return group.first(lambda: evaluate() if self.awaits_evaluation else True)
+
+    def _take_score(self, event: CheckpointEvaluated, summary: dict[str, Any]) -> None:
+        """Tell of the score of a checkpoint, and keep it with the checkpoint. One that is not finite is no score."""
+        self.emit(event)
+        score = (True, event.mean_return)
+        is_best = math.isfinite(event.mean_return) and score >= self.best
+        self.best = score if is_best else self.best
+        self.eval_steps += event.steps
+        self.store.annotate(event.step, {**summary, _EVALUATION: msgspec.structs.asdict(event)}, is_best=is_best)
+
+    def _evaluate(self) -> tuple[Evaluation | None, bool]:
+        """Return how the best policy does on episodes that it was not chosen by, and whether this was stopped."""
+        if not self.options.trainer.is_evaluated(self.config):
+            return None, False
+        best = self.store.load("best")
+        policy = copy.deepcopy(self.ppo.policy).eval()
+        load_module(policy, best.state["ppo"]["policy"])
+        try:
+            evaluation = self.evaluator.score(policy, _AT_THE_END, self.options.should_stop)
+        except EvaluationStopped:
+            return None, True
+        if evaluation is not None:
+            self.emit(Evaluated(step=best.step, **_means(evaluation)))
+        return evaluation, False
+
+
+def _means(evaluation: Evaluation) -> dict[str, Any]:
+    return {
+        "episodes": len(evaluation.returns),
+        "mean_return": evaluation.mean_return,
+        "mean_length": evaluation.mean_length,
+        "cut": evaluation.cut,
+    }
+
+
+def _score_in_training(update: Update) -> tuple[bool, float]:
+    """The mean return once it is a mean of enough episodes; before that, the later the better."""
+    if update.episodes < RECENT_EPISODES or math.isnan(update.mean_return):
+        return False, float(update.step)
+    return True, update.mean_return
+
+
+def _summary(update: Update) -> dict[str, Any]:
+    return {"episodes": update.episodes, "mean_return": update.mean_return, "mean_length": update.mean_length}
+
+
+def _result_of(checkpoint: Checkpoint, folder: Path) -> RunResult:
+    seconds: float = checkpoint.state["seconds"]
+    return RunResult(folder, "had finished", checkpoint.step, seconds, **checkpoint.state["summary"])
+
+
+def _load(ppo: PPO, checkpoint: Checkpoint | None) -> None:
+    if checkpoint is None:
+        return
+    try:
+        ppo.load_state_dict(checkpoint.state["ppo"])
+    except ValueError as error:
+        raise RunError(f"cannot go on from {checkpoint.path}: {error}") from error
+
+
+def _reopened_log(config: Any, folder: Path, before: _Before | None, options: Options) -> EventLog:
+    path, sinks = folder / EVENTS, _all_sinks(config, folder, options)
+    save(config, folder / CONFIG)
+    if before is None:
+        remove(path)  # everything in it will happen again, from the start
+        return EventLog(path, run=folder.name, sinks=sinks)
+    return EventLog.resume(path, before.events_offset, step=before.step, sinks=sinks)
+
+
+def _check_changes(saved: Any, wanted: Any, changeable: Sequence[str]) -> None:
+    """A run goes on as what it was: only what does not touch the learner may change."""
+    for (name, before, _), (_, after, _) in zip(describe(saved), describe(wanted), strict=True):
+        may_change = name in (*changeable, *ShownConfig.__struct_fields__) or name.startswith("ppo.thresholds.")
+        if before != after and not may_change:
+            raise RunError(
+                f"{name} is {before!r} in the saved run and cannot become {after!r} now; what may change when resuming is "
+                f"{', '.join(changeable)}. Start a new run for the rest"
+            )
+
+
+def _shown_by(config: Any, tensorboard: bool | None, wandb: WandbMode | None) -> Any:
+    given = {"tensorboard": tensorboard, "wandb": wandb}
+    return msgspec.structs.replace(config, **{name: value for name, value in given.items() if value is not None})
+
+
+def _all_sinks(config: Any, folder: Path, options: Options) -> tuple[Sink, ...]:
+    shown = sinks_in(folder, tensorboard=config.tensorboard, wandb=config.wandb, config=msgspec.to_builtins(config))
+    return *options.sinks, *shown

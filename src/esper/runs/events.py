@@ -1,0 +1,311 @@
+"""What an event is, and how one becomes a line of the file and a line becomes one again.
+
+A line is a JSON object: `kind`, `time` (unix seconds), `run`, `rank`, `env`, `step`, then the fields of the event. The step counts what
+the run counts: environment steps of a learner, epochs of a host that grows. JSON has no NaN or infinity: a float that is not finite is
+written as the string "nan", "inf" or "-inf", and read back as the float wherever the field's type has no `str` in it (in a field typed
+`float | str` it stays a string).
+
+The numbers of an event, under the names that plotting tools show.
+
+Reads an event log back, typed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, dataclass_transform
+
+import msgspec
+
+from esper.files import FileError, open_file, printable
+
+SCHEMA = 1  # of the lines; a file with a higher number is refused
+MAX_LINE_BYTES = 64 * 1024
+WHERE = ("env", "step", "epoch")  # fields that say where an event belongs, and are nothing to plot
+STAMP = ("kind", "time", "run", "rank")  # what a line carries beside the event's own fields
+
+_kinds: dict[str, type[Event]] = {}
+
+
+class EventError(ValueError):
+    """An event that cannot be written, or a log that cannot be read."""
+
+
+# `frozen` is inherited in msgspec, and type checkers have to be told so.
+@dataclass_transform(frozen_default=True, field_specifiers=(msgspec.field,))
+class EventMeta(msgspec.StructMeta):
+    """Registers every event class under its tag when it is defined: only a metaclass sees the finished struct."""
+
+    def __init__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **config: Any) -> None:
+        super().__init__(name, bases, namespace)
+        if bases != (msgspec.Struct,):
+            _register(cls)  # type: ignore[arg-type]
+
+
+class Event(msgspec.Struct, metaclass=EventMeta, frozen=True, kw_only=True, tag_field="kind"):
+    """Base of all events. A subclass is a small frozen record, defined where the fact is known; its tag is the `kind` in the file.
+
+    >>> class LampLit(Event, tag="doctest_lamp_lit"):
+    ...     step: int
+    ...     brightness: float
+    >>> LampLit(step=3, brightness=0.5, env=7)
+    LampLit(step=3, brightness=0.5, env=7)
+    """
+
+    env: int | None = None  # which environment, or host of a fleet, it happened in, if in one
+
+    @property
+    def kind(self) -> str:
+        return kind_of(type(self))
+
+    def shown(self) -> Mapping[str, Any]:
+        """Return the values that plotting tools show, by name; by default every field but those that say where the event belongs."""
+        return {name: getattr(self, name) for name in self.__struct_fields__ if name not in WHERE}
+
+
+def kind_of(event_type: type[Event]) -> str:
+    return str(event_type.__struct_config__.tag)
+
+
+def event_type_of(kind: str) -> type[Event] | None:
+    """The class registered for `kind`; None where the package that defines it has not been imported, or no longer exists."""
+    return _kinds.get(kind)
+
+
+def _register(event_type: type[Event]) -> None:
+    kind = kind_of(event_type)
+    reserved = sorted(set(STAMP) & set(event_type.__struct_encode_fields__))
+    if reserved:
+        raise EventError(f"{event_type.__qualname__} has fields named {reserved}, which every line already carries; rename them")
+    known = _kinds.get(kind)
+    # A module that is reloaded defines its events again; that is not a clash.
+    if known is not None and (known.__module__, known.__qualname__) != (event_type.__module__, event_type.__qualname__):
+        raise EventError(
+            f"{event_type.__module__}.{event_type.__qualname__} and {known.__module__}.{known.__qualname__} "
+            f"both have the tag {kind!r}; give one of them another"
+        )
+    _kinds[kind] = event_type
+
+
+class Record(msgspec.Struct, frozen=True):
+    """An event with its stamp."""
+
+    time: float  # unix seconds by the wall clock
+    run: str
+    rank: int
+    event: Event
+    step: int | None = None  # of the run when it happened; None in files from before lines had it
+
+    @property
+    def kind(self) -> str:
+        return self.event.kind
+
+    @property
+    def env(self) -> int | None:
+        return self.event.env
+
+
+class Header(Event, tag="header"):
+    """The first line of every log. Its time is when the run started."""
+
+    schema: int
+    esper: str  # version
+
+    def shown(self) -> Mapping[str, Any]:
+        return {}
+
+
+class Resumed(Event, tag="resumed"):
+    """The run goes on from a checkpoint; whatever followed `offset` in the file was cut."""
+
+    offset: int
+    esper: str  # version
+
+    def shown(self) -> Mapping[str, Any]:
+        return {}
+
+
+class CheckpointRefused(Event, tag="checkpoint_refused"):
+    """A newer checkpoint could not be loaded, so the run went on from one before it."""
+
+    checkpoint: str
+    reason: str
+
+
+class SinkFailed(Event, tag="sink_failed"):
+    """A sink raised and was switched off."""
+
+    sink: str
+    error: str
+
+
+class SinkDropped(Event, tag="sink_dropped"):
+    """How many records a sink was too slow for, over the whole life of the log."""
+
+    sink: str
+    dropped: int
+
+
+def encode(record: Record) -> bytes:
+    """The line for a record, newline included. Raises what `decode` could not read back, where the mistake was made."""
+    event = record.event
+    try:
+        fields = _for_json(msgspec.to_builtins(event))
+        msgspec.convert(fields, type(event), strict=False)
+    except (TypeError, msgspec.ValidationError) as error:
+        raise EventError(f"{event!r} cannot be written: {error}; give each field the plain Python value its type says") from error
+    where = {"run": record.run, "rank": record.rank, "env": event.env, "step": record.step}
+    line = {"kind": event.kind, "time": record.time} | where | fields
+    encoded = msgspec.json.encode(line) + b"\n"
+    if len(encoded) > MAX_LINE_BYTES:
+        raise EventError(
+            f"an event of kind {event.kind!r} takes {len(encoded)} bytes, a line at most {MAX_LINE_BYTES}; events are small facts, "
+            "put large data in a file of its own"
+        )
+    return encoded
+
+
+def _for_json(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, str):
+        return value if value.isascii() else printable(value)
+    if isinstance(value, dict):
+        return {key: _for_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_for_json(item) for item in value]
+    return value
+
+
+class Stamp(msgspec.Struct):
+    """The part of a line that does not depend on its kind."""
+
+    kind: str
+    time: float
+    run: str
+    rank: int
+    step: Any = None  # an event of the user's own may have a field of this name that is no number
+
+
+_stamp_decoder = msgspec.json.Decoder(Stamp)
+_event_decoders: dict[type[Event], msgspec.json.Decoder[Event]] = {}
+
+
+def decode_stamp(line: bytes) -> Stamp:
+    """Raises `msgspec.DecodeError` where the line is not JSON, `msgspec.ValidationError` where it is not one of ours."""
+    return _stamp_decoder.decode(line)
+
+
+def decode(line: bytes, stamp: Stamp, event_type: type[Event]) -> Record:
+    """Fields that the class does not know are ignored, fields that are missing take their defaults."""
+    decoder = _event_decoders.get(event_type)
+    if decoder is None:
+        decoder = _event_decoders[event_type] = msgspec.json.Decoder(event_type, strict=False)
+    step = stamp.step if isinstance(stamp.step, int) else None
+    return Record(time=stamp.time, run=stamp.run, rank=stamp.rank, event=decoder.decode(line), step=step)
+
+
+def check_header(line: bytes, source: object) -> Record:
+    """The header of a log, or an error that says why `source` is none that this version can read."""
+    try:
+        stamp = decode_stamp(line)
+        found = msgspec.json.decode(line, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise EventError(f"{source} does not begin with the header of an event log: {error}") from error
+    schema = found.get("schema")
+    if stamp.kind != kind_of(Header) or not isinstance(schema, int):
+        raise EventError(f"{source} begins with a line of kind {stamp.kind!r} and not with the header of an event log")
+    if schema > SCHEMA:
+        raise EventError(f"{source} was written by a newer esper: its schema is {schema}, this one reads up to {SCHEMA}; upgrade esper")
+    try:
+        return decode(line, stamp, Header)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise EventError(f"the header of {source} cannot be read: {error}") from error
+
+
+def scalars(event: Event) -> dict[str, float]:
+    """Every finite number that an event shows, as `kind/field`, and as `kind/field/name` where the field is a dictionary.
+
+    >>> class Measured(Event, tag="doctest_measured"):
+    ...     step: int
+    ...     loss: float
+    ...     entropy: dict[str, float]
+    >>> scalars(Measured(step=3, loss=0.5, entropy={"op": 0.25, "slot": math.nan}))
+    {'doctest_measured/loss': 0.5, 'doctest_measured/entropy/op': 0.25}
+    """
+    return dict(_numbers(event.kind, event.shown()))
+
+
+def scalars_of(record: Record) -> dict[str, float]:
+    """The scalars of a record's event. Those of other ranks than 0 begin with `rank1/`, those of one environment or host with `env3/`."""
+    place = f"rank{record.rank}/" if record.rank else ""
+    place += "" if record.env is None else f"env{record.env}/"
+    return {place + name: value for name, value in scalars(record.event).items()}
+
+
+def _numbers(name: str, value: object) -> Iterator[tuple[str, float]]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _numbers(f"{name}/{key}", item)
+    elif isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+        yield name, value
+
+
+def read(path: Path | str, *, on_skip: Callable[[str], None] | None = None) -> Iterator[Record]:
+    """The records of a log in order, header first, as far as whole lines go: the log may still be growing or have been torn.
+
+    Kinds that no imported package defines are skipped, and `on_skip` is told each time.
+    """
+    with _opened(path) as file:
+        header = file.readline(MAX_LINE_BYTES)
+        if not header.endswith(b"\n"):
+            raise EventError(f"{path} has no header: it is no event log, or its first line was never finished")
+        yield check_header(header, path)
+        for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b""), start=2):
+            if not line.endswith(b"\n"):
+                if len(line) < MAX_LINE_BYTES:
+                    return
+                raise EventError(f"line {number} of {path} is broken: it has more than {MAX_LINE_BYTES:,} bytes; no line after it was read")
+            try:
+                stamp = decode_stamp(line)
+                event_type = event_type_of(stamp.kind)
+                record = None if event_type is None else decode(line, stamp, event_type)
+            except msgspec.ValidationError as error:
+                raise EventError(f"line {number} of {path} does not fit its kind: {error}") from error
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                # A power cut may leave a block of noise at the very end, newline and all.
+                if not file.read(1):
+                    return
+                raise EventError(f"line {number} of {path} is broken: {error}; no line after it was read") from error
+            if record is not None:
+                yield record
+            elif on_skip is not None:
+                on_skip(stamp.kind)
+
+
+def _opened(path: Path | str) -> BinaryIO:
+    try:
+        return open_file(path)
+    except FileError as error:
+        raise EventError(str(error)) from error
+
+
+class Reader:
+    """A log to iterate over, that remembers what it could not understand.
+
+    `skipped` counts, per unknown kind, the records passed over by the latest iteration.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self.skipped: Counter[str] = Counter()
+
+    def __iter__(self) -> Iterator[Record]:
+        self.skipped.clear()
+        return read(self.path, on_skip=self._skip)
+
+    def _skip(self, kind: str) -> None:
+        self.skipped[kind] += 1

@@ -1,0 +1,240 @@
+"""The event log of a run: an append-only file that loses nothing, and sinks that may.
+
+A run that is killed and goes on leaves one seamless file:
+
+    with EventLog(folder / "events.jsonl", run="maze-7") as log:
+        log.emit(UpdateDone(step=1, loss=0.3))
+        offset = log.offset()                                       # goes into the checkpoint
+    log = EventLog.resume(folder / "events.jsonl", offset)          # what came after the checkpoint is cut
+"""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import esper
+from esper.files import make_folder, printable, reason_of, sync
+from esper.runs.events import (
+    MAX_LINE_BYTES,
+    SCHEMA,
+    Event,
+    EventError,
+    Header,
+    Record,
+    Resumed,
+    SinkDropped,
+    SinkFailed,
+    check_header,
+    encode,
+    read,
+)
+from esper.runs.sinks import Queued, Restartable, Sink
+
+FLUSH_EVERY_S = 1.0
+MAX_ERROR_CHARACTERS = 2000
+
+
+class EventLog:
+    """Writes the events of one process (one rank) of a run. All methods may be called from any thread.
+
+    `emit` puts the line into memory; a thread of the log writes the lines to the file every second. `flush(sync=True)` and `offset`
+    return when they are on the disk. An event without a `step` of its own gets that of `clock`; without a clock, the step or epoch of the
+    latest event that had one. Sinks get every record through a bounded queue; those that are not `Queued` yet are put behind one.
+    """
+
+    def __init__(self, path: Path | str, run: str, rank: int = 0, sinks: Iterable[Sink] = ()) -> None:
+        path, run = Path(path), printable(run)
+        if path.exists() and path.stat().st_size > 0:
+            raise FileExistsError(f"{path} already holds events; go on with EventLog.resume, or choose another folder")
+        make_folder(path.parent)
+        self._open(path, run, rank, sinks)
+        self.emit(Header(schema=SCHEMA, esper=esper.__version__))
+        self.flush(sync=True)
+        sync(path.parent)
+
+    @classmethod
+    def resume(cls, path: Path | str, offset: int, *, step: int = 0, sinks: Iterable[Sink] = ()) -> Self:
+        """Cuts everything after `offset` and goes on from there, with the run and rank that the header names.
+
+        `offset` is what `offset()` answered before the checkpoint, `step` that of the checkpoint. An offset of 0 keeps only the header, for
+        a run that died before its first.
+        """
+        path = Path(path)
+        header = _cut(path, offset)
+        sinks = tuple(sinks)
+        for sink in sinks:
+            if isinstance(sink, Restartable):
+                sink.restart(read(path))
+        log = cls.__new__(cls)
+        log._open(path, header.run, header.rank, sinks, step=step)
+        log.emit(Resumed(offset=offset, esper=esper.__version__))
+        log.flush(sync=True)
+        return log
+
+    def _open(self, path: Path, run: str, rank: int, sinks: Iterable[Sink], *, step: int = 0) -> None:
+        self.path = path
+        self.run = run
+        self.rank = rank
+        self.clock: Callable[[], int] | None = None
+        self._step = step  # of the latest event that had one
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._file_lock = threading.Lock()
+        self._pending = bytearray()
+        self._pending_lock = threading.Lock()
+        self._close_lock = threading.Lock()
+        self._is_closed = False
+        self._stop = threading.Event()
+        self._sinks = [sink if isinstance(sink, Queued) else Queued(sink) for sink in sinks]
+        for sink in self._sinks:
+            sink.on_failure = lambda error, name=sink.name: self._report_failure(name, error)
+        self._flusher = threading.Thread(target=self._flush_regularly, name="esper-events", daemon=True)
+        self._flusher.start()
+        atexit.register(self._close_at_exit)
+
+    def emit(self, event: Event, *, rank: int | None = None, time: float | None = None, step: int | None = None) -> None:
+        """Records that `event` happened now. An event that could not be read back raises here.
+
+        `rank`, `time` and `step` are those of another process, where this one writes for it.
+        """
+        record = self._append(event, rank=rank, at=time, step=step)
+        for sink in self._sinks:
+            sink.write(record)
+
+    def flush(self, sync: bool = True) -> None:
+        """Writes what is in memory to the file; with `sync`, returns when it is on the disk. A failing disk raises here."""
+        with self._file_lock:
+            self._write_pending(sync)
+
+    def offset(self) -> int:
+        """Return where the file ends, after a flush to disk: everything emitted before this call lies before it.
+
+        Raises FileNotFoundError where the file was removed, renamed or replaced since it was opened: what is written to it is lost then.
+        """
+        with self._file_lock:
+            self._write_pending(sync=True)
+            ours, there = os.fstat(self._file), os.stat(self.path)
+            if (ours.st_dev, ours.st_ino) != (there.st_dev, there.st_ino):
+                raise FileNotFoundError(errno.ENOENT, "it was replaced during the run", str(self.path))
+            return ours.st_size
+
+    def close(self) -> None:
+        """Closes the sinks, says how much they dropped, and flushes. Closing twice does nothing."""
+        with self._close_lock:
+            if self._is_closed:
+                return
+            for sink in self._sinks:
+                sink.close()
+                if sink.dropped:
+                    self._append(SinkDropped(sink=sink.name, dropped=sink.dropped))
+            self._sinks = []  # so that a second try, after a full disk, does not report them again
+            self._stop.set()
+            self._flusher.join()
+            with self._file_lock:
+                self._close_file()
+        atexit.unregister(self._close_at_exit)
+
+    def _close_at_exit(self) -> None:
+        try:
+            self.close()
+        except OSError as error:  # nobody is left to handle it
+            logging.getLogger(__name__).warning("the last events of %s are lost: %s", self.path, reason_of(error))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+    def _append(self, event: Event, *, rank: int | None = None, at: float | None = None, step: int | None = None) -> Record:
+        record = Record(
+            time=time.time() if at is None else at,
+            run=self.run,
+            rank=self.rank if rank is None else rank,
+            event=event,
+            step=self._step_of(event) if step is None else step,
+        )
+        line = encode(record)
+        with self._pending_lock:
+            if self._is_closed:
+                raise EventError(f"{event!r} came after the event log {self.path} was closed")
+            self._pending += line
+        return record
+
+    def _step_of(self, event: Event) -> int:
+        own = getattr(event, "step", None)
+        if not isinstance(own, int) and self.clock is not None:
+            return self.clock()
+        own = own if isinstance(own, int) else getattr(event, "epoch", None)
+        self._step = own if isinstance(own, int) else self._step
+        return self._step
+
+    def _write_pending(self, sync: bool) -> None:
+        # Emitting goes on during a slow write: only taking the lines needs their lock. Those that a full disk refuses are put back.
+        if self._is_closed:
+            return
+        lines = bytearray()
+        try:
+            with self._pending_lock:
+                lines, self._pending = self._pending, lines
+            while lines:
+                count = os.write(self._file, lines)
+                del lines[:count]
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from error  # a full disk names no file
+        finally:
+            if lines:
+                with self._pending_lock:
+                    self._pending = lines + self._pending
+        if sync:
+            os.fsync(self._file)
+
+    def _close_file(self) -> None:
+        while not self._is_closed:
+            self._write_pending(sync=True)
+            with self._pending_lock:
+                self._is_closed = not self._pending  # another thread may have emitted during the write
+        os.close(self._file)
+
+    def _flush_regularly(self) -> None:
+        has_warned = False
+        while not self._stop.wait(FLUSH_EVERY_S):
+            try:
+                self.flush(sync=False)
+            except OSError as error:
+                # Nothing is lost: the lines stay in memory, and the flush before the next checkpoint raises where it can be handled.
+                if not has_warned:
+                    logging.getLogger(__name__).warning("cannot write events to %s, keeping them in memory: %s", self.path, error)
+                has_warned = True
+
+    def _report_failure(self, sink: str, error: Exception) -> None:
+        message = f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARACTERS]
+        try:
+            self.emit(SinkFailed(sink=sink, error=message))
+        except EventError:  # the log did not wait for it any longer and is closed
+            logging.getLogger(__name__).warning("the sink %s failed after the end of the run: %s", sink, message)
+
+
+def _cut(path: Path, offset: int) -> Record:
+    """Truncates the log at `offset` after checking that this leaves whole lines. Returns its header."""
+    with open(path, "r+b") as file:
+        first = file.readline(MAX_LINE_BYTES)
+        header = check_header(first, path)
+        size = os.fstat(file.fileno()).st_size
+        if offset > size:
+            raise EventError(f"cannot resume {path} at byte {offset}: it has only {size}; the checkpoint belongs to another log")
+        offset = offset or len(first)
+        file.seek(max(offset - 1, 0))
+        if offset < len(first) or file.read(1) != b"\n":
+            raise EventError(f"cannot resume {path} at byte {offset}: no line ends there; the checkpoint belongs to another log")
+        file.truncate(offset)
+        os.fsync(file.fileno())
+    return header
