@@ -44,7 +44,7 @@ def recorded(event: Event) -> Record:
         (["--ppo.learning_rte=1"], "there is no option --ppo.learning-rte; did you mean --ppo.learning-rate?"),
         (["--frobnicate"], "there is no option --frobnicate; see: esper arena train --help"),
         (["--battles", "0"], "--arena.battles: expected an int > 0 and <= 1048576, got 0"),
-        (["--team-size", "17"], "--arena.team_size: expected an int >= 1 and <= 16, got 17"),
+        (["--team-size", "17"], "--arena.team-size: expected an int >= 1 and <= 16, got 17"),
         (["--size", "15"], "--arena.size: expected"),
         (["--pack", "meduim"], "no unit class is named 'meduim'"),
         (["--minutes", "0"], "--minutes: expected a float > 0 or None, got 0"),
