@@ -9,8 +9,8 @@ import torch
 from esper.rl import PPO
 from esper.vecenv import make
 
-COMMANDS = ("arena_progress", "controller_progress", "grow_progress", "grow_run", "ppo_progress")
-for name in ("torch._dynamo", "torch.distributed.run", "esper.controller.training", "esper.league.training"):
+COMMANDS = ("arena_progress", "controller_progress", "grow_progress", "ppo_progress")
+for name in ("torch._dynamo", "torch.distributed.run", "esper.controller.training", "esper.experiment.training", "esper.league.training"):
     importlib.import_module(name)
 for name in COMMANDS:
     importlib.import_module(f"esper.cli.{name}")

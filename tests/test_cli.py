@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 
 import esper
-from esper.cli.main import COMMANDS, main
+from esper.cli.main import COMMANDS, function_of, main
 from tests.commands import last_line
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
@@ -42,7 +41,7 @@ def test_the_installed_program_knows_its_version() -> None:
 
 def test_every_command_of_the_table_can_be_run() -> None:
     for command in COMMANDS.values():
-        assert callable(importlib.import_module(command.module).run)
+        assert callable(function_of(command))
 
 
 def test_the_overview_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -213,7 +212,7 @@ def test_the_path_of_a_nested_option_may_be_left_out(capsys: pytest.CaptureFixtu
 
 
 def test_environment_arguments_are_json_or_text() -> None:
-    from esper.cli.train_arguments import parse_env_args
+    from esper.cli.ppo_train import parse_env_args
 
     words = ["a=3", "b=0.5", "c=true", "d=False", "e=None", "f=fast", "g=[1,2]", "h=x=y"]
     parsed = parse_env_args(words)

@@ -17,11 +17,9 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 import esper
-from esper.cli.controller_compare import Progress as CompareProgress
-from esper.cli.controller_progress import Progress, read_progress
-from esper.cli.grow_config import GrowTaskConfig
-from esper.cli.grow_progress import Progress as GrowProgress
-from esper.cli.grow_run import grow_in
+from esper.cli.controller_compare import CompareProgress
+from esper.cli.controller_progress import ControllerProgress, read_progress
+from esper.cli.grow_progress import GrowProgress
 from esper.cli.main import main
 from esper.cli.progress import LiveView, PlainLines
 from esper.config import load
@@ -31,6 +29,8 @@ from esper.controller.layout import LAYOUT_VERSION, Op
 from esper.controller.learned import Learned, load_controller, save_controller
 from esper.controller.network import make_policy
 from esper.controller.network_config import SlotNetworkConfig
+from esper.experiment import grow_task
+from esper.experiment.config import GrowTaskConfig
 from esper.growth.config import GrowthConfig, Lifecycle
 from esper.growth.lifecycle.stages import Stage
 from esper.growth.report.story import read_story
@@ -272,7 +272,7 @@ def test_two_ranks_train_one_controller_and_stop_together(tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_plain_lines_are_a_start_a_line_after_a_round_and_an_end(finished: Path) -> None:
     stream = io.StringIO()
-    show(finished, PlainLines(Progress(), stream, every_s=1e9))
+    show(finished, PlainLines(ControllerProgress(), stream, every_s=1e9))
     first, last = stream.getvalue().splitlines()
     assert "for 4 hosts at once on cpu: 2 rounds of 24 decisions" in first
     recent = read_progress(finished).recent
@@ -282,7 +282,7 @@ def test_plain_lines_are_a_start_a_line_after_a_round_and_an_end(finished: Path)
         assert words in last
 
     often = io.StringIO()
-    lines = PlainLines(Progress(), often, every_s=0.0)
+    lines = PlainLines(ControllerProgress(), often, every_s=0.0)
     for record in read(finished / "events.jsonl"):
         lines.write(record)
     assert len(often.getvalue().splitlines()) == 1 + 2
@@ -316,7 +316,7 @@ def test_the_live_view_fits_the_terminal(finished: Path, width: int) -> None:
 def test_the_live_view_ends_with_the_last_state(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     stream = Terminal()
-    show(finished, LiveView(Progress(), stream))
+    show(finished, LiveView(ControllerProgress(), stream))
     assert "done" in stream.getvalue().rpartition("round 2/2")[2]
 
 
@@ -404,7 +404,7 @@ def test_a_run_goes_on_with_the_controller_that_it_began_with(eager: Path, tmp_p
         return PlainLines(GrowProgress(title), io.StringIO())
 
     def grow(folder: Path, should_stop: Callable[[], bool]) -> str:
-        return grow_in(folder, config, resume=False, device=torch.device("cpu"), make_sink=silent, should_stop=should_stop).status
+        return grow_task(config, folder, make_sink=silent, should_stop=should_stop).status
 
     stops = iter([False] * 30)
     assert grow(tmp_path / "whole", lambda: False) == "finished"

@@ -14,14 +14,14 @@ import torch
 from rich.console import Console
 
 import esper
-from esper.cli import grow_run
-from esper.cli.grow_config import GrowTaskConfig
-from esper.cli.grow_progress import Progress
-from esper.cli.grow_run import run_folder
-from esper.cli.grow_work import make_work
+from esper.cli.grow_progress import GrowProgress
 from esper.cli.main import main
 from esper.cli.progress import LiveView, PlainLines
 from esper.config import load
+from esper.experiment import training as grow_run
+from esper.experiment.config import GrowTaskConfig
+from esper.experiment.training import run_folder
+from esper.experiment.work import make_work
 from esper.growth.events import EpochEnded, FinalTest, GrowthStarted, Probed, SlotView
 from esper.growth.report.html import REPORT
 from esper.growth.report.story import read_story
@@ -554,7 +554,7 @@ def test_without_a_test_part_there_is_no_number_for_it(capsys: pytest.CaptureFix
         ),
         ("mycode:make_model", "mycode:one_loader", 2, "it returned something of type DataLoader; expected loaders"),
         ("mycode:make_model", "mycode:no_loaders", 2, "the train loader is of type int, which cannot be iterated"),
-        ("mycode:make_model", "mycode:iterators", 2, "is an iterator and is used up after one epoch"),
+        ("mycode:make_model", "mycode:iterators", 2, "is an iterator, used up after one epoch"),
     ],
 )
 def test_what_is_wrong_with_the_users_code_is_said_in_one_line(
@@ -577,13 +577,13 @@ def test_the_traceback_of_the_users_code_is_shown_on_request(capsys: pytest.Capt
 
 
 def view_of(story_of: Path, width: int) -> str:
-    progress = Progress("digits")
+    progress = GrowProgress("digits")
     for record in read(story_of / "events.jsonl"):
         progress.take(record)
     return drawn(progress, width)
 
 
-def drawn(progress: Progress, width: int) -> str:
+def drawn(progress: GrowProgress, width: int) -> str:
     console = Console(record=True, width=width, file=io.StringIO())
     console.print(progress.view(width))
     return console.export_text()
@@ -602,7 +602,7 @@ def test_the_live_view_fits_the_terminal(finished: Path, width: int) -> None:
 
 
 def test_long_names_and_many_slots_still_fit() -> None:
-    progress = Progress("large")
+    progress = GrowProgress("large")
     slots = [f"encoder.layers.{index}.attention.output.projection" for index in range(40)]
     started = GrowthStarted(epoch=0, epochs=9, controller="never", raise_mode="joint", slots=slots, parameters=10, flops=10)
     progress.take(Record(time=0.0, run="run", rank=0, event=started))
@@ -621,7 +621,7 @@ def test_long_names_and_many_slots_still_fit() -> None:
 @pytest.mark.slow
 def test_plain_lines_tell_every_change_with_its_reason(finished: Path) -> None:
     stream = io.StringIO()
-    show(finished, PlainLines(Progress("digits"), stream, every_s=1e9))
+    show(finished, PlainLines(GrowProgress("digits"), stream, every_s=1e9))
     shown = stream.getvalue()
     assert "digits: 1,702 parameters, 3 slots on cpu" in shown
     assert "epoch 1: blocks.0 double_conv3x3 GERMINATED: planned for epoch 1" in shown
@@ -632,7 +632,7 @@ def test_plain_lines_tell_every_change_with_its_reason(finished: Path) -> None:
 def test_what_the_probe_saw_is_a_line() -> None:
     stream = io.StringIO()
     promises = {"a": {"norm": 0.001, "conv3x3": 0.02}, "b": {"norm": 0.03}}
-    PlainLines(Progress("digits"), stream).write(Record(time=0.0, run="run", rank=0, event=Probed(epoch=4, promises=promises)))
+    PlainLines(GrowProgress("digits"), stream).write(Record(time=0.0, run="run", rank=0, event=Probed(epoch=4, promises=promises)))
     assert (
         "epoch 4: the probe promises a fall of the loss per step of 0.03000 with norm after b, 0.02000 with conv3x3 after a"
         in stream.getvalue()
@@ -643,7 +643,7 @@ def test_what_the_probe_saw_is_a_line() -> None:
 def test_the_live_view_ends_with_the_last_state(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     stream = Terminal()
-    show(finished, LiveView(Progress("digits [bold]"), stream))
+    show(finished, LiveView(GrowProgress("digits [bold]"), stream))
     assert "digits [bold]" in stream.getvalue(), "a title is no markup"
     assert f"epoch {EPOCHS}/{EPOCHS}" in stream.getvalue().rpartition("train")[0].splitlines()[-1]
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from esper.cli.main import main
-from esper.cli.ppo_progress import Progress
+from esper.cli.ppo_progress import PPOProgress
 from esper.cli.progress import LiveView, PlainLines
 from esper.config import load
 from esper.rl import RunError, TrainConfig, load_policy, train_run, training
@@ -445,14 +445,14 @@ def test_a_run_killed_at_any_moment_and_resumed_equals_one_that_was_not(tmp_path
 
 def test_plain_progress_is_a_start_lines_in_time_and_an_end(finished: Path) -> None:
     stream = io.StringIO()
-    show(finished, PlainLines(Progress(), stream, every_s=1e9))
+    show(finished, PlainLines(PPOProgress(), stream, every_s=1e9))
     lines = stream.getvalue().splitlines()
     assert len(lines) == 2
     assert "cue: 4 environments on cpu" in lines[0]
     assert "done        100%  step 640  return" in lines[1]
 
     often = io.StringIO()
-    progress = PlainLines(Progress(), often, every_s=0.0)
+    progress = PlainLines(PPOProgress(), often, every_s=0.0)
     for record in read(finished / "events.jsonl"):
         progress.write(record)
     assert len(often.getvalue().splitlines()) == 1 + 10
@@ -463,7 +463,7 @@ def test_plain_progress_is_a_start_lines_in_time_and_an_end(finished: Path) -> N
 def test_a_sink_that_was_switched_off_is_shown() -> None:
     stream = io.StringIO()
     event = SinkFailed(sink="WandbSink", error="no route to host")
-    PlainLines(Progress(), stream).write(Record(time=0.0, run="run", rank=0, event=event))
+    PlainLines(PPOProgress(), stream).write(Record(time=0.0, run="run", rank=0, event=event))
     assert "WandbSink failed and was switched off, training goes on: no route to host" in stream.getvalue()
 
 
@@ -471,7 +471,7 @@ def test_live_progress_shows_each_head_and_ends_with_the_last_state(finished: Pa
     monkeypatch.setenv("COLUMNS", "100")
 
     stream = Terminal()
-    progress = LiveView(Progress(), stream)
+    progress = LiveView(PPOProgress(), stream)
     for record in read(finished / "events.jsonl"):
         if isinstance(record.event, Update):
             record = msgspec.structs.replace(record, event=msgspec.structs.replace(record.event, entropy={"kind": 0.25, "item": 0.5}))

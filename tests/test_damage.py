@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import esper
-from esper.cli.grow_config import GrowTaskConfig
 from esper.config import Config, ConfigError, load_saved, save
 from esper.controller.learned import ControllerError, load_controller, save_controller
+from esper.experiment.config import GrowTaskConfig
 from esper.growth import GrowthConfig, GrowthError, add_slots
 from esper.growth.events import LoaderRestarted
 from esper.league import LeagueError, LeagueStore

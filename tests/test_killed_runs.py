@@ -15,10 +15,10 @@ import msgspec
 import pytest
 import torch
 
-from esper.cli import grow_run
 from esper.cli.main import main
 from esper.controller.learned import load_controller
 from esper.controller.training import CONTROLLER, GROWTH, train_controller
+from esper.experiment import training as grow_run
 from esper.growth import GrowthError
 from esper.growth.report.html import REPORT
 from esper.growth.report.story import read_story

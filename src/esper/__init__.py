@@ -17,10 +17,12 @@ if TYPE_CHECKING:
     from esper import (
         arena as arena,
         controller as controller,
+        experiment as experiment,
         fleet as fleet,
         growth as growth,
         league as league,
         rl as rl,
+        runs as runs,
         tasks as tasks,
         vecenv as vecenv,
     )

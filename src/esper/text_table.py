@@ -1,8 +1,9 @@
-"""Numbers and tables as text."""
+"""Numbers, tables and hints as text."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 
 
 def figure(value: float, decimals: int = 4, *, sign: str = "") -> str:
@@ -44,3 +45,13 @@ def duration(seconds: float) -> str:
     if hours:
         return f"{hours}:{minutes:02d}:{rest:02d}"
     return f"{minutes}:{rest:02d}" if minutes else f"{rest} s"
+
+
+def did_you_mean(name: str, known: Iterable[str], *, otherwise: str = "", before: str = "", cutoff: float = 0.6) -> str:
+    """Ask for the known name nearest to a wrong one; return `otherwise` if none is near. `before` is written in front of the name.
+
+    >>> did_you_mean("heuristc", ["never", "heuristic"]), did_you_mean("x", ["never"], otherwise="there is never")
+    ("did you mean 'heuristic'?", 'there is never')
+    """
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return f"did you mean {before + near[0]!r}?" if near else otherwise

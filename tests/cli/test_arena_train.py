@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from esper.cli.arena_progress import Progress, read_progress
+from esper.cli.arena_progress import ArenaProgress, read_progress
 from esper.cli.main import main
 from esper.cli.progress import LiveView, PlainLines
 from esper.config import load
@@ -39,9 +39,9 @@ def recorded(event: Event) -> Record:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--batles", "8"], "there is no option --batles; did you mean --battles?"),
-        (["--sise", "32"], "there is no option --sise; did you mean --size?"),
-        (["--ppo.learning_rte=1"], "there is no option --ppo.learning-rte; did you mean --ppo.learning-rate?"),
+        (["--batles", "8"], "there is no option --batles; did you mean '--battles'?"),
+        (["--sise", "32"], "there is no option --sise; did you mean '--size'?"),
+        (["--ppo.learning_rte=1"], "there is no option --ppo.learning-rte; did you mean '--ppo.learning-rate'?"),
         (["--frobnicate"], "there is no option --frobnicate; see: esper arena train --help"),
         (["--battles", "0"], "--arena.battles: expected an int > 0 and <= 1048576, got 0"),
         (["--team-size", "17"], "--arena.team-size: expected an int >= 1 and <= 16, got 17"),
@@ -199,7 +199,7 @@ def test_two_ranks_train_one_player() -> None:
 @pytest.mark.slow
 def test_plain_lines_are_a_start_the_league_and_where_it_stands(arena_run: Path) -> None:
     stream = io.StringIO()
-    show(arena_run, PlainLines(Progress(), stream, every_s=1e9))
+    show(arena_run, PlainLines(ArenaProgress(), stream, every_s=1e9))
     first, joined, last = stream.getvalue().splitlines()
     assert f"arena-1v1 on cpu: {LEARNING_UNITS} units learn" in first
     assert "update-1 joins the league: it is the first" in joined
@@ -208,7 +208,7 @@ def test_plain_lines_are_a_start_the_league_and_where_it_stands(arena_run: Path)
 
 
 def test_scores_are_those_of_recent_battles_and_past_selves_are_one_opponent() -> None:
-    progress = Progress()
+    progress = ArenaProgress()
     for number in range(30):
         against_past = {"update-1": (0, 1, 0), "update-2": (1, 0, 0)}
         against_itself = {"self": (9, 0, 0), "learner": (1, 0, 0)}
@@ -219,7 +219,7 @@ def test_scores_are_those_of_recent_battles_and_past_selves_are_one_opponent() -
 
 
 def test_the_league_is_counted_from_what_it_was_when_the_run_goes_on() -> None:
-    progress = Progress(["update-1", "update-2"])
+    progress = ArenaProgress(["update-1", "update-2"])
     for name, is_promoted, retired in (("update-3", True, ["update-1"]), ("update-4", False, [])):
         progress.take(recorded(LeagueChanged(update=1, name=name, is_promoted=is_promoted, reason="", retired=retired, against={})))
     assert progress.members == ["update-2", "update-3"]
@@ -228,7 +228,7 @@ def test_the_league_is_counted_from_what_it_was_when_the_run_goes_on() -> None:
 
 @pytest.mark.slow
 def test_what_is_left_is_the_shorter_of_steps_and_clock(arena_run: Path) -> None:
-    timed, free = Progress(ends_at=time.monotonic() + 5), Progress()
+    timed, free = ArenaProgress(ends_at=time.monotonic() + 5), ArenaProgress()
     for record in read(arena_run / "events.jsonl"):
         for progress in (timed, free):
             progress.take(record)
@@ -240,7 +240,7 @@ def test_what_is_left_is_the_shorter_of_steps_and_clock(arena_run: Path) -> None
 
 @pytest.mark.slow
 def test_what_is_left_counts_the_battles_at_checkpoints_too(arena_run: Path) -> None:
-    progress = Progress()
+    progress = ArenaProgress()
     for record in read(arena_run / "events.jsonl"):
         number = record.event.update if isinstance(record.event, Update) else 0
         progress.take(msgspec.structs.replace(record, time=100.0 * number))
@@ -265,5 +265,5 @@ def test_the_live_view_fits_the_terminal(arena_run: Path, width: int) -> None:
 def test_the_live_view_ends_with_the_last_state(arena_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     stream = Terminal()
-    show(arena_run, LiveView(Progress(), stream))
+    show(arena_run, LiveView(ArenaProgress(), stream))
     assert "done" in stream.getvalue().rpartition("update 2/2")[2]

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 import esper
-from esper.cli.grow_config import GrowTaskConfig
 from esper.cli.main import main
 from esper.config import Config, save
 from esper.controller.config import ControllerConfig
 from esper.controller.training import train_controller
+from esper.experiment.config import GrowTaskConfig
 from esper.growth.config import GrowthConfig
 from esper.league.training import load_player, train_arena
 from esper.league.training_config import ArenaTrainConfig

@@ -16,9 +16,8 @@ from typing import IO, Any
 import pytest
 
 import esper.files
-from esper.cli.failures import failures
+from esper.cli.command import CommandError, failures
 from esper.cli.main import main
-from esper.cli.outcome import CommandError
 from esper.controller.learned import save_controller
 from esper.runs.signals import StopSignals
 from tests.cli import arena_runs

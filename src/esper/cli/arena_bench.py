@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from esper.arena.config import ArenaConfig, TeamSize
-from esper.cli.arena_players import enough_memory, mistakes
-from esper.cli.outcome import Outcome
+from esper.cli.arena_battles import enough_memory, mistakes
+from esper.cli.command import CommandResult
 from esper.cli.parse import parse
 from esper.config import Config, Count, NonNegativeInt, PositiveInt, Threads
 
@@ -37,7 +37,7 @@ class BenchArguments(Config):
     """CPU threads of torch; None: its own choice"""
 
 
-def run(argv: list[str], prog: str) -> Outcome:
+def run(argv: list[str], prog: str) -> CommandResult:
     arguments = parse(BenchArguments, argv, prog, description=DESCRIPTION)
     from esper.devices import find_device, threads
 
@@ -49,7 +49,7 @@ def run(argv: list[str], prog: str) -> Outcome:
     speed = f"{result['steps_per_s']:,} steps/s, {result['agent_steps_per_s']:,} agent-steps/s"
     print(f"{speed}, {result['ms_per_decision']:.2f} ms for a decision of all battles")
     print(f"{100 * result['living_share']:.0f} % of the units were alive; peak memory {_in_words(result['peak_memory'])}")
-    return Outcome(result)
+    return CommandResult(result)
 
 
 def _measured(config: ArenaConfig, arguments: BenchArguments, device: torch.device) -> dict[str, Any]:

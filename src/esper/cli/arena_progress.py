@@ -29,7 +29,7 @@ _NOT_SHOWN = ("self", "learner")  # against itself of today a player always scor
 _PAST = "past selves"
 
 
-class Progress(ppo_progress.Progress):
+class ArenaProgress(ppo_progress.PPOProgress):
     """Where the training stands. `members` are those of the league when it begins or goes on; `ends_at`, a time of the monotonic clock,
     is when it stops at the latest."""
 
@@ -172,9 +172,9 @@ class Progress(ppo_progress.Progress):
         return Group(heading, rows)
 
 
-def read_progress(folder: Path) -> Progress:
+def read_progress(folder: Path) -> ArenaProgress:
     """Where the training in this folder stands."""
-    progress = Progress()
+    progress = ArenaProgress()
     for record in read(folder / EVENTS):
         progress.take(record)
     return progress

@@ -1,4 +1,4 @@
-"""`esper arena replay`: what is in a replay, and whether it can be computed again."""
+"""`esper arena replay` shows what a replay holds and verifies it; `esper arena watch` plays replays in the browser."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from esper.cli.arena_players import mistakes
-from esper.cli.outcome import FAILED, OK, CommandError, Outcome
+from esper.cli.arena_battles import mistakes
+from esper.cli.command import FAILED, OK, CommandError, CommandResult
 from esper.cli.parse import parse
-from esper.config import Config
+from esper.config import Config, NonNegativeInt
+from esper.files import reason_of
 
 if TYPE_CHECKING:
     import torch
 
     from esper.replay_file import ReplayFile, ReplayInfo
+
 
 DESCRIPTION = """Says what is in a replay: who fought, where, how long, who won, and what happened. Of a run's folder it lists the replays.
 
@@ -34,7 +36,7 @@ class ReplayArguments(Config):
     """to verify on; auto: one of the kind that it was recorded on, where there is one"""
 
 
-def run(argv: list[str], prog: str) -> Outcome:
+def run(argv: list[str], prog: str) -> CommandResult:
     arguments = parse(ReplayArguments, argv, prog, description=DESCRIPTION)
     path = arguments.path
     if not path.exists():
@@ -43,7 +45,7 @@ def run(argv: list[str], prog: str) -> Outcome:
         return _listed(path, prog) if path.is_dir() else _shown(path, arguments)
 
 
-def _listed(folder: Path, prog: str) -> Outcome:
+def _listed(folder: Path, prog: str) -> CommandResult:
     """The replays of a run, newest first; one that cannot be read is listed with the reason."""
     from esper.dashboard.watch import list_replays
     from esper.replay_file import ReplayError, read_replay
@@ -58,10 +60,10 @@ def _listed(folder: Path, prog: str) -> Outcome:
             print(f"{path}  cannot be read: {error}")
             found.append({"file": str(path), "error": str(error)})
     print(f"more of one of them: {prog} FILE; all in the browser: esper arena watch {folder}")
-    return Outcome({"replays": found})
+    return CommandResult({"replays": found})
 
 
-def _shown(path: Path, arguments: ReplayArguments) -> Outcome:
+def _shown(path: Path, arguments: ReplayArguments) -> CommandResult:
     from esper.replay_file import read_replay
 
     replay = read_replay(path)
@@ -77,7 +79,7 @@ def _shown(path: Path, arguments: ReplayArguments) -> Outcome:
         print(f"{item.frame * info.decision_s:>8.1f} s  {item.text}")
     result: dict[str, Any] = {"file": str(path), **about}
     if not arguments.verify:
-        return Outcome(result)
+        return CommandResult(result)
     from esper.arena.replay import verify
 
     found = verify(path, _device(info, arguments.device))
@@ -85,7 +87,7 @@ def _shown(path: Path, arguments: ReplayArguments) -> Outcome:
     wrong = {"frames": found.checked, "first_wrong_frame": found.first_wrong_frame}
     result["verified"] = {"ok": found.ok, "device_matches": found.device_matches, **wrong, "message": found.message}
     is_unknown = not found.device_matches and found.checked > 0  # else the file itself is wrong, on every device
-    return Outcome(result, OK if found.ok or is_unknown else FAILED)
+    return CommandResult(result, OK if found.ok or is_unknown else FAILED)
 
 
 def _device(info: ReplayInfo, wanted: Literal["auto", "cpu", "cuda"]) -> torch.device:
@@ -118,3 +120,42 @@ def about_replay(replay: ReplayFile) -> dict[str, Any]:
         "esper_version": info.esper_version,
         "feed": [{"seconds": item.frame * info.decision_s, "kind": item.kind, "text": item.text} for item in info.feed],
     }
+
+
+WATCH_DESCRIPTION = """Plays a replay, or those of a run, in the browser: terrain in 3D, units, shots, the zone, scores and what happened.
+
+The page is on 127.0.0.1, which only this machine can reach, and loads nothing from the internet. Ctrl-C ends it. Replays are written by
+--replay of esper arena eval and esper arena match. Needs the extra dashboard."""
+
+
+class WatchArguments(Config):
+    path: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FILE_OR_RUN")]
+    """a replay, or the folder of a run with replays"""
+    port: NonNegativeInt = 0
+    """of the page; 0: any that is free"""
+    show: bool = True
+    """open the page in the browser"""
+
+
+def run_watch(argv: list[str], prog: str) -> CommandResult:
+    arguments = parse(WatchArguments, argv, prog, description=WATCH_DESCRIPTION)
+    if not arguments.path.exists():
+        raise CommandError(f"there is no {arguments.path}; give a replay, or the folder of a run")
+    from esper.dashboard.watch import list_replays, serve
+
+    addresses: list[str] = []
+
+    def announce(address: str) -> None:
+        addresses.append(address)
+        count = len(list_replays(arguments.path))
+        what = f"{count} {'replay' if count == 1 else 'replays'} of {arguments.path}" if arguments.path.is_dir() else str(arguments.path)
+        print(f"{address} plays {what}; Ctrl-C ends it", flush=True)
+
+    with mistakes():
+        try:
+            serve(arguments.path, port=arguments.port, show=arguments.show, announce=announce)
+        except ImportError as error:
+            raise CommandError(str(error)) from error
+        except OSError as error:
+            raise CommandError(reason_of(error)) from error
+    return CommandResult({"address": addresses[0]})

@@ -1,29 +1,75 @@
-"""`esper arena train`: a new training by self-play, or a saved one that goes on."""
+"""`esper arena train` trains a player by self-play in a new run, or goes on with a run."""
 
 from __future__ import annotations
 
 import shlex
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from esper.cli.arena_arguments import ArenaArguments, check_options, train_defaults, train_words
-from esper.cli.arena_players import enough_memory
-from esper.cli.failures import failures, how_to_resume
-from esper.cli.outcome import OK, Outcome
-from esper.cli.parse import parse
-from esper.cli.ranks import in_group
-from esper.config import describe
+import tyro
+
+from esper.cli.arena_battles import enough_memory
+from esper.cli.command import OK, CommandError, CommandResult, failures, how_to_resume, in_group, show_plan
+from esper.cli.parse import parse, saved_config, settings_of, short_names, take_option, train_defaults
+from esper.config import PositiveFloat, describe
 from esper.league.training_config import ArenaTrainConfig
 from esper.runs.signals import StopSignals
+from esper.text_table import did_you_mean
 
 if TYPE_CHECKING:
-    from esper.cli.arena_progress import Progress
+    from esper.cli.arena_progress import ArenaProgress
     from esper.league.record import Record
     from esper.league.selfplay import SelfPlay
     from esper.parallel import Group
     from esper.rl.evaluate import Evaluation
     from esper.rl.training import RunResult
+
+
+_ALIASES = ("size", "gamma")  # see `train_words`
+_Flag = tyro.conf.FlagCreatePairsOff[bool]
+
+
+class ArenaArguments(ArenaTrainConfig):
+    run: Path | None = None
+    """folder of the run; None: runs/arena-<teams>-<time>"""
+    config: Path | None = None
+    """TOML file with values for any of these options"""
+    resume: _Flag = False
+    """go on with the run in --run, as it was configured; --total-steps may ask for more"""
+    minutes: PositiveFloat | None = None
+    """stop after this time, with a checkpoint and a last evaluation. Learning rate and entropy follow --total-steps: set it to what the
+    time allows, else they end high"""
+    dry_run: _Flag = False
+    """say what would be done, and touch nothing"""
+
+    def settings(self) -> ArenaTrainConfig:
+        """What is saved with the run."""
+        return settings_of(self, ArenaTrainConfig)
+
+
+def check_options(argv: list[str], prog: str) -> None:
+    """An option that there is not is answered with the nearest one, by its short name where it has one."""
+    short = short_names(ArenaArguments)
+    known = {path.replace("_", "-") for path, _, _ in describe(ArenaArguments())} | set(short) | set(_ALIASES) | {"help"}
+    for word in argv:
+        name = word.partition("=")[0].removeprefix("--").replace("_", "-")
+        if not word.startswith("--") or name in known or name.replace("no-", "", 1) in known:
+            continue
+        raise CommandError(f"there is no option --{name}; {did_you_mean(name, known, before='--', otherwise=f'see: {prog} --help')}")
+
+
+def train_words(argv: list[str]) -> list[str]:
+    """`--size` is that of the map, and `--gamma` that of the learner and of the reward, which must be the same.
+
+    >>> train_words(["--size", "32", "--gamma=0.98"])
+    ['--arena.size', '32', '--ppo.gamma', '0.98', '--arena.reward.gamma', '0.98']
+    """
+    words = ["--arena.size" + word.removeprefix("--size") if word == "--size" or word.startswith("--size=") else word for word in argv]
+    gamma = take_option(words, "--gamma")
+    return words if gamma is None else [*words, "--ppo.gamma", gamma, "--arena.reward.gamma", gamma]
+
 
 DESCRIPTION = """Trains a player for team battles against scripted bots, past selves and itself, and keeps everything in a run folder.
 
@@ -46,16 +92,22 @@ Several processes, each with --battles battles and, where there are, a GPU of it
   torchrun --nproc-per-node 2 --no-python -- esper arena train ..."""
 
 
-def run(argv: list[str], prog: str) -> Outcome:
+def run(argv: list[str], prog: str) -> CommandResult:
     check_options(argv, prog)
     words = train_words(argv)
-    arguments = parse(ArenaArguments, words, prog, default=train_defaults(words), description=DESCRIPTION)
+    arguments = parse(
+        ArenaArguments,
+        words,
+        prog,
+        default=train_defaults(ArenaArguments, ArenaTrainConfig, words, saved=partial(saved_config, ArenaTrainConfig, "arena")),
+        description=DESCRIPTION,
+    )
     config = arguments.settings()
     with in_group(config.device) as group, enough_memory(config.arena):
         return _dry_run(config, group, begins=not arguments.resume) if arguments.dry_run else _train(config, arguments, group)
 
 
-def _dry_run(config: ArenaTrainConfig, group: Group, *, begins: bool) -> Outcome:
+def _dry_run(config: ArenaTrainConfig, group: Group, *, begins: bool) -> CommandResult:
     from esper.league.selfplay import SelfPlay
     from esper.league.training import prepare_arena
     from esper.rl.run_setup import count_parameters
@@ -70,15 +122,7 @@ def _dry_run(config: ArenaTrainConfig, group: Group, *, begins: bool) -> Outcome
             "steps_per_update": ppo.steps_per_update,
             "updates": -(-config.total_steps // ppo.steps_per_update),
         }
-    rows = describe(config)
-    width = max(len(name) for name, _, _ in rows)
-    for name, value, _ in rows:
-        print(f"{name:<{width}}  {value}")
-    print()
-    for name, value in plan.items():
-        shown = ", ".join(f"{who} {count}" for who, count in value.items()) if isinstance(value, dict) else value
-        print(f"{name.replace('_', ' '):<{width}}  {shown}")
-    return Outcome({"plan": plan, "config": {name: value for name, value, _ in rows}})
+    return show_plan(config, plan)
 
 
 def _dealt(env: SelfPlay) -> dict[str, int]:
@@ -92,8 +136,8 @@ def _dealt(env: SelfPlay) -> dict[str, int]:
     return counts
 
 
-def _train(config: ArenaTrainConfig, arguments: ArenaArguments, group: Group) -> Outcome:
-    from esper.cli.arena_progress import Progress, read_progress
+def _train(config: ArenaTrainConfig, arguments: ArenaArguments, group: Group) -> CommandResult:
+    from esper.cli.arena_progress import ArenaProgress, read_progress
     from esper.cli.progress import progress_sink
     from esper.league.league import LeagueError
     from esper.league.training import train_arena
@@ -103,7 +147,7 @@ def _train(config: ArenaTrainConfig, arguments: ArenaArguments, group: Group) ->
     ends_at = None if arguments.minutes is None else time.monotonic() + 60 * arguments.minutes
     stop = StopSignals("update and the battles of its checkpoint")
     options: dict[str, Any] = {
-        "sinks": [progress_sink(Progress(_members(folder) if arguments.resume else (), ends_at=ends_at))],
+        "sinks": [progress_sink(ArenaProgress(_members(folder) if arguments.resume else (), ends_at=ends_at))],
         "should_stop": lambda: stop.was_asked() or (ends_at is not None and time.monotonic() >= ends_at),
         "group": group,
     }
@@ -115,7 +159,7 @@ def _train(config: ArenaTrainConfig, arguments: ArenaArguments, group: Group) ->
     record = None if evaluation is None else _record(evaluation)
     _print_summary(result, record, progress, config, ended_by_clock=ended_by_clock)
     is_interrupted = result.status == "stopped" and not ended_by_clock
-    return Outcome(_as_json(result, record, progress, config), stop.exit_code if is_interrupted else OK)
+    return CommandResult(_as_json(result, record, progress, config), stop.exit_code if is_interrupted else OK)
 
 
 def _members(folder: Path) -> tuple[str, ...]:
@@ -145,7 +189,9 @@ def _record(evaluation: Evaluation) -> Record:
     return Record.of_pairs(evaluation.returns)
 
 
-def _print_summary(result: RunResult, record: Record | None, progress: Progress, config: ArenaTrainConfig, *, ended_by_clock: bool) -> None:
+def _print_summary(
+    result: RunResult, record: Record | None, progress: ArenaProgress, config: ArenaTrainConfig, *, ended_by_clock: bool
+) -> None:
     folder = shlex.quote(str(result.folder))
     if result.status == "had finished":
         print(f"{folder} had already finished its {result.step:,} steps; ask for more with --total-steps")
@@ -176,8 +222,8 @@ def _rounded(steps: int) -> int:
     return int(float(f"{steps:.1e}"))
 
 
-def _as_json(result: RunResult, record: Record | None, progress: Progress, config: ArenaTrainConfig) -> dict[str, Any]:
-    from esper.cli.arena_players import record_json
+def _as_json(result: RunResult, record: Record | None, progress: ArenaProgress, config: ArenaTrainConfig) -> dict[str, Any]:
+    from esper.cli.arena_battles import record_json
 
     return {
         "status": result.status,

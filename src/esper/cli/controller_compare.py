@@ -1,25 +1,57 @@
-"""`esper controller compare`: controllers on the same hosts, seed by seed, with a table for each level of rent."""
+"""`esper controller compare` compares controllers on the same hosts, seed by seed, with a table for each level of rent."""
 
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from esper.cli.controller_arguments import CompareArguments, compare_defaults, compare_words
-from esper.cli.grow_config import is_file_name
-from esper.cli.outcome import CommandError, Outcome
-from esper.cli.parse import parse
-from esper.config import ConfigError
+from esper.cli.command import CommandError, CommandResult
+from esper.cli.parse import gathered, parse, take_option
+from esper.config import ConfigError, load
 from esper.controller.compare_config import NAMES, CompareConfig
 from esper.controller.config import ControllerConfig, DomainConfig
+from esper.experiment.config import is_file_name
+from esper.text_table import did_you_mean
 
 if TYPE_CHECKING:
     from esper.tasks import Task
+
+
+class CompareArguments(CompareConfig):
+    config: Path | None = None
+    """TOML file with values for any of these options"""
+
+    def settings(self) -> CompareConfig:
+        return CompareConfig(**{name: getattr(self, name) for name in CompareConfig.__struct_fields__})
+
+
+def compare_words(argv: list[str]) -> list[str]:
+    """`--task` and `--host`, once for each, and `--controllers` as one word with commas.
+
+    >>> compare_words(["--controllers", "never,a.safetensors", "--task", "digits", "--host=4-8-16", "--host", "5-10-20"])
+    ['--controllers', 'never', 'a.safetensors', '--tasks', 'digits', '--hosts', '4-8-16', '5-10-20']
+    """
+    words: list[str] = []
+    for word in argv:
+        name, sign, values = word.partition("=")
+        if name == "--controllers" and sign:
+            words += [name, *values.split(",")]
+        else:
+            words += word.split(",") if words[-1:] == ["--controllers"] else [word]
+    return gathered(gathered(words, "--task", "--tasks"), "--host", "--hosts")
+
+
+def compare_defaults(argv: list[str]) -> CompareArguments:
+    """A TOML file, or nothing."""
+    path = take_option(list(argv), "--config")
+    base = CompareConfig() if path is None else load(CompareConfig, path)
+    return CompareArguments(**{name: getattr(base, name) for name in CompareConfig.__struct_fields__})
+
 
 DESCRIPTION = """Compares controllers on the same networks with the same data orders, seed by seed, and counts every FLOP.
 
@@ -31,17 +63,17 @@ hosts trained longer and the final size from the start, both at the same FLOPs, 
 --task and --host may be given several times. With --json, the last line holds all runs."""
 
 
-def run(argv: list[str], prog: str) -> Outcome:
+def run(argv: list[str], prog: str) -> CommandResult:
     words = compare_words(argv)
     config = parse(CompareArguments, words, prog, default=compare_defaults(words), description=DESCRIPTION).settings()
     with _mistakes():
         load = _checked(config)
         from esper.controller.compare import compare
 
-        with Progress(sys.stdout) as progress:
+        with CompareProgress(sys.stdout) as progress:
             comparison = compare(config, load, on_progress=progress.add)
     print(f"\n{comparison.tables()}")
-    return Outcome(comparison.to_builtins())
+    return CommandResult(comparison.to_builtins())
 
 
 def _checked(config: CompareConfig) -> Callable[[str], Task]:
@@ -54,8 +86,7 @@ def _checked(config: CompareConfig) -> Callable[[str], Task]:
 
     for name in config.files:
         if not is_file_name(name):
-            near = difflib.get_close_matches(name, NAMES, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(NAMES)}, and paths of controller files"
+            hint = did_you_mean(name, NAMES, otherwise=f"there are {', '.join(NAMES)}, and paths of controller files")
             raise CommandError(f"no controller is named {name!r}; {hint}")
         load_controller(name)
     load = functools.cache(functools.partial(load_from, config.data_dir))
@@ -88,7 +119,7 @@ def _mistakes() -> Iterator[None]:
         raise CommandError(str(error)) from error
 
 
-class Progress:
+class CompareProgress:
     """What is at work and how fast: a line that changes on a terminal, else a line whenever something else begins."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -99,7 +130,7 @@ class Progress:
         self._live = Live(console=Console(file=stream), auto_refresh=False) if stream.isatty() else None
         self._what, self._decisions, self._began = "", 0, time.monotonic()
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> CompareProgress:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -40,7 +40,7 @@ class Recent(NamedTuple):
         return f"{nats}  {self.grown} seeds grown, {self.kept} kept  in {self.hosts} hosts"
 
 
-class Progress(ppo_progress.Progress):
+class ControllerProgress(ppo_progress.PPOProgress):
     """Where the training stands. A round is an update of the learner; fleets come to their ends in their own time."""
 
     def __init__(self) -> None:
@@ -145,9 +145,9 @@ class Progress(ppo_progress.Progress):
         return Group(heading, rows)
 
 
-def read_progress(folder: Path) -> Progress:
+def read_progress(folder: Path) -> ControllerProgress:
     """Where the training in this folder stands."""
-    progress = Progress()
+    progress = ControllerProgress()
     for record in read(folder / EVENTS):
         progress.take(record)
     return progress

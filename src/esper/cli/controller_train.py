@@ -1,24 +1,52 @@
-"""`esper controller train`: a new training of a controller, or a saved one that goes on."""
+"""`esper controller train` trains a controller in a new run, or goes on with a run."""
 
 from __future__ import annotations
 
 import shlex
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from esper.cli.controller_arguments import ControllerArguments, train_defaults, train_words
-from esper.cli.failures import failures, how_to_resume
-from esper.cli.outcome import Outcome
-from esper.cli.parse import parse
-from esper.cli.ranks import in_group
-from esper.config import describe
+import tyro
+
+from esper.cli.command import CommandResult, failures, how_to_resume, in_group, show_plan
+from esper.cli.parse import gathered, parse, saved_config, settings_of, train_defaults
 from esper.controller.config import ControllerConfig
 from esper.runs.signals import StopSignals
 
 if TYPE_CHECKING:
-    from esper.cli.controller_progress import Progress
+    from esper.cli.controller_progress import ControllerProgress
     from esper.parallel import Group
     from esper.rl.training import RunResult
+
+
+_Flag = tyro.conf.FlagCreatePairsOff[bool]
+
+
+class ControllerArguments(ControllerConfig):
+    run: Path | None = None
+    """folder of the run; None: runs/controller-<time>"""
+    config: Path | None = None
+    """TOML file with values for any of these options"""
+    resume: _Flag = False
+    """go on with the run in --run, as it was configured; --rounds may ask for more"""
+    dry_run: _Flag = False
+    """say what would be done, and touch nothing"""
+
+    def settings(self) -> ControllerConfig:
+        """What is saved with the run."""
+        return settings_of(self, ControllerConfig)
+
+
+def train_words(argv: list[str]) -> list[str]:
+    """`--task`, once for each task, is short for `--domain.tasks`, and `--seed` for that of everything drawn in a run.
+
+    >>> train_words(["--task", "digits", "--seed=3", "--task=digits-1d"])
+    ['--ppo.seed=3', '--domain.tasks', 'digits', 'digits-1d']
+    """
+    words = ["--ppo.seed" + word.removeprefix("--seed") if word == "--seed" or word.startswith("--seed=") else word for word in argv]
+    return gathered(words, "--task", "--domain.tasks")
+
 
 DESCRIPTION = """Trains a controller, which decides when, where and what networks grow, and keeps everything in a run folder.
 
@@ -38,15 +66,21 @@ Several processes, each with --hosts hosts and, where there are, a GPU of its ow
   torchrun --nproc-per-node 2 --no-python -- esper controller train ..."""
 
 
-def run(argv: list[str], prog: str) -> Outcome:
+def run(argv: list[str], prog: str) -> CommandResult:
     words = train_words(argv)
-    arguments = parse(ControllerArguments, words, prog, default=train_defaults(words), description=DESCRIPTION)
+    arguments = parse(
+        ControllerArguments,
+        words,
+        prog,
+        default=train_defaults(ControllerArguments, ControllerConfig, words, saved=partial(saved_config, ControllerConfig, "controller")),
+        description=DESCRIPTION,
+    )
     config = arguments.settings()
     with in_group(config.device) as group:
         return _dry_run(config, group) if arguments.dry_run else _train(config, arguments, group)
 
 
-def _dry_run(config: ControllerConfig, group: Group) -> Outcome:
+def _dry_run(config: ControllerConfig, group: Group) -> CommandResult:
     from esper.controller.training import prepare_controller
     from esper.rl.run_setup import count_parameters
 
@@ -60,18 +94,11 @@ def _dry_run(config: ControllerConfig, group: Group) -> Outcome:
             "most_slots": slots,
             "most_blueprints": blueprints,
         }
-    rows = describe(config)
-    width = max(len(name) for name, _, _ in rows)
-    for name, value, _ in rows:
-        print(f"{name:<{width}}  {value}")
-    print()
-    for name, value in plan.items():
-        print(f"{name.replace('_', ' '):<{width}}  {value}")
-    return Outcome({"plan": plan, "config": {name: value for name, value, _ in rows}})
+    return show_plan(config, plan)
 
 
-def _train(config: ControllerConfig, arguments: ControllerArguments, group: Group) -> Outcome:
-    from esper.cli.controller_progress import Progress, read_progress
+def _train(config: ControllerConfig, arguments: ControllerArguments, group: Group) -> CommandResult:
+    from esper.cli.controller_progress import ControllerProgress, read_progress
     from esper.cli.progress import progress_sink
     from esper.controller.training import CONTROLLER, train_controller
     from esper.fleet.config import FleetError
@@ -81,7 +108,7 @@ def _train(config: ControllerConfig, arguments: ControllerArguments, group: Grou
     folder = group.first(lambda: arguments.run or default_folder("controller"))
     stop = StopSignals("round of decisions, which may take minutes")
     options: dict[str, Any] = {
-        "sinks": [progress_sink(Progress())],
+        "sinks": [progress_sink(ControllerProgress())],
         "should_stop": stop.was_asked,
         "group": group,
     }
@@ -90,10 +117,10 @@ def _train(config: ControllerConfig, arguments: ControllerArguments, group: Grou
         progress = group.first(lambda: read_progress(folder))
     controller = result.folder / CONTROLLER
     _print_summary(result, controller, progress, config)
-    return Outcome(_as_json(result, controller, progress), stop.exit_code if result.status == "stopped" else 0)
+    return CommandResult(_as_json(result, controller, progress), stop.exit_code if result.status == "stopped" else 0)
 
 
-def _print_summary(result: RunResult, controller: Path, progress: Progress, config: ControllerConfig) -> None:
+def _print_summary(result: RunResult, controller: Path, progress: ControllerProgress, config: ControllerConfig) -> None:
     from esper.fleet.memory import in_words
 
     folder, path = shlex.quote(str(result.folder)), shlex.quote(str(controller))
@@ -114,7 +141,7 @@ def _print_summary(result: RunResult, controller: Path, progress: Progress, conf
         print(f"train it longer  esper controller train --resume --run {folder} --rounds {2 * config.rounds}")
 
 
-def _as_json(result: RunResult, controller: Path, progress: Progress) -> dict[str, Any]:
+def _as_json(result: RunResult, controller: Path, progress: ControllerProgress) -> dict[str, Any]:
     return {
         "status": result.status,
         "run": str(result.folder),

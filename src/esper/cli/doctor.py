@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import esper
-from esper.cli.outcome import FAILED, OK, Outcome
+from esper.cli.command import FAILED, OK, CommandResult
 from esper.cli.parse import parse
 from esper.config import Config
 
@@ -33,7 +33,7 @@ class DoctorArguments(Config):
     """Nothing to set."""
 
 
-def run(argv: list[str], prog: str) -> Outcome:
+def run(argv: list[str], prog: str) -> CommandResult:
     parse(DoctorArguments, argv, prog, description=DESCRIPTION)
     versions = {name: _version(name) for name in REQUIRED}
     extras = {extra: all(_version(name) for name in names) for extra, names in EXTRAS.items()}
@@ -57,7 +57,7 @@ def run(argv: list[str], prog: str) -> Outcome:
     is_well = all(versions.values()) and is_writable
     print("everything that is needed is there" if is_well else "something is missing, see above")
     result = {"esper": esper.__version__, "python": platform.python_version(), "versions": versions, "extras": extras}
-    return Outcome({**result, "devices": devices, "folder_is_writable": is_writable}, OK if is_well else FAILED)
+    return CommandResult({**result, "devices": devices, "folder_is_writable": is_writable}, OK if is_well else FAILED)
 
 
 def _line(name: str, text: str) -> None:

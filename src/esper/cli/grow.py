@@ -1,17 +1,69 @@
-"""`esper grow`: trains a model and grows it where that pays, on a task of esper or on the user's own code."""
+"""`esper grow` trains a model and grows it where that pays; `esper grow report` writes the report of a run again."""
 
 from __future__ import annotations
 
 import contextlib
+import shlex
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
 
-from esper.cli.failures import failures
-from esper.cli.grow_arguments import SAVED, GrowArguments, defaults_for, with_long_names
-from esper.cli.grow_config import GrowTaskConfig
-from esper.cli.outcome import CommandError, Outcome
-from esper.cli.parse import parse
-from esper.config import describe
+import tyro
+
+from esper.cli.command import FAILED, USAGE, CommandError, CommandResult, check_run, failures, show_plan
+from esper.cli.parse import parse, settings_of, train_defaults
+from esper.config import Config, load_saved
+from esper.experiment.config import GrowTaskConfig
+from esper.runs.folder import CONFIG, GROW
 from esper.runs.signals import StopSignals
+
+_Flag = tyro.conf.FlagCreatePairsOff[bool]
+
+
+class GrowArguments(GrowTaskConfig):
+    augment: _Flag = False
+    """disturb the training images of a task that knows how, such as cifar10"""
+    twin: _Flag = False
+    """train a twin that never grows as well, from the same weights on the same batches"""
+    run: Path | None = None
+    """folder of the run; None: runs/<task or model>-<time>"""
+    config: Path | None = None
+    """TOML file with values for any of these options"""
+    resume: _Flag = False
+    """go on with the run in --run, as it was configured"""
+    dry_run: _Flag = False
+    """say what would be done and where something could grow, and touch nothing"""
+
+    def settings(self) -> GrowTaskConfig:
+        """What is saved with the run."""
+        return settings_of(self, GrowTaskConfig)
+
+
+def with_long_names(argv: list[str]) -> list[str]:
+    """`--raise` is short for what only the configuration needs to call `lifecycle.raise_mode`.
+
+    >>> with_long_names(["--raise", "shadow", "--raise=joint"])
+    ['--lifecycle.raise-mode', 'shadow', '--lifecycle.raise-mode=joint']
+    """
+    full = "--lifecycle.raise-mode"
+    return [full + word.removeprefix("--raise") if word == "--raise" or word.startswith("--raise=") else word for word in argv]
+
+
+def _saved_config(folder: str | None, path: str | None) -> GrowTaskConfig:
+    if folder is None:
+        raise CommandError("--resume needs the folder of the run: --run RUN")
+    if path is not None:
+        raise CommandError("--resume reads the config of the run; leave --config out")
+    place = Path(folder)
+    if (place / CONFIG).exists() or not (place / GROW).exists():  # a run that was killed between the two files begins from the start
+        check_run(place, "growth")
+    if not (place / GROW).is_file():
+        raise CommandError(
+            f"the run in {folder} was not started by esper grow: it has no {GROW}. It takes esper grow report {shlex.quote(folder)}, "
+            f"and in Python esper.grow(..., run={folder!r}, resume=True)"
+        )
+    return load_saved(GrowTaskConfig, place / GROW)
+
 
 DESCRIPTION = """Trains a model, grows it where that pays, and keeps everything in a run folder with a report.
 
@@ -24,9 +76,15 @@ everything is over. Values come from the defaults, then from --config FILE.toml,
 left out where its last name is unique: --max-seeds for --budget.max-seeds; --raise stands for --lifecycle.raise-mode."""
 
 
-def run(argv: list[str], prog: str) -> Outcome:
+def run(argv: list[str], prog: str) -> CommandResult:
     words = with_long_names(argv)
-    arguments = parse(GrowArguments, words, prog, default=defaults_for(words), description=DESCRIPTION)
+    arguments = parse(
+        GrowArguments,
+        words,
+        prog,
+        default=train_defaults(GrowArguments, GrowTaskConfig, words, saved=_saved_config),
+        description=DESCRIPTION,
+    )
     if arguments.task is None and arguments.model is None:
         raise CommandError(f"name what to grow: --task TASK, or --model and --data of your own. {_known_tasks()}")
     from esper.devices import determinism, threads
@@ -41,48 +99,72 @@ def _known_tasks() -> str:
     return "Tasks: " + "; ".join(f"{name} ({entry.title})" for name, entry in TASKS.items())
 
 
-def _dry_run(config: GrowTaskConfig) -> Outcome:
-    from esper.cli.grow_plan import plan, print_plan
+def _dry_run(config: GrowTaskConfig) -> CommandResult:
     from esper.devices import find_device
+    from esper.experiment.training import plan
 
-    figures, places = plan(config, find_device(config.device))
-    print_plan(config, figures, places)
-    return Outcome({"plan": figures, "config": {name: value for name, value, _ in describe(config)}})
+    return show_plan(config, *plan(config, find_device(config.device)))
 
 
-def _grow(arguments: GrowArguments) -> Outcome:
-    from esper.cli.grow_progress import Progress
-    from esper.cli.grow_run import grow_in, has_begun, run_folder
+def _grow(arguments: GrowArguments) -> CommandResult:
+    from esper.cli.grow_progress import GrowProgress
     from esper.cli.grow_summary import as_json, print_summary
     from esper.cli.progress import progress_sink
-    from esper.devices import find_device
+    from esper.experiment.training import grow_task, has_begun, run_folder
     from esper.growth.config import GrowthError
     from esper.growth.lifecycle.governor import Diverged
     from esper.runs import Sink
 
     def show(title: str) -> Sink:
-        return progress_sink(Progress(title))
+        return progress_sink(GrowProgress(title))
 
     config, stop = arguments.settings(), StopSignals()
-    device = find_device(config.device)
     with (
         run_folder(config, arguments.run) as folder,
-        failures(folder, "grow", Diverged, GrowthError, saved=SAVED, has_begun=has_begun),
+        failures(folder, "grow", Diverged, GrowthError, saved=GROW, has_begun=has_begun),
         stop,
     ):
-        result = grow_in(folder, config, resume=arguments.resume, device=device, make_sink=show, should_stop=stop.was_asked)
+        result = grow_task(config, folder, resume=arguments.resume, make_sink=show, should_stop=stop.was_asked)
     print_summary(result, config)
-    return Outcome(as_json(result), stop.exit_code if result.status == "stopped" else 0)
+    return CommandResult(as_json(result), stop.exit_code if result.status == "stopped" else 0)
 
 
 @contextlib.contextmanager
 def _mistakes() -> Iterator[None]:
-    """What the user has to put right, in one line."""
+    """Turn errors that the user has to put right into one line."""
+    from esper.experiment import UserCodeError
     from esper.growth.config import GrowthError
     from esper.runs.folder import RunError
     from esper.tasks import TaskError
 
     try:
         yield
+    except UserCodeError as error:
+        raise CommandError(str(error), exit_code=FAILED if error.was_raised else USAGE) from error
     except (GrowthError, RunError, TaskError) as error:
         raise CommandError(str(error)) from error
+
+
+REPORT_DESCRIPTION = "Writes report.html into the folder of a run, from what happened in it so far."
+
+
+class ReportArguments(Config):
+    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+    """folder of the run"""
+
+
+def run_report(argv: list[str], prog: str) -> CommandResult:
+    arguments = parse(ReportArguments, argv, prog, description=REPORT_DESCRIPTION)
+    from esper.growth.report.html import write_report
+    from esper.runs import EventError
+    from esper.runs.folder import RunError, check_holds_a_run
+
+    try:
+        check_holds_a_run(arguments.run, "growth")
+        path = write_report(arguments.run)
+    except RunError as error:
+        raise CommandError(str(error)) from error
+    except EventError as error:
+        raise CommandError(f"no report can be made of {arguments.run}: {error}", exit_code=FAILED) from error
+    print(path)
+    return CommandResult({"report": str(path)})

@@ -32,7 +32,7 @@ _MAX_REMARKS = 4
 _STYLES = {"HOLDING": "blue", "FOSSILIZED": "bold green", "EMBARGOED": "dim", "DORMANT": "dim", "BLENDING": "yellow", "TRAINING": "magenta"}
 
 
-class Progress(GrowthProgress, progress.Progress):
+class GrowProgress(GrowthProgress, progress.Progress):
     """`GrowthProgress` with a live view."""
 
     def take(self, record: Record) -> bool:
@@ -57,7 +57,7 @@ class Progress(GrowthProgress, progress.Progress):
         return Group(_heading(self, width), _losses(self), Text(), slots, Text(), remarks)
 
 
-def _heading(progress: Progress, width: int) -> RenderableType:
+def _heading(progress: GrowProgress, width: int) -> RenderableType:
     last, rollbacks = progress.last, len(progress.story.rollbacks)
     line = Table.grid(padding=(0, 2, 0, 0))
     cells: list[RenderableType] = [
@@ -75,7 +75,7 @@ def _heading(progress: Progress, width: int) -> RenderableType:
     return line
 
 
-def _losses(progress: Progress) -> RenderableType:
+def _losses(progress: GrowProgress) -> RenderableType:
     story, last = progress.story, progress.last
     host = story.began.parameters if story.began is not None else last.parameters
     best = min(story.epochs, key=lambda epoch: epoch.val_loss)

@@ -10,17 +10,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from esper.cli.failures import how_to_resume
-from esper.cli.grow_config import GrowTaskConfig
+from esper.cli.command import how_to_resume
 from esper.cli.grow_progress import WIDE
-from esper.cli.grow_run import Result
+from esper.experiment.config import GrowTaskConfig
+from esper.experiment.training import ExperimentResult
 from esper.growth.lifecycle.ledger import LEDGER_HEADING, Row, ledger_rows
 from esper.growth.report import summary
 from esper.growth.report.story import Story
 from esper.growth.run import MODEL
 
 
-def print_summary(result: Result, config: GrowTaskConfig, *, console: Console | None = None) -> None:
+def print_summary(result: ExperimentResult, config: GrowTaskConfig, *, console: Console | None = None) -> None:
     console = console or Console(highlight=False)
     if result.status == "had finished":
         console.print(Text(f"{result.folder} had already finished its {config.epochs} epochs; ask for more with --epochs"))
@@ -68,7 +68,7 @@ def _table(heading: Row, rows: Sequence[Row], *, right: Sequence[int]) -> Table:
     return table
 
 
-def as_json(result: Result) -> dict[str, Any]:
+def as_json(result: ExperimentResult) -> dict[str, Any]:
     figures = {"status": result.status, **_figures(result.story), "run": str(result.folder), "report": str(result.report)}
     model = result.folder / MODEL
     figures["model"] = str(model) if model.exists() else None

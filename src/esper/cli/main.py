@@ -6,7 +6,6 @@ Exit codes: 0 fine, 1 the run failed, 2 the user's mistake, 130 after Ctrl-C, 14
 from __future__ import annotations
 
 import contextlib
-import difflib
 import errno
 import importlib
 import io
@@ -19,33 +18,35 @@ from typing import Any, NamedTuple
 import msgspec
 
 import esper
-from esper.cli.outcome import FAILED, GLOBAL_HELP, OK, USAGE, CommandError, Outcome, code_of
+from esper.cli.command import FAILED, GLOBAL_HELP, OK, USAGE, CommandError, CommandResult, code_of
 from esper.runs.signals import INTERRUPTED
+from esper.text_table import did_you_mean
 
 # Errors of a stream. Those of a file, which may have the same numbers, name it.
 _OUTPUT_FAILS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EPIPE, errno.EIO, errno.EBADF})
 
 
 class Command(NamedTuple):
-    module: str  # imported when the command is run; its `run(argv, prog)` gives an Outcome
+    module: str  # imported when the command is run
     help: str
+    function: str = "run"  # of the module: run(argv, prog) returns a CommandResult
 
 
 COMMANDS = {
     "doctor": Command("esper.cli.doctor", "what is installed, which devices there are, and what is missing"),
     "grow": Command("esper.cli.grow", "train a model and grow it where that pays; go on with a run"),
-    "grow report": Command("esper.cli.grow_report", "write the report of a run again, also of one that was killed"),
+    "grow report": Command("esper.cli.grow", "write the report of a run again, also of one that was killed", "run_report"),
     "controller train": Command("esper.cli.controller_train", "train a controller that decides what grows; go on with a run"),
     "controller compare": Command("esper.cli.controller_compare", "compare controllers on the same networks, seed by seed"),
     "ppo train": Command("esper.cli.ppo_train", "train a recurrent policy; go on with a run"),
     "ppo eval": Command("esper.cli.ppo_eval", "play fresh episodes with the policy of a run"),
-    "ppo envs": Command("esper.cli.ppo_envs", "list the built-in environments"),
+    "ppo envs": Command("esper.cli.ppo_eval", "list the built-in environments", "run_envs"),
     "arena train": Command("esper.cli.arena_train", "train a player for team battles by self-play; go on with a run"),
-    "arena eval": Command("esper.cli.arena_eval", "battles of a run's player against a scripted bot"),
+    "arena eval": Command("esper.cli.arena_match", "battles of a run's player against a scripted bot", "run_eval"),
     "arena match": Command("esper.cli.arena_match", "battles between any two: bots, runs, members of their leagues"),
-    "arena league": Command("esper.cli.arena_league", "who is how strong in the league of a run"),
+    "arena league": Command("esper.cli.arena_match", "show the ratings of a run's league", "run_league"),
     "arena replay": Command("esper.cli.arena_replay", "what is in a replay, and whether it can be computed again"),
-    "arena watch": Command("esper.cli.arena_watch", "play a replay in the browser"),
+    "arena watch": Command("esper.cli.arena_replay", "play a replay in the browser", "run_watch"),
     "arena bench": Command("esper.cli.arena_bench", "how fast battles are fought on this machine"),
 }
 
@@ -109,19 +110,23 @@ def _take(arguments: list[str], flag: str) -> bool:
     return found
 
 
-def _dispatch(arguments: list[str]) -> Outcome:
+def _dispatch(arguments: list[str]) -> CommandResult:
     if arguments == ["--version"]:
         print(f"esper {esper.__version__}")
-        return Outcome({"version": esper.__version__})
+        return CommandResult({"version": esper.__version__})
     words = _leading_words(arguments)
     if words and words[-1] == "help" and len(words) <= 2:
         words, arguments = words[:-1], [*words[:-1], "--help"]
     for count in (2, 1):
         name = " ".join(words[:count])
         if len(words) >= count and name in COMMANDS:
-            run: Callable[[list[str], str], Outcome] = importlib.import_module(COMMANDS[name].module).run
-            return run(arguments[count:], f"esper {name}")
+            return function_of(COMMANDS[name])(arguments[count:], f"esper {name}")
     return _help_or_mistake(words, arguments)
+
+
+def function_of(command: Command) -> Callable[[list[str], str], CommandResult]:
+    function: Callable[[list[str], str], CommandResult] = getattr(importlib.import_module(command.module), command.function)
+    return function
 
 
 def _leading_words(arguments: list[str]) -> list[str]:
@@ -129,19 +134,19 @@ def _leading_words(arguments: list[str]) -> list[str]:
     return arguments[:first_flag]
 
 
-def _help_or_mistake(words: list[str], arguments: list[str]) -> Outcome:
+def _help_or_mistake(words: list[str], arguments: list[str]) -> CommandResult:
     group = words[0] if words and any(name.startswith(f"{words[0]} ") for name in COMMANDS) else ""
     unknown = words[1:] if group else words
     if unknown:
         wanted = " ".join(words[:2])
-        near = difflib.get_close_matches(wanted, COMMANDS, n=1) or difflib.get_close_matches(words[0], COMMANDS, n=1)
-        hint = f"did you mean 'esper {near[0]}'?" if near else "see: esper --help"
+        nearest_to_group = did_you_mean(words[0], COMMANDS, before="esper ", otherwise="see: esper --help")
+        hint = did_you_mean(wanted, COMMANDS, before="esper ", otherwise=nearest_to_group)
         raise CommandError(f"unknown command {wanted!r}; {hint}")
     flags = [argument for argument in arguments[len(words) :] if argument not in ("-h", "--help")]
     if flags:
         raise CommandError(f"{flags[0]!r} needs a command before it; see: esper --help")
     print(_overview(group))
-    return Outcome({"commands": _named(group)}, OK)
+    return CommandResult({"commands": _named(group)}, OK)
 
 
 def _named(group: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""From words on the command line to a typed config: tyro does it, with two additions.
+"""Turns words on the command line into a typed config. tyro does it, with two additions.
 
 `--config FILE.toml` changes the defaults, and the path of a nested option may be left out where its last name is unique:
 `--seed 3` means `--ppo.seed 3`.
@@ -10,13 +10,15 @@ import contextlib
 import io
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import TypeVar, get_type_hints
 
 import tyro
 
-from esper.cli.outcome import GLOBAL_HELP, OK, CommandError
-from esper.config import Config, to_toml
+from esper.cli.command import GLOBAL_HELP, OK, CommandError, check_run
+from esper.config import Config, load, load_saved, to_toml
+from esper.runs.folder import CONFIG, Kind
 
 ConfigT = TypeVar("ConfigT", bound=Config)
 
@@ -109,3 +111,51 @@ def _flag(arguments_type: type[Config], config: str, field: str) -> str:
 def _without_frame(text: str) -> str:
     """tyro's message without the box around it and its title, on one line."""
     return " ".join(re.sub(r"[│╭╮╰╯─|+]|-{3,}", " ", _TITLE.sub("", text)).split())
+
+
+def saved_config(config_type: type[ConfigT], kind: Kind, folder: str | None, path: str | None) -> ConfigT:
+    """Return the config of the run in a folder; `path` is the value of --config, which must not be given."""
+    if folder is None:
+        raise CommandError("--resume needs the folder of the run: --run RUN")
+    if path is not None:
+        raise CommandError("--resume reads the config of the run; leave --config out")
+    check_run(Path(folder), kind)
+    return load_saved(config_type, Path(folder) / CONFIG)
+
+
+def train_defaults(
+    arguments_type: type[ConfigT],
+    config_type: type[Config],
+    argv: list[str],
+    *,
+    saved: Callable[[str | None, str | None], Config],
+    file_type: type[Config] | None = None,
+) -> ConfigT:
+    """Return the values that the options of a training start from: the saved config of a run that is resumed, a TOML file, or nothing.
+
+    `saved(folder, path)` reads the config of a run, given the values of --run and --config. `file_type` is the type of a TOML file, if it
+    may leave out more than `config_type`.
+    """
+    words = list(argv)
+    path, folder = take_option(words, "--config"), take_option(words, "--run")
+    if "--resume" in words:
+        base = saved(folder, path)
+    elif path is not None:
+        base = load(file_type or config_type, path)
+    else:
+        return arguments_type()
+    return arguments_type(**{name: getattr(base, name) for name in config_type.__struct_fields__})
+
+
+def gathered(argv: list[str], short: str, full: str) -> list[str]:
+    """Put the values of a short option, which may be given several times, behind one full option.
+
+    >>> gathered(["--task", "digits", "--seed=3", "--task=digits-1d"], "--task", "--tasks")
+    ['--seed=3', '--tasks', 'digits', 'digits-1d']
+    """
+    words, values = list(argv), []
+    while (value := take_option(words, short)) is not None:
+        values.append(value)
+    if values and any(word.partition("=")[0] == full for word in words):
+        raise CommandError(f"{short} is short for {full}; leave one of them out")
+    return [*words, full, *values] if values else words

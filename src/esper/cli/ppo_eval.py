@@ -1,4 +1,4 @@
-"""`esper ppo eval`: fresh episodes with the policy of a run."""
+"""`esper ppo eval` plays fresh episodes with the policy of a run; `esper ppo envs` lists the built-in environments."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from esper.cli.outcome import FAILED, CommandError, Outcome
+from esper.cli.command import FAILED, CommandError, CommandResult
 from esper.cli.parse import parse
 from esper.config import Config, NonNegativeInt, PositiveInt
 
 if TYPE_CHECKING:
     from esper.rl.policy import Policy
     from esper.rl.run_config import TrainConfig
+
 
 MAX_VIDEO_STEPS = 1000  # of the one episode that a video shows
 DESCRIPTION = "Plays fresh episodes with the policy of a run, in the environment that it was trained in."
@@ -39,7 +40,7 @@ class EvalArguments(Config):
     """also play one episode and write what it looks like: a .gif, .webp or .png file; for Gymnasium environments"""
 
 
-def run(argv: list[str], prog: str) -> Outcome:
+def run(argv: list[str], prog: str) -> CommandResult:
     arguments = parse(EvalArguments, argv, prog, description=DESCRIPTION)
     from esper.rl.evaluate import VideoError
     from esper.runs import CheckpointError
@@ -53,7 +54,7 @@ def run(argv: list[str], prog: str) -> Outcome:
         raise CommandError(str(error), exit_code=FAILED) from error
 
 
-def _evaluate(arguments: EvalArguments) -> Outcome:
+def _evaluate(arguments: EvalArguments) -> CommandResult:
     from esper.config import load_saved
     from esper.devices import find_device
     from esper.rl.checkpoints import load_checkpoint, policy_from
@@ -98,7 +99,7 @@ def _evaluate(arguments: EvalArguments) -> Outcome:
         print(f"{warning}; --max-steps sets the limit")
     if arguments.video is not None:
         result["video"] = _record(policy, config, arguments)
-    return Outcome(result)
+    return CommandResult(result)
 
 
 def _record(policy: Policy, config: TrainConfig, arguments: EvalArguments) -> str:
@@ -124,3 +125,20 @@ def _record(policy: Policy, config: TrainConfig, arguments: EvalArguments) -> st
         raise VideoError(f"no video of {config.env}: {type(error).__name__}: {error}") from error
     print(f"video of an episode that earned {earned:.3f}  {arguments.video}")
     return str(arguments.video)
+
+
+ENVS_DESCRIPTION = "Lists the built-in environments. Any Gymnasium id, such as CartPole-v1, works too where Gymnasium is installed."
+
+
+class EnvsArguments(Config):
+    """Nothing to set."""
+
+
+def run_envs(argv: list[str], prog: str) -> CommandResult:
+    parse(EnvsArguments, argv, prog, description=ENVS_DESCRIPTION)
+    from esper.vecenv.builtin import BUILTIN
+
+    width = max(map(len, BUILTIN))
+    for name, builtin in BUILTIN.items():
+        print(f"{name:<{width}}  {builtin.help}")
+    return CommandResult({name: builtin.help for name, builtin in BUILTIN.items()})

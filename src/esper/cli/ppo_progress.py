@@ -17,7 +17,7 @@ _RATE_MOMENTUM = 0.8  # of the mean over the speed of recent updates
 BAR_WIDTH = 12
 
 
-class Progress(progress.Progress):
+class PPOProgress(progress.Progress):
     def __init__(self) -> None:
         self.started: RunStarted | None = None
         self.update: Update | None = None

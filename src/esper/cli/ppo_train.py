@@ -1,22 +1,96 @@
-"""`esper ppo train`: a new run, or a saved one that goes on."""
+"""`esper ppo train` trains a policy in a new run, or goes on with a run."""
 
 from __future__ import annotations
 
+import json
 import shlex
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
-from esper.cli.failures import failures, how_to_resume
-from esper.cli.outcome import CommandError, Outcome
-from esper.cli.parse import parse, settings_of
-from esper.cli.ranks import in_group
-from esper.cli.train_arguments import TrainArguments, defaults_for
-from esper.config import describe
-from esper.rl.run_config import TrainConfig
+import tyro
+
+from esper.cli.command import CommandError, CommandResult, failures, how_to_resume, in_group, show_plan
+from esper.cli.parse import parse, saved_config, settings_of, take_option, train_defaults
+from esper.rl.run_config import PRESETS, EnvValue, TrainConfig
 from esper.runs.signals import StopSignals
 
 if TYPE_CHECKING:
     from esper.parallel import Group
     from esper.rl.training import RunResult
+
+
+def parse_env_args(words: list[str]) -> dict[str, EnvValue]:
+    pairs = [word.partition("=") for word in words]
+    wrong = [key for key, sign, _ in pairs if not (key and sign)]
+    if wrong:
+        raise ValueError(f"{wrong[0]!r} is not of the form KEY=VALUE")
+    return {key: _env_value(text) for key, _, text in pairs}
+
+
+def _env_value(text: str) -> EnvValue:
+    """JSON where it is JSON, Python's names for true, false and none, else the text itself."""
+    if text in ("True", "False", "None"):
+        return {"True": True, "False": False, "None": None}[text]
+    try:
+        value: EnvValue = json.loads(text)
+    except json.JSONDecodeError:
+        return text
+    return value
+
+
+_ENV_ARGS = tyro.constructors.PrimitiveConstructorSpec[dict[str, EnvValue]](
+    nargs="*",
+    metavar="KEY=VALUE",
+    instance_from_str=parse_env_args,
+    is_instance=lambda value: isinstance(value, dict),
+    str_from_instance=lambda value: [f"{key}={json.dumps(item)}" for key, item in value.items()],
+)
+PRESET_HELP = f"environment and settings of a classic task: {', '.join(PRESETS)}; what else is given changes them"
+_Flag = tyro.conf.FlagCreatePairsOff[bool]
+
+
+class FileConfig(TrainConfig):
+    """What a TOML file may say; the command line can name the environment instead."""
+
+    env: str = ""
+
+
+class TrainArguments(FileConfig):
+    env: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="ENV_ID", help_behavior_hint="")] = ""
+    """a built-in environment (esper ppo envs), a Gymnasium id, or package.module:function of your own; not needed with --resume"""
+    env_args: Annotated[dict[str, EnvValue], _ENV_ARGS] = {}
+    """keywords for the environment, such as delay=20"""
+    run: Path | None = None
+    """folder of the run; None: runs/<environment>-<time>"""
+    config: Path | None = None
+    """TOML file with values for any of the options below"""
+    preset: Annotated[str | None, tyro.conf.arg(metavar="NAME", help=PRESET_HELP)] = None
+    resume: _Flag = False
+    """go on with the run in --run, as it was configured"""
+    dry_run: _Flag = False
+    """say what would be done, and touch nothing"""
+
+
+def defaults_for(argv: list[str]) -> TrainArguments:
+    """Return the values that the options start from: a preset, the saved config of a run that is resumed, a TOML file, or nothing."""
+    words = list(argv)
+    preset = take_option(words, "--preset")
+    if preset is None:
+        saved = partial(saved_config, TrainConfig, "ppo")
+        return train_defaults(TrainArguments, TrainConfig, words, saved=saved, file_type=FileConfig)
+    is_alone = take_option(words, "--config") is None and "--resume" not in words
+    base = _preset(preset, is_alone=is_alone)
+    return TrainArguments(**{name: getattr(base, name) for name in TrainConfig.__struct_fields__})
+
+
+def _preset(name: str, *, is_alone: bool) -> TrainConfig:
+    if not is_alone:
+        raise CommandError("--preset sets what --config and --resume read from a file; give one of them")
+    if name not in PRESETS:
+        raise CommandError(f"there is no preset {name!r}; there are {', '.join(PRESETS)}")
+    return PRESETS[name]
+
 
 DESCRIPTION = """Trains a recurrent policy and keeps everything in a run folder.
 
@@ -27,7 +101,7 @@ Several processes, each with --num-envs environments and, where there are, a GPU
   torchrun --nproc-per-node 2 --no-python -- esper ppo train ENV_ID ..."""
 
 
-def run(argv: list[str], prog: str) -> Outcome:
+def run(argv: list[str], prog: str) -> CommandResult:
     arguments = parse(TrainArguments, argv, prog, default=defaults_for(argv), description=DESCRIPTION)
     if not arguments.env:
         raise CommandError(f"name an environment: {prog} ENV_ID (esper ppo envs lists them)")
@@ -36,7 +110,7 @@ def run(argv: list[str], prog: str) -> Outcome:
         return _dry_run(config, group) if arguments.dry_run else _train(config, arguments, group)
 
 
-def _dry_run(config: TrainConfig, group: Group) -> Outcome:
+def _dry_run(config: TrainConfig, group: Group) -> CommandResult:
     from esper.rl.run_setup import count_parameters, prepare
 
     with prepare(config, group=group) as (ppo, _):
@@ -48,14 +122,7 @@ def _dry_run(config: TrainConfig, group: Group) -> Outcome:
             "updates": -(-config.total_steps // ppo.steps_per_update),
             "minibatch": _minibatch_shape(config),
         }
-    rows = describe(config)
-    width = max(len(name) for name, _, _ in rows)
-    for name, value, _ in rows:
-        print(f"{name:<{width}}  {value}")
-    print()
-    for name, value in plan.items():
-        print(f"{name.replace('_', ' '):<{width}}  {value}")
-    return Outcome({"plan": plan, "config": {name: value for name, value, _ in rows}})
+    return show_plan(config, plan)
 
 
 def _minibatch_shape(config: TrainConfig) -> str:
@@ -64,8 +131,8 @@ def _minibatch_shape(config: TrainConfig) -> str:
     return f"{sequences:g} sequences of {ppo.sequence_length} steps"
 
 
-def _train(config: TrainConfig, arguments: TrainArguments, group: Group) -> Outcome:
-    from esper.cli.ppo_progress import Progress
+def _train(config: TrainConfig, arguments: TrainArguments, group: Group) -> CommandResult:
+    from esper.cli.ppo_progress import PPOProgress
     from esper.cli.progress import progress_sink
     from esper.rl.training import train_run
     from esper.runs.folder import default_folder
@@ -73,14 +140,14 @@ def _train(config: TrainConfig, arguments: TrainArguments, group: Group) -> Outc
     folder = group.first(lambda: arguments.run or default_folder(config.env))
     stop = StopSignals()
     options: dict[str, Any] = {
-        "sinks": [progress_sink(Progress())],
+        "sinks": [progress_sink(PPOProgress())],
         "should_stop": stop.was_asked,
         "group": group,
     }
     with failures(folder, "ppo train", FloatingPointError), stop:
         result = train_run(config, folder, resume=arguments.resume, **options)
     _print_summary(result)
-    return Outcome(_as_json(result), stop.exit_code if result.status == "stopped" else 0)
+    return CommandResult(_as_json(result), stop.exit_code if result.status == "stopped" else 0)
 
 
 def _print_summary(result: RunResult) -> None:

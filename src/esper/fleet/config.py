@@ -8,13 +8,15 @@ Whether the saved state of a fleet can be loaded into another.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import Meta
-from torch import Tensor
 
 from esper.config import Config, ConfigError, Count, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from esper.growth.config import Rent
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class FleetError(ValueError):

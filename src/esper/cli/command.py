@@ -1,17 +1,56 @@
-"""Explain what ends the training of a run, with what is left of it and how to go on."""
+"""Shared by all commands: their result, their errors and exit codes, the failures of a training, dry runs, and groups of processes."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import shlex
+import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
-from esper.cli.outcome import FAILED, CommandError, code_of
+from esper.config import Config, describe
 from esper.files import reason_of
 from esper.runs.folder import CHECKPOINTS, CONFIG, Kind, RunError, check_holds_a_run
 from esper.runs.signals import INTERRUPTED
+
+if TYPE_CHECKING:
+    from esper.parallel import Group
+
+
+OK, FAILED, USAGE = 0, 1, 2  # exit codes; a signal ends with INTERRUPTED or TERMINATED
+
+# What the system refuses because of the name or folder that the user gave.
+_MISTAKES = frozenset({errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EROFS, errno.ELOOP})
+
+GLOBAL_HELP = """On every command:
+  --json      the last line of the output is a JSON object with the result, or {"error": ...}
+  --debug     show the traceback of an error"""
+
+
+@dataclass(frozen=True, slots=True)
+class CommandResult:
+    """Result of a command: `result` is printed by `--json`."""
+
+    result: dict[str, Any]
+    exit_code: int = OK
+
+
+class CommandError(Exception):
+    """Ends the program with one line on stderr. `is_printed` where the text already is there."""
+
+    def __init__(self, message: str, *, exit_code: int = USAGE, is_printed: bool = False) -> None:
+        super().__init__(message)
+        self.exit_code, self.is_printed = exit_code, is_printed
+
+
+def code_of(error: OSError) -> int:
+    """Return the exit code: a disk that is full or broken has failed, a name that cannot be is the user's mistake."""
+    return USAGE if error.errno in _MISTAKES or error.errno is None else FAILED
+
 
 # What the user has to do before the run can go on.
 _FIRST = {
@@ -79,3 +118,45 @@ def failures(
     except KeyboardInterrupt as error:
         what_next = how_to_resume(command, folder) if has_begun(folder) else "nothing was trained yet"
         raise CommandError(f"stopped at once; {what_next}", exit_code=getattr(error, "exit_code", INTERRUPTED)) from None
+
+
+@contextlib.contextmanager
+def in_group(device: Literal["auto", "cpu", "cuda"]) -> Iterator[Group]:
+    """Only rank 0 writes to the standard output. What goes wrong is told once."""
+    from esper.devices import find_device
+    from esper.parallel import FirstFailed, GroupError, joined
+    from esper.runs.folder import RunError
+
+    try:
+        with joined(find_device(device)) as group:
+            if group.rank:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            yield group
+    except (RunError, GroupError) as error:
+        raise CommandError(str(error)) from error
+    except FirstFailed as error:
+        raise CommandError(str(error), exit_code=FAILED, is_printed=True) from error
+
+
+def show_plan(config: Config, figures: dict[str, Any], more: str = "") -> CommandResult:
+    """Print what `--dry-run` shows: every setting, the figures of the run, and whatever else there is to tell."""
+    rows = describe(config)
+    width = max(len(name) for name, _, _ in rows)
+    for name, value, _ in rows:
+        print(f"{name:<{width}}  {value}")
+    print()
+    for name, value in figures.items():
+        print(f"{name.replace('_', ' '):<{width}}  {_in_words(value)}")
+    if more:
+        print(f"\n{more}")
+    return CommandResult({"plan": figures, "config": {name: value for name, value, _ in rows}})
+
+
+def _in_words(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list):
+        return ", ".join(value)
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {count}" for name, count in value.items())
+    return "unknown" if value is None else str(value)

@@ -1,4 +1,4 @@
-"""What there is to do: a model, its data, its loss and its optimiser, from a task of esper or from the user's code."""
+"""Makes a model with its data, loss and optimiser, from a task of esper or from the user's code, and scores it on the test part."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from esper.cli.grow_config import GrowTaskConfig
-from esper.cli.grow_user_code import find_function, make_loaders, make_model
+from esper.experiment.config import GrowTaskConfig
+from esper.experiment.user_code import find_function, make_loaders, make_model
 from esper.growth.batches import StepLoss, move, size_of, step_loss_of
 from esper.growth.config import GrowthError, TrainingConfig
 from esper.growth.training import Training
@@ -38,7 +38,7 @@ Compare = Callable[[nn.Module, nn.Module], Tensor | None]
 
 @dataclass(frozen=True)
 class Work:
-    """Made afresh for every training, so that the twin meets the same weights and the same batches."""
+    """One training: made anew for the twin, which so meets the same weights and the same batches."""
 
     model: nn.Module
     train_loader: Iterable[Any]

@@ -1,4 +1,4 @@
-"""What `esper grow` can be told: everything about growing, and what is grown on which data. Imports no torch."""
+"""Settings of an experiment: a model, its data, who decides about its growth, and whether a twin is trained. Imports no torch."""
 
 from __future__ import annotations
 

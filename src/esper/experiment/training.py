@@ -1,41 +1,80 @@
-"""A run of `esper grow` in its folder: the host, then its twin where one was asked for, then the model file, the test and the report.
+"""Grows a model in a run folder: the host, then its twin if one was asked for, then the model file, the test and the report.
 
-runs/digits-starved-20260131-235959/
-  grow.toml                what was asked for
-  controller.safetensors   with a trained controller: a copy of its file, which the run goes on with
-  model.safetensors        the grown model, for esper.load
-  report.html
-  twin/                    the same training without growth
-  ...                      and what every run has
+    result = grow_task(GrowTaskConfig(task="digits", twin=True), "runs/digits")
+    result = grow_task(None, "runs/digits", resume=True)           # after a crash or Ctrl-C
+
+    runs/digits/
+        grow.toml                the settings
+        controller.safetensors   with a trained controller: a copy of its file, which the run goes on with
+        model.safetensors        the grown model, for esper.load
+        report.html
+        twin/                    the same training without growth
+        ...                      and the files of every run
+
+A trained controller comes from a file. The file may be gone, or hold another controller, when the run goes on: training a controller
+replaces its file. So the run keeps a copy, and goes on with that.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
 from torch import nn
 
-from esper.cli.grow_arguments import SAVED
-from esper.cli.grow_config import GrowTaskConfig
-from esper.cli.grow_controller import COPY, controller_copy, make_controller
-from esper.cli.grow_work import Score, Work, make_work
 from esper.config import load_saved, saved_text
+from esper.devices import determinism, find_device, threads
+from esper.experiment.config import GrowTaskConfig
+from esper.experiment.work import Score, Work, make_work
 from esper.files import make_folder
+from esper.growth.batches import example_of, move
+from esper.growth.config import GrowthError
 from esper.growth.events import FinalTest, TwinCompared
 from esper.growth.host.saving import load as load_grown
+from esper.growth.host.slotted import add_slots
+from esper.growth.lifecycle.stages import Controller
 from esper.growth.report.html import REPORT, TWIN, write_report
 from esper.growth.report.story import Story, read_story
 from esper.growth.run import MODEL, open_run
 from esper.runs import Sink, check_installed, sinks_in
-from esper.runs.folder import CONFIG, EVENTS, RunError, default_folder, remove_empty
+from esper.runs.folder import CONFIG, EVENTS, GROW, RunError, default_folder, remove_empty
 from esper.statistics import student_interval
+
+SAVED = GROW  # file of the settings in the run folder
+COPY = "controller.safetensors"  # in the run folder
+
+
+def make_controller(config: GrowTaskConfig, copy: Path | None) -> Controller | str:
+    """Return a name, or the controller of a file: of the copy that the run has, where there is one."""
+    if config.controller_file is None:
+        return config.controller
+    from esper.controller.learned import ControllerError, load_controller
+
+    try:
+        return load_controller(copy or config.controller_file)
+    except ControllerError as error:
+        raise RunError(str(error)) from error
+
+
+def controller_copy(config: GrowTaskConfig, folder: Path, copy: Path | None) -> dict[str, bytes]:
+    """Return the copy that a new run gets of its controller's file, by its name; nothing where it has one, or needs none."""
+    if config.controller_file is None or copy is not None:
+        return {}
+    try:
+        content = Path(config.controller_file).read_bytes()
+        if (folder / COPY).exists() and (folder / COPY).read_bytes() != content:
+            raise RunError(f"{folder} holds a {COPY}, which the run would replace; choose another folder")
+    except OSError as error:
+        raise RunError(f"the controller's file cannot be read: {error}") from error
+    return {COPY: content}
+
 
 MAY_CHANGE = {"epochs", "device", "threads", "twin", "tensorboard", "wandb"}  # when a run goes on
 
@@ -43,7 +82,7 @@ MakeSink = Callable[[str], Sink]  # from the title of what is trained
 
 
 @dataclass(frozen=True)
-class Result:
+class ExperimentResult:
     folder: Path
     story: Story
     twin: Story | None
@@ -51,49 +90,78 @@ class Result:
     status: str  # "finished", "stopped early", "stopped", or "had finished" where nothing was left to do
 
 
-def grow_in(
+def grow_task(
+    config: GrowTaskConfig | None,
+    folder: Path | str | None = None,
+    *,
+    resume: bool = False,
+    make_sink: MakeSink | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> ExperimentResult:
+    """Grow the model of a task, or of the user's code, in the folder of a new run; with `resume`, go on with the run in the folder.
+
+    A resumed run needs no `config`; one that is given may change what `MAY_CHANGE` lists. Without a `folder`, a new run gets one of its
+    own under runs/. `make_sink(title)` makes a sink for the events of the host's training and one for those of its twin's. The run stops
+    after the step in which `should_stop()` becomes true, with a checkpoint.
+    """
+    if resume:
+        if folder is None:
+            raise RunError("there is no folder to resume in; name that of the run")
+        saved = load_saved(GrowTaskConfig, Path(folder) / SAVED)
+        config = config or saved
+        _check_same(saved, config, Path(folder))
+    if config is None:
+        raise RunError("a new run needs a config; with resume=True, the run in the folder goes on with its own")
+    device = find_device(config.device)
+    with (
+        threads(config.threads),
+        determinism(config.deterministic),
+        run_folder(config, None if folder is None else Path(folder)) as place,
+    ):
+        return _grow_in(place, config, resume=resume, device=device, make_sink=make_sink, should_stop=should_stop)
+
+
+def _grow_in(
     folder: Path,
     config: GrowTaskConfig,
     *,
     resume: bool,
     device: torch.device,
-    make_sink: MakeSink,
+    make_sink: MakeSink | None,
     should_stop: Callable[[], bool],
-) -> Result:
-    if resume:
-        _check_same(load_saved(GrowTaskConfig, folder / SAVED), config, folder)
+) -> ExperimentResult:
     goes_on = resume and (folder / CONFIG).is_file()  # a run that was killed before it had one begins from the start
     was_over = goes_on and _all_complete(folder, config)
-    _train(
+    _train_in(
         folder,
         config,
         resume=goes_on,
         controller_file=folder / COPY if resume else None,
         device=device,
-        sink=partial(make_sink, config.title),
+        sink=None if make_sink is None else partial(make_sink, config.title),
         should_stop=should_stop,
     )
     twin = None
     if config.twin and not should_stop():
         never = msgspec.structs.replace(config, controller="never", twin=False)
         has_begun = (folder / TWIN / CONFIG).exists()
-        twin_sink = partial(make_sink, "its twin, which never grows")
-        _train(folder / TWIN, never, resume=has_begun, device=device, sink=twin_sink, should_stop=should_stop, twin_of=folder / MODEL)
+        twin_sink = None if make_sink is None else partial(make_sink, "its twin, which never grows")
+        _train_in(folder / TWIN, never, resume=has_begun, device=device, sink=twin_sink, should_stop=should_stop, twin_of=folder / MODEL)
         twin = read_story(folder / TWIN)
     story = read_story(folder)
     status = "had finished" if was_over else "stopped"
     if not was_over and _all_complete(folder, config) and story.finished is not None:
         status = story.finished.why
-    return Result(folder, story, twin, write_report(folder), status)
+    return ExperimentResult(folder, story, twin, write_report(folder), status)
 
 
-def _train(
+def _train_in(
     folder: Path,
     config: GrowTaskConfig,
     *,
     resume: bool,
     device: torch.device,
-    sink: Callable[[], Sink],
+    sink: Callable[[], Sink] | None,
     should_stop: Callable[[], bool],
     controller_file: Path | None = None,
     twin_of: Path | None = None,
@@ -116,7 +184,7 @@ def _train(
         config=work.growth,
         files=files,
         results=(MODEL, REPORT),
-        sinks=lambda: [sink(), *_shown(folder, config, is_twin=twin_of is not None)],
+        sinks=lambda: [*([] if sink is None else [sink()]), *_shown(folder, config, is_twin=twin_of is not None)],
         should_stop=should_stop,
     ) as run:
         controller = make_controller(config, folder / COPY)
@@ -195,3 +263,25 @@ def _proposed(config: GrowTaskConfig) -> Path:
 
 def has_begun(folder: Path) -> bool:
     return (folder / EVENTS).is_file() and read_story(folder).began is not None
+
+
+def plan(config: GrowTaskConfig, device: torch.device) -> tuple[dict[str, Any], str]:
+    """Return the figures of a run that would be started, and a table of the places where seeds could grow. Touch no file of a run."""
+    work = make_work(config, device)
+    make_controller(config, None)  # raises where its file is wrong
+    batch = next(iter(work.val_loader), None)
+    if batch is None:
+        raise GrowthError("the validation loader yields nothing; it needs at least one batch")
+    slotted = add_slots(work.model, example_of(move(batch, device)), slots=config.slots)
+    figures = {
+        "title": config.title,
+        "device": str(device),
+        "controller": config.controller,
+        "epochs": config.epochs,
+        "steps_per_epoch": len(work.train_loader) if isinstance(work.train_loader, Sized) else None,
+        "parameters": slotted.discovery.host.parameters,
+        "flops_per_sample": slotted.discovery.host.flops,
+        "slots": list(slotted.slots),
+        "test_part": work.score is not None,
+    }
+    return figures, slotted.describe()
