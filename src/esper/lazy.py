@@ -13,13 +13,15 @@ from __future__ import annotations
 import ast
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 
-def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+def lazy_names(package: str, *, need_extras: Collection[str] = ()) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Return `__getattr__`, `__dir__` and `__all__` for a package, from the imports under its `if TYPE_CHECKING:`.
+
+    Names that `need_extras` are not in `__all__`: a star import works without the extras.
 
     >>> import esper.rl
     >>> "PPO" in dir(esper.rl), esper.rl.PPO.__module__
@@ -41,5 +43,5 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
         setattr(module, name, value)
         return value
 
-    names = sorted(sources)
-    return get, lambda: sorted({*names, *(name for name in vars(module) if name.startswith("__"))}), names
+    special = [name for name in vars(module) if name.startswith("__")]
+    return get, lambda: sorted({*sources, *special}), sorted(sources.keys() - set(need_extras))

@@ -10,16 +10,41 @@ from typing import TYPE_CHECKING
 from esper.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from esper.growth.config import GrowthConfig as GrowthConfig, GrowthError as GrowthError
+    from esper.growth.config import (
+        Budget as Budget,
+        GovernorConfig as GovernorConfig,
+        GrowthConfig as GrowthConfig,
+        GrowthError as GrowthError,
+        Lifecycle as Lifecycle,
+        Rent as Rent,
+    )
     from esper.growth.controllers.baselines import Never as Never, Planned as Planned, Random as Random, Schedule as Schedule
     from esper.growth.controllers.heuristic import Heuristic as Heuristic
     from esper.growth.grower import Grower as Grower
+    from esper.growth.host.layout import Place as Place
     from esper.growth.host.saving import load as load, save as save
     from esper.growth.host.slotted import Slotted as Slotted, add_slots as add_slots
+    from esper.growth.integrations.huggingface import GrowthTrainer as GrowthTrainer, GrowthTrainerCallback as GrowthTrainerCallback
+    from esper.growth.integrations.lightning import GrowthCallback as GrowthCallback
     from esper.growth.lifecycle.governor import Diverged as Diverged
-    from esper.growth.lifecycle.stages import Controller as Controller, Decision as Decision, GrowthState as GrowthState
+    from esper.growth.lifecycle.stages import (
+        Action as Action,
+        Advance as Advance,
+        Candidate as Candidate,
+        Contribution as Contribution,
+        Controller as Controller,
+        Cost as Cost,
+        Decision as Decision,
+        Fossilize as Fossilize,
+        Germinate as Germinate,
+        GrowthState as GrowthState,
+        Prune as Prune,
+        Retarget as Retarget,
+        SlotState as SlotState,
+        Stage as Stage,
+    )
     from esper.growth.run import Grown as Grown
     from esper.growth.seeds.blueprints import register_blueprint as register_blueprint
     from esper.growth.training import grow as grow
 
-__getattr__, __dir__, __all__ = lazy_names(__name__)
+__getattr__, __dir__, __all__ = lazy_names(__name__, need_extras=("GrowthCallback", "GrowthTrainer", "GrowthTrainerCallback"))

@@ -16,5 +16,11 @@ if TYPE_CHECKING:
     from esper.league.record import Record as Record, WinTable as WinTable
     from esper.league.standing_table import Standing as Standing, standing_rows as standing_rows, standings as standings
     from esper.league.store import LeagueStore as LeagueStore
+    from esper.league.training import against_bot as against_bot, load_player as load_player, train_arena as train_arena
+    from esper.league.training_config import (
+        ArenaTrainConfig as ArenaTrainConfig,
+        SelfPlayConfig as SelfPlayConfig,
+        UnitNetworkConfig as UnitNetworkConfig,
+    )
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)
