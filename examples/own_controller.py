@@ -32,15 +32,15 @@ class OneAtATime:
         if living:
             return Decision(tuple(self.judge(slot) for slot in living if self.is_ready(slot, state)), "waits for the seed")
         offers = [
-            (candidate.promise - candidate.rent / state.steps_per_epoch, slot.place.name, candidate.blueprint)
+            (candidate.promise, slot.place.name, candidate.blueprint)
             for slot in state.slots
             for candidate in slot.candidates
             if candidate.promise is not None and candidate.blueprint not in slot.tried
         ]
         if state.epoch < EPOCHS // 2 and offers:
-            value, slot, blueprint = max(offers)
-            return Decision((Germinate(slot, f"it promises most: {value:.4f} per step, rent of an epoch subtracted", blueprint),))
-        # Nothing was probed yet: the next epoch measures how fast each candidate would lower the loss.
+            promise, slot, blueprint = max(offers)
+            return Decision((Germinate(slot, f"it promises most: the loss would fall by {promise:.4f} per step", blueprint),))
+        # A probe measures in the next epoch how fast each candidate would lower the loss.
         return Decision(reason="looks for candidates", probe=2 <= state.epoch < EPOCHS // 2)
 
     def is_ready(self, slot: SlotState, state: GrowthState) -> bool:

@@ -32,7 +32,7 @@ class PointEnv(gymnasium.Env):
     def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
         speed = 0.9 * self.point[1] + PUSH * (int(action) - 1)
         self.point, self.steps = np.array([self.point[0] + speed, speed], np.float32), self.steps + 1
-        return self.point, -abs(float(self.point[0])), False, self.steps == LIMIT, {}  # cut by the time limit, never at an end
+        return self.point, -abs(float(self.point[0])), False, self.steps == LIMIT, {}  # only the time limit ends an episode
 
 
 class PointBatch:
