@@ -13,17 +13,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-
-import matplotlib.pyplot as plt
-
 DPI = 70  # of saved figures, so that the file stays small
 
 
 def execute(notebook: dict[str, Any]) -> dict[str, Any]:
     """Run the code cells in order, in one namespace, and give each its outputs: printed text and figures. Returns the namespace."""
+    import matplotlib  # here, since tests that are only collected need not wait for it
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
     names: dict[str, Any] = {"__name__": "__main__"}
     number = 0
     for cell in notebook["cells"]:
