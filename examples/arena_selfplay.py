@@ -29,7 +29,7 @@ def show(ppo: PPO, update: Update) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     config = ArenaTrainConfig(
-        arena=ArenaConfig(battles=8, teams=1, size=16, maps=8, seconds=6.0),
+        arena=ArenaConfig(battles=8, team_size=1, size=16, maps=8, seconds=6.0),
         selfplay=SelfPlayConfig(bots=("weak",), enter_every=2, entry_battles=4),
         total_steps=1_280,
         checkpoint_every=4,
