@@ -21,11 +21,11 @@ from esper.cli.main import main
 from esper.controller.learned import save_controller
 from esper.runs.signals import StopSignals
 from tests.cli import arena_runs
+from tests.cli.test_controller import OPTIONS as CONTROLLER
+from tests.cli.test_ppo import OPTIONS as PPO
 from tests.commands import last_line
 from tests.controller.test_learned import trained_policy
 from tests.processes import start
-from tests.test_cli_controller import OPTIONS as CONTROLLER
-from tests.test_cli_train import OPTIONS as PPO
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 

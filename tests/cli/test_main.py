@@ -1,4 +1,4 @@
-"""The command line: help, mistakes, exit codes, JSON. Runs of training are in test_cli_train.py."""
+"""The command line: help, mistakes, exit codes, JSON. Runs of training are in test_ppo.py."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 with pytest.MonkeyPatch.context() as patch:  # scripts: they find one another by path
-    patch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    patch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
     import fleet as fleet_benchmark
     import fleet_loop
     from clock import Parts

@@ -17,7 +17,7 @@ from esper.vecenv.builtin import CartPoleHidden
 needs_sb3 = pytest.mark.extra("sb3_contrib")
 
 with pytest.MonkeyPatch.context() as patch:  # scripts: they find one another by path, and ask for one thread as they are imported
-    patch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    patch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         patch.setenv(name, "1")
     import memory_tasks

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 with pytest.MonkeyPatch.context() as patch:  # scripts: they find one another by path
-    patch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    patch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
     import controller as controller_benchmark
 
 from esper.controller.config import DomainConfig

@@ -18,7 +18,7 @@ from esper.growth.lifecycle.stages import Stage
 from esper.tasks import Split, Task, load_task
 
 with pytest.MonkeyPatch.context() as patch:  # scripts: they find one another by path
-    patch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    patch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
     import growth_digits
     import growth_jumps
     import growth_longer
