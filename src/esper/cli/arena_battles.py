@@ -26,18 +26,18 @@ if TYPE_CHECKING:
     from esper.rl.policy import Policy
 
 
-COMMANDS = "commands"  # what the ground of their matches is for: its maps are neither those of trainings nor of their own evaluations
-_OBSERVED = ("contacts", "allies", "state_view")  # fields of an arena that its observations are made of
+COMMANDS = "commands"  # purpose of the match arena: its maps are used by no training and no evaluation of one
+_OBSERVED = ("contacts", "allies", "state_view")  # fields of an arena that shape its observations
 
 
 class Contender(NamedTuple):
     name: str  # as the user gave it
     player: str | Policy  # the name of a bot, or a policy
-    arena: ArenaConfig | None = None  # that it was trained in
+    arena: ArenaConfig | None = None  # arena of its training
 
 
 def contender(text: str, *, device: torch.device) -> Contender:
-    """A bot, RUN (its best player), RUN:latest, RUN:member of its league, or the file of a member in RUN/league/members."""
+    """Return the player that a word names: a bot, RUN (its best player), RUN:latest, RUN:member of its league, or a file of a member."""
     if text in ANCHORS:
         return Contender(text, text)
     path = Path(text)
@@ -62,7 +62,7 @@ def of_run(folder: Path, which: Literal["best", "latest"], *, device: torch.devi
 
 
 def saved_arena(folder: Path) -> ArenaTrainConfig:
-    """What the run in a folder was trained with."""
+    """Return the config of the run in a folder."""
     from esper.config import load_saved
     from esper.runs.folder import CONFIG, check_holds_a_run
 
@@ -100,7 +100,7 @@ def _of_file(path: Path, *, device: torch.device) -> Contender:
 
 
 def check_fits(arena: ArenaConfig, contenders: list[Contender]) -> None:
-    """Whoever was trained in another arena must observe the same things in this one. Sizes of maps and teams may differ."""
+    """Raise CommandError if a player was trained on other observations than this arena gives. Sizes of maps and teams may differ."""
     for who in contenders:
         trained = who.arena
         if trained is None:
@@ -120,7 +120,7 @@ def _text(value: object) -> str:
 
 @contextlib.contextmanager
 def mistakes() -> Iterator[None]:
-    """What the user has to put right, in one line, and what is broken."""
+    """Turn errors that the user has to put right, and broken files, into one line."""
     from esper.league.league import LeagueError
     from esper.replay_file import ReplayError
     from esper.runs import CheckpointError
@@ -146,7 +146,7 @@ def enough_memory(arena: ArenaConfig) -> Iterator[None]:
 
 
 def record_json(record: Record) -> dict[str, Any]:
-    """For a machine. `interval` is at 95 %, over `maps`; Wilson's over battles where these are null."""
+    """Return a record as JSON. `interval` is at 95 %, over `maps`; without maps it is Wilson's, over battles."""
     counts = {"battles": record.battles, "wins": record.wins, "draws": record.draws, "losses": record.losses}
     maps = sum(record.maps) if record.maps else None
     if not record.battles:
@@ -168,8 +168,9 @@ class Fought(NamedTuple):
 def fight(
     arena: ArenaConfig, first: Contender, second: Contender, *, seed: int, device: torch.device, replay: Path | None, draw: bool
 ) -> Fought:  # fmt: skip
-    """A match, with the replay of one battle if a file or folder for it is given. Policies take the likeliest actions, as in the
-    evaluations of their training, or with `draw` draw them."""
+    """Play a match, and record one battle if a file or folder for it is given.
+
+    Policies take the likeliest actions, as in the evaluations of their training; with `draw`, they draw them."""
     from esper.league.matches import MatchArena, unseen
     from esper.league.recording import play_and_record
 
@@ -200,13 +201,13 @@ def fight(
 
 
 def _names(first: Contender, second: Contender) -> tuple[str, str]:
-    """What the two are called in a replay: a run by its folder alone."""
+    """Return the names of the two players in a replay: a run is named by its folder."""
     one, other = (Path(who.name).absolute().name for who in (first, second))
     return (f"{one} (A)", f"{other} (B)") if one == other else (one, other)
 
 
 def _replay_file(given: Path, first: Contender, second: Contender) -> Path:
-    """A file that can be written: the given one, or one of its own name where a folder is given. Checked before anybody fights."""
+    """Return a file that can be written: the given one, or a new one in the given folder. Checked before a battle is played."""
     from esper.replay_file import SUFFIX
 
     path = given
@@ -223,7 +224,7 @@ def _replay_file(given: Path, first: Contender, second: Contender) -> Path:
 
 @contextlib.contextmanager
 def sign_of_life(what: str, decisions: int) -> Iterator[Callable[..., None]]:
-    """A bar on a terminal, and nothing elsewhere. What is yielded is called once for each decision of all battles; most end early."""
+    """Show a progress bar on a terminal. Yield a function to call after each decision of all battles; most battles end early."""
     if not sys.stderr.isatty():
         yield lambda *_: None
         return

@@ -70,7 +70,7 @@ def _name(device: torch.device) -> str:
 
 
 def _peak_memory(device: torch.device) -> int:
-    """Bytes: what torch held of the GPU's memory, or this process of the machine's."""
+    """Return the peak memory in bytes: of the GPU as torch saw it, or of this process."""
     import resource
     import sys
 

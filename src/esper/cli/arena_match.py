@@ -178,8 +178,7 @@ def run_league(argv: list[str], prog: str) -> CommandResult:
 
 
 def _round_robin(league: League, config: ArenaTrainConfig, arguments: LeagueArguments) -> None:
-    """Every member and anchor against every other, on the same maps. Members draw their actions, as in the battles of training that these
-    are shown with."""
+    """Play every member and anchor against every other on the same maps. Members draw their actions, as in their training."""
     from esper.devices import find_device
     from esper.league.matches import MatchArena, unseen
     from esper.league.network import make_player

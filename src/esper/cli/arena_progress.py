@@ -24,14 +24,13 @@ from esper.runs import Record, read
 from esper.runs.folder import EVENTS
 from esper.text_table import duration
 
-_RECENT_ROUNDS = 10  # whose battles are what is shown
-_NOT_SHOWN = ("self", "learner")  # against itself of today a player always scores a half
+_RECENT_ROUNDS = 10  # rounds whose battles are shown
+_NOT_SHOWN = ("self", "learner")  # a player scores one half against itself
 _PAST = "past selves"
 
 
 class ArenaProgress(ppo_progress.PPOProgress):
-    """Where the training stands. `members` are those of the league when it begins or goes on; `ends_at`, a time of the monotonic clock,
-    is when it stops at the latest."""
+    """Progress of self-play. `members` are the members of the league at the start; `ends_at` is the monotonic time of the last update."""
 
     def __init__(self, members: Iterable[str] = (), *, ends_at: float | None = None) -> None:
         super().__init__()
@@ -64,7 +63,7 @@ class ArenaProgress(ppo_progress.PPOProgress):
 
     @property
     def seconds_left(self) -> float:
-        """By the clock on the wall: checkpoints fight battles too, which on a CPU may take longer than the updates between them."""
+        """Estimate by the wall clock: evaluations at checkpoints may take longer than the updates between them."""
         if self.started is None or self.update is None:
             return math.nan
         return max(0, self.started.total_steps - self.update.step) * self._seconds_per_step
@@ -81,7 +80,7 @@ class ArenaProgress(ppo_progress.PPOProgress):
 
     @property
     def scores(self) -> dict[str, tuple[float, int]]:
-        """By opponent: score in the battles that ended lately, draws being half, and how many those were."""
+        """Return, by opponent, the score of the recent battles (a draw counts half) and their number."""
         points: dict[str, float] = {}
         battles: dict[str, int] = {}
         for fought in self._rounds:
@@ -115,7 +114,7 @@ class ArenaProgress(ppo_progress.PPOProgress):
         return f"explained variance {self.update.explained_variance:.2f}"
 
     def figures(self) -> dict[str, Any]:
-        """For a machine, after at least one update."""
+        """Return the figures for `--json`, after at least one update."""
         assert self.update is not None
         learner = {name: getattr(self.update, name) for name in ("entropy", "explained_variance", "clip_fraction", "learning_rate")}
         scores = {name: {"score": score, "battles": count} for name, (score, count) in self.scores.items()}
@@ -173,7 +172,7 @@ class ArenaProgress(ppo_progress.PPOProgress):
 
 
 def read_progress(folder: Path) -> ArenaProgress:
-    """Where the training in this folder stands."""
+    """Return the progress of the training in this folder."""
     progress = ArenaProgress()
     for record in read(folder / EVENTS):
         progress.take(record)

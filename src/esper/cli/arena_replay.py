@@ -46,7 +46,7 @@ def run(argv: list[str], prog: str) -> CommandResult:
 
 
 def _listed(folder: Path, prog: str) -> CommandResult:
-    """The replays of a run, newest first; one that cannot be read is listed with the reason."""
+    """List the replays of a run, newest first; one that cannot be read is listed with the reason."""
     from esper.dashboard.watch import list_replays
     from esper.replay_file import ReplayError, read_replay
 
@@ -102,7 +102,7 @@ def _device(info: ReplayInfo, wanted: Literal["auto", "cpu", "cuda"]) -> torch.d
 
 
 def about_replay(replay: ReplayFile) -> dict[str, Any]:
-    """For a machine."""
+    """Return the facts of a replay for `--json`."""
     info = replay.info
     winner = None if info.winner is None else info.teams[info.winner]
     return {

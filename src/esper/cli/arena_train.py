@@ -45,12 +45,12 @@ class ArenaArguments(ArenaTrainConfig):
     """say what would be done, and touch nothing"""
 
     def settings(self) -> ArenaTrainConfig:
-        """What is saved with the run."""
+        """Return the settings that are saved with the run."""
         return settings_of(self, ArenaTrainConfig)
 
 
 def check_options(argv: list[str], prog: str) -> None:
-    """An option that there is not is answered with the nearest one, by its short name where it has one."""
+    """Raise CommandError for an unknown option, and name the nearest known one."""
     short = short_names(ArenaArguments)
     known = {path.replace("_", "-") for path, _, _ in describe(ArenaArguments())} | set(short) | set(_ALIASES) | {"help"}
     for word in argv:
@@ -61,7 +61,7 @@ def check_options(argv: list[str], prog: str) -> None:
 
 
 def train_words(argv: list[str]) -> list[str]:
-    """`--size` is that of the map, and `--gamma` that of the learner and of the reward, which must be the same.
+    """Replace short options: `--size` is that of the map; `--gamma` sets that of the learner and of the reward, which must be the same.
 
     >>> train_words(["--size", "32", "--gamma=0.98"])
     ['--arena.size', '32', '--ppo.gamma', '0.98', '--arena.reward.gamma', '0.98']
@@ -126,7 +126,7 @@ def _dry_run(config: ArenaTrainConfig, group: Group, *, begins: bool) -> Command
 
 
 def _dealt(env: SelfPlay) -> dict[str, int]:
-    """Battles by opponent."""
+    """Return the number of battles by opponent."""
     from esper.league.dealing import is_seat
 
     counts: dict[str, int] = {}
@@ -163,7 +163,7 @@ def _train(config: ArenaTrainConfig, arguments: ArenaArguments, group: Group) ->
 
 
 def _members(folder: Path) -> tuple[str, ...]:
-    """Of the league that a run goes on with, as far as its files say; what it truly goes on with is in the checkpoint."""
+    """Return the members of the league of a resumed run, by its files. The league that it really goes on with is in the checkpoint."""
     from esper.league.league import LeagueError
     from esper.league.store import FOLDER, LeagueStore
 
@@ -174,8 +174,7 @@ def _members(folder: Path) -> tuple[str, ...]:
 
 
 def _evaluated(folder: Path, config: ArenaTrainConfig) -> Evaluation | None:
-    """The best player of a run that ended by the clock, in battles that it was not chosen by; of one that ends by its steps, `RunResult`
-    says it."""
+    """Evaluate the best player of a run that ended by the clock. For a run that ends by its steps, this is in the `RunResult`."""
     from esper.devices import find_device
     from esper.league.training import ARENA, load_player
 
@@ -214,7 +213,7 @@ def _print_summary(
 
 
 def _rounded(steps: int) -> int:
-    """To two digits.
+    """Round to two digits.
 
     >>> _rounded(12_345_678)
     12000000

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 OK, FAILED, USAGE = 0, 1, 2  # exit codes; a signal ends with INTERRUPTED or TERMINATED
 
-# What the system refuses because of the name or folder that the user gave.
+# Errors that the name or folder given by the user causes.
 _MISTAKES = frozenset({errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EROFS, errno.ELOOP})
 
 GLOBAL_HELP = """On every command:
@@ -40,7 +40,7 @@ class CommandResult:
 
 
 class CommandError(Exception):
-    """Ends the program with one line on stderr. `is_printed` where the text already is there."""
+    """Ends the program with one line on stderr. `is_printed` says that the text was printed before."""
 
     def __init__(self, message: str, *, exit_code: int = USAGE, is_printed: bool = False) -> None:
         super().__init__(message)
@@ -48,11 +48,11 @@ class CommandError(Exception):
 
 
 def code_of(error: OSError) -> int:
-    """Return the exit code: a disk that is full or broken has failed, a name that cannot be is the user's mistake."""
+    """Return the exit code of a file error: FAILED for a full or broken disk, USAGE for a name or folder that cannot be used."""
     return USAGE if error.errno in _MISTAKES or error.errno is None else FAILED
 
 
-# What the user has to do before the run can go on.
+# Advice on what to do before the run can go on.
 _FIRST = {
     errno.ENOSPC: "free some space, then ",
     errno.EDQUOT: "free some space, then ",
@@ -66,7 +66,7 @@ def how_to_resume(command: str, folder: Path) -> str:
 
 
 def check_run(folder: Path, kind: Kind) -> None:
-    """Raise CommandError where a folder that a user named holds no run of this kind."""
+    """Raise CommandError if a folder that a user named holds no run of this kind."""
     try:
         check_holds_a_run(folder, kind)
     except RunError as error:
@@ -81,9 +81,10 @@ def failures(
     saved: str = CONFIG,
     has_begun: Callable[[Path], bool] | None = None,
 ) -> Iterator[None]:
-    """`errors` are what may end a training of this command; one that comes before the training has begun is left to the caller.
+    """Turn the errors of a training into a CommandError that says what is left and how to go on.
 
-    A folder without `saved` holds no run: that none can be made in it is the user's mistake. A run whose files fail has failed.
+    `errors` may end a training of this command; they pass through if the training has not begun. A folder without the file `saved` holds
+    no run: if none can be made there, the user has to choose another one. A run whose files fail has failed.
     """
     from esper.rl.ppo import TrainingStopped
     from esper.runs import CheckpointError, EventError
@@ -104,7 +105,7 @@ def failures(
         raise CommandError(f"training failed: {error}; the run is in {folder}", exit_code=FAILED) from error
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
-            raise  # nothing can be looked for under such a name either
+            raise  # a name that long cannot be looked up either
         if error.errno == errno.ENOENT and not folder.exists():
             lost = f"the folder {folder} was removed or renamed during the training, so the run cannot go on; start a new one"
             raise CommandError(lost, exit_code=FAILED) from error
@@ -122,7 +123,7 @@ def failures(
 
 @contextlib.contextmanager
 def in_group(device: Literal["auto", "cpu", "cuda"]) -> Iterator[Group]:
-    """Only rank 0 writes to the standard output. What goes wrong is told once."""
+    """Join the group of processes that torchrun started, if it did. Only rank 0 writes to the standard output and reports errors."""
     from esper.devices import find_device
     from esper.parallel import FirstFailed, GroupError, joined
     from esper.runs.folder import RunError

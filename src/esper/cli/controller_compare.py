@@ -31,7 +31,7 @@ class CompareArguments(CompareConfig):
 
 
 def compare_words(argv: list[str]) -> list[str]:
-    """`--task` and `--host`, once for each, and `--controllers` as one word with commas.
+    """Replace short options: `--task` and `--host`, once for each, and `--controllers` as one word with commas.
 
     >>> compare_words(["--controllers", "never,a.safetensors", "--task", "digits", "--host=4-8-16", "--host", "5-10-20"])
     ['--controllers', 'never', 'a.safetensors', '--tasks', 'digits', '--hosts', '4-8-16', '5-10-20']
@@ -47,7 +47,7 @@ def compare_words(argv: list[str]) -> list[str]:
 
 
 def compare_defaults(argv: list[str]) -> CompareArguments:
-    """A TOML file, or nothing."""
+    """Return the values that the options start from: a TOML file, or the defaults."""
     path = take_option(list(argv), "--config")
     base = CompareConfig() if path is None else load(CompareConfig, path)
     return CompareArguments(**{name: getattr(base, name) for name in CompareConfig.__struct_fields__})
@@ -77,7 +77,7 @@ def run(argv: list[str], prog: str) -> CommandResult:
 
 
 def _checked(config: CompareConfig) -> Callable[[str], Task]:
-    """What loads the tasks. Whatever is wrong with files, tasks and hosts comes up here, before the first of them is trained."""
+    """Check files, tasks and hosts before anything is trained; return the function that loads the tasks."""
     if config.seeds * len(config.tasks) * len(config.hosts) < 2:
         raise CommandError("one pair has no interval; ask for 2 --seeds at least, better for 20")
     _check_horizon(config)
@@ -97,7 +97,7 @@ def _checked(config: CompareConfig) -> Callable[[str], Task]:
 
 
 def _check_horizon(config: CompareConfig) -> None:
-    """By the rule for training a controller."""
+    """Check the horizon by the rule for training a controller."""
     try:
         ControllerConfig(growth=config.growth, domain=DomainConfig(horizon=(config.horizon, config.horizon)))
     except ConfigError as error:
@@ -106,7 +106,7 @@ def _check_horizon(config: CompareConfig) -> None:
 
 @contextlib.contextmanager
 def _mistakes() -> Iterator[None]:
-    """What the user has to put right, in one line."""
+    """Turn errors that the user has to put right into one line."""
     from esper.controller.learned import ControllerError
     from esper.fleet.config import FleetError
     from esper.growth.config import GrowthError
@@ -120,7 +120,7 @@ def _mistakes() -> Iterator[None]:
 
 
 class CompareProgress:
-    """What is at work and how fast: a line that changes on a terminal, else a line whenever something else begins."""
+    """Shows what is being trained and how fast: a line that changes on a terminal, elsewhere a line per setting."""
 
     def __init__(self, stream: TextIO) -> None:
         from rich.console import Console

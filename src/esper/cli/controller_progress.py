@@ -20,11 +20,11 @@ from esper.runs import Record, read
 from esper.runs.folder import EVENTS
 from esper.text_table import duration
 
-_RECENT_FLEETS = 10  # whose ends are what is shown
+_RECENT_FLEETS = 10  # fleets whose results are shown
 
 
 class Recent(NamedTuple):
-    """How the last hosts ended: means over them in nats of validation loss, and their seeds."""
+    """Results of the last hosts: means in nats of validation loss, and counts of their seeds."""
 
     hosts: int
     utility: float  # gain minus rent
@@ -41,7 +41,7 @@ class Recent(NamedTuple):
 
 
 class ControllerProgress(ppo_progress.PPOProgress):
-    """Where the training stands. A round is an update of the learner; fleets come to their ends in their own time."""
+    """Progress of training a controller. A round is an update of the learner; fleets end independently of rounds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,17 +75,17 @@ class ControllerProgress(ppo_progress.PPOProgress):
 
     @property
     def memory_per_host(self) -> int:
-        """Bytes, of the largest of the last hosts; 0 before any has ended."""
+        """Return the bytes that the largest of the last hosts took; 0 before any has ended."""
         return max((end.memory_per_host for end in self._ended), default=0)
 
     @property
     def kernels(self) -> int:
-        """Of our own, that were compiled for a GPU."""
+        """Return the number of Triton kernels compiled for a GPU."""
         return max((end.kernels for end in self._ended), default=0)
 
     @property
     def samples_per_second(self) -> float:
-        """What hosts and twins train on: decisions per second, times the samples for a decision in the fleets that have ended."""
+        """Return the samples that hosts and twins train on per second: decisions per second, times the samples of a decision."""
         steps = sum(end.steps for end in self._ended)
         return self.rate.value * sum(end.samples for end in self._ended) / steps if steps else math.nan
 
@@ -101,12 +101,12 @@ class ControllerProgress(ppo_progress.PPOProgress):
 
     @property
     def entropy(self) -> str:
-        """Per head; a dash where there was nothing to choose."""
+        """Return the entropy of each head; a dash if there was nothing to choose."""
         assert self.update is not None
         return " ".join(f"{head} {value:.2f}" if value else f"{head} –" for head, value in self.update.entropy.items())
 
     def figures(self) -> dict[str, Any]:
-        """For a machine, after at least one round."""
+        """Return the figures for `--json`, after at least one round."""
         assert self.update is not None
         learner = {name: getattr(self.update, name) for name in ("entropy", "explained_variance", "clip_fraction")}
         speed = {"decisions_per_second": self.rate.value, "samples_per_second": self.samples_per_second}
@@ -146,7 +146,7 @@ class ControllerProgress(ppo_progress.PPOProgress):
 
 
 def read_progress(folder: Path) -> ControllerProgress:
-    """Where the training in this folder stands."""
+    """Return the progress of the training in this folder."""
     progress = ControllerProgress()
     for record in read(folder / EVENTS):
         progress.take(record)

@@ -34,12 +34,12 @@ class ControllerArguments(ControllerConfig):
     """say what would be done, and touch nothing"""
 
     def settings(self) -> ControllerConfig:
-        """What is saved with the run."""
+        """Return the settings that are saved with the run."""
         return settings_of(self, ControllerConfig)
 
 
 def train_words(argv: list[str]) -> list[str]:
-    """`--task`, once for each task, is short for `--domain.tasks`, and `--seed` for that of everything drawn in a run.
+    """Replace short options: `--task`, once for each task, means `--domain.tasks`, and `--seed` means `--ppo.seed`.
 
     >>> train_words(["--task", "digits", "--seed=3", "--task=digits-1d"])
     ['--ppo.seed=3', '--domain.tasks', 'digits', 'digits-1d']

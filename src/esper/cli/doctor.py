@@ -30,7 +30,7 @@ EXTRAS = {
 
 
 class DoctorArguments(Config):
-    """Nothing to set."""
+    """This command has no options."""
 
 
 def run(argv: list[str], prog: str) -> CommandResult:
@@ -41,7 +41,7 @@ def run(argv: list[str], prog: str) -> CommandResult:
     if versions["torch"]:
         import torch
 
-        versions["torch"] = str(torch.__version__)  # names the build too, 2.11.0+cu130, where the package's version is 2.11.0
+        versions["torch"] = str(torch.__version__)  # with its build, such as 2.11.0+cu130; the package's version is 2.11.0
         devices = _devices()
     is_writable = os.access(Path.cwd(), os.W_OK)
     _line("esper", f"{esper.__version__}")

@@ -35,12 +35,12 @@ class GrowArguments(GrowTaskConfig):
     """say what would be done and where something could grow, and touch nothing"""
 
     def settings(self) -> GrowTaskConfig:
-        """What is saved with the run."""
+        """Return the settings that are saved with the run."""
         return settings_of(self, GrowTaskConfig)
 
 
 def with_long_names(argv: list[str]) -> list[str]:
-    """`--raise` is short for what only the configuration needs to call `lifecycle.raise_mode`.
+    """Replace the short option `--raise` by `--lifecycle.raise-mode`.
 
     >>> with_long_names(["--raise", "shadow", "--raise=joint"])
     ['--lifecycle.raise-mode', 'shadow', '--lifecycle.raise-mode=joint']
@@ -55,7 +55,7 @@ def _saved_config(folder: str | None, path: str | None) -> GrowTaskConfig:
     if path is not None:
         raise CommandError("--resume reads the config of the run; leave --config out")
     place = Path(folder)
-    if (place / CONFIG).exists() or not (place / GROW).exists():  # a run that was killed between the two files begins from the start
+    if (place / CONFIG).exists() or not (place / GROW).exists():  # a run killed between the two files begins from the start
         check_run(place, "growth")
     if not (place / GROW).is_file():
         raise CommandError(

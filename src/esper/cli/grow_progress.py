@@ -26,8 +26,8 @@ from esper.text_table import figure
 _SPARKS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 16
 _BAR_WIDTH = 20
-WIDE = 100  # columns from which on intervals are written out
-_MAX_SLOTS = 12  # rows; empty slots beyond are counted
+WIDE = 100  # width in columns from which intervals are shown
+_MAX_SLOTS = 12  # rows; further empty slots are only counted
 _MAX_REMARKS = 4
 _STYLES = {"HOLDING": "blue", "FOSSILIZED": "bold green", "EMBARGOED": "dim", "DORMANT": "dim", "BLENDING": "yellow", "TRAINING": "magenta"}
 
@@ -43,7 +43,7 @@ class GrowProgress(GrowthProgress, progress.Progress):
         return self.remark_on(record.event) or super().notice(record)
 
     def plain_notice(self, record: Record) -> str | None:
-        """Every change in a slot, with its reason."""
+        """Return a line for every change in a slot, with its reason."""
         match record.event:
             case StageEntered() as entered if entered.stage not in (Stage.EMBARGOED.name, Stage.DORMANT.name):
                 word = "KEPT" if entered.stage == Stage.FOSSILIZED.name else entered.stage
@@ -91,7 +91,7 @@ def _losses(progress: GrowProgress) -> RenderableType:
 
 
 def sparkline(values: Sequence[float], width: int = _SPARK_WIDTH) -> str:
-    """The last values, the highest as a full block.
+    """Draw the last values as blocks; the highest is a full block.
 
     >>> sparkline([3.0, 2.0, 1.0, float("nan"), 1.0])
     '█▅▁ ▁'
@@ -104,7 +104,7 @@ def sparkline(values: Sequence[float], width: int = _SPARK_WIDTH) -> str:
 
 
 def _slots(views: Sequence[SlotView], width: int) -> RenderableType:
-    """Slots with something in them come first where not all find room."""
+    """Return a table of the slots. If not all fit, slots with seeds come first."""
     shown = list(views)
     if len(shown) > _MAX_SLOTS:
         shown = sorted(shown, key=lambda view: Stage[view.stage] not in OCCUPIED)[:_MAX_SLOTS]
@@ -137,7 +137,7 @@ def _slot_cells(view: SlotView, width: int) -> list[RenderableType]:
 
 
 def shortened(name: str, width: int) -> str:
-    """The end of a name, which tells it from others.
+    """Cut a name at its beginning; the end tells it from others.
 
     >>> shortened("encoder.layers.11.attention", 14)
     '…11.attention'
@@ -151,7 +151,7 @@ def shortened(name: str, width: int) -> str:
 
 
 def _remarks(remarks: Sequence[Remark]) -> RenderableType:
-    """The newest in full, older ones on a line each."""
+    """Show the newest remark in full and older ones on a line each."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(no_wrap=True, justify="right", style="dim")
     grid.add_column(overflow="fold")

@@ -47,11 +47,11 @@ def print_summary(result: ExperimentResult, config: GrowTaskConfig, *, console: 
 
 
 def _print_place(console: Console, name: str, path: Path) -> None:
-    console.print(Text(f"{name:<8}{path}"), soft_wrap=True)  # in one piece, to be copied
+    console.print(Text(f"{name:<8}{path}"), soft_wrap=True)  # on one line, so that it can be copied
 
 
 def _print_ledger(console: Console, story: Story) -> None:
-    """The reasons stand below the table, where there is room for them."""
+    """Print the ledger, and the reasons below it, where they have room."""
     rows = ledger_rows(story.seeds, is_short=console.width < WIDE)
     console.print(_table(LEDGER_HEADING[:-1], [row[:-1] for row in rows], right=(0, 5, 6, 7)))
     for row in rows:
@@ -79,7 +79,7 @@ def as_json(result: ExperimentResult) -> dict[str, Any]:
 
 
 def _difference(twin: Story) -> dict[str, Any] | None:
-    """Grown - never grown on the test part, with its 95 % interval."""
+    """Return the difference in test accuracy, grown minus twin, with its 95 % interval."""
     compared = twin.compared
     if compared is None:
         return None

@@ -22,7 +22,7 @@ from esper.cli.command import FAILED, GLOBAL_HELP, OK, USAGE, CommandError, Comm
 from esper.runs.signals import INTERRUPTED
 from esper.text_table import did_you_mean
 
-# Errors of a stream. Those of a file, which may have the same numbers, name it.
+# Errors of an output stream. Errors of a file may have the same numbers, but name the file.
 _OUTPUT_FAILS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EPIPE, errno.EIO, errno.EBADF})
 
 
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except OSError as error:  # the output cannot be written
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python tries again when it ends
-        if not isinstance(error, BrokenPipeError):  # a reader that has left needs no message
+        if not isinstance(error, BrokenPipeError):  # the reader has gone, so nobody would see a message
             from esper.files import reason_of
 
             _say(f"error: the output cannot be written: {reason_of(error)}; send it elsewhere, or free some space")
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _prepare_streams() -> None:
-    """Let nothing that is printed raise because of its characters, or because a stream was closed before the program began."""
+    """Make sure that printing never raises because of a character, or because a stream was closed before the program began."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
@@ -99,12 +99,12 @@ def _result_of(arguments: list[str], *, wants_debug: bool) -> tuple[dict[str, An
 
 
 def _say(text: str) -> None:
-    with contextlib.suppress(OSError):  # the exit code is left to tell
+    with contextlib.suppress(OSError):  # the exit code still reports the failure
         print(text, file=sys.stderr, flush=True)
 
 
 def _take(arguments: list[str], flag: str) -> bool:
-    """Removes a flag that may stand anywhere."""
+    """Remove a flag that may stand anywhere; return whether it was there."""
     found = flag in arguments
     arguments[:] = [argument for argument in arguments if argument != flag]
     return found
@@ -162,7 +162,7 @@ def _overview(group: str) -> str:
 
 
 def _explain(error: BaseException) -> tuple[str, int]:
-    """What to tell the user, and the exit code."""
+    """Return the message for the user and the exit code."""
     if isinstance(error, CommandError):
         return str(error), error.exit_code
     if isinstance(error, KeyboardInterrupt):
@@ -183,7 +183,7 @@ def _explain(error: BaseException) -> tuple[str, int]:
 
 
 def _is_lack_of_memory(error: BaseException) -> bool:
-    """torch has a class for GPUs alone; on a CPU only the text tells."""
+    """Return whether memory ran out. torch has an error class for GPUs only; on a CPU the text tells."""
     text = str(error)
     return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator: " in text
 

@@ -22,14 +22,14 @@ from esper.runs.folder import CONFIG, Kind
 
 ConfigT = TypeVar("ConfigT", bound=Config)
 
-# What tyro makes of a ConfigError: the config it could not build (our class, or the dotted name of a nested one), the field, the rule.
+# How tyro prints a ConfigError: the config that could not be built (our class, or the dotted name of a nested one), the field, the rule.
 _RULE = re.compile(r"Error parsing ([\w.-]+): ([\w.]+)[\w.\[\]]*?: (expected .*?) For full helptext")
 
 _TITLE = re.compile(r"\A(╭─.*|.*\n *-{3,} *)\n")  # of tyro's box: in its upper edge, or above a line where there are only plain characters
 
 
 def parse(arguments_type: type[ConfigT], argv: list[str], prog: str, *, default: ConfigT | None = None, description: str) -> ConfigT:
-    """The typed arguments, or CommandError after tyro has said on stderr what is wrong. `--help` prints and leaves by SystemExit."""
+    """Return the typed arguments. Raise CommandError after tyro has printed what is wrong; `--help` prints and raises SystemExit."""
     given = [_full_name(word, short_names(arguments_type)) for word in argv]
     errors = io.StringIO()
     try:
@@ -55,7 +55,7 @@ def settings_of(arguments: Config, config_type: type[ConfigT]) -> ConfigT:
 
 
 def take_option(argv: list[str], name: str) -> str | None:
-    """Removes `name VALUE` or `name=VALUE` from the arguments and returns the value."""
+    """Remove `name VALUE` or `name=VALUE` from the arguments; return the value."""
     for index, word in enumerate(argv):
         if word == name:
             if index + 1 == len(argv):
@@ -70,7 +70,7 @@ def take_option(argv: list[str], name: str) -> str | None:
 
 
 def short_names(config_type: type[Config]) -> dict[str, str]:
-    """Last name -> dotted name of the options inside nested configs, where no other option has that last name.
+    """Map last name -> dotted name for the options in nested configs whose last name is unique.
 
     >>> from esper.rl.run_config import TrainConfig
     >>> short_names(TrainConfig)["hidden-size"]
@@ -109,7 +109,7 @@ def _flag(arguments_type: type[Config], config: str, field: str) -> str:
 
 
 def _without_frame(text: str) -> str:
-    """tyro's message without the box around it and its title, on one line."""
+    """Return tyro's message on one line, without its box and title."""
     return " ".join(re.sub(r"[│╭╮╰╯─|+]|-{3,}", " ", _TITLE.sub("", text)).split())
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from esper.rl.run_config import TrainConfig
 
 
-MAX_VIDEO_STEPS = 1000  # of the one episode that a video shows
+MAX_VIDEO_STEPS = 1000  # steps of the episode in a video
 DESCRIPTION = "Plays fresh episodes with the policy of a run, in the environment that it was trained in."
 
 
@@ -72,7 +72,7 @@ def _evaluate(arguments: EvalArguments) -> CommandResult:
     policy = policy_from(checkpoint, device=find_device(arguments.device or config.device))
     player = EpisodeEvaluator(config, episodes=arguments.episodes, deterministic=not arguments.stochastic, max_steps=arguments.max_steps)
     with contextlib.closing(player) as evaluator:
-        evaluation = evaluator.score(policy, 1 + arguments.seed)  # 0 are the episodes that the best checkpoint was chosen by
+        evaluation = evaluator.score(policy, 1 + arguments.seed)  # number 0 are the episodes that chose the best checkpoint
     assert evaluation is not None, "there is at least one episode"
     returns = evaluation.returns
     result = {
@@ -103,7 +103,7 @@ def _evaluate(arguments: EvalArguments) -> CommandResult:
 
 
 def _record(policy: Policy, config: TrainConfig, arguments: EvalArguments) -> str:
-    """Write a video of one episode, and say what it earned."""
+    """Write a video of one episode, and print its return."""
     from esper.rl.evaluate import VideoError, record_video
 
     assert arguments.video is not None
@@ -121,7 +121,7 @@ def _record(policy: Policy, config: TrainConfig, arguments: EvalArguments) -> st
         )
     except VideoError:
         raise
-    except Exception as error:  # whatever the environment finds wrong when it is to draw itself: pygame may be missing
+    except Exception as error:  # an environment may raise anything when it is rendered; pygame may be missing
         raise VideoError(f"no video of {config.env}: {type(error).__name__}: {error}") from error
     print(f"video of an episode that earned {earned:.3f}  {arguments.video}")
     return str(arguments.video)
@@ -131,7 +131,7 @@ ENVS_DESCRIPTION = "Lists the built-in environments. Any Gymnasium id, such as C
 
 
 class EnvsArguments(Config):
-    """Nothing to set."""
+    """This command has no options."""
 
 
 def run_envs(argv: list[str], prog: str) -> CommandResult:

@@ -13,7 +13,7 @@ from esper.runs import Record
 from esper.statistics import Ema
 from esper.text_table import duration
 
-_RATE_MOMENTUM = 0.8  # of the mean over the speed of recent updates
+_RATE_MOMENTUM = 0.8  # of the running mean of the speed
 BAR_WIDTH = 12
 
 
@@ -34,7 +34,7 @@ class PPOProgress(progress.Progress):
 
     @property
     def phase(self) -> str:
-        """What is going on: after the last update the best policy is evaluated."""
+        """Return the phase of the run; after the last update, the best policy is evaluated."""
         if self.is_over:
             return "done" if self.share == 1.0 else "stopped"
         return "training" if self.share < 1.0 else "evaluating"
@@ -85,7 +85,7 @@ class PPOProgress(progress.Progress):
         )
 
     def view(self, width: int) -> RenderableType:
-        """A line with its heading."""
+        """Return a table of one line with its heading."""
         assert self.update is not None
         columns: dict[str, RenderableType] = {
             "": ProgressBar(total=1.0, completed=self.share, width=BAR_WIDTH),
@@ -106,7 +106,7 @@ class PPOProgress(progress.Progress):
 
 
 def _entropy(update: Update) -> str:
-    """Per head; the name only where there are several."""
+    """Return the entropy of each head, with its name if there are several."""
     if len(update.entropy) == 1:
         return f"{next(iter(update.entropy.values())):.2f}"
     return " ".join(f"{head} {value:.2f}" for head, value in update.entropy.items())

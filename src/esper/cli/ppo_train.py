@@ -29,7 +29,7 @@ def parse_env_args(words: list[str]) -> dict[str, EnvValue]:
 
 
 def _env_value(text: str) -> EnvValue:
-    """JSON where it is JSON, Python's names for true, false and none, else the text itself."""
+    """Parse JSON and Python's True, False and None; return other text as it is."""
     if text in ("True", "False", "None"):
         return {"True": True, "False": False, "None": None}[text]
     try:
@@ -51,7 +51,7 @@ _Flag = tyro.conf.FlagCreatePairsOff[bool]
 
 
 class FileConfig(TrainConfig):
-    """What a TOML file may say; the command line can name the environment instead."""
+    """Settings in a TOML file, which may leave the environment to the command line."""
 
     env: str = ""
 

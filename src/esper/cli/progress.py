@@ -19,13 +19,13 @@ PLAIN_EVERY_S = 5.0
 
 
 class Progress(ABC):
-    """Where a run stands, folded from its events, and how that is said."""
+    """Progress of a run, collected from its events, and how it is shown."""
 
-    is_over = False  # no more will change
+    is_over = False  # nothing more will change
 
     @abstractmethod
     def take(self, record: Record) -> bool:
-        """Whether it is news: the line and the view have changed, and from the first news on there are both."""
+        """Take in an event; return whether the line and the view have changed. Both exist from the first change on."""
 
     @abstractmethod
     def line(self) -> str: ...
@@ -34,7 +34,7 @@ class Progress(ABC):
     def view(self, width: int) -> RenderableType: ...
 
     def notice(self, record: Record) -> str | None:
-        """What is worth a line of its own, wherever it is shown."""
+        """Return a line that is shown by every display, or None."""
         match record.event:
             case Resumed():
                 return "resumed"
@@ -45,18 +45,18 @@ class Progress(ABC):
         return None
 
     def plain_notice(self, record: Record) -> str | None:
-        """What is worth a line beyond that, where there is no view that shows it."""
+        """Return a line that only plain displays show, or None."""
         return None
 
 
 def progress_sink(progress: Progress, stream: TextIO | None = None) -> Sink:
-    """The display that fits the stream; standard output unless told."""
+    """Return a live view on a terminal, else plain lines. The default stream is the standard output."""
     stream = stream or sys.stdout
     return LiveView(progress, stream) if stream.isatty() else PlainLines(progress, stream)
 
 
 class PlainLines:
-    """Lines for a log file: what is worth one, how it stands every few seconds, and the end."""
+    """Prints lines for a log file: notices, the progress every few seconds, and the end."""
 
     def __init__(self, progress: Progress, stream: TextIO, *, every_s: float = PLAIN_EVERY_S) -> None:
         self._progress, self._stream, self._every_s = progress, stream, every_s
@@ -84,7 +84,7 @@ class PlainLines:
 
 
 class LiveView:
-    """Drawn again with all news."""
+    """Draws a live view again whenever something changes."""
 
     def __init__(self, progress: Progress, stream: TextIO) -> None:
         self._progress = progress
@@ -97,7 +97,7 @@ class LiveView:
         if line is not None:
             self._console.print(line, highlight=False, markup=False)
         if is_news:
-            self._live.start()  # not earlier: it hides the cursor, and a run that never starts would not show it again
+            self._live.start()  # not earlier: it hides the cursor, which would stay hidden if the run never started
         if is_news or self._progress.is_over:
             self._draw()
 

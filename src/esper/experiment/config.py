@@ -8,11 +8,11 @@ from typing import Literal
 from esper.config import ConfigError, Count, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Threads
 from esper.growth.config import TrainingConfig
 
-CONTROLLERS = ("heuristic", "random", "schedule", "never")  # that need no file
+CONTROLLERS = ("heuristic", "random", "schedule", "never")  # controllers that need no file
 
 
 def is_file_name(controller: str) -> bool:
-    """A path has a slash, or the ending of a controller file; a bare word is a name, or one that was mistyped.
+    """Return whether this is a path: it has a slash or ends in .safetensors. Any other word is meant as a name.
 
     >>> is_file_name("./mine"), is_file_name("mine.safetensors"), is_file_name("heuristc")
     (True, True, False)
@@ -21,7 +21,7 @@ def is_file_name(controller: str) -> bool:
 
 
 class GrowTaskConfig(TrainingConfig):
-    """One run. Either a task of esper with one of its hosts, or a model and loaders from the user's own code."""
+    """Settings of one run: a task of esper with one of its hosts, or a model and loaders from the user's own code."""
 
     seed: NonNegativeInt = 0  # of everything that is random: weights, order of the data, seeds that grow, plans
     task: str | None = None  # a task of esper, such as digits; `esper grow` alone lists them
@@ -34,7 +34,7 @@ class GrowTaskConfig(TrainingConfig):
     data: str | None = None  # package.module:make_loaders, which gives loaders: (train, validation) or (train, validation, test)
     loss: str | None = None  # package.module:loss, called as loss(outputs, targets); None: cross entropy
     step_loss: str | None = None  # package.module:step_loss, called as step_loss(model, batch), for anything that is not a pair
-    controller: str = "heuristic"  # who decides: heuristic, random, schedule, never, or the file of a trained one
+    controller: str = "heuristic"  # decides what grows: heuristic, random, schedule, never, or the file of a trained one
     twin: bool = False  # train a twin that never grows as well, from the same weights on the same batches
     epochs: PositiveInt = 40
     optimizer: Literal["adamw", "sgd"] = "adamw"  # of the host; sgd: with Nesterov momentum 0.9
@@ -72,10 +72,10 @@ class GrowTaskConfig(TrainingConfig):
 
     @property
     def controller_file(self) -> Path | None:
-        """Of a trained controller."""
+        """Return the file of a trained controller, or None."""
         return Path(self.controller) if is_file_name(self.controller) else None
 
     @property
     def title(self) -> str:
-        """What is grown, in a few words."""
+        """Return the name of what is grown."""
         return f"{self.task}, {self.host} host" if self.task is not None else str(self.model)

@@ -52,7 +52,7 @@ COPY = "controller.safetensors"  # in the run folder
 
 
 def make_controller(config: GrowTaskConfig, copy: Path | None) -> Controller | str:
-    """Return a name, or the controller of a file: of the copy that the run has, where there is one."""
+    """Return the controller's name, or the controller in its file; the run's own copy of the file comes first."""
     if config.controller_file is None:
         return config.controller
     from esper.controller.learned import ControllerError, load_controller
@@ -64,7 +64,7 @@ def make_controller(config: GrowTaskConfig, copy: Path | None) -> Controller | s
 
 
 def controller_copy(config: GrowTaskConfig, folder: Path, copy: Path | None) -> dict[str, bytes]:
-    """Return the copy that a new run gets of its controller's file, by its name; nothing where it has one, or needs none."""
+    """Return name and content of the copy of its controller's file that a new run needs; empty if it needs none."""
     if config.controller_file is None or copy is not None:
         return {}
     try:
@@ -78,7 +78,7 @@ def controller_copy(config: GrowTaskConfig, folder: Path, copy: Path | None) -> 
 
 MAY_CHANGE = {"epochs", "device", "threads", "twin", "tensorboard", "wandb"}  # when a run goes on
 
-MakeSink = Callable[[str], Sink]  # from the title of what is trained
+MakeSink = Callable[[str], Sink]  # makes a sink, given the title of what is trained
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class ExperimentResult:
     story: Story
     twin: Story | None
     report: Path
-    status: str  # "finished", "stopped early", "stopped", or "had finished" where nothing was left to do
+    status: str  # "finished", "stopped early", "stopped", or "had finished" if nothing was left to do
 
 
 def grow_task(
@@ -166,10 +166,10 @@ def _train_in(
     controller_file: Path | None = None,
     twin_of: Path | None = None,
 ) -> None:
-    """Do what is left to do, which may be nothing.
+    """Train one model as far as it is not trained yet, then test and save it.
 
-    `controller_file` is the run's own copy of its controller's file; None where it has none yet. `twin_of` is the file of the grown model
-    that a twin is held against.
+    `controller_file` is the run's own copy of its controller's file; None if it has none yet. `twin_of` is the file of the grown model
+    that a twin is compared with.
     """
     if resume and _is_complete(folder, config):
         return
@@ -200,7 +200,7 @@ def _train_in(
 
 
 def _shown(folder: Path, config: GrowTaskConfig, *, is_twin: bool) -> list[Sink]:
-    """Return the sinks that the run was asked for; its twin has its own, in its own folder."""
+    """Return the sinks named in the config. A twin has its own, in its own folder."""
     name = f"{folder.parent.name}-{folder.name}" if is_twin else folder.name
     return sinks_in(folder, tensorboard=config.tensorboard, wandb=config.wandb, config=msgspec.to_builtins(config), run=name)
 
@@ -210,7 +210,7 @@ def _tested(before: Score, after: Score) -> FinalTest:
 
 
 def _compared(work: Work, grown: Path, twin: nn.Module) -> TwinCompared | None:
-    """None where there is no test part, or no accuracy."""
+    """Compare the grown model with its twin sample by sample. Return None without a test part or an accuracy."""
     differences = None if work.compare is None else work.compare(load_grown(grown, model=copy.deepcopy(work.model)), twin)
     if differences is None or len(differences) < 2:
         return None
@@ -219,7 +219,7 @@ def _compared(work: Work, grown: Path, twin: nn.Module) -> TwinCompared | None:
 
 
 def _is_complete(folder: Path, config: GrowTaskConfig) -> bool:
-    """Everything was done, and no more is asked for."""
+    """Return whether the run has finished and no more epochs are asked for."""
     if not (folder / MODEL).exists() or not (folder / EVENTS).exists():
         return False
     story = read_story(folder)
@@ -243,7 +243,7 @@ def _check_same(saved: GrowTaskConfig, wanted: GrowTaskConfig, folder: Path) -> 
 
 @contextlib.contextmanager
 def run_folder(config: GrowTaskConfig, wanted: Path | None) -> Iterator[Path]:
-    """The folder to train in. One that is made here, and in which no training begins, is removed."""
+    """Yield the folder to train in. If it was made here and no training begins in it, it is removed."""
     if wanted is not None:
         yield wanted  # made later, by the run that holds its lock
         return

@@ -26,19 +26,19 @@ from esper.tasks import load_task
 
 
 class Score(NamedTuple):
-    """Of a model on the test part."""
+    """Score of a model on the test part."""
 
     loss: float
-    accuracy: float | None  # None: the loss is not one of a classifier
+    accuracy: float | None  # None: the loss is not that of a classifier
 
 
-# From two models to the difference of their accuracies, sample by sample, [samples]; None: the loss is not one of a classifier.
+# Takes two models; returns the difference of their accuracies per sample, [samples], or None if the loss is not that of a classifier.
 Compare = Callable[[nn.Module, nn.Module], Tensor | None]
 
 
 @dataclass(frozen=True)
 class Work:
-    """One training: made anew for the twin, which so meets the same weights and the same batches."""
+    """A model, its data and its losses. It is made again for the twin, which so gets the same weights and batches."""
 
     model: nn.Module
     train_loader: Iterable[Any]
@@ -49,7 +49,7 @@ class Work:
     growth: TrainingConfig
 
     def training(self, config: GrowTaskConfig) -> Training:
-        """On a copy of the model."""
+        """Return the training of a copy of the model."""
         return Training(
             copy.deepcopy(self.model),
             self.train_loader,
@@ -89,7 +89,7 @@ def _from_task(config: GrowTaskConfig, device: torch.device) -> Work:
 
 
 def _from_user_code(config: GrowTaskConfig, device: torch.device) -> Work:
-    """The program is the user's then, and so are the global generators: models and loaders draw from them, and a seed means a seed."""
+    """Make the work from the user's own functions. They draw from the global generators, which are seeded first."""
     assert config.model is not None
     assert config.data is not None
     _seed_everything(config.seed)
@@ -114,7 +114,7 @@ def _seed_everything(seed: int) -> None:
 
 
 def _score(loader: Iterable[Any], step_loss: StepLoss, device: torch.device, is_classifier: bool, model: nn.Module) -> Score:
-    """Means over samples. Accuracy where the outputs are scores of classes and the targets their numbers."""
+    """Return the mean loss over samples, and the accuracy of a classifier."""
     losses, hits, counts = [], [], []
     with torch.inference_mode():
         model.eval()
@@ -132,7 +132,9 @@ def _score(loader: Iterable[Any], step_loss: StepLoss, device: torch.device, is_
 
 
 def _compare(loader: Iterable[Any], device: torch.device, classes: int, grown: nn.Module, never: nn.Module) -> Tensor | None:
-    """Both models see a batch before the next one comes: a loader may shuffle. The targets of one sample count as one, their mean."""
+    """Return the differences in accuracy, sample by sample.
+
+    Both models see a batch before the next one is loaded, because a loader may shuffle. The targets of one sample are averaged."""
     differences = []
     with torch.inference_mode():
         for raw in loader:
@@ -148,7 +150,7 @@ def _compare(loader: Iterable[Any], device: torch.device, classes: int, grown: n
 
 
 def _is_right(outputs: Tensor, targets: Tensor, *, classes: int) -> Tensor | None:
-    """Whether a target has the highest score along the dimension `classes`; None where the targets are no numbers of classes."""
+    """Return whether each target has the highest score along the dimension `classes`; None if the targets are not class numbers."""
     if targets.is_floating_point() or outputs.ndim < 2:
         return None
     return outputs.argmax(dim=classes) == targets
@@ -164,7 +166,7 @@ def _make_optimizer(config: GrowTaskConfig, parameters: Iterable[nn.Parameter]) 
 
 
 def _make_scheduler(config: GrowTaskConfig, loader: Iterable[Any], optimizer: Optimizer) -> Any:
-    """A cosine over the whole training, in epochs or in steps of the optimiser."""
+    """Make a cosine schedule over the whole training, in epochs or in steps of the optimiser."""
     times = config.epochs
     if config.step_schedule == "step":
         batches = length_hint(loader)

@@ -1,6 +1,6 @@
-"""What a training run is built from: device, environments, learner. Nothing here touches a file.
+"""Builds the parts of a training run: device, environments, learner, evaluator; and the events that a run adds to the learner's.
 
-What a training run reports beside what the learner does.
+Nothing here touches a file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from esper.vecenv.builtin import BUILTIN
 
 
 class Relay:
-    """Holds back what the learner reports until there is a log: everything is built and checked before a folder is touched."""
+    """Holds back events of the learner until there is a log: everything is built and checked before a folder is touched."""
 
     def __init__(self) -> None:
         self._waiting: list[Event] = []
@@ -43,7 +43,7 @@ class Relay:
 
 @contextlib.contextmanager
 def prepare(config: TrainConfig, *, encoder: nn.Module | None = None, group: Group = ALONE) -> Iterator[tuple[PPO, Relay]]:
-    """The learner of a run in its environment, which is closed at the end. Touches no files; mistakes in the config are RunErrors."""
+    """Yield the learner of a run in its environment, which is closed at the end. Mistakes in the config are RunErrors."""
     device = group.place(find_device(config.device))
     relay = Relay()
     with threads(config.threads), determinism(config.deterministic), contextlib.closing(make_env(config, config.num_envs, device)) as env:
@@ -55,14 +55,14 @@ def prepare(config: TrainConfig, *, encoder: nn.Module | None = None, group: Gro
 
 
 def make_env(config: TrainConfig, num_envs: int, device: torch.device) -> VecEnv:
-    """The environments of a run: built-in ones live on the learner's device, Gymnasium's on the CPU."""
+    """Make the environments of a run: built-in ones on the learner's device, Gymnasium's on the CPU."""
     place = device if config.env in BUILTIN else torch.device("cpu")
     keywords: dict[str, Any] = dict(config.env_args)
     try:
         return make(config.env, num_envs, device=place, wrappers=config.wrappers, **keywords)
     except (ValueError, ImportError) as error:
         raise RunError(str(error)) from error
-    except Exception as error:  # whatever the environment's own constructor finds wrong
+    except Exception as error:  # the environment's constructor may raise anything
         raise RunError(f"the environment {config.env!r} cannot be made with {config.env_args}: {type(error).__name__}: {error}") from error
 
 
@@ -78,7 +78,7 @@ class EpisodeEvaluator:
         self._env: VecEnv | None = None
 
     def score(self, policy: Policy, seed: int, should_stop: Callable[[], bool] = lambda: False) -> Evaluation | None:
-        """Return how the policy does in fresh episodes; the same `seed` gives the same ones. None where there are none to play."""
+        """Return the results of fresh episodes; the same `seed` gives the same episodes. None if the config asks for none."""
         if not self.episodes:
             return None
         if self._env is None:
@@ -101,12 +101,12 @@ class EpisodeEvaluator:
 
 
 def count_parameters(policy: nn.Module) -> int:
-    """What is learned; the normalisers' numbers are not."""
+    """Count the weights that are trained; the statistics of normalisers are not."""
     return sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
 
 
 class RunStarted(Event, tag="run_started"):
-    """Training begins, or goes on, at `step`."""
+    """Training begins, or is resumed, at `step`."""
 
     step: int
     total_steps: int
@@ -125,13 +125,13 @@ class CheckpointEvaluated(Event, tag="checkpoint_evaluated"):
     mean_return: float
     mean_length: float
     cut: int = 0  # episodes that had not ended at the step limit
-    steps: int = 0  # of all environments as one
+    steps: int = 0  # of all environments together
 
 
 class Evaluated(Event, tag="evaluated"):
     """The best policy played fresh episodes."""
 
-    step: int  # of the checkpoint that it was taken from
+    step: int  # of the checkpoint that was played
     episodes: int
     mean_return: float
     mean_length: float

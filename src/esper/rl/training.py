@@ -56,7 +56,7 @@ from esper.runs.folder import CONFIG, EVENTS, Kind as RunKind, RunError, check_h
 from esper.vecenv import EnvSource
 from esper.vecenv.registry import named
 
-_CHOOSING, _AT_THE_END = 0, 1  # seeds of the episodes that choose the best checkpoint, and of those that it plays at the end
+_CHOOSING, _AT_THE_END = 0, 1  # seeds of the episodes that choose the best checkpoint, and of the final evaluation
 _EVALUATION = "evaluation"  # in the note of a checkpoint
 
 
@@ -83,10 +83,10 @@ AnyConfig = TypeVar("AnyConfig", bound=RunConfig)
 
 
 class Evaluator(Protocol):
-    """Scores policies by fresh episodes, and keeps what it needs for that, such as environments, until it is closed."""
+    """Scores policies by fresh episodes. Keeps its environments until it is closed."""
 
     def score(self, policy: Policy, seed: int, should_stop: Callable[[], bool]) -> Evaluation | None:
-        """`seed` says which episodes. Raises EvaluationStopped where `should_stop()` becomes true meanwhile."""
+        """Score a policy on the episodes of a `seed`. Raise EvaluationStopped if `should_stop()` becomes true meanwhile."""
 
     def close(self) -> None: ...
 
@@ -96,19 +96,21 @@ class Trainer(Generic[AnyConfig]):
     """Describes what is trained: how the learner is made, and how a policy is scored."""
 
     config: type[AnyConfig]
-    title: Callable[[AnyConfig], str]  # names its folder
+    title: Callable[[AnyConfig], str]  # of its folder
     prepare: Callable[[AnyConfig, nn.Module | None, Group], AbstractContextManager[tuple[PPO, Relay]]]
-    changeable: tuple[str, ...]  # when resuming
-    score: Callable[[AnyConfig, Policy, int], Evaluation | None]  # a policy on fresh episodes; the number says which
-    is_evaluated: Callable[[AnyConfig], bool]  # whether `score` gives anything
-    make_evaluator: Callable[[AnyConfig], Evaluator] | None = None  # for a run, in the place of `score`
-    eval_share: Callable[[AnyConfig], float] = lambda config: 1.0  # of the environments' steps, for evaluations at checkpoints
-    run_kind: RunKind = "ppo"  # what its folder is known by
-    steps_of_all_ranks: bool = True  # what total_steps counts; else those of one
-    after_checkpoint: Callable[[Path, AnyConfig, int, dict[str, Any]], None] | None = None  # writes what else the folder keeps of a state
+    changeable: tuple[str, ...]  # settings that may change when resuming
+    score: Callable[[AnyConfig, Policy, int], Evaluation | None]  # scores a policy on fresh episodes; the number chooses them
+    is_evaluated: Callable[[AnyConfig], bool]  # whether policies are scored at all
+    make_evaluator: Callable[[AnyConfig], Evaluator] | None = None  # used by runs instead of `score`
+    eval_share: Callable[[AnyConfig], float] = lambda config: (
+        1.0
+    )  # share of the environments' steps that evaluations at checkpoints may take
+    run_kind: RunKind = "ppo"  # kind of its run folder
+    steps_of_all_ranks: bool = True  # total_steps counts the steps of all ranks; else those of one
+    after_checkpoint: Callable[[Path, AnyConfig, int, dict[str, Any]], None] | None = None  # writes further files of a checkpoint
 
     def total_steps(self, config: AnyConfig, group: Group) -> int:
-        """Steps of all environments of all ranks."""
+        """Return the steps of all environments of all ranks."""
         return config.total_steps * (1 if self.steps_of_all_ranks else group.world_size)
 
     def evaluator(self, config: AnyConfig) -> Evaluator:
@@ -148,9 +150,9 @@ ENVIRONMENT = Trainer(
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """How a run ended. `seconds` counts all its sessions; means are of the last 100 training episodes, nan where there were none.
+    """Result of a run. `seconds` counts all its sessions; means are over the last 100 training episodes, nan if there were none.
 
-    A run "had finished" where there was nothing left to do, not even the evaluation at its end.
+    The status is "had finished" if nothing was left to do, not even the evaluation at the end.
     """
 
     folder: Path
@@ -165,7 +167,7 @@ class RunResult:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What is not part of the run itself."""
+    """Options of a session that are not saved with the run."""
 
     encoder: nn.Module | None
     sinks: tuple[Sink, ...]
@@ -266,7 +268,7 @@ def _new_log(config: Any, folder: Path, options: Options) -> Iterator[EventLog]:
     make_folder(folder)
     with locked(folder):
         check_is_free(folder)
-        sinks = _all_sinks(config, folder, options)  # may fail, and the folder must still be free then
+        sinks = _all_sinks(config, folder, options)  # may fail; the folder must still be free then
         save(config, folder / CONFIG)
         with EventLog(folder / EVENTS, run=folder.name, sinks=sinks) as log:
             yield log
@@ -283,7 +285,7 @@ def _resume(config: Any, folder: Path, options: Options) -> RunResult:
         _load(ppo, checkpoint)  # before anything is changed, because it may not fit
         group.first(lambda: _write_others(trainer, folder, config, checkpoint))
         before = None if checkpoint is None else _Before.of(checkpoint)
-        checkpoint = None  # or a second copy of everything would stay in memory
+        checkpoint = None  # frees a second copy of everything
         with (
             group.only_first(lambda: _reopened_log(config, folder, before, options)) as log,
             contextlib.closing(_Session(config, folder, ppo, relay, log, options)) as session,
@@ -293,7 +295,7 @@ def _resume(config: Any, folder: Path, options: Options) -> RunResult:
 
 @dataclass(frozen=True, slots=True)
 class _Before:
-    """What a session has to know of the checkpoint that it goes on from, apart from the learner's state."""
+    """Facts about the checkpoint that a session goes on from, without the learner's state."""
 
     step: int
     best: tuple[bool, float]
@@ -302,7 +304,7 @@ class _Before:
     summary: dict[str, Any]
     eval_steps: int
     awaits_evaluation: bool
-    evaluation: dict[str, Any] | None  # of its policy, where it was finished: an event
+    evaluation: dict[str, Any] | None  # event of its evaluation, if that was finished
     skipped: tuple[Refused, ...]
 
     @classmethod
@@ -313,7 +315,7 @@ class _Before:
 
 
 def _has_evaluation(folder: Path) -> bool:
-    """Return whether the log tells of the evaluation at the end. One of an earlier end is cut when a run goes on."""
+    """Return whether the log holds the evaluation at the end. Resuming cuts that of an earlier end."""
     try:
         return any(isinstance(record.event, Evaluated) for record in read(folder / EVENTS))
     except (OSError, EventError):
@@ -339,18 +341,18 @@ def _latest(folder: Path) -> Checkpoint | None:
 
 
 class _Session:
-    """One process's share of a run. Only rank 0 has the log, and writes."""
+    """One process of a run, from its start or resumption to its end. Only rank 0 has the log and writes files."""
 
     def __init__(self, config: RunConfig, folder: Path, ppo: PPO, relay: Relay, log: EventLog | None, options: Options) -> None:
         self.config, self.folder, self.ppo, self.log, self.options = config, folder, ppo, log, options
         self.store = open_store(folder, keep=config.keep)
         self.evaluator: Evaluator = options.trainer.evaluator(config)
         self.best = (False, -math.inf)  # whether the best checkpoint has a score, and the score
-        self.eval_steps = 0  # that evaluations at checkpoints took, of all environments as one
-        self.awaits_evaluation = False  # the checkpoint just saved
+        self.eval_steps = 0  # steps taken by evaluations at checkpoints, all environments together
+        self.awaits_evaluation = False  # whether the checkpoint just saved still has to be evaluated
         self.began = time.perf_counter()
         self.emit: Callable[[Event], None] = _ignore if log is None else log.emit
-        self._told: list[tuple[float, int, Event]] = []  # of this rank, where another one writes: when, at which step, and what
+        self._told: list[tuple[float, int, Event]] = []  # events of this rank for rank 0 to write: time, step, event
         if log is not None:
             log.clock = lambda: ppo.step
         relay.connect(self._tell_first if log is None else self.emit)
@@ -359,7 +361,7 @@ class _Session:
         self.evaluator.close()
 
     def go_on_from(self, before: _Before, *, is_trained: bool) -> RunResult:
-        """Finish what the checkpoint still waits for, then train on, unless all steps were done."""
+        """Finish the pending evaluation of the checkpoint, then train on unless all steps were done."""
         self.best, self.eval_steps, self.awaits_evaluation = before.best, before.eval_steps, before.awaits_evaluation
         self.began -= before.seconds
         for refused in before.skipped:
@@ -375,12 +377,12 @@ class _Session:
         return self._finish(before.step, before.summary)
 
     def _tell_first(self, event: Event) -> None:
-        """Keep an event for rank 0, but those that it tells of all ranks together."""
+        """Keep an event of this rank for rank 0, except those that rank 0 emits for all ranks."""
         if not isinstance(event, OF_ALL_RANKS):
             self._told.append((time.time(), self.ppo.step, event))
 
     def _write_of_others(self) -> None:
-        """Write what the other ranks told since the update before."""
+        """Write the events of the other ranks since the previous update."""
         if self.options.group.world_size == 1:
             return
         told_by_rank = self.options.group.gather_objects(self._told)
@@ -401,7 +403,7 @@ class _Session:
                 is_due = is_last or update.update % config.checkpoint_every == 0
                 if stops or is_due:
                     self._save(update, is_due=is_due, is_last=is_last)
-                # Whoever asks to stop may not wait for an evaluation: the run does it when it goes on.
+                # A user who stops the run does not wait for an evaluation; a resumed run catches up on it.
                 if is_due and not stops:
                     stops = not self._evaluate_checkpoint(update.step, _summary(update))
                 if stops:
@@ -418,7 +420,7 @@ class _Session:
         return callback is not None and callback(self.ppo, update) is False
 
     def _start(self) -> int:
-        """Say that the session begins; return the number of steps after which it ends."""
+        """Emit the start of the session; return the number of steps after which it ends."""
         ppo, group = self.ppo, self.options.group
         total_steps = self.options.trainer.total_steps(self.config, group)
         self.emit(
@@ -440,7 +442,7 @@ class _Session:
         return RunResult(self.folder, status, step, self._seconds(), **summary, evaluation=evaluation)
 
     def _save(self, update: Update, *, is_due: bool, is_last: bool = False) -> None:
-        """Write a checkpoint, which is complete but for its evaluation."""
+        """Write a checkpoint; its evaluation follows."""
         ppo, trainer = self.ppo.state_dict(), self.options.trainer  # of all ranks
         if self.log is None:
             return
@@ -468,10 +470,10 @@ class _Session:
         return time.perf_counter() - self.began
 
     def _evaluate_checkpoint(self, step: int, summary: dict[str, Any]) -> bool:
-        """Score the policy of the checkpoint just saved or loaded by the same fresh episodes as all others. False where it was stopped.
+        """Score the policy of the checkpoint just saved or loaded. Return False if the evaluation was stopped.
 
-        Returns seen in training are those of the policies before the update, which may have spoiled it; they are used only where no
-        episodes may be spent on this.
+        All checkpoints play the same episodes. Returns seen in training belong to the policies before the update, so they choose the best
+        checkpoint only if no evaluation is configured.
         """
 
         def evaluate() -> bool:
@@ -487,7 +489,7 @@ class _Session:
         return group.first(lambda: evaluate() if self.awaits_evaluation else True)
 
     def _take_score(self, event: CheckpointEvaluated, summary: dict[str, Any]) -> None:
-        """Tell of the score of a checkpoint, and keep it with the checkpoint. One that is not finite is no score."""
+        """Emit the score of a checkpoint and store it with the checkpoint. A score that is not finite never becomes the best."""
         self.emit(event)
         score = (True, event.mean_return)
         is_best = math.isfinite(event.mean_return) and score >= self.best
@@ -496,7 +498,7 @@ class _Session:
         self.store.annotate(event.step, {**summary, _EVALUATION: msgspec.structs.asdict(event)}, is_best=is_best)
 
     def _evaluate(self) -> tuple[Evaluation | None, bool]:
-        """Return how the best policy does on episodes that it was not chosen by, and whether this was stopped."""
+        """Evaluate the best policy on episodes that did not choose it; return the result and whether this was stopped."""
         if not self.options.trainer.is_evaluated(self.config):
             return None, False
         best = self.store.load("best")
@@ -521,7 +523,7 @@ def _means(evaluation: Evaluation) -> dict[str, Any]:
 
 
 def _score_in_training(update: Update) -> tuple[bool, float]:
-    """The mean return once it is a mean of enough episodes; before that, the later the better."""
+    """Return the mean return once it is over enough episodes; before that, later checkpoints count as better."""
     if update.episodes < RECENT_EPISODES or math.isnan(update.mean_return):
         return False, float(update.step)
     return True, update.mean_return
@@ -549,13 +551,13 @@ def _reopened_log(config: Any, folder: Path, before: _Before | None, options: Op
     path, sinks = folder / EVENTS, _all_sinks(config, folder, options)
     save(config, folder / CONFIG)
     if before is None:
-        remove(path)  # everything in it will happen again, from the start
+        remove(path)  # everything in it happens again
         return EventLog(path, run=folder.name, sinks=sinks)
     return EventLog.resume(path, before.events_offset, step=before.step, sinks=sinks)
 
 
 def _check_changes(saved: Any, wanted: Any, changeable: Sequence[str]) -> None:
-    """A run goes on as what it was: only what does not touch the learner may change."""
+    """Raise RunError if a resumed run would change a setting that concerns the learner."""
     for (name, before, _), (_, after, _) in zip(describe(saved), describe(wanted), strict=True):
         may_change = name in (*changeable, *ShownConfig.__struct_fields__) or name.startswith("ppo.thresholds.")
         if before != after and not may_change:
