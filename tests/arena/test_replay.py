@@ -381,7 +381,7 @@ def with_keyframes(name: str, change: Callable[[Tensor], Tensor]) -> Change:
         (with_origin(episode=10**30), "the episode that it began as is"),
         (with_origin(largest_team=0), "the largest_team that it began as is 0, and must be from 1 to 2"),
         (with_origin(config={"team_size": 3}), "it has 4 units, and its config 6"),
-        (with_origin(config={"team_size": "many"}), "Expected `int`, got `str`"),
+        (with_origin(config={"team_size": "many"}), "team_size: expected an int >= 1 and <= 16, got 'many'"),
     ],
 )
 def test_what_cannot_be_a_battle_is_an_error_that_names_it(path: Path, change: Change, told: str) -> None:

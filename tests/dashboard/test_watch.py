@@ -59,7 +59,7 @@ def test_a_replay_of_another_version_is_refused_before_anything_is_served(tmp_pa
 def test_without_nicegui_the_extra_is_named(replay: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None if name == "nicegui" else found(name, package))
-    with pytest.raises(ImportError, match=r"needs NiceGUI; install it with: pip install 'esper\[dashboard\]'"):
+    with pytest.raises(ImportError, match=r"needs NiceGUI; install it with: pip install 'esper-grow\[dashboard\]'"):
         serve(replay, show=False)
 
 

@@ -262,7 +262,7 @@ def test_without_openskill_all_but_ratings_works(monkeypatch: pytest.MonkeyPatch
     promoted(promoted(league, "one"), "two")
     assert league.members == ("two",)
     assert league.rating("two") is None
-    with pytest.raises(ImportError, match=r"needs openskill; install openskill with: pip install 'esper\[league\]'"):
+    with pytest.raises(ImportError, match=r"needs openskill; install openskill with: pip install 'esper-grow\[league\]'"):
         League(is_rated=True)
 
 
@@ -276,6 +276,6 @@ def test_a_rated_league_can_be_read_without_openskill_but_not_played_on(monkeypa
     ratings._model.cache_clear()
     read = League.from_state(league.to_state(), league.weights)
     assert read.rating("two") == league.rating("two") != Rating()
-    with pytest.raises(ImportError, match=r"pip install 'esper\[league\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'esper-grow\[league\]'"):
         read.record("one", "two", WIN)
     assert read.to_state() == league.to_state()

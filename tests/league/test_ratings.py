@@ -97,5 +97,5 @@ def test_without_openskill_the_error_says_how_to_get_it(monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "openskill.models", None)
     ratings._model.cache_clear()
     assert not ratings.is_available()
-    with pytest.raises(ImportError, match=r"pip install 'esper\[league\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'esper-grow\[league\]'"):
         rated(Rating(), Rating(), Record(wins=1))

@@ -388,7 +388,7 @@ def test_a_missing_tensorboard_names_the_extra(tmp_path: Path, monkeypatch: pyte
     from esper.runs import TensorBoardSink
 
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ImportError, match=r"esper\[tensorboard\]"):
+    with pytest.raises(ImportError, match=r"esper-grow\[tensorboard\]"):
         TensorBoardSink(tmp_path)
 
 

@@ -167,7 +167,7 @@ def without_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("without_wandb")
 def test_a_missing_wandb_names_the_extra(tmp_path: Path) -> None:
-    with pytest.raises(ImportError, match=r"pip install 'esper\[wandb\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'esper-grow\[wandb\]'"):
         WandbSink(tmp_path / "run", run="run")
     assert not (tmp_path / "run").exists()
 

@@ -165,7 +165,7 @@ def test_without_pyarrow_the_error_says_what_to_install(tmp_path: Path, monkeypa
     for name in ("train.parquet", "test.parquet"):
         (tmp_path / name).write_bytes(b"")
     monkeypatch.setitem(__import__("sys").modules, "pyarrow.parquet", None)  # what Python does for a module that cannot be imported
-    with pytest.raises(TaskError, match=r"pyarrow is not installed: pip install 'esper\[data\]'"):
+    with pytest.raises(TaskError, match=r"pyarrow is not installed: pip install 'esper-grow\[data\]'"):
         load_task("cifar10", data_dir=tmp_path)
 
 
