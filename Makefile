@@ -2,8 +2,9 @@
 # make check     format, lint, types, fast tests: the development loop
 # make lint      the same without tests
 # make test      all tests but those that need extras which .venv does not have at first
-# make test-all  these too: installs every extra into .venv and runs the tests with Lightning, transformers, peft, pyarrow, wandb, ONNX and
-#                sb3-contrib after `make test`
+# make test-all  these too: installs every extra into .venv and runs the tests with Lightning, transformers, peft, pyarrow, wandb, ONNX,
+#                sb3-contrib and MkDocs after `make test`
+# make docs      builds the documentation into build/docs, without network access; a broken link is an error
 # make clean     removes what tools leave behind, but neither .venv nor runs/
 #
 # All of them make .venv first where it is missing, with the versions in constraints.txt. Another Python: make demo PYTHON=python3.12;
@@ -17,12 +18,13 @@ JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 INSTALLED_ALL := .venv/.installed-all
+INSTALLED_DOCS := .venv/.installed-docs
 EXTRAS := numba,gym,tensorboard,league,dashboard,dev
-ALL_EXTRAS := $(EXTRAS),wandb,data,lightning,transformers,bench,interop
+ALL_EXTRAS := $(EXTRAS),wandb,data,lightning,transformers,bench,interop,docs
 
 DEMO = --task digits --host starved --controller heuristic --twin --seed 0 --epochs 40 --learning-rate 0.01 --schedule cosine --threads 1 --device cpu
 
-.PHONY: demo check lint test test-all clean
+.PHONY: demo check lint test test-all docs clean
 
 demo: $(INSTALLED)
 	@echo "Handwritten digits, and a convolutional network that is too small for them. It grows where that pays; its twin never does."
@@ -44,6 +46,10 @@ test: $(INSTALLED)
 test-all: test $(INSTALLED_ALL)
 	@HF_HUB_OFFLINE=1 $(BIN)/pytest -q -n $(JOBS) --dist worksteal --extras
 
+docs: $(INSTALLED_DOCS)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --site-dir build/docs
+	@echo "open build/docs/index.html"
+
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
@@ -61,4 +67,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 $(INSTALLED_ALL): $(INSTALLED)
 	@echo "installing every extra into .venv; the first time this takes a few minutes"
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[$(ALL_EXTRAS)]'
+	@touch $@
+
+$(INSTALLED_DOCS): $(INSTALLED)
+	@echo "installing MkDocs into .venv"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS),docs]'
 	@touch $@

@@ -328,9 +328,11 @@ def test_an_action_without_bounds_is_learned_in_the_environments_units():
 
 
 @pytest.mark.slow
-def test_the_readmes_example_for_users_of_stable_baselines_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    section = readme.split("### Coming from Stable-Baselines3")[1]
+def test_the_documented_example_for_users_of_stable_baselines_learns_saves_and_acts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "learner.md").read_text(encoding="utf-8")
+    section = page.split("## Coming from Stable-Baselines3")[1]
     code = section.split("```python\n")[1].split("```")[0]
     assert "learn(100_000" in code
     monkeypatch.chdir(tmp_path)

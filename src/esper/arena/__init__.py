@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from esper.arena.bots import BOTS as BOTS, Bot as Bot
     from esper.arena.config import ArenaConfig as ArenaConfig, RewardConfig as RewardConfig
     from esper.arena.env import ArenaEnv as ArenaEnv
+    from esper.arena.pettingzoo import parallel_env as parallel_env
     from esper.arena.recorder import Recorder as Recorder
     from esper.arena.replay import verify as verify
 
