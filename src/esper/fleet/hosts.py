@@ -1,10 +1,12 @@
-"""The bed of a fleet: one slot of one host, whose seed is a row of stacked tensors.
+"""The hosts of a fleet as Python objects: slots, snapshots and bookkeeping of each host. Their tensors are rows of stacked tensors.
 
-Healthy states of the hosts of a fleet, on the device: a snapshot of some hosts is a copy of some rows, and so is the way back.
+- `RowBackend`: one slot of one host, as the lifecycle of the slot sees it. Its seed is a row of a `SeedStorage`.
+- `RowSnapshots`: copies of all rows on the device. Taking a snapshot of some hosts, or going back to it, copies their rows.
+- `RowRecovery`: the snapshots of one host, with the part of its state that is not tensors.
+- `PendingCopies`: the rows to copy, collected from all hosts and copied together.
+- `Host`: setting, growth, recovery and costs of one host.
 
 Shapes: N = hosts.
-
-One host of a fleet, as far as it is not tensors.
 """
 
 from __future__ import annotations
@@ -32,20 +34,20 @@ from esper.growth.seeds.seed import Blending
 
 
 class SlotRows(Protocol):
-    """Where the seeds of one slot lie, those of all hosts."""
+    """The storage of the seeds of one slot, one row per host."""
 
     def plant(self, row: int, plan: SeedPlan) -> None: ...
 
 
 class RowBackend(SlotBackend):
-    """What the host index and the tensors have to do with it stays in `ground`; here is what one host's bookkeeping asks for."""
+    """One slot of one host of a fleet. The tensors of its seed are row `row` of `storage`; the rest of its state is kept here."""
 
-    def __init__(self, place: Place, ground: SlotRows, row: int) -> None:
+    def __init__(self, place: Place, storage: SlotRows, row: int) -> None:
         super().__init__(place)
         self.row = row
-        self.norms: list[float] = []  # of the seed's gradient in the last steps, as the fleet has read them
-        self.skipped = 0  # of those steps, the ones that the host's gradient alone kept from being taken
-        self._ground = ground
+        self.norms: list[float] = []  # gradient norms of the seed since the last decision; the fleet writes them
+        self.skipped = 0  # steps among these that the seed did not take only because its host did not
+        self._storage = storage
         self._has_seed = False
         self._is_connected = False
         self._alpha = 0.0
@@ -63,7 +65,7 @@ class RowBackend(SlotBackend):
         self._alpha = value
 
     def plant(self, plan: SeedPlan) -> None:
-        self._ground.plant(self.row, plan)
+        self._storage.plant(self.row, plan)
         self._has_seed, self._is_connected, self._alpha = True, plan.is_connected, plan.alpha
         self.norms, self.skipped = [], 0
 
@@ -75,9 +77,10 @@ class RowBackend(SlotBackend):
         self._is_connected = True
 
     def keep(self) -> None:
-        pass  # a seed that is kept differs in its stage alone
+        pass  # only the stage of a seed changes when it is kept
 
     def gradients(self) -> GradientStats | None:
+        """Return the gradient statistics since the last call and forget them; None without a seed."""
         if not self._has_seed:
             return None
         norms, skipped = self.norms, self.skipped
@@ -96,18 +99,18 @@ class RowBackend(SlotBackend):
     def load_seed_state(self, state: dict[str, Any], life: Life, blending: Blending) -> None:
         self._has_seed, self._is_connected, self._alpha = state["has_seed"], state["is_connected"], state["alpha"]
         self.norms = list(state["norms"])
-        self.skipped = state.get("skipped", 0)  # not in files from before it was counted
+        self.skipped = state.get("skipped", 0)  # older files do not have it
 
 
 class RowSnapshots:
-    """`keep` copies of all rows of `live`, [N, ...] each; made when first needed."""
+    """`keep` copies of the tensors of `live`, [N, ...] each, allocated when first needed."""
 
     def __init__(self, live: Mapping[str, Tensor], keep: int) -> None:
         self.live, self.keep = live, keep
         self._copies: list[dict[str, Tensor] | None] = [None] * keep
 
     def take(self, places: Mapping[int, int]) -> None:
-        """row -> which of the copies its state goes into."""
+        """Copy rows into snapshots: `places` maps a row to the number of the copy."""
         for number, rows in _by_copy(places):
             copy = self._copies[number]
             if copy is None:
@@ -115,6 +118,7 @@ class RowSnapshots:
             self._move(self.live, copy, rows)
 
     def restore(self, places: Mapping[int, int]) -> None:
+        """Copy rows back from snapshots: `places` maps a row to the number of the copy."""
         for number, rows in _by_copy(places):
             copy = self._copies[number]
             assert copy is not None
@@ -137,29 +141,35 @@ class RowSnapshots:
 
 
 def _by_copy(places: Mapping[int, int]) -> Iterable[tuple[int, list[int]]]:
+    """Yield each copy number with the rows that go into it."""
     for number in sorted(set(places.values())):
         yield number, [row for row, place in places.items() if place == number]
 
 
 class RowRecovery:
-    """Which snapshots one host has, and what of them is not tensors. What is to be copied on the device is gathered in `pending`."""
+    """The snapshots of one host: which copy each uses, and its state that is not tensors.
+
+    Copies on the device are only requested here, in `pending`; `PendingCopies.carry_out` makes them.
+    """
 
     def __init__(self, row: int, lifecycles: SlotLifecycles[RowBackend], governor: Governor, pending: PendingCopies, keep: int) -> None:
         self.row, self.lifecycles, self.governor, self.pending, self.keep = row, lifecycles, governor, pending, keep
-        self.is_finite = True  # every weight that learns, as the fleet has read it
-        self.clock = 0  # decisions that the schedule of the learning rate has seen
-        self._entries: list[dict[str, Any]] = []  # oldest first
+        self.is_finite = True  # whether all trained weights are finite; the fleet writes it
+        self.clock = 0  # decisions counted by the learning-rate schedule; a rollback sets it back
+        self._entries: list[dict[str, Any]] = []  # one per snapshot, oldest first
 
     @property
     def has_begun(self) -> bool:
-        """There is a state to go back to, the first one at least."""
+        """Whether there is a snapshot to go back to. A host has one from its first reset on."""
         return bool(self._entries)
 
     def take_snapshot(self) -> None:
-        if not self.is_finite:  # losses that look healthy do not tell, and there would be no way back
+        # Losses can look healthy while weights are not finite. A snapshot of such a state would be no use.
+        if not self.is_finite:
             return
+        # Keep one snapshot per epoch, the last. When all copies are taken, the oldest is overwritten.
         if self._entries and self._entries[-1]["epoch"] == self.lifecycles.epoch:
-            self._entries.pop()  # an epoch has one state to go back to, its last
+            self._entries.pop()
         oldest = self._entries.pop(0) if len(self._entries) == self.keep else None
         taken = {entry["copy"] for entry in self._entries}
         copy = oldest["copy"] if oldest else next(number for number in range(self.keep) if number not in taken)
@@ -175,6 +185,7 @@ class RowRecovery:
         self.pending.snapshots[self.row] = copy
 
     def go_back(self, *, is_repeated: bool) -> int:
+        """Return to the newest snapshot, or to the one before it where the rollback `is_repeated`. Return the epoch of the snapshot."""
         if is_repeated and len(self._entries) > 1:
             self._entries.pop()
         entry = self._entries[-1]
@@ -193,7 +204,7 @@ class RowRecovery:
 
 
 class PendingCopies:
-    """Rows to copy, row -> number of the copy. They are carried out together."""
+    """Snapshots and restores requested by the hosts, each row -> number of the copy, made together by `carry_out`."""
 
     def __init__(self) -> None:
         self.snapshots: dict[int, int] = {}
@@ -208,66 +219,76 @@ class PendingCopies:
 
 @dataclass
 class Host:
+    """One host of a fleet without its tensors: setting, growth, snapshots and costs."""
+
     setting: HostSetting
     host_growth: HostGrowth[RowBackend]
     recovery: RowRecovery
-    is_given_up: bool = False  # it failed again and again
-    wants_probe: bool = False  # until the next decision
-    validation_flops: int = 0  # of all measurements; they are part of the chronicle's
-    seed_flops: dict[int, int] = field(default_factory=dict)  # number of a seed -> FLOPs that its training has cost so far
+    is_given_up: bool = False  # because the governor rolled it back too many times in a row
+    wants_probe: bool = False  # whether candidates are probed before the next decision
+    validation_flops: int = 0  # FLOPs of all measurements; `history.flops` includes them
+    seed_flops: dict[int, int] = field(default_factory=dict)  # number of a seed -> FLOPs of its training so far
 
     @property
     def is_over(self) -> bool:
+        """Whether it trains no more: never reset, given up, at its horizon, or at a plateau."""
         has_ended = self.is_given_up or not self.recovery.has_begun or self.host_growth.epoch >= self.setting.horizon
         return has_ended or self.host_growth.is_stuck()
 
     @property
     def spent_flops(self) -> int:
-        """Of training, on seeds that are gone."""
+        """FLOPs of training spent on seeds that were pruned or rolled back."""
         gone = {entry.number for entry in self.host_growth.ledger.entries if entry.outcome in ("pruned", "rolled back")}
         return sum(flops for number, flops in self.seed_flops.items() if number in gone)
 
     def rate(self, schedule: str) -> float:
-        """The learning rate of the next steps."""
+        """Return the learning rate of the next steps."""
         if schedule == "cosine":
             return self.setting.learning_rate * (1 + math.cos(math.pi * self.recovery.clock / self.setting.horizon)) / 2
         return self.setting.learning_rate
 
     def decide(self, decision: Decision, *, by: str) -> None:
+        """Carry out a decision, as far as the gates allow."""
         self.host_growth.carry_out(decision, by=by)
         self.wants_probe = decision.probe and not self.host_growth.is_over
 
-    # What was done
+    # Recording what was done
 
     def note_steps(self, steps: int, *, samples: int, probe_flops: int) -> None:
-        """Training steps on so many samples together; `probe_flops` is what a probe has cost on the way."""
+        """Record training steps: `samples` is the number of samples in all steps, `probe_flops` the cost of probing in them."""
         lifecycles = self.host_growth.lifecycles
         self.host_growth.history.note_steps(steps, samples=samples, flops=samples * self._step_flops() + probe_flops)
         self.recovery.clock += 1
         for name, backend in lifecycles.occupied():
             assert backend.life.number is not None
-            flops = 3 * samples * lifecycles.cost(name).flops
+            flops = 3 * samples * lifecycles.cost(name).flops  # the backward pass costs twice the forward pass
             self.seed_flops[backend.life.number] = self.seed_flops.get(backend.life.number, 0) + flops
 
     def _step_flops(self) -> int:
-        """Of one sample."""
+        """Return the FLOPs of one training step per sample."""
         lifecycles = self.host_growth.lifecycles
         flops = 3 * (lifecycles.host.flops + lifecycles.connected().flops)
         shadow = [(name, backend) for name, backend in lifecycles.backends.items() if backend.life.stage is Stage.TRAINING]
-        if shadow:  # the second pass: the stacked program computes it from the input on
+        if shadow:
+            # The second pass: forward through the whole host, backward as far as the first slot in the shadow, and the seeds themselves.
             flops += (
                 lifecycles.host.flops + 2 * shadow[0][1].place.flops_behind + 3 * sum(lifecycles.cost(name).flops for name, _ in shadow)
             )
         return flops
 
     def note_validation(self, *, samples: int, passes: int) -> None:
+        """Record `passes` forward passes over `samples` validation samples."""
         lifecycles = self.host_growth.lifecycles
         flops = passes * samples * (lifecycles.host.flops + lifecycles.connected().flops)
         self.host_growth.history.flops += flops
         self.validation_flops += flops
 
     def end_epoch(self, chunks: list[float], validation: Losses, without: Mapping[str, Losses], promises: Promises | None) -> None:
-        """`validation` are the losses with everything on, `without` those without the seed on trial in a slot."""
+        """End an epoch: record the measurements, advance the lifecycles, and roll back where the governor sees a disaster.
+
+        `chunks` are mean training losses, `validation` the losses with all connected seeds, and `without` maps a slot with a seed on trial
+        to the losses without that seed.
+        """
         host_growth = self.host_growth
         measured = {}
         if validation.are_finite:

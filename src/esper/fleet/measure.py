@@ -1,10 +1,11 @@
-"""Measures all hosts of a fleet at once: validation losses, the contribution of each seed on trial, and the first-order probe.
+"""Measure all hosts of a fleet at once: validation losses, the contribution of each seed on trial, and the first-order probe.
 
-A contribution takes one pass with everything on, and one for each slot without it. The probe estimates what each candidate would do for
-its host; `esper.growth.measure.probe` explains the estimate. All hosts that ask about one blueprint in one slot are answered together.
+A contribution takes one pass with all seeds connected, and one pass for each slot without its seed. The probe estimates the gain of each
+candidate (a blueprint in a slot); `esper.growth.measure.probe` explains the estimate. All hosts that ask about one candidate are probed
+together.
 
-Shapes: A = hosts that are measured, R = hosts with a seed on trial (or a question) in one slot, V = validation batches, L = weights of a
-candidate's zeroed layer, B = samples.
+Shapes: A = hosts that are measured, R = hosts with a seed on trial, or with the same candidate, in one slot, V = validation batches,
+L = weights of a candidate's zeroed layer, B = samples, M = all samples of a split.
 """
 
 from __future__ import annotations
@@ -31,19 +32,20 @@ from esper.growth.seeds.blueprints import build_branch, cost_of, get_blueprint
 
 @dataclass(frozen=True)
 class Samples:
-    """What is measured on, in batches of a fixed order."""
+    """Samples to measure on, in batches of a fixed order."""
 
     inputs: Tensor  # [M, ...]
-    targets: Tensor
+    targets: Tensor  # [M, ...]
     batch_size: int
-    at_once: int  # samples of a pass, whole batches
+    at_once: int  # samples of a forward pass, a multiple of batch_size
 
     @property
     def sizes(self) -> list[int]:
-        """Samples of every batch."""
+        """Number of samples of every batch."""
         return [len(part) for part in torch.split(self.targets, self.batch_size)]
 
     def passes(self) -> list[tuple[Tensor, Tensor]]:
+        """Return inputs and targets of every forward pass."""
         return list(zip(torch.split(self.inputs, self.at_once), torch.split(self.targets, self.at_once), strict=True))
 
     def __len__(self) -> int:
@@ -52,7 +54,7 @@ class Samples:
 
 @torch.inference_mode()
 def losses_of(stacked_model: StackedModel, samples: Samples) -> Tensor:
-    """Mean loss of every host on every batch [V, hosts]; all hosts see the same samples."""
+    """Return the mean loss of every host on every batch [V, A]. All hosts see the same samples."""
     found: list[Tensor] = []
     hosts = len(next(iter(stacked_model.tensors.values())))
     for inputs, targets in samples.passes():
@@ -63,21 +65,20 @@ def losses_of(stacked_model: StackedModel, samples: Samples) -> Tensor:
 
 
 def losses_without(stacked_model: StackedModel, samples: Samples, trials: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
-    """For every slot with seeds on trial, slot -> positions of their hosts: the losses of those hosts without that seed [V, R]."""
-    found = {}
-    for slot, hosts in trials.items():
-        some = part_of(stacked_model, hosts, without=slot)
-        found[slot] = losses_of(some, samples)
-    return found
+    """Return slot -> losses [V, R] of its hosts with a seed on trial, without that seed. `trials` maps a slot to their positions."""
+    return {slot: losses_of(part_of(stacked_model, hosts, without=slot), samples) for slot, hosts in trials.items()}
 
 
 def mean_losses(stacked_model: StackedModel, samples: Samples) -> Tensor:
-    """Mean loss of every host on all samples [hosts], on the CPU."""
+    """Return the mean loss of every host on all samples [A], on the CPU."""
     return _over_samples(losses_of(stacked_model, samples), samples)
 
 
 def contributions(stacked_model: StackedModel, samples: Samples, seeds: Mapping[str, Sequence[int]]) -> Tensor:
-    """What these seeds, slot -> positions of their hosts, give to each host [hosts], every one against the host without it, on the CPU."""
+    """Return the sum of the contributions of these seeds for every host [A], on the CPU. `seeds` maps a slot to positions of hosts.
+
+    Each contribution is measured alone: the loss without that seed minus the loss with all.
+    """
     whole = mean_losses(stacked_model, samples)
     total = torch.zeros_like(whole)
     for slot, losses in losses_without(stacked_model, samples, seeds).items():
@@ -86,24 +87,25 @@ def contributions(stacked_model: StackedModel, samples: Samples, seeds: Mapping[
 
 
 def _over_samples(losses: Tensor, samples: Samples) -> Tensor:
-    """The mean over all samples of what was measured batch by batch [V, hosts]."""
+    """Return the mean over all samples [hosts] of losses that are means of batches [V, hosts]."""
     weights = torch.tensor(samples.sizes, dtype=torch.float64)
     return (losses.double().cpu() * weights.unsqueeze(1)).sum(0) / weights.sum()
 
 
 def part_of(stacked_model: StackedModel, hosts: Sequence[int], *, without: str | None = None) -> StackedModel:
-    """Some of the hosts, by position; those seeds of theirs that are in the slot `without` are left out."""
+    """Return the stacked model of some hosts, given by position, without their seeds in the slot `without`."""
     device = next(iter(stacked_model.tensors.values())).device
     index = upload(hosts, device)
     tensors = {name: tensor.index_select(0, index) for name, tensor in stacked_model.tensors.items()}
     places = {host: place for place, host in enumerate(hosts)}
     stacked_seeds = [
-        part for stacked in stacked_model.stacked_seeds if stacked.slot != without and (part := _stacked(stacked, places)) is not None
+        part for stacked in stacked_model.stacked_seeds if stacked.slot != without and (part := _part_of_seeds(stacked, places)) is not None
     ]
     return StackedModel(stacked_model.host, tensors, stacked_seeds, stacked_model.precision)
 
 
-def _stacked(stacked: StackedSeed, places: Mapping[int, int]) -> StackedSeed | None:
+def _part_of_seeds(stacked: StackedSeed, places: Mapping[int, int]) -> StackedSeed | None:
+    """Return the seeds whose hosts are in `places` (old position -> new position); None where there are none."""
     owners = range(len(stacked.alpha)) if stacked.index is None else stacked.owners
     staying = [(number, places[owner]) for number, owner in enumerate(owners) if owner in places]
     if not staying:
@@ -117,7 +119,7 @@ def _stacked(stacked: StackedSeed, places: Mapping[int, int]) -> StackedSeed | N
 
 @torch.inference_mode()
 def are_finite(stacked_model: StackedModel, trained: Iterable[str], hosts: int) -> Tensor:
-    """Which hosts have weights that are all finite [hosts], their seeds included; `trained` are the names of those that learn."""
+    """Return whether all weights of a host and of its seeds are finite [hosts]. `trained` are the names of the host's trained weights."""
     found = torch.stack([stacked_model.tensors[name].flatten(1).isfinite().all(1) for name in trained]).all(0)
     for stacked in stacked_model.stacked_seeds:
         own = torch.stack([weight.flatten(1).isfinite().all(1) for weight in stacked.weights.values()]).all(0)
@@ -126,14 +128,16 @@ def are_finite(stacked_model: StackedModel, trained: Iterable[str], hosts: int) 
     return found
 
 
-def probes_of(banks: Banks, plots: Mapping[int, HostGrowth[RowBackend]], steps: int) -> list[RowProbe]:
-    """For the hosts that ask: position among those that train -> plot. `steps` are those until the next decision.
+def probes_of(banks: Banks, asking: Mapping[int, HostGrowth[RowBackend]], steps: int) -> list[RowProbe]:
+    """Return the probes of the hosts that ask for one, within the `steps` steps until the next decision.
 
-    A probe looks at the last of them, or at the first in the first epoch of a host, as it does in a `Grower`, which cannot know how long
-    that will be.
+    `asking` maps the position of a host among those that train to its growth. Candidates are divided into portions, one after another, that
+    fit the memory and FLOPs of the host. The portions take the last of the steps. In the first epoch of a host they take the first steps,
+    as in a `Grower`, which does not know yet how long an epoch is.
     """
+    # Hosts whose portions fall into the same steps share a probe.
     groups: dict[range, dict[int, tuple[Key, ...]]] = defaultdict(dict)
-    for position, host_growth in plots.items():
+    for position, host_growth in asking.items():
         length = host_growth.history.length
         costs = {key: cost_of(get_blueprint(key[1]), banks[key[0]].place) for key in _candidates(host_growth.lifecycles)}
         plan = portions(costs, host_growth.lifecycles.host, probe_steps=host_growth.config.probe_steps, length=length)
@@ -142,21 +146,22 @@ def probes_of(banks: Banks, plots: Mapping[int, HostGrowth[RowBackend]], steps: 
             if window := range(first, min(first + portion.steps, steps)):
                 groups[window][position] = portion.candidates
             first += portion.steps
-    all_lifecycles = {position: host_growth.lifecycles for position, host_growth in plots.items()}
+    all_lifecycles = {position: host_growth.lifecycles for position, host_growth in asking.items()}
     return [RowProbe(banks, all_lifecycles, asked, window=window) for window, asked in groups.items()]
 
 
 def _candidates(lifecycles: SlotLifecycles[RowBackend]) -> Iterator[Key]:
-    """Slot and blueprint of all that may grow now."""
+    """Yield slot and blueprint of every candidate that may germinate now."""
     for slot in lifecycles.backends:
         for candidate in lifecycles.view(slot, {}).candidates:
             yield slot, candidate.blueprint
 
 
 class RowProbe:
-    """Looks in the steps of its `window`: `catch` in the forward pass, `ask` with the gradients of what was `caught`, `close` at its end.
+    """A probe of some candidates of some hosts, in the steps of its `window`.
 
-    `asked` are the candidates of every host, built at the first step.
+    In every step call `catch` in the forward pass, then `ask` with the gradients of the tensors in `caught`. Call `close` after the last
+    step. `asked` maps a position to the candidates of that host. Their branches are built at the first step.
     """
 
     def __init__(
@@ -164,7 +169,7 @@ class RowProbe:
     ) -> None:
         self.window = window
         self.flops: dict[int, int] = defaultdict(int)  # position -> FLOPs per sample of a step in the window
-        self._banks, self._gardens = banks, all_lifecycles
+        self._banks, self._lifecycles = banks, all_lifecycles
         self._positions: dict[Key, list[int]] = defaultdict(list)
         for position, keys in asked.items():
             for slot, blueprint in keys:
@@ -172,28 +177,31 @@ class RowProbe:
                 self.flops[position] += flops_of_asking(cost_of(get_blueprint(blueprint), banks[slot].place).flops)
         self._slots = {slot for slot, _ in self._positions}
         self._trials: list[_Trial] = []
-        self._found: Tensor | None = None  # when it is over
+        self._found: Tensor | None = None  # the estimates, after `close`
         self._caught: dict[str, Tensor] = {}
 
     def catch(self, slot: str, h: Tensor) -> Tensor:
-        """h [B, A, ...], what flows there. Gives what is to flow on: a copy, for the next layer may work in place."""
+        """Keep the activations h [B, A, ...] of a probed slot. Return the activations to go on with.
+
+        They are a copy, because the next layer may work in place.
+        """
         if slot not in self._slots:
             return h
-        if not h.requires_grad:  # everything before the slot is frozen
+        if not h.requires_grad:  # everything before the slot is frozen, but its gradient is needed here
             h = h.detach().requires_grad_()
         self._caught[slot] = h
         return h.clone()
 
     @property
     def caught(self) -> list[Tensor]:
-        """What the loss is to be differentiated by."""
+        """The caught activations. `ask` needs the gradient of the loss by each of them."""
         return list(self._caught.values())
 
     def ask(self, gradients: Sequence[Tensor]) -> None:
-        """Lets every candidate answer to this step. `gradients` are those of `caught`."""
+        """Add this step to the estimate of every candidate. `gradients` are those of `caught`, in order."""
         if not self._trials:
             self._trials = [
-                _Trial(slot, self._banks[slot], blueprint, positions, [self._gardens[position].config for position in positions])
+                _Trial(slot, self._banks[slot], blueprint, positions, [self._lifecycles[position].config for position in positions])
                 for (slot, blueprint), positions in self._positions.items()
             ]
         by_slot = dict(zip(self._caught, gradients, strict=True))
@@ -202,17 +210,17 @@ class RowProbe:
         self._caught.clear()
 
     def close(self) -> None:
-        """Finds out what the candidates promise. Their branches are gone."""
+        """Compute the estimates of all candidates and free their branches."""
         self._found = torch.cat([trial.promises() for trial in self._trials])
         self._trials = []
 
     def promises(self) -> Tensor:
-        """Those of all candidates, at a learning rate of 1: on the device, for `by_position`."""
+        """Return the estimates of all candidates at a learning rate of 1, on the device. Give them to `by_position` once read."""
         assert self._found is not None
         return self._found
 
     def by_position(self, promises: Sequence[float]) -> dict[int, Promises]:
-        """What was read of `promises()`, by host. A candidate that has answered less than twice has none."""
+        """Return the estimates, as read from the device, by host. A candidate with fewer than two usable steps has none."""
         found: dict[int, Promises] = {position: {} for position in self.flops}
         keys = [(position, key) for key, positions in self._positions.items() for position in positions]
         for (position, key), promise in zip(keys, promises, strict=True):
@@ -222,9 +230,9 @@ class RowProbe:
 
 
 class _Trial:
-    """One blueprint in one slot, for all hosts that ask about it. Their branches are as different as their random seeds.
+    """One candidate for all hosts that ask about it. Each host has a branch of its own, drawn from its random seed.
 
-    `live` are the weights of its zeroed layer, which alone have a gradient; L numbers in each host.
+    Only the weights of the branch's zeroed last layer (`_live`, L numbers per host) have a gradient.
     """
 
     def __init__(self, slot: str, bank: SeedStorage, blueprint: str, positions: list[int], configs: Sequence[GrowthConfig]) -> None:
@@ -234,16 +242,17 @@ class _Trial:
         self._weights = _weights(self.seed_kind, [config.seed for config in configs])
         self._live = {name: self._weights[name].requires_grad_() for name in self.seed_kind.live}  # [R, ...]
         first = next(iter(self._live.values()))
-        self._sums = first.new_zeros(len(positions), sum(weight[0].numel() for weight in self._live.values()))  # [R, L]
+        # Sum of the gradients [R, L], sum of their squared norms [R], and number of steps [R] over the steps with a finite gradient.
+        self._sums = first.new_zeros(len(positions), sum(weight[0].numel() for weight in self._live.values()))
         self._squares = torch.zeros(len(positions), dtype=torch.float64, device=first.device)
-        self._steps = torch.zeros_like(self._squares)  # that counted: one whose gradient overflowed does not
+        self._steps = torch.zeros_like(self._squares)
 
     def answer(self, h: Tensor, g: Tensor) -> None:
-        """h and the gradient of the loss there [B, A, ...]."""
-        own, pull = (of_hosts(tensor, self._index).to(self._sums.dtype) for tensor in (h, g))
+        """Add one step, given the activations h [B, A, ...] of the slot and the gradient g of the loss by them."""
+        own, own_gradient = (of_hosts(tensor, self._index).to(self._sums.dtype) for tensor in (h, g))
         output = self.seed_kind.branch(self._weights, own)
-        parts = torch.autograd.grad(output, list(self._live.values()), pull)
-        gradient = torch.cat([part.reshape(len(part), -1) for part in parts], dim=1)
+        parts = torch.autograd.grad(output, list(self._live.values()), own_gradient)
+        gradient = torch.cat([part.reshape(len(part), -1) for part in parts], dim=1)  # [R, L]
         square = gradient.double().square().sum(1)
         counts = square.isfinite()
         self._sums += torch.where(counts.unsqueeze(1), gradient, 0)
@@ -251,9 +260,10 @@ class _Trial:
         self._steps += counts
 
     def promises(self) -> Tensor:
-        """[R], at a learning rate of 1."""
-        together = self._sums.double().square().sum(1)
-        expected = self._sums * signal_scale(together, self._squares, self._steps).to(self._sums.dtype).unsqueeze(1)
+        """Return the estimates [R] at a learning rate of 1: the optimiser's move times the expected gradient."""
+        sum_square = self._sums.double().square().sum(1)
+        expected = self._sums * signal_scale(sum_square, self._squares, self._steps).to(self._sums.dtype).unsqueeze(1)
+        # Clip as in training, and ask the optimiser for its move along that gradient.
         clip = clip_scale(self._squares, self._steps, self._max_norm)
         moved = self._bank.make(expected[:, :0]).moves(expected * clip.to(expected.dtype).unsqueeze(1), STEPS_ALONG)
         return (moved.double() * expected.double()).sum(1)
@@ -261,7 +271,7 @@ class _Trial:
 
 @torch.no_grad()
 def _weights(seed_kind: SeedKind, seeds: Sequence[int]) -> dict[str, Tensor]:
-    """Branches of these random seeds, name -> [R, ...]; hosts with the same one have the same branch."""
+    """Return the weights of branches drawn from these random seeds, name -> [R, ...]. Equal seeds give equal branches."""
     blueprint, place = get_blueprint(seed_kind.blueprint), replace(seed_kind.place, device=CPU)
     branches = {seed: dict(build_branch(blueprint, place, seed=seed).named_parameters()) for seed in set(seeds)}
     stacked = {name: torch.stack([branches[seed][name] for seed in seeds]) for name in seed_kind.branch_layout.shapes}

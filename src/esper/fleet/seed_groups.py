@@ -1,20 +1,16 @@
-"""Seeds of a fleet, at rest. A slot has one bank, with a row for every host, as wide as its largest blueprint: it holds one seed at a time.
+"""The seeds of a fleet: where their weights are stored, how they compute, and how they learn, for many hosts at once.
 
-Shapes: N = hosts, R = some of them, P = weights of a seed, B = samples; h and what is added to it are [B, hosts, ...].
+- `SeedKind`: one blueprint in one slot. It computes the delta of many seeds of that kind in one call.
+- `SeedStorage`: one per slot. It stores the weights and optimiser moments of the slot's seeds, one row per host.
+- `StackedSeed`: seeds of one kind as part of a `StackedModel`. `act` adds the deltas of all seeds of a slot to the activations.
+- `SeedGroup`: the seeds of one kind that learn together. They compute as one stacked seed.
+- `SeedBatch`: all groups that learn from one backward pass. Their weights are rows of one tensor, so the cost of an optimiser step does not
+  depend on the number of groups.
 
-Seeds at work in an ensemble of hosts: taken out are the hosts that have them, and what they add is put back.
+`seed_kinds_for`, `seed_batches_of` and `stacked_seeds_of` at the end of the file build these from the lifecycles of the hosts.
 
-Shapes: B = samples, N = hosts of the ensemble, R = those of them with a seed of one blueprint in one slot; h is [B, N, ...].
-
-Seeds while their hosts train. Those of one blueprint in one slot are a crew; all that learn by one backward pass are a cohort.
-
-A crew computes as one. A cohort learns as one: its weights are rows of one tensor, and a step costs the same however many crews there are.
-
-Shapes: A = hosts that train, R = seeds of a crew, Q = seeds of a cohort, P = weights of the widest of them, T = steps.
-
-Seeds, gathered by slot and blueprint: what may grow, crews that learn, and members of an ensemble that is measured.
-
-Shapes: R = seeds of one blueprint in one slot, T = steps.
+Shapes: B = samples, N = hosts of the stacked model, A = hosts that train, R = seeds of one kind, Q = seeds of a batch of seeds,
+P = weights of the widest of those seeds, T = training steps. Activations h are [B, hosts, ...].
 """
 
 from __future__ import annotations
@@ -44,159 +40,169 @@ from esper.growth.lifecycle.stages import Stage
 from esper.growth.seeds.blueprints import get_blueprint, live_parameters
 from esper.growth.seeds.seed import Blending, Seed
 
-MakeRowOptimizer = Callable[[Tensor], RowOptimizer]  # for weights [N, P]
+MakeRowOptimizer = Callable[[Tensor], RowOptimizer]  # weights [N, P] -> an optimiser of these rows
 
 
 class SeedKind:
-    """One blueprint in one slot: where the weights of its seeds lie in a row, and what they add to what flows by."""
+    """One blueprint in one slot: the layout of a seed's weights in a row, and the computation of many such seeds at once."""
 
     def __init__(self, place: Place, blueprint: str, blending: Blending) -> None:
         self.place, self.blueprint, self.blending = place, blueprint, blending
         if place.batch_axis != 0:
-            raise FleetError(f"{place.name!r} gives [T, B, D], and hosts of a fleet have the batch first; use batch_first=True")
+            raise FleetError(
+                f"the output of {place.name!r} is [T, B, D], but hosts of a fleet need the batch dimension first; use batch_first=True"
+            )
         template = Seed(place, blueprint, random_seed=0, blending=blending)
         if next(template.branch.buffers(), None) is not None:
             raise FleetError(f"blueprint {blueprint!r} holds buffers, which seeds of a fleet cannot have; leave it out of `blueprints`")
-        self.layout = Layout.of(template)
-        self.branch_layout = Layout.of(template.branch)  # the same without a gate
-        self.live = live_parameters(get_blueprint(blueprint), place, template.branch)  # names of what has a gradient at birth
+        self.layout = Layout.of(template)  # of branch and gate
+        self.branch_layout = Layout.of(template.branch)  # of the branch alone
+        self.live = live_parameters(get_blueprint(blueprint), place, template.branch)  # names of the parameters with a gradient at birth
         self._branch = lower(template.branch)
         self._gate = None if template.gate is None else lower(template.gate)
 
     def delta(self, weights: Mapping[str, Tensor], h: Tensor) -> Tensor:
-        """What the seeds add to h: `Seed.delta` for all rows at once."""
-        branch = self.branch(_inside("branch.", weights), h)
+        """Return the change of h [B, R, ...] by the seeds, before alpha: `Seed.delta` for all rows at once."""
+        branch = self.branch(_without_prefix("branch.", weights), h)
         if self.blending == "multiply":
             return h * branch.tanh()
         if self._gate is not None:
-            pooled = h if self.place.kind == "dense" else h.mean(dim=self._pooled(h))
-            opening = self._gate(_inside("gate.", weights), pooled, training=True).sigmoid()  # [B, R, 1]
+            # The gate sees h averaged over space (conv) or over the sequence, and gives one number per sample.
+            pooled = h if self.place.kind == "dense" else h.mean(dim=self._pooled_dims(h))
+            opening = self._gate(_without_prefix("gate.", weights), pooled, training=True).sigmoid()  # [B, R, 1]
             return opening.reshape(*h.shape[:2], *([1] * (h.ndim - 2))) * branch
         return branch
 
     def branch(self, weights: Mapping[str, Tensor], h: Tensor) -> Tensor:
-        """What the branches make of h, whatever becomes of it; the names of the weights are those of `branch_layout`."""
+        """Return the output of the branches for h [B, R, ...], without gate or blending. `weights` are named as in `branch_layout`."""
         return self._branch(weights, h, training=True)
 
-    def _pooled(self, h: Tensor) -> tuple[int, ...]:
+    def _pooled_dims(self, h: Tensor) -> tuple[int, ...]:
+        """Return the dimensions of h that the gate averages over: those after [B, R, C] of a conv, or between [B, R] and the features."""
         return tuple(range(3, h.ndim)) if self.place.kind == "conv" else tuple(range(2, h.ndim - 1))
 
 
-def _inside(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _without_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors whose names start with the prefix, named without it."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 class SeedStorage:
-    """The seeds of one slot, of these species. What a row holds beyond the weights of its seed, or without one, means nothing."""
+    """The seeds of one slot, one row per host, one seed per row. Rows are as wide as the largest of the slot's kinds of seeds.
+
+    The end of a row that its seed does not need, and a row without a seed, hold arbitrary values.
+    """
 
     def __init__(self, place: Place, seed_kind: Mapping[str, SeedKind], *, hosts: int, make: MakeRowOptimizer) -> None:
         self.place, self.seed_kind, self.make = place, seed_kind, make
         weights = torch.zeros(hosts, max(one.layout.width for one in seed_kind.values()), dtype=place.dtype, device=place.device)
         self.tensors: dict[str, Tensor] = {
             "weights": weights,
-            "warmup": torch.zeros(hosts, dtype=torch.int64, device=place.device),  # steps in which the learning rate rises
+            "warmup": torch.zeros(hosts, dtype=torch.int64, device=place.device),  # steps over which the learning rate of a seed rises
             **make(weights).state,
         }
 
     def plant(self, row: int, plan: SeedPlan) -> None:
-        """Made on the CPU and sent in one piece, without waiting for the device."""
+        """Put a new seed into the row of a host. Does not wait for the device: the seed is built on the CPU and sent in one piece."""
         layout, weights = self.seed_kind[plan.blueprint].layout, self.tensors["weights"]
         seed = Seed(replace(self.place, device=CPU), plan.blueprint, random_seed=plan.random_seed, blending=plan.blending)
         fresh = torch.zeros(1, weights.shape[1], dtype=weights.dtype)
         with torch.no_grad():
             fresh[:, : layout.width] = layout.flatten({name: parameter.unsqueeze(0) for name, parameter in seed.named_parameters()})
-        place = upload([row], weights.device)
+        # Clear the whole row first, so that the moments of the seed before do not stay.
+        index = upload([row], weights.device)
         for tensor in self.tensors.values():
-            tensor.index_fill_(0, place, 0)
-        weights.index_copy_(0, place, upload(fresh, weights.device))
-        self.tensors["warmup"].index_fill_(0, place, plan.warmup)
+            tensor.index_fill_(0, index, 0)
+        weights.index_copy_(0, index, upload(fresh, weights.device))
+        self.tensors["warmup"].index_fill_(0, index, plan.warmup)
 
 
 @dataclass(frozen=True)
 class StackedSeed:
-    """Seeds of one blueprint in one slot, of some of the hosts."""
+    """Seeds of one kind in a stacked model, at most one per host."""
 
     slot: str
     seed_kind: SeedKind
     weights: Mapping[str, Tensor]  # [R, ...]
     alpha: Tensor  # [R]
-    index: Tensor | None  # which of the ensemble's hosts they belong to [R]; None: all of them, in order
-    owners: Sequence[int] = ()  # the index as numbers, where somebody will ask without waiting for the device
+    index: Tensor | None  # positions of their hosts in the stacked model [R]; None: all hosts, in order
+    owners: Sequence[int] = ()  # the same positions as Python numbers, where they are needed without reading the device
 
     def delta(self, own: Tensor) -> Tensor:
-        """What they have to add to what flows in their hosts, [B, R, ...], before alpha."""
+        """Return the deltas [B, R, ...] of the seeds, before alpha, for the activations `own` [B, R, ...] of their hosts."""
         # Autocast computes norms in float32, which must not change the precision of the host.
         return self.seed_kind.delta(self.weights, own).to(own.dtype)
 
 
 def act(stacked_seeds: Sequence[StackedSeed], h: Tensor) -> Tensor:
-    """h with what these seeds add to it, all of one slot and no two of one host. Hosts are gathered once for all of them."""
+    """Return h [B, N, ...] plus alpha times the deltas of these seeds. They belong to one slot, and no two of them to one host."""
     if len(stacked_seeds) == 1 and stacked_seeds[0].index is None:
         return h + _times(stacked_seeds[0].alpha, stacked_seeds[0].delta(h), hosts=1)
     indices = [stacked.index for stacked in stacked_seeds if stacked.index is not None]
-    assert len(indices) == len(stacked_seeds)  # who has all hosts is alone
+    assert len(indices) == len(stacked_seeds)  # one without an index has every host, so it is the only one
+    # Gather the hosts of all kinds of seeds at once, compute the deltas kind by kind, and scatter-add them at once.
     index, alpha = torch.cat(indices), torch.cat([stacked.alpha for stacked in stacked_seeds])
     parts = of_hosts(h, index).split_with_sizes([len(stacked.alpha) for stacked in stacked_seeds], dim=1)
     return _blended(h, index, alpha, [stacked.delta(own) for stacked, own in zip(stacked_seeds, parts, strict=True)])
 
 
 def of_hosts(h: Tensor, index: Tensor) -> Tensor:
-    """What flows in some hosts, [B, N, ...] to [B, R, ...], in the order in which h lies in memory.
+    """Return the activations of the hosts in `index` [R]: [B, N, ...] becomes [B, R, ...].
 
-    A kernel that left samples or channels innermost did so because what comes after it is faster that way.
+    The memory format of h is kept. A kernel that left samples or channels innermost did so because the layers after it are faster that way.
     """
-    order, back = _order_in_memory(h)
-    lying = h.permute(order)
-    own: Tensor = _rows().gather(lying, index) if _has_rows(h, order) else lying.index_select(order.index(1), index)
-    return own.permute(back)
+    order, inverse = _order_in_memory(h)
+    in_order = h.permute(order)
+    own: Tensor = _row_kernels().gather(in_order, index) if _has_row_kernels(h, order) else in_order.index_select(order.index(1), index)
+    return own.permute(inverse)
 
 
 def _blended(h: Tensor, index: Tensor, alpha: Tensor, deltas: Sequence[Tensor]) -> Tensor:
-    """h with alpha [R] times the deltas added in the hosts of the index [R]; together the deltas are [B, R, ...]."""
-    order, back = _order_in_memory(h)
-    lying, hosts = h.permute(order), order.index(1)
+    """Return h with alpha [R] times the deltas added to the hosts in `index` [R]. Concatenated, the deltas are [B, R, ...]."""
+    order, inverse = _order_in_memory(h)
+    in_order, hosts = h.permute(order), order.index(1)
     delta = torch.cat([part.permute(order) for part in deltas], dim=hosts)
     blended: Tensor = (
-        _rows().blend(lying, index, alpha, delta)
-        if _has_rows(h, order)
-        else lying.index_add(hosts, index, _times(alpha, delta, hosts=hosts))
+        _row_kernels().blend(in_order, index, alpha, delta)
+        if _has_row_kernels(h, order)
+        else in_order.index_add(hosts, index, _times(alpha, delta, hosts=hosts))
     )
-    return blended.permute(back)
+    return blended.permute(inverse)
 
 
 def _times(alpha: Tensor, delta: Tensor, *, hosts: int) -> Tensor:
-    """Alpha [R] times delta, whose dimension `hosts` is that of the hosts, in delta's precision."""
+    """Return alpha [R] times delta in the precision of delta. `hosts` is the number of the host dimension of delta."""
     return (alpha.view(*[1] * hosts, -1, *[1] * (delta.ndim - hosts - 1)) * delta).to(delta.dtype)
 
 
-def _has_rows(h: Tensor, order: Sequence[int]) -> bool:
-    """Whether our own kernels move the hosts: on a GPU, where a host's part of a sample lies in one piece."""
+def _has_row_kernels(h: Tensor, order: Sequence[int]) -> bool:
+    """Return whether the Triton kernels gather and blend: on a GPU, where a host's part of a sample is contiguous."""
     return h.is_cuda and has_triton() and order[:2] == [0, 1]
 
 
-def _rows() -> Any:
-    from esper.fleet.kernels import host_rows
+def _row_kernels() -> Any:
+    from esper.fleet.kernels import host_rows  # needs Triton
 
     return host_rows
 
 
 def _order_in_memory(h: Tensor) -> tuple[list[int], list[int]]:
-    """Its dimensions from the outermost to the innermost, and the way back."""
+    """Return the dimensions of h from the outermost to the innermost in memory, and the inverse permutation."""
     order = sorted(range(h.ndim), key=h.stride, reverse=True)
     return order, sorted(range(h.ndim), key=order.__getitem__)
 
 
 @dataclass(frozen=True)
 class SeedGroup:
-    """Seeds of one blueprint in one slot, of some of the hosts at hand."""
+    """Seeds of one kind, with the rows of storage they come from. `hosts` are positions in the list of hosts that compute together."""
 
     slot: str
     bank: SeedStorage
     blueprint: str
-    hosts: Sequence[int]  # places among the hosts at hand
-    index: Tensor  # the same, on the device [R]
-    rows: Tensor  # of the bank [R]
-    alphas: Tensor  # [T, R], that hold in each step
+    hosts: Sequence[int]
+    index: Tensor  # `hosts` on the device [R]
+    rows: Tensor  # rows of the storage [R]
+    alphas: Tensor  # alpha of every seed in every step [T, R]
 
     @classmethod
     def of(cls, slot: str, bank: SeedStorage, blueprint: str, rows: Sequence[int], hosts: Sequence[int], alphas: Tensor) -> SeedGroup:
@@ -208,23 +214,23 @@ class SeedGroup:
         return self.bank.seed_kind[self.blueprint]
 
     def read(self, name: str) -> Tensor:
-        """A copy of what the bank holds of its seeds, [R, ...]."""
+        """Return a copy of these seeds' rows of a storage tensor, [R] or [R, width of the kind]."""
         rows = self.bank.tensors[name].index_select(0, self.rows)
         return rows if rows.ndim == 1 else rows[:, : self.seed_kind.layout.width]
 
     def write(self, name: str, rows: Tensor) -> None:
-        """Puts back rows that are as wide as those of `read`, or wider."""
+        """Write rows back to a storage tensor. They may be wider than those of `read`; the rest is ignored."""
         whole, width = self.bank.tensors[name], self.seed_kind.layout.width
         (whole if whole.ndim == 1 else whole[:, :width]).index_copy_(0, self.rows, rows if rows.ndim == 1 else rows[:, :width])
 
     def stacked(self, weights: Mapping[str, Tensor], alpha: Tensor, *, hosts: int) -> StackedSeed:
-        """Its part in an ensemble of so many hosts."""
+        """Return the group as part of a stacked model of `hosts` hosts."""
         index = None if list(self.hosts) == list(range(hosts)) else self.index
         return StackedSeed(self.slot, self.seed_kind, weights, alpha, index, self.hosts)
 
 
 class SeedBatch:
-    """`put_back` when they are done. There may be none."""
+    """Seeds trained by one backward pass; may be empty. Training changes a copy of their rows: call `put_back()` last."""
 
     def __init__(self, groups: Sequence[SeedGroup]) -> None:
         self.groups = groups
@@ -233,8 +239,9 @@ class SeedBatch:
         self._counts = [len(group.hosts) for group in groups]
         self.hosts = torch.cat([group.index for group in groups])  # [Q]
         self._alphas = torch.cat([group.alphas for group in groups], dim=1)  # [T, Q]
-        self.norms = torch.zeros_like(self._alphas)  # of the gradients of each step
-        self.skipped = torch.zeros(len(self.hosts), dtype=torch.int64, device=self.hosts.device)  # [Q], steps that the host alone prevented
+        self.norms = torch.zeros_like(self._alphas)  # gradient norm of every seed in every step [T, Q]
+        # Steps that a seed did not take although its own gradient was finite, because its host did not step [Q].
+        self.skipped = torch.zeros(len(self.hosts), dtype=torch.int64, device=self.hosts.device)
         self.flat = self._read("weights").requires_grad_()  # [Q, P]
         self._warmup = self._read("warmup")
         self._optimizer = groups[0].bank.make(self.flat)
@@ -242,35 +249,38 @@ class SeedBatch:
             tensor.copy_(self._read(name))
 
     def __len__(self) -> int:
-        """Crews."""
+        """Return the number of groups."""
         return len(self.groups)
 
     def weights(self) -> list[dict[str, Tensor]]:
-        """Of every crew, by name."""
+        """Return the weights of every group, name -> [R, ...]. They are views of `flat`."""
         parts = self.flat.split_with_sizes(self._counts)
         layouts = [group.seed_kind.layout for group in self.groups]
         return [layout.unflatten(part[:, : layout.width]) for layout, part in zip(layouts, parts, strict=True)]
 
     def alphas(self, now: Tensor) -> Sequence[Tensor]:
-        """Of every crew [R], in the step whose number [1] is on the device."""
+        """Return the alphas of every group [R] in step `now`. The step number [1] is on the device."""
         return self._alphas.index_select(0, now)[0].split_with_sizes(self._counts)
 
     def stacked_seeds(self, now: Tensor, *, hosts: int) -> list[StackedSeed]:
-        """All crews as parts of an ensemble of so many hosts."""
+        """Return all groups as parts of a stacked model of `hosts` hosts, in step `now`."""
         if not self.groups:
             return []
         parts = zip(self.groups, self.weights(), self.alphas(now), strict=True)
         return [group.stacked(weights, alpha, hosts=hosts) for group, weights, alpha in parts]
 
     def learn(self, gradient: Tensor, now: Tensor, rates: Tensor, config: SeedOptimizer, *, active: Tensor | None = None) -> None:
-        """One step by the gradient [Q, P]. `rates` [A] are those of all hosts that train, `active` [A] those whose seeds may step.
+        """Take one optimiser step along the gradient [Q, P]; a seed whose gradient is not finite does not step.
 
-        What is not finite is not stepped on.
+        `rates` [A] are the learning rates of all hosts that train. Only seeds of hosts that are `active` [A] step; None: of all hosts.
         """
         norms = clip_rows_(gradient, math.inf if config.max_grad_norm is None else config.max_grad_norm)
         self.norms.index_copy_(0, now, norms.unsqueeze(0))
+
+        # The learning rate follows that of the host and rises linearly during the warm-up of the seed.
         warm = (self._optimizer.state["steps"] + 1).to(rates.dtype) / (self._warmup + 1)
         self._optimizer.lr.copy_(rates.index_select(0, self.hosts) * config.learning_rate_factor * warm.clamp(max=1.0))
+
         may_step = norms.isfinite()
         if active is not None:
             host_steps = active.index_select(0, self.hosts)
@@ -280,30 +290,33 @@ class SeedBatch:
 
     @torch.no_grad()
     def put_back(self) -> None:
+        """Write weights and optimiser state back to the storage."""
         for name, rows in {"weights": self.flat, **self._optimizer.state}.items() if self.groups else ():
             for group, own in zip(self.groups, rows.split_with_sizes(self._counts), strict=True):
                 group.write(name, own)
 
     def by_seed(self, norms: Tensor, skipped: Tensor) -> list[tuple[str, int, list[float], int]]:
-        """Return slot, host, norms and skipped steps of each seed, given `self.norms` and `self.skipped` as read from the device."""
+        """Return (slot, host, norms, skipped steps) of each seed, given `self.norms` and `self.skipped` as read from the device."""
         seeds = [(group.slot, host) for group in self.groups for host in group.hosts]
         return [(*seed, own, int(count)) for seed, own, count in zip(seeds, norms.T.tolist(), skipped.tolist(), strict=True)]
 
     def _read(self, name: str) -> Tensor:
-        """Of all crews, as wide as the widest."""
+        """Return the rows of all groups, padded with zeros to the widest: [Q] or [Q, P]."""
         rows = [group.read(name) for group in self.groups]
         width = max(own.shape[-1] for own in rows)
         return torch.cat(rows if rows[0].ndim == 1 else [F.pad(own, (0, width - own.shape[1])) for own in rows])
 
 
-Banks = Mapping[str, SeedStorage]  # by slot, in the order in which they run
-AllLifecycles = Sequence[tuple[int, SlotLifecycles[RowBackend]]]  # row of the fleet, and its lifecycles; positions are places in this list
-Placed = tuple[int, int, list[float]]  # a seed: the row of its host, its position, and its alphas
+Banks = Mapping[str, SeedStorage]  # slot -> storage, in the order in which the slots run
+AllLifecycles = Sequence[
+    tuple[int, SlotLifecycles[RowBackend]]
+]  # (row in the fleet, lifecycles) of hosts; a position is a place in this list
+Placed = tuple[int, int, list[float]]  # a seed: row and position of its host, and its alpha in every step
 SeedKinds = Mapping[str, Mapping[str, SeedKind]]  # slot -> blueprint -> kind of seed
 
 
 def seed_kinds_for(places: Mapping[str, Place], growth: GrowthConfig) -> dict[str, dict[str, SeedKind]]:
-    """What may grow in every slot; slots where nothing may are left out."""
+    """Return the kinds of seeds that may grow in every slot; slots where nothing fits are left out."""
     blending = growth.lifecycle.blending
     seed_kind = {
         name: {blueprint.name: SeedKind(place, blueprint.name, blending) for blueprint in options_for(place, growth)}
@@ -318,11 +331,15 @@ def seed_kinds_for(places: Mapping[str, Place], growth: GrowthConfig) -> dict[st
 
 
 def seed_batches_of(banks: Banks, all_lifecycles: AllLifecycles, steps: int) -> tuple[SeedBatch, SeedBatch]:
-    """Seeds that learn in the next steps: those that the hosts see, and those in the shadow. Alphas move on the way."""
+    """Return the seeds that learn in the next `steps` steps: the connected ones, and the ones in the shadow.
+
+    Advances the blending of the lifecycles by these steps.
+    """
     placed: dict[tuple[str, str, bool], list[Placed]] = defaultdict(list)
     for position, (row, lifecycles) in enumerate(all_lifecycles):
         for slot, blueprint, is_connected, alphas in _alphas(lifecycles, steps):
             placed[slot, blueprint, is_connected].append((row, position, alphas))
+    # One group per slot, blueprint and way of learning, in the order in which the slots run.
     groups: dict[bool, list[SeedGroup]] = {True: [], False: []}
     order = list(banks)
     for (slot, blueprint, is_connected), some in sorted(placed.items(), key=lambda item: (order.index(item[0][0]), item[0])):
@@ -331,7 +348,7 @@ def seed_batches_of(banks: Banks, all_lifecycles: AllLifecycles, steps: int) -> 
 
 
 def stacked_seeds_of(banks: Banks, all_lifecycles: AllLifecycles, *, only_kept: bool) -> list[StackedSeed]:
-    """Seeds as they are now, of the hosts that see them."""
+    """Return the connected seeds with their present weights and alphas; `only_kept` leaves out those that are not fossilized."""
     placed: dict[tuple[str, str], list[Placed]] = defaultdict(list)
     for position, (row, lifecycles) in enumerate(all_lifecycles):
         for slot, backend in lifecycles.occupied():
@@ -348,11 +365,11 @@ def _group(slot: str, bank: SeedStorage, blueprint: str, some: Sequence[Placed])
 
 
 def _alphas(lifecycles: SlotLifecycles[RowBackend], steps: int) -> Iterable[tuple[str, str, bool, list[float]]]:
-    """Of every seed of a host that learns: slot, blueprint, whether the host sees it, and its alpha in each of the steps to come."""
+    """Return slot, blueprint, whether the host sees it, and its alpha in each of the coming steps, for every seed of a host."""
     backends = dict(lifecycles.occupied())
-    moving = [backend for backend in backends.values() if backend.life.ramp is not None]
     alphas = {name: [backend.alpha] * steps for name, backend in backends.items()}
-    if moving:
+    # Where a seed is blending, advance the lifecycles step by step and note every alpha on the way.
+    if any(backend.life.ramp is not None for backend in backends.values()):
         for step in range(steps):
             for name, backend in backends.items():
                 alphas[name][step] = backend.alpha

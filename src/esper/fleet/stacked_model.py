@@ -1,12 +1,12 @@
-"""The hosts of a fleet: weights, buffers, moments and loss scales, a row for each.
+"""Hosts of a fleet as tensors: their storage, the group that trains, and the stacked model that computes them as one network.
 
-Shapes: N = hosts, A = those of them that train, P = weights of a host.
+- `HostStorage`: weights, buffers, optimiser moments and loss scales of all hosts, one row per host.
+- `HostGroup`: compact copies of the rows of the hosts that train now.
+- `StackedModel`: some hosts with the seeds in them as one network. Training, the second pass of seeds in the shadow, validation, and
+  validation without a seed all use it.
 
-Some hosts of a fleet with the seeds in them, as one network.
-
-The same code serves training (weights with gradients), the second pass of seeds in the shadow, validation, and validation without a seed.
-
-Shapes: B = samples, N = the hosts of this ensemble, R = those of them with a seed of one crew; what flows is [B, N, ...].
+Shapes: B = samples, N = hosts of the fleet or of the stacked model, A = hosts that train, P = weights of a host; activations are
+[B, N, ...].
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from esper.fleet.stacked.rows import Layout, ModuleRows
 
 
 class HostStorage:
-    """`template` is any host of the architecture, `slots` are the names of its submodules after which seeds may grow.
+    """Tensors of all hosts of a fleet, one row per host.
 
-    With `scales`, every host has a loss scale.
+    `template` is any host of the architecture, `slots` are the names of its submodules after which seeds may grow. With `scales`, every
+    host has a loss scale.
     """
 
     def __init__(
@@ -51,13 +52,13 @@ class HostStorage:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Everything that a host is made of, by name, a row for each host."""
+        """All state of the hosts, name -> [N, ...]."""
         parts = {"weights": self.rows.parameters.flat.detach()}
         parts |= {f"constants {rows.layout.dtype}": rows.flat for rows in self.rows.constants}
         return parts | {f"moments {name}": tensor for name, tensor in self._moments.items()} | self.scales.tensors
 
     def load(self, rows: Sequence[int], modules: Sequence[nn.Module]) -> None:
-        """New hosts in these rows, with nothing of those before."""
+        """Replace the hosts in these rows by new ones, with fresh moments and loss scales."""
         places = upload(rows, self.rows.parameters.flat.device)
         self.rows.load(places, modules)
         for moment in self._moments.values():
@@ -65,18 +66,20 @@ class HostStorage:
         self.scales.reset_(places)
 
     def group(self, rows: Sequence[int], rates: Tensor) -> HostGroup:
+        """Return the hosts of these rows, ready to train at these learning rates [A]."""
         return HostGroup(self, rows, rates)
 
 
 class HostGroup:
-    """Hosts that train together for a while, in compact copies of their rows."""
+    """Hosts that train together, in compact copies of their rows. Call `put_back()` last."""
 
     def __init__(self, bank: HostStorage, rows: Sequence[int], rates: Tensor) -> None:
         self.bank, self.stacked = bank, bank.stacked
         self._index = upload(rows, rates.device)
         self._layout: Layout = bank.rows.parameters.layout
-        self.flat = bank.rows.parameters.read(self._index).requires_grad_()
+        self.flat = bank.rows.parameters.read(self._index).requires_grad_()  # [A, P]
         self._constants = [part.read(self._index) for part in bank.rows.constants]
+        # Views of the copied buffers by name: layers update running statistics in place, and `put_back` writes the copies.
         self._views = {
             name: view
             for part, copy in zip(bank.rows.constants, self._constants, strict=True)
@@ -89,13 +92,15 @@ class HostGroup:
         self.scales = bank.scales.of(self._index)
 
     def tensors(self) -> dict[str, Tensor]:
+        """Return parameters and buffers by name, [A, ...]; gradients of the parameters flow to `flat`."""
         return self._layout.unflatten(self.flat) | self._views
 
     def learn(self, gradient: Tensor, *, active: Tensor | None = None) -> None:
-        """One step by the gradient [A, P], of the hosts that are `active` [A]; None: of all."""
+        """Take one optimiser step along the gradient [A, P] for the hosts that are `active` [A]; None: for all."""
         self._optimizer.step(gradient, active=active)
 
     def put_back(self) -> None:
+        """Write weights, buffers, moments and loss scales back to the storage."""
         self.bank.rows.write(self._index, [self.flat.detach(), *self._constants])
         for name, tensor in self._optimizer.state.items():
             self.bank._moments[name].index_copy_(0, self._index, tensor)
@@ -103,32 +108,35 @@ class HostGroup:
             self.bank.scales.tensors[name].index_copy_(0, self._index, tensor)
 
 
-Watch = Callable[[str, Tensor], Tensor]  # slot, what flows there before any seed -> what flows on
+Watch = Callable[[str, Tensor], Tensor]  # called with a slot and its activations before any seed; returns the activations to go on with
 
 
 @dataclass(frozen=True)
 class StackedModel:
+    """Some hosts with their seeds as one network."""
+
     host: Stacked
-    tensors: Mapping[str, Tensor]  # of the hosts: parameters and buffers by name, [N, ...]
+    tensors: Mapping[str, Tensor]  # parameters and buffers of the hosts by name, [N, ...]
     stacked_seeds: Sequence[StackedSeed]
-    precision: torch.dtype | None = None  # of activations, where they are not the weights'
-    recompute: Recompute | None = None  # how blocks are computed in training whose activations are not kept
+    precision: torch.dtype | None = None  # of activations under autocast; None: that of the weights
+    recompute: Recompute | None = None  # runs the blocks whose activations are recomputed in the backward pass; None: keep all
 
     def losses(self, inputs: Tensor, targets: Tensor, *, training: bool, watch: Watch | None = None) -> Tensor:
-        """Mean loss of every host [N] on its samples: inputs [B, N, ...], targets [B, N, ...]."""
+        """Return the mean loss of every host [N] on its samples: inputs [B, N, ...], targets [B, N, ...]."""
         return self.losses_of_samples(inputs, targets, training=training, watch=watch).mean(0)
 
     def losses_of_samples(self, inputs: Tensor, targets: Tensor, *, training: bool, watch: Watch | None = None) -> Tensor:
-        """[B, N]."""
+        """Return the loss of every sample [B, N]; that of a sequence is the mean over its tokens."""
         device = inputs.device.type
         with torch.autocast(device, dtype=self.precision, enabled=self.precision is not None):
-            logits = self.host(self.tensors, inputs, training=training, at=self._at(watch), recompute=self.recompute)
+            logits = self.host(self.tensors, inputs, training=training, at=self._at_slots(watch), recompute=self.recompute)
         if self.precision is not None:
             logits = logits.float()
         each = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), reduction="none")
         return each.view(len(inputs), inputs.shape[1], -1).mean(dim=2)
 
-    def _at(self, watch: Watch | None) -> Watch:
+    def _at_slots(self, watch: Watch | None) -> Watch:
+        """Return the function that the host calls after each slot: it shows the activations to `watch` and adds the seeds."""
         by_slot: dict[str, list[StackedSeed]] = defaultdict(list)
         for stacked in self.stacked_seeds:
             by_slot[stacked.slot].append(stacked)

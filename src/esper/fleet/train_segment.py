@@ -1,12 +1,15 @@
-"""A stretch of training between two decisions: some hosts and all their seeds, every step one tensor program.
+"""A training segment: the steps between two decisions, for some hosts and all their seeds, each step one tensor program.
 
-Weights, buffers and moments of these hosts are copied into compact tensors, trained there, and put back. In between nothing is asked of
-the device: losses and norms stay there until the stretch is over, and so does the number of the step, so that a step is the same thing
-every time and can be recorded.
+`TrainSegment` copies weights, buffers and moments of these hosts into compact tensors, trains those, and writes them back. It reads nothing
+from the device. Losses, norms and the step number stay there, so every step launches the same kernels and can be recorded as a CUDA graph.
 
-The batch of a step may be cut into parts, one after another: no more activations are there at once than those of one part.
+One step:
+1. forward and backward pass of the hosts with their connected seeds (`_pass`), in parts where the batch is accumulated;
+2. optimiser step of the hosts and of the connected seeds;
+3. second pass for the seeds in the shadow, which learn without being seen by the host (`_Shadow`);
+4. update of the loss scales (float16).
 
-Shapes: A = hosts that train, R = seeds of one crew, T = steps, B = samples; what flows is [B, A, ...].
+Shapes: A = hosts that train, R = seeds of one group, T = steps, B = samples. Activations are [B, A, ...].
 """
 
 from __future__ import annotations
@@ -31,38 +34,40 @@ from esper.growth.config import SeedOptimizer
 
 @dataclass(frozen=True)
 class Plan:
-    """What a stretch needs to know beside the tensors. Rows of crews are positions among `rows`."""
+    """The hosts of a segment, the seeds that learn in it, and how. The hosts of seed groups are positions in `rows`."""
 
-    rows: Sequence[int]  # of the fleet
+    rows: Sequence[int]  # rows of the fleet
     rates: Tensor  # [A] learning rates of the hosts
     connected: SeedBatch  # seeds that the host sees
     in_shadow: SeedBatch  # seeds that learn in a second pass
-    shadow_alpha: float
-    precision: torch.dtype | None
+    shadow_alpha: float  # alpha of the seeds in the second pass
+    precision: torch.dtype | None  # of activations; None: that of the weights
     probes: Sequence[RowProbe] = ()
-    parts: int = 1  # of a batch
-    recompute: Recompute | None = None  # how blocks are computed whose activations are not kept
+    parts: int = 1  # that each batch is cut into; only the activations of one part are in memory at a time
+    recompute: Recompute | None = None  # runs the blocks whose activations are recomputed in the backward pass; None: keep all
 
     @property
     def seed_batches(self) -> dict[str, SeedBatch]:
-        """Those that are not empty."""
+        """The batches of seeds that are not empty, by name."""
         return {name: seeds for name, seeds in (("connected", self.connected), ("in shadow", self.in_shadow)) if len(seeds)}
 
 
 Parts = Sequence[tuple[Tensor, Tensor]]  # inputs and targets of every part of a batch, [B / parts, A, ...]
-Repeat = Callable[[Callable[[], None], int], None]  # does something so many times
+Repeat = Callable[[Callable[[], None], int], None]  # calls a function so many times, or records it once and replays it
 
 
 class TrainSegment:
+    """The training of a plan's hosts and seeds up to the next decision. `run` may be called once."""
+
     def __init__(self, host: HostStorage, data: FleetData, plan: Plan, config: SeedOptimizer, repeat: Repeat) -> None:
         self.plan, self._data, self._config, self._repeat = plan, data, config, repeat
         self._group = host.group(plan.rows, plan.rates)
         self._rows = upload(plan.rows, plan.rates.device)
         self._shadow = _Shadow(plan, host.slots) if len(plan.in_shadow) else None
-        self._now = torch.zeros(1, dtype=torch.int64, device=plan.rates.device)  # the number of the step
+        self._now = torch.zeros(1, dtype=torch.int64, device=plan.rates.device)  # the step number
 
     def run(self, batches: Tensor) -> Tensor:
-        """Trains on the samples [T, B, A], step by step. Gives the losses [T, A]."""
+        """Train on the samples of `batches` [T, B, A], given by number. Return the losses [T, A], on the device."""
         losses = torch.zeros(len(batches), len(self.plan.rows), device=batches.device, dtype=self._group.flat.dtype)
         done = 0
         for probes, steps in self._sections(len(batches)):
@@ -76,52 +81,63 @@ class TrainSegment:
         return losses
 
     def _sections(self, steps: int) -> list[tuple[list[RowProbe], int]]:
-        """Runs of steps in which the same probes look: they, and how many steps."""
-        looking = [[probe for probe in self.plan.probes if step in probe.window] for step in range(steps)]
-        return [(probes, len(list(some))) for probes, some in groupby(looking)]
+        """Divide the steps into runs with the same active probes. Return the probes and the number of steps of each run."""
+        active = [[probe for probe in self.plan.probes if step in probe.window] for step in range(steps)]
+        return [(probes, len(list(run))) for probes, run in groupby(active)]
 
     def _step(self, batches: Tensor, all_losses: Tensor, probes: Sequence[RowProbe]) -> None:
-        index = batches.index_select(0, self._now)[0]
+        """Take one training step. All its inputs and results are tensors that stay in place, so that it can be replayed."""
+        index = batches.index_select(0, self._now)[0]  # [B, A]
         parts = [self._data.batch(part, self._rows) for part in index.chunk(self.plan.parts)]
         seeds, scales = self.plan.connected, self._group.scales
-        losses, gradient, *of_seeds = _means(self._pass(inputs, targets, probes) for inputs, targets in parts)
-        stepping = scales.unscale_([(gradient, None), *((own, seeds.hosts) for own in of_seeds)])
+
+        # `seed_gradients` has one element [Q, P], or none where no seed is connected.
+        losses, gradient, *seed_gradients = _means(self._pass(inputs, targets, probes) for inputs, targets in parts)
+        # A host steps only where its own gradient and those of its seeds are finite (`stepping` [A]; None: all step).
+        stepping = scales.unscale_([(gradient, None), *((own, seeds.hosts) for own in seed_gradients)])
         self._group.learn(gradient, active=stepping)
-        for own in of_seeds:
+        for own in seed_gradients:
             seeds.learn(own, self._now, self.plan.rates, self._config, active=stepping)
+
+        # The second pass comes after the step of the hosts, as in a `Grower`.
         if self._shadow is not None:
             stepping = self._shadow.step(self._group, parts, self._now, self._config, stepping)
         scales.update_(stepping)
+
         all_losses.index_copy_(0, self._now, losses.unsqueeze(0))
         self._now += 1
 
     def _pass(self, inputs: Tensor, targets: Tensor, probes: Sequence[RowProbe]) -> list[Tensor]:
-        """Losses [A], and their gradients for the hosts and, where there are any, for the connected seeds, times the loss scales."""
+        """Return the losses [A], the gradient of the hosts [A, P], and that of the connected seeds [Q, P] where there are any.
+
+        The gradients are still multiplied by the loss scales. Lets the probes look at the activations and their gradients.
+        """
         seeds = self.plan.connected
         stacked_seeds = seeds.stacked_seeds(self._now, hosts=len(self.plan.rows))
         stacked_model = StackedModel(self._group.stacked, self._group.tensors(), stacked_seeds, self.plan.precision, self.plan.recompute)
         losses = stacked_model.losses(inputs, targets, training=True, watch=self._watch(probes))
         learning = [self._group.flat, *([seeds.flat] if len(seeds) else [])]
-        caught = [h for probe in probes for h in probe.caught]
+        caught = [h for probe in probes for h in probe.caught]  # activations that the probes need the gradient of
         gradients = torch.autograd.grad(self._group.scales.scaled(losses).sum(), [*learning, *caught])
         _answer(probes, [self._group.scales.unscaled(gradient) for gradient in gradients[len(learning) :]])
         return [losses.detach(), *gradients[: len(learning)]]
 
     def _watch(self, probes: Sequence[RowProbe]) -> Watch | None:
-        looking = [*([self._shadow.record] if self._shadow else []), *(probe.catch for probe in probes)]
-        if not looking:
+        """Return one function that passes the activations to the shadow's recorder and to all probes; None where there are none."""
+        watchers = [*([self._shadow.record] if self._shadow else []), *(probe.catch for probe in probes)]
+        if not watchers:
             return None
 
         def watch(slot: str, h: Tensor) -> Tensor:
-            for look in looking:
-                h = look(slot, h)
+            for watcher in watchers:
+                h = watcher(slot, h)
             return h
 
         return watch
 
 
 def _means(parts: Iterable[list[Tensor]]) -> list[Tensor]:
-    """Over the parts of a batch, tensor by tensor, in those of the first part."""
+    """Return the mean of each tensor over the parts of a batch. Adds up in place, in the tensors of the first part."""
     remaining, count = iter(parts), 1
     total = next(remaining)
     for part in remaining:
@@ -132,7 +148,7 @@ def _means(parts: Iterable[list[Tensor]]) -> list[Tensor]:
 
 
 def _answer(probes: Sequence[RowProbe], gradients: Sequence[Tensor]) -> None:
-    """The gradients are those of what all probes have caught, in order."""
+    """Give every probe the gradients of the activations it caught. `gradients` has those of all probes, in order."""
     for probe in probes:
         count = len(probe.caught)
         probe.ask(gradients[:count])
@@ -140,41 +156,46 @@ def _answer(probes: Sequence[RowProbe], gradients: Sequence[Tensor]) -> None:
 
 
 class _Shadow:
-    """The second pass of the hosts that raise seeds in the shadow: only those seeds learn from it.
+    """The second pass of the hosts with seeds in the shadow. Only those seeds learn from it.
 
-    Up to the first such slot of a host nothing is computed again: what flowed there in the first pass does, as in a `Grower`. The host has
-    stepped since, so behind that slot its new weights are at work.
+    At the first such slot of each host, the activations of the first pass replace those of the second, as in a `Grower`. The host has taken
+    its step in between, so the layers after that slot compute with the new weights.
     """
 
     def __init__(self, plan: Plan, slots: Sequence[str]) -> None:
         self.plan = plan
-        self._recorded: dict[str, list[Tensor]] = defaultdict(list)  # of every part
-        raised = plan.in_shadow.groups
-        self._hosts = sorted({host for group in raised for host in group.hosts})  # positions among the hosts that train
-        first = {host: min(slots.index(group.slot) for group in raised if host in group.hosts) for host in self._hosts}
+        self._recorded: dict[str, list[Tensor]] = defaultdict(list)  # slot -> activations in the first pass, one tensor per part
+        groups = plan.in_shadow.groups
+        # Hosts of the second pass, as positions in `plan.rows`; "places" below are places in this list.
+        self._hosts = sorted({host for group in groups for host in group.hosts})
         self._device = plan.rates.device
         self._index = upload(self._hosts, self._device)
-        self._begins = {
-            slot: (upload(here, self._device), upload([self._hosts[place] for place in here], self._device))
+
+        # For every slot that is the first of some hosts: their places in the second pass, and their positions in the first.
+        first = {host: min(slots.index(group.slot) for group in groups if host in group.hosts) for host in self._hosts}
+        self._starts = {
+            slot: (upload(places, self._device), upload([self._hosts[place] for place in places], self._device))
             for number, slot in enumerate(slots)
-            if (here := [place for place, host in enumerate(self._hosts) if first[host] == number])
+            if (places := [place for place, host in enumerate(self._hosts) if first[host] == number])
         }
-        self._beside = [self._placed(group) for group in plan.connected.groups]
-        self._raised = [self._placed(group) for group in raised]
+        self._connected_places = [self._placed(group) for group in plan.connected.groups]
+        self._shadow_places = [self._placed(group) for group in groups]
 
     def record(self, slot: str, h: Tensor) -> Tensor:
-        if slot in self._begins:
-            self._recorded[slot].append(h.detach().clone())  # the next layer may work in place
+        """Keep a copy of the first pass's activations h [B, A, ...] where the second pass needs them. Return h."""
+        if slot in self._starts:
+            self._recorded[slot].append(h.detach().clone())  # a copy, because the next layer may work in place
         return h
 
     def _replay(self, part: int, slot: str, h: Tensor) -> Tensor:
-        if slot not in self._begins:
+        """Replace the activations of the hosts whose first shadow seed is in this slot by the recorded ones."""
+        if slot not in self._starts:
             return h
-        here, there = self._begins[slot]
-        return h.index_copy(1, here, self._recorded[slot][part].index_select(1, there))
+        places, positions = self._starts[slot]
+        return h.index_copy(1, places, self._recorded[slot][part].index_select(1, positions))
 
     def step(self, host: HostGroup, parts: Parts, now: Tensor, config: SeedOptimizer, stepping: Tensor | None) -> Tensor | None:
-        """Seeds of the hosts that are `stepping` learn. Gives those of them for whom nothing has overflowed here either."""
+        """Train the seeds of the hosts that are `stepping` [A]. Return those hosts without the ones whose gradient overflowed here."""
         seeds = self.plan.in_shadow
         (gradient,) = _means(self._pass(host, number, inputs, targets, now) for number, (inputs, targets) in enumerate(parts))
         stepping = host.scales.unscale_([(gradient, seeds.hosts)], stepping)
@@ -183,31 +204,33 @@ class _Shadow:
         return stepping
 
     def _pass(self, host: HostGroup, part: int, inputs: Tensor, targets: Tensor, now: Tensor) -> list[Tensor]:
-        """The gradient of the seeds, times the loss scales."""
-        stacked_seeds = [*self._connected(now), *self._learning()]
+        """Return the gradient of the shadow seeds [Q, P], multiplied by the loss scales, on one part of the batch."""
+        stacked_seeds = [*self._connected_seeds(now), *self._shadow_seeds()]
         own = {name: tensor.detach().index_select(0, self._index) for name, tensor in host.tensors().items()}
         stacked_model = StackedModel(host.stacked, own, stacked_seeds, self.plan.precision, self.plan.recompute)
         inputs, targets = (tensor.index_select(1, self._index) for tensor in (inputs, targets))
         losses = stacked_model.losses(inputs, targets, training=True, watch=partial(self._replay, part))
         return list(torch.autograd.grad(host.scales.scaled(losses, self._index).sum(), [self.plan.in_shadow.flat]))
 
-    def _connected(self, now: Tensor) -> Iterator[StackedSeed]:
-        """The connected seeds of these hosts, as they are now, without gradients of their own."""
+    def _connected_seeds(self, now: Tensor) -> Iterator[StackedSeed]:
+        """Yield the connected seeds of these hosts with their present weights, detached."""
         seeds = self.plan.connected
-        if not any(len(chosen) for chosen, _ in self._beside):
+        if not any(len(chosen) for chosen, _ in self._connected_places):
             return
-        for group, weights, alpha, (chosen, places) in zip(seeds.groups, seeds.weights(), seeds.alphas(now), self._beside, strict=True):
+        parts = zip(seeds.groups, seeds.weights(), seeds.alphas(now), self._connected_places, strict=True)
+        for group, weights, alpha, (chosen, places) in parts:
             if len(chosen):
                 own = {name: tensor.detach().index_select(0, chosen) for name, tensor in weights.items()}
                 yield StackedSeed(group.slot, group.seed_kind, own, alpha.index_select(0, chosen), places)
 
-    def _learning(self) -> Iterator[StackedSeed]:
+    def _shadow_seeds(self) -> Iterator[StackedSeed]:
+        """Yield the seeds that learn, with the alpha that they would blend to."""
         seeds = self.plan.in_shadow
-        for group, weights, (_, places) in zip(seeds.groups, seeds.weights(), self._raised, strict=True):
+        for group, weights, (_, places) in zip(seeds.groups, seeds.weights(), self._shadow_places, strict=True):
             yield StackedSeed(group.slot, group.seed_kind, weights, torch.full_like(group.alphas[0], self.plan.shadow_alpha), places)
 
     def _placed(self, group: SeedGroup) -> tuple[Tensor, Tensor]:
-        """Which seeds of a crew take part, and the places of their hosts among those that do."""
+        """Return which seeds of a group belong to hosts of the second pass, and the places of those hosts."""
         taking_part = [number for number, host in enumerate(group.hosts) if host in self._hosts]
         places = [self._hosts.index(group.hosts[number]) for number in taking_part]
         return upload(taking_part, self._device, torch.int64), upload(places, self._device, torch.int64)
