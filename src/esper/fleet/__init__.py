@@ -1,4 +1,4 @@
-"""N hosts of one architecture, trained as one tensor program, each with its own seeds.
+"""Train N hosts of one architecture as one tensor program, each with its own seeds.
 
 Names are imported when they are first used, so that a command line can show its help at once.
 """

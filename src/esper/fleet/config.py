@@ -1,9 +1,4 @@
-"""The error of a fleet: something that was asked for cannot be done, with what to do instead.
-
-What can be set about a fleet, for all of its hosts and for each of them. Imports no torch.
-
-Whether the saved state of a fleet can be loaded into another.
-"""
+"""Settings of a fleet and of each of its hosts, the error that fleets raise, and the check of a saved state."""
 
 from __future__ import annotations
 
@@ -20,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class FleetError(ValueError):
-    pass
+    """A request that a fleet cannot fulfil. The message says what to do instead."""
 
 
 Share = Annotated[float, Meta(gt=0, le=1)]
@@ -29,27 +24,27 @@ Share = Annotated[float, Meta(gt=0, le=1)]
 class FleetConfig(Config):
     """How the hosts of a fleet train."""
 
-    batch_size: Count = 64  # training samples of each host in a step
+    batch_size: Count = 64  # training samples per host and step
     steps_per_decision: PositiveInt | None = None  # training steps between two decisions; None: once through the training data
-    validation_samples: PositiveInt | None = None  # the first so many of the validation part; None: all of it
-    validation_batch: Count = 128  # samples of one forward pass; contributions are paired over these batches
+    validation_samples: PositiveInt | None = None  # number of validation samples, taken from the start; None: all
+    validation_batch: Count = 128  # samples of one validation batch; contributions are paired over these batches
     optimizer: Literal["adamw", "sgd"] = "adamw"  # of hosts and seeds
     weight_decay: NonNegativeFloat = 0.01
     momentum: Fraction = 0.9  # of sgd
     schedule: Literal["none", "cosine"] = "cosine"  # of the learning rate, by decisions; cosine: towards 0 at the horizon
-    graphs: bool = True  # on a GPU, the steps between two decisions are recorded once and replayed
+    graphs: bool = True  # on a GPU, record a training step as a CUDA graph and replay it until the next decision
     precision: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
-    """bfloat16 and float16 are those of activations, by autocast; weights stay in float32. In float16 every host has a loss scale. float32
-    means all of its digits in convolutions on a GPU too, not TF32."""
+    """bfloat16 and float16 are the precision of activations, by autocast; weights stay in float32. In float16 every host has a loss scale.
+    In float32, convolutions on a GPU do not use TF32."""
     accumulate: PositiveInt = 1
-    """Parts that a batch is cut into, one after another, with one step by the mean of their gradients: activations take so many times less
-    memory. A batch norm sees the parts, and a probe takes each of them for a step."""
+    """Number of parts that a batch is cut into. The parts are computed one after another, and one step follows the mean of their gradients,
+    so activations take that many times less memory. A batch norm sees each part as a batch, and a probe counts each part as a step."""
     checkpoint: bool = False
-    """The activations inside a block of a host are not kept but computed again in the backward pass. A block is a module with parts of its
-    own and no slots inside, of which every part has a lowering; what has none, and seeds, keep theirs."""
+    """Recompute the activations inside a block of a host in the backward pass instead of keeping them. A block is a submodule with children
+    and without slots inside, all of whose parts have a lowering. Other modules, and seeds, keep their activations."""
 
     def steps_for(self, samples: int) -> int:
-        """Training steps between two decisions, where there are so many training samples."""
+        """Return the number of training steps between two decisions, for a task with `samples` training samples."""
         return self.steps_per_decision or max(samples // self.batch_size, 1)
 
     def check(self) -> None:
@@ -58,15 +53,15 @@ class FleetConfig(Config):
 
 
 class HostSetting(Config):
-    """What one host of a fleet trains on, and for how long."""
+    """The random seeds, data, length of training and rent of one host of a fleet."""
 
-    seed: NonNegativeInt = 0  # of its first weights and of the order of its data
-    growth_seed: NonNegativeInt = 0  # of the first weights of its seeds
-    horizon: PositiveInt = 20  # decisions in its life
+    seed: NonNegativeInt = 0  # of the host's first weights and of the order of its data
+    growth_seed: NonNegativeInt = 0  # of the first weights of the seeds it grows
+    horizon: PositiveInt = 20  # number of decisions until its training ends
     learning_rate: PositiveFloat = 0.01
-    label_noise: Fraction = 0.0  # share of its training labels that are wrong, for good
-    data_share: Share = 1.0  # of the training data
-    classes_share: Share = 1.0  # of the task's classes
+    label_noise: Fraction = 0.0  # share of its training labels that are wrong; the same ones in every epoch
+    data_share: Share = 1.0  # share of the training data that it sees
+    classes_share: Share = 1.0  # share of the task's classes that it sees
     rent: Rent = Rent()
 
     def check(self) -> None:
@@ -75,16 +70,18 @@ class HostSetting(Config):
 
 
 def check_state(state: Mapping[str, Any], tensors: Mapping[str, Tensor], *, hosts: int, keep: int) -> None:
-    """Raises FleetError unless it is that of a fleet of as many hosts, with tensors of these names and shapes and no more snapshots."""
+    """Raise FleetError unless the state fits a fleet with this number of hosts and snapshots and tensors of these names and shapes."""
     if len(state["rows"]) != hosts:
         raise FleetError(f"the saved fleet has {len(state['rows'])} hosts, and this one {hosts}; make one of the same size")
     if len(state["snapshots"]) > keep:
         raise FleetError(
-            f"the saved fleet has {len(state['snapshots'])} snapshots of every host, and this one keeps {keep}; "
+            f"the saved fleet has {len(state['snapshots'])} snapshots of every host, but this one keeps {keep}; "
             "make one with the same governor.keep"
         )
     own, saved = ({name: list(tensor.shape) for name, tensor in some.items()} for some in (tensors, state["tensors"]))
     for name in sorted(own.keys() | saved.keys()):
         if own.get(name) != saved.get(name):
-            there, here = (shapes.get(name, "not there") for shapes in (saved, own))
-            raise FleetError(f"the saved fleet is of other hosts: {name!r} is {there} in it and {here} here; make one of the same hosts")
+            there, here = (shapes.get(name, "missing") for shapes in (saved, own))
+            raise FleetError(
+                f"the saved fleet has other hosts: the shape of {name!r} is {there} in it and {here} here; make one of the same hosts"
+            )

@@ -1,4 +1,4 @@
-"""The data of a fleet: on the device once, and for every host its own part of it, its own order and its own labels.
+"""The data of a fleet: one copy on the device, and for every host its own share of the samples, their order, and its own labels.
 
 Shapes: N = hosts, M = training samples, B = samples of a batch, T = steps.
 """
@@ -19,16 +19,16 @@ from esper.tasks import Split, Task, shuffled_order
 
 
 class Order:
-    """The training samples of one host, epoch after epoch without end, each epoch in a new order: where it is takes two numbers."""
+    """The endless sequence of one host's training samples, in a new order every epoch. `epoch` and `position` are its whole state."""
 
     def __init__(self, chosen: Tensor, *, seed: int) -> None:
-        self.chosen, self.seed = chosen, seed  # [m] int64 on the CPU: the samples that this host may see
+        self.chosen, self.seed = chosen, seed  # `chosen`: numbers of the samples that this host sees, int64 on the CPU
         self.epoch = 0
         self.position = 0  # of the next sample in this epoch
         self._shuffled: Tensor | None = None
 
     def take(self, count: int) -> Tensor:
-        """The next samples [count]."""
+        """Return the numbers of the next samples [count]."""
         parts: list[Tensor] = []
         while count:
             if self._shuffled is None:
@@ -47,11 +47,11 @@ class Order:
 
 @dataclass(frozen=True, eq=False)
 class TaskTensors:
-    """Training and validation samples on the device, for as many fleets as there are. Nothing of the test part."""
+    """Training and validation samples of a task on the device. Several fleets can share them. Test samples are not part of it."""
 
     inputs: Tensor  # [M, ...]
-    targets: Tensor
-    labels: Tensor  # the targets on the CPU, to choose by
+    targets: Tensor  # [M, ...]
+    labels: Tensor  # the targets on the CPU, where samples are chosen by class
     validation: Split
     num_classes: int
     _rounded: dict[torch.dtype, Tensor] = field(default_factory=dict)
@@ -66,32 +66,34 @@ class TaskTensors:
         return len(self.labels)
 
     def rounded(self, dtype: torch.dtype) -> Tensor:
-        """The training inputs in half precision, made once: half as much to gather in every step, and nothing to convert."""
+        """Return the training inputs in half precision, converted once: each step then gathers half the bytes and converts nothing."""
         if dtype not in self._rounded:
             self._rounded[dtype] = rounded_inputs(self.inputs, dtype)
         return self._rounded[dtype]
 
 
 def rounded_inputs(inputs: Tensor, dtype: torch.dtype) -> Tensor:
-    """On a GPU; a CPU is not faster for it."""
+    """Return floating-point inputs in `dtype` on a GPU; on a CPU, where that is not faster, as they are."""
     return inputs.to(dtype) if inputs.is_cuda and inputs.is_floating_point() else inputs
 
 
 def placed_inputs(inputs: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return the inputs on a device, in `dtype` where they are floating-point numbers."""
     return inputs.to(device, dtype if inputs.is_floating_point() else None).contiguous()
 
 
 class FleetData:
-    """What every host of a fleet sees of the training data."""
+    """The training data as every host of a fleet sees it."""
 
     def __init__(self, tensors: TaskTensors, *, hosts: int, precision: torch.dtype | None = None) -> None:
         self.tensors = tensors
         self._inputs = tensors.inputs if precision is None else tensors.rounded(precision)
         self.orders = [Order(torch.arange(len(tensors)), seed=0) for _ in range(hosts)]
-        self._noisy: dict[int, Tensor] = {}  # row -> its labels [M], where some of them are wrong
-        self._stacked: Tensor | None = None  # labels of every row [N, M], where any row has its own
+        self._noisy: dict[int, Tensor] = {}  # row -> its labels [M], for hosts with label noise
+        self._stacked: Tensor | None = None  # labels of every row [N, M] on the device, where any host has label noise
 
     def reset(self, row: int, setting: HostSetting) -> None:
+        """Start the data of a row anew, by this setting."""
         self.orders[row] = Order(self._chosen(setting), seed=setting.seed)
         self._noisy.pop(row, None)
         if setting.label_noise:
@@ -99,24 +101,25 @@ class FleetData:
         self._stacked = None
 
     def batches(self, steps: int, batch_size: int, *, rows: Sequence[int]) -> Tensor:
-        """Which samples these hosts see in the next steps: [T, B, hosts] on the device. The others stay where they are."""
+        """Return the numbers of the samples that these hosts see in the next steps, [T, B, hosts] on the device, and move on by them."""
         taken = [self.orders[row].take(steps * batch_size) for row in rows]
         return upload(torch.stack(taken, dim=1).reshape(steps, batch_size, len(taken)), self.tensors.targets.device)
 
     def batch(self, index: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Inputs [B, hosts, ...] and labels of the samples [B, hosts]; `rows` [hosts] says whose labels."""
+        """Return inputs [B, hosts, ...] and targets of the samples `index` [B, hosts], with the labels of the hosts in `rows` [hosts]."""
         labels = self._labels()
         inputs = self._inputs.index_select(0, index.flatten()).view(*index.shape, *self._inputs.shape[1:])
         return inputs, self.tensors.targets[index] if labels is None else labels[rows, index]
 
     def _labels(self) -> Tensor | None:
+        """Return the labels of every row [N, M]; None where all hosts have those of the task."""
         if self._noisy and self._stacked is None:
             rows = [self._noisy.get(row, self.tensors.labels) for row in range(len(self.orders))]
             self._stacked = torch.stack(rows).to(self.tensors.targets.device)
         return self._stacked
 
     def _chosen(self, setting: HostSetting) -> Tensor:
-        """The samples of some classes, and a share of those."""
+        """Return the numbers of the samples that a host sees: those of its classes, and of these its share of the data."""
         chosen = torch.arange(len(self.tensors.labels))
         streams = Streams(setting.seed)
         if setting.classes_share < 1:
@@ -125,7 +128,8 @@ class FleetData:
             chosen = chosen[torch.isin(self.tensors.labels, classes)]
             if not len(chosen):
                 raise FleetError(
-                    f"host seed {setting.seed} would see the classes {classes.tolist()}, of which there are no training samples"
+                    f"there are no training samples of the classes {classes.tolist()}, which the host with seed {setting.seed} would see; "
+                    "choose another seed or a larger classes_share"
                 )
         if setting.data_share < 1:
             count = max(round(setting.data_share * len(chosen)), 1)
@@ -133,13 +137,14 @@ class FleetData:
         return chosen
 
     def _wrong_labels(self, setting: HostSetting) -> Tensor:
+        """Return the labels [M] of a host, some of them replaced by another class drawn at random."""
         generator = Streams(setting.seed).torch("label noise")
         is_wrong = torch.rand(len(self.tensors.labels), generator=generator) < setting.label_noise
         shift = torch.randint(1, self.tensors.num_classes, self.tensors.labels.shape, generator=generator)
         return torch.where(is_wrong, (self.tensors.labels + shift) % self.tensors.num_classes, self.tensors.labels)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where every host is in its data. What it sees and which labels are wrong comes from its setting."""
+        """Return the position of every host in its data. Its samples and wrong labels follow from its setting and are not saved."""
         return {"orders": [[order.epoch, order.position] for order in self.orders]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

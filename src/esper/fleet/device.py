@@ -1,14 +1,8 @@
-"""Numbers on their way to the device.
+"""Talk to the device seldom: upload without waiting, read once per decision, and replay training steps as CUDA graphs.
 
-What is read from the device: everything of one decision at once.
-
-The same step many times, without a word to the device in between.
-
-On a GPU the second step is recorded as a CUDA graph and the others replay it: a step of many small kernels takes as long as they compute,
-not as long as Python takes to launch them. A recording holds for one formation of seeds and costs about as much as a step does without it,
-so it is made anew for every stretch of steps, and nothing has to be compiled or kept.
-
-What holds while a fleet computes on a GPU.
+`Repeater` runs a training step many times. On a GPU it records the second step as a CUDA graph and replays it for the rest, so that a step
+of many small kernels takes as long as they compute, not as long as Python takes to launch them. A recording is valid for one set of seeds
+and takes about as long as an ordinary step. It is therefore made anew for every training segment, and nothing is compiled or kept.
 """
 
 from __future__ import annotations
@@ -24,14 +18,17 @@ Numbers = Tensor | Sequence[int] | Sequence[float] | Sequence[Sequence[float]]
 
 
 def upload(values: Numbers, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Does not wait for the device: a copy from ordinary memory would wait for all that is still to be computed there."""
+    """Return the values as a tensor on the device, without waiting for it.
+
+    They go through pinned memory: a copy from pageable memory would wait for all kernels that are still queued.
+    """
     tensor = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
     needs_pinning = device.type == "cuda" and tensor.device.type == "cpu"
     return (tensor.pin_memory() if needs_pinning else tensor).to(device, non_blocking=True)
 
 
 class Reading:
-    """Tensors are gathered by name and read in one transfer, as float64: losses and norms lose nothing.
+    """Named tensors that are read from the device in one transfer, as float64, so that losses and norms lose no digits.
 
     >>> reading = Reading()
     >>> reading.add("losses", torch.tensor([[1.0], [2.0]]))
@@ -48,6 +45,7 @@ class Reading:
         self._parts[name] = values.detach()
 
     def read(self) -> dict[str, Tensor]:
+        """Return all added tensors on the CPU. Waits for the device."""
         flat = torch.cat([part.reshape(-1).double() for part in self._parts.values()]).cpu()
         sizes = [part.numel() for part in self._parts.values()]
         return {
@@ -55,21 +53,24 @@ class Reading:
         }
 
 
-_WORTH_RECORDING = 4  # steps
+_WORTH_RECORDING = 4  # least number of steps for which a recording pays
 
-Step = Callable[[], None]  # takes all it needs from tensors that stay where they are, and leaves all it does in such
+Step = Callable[[], None]  # reads and writes only tensors that stay at the same address
 
 
 class Repeater:
+    """Runs a step many times; on a GPU, with `records`, as a CUDA graph."""
+
     def __init__(self, device: torch.device, *, records: bool = True) -> None:
         self._recorder = _recorder(device) if records and device.type == "cuda" else None
         self.recordings = 0  # so far
 
     def records(self, count: int) -> bool:
-        """Whether so many steps are recorded."""
+        """Return whether `count` steps would be recorded."""
         return self._recorder is not None and count >= _WORTH_RECORDING
 
     def __call__(self, step: Step, count: int) -> None:
+        """Run the step `count` times."""
         if self._recorder is None or not self.records(count):
             for _ in range(count):
                 step()
@@ -79,18 +80,18 @@ class Repeater:
 
 
 class _Recorder:
-    """All recordings on one device share one stream, and so the memory of their steps: no two of them run at once."""
+    """Records and replays steps on one device. All recordings share one stream and one memory pool, since no two run at once."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._last: torch.cuda.CUDAGraph | None = None  # alive until the next one has its memory
+        self._last: torch.cuda.CUDAGraph | None = None  # kept alive until the next recording has taken over its memory pool
 
     def run(self, step: Step, count: int) -> None:
         current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
         try:
             with torch.cuda.stream(self._stream):
-                step()  # what is loaded or chosen at its first use must be so before it is recorded
+                step()  # the first step is not recorded: kernels are loaded and algorithms chosen at their first use
                 graph = self._record(step)
                 for _ in range(count - 1):
                     graph.replay()
@@ -98,13 +99,13 @@ class _Recorder:
             current.wait_stream(self._stream)
 
     def _record(self, step: Step) -> torch.cuda.CUDAGraph:
-        """Not by `torch.cuda.graph`, which waits for the device and collects garbage first."""
+        """Record one step. `torch.cuda.graph` is not used because it first waits for the device and collects garbage."""
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(pool=None if self._last is None else self._last.pool(), capture_error_mode="thread_local")
         try:
             step()
         except BaseException:
-            with suppress(RuntimeError):  # a recording that has failed may not be ended, and why it failed is the news
+            with suppress(RuntimeError):  # ending a failed recording may fail too; the first error is the one to report
                 graph.capture_end()
             raise
         graph.capture_end()
@@ -119,9 +120,10 @@ def _recorder(device: torch.device) -> _Recorder:
 
 @contextmanager
 def on_gpu(device: torch.device) -> Iterator[None]:
-    """Kernels of our own are launched on this device, and convolutions in float32 keep all its digits.
+    """Launch Triton kernels on this device, and compute float32 convolutions without TF32.
 
-    By default cuDNN rounds their inputs to TF32, with three digits; who wants that speed has more of it in bfloat16.
+    By default cuDNN rounds the inputs of convolutions to TF32, which has three decimal digits. bfloat16 is the faster choice for those who
+    accept that.
     """
     before = torch.backends.cudnn.allow_tf32
     torch.backends.cudnn.allow_tf32 = False

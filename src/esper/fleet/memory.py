@@ -1,4 +1,4 @@
-"""How much memory a host of a fleet takes, and how many fit.
+"""The memory of a fleet: how many bytes a host takes, how many are free, and an error that says how many hosts would fit.
 
 Shapes: B = samples of a training batch.
 """
@@ -25,18 +25,20 @@ from esper.fleet.stacked_model import StackedModel
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes for one host. `state` is counted, the others are what a backward pass was seen to keep, and the largest of it once more."""
+    """Bytes of one host. `state` is computed; `step` and `seeds` are estimated from the tensors that autograd keeps for a backward pass."""
 
-    state: int  # weights, buffers and moments, with room for a seed in every slot: as they are, as they train, and in every snapshot
-    step: int  # of a training step of the host alone
-    seeds: int  # of the same step beyond that, with the largest seed in every slot
+    state: int  # weights, buffers and moments with a seed in every slot, in all copies: stored, training, and in every snapshot
+    step: int  # a training step of the host alone
+    seeds: int  # what the largest seed in every slot adds to the step
 
     @property
     def least(self) -> int:
+        """Bytes without seeds."""
         return self.state + self.step
 
     @property
     def most(self) -> int:
+        """Bytes with the largest seed in every slot."""
         return self.state + self.step + self.seeds
 
     def __str__(self) -> str:
@@ -44,7 +46,8 @@ class Memory:
 
 
 def in_words(count: int) -> str:
-    """
+    """Return a number of bytes with a decimal unit.
+
     >>> in_words(1_500_000), in_words(20)
     ('1.5 MB', '20 B')
     """
@@ -54,36 +57,37 @@ def in_words(count: int) -> str:
     return f"{value:.3g} {units[0]}"
 
 
-# What it takes
+# Bytes that a host takes
 
 
 def state_bytes(template: nn.Module, seed_kind: SeedKinds, make: MakeRowOptimizer, *, scales: bool = False) -> int:
-    """Of one row of a fleet."""
+    """Return the bytes of one copy of a host's state, with room for the largest seed in every slot."""
+    # The tensors are on the meta device: they have sizes but no memory.
     rows = ModuleRows(template, 1, device="meta")
     widest = [max((one.layout for one in some.values()), key=lambda layout: layout.width) for some in seed_kind.values()]
     learning = [rows.parameters.flat, *(torch.empty(1, layout.width, dtype=layout.dtype, device="meta") for layout in widest)]
     moments = [moment for flat in learning for moment in make(flat).state.values()]
     warmups = torch.empty(len(widest), dtype=torch.int64, device="meta")
-    of_loss = LossScales.fresh(1, "meta").tensors.values() if scales else ()
-    return sum(tensor.nbytes for tensor in (*learning, *moments, *(part.flat for part in rows.constants), warmups, *of_loss))
+    loss_scales = LossScales.fresh(1, "meta").tensors.values() if scales else ()
+    return sum(tensor.nbytes for tensor in (*learning, *moments, *(part.flat for part in rows.constants), warmups, *loss_scales))
 
 
 def step_bytes(
     template: nn.Module, inputs: Tensor, targets: Tensor, precision: torch.dtype | None, *, slots: Collection[str], recomputes: bool
 ) -> int:
-    """Of a training step of one host on samples such as these, inputs [B, ...] and targets [B, ...]."""
+    """Return the bytes of a training step of one host on samples like these, inputs [B, ...] and targets [B, ...]."""
     rows = ModuleRows.of([template], device=inputs.device)
 
     def losses(recompute: Recompute) -> Tensor:
         stacked_model = StackedModel(lower(template, slots=slots), rows.tensors(), [], precision, recompute if recomputes else None)
         return stacked_model.losses(inputs.unsqueeze(1), targets.unsqueeze(1), training=True)
 
-    with _undisturbed(inputs.device):
-        return _kept(losses, apart_from=[part.flat for part in rows.parts])
+    with _own_random_state(inputs.device):
+        return _backward_bytes(losses, apart_from=[part.flat for part in rows.parts])
 
 
 def seed_bytes(seed_kind: SeedKind, samples: int, precision: torch.dtype | None) -> int:
-    """What one seed adds to a training step."""
+    """Return the bytes that one seed of this kind adds to a training step on `samples` samples."""
     place = seed_kind.place
     h = torch.zeros(samples, 1, *place.shape, dtype=place.dtype, device=place.device, requires_grad=True)
     flat = torch.zeros(1, seed_kind.layout.width, dtype=place.dtype, device=place.device, requires_grad=True)
@@ -92,25 +96,28 @@ def seed_bytes(seed_kind: SeedKind, samples: int, precision: torch.dtype | None)
         with torch.autocast(place.device.type, dtype=precision, enabled=precision is not None):
             return h + seed_kind.delta(seed_kind.layout.unflatten(flat), h)
 
-    with _undisturbed(place.device):
-        return _kept(act, apart_from=[h, flat])
+    with _own_random_state(place.device):
+        return _backward_bytes(act, apart_from=[h, flat])
 
 
 @contextmanager
-def _undisturbed(device: torch.device) -> Iterator[None]:
-    """A host with dropout draws random numbers, which must not change what comes after."""
+def _own_random_state(device: torch.device) -> Iterator[None]:
+    """Compute with gradients, and restore torch's random state afterwards: a host with dropout draws from it."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
         yield
 
 
-def _kept(compute: Callable[[Recompute], Tensor], *, apart_from: Iterable[Tensor]) -> int:
-    """What autograd keeps for the backward pass, and its largest part once more: a gradient on its way through.
+def _backward_bytes(compute: Callable[[Recompute], Tensor], *, apart_from: Iterable[Tensor]) -> int:
+    """Return the bytes that autograd keeps for the backward pass of `compute`, plus its largest tensor once more.
 
-    `compute` is given what to run the blocks by that keep no more than their input: they are here again one at a time, the largest counts.
+    The largest tensor counts twice because its gradient has the same size. Tensors of `apart_from` do not count.
+
+    `compute` is called with a function that runs the blocks whose activations are recomputed. Such a block keeps only its input. In the
+    backward pass the blocks are recomputed one at a time, so the largest of them is added.
     """
     known = {tensor.untyped_storage().data_ptr() for tensor in apart_from}
-    kept: dict[int, int] = {}  # by place in memory
-    blocks: list[dict[int, int]] = [{}]
+    kept: dict[int, int] = {}  # address -> bytes
+    blocks: list[dict[int, int]] = [{}]  # the same for each block
 
     def note(tensor: Tensor, sizes: dict[int, int]) -> Tensor:
         storage = tensor.untyped_storage()
@@ -128,16 +135,16 @@ def _kept(compute: Callable[[Recompute], Tensor], *, apart_from: Iterable[Tensor
 
     with noting(kept):
         outcome = compute(block)
-    assert outcome.requires_grad  # and holds all of it until here, so that no two of them had the same place
+    assert outcome.requires_grad  # `outcome` holds the graph until here, so no address was used twice
     largest = max(max(sizes.values(), default=0) for sizes in (kept, *blocks))
     return sum(kept.values()) + max(sum(sizes.values()) for sizes in blocks) + largest
 
 
-# What there is
+# Bytes that are free
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """That a program can still have; None where nobody knows."""
+    """Return the bytes that this process can still allocate on a device; None where they cannot be found out."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -148,6 +155,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def _room_of_machine(table: Path) -> Iterator[int]:
+    """Yield the available memory of the machine, from /proc/meminfo, if there is such a file."""
     for line in table.read_text().splitlines() if table.exists() else ():
         name, value = line.split(":", 1)
         if name == "MemAvailable":
@@ -155,18 +163,19 @@ def _room_of_machine(table: Path) -> Iterator[int]:
 
 
 def rooms_of_groups(root: Path, membership: Path) -> Iterator[int]:
-    """What the limits of containers and batch jobs leave, those of all control groups that this process is in, of version 2 or 1."""
+    """Yield the bytes left under the memory limit of each control group (v1 or v2) of this process: containers, batch jobs."""
     lines = membership.read_text().splitlines() if membership.exists() else []
     for _, controllers, own in (line.split(":", 2) for line in lines):
         if controllers in ("", "memory"):
             top = root / controllers
             group = top / own.lstrip("/")
-            # A container sees its own group as the topmost, whatever the name by which the machine knows it.
+            # Look at the group and all its parents. In a container the group's own folder may not exist: its files are in the topmost one.
             for folder in (group, *group.parents[: len(group.parts) - len(top.parts)]):
                 yield from _room_of_group(folder, *(_GROUP_FILES[controllers]))
 
 
-# By version: the limit, what is used of it, and what of that is files that the system forgets where memory is needed.
+# The limit, the use, and the part of the use that is cached files, which the system drops when memory is needed; by controllers, which are
+# empty in version 2.
 _GROUP_FILES = {
     "": ("memory.max", "memory.current", "inactive_file"),
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -181,23 +190,24 @@ def _room_of_group(folder: Path, limit: str, used: str, forgettable: str) -> Ite
 
 
 def check_fits(hosts: int, each: int, *, room: int | None, device: torch.device) -> None:
-    """Raises FleetError where there is no room for so many hosts of `each` bytes; a room of None is as large as it needs to be."""
+    """Raise FleetError where `hosts` hosts of `each` bytes do not fit into `room` bytes. A room of None is unknown and not checked."""
     if room is not None and hosts * each > room:
         raise FleetError(_too_many(hosts, each, room // each, room, device))
 
 
 @contextmanager
 def explained(hosts: int, memory: Callable[[], Memory], least: int, *, room: int | None, device: torch.device) -> Iterator[None]:
-    """Inside, a device that is out of memory is told by a FleetError that says how many hosts would fit. `room` was there before them.
+    """Turn an out-of-memory error inside the context into a FleetError that says how many hosts would fit.
 
-    Where there is not even room to find out, a host takes the `least` that is known.
+    `room` is the number of free bytes before the fleet was made. `memory` is called to estimate the bytes of a host. Where even that runs
+    out of memory, `least` is used.
     """
     try:
         yield
     except RuntimeError as error:
         if not _is_out_of_memory(error):
             raise
-        traceback.clear_frames(error.__traceback__)  # what they hold is what there was no room for
+        traceback.clear_frames(error.__traceback__)  # free the tensors that the failed frames hold
         if device.type == "cuda":
             torch.cuda.empty_cache()
         try:
@@ -209,12 +219,13 @@ def explained(hosts: int, memory: Callable[[], Memory], least: int, *, room: int
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
-    """A CPU says so in words."""
+    """Return whether the error is about memory. On a CPU only its text tells."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def _too_many(hosts: int, each: int, fitting: int, room: int, device: torch.device) -> str:
     return (
         f"{hosts} hosts do not fit: one takes about {in_words(each)}, and {device} had {in_words(room)} for them; "
-        f"{fitting or 'not even one'} would fit. Take fewer hosts, a smaller batch_size, accumulate, checkpoint, or governor.keep = 1"
+        f"{fitting or 'not even one'} would fit. Take fewer hosts, a smaller batch_size, a larger accumulate, checkpoint = true, "
+        "or governor.keep = 1"
     )

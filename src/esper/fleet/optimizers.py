@@ -1,17 +1,15 @@
-"""A loss scale for every host, for float16, whose gradients vanish below 6e-8 and overflow above 65504.
+"""Loss scales and optimisers of many hosts at once, one row per host.
 
-The loss of a host is multiplied by as large a scale as its gradients bear, and they are divided by it again before they are used. A host
-whose gradients overflow, or those of one of its seeds, does not take the step and halves its scale; no other host notices. The numbers are
-those of torch.amp.GradScaler. All of this happens on the device, in tensors that stay where they are.
+Optimisers: `SGD`, `Adam` and `AdamW` do to the rows of one tensor [N, P] what torch.optim does to N models one after another. Every row has
+its own learning rate, moments and step count. So a host that starts late, or is left out of a step, is where it would be if it had been
+trained alone.
 
-Shapes: N = hosts, A = those of them that train, R = some of those, P = weights of one.
+Loss scales are for float16, whose gradients vanish below 6e-8 and overflow above 65504. The loss of each host is multiplied by a scale, as
+large as its gradients allow, and its gradients are divided by it before they are used. A host skips the step and halves its scale when its
+own gradients or those of one of its seeds overflow. Other hosts are not affected. The numbers are those of torch.amp.GradScaler. All of
+this happens on the device, in tensors that stay in place, so that steps can be recorded.
 
-Optimisers over flat rows: what torch.optim does to N hosts one after another, done to all of them at once.
-
-Every row has a learning rate, moments and a count of its steps, so a host that starts late, or is left out of a step, is where it would be
-had it been trained alone.
-
-Shapes: N = rows, P = parameters of one host.
+Shapes: N = rows (hosts or seeds), A = hosts that train, R = some of those, P = weights of a row, B = samples.
 """
 
 from __future__ import annotations
@@ -29,47 +27,50 @@ _GROWTH_INTERVAL = 2000  # good steps in a row after which the scale is doubled
 
 
 class NoLossScales:
-    """What precisions with the range of float32 need: nothing."""
+    """The interface of loss scales, and an implementation that scales nothing, for precisions with the range of float32."""
 
     def __init__(self, skipped: Tensor) -> None:
-        self.skipped = skipped  # [N], steps of each host
+        self.skipped = skipped  # [N], number of steps that each host has skipped
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """A row for each host."""
+        """The state, name -> [N]."""
         return {}
 
     def scaled(self, losses: Tensor, hosts: Tensor | None = None) -> Tensor:
-        """Losses [R] of these hosts [R]; None: of all, in order."""
+        """Return the losses [R] of these hosts [R] times their scales; None: of all hosts, in order."""
         return losses
 
     def unscaled(self, gradient: Tensor) -> Tensor:
-        """Of what flows in all hosts, [B, A, ...]."""
+        """Return the gradient of activations [B, A, ...] of all hosts divided by their scales."""
         return gradient
 
     def unscale_(self, gradients: Sequence[tuple[Tensor, Tensor | None]], stepping: Tensor | None = None) -> Tensor | None:
-        """Divides gradients [R, P] of these hosts [R]. Gives who may step by them [A]: those of `stepping` for whom all are finite.
+        """Divide gradients in place and return which hosts may step by them [A]; None: all hosts, even where a gradient is not finite.
 
-        None: everybody, whatever the gradients.
+        `gradients` are pairs of a gradient [R, P] and its hosts [R] (None: all, in order). A host may step if it is in `stepping` [A]
+        (None: all) and all its gradients are finite.
         """
         return None
 
     def update_(self, stepping: Tensor | None) -> None:
-        """Learns from one step."""
+        """Adapt the scales after a step that only the hosts of `stepping` [A] took."""
 
     def reset_(self, rows: Tensor) -> None:
-        """These hosts begin anew."""
+        """Set the scales of these rows back to the start."""
 
     def of(self, rows: Tensor) -> NoLossScales:
-        """A copy of these rows."""
+        """Return a copy of these rows."""
         return self
 
 
 class LossScales(NoLossScales):
+    """One loss scale per host."""
+
     def __init__(self, scale: Tensor, good_steps: Tensor, skipped: Tensor) -> None:
         super().__init__(skipped)
         self.scale = scale  # [N]
-        self.good_steps = good_steps  # [N], since the scale last changed
+        self.good_steps = good_steps  # [N], steps in a row without an overflow since the scale last changed
 
     @classmethod
     def fresh(cls, hosts: int, device: torch.device | str) -> LossScales:
@@ -88,7 +89,7 @@ class LossScales(NoLossScales):
 
     def unscale_(self, gradients: Sequence[tuple[Tensor, Tensor | None]], stepping: Tensor | None = None) -> Tensor:
         every = torch.arange(len(self.scale), device=self.scale.device)
-        overflows = torch.zeros_like(self.scale)  # how many of each host
+        overflows = torch.zeros_like(self.scale)  # [A], number of gradients of each host that overflowed
         for gradient, hosts in gradients:
             gradient.div_(self._of(hosts).unsqueeze(1))
             overflows.index_add_(0, every if hosts is None else hosts, (~gradient.isfinite().all(1)).to(overflows.dtype))
@@ -96,6 +97,7 @@ class LossScales(NoLossScales):
 
     def update_(self, stepping: Tensor | None) -> None:
         assert stepping is not None
+        # Double the scale after enough good steps in a row, halve it after an overflow.
         self.skipped.add_(~stepping)
         self.good_steps.add_(1).mul_(stepping)
         is_due = self.good_steps >= _GROWTH_INTERVAL
@@ -118,7 +120,7 @@ _CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grads_with_norm_
 
 
 class RowOptimizer(ABC):
-    """Steps on `flat` [N, P], in place. `lr` [N] may be written to between steps. `state` has the row as its first dimension throughout."""
+    """An optimiser of `flat` [N, P], in place. `lr` [N] may be written to between steps. Every tensor of `state` is [N] or [N, P]."""
 
     moments: ClassVar[tuple[str, ...]]
 
@@ -128,14 +130,14 @@ class RowOptimizer(ABC):
         if isinstance(lr, Tensor):
             self.lr.copy_(lr)
         else:
-            self.lr.fill_(lr)  # a number as a tensor would be a copy that waits for the device
+            self.lr.fill_(lr)  # torch.tensor(lr) would be a copy to the device that waits for it
         self.weight_decay = weight_decay
         self.state = {name: torch.zeros_like(flat, requires_grad=False) for name in self.moments}
         self.state["steps"] = torch.zeros(len(flat), dtype=torch.int64, device=flat.device)
 
     @torch.no_grad()
     def step(self, gradient: Tensor, *, active: Tensor | None = None) -> None:
-        """One step by `gradient` [N, P], which stays as it is. Rows outside `active` [N] stay bit-identical, whatever their gradient."""
+        """Take one step along `gradient` [N, P], which is not changed. Rows outside `active` [N] stay bit-identical."""
         changed = [self.flat, *self.state.values()]
         before = None if active is None else [tensor.clone() for tensor in changed]
         self.state["steps"] += 1
@@ -146,18 +148,18 @@ class RowOptimizer(ABC):
 
     @abstractmethod
     def _advance(self, gradient: Tensor) -> None:
-        """Changes weights and moments of all rows; the steps are counted already."""
+        """Update weights and moments of all rows. The step is already counted."""
 
     @abstractmethod
     def moves(self, gradient: Tensor, steps: int) -> Tensor:
-        """What a fresh optimiser takes from the weights in the last of so many steps along the same gradient, at a learning rate of 1.
+        """Return the amount that a fresh optimiser subtracts from the weights in the last of `steps` steps along the same gradient [N, P].
 
-        Without weight decay. Changes nothing.
+        The learning rate is 1 and there is no weight decay. Changes nothing.
         """
 
 
 class SGD(RowOptimizer):
-    """torch.optim.SGD: the weight decay is part of the gradient."""
+    """torch.optim.SGD for rows: the weight decay is added to the gradient."""
 
     moments = ("momentum",)
 
@@ -172,11 +174,11 @@ class SGD(RowOptimizer):
         self.flat.addcmul_(direction, self.lr.unsqueeze(1), value=-1)
 
     def moves(self, gradient: Tensor, steps: int) -> Tensor:
-        return gradient * sum(self.momentum**step for step in range(steps))  # 0 ** 0 is 1
+        return gradient * sum(self.momentum**step for step in range(steps))  # without momentum this is 0 ** 0 = 1
 
 
 class Adam(RowOptimizer):
-    """torch.optim.Adam: the weight decay is part of the gradient."""
+    """torch.optim.Adam for rows: the weight decay is added to the gradient."""
 
     moments = ("mean", "square")
 
@@ -203,17 +205,17 @@ class Adam(RowOptimizer):
         self.flat.addcdiv_(mean * (self.lr.unsqueeze(1) / mean_correction), spread, value=-1)
 
     def moves(self, gradient: Tensor, steps: int) -> Tensor:
-        return gradient / (gradient.abs() + self.eps)  # both moments are those of the gradient itself, once they are corrected
+        return gradient / (gradient.abs() + self.eps)  # the bias-corrected moments of a constant gradient are g and g²
 
     def _correction(self, beta: float) -> Tensor:
-        """1 - beta^steps [N, 1], without the cancellation that would cost float32 half of its digits."""
+        """Return 1 - beta^steps [N, 1], computed without the cancellation that would cost float32 half of its digits."""
         if beta == 0:
             return torch.ones_like(self.lr).unsqueeze(1)
         return -torch.expm1(self.state["steps"].to(self.flat.dtype) * math.log(beta)).unsqueeze(1)
 
 
 class AdamW(Adam):
-    """torch.optim.AdamW: weights decay on their own, by the learning rate times the weight decay."""
+    """torch.optim.AdamW for rows: weights shrink by the learning rate times the weight decay, apart from the gradient."""
 
     def __init__(
         self,
@@ -234,9 +236,10 @@ class AdamW(Adam):
 
 @torch.no_grad()
 def clip_rows_(gradient: Tensor, max_norm: float | Tensor) -> Tensor:
-    """Scales every row of [N, P] that is longer than `max_norm` (one, or one for each row) down to it, in place; the norms [N] before.
+    """Scale every row of `gradient` [N, P] whose norm exceeds `max_norm` down to it, in place. Return the norms [N] before clipping.
 
-    A row whose norm is not finite is not usable afterwards: leave it out of the step by `active=norms.isfinite()`.
+    `max_norm` is one number or a tensor [N]. A row whose norm is not finite is not usable afterwards: leave it out of the step by
+    `active=norms.isfinite()`.
     """
     norms: Tensor = torch.linalg.vector_norm(gradient, dim=1)
     gradient.mul_((max_norm / (norms + _CLIP_EPSILON)).clamp(max=1.0).unsqueeze(1))

@@ -1,13 +1,14 @@
 """Convolutions of N hosts at once for GPUs, as Triton kernels over tiles of pixels.
 
-cuDNN's grouped kernels are made for many channels in a group; hosts have 8 to 64, and their convolutions are bound by memory. Here a
-program takes one host and a tile of pixels, gathers their windows from the cache into a matrix [pixels, K] that never reaches memory, and
-multiplies it by the host's own kernel. The number of hosts is a number of programs: when it changes, little is compiled again.
+cuDNN's grouped kernels are made for many channels per group. Hosts have 8 to 64, and their convolutions are bound by memory. Here a program
+takes one host and a tile of pixels, gathers the windows of these pixels through the cache into a matrix [M, K] that is never written to
+memory, and multiplies it by the host's own kernel. The number of hosts only changes the number of programs, so little is compiled again
+when it changes.
 
-What flows is [B, N, C, H, W] with the channels innermost in memory, as these kernels write it: the channels of a pixel are one access. They
-read anything, only slower. Stride 1 and one group, in one or two dimensions of space. Then the gradient of the input is itself such a
-convolution, with the kernel turned around. `convolve_and_describe` also gives the mean and the variance of every channel, for the norm that
-follows: the outputs are at hand.
+Activations are [B, N, C, H, W] with the channels innermost in memory, as these kernels write them: the channels of a pixel are then one
+access. Inputs in another memory format work too, but are slower. The kernels support stride 1 and one group, in one or two dimensions of
+space. The gradient of the input is then itself such a convolution, with the kernel flipped. `convolve_and_describe` also returns the mean
+and variance of every channel, for the norm that follows: they are computed while the outputs are still in registers.
 
 Shapes: B = samples, N = hosts, C = channels, O = output channels, H × W = space (a series has H = 1), M = pixels of a tile, T = tiles,
 K = positions of the kernel × channels, these rounded up to a power of two.
@@ -22,14 +23,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_TILE = 128  # pixels of a program
-_STEP = 64  # pixels at once in the gradient of a kernel
-_SPLITS = 32  # programs of a host that share the sum over pixels in it
+_TILE = 128  # pixels per program
+_STEP = 64  # pixels per step of the sum in the gradient of a kernel
+_SPLITS = 32  # programs per host that divide that sum over pixels between them
 _WARPS = 4
 
 
 class Shape(NamedTuple):
-    """Of a convolution, for the kernels; all of it is known when they are compiled."""
+    """The sizes of a convolution. They are constants when the kernels are compiled."""
 
     channels: int
     height: int
@@ -57,10 +58,11 @@ class Shape(NamedTuple):
 
     @property
     def depth(self) -> int:
+        """K, the columns of the matrix of windows."""
         return self.block * self.kernel_height * self.kernel_width
 
     def turned(self) -> Shape:
-        """That of the convolution that takes gradients back."""
+        """Return the shape of the convolution that computes the gradient of the input."""
         return Shape(
             self.outputs,
             self.out_height,
@@ -76,7 +78,7 @@ class Shape(NamedTuple):
 
     @property
     def constants(self) -> dict[str, int]:
-        """As the kernels name them."""
+        """The constants of the kernels, by their names there."""
         return {
             "C": self.channels,
             "CP": self.block,
@@ -95,19 +97,22 @@ class Shape(NamedTuple):
 
 
 def fits(shape: Shape) -> bool:
-    """Paddings wider than the kernel leave outputs that see nothing, and a turned kernel would have a negative one."""
+    """Return whether the kernels support a shape: its padding must not be wider than the kernel.
+
+    Such outputs would see only padding, and the convolution of the gradient would need a negative padding.
+    """
     turned = shape.turned()
     return min(turned.pad_height, turned.pad_width) >= 0
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, shape: Shape) -> Tensor:
-    """[B, N, C, H, W] by kernels [N, O, C, kh, kw] to [B, N, O, H, W], in the precision of x."""
+    """Convolve x [B, N, C, H, W] with kernels [N, O, C, kh, kw]. Return [B, N, O, H, W] in the precision of x."""
     outputs: Tensor = _Convolution.apply(x, weight, bias, shape)  # type: ignore[no-untyped-call]
     return outputs
 
 
 def convolve_and_describe(x: Tensor, weight: Tensor, shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
-    """The same without a bias, and the mean and variance of every channel of every host [N, O], in float32, without gradients."""
+    """Convolve without a bias. Return the outputs, and the mean and variance of every channel [N, O] in float32, without gradients."""
     outputs, mean, variance = _DescribedConvolution.apply(x, weight, shape)  # type: ignore[no-untyped-call]
     return outputs, mean, variance
 
@@ -141,7 +146,7 @@ class _DescribedConvolution(torch.autograd.Function):
 
 
 def _merged(sums: Tensor, spreads: Tensor, *, total: int) -> tuple[Tensor, Tensor]:
-    """Mean and variance [N, O] of what tiles [N, T, O] found: their sums, and their squared distances from their own means."""
+    """Return mean and variance [N, O], given for every tile [N, T, O] the sum and the sum of squared distances from the tile's own mean."""
     counts = torch.full((sums.shape[1], 1), float(_TILE), device=sums.device)
     counts[-1] -= sums.shape[1] * _TILE - total  # the last tile may not be full
     mean = sums.sum(1) / total
@@ -150,35 +155,35 @@ def _merged(sums: Tensor, spreads: Tensor, *, total: int) -> tuple[Tensor, Tenso
 
 
 def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Of the input, of the kernels and of a bias."""
+    """Return the gradients of the input, of the kernels and of the bias; None where they are not needed."""
     x, weight = ctx.saved_tensors
     shape: Shape = ctx.shape
     gradient = with_channels_innermost(gradient)
     of_x = of_weight = of_bias = None
     if ctx.needs_input_grad[0]:
         of_x = _outputs(gradient, weight.transpose(1, 2).flip(-2, -1), None, shape.turned())[0]
-    if any(ctx.needs_input_grad[1:3]):  # they are found together
+    if any(ctx.needs_input_grad[1:3]):  # one kernel computes both
         of_weight, of_bias = (part.to(weight.dtype) for part in _weight_gradients(x, gradient, shape))
     return of_x, of_weight, of_bias
 
 
 def with_channels_innermost(x: Tensor) -> Tensor:
-    """The same [B, N, C, H, W], dense, with the channels innermost in memory."""
+    """Return x [B, N, C, H, W] dense, with the channels innermost in memory."""
     return x.movedim(2, -1).contiguous().movedim(-1, 2)
 
 
 def _block(size: int, most: int) -> int:
-    """A power of two that covers the size, as far as the most; tensor cores take 16 at least."""
+    """Return the size rounded up to a power of two, at most `most`, and at least 16, which tensor cores need."""
     return max(min(int(triton.next_power_of_2(size)), most), 16)
 
 
 def _depth(shape: Shape) -> int:
-    """How many columns of the windows' matrix are multiplied at once: all of a few, or as many as waste the least."""
+    """Return how many columns of the matrix of windows are multiplied at once: 64 if there are no more, else the size that wastes least."""
     return 64 if shape.depth <= 64 else 16 if shape.block <= 16 else 32
 
 
 def _matrices(weight: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
-    """Kernels [N, O, C, kh, kw] as [N, K, O], with nothing where there is no channel."""
+    """Return kernels [N, O, C, kh, kw] as matrices [N, kh, kw, C rounded up, O], that is [N, K, O], with zeros for the added channels."""
     is_padded = shape.block > shape.channels
     make = weight.new_zeros if is_padded else weight.new_empty
     matrices = make(len(weight), shape.kernel_height, shape.kernel_width, shape.block, shape.outputs, dtype=dtype)
@@ -187,11 +192,12 @@ def _matrices(weight: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
 
 
 def _strides(x: Tensor) -> dict[str, int]:
-    """Within a sample, known when the kernel is compiled, so that it knows what lies side by side."""
+    """Return the strides within a sample. As compile-time constants they tell the compiler which accesses are contiguous."""
     return {"STRIDE_C": x.stride(2), "STRIDE_H": x.stride(3), "STRIDE_W": x.stride(4)}
 
 
 def _outputs(x: Tensor, weight: Tensor, bias: Tensor | None, shape: Shape, *, describes: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch `_convolve`. Return the outputs [B, N, O, H, W] and, if it `describes`, the sums and spreads of every tile [N, T, O]."""
     samples, hosts = x.shape[:2]
     outputs = x.new_empty(samples, hosts, shape.out_height, shape.out_width, shape.outputs)
     block = _block(shape.outputs, 64)
@@ -219,13 +225,13 @@ def _outputs(x: Tensor, weight: Tensor, bias: Tensor | None, shape: Shape, *, de
 
 
 def _weight_gradients(x: Tensor, gradient: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
-    """Of the kernels [N, O, C, kh, kw] and of a bias [N, O], in float32; the channels of `gradient` are innermost."""
+    """Return the gradients of the kernels [N, O, C, kh, kw] and of a bias [N, O], in float32. The channels of `gradient` are innermost."""
     samples, hosts = x.shape[:2]
     block_o, block_k = _block(shape.outputs, 64), _block(shape.depth, 128)
     pixels = samples * shape.out_height * shape.out_width
     each = triton.cdiv(triton.cdiv(pixels, _SPLITS), _STEP) * _STEP
     splits = triton.cdiv(pixels, each)
-    parts = x.new_empty(splits, hosts, shape.depth + 1, shape.outputs, dtype=torch.float32)  # the last row is that of the bias
+    parts = x.new_empty(splits, hosts, shape.depth + 1, shape.outputs, dtype=torch.float32)  # the last row is for the bias
     blocks_k = triton.cdiv(shape.depth, block_k)
     _weigh[(splits, hosts, triton.cdiv(shape.outputs, block_o) * blocks_k)](
         x,
@@ -247,12 +253,12 @@ def _weight_gradients(x: Tensor, gradient: Tensor, shape: Shape) -> tuple[Tensor
     return kernels[:, :, :, : shape.channels].permute(0, 4, 3, 1, 2), whole[:, -1]
 
 
-# Kernels. Offsets of a sample are 64 bits wide; within a sample 32 are enough.
+# Kernels. The offset of a sample has 64 bits; within a sample 32 are enough.
 
 
 @triton.jit
 def _is_inside(row, column, H: tl.constexpr, W: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Without a sign, what is below zero is above everything."""
+    """Return whether a pixel is inside the image. As unsigned numbers, negative coordinates are larger than any size."""
     return (row.to(tl.uint32, bitcast=True) < H) & (column.to(tl.uint32, bitcast=True) < W)
 
 
@@ -262,7 +268,7 @@ def _windows(  # type: ignore[no-untyped-def]
     KH: tl.constexpr, KW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr,
     STRIDE_C: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr,
 ):  # fmt: skip
-    """Columns k of the windows of some pixels, [M, K]; x is that of one host."""
+    """Load the columns k of the matrix of windows for some output pixels, [M, K]. `x` points to the input of one host."""
     row, column = pixel // OW - PH, pixel % OW - PW
     channel, tap = k % CP, k // CP
     down, right = (tap // KW) * DH, (tap % KW) * DW
@@ -308,6 +314,7 @@ def _convolve(  # type: ignore[no-untyped-def]
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
+    """Compute a tile of pixels of one host, for a block of output channels; with DESCRIBES, its sums and spreads too."""
     tile, host, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     depth: tl.constexpr = CP * KH * KW
     pixels: tl.constexpr = OH * OW
@@ -317,6 +324,7 @@ def _convolve(  # type: ignore[no-untyped-def]
     is_pixel, is_output = sample < samples, o < OUT
     own = x + host.to(tl.int64) * stride_n
     matrix = matrices + host.to(tl.int64) * (depth * OUT)
+    # Multiply the windows [M, K] by the host's kernel [K, O], BLOCK_K columns at a time.
     total = tl.zeros((BLOCK_M, BLOCK_O), dtype=tl.float32)
     for start in range(0, depth, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
@@ -329,6 +337,7 @@ def _convolve(  # type: ignore[no-untyped-def]
     places = ((sample.to(tl.int64) * tl.num_programs(1) + host) * pixels + pixel) * OUT
     tl.store(outputs + places[:, None] + o[None, :], rounded, mask=is_pixel[:, None] & is_output[None, :])
     if DESCRIBES:
+        # Describe the outputs as they are stored, after rounding.
         found = tl.where(is_pixel[:, None], rounded.to(tl.float32), 0.0)
         count = tl.minimum(samples * pixels - tile * BLOCK_M, BLOCK_M)
         sum_of = tl.sum(found, 0)
@@ -368,6 +377,7 @@ def _weigh(  # type: ignore[no-untyped-def]
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
+    """Sum windows times output gradients over one split of the pixels of one host, for a block of [K, O]; and the gradient of the bias."""
     split, host, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     depth: tl.constexpr = CP * KH * KW
     pixels: tl.constexpr = OH * OW
@@ -386,5 +396,5 @@ def _weigh(  # type: ignore[no-untyped-def]
         alone += tl.sum(pull.to(tl.float32), 0)
     place = parts + (split * hosts + host).to(tl.int64) * ((depth + 1) * OUT)
     tl.store(place + k[:, None] * OUT + o[None, :], total, mask=(k < depth)[:, None] & (o < OUT)[None, :])
-    if block % BLOCKS_K == 0:
+    if block % BLOCKS_K == 0:  # the bias has no K: one of the blocks stores it
         tl.store(place + depth * OUT + o, alone, mask=o < OUT)

@@ -1,9 +1,9 @@
-"""What flows in some of the hosts, taken out and put back, for GPUs, as Triton kernels.
+"""Gather the activations of some hosts, and add deltas to them, for GPUs, as Triton kernels.
 
-Seeds belong to some hosts only. Torch's kernels for an index in the middle of a tensor go number by number, and its `index_add` adds by
-atomic operations though no host is named twice; these move a host's part of a sample at once, and add the seeds' share on the way.
+Only some hosts have a seed. Torch's kernels for an index in a middle dimension go number by number, and its `index_add` uses atomic
+operations although no host occurs twice. These kernels move a host's part of a sample in one piece, and multiply by alpha on the way.
 
-Shapes: B = samples, N = hosts, R = some of them, D = numbers of one host in one sample. Everything here is dense in memory, [B, hosts, D].
+Shapes: B = samples, N = hosts, R = some of them, D = numbers of one host in one sample. All tensors are dense in memory, [B, hosts, D].
 """
 
 from __future__ import annotations
@@ -15,17 +15,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 1024  # numbers at once
+_BLOCK = 1024  # numbers per program
 
 
 def gather(h: Tensor, index: Tensor) -> Tensor:
-    """[B, N, ...] to [B, R, ...]; `index` [R] names no host twice."""
+    """Return the hosts of `index` [R]: h [B, N, ...] becomes [B, R, ...]. No host may occur twice."""
     own: Tensor = _Gather.apply(h, index)  # type: ignore[no-untyped-call]
     return own
 
 
 def blend(h: Tensor, index: Tensor, alpha: Tensor, delta: Tensor) -> Tensor:
-    """h with alpha [R] times delta [B, R, ...] added in some hosts, summed in float32 at least. Alpha has no gradient."""
+    """Return h [B, N, ...] with alpha [R] times delta [B, R, ...] added to the hosts of `index` [R]. Alpha gets no gradient.
+
+    The sum is computed in float32 at least.
+    """
     blended: Tensor = _Blend.apply(h, index, alpha, delta)  # type: ignore[no-untyped-call]
     return blended
 
@@ -63,6 +66,7 @@ class _Blend(torch.autograd.Function):
 
 
 def _taken(h: Tensor, index: Tensor, alpha: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return the hosts of `index` [R] of h [B, N, ...] in `dtype`, times alpha [R] if given."""
     own = h.new_empty(len(h), len(index), *h.shape[2:], dtype=dtype)
     settings = {"SCALES": alpha is not None, "BLOCK": _BLOCK, "num_warps": 4}
     _take[_grid(own)](h, index, index if alpha is None else alpha, own, h.shape[1], own[0, 0].numel(), **settings)
@@ -73,12 +77,12 @@ def _grid(own: Tensor) -> tuple[int, int, int]:
     return len(own), own.shape[1], triton.cdiv(own[0, 0].numel(), _BLOCK)
 
 
-# Kernels: a program for a sample, one of the hosts and a part of its numbers.
+# Kernels. A program computes one block of the numbers of one chosen host in one sample.
 
 
 @triton.jit
 def _places(index, hosts, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where the part lies among the chosen hosts and among all, and which of its numbers there are."""
+    """Return the offsets of the block among the chosen hosts and among all hosts, and a mask of the numbers that exist."""
     sample, place = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     host = tl.load(index + place)
@@ -87,6 +91,7 @@ def _places(index, hosts, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped
 
 @triton.jit
 def _take(h, index, alpha, own, hosts, size, SCALES: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Copy a block of all hosts' `h` to the chosen hosts' `own`, times alpha with SCALES."""
     there, here, mask = _places(index, hosts, size, BLOCK)
     values = tl.load(h + here, mask=mask)
     if SCALES:
@@ -96,12 +101,14 @@ def _take(h, index, alpha, own, hosts, size, SCALES: tl.constexpr, BLOCK: tl.con
 
 @triton.jit
 def _put(own, index, whole, hosts, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Copy a block of the chosen hosts' `own` to all hosts' `whole`."""
     there, here, mask = _places(index, hosts, size, BLOCK)
     tl.store(whole + here, tl.load(own + there, mask=mask), mask=mask)
 
 
 @triton.jit
 def _add(delta, index, alpha, whole, hosts, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Add alpha times a block of the chosen hosts' `delta` to all hosts' `whole`."""
     there, here, mask = _places(index, hosts, size, BLOCK)
     share = tl.load(delta + there, mask=mask) * tl.load(alpha + tl.program_id(1))  # in alpha's precision
     total = tl.load(whole + here, mask=mask) + share

@@ -1,13 +1,13 @@
-"""Batch norm, ReLU and max-pool by 2 of N hosts as one pass over memory each way, for GPUs, as Triton kernels.
+"""Batch norm, ReLU and max-pool by 2 of N hosts in one kernel, for GPUs, in Triton.
 
-Apart, these three read and write the largest tensors of a step seven times on the way forward alone. Together they read the convolution's
-output once and write what is left after the pool. On the way back they read it twice: the gradient of a norm needs two sums over a whole
-channel before it can be written. Nothing but the convolution's output is kept for that: which pixel of a window was the largest is found
-again.
+Computed one by one, these three read and write the largest tensors of a step seven times in the forward pass alone. Together they read the
+output of the convolution once and write only the pooled result. The backward pass reads it twice, because the gradient of a norm needs two
+sums over a whole channel before it can be written. Only the output of the convolution is kept for it: the largest pixel of each window is
+found again.
 
-What flows is [B, N, C, H, W] with the channels innermost in memory, as `esper.fleet.kernels.convolution` writes it.
+Activations are [B, N, C, H, W] with the channels innermost in memory, as `esper.fleet.kernels.convolution` writes them.
 
-Shapes: B = samples, N = hosts, C = channels, H × W = space, R = outputs of a program, S = parts of a channel that are summed apart.
+Shapes: B = samples, N = hosts, C = channels, H × W = space, R = output pixels per program, S = parts of the samples that are summed apart.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ from torch import Tensor
 
 from esper.fleet.kernels.convolution import with_channels_innermost
 
-_BLOCK = 2048  # numbers of a program
-_SPLITS = 64  # parts of a channel
+_BLOCK = 2048  # numbers per program
+_SPLITS = 64  # most parts of the samples
 
 
 def norm_relu_pool(y: Tensor, mean: Tensor, variance: Tensor, gain: Tensor, bias: Tensor, *, eps: float, pools: bool) -> Tensor:
-    """[B, N, C, H, W] to the same, or with H and W, which are even, halved.
+    """Normalise y [B, N, C, H, W], apply ReLU and, with `pools`, a max-pool that halves H and W, which must be even.
 
-    Mean and variance [N, C] are those of y itself, and the gradient knows that they depend on it. Where they are not, as in evaluation,
-    there is no gradient to ask for.
+    The gradient assumes that mean and variance [N, C] are those of y itself. Do not ask for gradients where they are not, as in evaluation.
     """
     outputs: Tensor = _NormReluPool.apply(y, mean, variance, gain, bias, eps, pools)  # type: ignore[no-untyped-call]
     return outputs
@@ -42,7 +41,7 @@ class _NormReluPool(torch.autograd.Function):
         samples, hosts, channels, height, width = y.shape
         inverse = torch.rsqrt(variance + eps)
         scale = gain * inverse
-        settings = torch.stack([scale, bias - mean * scale, mean, inverse])  # [4, N, C]
+        settings = torch.stack([scale, bias - mean * scale, mean, inverse])  # [4, N, C]; the second is the shift
         outputs = y.new_empty(samples, hosts, *((height // 2, width // 2) if pools else (height, width)), channels)
         count, sizes = outputs.numel() // channels, _sizes(y, pools)
         _forward[(triton.cdiv(count, sizes["R"]),)](y, settings, outputs, count, hosts, **sizes, num_warps=4)
@@ -57,6 +56,7 @@ class _NormReluPool(torch.autograd.Function):
         gradient, sizes = with_channels_innermost(gradients[0]), _sizes(y, ctx.pools)
         each = triton.cdiv(samples, _SPLITS)
         splits = triton.cdiv(samples, each)
+        # First kernel: the two sums over each channel, which are also the gradients of bias and gain. Second kernel: the gradient of y.
         parts = y.new_empty(2, hosts, splits, channels, dtype=torch.float32)
         _sum_gradients[(hosts, splits)](y, settings, gradient, parts, samples, each, **sizes, num_warps=4)
         of_bias, of_gain = sums = parts.sum(2)  # [2, N, C]
@@ -68,17 +68,17 @@ class _NormReluPool(torch.autograd.Function):
 
 
 def _sizes(y: Tensor, pools: bool) -> dict[str, int]:
-    """As the kernels name them."""
+    """Return the constants of the kernels, by their names there."""
     block = int(triton.next_power_of_2(y.shape[2]))
     return {"C": y.shape[2], "CP": block, "H": y.shape[3], "W": y.shape[4], "POOLS": pools, "R": max(_BLOCK // block, 1)}
 
 
-# Kernels. A row is an output pixel, with all its channels; where there is a pool, it is a window of four pixels before it.
+# Kernels. A row is an output pixel with all its channels. With a pool it comes from a window of four input pixels.
 
 
 @triton.jit
 def _corner(inside, W: tl.constexpr, POOLS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The pixel, or the first of the window, that an output of this number within its plane comes from."""
+    """Return the number of the input pixel, or of the first pixel of the window, that an output pixel of this number comes from."""
     if POOLS:
         return (inside // (W // 2)) * (2 * W) + (inside % (W // 2)) * 2
     return inside
@@ -86,7 +86,7 @@ def _corner(inside, W: tl.constexpr, POOLS: tl.constexpr):  # type: ignore[no-un
 
 @triton.jit
 def _greater(a, b):  # type: ignore[no-untyped-def]
-    """Whether a takes the place of b: as torch has it, the first of the largest, and what is not a number before all."""
+    """Return whether a replaces b as the maximum. As in torch, the first of equal values wins, and NaN wins over numbers."""
     return (a > b) | (a != a)
 
 
@@ -100,7 +100,9 @@ def _forward(  # type: ignore[no-untyped-def]
     y, settings, outputs, count, hosts, C: tl.constexpr, CP: tl.constexpr, H: tl.constexpr, W: tl.constexpr, POOLS: tl.constexpr,
     R: tl.constexpr,
 ):  # fmt: skip
+    """Write R output pixels."""
     size: tl.constexpr = (H // 2) * (W // 2) if POOLS else H * W
+    # A plane is one host's image of one sample. r counts from the start of the plane of the first row and may run into the next planes.
     first = tl.program_id(0).to(tl.int64) * R
     plane, r, c = first // size, (first % size).to(tl.int32) + tl.arange(0, R), tl.arange(0, CP)
     mask = (first + tl.arange(0, R) < count)[:, None] & (c < C)[None, :]
@@ -125,7 +127,10 @@ def _sum_gradients(  # type: ignore[no-untyped-def]
     y, settings, gradient, parts, samples, each, C: tl.constexpr, CP: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
     POOLS: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """Of the channels of one host: the sums of what reaches the norm's output, and of that times the normalised pixel."""
+    """Sum over some samples of one host, for every channel, the gradient of the norm's output, and that times the normalised pixel.
+
+    Only the largest pixel of each window, if it is positive, gets a gradient.
+    """
     host, split, hosts = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     size: tl.constexpr = (H // 2) * (W // 2) if POOLS else H * W
     c = tl.arange(0, CP)
@@ -159,7 +164,7 @@ def _sum_gradients(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _back(pixel, pull, scale, mean, inverse, plain, weighed):  # type: ignore[no-untyped-def]
-    """The gradient of a norm at one pixel, given the means over its channel."""
+    """Return the gradient of a norm's input at one pixel, given the means of the two sums over its channel."""
     return scale * (pull - plain - (pixel - mean) * inverse * weighed)
 
 
@@ -168,6 +173,7 @@ def _backward(  # type: ignore[no-untyped-def]
     y, settings, means, gradient, of_y, count, hosts, C: tl.constexpr, CP: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
     POOLS: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
+    """Write the gradient of y for R output pixels: one pixel each, or with a pool all four of the window."""
     size: tl.constexpr = (H // 2) * (W // 2) if POOLS else H * W
     first = tl.program_id(0).to(tl.int64) * R
     plane, r, c = first // size, (first % size).to(tl.int32) + tl.arange(0, R), tl.arange(0, CP)
@@ -184,6 +190,7 @@ def _backward(  # type: ignore[no-untyped-def]
     largest = a * scale + shift
     if POOLS:
         b, d, e = _load(y + place + C, mask), _load(y + place + W * C, mask), _load(y + place + (W * C + C), mask)
+        # `chosen` is the number of the largest of the four pixels a, b, d, e; it alone gets the gradient of the output.
         chosen = tl.where(_greater(b * scale + shift, largest), 1, 0)
         largest = tl.where(chosen == 1, b * scale + shift, largest)
         chosen = tl.where(_greater(d * scale + shift, largest), 2, chosen)

@@ -1,12 +1,12 @@
 """Convolutions of N hosts at once, in three ways.
 
-    tiled       our own kernels, see `esper.fleet.kernels.convolution`: what is fastest on GPUs, for what they can do
-    grouped     one grouped convolution over [B, N·C, S...]: what GPUs do with the rest
-    unfolded    all windows copied side by side, then one batched product [N, O, C·K] × [N, C·K, S...·B]: what CPUs are good at
+    tiled       Triton kernels of `esper.fleet.kernels.convolution`: fastest on GPUs, for the layers they support
+    grouped     one grouped convolution over [B, N·C, S...]: for all other layers on GPUs
+    unfolded    all windows copied side by side, then one batched product [N, O, C·K] × [N, C·K, S...·B]: fastest on CPUs
 
-The unfolded one keeps the samples innermost in memory (the output is a permuted view of [N, O, S..., B]). So a window is copied in runs
-of B numbers, and the norm, the activation and the pooling behind it walk along contiguous memory. benchmarks/fleet_layers.py measures the
-last two.
+The unfolded convolution keeps the samples innermost in memory (its output is a permuted view of [N, O, S..., B]). So a window is copied in
+runs of B numbers, and the norm, activation and pooling after it read contiguous memory. benchmarks/fleet_layers.py measures the grouped and
+the unfolded one.
 
 Shapes: B = samples, N = hosts, C = channels, O = output channels, S... = one or two dimensions of space, K = positions of the kernel.
 """
@@ -25,16 +25,16 @@ from torch.nn.modules.conv import _ConvNd
 
 from esper.fleet.stacked.layers import Convolution, Scope, lowers
 
-Conv = nn.Conv1d | nn.Conv2d | _ConvNd  # one of the first two
-_WIDEST_TILED = 64  # channels
-_AT_ALL = (slice(None), slice(None))  # hosts and channels
+Conv = nn.Conv1d | nn.Conv2d | _ConvNd  # always one of the first two
+_WIDEST_TILED = 64  # most channels of a layer that the tiled kernels are chosen for
+_AT_ALL = (slice(None), slice(None))  # index of all hosts and channels
 
 
 def choose_convolution(device: torch.device, dtype: torch.dtype, channels: int) -> Convolution:
-    """Unfolded on a CPU, at every size measured there; tiled on a GPU in half precision, where layers are as narrow as was measured.
+    """Return the fastest way, as measured: unfolded on a CPU; tiled on a GPU, in half precision and for narrow layers; else grouped.
 
     Milliseconds of a training step of 32 hosts on two cores of a Neoverse-N1, grouped and unfolded: digits 4-8-16 at 64 samples 53 and 26,
-    digits 16-32-64 292 and 83, series 2-4-8 at 100 samples 29 and 14. One after another these hosts took 178, 369 and 171. On an NVIDIA
+    digits 16-32-64 292 and 83, series 2-4-8 at 100 samples 29 and 14. Trained one by one, these hosts took 178, 369 and 171. On an NVIDIA
     H200, 64 hosts of 8-16-32 channels at 512 images of 32 × 32 in bfloat16, grouped and tiled: 23.7 and 8.0.
     """
     if device.type == "cpu":
@@ -49,7 +49,7 @@ def has_triton() -> bool:
 
 
 def tiled_shape(layer: Conv, scope: Scope, x: Tensor) -> Any:
-    """What our own kernels have to know of a layer that they compute for this input; None where they do not."""
+    """Return the shape of a convolution for the tiled kernels; None where they do not compute this layer on this input."""
     if _way(layer, scope, x) != "tiled" or layer.groups > 1 or layer.padding_mode != "zeros" or set(layer.stride) != {1}:
         return None
     from esper.fleet.kernels import convolution as tiled
@@ -76,18 +76,19 @@ def convolution(layer: Conv, scope: Scope, x: Tensor) -> Tensor:
 
 
 def _way(layer: Conv, scope: Scope, x: Tensor) -> Convolution:
+    """Return the way to compute a convolution: that of the scope, or else the fastest."""
     return scope.convolution or choose_convolution(x.device, _working_dtype(x), max(layer.in_channels, layer.out_channels))
 
 
 def convolve(shape: Any, weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
-    """By our own kernels, to images [B, N, O, H, W]."""
+    """Convolve x by the tiled kernels. Return images [B, N, O, H, W]."""
     from esper.fleet.kernels import convolution as tiled
 
     return tiled.convolve(*_as_images(x, weight), bias, shape)
 
 
 def convolve_and_describe(shape: Any, weight: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same without a bias, and the mean and variance of every channel [N, O]."""
+    """Convolve x by the tiled kernels, without a bias. Return images, and the mean and variance of every channel [N, O]."""
     from esper.fleet.kernels import convolution as tiled
 
     return tiled.convolve_and_describe(*_as_images(x, weight), shape)
@@ -126,14 +127,14 @@ def _in_working_precision(tensor: Tensor) -> Tensor:
 
 
 def _working_dtype(tensor: Tensor) -> torch.dtype:
-    """What autocast makes of a convolution's inputs."""
+    """Return the dtype to which autocast converts the inputs of a convolution."""
     device = tensor.device.type
     is_cast = torch.is_autocast_enabled(device) and tensor.dtype == torch.float32
     return torch.get_autocast_dtype(device) if is_cast else tensor.dtype
 
 
 class Windows(NamedTuple):
-    """Which inputs every output of a convolution looks at; an entry for each dimension of space."""
+    """The windows of a convolution: the inputs of every output. Each field has an entry per dimension of space."""
 
     kernel: tuple[int, ...]
     stride: tuple[int, ...]
@@ -160,7 +161,7 @@ class Windows(NamedTuple):
         return set(self.kernel + self.stride) == {1} and not any(map(sum, self.padding))
 
     def unfold(self, x: Tensor) -> Tensor:
-        """[N, C, S..., B] to [N, C, K..., S..., B]."""
+        """Return the windows [N, C, K..., S..., B] of x [N, C, S..., B]."""
         if self.is_pointwise:
             return x.reshape(*x.shape[:2], *self.kernel, *x.shape[2:])
         unfolded: Tensor = _Unfold.apply(x, self)  # type: ignore[no-untyped-call]
@@ -170,12 +171,12 @@ class Windows(NamedTuple):
         return F.pad(x, [0, 0, *(width for both in reversed(self.padding) for width in both)])
 
     def interior(self, padded: Tensor) -> Tensor:
-        """What `padded` was made of."""
+        """Return the part without padding: the inverse of `padded`."""
         sizes = padded.shape[2:-1]
         return padded[:, :, *(slice(before, size - after) for (before, after), size in zip(self.padding, sizes, strict=True))]
 
     def seen(self, padded: Tensor) -> Tensor:
-        """A view [N, C, K..., S..., B] of [N, C, S..., B], in which every window has its own place and all of them share storage."""
+        """Return all windows as a view [N, C, K..., S..., B] of a padded input [N, C, S..., B]. Overlapping windows share memory."""
         settings = zip(padded.shape[2:-1], self.kernel, self.stride, self.dilation, strict=True)
         sizes = [(size - dilation * (kernel - 1) - 1) // stride + 1 for size, kernel, stride, dilation in settings]
         first, second, *steps, last = padded.stride()
@@ -186,7 +187,7 @@ class Windows(NamedTuple):
 
 
 class _Unfold(torch.autograd.Function):
-    """Copies windows; backward adds them up where they came from. Autograd's own backward of such views takes several times as long."""
+    """Copies windows; backward adds their gradients up. Autograd's own backward of such a view takes several times as long."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, windows: Windows) -> Tensor:
@@ -207,8 +208,8 @@ class _Unfold(torch.autograd.Function):
 class _Product(torch.autograd.Function):
     """A batched product [.., O, K] × [.., K, M] with K and O small and M large.
 
-    The gradient of the left factor is a product with a transposed right factor, for which BLAS is slow at such sizes. So the smaller of
-    the two is transposed, and copied where M is small enough for that to pay.
+    The gradient of the left factor is a product with the transposed right factor, for which BLAS is slow at such sizes. So backward
+    transposes the smaller gradient instead, and copies it where M is small enough for that to pay.
     """
 
     @staticmethod
@@ -219,10 +220,10 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
         (outputs,), (kernels, columns) = gradients, ctx.saved_tensors
-        of_kernels = of_columns = None
+        kernel_gradient = column_gradient = None
         if ctx.needs_input_grad[0]:
             transposed = outputs.mT.contiguous() if outputs.shape[2] <= 512 else outputs.mT
-            of_kernels = torch.bmm(columns, transposed).mT
+            kernel_gradient = torch.bmm(columns, transposed).mT
         if ctx.needs_input_grad[1]:
-            of_columns = torch.bmm(kernels.mT, outputs)
-        return of_kernels, of_columns
+            column_gradient = torch.bmm(kernels.mT, outputs)
+        return kernel_gradient, column_gradient

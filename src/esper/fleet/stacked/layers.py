@@ -1,19 +1,16 @@
-"""What the lowering of a module sees in one pass, and the table of lowerings.
+"""The table of lowerings, and the lowerings of torch's own layers.
 
 A lowering computes for N hosts what a module's `forward` computes for one. It is a function of the module (its settings, not its weights),
-a scope and the input; one for modules of your own is registered in the same way as ours:
+a scope and the input. Register one for a module of your own in the same way:
 
     @lowers(Doubled)
     def doubled(module: Doubled, scope: Scope, x: Tensor) -> Tensor:
         return 2 * scope.child("layer", x)
 
-Shapes: B = samples of each host, N = hosts. Activations are [B, N, ...], weights and buffers [N, ...].
+A layer takes its input in any memory format. Where samples are innermost in memory, as after an unfolded convolution, they stay innermost.
 
-Torch's own layers for N hosts at once.
-
-A layer takes its input in any memory layout. Where samples lie innermost, as behind an unfolded convolution, they stay there.
-
-Shapes: B = samples, N = hosts, C = channels, S... = space, D = features. Activations are [B, N, ...], tensors of the state [N, ...].
+Shapes: B = samples of each host, N = hosts, C = channels, S... = space, D = features. Activations are [B, N, ...], weights and buffers
+[N, ...].
 """
 
 from __future__ import annotations
@@ -32,32 +29,32 @@ Convolution = Literal["grouped", "unfolded", "tiled"]
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """One submodule in one pass."""
+    """One submodule in one pass: its tensors and its children."""
 
-    name: str  # in the host; of the host itself it is empty
-    tensors: Mapping[str, Tensor]  # of the whole host
+    name: str  # full name in the host; empty for the host itself
+    tensors: Mapping[str, Tensor]  # of the whole host, by full name
     training: bool
-    convolution: Convolution | None  # how to convolve; None: as suits device and size
-    run: Callable[[str, Tensor], Tensor]  # the submodule of this full name
-    slots: frozenset[str] = frozenset()  # full names of the submodules whose outputs somebody wants to see
+    convolution: Convolution | None  # the way to convolve; None: chosen by device and size
+    run: Callable[[str, Tensor], Tensor]  # runs the submodule of this full name
+    slots: frozenset[str] = frozenset()  # full names of the submodules whose outputs may be replaced
 
     def full_name(self, name: str) -> str:
         return f"{self.name}.{name}" if self.name else name
 
     def tensor(self, name: str) -> Tensor:
-        """[N, ...] by the name that it has in this submodule."""
+        """Return a tensor [N, ...] by its name in this submodule."""
         return self.tensors[self.full_name(name)]
 
     def get(self, name: str) -> Tensor | None:
-        """None where the submodule has no such tensor, such as a layer without bias."""
+        """Return a tensor by its name in this submodule; None where there is none, as in a layer without bias."""
         return self.tensors.get(self.full_name(name))
 
     def child(self, name: str, x: Tensor) -> Tensor:
-        """What the submodule of this name makes of x, with what grows behind it."""
+        """Return the output of a child for x, with the seeds that grow after it."""
         return self.run(self.full_name(name), x)
 
     def inside(self, name: str) -> Scope:
-        """That of a submodule, for who computes several of them as one."""
+        """Return the scope of a child, for lowerings that compute several children in one kernel."""
         return replace(self, name=self.full_name(name))
 
     def has_slots_inside(self) -> bool:
@@ -76,9 +73,9 @@ _lowerings: dict[type[nn.Module], tuple[Lowering, Fits]] = {}
 
 
 def lowers(*kinds: type[nn.Module], fits: Fits = _always) -> Callable[[Lowering], Lowering]:
-    """Makes the decorated function the lowering of these classes, not of those derived from them, which may compute something else.
+    """Register the decorated function as the lowering of these classes. Subclasses are not included: they may compute something else.
 
-    `fits(module, training)` may refuse settings that the lowering cannot honour; such modules run through vmap.
+    `fits(module, training)` returns whether the lowering supports the settings of a module. A module that it refuses runs through vmap.
     """
 
     def register(lowering: Lowering) -> Lowering:
@@ -89,7 +86,7 @@ def lowers(*kinds: type[nn.Module], fits: Fits = _always) -> Callable[[Lowering]
 
 
 def lowering_of(module: nn.Module, *, training: bool) -> Lowering | None:
-    """None for a module that has none, or whose hooks a lowering would pass by."""
+    """Return the lowering of a module; None where there is none, or where it would bypass hooks of the module."""
     lowering, fits = _lowerings.get(type(module), (None, _always))
     has_hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     return lowering if not has_hooks and fits(module, training) else None
@@ -103,7 +100,8 @@ def linear(layer: nn.Linear, scope: Scope, x: Tensor) -> Tensor:
         outputs = torch.bmm(weight, columns) if bias is None else torch.baddbmm(bias.unsqueeze(2), weight, columns)
         return outputs.permute(2, 0, 1)
     rows = x.transpose(0, 1)  # [N, B, ..., D]
-    flat, kernel = rows.flatten(1, -2), weight.mT.contiguous()  # small, and a transposed one takes up to ten times as long on a CPU
+    # Copy the weights, which are small: on a CPU a product with a transposed view takes up to ten times as long.
+    flat, kernel = rows.flatten(1, -2), weight.mT.contiguous()
     outputs = torch.bmm(flat, kernel) if bias is None else torch.baddbmm(bias.unsqueeze(1), flat, kernel)
     return outputs.view(*rows.shape[:-1], -1).transpose(0, 1)
 
@@ -111,28 +109,29 @@ def linear(layer: nn.Linear, scope: Scope, x: Tensor) -> Tensor:
 @lowers(nn.Embedding)
 def embedding(layer: nn.Embedding, scope: Scope, x: Tensor) -> Tensor:
     weight = scope.tensor("weight")  # [N, entries, D]
-    first = torch.arange(len(weight), device=x.device) * layer.num_embeddings  # [N], where a host's entries begin
+    # Look up in one table of all hosts' entries. `first` [N] is the number of each host's first entry in it.
+    first = torch.arange(len(weight), device=x.device) * layer.num_embeddings
     outputs = F.embedding(x + first.view(-1, *[1] * (x.ndim - 2)), weight.flatten(0, 1))
     return without_gradient_of_padding(layer, x, outputs)
 
 
 def without_gradient_of_padding(layer: nn.Embedding, x: Tensor, outputs: Tensor) -> Tensor:
-    """The entry that stands for padding does not learn."""
+    """Return the outputs of an embedding, detached where the input is padding: the entry for padding does not learn."""
     return outputs if layer.padding_idx is None else torch.where((x == layer.padding_idx).unsqueeze(-1), outputs.detach(), outputs)
 
 
 @lowers(nn.BatchNorm1d, nn.BatchNorm2d)
 def batch_norm(layer: nn.BatchNorm1d | nn.BatchNorm2d, scope: Scope, x: Tensor) -> Tensor:
-    """Statistics are each host's own: to the kernel, N hosts of C channels are N·C channels."""
+    """Normalise every host by its own statistics: to the kernel, N hosts of C channels are N·C channels."""
     gain, bias = _flat(scope.get("weight")), _flat(scope.get("bias"))
     mean, variance = _flat(scope.get("running_mean")), _flat(scope.get("running_var"))
-    is_of_batch = scope.training or mean is None
+    uses_batch = scope.training or mean is None
     if scope.training and mean is not None and variance is not None:
-        # The kernel fills these by a momentum of 1. It could not update the rows themselves, which are not contiguous.
+        # With a momentum of 1 the kernel writes the batch statistics here. It cannot update the rows themselves: they are not contiguous.
         mean, variance = torch.zeros_like(mean), torch.zeros_like(variance)
 
     def norm(merged: Tensor) -> Tensor:
-        return F.batch_norm(merged, mean, variance, gain, bias, is_of_batch, momentum=1.0, eps=layer.eps)
+        return F.batch_norm(merged, mean, variance, gain, bias, uses_batch, momentum=1.0, eps=layer.eps)
 
     outputs = _on_channels(x, norm)
     if scope.training and mean is not None and variance is not None:
@@ -142,7 +141,7 @@ def batch_norm(layer: nn.BatchNorm1d | nn.BatchNorm2d, scope: Scope, x: Tensor) 
 
 @torch.no_grad()
 def track(layer: _BatchNorm, scope: Scope, mean: Tensor, variance: Tensor) -> None:
-    """Moves the running statistics towards these of a batch, by the momentum or, without one, to the mean over all batches so far."""
+    """Move the running statistics towards these batch statistics: by the momentum or, without one, to the mean of all batches so far."""
     count = scope.tensor("num_batches_tracked").add_(1)  # [N]
     share = 1 / count.to(mean.dtype).unsqueeze(1) if layer.momentum is None else layer.momentum
     for name, new in (("running_mean", mean), ("running_var", variance)):
@@ -151,12 +150,15 @@ def track(layer: _BatchNorm, scope: Scope, mean: Tensor, variance: Tensor) -> No
 
 
 def _flat(tensor: Tensor | None) -> Tensor | None:
-    """[N·C], of its own: cuDNN reads a gain in steps of 16 bytes, and a row of a single host may begin anywhere."""
+    """Return a tensor [N, C] as [N·C]; for a single host as a copy.
+
+    cuDNN reads a gain in steps of 16 bytes, and the row of a single host may start at any address.
+    """
     return None if tensor is None else tensor.flatten() if len(tensor) > 1 else tensor.flatten().clone()
 
 
 def _on_channels(x: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
-    """Runs `compute` on [B, N·C, S...] or, where samples lie innermost, on [1, N·C, S...·B]."""
+    """Run `compute` on [B, N·C, S...] or, where samples are innermost, on [1, N·C, S...·B]."""
     if x.ndim > 3 and _has_samples_innermost(x):
         last = x.movedim(0, -1)  # [N, C, S..., B]
         return compute(last.reshape(1, last.shape[0] * last.shape[1], -1)).view(last.shape).movedim(-1, 0)
@@ -179,7 +181,7 @@ def layer_norm(layer: nn.LayerNorm, scope: Scope, x: Tensor) -> Tensor:
 
 
 def _pool_each_channel(x: Tensor, pool: Callable[[Tensor], Tensor], spatial: int) -> Tensor:
-    """Runs `pool` on images [B, N·C, H, W] or, where samples lie innermost, on [N·C, B, H, W], then in torch's channels-last format."""
+    """Run `pool` on images [B, N·C, H, W] or, where samples are innermost, on [N·C, B, H, W], which is then channels-last for torch."""
     images = x if spatial == 2 else x.unsqueeze(-2)
     if _has_samples_innermost(x):
         by_channel = pool(images.permute(1, 2, 0, 3, 4).flatten(0, 1))
@@ -191,7 +193,7 @@ def _pool_each_channel(x: Tensor, pool: Callable[[Tensor], Tensor], spatial: int
 
 
 def _pair(value: Any, spatial: int, *, row: int) -> tuple[int, int]:
-    """A setting for height and width; a series is an image of one row, for which `row` is the setting."""
+    """Return a setting as (height, width). A series (one spatial dimension) is an image of one row; `row` is the setting of its height."""
     sizes = tuple(value) if isinstance(value, tuple | list) else (value,) * spatial
     return (row, sizes[0]) if spatial == 1 else (sizes[0], sizes[1])
 
@@ -223,7 +225,7 @@ def average_pool(layer: nn.AvgPool1d | nn.AvgPool2d, scope: Scope, x: Tensor) ->
 @lowers(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d)
 def adaptive_average_pool(layer: nn.AdaptiveAvgPool1d | nn.AdaptiveAvgPool2d, scope: Scope, x: Tensor) -> Tensor:
     spatial = x.ndim - 3
-    size: Any = _pair(layer.output_size, spatial, row=1)  # None keeps a size
+    size: Any = _pair(layer.output_size, spatial, row=1)  # a size of None stays as it is
     return _pool_each_channel(x, lambda images: F.adaptive_avg_pool2d(images, size), spatial)
 
 
@@ -240,12 +242,12 @@ def no_dropout(layer: nn.Module, scope: Scope, x: Tensor) -> Tensor:
 
 @lowers(nn.Flatten, fits=lambda layer, training: layer.start_dim > 0)
 def flatten(layer: nn.Flatten, scope: Scope, x: Tensor) -> Tensor:
-    """Its dimensions are those of one host's [B, ...]; the hosts are one more."""
+    """Flatten. The layer's dimensions are those of one host's [B, ...], so with the host dimension they are one higher."""
     return x.flatten(layer.start_dim + 1, layer.end_dim + 1 if layer.end_dim > 0 else layer.end_dim)
 
 
 def mean_over_space(x: Tensor) -> Tensor:
-    """[B, N, C, S...] to [B, N, C]."""
+    """Return the mean [B, N, C] of x [B, N, C, S...] over space."""
     if _has_samples_innermost(x):
         return x.movedim(0, -1).flatten(2, -2).mean(dim=2).movedim(-1, 0)
     return x.flatten(3).mean(dim=3)

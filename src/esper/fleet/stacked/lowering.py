@@ -1,29 +1,23 @@
-"""Modules made of others, for N hosts at once. Children are called by name, so that seeds can act behind any of them.
-
-Shapes: B = samples, N = hosts, C = channels, S... = space, T = tokens of a sequence, D = features. Activations are [B, N, ...].
-
-Modules that have no lowering, for N hosts at once: torch.func.vmap over the module as it is. Slower, and just as correct.
-
-Shapes: B = samples, N = hosts. Activations are [B, N, ...], tensors of the state [N, ...].
-
-Activations that are computed again in the backward pass instead of kept: those inside the blocks of a host.
-
-A block is computed twice from the same input and, the second time, with copies of its buffers, so that running statistics move once. Only
-modules that have lowerings all the way down are blocks: those draw no random numbers, and in a recorded step nothing could put the random
-streams of a GPU back. A lowering of your own must not draw any either.
-
-Shapes: B = samples, N = hosts. Activations are [B, N, ...].
-
-A module, lowered: a function that computes for N hosts, each with its own weights, what the module computes for one.
+"""Lower a module: turn it into a function that computes for N hosts, each with its own weights, what the module computes for one.
 
     stacked = lower(host, slots=["blocks.0", "blocks.1"])
     rows = ModuleRows.of(hosts)
     logits = stacked(rows.tensors(), images, training=True, at=seeds)       # [B, N, classes] of images [B, N, C, H, W]
 
-What has a lowering is computed by one kernel for all hosts, the rest through vmap. The sum of the hosts' losses has for every host the
-gradient that it has alone.
+Modules with a lowering compute all hosts in one kernel. The others run through torch.func.vmap, which is slower and just as correct. The
+gradient of the sum of the hosts' losses is, for every host, the gradient that it has alone.
 
-Shapes: B = samples of each host, N = hosts. Activations are [B, N, ...], weights and buffers [N, ...].
+The file has four parts:
+- lowerings of modules that are made of others. They call their children by name, so that seeds can act after any of them;
+- `run_vmapped`, for modules without a lowering;
+- `recomputed` and `blocks_of`: the activations inside a block of a host can be recomputed in the backward pass instead of kept. A block is
+  computed twice from the same input, the second time with copies of its buffers, so that running statistics move once. A module is a block
+  only if all its parts have lowerings. Those draw no random numbers: in a recorded step, the random state of a GPU could not be put back. A
+  lowering of your own must not draw any either;
+- `lower` and `Stacked`, which put these together.
+
+Shapes: B = samples of each host, N = hosts, C = channels, S... = space, T = tokens of a sequence, D = features. Activations are
+[B, N, ...], weights and buffers [N, ...].
 """
 
 from __future__ import annotations
@@ -54,7 +48,7 @@ from esper.tasks.gpt_host import CausalAttention, GPTBlock, GPTHost
 
 @lowers(nn.Sequential)
 def sequential(module: nn.Sequential, scope: Scope, x: Tensor) -> Tensor:
-    for name in module._modules:  # named_children leaves out a module that comes a second time
+    for name in module._modules:  # named_children would leave out a module that occurs a second time
         x = scope.child(name, x)
     return x
 
@@ -70,18 +64,22 @@ def conv_block(block: ConvBlock, scope: Scope, x: Tensor) -> Tensor:
 
 
 def _is_fusible(block: ConvBlock, scope: Scope, x: Tensor) -> bool:
-    """Not where something grows inside, where the pool leaves pixels out, or where a norm that does not look at its batch has to learn."""
-    is_whole = isinstance(block.pool, nn.Identity) or (x.ndim == 5 and not any(size % 2 for size in x.shape[3:]))
-    return is_whole and not scope.has_slots_inside() and (scope.training or not torch.is_grad_enabled())
+    """Return whether the fused kernels can compute the block.
+
+    They cannot where a slot is inside, where the pool is not over an image of even size, or where a norm in evaluation needs gradients.
+    """
+    pools_all = isinstance(block.pool, nn.Identity) or (x.ndim == 5 and not any(size % 2 for size in x.shape[3:]))
+    return pools_all and not scope.has_slots_inside() and (scope.training or not torch.is_grad_enabled())
 
 
 def _fused(block: ConvBlock, shape: Any, scope: Scope, x: Tensor) -> Tensor:
-    """The block in a pass over memory for the convolution and one for all the rest."""
+    """Compute the block in two passes over memory: the convolution, then norm, ReLU and pool together."""
     from esper.fleet.kernels.norm_pool import norm_relu_pool
 
     norm, weight = scope.inside("norm"), scope.inside("conv").tensor("weight")
     if scope.training:
         outputs, mean, variance = convolve_and_describe(shape, weight, x)
+        # Running variances are unbiased, as in torch.
         count = len(outputs) * outputs.shape[3] * outputs.shape[4]
         track(block.norm, norm, mean, variance * (count / max(count - 1, 1)))
     else:
@@ -117,7 +115,7 @@ def causal_attention(module: CausalAttention, scope: Scope, x: Tensor) -> Tensor
 
 
 def _attend(queries_keys_values: Tensor, *, heads: int, is_causal: bool) -> Tensor:
-    """[B, N, T, 3·D] to [B, N, T, D]. Positions look at those of their own sample and host, so these are one dimension here."""
+    """Return the attention [B, N, T, D] of queries, keys and values [B, N, T, 3·D]. Samples and hosts are merged into one batch."""
     samples, hosts, length, _ = queries_keys_values.shape
     split = queries_keys_values.reshape(samples * hosts, length, 3, heads, -1).permute(2, 0, 3, 1, 4)  # [3, B·N, heads, T, D / heads]
     mixed = F.scaled_dot_product_attention(split[0], split[1], split[2], is_causal=is_causal)
@@ -146,13 +144,15 @@ At = Callable[[str, Tensor], Tensor]
 
 
 def run_vmapped(module: nn.Module, scope: Scope, x: Tensor, *, at: At | None = None, slots: Iterable[str] = ()) -> Tensor:
-    """`slots` are full names of submodules inside this one, behind which `at` acts. The module's own weights are not used.
+    """Run a module on x [B, N, ...] through vmap, with the tensors of the scope instead of its own.
 
-    Random numbers, of a dropout layer for instance, are torch's global ones, different ones for every host.
+    `slots` are full names of submodules inside this one; `at` is called after each of them. Dropout layers draw from torch's global random
+    state, different numbers for every host.
     """
     named = (*module.named_parameters(), *module.named_buffers())
     given = {name: scope.tensor(name) for name, _ in named}
-    # What is updated in place is written to a reshaped tensor, which shares its storage only where it is contiguous.
+    # vmap writes in-place updates of buffers to a reshaped tensor. It shares memory with the buffer only where that is contiguous, so pass
+    # contiguous tensors and copy the updates back.
     tensors = {name: tensor.contiguous() for name, tensor in given.items()}
 
     def of_one_host(tensors: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -171,7 +171,7 @@ def run_vmapped(module: nn.Module, scope: Scope, x: Tensor, *, at: At | None = N
 
 @contextmanager
 def _hooked(module: nn.Module, scope: Scope, at: At | None, slots: Iterable[str]) -> Iterator[None]:
-    """Forward hooks for the time of one pass: what acts behind slots, and what vmap forgets about embeddings, their padding."""
+    """Add forward hooks for one pass: `at` after each slot, and the padding of embeddings, which vmap does not respect."""
     prefix = scope.full_name("")
     inside = [slot for slot in slots if at is not None and slot.startswith(prefix)]
     embeddings = [embedding for embedding in module.modules() if isinstance(embedding, nn.Embedding)]
@@ -185,7 +185,7 @@ def _hooked(module: nn.Module, scope: Scope, at: At | None, slots: Iterable[str]
 
 
 def _attention_of(device: torch.device) -> AbstractContextManager[None]:
-    """vmap would call the fused attention of the CPU for one host after another."""
+    """Return a context that avoids the fused attention of the CPU, which vmap would call for one host after another."""
     context: AbstractContextManager[None] = sdpa_kernel(SDPBackend.MATH) if device.type == "cpu" else nullcontext()
     return context
 
@@ -203,7 +203,7 @@ def _hook(at: At, slot: str) -> Callable[[nn.Module, Any, Tensor], Tensor]:
 
 
 class _OutsideVmap(torch.autograd.Function):
-    """Steps out of vmap: its rule gets the whole tensor of all hosts, and what it computes there is recorded by autograd as usual."""
+    """Calls `at` outside vmap: the vmap rule gets the tensor of all hosts, and autograd records its computation as usual."""
 
     @staticmethod
     def forward(output: Tensor, at: At, slot: str) -> Tensor:
@@ -215,41 +215,42 @@ class _OutsideVmap(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], output: Tensor, at: At, slot: str) -> tuple[Tensor, int]:
-        hosts_at = in_dims[0]
-        if hosts_at is None:  # it depends neither on a weight nor on the input
+        host_dim = in_dims[0]
+        if host_dim is None:  # the output depends neither on a weight nor on the input, so it is the same for all hosts
             return at(slot, output.unsqueeze(1).repeat_interleave(info.batch_size, dim=1)), 1
-        return at(slot, output.movedim(hosts_at, 1)), 1
+        return at(slot, output.movedim(host_dim, 1)), 1
 
 
 Compute = Callable[[Tensor], Tensor]
-Recompute = Callable[[Compute, Compute, Tensor], Tensor]  # what to compute, how to compute it again, of what input
+Recompute = Callable[[Compute, Compute, Tensor], Tensor]  # first computation, recomputation, input -> output
 
 
 def recomputed(first: Compute, again: Compute, x: Tensor) -> Tensor:
-    """What `first` makes of x. Of all that a backward pass needs only x is kept, and `again` makes the rest from it."""
+    """Return `first(x)`, keeping only x for the backward pass, which calls `again(x)` to recompute the activations."""
     passes, version = iter((first, again)), x._version
     outputs: Tensor = checkpoint(lambda x: next(passes)(x), x, use_reentrant=False, preserve_rng_state=False)
     if x._version != version:
         raise FleetError(
-            "a block of the host works in place on its input, so it cannot be computed again from it; "
+            "a block of the host changes its input in place, so its activations cannot be recomputed from that input; "
             "build its first layer with inplace=False, or leave `checkpoint` off"
         )
     return outputs
 
 
 def blocks_of(module: nn.Module, slots: Collection[str]) -> frozenset[str]:
-    """Names of the largest submodules that can be computed a second time, without slots inside, where seeds act once.
+    """Return the names of the largest submodules that can be recomputed: all parts have lowerings, and no slot is inside.
 
-    The host itself is not one, nor is a sequence of blocks: while one of them is computed again, the others are not there.
+    The host itself is not a block, nor is a chain of blocks: recomputing the blocks one at a time needs less memory.
     """
     return frozenset(_blocks_inside("", module, slots))
 
 
 def _blocks_inside(name: str, module: nn.Module, slots: Collection[str]) -> Iterator[str]:
+    """Yield the full names of the blocks inside a submodule of this full name."""
     for child_name, child in module.named_children():
         full = f"{name}.{child_name}" if name else child_name
         if not any(True for _ in child.children()):
-            continue  # what a single layer keeps is little more than its input
+            continue  # a single layer keeps little more than its input
         has_slots = any(slot.startswith(f"{full}.") for slot in slots)
         is_lowered = all(lowering_of(part, training=True) is not None for part in child.modules())
         if is_lowered and not has_slots and not _is_chain_of_blocks(child):
@@ -268,51 +269,54 @@ _REGISTERED = (convolutions, layers)  # importing them fills the table of loweri
 
 
 def lower(module: nn.Module, *, slots: Iterable[str] = (), convolution: Convolution | None = None) -> Stacked:
-    """`slots` are names of submodules whose outputs the caller may replace.
+    """Return the module as a function of N hosts. `slots` are names of submodules whose outputs the caller may replace.
 
-    `convolution` is how convolutions are computed; None leaves it to `esper.fleet.stacked.convolutions.choose_convolution`.
+    `convolution` is the way convolutions are computed; None leaves it to `esper.fleet.stacked.convolutions.choose_convolution`.
     """
     return Stacked(module, slots=slots, convolution=convolution)
 
 
 class Stacked:
-    """Call it with the tensors of N hosts and their inputs. It has no state; running statistics are updated in the given tensors."""
+    """A lowered module. Call it with the tensors of N hosts and their inputs.
+
+    It has no weights of its own. Running statistics are updated in the given tensors.
+    """
 
     def __init__(self, module: nn.Module, *, slots: Iterable[str] = (), convolution: Convolution | None = None) -> None:
         self.slots = frozenset(slots)
-        self._module = copy.deepcopy(module).train()  # its mode is switched, and in vmap it has hooks for a moment
+        self._module = copy.deepcopy(module).train()  # a copy, because its mode is switched and vmap adds hooks to it
         self.submodules = dict(self._module.named_modules(remove_duplicate=False))
         self._aliases = aliases(self._module)
         self.convolution = convolution
         unknown = sorted(self.slots - set(self.submodules))
         if unknown:
-            raise ValueError(f"no submodule named {unknown[0]!r} to have a slot; this module has {sorted(filter(None, self.submodules))}")
+            raise ValueError(f"no submodule named {unknown[0]!r} for a slot; this module has {sorted(filter(None, self.submodules))}")
         _check_embeddings(self.submodules)
 
     @cached_property
     def blocks(self) -> frozenset[str]:
-        """Names of the submodules that can be computed a second time."""
+        """Names of the submodules whose activations can be recomputed."""
         return blocks_of(self._module, self.slots)
 
     def __call__(
         self, tensors: Mapping[str, Tensor], x: Tensor, *, training: bool, at: At | None = None, recompute: Recompute | None = None
     ) -> Tensor:
-        """[B, N, ...] to [B, N, ...]. `at(name, output)` is called behind every slot, and what it returns replaces the output.
+        """Return the outputs [B, N, ...] for inputs x [B, N, ...]. `at(name, output)` is called after every slot; it returns a new output.
 
-        `training` holds for all submodules, whatever mode they were in when the module was lowered. Where a backward pass is to follow,
-        `recompute` runs the blocks.
+        `training` holds for all submodules, whatever mode they were in when the module was lowered. In training with gradients, `recompute`
+        runs the blocks.
         """
         _check_hosts(tensors, x)
         if self._module.training != training:
             self._module.train(training)
-        known = {**tensors, **{name: tensors[first] for name, first in self._aliases.items()}}
-        again = recompute if training and torch.is_grad_enabled() else None
-        return _Pass(self, known, training, at, again).run("", x)
+        by_every_name = {**tensors, **{name: tensors[first] for name, first in self._aliases.items()}}
+        recompute = recompute if training and torch.is_grad_enabled() else None
+        return _Pass(self, by_every_name, training, at, recompute).run("", x)
 
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """One way through a module. No closure, which would be a cycle that keeps the weights until garbage is collected."""
+    """One pass through a module. It is not a closure, which would be a reference cycle that holds the weights until garbage collection."""
 
     stacked: Stacked
     tensors: Mapping[str, Tensor]
@@ -321,7 +325,7 @@ class _Pass:
     recompute: Recompute | None
 
     def run(self, name: str, x: Tensor) -> Tensor:
-        """What the submodule of this name makes of x, with what acts behind it."""
+        """Return the output of the submodule of this full name for x, as replaced by `at` where it has a slot."""
         if self.recompute is not None and name in self.stacked.blocks:
             outputs = self.recompute(partial(self._compute, name), partial(self._with_copied_buffers(name)._compute, name), x)
         else:
@@ -329,7 +333,7 @@ class _Pass:
         return self.at(name, outputs) if self.at is not None and name in self.stacked.slots else outputs
 
     def _with_copied_buffers(self, name: str) -> _Pass:
-        """The same pass, in which this submodule finds its buffers as they are now, and changes none of the host's."""
+        """Return the same pass with copies of this submodule's buffers, so that a second computation does not change the host's."""
         full = [f"{name}.{buffer}" for buffer, _ in self.stacked.submodules[name].named_buffers(remove_duplicate=False)]
         return replace(self, tensors={**self.tensors, **{buffer: self.tensors[buffer].clone() for buffer in full}})
 
@@ -346,7 +350,7 @@ class _Pass:
 def _check_hosts(tensors: Mapping[str, Tensor], x: Tensor) -> None:
     hosts = {len(tensor) for tensor in tensors.values()}
     if hosts and hosts != {x.shape[1]}:
-        raise ValueError(f"the input is [samples, hosts, ...]; got {list(x.shape)} with tensors of {sorted(hosts)} hosts")
+        raise ValueError(f"the input must be [samples, hosts, ...]; got {list(x.shape)} with tensors of {sorted(hosts)} hosts")
 
 
 def _check_embeddings(submodules: Mapping[str, nn.Module]) -> None:
