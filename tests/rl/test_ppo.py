@@ -267,10 +267,14 @@ def test_an_actor_and_a_critic_of_ones_own_keep_their_weights_and_are_trained():
 @pytest.mark.parametrize(
     ("network", "parts", "message"),
     [
-        (SMALL, {"actor": nn.Linear(8, 3)}, "Linear must put out 2 numbers.* it puts out 3"),
-        (SMALL, {"critic": nn.Linear(8, 1)}, "an nn.Sequential that ends in an nn.Linear with 1 output; got Linear"),
-        (SMALL, {"critic": nn.Sequential(nn.Linear(8, 2))}, "with 1 output; got Sequential that ends in Linear"),
-        (NetworkConfig(norm_after=True), {"encoder": Forked()}, "Forked has a bypass_size, and norm_before and norm_after know no bypass"),
+        (SMALL, {"actor": nn.Linear(8, 3)}, "Linear must return 2 numbers.* it returns 3"),
+        (SMALL, {"critic": nn.Linear(8, 1)}, "an nn.Sequential that ends in an nn.Linear with 1 output; got a Linear"),
+        (SMALL, {"critic": nn.Sequential(nn.Linear(8, 2))}, "with 1 output; got a Sequential that ends in Linear"),
+        (
+            NetworkConfig(norm_after=True),
+            {"encoder": Forked()},
+            "Forked has a bypass_size, which norm_before and norm_after do not support",
+        ),
     ],
 )
 def test_parts_that_do_not_fit_are_refused(network, parts, message):

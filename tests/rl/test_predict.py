@@ -266,7 +266,7 @@ def test_a_file_of_a_newer_version_or_of_something_else_is_refused(tmp_path: Pat
     with pytest.raises(CheckpointError, match="written by a newer esper: its state has version 99"):
         Policy.load(path)
     write_state(path, {}, kind="weather", schema=1)
-    with pytest.raises(CheckpointError, match="kind 'weather', and neither a policy nor a learner"):
+    with pytest.raises(CheckpointError, match="kind 'weather', which is neither a policy nor a learner"):
         PPO.load(path)
     write_tensors(path, {"a": torch.zeros(1)})
     with pytest.raises(CheckpointError, match="holds no state of esper"):
@@ -276,7 +276,7 @@ def test_a_file_of_a_newer_version_or_of_something_else_is_refused(tmp_path: Pat
 def test_a_damaged_or_foreign_file_is_refused_by_name(tmp_path: Path):
     path = tmp_path / "policy.safetensors"
     learner(BOX, spaces.Discrete(3)).policy.save(path)
-    with pytest.raises(CheckpointError, match="a policy alone, which cannot go on learning"):
+    with pytest.raises(CheckpointError, match="only a policy, which cannot continue to learn"):
         PPO.load(path)
     content = bytearray(path.read_bytes())
     content[-1] ^= 1

@@ -1,6 +1,6 @@
 """Recurrent PPO for factored actions, and training runs as folders.
 
-Names are imported when they are first used: `from esper.rl.config import PPOConfig` does not wait for torch.
+Names are imported when they are first used, so that importing `esper.rl.config` does not wait for torch.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""One step of a policy at the least cost: on the CPU, a rollout is hundreds of small steps with the same weights.
+"""A fast step of a policy on the CPU, where a rollout is hundreds of small steps with the same weights.
 
-`fused_step` copies the weights once per rollout, transposed as products want them, and then goes from encoder layers over memory to actor
-in NumPy and the LSTM's kernel, without torch's cost per call (measured on Arm, 8 environments, LSTM 64, actor 64-64: 0.15 ms instead of
-0.46 a step). Its results are those of `Policy.step` and `Policy.decide` up to rounding. A policy with parts that it does not know is
-stepped by those instead.
+`fused_step` copies the weights once per rollout, transposed for plain products. Each step then computes encoder layers, memory and actor in
+NumPy and in the kernel of the LSTM, without torch's cost per call (measured on Arm, 8 environments, LSTM 64, actor 64-64: 0.15 ms instead
+of 0.46 a step). Its results are those of `Policy.step` and `Policy.decide` up to rounding. `plain_step` calls these two, for policies with
+custom parts and for other devices.
 
 Shapes: N = environments, I = input width, G = memories, H = hidden width, S = state width, P = distribution parameters.
 """
@@ -25,7 +25,7 @@ from esper.rl.recurrent import LSTM, SMALL_PRODUCT, ActorCriticCores, NoMemory, 
 from esper.vecenv import Obs
 
 Array = NDArray[Any]
-# Raw observations, state [N, S] -> what the heads see [N, GH], distribution parameters [N, P], state after the step [N, S].
+# Raw observations, state [N, S] -> features that the heads see [N, GH], distribution parameters [N, P], state after the step [N, S].
 Step = Callable[[Obs, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
@@ -40,7 +40,7 @@ def plain_step(policy: Policy) -> Step:
 
 
 def fused_step(policy: Policy) -> Step | None:
-    """Return the step of a policy with its weights as they are now, or None where a part of it is not one of ours."""
+    """Return the step of a policy with a copy of its present weights; None where a part of it is not built-in or not on the CPU."""
     encoder, core, actor = policy.encoder, policy.core, policy.actor
     memories: list[nn.Module] = [] if type(core) is NoMemory else [core.actor, core.critic] if type(core) is ActorCriticCores else [core]
     is_known = (
@@ -73,7 +73,7 @@ def fused_step(policy: Policy) -> Step | None:
 
 @dataclass(frozen=True, slots=True)
 class _Affine:
-    """`rows @ weight + bias`, the weight [inputs, outputs] in one piece."""
+    """`rows @ weight + bias`. The weight [inputs, outputs] is contiguous; torch and NumPy see the same memory."""
 
     weight: Tensor
     bias: Tensor
@@ -86,7 +86,7 @@ class _Affine:
         return cls(weight, bias, weight.numpy(), bias.numpy())
 
     def __call__(self, rows: Array) -> Array:
-        if len(rows) * self.weight_array.size > SMALL_PRODUCT:  # torch obeys `torch.set_num_threads`
+        if len(rows) * self.weight_array.size > SMALL_PRODUCT:  # worth several threads; torch obeys `torch.set_num_threads`
             large: Array = torch.addmm(self.bias, torch.from_numpy(rows), self.weight).numpy()
             return large
         product: Array = np.dot(rows, self.weight_array)
@@ -98,6 +98,7 @@ _Layer = Callable[[Array], Array]
 
 
 def _layers(modules: Iterable[nn.Module]) -> list[_Layer]:
+    """Return the modules as functions of arrays."""
     layers: list[_Layer] = []
     for module in modules:
         if isinstance(module, Dense):
@@ -110,7 +111,7 @@ def _layers(modules: Iterable[nn.Module]) -> list[_Layer]:
 
 
 def _tanh(rows: Array) -> Array:
-    return np.tanh(rows, out=rows)  # of a product that nobody else has
+    return np.tanh(rows, out=rows)  # in place: the product before it made this array
 
 
 def _through(layers: list[_Layer], rows: Array) -> Array:
@@ -121,11 +122,11 @@ def _through(layers: list[_Layer], rows: Array) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class _Memory:
-    """One LSTM, or the actor's and the critic's side by side."""
+    """One LSTM, or the LSTMs of actor and critic side by side."""
 
-    inputs: _Affine  # to the gates of all memories
+    inputs: _Affine  # from the input to the gates of all memories, [I, G·4H]
     weight_hh: Array  # [G, H, 4H]
-    recurrent: Array  # [G, 4H, H]
+    recurrent: Array  # [G, 4H, H], the same transposed
 
     @classmethod
     def of(cls, memories: list[LSTM]) -> _Memory | None:
@@ -136,10 +137,11 @@ class _Memory:
         return cls(inputs, weight_hh, np.ascontiguousarray(weight_hh.transpose(0, 2, 1)))
 
     def step(self, rows: Array, state: Array) -> tuple[Array, Array]:
+        """Return the output [N, GH] and the next state [N, 2GH] for inputs [N, I]."""
         size, (memories, width, _) = len(rows), self.weight_hh.shape
         gates = self.inputs(rows).reshape(size, memories, 4 * width)
         before = np.ascontiguousarray(state).reshape(size, 2 * memories, width)
         output, cells, _ = run_steps(gates, before, self.weight_hh, [size], self.recurrent)
-        after = np.empty_like(before)  # [h | c] of one memory after another
+        after = np.empty_like(before)  # [h | c] of each memory in turn
         after[:, ::2], after[:, 1::2] = output, cells
         return output.reshape(size, -1), after.reshape(size, -1)

@@ -1,22 +1,17 @@
-"""How a rollout is cut into minibatches of packed fragments.
+"""From a rollout to minibatches.
 
-A rollout [T, N] is cut into units: `length` consecutive steps of one environment. Units are shuffled and dealt to minibatches. Within its
-unit, an environment's steps are cut again wherever an episode starts; the pieces are the fragments that a recurrent core sees, sorted by
-length and packed time-major (see `esper.rl.recurrent`). Steps that were not real teach nothing, and each is a piece of its own, because
-the step after it starts an episode: such pieces are left out.
+1. `Rollout`: the tensors of T steps in N environments, allocated once and filled by the collector.
+2. `prepare` turns it into a `Batch`: advantages, targets and old log-probabilities, flattened and ready to be gathered.
+3. `minibatches` divides the steps into `Fragments`, and `Batch.gather` collects their tensors into a `Minibatch`.
 
-This runs on the host with NumPy: it is integer bookkeeping, and the sizes must be known there anyway.
+A rollout [T, N] is cut into units of `length` consecutive steps of one environment. Units are shuffled and dealt to minibatches. Within a
+unit, the steps are cut again wherever an episode starts. A recurrent core sees the resulting fragments, sorted by length and packed
+time-major (see `esper.rl.recurrent`). A step that was not real teaches nothing. It is always a fragment of its own, because the step after
+it starts an episode, and such fragments are left out. This is integer bookkeeping in NumPy: the core needs the sizes on the host anyway.
 
-Shapes: T = steps, N = environments, U = units of a minibatch, L = steps in a unit, F = fragments, M = packed steps, at most U·L.
-
-One rollout: what was seen, chosen and paid, in tensors allocated once.
-
-Shapes: T = steps, N = environments, L = steps that gradients flow through, S = state width, H = core width, P = distribution parameters,
-D = discrete heads, C = continuous numbers.
-
-A rollout turned into what the update reads: advantages, targets and old log-probabilities, flattened and ready to be gathered.
-
-Shapes: T = steps, N = environments, M = T·N, J = heads (1 for advantages under a joint ratio).
+Shapes: T = steps, N = environments, U = units of a minibatch, L = steps in a unit, F = fragments, M = flattened steps: T·N in a batch,
+packed steps (at most U·L) in a minibatch, S = state width, H = core output width, P = distribution parameters, D = discrete heads,
+C = continuous numbers, J = heads (1 for advantages under a joint ratio).
 """
 
 from __future__ import annotations
@@ -46,18 +41,20 @@ Booleans = NDArray[np.bool_]
 
 
 class Fragments(NamedTuple):
-    """One minibatch."""
+    """The fragments of one minibatch, as indices into the rollout."""
 
-    rows: Integers  # [M] into the rollout flattened to [T·N], in packed order
-    sizes: list[int]  # fragments that have a step 0, 1, 2, …
-    states: Integers  # [F] into the stored states flattened to [T/L·N]; one past the end for a fragment that starts an episode
+    rows: Integers  # [M] indices into the rollout flattened to [T·N], in packed order
+    sizes: list[int]  # number of fragments that have a step 0, 1, 2, …
+    states: Integers  # [F] indices into the stored states flattened to [T/L·N]; one past the end for a fragment that starts an episode
 
 
 def minibatches(
     starts: Booleans, *, length: int, parts: int, rng: np.random.Generator, valid: Booleans | None = None
 ) -> Iterator[Fragments]:
-    """One pass over a rollout in random order. `starts` [T, N] is true where a step is the first of an episode, `valid` where it was real
-    (None: everywhere)."""
+    """Yield the minibatches of one pass over a rollout, in random order.
+
+    `starts` [T, N] is true where a step is the first of an episode, `valid` [T, N] where it was real (None: everywhere).
+    """
     num_steps, num_envs = starts.shape
     units = rng.permutation(num_steps // length * num_envs)
     for part in np.array_split(units, parts):
@@ -65,7 +62,7 @@ def minibatches(
 
 
 def pack(starts: Booleans, units: Integers, *, length: int, valid: Booleans | None = None) -> Fragments:
-    """The fragments of some units; unit `u` is chunk `u // N` of environment `u % N`."""
+    """Return the fragments of some units. Unit `u` is chunk `u // N` of environment `u % N`."""
     num_steps, num_envs = starts.shape
     chunk, env = np.divmod(units, num_envs)
     rows = (chunk * length)[:, None] * num_envs + env[:, None] + np.arange(length) * num_envs  # [U, L] into [T·N]
@@ -74,6 +71,7 @@ def pack(starts: Booleans, units: Integers, *, length: int, valid: Booleans | No
         rows, units = rows[kept], units[kept]
         return Fragments(rows[:, 0], [len(units)], np.where(starts.ravel()[rows[:, 0]], num_steps * num_envs, units))
 
+    # Cut the units where an episode starts, leave out fragments that were not real, and sort the others by length.
     is_start = starts.ravel()[rows]  # [U, L]
     is_cut = is_start.copy()
     is_cut[:, 0] = True
@@ -84,16 +82,17 @@ def pack(starts: Booleans, units: Integers, *, length: int, valid: Booleans | No
     order = np.argsort(-lengths, kind="stable")
     first, lengths = first[order], lengths[order]
 
-    sizes = np.searchsorted(-lengths, -np.arange(lengths[0]), side="left")  # how many fragments are longer than t
+    # Pack them time-major: all first steps, then all second steps, and so on.
+    sizes = np.searchsorted(-lengths, -np.arange(lengths[0]), side="left")  # for every t, the number of fragments longer than t
     steps = np.arange(lengths[0])[:, None]
-    packed = (first + steps)[steps < lengths]  # row-major over time: packed order
+    packed = (first + steps)[steps < lengths]  # boolean indexing goes row by row, and a row is a time
     zero_state = num_steps // length * num_envs
     states = np.where(is_start.ravel()[first], zero_state, units[first // length])
     return Fragments(rows.ravel()[packed], sizes.tolist(), states)
 
 
 def _real(valid: Booleans | None, rows: Integers) -> Integers:
-    """Which of some steps were real, as indices; the first one where none was, because a minibatch cannot be empty."""
+    """Return the indices of the steps that were real; that of the first one if none was, because a minibatch cannot be empty."""
     if valid is None:
         return np.arange(len(rows))
     kept = np.flatnonzero(valid.ravel()[rows])
@@ -101,7 +100,7 @@ def _real(valid: Booleans | None, rows: Integers) -> Integers:
 
 
 def split(fragments: Fragments, parts: int) -> list[Fragments]:
-    """Pieces of a minibatch for gradient accumulation. Fragments are dealt out in turn, so that every piece has its share of long ones."""
+    """Split a minibatch into pieces for gradient accumulation. Fragments are dealt in turn, so that each piece has long and short ones."""
     if parts == 1:
         return [fragments]
     offsets = np.concatenate(([0], np.cumsum(fragments.sizes)))
@@ -115,25 +114,26 @@ def split(fragments: Fragments, parts: int) -> list[Fragments]:
 
 @dataclass
 class Rollout:
-    """Filled step by step by the collector, read by the learner. All but `states` is [T, N, ...]."""
+    """The steps of one rollout. The collector fills it, the learner reads it. All tensors but `states` are [T, N, ...]."""
 
-    obs: Obs  # as the environment gave them
+    obs: Obs  # raw, as the environment returned them
     masks: Masks  # of the heads that were ever masked
     choice: Choice
-    parameters: Tensor  # [T, N, P] of the distribution that was acted from
-    features: Tensor  # [T, N, H] what the heads saw
-    states: Tensor  # [T/L, N, S] at the first step of each unit
-    starts: Tensor  # bool: this step is the first of an episode
-    rewards: Tensor  # 0 where they were not finite
-    bad_rewards: Tensor  # bool: the reward was not finite, so the step teaches nothing and no advantage goes past it
+    parameters: Tensor  # [T, N, P] of the distribution that the actions were drawn from
+    features: Tensor  # [T, N, H] input of actor and critic
+    states: Tensor  # [T/L, N, S] of the core before the first step of each unit
+    starts: Tensor  # bool: the step is the first of an episode
+    rewards: Tensor  # 0 where the reward was not finite
+    bad_rewards: Tensor  # bool: the reward was not finite, so the step teaches nothing and no advantage passes it
     terminated: Tensor
     truncated: Tensor
     valid: Tensor  # bool: the step was real
     values: Tensor  # in units of the reward
-    next_values: Tensor  # value of what followed the step; 0 where the episode terminated
+    next_values: Tensor  # value of the state after the step; 0 where the episode terminated
 
     @classmethod
     def allocate(cls, policy: Policy, *, num_steps: int, num_envs: int, length: int) -> Rollout:
+        """Return a rollout of zeros on the device of the policy."""
         device = policy.device
         shape = (num_steps, num_envs)
 
@@ -166,7 +166,7 @@ class Rollout:
 
 @dataclass
 class Minibatch:
-    """Some steps of the rollout in packed order."""
+    """Some steps of the rollout in packed order, [M, ...]."""
 
     obs: Obs
     masks: Masks
@@ -180,32 +180,34 @@ class Minibatch:
 class Batch:
     """A whole rollout, flattened to [M, ...]."""
 
-    obs: Obs  # normalised as they were acted on
+    obs: Obs  # normalised as when they were acted on
     masks: Masks
     choice: Choice
-    states: Tensor  # [units + 1, S]; the last row is the zero state of an episode's start
-    samples: Tensor  # the columns of `Samples` side by side, so that one gather fetches them
-    widths: list[int]  # of those columns
+    states: Tensor  # [units + 1, S]; the last row is zero, the state at the start of an episode
+    samples: Tensor  # the columns of `Samples` side by side, so that one gather fetches them all
+    widths: list[int]  # number of columns of each field of `Samples`
     starts: Booleans  # [T, N] on the host
     valid: Booleans | None  # [T, N] on the host; None where all steps were real
-    mattered: Tensor  # [J] bool: in some step of some rank
-    entropy: Tensor  # [J] mean of each head where it mattered; this and what follows are of all ranks
+    # The following are over all ranks.
+    mattered: Tensor  # [J] bool: the head mattered in some step
+    entropy: Tensor  # [J] mean of each head where it mattered
     explained_variance: Tensor  # []
     value_spread: Tensor  # []
     return_spread: Tensor  # []
 
     def counts(self, minibatches: Sequence[Fragments], group: Group = ALONE) -> list[Counts]:
-        """How many steps of each minibatch were real, and in how many each head mattered, on all ranks together."""
+        """Return for each minibatch the number of real steps, and of those where each head mattered, summed over all ranks."""
         counted = self.samples[:, sum(self.widths[:2]) : sum(self.widths[:4])]  # weight, valid
         rows = [torch.from_numpy(fragments.rows).to(counted.device) for fragments in minibatches]
         totals = group.sum_(torch.stack([counted.index_select(0, some).sum(0) for some in rows]))  # [minibatches, J + 1]
         return [Counts(valid=total[-1], weight=total[:-1]) for total in totals]
 
     def gather(self, fragments: Fragments) -> Minibatch:
+        """Return the tensors of a minibatch."""
         device = self.samples.device
         rows, states = torch.from_numpy(fragments.rows).to(device), torch.from_numpy(fragments.states).to(device)
         samples = self.samples.index_select(0, rows).split_with_sizes(self.widths, dim=1)
-        squeezed = (part.squeeze(1) if index >= 3 else part for index, part in enumerate(samples))
+        squeezed = (part.squeeze(1) if index >= 3 else part for index, part in enumerate(samples))  # from `valid` on, fields are [M]
         return Minibatch(
             obs={name: value.index_select(0, rows) for name, value in self.obs.items()},
             masks={head: mask.index_select(0, rows) for head, mask in self.masks.items()},
@@ -218,16 +220,18 @@ class Batch:
 
 @torch.no_grad()
 def prepare(rollout: Rollout, policy: Policy, config: PPOConfig, reward_normalizer: RewardNormalizer | None, group: Group = ALONE) -> Batch:
-    """Also takes the rollouts of all ranks into the normalisers: this is the one place where they change."""
+    """Return the batch of a rollout. Also updates all normalisers with the rollouts of all ranks; they change nowhere else."""
     ended, valid = rollout.ended, rollout.valid & ~rollout.bad_rewards
-    broken = ended | rollout.bad_rewards  # a sum of rewards starts anew behind a step without one
+    broken = ended | rollout.bad_rewards  # the discounted sum of rewards starts again after a step without a reward
     rewards = rollout.rewards if reward_normalizer is None else reward_normalizer(rollout.rewards, broken, valid, group)
+    # The step before one without a reward bootstraps from the value that follows it and uses no later reward.
     cut = ended.clone()
-    cut[:-1] |= rollout.bad_rewards[1:]  # the step before learns from the value that follows it, and from no reward behind that
+    cut[:-1] |= rollout.bad_rewards[1:]
     advantages = gae(rewards, rollout.values, rollout.next_values, cut, gamma=config.gamma, lam=config.gae_lambda)
     returns = advantages + rollout.values
     targets, old_values = _in_critic_units(policy, returns, rollout.values, valid, group)
 
+    # Log-probabilities under the policy that acted, and advantages per head, counted only where the head mattered.
     flat_choice = Choice(*(part.flatten(0, 1) for part in rollout.choice))
     flat_masks = {head: mask.flatten(0, 1) for head, mask in rollout.masks.items()}
     old = policy.distribution.evaluate(rollout.parameters.flatten(0, 1), flat_choice, flat_masks)
@@ -242,11 +246,12 @@ def prepare(rollout: Rollout, policy: Policy, config: PPOConfig, reward_normaliz
     )
     columns = [per_head, old.log_prob, weight, *(part.reshape(-1, 1) for part in (real, targets, old_values))]
 
+    # Normalise the observations as when they were acted on; only then update the normaliser.
     obs = {name: value.flatten(0, 1) for name, value in policy.normalize(rollout.obs).items()}
     if policy.normalizer is not None:
         policy.normalizer.update(rollout.obs, rollout.valid, group)
     states = rollout.states.flatten(0, 1)
-    # A step without a reward stays in its sequence: the memory goes on through it.
+    # A step without a reward stays in its fragment, because the memory went through it.
     starts, was_real = np.asarray(torch.stack((rollout.starts, rollout.valid)).cpu())
     entropy, head_counts = group.sum_(torch.stack(((old.entropy * weight).sum(0), weight.sum(0)))).unbind(0)  # [J] each
     all_values, all_returns, all_valid = _of_all_ranks(group, rollout.values, returns, valid)
@@ -268,13 +273,14 @@ def prepare(rollout: Rollout, policy: Policy, config: PPOConfig, reward_normaliz
 
 
 def _of_all_ranks(group: Group, values: Tensor, returns: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What they are on each rank [T, N], side by side [T, ranks·N]."""
+    """Return the tensors [T, N] of all ranks side by side, [T, ranks·N]."""
     by_rank = group.gather((values, returns, valid.to(values.dtype)))
     all_values, all_returns, all_valid = (torch.cat(parts, dim=1) for parts in zip(*by_rank, strict=True))
     return all_values, all_returns, all_valid.bool()
 
 
 def _in_critic_units(policy: Policy, returns: Tensor, values: Tensor, valid: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+    """Update the value normaliser with the returns. Return returns and values in the new units of the critic."""
     normalizer = policy.value_normalizer
     if normalizer is None:
         return returns, values

@@ -1,4 +1,7 @@
-"""The checkpoints of a training run, files of single learners, and policies taken from either without an environment."""
+"""Read and write learners: the checkpoints of a training run, files of single learners, and the policies in either.
+
+States of older versions are migrated when they are read (`MIGRATIONS`).
+"""
 
 from __future__ import annotations
 
@@ -18,34 +21,35 @@ from esper.runs.folder import CHECKPOINTS
 from esper.vecenv import ObservationSpec
 
 KIND = "ppo"
-SCHEMA = 5  # of the state; raise it together with a new row in MIGRATIONS
+SCHEMA = 5  # version of the state; raise it together with a new row in MIGRATIONS
 
-_MANIFEST = "manifest.json"  # what tells a checkpoint from a run
+_MANIFEST = "manifest.json"  # a checkpoint's folder has it, a run's folder has not
 
 
 def _rng_to_streams(state: Tree) -> Tree:
-    """1 -> 2: the learner's random streams were saved under the key "rng"."""
+    """1 -> 2: rename the key "rng" of the learner's random streams to "streams"."""
     ppo = dict(state["ppo"])
     ppo["streams"] = ppo.pop("rng")
     return {**state, "ppo": ppo}
 
 
 def _without_spaces(state: Tree) -> Tree:
-    """2 -> 3: neither the form of observations and actions nor the number of environments was saved, and images had one kind of encoder."""
+    """2 -> 3: add spaces and number of environments, which were not saved, and the encoder of images, of which there was only "small"."""
     ppo = state["ppo"]
     network = {**ppo["config"]["network"], "image_encoder": "small"}
     return {**state, "ppo": {**ppo, "spaces": None, "num_envs": None, "config": {**ppo["config"], "network": network}}}
 
 
 def _evaluation_after_saving(state: Tree) -> Tree:
-    """3 -> 4: a checkpoint was evaluated before it was saved, so `best` knows its score."""
+    """3 -> 4: note that the evaluation is done. Checkpoints were evaluated before they were saved, so `best` knows their scores."""
     return {**state, "eval_steps": 0, "awaits_evaluation": False}
 
 
 def _bytes_in_units_of_255(state: Tree) -> Tree:
-    """4 -> 5: bytes that are no image were divided by 255 in the encoder, and rewards that are not finite were not counted.
+    """4 -> 5: move the scaling of bytes that are no image from the encoder to the normaliser, and add a count of rewards not finite.
 
-    The normaliser does it now. It starts with moments so heavy that it goes on dividing by 255, as the policy has learned it.
+    The encoder divided such bytes by 255. The normaliser gets moments with so much weight that it keeps dividing by 255, as the policy has
+    learned.
     """
     ppo = dict(state["ppo"])
     for rank in (ppo, *(others := [dict(other) for other in ppo.get("other_ranks", [])])):
@@ -74,7 +78,7 @@ MIGRATIONS = {1: _rng_to_streams, 2: _without_spaces, 3: _evaluation_after_savin
 
 
 def open_store(run: Path | str, *, keep: int = 3) -> CheckpointStore:
-    """The checkpoints of the run in a folder. Nothing is touched."""
+    """Return the checkpoints of the run in a folder, without reading or changing anything."""
     return CheckpointStore(Path(run) / CHECKPOINTS, kind=KIND, keep=keep, schema_version=SCHEMA, migrations=MIGRATIONS)
 
 
@@ -87,9 +91,9 @@ def load_policy(
     critic: nn.Sequential | None = None,
     device: torch.device | str = "cpu",
 ) -> Policy:
-    """The policy of a run's folder, of one checkpoint's folder, or of a file of `Policy.save` or `PPO.save`, ready to act.
+    """Return the policy of a run's folder, of a checkpoint's folder, or of a file of `Policy.save` or `PPO.save`, ready to act.
 
-    `which` matters for runs alone. A policy that was trained with parts of one's own needs fresh instances of them here.
+    `which` only matters for runs. A policy that was trained with custom parts needs fresh instances of them.
     """
     parts = {"encoder": encoder, "actor": actor, "critic": critic}
     if not Path(source).is_file():
@@ -99,7 +103,7 @@ def load_policy(
 
 
 def load_checkpoint(folder: Path | str, which: Literal["best", "latest"] = "best") -> Checkpoint:
-    """A checkpoint of a run, or the one that `folder` is."""
+    """Return a checkpoint of the run in a folder, or the checkpoint in it if it is a checkpoint's folder."""
     folder = Path(folder)
     if (folder / _MANIFEST).exists():
         return open_store(folder.parent.parent).load(folder)
@@ -107,12 +111,12 @@ def load_checkpoint(folder: Path | str, which: Literal["best", "latest"] = "best
 
 
 def policy_from(checkpoint: Checkpoint, encoder: nn.Module | None = None, *, device: torch.device | str = "cpu", **parts: Any) -> Policy:
-    """The policy that a checkpoint holds, on `device`, in evaluation mode."""
+    """Return the policy of a checkpoint, on `device`, in evaluation mode."""
     return Policy.from_state(_policy_state(checkpoint.state["ppo"]), device=device, encoder=encoder, **parts)
 
 
 def _policy_state(ppo: dict[str, Any]) -> dict[str, Any]:
-    """The part of a learner's state that `Policy.save` writes."""
+    """Return the part of a learner's state that `Policy.save` writes."""
     config = msgspec.convert(ppo["config"], PPOConfig)
     return {
         **{name: ppo[name] for name in ("observation_spec", "action_spec", "spaces")},
@@ -129,16 +133,16 @@ def save_learner(path: Path | str, ppo: dict[str, Any]) -> None:
 
 
 def load_learner(path: Path | str) -> dict[str, Any]:
-    """The state of a learner as `save_learner` wrote it."""
+    """Return the state of a learner as `save_learner` wrote it."""
     kind, state = _read_file(path)
     if kind != KIND:
-        raise CheckpointError(f"{path} holds a policy alone, which cannot go on learning; load it with Policy.load")
+        raise CheckpointError(f"{path} holds only a policy, which cannot continue to learn; load it with Policy.load")
     learner: dict[str, Any] = state["ppo"]
     return learner
 
 
 def _read_file(path: Path | str) -> tuple[str, Tree]:
-    """The kind and the state of a file, brought to the version of today."""
+    """Return the kind and the state of a file, migrated to the present version."""
     try:
         kind, schema, state = read_state_file(path)
     except FileError as error:
@@ -147,7 +151,7 @@ def _read_file(path: Path | str) -> tuple[str, Tree]:
         raise CheckpointError(reason_of(error)) from error
     known = {KIND: SCHEMA, FILE_KIND: FILE_SCHEMA}
     if kind not in known:
-        raise CheckpointError(f"{path} holds a state of kind {kind!r}, and neither a policy nor a learner")
+        raise CheckpointError(f"{path} holds a state of kind {kind!r}, which is neither a policy nor a learner")
     if schema > known[kind]:
         raise CheckpointError(f"{path} was written by a newer esper: its state has version {schema}, this one reads up to {known[kind]}")
     for version in range(schema, known[kind]):

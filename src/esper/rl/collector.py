@@ -1,20 +1,13 @@
-"""Many small tensors over the bus in one transfer.
+"""Collect rollouts: act in the environments with the policy.
 
-Environments on the CPU and a learner on a GPU exchange a dozen tensors per step, and each transfer costs more than what it carries.
-A `Staging` lays them side by side in one buffer, pinned on the CPU's side, and moves that.
+- `Collector` steps the environments and fills a `Rollout`. In each step it computes only what the next step needs; values and episode
+  returns of all steps are computed together at the end.
+- `Finals` keeps the final observations of truncated episodes until the end of the rollout. The value after a truncated step is the critic's
+  value of the final observation, with the state of the core after that step.
+- `Staging` moves many small tensors in one transfer. Environments on the CPU and a learner on a GPU exchange a dozen tensors per step, and
+  each transfer has a fixed cost. So they are put side by side in one buffer, pinned on the CPU.
 
-The last observations of episodes that were cut, kept until the rollout ends and then valued in one go.
-
-The value of what a cut episode would have gone on to is the critic's on its final observation, with the memory that belongs to it: the
-state after the action that was cut.
-
-Shapes: N = environments, S = state width, R = rows kept.
-
-Acting: steps the environments with the policy and fills a rollout.
-
-Per step only what the next step needs is computed: values, log-probabilities and episode returns of all steps come in one go afterwards.
-
-Shapes: T = steps in the rollout, N = environments, S = state width.
+Shapes: T = steps in the rollout, N = environments, S = state width, R = rows of truncated episodes, J = heads.
 """
 
 from __future__ import annotations
@@ -35,14 +28,14 @@ from esper.rl.policy import Policy, raise_on_empty_rows
 from esper.vecenv import Actions, Masks, Obs, Timestep, VecEnv
 from esper.vecenv.check import check_masks, check_timestep
 
-_ALIGNMENT = 16  # bytes; every dtype may start there
+_ALIGNMENT = 16  # bytes; a tensor of any dtype may start at a multiple of it
 
 
 class Staging:
-    """Moves dictionaries of tensors to `device`. The layout is made for the first one and again whenever shapes or types change.
+    """Moves dictionaries of tensors to `device` in one transfer. The layout is made anew when shapes or types change.
 
-    What `move` returns are views of a buffer that the next call overwrites, and a transfer from pinned memory may still be under way when
-    `move` returns: whoever calls it again must have synchronised since. Acting does, by reading the actions.
+    `move` returns views of a buffer that the next call overwrites. A transfer from pinned memory may still be running when `move` returns,
+    so synchronise before the next call. Acting does so by reading the actions.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -68,7 +61,7 @@ class Staging:
 
 
 def _lay_out(tensors: dict[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype, int, int]]:
-    """Shape, type, first byte and length of each."""
+    """Return shape, type, first byte and length in bytes of each tensor in the buffer."""
     layout, start = {}, 0
     for name, tensor in tensors.items():
         length = tensor.numel() * tensor.element_size()
@@ -82,11 +75,14 @@ def _view(buffer: Tensor, place: tuple[torch.Size, torch.dtype, int, int]) -> Te
     return buffer[start : start + length].view(dtype).view(shape)
 
 
-_MISSING = "an episode was truncated but the environment gave no `final_obs`"
+_MISSING = "an episode was truncated, but the timestep of the environment has no `final_obs`; set it where `truncated` is true"
 
 
 class Finals:
-    """Gathers rows where `truncated`. On CPU exactly those; elsewhere into a fixed buffer without asking the device how many."""
+    """The final observations and states of truncated episodes of one rollout.
+
+    On the CPU exactly these rows are kept. On a GPU they go into a buffer of fixed size, so that their number need not be read.
+    """
 
     def __init__(self, num_steps: int, num_envs: int, device: torch.device) -> None:
         self.num_envs = num_envs
@@ -96,7 +92,7 @@ class Finals:
         self._rows: list[tuple[Obs, Tensor, Tensor]] = []  # final observations, states, positions in [T·N]
         self._buffer: tuple[Obs, Tensor, Tensor] | None = None
         self._count = torch.zeros((), dtype=torch.int64, device=device)
-        self._missing = torch.zeros((), dtype=torch.bool, device=device)  # was an episode cut without a final observation?
+        self._missing = torch.zeros((), dtype=torch.bool, device=device)  # whether an episode was truncated without a final observation
 
     def clear(self) -> None:
         self._rows.clear()
@@ -104,7 +100,7 @@ class Finals:
         self._missing.zero_()
 
     def add(self, step: int, final_obs: Obs | None, state: Tensor, truncated: Tensor) -> None:
-        """Keeps the truncated rows of `final_obs` [N, ...], normalised as usual, and of `state` [N, S] after the action."""
+        """Keep the truncated rows of raw `final_obs` [N, ...] and of `state` [N, S] after the step."""
         if self.exact:
             envs = truncated.nonzero().squeeze(1)
             if len(envs):
@@ -117,8 +113,9 @@ class Finals:
             self._scatter(step, final_obs, state, truncated)
 
     def _scatter(self, step: int, final_obs: Obs, state: Tensor, truncated: Tensor) -> None:
+        """Append the truncated rows to the buffer; all others are written to its last row, which is never read."""
         if self._buffer is None:
-            rows = self.capacity + 1  # the last row takes what is not truncated
+            rows = self.capacity + 1
             obs = {name: value.new_zeros(rows, *value.shape[1:]) for name, value in final_obs.items()}
             self._buffer = (obs, state.new_zeros(rows, state.shape[1]), torch.zeros(rows, dtype=torch.int64, device=self.device))
         obs, states, positions = self._buffer
@@ -131,7 +128,7 @@ class Finals:
         self._count += truncated.sum()
 
     def values(self, policy: Policy) -> tuple[Tensor, Tensor] | None:
-        """Positions in the flattened rollout [R] and the values there [R], or None where nothing was cut."""
+        """Return positions in the flattened rollout [R] and the values of the final observations [R]; None if no episode was truncated."""
         if self.exact:
             if not self._rows:
                 return None
@@ -153,19 +150,19 @@ RECENT_EPISODES = 100
 
 
 class Collector:
-    """Owns the environments' side of training: where each episode stands, and the memory that belongs to it."""
+    """Acts in the environments. It owns the last timestep, the states of the core and the statistics of episodes."""
 
     def __init__(self, env: VecEnv, policy: Policy, *, num_steps: int, length: int, time_limit_is_end: bool, validate: bool) -> None:
         self.env, self.policy = env, policy
         self.num_steps, self.length = num_steps, length
         self.time_limit_is_end = time_limit_is_end
         self.device = policy.device
-        self.checks_at_once = validate or self.device.type == "cpu"
+        self.checks_at_once = validate or self.device.type == "cpu"  # else errors are raised at the end of the rollout
         self.finals = Finals(num_steps, env.num_envs, self.device)
         self.timestep: Timestep | None = None
-        self._forget()
-        self.episodes = 0
-        self.env_seconds = 0.0  # that the environments took for the last rollout, by the clock of this process
+        self._forget_episodes()
+        self.episodes = 0  # finished so far
+        self.env_seconds = 0.0  # time in the environments during the last rollout, measured in this process
         self.bad_rewards = 0  # steps so far whose reward was not finite
         self.recent_returns: deque[float] = deque(maxlen=RECENT_EPISODES)
         self.recent_lengths: deque[float] = deque(maxlen=RECENT_EPISODES)
@@ -176,14 +173,14 @@ class Collector:
         self._to_env = Staging(env.device) if elsewhere else None
 
     def reset(self, seed: int) -> None:
-        """Begins new episodes everywhere."""
+        """Begin new episodes in all environments."""
         timestep = self.env.reset(seed)
         check_timestep(self.env, timestep)
-        self.timestep = self._here(timestep)
-        self._forget()
+        self.timestep = self._to_learner_device(timestep)
+        self._forget_episodes()
         self._has_stepped = False
 
-    def _forget(self) -> None:
+    def _forget_episodes(self) -> None:
         num_envs = self.env.num_envs
         self.state = self.policy.initial_state(num_envs)  # [N, S] before the next step
         self.starts = torch.ones(num_envs, dtype=torch.bool, device=self.device)
@@ -191,7 +188,7 @@ class Collector:
         self.running_length = torch.zeros(num_envs, device=self.device)
 
     def collect(self, generator: torch.Generator) -> Rollout:
-        """The next `num_steps` steps of every environment. The rollout is overwritten by the next call."""
+        """Return the next `num_steps` steps of every environment. The next call overwrites the rollout."""
         assert self.timestep is not None, "reset first"
         rollout = self._allocate()
         self.env_seconds = 0.0
@@ -204,11 +201,12 @@ class Collector:
         return rollout
 
     def _fill(self, rollout: Rollout, generator: torch.Generator) -> None:
+        """Take all steps of a rollout."""
         distribution = self.policy.distribution
         noise = distribution.noise((self.num_steps, self.env.num_envs), generator)
         problems = torch.zeros(self.env.num_envs, len(distribution.head_names), dtype=torch.bool, device=self.device)
         rollout.valid.fill_(True)
-        act = fused_step(self.policy) or plain_step(self.policy)  # for this rollout: its weights are copied
+        act = fused_step(self.policy) or plain_step(self.policy)  # made for each rollout, because it copies the weights
         decisions = [self._step(rollout, step, Noise(*drawn), problems, act) for step, drawn in enumerate(zip(*noise, strict=True))]
         stores = (rollout.features, rollout.parameters, *rollout.choice)
         for store, steps in zip(stores, zip(*decisions, strict=True), strict=True):
@@ -223,7 +221,7 @@ class Collector:
         return self._rollout
 
     def _step(self, rollout: Rollout, step: int, noise: Noise, problems: Tensor, act: Step) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Acts once. Returns what the heads saw, the distribution's parameters and the two parts of the choice."""
+        """Take one step. Return the features that the heads saw, the distribution parameters and the two parts of the choice."""
         timestep, distribution = self.timestep, self.policy.distribution
         assert timestep is not None
         if step % self.length == 0:
@@ -233,8 +231,9 @@ class Collector:
             rollout.obs[name][step] = value
         masks = self._store_masks(rollout, step, timestep.masks)
 
-        obs = {name: value[step] for name, value in rollout.obs.items()}  # the rollout's own: the environment may write over what it gave
-        # Only the policy runs in inference mode: its tensors must not leak into environments, which may write to what they are given.
+        # Use the copy in the rollout: the environment may overwrite the tensors that it returned.
+        obs = {name: value[step] for name, value in rollout.obs.items()}
+        # Only the policy runs in inference mode. Its tensors must not reach the environments, which may write to the actions they get.
         with torch.inference_mode():
             features, parameters, state = act(obs, self.state)
             choice = distribution.choose(parameters, masks, noise)
@@ -247,20 +246,20 @@ class Collector:
             problems |= empty
 
         actions = distribution.actions(Choice(*(part.clone() for part in choice)))
-        there = self._there(actions)
+        actions = self._to_env_device(actions)
         began = time.perf_counter()
-        answer = self.env.step(there)
+        answer = self.env.step(actions)
         self.env_seconds += time.perf_counter() - began
-        if not self._has_stepped:
+        if not self._has_stepped:  # check the first timestep only
             check_timestep(self.env, answer)
             self._has_stepped = True
-        after = self._here(answer)
+        after = self._to_learner_device(answer)
         self._store_outcome(rollout, step, after, state)
         self.timestep = after
         return features, parameters, *choice
 
-    def _here(self, timestep: Timestep) -> Timestep:
-        """A timestep on the learner's device, moved there in one transfer if it is elsewhere."""
+    def _to_learner_device(self, timestep: Timestep) -> Timestep:
+        """Return a timestep on the learner's device, moved in one transfer if it is elsewhere."""
         if self._to_learner is None:
             return timestep
         parts = {"reward": timestep.reward, "terminated": timestep.terminated, "truncated": timestep.truncated}
@@ -281,8 +280,8 @@ class Collector:
             valid=moved.get("valid"),
         )
 
-    def _there(self, actions: Actions) -> Actions:
-        """Actions on the environment's device."""
+    def _to_env_device(self, actions: Actions) -> Actions:
+        """Return the actions on the environment's device."""
         if self._to_env is None:
             return actions
         moved = self._to_env.move(actions)
@@ -291,7 +290,7 @@ class Collector:
         return moved
 
     def _store_masks(self, rollout: Rollout, step: int, masks: Masks) -> Masks:
-        """A head gets its place in the rollout with its first mask, and is free at the steps that have none."""
+        """Store the masks of a step and return those of all heads masked so far. Without a mask at this step, a head allows everything."""
         for head in masks.keys() - rollout.masks.keys():
             check_masks(self.env, masks, self.device)
             rollout.masks[head] = torch.ones(self.num_steps, *masks[head].shape, dtype=torch.bool, device=self.device)
@@ -300,7 +299,7 @@ class Collector:
         return {head: store[step] for head, store in rollout.masks.items()}
 
     def _store_outcome(self, rollout: Rollout, step: int, after: Timestep, state: Tensor) -> None:
-        """What the environments answered, and the memory with which the next step begins."""
+        """Store the result of a step, and set the state of the core before the next step: zero where an episode begins."""
         rollout.rewards[step], rollout.terminated[step], rollout.truncated[step] = after.reward, after.terminated, after.truncated
         terminated, truncated = rollout.terminated[step], rollout.truncated[step]
         starts = terminated | truncated
@@ -308,7 +307,7 @@ class Collector:
             rollout.valid[step] = after.valid
             starts |= ~after.valid
         self.starts = starts
-        if self.checks_at_once and not bool(starts.any()):
+        if self.checks_at_once and not bool(starts.any()):  # the usual case, where reading the device is free
             self.state = state
             return
         if not self.time_limit_is_end:
@@ -317,21 +316,26 @@ class Collector:
 
     @torch.inference_mode()
     def _value(self, rollout: Rollout) -> None:
-        """Values of all steps and of what followed them, written into the rollout: no tensor of inference mode leaves this method."""
+        """Compute the values of all steps and of the states after them, and copy them into the rollout."""
         assert self.timestep is not None
         following, _ = self.policy.step(self.policy.normalize(self.timestep.obs), self.state)
         rollout.values.copy_(self.policy.value(rollout.features.flatten(0, 1)).view_as(rollout.values))
         rollout.next_values[:-1] = rollout.values[1:]
         rollout.next_values[-1] = self.policy.value(following)
         rollout.next_values.masked_fill_(rollout.ended, 0.0)
-        cut = self.finals.values(self.policy)
-        if cut is not None:
-            positions, values = cut
+        # Truncated episodes have the value of their final observation.
+        finals = self.finals.values(self.policy)
+        if finals is not None:
+            positions, values = finals
             rollout.next_values.view(-1)[positions] = values
         self.finals.clear()
 
     def _count_episodes(self, rollout: Rollout) -> None:
-        """An episode with a reward that was not finite has no return: it is nan until its end, and counted without it."""
+        """Record returns and lengths of the finished episodes.
+
+        An episode with a reward that was not finite has no return: `running_return` is nan until its end, and `recent_returns` leaves it
+        out.
+        """
         ended = rollout.ended
         is_bad = torch.isnan(self.running_return)
         returns = discounted_sums(rollout.rewards, ended, self.running_return.masked_fill(is_bad, 0.0), gamma=1.0)
@@ -374,6 +378,6 @@ class Collector:
 
 
 def _raise_on_non_finite(parameters: Tensor) -> None:
-    """A single sum tells: it is finite only if every number is (or they are absurdly large, which is no better)."""
+    """Raise FloatingPointError unless all parameters are finite. Their sum is finite only if each is, unless they are absurdly large."""
     if not math.isfinite(float(parameters.sum())):
-        raise FloatingPointError("the policy put out numbers that are not finite; lower the learning rate or look at the observations")
+        raise FloatingPointError("the output of the policy is not finite; lower the learning rate or check the observations")

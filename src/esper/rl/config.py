@@ -1,4 +1,4 @@
-"""Everything about the learner that can be set. Imports no torch, so that a command line can show it at once."""
+"""All settings of the learner. Imports no torch, so that a command line can show them at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class NetworkConfig(Config):
 
     core: Literal["lstm", "gru", "none"] = "lstm"  # memory between encoder and heads
     hidden_size: Width = 128  # width of the core
-    critic_memory: Literal["shared", "own"] = "shared"  # own: a second core for the critic; 1.2 to 1.6 times the work
+    critic_memory: Literal["shared", "own"] = "shared"  # own: a second core for the critic, at 1.2 to 1.6 times the work
     encoder_sizes: tuple[Width, ...] = (64,)  # widths of the encoder's layers; empty: vectors go straight into the core
     image_encoder: Literal["auto", "nature", "small"] = "auto"  # convolutions of images; auto: nature from 36 pixels on a side
     head_sizes: tuple[Width, ...] = (64,)  # widths of the layers between core and actor, and between core and critic
@@ -25,53 +25,53 @@ class NetworkConfig(Config):
     norm_before: bool = False  # layer norm before the core
     norm_after: bool = False  # layer norm after the core
     forget_bias: float = 1.0  # initial bias of the LSTM's forget gate
-    log_std: LogStd = 0.5  # initial log standard deviation of continuous heads, before tanh; much, so that they are tried out first
+    log_std: LogStd = 0.5  # initial log standard deviation of continuous heads, before tanh; large, for exploration
 
 
 class Thresholds(Config):
-    """When the learner warns: an event of kind `warned` tells of every diagnostic that crosses its threshold in an update."""
+    """Thresholds of warnings: an event of kind `warned` reports every diagnostic that crosses its threshold in an update."""
 
-    ratio_explosion: PositiveFloat = 10.0  # largest probability ratio
-    entropy_collapse: NonNegativeFloat = 0.02  # least normalised entropy of a discrete head
-    value_collapse: NonNegativeFloat = 0.01  # least spread of the values relative to that of the returns
-    low_explained_variance: float = -0.5  # least share of the returns' variance that the values explain
-    gradient_health: Fraction = 0.3  # least health of a part's gradients: 1 healthy, 0.5 vanished, 0 exploded
+    ratio_explosion: PositiveFloat = 10.0  # warn above this largest probability ratio
+    entropy_collapse: NonNegativeFloat = 0.02  # warn below this normalised entropy of a discrete head
+    value_collapse: NonNegativeFloat = 0.01  # warn below this spread of the values relative to that of the returns
+    low_explained_variance: float = -0.5  # warn below this share of the returns' variance explained by the values
+    gradient_health: Fraction = 0.3  # warn below this health of a part's gradients: 1 healthy, 0.5 vanished, 0 exploded
 
 
 class PPOConfig(Config):
     """Recurrent proximal policy optimisation."""
 
-    seed: NonNegativeInt = 0  # of every random stream
+    seed: NonNegativeInt = 0  # seed of all random streams
     num_steps: Count = 128  # steps of each environment in one rollout
     num_epochs: PositiveInt = 8  # passes over a rollout
-    num_minibatches: PositiveInt = 8  # gradient steps in one pass; fewer where a rollout has fewer sequences
+    num_minibatches: PositiveInt = 8  # gradient steps in one pass; fewer if a rollout has fewer sequences
     micro_batches: PositiveInt = 1  # pieces a minibatch is split into to save memory; the gradients are the same
     bptt_length: PositiveInt | None = None  # steps that gradients flow back through; None: the whole rollout
 
     learning_rate: PositiveFloat = 1e-3  # of Adam
-    learning_rate_schedule: Literal["constant", "linear", "cosine"] = "constant"  # how it goes down to learning_rate_end
-    learning_rate_end: NonNegativeFloat = 0.0  # at the last step; not of a constant one
-    learning_rate_warmup: Fraction = 0.0  # share of training in which it rises from zero, before anything else
+    learning_rate_schedule: Literal["constant", "linear", "cosine"] = "constant"  # how the learning rate falls to learning_rate_end
+    learning_rate_end: NonNegativeFloat = 0.0  # learning rate at the last step; unused by a constant schedule
+    learning_rate_warmup: Fraction = 0.0  # share of training at the start in which the learning rate rises from zero
     adam_eps: PositiveFloat = 1e-5  # Adam's epsilon
     max_grad_norm: PositiveFloat = 0.5  # gradients are scaled down to this global L2 norm
 
     gamma: Fraction = 0.99  # discount
-    gae_lambda: Fraction = 0.95  # of the advantage estimate
-    time_limit_is_end: bool = False  # take truncation for a real end: for finite horizons that the policy observes
+    gae_lambda: Fraction = 0.95  # decay of the advantage estimate (GAE)
+    time_limit_is_end: bool = False  # treat truncation as termination: for finite horizons that the policy observes
 
-    clip_coef: PositiveFloat = 0.2  # how far the probability ratio counts
+    clip_coef: PositiveFloat = 0.2  # the probability ratio is clipped to 1 ± this
     ratio: Literal["per_head", "joint"] = "per_head"  # clip each head's ratio, or that of the whole action
     target_kl: PositiveFloat | None = None  # an update stops once its KL exceeds 1.5 times this; None: never
     value_coef: NonNegativeFloat = 0.5  # weight of the value loss
-    value_clip_coef: PositiveFloat | None = None  # how far a value may move in one update, in the critic's units; None: as far as it likes
-    normalize_advantages: bool = True  # centre them per head where it mattered, scale by the rollout's spread
+    value_clip_coef: PositiveFloat | None = None  # how far a value may move in one update, in the critic's units; None: no limit
+    normalize_advantages: bool = True  # centre advantages per head where it mattered, divide by the rollout's spread
 
     entropy_coef: NonNegativeFloat = 0.01  # weight of the normalised entropy of each head
     entropy_coef_end: NonNegativeFloat | None = 0.0  # its value at the last step, reached linearly; None: constant
     entropy_weights: dict[str, NonNegativeFloat] = {}  # factor per head; 1 where not given
-    entropy_floor: Fraction = 0.0  # normalised entropy under which a head is pushed up; sinks to 0 in training
+    entropy_floor: Fraction = 0.0  # normalised entropy below which a head's entropy is pushed up; falls to 0 in training
     entropy_floor_coef: NonNegativeFloat = 0.1  # weight of that push
-    entropy_floor_until: Fraction = 0.5  # share of training after which the floor has sunk to 0
+    entropy_floor_until: Fraction = 0.5  # share of training after which the floor is 0
 
     normalize_observations: bool = True  # by running mean and spread
     observation_momentum: Momentum | None = None  # forget old observations at this rate per rollout; None: average all
@@ -80,7 +80,7 @@ class PPOConfig(Config):
 
     precision: Literal["float32", "bfloat16", "float16"] = "float32"  # of the networks in the update; float16 scales its loss
     compile: bool = False  # torch.compile encoder and heads; falls back with an event
-    validate: bool = False  # raise errors at once on any device, at the price of synchronisation
+    validate: bool = False  # raise errors at once on any device, at the cost of synchronisation
     max_skips: PositiveInt = 10  # non-finite gradient steps in a row after which training stops
     network: NetworkConfig = NetworkConfig()
     thresholds: Thresholds = Thresholds()
@@ -91,9 +91,9 @@ class PPOConfig(Config):
 
     @property
     def sequence_length(self) -> int:
-        """Steps in one unit of a minibatch: single steps without memory, else what gradients flow back through."""
+        """Steps in one unit of a minibatch: 1 without memory, else the number of steps that gradients flow back through."""
         return 1 if self.network.core == "none" else (self.bptt_length or self.num_steps)
 
     def minibatches_of(self, num_envs: int) -> int:
-        """Gradient steps in one pass over a rollout of so many environments: each has a sequence at least."""
+        """Return the number of gradient steps in one pass over a rollout of `num_envs` environments: each needs at least one sequence."""
         return min(self.num_minibatches, self.num_steps // self.sequence_length * num_envs)

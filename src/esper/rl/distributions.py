@@ -1,10 +1,10 @@
-"""From the numbers a policy puts out to actions, log-probabilities and entropies, head by head.
+"""Action distributions: from the outputs of a policy to actions, log-probabilities and entropies, head by head.
 
-A policy puts out one row of parameters per decision: first the logits of every discrete head, then the means of every continuous head,
-then their log standard deviations. A head with logits of its own for every choice of its parent has them row by row, and the row of what
-the parent chose is the one that holds. What was chosen is kept as a `Choice`: indices for the discrete heads, and for the continuous ones
-the Gaussian sample *before* tanh, from which log-probabilities are exact however saturated the action is. A continuous head without bounds
-has no tanh: its action is the Gaussian sample.
+A policy returns one row of parameters per decision: first the logits of every discrete head, then the means of every continuous head, then
+their log standard deviations. A discrete head may have separate logits for every choice of its parent head; then the row of the parent's
+choice is used. The result is kept as a `Choice`: indices for the discrete heads, and for the continuous heads the Gaussian sample *before*
+tanh, from which log-probabilities are exact even for saturated actions. A continuous head without bounds has no tanh: its action is the
+Gaussian sample.
 
 Shapes: B = any leading dimensions (environments, or packed steps), J = heads, K = choices of one head, P = parameters,
 D = discrete heads, C = continuous numbers over all continuous heads.
@@ -26,27 +26,27 @@ from esper.vecenv import Actions, ActionSpec, Masks
 
 LOG_STD_RANGE = (-5.0, 2.0)
 _QUADRATURE_NODES = 16
-_UNIT_ENTROPY = 0.5 * math.log(2 * math.pi * math.e)  # of a Gaussian with a spread of 1
+_UNIT_ENTROPY = 0.5 * math.log(2 * math.pi * math.e)  # of a Gaussian with a standard deviation of 1
 
 
 class Choice(NamedTuple):
-    """What was chosen: `picked` [B, D] int64 for the discrete heads, `latent` [B, C] for the continuous ones, before tanh."""
+    """An action before tanh: `picked` [B, D] int64 for the discrete heads, `latent` [B, C] for the continuous heads."""
 
     picked: Tensor
     latent: Tensor
 
 
 class Noise(NamedTuple):
-    """What makes a choice random: `gumbel` [B, ΣK] for the discrete heads, `normal` [B, C] for the continuous ones."""
+    """The random numbers of a choice: `gumbel` [B, ΣK] for the discrete heads, `normal` [B, C] for the continuous heads."""
 
     gumbel: Tensor
     normal: Tensor
 
 
 class Evaluation(NamedTuple):
-    """Per head: log-probability [B, J] of a choice, and normalised entropy [B, J].
+    """Log-probability [B, J] of a choice and normalised entropy [B, J], per head.
 
-    An entropy of 1 is that of a uniform choice among what is allowed; of a Gaussian with a spread of 1 for a head without bounds.
+    An entropy of 1 is that of a uniform choice among the allowed ones, or, for a head without bounds, of a standard Gaussian.
     """
 
     log_prob: Tensor
@@ -55,40 +55,40 @@ class Evaluation(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """Where a head's numbers lie."""
+    """The places of a head's numbers."""
 
     name: str
-    parameters: slice
-    own: slice  # a discrete head's noise among all noise of its kind; a continuous head's numbers in Choice.latent
-    column: int | None = None  # of a discrete head in Choice.picked
+    parameters: slice  # logits or means among the parameters of the policy
+    own: slice  # discrete: its numbers in Noise.gumbel; continuous: its numbers in Noise.normal and Choice.latent
+    column: int | None = None  # discrete: column in Choice.picked; continuous: None
     parent: int | None = None  # column of the discrete head on whose choice the mask depends
-    has_own_logits: bool = False  # for every choice of that head
-    is_bounded: bool = True  # a continuous head with tanh
+    has_own_logits: bool = False  # whether there are separate logits for every choice of the parent
+    is_bounded: bool = True  # continuous: whether it has a tanh
 
 
 def masked_logits(logits: Tensor, mask: Tensor) -> Tensor:
-    """Logits with what is not allowed at a value so low that its probability is 0, yet finite in the logits' own precision."""
+    """Return logits in which forbidden choices are so low that their probability is 0, yet finite in the precision of the logits."""
     return logits.masked_fill(~mask, torch.finfo(logits.dtype).min / 4)
 
 
 def log_prob_of_gaussian(latent: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
-    """Elementwise log density of a Gaussian."""
+    """Return the elementwise log density of a Gaussian."""
     return -0.5 * ((latent - mean) * torch.exp(-log_std)).square() - log_std - 0.5 * math.log(2 * math.pi)
 
 
 def log_derivative_of_tanh(latent: Tensor) -> Tensor:
-    """log(1 - tanh²(latent)), exact however large the latent is."""
+    """Return log(1 - tanh²(latent)), exact for latents of any size."""
     return 2.0 * (math.log(2.0) - latent - F.softplus(-2.0 * latent))
 
 
 def latent_of_action(action: Tensor) -> Tensor:
-    """The latent whose tanh is `action`. At exactly ±1 it is that of the nearest smaller number, hence finite."""
+    """Return the latent whose tanh is `action`; at ±1, that of the nearest number inside the range, so that it is finite."""
     limit = 1.0 - torch.finfo(action.dtype).eps
     return torch.atanh(action.clamp(-limit, limit))
 
 
 def entropy_of_squashed_gaussian(mean: Tensor, log_std: Tensor) -> Tensor:
-    """Elementwise entropy of tanh(Gaussian), by Gauss-Hermite quadrature of the part that tanh adds."""
+    """Return the elementwise entropy of tanh(Gaussian), by Gauss-Hermite quadrature of the part that tanh adds."""
     points, share = _quadrature(mean.dtype, mean.device)
     squashed = log_derivative_of_tanh(mean.unsqueeze(-1) + torch.exp(log_std).unsqueeze(-1) * points)
     return 0.5 * math.log(2 * math.pi * math.e) + log_std + (squashed * share).sum(-1)
@@ -96,9 +96,9 @@ def entropy_of_squashed_gaussian(mean: Tensor, log_std: Tensor) -> Tensor:
 
 @functools.cache
 def _quadrature(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Nodes and weights [nodes] of a mean over a standard Gaussian."""
+    """Return nodes and weights [nodes] of a mean over a standard Gaussian."""
     nodes, weights = np.polynomial.hermite_e.hermegauss(_QUADRATURE_NODES)
-    with torch.inference_mode(False):  # whoever asks first may be in inference mode, and later ones need gradients
+    with torch.inference_mode(False):  # the first caller may be in inference mode, but later ones need gradients
         points, share = (torch.as_tensor(numbers, dtype=dtype, device=device) for numbers in (nodes, weights / weights.sum()))
     return points, share
 
@@ -112,21 +112,24 @@ class ActionDistribution:
         self.num_choices = sum(head.size for head in spec.discrete)  # ΣK
         self.num_logits = sum(math.prod(spec.logits_shape(head)) for head in spec.discrete)
         self.num_continuous = sum(head.size for head in spec.continuous)  # C
-        self.num_outputs = self.num_logits + self.num_continuous  # of an actor: logits and means
+        self.num_outputs = self.num_logits + self.num_continuous  # outputs of an actor: logits and means
         self.num_parameters = self.num_outputs + self.num_continuous  # P
         self._heads = _lay_out(spec)
-        self.output_slices = {head.name: head.parameters for head in self._heads}  # where each head's logits or means lie
+        self.output_slices = {head.name: head.parameters for head in self._heads}  # the logits or means of each head
         self._rules = [_Rule.of(spec, self.head_names, name) for name in self.head_names]
         self.always_relevant = not spec.relevance
 
     def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Noise:
+        """Draw the random numbers of choices of this leading shape."""
         device = generator.device
         exponential = torch.empty(*shape, self.num_choices, device=device).exponential_(generator=generator)
         normal = torch.randn(*shape, self.num_continuous, device=device, generator=generator)
         return Noise(gumbel=exponential.log_().neg_(), normal=normal)
 
     def choose(self, parameters: Tensor, masks: Masks, noise: Noise | None) -> Choice:
-        """A random choice, or the most likely one where there is no noise. Never one that is masked."""
+        """Return a random choice, or without noise the most likely one. A masked choice is never returned."""
+        # Discrete heads in order, because a mask or logits may depend on the choice of an earlier head. The argmax of logits plus Gumbel
+        # noise is a sample of the softmax.
         columns: list[Tensor] = []
         for head in self._heads:
             if head.column is None:
@@ -145,6 +148,7 @@ class ActionDistribution:
         return Choice(picked, mean if noise is None else torch.addcmul(mean, log_std.exp(), noise.normal))
 
     def evaluate(self, parameters: Tensor, choice: Choice, masks: Masks) -> Evaluation:
+        """Return log-probabilities and entropies of a choice under parameters [B, P], in float32 at least."""
         parameters = parameters.float() if parameters.dtype in (torch.bfloat16, torch.float16) else parameters
         columns = list(choice.picked.unbind(-1))
         log_probs: dict[str, Tensor] = {}
@@ -169,7 +173,7 @@ class ActionDistribution:
         return Evaluation(*(torch.stack([part[name] for name in self.head_names], dim=-1) for part in (log_probs, entropies)))
 
     def relevance(self, choice: Choice) -> Tensor:
-        """[B, J] bool: which heads mattered, given what was chosen."""
+        """Return which heads mattered, given the choice: [B, J] bool."""
         everywhere = torch.ones(choice.picked.shape[:-1], dtype=torch.bool, device=choice.picked.device)
         matters: list[Tensor] = []
         for rule in self._rules:
@@ -181,7 +185,7 @@ class ActionDistribution:
         return torch.stack(matters, dim=-1)
 
     def empty_rows(self, masks: Masks, choice: Choice) -> Tensor:
-        """[B, J] bool: heads that mattered, yet had nothing allowed."""
+        """Return which heads mattered but had no allowed choice: [B, J] bool."""
         columns = list(choice.picked.unbind(-1))
         empty = torch.zeros(*choice.picked.shape[:-1], len(self.head_names), dtype=torch.bool, device=choice.picked.device)
         for head in self._heads:
@@ -192,7 +196,7 @@ class ActionDistribution:
         return empty if self.always_relevant else empty & self.relevance(choice)
 
     def actions(self, choice: Choice) -> Actions:
-        """The choice in the form environments take."""
+        """Return the choice as actions for an environment."""
         result: Actions = {}
         for head in self._heads:
             if head.column is not None:
@@ -203,7 +207,7 @@ class ActionDistribution:
         return result
 
     def choice(self, actions: Actions) -> Choice:
-        """The choice that gives these actions; the inverse of `actions`, finite at exactly ±1."""
+        """Return the choice that gives these actions: the inverse of `actions`, finite even at ±1."""
         some = next(iter(actions.values()))
         discrete = [actions[head.name] for head in self.spec.discrete]
         latent = [latent_of_action(actions[head.name]) if head.is_bounded else actions[head.name] for head in self.spec.continuous]
@@ -212,20 +216,21 @@ class ActionDistribution:
         return Choice(index, torch.cat(latent, dim=-1) if latent else torch.empty(*batch, 0, device=some.device))
 
     def _mask(self, head: _Head, masks: Masks, columns: list[Tensor]) -> Tensor | None:
-        """The mask that holds for this head [B, K], given what its parent chose."""
+        """Return the mask of a head [B, K], given the choice of its parent; None if it has none."""
         mask = masks.get(head.name)
         if mask is None or head.parent is None:
             return mask
         return _row(mask, columns[head.parent])
 
     def _gaussian(self, parameters: Tensor) -> tuple[Tensor, Tensor]:
+        """Return means and log standard deviations of all continuous numbers [B, C]."""
         mean = parameters[..., self.num_logits : self.num_outputs]
         return mean, parameters[..., self.num_outputs :].clamp(*LOG_STD_RANGE)
 
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """A row of the relevance table by position: matters if head `given_head` does and its choice is marked in `matters_for`."""
+    """A row of the relevance table by position: the head matters if head `given_head` does and its choice is true in `matters_for`."""
 
     given_head: int
     given_column: int
@@ -242,7 +247,7 @@ class _Rule:
 
 
 def _lay_out(spec: ActionSpec) -> list[_Head]:
-    """Discrete heads first, in their order, then the continuous ones."""
+    """Return the places of all heads: discrete heads first, in their order, then the continuous ones."""
     columns = {head.name: column for column, head in enumerate(spec.discrete)}
     heads: list[_Head] = []
     start = offset = 0
@@ -262,7 +267,7 @@ def _lay_out(spec: ActionSpec) -> list[_Head]:
 
 
 def _logits(head: _Head, parameters: Tensor, columns: list[Tensor]) -> Tensor:
-    """The logits that hold for this head [B, K], given what its parent chose."""
+    """Return the logits of a head [B, K], given the choice of its parent."""
     logits = parameters[..., head.parameters]
     if not head.has_own_logits:
         return logits
@@ -271,7 +276,7 @@ def _logits(head: _Head, parameters: Tensor, columns: list[Tensor]) -> Tensor:
 
 
 def _row(table: Tensor, index: Tensor) -> Tensor:
-    """Row `index` [B] of a table [B, rows, K]."""
+    """Return row `index` [B] of a table [B, rows, K], as [B, K]."""
     rows = index[..., None, None].expand(*table.shape[:-2], 1, table.shape[-1])
     return table.gather(-2, rows).squeeze(-2)
 
@@ -283,7 +288,7 @@ def _stack_columns(columns: list[Tensor], like: Tensor) -> Tensor:
 
 
 def _evaluate_discrete(logits: Tensor, chosen: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Log-probability of what was chosen, and entropy relative to that of a uniform choice among what is allowed."""
+    """Return the log-probability of the choice, and the entropy relative to that of a uniform choice among the allowed ones."""
     if mask is not None:
         logits = masked_logits(logits, mask)
     log_probs = torch.log_softmax(logits, dim=-1)
@@ -293,6 +298,6 @@ def _evaluate_discrete(logits: Tensor, chosen: Tensor, mask: Tensor | None) -> t
         normalised = entropy / most
     else:
         allowed = mask.sum(-1)
-        # One allowed choice has entropy 0; the 2 only keeps the division defined there.
+        # A single allowed choice has entropy 0; the minimum of 2 only avoids a division by zero there.
         normalised = torch.where(allowed > 1, entropy / allowed.clamp_min(2).to(logits.dtype).log(), 0.0)
     return log_probs.gather(-1, chosen.unsqueeze(-1)).squeeze(-1), normalised

@@ -1,17 +1,13 @@
-"""Whole episodes with a fixed policy.
-
-Every environment plays a share of the episodes that is fixed beforehand. Counting the episodes that finish first would favour short ones.
-
-Shapes: N = environments.
-
-A video of a policy that plays in a Gymnasium environment.
+"""Play whole episodes with a fixed policy: `evaluate` measures returns and lengths, `record_video` writes a video.
 
     record_video(policy, "CartPole-v1", "cartpole.gif")
 
-Pillow writes animated GIF, WebP and PNG files, and comes with esper; no ffmpeg is needed. The environment must be able to draw itself:
-Gymnasium's own classic ones need pygame for that.
+`evaluate` fixes beforehand how many episodes each environment plays. Counting the episodes that finish first would favour short ones.
 
-Shapes: frames are [height, width, 3] bytes.
+Videos are animated GIF, WebP and PNG files, written by Pillow, which is installed with esper; ffmpeg is not needed. The environment must be
+able to draw itself, for which the classic ones of Gymnasium need pygame.
+
+Shapes: N = environments. Frames are [height, width, 3] bytes.
 """
 
 from __future__ import annotations
@@ -36,22 +32,22 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-MAX_STEPS = 10_000  # of an episode, after which it is cut
-_ASK_EVERY_S = 0.5  # seconds between questions whether to stop
+MAX_STEPS = 10_000  # steps after which an episode is cut
+_ASK_EVERY_S = 0.5  # seconds between calls of `should_stop`
 
 
 class EvaluationStopped(RuntimeError):
-    """Somebody asked to stop before all episodes were played."""
+    """An evaluation was asked to stop before all episodes were played."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Raw returns and lengths of episodes, environment by environment. `cut` of them had not ended at the step limit."""
+    """Raw returns and lengths of episodes, environment by environment."""
 
     returns: list[float]
     lengths: list[int]
-    cut: int = 0
-    steps: int = 0  # of all environments as one
+    cut: int = 0  # episodes that had not ended at the step limit
+    steps: int = 0  # calls of `env.step`; each steps all environments
 
     @property
     def mean_return(self) -> float:
@@ -62,12 +58,12 @@ class Evaluation:
         return sum(self.lengths) / len(self.lengths)
 
     def warning(self, max_steps: int) -> str | None:
-        """A sentence on the episodes that were cut; None where all came to their end."""
+        """Return a sentence about the episodes that were cut; None if all of them ended."""
         if not self.cut:
             return None
         return (
             f"{self.cut} of {len(self.returns)} episodes had not ended after {max_steps:,} steps and were cut there: "
-            "their returns are those of the steps so far"
+            "their returns are those of the steps until then"
         )
 
 
@@ -86,9 +82,10 @@ def evaluate(
     max_steps: int = MAX_STEPS,
     should_stop: Callable[[], bool] = _never,
 ) -> Evaluation:
-    """Play `episodes` episodes, an equal share in each environment; the first environments play one more where it does not come out even.
+    """Play `episodes` episodes, the same number in each environment, or one more in the first ones.
 
-    An episode of more than `max_steps` steps is cut there. Raises EvaluationStopped soon after `should_stop()` becomes true.
+    With a generator the actions are drawn at random, without one they are the most likely ones. An episode that is longer than `max_steps`
+    steps is cut. Raises EvaluationStopped soon after `should_stop()` becomes true.
     """
     if episodes < 1:
         raise ValueError(f"episodes must be at least 1; got {episodes}")
@@ -113,12 +110,13 @@ def _evaluate(
 ) -> Evaluation:
     device, num_envs = policy.device, env.num_envs
     share, extra = divmod(episodes, num_envs)
-    left = share + (torch.arange(num_envs) < extra).to(torch.int64)  # [N] episodes to play
+    left = share + (torch.arange(num_envs) < extra).to(torch.int64)  # [N] episodes still to play
     finished: list[list[tuple[float, int]]] = [[] for _ in range(num_envs)]  # returns and lengths by environment
     steps = cut = 0
     asked = time.monotonic()
     while bool((left > 0).any()):
-        # One environment cannot be reset alone. A cut one waits for the others; then all start again, until every share is played.
+        # A single environment cannot be reset. One that was cut waits until the others are done; then all of them are reset, until every
+        # environment has played its episodes.
         timestep, state = env.reset(seed), policy.initial_state(num_envs)
         seed += 1
         waits = left <= 0
@@ -132,7 +130,7 @@ def _evaluate(
             obs = {name: value.to(device) for name, value in timestep.obs.items()}
             masks = {head: mask.to(device) for head, mask in timestep.masks.items()}
             actions, state = policy.act(obs, state, masks=masks, starts=starts, generator=generator)
-            # Copies, because what comes out of inference mode must not leak into environments, which may write to what they are given.
+            # Copy the actions: environments may write to them.
             timestep = env.step({head: action.clone().to(env.device) for head, action in actions.items()})
             steps += 1
             valid = torch.ones(num_envs, dtype=torch.bool) if timestep.valid is None else timestep.valid.cpu()
@@ -153,18 +151,18 @@ def _evaluate(
 
 
 FORMATS = {".gif": "GIF", ".webp": "WEBP", ".png": "PNG"}
-_COLOURS = 256  # of a frame
-_FPS = 30  # where the environment does not say
+_COLOURS = 256  # in the palette of a frame
+_FPS = 30  # frames per second, if the environment does not set it
 
 
 class VideoError(ValueError):
-    """A video that cannot be made, with the reason."""
+    """A video cannot be made; the message says why."""
 
 
 def check_video_path(path: Path | str) -> None:
-    """Raise VideoError where the name ends in no format that can be written."""
+    """Raise VideoError unless the file name ends in a format that can be written."""
     if Path(path).suffix.lower() not in FORMATS:
-        raise VideoError(f"a video is written as {', '.join(FORMATS)}; got {path}")
+        raise VideoError(f"the name of a video must end in {', '.join(FORMATS)}; got {path}")
 
 
 def record_video(
@@ -179,10 +177,10 @@ def record_video(
     wrappers: Sequence[Wrapper] = (),
     **kwargs: Any,
 ) -> list[float]:
-    """Play `episodes` episodes of `max_steps` steps at most, write what they look like, and return what they earned.
+    """Play `episodes` episodes of at most `max_steps` steps, write them as a video, and return their returns.
 
-    `env` is anything that `esper.vecenv.make` makes single environments from. It is made with `render_mode="rgb_array"`; a function takes
-    that as a keyword, or makes such environments by itself.
+    `env` is anything that `esper.vecenv.make` makes single environments from. It is made with `render_mode="rgb_array"`. A function must
+    take that as a keyword, or make such environments by itself.
     """
     check_video_path(path)
     if episodes < 1 or max_steps < 1:
@@ -191,8 +189,8 @@ def record_video(
     try:
         if single.render_mode != "rgb_array":
             raise VideoError(
-                f"{single} does not draw itself as arrays: its render_mode is {single.render_mode!r}. Let the function that makes it take "
-                "render_mode as a keyword and pass it on"
+                f"{single} does not draw itself as arrays: its render_mode is {single.render_mode!r}, not 'rgb_array'. The function that "
+                "makes it must take render_mode as a keyword and pass it on"
             )
         policy.fit_spaces(spaces_of(single.observation_space, single.action_space))
         frames: list[Image] = []
@@ -208,7 +206,7 @@ def record_video(
 
 
 def _play(policy: Policy, env: Any, frames: list[Image], seed: int, deterministic: bool, max_steps: int) -> float:
-    """One episode; its frames are added to the others."""
+    """Play one episode and append its frames. Return its return."""
     observation, info = env.reset(seed=seed)
     state, total = None, 0.0
     frames.append(_frame(env))
@@ -226,11 +224,12 @@ def _play(policy: Policy, env: Any, frames: list[Image], seed: int, deterministi
 
 
 def _frame(env: Any) -> Image:
+    """Return the present picture of the environment."""
     from PIL import Image
 
     picture = env.render()
     if not isinstance(picture, np.ndarray) or picture.ndim != 3 or picture.shape[2] != 3:
         what = f"the shape {picture.shape}" if isinstance(picture, np.ndarray) else f"a {type(picture).__name__}"
-        raise VideoError(f"{env} should draw itself as an array [height, width, 3]; got {what}")
-    # With a palette of its own a frame takes a third of the memory, and a GIF has one anyway.
+        raise VideoError(f"{env} must draw itself as an array [height, width, 3]; got {what}")
+    # A frame with a palette takes a third of the memory, and a GIF needs one anyway.
     return Image.fromarray(picture.astype(np.uint8)).quantize(_COLOURS)

@@ -1,7 +1,4 @@
-"""What the learner reports. Small records, emitted where the fact is known; who listens is not the learner's business.
-
-What is worrying about an update, by the thresholds of the config.
-"""
+"""The events of the learner: small records, emitted where the fact is known; and the warnings about an update, by thresholds."""
 
 from __future__ import annotations
 
@@ -13,12 +10,12 @@ from esper.runs import Event
 
 
 class Update(Event, tag="update"):
-    """One rollout was collected and learned from. Means are over the gradient steps taken; per-head values only where a head mattered."""
+    """One rollout was collected and learned from. Means are over the gradient steps taken; per head, over the steps where it mattered."""
 
     step: int  # environment steps so far
     update: int
     episodes: int  # finished so far
-    mean_return: float  # of the last 100 finished episodes (of each rank), in raw reward; nan before the first
+    mean_return: float  # raw return of the last 100 finished episodes (of each rank); nan before the first
     mean_length: float
     policy_loss: float
     value_loss: float
@@ -35,14 +32,14 @@ class Update(Event, tag="update"):
     steps_per_second: float
     collect_seconds: float
     update_seconds: float
-    other_seconds: float = 0.0  # between the update before and this one: checkpoints, evaluations, and what else the caller did
-    env_seconds: float = 0.0  # of collecting, in the steps of the environments, by the clock of this process: data wait
-    bad_rewards: int = 0  # steps so far whose reward was not finite; they teach nothing
-    overflows: int = 0  # gradient steps of this update that were not taken because float16 overflowed; the loss scale is halved for each
+    other_seconds: float = 0.0  # time the caller spent between the update before and this one: checkpoints, evaluations and so on
+    env_seconds: float = 0.0  # part of collect_seconds spent in the environments, measured in this process: data wait
+    bad_rewards: int = 0  # steps so far whose reward was not finite; they are not learned from
+    overflows: int = 0  # gradient steps of this update not taken because float16 overflowed; each halves the loss scale
 
 
 class GradientNorms(Event, tag="gradient_norms"):
-    """Global L2 norms of the last minibatch's gradients, before clipping, by part of the policy."""
+    """L2 norms of the gradients of the last minibatch, before clipping, by part of the policy."""
 
     step: int
     norms: dict[str, float]
@@ -50,14 +47,14 @@ class GradientNorms(Event, tag="gradient_norms"):
 
 
 class RewardsNotFinite(Event, tag="rewards_not_finite"):
-    """Rewards of one rollout were not finite. Those steps teach nothing, and their episodes have no return."""
+    """Rewards of one rollout were not finite. These steps are not learned from, and their episodes have no return."""
 
     step: int
     count: int
 
 
 class Skipped(Event, tag="skipped"):
-    """Gradient steps of one update that were not taken because loss or gradient were not finite, with the parts of the first."""
+    """Gradient steps of one update were not taken because loss or gradient was not finite. The losses are those of the first one."""
 
     step: int
     count: int
@@ -73,7 +70,7 @@ class Warned(Event, tag="warned"):
 
     step: int
     diagnostic: str  # a field of `esper.rl.config.Thresholds`
-    subject: str  # head or part of the policy; "" where it is the whole
+    subject: str  # head or part of the policy; "" for the whole policy
     value: float
     threshold: float
 
@@ -82,17 +79,17 @@ class Warned(Event, tag="warned"):
         return {self.diagnostic: {self.subject: self.value} if self.subject else self.value}
 
 
-OF_ALL_RANKS = (Update, GradientNorms, RewardsNotFinite, Skipped, Warned)  # computed over all ranks, and so the same on each
+OF_ALL_RANKS = (Update, GradientNorms, RewardsNotFinite, Skipped, Warned)  # computed over all ranks, so they are the same on each
 
 
 class CompileFailed(Event, tag="compile_failed"):
-    """torch.compile did not work; training goes on without it."""
+    """torch.compile failed; training continues without it."""
 
     reason: str
 
 
 class EpisodesRestarted(Event, tag="episodes_restarted"):
-    """The environment cannot save itself, so resuming began new episodes."""
+    """New episodes were begun on resuming, because the environment cannot be saved."""
 
     step: int
 
@@ -106,7 +103,10 @@ def warnings(
     mattered: dict[str, bool],
     thresholds: Thresholds,
 ) -> Iterator[Warned]:
-    """What is worrying about an update. `mattered` says of the discrete heads which mattered in it: only their entropy has a bottom."""
+    """Yield a warning for every diagnostic of an update that crosses its threshold.
+
+    `mattered` tells for each discrete head whether it mattered. Only the entropy of discrete heads has a lower bound and is checked.
+    """
 
     def warned(diagnostic: str, subject: str, value: float) -> Warned:
         return Warned(step=update.step, diagnostic=diagnostic, subject=subject, value=value, threshold=getattr(thresholds, diagnostic))

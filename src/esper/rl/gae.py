@@ -1,4 +1,4 @@
-"""Advantages and returns of one rollout.
+"""Generalised advantage estimation, and discounted sums of rewards.
 
 Shapes: T = steps in the rollout, N = parallel environments.
 """
@@ -10,26 +10,27 @@ from torch import Tensor
 
 
 def gae(rewards: Tensor, values: Tensor, next_values: Tensor, ended: Tensor, *, gamma: float, lam: float) -> Tensor:
-    """Generalised advantage estimates [T, N].
+    """Return the advantages [T, N] of one rollout.
 
-    `next_values` is the value of what followed each step: 0 only where an episode truly terminated, that of the final observation
-    where it was cut. `ended` cuts the recursion in both cases.
+    `next_values` are the values of the states after each step: 0 only where an episode terminated, that of the final observation where it
+    was truncated. `ended` cuts the recursion in both cases.
     """
-    surprise = rewards + gamma * next_values - values
-    return backward_sum(surprise, gamma * lam * (~ended).to(values.dtype))
+    delta = rewards + gamma * next_values - values
+    return backward_sum(delta, gamma * lam * (~ended).to(values.dtype))
 
 
 def discounted_sums(rewards: Tensor, ended: Tensor, start: Tensor, *, gamma: float) -> Tensor:
-    """Forward discounted sums [T, N] of each episode so far, going on from `start` [N]."""
+    """Return the discounted sums [T, N] of each episode's rewards up to each step. `start` [N] are the sums before the first step."""
     carry = torch.cat((torch.ones_like(ended[:1]), ~ended[:-1])).to(rewards.dtype) * gamma
     first = rewards[:1] + carry[:1] * start
     return backward_sum(torch.cat((first, rewards[1:])).flip(0), carry.flip(0)).flip(0)
 
 
 def backward_sum(terms: Tensor, carry: Tensor) -> Tensor:
-    """x[t] = terms[t] + carry[t] · x[t + 1], in log2(T) passes over whole tensors instead of T steps.
+    """Return x with x[t] = terms[t] + carry[t] · x[t + 1], in log2(T) passes over whole tensors instead of T steps.
 
-    Each pass doubles the stretch that a sum covers: x covers `reach` steps, `carry` what is left of the weight after them.
+    Each pass doubles the number of steps that a sum covers: after a pass, x[t] covers `reach` steps, and carry[t] is the product of their
+    weights.
     """
     total, reach = terms.clone(), 1
     while reach < len(terms):

@@ -1,10 +1,10 @@
-"""Learning: several passes of clipped gradient steps over one rollout.
+"""The PPO update: several passes of clipped gradient steps over one rollout.
 
-The device is read before the first gradient step, for where episodes start, and after the last, for all that the host wants to know, but
-not between. Whether a step is skipped (loss or gradient not finite) or the update has stopped (KL too large) is decided on the device and
-obeyed by the optimiser there; on CPU, where asking is free, a stopped update also ends at once.
+The device is read twice per update: before the first gradient step, for the positions where episodes start, and after the last, for all
+statistics. The device itself decides whether a step is skipped (loss or gradient not finite) and whether the update has stopped (KL too
+large), and the optimiser obeys there. On a CPU, where reading is free, a stopped update also ends at once.
 
-With several ranks, each has a part of every minibatch. Gradients and terms are summed over them, so all ranks decide and step alike.
+With several ranks, each has a part of every minibatch. Gradients and terms are summed over the ranks, so all of them take the same steps.
 
 Shapes: J = heads.
 """
@@ -30,21 +30,21 @@ from esper.rl.policy import Policy
 from esper.vecenv import Obs
 
 KL_SLACK = 1.5  # an update stops when its KL exceeds the target times this
-_HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+_HALF_PRECISIONS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class InvalidUpdate(NamedTuple):
-    """The parts of a gradient step that was not finite."""
+    """The losses and the gradient norm of a gradient step that was not finite."""
 
     policy_loss: float
     value_loss: float
-    entropy: float  # of all heads
+    entropy: float  # sum over heads
     grad_norm: float
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What an update did, read from the device once. Means are over the gradient steps taken."""
+    """The statistics of an update, read from the device at once. Means are over the gradient steps taken."""
 
     policy_loss: float
     value_loss: float
@@ -55,19 +55,19 @@ class Outcome:
     ratio_max: float
     grad_norm: float
     steps_taken: int
-    skipped: int
-    skipped_in_a_row: int
+    skipped: int  # steps that were not finite
+    skipped_in_a_row: int  # up to now, over several updates
     first_skipped: InvalidUpdate | None
-    overflows: int  # steps not taken because of the loss scale alone
+    overflows: int  # steps not taken because the loss scale of float16 was too large
     gradient_norms: dict[str, float]  # of the last minibatch before clipping, by layer and head
     explained_variance: float
     value_spread: float
     return_spread: float
-    mattered: list[bool]  # per head
+    mattered: list[bool]  # per head: whether it mattered in any step
 
 
 class Learner:
-    """Owns the optimiser, the reward normaliser and the gradient buffer of a policy."""
+    """Trains a policy on rollouts. It owns the optimiser, the reward normaliser, the loss scale and the gradient buffer."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Learner:
         schedule: Callable[[float], float] | None = None,
     ) -> None:
         self.policy, self.config, self.rng, self.group = policy, config, rng, group
-        self.schedule = schedule  # of the learning rate, in the place of the config's: takes the share of training that is left
+        self.schedule = schedule  # replaces the learning rate of the config; a function of the share of training that is left
         self.num_minibatches = config.minibatches_of(num_envs)
         self.device = policy.device
         self.reward_normalizer = RewardNormalizer(num_envs, gamma=config.gamma, device=self.device) if config.normalize_rewards else None
@@ -89,8 +89,8 @@ class Learner:
         self.gradient = _flat_gradients(self.weights)  # every gradient is a view of this
         self.optimizer = torch.optim.Adam(self.weights, lr=config.learning_rate, eps=config.adam_eps, fused=True)
         self.loss_scale = LossScale(self.device) if config.precision == "float16" else NoLossScale(self.device)
-        self.clip = torch.ones((), device=self.device)  # what the last gradient was multiplied by
-        self.in_a_row = torch.zeros((), device=self.device)  # skipped steps
+        self.clip = torch.ones((), device=self.device)  # the factor by which the last gradient was clipped
+        self.in_a_row = torch.zeros((), device=self.device)  # skipped steps in a row up to now
         self.batch_norms = [module for module in policy.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
         self.on_compile_failure = on_compile_failure
         self.is_compiled = config.compile
@@ -99,24 +99,26 @@ class Learner:
         names = policy.distribution.head_names
         unknown = set(config.entropy_weights) - set(names)
         if unknown:
-            raise ValueError(f"entropy_weights names {sorted(unknown)}; the heads are {list(names)}")
+            raise ValueError(f"entropy_weights has unknown heads {sorted(unknown)}; the heads are {list(names)}")
         self.entropy_weights = torch.tensor([config.entropy_weights.get(name, 1.0) for name in names], device=self.device)
 
     def update(self, rollout: Rollout, *, progress: float) -> Outcome:
-        """Learns from a rollout. `progress` is the share of training that is done, for the schedules."""
+        """Learn from a rollout. `progress`, the share of training that is done, drives the schedules."""
         batch = prepare(rollout, self.policy, self.config, self.reward_normalizer, self.group)
+        # Batch norms keep their running statistics during the update, see `_update_batch_norms`.
         self.policy.train()
         for norm in self.batch_norms:
             norm.eval()
         try:
             outcome = self._learn(batch, progress=progress)
             if self.batch_norms:
-                self._follow(batch, rollout)
+                self._update_batch_norms(batch, rollout)
         finally:
             self.policy.eval()
         return outcome
 
     def _learn(self, batch: Batch, *, progress: float) -> Outcome:
+        """Take the gradient steps of all epochs and minibatches."""
         config = self.config
         coefficients = self._coefficients(batch, progress)
         self._set_learning_rate(progress)
@@ -133,11 +135,11 @@ class Learner:
         return self._read(batch, log)
 
     @torch.no_grad()
-    def _follow(self, batch: Batch, rollout: Rollout) -> None:
-        """Take a rollout into the statistics of batch norm, as into those of the normalisers: once, after it was learned from.
+    def _update_batch_norms(self, batch: Batch, rollout: Rollout) -> None:
+        """Add a rollout to the running statistics of batch norms, once, after the gradient steps.
 
-        Acting and learning see the same statistics, so that the ratio is 1 before the first gradient step. Those of single minibatches
-        would make another policy of each.
+        So acting and learning use the same statistics, and the probability ratio is 1 before the first gradient step. With the statistics
+        of minibatches, the policy would be another one in each.
         """
         for norm in self.batch_norms:
             norm.train()
@@ -153,12 +155,12 @@ class Learner:
             self.group.sum_(value).div_(self.group.world_size)
 
     def forget_episodes(self) -> None:
-        """The environments begin new episodes everywhere."""
+        """Forget the returns of unfinished episodes, because all environments begin new ones."""
         if self.reward_normalizer is not None:
             self.reward_normalizer.forget_episodes()
 
     def _coefficients(self, batch: Batch, progress: float) -> Coefficients:
-        """The entropy weight of a head is raised while its entropy lies under the floor, by how far it lies there."""
+        """Return the coefficients of the loss. The weight of a head's entropy rises with the distance of that entropy below the floor."""
         config = self.config
         end = config.entropy_coef if config.entropy_coef_end is None else config.entropy_coef_end
         base = config.entropy_coef + (end - config.entropy_coef) * progress
@@ -175,7 +177,7 @@ class Learner:
     def _set_learning_rate(self, progress: float) -> None:
         rate = learning_rate_at(self.config, progress) if self.schedule is None else float(self.schedule(1.0 - progress))
         if not (math.isfinite(rate) and rate >= 0):
-            raise ValueError(f"the learning rate must be a number of at least 0; the schedule gave {rate} at {progress:.1%} of training")
+            raise ValueError(f"the learning rate must be finite and at least 0; the schedule gave {rate} at {progress:.1%} of training")
         for group in self.optimizer.param_groups:
             group["lr"] = rate
 
@@ -184,10 +186,11 @@ class Learner:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def _step(self, terms: Terms, stopped: Tensor, log: _Log) -> Tensor:
-        """One step of the optimiser, or none. Returns whether the update has stopped."""
+        """Take one step of the optimiser, or skip it, by tensors that stay on the device. Return whether the update has stopped."""
         norm = torch.linalg.vector_norm(self.gradient)
         if self.config.target_kl is not None:
             stopped = stopped | (terms.total_kl > KL_SLACK * self.config.target_kl)
+        # A step that is not finite is either an overflow of the loss scale, which is normal in float16, or broken.
         skip = ~torch.isfinite(terms.loss + norm) | stopped
         overflowed = self.loss_scale.overflowed(terms.loss, norm) & ~stopped
         broken = skip & ~stopped & ~overflowed
@@ -196,19 +199,19 @@ class Learner:
         self.in_a_row = torch.where(stopped | overflowed, self.in_a_row, (self.in_a_row + 1) * broken)
         self.clip = (self.config.max_grad_norm / (norm + 1e-6)).clamp_max(1.0)
         self.gradient.mul_(self.clip)
-        # The fused optimiser skips its step on the device where this is 1; it is how torch's own GradScaler tells it.
+        # The fused optimiser skips its step on the device where `found_inf` is 1; torch's GradScaler does it the same way.
         self.optimizer.grad_scale, self.optimizer.found_inf = None, skip.float()  # type: ignore[attr-defined]
         self.optimizer.step()
         return stopped
 
     def _backward(self, batch: Batch, fragments: Fragments, counts: Counts, coef: Coefficients) -> Terms:
-        """Fills the gradient buffer from one minibatch, rank by rank, and returns its terms."""
+        """Fill the gradient buffer from one minibatch, summed over all ranks. Return the terms of the loss."""
         try:
             own = self._own_backward(batch, fragments, counts, coef)
         except Exception as error:
             if not self.is_compiled:
                 raise
-            # An error that is not the compiler's comes up again in the plain networks, so nothing is hidden.
+            # Try again without the compiler. An error with another cause occurs again in the plain networks, so nothing is hidden.
             self.is_compiled, self.encode, self.heads = False, self.policy.encode, self.policy.heads
             self.on_compile_failure(error)
             own = self._own_backward(batch, fragments, counts, coef)
@@ -217,25 +220,26 @@ class Learner:
         return add_up([Terms(*terms) for terms in self.group.gather(own)])
 
     def _own_backward(self, batch: Batch, fragments: Fragments, counts: Counts, coef: Coefficients) -> Terms:
-        """This rank's share, piece by piece."""
+        """Fill the gradient buffer from this rank's part of a minibatch, one micro-batch after another. Return its terms."""
         self.gradient.zero_()
         return add_up([self._piece(batch.gather(piece), counts, coef) for piece in split(fragments, self.config.micro_batches)])
 
     def _piece(self, minibatch: Minibatch, counts: Counts, coef: Coefficients) -> Terms:
+        """Add the gradient of one micro-batch to the buffer. Return its terms."""
         policy = self.policy
-        half = _HALVES.get(self.config.precision)
+        half = _HALF_PRECISIONS.get(self.config.precision)
         with torch.autocast(self.device.type, dtype=half, enabled=half is not None):
             inputs = self.encode(minibatch.obs)
             parameters, predicted = self.heads(policy.core.sequence(inputs, minibatch.states, minibatch.sizes))
         new = policy.distribution.evaluate(parameters, minibatch.choice, minibatch.masks)
         terms = ppo_loss(new, predicted.to(new.log_prob.dtype), minibatch.samples, counts, coef)
-        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is dealt with in `_step`
+        with np.errstate(over="ignore", invalid="ignore"):  # `_step` handles gradients that are not finite
             self.loss_scale.scaled(terms.loss).backward()  # type: ignore[no-untyped-call]
         return Terms(*(term.detach() for term in terms))
 
     @torch.no_grad()
     def _read(self, batch: Batch, log: _Log) -> Outcome:
-        """Everything the host wants to know about an update, in one transfer."""
+        """Read the statistics of an update from the device in one transfer."""
         norms = {part: norm / self.clip for part, norm in gradient_norms(self.policy).items()}
         scalars = (batch.explained_variance, batch.value_spread, batch.return_spread, self.in_a_row)
         parts = [log.rows.flatten(), batch.mattered, torch.stack([*(s.to(torch.float32) for s in scalars), *norms.values()])]
@@ -272,7 +276,7 @@ class Learner:
 
 
 def learning_rate_at(config: PPOConfig, progress: float) -> float:
-    """The learning rate when `progress`, a share of training, is done."""
+    """Return the learning rate of the config at `progress`, the share of training that is done."""
     warmup, start, end = config.learning_rate_warmup, config.learning_rate, config.learning_rate_end
     if progress < warmup:
         return start * progress / warmup
@@ -288,7 +292,7 @@ def learning_rate_at(config: PPOConfig, progress: float) -> float:
 
 
 def _flat_gradients(weights: list[nn.Parameter]) -> Tensor:
-    """One buffer that all gradients are views of: zeroing, norm and clipping are one operation each."""
+    """Return one buffer that all gradients become views of, so that zeroing, norm and clipping are one operation each."""
     flat = torch.zeros(sum(weight.numel() for weight in weights), device=weights[0].device, dtype=weights[0].dtype)
     offset = 0
     for weight in weights:
@@ -298,7 +302,7 @@ def _flat_gradients(weights: list[nn.Parameter]) -> Tensor:
 
 
 def gradient_norms(policy: Policy) -> dict[str, Tensor]:
-    """Global L2 norms of the gradients by layer, and of the actor's last layer by head if it has such a layer."""
+    """Return the L2 norm of the gradients of each layer and, where the actor ends in a linear layer, of each head's rows of it."""
     norms: dict[str, Tensor] = {}
     for name, module in policy.named_modules():
         gradients = [weight.grad for weight in module.parameters(recurse=False) if weight.grad is not None]
@@ -313,7 +317,7 @@ def gradient_norms(policy: Policy) -> dict[str, Tensor]:
 
 
 class _Log:
-    """One row per gradient step, on the device: what became of it, its terms, and the entropy and KL of each head."""
+    """A table on the device with one row per gradient step: flags, losses and other terms, and the entropy and KL of each head."""
 
     COLUMNS = ("broken", "taken", "overflowed", "policy_loss", "value_loss", "total_kl", "clip_fraction", "ratio_max", "grad_norm")
 
@@ -329,6 +333,7 @@ class _Log:
         self.next += 1
 
     def summarise(self, rows: NDArray[Any], **rest: Any) -> Outcome:
+        """Return the outcome of an update, given the table as read from the device."""
         column = dict(zip(self.COLUMNS, rows.T[: len(self.COLUMNS)], strict=True))
         entropy, kl = np.split(rows[:, len(self.COLUMNS) :], 2, axis=1)  # [steps, J] each
         broken, taken = column["broken"] > 0, column["taken"] > 0

@@ -1,13 +1,13 @@
-"""PPO's objective as pure functions of tensors.
+"""PPO's loss as pure functions of tensors, and the loss scale for float16.
 
-Everything is a sum over steps divided by counts that are given, so that the pieces of a minibatch add up to the whole.
+Every term of the loss is a sum over steps divided by given counts, so that the terms of the pieces of a minibatch add up to those of the
+whole.
+
+The gradients of float16 vanish below 6e-8 and overflow above 65504. So the loss is multiplied by a scale, as large as the gradients allow,
+and the gradients are divided by it before they are used. A step whose gradients overflow is not taken, and the scale is halved. All of this
+happens on the device.
 
 Shapes: M = steps in the minibatch (or a piece of it), J = heads, or 1 where the ratio is that of the whole action.
-
-A loss scale for float16, whose gradients vanish below 6e-8 and overflow above 65504.
-
-The loss is multiplied by as large a scale as the gradients bear, and the gradients divided by it again before they are used. A step whose
-gradients overflow is not taken, and the scale halved. All of this happens on the device.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torch import Tensor
 from esper.parallel import ALONE, Group
 from esper.rl.distributions import Evaluation
 
-LOG_RATIO_LIMIT = 20.0  # far beyond any clip; without it exp overflows, and its gradient with it
+LOG_RATIO_LIMIT = 20.0  # far beyond any clip; without a limit exp and its gradient overflow
 
 
 class Samples(NamedTuple):
-    """What a rollout says about each step, aligned with the minibatch."""
+    """Data of the rollout for each step of a minibatch."""
 
     advantages: Tensor  # [M, J], 0 where a head did not matter
     old_log_prob: Tensor  # [M, J]
@@ -36,14 +36,14 @@ class Samples(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """What the sums are divided by: those of the whole minibatch, over all ranks."""
+    """The divisors of the sums: counts of the whole minibatch, over all ranks."""
 
-    valid: Tensor  # []
-    weight: Tensor  # [J]
+    valid: Tensor  # [] real steps
+    weight: Tensor  # [J] real steps in which each head mattered
 
 
 class Terms(NamedTuple):
-    """The loss and what it is made of; all but `ratio_max` add up over pieces."""
+    """The loss, its parts and diagnostics. All but `ratio_max` add up over the pieces of a minibatch."""
 
     loss: Tensor  # []
     policy_loss: Tensor  # []
@@ -51,12 +51,12 @@ class Terms(NamedTuple):
     entropy: Tensor  # [J] mean where the head mattered
     kl: Tensor  # [J] mean where the head mattered
     total_kl: Tensor  # [] of the whole action
-    clip_fraction: Tensor  # [] of the heads that mattered
+    clip_fraction: Tensor  # [] share of ratios outside the clip range, among heads that mattered
     ratio_max: Tensor  # []
 
 
 def add_up(pieces: list[Terms]) -> Terms:
-    """The terms of a minibatch from those of its pieces."""
+    """Return the terms of a minibatch from those of its pieces."""
     if len(pieces) == 1:
         return pieces[0]
     sums = Terms(*(torch.stack(parts).sum(0) for parts in zip(*pieces, strict=True)))
@@ -65,24 +65,26 @@ def add_up(pieces: list[Terms]) -> Terms:
 
 @dataclass(frozen=True, slots=True)
 class Coefficients:
-    clip: float
-    value: float
+    """The weights and limits of the loss."""
+
+    clip: float  # of the probability ratio
+    value: float  # weight of the value loss
     value_clip: float | None
     entropy: Tensor  # [J] weight of each head's entropy
-    joint_ratio: bool
+    joint_ratio: bool  # clip the ratio of the whole action instead of that of each head
 
 
 def ppo_loss(new: Evaluation, predicted: Tensor, samples: Samples, counts: Counts, coef: Coefficients) -> Terms:
-    """The clipped surrogate over heads, the value loss, and minus the weighted entropy.
+    """Return the loss: the clipped surrogate over heads, plus the value loss, minus the weighted entropy; and its diagnostics.
 
     policy: Σ over real steps and heads that mattered of -min(r·A, clip(r)·A), divided by the number of real steps
     value: ½·(prediction - return)², mean over real steps
-    entropy: Σ over real steps and heads that mattered of the weighted normalised entropy, divided by the number of real steps, so that
-        a step's bonus does not depend on how often its head matters; what is reported is the mean where the head mattered
+    entropy: Σ over real steps and heads that mattered of the weighted normalised entropy, divided by the number of real steps, so that the
+        bonus of a step does not depend on how often its head matters; `Terms.entropy` is the mean where the head mattered
     """
     valid_count, head_counts = counts.valid.clamp_min(1), counts.weight.clamp_min(1)
     log_ratio = (new.log_prob - samples.old_log_prob) * samples.weight  # [M, J]
-    drift = torch.expm1(log_ratio) - log_ratio  # an estimate of KL that is never negative
+    drift = torch.expm1(log_ratio) - log_ratio  # [M, J] an estimate of the KL that is never negative
     if coef.joint_ratio:
         log_ratio = log_ratio.sum(-1, keepdim=True)
     ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
@@ -95,12 +97,13 @@ def ppo_loss(new: Evaluation, predicted: Tensor, samples: Samples, counts: Count
     with torch.no_grad():
         head_drift = (drift * samples.weight).sum(0)
         outside = ((ratio - 1).abs() > coef.clip).to(ratio.dtype).sum()
-        touched = valid_count if coef.joint_ratio else head_counts.sum()
-        diagnostics = head_drift / head_counts, head_drift.sum() / valid_count, outside / touched, ratio.max()
+        ratios = valid_count if coef.joint_ratio else head_counts.sum()
+        diagnostics = head_drift / head_counts, head_drift.sum() / valid_count, outside / ratios, ratio.max()
     return Terms(loss, policy_loss.detach(), value_loss.detach(), entropy.detach(), *diagnostics)
 
 
 def _value_loss(predicted: Tensor, samples: Samples, clip: float | None) -> Tensor:
+    """Return the sum of ½·error² over real steps; with a clip, the larger of the error and that of the clipped prediction."""
     error = (predicted - samples.target).square()
     if clip is not None:
         near = samples.old_value + (predicted - samples.old_value).clamp(-clip, clip)
@@ -109,10 +112,10 @@ def _value_loss(predicted: Tensor, samples: Samples, clip: float | None) -> Tens
 
 
 def normalize_advantages(advantages: Tensor, weight: Tensor, valid: Tensor, group: Group = ALONE) -> Tensor:
-    """Advantages [M] per head [M, J], centred over the steps where the head mattered, in units of the spread over all real steps.
+    """Return advantages [M] per head [M, J], centred over the steps where the head mattered, and divided by the spread over all real steps.
 
-    Centring per head is a baseline that knows whether the head mattered: the choice of a slot is not blamed for the decision to use one.
-    A head that mattered once, or a rollout of one step, gets 0; an empty one stays empty. The steps are those of all ranks.
+    Mean and spread are over all ranks. Centring per head is a baseline that knows whether the head mattered: the choice of a slot is not
+    blamed for the decision to use one. A head that mattered once, or a rollout of one step, gets 0; an empty one stays empty.
     """
     counted = torch.cat((valid.unsqueeze(1), weight), dim=1)  # [M, 1 + J]
     counts, sums = group.sum_(torch.stack((counted.sum(0), (advantages.unsqueeze(1) * counted).sum(0)))).unbind(0)
@@ -127,23 +130,24 @@ PATIENCE = 2000  # steps without overflow before the scale is doubled
 
 
 class NoLossScale:
-    """What precisions with the range of float32 need: nothing."""
+    """The interface of a loss scale, and an implementation that scales nothing, for precisions with the range of float32."""
 
     def __init__(self, device: torch.device) -> None:
         self._never = torch.zeros((), dtype=torch.bool, device=device)
 
     def scaled(self, loss: Tensor) -> Tensor:
+        """Return the loss times the scale."""
         return loss
 
     def unscale_(self, gradient: Tensor) -> None:
-        """Divides a gradient of the scaled loss by the scale."""
+        """Divide a gradient of the scaled loss by the scale, in place."""
 
     def overflowed(self, loss: Tensor, norm: Tensor) -> Tensor:
-        """Whether the gradient is not finite because of the scale: [] bool."""
+        """Return whether the gradient of this norm is not finite because of the scale: [] bool."""
         return self._never
 
     def update(self, overflowed: Tensor, taken: Tensor) -> None:
-        """Learns from one step."""
+        """Adapt the scale after a step that `overflowed` or was `taken`, [] bool each."""
 
     def state_dict(self) -> dict[str, Any] | None:
         return None
@@ -153,10 +157,12 @@ class NoLossScale:
 
 
 class LossScale(NoLossScale):
+    """A loss scale that is halved after an overflow and doubled after `PATIENCE` good steps."""
+
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.scale = torch.full((), START, device=device)
-        self.good_steps = torch.zeros((), device=device)  # taken since the scale last changed
+        self.good_steps = torch.zeros((), device=device)  # steps taken since the scale last changed
 
     def scaled(self, loss: Tensor) -> Tensor:
         return loss * self.scale
@@ -165,7 +171,7 @@ class LossScale(NoLossScale):
         gradient.div_(self.scale)
 
     def overflowed(self, loss: Tensor, norm: Tensor) -> Tensor:
-        """A scale of 1 is nobody's fault: what is not finite then never will be."""
+        # At a scale of 1 the scale is not the cause: a smaller one would not help.
         return torch.isfinite(loss) & ~torch.isfinite(norm) & (self.scale > 1)
 
     def update(self, overflowed: Tensor, taken: Tensor) -> None:
@@ -179,6 +185,6 @@ class LossScale(NoLossScale):
         return {"scale": self.scale, "good_steps": self.good_steps}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        if state is not None:  # a learner of another precision saved none
+        if state is not None:  # a learner of another precision has saved none
             self.scale.copy_(state["scale"])
             self.good_steps.copy_(state["good_steps"])

@@ -1,9 +1,9 @@
 """The LSTM recurrence over packed fragments as Numba kernels. Import it only where `esper.jit.has_numba()`.
 
-One call runs all steps of all memories. Two things make it quick. Products are sums over the last axis of both factors, four rows by four
-columns at a time: sixteen sums stay in registers and nothing is stored until they are done, which at the sizes of reinforcement learning is
-quicker than a call of BLAS (Arm, 16 rows × 128 by 128 × 512: 69 µs against 80). And what follows a product is done while it is in the
-first cache. Loops are short and store to one array each: then they vectorise.
+One call runs all steps of all memories. Two things make it fast. First, products are sums over the last axis of both factors, four rows by
+four columns at a time: sixteen sums stay in registers and nothing is stored until they are complete. At the sizes of reinforcement learning
+this is faster than a call of BLAS (Arm, 16 rows × 128 by 128 × 512: 69 µs against 80). Second, the operations after a product run while it
+is in the first-level cache. Loops are short and store to one array each, so that they vectorise.
 
 Shapes: M = packed steps, F = fragments, G = memories, H = hidden width, T = steps of the longest fragment.
 Gates are ordered output, input, forget, candidate. A state holds [h | c] of every memory: [F, 2G, H].
@@ -28,12 +28,13 @@ kernel = jit.compiler([__file__, jit.__file__])
 
 @kernel
 def run_forward(gates: Array, output: Array, cells: Array, tanh_cells: Array, state: Array, recurrent: Array, sizes: Array) -> None:
-    """Fill `output`, `cells` and `tanh_cells` [M, G, H] and turn `gates` [M, G, 4H], the products with the inputs, into activations.
+    """Fill `output`, `cells` and `tanh_cells` [M, G, H] and turn `gates` [M, G, 4H] into activations.
 
-    `recurrent` is [G, 4H, H].
+    `gates` are given as the products with the inputs. `state` is [F, 2G, H], `recurrent` [G, 4H, H], and `sizes` [T] is the number of
+    fragments that have each step.
     """
     width = output.shape[2]
-    first = before = 0  # rows of this step and of the one before
+    first = before = 0  # first packed row of this step and of the step before
     for step in range(len(sizes)):
         size = sizes[step]
         for memory in range(output.shape[1]):
@@ -68,13 +69,14 @@ def run_backward(
     grad_state: Array,
     sizes: Array,
 ) -> None:
-    """Fill `grad_gates` [M, G, 4H], before the activations, and the gradients of the initial cells in `grad_state`, which comes as zeros.
+    """Fill `grad_gates` [M, G, 4H], the gradients before the activations, and the gradients of the initial cells in `grad_state`.
 
-    `weight` is [G, H, 4H]. In the rows of `grad_state` that belong to the initial hidden states lies what was needed on the way.
+    `grad_state` [F, 2G, H] must be zeros. Its rows for the initial hidden states are used as scratch and hold no gradients afterwards.
+    `weight` is [G, H, 4H].
     """
-    width, one = cells.shape[2], cells.dtype.type(1)  # the number 1 itself would turn float32 into float64
+    width, one = cells.shape[2], cells.dtype.type(1)  # the literal 1 would turn float32 into float64
     first = len(cells)
-    later, later_size = 0, 0  # first row of the step after, and how many fragments reach it
+    later, later_size = 0, 0  # first packed row of the step after, and the number of fragments that have it
     for step in range(len(sizes) - 1, -1, -1):
         size = sizes[step]
         first -= size
@@ -109,14 +111,17 @@ def run_backward(
 
 @kernel
 def tanh_in_place(numbers: Array) -> None:
-    """Turn numbers [any] into their tanh."""
+    """Replace numbers [any] by their tanh."""
     for index in range(len(numbers)):
         numbers[index] = _tanh(numbers[index])
 
 
 @kernel
 def _add_products(target: Array, to: int, column: int, source: Array, start: int, of: int, matrix: Array, size: int) -> None:
-    """`target[to:to + size, column] += source[start:start + size, of] @ matrix.T`, with `matrix` [outputs, inputs]."""
+    """Compute `target[to:to + size, column] += source[start:start + size, of] @ matrix.T`, with `matrix` [outputs, inputs].
+
+    Four outputs at a time; for these four rows at a time, then two, then one. Names: rows a to d, outputs 0 to 3.
+    """
     outputs, inputs = matrix.shape
     zero = matrix.dtype.type(0)
     for j in range(0, outputs - 3, 4):
@@ -152,7 +157,7 @@ def _add_products(target: Array, to: int, column: int, source: Array, start: int
             for k in range(inputs):
                 a0, a1, a2, a3 = a0 + a[k] * m0[k], a1 + a[k] * m1[k], a2 + a[k] * m2[k], a3 + a[k] * m3[k]
             _add_four(target[to + row, column], j, a0, a1, a2, a3)
-    for j in range(outputs - outputs % 4, outputs):  # widths that four does not divide, in the backward pass only
+    for j in range(outputs - outputs % 4, outputs):  # the rest of a width that four does not divide, in the backward pass only
         m0 = matrix[j]
         for row in range(size):
             a = source[start + row, of]
@@ -177,24 +182,26 @@ def _sigmoid(x: Any) -> Any:
 
 
 def _tanh(x: Any) -> Any:
-    """Hyperbolic tangent of the number's own precision; in float32 one that vectorises. NaN stays NaN."""
+    """Return the tanh of a number in its own precision. In kernels, float32 uses a formula that vectorises. NaN stays NaN."""
     return math.tanh(x)
 
 
 _ODD = tuple(np.float32(c) for c in (4.89352455891786e-03, 6.37261928875436e-04, 1.48572235717979e-05, 5.12229709037114e-08,
                                      -8.60467152213735e-11, 2.00018790482477e-13, -2.76076847742355e-16))  # fmt: skip
 _EVEN = tuple(np.float32(c) for c in (4.89352518554385e-03, 2.26843463243900e-03, 1.18534705686654e-04, 1.19825839466702e-06))
-_FLAT = np.float32(7.90531110763549805)  # beyond it tanh is 1 to within rounding
+_FLAT = np.float32(7.90531110763549805)  # above it tanh is 1 up to rounding
 
 
 @overload(_tanh)
 def _tanh_of_type(x: Any) -> Any:
+    """Return the implementation of `_tanh` for a Numba type."""
+
     def exact(x: Any) -> Any:
         return math.tanh(x)
 
     def rational(x: Any) -> Any:
-        """A quotient of polynomials, the one of Eigen: within 3 units in the last place of the true value."""
-        x = _FLAT if x > _FLAT else x  # written so that NaN passes
+        """Return the rational approximation of Eigen, which is within 3 units in the last place."""
+        x = _FLAT if x > _FLAT else x  # comparisons, not min and max, so that NaN stays NaN
         x = -_FLAT if x < -_FLAT else x
         square = x * x
         odd = _ODD[5] + square * _ODD[6]

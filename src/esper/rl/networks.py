@@ -1,12 +1,10 @@
-"""A linear layer, with or without tanh behind it, that is quick at the sizes of reinforcement learning on the CPU.
+"""The networks around the core: a fast linear layer, MLPs, and encoders of observations.
 
-Two things are slow there in plain torch (measured on Arm). `torch.nn.functional.linear` multiplies by a transposed weight, and torch hands
-such products to a library that prepares itself anew for every call, at up to ten times the cost of the product when it is small; here the
-weight is transposed first, which costs next to nothing, and the product is a plain one, forward and backward. And NumPy's tanh takes
-less than half the time of torch's, and the one of our Numba kernels (`esper.jit`) less than half of NumPy's. On other devices, under
-autocast and when compiled, the layer is torch's own.
-
-Encoders and the small networks around the core.
+`Dense` is a linear layer, with or without tanh, that is fast on the CPU at the sizes of reinforcement learning. Two things are slow there
+in plain torch (measured on Arm). First, `torch.nn.functional.linear` multiplies by a transposed weight, and torch gives such products to a
+library whose preparation for each call costs up to ten times a small product. `Dense` transposes the weight first, which costs next to
+nothing, and then uses a plain product, forward and backward. Second, NumPy's tanh takes less than half the time of torch's, and that of the
+Numba kernels (`esper.jit`) less than half of NumPy's. On other devices, under autocast and when compiled, the layer is torch's own.
 
 Shapes: B = any leading dimension (environments, or packed steps).
 """
@@ -25,20 +23,20 @@ from torch import Tensor, nn
 from esper.jit import has_numba
 from esper.vecenv import Obs, ObservationSpec
 
-# Arrays of at least this size, such as those of a minibatch, take the kernel's tanh. Smaller ones take NumPy's, so that acting in the
-# environments does not wait for Numba's import.
+# Arrays of at least this size, such as those of a minibatch, use the kernel's tanh. Smaller ones use NumPy's, so that acting does not wait
+# for the import of Numba.
 _KERNEL_SIZE = 1 << 14
 
 
 class Dense(nn.Linear):
-    """`torch.nn.Linear` for rows [B, inputs], followed by tanh if so asked; parameters and results are torch's."""
+    """A `torch.nn.Linear` for rows [B, inputs], followed by tanh if `has_tanh`. Parameters and results are those of torch."""
 
     def __init__(self, inputs: int, outputs: int, *, has_tanh: bool = False) -> None:
         super().__init__(inputs, outputs)
         self.has_tanh = has_tanh
 
     def forward(self, rows: Tensor) -> Tensor:
-        # NumPy's tanh would be missing in what is recorded.
+        # A compiled or traced graph would not contain NumPy's tanh.
         is_recorded = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
         if rows.device.type != "cpu" or rows.dim() != 2 or torch.is_autocast_enabled("cpu") or is_recorded:
             plain = super().forward(rows)
@@ -78,19 +76,19 @@ class _Layer(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight, *outputs = ctx.saved_tensors
         if ctx.has_tanh:
-            grad = torch.addcmul(grad, grad * outputs[0], outputs[0], value=-1.0)  # through tanh: 1 - tanh²
+            grad = torch.addcmul(grad, grad * outputs[0], outputs[0], value=-1.0)  # times 1 - tanh²
         grad_rows = grad @ weight if ctx.needs_input_grad[0] else None
         return grad_rows, grad.t() @ rows, grad.sum(0), None
 
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "silu": nn.SiLU}
 _GAIN = 2.0**0.5
-_SMALLEST_FOR_NATURE = 36  # pixels on a side, of which the last convolution leaves one
-_SMALLEST_IMAGE = 8  # pixels on a side; smaller ones are taken as vectors
+_SMALLEST_FOR_NATURE = 36  # pixels on a side; the last convolution of "nature" reduces them to one
+_SMALLEST_IMAGE = 8  # pixels on a side; smaller arrays are treated as vectors
 
 
 def mlp(sizes: Sequence[int], activation: str) -> nn.Sequential:
-    """Linear layers through these widths, each followed by the activation."""
+    """Return linear layers of these widths, each followed by the activation."""
     layers: list[nn.Module] = []
     for width_in, width_out in itertools.pairwise(sizes):
         layers.append(Dense(width_in, width_out, has_tanh=activation == "tanh"))
@@ -100,7 +98,7 @@ def mlp(sizes: Sequence[int], activation: str) -> nn.Sequential:
 
 
 def initialize(module: nn.Module, generator: torch.Generator, *, gain: float = _GAIN) -> None:
-    """Orthogonal weights and zero biases for every linear layer and convolution inside."""
+    """Draw orthogonal weights and set zero biases for every linear layer and convolution inside."""
     for layer in module.modules():
         if isinstance(layer, nn.Linear | nn.Conv2d):
             nn.init.orthogonal_(layer.weight, gain=gain, generator=generator)
@@ -109,15 +107,15 @@ def initialize(module: nn.Module, generator: torch.Generator, *, gain: float = _
 
 
 def is_image(shape: tuple[int, ...]) -> bool:
-    """Three dimensions, two of them large enough to slide a kernel over: [H, W, C] or [C, H, W]."""
+    """Return whether a shape is that of an image: three dimensions, two of them large enough for convolutions, [H, W, C] or [C, H, W]."""
     return len(shape) == 3 and sorted(shape)[1] >= _SMALLEST_IMAGE
 
 
 class ImageEncoder(nn.Module):
-    """Three strided convolutions for an image of bytes, [C, H, W] or [H, W, C] (channels are the smallest of the outer two).
+    """Three strided convolutions for an image, [C, H, W] or [H, W, C] (the smaller of the outer two dimensions are the channels).
 
-    "nature" are those of Mnih et al. (2015), for images of 36 pixels and more on each side: 84 × 84 become 7 × 7, at less than half the
-    work of the "small" ones. "auto" takes them wherever they fit.
+    The convolutions of "nature" are those of Mnih et al. (2015), for images of at least 36 pixels on each side: 84 × 84 become 7 × 7, with
+    less than half the work of "small". "auto" uses "nature" wherever it fits.
     """
 
     def __init__(self, shape: tuple[int, ...], kind: str = "small") -> None:
@@ -145,7 +143,7 @@ class ImageEncoder(nn.Module):
         return images.permute(0, 3, 1, 2) if self.channels_last else images
 
     def forward(self, images: Tensor) -> Tensor:
-        # Channels next to one another in memory are what convolutions are quickest with, whichever way the image came.
+        # Convolutions are fastest with the channels innermost in memory, whatever the order of the input.
         scaled = self._channels_first(images).to(torch.get_default_dtype(), memory_format=torch.channels_last)
         if images.dtype == torch.uint8:
             scaled = scaled / 255.0
@@ -154,7 +152,7 @@ class ImageEncoder(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Any observation to one vector: images through convolutions, everything else flattened, then layers of the stated widths."""
+    """Turns any observation into one vector: images through convolutions, everything else flattened, then an MLP of these widths."""
 
     def __init__(self, spec: ObservationSpec, sizes: Sequence[int], activation: str, image_encoder: str = "small") -> None:
         super().__init__()
@@ -167,7 +165,7 @@ class Encoder(nn.Module):
         self.output_size = sizes[-1] if sizes else sum(widths)
 
     def joined(self, obs: Obs) -> Tensor:
-        """All parts of an observation as one vector, before the layers."""
+        """Return all parts of an observation as one vector [B, width], before the MLP."""
         parts = [self.images[name](obs[name]) if name in self.images else _flat(obs[name]) for name in self.names]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
@@ -177,7 +175,7 @@ class Encoder(nn.Module):
 
 
 def _flat(values: Tensor) -> Tensor:
-    flat = values.reshape(values.shape[0], -1)  # single numbers [B] too
+    flat = values.reshape(values.shape[0], -1)  # works for single numbers [B] too
     return flat if flat.is_floating_point() else flat.to(torch.float32)
 
 

@@ -1,8 +1,8 @@
 """Normalisers of observations, rewards and values.
 
-All of them are frozen while a rollout is collected and updated after it, with the rollouts of all ranks: their moments are the same
-everywhere. Numbers that are not finite are left out, so that one of them does not spoil all that follow. None is thread-safe: one learner
-owns them.
+They are frozen while a rollout is collected and updated after it, with the rollouts of all ranks, so all ranks have the same moments.
+Numbers that are not finite are left out, so that one of them does not spoil the moments for good. The normalisers are not thread-safe: one
+learner owns them.
 
 Shapes: T = steps in the rollout, N = parallel environments.
 """
@@ -21,16 +21,16 @@ from esper.rl.networks import is_image
 from esper.statistics import ExponentialMoments, RunningMoments, Sums, sums_of
 from esper.vecenv import Obs, ObservationSpec, TensorSpec
 
-CLIP = 10.0  # normalised observations and rewards lie within ± this
-SMALLEST_SPREAD = 1e-4  # a feature that never varies is not blown up
-VALUE_MOMENTUM = 0.9  # per rollout: returns change as the policy does
+CLIP = 10.0  # normalised observations and rewards are clipped to ± this
+SMALLEST_SPREAD = 1e-4  # lower limit of a spread, so that a feature that never varies is not blown up
+VALUE_MOMENTUM = 0.9  # per rollout; old returns are forgotten because they change with the policy
 
 
 class ObservationNormalizer(nn.Module):
-    """Shifts and scales floating-point observations by their running moments, and with `with_bytes` bytes that are no image; images and
-    other integers pass as they are.
+    """Shifts and scales floating-point observations by their running moments; with `with_bytes`, also bytes that are no image.
 
-    What is needed to act is in frozen parameters and travels with the policy; the moments behind them belong to training.
+    Images and other integers stay as they are. Means and scales are frozen parameters, so they are saved with the policy; the moments they
+    come from belong to training.
     """
 
     def __init__(self, spec: ObservationSpec, *, momentum: float | None, device: torch.device, with_bytes: bool = False) -> None:
@@ -55,7 +55,7 @@ class ObservationNormalizer(nn.Module):
         return normalized.clamp_(-CLIP, CLIP)
 
     def update(self, raw: Obs, valid: Tensor | None, group: Group = ALONE) -> None:
-        """Takes in the raw observations of a rollout [T, N, ...]."""
+        """Update the moments with the raw observations of a rollout [T, N, ...]."""
         sums = group.merge([_finite_sums(raw[name], moments.shape, valid) for name, moments in self.moments.items()])
         for (name, moments), seen in zip(self.moments.items(), sums, strict=True):
             moments.absorb(seen)
@@ -71,19 +71,19 @@ class ObservationNormalizer(nn.Module):
 
 
 def is_bytes(part: TensorSpec) -> bool:
-    """Whether a part of an observation holds bytes that are no image, such as the kinds of things in the cells of a grid."""
+    """Return whether a part of an observation holds bytes that are no image, such as the kinds of objects in the cells of a grid."""
     return part.torch_dtype == torch.uint8 and not is_image(part.shape)
 
 
 def _finite_sums(values: Tensor, shape: Sequence[int], valid: Tensor | None) -> Sums:
-    """The sums of the rows [..., *shape] that were real and are finite."""
+    """Return the sums over the rows [..., *shape] that were real and are finite."""
     leading = values.dim() - len(shape)
     finite = torch.isfinite(values).flatten(leading).all(-1) if shape else torch.isfinite(values)
     return sums_of(values, shape, valid=finite if valid is None else finite & valid)
 
 
 class RewardNormalizer:
-    """Divides rewards by the running spread of discounted returns. The mean is left alone: it carries what is good and bad."""
+    """Divides rewards by the running spread of discounted returns. It does not subtract a mean: the sign of a reward has a meaning."""
 
     def __init__(self, num_envs: int, *, gamma: float, device: torch.device) -> None:
         self.gamma = gamma
@@ -91,14 +91,14 @@ class RewardNormalizer:
         self.running = torch.zeros(num_envs, device=device)  # discounted return of each episode so far
 
     def __call__(self, rewards: Tensor, ended: Tensor, valid: Tensor | None, group: Group = ALONE) -> Tensor:
-        """Normalised rewards [T, N], after taking in the rollout they belong to."""
+        """Update the moments with the rewards of a rollout [T, N]. Return the rewards normalised by the new moments."""
         sums = discounted_sums(rewards, ended, self.running, gamma=self.gamma)
         self.running = torch.where(ended[-1] | ~torch.isfinite(sums[-1]), 0.0, sums[-1])
         self.moments.absorb(*group.merge([_finite_sums(sums, (), valid)]))
         return (rewards / self.moments.std.clamp_min(SMALLEST_SPREAD).to(rewards.dtype)).clamp_(-CLIP, CLIP)
 
     def forget_episodes(self) -> None:
-        """All episodes begin anew."""
+        """Set the returns of unfinished episodes to zero, because all episodes begin anew."""
         self.running = torch.zeros_like(self.running)
 
     def state_dict(self) -> dict[str, Any]:
@@ -110,9 +110,9 @@ class RewardNormalizer:
 
 
 class ValueNormalizer(nn.Module):
-    """Returns in units of their running mean and spread. The critic predicts in those units; `restore` undoes them before use.
+    """Expresses returns in units of their running mean and spread. The critic predicts in these units; `restore` converts back.
 
-    When the units change, the critic's last layer is changed with them, so that what it predicts does not jump.
+    When the units change, the critic's last layer is adapted, so that its predictions do not jump.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -131,7 +131,7 @@ class ValueNormalizer(nn.Module):
 
     @torch.no_grad()
     def update(self, returns: Tensor, valid: Tensor | None, last_layer: nn.Linear, group: Group = ALONE) -> None:
-        """Takes in the returns of a rollout [T, N] and moves the critic's last layer into the new units."""
+        """Update the moments with the returns of a rollout [T, N], and convert the critic's last layer to the new units."""
         self.moments.absorb(*group.merge([_finite_sums(returns, (), valid)]))
         mean = self.moments.mean.to(self.mean.dtype)
         spread = self.moments.std.clamp_min(SMALLEST_SPREAD).to(self.spread.dtype)

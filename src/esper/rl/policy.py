@@ -1,6 +1,10 @@
 """The policy: normaliser, encoder, recurrent core, actor and critic.
 
-Shapes: N = environments, M = packed steps, F = fragments, S = state width, H = core width, P = distribution parameters.
+An observation is normalised, encoded into one vector, passed through the core, which has the memory, and read by actor and critic. Acting
+uses `step` and `decide`; learning uses `encode`, the core's `sequence` and `heads`. `act` and `predict` are for users.
+
+Shapes: B = any number of rows, N = environments, I = core input width, S = state width, H = core output width, P = distribution parameters,
+J = heads.
 """
 
 from __future__ import annotations
@@ -24,29 +28,30 @@ from esper.vecenv import Actions, ActionSpec, Masks, Obs, ObservationSpec
 from esper.vecenv.info_masks import KEY as MASK_KEY, split_masks
 from esper.vecenv.spaces import Spaces, action_part_for, first_of, observation_parts, read_observation, spaces_of_specs
 
-FILE_KIND, FILE_SCHEMA = "policy", 1  # of what `Policy.save` writes
+FILE_KIND, FILE_SCHEMA = "policy", 1  # kind and version of the files that `Policy.save` writes
 
-_ACTOR_GAIN = 0.01  # nearly uniform at first
+_ACTOR_GAIN = 0.01  # small, so that the first actions are nearly uniform
 _CRITIC_GAIN = 1.0
 _HINT = ". Use predict for single observations and other types"
 
 
 @runtime_checkable
 class Sized(Protocol):
-    """What an encoder of one's own must be: a module from observations to [B, output_size], or with a `bypass_size` to
-    [B, output_size + bypass_size]."""
+    """A custom encoder: a module from observations to [B, output_size], or with a `bypass_size` to [B, output_size + bypass_size]."""
 
     output_size: int
 
 
 class Policy(nn.Module):
-    """Acts on raw observations; holds everything that acting needs.
+    """A recurrent policy. It acts on raw observations and holds everything that acting needs.
 
-    An encoder of one's own takes the (normalised) observation, a tensor where there is only "obs" and else a dictionary, and has an
-    attribute `output_size`. It may also have a `bypass_size`: so many numbers behind the first `output_size` go around the core, and actor
-    and critic see them behind the core's output. An actor of one's own goes from that, [B, core width + bypass_size], to the logits of the
-    discrete heads and the means of the continuous ones, [B, `distribution.num_outputs`]; a critic is an `nn.Sequential` from the same
-    input, and its last layer is an `nn.Linear` with one output. They keep their own initialisation.
+    Custom parts replace the built-in ones and keep their own initialisation:
+    - `encoder` takes the normalised observation (a tensor if its only part is "obs", else a dictionary) and has an attribute `output_size`.
+      With a `bypass_size` it returns that many further numbers, which go around the core: actor and critic see them after the core's
+      output.
+    - `actor` maps the core's output [B, core width + bypass_size] to the logits of the discrete heads and the means of the continuous
+      heads, [B, `distribution.num_outputs`].
+    - `critic` is an `nn.Sequential` on the same input that ends in an `nn.Linear` with one output.
     """
 
     def __init__(
@@ -68,10 +73,11 @@ class Policy(nn.Module):
         super().__init__()
         _check_parts(network, encoder, critic)
         self.observation_spec, self.action_spec, self.network = observation_spec, action_spec, network
-        self.spaces = spaces or spaces_of_specs(observation_spec, action_spec)  # the form of what `predict` takes and gives
+        self.spaces = spaces or spaces_of_specs(observation_spec, action_spec)  # of the observations and actions of `predict`
         self.distribution = ActionDistribution(action_spec)
         self.takes_tensor = encoder is not None and set(observation_spec) == {"obs"}
-        # torch's layers draw their first weights from the global generator, which is not ours to move; ours replace them.
+        # torch's layers draw their first weights from the global generator. Fork it, so that the caller's random numbers do not change;
+        # `_initialize` then replaces the weights.
         with torch.random.fork_rng(devices=[]):
             device = device or torch.device("cpu")
             self.normalizer = (
@@ -86,7 +92,9 @@ class Policy(nn.Module):
             self.core = _core(network, int(built.output_size), _bypass_size(encoder))
             self.norm_before = nn.LayerNorm(int(built.output_size)) if network.norm_before else nn.Identity()
             self.norm_after = nn.LayerNorm(self.core.output_size) if network.norm_after else nn.Identity()
-            self.width = self.core.output_size // (2 if isinstance(self.core, ActorCriticCores) else 1)  # of what actor and critic each see
+            self.width = self.core.output_size // (
+                2 if isinstance(self.core, ActorCriticCores) else 1
+            )  # input width of actor and of critic
             self.actor: nn.Module = self._head(self.distribution.num_outputs) if actor is None else actor
             self.critic = self._head(1) if critic is None else critic
         self.log_std = nn.Parameter(_first_log_std(action_spec, network.log_std))
@@ -94,10 +102,12 @@ class Policy(nn.Module):
         self.to(device)
 
     def _head(self, outputs: int) -> nn.Sequential:
+        """Return a built-in actor or critic."""
         widths = [self.width, *self.network.head_sizes]
         return nn.Sequential(*mlp(widths, self.network.activation), Dense(widths[-1], outputs))
 
     def _initialize(self, generator: torch.Generator, *, given: tuple[nn.Module | None, ...]) -> None:
+        """Draw the first weights of all parts that are not `given` by the user."""
         if self.encoder not in given:
             initialize(self.encoder, generator)
         for core in self.core.modules():
@@ -117,7 +127,7 @@ class Policy(nn.Module):
 
     @property
     def last_actor_layer(self) -> nn.Linear | None:
-        """Each of its rows is an output of one head; None where an actor of one's own has no such layer."""
+        """The last layer of the actor, whose outputs are those of the heads; None where a custom actor does not end in a linear layer."""
         layer = self.actor[-1] if isinstance(self.actor, nn.Sequential) else None
         return layer if isinstance(layer, nn.Linear) else None
 
@@ -134,47 +144,47 @@ class Policy(nn.Module):
         return obs if self.normalizer is None else self.normalizer(obs)
 
     def encode(self, obs: Obs) -> Tensor:
-        """Normalised observations to the core's input [B, I]."""
+        """Return the core's input [B, I] for normalised observations."""
         features: Tensor = self.norm_before(self.encoder(obs["obs"] if self.takes_tensor else obs))
         return features
 
     def heads(self, output: Tensor) -> tuple[Tensor, Tensor]:
-        """From the core's output [B, H]: distribution parameters [B, P] and what the critic puts out [B]."""
+        """Return the distribution parameters [B, P] and the critic's output [B], in its own units, for the core's output [B, H]."""
         features = self.norm_after(output)
         return self.decide(features), self.critic_output(features)
 
     def step(self, obs: Obs, state: Tensor) -> tuple[Tensor, Tensor]:
-        """One step from normalised observations: what the heads see [N, H], and the state after it [N, S]."""
+        """Take one step from normalised observations. Return the features that the heads see [N, H], and the next state [N, S]."""
         output, state = self.core.step(self.encode(obs), state)
         return self.norm_after(output), state
 
     def decide(self, features: Tensor) -> Tensor:
-        """The parameters of the action distribution [B, P]."""
+        """Return the parameters of the action distribution [B, P] for the features [B, H] of `step`."""
         outputs: Tensor = self.actor(self._share(features, slice(None, self.width)))
         if outputs.shape[-1] != self.distribution.num_outputs:
             raise ValueError(
-                f"the actor {type(self.actor).__name__} must put out {self.distribution.num_outputs} numbers, the logits of all discrete "
-                f"heads and the means of all continuous ones; it puts out {outputs.shape[-1]}"
+                f"the actor {type(self.actor).__name__} must return {self.distribution.num_outputs} numbers, the logits of all discrete "
+                f"heads and the means of all continuous ones; it returns {outputs.shape[-1]}"
             )
         return self.with_spread(outputs)
 
     def _share(self, features: Tensor, part: slice) -> Tensor:
-        """What actor or critic sees of the core's output [B, H]. A slice that is the whole costs a copy in the backward pass."""
+        """Return the part of the features [B, H] that actor or critic sees. Slicing all of them would cost a copy in the backward pass."""
         return features if features.shape[-1] == self.width else features[..., part]
 
     def with_spread(self, outputs: Tensor) -> Tensor:
-        """The parameters of the action distribution [B, P] from what the actor puts out: the spreads do not depend on the observation."""
+        """Return the distribution parameters [B, P]: the actor's outputs and the log spreads, which do not depend on the observation."""
         if not self.distribution.num_continuous:
             return outputs
         return torch.cat((outputs, self.log_std.to(outputs.dtype).expand(*outputs.shape[:-1], -1)), dim=-1)
 
     def critic_output(self, features: Tensor) -> Tensor:
-        """What the critic puts out [B], in its own units."""
+        """Return the critic's output [B], in its own units."""
         predicted: Tensor = self.critic(self._share(features, slice(-self.width, None))).squeeze(-1)
         return predicted
 
     def value(self, features: Tensor) -> Tensor:
-        """Expected return [B], in units of the reward."""
+        """Return the expected return [B], in units of the reward."""
         predicted = self.critic_output(features)
         return predicted if self.value_normalizer is None else self.value_normalizer.restore(predicted)
 
@@ -187,10 +197,11 @@ class Policy(nn.Module):
         starts: Tensor | None = None,
         generator: torch.Generator | None = None,
     ) -> tuple[Actions, Tensor]:
-        """Actions for raw observations [N, ...], and the state to pass on with the next ones.
+        """Return actions for raw observations [N, ...], and the state to pass with the next ones.
 
-        No state, or `starts` [N] true: an episode begins there. With a generator actions are drawn, without one they are the likeliest.
-        Takes and gives tensors as the environments of `esper.vecenv` do; `predict` takes what an environment of Gymnasium observes.
+        An episode begins where `starts` [N] is true, and everywhere without a state. With a generator the actions are drawn at random,
+        without one they are the most likely ones. Observations and actions are tensors, as in the environments of `esper.vecenv`; `predict`
+        takes observations of Gymnasium environments.
         """
         named = {"obs": obs} if isinstance(obs, Tensor) else obs
         rows = self._check_obs(named)
@@ -206,7 +217,7 @@ class Policy(nn.Module):
             if masks:
                 raise_on_empty_rows(self.distribution, self.distribution.empty_rows(masks, choice))
             actions = self.distribution.actions(choice)
-        # Copied outside: the caller may write to them, which inference mode forbids for tensors of its own.
+        # Copy outside inference mode: the caller may write to the results, which is forbidden for tensors made in inference mode.
         return {head: action.clone() for head, action in actions.items()}, state.clone()
 
     def predict(
@@ -219,11 +230,12 @@ class Policy(nn.Module):
         *,
         generator: torch.Generator | None = None,
     ) -> tuple[Any, Any]:
-        """Actions as the environment takes them for observations as it gives them, one or a batch, and the memory to pass on as `state`.
+        """Return actions in the form the environment takes, for one observation or a batch, and the memory to pass as the next `state`.
 
-        Takes NumPy arrays, tensors, numbers, dictionaries and tuples of any type; gives NumPy. The memory is an array [N, S], or None for
-        a policy without one; `episode_start` [N] true empties it. Actions are drawn unless `deterministic`, from torch's global generator
-        or from `generator`. `action_masks` [sizes] or [N, sizes] allows choices; without it, `action_mask` in a Dict observation counts.
+        Observations may be NumPy arrays, tensors, numbers, dictionaries and tuples of any type; the results are NumPy. The memory is an
+        array [N, S], or None for a policy without memory; it is emptied where `episode_start` [N] is true. Actions are drawn at random
+        unless `deterministic`, from `generator` or else from torch's global generator. `action_masks` [sizes] or [N, sizes] is true for
+        allowed choices; without it, the entry `action_mask` of a Dict observation is used.
         """
         arrays, is_single = read_observation(observation_parts(self.spaces.observation), observation)
         rows = len(next(iter(arrays.values())))
@@ -250,21 +262,24 @@ class Policy(nn.Module):
         return first_of(batch) if is_single else batch, after.cpu().numpy() if self.core.state_size else None
 
     def fit_spaces(self, spaces: Spaces) -> None:
-        """Take and give what an environment with these spaces does, if the policy was saved before spaces were; see that they fit."""
+        """Use the spaces of an environment if the policy was saved without any. Raise ValueError where its observations do not fit."""
         if self.spaces == spaces_of_specs(self.observation_spec, self.action_spec):
             action_part_for(spaces.action, self.action_spec)
             self.spaces = spaces
         specs = {part.name: part.spec for part in observation_parts(self.spaces.observation)}
         if specs != self.observation_spec:
-            raise ValueError(f"the environment observes {specs}, and this policy {self.observation_spec}")
+            raise ValueError(f"the environment observes {specs}, but this policy needs {self.observation_spec}")
 
     def exportable(self) -> nn.Module:
-        """A module for `torch.export`: from raw observations, a tensor or a dictionary [N, ...], and the state [N, S] to the likeliest
-        actions by head and the next state. It shares the weights of the policy; actions are those of `act`, without masks."""
+        """Return a module for `torch.export` that computes the most likely actions by head and the next state.
+
+        Its inputs are raw observations, a tensor or a dictionary [N, ...], and the state [N, S]. It shares the weights of the policy, and
+        its actions are those of `act` without masks.
+        """
         return _ExportableStep(self)
 
     def save(self, path: Path | str) -> None:
-        """Write everything that acting needs into one safetensors file, for `Policy.load`. A part of one's own saves its weights alone."""
+        """Write everything that acting needs into one safetensors file, for `Policy.load`. Of custom parts only the weights are saved."""
         normalizer = self.normalizer
         about = {
             "observation_spec": self.observation_spec,
@@ -286,9 +301,9 @@ class Policy(nn.Module):
         critic: nn.Sequential | None = None,
         device: torch.device | str = "cpu",
     ) -> Policy:
-        """The policy in a file of `Policy.save` or `PPO.save`, or the best one of a run's folder, ready to act without an environment.
+        """Return the policy of a file of `Policy.save` or `PPO.save`, or the best one of a run folder, ready to act without an environment.
 
-        One that was trained with parts of one's own needs fresh instances of them. Nothing in the file is executed.
+        A policy that was trained with custom parts needs fresh instances of them. Nothing in the file is executed.
         """
         from esper.rl.checkpoints import load_policy
 
@@ -296,12 +311,12 @@ class Policy(nn.Module):
 
     @staticmethod
     def from_state(state: Mapping[str, Any], *, device: torch.device | str = "cpu", **parts: Any) -> Policy:
-        """The policy whose `save` wrote this state."""
+        """Return the policy whose `save` wrote this state. `parts` are the custom encoder, actor and critic."""
         policy = Policy(
             msgspec.convert(state["observation_spec"], ObservationSpec),
             msgspec.convert(state["action_spec"], ActionSpec),
             msgspec.convert(state["network"], NetworkConfig),
-            generator=torch.Generator().manual_seed(0),  # of first weights, which the saved ones replace
+            generator=torch.Generator().manual_seed(0),  # any will do: the saved weights replace the drawn ones
             device=torch.device(device),
             normalize_observations=state["normalize_observations"],
             normalize_values=state["normalize_values"],
@@ -312,7 +327,7 @@ class Policy(nn.Module):
         return policy.eval()
 
     def training_state(self) -> dict[str, Any]:
-        """What training needs beyond the weights: the moments behind the normalisers."""
+        """Return the state that training needs beyond the weights: the moments of the normalisers."""
         observations = None if self.normalizer is None else self.normalizer.training_state()
         values = None if self.value_normalizer is None else self.value_normalizer.moments.state_dict()
         return {"observations": observations, "values": values}
@@ -324,6 +339,7 @@ class Policy(nn.Module):
             self.value_normalizer.moments.load_state_dict(state["values"])
 
     def _check_obs(self, obs: Obs) -> int:
+        """Raise ValueError unless the observations have the parts, shapes and types of this policy. Return the number of rows."""
         if not isinstance(obs, Mapping) or not all(isinstance(value, Tensor) for value in obs.values()):
             raise ValueError(f"act takes tensors [N, ...] by name; got a {type(obs).__name__}. Use predict for anything else")
         if set(obs) != set(self.observation_spec):
@@ -353,7 +369,7 @@ class _ExportableStep(nn.Module):
 
 
 def _first_log_std(spec: ActionSpec, log_std: float) -> Tensor:
-    """The first log standard deviation of every continuous number; a head without bounds begins with 1 unit of the environment at most."""
+    """Return the initial log standard deviation of every continuous number. A head without bounds starts with a spread of at most 1."""
     first = [log_std if head.is_bounded else min(log_std, 0.0) for head in spec.continuous for _ in range(head.size)]
     return torch.tensor(first, dtype=torch.get_default_dtype())
 
@@ -365,28 +381,28 @@ def _global_generator(device: torch.device) -> torch.Generator:
 
 
 def raise_on_empty_rows(distribution: ActionDistribution, empty: Tensor) -> None:
-    """An error that names the first environment and head with nothing allowed, if there is one. `empty` is [N, J] bool."""
+    """Raise ValueError for the first environment and head that allow no choice, if `empty` [N, J] bool has one."""
     if bool(empty.any()):
         env, head = (int(number) for number in empty.nonzero()[0])
         raise ValueError(f"environment {env} allows nothing for head {distribution.head_names[head]!r}: its mask is all false")
 
 
 def _check_parts(network: NetworkConfig, encoder: nn.Module | None, critic: nn.Module | None) -> None:
-    """Raises where a part of one's own cannot work."""
+    """Raise ValueError where a custom part cannot work."""
     if encoder is not None and not isinstance(encoder, Sized):
-        raise ValueError(f"the encoder {type(encoder).__name__} needs an attribute `output_size`, the width of what it returns")
+        raise ValueError(f"the encoder {type(encoder).__name__} needs an attribute `output_size`, the width of its output")
     if _bypass_size(encoder) and (network.norm_before or network.norm_after):
         raise ValueError(
-            f"the encoder {type(encoder).__name__} has a bypass_size, and norm_before and norm_after know no bypass; "
-            "set them to false and normalise in the encoder"
+            f"the encoder {type(encoder).__name__} has a bypass_size, which norm_before and norm_after do not support; "
+            "set both to false and normalise in the encoder"
         )
     if critic is None:
         return
     last = critic[-1] if isinstance(critic, nn.Sequential) and len(critic) else None
     if not isinstance(last, nn.Linear) or last.out_features != 1:
         raise ValueError(
-            "a critic of one's own is an nn.Sequential that ends in an nn.Linear with 1 output; "
-            f"got {type(critic).__name__} that ends in {last}"
+            "a custom critic must be an nn.Sequential that ends in an nn.Linear with 1 output; "
+            f"got a {type(critic).__name__} that ends in {last}"
         )
 
 
@@ -395,6 +411,8 @@ def _bypass_size(encoder: nn.Module | None) -> int:
 
 
 def _core(network: NetworkConfig, input_size: int, bypass_size: int) -> Core:
+    """Build the core: one for actor and critic, or one for each."""
+
     def single() -> Core:
         if network.core == "none":
             core: Core = NoMemory(input_size)

@@ -4,7 +4,8 @@
     for update in ppo.train(total_steps=200_000):
         print(update.step, update.mean_return)
 
-`collect` and `update` can also be called on their own. On several ranks every method is called by all of them (see `esper.parallel`).
+`PPO` joins the parts: the `Policy`, the `Collector` that acts in the environments, and the `Learner` that takes gradient steps. `collect`
+and `update` can also be called on their own. With several ranks, all of them must call every method (see `esper.parallel`).
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ from esper.vecenv import Actions, ActionSpec, EnvSource, ObservationSpec, Saveab
 from esper.vecenv.builtin import BUILTIN
 from esper.vecenv.spaces import HasSpaces, spaces_of_specs
 
-DEFAULT_NUM_ENVS = 16  # of a name or a function
+DEFAULT_NUM_ENVS = 16  # environments made from a name or a function
 
 
 class TrainingStopped(RuntimeError):
-    """Too many gradient steps in a row were not finite. None of them touched the weights."""
+    """Training ended because too many gradient steps in a row were not finite. None of them changed the weights."""
 
 
 def _ignore(event: Event) -> None:
@@ -52,18 +53,20 @@ def _ignore(event: Event) -> None:
 
 Callback = Callable[["PPO", Update], bool | None]  # called after every update; False ends training
 
-_SHARED = tuple(field.name for field in dataclasses.fields(Outcome) if field.name in Update.__struct_fields__)
+_SHARED = tuple(field.name for field in dataclasses.fields(Outcome) if field.name in Update.__struct_fields__)  # copied to the event
 
 
 class PPO:
     """Trains a recurrent policy in a batch of environments.
 
-    `env` is a batch from `esper.vecenv.make`, or anything that `make` takes: a name, a function that makes one environment, or a Gymnasium
-    environment. `num_envs` says how many are made of it: by default 16, or 1 of an environment that is given itself.
-    `learning_rate` is a schedule in the place of the config's: a function of the share of training that is left, from 1 to 0.
-    `encoder`, `actor` and `critic` replace the built-in ones (see `Policy`). `on_event` hears what happens: every update, skipped steps,
-    warnings. The policy lives on `device`, by default the environment's. With a `group`, every rank trains the same policy in environments
-    of its own.
+    - `env`: a batch from `esper.vecenv.make`, or anything that `make` takes: a name, a function that makes one environment, or a Gymnasium
+      environment.
+    - `num_envs`: the number of environments to make from it; by default 16, or 1 if `env` is a single environment.
+    - `encoder`, `actor`, `critic`: replace the built-in ones (see `Policy`).
+    - `device`: of the policy; by default that of the environment.
+    - `on_event`: called with every event: updates, skipped steps, warnings.
+    - `learning_rate`: a schedule that replaces the config's: a function of the share of training that is left, from 1 to 0.
+    - `group`: with one, every rank trains the same policy in environments of its own.
     """
 
     def __init__(
@@ -102,8 +105,8 @@ class PPO:
             observation_momentum=config.observation_momentum,
             spaces=env.spaces if isinstance(env, HasSpaces) else None,
         )
-        self.policy.eval()  # but in an update: what acts is what is deployed
-        self.group.broadcast_(self.policy.state_dict().values())  # an encoder of one's own may have begun differently on every rank
+        self.policy.eval()  # acting and deployment use evaluation mode; only an update trains
+        self.group.broadcast_(self.policy.state_dict().values())  # a custom encoder may have different first weights on every rank
         self.collector = Collector(
             env,
             self.policy,
@@ -121,24 +124,24 @@ class PPO:
             group=self.group,
             schedule=learning_rate,
         )
-        self.step = 0  # of all environments of all ranks together
+        self.step = 0  # steps of all environments of all ranks so far
         self.updates = 0
-        self.skipped = 0
-        self._told_bad_rewards = 0  # of all ranks, in events so far
-        self._has_begun = False
+        self.skipped = 0  # gradient steps that were not finite so far
+        self._reported_bad_rewards = 0  # of all ranks, in events so far
+        self._has_begun = False  # whether the environments were reset
 
     @property
     def steps_per_update(self) -> int:
         return self.config.num_steps * self.env.num_envs * self.group.world_size
 
     def train(self, total_steps: int) -> Iterator[Update]:
-        """Goes on until `total_steps` steps of the environments in all, counting those before; yields after every update."""
+        """Train until the environments have taken `total_steps` steps, including those before this call. Yield after every update."""
         if total_steps < 1:
             raise ValueError(f"total_steps must be at least 1; got {total_steps}")
         done = None
         while self.step < total_steps:
-            began = time.perf_counter()
-            other = 0.0 if done is None else began - done
+            # `other` is the time since the update before, which the caller spent.
+            other = 0.0 if done is None else time.perf_counter() - done
             watch = Stopwatch(self.device)
             watch.mark()
             rollout = self.collect()
@@ -152,18 +155,18 @@ class PPO:
             if outcome.skipped_in_a_row >= self.config.max_skips:
                 raise TrainingStopped(
                     f"{outcome.skipped_in_a_row} gradient steps in a row were not finite (limit {self.config.max_skips}); "
-                    "the events of kind 'skipped' hold their parts"
+                    "the events of kind 'skipped' show which part of the loss it was"
                 )
 
     def learn(self, total_steps: int, callback: Callback | None = None) -> PPO:
-        """Train until `total_steps` steps in all. `callback(ppo, update)` is called after every update; False from it ends training."""
+        """Train until `total_steps` steps in all. `callback(ppo, update)` is called after every update and ends training by False."""
         for update in self.train(total_steps):
             if callback is not None and callback(self, update) is False:
                 break
         return self
 
     def collect(self) -> Rollout:
-        """One rollout with the current policy. It is overwritten by the next."""
+        """Collect one rollout with the current policy. The next call overwrites it."""
         if not self._has_begun:
             self._begin(self.streams.integer(f"environment after {self.step}" if self.step else "environment"))
         rollout = self.collector.collect(self.streams.torch("actions", self.device))
@@ -171,13 +174,13 @@ class PPO:
         return rollout
 
     def _begin(self, seed: int) -> None:
-        """New episodes everywhere."""
+        """Begin new episodes in all environments."""
         self.collector.reset(seed)
         self.learner.forget_episodes()
         self._has_begun = True
 
     def update(self, rollout: Rollout, *, progress: float = 0.0) -> Outcome:
-        """Learns from a rollout. `progress` is the share of training that is done, for the schedules."""
+        """Learn from a rollout. `progress`, the share of training that is done, drives the schedules."""
         outcome = self.learner.update(rollout, progress=progress)
         self.updates += 1
         self.skipped += outcome.skipped
@@ -192,10 +195,10 @@ class PPO:
         seed: int = 0,
         max_steps: int = MAX_STEPS,
     ) -> Evaluation:
-        """Returns and lengths of whole episodes; nothing is learned and no normaliser moves.
+        """Play whole episodes and return their returns and lengths. Nothing is learned, and no normaliser changes.
 
-        `env` may be all that PPO takes. Without it the training environments are used, where new episodes begin afterwards. An episode of
-        more than `max_steps` steps is cut there, with a warning.
+        `env` is anything that PPO takes. Without it the training environments are used, which begin new episodes afterwards. An episode
+        that is longer than `max_steps` steps is cut, with a warning.
         """
         generator = None if deterministic else self.streams.spawn("evaluation").torch(str(seed), self.device)
         if env is None:
@@ -203,17 +206,17 @@ class PPO:
         batch = self.env if env is None else _as_batch(env, None, self.device)
         result = evaluate(self.policy, batch, episodes=episodes, generator=generator, seed=seed, max_steps=max_steps)
         if (warning := result.warning(max_steps)) is not None:
-            warn(f"{warning}; max_steps sets the limit", stacklevel=2)
+            warn(f"{warning}; set max_steps to change the limit", stacklevel=2)
         return result
 
     def predict(
         self, observation: Any, state: Any = None, episode_start: Any = None, deterministic: bool = False, action_masks: Any = None
     ) -> tuple[Any, Any]:
-        """Actions of the policy as the environment takes them; see `Policy.predict`."""
+        """Return actions in the form the environment takes; see `Policy.predict`."""
         return self.policy.predict(observation, state, episode_start, deterministic, action_masks)
 
     def save(self, path: Path | str) -> None:
-        """Write everything that going on needs into one safetensors file, for `PPO.load`; called by all ranks, written by the first."""
+        """Write everything needed to continue training into one safetensors file, for `PPO.load`. All ranks call it; the first writes."""
         state = self.state_dict()
         self.group.first(lambda: save_learner(path, state))
 
@@ -227,10 +230,11 @@ class PPO:
         config: PPOConfig | None = None,
         **options: Any,
     ) -> PPO:
-        """Go on where `save` was called, in an environment like the one of then; without one, the learner predicts and does not train.
+        """Return the saved learner, ready to continue in an environment like the one it was saved with. Without `env` it can only predict.
 
-        Episodes go on where they stood if the environment can be saved and as many are given as then; else new ones begin. `config`
-        replaces the saved one, for another learning rate and the like. `options` are those of PPO; parts of one's own are given again.
+        Episodes continue where they were if the environment can be saved and `num_envs` is the same; otherwise new ones begin. `config`
+        replaces the saved one, for example to change the learning rate. `options` are further arguments of PPO; custom parts must be given
+        again.
         """
         state = load_learner(path)
         specs = (
@@ -243,7 +247,9 @@ class PPO:
         env = _as_batch(env, num_envs, options.get("device"))
         for what, ours, saved in (("observes", env.observation_spec, specs[0]), ("takes", env.action_spec, specs[1])):
             if ours != saved:
-                raise ValueError(f"the environment {what} {ours}, and {path} was trained where it {what} {saved}; give it one like that")
+                raise ValueError(
+                    f"the environment {what} {ours}, but {path} was trained in one that {what} {saved}; give an environment like that"
+                )
         ppo = cls(env, config or msgspec.convert(state["config"], PPOConfig), **options)
         if isinstance(env, _NoEnvironment) or env.num_envs != state["num_envs"]:
             state = _without_episodes(state, env.num_envs)
@@ -254,15 +260,15 @@ class PPO:
         self.on_event(CompileFailed(reason=f"{type(error).__name__}: {error}".splitlines()[0][:500]))
 
     def _report(self, outcome: Outcome, collect_seconds: float, update_seconds: float, other_seconds: float) -> Update:
-        """Tells of an update, and of what is worrying about it."""
+        """Emit the events of an update: its summary, gradient norms, bad rewards, skipped steps and warnings. Return the summary."""
         heads, norms = self.policy.distribution.head_names, outcome.gradient_norms
         update = self._summary(outcome, collect_seconds, update_seconds, other_seconds)
         gradients = GradientNorms(step=self.step, norms=norms, health={name: gradient_health(norm) for name, norm in norms.items()})
         self.on_event(update)
         self.on_event(gradients)
-        if update.bad_rewards > self._told_bad_rewards:
-            self.on_event(RewardsNotFinite(step=self.step, count=update.bad_rewards - self._told_bad_rewards))
-            self._told_bad_rewards = update.bad_rewards
+        if update.bad_rewards > self._reported_bad_rewards:
+            self.on_event(RewardsNotFinite(step=self.step, count=update.bad_rewards - self._reported_bad_rewards))
+            self._reported_bad_rewards = update.bad_rewards
         if outcome.first_skipped is not None:
             parts = outcome.first_skipped._asdict()
             self.on_event(Skipped(step=self.step, count=outcome.skipped, in_a_row=outcome.skipped_in_a_row, **parts))
@@ -278,6 +284,7 @@ class PPO:
         return update
 
     def _summary(self, outcome: Outcome, collect_seconds: float, update_seconds: float, other_seconds: float) -> Update:
+        """Return the event of an update, with the episodes of all ranks."""
         collector, heads = self.collector, self.policy.distribution.head_names
         own = (collector.episodes, list(collector.recent_returns), list(collector.recent_lengths), collector.bad_rewards)
         episodes, returns, lengths, bad_rewards = zip(*self.group.gather_objects(own), strict=True)
@@ -304,8 +311,10 @@ class PPO:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that continuing exactly needs, of all ranks: rank 0's is the one to save. A tree for `esper.runs`, taken between
-        updates."""
+        """Return everything needed to continue exactly, as a tree for `esper.runs`. Call it between updates.
+
+        All ranks must call it; the result of rank 0 holds the state of all ranks and is the one to save.
+        """
         learner = self.learner.state_dict()
         own = {
             "collector": self.collector.state_dict() if self._has_begun else None,
@@ -328,8 +337,8 @@ class PPO:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where `state_dict` was taken. An environment that cannot save itself begins new episodes, and an event says so."""
-        state = _as_of_rank(state, self.group)
+        """Continue from a `state_dict`. An environment that cannot be saved begins new episodes, and an event reports it."""
+        state = _state_of_rank(state, self.group)
         load_module(self.policy, state["policy"])
         self.policy.load_training_state(state["policy_training"])
         self.learner.load_state_dict(state["learner"])
@@ -339,7 +348,7 @@ class PPO:
         if not self._has_begun:
             return
         self.collector.load_state_dict(state["collector"])
-        self._told_bad_rewards = sum(self.group.gather_objects(self.collector.bad_rewards))
+        self._reported_bad_rewards = sum(self.group.gather_objects(self.collector.bad_rewards))
         if isinstance(self.env, Saveable) and state["environment"] is not None:
             self.env.load_state_dict(state["environment"])
         else:
@@ -348,7 +357,7 @@ class PPO:
 
 
 def _as_batch(env: VecEnv | EnvSource, num_envs: int | None, device: torch.device | str | None) -> VecEnv:
-    """The environments to train in, made from `env` unless it is a batch already."""
+    """Return the environments to train in, made from `env` unless it is a batch already."""
     if isinstance(env, VecEnv) or hasattr(env, "num_envs"):
         return make(env, env.num_envs if num_envs is None else num_envs)
     on_device = device is not None and isinstance(env, str) and env in BUILTIN
@@ -357,7 +366,7 @@ def _as_batch(env: VecEnv | EnvSource, num_envs: int | None, device: torch.devic
 
 
 class _NoEnvironment:
-    """Stands for the environment of a learner that was loaded without one."""
+    """A placeholder for the environment of a learner that was loaded without one."""
 
     def __init__(self, num_envs: int, observation_spec: ObservationSpec, action_spec: ActionSpec, spaces: Spaces | None) -> None:
         self.num_envs, self.device = num_envs, torch.device("cpu")
@@ -365,7 +374,7 @@ class _NoEnvironment:
         self.spaces = spaces or spaces_of_specs(observation_spec, action_spec)
 
     def reset(self, seed: int | None = None) -> Timestep:
-        raise ValueError("this learner was loaded without an environment, and can only predict; PPO.load(path, env) goes on training")
+        raise ValueError("this learner was loaded without an environment and can only predict; use PPO.load(path, env) to train")
 
     def step(self, actions: Actions) -> Timestep:
         return self.reset()
@@ -375,19 +384,19 @@ class _NoEnvironment:
 
 
 def _without_episodes(state: dict[str, Any], num_envs: int) -> dict[str, Any]:
-    """A saved state that fits another number of environments: the episodes of then are forgotten."""
+    """Return a saved state that fits another number of environments: the state of its episodes is dropped."""
     learner, rewards = state["learner"], state["learner"]["reward_normalizer"]
     if rewards is not None:
         learner = {**learner, "reward_normalizer": {**rewards, "running": torch.zeros(num_envs)}}
     return {**state, "learner": learner, "collector": None, "environment": None, "other_ranks": []}
 
 
-def _as_of_rank(state: dict[str, Any], group: Group) -> dict[str, Any]:
-    """A saved state with what belongs to this rank in the place of what belongs to rank 0."""
+def _state_of_rank(state: dict[str, Any], group: Group) -> dict[str, Any]:
+    """Return a saved state in which this rank's parts replace those of rank 0."""
     others = state.get("other_ranks", [])
     if len(others) + 1 != group.world_size:
         raise ValueError(
-            f"it was saved by a training on {len(others) + 1} ranks, and now there are {group.world_size}; use as many as then"
+            f"the state was saved by a training on {len(others) + 1} ranks, and now there are {group.world_size}; use the same number"
         )
     if group.rank == 0:
         return state

@@ -1,23 +1,20 @@
-"""The LSTM recurrence over packed fragments on the CPU, for one memory or several side by side on the same inputs.
+"""Recurrent cores: one step when acting, packed fragments when learning.
 
-A recurrence is many tiny operations in a row, and at the sizes of reinforcement learning the cost of *calling* an operation is most of
-its time. So all steps are one call of a Numba kernel (`esper.rl.lstm_kernels`), and what does not depend on the step before is outside of
-it: the input product and the weight gradients are one matrix product each.
+When learning, a core sees *fragments*: consecutive steps of one environment with no reset inside. They are packed as in
+`torch.nn.utils.rnn`: sorted by length, longest first; `sizes[t]` fragments have a step `t`; the steps are time-major in one tensor without
+padding. A reset needs no code in the core: the next fragment begins with a zero state.
 
-Without Numba, and for products so large that several threads are worth their while, the steps are NumPy calls on the tensors' own memory
-(measured: 2 µs a call where torch takes 4, and a tanh that is 2.6 times as fast). Both give the same numbers up to rounding. In NumPy's
-steps all gates go through one tanh, because σ(x) = ½ + ½·tanh(½x), and the local derivatives of all steps are computed at once.
+On the CPU, `PackedLSTM` computes the recurrence of one memory, or of several side by side on the same inputs. A recurrence is many tiny
+operations in a row, and at the sizes of reinforcement learning most of their time is the cost of *calling* them. So all steps are one call
+of a Numba kernel (`esper.rl.lstm_kernels`). Everything that does not depend on the step before is outside of it: the input product and the
+weight gradients are one matrix product each.
 
-Shapes: M = packed steps, F = fragments, b = fragments alive at a step, G = memories, I = input width, H = hidden width.
+Without Numba, and for products that are large enough for several threads, the steps are NumPy calls on the memory of the tensors (measured:
+2 µs a call where torch takes 4, and a tanh that is 2.6 times as fast). Both give the same numbers up to rounding. The NumPy steps pass all
+gates through one tanh, because σ(x) = ½ + ½·tanh(½x), and compute the local derivatives of all steps at once.
+
+Shapes: M = packed steps, F = fragments, N = environments, G = memories, I = input width, H = hidden width, S = state width.
 Gates are ordered output, input, forget, candidate.
-
-Recurrent cores: one step when acting, packed fragments when learning.
-
-When learning, a core sees *fragments*: stretches of one environment's steps with no reset inside. They are packed the way
-`torch.nn.utils.rnn` packs them: sorted by length, longest first; `sizes[t]` fragments have a step `t`; the steps lie time-major in one
-tensor without padding. A reset therefore costs nothing and cannot be got wrong: the next fragment simply begins with a zero state.
-
-Shapes: M = packed steps, F = fragments, N = environments, I = input width, H = hidden width, S = state width.
 """
 
 from __future__ import annotations
@@ -46,8 +43,7 @@ SMALL_PRODUCT = 1 << 18
 class PackedLSTM(torch.autograd.Function):
     """`apply(inputs [M, I], state [F, 2GH], sizes, *weights) -> hidden [M, GH]`.
 
-    The state is [h | c] of one memory after another. The weights are weight_ih [I, 4H], weight_hh [H, 4H] and bias [4H] of one memory after
-    another.
+    The state is [h | c] of each memory in turn. The weights are weight_ih [I, 4H], weight_hh [H, 4H] and bias [4H] of each memory in turn.
     """
 
     @staticmethod
@@ -57,7 +53,7 @@ class PackedLSTM(torch.autograd.Function):
         weight_hh = torch.stack(weights[1::3])  # [G, H, 4H]
         memories, width = weight_hh.shape[:2]
         state = state.reshape(len(state), 2 * memories, width).contiguous()
-        gates = torch.addmm(bias, inputs, weight_ih).view(-1, memories, 4 * width)  # becomes the activations
+        gates = torch.addmm(bias, inputs, weight_ih).view(-1, memories, 4 * width)  # `run_steps` turns them into activations in place
         steps = run_steps(gates.numpy(), state.numpy(), weight_hh.numpy(), sizes)
         output, cells, tanh_cells = (torch.from_numpy(array) for array in steps)
         ctx.save_for_backward(inputs, state, weight_ih, weight_hh, gates, output, cells, tanh_cells)
@@ -82,9 +78,10 @@ class PackedLSTM(torch.autograd.Function):
                 local = _local_derivatives(gates[:, g], cells[:, g], tanh_cells[:, g], state[:, 2 * g + 1], sizes)
                 given = (grad_output[:, g].clone(), gates[:, g], local, weight_hh[g].t().contiguous(), sizes)
                 _run_backward(*given, grad_gates[:, g], grad_state[:, 2 * g + 1])
+        # The weight gradients, from the gradients of the gates of all steps.
         before = _previous(output, state[:, ::2], sizes)  # [M, G, H]
         flat = grad_gates.flatten(1)  # [M, G·4H]
-        # One product for inputs and bias: a sum over rows takes torch three times as long as a product with ones.
+        # One product for inputs and bias: torch takes three times as long for a sum over rows as for a product with ones.
         with_ones = torch.cat((inputs, inputs.new_ones(len(inputs), 1)), dim=1)  # [M, I + 1]
         grad_ih = (with_ones.t() @ flat).chunk(memories, dim=1)
         grads = [(grad_ih[g][:-1], before[:, g].t() @ grad_gates[:, g], grad_ih[g][-1]) for g in range(memories)]
@@ -92,13 +89,14 @@ class PackedLSTM(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             for g in range(memories):
                 grad_state[:, 2 * g] = grad_gates[: len(state), g] @ weight_hh[g].t()
-        return grad_inputs, grad_state.flatten(1), None, *(grad for of_memory in grads for grad in of_memory)
+        return grad_inputs, grad_state.flatten(1), None, *(grad for memory_grads in grads for grad in memory_grads)
 
 
 def run_steps(gates: Array, state: Array, weight_hh: Array, sizes: list[int], recurrent: Array | None = None) -> tuple[Array, Array, Array]:
-    """Return hidden states, cells and their tanh [M, G, H]. Turns `gates` [M, G, 4H], the products with the inputs, into activations.
+    """Return hidden states, cells and the tanh of the cells, [M, G, H] each.
 
-    `state` is [F, 2G, H], `weight_hh` [G, H, 4H]; `recurrent` is the same transposed, for callers that keep it.
+    `gates` [M, G, 4H] are the products with the inputs; they become activations in place. `state` is [F, 2G, H], `weight_hh` [G, H, 4H].
+    `recurrent` is `weight_hh` transposed, for callers that keep it.
     """
     memories, width, _ = weight_hh.shape
     output, cells, tanh_cells = (np.empty((len(gates), memories, width), gates.dtype) for _ in range(3))
@@ -116,17 +114,19 @@ def run_steps(gates: Array, state: Array, weight_hh: Array, sizes: list[int], re
 
 
 def _uses_kernel(width: int, sizes: list[int]) -> bool:
+    """Return whether the Numba kernel runs the steps: it is there, and the products are not worth several threads."""
     return has_numba() and (sizes[0] if sizes else 0) * 4 * width * width <= _LARGE_PRODUCT
 
 
 def _run_forward(
     gates: Array, output: Array, cells: Array, tanh_cells: Array, *, hidden: Array, cell: Array, weight_hh: Array, sizes: list[int]
 ) -> None:
-    """Fills `output`, `cells` and `tanh_cells` [M, H] and turns `gates` [M, 4H] into its activations."""
+    """Run one memory in NumPy: fill `output`, `cells` and `tanh_cells` [M, H] and turn `gates` [M, 4H] into activations."""
     if not sizes:
         return
     width = output.shape[1]
-    halves = np.full(4 * width, 0.5, gates.dtype)  # for the three gates that are sigmoids
+    # Halve the inputs of the three gates that are sigmoids, so that one tanh serves all four.
+    halves = np.full(4 * width, 0.5, gates.dtype)
     halves[3 * width :] = 1.0
     gates *= halves
     product = _Product(torch.from_numpy(weight_hh * halves), sizes[0])
@@ -157,8 +157,10 @@ def _run_backward(
     grad_gates: Tensor,
     grad_cell: Tensor,
 ) -> None:
-    """Fills the gradients of the gates before their activations [M, 4H], and adds those of the initial cell [F, H] to zeros. Uses up
-    `grad_hidden` [M, H]."""
+    """Run one memory backward in NumPy: fill the gradients of the gates before their activations [M, 4H] and of the initial cell [F, H].
+
+    `grad_cell` must be zeros. `grad_hidden` [M, H] is overwritten. `local` are the results of `_local_derivatives`.
+    """
     if not sizes:
         return
     width = recurrent.shape[1]
@@ -183,7 +185,7 @@ def _run_backward(
 
 
 class _Product:
-    """`target += rows @ matrix` for the rows of one step, by whichever library is quicker at that size."""
+    """`target += rows @ matrix` for the rows of one step, by the library that is faster at that size."""
 
     def __init__(self, matrix: Tensor, max_rows: int) -> None:
         self.matrix, self.array = matrix, matrix.numpy()
@@ -197,7 +199,7 @@ class _Product:
 
 
 def _previous(packed: Tensor, initial: Tensor, sizes: list[int]) -> Tensor:
-    """What each packed step found: the packed value one step earlier, or the initial one."""
+    """Return for each packed step the value one step earlier: that of `packed`, or at the first step of a fragment the initial one."""
     if not sizes:
         return packed
     counts = np.array(sizes, dtype=np.int64)
@@ -206,7 +208,11 @@ def _previous(packed: Tensor, initial: Tensor, sizes: list[int]) -> Tensor:
 
 
 def _local_derivatives(gates: Tensor, cells: Tensor, tanh_cell: Tensor, cell: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Per step: d(output gate)/dh [M, H], d(input, forget, candidate)/dc [M, 3, H], and dc/dh [M, H]."""
+    """Return factors of the backward pass for every step.
+
+    They turn the gradient of h into that of the output gate [M, H], the gradient of c into those of input, forget gate and candidate
+    [M, 3, H], and the gradient of h into that of c [M, H].
+    """
     width = tanh_cell.shape[1]
     out, inp, _, candidate = gates.chunk(4, dim=1)
     sigmoids = gates[:, : 3 * width]
@@ -221,7 +227,7 @@ def _local_derivatives(gates: Tensor, cells: Tensor, tanh_cell: Tensor, cell: Te
 
 
 class Core(nn.Module):
-    """A memory between encoder and heads. `state` is one tensor [N, state_size], zero at the start of an episode."""
+    """A memory between encoder and heads. Its state is one tensor [N, state_size], zero at the start of an episode."""
 
     output_size: int
     state_size: int
@@ -231,19 +237,19 @@ class Core(nn.Module):
 
     def check_state(self, state: Tensor, rows: int) -> None:
         if state.shape != (rows, self.state_size):
-            raise ValueError(f"this policy's state has shape ({rows}, {self.state_size}); got {tuple(state.shape)}")
+            raise ValueError(f"the state of this policy must have shape ({rows}, {self.state_size}); got {tuple(state.shape)}")
 
     def step(self, inputs: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """One step of every environment: ([N, I], [N, S]) -> ([N, H], [N, S])."""
+        """Take one step in every environment: (inputs [N, I], state [N, S]) -> (output [N, H], next state [N, S])."""
         raise NotImplementedError
 
     def sequence(self, inputs: Tensor, state: Tensor, sizes: list[int]) -> Tensor:
-        """Packed fragments from their initial states: ([M, I], [F, S]) -> [M, H]."""
+        """Run packed fragments from their initial states: (inputs [M, I], states [F, S]) -> outputs [M, H]."""
         raise NotImplementedError
 
 
 class NoMemory(Core):
-    """The feed-forward case: output is input, the state is empty."""
+    """The core of a feed-forward policy: its output is its input, its state is empty."""
 
     def __init__(self, input_size: int) -> None:
         super().__init__()
@@ -259,9 +265,10 @@ class NoMemory(Core):
 class LSTM(Core):
     """Long short-term memory; the state is [h | c].
 
-    Gates are ordered output, input, forget, candidate, so that the three sigmoids lie together, and so do the three that act through
-    the cell. Weights are [inputs, gates]: a step multiplies by them as they lie, which on the CPU is up to twice as quick. There is one
-    bias, so the forget bias is the stated one. On CPU the recurrence is `PackedLSTM`, elsewhere torch's own.
+    Gates are ordered output, input, forget, candidate, so that the three sigmoids are side by side, and so are the three that act through
+    the cell. Weights are [inputs, gates], so that a step multiplies by them without a transpose, which on the CPU is up to twice as fast.
+    There is a single bias, so `forget_bias` is the whole bias of the forget gate. On the CPU the recurrence is `PackedLSTM`, elsewhere
+    torch's own.
     """
 
     def __init__(self, input_size: int, hidden_size: int) -> None:
@@ -273,7 +280,7 @@ class LSTM(Core):
         self.bias = nn.Parameter(torch.empty(4 * hidden_size))
 
     def initialize(self, generator: torch.Generator, *, forget_bias: float = 1.0) -> None:
-        """Orthogonal weights per gate, forget-gate bias as stated, all other biases zero."""
+        """Draw orthogonal weights per gate. Set the bias of the forget gate to `forget_bias` and all others to zero."""
         with torch.no_grad():
             _initialize_gates((self.weight_ih.t(), self.weight_hh.t()), 4, generator)
             self.bias.zero_()
@@ -295,15 +302,14 @@ class LSTM(Core):
         initial = (hidden.unsqueeze(0).contiguous(), cell.unsqueeze(0).contiguous())
         weights = [_torch_gate_order(tensor) for tensor in (self.weight_ih.t(), self.weight_hh.t(), self.bias)]
         weights.append(torch.zeros_like(self.bias))
-        with _weights_apart():
+        with _without_cudnn_warning():
             return torch.lstm(inputs, torch.tensor(sizes), initial, weights, True, 1, 0.0, self.training, False)[0]
 
 
 def _initialize_gates(weights: tuple[Tensor, ...], gates: int, generator: torch.Generator) -> None:
-    """Orthogonal per gate, and a gate hears its inputs at full strength however few they are.
+    """Draw orthogonal weights per gate, scaled so that the variance of every unit is that of the inputs.
 
-    An orthogonal matrix spreads a short input thinly over many units: of 2 numbers, each of 64 units would hear an eighth. Scaled by
-    √(units / inputs), every unit's variance is that of the inputs.
+    An orthogonal matrix spreads few inputs thinly over many units; the factor √(units / inputs) makes up for it.
     """
     for weight in weights:
         for gate in weight.chunk(gates):
@@ -312,7 +318,7 @@ def _initialize_gates(weights: tuple[Tensor, ...], gates: int, generator: torch.
 
 
 class Bypass(Core):
-    """A core of which only the first inputs know; the other `bypass_size` go around it and are joined to its output as they are."""
+    """A core around which the last `bypass_size` inputs pass unchanged: they are appended to its output."""
 
     def __init__(self, inner: Core, bypass_size: int) -> None:
         super().__init__()
@@ -329,9 +335,9 @@ class Bypass(Core):
 
 
 class ActorCriticCores(Core):
-    """Two cores side by side on the same input, the actor's and the critic's: outputs and states are theirs joined.
+    """Two cores on the same input, one for the actor and one for the critic. Outputs and states are those of both, concatenated.
 
-    On the CPU, two LSTMs run through their fragments in one pass.
+    On the CPU, two LSTMs run in one call of `PackedLSTM`.
     """
 
     def __init__(self, actor: Core, critic: Core) -> None:
@@ -341,6 +347,7 @@ class ActorCriticCores(Core):
         self.state_size = actor.state_size + critic.state_size
 
     def _apart(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the actor's and the critic's part of a state."""
         return state[:, : self.actor.state_size], state[:, self.actor.state_size :]
 
     def step(self, inputs: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -358,21 +365,21 @@ class ActorCriticCores(Core):
 
 
 @contextlib.contextmanager
-def _weights_apart() -> Iterator[None]:
-    """cuDNN warns that it must copy weights that do not lie in one piece. They are small, and here they never do."""
+def _without_cudnn_warning() -> Iterator[None]:
+    """Silence torch's warning that the weights are not contiguous and must be copied for cuDNN. They are small."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk")
         yield
 
 
 def _torch_gate_order(parameter: Tensor) -> Tensor:
-    """From output, input, forget, candidate to torch's input, forget, candidate, output."""
+    """Return a parameter with its gates in torch's order: from output, input, forget, candidate to input, forget, candidate, output."""
     out, inp, forget, candidate = parameter.chunk(4)
     return torch.cat((inp, forget, candidate, out))
 
 
 class GRU(Core):
-    """Gated recurrent unit; the state is h. Learning runs torch's own packed GRU."""
+    """Gated recurrent unit; the state is h. Learning uses torch's packed GRU."""
 
     def __init__(self, input_size: int, hidden_size: int) -> None:
         super().__init__()
@@ -383,7 +390,7 @@ class GRU(Core):
         self.bias_hh = nn.Parameter(torch.empty(3 * hidden_size))
 
     def initialize(self, generator: torch.Generator) -> None:
-        """Orthogonal weights per gate, zero biases."""
+        """Draw orthogonal weights per gate and set the biases to zero."""
         with torch.no_grad():
             _initialize_gates((self.weight_ih, self.weight_hh), 3, generator)
             self.bias_ih.zero_()
@@ -395,5 +402,5 @@ class GRU(Core):
 
     def sequence(self, inputs: Tensor, state: Tensor, sizes: list[int]) -> Tensor:
         weights = (self.weight_ih, self.weight_hh, self.bias_ih, self.bias_hh)
-        with _weights_apart():
+        with _without_cudnn_warning():
             return torch.gru(inputs, torch.tensor(sizes), state.unsqueeze(0), weights, True, 1, 0.0, self.training, False)[0]
