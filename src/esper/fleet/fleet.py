@@ -100,19 +100,19 @@ class Fleet:
         slotted = add_slots(template, tensors.inputs[:2], slots=self.growth.slots)
         self.discovery, self.places = slotted.discovery, {name: slotted.place(name) for name in slotted.slots}
         slotted.remove()
-        make, seed_kind = _optimizer(self.config), seed_kinds_for(self.places, self.growth)
+        make, seed_kinds = _optimizer(self.config), seed_kinds_for(self.places, self.growth)
 
-        # Check that so many hosts fit before anything large is allocated.
+        # Check that all hosts fit into memory before anything large is allocated.
         self._room = free_bytes(self.device)
         with self._on_device():
-            self._memory = self._least_memory(template, seed_kind, make, tensors)
+            self._memory = self._least_memory(template, seed_kinds, make, tensors)
         check_fits(hosts, self._memory.least, room=self._room, device=self.device)
 
         self.data = FleetData(tensors, hosts=hosts, precision=self._precision)
         self.host = HostStorage(
             template, list(self.places), hosts=hosts, make=make, device=self.device, dtype=self.dtype, scales=self._has_scales
         )
-        self.banks = {name: SeedStorage(self.places[name], some, hosts=hosts, make=make) for name, some in seed_kind.items()}
+        self.banks = {name: SeedStorage(self.places[name], kinds, hosts=hosts, make=make) for name, kinds in seed_kinds.items()}
         self._snapshots = RowSnapshots(self.tensors(), self.growth.governor.keep)
         self._pending = PendingCopies()
         self.samples = self._samples(tensors.validation, self.config.validation_samples)
@@ -155,7 +155,7 @@ class Fleet:
         at_once = batch if self.device.type == "cpu" else max(_SAMPLES_AT_ONCE * self._part_size // batch, 1) * batch
         return Samples(inputs, targets, batch, at_once)
 
-    def _least_memory(self, template: nn.Module, seed_kind: SeedKinds, make: MakeRowOptimizer, tensors: TaskTensors) -> Memory:
+    def _least_memory(self, template: nn.Module, seed_kinds: SeedKinds, make: MakeRowOptimizer, tensors: TaskTensors) -> Memory:
         """Return the memory of a host, without the activations of seeds."""
         copies = 2 + self.growth.governor.keep  # the storage, the compact copy that trains, and the snapshots
         chosen = torch.arange(self._part_size, device=self.device) % len(tensors)
@@ -163,7 +163,7 @@ class Fleet:
         step = step_bytes(template, inputs, targets, self._precision, slots=self.places, recomputes=self.config.checkpoint)
         if self._repeat.records(self.steps_per_decision):
             step *= 2  # the memory of the first step, which runs before the recording, is not reused by the recording
-        return Memory(copies * state_bytes(template, seed_kind, make, scales=self._has_scales), step, seeds=0)
+        return Memory(copies * state_bytes(template, seed_kinds, make, scales=self._has_scales), step, seeds=0)
 
     def memory_per_host(self) -> Memory:
         """Return the bytes that a host takes, with the largest seed in every slot."""
@@ -273,7 +273,7 @@ class Fleet:
         return rows
 
     def plan(self, rows: list[int]) -> Plan:
-        """Return the plan of the training of these hosts until their next decision."""
+        """Return the plan of the training of these hosts until their next decision. Advances the blending of their seeds by it."""
         rates = upload([self.rows[row].rate(self.config.schedule) for row in rows], self.device, self.dtype)
         asking = {position: self.rows[row].host_growth for position, row in enumerate(rows) if self.rows[row].wants_probe}
         probes = probes_of(self.banks, asking, self.steps_per_decision)
@@ -309,10 +309,10 @@ class Fleet:
         """Return the probe's estimates by position, for the hosts that asked, at the learning rate a seed would start with."""
         promises: dict[int, Promises] = defaultdict(dict)
         for number, probe in enumerate(plan.probes):
-            for position, some in probe.by_position(found[f"promises {number}"].tolist()).items():
+            for position, estimates in probe.by_position(found[f"promises {number}"].tolist()).items():
                 host = self.rows[plan.rows[position]]
                 rate = host.rate(self.config.schedule) * self.growth.seed_optimizer.learning_rate_factor
-                promises[position] |= {key: rate * promise for key, promise in some.items()}
+                promises[position] |= {key: rate * estimate for key, estimate in estimates.items()}
         return promises
 
     # Measuring

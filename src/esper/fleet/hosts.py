@@ -252,7 +252,7 @@ class Host:
         self.host_growth.carry_out(decision, by=by)
         self.wants_probe = decision.probe and not self.host_growth.is_over
 
-    # Recording what was done
+    # Recording
 
     def note_steps(self, steps: int, *, samples: int, probe_flops: int) -> None:
         """Record training steps: `samples` is the number of samples in all steps, `probe_flops` the cost of probing in them."""

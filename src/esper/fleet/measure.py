@@ -181,7 +181,7 @@ class RowProbe:
         self._caught: dict[str, Tensor] = {}
 
     def catch(self, slot: str, h: Tensor) -> Tensor:
-        """Keep the activations h [B, A, ...] of a probed slot. Return the activations to go on with.
+        """Keep the activations h [B, A, ...] of a probed slot. Return the activations that the host continues with.
 
         They are a copy, because the next layer may work in place.
         """

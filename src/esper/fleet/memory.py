@@ -60,11 +60,11 @@ def in_words(count: int) -> str:
 # Bytes that a host takes
 
 
-def state_bytes(template: nn.Module, seed_kind: SeedKinds, make: MakeRowOptimizer, *, scales: bool = False) -> int:
+def state_bytes(template: nn.Module, seed_kinds: SeedKinds, make: MakeRowOptimizer, *, scales: bool = False) -> int:
     """Return the bytes of one copy of a host's state, with room for the largest seed in every slot."""
     # The tensors are on the meta device: they have sizes but no memory.
     rows = ModuleRows(template, 1, device="meta")
-    widest = [max((one.layout for one in some.values()), key=lambda layout: layout.width) for some in seed_kind.values()]
+    widest = [max((kind.layout for kind in kinds.values()), key=lambda layout: layout.width) for kinds in seed_kinds.values()]
     learning = [rows.parameters.flat, *(torch.empty(1, layout.width, dtype=layout.dtype, device="meta") for layout in widest)]
     moments = [moment for flat in learning for moment in make(flat).state.values()]
     warmups = torch.empty(len(widest), dtype=torch.int64, device="meta")
@@ -219,7 +219,7 @@ def explained(hosts: int, memory: Callable[[], Memory], least: int, *, room: int
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
-    """Return whether the error is about memory. On a CPU only its text tells."""
+    """Return whether the error is about memory. On a CPU it has no class of its own, only a text."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 

@@ -95,7 +95,7 @@ class SeedStorage:
 
     def __init__(self, place: Place, seed_kind: Mapping[str, SeedKind], *, hosts: int, make: MakeRowOptimizer) -> None:
         self.place, self.seed_kind, self.make = place, seed_kind, make
-        weights = torch.zeros(hosts, max(one.layout.width for one in seed_kind.values()), dtype=place.dtype, device=place.device)
+        weights = torch.zeros(hosts, max(kind.layout.width for kind in seed_kind.values()), dtype=place.dtype, device=place.device)
         self.tensors: dict[str, Tensor] = {
             "weights": weights,
             "warmup": torch.zeros(hosts, dtype=torch.int64, device=place.device),  # steps over which the learning rate of a seed rises
@@ -318,16 +318,16 @@ SeedKinds = Mapping[str, Mapping[str, SeedKind]]  # slot -> blueprint -> kind of
 def seed_kinds_for(places: Mapping[str, Place], growth: GrowthConfig) -> dict[str, dict[str, SeedKind]]:
     """Return the kinds of seeds that may grow in every slot; slots where nothing fits are left out."""
     blending = growth.lifecycle.blending
-    seed_kind = {
+    seed_kinds = {
         name: {blueprint.name: SeedKind(place, blueprint.name, blending) for blueprint in options_for(place, growth)}
         for name, place in places.items()
     }
-    if not any(seed_kind.values()):
+    if not any(seed_kinds.values()):
         raise FleetError(
             f"none of the blueprints {growth.blueprints} fits any of the slots {', '.join(places)} with {blending!r} blending; "
             "leave `blueprints` out to allow all that fit"
         )
-    return {name: some for name, some in seed_kind.items() if some}
+    return {name: kinds for name, kinds in seed_kinds.items() if kinds}
 
 
 def seed_batches_of(banks: Banks, all_lifecycles: AllLifecycles, steps: int) -> tuple[SeedBatch, SeedBatch]:
@@ -342,8 +342,8 @@ def seed_batches_of(banks: Banks, all_lifecycles: AllLifecycles, steps: int) -> 
     # One group per slot, blueprint and way of learning, in the order in which the slots run.
     groups: dict[bool, list[SeedGroup]] = {True: [], False: []}
     order = list(banks)
-    for (slot, blueprint, is_connected), some in sorted(placed.items(), key=lambda item: (order.index(item[0][0]), item[0])):
-        groups[is_connected].append(_group(slot, banks[slot], blueprint, some))
+    for (slot, blueprint, is_connected), seeds in sorted(placed.items(), key=lambda item: (order.index(item[0][0]), item[0])):
+        groups[is_connected].append(_group(slot, banks[slot], blueprint, seeds))
     return SeedBatch(groups[True]), SeedBatch(groups[False])
 
 
@@ -354,14 +354,15 @@ def stacked_seeds_of(banks: Banks, all_lifecycles: AllLifecycles, *, only_kept: 
         for slot, backend in lifecycles.occupied():
             if backend.is_connected and (not only_kept or backend.life.stage is Stage.FOSSILIZED):
                 placed[slot, str(backend.life.blueprint)].append((row, position, [backend.alpha]))
-    groups = [_group(slot, banks[slot], blueprint, some) for (slot, blueprint), some in placed.items()]
+    groups = [_group(slot, banks[slot], blueprint, seeds) for (slot, blueprint), seeds in placed.items()]
     weights = [group.seed_kind.layout.unflatten(group.read("weights")) for group in groups]
     return [group.stacked(own, group.alphas[0], hosts=len(all_lifecycles)) for group, own in zip(groups, weights, strict=True)]
 
 
-def _group(slot: str, bank: SeedStorage, blueprint: str, some: Sequence[Placed]) -> SeedGroup:
-    alphas = upload([alphas for _, _, alphas in some], bank.place.device, bank.place.dtype).T.contiguous()
-    return SeedGroup.of(slot, bank, blueprint, [row for row, _, _ in some], [position for _, position, _ in some], alphas)
+def _group(slot: str, bank: SeedStorage, blueprint: str, seeds: Sequence[Placed]) -> SeedGroup:
+    """Return the group of these seeds of one kind."""
+    alphas = upload([alphas for _, _, alphas in seeds], bank.place.device, bank.place.dtype).T.contiguous()  # [T, R]
+    return SeedGroup.of(slot, bank, blueprint, [row for row, _, _ in seeds], [position for _, position, _ in seeds], alphas)
 
 
 def _alphas(lifecycles: SlotLifecycles[RowBackend], steps: int) -> Iterable[tuple[str, str, bool, list[float]]]:

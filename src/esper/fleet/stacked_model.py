@@ -108,7 +108,7 @@ class HostGroup:
             self.bank.scales.tensors[name].index_copy_(0, self._index, tensor)
 
 
-Watch = Callable[[str, Tensor], Tensor]  # called with a slot and its activations before any seed; returns the activations to go on with
+Watch = Callable[[str, Tensor], Tensor]  # called with a slot and its activations before any seed; returns those to continue with
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ class Plan:
 
 
 Parts = Sequence[tuple[Tensor, Tensor]]  # inputs and targets of every part of a batch, [B / parts, A, ...]
-Repeat = Callable[[Callable[[], None], int], None]  # calls a function so many times, or records it once and replays it
+Repeat = Callable[[Callable[[], None], int], None]  # calls a function a number of times, or records it once and replays it
 
 
 class TrainSegment:
