@@ -250,7 +250,7 @@ def test_a_video_shows_every_step_of_an_episode(walk, tmp_path: Path):
     assert len(record_video(ppo.policy, walk.Walk(render_mode="rgb_array"), tmp_path / "two.webp", episodes=2, max_steps=2)) == 2
     for env, path, message in (
         (walk.make_blind, "walk.gif", "its render_mode is None"),
-        (walk.make_env, "walk.mp4", "written as .gif, .webp, .png"),
+        (walk.make_env, "walk.mp4", "must end in .gif, .webp, .png"),
         ("cue", "walk.gif", "a built-in environment"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -270,7 +270,7 @@ def test_an_evaluation_on_another_device_leaves_a_video(walk, tmp_path: Path, ca
     assert '"video":"walk.gif"' in capsys.readouterr().out
     assert (tmp_path / "walk.gif").read_bytes()[:4] == b"GIF8"
     assert main([*command, "--device", "cpu", "--video", "walk.mp4"]) == 2
-    assert "written as .gif" in capsys.readouterr().err
+    assert "must end in .gif" in capsys.readouterr().err
 
 
 def test_evaluation_takes_what_training_takes(walk):
