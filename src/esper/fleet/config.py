@@ -1,4 +1,4 @@
-"""Settings of a fleet and of each of its hosts, the error that fleets raise, and the check of a saved state."""
+"""Settings of a fleet and of each of its hosts, the error that fleets raise, and the check of a saved state. Imports no torch."""
 
 from __future__ import annotations
 
