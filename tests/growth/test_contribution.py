@@ -228,7 +228,7 @@ def test_a_weighted_interval_covers_the_mean_of_batches_with_a_rest() -> None:
 
 
 def test_batches_that_make_no_sense_are_told() -> None:
-    with pytest.raises(GrowthError, match="a validation batch has 0 samples"):
+    with pytest.raises(GrowthError, match="a validation batch with 0 samples"):
         losses_of(lambda: [(1.0, 2), (1.0, 0)])
     loop = grown()
     answers = iter([[(1.0, 2), (1.0, 1)], [(1.0, 1), (1.0, 2)]])

@@ -131,7 +131,7 @@ def test_gates_say_why_not() -> None:
     loop = make_loop(script, config(Lifecycle(holding_epochs=6)))
     loop.epoch(epochs=5)
     first, *rest = refusals(loop)
-    assert first.startswith("'conv3x3' cannot grow there; what can is ")
+    assert first.startswith("'conv3x3' cannot grow there; blueprints that can: ")
     assert rest == [
         "only a seed that is TRAINING can begin to blend, and this slot is DORMANT",
         "there is nothing to prune: the slot is DORMANT",

@@ -1,7 +1,7 @@
-"""A bed of the garden: a place in a host, what is known about the life there, and what can be done with the seed in it.
+"""Backend of a slot: holds the seed and its life, behind one interface for models and fleets.
 
-What a seed is made of is not the garden's business. In one model it is a module behind a slot (`ModuleBackend`); in a fleet it is a row of
-stacked tensors. Both live by the same rules.
+`SlotLifecycles` moves seeds from stage to stage without knowing how they are stored. In a model, a seed is a module behind a slot
+(`ModuleBackend`); in a fleet, it is a row of stacked tensors. Both follow the same rules.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from esper.growth.seeds.seed import Blending
 
 
 class Ramp(msgspec.Struct):
-    """Alpha on its way, one tick a step."""
+    """A movement of alpha from `start` to `target` over a number of training steps."""
 
     start: float
     target: float
@@ -26,6 +26,7 @@ class Ramp(msgspec.Struct):
     done: int = 0
 
     def alpha(self, curve: str) -> float:
+        """Return alpha after the steps done so far, along a "linear" or "cosine" curve."""
         progress = min(self.done / self.steps, 1.0)
         if curve == "cosine":
             progress = (1 - math.cos(math.pi * progress)) / 2
@@ -33,36 +34,39 @@ class Ramp(msgspec.Struct):
 
 
 class Life(msgspec.Struct):
-    """What is known about a slot beside its seed's weights."""
+    """State of a slot except for the weights of its seed."""
 
     stage: Stage = Stage.DORMANT
     blueprint: str | None = None
-    number: int | None = None  # of the seed, in the ledger
-    age: int = 0
+    number: int | None = None  # number of the seed in the ledger, from 1; None: no seed
+    age: int = 0  # epochs since the seed germinated
     epochs_in_stage: int = 0
     ramp: Ramp | None = None
     is_withdrawing: bool = False
     why_withdrawn: str = ""
-    embargo_left: int = 0
+    embargo_left: int = 0  # epochs
     gradients: GradientStats | None = None
     contribution: Contribution | None = None
-    looks: int = 0  # times that the contribution of this seed was measured
-    tried: list[str] = []
+    looks: int = 0  # number of times that the contribution of this seed was measured
+    tried: list[str] = []  # blueprints that grew in this slot and were pruned
 
 
 class SeedPlan(msgspec.Struct, frozen=True):
-    """How a seed is to be born."""
+    """Settings of a new seed."""
 
     blueprint: str
-    random_seed: int  # of its first weights
+    random_seed: int  # for its initial weights
     blending: Blending
-    is_connected: bool  # the host sees it from birth
+    is_connected: bool  # the host's output goes through it from birth
     alpha: float
-    warmup: int  # steps in which its learning rate rises
+    warmup: int  # steps over which its learning rate rises
 
 
 class SlotBackend(ABC):
-    """`is_connected`: the host's output goes through the seed. `is_kept`: the seed is part of the host for good."""
+    """A slot of a host: its place, the life of its seed, and the operations on that seed.
+
+    `is_connected` is true if the host's output goes through the seed.
+    """
 
     def __init__(self, place: Place) -> None:
         self.place = place
@@ -86,26 +90,28 @@ class SlotBackend(ABC):
 
     @abstractmethod
     def plant(self, plan: SeedPlan) -> None:
-        """Puts a new seed in. What is wrong with it is raised before anything changes."""
+        """Create a seed in the slot. Errors are raised before anything changes."""
 
     @abstractmethod
     def uproot(self) -> None:
-        """Takes the seed out, with everything that it has learned."""
+        """Remove the seed and its weights."""
 
     @abstractmethod
-    def connect(self) -> None: ...
+    def connect(self) -> None:
+        """Let the host's output go through the seed."""
 
     @abstractmethod
-    def keep(self) -> None: ...
+    def keep(self) -> None:
+        """Make the seed a permanent part of the host."""
 
     @abstractmethod
     def gradients(self) -> GradientStats | None:
-        """What the seed's gradients were like since the last report; None without a seed."""
+        """Return statistics of the seed's gradients since the last call; None without a seed."""
 
     @abstractmethod
     def seed_state(self) -> dict[str, Any]:
-        """Everything about the seed beside its life."""
+        """Return the weights, optimiser state and alpha of the seed; `life` is saved separately."""
 
     @abstractmethod
     def load_seed_state(self, state: dict[str, Any], life: Life, blending: Blending) -> None:
-        """`life` is the one that the state belongs to; `self.life` still is the one before it."""
+        """Restore the seed. `life` belongs to `state`; `self.life` is still the previous one, and the caller replaces it afterwards."""

@@ -1,14 +1,12 @@
-"""The governor: says at the end of an epoch whether the run is in a state to keep, or in one to go back from.
+"""The governor: decides at the end of an epoch whether the state of a run is worth keeping, or whether to roll it back.
 
-Three things are disasters:
+Three events are disasters:
 - a loss that is not finite, at once;
-- a spike that stays: losses above the limit that the run's own recent losses set, several in a row;
+- a lasting spike: several losses in a row above a limit that is derived from the run's own recent losses;
 - a collapse: a run that had learned something is back at the loss of a model that knows nothing.
 
-The rules are pure functions of numbers; a `Governor` only holds the recent losses of one run. Two lists of losses are watched: training
-losses, several per epoch, each the mean of a chunk of it, and validation losses, one per epoch.
-
-Who judges a host at the end of an epoch: the governor, and what is known of rollbacks before.
+The rules are pure functions of numbers. A `Governor` holds the recent losses of one run and its counts of rollbacks. It watches two lists
+of losses: training losses, several per epoch, each the mean of a chunk of the epoch; and validation losses, one per epoch.
 """
 
 from __future__ import annotations
@@ -23,26 +21,27 @@ from typing import Any
 from esper.growth.config import GovernorConfig
 from esper.growth.lifecycle.stages import TEN_CLASSES, LossScale
 
-ENOUGH = 5  # losses before anything finite can be wrong
-RECENT = 5  # losses whose median is where the run is now
+ENOUGH = 5  # number of losses before a finite loss can be a spike
+RECENT = 5  # number of losses whose median is the present level of the run
 
-# Least spread, relative to the level and in units of the loss scale, which are nats for ten classes. At convergence the measured spread
-# goes to zero, and a schedule's bump or a few samples that are forgotten for a while look like an explosion. With six sigmas a loss must
-# nearly double before it can be a spike, and one below 0.003 units never is; yet ten times the level is a spike at every level from 0.0004
-# units upwards.
+# Lower bounds of the spread: relative to the level, and absolute in units of the loss scale (nats for ten classes). At convergence the
+# measured spread goes to zero, and then a bump of the schedule, or a few samples that are forgotten for a while, would look like an
+# explosion. With six sigmas a loss must nearly double before it is a spike, and a loss below 0.003 units never is one. Ten times the level
+# is still a spike at every level from 0.0004 units upwards.
 RELATIVE_FLOOR = 0.15
 ABSOLUTE_FLOOR = 5e-4
 
-INFORMED = 0.8  # of the uninformed loss; a window with a lower mean has learned something
-COLLAPSED = 0.97  # of the uninformed loss; higher losses know nothing
+INFORMED = 0.8  # share of the uninformed loss; a window with a lower mean has learned something
+COLLAPSED = 0.97  # share of the uninformed loss; a model with a higher loss knows nothing
 
-_QUANTILE, _QUANTILE_SIGMAS = 0.75, 1.1503  # so many of the distances from the middle of a normal distribution are within so many sigmas
+# In a normal distribution, this share of the values lies within this many sigmas of the middle.
+_QUANTILE, _QUANTILE_SIGMAS = 0.75, 1.1503
 
 
 class Diverged(RuntimeError):
-    """The run is given up: going back to healthy snapshots has led to disaster again and again.
+    """The run is given up, because training from healthy snapshots led to a disaster too many times in a row.
 
-    Where `grow` gave up, `model` is its copy as it was after the last healthy epoch, with what was kept.
+    If `grow` raises it, `model` is the copy that `grow` trained, restored to its last healthy epoch, with the seeds that were kept.
     """
 
     model: object = None  # an nn.Module
@@ -50,17 +49,20 @@ class Diverged(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    is_healthy: bool  # fit to be a snapshot
-    is_disaster: bool  # go back now
-    reason: str = ""  # in words with the values; empty where there is nothing to say
+    """The governor's judgement of one epoch. An epoch may be neither healthy nor a disaster."""
+
+    is_healthy: bool  # the state may become a snapshot
+    is_disaster: bool  # roll back now
+    reason: str = ""  # in words with the values; empty for a healthy epoch, unless a spike was accepted
 
 
 def spread(losses: Sequence[float]) -> float:
-    """Standard deviation of the losses around their trend, robustly: 0 for fewer than three.
+    """Return a robust standard deviation of the losses around their trend; 0 for fewer than three losses.
 
-    From the differences of neighbours, in which a trend is only a constant: a falling loss spreads widely around its mean, and a spike
-    would hide in that. By the upper quartile of their distances from the middle: a spike or a bad start in the window hardly moves it, and
-    it varies less from window to window than the median, by which noise of 50 % is now and then taken for a spike that stays.
+    It is computed from the differences of neighbours, where a trend is only a constant. (A falling loss has a wide spread around its mean,
+    in which a spike would hide.) The estimate is the upper quartile of the distances from the median difference. A spike or a bad start in
+    the window hardly moves that quartile. It also varies less between windows than the median of the distances, with which noise of 50 %
+    is occasionally taken for a lasting spike.
 
     >>> spread([5.0, 4.0, 3.0, 2.0, 1.0])
     0.0
@@ -70,15 +72,15 @@ def spread(losses: Sequence[float]) -> float:
         return 0.0
     middle = median(steps)
     distances = sorted(abs(step - middle) for step in steps)
-    return distances[int(_QUANTILE * len(distances))] / _QUANTILE_SIGMAS / math.sqrt(2)  # a difference has twice the variance
+    return distances[int(_QUANTILE * len(distances))] / _QUANTILE_SIGMAS / math.sqrt(2)  # √2: a difference has twice the variance
 
 
 def spike_limit(losses: Sequence[float], *, sigmas: float, may_drift: bool, scale: LossScale) -> float:
-    """The loss above which the next one is a spike, given those before it.
+    """Return the limit above which the next loss is a spike, given the losses before it.
 
-    The level is the median of the last few where the run falls, since the mean of a falling window lies far above where the run is. Where
-    it rises, the mean is lower and holds it back, so that a slow explosion is noticed too; losses that `may_drift` are compared with the
-    median alone.
+    The limit is so many sigmas above the level of the run. In a falling run the level is the median of the last few losses, because the
+    mean of the window lies far above the present losses. In a rising run it is the mean of the window, which is lower, so that a slow
+    explosion is noticed too. With `may_drift` it is always the median.
     """
     level = median(losses[-RECENT:])
     if not may_drift:
@@ -87,29 +89,31 @@ def spike_limit(losses: Sequence[float], *, sigmas: float, may_drift: bool, scal
 
 
 def is_informed(losses: Sequence[float], scale: LossScale) -> bool:
-    """Whether a run with these recent losses has learned something."""
+    """Return whether a run with these recent losses has learned something."""
     return scale.relative(fmean(losses)) < INFORMED
 
 
 class Watch:
-    """The recent losses of one kind, and how many spikes in a row they end with."""
+    """Recent losses of one kind (training or validation), and the number of spikes in a row at their end."""
 
     def __init__(self, config: GovernorConfig, *, may_drift: bool) -> None:
         self.size, self.sigmas, self.may_drift = config.window, config.spike_sigmas, may_drift
         self.losses: list[float] = []  # oldest first
         self.spikes = 0
-        self.limit = math.inf  # that the last loss was held against
+        self.limit = math.inf  # limit that the last loss was compared with
 
     @property
     def is_enough(self) -> bool:
+        """Whether there are enough losses to derive a limit."""
         return len(self.losses) >= min(ENOUGH, self.size)
 
     def see(self, loss: float, scale: LossScale) -> None:
+        """Compare a loss with the limit and add it to the window."""
         self.limit = math.inf
         if self.is_enough:
             self.limit = spike_limit(self.losses, sigmas=self.sigmas, may_drift=self.may_drift, scale=scale)
         self.spikes = self.spikes + 1 if loss > self.limit else 0
-        # A spike enters only as high as the limit: it does not move the window much, but a run that has become noisier for good does.
+        # Clip a spike at the limit: one spike hardly moves the window, but a run that has become noisier for good does.
         self.losses = [*self.losses, min(loss, self.limit)][-self.size :]
 
     def state_dict(self) -> dict[str, Any]:
@@ -121,7 +125,7 @@ class Watch:
 
 
 class Governor:
-    """Judges one run epoch by epoch. `scale` is what its losses are relative to; a collapse is watched for where it is not a guess.
+    """Judges one run epoch by epoch. `scale` makes its losses dimensionless; collapses are only detected if it is not a guess.
 
     A snapshot of the host holds `loss_state()`. Load it after a rollback, so that the governor forgets the losses since then; the counts
     of rollbacks stay.
@@ -141,11 +145,13 @@ class Governor:
         self.forgive()
 
     def forgive(self) -> None:
-        """Forgets everything, where what comes is not to be held against what was: after a deliberate change that raises the loss, or a
-        spike that came again after a rollback with nothing to blame. Until some losses are known again, only non-finite ones count.
+        """Forget all losses, so that later ones are not compared with them.
+
+        Call it after a deliberate change that raises the loss. The governor itself calls it when a spike returns after a rollback although
+        no seed could have caused it. Until enough new losses are known, only losses that are not finite are disasters.
         """
         self._training = Watch(self.config, may_drift=False)
-        self._validation = Watch(self.config, may_drift=True)  # overfitting raises it slowly, and no rollback helps against that
+        self._validation = Watch(self.config, may_drift=True)  # overfitting raises it slowly, and a rollback does not help against that
         self._is_informed = False
         self._uninformed_checks = 0  # in a row
 
@@ -163,6 +169,7 @@ class Governor:
         return verdict
 
     def note_rollback(self) -> None:
+        """Count a rollback."""
         self.rollbacks += 1
         self.rollbacks_in_a_row += 1
 
@@ -172,13 +179,13 @@ class Governor:
         spikes = [self._see_training(loss) for loss in train_losses]
         if val_loss is not None:
             spikes.append(self._see_validation(val_loss))
-        if reason := next(filter(None, [self._collapse(), *spikes]), ""):  # a collapse is often a spike too, and says more
+        if reason := next(filter(None, [self._collapse(), *spikes]), ""):  # collapse first: it is often a spike too, and says more
             return Verdict(is_healthy=False, is_disaster=True, reason=reason)
         worry = self._worry()
         return Verdict(is_healthy=not worry, is_disaster=False, reason=worry)
 
     def _see_training(self, loss: float) -> str:
-        """Takes in one chunk; the disaster that it makes, or nothing."""
+        """Add the loss of one chunk; return the reason if it is a disaster, else an empty string."""
         self._training.see(loss, self.scale)
         if not self.scale.is_guess:
             self._is_informed |= self._training.is_enough and is_informed(self._training.losses, self.scale)
@@ -189,6 +196,7 @@ class Governor:
         return f"the training loss {loss:.3g} was above {self._training.limit:.3g} for {self._training.spikes} checks in a row"
 
     def _collapse(self) -> str:
+        """Return the reason if the run has collapsed, else an empty string."""
         if self._uninformed_checks < self.config.spike_checks:
             return ""
         return (
@@ -197,7 +205,10 @@ class Governor:
         )
 
     def _see_validation(self, loss: float) -> str:
-        """One validation loss is little evidence: it counts where the training loss jumps as well, or where it stays."""
+        """Add the validation loss of an epoch; return the reason if it is a disaster, else an empty string.
+
+        One high validation loss is weak evidence: it only counts if the training loss spikes too, or if it lasts.
+        """
         self._validation.see(loss, self.scale)
         spikes, limit = self._validation.spikes, self._validation.limit
         if spikes >= self.config.spike_checks:
@@ -207,13 +218,13 @@ class Governor:
         return ""
 
     def _worry(self) -> str:
-        """Why the state is not fit to be kept although it is no disaster yet."""
+        """Return why the state should not become a snapshot although it is not a disaster; empty if it may."""
         checks = self.config.spike_checks
         if self._training.spikes:
             return f"the training loss is above {self._training.limit:.3g} for {self._training.spikes} of {checks} checks"
         if self._uninformed_checks:
             return f"the training loss is that of a model that knows nothing for {self._uninformed_checks} of {checks} checks"
-        if self._validation.spikes:  # until the next validation says otherwise
+        if self._validation.spikes:  # of the last validation, which may be older than this epoch
             return f"the validation loss is above {self._validation.limit:.3g} for {self._validation.spikes} of {checks} epochs"
         return ""
 
@@ -234,12 +245,14 @@ class Governor:
         }
 
     def load_loss_state(self, state: dict[str, Any]) -> None:
+        """Restore the remembered losses; keep the counts of rollbacks."""
         self._training.load_state_dict(state["training"])
         self._validation.load_state_dict(state["validation"])
         self._is_informed, self._uninformed_checks = state["is_informed"], state["uninformed_checks"]
 
 
 def _not_finite(train_losses: Sequence[float], val_loss: float | None) -> str:
+    """Return a description of the first loss that is not finite; an empty string if all are."""
     for number, loss in enumerate(train_losses, start=1):
         if not math.isfinite(loss):
             return f"the training loss of check {number} of {len(train_losses)} is {loss}"

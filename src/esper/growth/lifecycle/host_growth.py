@@ -1,8 +1,7 @@
-"""What a grower tells at the end of an epoch.
+"""Growth of one host: the lifecycles of its slots, its losses, its ledger and its governor; everything about growing except tensors.
 
-The plot of one host: its garden, its losses, its ledger and its judge. Everything about growing a host that is not tensors.
-
-A `Grower` has one, for a model of the user's; a fleet has one for every host. So both live by the same rules.
+`HostGrowth` joins these parts. A `Grower` has one for the user's model, and a fleet has one per host, so both follow the same rules. The
+functions before it build the events for the end of an epoch.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from esper.runs import Event
 
 
 def epoch_ended(lifecycles: SlotLifecycles[AnyBackend], history: History, decision: Decision, *, learning_rate: float) -> EpochEnded:
+    """Build the event for the end of an epoch. Starts the next lap of `history` and resets its count of skipped steps."""
     host = lifecycles.host
     seconds, samples = history.lap()
     actions = [f"{type(action).__name__.lower()} {action.slot}: {action.reason}" for action in decision.actions]
@@ -70,6 +70,7 @@ def _slot_view(lifecycles: SlotLifecycles[AnyBackend], name: str) -> SlotView:
 
 
 def probed(epoch: int, promises: Promises) -> Probed:
+    """Build the event for the results of a probe, nested as slot -> blueprint -> estimate."""
     nested: dict[str, dict[str, float]] = {}
     for (slot, blueprint), promise in promises.items():
         nested.setdefault(slot, {})[blueprint] = promise
@@ -77,19 +78,24 @@ def probed(epoch: int, promises: Promises) -> Probed:
 
 
 class Recovers(Protocol):
-    """Holds the healthy states of a host."""
+    """Keeps snapshots of healthy states of a host and restores them."""
 
     def take_snapshot(self) -> None: ...
 
     def go_back(self, *, is_repeated: bool) -> int:
-        """To the latest state, or to the one before it where the latest has led to disaster again. Gives the epoch it is of."""
+        """Restore the latest snapshot and return its epoch.
+
+        `is_repeated` means that the latest snapshot has already led to another disaster; the one before it is restored then.
+        """
         ...
 
 
 class HostGrowth(Generic[AnyBackend]):
-    """`host` and `load` are what the survey of the host has found; `epochs` is how long the training is planned to be.
+    """State and rules of growing one host, epoch by epoch.
 
-    `scale` is what losses are relative to. Where neither it nor the config tells, it is the mean training loss of the first epoch.
+    `host` (its cost) and `load` come from the discovery of the host; `epochs` is the planned length of the training, None if unknown.
+    `scale` makes losses comparable. Without it and without `config.governor.uninformed_loss`, the mean training loss of the first epoch
+    becomes the uninformed loss.
     """
 
     def __init__(
@@ -116,11 +122,11 @@ class HostGrowth(Generic[AnyBackend]):
         if scale is not None:
             self._set_scale(scale)
         self.promises: Promises = {}
-        self._events: deque[Event] = deque()  # those not told yet: the user hears of them when all is done
+        self._events: deque[Event] = deque()  # events to deliver by `tell`, once all work of the epoch is done
 
     @property
     def epoch(self) -> int:
-        """Finished so far."""
+        """Number of finished epochs."""
         return self.lifecycles.epoch
 
     @property
@@ -128,7 +134,7 @@ class HostGrowth(Generic[AnyBackend]):
         return self.epochs is not None and self.epoch >= self.epochs
 
     def is_stuck(self) -> bool:
-        """Return whether there was no better validation loss for as long as the config waits, and no seed is on its way."""
+        """Return whether the validation loss has not improved for `config.patience` epochs while no seed is living."""
         losses, patience = self.history.val_losses, self.config.patience
         if patience is None or len(losses) <= patience or self.lifecycles.living():
             return False
@@ -142,7 +148,7 @@ class HostGrowth(Generic[AnyBackend]):
     # Deciding
 
     def state(self, *, learning_rate: float) -> GrowthState:
-        """What a controller sees."""
+        """Return the state that a controller decides on."""
         allowed = self.lifecycles.allowance()
         return GrowthState(
             epoch=self.epoch,
@@ -166,10 +172,13 @@ class HostGrowth(Generic[AnyBackend]):
         )
 
     def carry_out(self, decision: Decision, *, by: str) -> None:
-        """What the gates let pass happens; what they refuse is told. `by` is the name of the controller."""
+        """Execute the actions that pass their gates; note the refused ones in the ledger and as events.
+
+        `by` is the name of the controller. More than one action for a slot raises GrowthError before anything is done.
+        """
         slots = [action.slot for action in decision.actions]
         if len(set(slots)) < len(slots):
-            raise GrowthError(f"the controller {by!r} decided twice about one slot: {', '.join(slots)}")
+            raise GrowthError(f"the controller {by!r} decided twice about one slot, return one action per slot: {', '.join(slots)}")
         for action in decision.actions:
             answer = ask_gate(self.lifecycles, action)
             if answer.passed:
@@ -185,12 +194,13 @@ class HostGrowth(Generic[AnyBackend]):
     # The end of an epoch
 
     def on_trial(self) -> dict[str, float]:
-        """Seeds that will have been on probation long enough when this epoch is over, and the confidence of the look at each.
+        """Return the seeds whose contribution is measured at the end of this epoch, with the confidence of each interval.
 
-        From then on they are looked at after every epoch, up to the end of the training.
+        These are the seeds whose shortest probation is over by then. Each is measured again after every further epoch, up to the end of
+        the training, and the confidence accounts for all of these looks.
         """
         least = self.config.lifecycle.holding_epochs
-        later = None if self.epochs is None else max(self.epochs - self.epoch - 1, 0)  # looks after this one
+        later = None if self.epochs is None else max(self.epochs - self.epoch - 1, 0)  # looks after this one; None: unknown
         return {
             name: confidence_of_look(backend.life.looks + 1, None if later is None else backend.life.looks + 1 + later)
             for name, backend in self.lifecycles.backends.items()
@@ -198,7 +208,7 @@ class HostGrowth(Generic[AnyBackend]):
         }
 
     def suspects(self) -> dict[str, int]:
-        """Seeds that take part in the host and are not part of it yet, with their numbers."""
+        """Return the connected seeds that are not fossilized, with their numbers. One of them may have caused a disaster."""
         return {
             name: backend.life.number
             for name, backend in self.lifecycles.backends.items()
@@ -206,17 +216,21 @@ class HostGrowth(Generic[AnyBackend]):
         }
 
     def find_scale(self, chunks: list[float], val_loss: float) -> None:
-        """Take the scale from the losses of the first epoch, where nobody told it. Every rank calls it, with the same losses."""
+        """Set the scale from the losses of the first epoch if it is not known yet. Every rank must call this with the same losses."""
         first = sum(chunks) / len(chunks) if chunks else val_loss
         if self.scale is None and math.isfinite(first):
             self._set_scale(LossScale.of(first, loss_range=self.config.loss_range, is_guess=True))
 
     def verdict(self, chunks: list[float], val_loss: float) -> Verdict:
+        """Return the governor's verdict on an epoch. `chunks` are the mean training losses of its parts, in order."""
         self.find_scale(chunks, val_loss)
         return self.governor.judge(chunks, val_loss, is_blameless=not self.suspects())
 
     def end_epoch(self, chunks: list[float], val_loss: float, measured: Mapping[str, Contribution], promises: Promises | None) -> None:
-        """`promises` is None where no probe has looked."""
+        """Close an epoch: note losses, contributions and the results of the probe, and emit their events.
+
+        `promises` is None if no probe ran in this epoch.
+        """
         self.history.end_epoch(chunks, val_loss)
         self.lifecycles.steps_per_epoch = self.history.length or 0
         self.lifecycles.end_epoch()
@@ -229,22 +243,22 @@ class HostGrowth(Generic[AnyBackend]):
             self.emit(probed(self.epoch, self.promises))
 
     def _loss_left(self) -> float | None:
-        """How far the training loss could fall; None where nobody knows."""
+        """Return how far the training loss can still fall; None before the scale is known."""
         return None if self.scale is None else self.history.train_losses[-1] - self.scale.floor
 
     def settle(self, verdict: Verdict, chunks: list[float], recovery: Recovers) -> None:
-        """After an epoch that was no disaster."""
-        if chunks:  # else every step of the epoch has been gone back from, and nothing is healthy yet
+        """After an epoch without a disaster: reset the count of rollbacks in a row, and take a snapshot if one is due."""
+        # Without chunks, all losses of the epoch were forgotten by a rollback, so nothing shows that the state is healthy.
+        if chunks:
             self.governor.rollbacks_in_a_row = 0
         if chunks and verdict.is_healthy and self.epoch % self.config.governor.snapshot_every == 0:
             recovery.take_snapshot()
 
     def go_back(self, reason: str, recovery: Recovers) -> None:
-        """After a disaster: the host is as it was when it was healthy, and what could have done it is under embargo."""
+        """After a disaster: restore the host to a healthy snapshot and put the slots of all suspects under embargo."""
         suspects = self.suspects()
-        to_epoch = recovery.go_back(
-            is_repeated=self.governor.rollbacks_in_a_row > 0
-        )  # first: where there is no way back, nothing has happened
+        # Restore first: if that is not possible, it raises before anything else has changed.
+        to_epoch = recovery.go_back(is_repeated=self.governor.rollbacks_in_a_row > 0)
         self.governor.note_rollback()
         self.history.forget_losses()
         why = f"the governor went back: {reason}"
@@ -255,28 +269,32 @@ class HostGrowth(Generic[AnyBackend]):
         self.emit(RolledBack(epoch=self.epoch, to_epoch=to_epoch, reason=reason, embargoed=list(suspects)))
 
     def check_not_diverged(self, reason: str) -> None:
+        """Raise Diverged after more rollbacks in a row than the config allows."""
         if self.governor.rollbacks_in_a_row > self.config.governor.max_rollbacks:
             to_epoch = self.ledger.rollbacks[-1].to_epoch
             raise Diverged(
-                f"the training fails again and again from a healthy state: {reason}. The model is as it was after epoch {to_epoch}; "
-                "look for NaN in the data, or lower the learning rate"
+                f"the training fails again and again from a healthy state: {reason}. The model was restored to its state after epoch "
+                f"{to_epoch}; look for NaN in the data, or lower the learning rate"
             )
 
-    # Telling
+    # Events
 
     def emit(self, event: Event) -> None:
+        """Queue an event until `tell` is called."""
         self._events.append(event)
 
     def tell(self, on_event: Callable[[Event], None]) -> None:
+        """Pass all queued events to `on_event`, oldest first."""
         while self._events:
             on_event(self._events.popleft())
 
     def _stage_entered(self, slot: str, blueprint: str, stage: Stage, reason: str) -> None:
         self.emit(StageEntered(epoch=self.epoch, slot=slot, blueprint=blueprint, stage=stage.name, reason=reason))
 
-    # State, without what the garden and the judge hold, which snapshots have too
+    # State
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the state except for the seeds and the governor's losses, which are saved together with the weights of the host."""
         return {
             "ledger": msgspec.to_builtins(self.ledger),
             "chronicle": self.history.state_dict(),

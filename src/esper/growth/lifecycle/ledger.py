@@ -1,6 +1,6 @@
-"""The ledger: what was tried, when, why, what removing it would cost and its rent. One entry for a seed, and the sum over blueprints.
+"""The ledger of a run: one entry per seed with its stages, reasons, cost of removal and rent; refused actions; rollbacks.
 
-The tables are made here alone: of a ledger, and of the seeds that a run's events tell about.
+All tables of seeds are made here, from a ledger or from the events of a run: one row per seed, or one row per blueprint.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ANALYTICS_HEADING = ("blueprint", "tried", "kept", "pruned", "rolled back", "mea
 
 
 class Step(msgspec.Struct, frozen=True):
-    """A seed entered a stage."""
+    """Entry of a seed into a stage."""
 
     epoch: int
     stage: Stage
@@ -37,28 +37,28 @@ class Entry(msgspec.Struct):
     slot: str
     blueprint: str
     raise_mode: str
-    born: int  # epochs that were over
+    born: int  # epochs finished when it germinated
     reason: str
     parameters: int
-    flops: int  # of a forward pass for one sample
+    flops: int  # per forward pass of one sample
     steps: list[Step] = []
     outcome: Outcome = "living"
-    gain: float | None = None  # what removing it would cost, in the unit of the loss, as last measured
+    gain: float | None = None  # cost of removing it, in the unit of the loss, as measured last
     gain_low: float | None = None
     gain_high: float | None = None
     rent: float = 0.0
-    ended: int | None = None
+    ended: int | None = None  # epochs finished when it was kept, pruned or rolled back
 
     @property
     def why(self) -> str:
-        """It is where it is now."""
+        """Reason for its present state. For a seed that was withdrawn, the reason was given when alpha began to fall."""
         reasons = [self.reason, *(step.reason for step in self.steps)]
         is_gentle = self.outcome == "pruned" and was_withdrawn([step.stage for step in self.steps])
         return reasons[-2] if is_gentle else reasons[-1]
 
 
 class Refused(msgspec.Struct, frozen=True):
-    """Something that a controller wanted and a gate did not let pass."""
+    """An action of a controller that a gate refused."""
 
     epoch: int
     slot: str
@@ -67,7 +67,7 @@ class Refused(msgspec.Struct, frozen=True):
 
 
 class Rollback(msgspec.Struct, frozen=True):
-    """The governor went back to the state after an earlier epoch."""
+    """A rollback by the governor to the state after an earlier epoch."""
 
     epoch: int
     to_epoch: int
@@ -75,6 +75,8 @@ class Rollback(msgspec.Struct, frozen=True):
 
 
 class Ledger(msgspec.Struct):
+    """All seeds of one run in the order of their birth, with the refused actions and the rollbacks."""
+
     entries: list[Entry] = []
     refused: list[Refused] = []
     rollbacks: list[Rollback] = []
@@ -83,11 +85,11 @@ class Ledger(msgspec.Struct):
         return sum(entry.outcome == outcome for entry in self.entries)
 
     def table(self) -> str:
-        """For a person: one line for a seed."""
+        """Return a text table with one line per seed."""
         return aligned([LEDGER_HEADING, *ledger_rows(self.entries)]) if self.entries else "no seed was tried"
 
     def analytics(self) -> str:
-        """For a person: which blueprints were tried, kept and pruned, what removing them would cost, and their size."""
+        """Return a text table with one line per blueprint: tried, kept, pruned, rolled back, mean cost of removal, mean size."""
         return aligned([ANALYTICS_HEADING, *analytics_rows(self.entries)]) if self.entries else "no blueprint was tried"
 
 
@@ -95,7 +97,7 @@ class Ledger(msgspec.Struct):
 
 
 class Life(Protocol):
-    """What a table says about a seed."""
+    """A seed as the tables show it."""
 
     @property
     def number(self) -> int: ...
@@ -122,7 +124,7 @@ class Life(Protocol):
 
 
 def ledger_rows(lives: Iterable[Life], *, is_short: bool = False) -> list[Row]:
-    """One row for a seed, below LEDGER_HEADING."""
+    """Return one row per seed, with the columns of LEDGER_HEADING."""
     return [
         (
             str(life.number),
@@ -140,7 +142,7 @@ def ledger_rows(lives: Iterable[Life], *, is_short: bool = False) -> list[Row]:
 
 
 def analytics_rows(lives: Sequence[Life]) -> list[Row]:
-    """One row for a blueprint, below ANALYTICS_HEADING."""
+    """Return one row per blueprint, with the columns of ANALYTICS_HEADING."""
     rows: list[Row] = []
     for name in dict.fromkeys(life.blueprint for life in lives):
         some = [life for life in lives if life.blueprint == name]
@@ -152,7 +154,7 @@ def analytics_rows(lives: Sequence[Life]) -> list[Row]:
 
 
 def gain_in_words(gain: float | None, low: float | None, high: float | None, *, is_short: bool = False) -> str:
-    """What removing a seed would cost, with its interval.
+    """Return the cost of removing a seed as text, with its interval.
 
     >>> gain_in_words(0.1, 0.05, 0.15), gain_in_words(0.1, 0.05, 0.15, is_short=True)
     ('+0.1000 [+0.0500, +0.1500]', '+0.1000 ±0.0500')
@@ -166,5 +168,5 @@ def gain_in_words(gain: float | None, low: float | None, high: float | None, *, 
 
 
 def was_withdrawn(stages: Sequence[Stage]) -> bool:
-    """Alpha fell before the seed was taken out, and the reason was given when that began."""
+    """Return whether a pruned seed was withdrawn, that is, whether alpha fell from HOLDING before it was removed."""
     return tuple(stages[-3:]) == (Stage.HOLDING, Stage.BLENDING, Stage.PRUNED)

@@ -1,4 +1,4 @@
-"""The bed of a model: a slot behind a submodule, a seed that is a module, and an optimiser for it."""
+"""Backend of a slot in a single model: the seed is a module behind a submodule of the host, with an optimiser of its own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from esper.growth.seeds.seed import Blending, Seed
 
 
 class ModuleBackend(SlotBackend):
-    """A seed that could not learn is better known now than when it germinates, so a learner is tried at once."""
+    """A slot of a model, whose seed is an `nn.Module`. `learner` trains the seed; it is None without a seed.
+
+    The constructor builds a learner for a trial, so that an optimiser that cannot train seeds fails now rather than at germination.
+    """
 
     def __init__(self, slot: Slot, slotted: Slotted, optimizer: Optimizer, config: SeedOptimizer, make: MakeOptimizer | None) -> None:
         super().__init__(slot.place)
@@ -42,6 +45,7 @@ class ModuleBackend(SlotBackend):
         self.slot.alpha = value
 
     def plant(self, plan: SeedPlan) -> None:
+        # Check and build everything that may fail before the slot changes.
         if not is_built_in(get_blueprint(plan.blueprint)):
             check_branch(get_blueprint(plan.blueprint), self.place)
         seed = Seed(self._slotted.place(self.place.name), plan.blueprint, random_seed=plan.random_seed, blending=plan.blending)
@@ -80,6 +84,7 @@ class ModuleBackend(SlotBackend):
         if state["seed"] is None:
             self.uproot()
             return
+        # Build the seed anew unless the slot still holds the same one; its weights are loaded below.
         if self.life.number != life.number or self.slot.seed is None:
             assert life.blueprint is not None
             seed = Seed(self._slotted.place(self.place.name), life.blueprint, random_seed=0, blending=blending)
@@ -94,6 +99,7 @@ class ModuleBackend(SlotBackend):
         self.slot.connect(state["is_connected"])
 
     def _learner(self, seed: nn.Module, *, warmup: int = 0) -> SeedLearner:
+        """Build a learner with the settings of the optimiser's group that owns the module before the slot."""
         group = group_of(self._optimizer, self._slotted.host.get_submodule(self.place.name), self._slotted.host)
         learner = SeedLearner(seed, self._optimizer, group, self._config, self._make, warmup=warmup)
         learner.loss_unit = self.loss_unit
@@ -101,8 +107,10 @@ class ModuleBackend(SlotBackend):
 
 
 def make_backends(slotted: Slotted, optimizer: Optimizer, config: SeedOptimizer, make: MakeOptimizer | None) -> dict[str, ModuleBackend]:
+    """Return a backend for every slot of a model, by name."""
     return {name: ModuleBackend(slot, slotted, optimizer, config, make) for name, slot in slotted.slots.items()}
 
 
 def in_shadow(backends: Sequence[ModuleBackend]) -> list[ModuleBackend]:
+    """Return the backends whose seed is trained in the shadow of the host."""
     return [backend for backend in backends if backend.life.stage is Stage.TRAINING]

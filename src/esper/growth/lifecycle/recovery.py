@@ -1,23 +1,21 @@
-"""The last healthy states of a run, on the CPU: what to go back to after a disaster.
+"""Snapshots of the healthy states of a run in CPU memory, rollback to one of them, and the checkpoint of the whole state.
 
-A state is a tree: dicts, lists and tuples of tensors and plain values, as modules, optimisers and schedulers give by `state_dict`. Memory
-is bounded and flat: a new snapshot is written over the oldest one, tensor by tensor, and only what is new or has changed its shape is
-allocated. Two names for one tensor, such as tied weights, are stored twice and restore the same values.
+`Snapshots` stores states. A state is a tree: dicts, lists and tuples of tensors and plain values, as `state_dict` of modules, optimisers
+and schedulers returns. Memory is bounded: a new snapshot overwrites the oldest one tensor by tensor, and only tensors that are new or have
+another shape are allocated. A tensor with two names, such as tied weights, is stored twice.
 
-Going back: what makes up the state of a growing model, snapshots of it while it is healthy, and the way back to one.
+`Recovery` takes and restores snapshots of one growing model. A snapshot holds everything that can change: trained parameters, all buffers,
+the optimisers of host and seeds, loss scale, schedule and the seeds. Frozen parameters are left out as long as nothing changes them:
 
-A snapshot holds what can change: parameters that learn, all buffers, both kinds of optimiser, loss scale, schedule and the seeds. Frozen
-parameters are left out as long as nothing changes them:
+- A parameter that is new or no longer frozen is added to the snapshots just before its first step, so a rollback restores that value.
+- A frozen parameter that the training loop changes by hand (a momentum encoder) is added once the change is noticed. This is checked after
+  the very first step and at every snapshot; a rollback before that leaves the parameter as it is.
 
-- One that is unfrozen, or new, goes back to what it was before its first step: it is added to the snapshots then.
-- One that the loop moves by hand (a momentum encoder) is held from the moment on at which a change was found. That is looked for after the
-  very first step and at every snapshot; a rollback before that leaves the parameter as it is.
+A rollback also handles things that have appeared since the snapshot. It removes a buffer that a forward pass created, gives a resized or
+replaced buffer its former size, and keeps a group that was added to the optimiser, with its settings and without optimiser state.
+Everything is checked first. If something does not fit, or an object of the user refuses its state, nothing changes.
 
-What has appeared since the snapshot: a buffer that a forward pass made is gone again, one that it resized or replaced has its former size,
-and a group that was added to the optimiser stays, with its settings and without a state. Everything is checked first; where something does
-not fit, or a user's object does not take its state back, all stays as it is.
-
-Checkpoints (`state_dict`) hold everything.
+Checkpoints (`Recovery.state_dict`) hold everything, frozen parameters included.
 """
 
 from __future__ import annotations
@@ -46,12 +44,14 @@ from esper.runs.tensors import Tree
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    epoch: int  # finished when it was taken
+    """A state of a run, with the number of epochs that were finished when it was taken."""
+
+    epoch: int
     state: Tree
 
 
 class Snapshots:
-    """At most `keep` snapshots, of which the oldest gives way.
+    """The latest snapshots, at most `keep`; a new one replaces the oldest.
 
     >>> weight = torch.ones(2)
     >>> snapshots = Snapshots(keep=2)
@@ -73,27 +73,27 @@ class Snapshots:
 
     @property
     def epochs(self) -> tuple[int, ...]:
-        """When each was taken, oldest first."""
+        """Epochs of the snapshots, oldest first."""
         return tuple(entry.epoch for entry in self._entries)
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors that are held."""
+        """Bytes of all stored tensors."""
         return sum(tensor.nbytes for entry in self._entries for tensor in _tensors(entry.state))
 
     def take(self, state: Tree, *, epoch: int) -> None:
-        """Copies `state`. Where that fails half-way, the snapshot that was being written over is gone and the others are whole."""
+        """Copy `state`. If that fails half-way, the snapshot that was being overwritten is lost and the others are intact."""
         oldest = self._entries.pop(0).state if len(self._entries) == self.keep else None
         self._entries.append(Snapshot(epoch, _copy(state, over=oldest)))
 
     def add(self, place: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
-        """Copies tensors into the dict at this place of every snapshot, as if they had been there when it was taken."""
+        """Copy tensors into the dict at path `place` of every snapshot, except under names that it already has."""
         for entry in self._entries:
             for name, tensor in _copy(dict(tensors)).items():
                 self._dict_at(entry, place).setdefault(name, tensor)
 
     def latest_keys(self, place: Sequence[str]) -> set[str]:
-        """The keys of the dict at this place of the latest snapshot."""
+        """Return the keys of the dict at path `place` of the latest snapshot; empty without one."""
         return set(self._dict_at(self._entries[-1], place)) if self._entries else set()
 
     @staticmethod
@@ -104,10 +104,10 @@ class Snapshots:
         return found
 
     def latest(self, *, skip: int = 0) -> Snapshot | None:
-        """A copy, for the caller to keep; with `skip`, of an earlier one.
+        """Return a copy of the latest snapshot, or of the one `skip` places before it; None if there is none.
 
-        Not the tensors that are held: `load_state_dict` of an optimiser takes tensors over as they are where device and dtype fit, and its
-        next step would write into the snapshot.
+        A copy is needed because `load_state_dict` of an optimiser keeps the tensors it is given where device and dtype fit. Its next step
+        would write into the stored snapshot.
         """
         if len(self._entries) <= skip:
             return None
@@ -115,35 +115,35 @@ class Snapshots:
         return Snapshot(entry.epoch, _copy(entry.state))
 
     def drop_latest(self) -> None:
-        """Forgets the latest, for when going back to it has led to disaster again: the one before it is now the latest."""
+        """Remove the latest snapshot. Use it when a rollback to that snapshot has led to another disaster."""
         if not self._entries:
-            raise IndexError("there is no snapshot to drop; look at len() first")
+            raise IndexError("there is no snapshot to drop; check len() first")
         self._entries.pop()
 
     def clear(self) -> None:
         self._entries.clear()
 
     def state_dict(self) -> dict[str, Tree]:
-        """The snapshots themselves, not copies: to be written before the next is taken."""
+        """Return the stored snapshots without copying them. Write them to disk before the next one is taken."""
         return {"entries": [{"epoch": entry.epoch, "state": entry.state} for entry in self._entries]}
 
     def load_state_dict(self, state: dict[str, Tree]) -> None:
-        """Copies the snapshots of another run, the latest ones where it kept more."""
+        """Copy saved snapshots; only the latest `keep` of them."""
         self._entries = [Snapshot(entry["epoch"], _copy(entry["state"])) for entry in state["entries"][-self.keep :]]
 
 
 def copy_of(state: Tree) -> Tree:
-    """A copy in CPU memory, for the caller to keep."""
+    """Return a copy of a tree in CPU memory."""
     return _copy(state)
 
 
 def _copy(state: Tree, *, over: Tree = None) -> Tree:
-    """`state` in CPU memory of its own, which is that of `over` where a tensor there has the same place, shape and dtype."""
+    """Copy `state` to CPU memory. Reuse the memory of `over` where it has a tensor of the same shape and dtype at the same place."""
     devices: set[torch.device] = set()
     with torch.no_grad():
         result = _copy_tree(state, over, devices)
     for device in devices:
-        torch.cuda.synchronize(device)  # once for all copies, none of which was waited for
+        torch.cuda.synchronize(device)  # wait once for all asynchronous copies
     return result
 
 
@@ -152,7 +152,7 @@ def _copy_tree(value: Tree, over: Tree, devices: set[torch.device]) -> Tree:
         return _copy_tensor(value, over, devices)
     if isinstance(value, dict):
         below = over if isinstance(over, dict) else {}
-        result = copy.copy(value)  # keeps the type, and the `_metadata` of a module's state
+        result = copy.copy(value)  # keep the type, and `_metadata` of a module's state dict
         for key, item in value.items():
             result[key] = _copy_tree(item, below.get(key), devices)
         return result
@@ -166,7 +166,7 @@ def _copy_tensor(value: Tensor, over: Tree, devices: set[torch.device]) -> Tenso
     fits = isinstance(over, Tensor) and over.shape == value.shape and over.dtype == value.dtype
     if value.is_cuda:
         devices.add(value.device)
-        fits = fits and over.is_pinned()  # what a checkpoint brought is not
+        fits = fits and over.is_pinned()  # tensors loaded from a checkpoint are not pinned
     target: Tensor = over if fits else torch.empty_like(value, device="cpu", pin_memory=value.is_cuda, requires_grad=False)
     return target.copy_(value, non_blocking=value.is_cuda)
 
@@ -186,7 +186,7 @@ State = dict[str, Any]
 
 
 class Recovery:
-    """Host, both kinds of optimiser, loss scale, schedule and the garden, together."""
+    """Takes and restores the state of a growing model: host, optimisers of host and seeds, loss scale, schedule and seeds."""
 
     def __init__(
         self,
@@ -202,26 +202,26 @@ class Recovery:
         self.host, self.optimizer, self.lifecycles, self.governor = slotted.host, optimizer, lifecycles, governor
         self.scaler, self.scheduler = scaler, scheduler
         self._snapshots = Snapshots(keep)
-        self._held: set[int] = set()  # ids of parameters that are in the snapshots, or not of the host
-        self._moving: set[str] = set()  # names of parameters that change although they are frozen
-        self._marks = self._frozen_marks()  # of the others, when last looked at
+        self._held: set[int] = set()  # ids of parameters that are in the snapshots, or that do not belong to the host
+        self._moving: set[str] = set()  # names of frozen parameters that change nevertheless
+        self._marks = self._frozen_marks()  # checksums of the other frozen parameters at the last check
 
     # Snapshots
 
     def take_snapshot(self) -> None:
-        """Nothing is taken where a weight is not finite: losses that look healthy do not tell, and there would be no way back."""
+        """Take a snapshot, unless a weight is not finite. Healthy losses do not rule that out, and such a snapshot would be useless."""
         self.hold_moving()
         if not self.has_finite_weights():
             return
         if self._snapshots.epochs[-1:] == (self.lifecycles.epoch,):
-            self._snapshots.drop_latest()  # an epoch has one state to go back to, its last
+            self._snapshots.drop_latest()  # keep one snapshot per epoch, the last
         changing = {name: parameter for name, parameter in self.host.named_parameters() if self._changes(name, parameter)}
         state = {**self._state(changing), "garden": self.lifecycles.state_dict()}
         self._snapshots.take({"now": state, "governor": self.governor.loss_state()}, epoch=self.lifecycles.epoch)
         self._held = {id(parameter) for parameter in changing.values()}
 
     def hold_new(self) -> None:
-        """Before a step of the optimiser: adds the parameters to the snapshots that learn for the first time."""
+        """Add parameters that are about to be trained for the first time to the snapshots. Call it before a step of the optimiser."""
         new = [one for group in self.optimizer.param_groups for one in group["params"] if one.requires_grad and id(one) not in self._held]
         if new:
             names = {id(parameter): name for name, parameter in self.host.named_parameters()}
@@ -229,7 +229,7 @@ class Recovery:
             self._held |= {id(one) for one in new}
 
     def hold_moving(self) -> None:
-        """Adds the frozen parameters to the snapshots that have changed since the last look. Reads the device."""
+        """Add frozen parameters that have changed since the last check to the snapshots. Reads the device."""
         marks = self._frozen_marks()
         found = {name for name, mark in marks.items() if name in self._marks and mark != self._marks[name]}
         self._moving |= found
@@ -239,6 +239,7 @@ class Recovery:
             self._hold(parameters)
 
     def _hold(self, parameters: Mapping[str, Tensor]) -> None:
+        """Add parameters with their present values to all snapshots."""
         self._snapshots.add(("now", "parameters"), parameters)
         self._held |= {id(parameter) for parameter in parameters.values()}
 
@@ -246,13 +247,13 @@ class Recovery:
         return parameter.requires_grad or name in self._moving
 
     def _frozen_marks(self) -> dict[str, int]:
-        """Sums of the bits of the parameters that are not expected to change. Another value has another sum, but for a rare chance."""
+        """Return a checksum of every parameter that is not expected to change."""
         frozen = {name: parameter for name, parameter in self.host.named_parameters() if not self._changes(name, parameter)}
         marks = [_mark(parameter.detach()) for parameter in frozen.values()]
         return dict(zip(frozen, torch.stack([mark.to(marks[0].device) for mark in marks]).tolist() if marks else [], strict=True))
 
     def has_finite_weights(self) -> bool:
-        """Those that change, of the host and of the seeds that it sees."""
+        """Return whether all changing parameters of the host and of its connected seeds are finite."""
         seeds = [
             backend.slot.seed
             for backend in self.lifecycles.backends.values()
@@ -262,7 +263,10 @@ class Recovery:
         return _are_finite([*own, *(parameter for seed in seeds for parameter in seed.parameters() if parameter.requires_grad)])
 
     def go_back(self, *, is_repeated: bool) -> int:
-        """Restores the latest snapshot, or the one before it where the latest has led to disaster again. Gives its epoch."""
+        """Restore the latest snapshot and return its epoch.
+
+        `is_repeated` means that the latest snapshot has already led to another disaster. It is dropped then, if there is an earlier one.
+        """
         drops = is_repeated and len(self._snapshots) > 1
         snapshot = self._snapshots.latest(skip=1 if drops else 0)
         assert snapshot is not None
@@ -274,22 +278,23 @@ class Recovery:
         return snapshot.epoch
 
     def _check_others_are_finite(self, state: State) -> None:
+        """Raise GrowthError if a parameter that is not in the state, and would not be restored, is not finite."""
         held = {id(parameter) for name, parameter in self.host.named_parameters(remove_duplicate=False) if name in state["parameters"]}
         for name, parameter in self.host.named_parameters():
             if id(parameter) not in held and parameter.is_floating_point() and not bool(torch.isfinite(parameter).all()):
                 raise GrowthError(
-                    f"there is no way back from a disaster: {name} is not finite and in no snapshot, because it is frozen and was changed "
-                    "by hand since the last one; everything is as it was"
+                    f"there is no way back from a disaster: the frozen parameter {name} is not finite, and no snapshot holds it, because "
+                    "it was changed by hand after the last one. Nothing was restored; keep the values that you write into it finite"
                 )
 
-    # The state of this moment
+    # Present state
 
     def now(self) -> State:
-        """Everything; its tensors are the live ones."""
+        """Return the whole present state. Its tensors are the live ones, not copies."""
         return {**self._state(dict(self.host.named_parameters(remove_duplicate=False))), "garden": self.lifecycles.state_dict()}
 
     def _state(self, parameters: dict[str, nn.Parameter]) -> State:
-        """All but the garden, with these parameters."""
+        """Return the present state without the seeds, with these parameters of the host."""
         buffers = list(_buffers(self.host))
         outer, *inner = nested(self.optimizer)
         return {
@@ -304,10 +309,14 @@ class Recovery:
         }
 
     def restore(self, state: State, *, may_lack_buffers: bool = True) -> None:
-        """All of it, or an error and nothing. `may_lack_buffers`: those that are not in the state have appeared since, and go."""
+        """Restore a state completely, or raise an error and change nothing.
+
+        Buffers that are missing in the state are removed; with `may_lack_buffers=False` they are an error.
+        """
+        # Check everything that can be checked, and prepare the rest.
         parameters = dict(self.host.named_parameters(remove_duplicate=False))
         for name, saved in state["parameters"].items():
-            here = list(parameters[name].shape) if name in parameters else "not there"
+            here = list(parameters[name].shape) if name in parameters else "missing"
             if here != list(saved.shape):
                 raise GrowthError(
                     f"there is no way back to an earlier state: the parameter {name} is {here} now and was {list(saved.shape)}"
@@ -317,7 +326,8 @@ class Recovery:
         saved_states = [state["optimizer"], *state.get("inner_optimizers", [])]
         merged = [_merged(one, saved) for one, saved in zip(optimizers, saved_states, strict=False)]
 
-        with ExitStack() as undo:  # what belongs to others may fail; what has been done by then is undone
+        # Load the parts that may still fail, such as a scheduler of the user. On an error, `undo` restores the parts already loaded.
+        with ExitStack() as undo:
 
             def load(part: Any, saved: Any) -> None:
                 before = part.state_dict()
@@ -337,6 +347,7 @@ class Recovery:
             self.lifecycles.load_state_dict(state["garden"])
             undo.pop_all()
 
+        # Nothing below can fail.
         with torch.no_grad():
             for name, saved in state["parameters"].items():
                 parameters[name].copy_(saved)
@@ -356,7 +367,7 @@ class Recovery:
         }
 
     def load_state_dict(self, state: State) -> None:
-        """That of another run of the same model, optimiser and schedule; otherwise nothing is changed."""
+        """Load the state of a run with the same model, optimiser and schedule. If it does not fit, raise GrowthError and change nothing."""
         self._check_fits(state["optimizer"], state["now"])
         self.restore(state["now"], may_lack_buffers=False)
         self.governor.load_state_dict(state["judge"])
@@ -367,11 +378,12 @@ class Recovery:
         self._held = {id(parameter) for name, parameter in self.host.named_parameters(remove_duplicate=False) if name in names}
 
     def _check_fits(self, optimizer: str, state: State) -> None:
+        """Raise GrowthError unless a saved state fits this model, optimiser, schedule and slots."""
         own = {name: list(parameter.shape) for name, parameter in self.host.named_parameters(remove_duplicate=False)}
         saved = {name: list(tensor.shape) for name, tensor in state["parameters"].items()}
         for name in sorted(own.keys() | saved.keys()):
             if own.get(name) != saved.get(name):
-                there, here = (shapes.get(name, "not there") for shapes in (saved, own))
+                there, here = (shapes.get(name, "missing") for shapes in (saved, own))
                 raise GrowthError(f"the saved run is of another model: {name} is {there} in it and {here} here")
         kind = type(self.optimizer).__name__
         if optimizer != kind:
@@ -380,21 +392,23 @@ class Recovery:
         if sizes[0] != sizes[1]:
             raise GrowthError(
                 f"the saved run's optimiser had groups of {sizes[0]} parameters, this one has {sizes[1]}; give it the same groups before "
-                "loading, those that were added by add_param_group too"
+                "loading, including those added by add_param_group"
             )
-        for what, mine in (("scheduler", self.scheduler), ("scaler", self.scaler)):
-            if (state[what] is None) != (mine is None):
-                had, has = ("no", "one") if state[what] is None else ("a", "none")
-                raise GrowthError(f"the saved run had {had} {what}, and this one has {has}; resume it as it was started")
+        for part, mine in (("scheduler", self.scheduler), ("scaler", self.scaler)):
+            if (state[part] is None) != (mine is None):
+                had, has = ("no", "one") if state[part] is None else ("a", "none")
+                raise GrowthError(f"the saved run had {had} {part}, and this one has {has}; resume it as it was started")
         if state["garden"].keys() != self.lifecycles.backends.keys():
             raise GrowthError(
-                f"the saved run had the slots {', '.join(state['garden'])}, this one has {', '.join(self.lifecycles.backends)}"
+                f"the saved run had the slots {', '.join(state['garden'])}, this one has {', '.join(self.lifecycles.backends)}; "
+                "resume it with the same slots"
             )
 
 
 def _mark(tensor: Tensor) -> Tensor:
+    """Return a checksum: the sum of the tensor's elements, read as integers. Different values almost always have different sums."""
     if type(tensor) is not Tensor or tensor.is_meta or tensor.layout != torch.strided:
-        return torch.tensor(0 if tensor.is_inference() else tensor._version)  # its bits are not to be had
+        return torch.tensor(0 if tensor.is_inference() else tensor._version)  # the bits cannot be read; count writes instead
     sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(sizes[tensor.real.element_size()]).sum(dtype=torch.int64)
 
@@ -406,7 +420,10 @@ def _are_finite(weights: Iterable[Tensor]) -> bool:
 
 
 def _groups_shared(optimizers: list[Optimizer]) -> Callable[[], None]:
-    """Makes nested optimisers share their groups again where they share them now; loading a state gives each its own."""
+    """Return a function that makes nested optimisers share their groups again if they share them now.
+
+    It is needed because loading a state gives every optimiser its own groups.
+    """
     pairs = [(outer, inner) for outer, inner in pairwise(optimizers) if outer.param_groups is inner.param_groups]
 
     def share() -> None:
@@ -417,39 +434,45 @@ def _groups_shared(optimizers: list[Optimizer]) -> Callable[[], None]:
 
 
 class _Buffer(NamedTuple):
+    """A registered buffer; `tensor` is None for an empty one."""
+
     name: str  # in the host
     module: nn.Module
-    own_name: str  # in the module
+    own_name: str  # in its module
     tensor: Tensor | None
 
 
 def _buffers(host: nn.Module) -> Iterator[_Buffer]:
-    """All that are registered, empty ones included; one that has two names comes twice."""
+    """Yield all registered buffers, including empty ones; a buffer with two names twice."""
     for path, module in host.named_modules(remove_duplicate=False):
         for own_name, tensor in module._buffers.items():
             yield _Buffer(f"{path}.{own_name}" if path else own_name, module, own_name, tensor)
 
 
 class _BufferPlan:
-    """How the buffers of a host become those of a state. Everything that can fail is done when it is made."""
+    """Steps that turn the buffers of a host into those of a state. Everything that can fail is done in the constructor."""
 
     def __init__(self, host: nn.Module, state: State, *, may_lack: bool) -> None:
         self._steps: list[Callable[[], Any]] = []
         now = {one.name: one for one in _buffers(host)}
         transient, new = set(state.get("transient_buffers", [])), dict[int, Tensor]()
+
+        # Buffers of the state: copy into the present tensor where that is possible, else register a new one.
         for name, saved in state["buffers"].items():
             path, _, own_name = name.rpartition(".")
             module = now[name].module if name in now else _submodule(host, path)
             current = now[name].tensor if name in now else None
             if module is None:
-                raise GrowthError(f"there is no way back to an earlier state: the module of the buffer {name} is not there any more")
+                raise GrowthError(f"there is no way back to an earlier state: the module of the buffer {name} has been removed")
             if current is not None and current.shape == saved.shape and not current.is_inference() and not is_expanded(current):
                 self._steps.append(_copied(current, saved))
             else:
                 tensor = saved.to(_device(module, current), copy=True) if current is None or id(current) not in new else new[id(current)]
                 if current is not None:
-                    new[id(current)] = tensor  # of a buffer with two names, both get the same
+                    new[id(current)] = tensor  # both names of a shared buffer get the same tensor
                 self._steps.append(_registered(module, own_name, tensor, is_persistent=name not in transient))
+
+        # Buffers that are not in the state: empty the ones that were empty, remove the new ones.
         for name, one in now.items():
             if one.tensor is None or name in state["buffers"]:
                 continue
@@ -458,7 +481,7 @@ class _BufferPlan:
             elif may_lack:
                 self._steps.append(_unregistered(one.module, one.own_name))
             else:
-                raise GrowthError(f"the saved run is of another model: {name} is not there in it and {list(one.tensor.shape)} here")
+                raise GrowthError(f"the saved run is of another model: {name} is missing in it and {list(one.tensor.shape)} here")
 
     def carry_out(self) -> None:
         with torch.no_grad():
@@ -494,26 +517,31 @@ def _submodule(host: nn.Module, path: str) -> nn.Module | None:
 
 
 def _device(module: nn.Module, current: Tensor | None) -> torch.device:
+    """Return the device for a new buffer: that of the present one, else that of the module's tensors, else the CPU."""
     tensors = [*([] if current is None else [current]), *module.parameters(), *module.buffers()]
     return tensors[0].device if tensors else torch.device("cpu")
 
 
 def _sizes(groups: list[dict[str, Any]]) -> list[int]:
+    """Return the number of parameters in each group of an optimiser."""
     return [len(group["params"]) for group in groups]
 
 
 def _merged(optimizer: Optimizer, saved: State) -> State:
-    """The saved state for an optimiser that may have got parameters since: these have no state, and new groups keep their settings."""
+    """Fit a saved state to an optimiser that may have got parameters or groups since.
+
+    New parameters get no state, and new groups keep their settings.
+    """
     there, here = _sizes(saved["param_groups"]), _sizes(optimizer.param_groups)
     if there == here:
         return saved
     if len(there) > len(here) or any(mine < theirs for mine, theirs in zip(here, there, strict=False)):
         raise GrowthError(
             f"there is no way back to an earlier state: the optimiser had groups of {there} parameters and has {here} now; groups and "
-            "parameters may be added in the middle of a training, and not taken out"
+            "parameters may be added during training, but not removed"
         )
     groups: list[dict[str, Any]] = optimizer.state_dict()["param_groups"]
-    numbers: dict[int, int] = {}  # of a parameter: in the saved state -> now
+    numbers: dict[int, int] = {}  # index of a parameter in the saved state -> index now
     for group, before in zip(groups, saved["param_groups"], strict=False):
         numbers.update(zip(before["params"], group["params"], strict=False))
         group.update({name: value for name, value in before.items() if name != "params"})

@@ -1,10 +1,9 @@
-"""Gates: whether a seed may make its next move, and why not. Pure functions of what is known about it.
+"""Lifecycles of the slots of one host: the gates, the moves from stage to stage, and the execution of a controller's actions.
 
-The garden: every slot of a host, the life of the seed in it, and the moves from stage to stage.
-
-It does as it is told. Whether a move is wise is the controller's business, whether it is allowed that of the gates.
-
-From decision to deed: which gate an action has to pass, and what the garden does when it has passed.
+- Gates (`may_...`) are pure functions. They return whether a seed may make a move, with the reason.
+- `SlotLifecycles` holds all slots of a host and makes the moves. It does not check whether a move is allowed or useful: the gates
+  decide the first, the controller the second.
+- `ask_gate` finds the gate for an action of a controller, and `carry_out` executes an action that has passed.
 """
 
 from __future__ import annotations
@@ -41,101 +40,116 @@ from esper.rng import Streams
 
 
 class Answer(NamedTuple):
+    """Answer of a gate. `reason` says why the move is allowed or refused."""
+
     passed: bool
     reason: str
 
 
-def _no(reason: str) -> Answer:
+def _refuse(reason: str) -> Answer:
     return Answer(False, reason)
 
 
 def may_move(stage: Stage, to: Stage) -> Answer:
+    """Check a move against the table of legal moves."""
     if to in MOVES[stage]:
         return Answer(True, f"{stage.name} leads to {to.name}")
     legal = ", ".join(sorted(move.name for move in MOVES[stage])) or "nothing"
-    return _no(f"from {stage.name} a seed can go to {legal}, not to {to.name}")
+    return _refuse(f"from {stage.name} a seed can go to {legal}, not to {to.name}")
 
 
 def may_germinate(slot: SlotState, cost: Cost, allowance: Allowance) -> Answer:
+    """Check that the slot is free and that the rest of the budget covers the cost of a seed."""
     if slot.stage is Stage.EMBARGOED:
-        return _no("the slot is under embargo after a pruned seed")
+        return _refuse("the slot is under embargo after a pruned seed")
     if slot.stage is not Stage.DORMANT:
-        return _no(f"the slot holds a seed that is {slot.stage.name}")
+        return _refuse(f"the slot holds a seed that is {slot.stage.name}")
     refusal = allowance.refusal(cost)
-    return _no(refusal) if refusal else Answer(True, "the slot is free and the budget allows it")
+    return _refuse(refusal) if refusal else Answer(True, "the slot is free and the budget allows it")
 
 
 def may_blend(slot: SlotState, rules: Lifecycle) -> Answer:
+    """Check that a seed raised in the shadow has trained long enough, with healthy gradients, to be connected."""
     if slot.stage is not Stage.TRAINING:
-        return _no(f"only a seed that is TRAINING can begin to blend, and this slot is {slot.stage.name}")
+        return _refuse(f"only a seed that is TRAINING can begin to blend, and this slot is {slot.stage.name}")
     if slot.epochs_in_stage < rules.training_epochs:
-        return _no(f"it has learned for {slot.epochs_in_stage} of {rules.training_epochs} epochs")
+        return _refuse(f"it has learned for {slot.epochs_in_stage} of {rules.training_epochs} epochs")
     if slot.gradients is None or slot.gradients.steps == 0:
-        return _no("its gradients have not been measured")
+        return _refuse("its gradients have not been measured")
     if slot.gradients.health < rules.minimum_health:
-        return _no(f"the health of its gradients is {slot.gradients.health:.2f}, below {rules.minimum_health:g}")
+        return _refuse(f"the health of its gradients is {slot.gradients.health:.2f}, below {rules.minimum_health:g}")
     return Answer(True, f"it has learned for {slot.epochs_in_stage} epochs with healthy gradients")
 
 
 def may_fossilize(slot: SlotState, rules: Lifecycle, *, epoch: int) -> Answer:
+    """Check that the shortest probation is over and that the contribution, measured in this epoch, is above 0."""
     move = may_move(slot.stage, Stage.FOSSILIZED)
     if not move.passed:
         return move
     if slot.epochs_in_stage < rules.holding_epochs:
-        return _no(f"it has been on probation for {slot.epochs_in_stage} of {rules.holding_epochs} epochs")
+        return _refuse(f"it has been on probation for {slot.epochs_in_stage} of {rules.holding_epochs} epochs")
     if slot.contribution is None or slot.contribution.epoch != epoch:
-        return _no("its contribution has not been measured in this epoch")
+        return _refuse("its contribution has not been measured in this epoch")
     return Answer(slot.contribution.gain.estimate > 0, slot.contribution.in_words())
 
 
 def may_prune(slot: SlotState) -> Answer:
+    """Check that the slot holds a seed that is neither fossilized nor already being withdrawn."""
     if slot.stage not in LIVING:
-        return _no(f"there is nothing to prune: the slot is {slot.stage.name}")
+        return _refuse(f"there is nothing to prune: the slot is {slot.stage.name}")
     if slot.is_withdrawing:
-        return _no("it is already on its way out")
+        return _refuse("it is already on its way out")
     return Answer(True, "it is not part of the host yet")
 
 
 def may_retarget(slot: SlotState, alpha: float) -> Answer:
+    """Check that the seed is connected, is not being withdrawn, and that `alpha` is a valid target."""
     if slot.stage not in (Stage.BLENDING, Stage.HOLDING):
-        return _no(f"alpha moves only in BLENDING and HOLDING, and the seed is {slot.stage.name}")
+        return _refuse(f"alpha moves only in BLENDING and HOLDING, and the seed is {slot.stage.name}")
     if slot.is_withdrawing:
-        return _no("it is on its way out")
+        return _refuse("it is on its way out")
     if not 0 < alpha <= 1:
-        return _no(f"alpha must be above 0 and at most 1, not {alpha:g}; to get rid of a seed, prune it")
+        return _refuse(f"alpha must be above 0 and at most 1, not {alpha:g}; to get rid of a seed, prune it")
     return Answer(True, "it is connected")
 
 
-Promised = Mapping[tuple[str, str], float]  # slot and blueprint -> fall of the loss per step, as a probe has found
+Promised = Mapping[tuple[str, str], float]  # (slot, blueprint) -> fall of the loss per step, as estimated by the probe
 OnStage = Callable[[str, str, Stage, str], None]  # slot, blueprint, stage, reason
 AnyBackend = TypeVar("AnyBackend", bound=SlotBackend)
 
 
 def options_for(place: Place, config: GrowthConfig) -> tuple[Blueprint, ...]:
-    """What may grow in a place; a gate looks at the whole sequence, which is not allowed everywhere."""
+    """Return the blueprints that may grow in a place.
+
+    Gated blending reads a whole sequence. It is therefore ruled out in causal places, and where a seed must treat every position alone.
+    """
     is_closed = (place.is_causal or bool(place.alone)) and config.lifecycle.blending == "gate"
     return () if is_closed else blueprints_for(place, config.blueprints)
 
 
 class SlotLifecycles(Generic[AnyBackend]):
-    """`host` is what the host costs without seeds."""
+    """All slots of one host, each with the life of the seed in it.
+
+    `backends` maps slot names to the objects that hold the seeds, `host` is the cost of the host without seeds, and `on_stage` is called
+    after every change of a stage. Seeds are numbered from 1; seed n is `ledger.entries[n - 1]`.
+    """
 
     def __init__(self, backends: Mapping[str, AnyBackend], host: Cost, config: GrowthConfig, *, ledger: Ledger, on_stage: OnStage) -> None:
         self.backends, self.host, self.config, self.ledger = dict(backends), host, config, ledger
         self.epoch = 0
         self.steps_per_epoch = 0  # of the last epoch
-        self.unit = 1.0  # of the loss, see LossScale
+        self.unit = 1.0  # unit of the loss, see LossScale
         self._on_stage = on_stage
         self._streams = Streams(config.seed)
         self.options: dict[str, tuple[Blueprint, ...]] = {
             name: options_for(backend.place, config) for name, backend in self.backends.items()
         }
-        self._prices: dict[tuple[str, str], tuple[Blueprint, Cost]] = {}  # those that were asked for, by slot and blueprint
+        self._prices: dict[tuple[str, str], tuple[Blueprint, Cost]] = {}  # cache of `price`, by slot and blueprint
 
     # Moves
 
     def germinate(self, name: str, blueprint: str, reason: str) -> None:
-        """A new seed, which starts to learn at once: with the host, or in the shadow."""
+        """Create a seed in a slot. It trains from now on: with the host ("joint"), or beside it in the shadow."""
         backend, rules = self.backends[name], self.config.lifecycle
         number = len(self.ledger.entries) + 1
         is_joint = rules.raise_mode == "joint"
@@ -153,7 +167,7 @@ class SlotLifecycles(Generic[AnyBackend]):
             self._enter(name, Stage.TRAINING, "it learns in the shadow")
 
     def blend(self, name: str, reason: str, *, alpha: float | None = None) -> None:
-        """Alpha begins to move to a target; from TRAINING, the seed is connected."""
+        """Start to move alpha to `alpha`, or to the configured target. Connect a seed that was raised in the shadow."""
         backend, rules = self.backends[name], self.config.lifecycle
         target = rules.alpha_target if alpha is None else alpha
         backend.connect()
@@ -162,13 +176,14 @@ class SlotLifecycles(Generic[AnyBackend]):
         self._ramp(backend, target, rules.blend_epochs)
 
     def fossilize(self, name: str, reason: str) -> None:
+        """Make the seed a permanent part of the host."""
         backend = self.backends[name]
         self._enter(name, Stage.FOSSILIZED, reason)
         backend.keep()
         self._close(name, "kept")
 
     def withdraw(self, name: str, reason: str) -> None:
-        """Prunes gently: alpha falls first, so that the host can take over."""
+        """Prune a seed gradually: lower alpha to 0 first, so that the host adapts. Without anything to lower, prune it at once."""
         backend, rules = self.backends[name], self.config.lifecycle
         if not backend.is_connected or rules.withdraw_epochs == 0 or backend.alpha == 0.0:
             self.prune(name, reason)
@@ -179,8 +194,9 @@ class SlotLifecycles(Generic[AnyBackend]):
         self._ramp(backend, 0.0, rules.withdraw_epochs)
 
     def prune(self, name: str, reason: str, *, outcome: Outcome = "pruned") -> None:
-        """Takes the seed out at once. The slot waits before anything may grow in it again."""
+        """Remove the seed at once, with its weights, and put the slot under embargo."""
         backend = self.backends[name]
+        # Write the end into the ledger first: the new life below no longer has the number of the seed.
         self._enter(name, Stage.PRUNED, reason)
         self._close(name, outcome)
         blueprint = backend.life.blueprint
@@ -190,11 +206,15 @@ class SlotLifecycles(Generic[AnyBackend]):
         self._embargo(name)
 
     def banish(self, name: str, number: int, reason: str) -> None:
-        """After a rollback: the seed with this number was there when it went wrong, whether or not it was there before."""
+        """After a rollback: prune seed `number`, which was connected when the disaster happened, and put its slot under embargo.
+
+        The rollback may have removed the seed already, because it is younger than the snapshot. Then only the ledger and the slot change.
+        """
         life = self.backends[name].life
         if life.number == number:
             self.prune(name, reason, outcome="rolled back")
             return
+        # The seed is gone. An older seed that came back with the snapshot stays; an empty slot gets the embargo.
         entry = self.ledger.entries[number - 1]
         if entry.outcome != "rolled back":
             self._undo(entry, reason)
@@ -203,10 +223,13 @@ class SlotLifecycles(Generic[AnyBackend]):
             self._embargo(name)
 
     def square_ledger(self, reason: str) -> None:
-        """After a rollback: seeds that have come back live again, whatever became of them since; those that are gone never were."""
-        there = {backend.life.number: backend.life for backend in self.backends.values() if backend.life.number is not None}
+        """After a rollback: make the ledger agree with the slots.
+
+        An entry whose seed is gone becomes "rolled back". An entry whose seed was restored becomes "living" again.
+        """
+        lives = {backend.life.number: backend.life for backend in self.backends.values() if backend.life.number is not None}
         for entry in self.ledger.entries:
-            life = there.get(entry.number)
+            life = lives.get(entry.number)
             if life is None and entry.outcome in ("living", "kept"):
                 self._undo(entry, reason)
             elif life is not None and life.stage in LIVING and entry.outcome != "living":
@@ -214,10 +237,12 @@ class SlotLifecycles(Generic[AnyBackend]):
                 entry.steps.append(Step(self.epoch, life.stage, f"it is back: {reason}"))
 
     def _undo(self, entry: Entry, reason: str) -> None:
+        """Mark an entry as rolled back."""
         entry.outcome, entry.ended = "rolled back", self.epoch
         entry.steps.append(Step(self.epoch, Stage.PRUNED, reason))
 
     def _embargo(self, name: str) -> None:
+        """Move a slot from PRUNED to EMBARGOED, and on to DORMANT where the embargo lasts 0 epochs."""
         life, epochs = self.backends[name].life, self.config.lifecycle.embargo_epochs
         self._enter(name, Stage.EMBARGOED, f"nothing grows here for {epochs} epochs")
         life.embargo_left = epochs
@@ -225,6 +250,7 @@ class SlotLifecycles(Generic[AnyBackend]):
             self._enter(name, Stage.DORMANT, "there is no embargo")
 
     def _enter(self, name: str, stage: Stage, reason: str) -> None:
+        """Move a slot to a stage, note the step in the ledger and call `on_stage`. An illegal move is a programming error."""
         life = self.backends[name].life
         answer = may_move(life.stage, stage)
         assert answer.passed, f"{name}: {answer.reason}"
@@ -237,6 +263,7 @@ class SlotLifecycles(Generic[AnyBackend]):
             life.blueprint = None
 
     def _close(self, name: str, outcome: Outcome) -> None:
+        """Write the outcome of the seed in a slot into the ledger."""
         entry = self._entry(self.backends[name].life)
         assert entry is not None
         entry.outcome, entry.ended = outcome, self.epoch
@@ -247,7 +274,7 @@ class SlotLifecycles(Generic[AnyBackend]):
     # Time
 
     def tick(self) -> None:
-        """A training step is over: alphas move."""
+        """Advance all moving alphas by one training step."""
         for backend in self.backends.values():
             ramp = backend.life.ramp
             if ramp is not None and ramp.done < ramp.steps:
@@ -255,6 +282,7 @@ class SlotLifecycles(Generic[AnyBackend]):
                 backend.alpha = ramp.alpha(self.config.lifecycle.alpha_curve)
 
     def _ramp(self, backend: AnyBackend, target: float, epochs: int) -> None:
+        """Let alpha move to `target` over some epochs; at once where that is 0."""
         steps = epochs * max(self.steps_per_epoch, 1)
         if steps == 0:
             backend.alpha, backend.life.ramp = target, None
@@ -262,7 +290,10 @@ class SlotLifecycles(Generic[AnyBackend]):
             backend.life.ramp = Ramp(backend.alpha, target, steps)
 
     def end_epoch(self) -> None:
-        """Everyone is an epoch older, gradients are read, and moves that need no decision are made."""
+        """Count the epoch, read the statistics of the gradients, and make the moves that need no decision.
+
+        Those moves are the end of a ramp of alpha (to HOLDING, or to PRUNED for a withdrawn seed) and the end of an embargo.
+        """
         self.epoch += 1
         for name, backend in self.backends.items():
             life = backend.life
@@ -283,28 +314,31 @@ class SlotLifecycles(Generic[AnyBackend]):
                     self._enter(name, Stage.DORMANT, "the embargo is over")
 
     def set_unit(self, unit: float) -> None:
-        """Of the loss: rents, the clipping of gradients and their health are relative to it."""
+        """Set the unit of the loss. Rents, the clipping of gradients and their health are relative to it."""
         self.unit = unit
         for backend in self.backends.values():
             backend.set_loss_unit(unit)
 
-    # What there is
+    # Costs and views
 
     def occupied(self) -> Iterator[tuple[str, AnyBackend]]:
+        """Yield the slots that hold a seed, fossilized ones included."""
         return ((name, backend) for name, backend in self.backends.items() if backend.life.stage in OCCUPIED)
 
     def living(self) -> list[str]:
+        """Return the slots whose seed may still be pruned."""
         return [name for name, backend in self.backends.items() if backend.life.stage in LIVING]
 
     def cost(self, name: str) -> Cost:
+        """Return the cost of the seed in a slot; 0 for an empty slot."""
         life = self.backends[name].life
         return self.price(name, str(life.blueprint)) if life.stage in OCCUPIED else Cost(0, 0)
 
     def price(self, name: str, blueprint: str) -> Cost:
-        """What a seed of this blueprint would cost in a slot."""
+        """Return the cost of a seed of this blueprint in a slot."""
         current = get_blueprint(blueprint)
         known = self._prices.get((name, blueprint))
-        if known is None or known[0] is not current:  # it may have been replaced
+        if known is None or known[0] is not current:  # a user may have registered another blueprint under this name
             known = self._prices[name, blueprint] = current, self._priced(current, self.backends[name].place)
         return known[1]
 
@@ -312,26 +346,29 @@ class SlotLifecycles(Generic[AnyBackend]):
         branch = cost_of(blueprint, place)
         if self.config.lifecycle.blending != "gate":
             return branch
+        # Gated blending adds two linear layers: place.width -> GATE_WIDTH -> 1.
         products = GATE_WIDTH * (place.width + 1)
         return total([branch, Cost(products + GATE_WIDTH + 1, 2 * products)])
 
     def added(self) -> Cost:
-        """By all seeds, connected or not: whoever learns has been paid for."""
+        """Return the cost of all seeds, including those not connected yet."""
         return total(self.cost(name) for name in self.backends)
 
     def connected(self) -> Cost:
-        """By the seeds that take part in a forward pass of the host."""
+        """Return the cost of the seeds that take part in the host's forward pass."""
         return total(self.cost(name) for name, backend in self.backends.items() if backend.is_connected)
 
     def allowance(self) -> Allowance:
+        """Return the rest of the budget."""
         seeds = len(list(self.occupied()))
         return allowance(self.config.budget, host=self.host, added=self.added(), seeds=seeds, slots=len(self.backends))
 
     def view(self, name: str, promises: Promised) -> SlotState:
+        """Return the state of one slot as a controller sees it."""
         return self._view(name, promises, self.added(), self.allowance())
 
     def views(self, promises: Promised) -> tuple[SlotState, ...]:
-        """Of all slots."""
+        """Return the states of all slots as a controller sees them."""
         added, allowed = self.added(), self.allowance()
         return tuple(self._view(name, promises, added, allowed) for name in self.backends)
 
@@ -355,15 +392,16 @@ class SlotLifecycles(Generic[AnyBackend]):
         )
 
     def rent(self, name: str) -> float:
-        """Of the seed in a slot, beside all others."""
+        """Return the rent of the seed in a slot: the rise of the total rent that it causes beside all others."""
         return self._rent(self.cost(name), self.added())
 
     def _rent(self, own: Cost, added: Cost) -> float:
-        """Of what is part of `added`."""
+        """Return the rent of a seed with cost `own`, which is part of `added`."""
         others = Cost(added.parameters - own.parameters, added.flops - own.flops)
         return self.unit * marginal_rent(own, others, self.host, self.config.rent)
 
     def _candidates(self, name: str, promises: Promised, added: Cost, allowed: Allowance) -> tuple[Candidate, ...]:
+        """Return the blueprints that fit the slot and the rest of the budget."""
         positions = self.backends[name].place.positions
         found = []
         for blueprint in self.options[name]:
@@ -374,6 +412,7 @@ class SlotLifecycles(Generic[AnyBackend]):
         return tuple(found)
 
     def note_contribution(self, name: str, contribution: Contribution) -> None:
+        """Remember a measured contribution of the seed in a slot, in its life and in the ledger."""
         life = self.backends[name].life
         life.contribution, life.looks = contribution, life.looks + 1
         entry = self._entry(life)
@@ -383,7 +422,11 @@ class SlotLifecycles(Generic[AnyBackend]):
             entry.rent = self.rent(name)
 
     def _warmup(self) -> int:
-        """Steps; none for a seed that the host does not see yet, and before the first epoch, when the host is as young as the seed."""
+        """Return the number of steps over which the learning rate of a new seed rises.
+
+        It is 0 for a seed raised in the shadow, which the host does not see yet, and before the first epoch, when the host is untrained
+        too.
+        """
         is_joint = self.config.lifecycle.raise_mode == "joint"
         return round(self.config.seed_optimizer.warmup_epochs * self.steps_per_epoch) if is_joint else 0
 
@@ -393,7 +436,7 @@ class SlotLifecycles(Generic[AnyBackend]):
         return {name: {"life": msgspec.to_builtins(backend.life), **backend.seed_state()} for name, backend in self.backends.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Everything in the slots becomes what it was: seeds that came later go, seeds that have gone come back."""
+        """Restore all slots: remove seeds that are younger than the state, and rebuild seeds that have been pruned since."""
         for name, saved in state.items():
             backend, life = self.backends[name], msgspec.convert(saved["life"], Life)
             backend.load_seed_state(saved, life, self.config.lifecycle.blending)
@@ -401,12 +444,13 @@ class SlotLifecycles(Generic[AnyBackend]):
 
 
 def ask_gate(lifecycles: SlotLifecycles[AnyBackend], action: Action) -> Answer:
+    """Return the answer of the gate that `action` has to pass."""
     slot, rules = lifecycles.view(action.slot, {}), lifecycles.config.lifecycle
     match action:
         case Germinate():
             names = [option.name for option in lifecycles.options[action.slot]]
             if action.blueprint not in names:
-                return Answer(False, f"{action.blueprint!r} cannot grow there; what can is {', '.join(names) or 'nothing'}")
+                return Answer(False, f"{action.blueprint!r} cannot grow there; blueprints that can: {', '.join(names) or 'none'}")
             return may_germinate(slot, lifecycles.price(action.slot, action.blueprint), lifecycles.allowance())
         case Advance():
             return may_blend(slot, rules)
@@ -416,11 +460,14 @@ def ask_gate(lifecycles: SlotLifecycles[AnyBackend], action: Action) -> Answer:
             return may_fossilize(slot, rules, epoch=lifecycles.epoch)
         case Prune():
             return may_prune(slot)
-    raise GrowthError(f"{type(action).__name__} is no action that a controller can decide on")
+    raise GrowthError(f"{type(action).__name__} is not an action of a controller; use Germinate, Advance, Retarget, Fossilize or Prune")
 
 
 def carry_out(lifecycles: SlotLifecycles[AnyBackend], action: Action, *, is_over: bool) -> None:
-    """When the training is over there is no time left for a gentle end."""
+    """Execute an action that has passed its gate.
+
+    A connected seed is pruned gradually, unless the training is over: then no epochs are left in which alpha could fall.
+    """
     match action:
         case Germinate():
             lifecycles.germinate(action.slot, action.blueprint, action.reason)
@@ -435,7 +482,7 @@ def carry_out(lifecycles: SlotLifecycles[AnyBackend], action: Action, *, is_over
 
 
 def check_can_grow(lifecycles: SlotLifecycles[AnyBackend]) -> None:
-    """Raises where there is no slot and no blueprint that could ever come together within the budget."""
+    """Raise GrowthError unless at least one blueprint fits at least one slot and the budget."""
     options = [(name, option.name) for name, options in lifecycles.options.items() for option in options]
     if not options:
         raise GrowthError(f"none of the blueprints {lifecycles.config.blueprints} fits into any slot; see describe()")

@@ -1,24 +1,23 @@
-"""The life of a seed: its stages, the moves between them, and the gates that a move must pass.
+"""Stages of a seed, the state that a controller sees, and the actions that it can return.
 
-| stage      | raised jointly                              | raised in the shadow                                              |
+The stages depend on how a seed is raised (`Lifecycle.raise_mode`):
+
+| stage      | joint                                       | shadow                                                            |
 |------------|---------------------------------------------|-------------------------------------------------------------------|
 | DORMANT    | the slot is empty                           | the same                                                          |
 | GERMINATED | born as the identity, alpha 1               | born as the identity, outside the host                            |
-| TRAINING   | –                                           | learns in a second forward pass that uses it; the host is as if   |
-|            |                                             | it were not there, to the last bit                                |
-| BLENDING   | only when alpha is moved:                   | alpha rises from 0 to its target; host and seed learn together    |
-|            | on the way out it falls to 0                |                                                                   |
+| TRAINING   | –                                           | learns in a second forward pass that includes it; the host stays  |
+|            |                                             | bit-identical to one without the seed                             |
+| BLENDING   | alpha moves to a new target, or falls to 0  | alpha rises from 0 to its target; host and seed learn together;   |
+|            | before the seed is pruned                   | also as for joint                                                 |
 | HOLDING    | learns with the host, on probation          | the same                                                          |
-| FOSSILIZED | part of the host for good                   | the same                                                          |
-| PRUNED     | taken out, the host is as before            | the same                                                          |
-| EMBARGOED  | the slot must wait before anything may grow | the same                                                          |
+| FOSSILIZED | permanent part of the host                  | the same                                                          |
+| PRUNED     | removed; the host is without it             | the same                                                          |
+| EMBARGOED  | the slot waits before a seed may grow in it | the same                                                          |
 
-What a controller sees at the end of an epoch: plain numbers, nothing of the model itself.
-
-What a controller may decide, and the protocol that every controller follows.
-
-A decision is a set of actions, at most one for a slot, with the reason in words. What a gate refuses does not happen, and the ledger
-says why. A decision may also ask for a probe: the next one then knows what every candidate promises.
+At the end of an epoch, a controller gets a `GrowthState`: plain numbers, nothing of the model itself. It returns a `Decision`: a set of
+actions, at most one per slot, with reasons in words. A gate may refuse an action; then it is not executed, and the ledger says why. A
+decision may also ask for a probe: the next state then holds an estimate of the gain of every candidate.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from esper.text_table import figure
 
 
 class Stage(IntEnum):
-    """In the order of life; the numbers are what checkpoints and observations hold."""
+    """Stage of a slot or its seed. Checkpoints and observations hold the numbers, so they must not change."""
 
     DORMANT = 0
     GERMINATED = 1
@@ -61,46 +60,47 @@ MOVES: dict[Stage, frozenset[Stage]] = {
 }
 
 LIVING = frozenset({Stage.GERMINATED, Stage.TRAINING, Stage.BLENDING, Stage.HOLDING})  # may still be pruned
-OCCUPIED = LIVING | {Stage.FOSSILIZED}  # there is a seed in the slot
+OCCUPIED = LIVING | {Stage.FOSSILIZED}  # the slot holds a seed
 
 
-TEN_CLASSES = math.log(10)  # loss of a constant predictor of ten equal classes, in nats: rents and thresholds were chosen there
+TEN_CLASSES = math.log(10)  # loss of a constant predictor for ten equal classes, in nats; rents and thresholds were chosen for it
 
 
 @dataclass(frozen=True, slots=True)
 class LossScale:
-    """What losses are relative to, so that no decision depends on their unit.
+    """Scale that makes losses dimensionless, so that no decision depends on their unit.
 
     >>> LossScale.of(2.0).relative(0.5), LossScale.of(-1.0, loss_range=4.0).relative(-2.0)
     (0.25, 0.75)
     """
 
     uninformed: float  # loss of the best constant predictor
-    range: float  # how far the loss can fall below it
-    is_guess: bool = False  # it is only the loss that the training began with
+    range: float  # how far the loss can fall below `uninformed`
+    is_guess: bool = False  # `uninformed` is only the loss at the start of the training
 
     @classmethod
     def of(cls, uninformed: float, *, loss_range: float | None = None, is_guess: bool = False) -> LossScale:
-        """Down to 0 where no range is given, which needs an uninformed loss above it."""
+        """Build a scale. Without `loss_range` the loss can fall to 0, so `uninformed` must be above 0."""
         if loss_range is None and not uninformed > 0:
-            what = "the training began with a loss of" if is_guess else "a constant predictor has a loss of"
+            subject = "the training began with a loss of" if is_guess else "a constant predictor has a loss of"
             raise GrowthError(
-                f"{what} {uninformed:.4g}. Gains are judged as shares of that loss, so it must be above 0; say how far the loss can fall "
-                "below it with GrowthConfig(loss_range=...), such as 3.0 for a log-likelihood"
+                f"{subject} {uninformed:.4g}. Gains are judged as shares of that loss, so it must be above 0; say how far the loss can "
+                "fall below it with GrowthConfig(loss_range=...), such as 3.0 for a log-likelihood"
             )
         return cls(uninformed, uninformed if loss_range is None else loss_range, is_guess)
 
     @property
     def floor(self) -> float:
+        """Lowest possible loss."""
         return self.uninformed - self.range
 
     @property
     def unit(self) -> float:
-        """The loss that counts as one nat does for ten classes."""
+        """Difference of losses that is worth as much as one nat is for ten classes."""
         return self.range / TEN_CLASSES
 
     def relative(self, loss: float) -> float:
-        """1 for the uninformed loss, 0 for the floor."""
+        """Return the loss on a scale from 0 (floor) to 1 (uninformed)."""
         return (loss - self.floor) / self.range
 
     def above_floor(self, losses: Sequence[float]) -> tuple[float, ...]:
@@ -109,10 +109,10 @@ class LossScale:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of a seed, or of all of them."""
+    """Size of a seed, of several seeds together, or of a host."""
 
     parameters: int
-    flops: int  # of a forward pass for one sample
+    flops: int  # per forward pass of one sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,48 +121,52 @@ class Candidate:
 
     blueprint: str
     cost: Cost
-    rent: float  # in the unit of the loss, with everything that is in the host already
-    promise: float | None = None  # fall of the loss per step at first, from the probe; None: not probed
+    rent: float  # in the unit of the loss, in addition to that of the seeds already in the host
+    promise: float | None = None  # initial fall of the loss per step, estimated by the probe; None: not probed
     load: float = 0.0  # weights / positions that share them
 
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """What removing a seed now would cost: validation loss without it minus loss with it, over the same batches.
+    """Cost of removing a seed now: validation loss without it minus validation loss with it, over the same batches.
 
-    The host has learned to rely on the seed, so this is more than growing it gained. That is the difference to a twin that never grew.
+    The host has learned to rely on the seed, so this overestimates the gain from growing it. That gain is the difference to a twin, which
+    never grew.
     """
 
-    gain: Interval  # in the unit of the loss; below 0 where the host does better without the seed
+    gain: Interval  # in the unit of the loss; below 0 if the host does better without the seed
     epoch: int  # when it was measured
 
     def in_words(self) -> str:
-        """
+        """Describe the contribution with its interval.
+
         >>> Contribution(Interval(0.0731, 0.0544, 0.0918), epoch=8).in_words()
         'removing it now would raise the loss by 0.0731 [0.0544, 0.0918]'
         >>> Contribution(Interval(-0.01, -0.02, 0.005), epoch=8).in_words()
         'removing it now would lower the loss by 0.0100 [-0.0050, 0.0200]'
         """
         gain = self.gain
-        what, ends = ("raise", (gain.low, gain.high)) if gain.estimate >= 0 else ("lower", (-gain.high, -gain.low))
-        return f"removing it now would {what} the loss by {figure(abs(gain.estimate))} [{figure(ends[0])}, {figure(ends[1])}]"
+        # Where removal lowers the loss, say by how much: a positive number with a mirrored interval.
+        verb, ends = ("raise", (gain.low, gain.high)) if gain.estimate >= 0 else ("lower", (-gain.high, -gain.low))
+        return f"removing it now would {verb} the loss by {figure(abs(gain.estimate))} [{figure(ends[0])}, {figure(ends[1])}]"
 
 
 @dataclass(frozen=True, slots=True)
 class GradientStats:
-    """Of a seed's gradient since the last epoch; norms are global L2, unscaled, before clipping."""
+    """Statistics of a seed's gradients since the last epoch. Norms are global L2 norms, without loss scaling, before clipping."""
 
     steps: int
     mean_norm: float
     max_norm: float
     health: float  # in [0, 1], see esper.gradients.gradient_health
-    skipped: int  # steps not taken because a gradient was not finite, that of the seed or that of its host
+    skipped: int  # steps not taken because a gradient of the seed or of its host was not finite
 
     @classmethod
     def of(cls, norms: Sequence[float], *, skipped: int = 0, unit: float = 1.0) -> GradientStats:
-        """From the norm of every step, which is not finite where the gradient was not. `unit` is that of the loss, see LossScale.
+        """Build the statistics from the norms of all steps. A norm that is not finite counts as a skipped step.
 
-        `skipped` counts the steps that were not taken although the seed's own gradient was finite.
+        `skipped` counts the further steps that were skipped although the seed's own gradient was finite. `unit` is the unit of the loss,
+        see LossScale.
 
         >>> GradientStats.of([0.5, 1.5]).mean_norm
         1.0
@@ -175,39 +179,43 @@ class GradientStats:
 
 @dataclass(frozen=True, slots=True)
 class SlotState:
+    """A slot as a controller sees it, with the seed in it if there is one."""
+
     place: Place
     stage: Stage = Stage.DORMANT
     blueprint: str | None = None
     cost: Cost = Cost(0, 0)
-    rent: float = 0.0
-    alpha: float = 0.0
-    age: int = 0  # epochs since it germinated
+    rent: float = 0.0  # in the unit of the loss
+    alpha: float = 0.0  # 0 for a seed that is not connected
+    age: int = 0  # epochs since the seed germinated
     epochs_in_stage: int = 0
-    is_withdrawing: bool = False  # alpha falls, then the seed is pruned
+    is_withdrawing: bool = False  # alpha is falling to 0, then the seed is pruned
     gradients: GradientStats | None = None
     contribution: Contribution | None = None
-    candidates: tuple[Candidate, ...] = ()  # what may grow here and fits the budget; empty unless the slot is dormant
+    candidates: tuple[Candidate, ...] = ()  # blueprints that fit the slot and the rest of the budget; empty unless DORMANT
     tried: tuple[str, ...] = ()  # blueprints that grew here and were pruned
 
 
 @dataclass(frozen=True, slots=True)
 class GrowthState:
-    epoch: int  # finished so far
-    epochs: int | None  # planned; None: unknown
+    """Input of a controller: the state of one host at the end of an epoch, or before the first."""
+
+    epoch: int  # number of finished epochs
+    epochs: int | None  # planned length of the training; None: unknown
     steps_per_epoch: int
     train_losses: tuple[float, ...]  # mean per epoch, oldest first
     val_losses: tuple[float, ...]
     slots: tuple[SlotState, ...]
     host_cost: Cost
-    added: Cost  # by all seeds that are in the host
-    parameters_left: int | None  # of the budget; None: no limit
+    added: Cost  # of all seeds in the host, connected or not
+    parameters_left: int | None  # rest of the budget; None: no limit
     flops_left: int | None
     seeds_left: int
     rollbacks: int = 0
-    scale: LossScale | None = None  # of all losses; None: before the first epoch, where nobody has told it
+    scale: LossScale | None = None  # of all losses; None: not known before the end of the first epoch
     lifecycle: Lifecycle = field(default_factory=Lifecycle)  # the rules of the run
-    learning_rate: float = 0.0  # of the host's first group
-    samples_per_epoch: int | None = None  # where the grower was told
+    learning_rate: float = 0.0  # of the first parameter group of the host's optimiser
+    samples_per_epoch: int | None = None  # None: the grower was not told
     host_load: float = 0.0  # Σ over layers of weights / positions that share them
     rent: Rent = field(default_factory=Rent)  # the price level
 
@@ -218,58 +226,65 @@ class GrowthState:
 
 @dataclass(frozen=True, slots=True)
 class Action:
+    """Something to do with one slot. `reason` is written into the ledger."""
+
     slot: str
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Germinate(Action):
-    """A new seed, raised as the configuration says."""
+    """Create a seed, raised in the way that the configuration says."""
 
     blueprint: str
 
 
 @dataclass(frozen=True, slots=True)
 class Advance(Action):
-    """From TRAINING to BLENDING."""
+    """Move a seed from TRAINING to BLENDING."""
 
 
 @dataclass(frozen=True, slots=True)
 class Retarget(Action):
-    """Alpha moves to another target: HOLDING or BLENDING."""
+    """Move alpha of a seed in HOLDING or BLENDING to another target."""
 
     alpha: float
 
 
 @dataclass(frozen=True, slots=True)
 class Fossilize(Action):
-    """Keep it for good."""
+    """Make the seed a permanent part of the host."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prune(Action):
-    """Take it out: at once where it is not connected, else after alpha has fallen."""
+    """Remove the seed: at once if it is not connected, otherwise after alpha has fallen to 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    actions: tuple[Action, ...] = ()
-    reason: str = ""  # why nothing, or what the actions are for together
-    probe: bool = False  # look during the next epoch at what each candidate would do for the loss
+    """Output of a controller."""
+
+    actions: tuple[Action, ...] = ()  # at most one per slot
+    reason: str = ""  # why nothing is done, or the common purpose of the actions
+    probe: bool = False  # probe all candidates during the next epoch
 
 
 class Controller(Protocol):
-    """Decides before the first epoch and after every one.
+    """Decides about one host before the first epoch and after every epoch.
 
-    It may also have a `name` (else it goes by that of its class), and `state_dict` with `load_state_dict` where it remembers something.
+    A controller may also have a `name` (the default is the name of its class). One that remembers something between decisions also needs
+    `state_dict` and `load_state_dict`.
     """
 
-    def decide(self, state: GrowthState) -> Decision: ...
+    def decide(self, state: GrowthState) -> Decision:
+        """Return the actions to try now."""
+        ...
 
 
 @runtime_checkable
 class CompleteController(Controller, Protocol):
-    """With all that it may have. What it remembers is in its state."""
+    """A controller with all optional members."""
 
     @property
     def name(self) -> str: ...

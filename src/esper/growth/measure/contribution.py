@@ -1,19 +1,19 @@
-"""Contribution: what the validation loss gains by a seed, measured on the same batches with the seed on and off.
+"""Contribution of a seed: the validation loss with the seed off minus the loss with it on, over the same batches.
 
-With k seeds there are k + 1 distinct settings: all on, and each one off. What ran before a slot is the same with its seed on and off, so it
-is recorded while everything is on, and replayed; that this changes no bit is checked once for every slot.
+Settings. With k seeds, k + 1 settings are evaluated: all on, and each one off. The layers before a slot compute the same values with its
+seed on and off, so their outputs are recorded while all seeds are on, and replayed. A check, once per slot, makes sure that the replay
+gives bit-identical losses.
 
-Every sample counts alike: where the sizes of batches are told, a batch weighs as many samples as it holds. On several ranks, the batches
-that have the same number are one batch: its loss is the mean over the samples of all ranks. So ranks may share the validation data out or
-all go through the same; counted apart, batches that are the same would pass for more evidence than there is.
+Weights. Every sample has the same weight: if `evaluate` tells the sizes of the batches, a batch is weighted by its size. On several ranks,
+the batches with the same number are merged into one, whose loss is the mean over the samples of all ranks. Ranks may therefore split the
+validation data or all use the same data. (If the same batches were counted separately, the intervals would be too narrow.)
 
-A seed is looked at after every epoch of its probation, so its intervals are wider than those of a single look: see `confidence_of_look`.
+Confidence. A seed is measured after every epoch once its shortest probation (`holding_epochs`) is over, so each interval is wider than that
+of a single look; see `confidence_of_look`.
 
-Shapley values: how the gain of several seeds together is to be divided among them.
-
-A seed's contribution is measured beside all others, so two seeds that do the same work contribute nothing each, although one of them is
-needed. The Shapley value is the mean of what a seed adds over all orders in which the seeds could have come; together they make up the
-whole gain. With k seeds that takes 2^k evaluations.
+Shapley values divide the joint gain of several seeds among them. A contribution is measured beside all other seeds, so two seeds that do
+the same work each contribute nothing, although one of them is needed. The Shapley value of a seed is the mean of its gain over all orders
+in which the seeds could be added. The values of all seeds sum to the whole gain. With k seeds this takes 2^k evaluations.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from esper.growth.lifecycle.stages import Contribution
 from esper.parallel import ALONE, Group
 from esper.statistics import LEAST_COUNT, Interval, effective_count, weighted_interval
 
-MISJUDGED = 0.05  # chance that any interval of a seed misses its true gain, over all looks at it
+MISJUDGED = 0.05  # chance that at least one of all intervals of a seed misses its true gain
 
 Loss = float | Tensor
-# The loss of every batch, or pairs of it and the number of samples in the batch; always in the same order.
+# Returns the loss of every validation batch, or pairs of (loss, number of samples); always in the same order.
 Evaluate = Callable[[], Sequence[Loss] | Sequence[tuple[Loss, float]] | Tensor]
 
 
 class Losses(NamedTuple):
-    """Of the batches of one evaluation."""
+    """Losses of the batches of one evaluation."""
 
     values: list[float]
-    samples: list[float]  # in each batch; all 1 where nobody told
+    samples: list[float]  # number in each batch; all 1 if unknown
 
     @property
     def mean(self) -> float:
-        """Over samples.
+        """Mean over all samples.
 
         >>> Losses([1.0, 4.0], [2, 1]).mean
         2.0
@@ -62,29 +62,32 @@ class Losses(NamedTuple):
 
     @property
     def have_spread(self) -> bool:
-        """False where there is one batch, or as good as one: then nobody can tell how sure a difference is."""
+        """Whether there are enough batches for an interval. One batch, or one that outweighs all others, is not enough."""
         return effective_count(self.samples) >= LEAST_COUNT
 
 
 class Measured(NamedTuple):
-    losses: Losses  # with everything on
+    """Result of a measurement: the losses with all seeds on, and the contribution of each seed, by slot."""
+
+    losses: Losses
     contributions: dict[str, Contribution]
 
 
 class Measurement:
-    """Measures again and again, and remembers for which slots a replay can be trusted."""
+    """Measures contributions during a run, and remembers for which slots a replay gives the same losses."""
 
     def __init__(self, slotted: Slotted, *, group: Group = ALONE) -> None:
         self.slotted = slotted
-        self._group = group  # all ranks evaluate equally often, because their forward passes may talk to each other
+        self._group = group  # all ranks evaluate equally often, because their forward passes may communicate
         self._replays: dict[str, PrefixCache] = {}
         self._trusted: set[str] = set()
         self._distrusted: set[str] = set()
 
     def measure(self, evaluate: Evaluate, names: Sequence[str] | Mapping[str, float], *, epoch: int) -> Measured:
-        """The losses of this moment, and the contribution of the seed in each of these slots. Losses that are not finite end it.
+        """Return the present losses and the contribution of the seed in each of these slots.
 
-        A mapping gives the confidence of each slot's interval; it is 95 % otherwise.
+        A mapping gives the confidence of the interval of each slot; otherwise it is 95 %. If a loss with all seeds on is not finite, no
+        contributions are measured.
         """
         confidences = names if isinstance(names, Mapping) else dict.fromkeys(names, 1 - MISJUDGED)
         with self._all_on(evaluate, list(confidences)) as with_all:
@@ -95,13 +98,13 @@ class Measurement:
         return Measured(with_all, {name: Contribution(gain, epoch) for name, gain in gains.items()})
 
     def shapley(self, evaluate: Evaluate, names: Sequence[str]) -> dict[str, Interval]:
-        """The Shapley value of the seed in each of these slots, exactly: every subset of them is evaluated once."""
+        """Return the exact Shapley value of the seed in each of these slots. Evaluates every subset of the slots once."""
         with self._all_on(evaluate, names) as with_all:
             losses = {off: (self._without(evaluate, off, with_all) if off else with_all).values for off in subsets(names)}
         return {name: _interval(values, with_all.samples) for name, values in shapley_values(losses, names).items()}
 
     def losses(self, evaluate: Evaluate) -> Losses:
-        """Of all ranks together. An error on one of them is told on all, for the others would wait for it."""
+        """Return the losses, averaged over all ranks. An error on one rank is raised on all of them, so that none waits forever."""
         if self._group.world_size == 1:
             return losses_of(evaluate)
         own, error = None, None
@@ -119,7 +122,7 @@ class Measurement:
 
     @contextmanager
     def _all_on(self, evaluate: Evaluate, names: Sequence[str]) -> Iterator[Losses]:
-        """The losses with everything on; inside, what was recorded with them can be replayed."""
+        """Evaluate with all seeds on and record the outputs before these slots. They can be replayed inside the context."""
         replays = [self._replay(name) for name in names if name not in self._distrusted]
         try:
             with modes_kept(self.slotted):
@@ -138,7 +141,7 @@ class Measurement:
         return self._replays[name]
 
     def _without(self, evaluate: Evaluate, off: Collection[str], with_all: Losses) -> Losses:
-        """The losses with these seeds off. What runs before the first of them is replayed."""
+        """Return the losses with these seeds off. Replay the layers before the first of their slots where that is exact."""
         first = next(name for name in self.slotted.slots if name in off)
         with ExitStack() as stack:
             if self._can_trust(evaluate, first, with_all):
@@ -149,6 +152,7 @@ class Measurement:
         return losses
 
     def _can_trust(self, evaluate: Evaluate, name: str, with_all: Losses) -> bool:
+        """Return whether the layers before a slot may be replayed. The first time, compare a replay with all seeds on to `with_all`."""
         replay = self._replays.get(name)
         if self._group.any(name in self._distrusted or replay is None or not replay.is_usable or not replay.nbytes):
             return False
@@ -168,7 +172,7 @@ class Measurement:
 
 @contextmanager
 def modes_kept(slotted: Slotted) -> Iterator[None]:
-    """Which modules are in training mode is afterwards as it was, whatever happens."""
+    """Restore the training mode of every module of host and seeds on exit."""
     seeds = [slot.seed for slot in slotted.slots.values() if slot.seed is not None]
     modes = [(module, module.training) for root in (slotted.model, *seeds) for module in root.modules()]
     try:
@@ -179,7 +183,7 @@ def modes_kept(slotted: Slotted) -> Iterator[None]:
 
 
 def losses_of(evaluate: Evaluate) -> Losses:
-    """What the user's function gives, checked.
+    """Call the user's function and validate its result.
 
     >>> losses_of(lambda: [(0.5, 160), (2.0, 1)])
     Losses(values=[0.5, 2.0], samples=[160.0, 1.0])
@@ -198,17 +202,17 @@ def losses_of(evaluate: Evaluate) -> Losses:
             if not isinstance(loss, Tensor | SupportsFloat):
                 raise GrowthError(f"evaluate() gave a {type(loss).__name__} for a batch; {rule}")
         parts = [torch.as_tensor(loss).detach().reshape(()).double() for loss, _ in pairs]
-        losses = Losses(torch.stack(parts).tolist() if parts else [], [float(samples) for _, samples in pairs])  # read in one go
+        losses = Losses(torch.stack(parts).tolist() if parts else [], [float(samples) for _, samples in pairs])  # one read of the device
     if not losses.values:
         raise GrowthError("evaluate() gave no losses: the validation loader yields nothing; give it at least one batch")
     strange = [samples for samples in losses.samples if not 0 < samples < math.inf]
     if strange:
-        raise GrowthError(f"a validation batch has {strange[0]:g} samples; every one needs at least one")
+        raise GrowthError(f"evaluate() gave a validation batch with {strange[0]:g} samples; give a number above 0 for every batch")
     return losses
 
 
 def averaged(by_rank: Sequence[Losses]) -> Losses:
-    """Batch by batch over ranks, of which one may have fewer.
+    """Average the losses over ranks, batch by batch. Ranks may have different numbers of batches.
 
     >>> averaged([Losses([1.0, 2.0], [3, 1]), Losses([5.0], [1])])
     Losses(values=[2.0, 2.0], samples=[4, 1])
@@ -220,6 +224,7 @@ def averaged(by_rank: Sequence[Losses]) -> Losses:
 
 
 def _check_same_batches(first: Losses, then: Losses) -> None:
+    """Raise GrowthError if two evaluations did not use batches of the same sizes."""
     if first.samples == then.samples:
         return
     counts = len(first.values), len(then.values)
@@ -228,10 +233,10 @@ def _check_same_batches(first: Losses, then: Losses) -> None:
 
 
 def confidence_of_look(look: int, looks: int | None) -> float:
-    """Confidence of the interval at one look of so many that are planned for a seed; None: nobody knows how many.
+    """Return the confidence of the interval at one of the `looks` planned for a seed; None means an unknown number of looks.
 
-    A verdict at any look ends the probation, so the chances of a miss add up. Look k of n spends (1 + 1/n) / (k (k + 1)) of MISJUDGED,
-    which sums to exactly MISJUDGED over all of them. The first look spends half of it, because most seeds are decided there.
+    A verdict at any look ends the probation, so the chances of an error add up. Look k of n gets the share (1 + 1/n) / (k (k + 1)) of
+    MISJUDGED. These shares sum to 1. The first look gets at least half, because most seeds are decided there.
 
     >>> [round(confidence_of_look(look, 3), 4) for look in (1, 2, 3)], confidence_of_look(1, 1)
     ([0.9667, 0.9889, 0.9944], 0.95)
@@ -241,12 +246,13 @@ def confidence_of_look(look: int, looks: int | None) -> float:
 
 
 def gain_of(without: Losses, with_all: Losses, *, confidence: float = 1 - MISJUDGED) -> Interval:
-    """The paired difference, batch by batch."""
+    """Return the mean of the paired differences between losses without a seed and with all seeds, with an interval."""
     differences = [off - on for off, on in zip(without.values, with_all.values, strict=True)]
     return _interval(differences, with_all.samples, confidence=confidence)
 
 
 def _interval(differences: Sequence[float], samples: Sequence[float], *, confidence: float = 1 - MISJUDGED) -> Interval:
+    """Return the weighted mean with its interval. If a difference is not finite, both ends are the mean."""
     if not all(map(math.isfinite, differences)):
         mean = weighted_mean(differences, samples)
         return Interval(mean, mean, mean)
@@ -258,12 +264,14 @@ def weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float:
 
 
 class AlphaSearch(NamedTuple):
-    alpha: float  # the best of those that were tried
-    losses: dict[float, float]  # mean validation loss of each
+    """Result of `search_alpha`."""
+
+    alpha: float  # the best of the tried values
+    losses: dict[float, float]  # mean validation loss of each tried value
 
 
 def search_alpha(measurement: Measurement, name: str, evaluate: Evaluate, alphas: Sequence[float]) -> AlphaSearch:
-    """Which alpha of one seed gives the lowest validation loss. Alpha is afterwards what it was."""
+    """Find the alpha of one seed with the lowest validation loss. The seed's own alpha does not change."""
     slotted = measurement.slotted
     found: dict[float, float] = {}
     for alpha in alphas:
@@ -273,18 +281,18 @@ def search_alpha(measurement: Measurement, name: str, evaluate: Evaluate, alphas
     return AlphaSearch(min(found, key=lambda alpha: (not math.isfinite(found[alpha]), found[alpha])), found)
 
 
-MOST = 4  # seeds, which is 16 evaluations
+MOST = 4  # largest number of seeds for Shapley values, which is 16 evaluations
 
-LossesWithout = Mapping[frozenset[str], Sequence[float]]  # which seeds are off -> the loss of every batch
+LossesWithout = Mapping[frozenset[str], Sequence[float]]  # seeds that are off -> loss of every batch
 
 
 def subsets(names: Sequence[str]) -> list[frozenset[str]]:
-    """All of them, the empty one first."""
+    """Return all subsets, the empty one first."""
     return [frozenset(some) for size in range(len(names) + 1) for some in combinations(names, size)]
 
 
 def shapley_values(losses: LossesWithout, names: Sequence[str]) -> dict[str, list[float]]:
-    """In the unit of the loss, for every seed and batch.
+    """Return the Shapley value of every seed for every batch, in the unit of the loss.
 
     >>> shapley_values({frozenset(): [1.0], frozenset("a"): [2.0], frozenset("b"): [1.0], frozenset("ab"): [4.0]}, "ab")
     {'a': [2.0], 'b': [1.0]}
@@ -293,10 +301,12 @@ def shapley_values(losses: LossesWithout, names: Sequence[str]) -> dict[str, lis
 
 
 def _value(losses: LossesWithout, name: str, others: Sequence[str]) -> list[float]:
+    """Return the Shapley value of one seed for every batch: its gain, averaged over all orders of adding the seeds."""
     count = len(others) + 1
     value = [0.0] * len(losses[frozenset()])
     for off in subsets(others):
-        present = len(others) - len(off)  # of the others, when the seed comes
+        present = len(others) - len(off)  # number of other seeds that are already there when this one is added
+        # Share of all orders in which exactly these others come first.
         weight = math.factorial(present) * math.factorial(count - present - 1) / math.factorial(count)
         gains = [without - with_it for without, with_it in zip(losses[off | {name}], losses[off], strict=True)]
         value = [so_far + weight * gain for so_far, gain in zip(value, gains, strict=True)]

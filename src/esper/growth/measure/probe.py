@@ -1,29 +1,31 @@
-"""The first-order probe: how fast the loss would fall if a candidate grew in a slot.
+"""The first-order probe: estimates how fast the loss would fall if a candidate grew in a slot.
 
-A seed is zero at birth, so at first only its zeroed layer W learns, and the gradient there needs no seed in the host: with h the output at
-the slot and g = ∂loss/∂h, it is the product of g with ∂branch(h)/∂W. So the probe catches h and g in the user's own training steps, which
-stay what they are, and lets every candidate answer for itself, one at a time.
+Gradient of a candidate. A seed starts with a zeroed last layer W, so at first only W learns. Its gradient can be computed without a seed in
+the host: with h the output at the slot and g = ∂loss/∂h, it is the product of g with ∂branch(h)/∂W. The probe captures h and g in the
+user's own training steps, without changing them, and computes this product for one candidate after another.
 
-    mean     the mean of ∂loss/∂W over some steps
-    signal   ‖E[∂loss/∂W]‖², from products of different steps, in which the noise of single batches has no part
+    mean     mean of ∂loss/∂W over some steps
+    signal   ‖E[∂loss/∂W]‖², from products of different steps, so that the noise of single batches cancels
     G        the mean, shortened to the length of the signal
-    D        how far a seed's own optimiser moves W in a step when all of its gradients are G, clipped as those of seeds are
-    promise  −⟨G, D⟩: the fall of the loss in a step, to first order
+    D        movement of W in one step of a seed's own optimiser whose gradients are all G, clipped like those of seeds
+    promise  −⟨G, D⟩: the estimated fall of the loss in one step, to first order
 
-D is not derived but observed: an optimiser of the seed's kind makes some steps along G, and the last one counts. So the same rule gives
-learning rate · ‖G‖² for SGD, ten times that for a momentum of 0.9, learning rate · ‖G‖₁ for Adam, and what is right for an optimiser that
-nobody here knows. W is at zero before every such step, so weight decay has no part in it. Layers before W have no part in it either: they
-learn when W has moved, which is of second order (docs/log.md has what was measured).
+Step of the optimiser. D is observed, not derived: an optimiser of the seed's kind makes some steps along G, and the last one counts. The
+same rule therefore gives learning rate · ‖G‖² for SGD, ten times that for a momentum of 0.9, learning rate · ‖G‖₁ for Adam, and the right
+value for any other optimiser. W is zero before every such step, so weight decay has no effect. The layers before W are left out, because
+they only learn after W has moved, which is of second order (measurements in docs/log.md).
 
-Candidates are asked in portions, so that the probe never needs more than the host itself does: the weights of a portion are at most as many
-as the host's (or a million, in a smaller host), and a step of asking takes at most the FLOPs of a training step. A candidate that is larger
-than the host is asked alone. A portion is built when its turn comes, asked at some steps, and gone when its promises are known. Candidates
-answer to whole batches: behind a batch norm, the gradients of some of the samples are mostly noise that all of them together do not have.
-So an epoch that is too short for two answers of each candidate asks more of them in a step, and takes more FLOPs, but not more weights.
+Portions. Candidates are evaluated in portions, so that the probe needs no more resources than the host itself. A portion has at most as
+many weights as the host (or a million, if the host is smaller), and evaluating it takes at most the FLOPs of a training step. A candidate
+larger than the host gets a portion of its own. A portion is built when its turn comes, evaluated at some steps, and deleted once its
+estimates are known. Candidates are evaluated on whole batches, because behind a batch norm the gradient of part of a batch is mostly noise
+that cancels over the whole batch. An epoch that is too short for two steps per candidate therefore gets larger portions, which take more
+FLOPs per step but not more weights.
 
-Shapes: h and g are [B, *place.shape].
+Schedule. `ProbeRunner` runs the probe at the last steps of the epoch after the request, or at the first steps if the length of an epoch is
+unknown.
 
-When the probe looks: at the last steps of the epoch after it was asked for, or at the first where the length of an epoch is unknown.
+Shapes: B = batch; h and g are [B, *place.shape].
 """
 
 from __future__ import annotations
@@ -48,12 +50,12 @@ from esper.growth.lifecycle.stages import Cost, Stage
 from esper.growth.seeds.blueprints import build_branch, cost_of, get_blueprint, live_parameters
 from esper.growth.seeds.optimizer import MakeOptimizer, SeedLearner, group_of
 
-STEPS_ALONG = 32  # of the optimiser along the same gradient: enough for a momentum of 0.9 to be within 4 % of its end
-LEAST_ANSWERS = 2  # without which signal and noise cannot be told apart
-LEAST_PARAMETERS = 2**20  # that a portion may have however small the host is: 4 MB
-Key = tuple[str, str]  # slot and blueprint
-Promises = dict[Key, float]  # fall of the loss per step
-MakeLearner = Callable[[str, nn.Module], SeedLearner]  # of what would grow in a slot
+STEPS_ALONG = 32  # optimiser steps along the same gradient; a momentum of 0.9 is then within 4 % of its limit
+LEAST_ANSWERS = 2  # least number of steps per candidate; with one, signal and noise cannot be separated
+LEAST_PARAMETERS = 2**20  # a portion may have this many parameters (4 MB) even if the host is smaller
+Key = tuple[str, str]  # slot, blueprint
+Promises = dict[Key, float]  # estimated fall of the loss per step
+MakeLearner = Callable[[str, nn.Module], SeedLearner]  # (slot, weights) -> learner as a seed in that slot would have
 
 
 # Portions
@@ -61,37 +63,41 @@ MakeLearner = Callable[[str, nn.Module], SeedLearner]  # of what would grow in a
 
 @dataclass(frozen=True)
 class Portion:
-    """Candidates that are asked at the same steps."""
+    """Candidates that are evaluated at the same steps, and the number of those steps."""
 
     candidates: tuple[Key, ...]
     steps: int
 
 
 def portions(costs: Mapping[Key, Cost], host: Cost, *, probe_steps: int, length: int | None) -> list[Portion]:
-    """What is asked when, portion after portion, in the order of `costs`.
+    """Plan the portions, in the order of `costs`. `length` is the number of steps in an epoch; None if unknown.
 
-    `length` is the number of steps in an epoch. Every portion is asked at `probe_steps` steps, or at fewer where the epoch is too short for
-    that, but at two. Where that is too much as well, portions take more FLOPs than the host; where even that does not help, because of
-    their weights, the largest candidates are left out. In an epoch of unknown length nothing is left out, and all portions together are
-    asked at about `probe_steps` steps.
+    Every portion gets `probe_steps` steps. If the epoch is too short for that, each of these measures is tried in turn:
+    1. fewer steps per portion, but at least two;
+    2. larger portions, which take more FLOPs per step than the host does;
+    3. leaving out the largest candidates.
+    If the length is unknown, nothing is left out, and all portions together get about `probe_steps` steps.
     """
     wanted, chosen = max(probe_steps, LEAST_ANSWERS), dict(costs)
+    # Leave out candidates only if the epoch is too short even without a limit on FLOPs.
     while length is not None and len(chosen) > 1 and LEAST_ANSWERS * len(_filled(chosen, host, math.inf)) > length:
         del chosen[max(chosen, key=lambda key: chosen[key].parameters)]
+    # Find the lowest limit on FLOPs (1, 2, 4, ... times those of the host) with few enough portions.
     available = wanted if length is None else length
     most = max(available // LEAST_ANSWERS, len(_filled(chosen, host, math.inf)))
-    limits = (2.0**doublings for doublings in itertools.count())  # of FLOPs, relative to the host's
+    limits = (2.0**doublings for doublings in itertools.count())
     filled = next(some for limit in limits if len(some := _filled(chosen, host, limit)) <= most)
     steps = min(max(available // max(len(filled), 1), LEAST_ANSWERS), wanted)
     return [Portion(keys, steps) for keys in filled]
 
 
 def _filled(costs: Mapping[Key, Cost], host: Cost, limit: float) -> list[tuple[Key, ...]]:
-    """Candidates put together as long as they stay within the host's weights, and within `limit` times the FLOPs of its training step."""
+    """Fill portions in order. Each stays within the weights of the host and `limit` times the FLOPs of its training step."""
     found: list[list[Key]] = []
     parameters = flops = 0
     for key, cost in costs.items():
         parameters, flops = parameters + cost.parameters, flops + cost.flops
+        # A training step of the host takes 3 times the FLOPs of a forward pass.
         is_too_much = parameters > max(host.parameters, LEAST_PARAMETERS) or flops_of_asking(flops) > limit * 3 * max(host.flops, 1)
         if not found or is_too_much:
             found.append([])
@@ -101,36 +107,36 @@ def _filled(costs: Mapping[Key, Cost], host: Cost, limit: float) -> list[tuple[K
 
 
 def flops_of_asking(flops: int) -> int:
-    """For one sample, of candidates that need so many in a forward pass: that, and a backward pass through the last layer alone."""
+    """Return the FLOPs per sample of evaluating candidates with `flops` per forward pass: forward, and backward through the last layer."""
     return 2 * flops
 
 
-# Asking
+# Gradients of the candidates
 
 
 @dataclass
 class _Trial:
-    """A candidate that is asked, with what its gradients sum up to."""
+    """A candidate under evaluation, with sums over the steps so far."""
 
     branch: nn.Module
-    live: list[nn.Parameter]  # those of the zeroed layer, which alone have a gradient
-    sums: list[Tensor] = field(default_factory=list)
+    live: list[nn.Parameter]  # parameters of the zeroed layer, the only ones with a gradient
+    sums: list[Tensor] = field(default_factory=list)  # Σ gradient, one tensor per live parameter
     squares: Tensor | None = None  # Σ‖gradient‖²
-    steps: Tensor | None = None  # that counted, on the device: a step whose gradient overflowed does not
+    steps: Tensor | None = None  # number of steps with a finite gradient, on the device
 
 
 @dataclass
 class _Caught:
-    """What was seen of one pass through a slot."""
+    """Output of one forward pass through a slot, and its gradient."""
 
     h: Tensor
-    g: Tensor | None = None  # there when the backward pass has come by
+    g: Tensor | None = None  # None until the backward pass has reached the slot
 
 
 class Probe:
-    """Looks at candidates in dormant slots for a number of training steps. `host` is what the host costs.
+    """Evaluates candidates in dormant slots over a number of training steps. `host` is the cost of the host.
 
-    `make_learner` gives a seed's own learner for weights in a slot, whose optimiser is tried out.
+    `make_learner(slot, weights)` builds the learner that a seed would have; its optimiser makes the trial steps.
     """
 
     def __init__(
@@ -140,18 +146,18 @@ class Probe:
         self._random_seed, self._probe_steps = random_seed, probe_steps
         self._costs = {key: cost_of(get_blueprint(key[1]), slotted.slot(key[0]).place) for key in candidates}
         self._portions: list[Portion] | None = None  # None: not planned yet
-        self._length: int | None = None  # what they were planned for
-        self._number = 0  # of the portion whose turn it is
-        self._steps = 0  # at which it was asked so far
-        self._trials: dict[Key, _Trial] = {}  # of that portion
-        self._falls: dict[Key, Tensor] = {}  # of portions that are over, at a learning rate of 1
-        self._caught: dict[str, list[_Caught]] = {}
+        self._length: int | None = None  # length of the epoch that they were planned for
+        self._number = 0  # index of the current portion
+        self._steps = 0  # steps at which it was evaluated so far
+        self._trials: dict[Key, _Trial] = {}  # candidates of the current portion
+        self._falls: dict[Key, Tensor] = {}  # results of finished portions, at a learning rate of 1
+        self._caught: dict[str, list[_Caught]] = {}  # by slot
         self.is_watching = False
-        self.is_paused = False  # what runs now is none of the user's training
-        self.flops = 0  # spent so far; whoever counts them sets it to zero
+        self.is_paused = False  # the forward passes of now are not part of the user's training
+        self.flops = 0  # spent since the caller last set it to 0
 
     def plan(self, *, length: int | None) -> None:
-        """Decides what is asked when, before anything is watched. `length` is the number of steps in an epoch, None where it is unknown."""
+        """Plan the portions. Call it before `watch`. `length` is the number of steps in an epoch; None if unknown."""
         self._length = length
         self._portions = portions(self._costs, self._host, probe_steps=self._probe_steps, length=length)
 
@@ -161,7 +167,7 @@ class Probe:
 
     @property
     def steps(self) -> int:
-        """That all portions take together."""
+        """Number of steps of all portions together."""
         return sum(portion.steps for portion in self._portions or ())
 
     @property
@@ -173,7 +179,7 @@ class Probe:
         return None if self._portions is None or self.is_over else self._portions[self._number]
 
     def watch(self) -> None:
-        """Catches h and g in the forward and backward passes from now on, in the slots that are asked about."""
+        """Start to capture h and g in the forward and backward passes, in the slots of the current portion."""
         self.is_watching = True
         assert self._portion is not None
         asked = {slot for slot, _ in self._portion.candidates}
@@ -181,19 +187,21 @@ class Probe:
             self._slotted.slot(name).observe(self._catch if name in asked else None)
 
     def stop(self) -> None:
+        """Stop capturing; keep the results so far."""
         self.is_watching = False
         self._caught.clear()
         for name in {slot for slot, _ in self._costs}:
             self._slotted.slot(name).observe(None)
 
     def _catch(self, slot: Slot, output: Tensor) -> Tensor:
+        """Store the output at a slot, and register a hook that stores its gradient. Called by the slot in every forward pass."""
         if self.is_paused or not torch.is_grad_enabled():
             return output
         if not output.requires_grad:  # everything before the slot is frozen
-            output = output.detach().requires_grad_().clone()  # a leaf could not be worked on in place
+            output = output.detach().requires_grad_().clone()  # cloned, because a leaf cannot be changed in place
         elif output._is_view():
-            output = output.clone()  # a view that is worked on in place forgets its hooks
-        caught = _Caught(output.detach().clone())  # cloned, because the next layer may work in place
+            output = output.clone()  # a view that is changed in place loses its hooks
+        caught = _Caught(output.detach().clone())  # cloned, because the next layer may change it in place
         self._caught.setdefault(slot.place.name, []).append(caught)
 
         def take(gradient: Tensor) -> None:
@@ -204,15 +212,15 @@ class Probe:
 
     @property
     def has_caught(self) -> bool:
-        """Whether it holds gradients of backward passes that no step has used yet."""
+        """Whether there are captured gradients that no optimiser step has used yet."""
         return any(caught.g is not None for some in self._caught.values() for caught in some)
 
     def drop(self) -> None:
-        """Forgets the gradients that were caught, but no forward pass whose gradient is still to come."""
+        """Discard the captured gradients, but keep forward passes whose backward pass is still to come."""
         self._caught = {name: [caught for caught in some if caught.g is None] for name, some in self._caught.items()}
 
     def ask(self, *, scale: Tensor | None = None) -> None:
-        """Lets the candidates of a portion answer to what was caught in this step. The caught gradients were multiplied by `scale`."""
+        """Evaluate the current portion on the passes captured in this step. `scale` is the loss scale of the captured gradients."""
         portion = self._portion
         assert portion is not None
         for key in portion.candidates:
@@ -227,17 +235,19 @@ class Probe:
                 self.watch()
 
     def _ask_one(self, key: Key, seen: Iterable[_Caught], scale: Tensor | None) -> None:
+        """Add the gradient of one candidate, over all captured passes of this step, to its sums."""
         trial = self._trials[key] if key in self._trials else self._trials.setdefault(key, self._built(key))
         total = [_zeros_like(parameter) for parameter in trial.live]
         for caught in seen:
             with torch.enable_grad():
-                output = trial.branch(caught.h.to(trial.live[0]))  # in its precision, and where it is
+                output = trial.branch(caught.h.to(trial.live[0]))  # in the dtype and on the device of the candidate
             assert caught.g is not None
             gradients = torch.autograd.grad(output, trial.live, unscaled(caught.g, scale).to(output), allow_unused=True)
             for sum_, gradient in zip(total, gradients, strict=True):
                 if gradient is not None:
                     sum_ += gradient
             self.flops += len(caught.h) * flops_of_asking(self._costs[key].flops)
+        # A step whose gradient is not finite (an overflow under a loss scale) does not count; decide that without reading the device.
         square = squared_norm(total)
         counts = torch.isfinite(square)
         total = [torch.where(counts, part, torch.zeros_like(part)) for part in total]
@@ -252,7 +262,7 @@ class Probe:
         return _Trial(branch, [branch.get_parameter(name) for name in live_parameters(blueprint, place, branch)])
 
     def _close(self) -> None:
-        """Finds out what the candidates of a portion promise. Their branches are gone."""
+        """Compute the results of the current portion, delete its branches, and move on to the next portion."""
         trials, self._trials = self._trials, {}
         for key in list(trials):
             fall = _fall(trials.pop(key), key[0], self._make_learner)
@@ -261,14 +271,17 @@ class Probe:
         self._number, self._steps = self._number + 1, 0
 
     def promises(self, rates: Mapping[str, float]) -> Promises:
-        """The fall of the loss in a step of every candidate that was asked at least twice; `rates` are learning rates of seeds, by slot."""
+        """Return the estimated fall of the loss per step for every candidate with at least two steps.
+
+        `rates` holds the learning rate of a seed in each slot.
+        """
         if self._trials:
             self._close()
         read = torch.stack(list(self._falls.values())).tolist() if self._falls else []
         return {key: rates[key[0]] * fall for key, fall in zip(self._falls, read, strict=True) if not math.isnan(fall)}
 
     def state_dict(self) -> dict[str, Any]:
-        """What the candidates have answered so far. Their weights come from the random seed and do not change."""
+        """Return the plan and the sums so far. The candidates' weights are not saved: they follow from the random seed."""
         answers = [
             {"slot": slot, "blueprint": blueprint, "sums": list(trial.sums), "squares": trial.squares, "steps": trial.steps}
             for (slot, blueprint), trial in self._trials.items()
@@ -290,16 +303,16 @@ class Probe:
             trial.squares, trial.steps = (None if part is None else part.to(device) for part in (answer["squares"], answer["steps"]))
 
 
-# From gradients to promises
+# From gradients to estimates
 
 
 def _zeros_like(parameter: nn.Parameter) -> Tensor:
-    """In float32 at least: half precision has no digits for a sum."""
+    """Return zeros for a sum of gradients, at least in float32, because half precision is too coarse for sums."""
     return torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32), requires_grad=False)
 
 
 def _fall(trial: _Trial, slot: str, make_learner: MakeLearner) -> Tensor | None:
-    """The fall of the loss in a step, at a learning rate of 1; None where nothing was asked, NaN where it was asked once."""
+    """Return the fall of the loss in one step at a learning rate of 1: None without any step, NaN after a single one."""
     if trial.squares is None or trial.steps is None:
         return None
     learner = make_learner(slot, nn.ParameterList([torch.zeros_like(parameter) for parameter in trial.live]))
@@ -309,9 +322,9 @@ def _fall(trial: _Trial, slot: str, make_learner: MakeLearner) -> Tensor | None:
 
 
 def fall_in_a_step(learner: SeedLearner, gradients: Sequence[Tensor], clip: Tensor) -> Tensor:
-    """The first-order fall of the loss in a step of a seed whose gradients are these, divided by its learning rate.
+    """Return the first-order fall of the loss in one step of a seed with these gradients, divided by its learning rate.
 
-    `clip` is what clipping multiplies them by before the optimiser sees them.
+    The optimiser sees the gradients multiplied by `clip`.
     """
     weights, rate = learner.parameters, learner.rate or 1.0
     seen = [(gradient * clip.to(gradient.dtype)).to(weight.dtype) for weight, gradient in zip(weights, gradients, strict=True)]
@@ -322,35 +335,37 @@ def fall_in_a_step(learner: SeedLearner, gradients: Sequence[Tensor], clip: Tens
             weight.detach().zero_()
             weight.grad = gradient.clone()  # an optimiser may write to it
         learner.optimizer.step()
-    moved = zip(weights, gradients, strict=True)  # from zero, in the last step
+    # The weights were zero before the last step, so they are its movement now.
+    moved = zip(weights, gradients, strict=True)
     return -torch.stack([(weight.detach().double() * gradient.double()).sum() for weight, gradient in moved]).sum() / rate
 
 
 def squared_norm(parts: Sequence[Tensor]) -> Tensor:
+    """Return the squared L2 norm of several tensors together, in float64."""
     return torch.stack([part.double().square().sum() for part in parts]).sum()
 
 
 def signal_scale(together: Tensor, squares: Tensor, steps: Tensor) -> Tensor:
-    """What the sum of some gradients is to be multiplied by to have the length of the expected one; NaN for less than two of them.
+    """Return the factor that scales the sum of some gradients to the length of their expectation; NaN for fewer than two gradients.
 
     `together` is the squared norm of the sum, `squares` the sum of squared norms, `steps` the number of gradients; all [...].
     """
-    signal = (together - squares) / (steps * (steps - 1))  # ‖E gradient‖², without bias
-    # A signal that drowns in the noise of few steps is not known to be zero; what it could be is what the noise leaves.
+    signal = (together - squares) / (steps * (steps - 1))  # unbiased estimate of ‖E gradient‖²
+    # A signal below the noise of few steps need not be zero, so its share of the squared mean is at least 1 / steps.
     share = torch.maximum(signal / (together / steps**2).clamp(min=1e-30), 1 / steps).clamp(max=1).sqrt()
     return torch.where(steps > 1, share / steps, math.nan)
 
 
 def clip_scale(squares: Tensor, steps: Tensor, max_norm: float | None) -> Tensor:
-    """What clipping multiplies gradients by, from the sum of their squared norms and their number [...]."""
+    """Return the factor of gradient clipping, from the sum of the squared norms and the number of gradients; all [...]."""
     return torch.ones_like(squares) if max_norm is None else (max_norm / ((squares / steps).sqrt() + 1e-6)).clamp(max=1.0)
 
 
 def capped(promises: Promises, *, loss: float | None, steps: int) -> Promises:
-    """Promises that `steps` steps never take more than the whole loss. The order of the candidates stays.
+    """Reduce estimates so that the fall over `steps` steps never exceeds `loss`. The order of the candidates stays the same.
 
-    The fall slows down as the loss goes: the gradient that is left is taken as proportional to the loss that is left. `loss` is how far the
-    loss can fall, None where nobody knows.
+    The model is an exponential decay: the fall per step is proportional to the loss that is left. `loss` is how far the loss can fall; if
+    it is unknown (None), the estimates stay as they are.
     """
     if loss is None or not 0 < loss < math.inf or steps < 1:
         return promises
@@ -358,18 +373,21 @@ def capped(promises: Promises, *, loss: float | None, steps: int) -> Promises:
 
 
 class ProbeRunner:
-    """`make` gives the optimisers of seeds, where the user has a factory for them."""
+    """Runs probes during training: builds one on request, starts and stops it at the right steps, and returns its results.
+
+    `make` is the user's factory for the optimisers of seeds, if there is one.
+    """
 
     def __init__(
         self, slotted: Slotted, lifecycles: SlotLifecycles[ModuleBackend], optimizer: Optimizer, make: MakeOptimizer | None = None
     ) -> None:
         self.slotted, self.lifecycles, self.optimizer, self.make = slotted, lifecycles, optimizer, make
         self._probe: Probe | None = None
-        self._steps = 0  # of the host's optimiser in this epoch, so far
-        self._length: int | None = None  # the same in the last epoch
+        self._steps = 0  # steps of the host's optimiser in this epoch, so far
+        self._length: int | None = None  # steps of the host's optimiser in the last epoch
 
     def request(self) -> None:
-        """For all that may grow now, in all slots that are free."""
+        """Request a probe of all candidates that fit a dormant slot and the rest of the budget."""
         allowed = self.lifecycles.allowance()
         wanted = [
             (name, option.name)
@@ -390,7 +408,7 @@ class ProbeRunner:
         return self._probe is not None and self._probe.is_watching
 
     def take_flops(self) -> int:
-        """Those that were spent since the last call."""
+        """Return the FLOPs spent since the last call."""
         if self._probe is None:
             return 0
         flops, self._probe.flops = self._probe.flops, 0
@@ -398,22 +416,22 @@ class ProbeRunner:
 
     @property
     def has_caught(self) -> bool:
-        """Whether it holds gradients of backward passes that no step has used yet."""
+        """Whether there are captured gradients that no optimiser step has used yet."""
         return self._probe is not None and self._probe.has_caught
 
     def drop(self) -> None:
-        """Forgets the gradients of backward passes that no step has used."""
+        """Discard captured gradients that no optimiser step has used."""
         if self._probe is not None:
             self._probe.drop()
 
     def ask(self, *, scale: Tensor | None) -> None:
-        """The host's optimiser has stepped by the gradients that were caught, which were multiplied by `scale`."""
+        """Evaluate candidates after a step of the host's optimiser. `scale` is the loss scale of the captured gradients."""
         self._steps += 1
         if self._probe is not None and self._probe.is_watching:
             self._probe.ask(scale=scale)
 
     def get_ready(self) -> None:
-        """Before a forward pass."""
+        """Start or stop the probe if that is due. Call it before a forward pass."""
         probe = self._probe
         if probe is None:
             return
@@ -424,12 +442,12 @@ class ProbeRunner:
             self.rest()
         elif is_due and not probe.is_watching:
             probe.watch()
-            # What is watched runs in Python. Compiled code would be compiled anew for it, and back again.
+            # Capturing needs Python hooks. Compiled code would be recompiled twice, with the hooks and without them again.
             self.slotted.run_eagerly(True)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What runs inside is none of the user's training, and is not looked at."""
+        """Do not capture forward passes inside this context, because they are not part of the user's training."""
         probe = self._probe
         if probe is None:
             yield
@@ -441,18 +459,22 @@ class ProbeRunner:
             probe.is_paused = False
 
     def rest(self) -> None:
-        """Looks no more; what was found so far stays."""
+        """Stop the probe; keep the results so far."""
         if self._probe is not None and self._probe.is_watching:
             self._probe.stop()
             self.slotted.run_eagerly(False)
 
     def discard(self) -> None:
-        """Forgets what was asked for and what was found."""
+        """Stop the probe and drop the request and the results."""
         self.rest()
         self._probe = None
 
     def end_epoch(self, *, steps: int) -> Promises | None:
-        """What was found; None where nothing was asked. The epoch was told to have so many `steps`; the host's optimiser may make fewer."""
+        """Return the estimates of the probe; None if none was requested.
+
+        `steps` is the number of training steps that the user reported for the epoch. The host's optimiser may have made fewer, for example
+        with accumulation, so estimates per optimiser step are converted to estimates per reported step.
+        """
         self._length, self._steps = self._steps, 0
         self.rest()
         probe, self._probe = self._probe, None
