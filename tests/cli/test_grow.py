@@ -503,7 +503,7 @@ def test_a_twin_without_an_accuracy_has_no_interval(capsys: pytest.CaptureFixtur
     assert main(["grow", *own, "--controller", "never", "--twin", "--json"]) == 0
     shown = capsys.readouterr().out
     assert last_line(shown)["accuracy_difference"] is None
-    assert "One run is one draw" in shown
+    assert "This is one run" in shown
 
 
 def test_the_length_of_sequences_reaches_the_task(tmp_path: Path) -> None:
@@ -634,7 +634,7 @@ def test_what_the_probe_saw_is_a_line() -> None:
     promises = {"a": {"norm": 0.001, "conv3x3": 0.02}, "b": {"norm": 0.03}}
     PlainLines(GrowProgress("digits"), stream).write(Record(time=0.0, run="run", rank=0, event=Probed(epoch=4, promises=promises)))
     assert (
-        "epoch 4: the probe promises a fall of the loss per step of 0.03000 with norm after b, 0.02000 with conv3x3 after a"
+        "epoch 4: the probe estimates a fall of the loss per step of 0.03000 with norm after b, 0.02000 with conv3x3 after a"
         in stream.getvalue()
     )
 

@@ -242,7 +242,7 @@ def test_the_best_of_every_slot_is_shown_as_the_probe_saw_it_last() -> None:
         ("2", "a", "norm", "0.00100"),
         ("1", "b", "norm", "0.25000"),
     ]
-    assert "What the probe saw" in render(told([*eventful(), first]), None, title="run", config="", rent=Rent())
+    assert "Results of the probe" in render(told([*eventful(), first]), None, title="run", config="", rent=Rent())
 
 
 def test_the_cost_of_removal_is_named_so_and_told_from_what_growing_gained() -> None:
@@ -264,7 +264,7 @@ def test_a_small_unit_of_the_loss_is_not_rounded_to_nothing() -> None:
 def test_steps_that_a_seed_did_not_take_are_told() -> None:
     skipping = msgspec.structs.replace(view("a", "HOLDING", "conv3x3"), skipped=1, grad_norm=3.0)
     story = told([entered(1, "a", "GERMINATED"), epoch(1, skipping), epoch(2, skipping), epoch(3, view("a", "HOLDING", "conv3x3"))])
-    assert about_skipped(story) == ["Seed 1, conv3x3 after a, did not take 2 steps: its gradient, or that of its host, was not finite."]
+    assert about_skipped(story) == ["Seed 1, conv3x3 after a, skipped 2 steps, because its gradient or that of its host was not finite."]
 
 
 def test_the_rent_that_would_have_changed_a_decision_is_named() -> None:

@@ -1,4 +1,4 @@
-"""Controllers that need no wisdom: never, a drawn plan, a fixed schedule. They are what a clever one has to beat."""
+"""Baseline controllers (never grow, a fixed plan, a random plan, a schedule), and the functions that make a controller from a name."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from esper.growth.lifecycle.stages import (
 )
 from esper.rng import Streams
 
-DEFAULT_EPOCHS = 40  # for a plan, where nobody knows how long the training will be
+DEFAULT_EPOCHS = 40  # assumed length of the training if it is unknown
 
 
 class Never:
-    """Leaves the host alone."""
+    """Never grows anything."""
 
     name = "never"
 
@@ -40,9 +40,9 @@ class Never:
 
 
 class Planned:
-    """Germinates as planned and sees every seed through to the end, whatever it turns out to be worth.
+    """Germinates according to a plan, and keeps every seed whose contribution is above 0.
 
-    The plan is a list of (epoch, slot, blueprint): after so many epochs, 0 being before the first.
+    The plan is a list of (epoch, slot, blueprint), where `epoch` is the number of finished epochs; 0 is before the first.
     """
 
     name = "schedule"
@@ -51,7 +51,7 @@ class Planned:
         self.plan = tuple((int(epoch), slot, blueprint) for epoch, slot, blueprint in plan)
         negative = [item for item in self.plan if item[0] < 0]
         if negative:
-            raise GrowthError(f"a plan names epochs from 0 on, and {negative[0]} does not")
+            raise GrowthError(f"the plan holds {negative[0]}, whose epoch is below 0; use epochs from 0 on")
 
     def decide(self, state: GrowthState) -> Decision:
         actions: list[Action] = [
@@ -67,7 +67,10 @@ class Planned:
 
 
 def see_through(state: GrowthState, busy: set[str]) -> list[Action]:
-    """Moves every seed on as soon as it can; at the end of the run, those that nothing can be said for are taken out."""
+    """Advance and fossilize every seed as early as possible. At the end of the run, prune the seeds without a positive contribution.
+
+    Slots in `busy` already have an action and are left out.
+    """
     actions: list[Action] = []
     is_over = state.epochs is not None and state.epoch >= state.epochs
     for slot in state.slots:
@@ -86,7 +89,11 @@ def see_through(state: GrowthState, busy: set[str]) -> list[Action]:
 
 
 class Random(Planned):
-    """Draws a plan once, from slots, blueprints and times, and keeps to it."""
+    """Draws a plan of random slots, blueprints and epochs once, and follows it.
+
+    `seed` is the random seed, `seeds` the number of seeds to grow (None: random), and `until` the part of the training in which they
+    germinate.
+    """
 
     name = "random"
 
@@ -101,7 +108,7 @@ class Random(Planned):
         return super().decide(state)
 
     def _draw(self, state: GrowthState) -> tuple[tuple[int, str, str], ...]:
-        """As many seeds as asked for, or any number; within the first part of the run, one for a slot."""
+        """Draw the plan, with at most one seed per slot."""
         rng = Streams(self.seed).numpy("random plan")
         slots = [slot for slot in state.slots if slot.candidates]
         count = min(self.seeds if self.seeds is not None else int(rng.integers(0, len(slots) + 1)), len(slots))
@@ -121,7 +128,7 @@ class Random(Planned):
 
 
 class Schedule(Planned):
-    """Grows the largest of the usual blueprints in every slot after a tenth of the training."""
+    """Grows a seed in every slot after part `at` of the training. Takes a preferred blueprint, else the one with most parameters."""
 
     preferred = ("double_conv3x3", "mlp")
 
@@ -142,7 +149,7 @@ class Schedule(Planned):
 
 
 class Completed:
-    """A controller that only decides, with the rest added: its class's name, and an empty state."""
+    """Adds the missing optional members to a controller: the name of its class, and an empty state."""
 
     def __init__(self, controller: Controller) -> None:
         self.controller = controller
@@ -171,14 +178,14 @@ CONTROLLERS: dict[str, Callable[[GrowthConfig], CompleteController]] = {
 
 
 def as_controller(controller: Controller | str, config: GrowthConfig) -> CompleteController:
-    """What a user passed as controller: a name, or an object that can at least decide."""
+    """Return a complete controller for a name, or for an object that has at least `decide`."""
     if isinstance(controller, str):
         return make_controller(controller, config)
     kind = controller.__name__ if isinstance(controller, type) else type(controller).__name__
     if isinstance(controller, type):
         raise GrowthError(f"the controller is the class {kind} itself; pass an object of it: controller={kind}(...)")
     if not callable(getattr(controller, "decide", None)):
-        raise GrowthError(f"a controller has a method decide(state) that gives a Decision, and this {kind} has none")
+        raise GrowthError(f"the controller {kind} has no method decide(state); add one that returns a Decision")
     has = [name for name in ("state_dict", "load_state_dict") if callable(getattr(controller, name, None))]
     if len(has) == 1:
         raise GrowthError(f"the controller {kind} has only {has[0]} of state_dict and load_state_dict; it needs both, or neither")
@@ -186,6 +193,7 @@ def as_controller(controller: Controller | str, config: GrowthConfig) -> Complet
 
 
 def make_controller(name: str, config: GrowthConfig) -> CompleteController:
+    """Return the controller of this name; see CONTROLLERS."""
     if name not in CONTROLLERS:
         file = "; for the file of a trained one, pass controller=esper.controller.learned.load_controller(path)"
         raise GrowthError(

@@ -1,18 +1,20 @@
-"""The heuristic controller: grows a starved host early, where and what the probe says, and keeps what pays its rent.
+"""The heuristic controller: grows a starved host early, chooses slots and blueprints by the probe, and keeps seeds that pay their rent.
 
-It looks once after a tenth of the training, and again whenever the training loss stops falling or jumps up, as long as enough of the
-training is left. Before it looks it asks for a probe.
+When it checks the host. Once after a tenth of the training, and again whenever the training loss stops falling or jumps up, as long as
+enough of the training is left. It requests a probe one epoch before it grows anything.
 
-A host is starved when its training loss is still high, validation does not lag behind it, and one of these holds:
-- the loss is going to end high: training losses fall like a power of time, and the last epochs tell which;
-- the data could teach more weights than the host has.
+Starved hosts. A host is starved if its training loss is still high, it does not overfit, and one of these holds:
+- its loss is expected to end high, by extrapolating the last epochs with a power law of time;
+- the data suffice to train more weights than the host has.
 
-A starved host is undertrained where longer training would give more for the same FLOPs: its own loss is still going to fall at the end, and
-what the seeds promise now is not many times as much. It is let alone. How many times was measured (docs/log.md).
+Undertrained hosts. A starved host is left alone if longer training would gain more for the same FLOPs. That is so if its loss will still be
+falling at the end of the training, and the estimated fall by the seeds is not many times as large. The threshold was measured
+(docs/log.md).
 
-In every free slot it takes the candidate that would lower the loss most within an epoch, after its rent, as long as the data could teach
-that many weights in that place: a convolution over a wide map sees many positions in one sample, one over a small map few. Right before the
-head it asks for ten times the evidence: what grows there lowers the training loss fastest of all, and does not generalise from few samples.
+Choice of seeds. In every free slot it takes the candidate with the largest estimated fall of the loss within an epoch, minus its rent. The
+data must suffice to train that many weights in that place: a convolution sees many positions per sample in a wide feature map, and few in a
+small one. Right before the head it demands many times as much data per weight, because a seed there lowers the training loss fastest of all
+but does not generalise from few samples.
 """
 
 from __future__ import annotations
@@ -40,20 +42,22 @@ from esper.growth.lifecycle.stages import (
 from esper.growth.measure.rent import Allowance
 from esper.text_table import figure
 
-FIRST_LOOK = 2  # epochs that a look needs at least
-PATIENCE = 3  # probations before a seed can be found useless: it takes longer to show than to be seen
-LITTLE_BEHIND = 0.1  # of the host's FLOPs
-MOST_EPOCHS = 10_000  # more than anybody is advised to train for
-UNKNOWN_HORIZON = 10  # where nobody knows how long the training will be: this many times longer than now
+FIRST_LOOK = 2  # earliest epoch of the first check
+PATIENCE = 3  # a seed may be pruned after this many times `holding_epochs`, because some seeds become useful late
+LITTLE_BEHIND = 0.1  # a slot is at the end of the host if less than this share of the host's FLOPs comes after it
+MOST_EPOCHS = 10_000  # search range for the advice on how long to train
+UNKNOWN_HORIZON = 10  # if the length of the training is unknown, assume this many times the epochs so far
 
 
 class Heuristic:
+    """Controller that follows the fixed rules of `config.heuristic`; see the module's docstring."""
+
     name = "heuristic"
 
     def __init__(self, config: GrowthConfig) -> None:
         self.rules = config.heuristic
         self.lifecycle = config.lifecycle
-        self._looks_at: int | None = None  # the epoch after which the probe that it asked for will have answered
+        self._looks_at: int | None = None  # epoch after which the requested probe has results
 
     def decide(self, state: GrowthState) -> Decision:
         actions = [action for slot in state.slots for action in self._review(slot, state)]
@@ -67,9 +71,10 @@ class Heuristic:
             self._looks_at = state.epoch + 1
         return Decision(tuple(actions), why, probe=must_look)
 
-    # Seeds that are there
+    # Existing seeds
 
     def _review(self, slot: SlotState, state: GrowthState) -> list[Action]:
+        """Return the action for the seed in a slot, if one is due."""
         name = slot.place.name
         if slot.stage is Stage.TRAINING and slot.epochs_in_stage >= self.lifecycle.training_epochs:
             return [Advance(name, f"it has learned for {slot.epochs_in_stage} epochs")]
@@ -80,17 +85,18 @@ class Heuristic:
         is_settled = slot.epochs_in_stage >= PATIENCE * self.lifecycle.holding_epochs
         return judge(name, measured, slot.rent, may_prune=is_settled or is_last, is_last=is_last)
 
-    # Seeds to come
+    # New seeds
 
     def _look(self, state: GrowthState) -> tuple[bool, str]:
-        """Whether a probe should look at the candidates during the next epoch, and why or why not."""
+        """Return whether to probe the candidates during the next epoch, and the reason."""
         first, has_candidates = self._first_look(state.epochs), any(slot.candidates for slot in state.slots)
         if state.epoch < first - 1 or not has_candidates or not self._is_in_time(state.epochs, at=state.epoch + 1):
             return False, ""
+        # The first check only needs a starved host; later ones need a jump or a plateau of the training loss too.
         verdict = starvation(state, self.rules)
         if state.epoch == first - 1:
             return verdict.is_starved, "looks for places to grow" if verdict.is_starved else f"lets the host alone: {verdict.reason}"
-        is_busy = any(slot.stage in LIVING for slot in state.slots)  # first let those on trial show what they are worth
+        is_busy = any(slot.stage in LIVING for slot in state.slots)  # wait for the verdict on the present seeds
         has_just_looked = self._looks_at is not None and state.epoch < self._looks_at + self.rules.plateau_epochs
         if is_busy or has_just_looked or not verdict.is_starved:
             return False, ""
@@ -98,20 +104,23 @@ class Heuristic:
         return bool(why), why
 
     def _first_look(self, epochs: int | None) -> int:
+        """Return the epoch of the first check in a training of so many epochs."""
         return max(FIRST_LOOK, round(self.rules.grow_at * epochs) if epochs else FIRST_LOOK)
 
     def _is_in_time(self, epochs: int | None, *, at: int) -> bool:
+        """Return whether a seed that germinates after epoch `at` is early enough to pay and to be kept."""
         if epochs is None:
             return True
         return at <= max(self.rules.grow_until * epochs, self._first_look(epochs)) and epochs - at >= self._trial_epochs()
 
     def why_nothing_can_grow(self, epochs: int | None) -> str:
-        """Why a training of so many epochs is too short to grow anything; empty where it is not."""
+        """Return why a training of so many epochs is too short to grow anything; empty if it is long enough."""
         first = self._first_look(epochs)
         if epochs is None or self._is_in_time(epochs, at=first):
             return ""
+        # Find the shortest training that is long enough, for the advice.
         longer = range(epochs + 1, epochs + MOST_EPOCHS)
-        least = next((longer for longer in longer if self._is_in_time(longer, at=self._first_look(longer))), None)
+        least = next((count for count in longer if self._is_in_time(count, at=self._first_look(count))), None)
         advice = "lower heuristic.grow_at" if least is None else f"train for at least {least} epochs, or shorten lifecycle.holding_epochs"
         return (
             f"nothing can grow in {epochs} epochs: the first seed would germinate after epoch {first}, and needs "
@@ -119,12 +128,13 @@ class Heuristic:
         )
 
     def _trial_epochs(self) -> int:
-        """What a seed needs at least before it can be kept."""
+        """Return the least number of epochs between germination and fossilization."""
         rules = self.lifecycle
         before = rules.training_epochs + rules.blend_epochs if rules.raise_mode == "shadow" else 0
         return before + rules.holding_epochs + 1
 
     def _grow(self, state: GrowthState) -> tuple[list[Action], str]:
+        """Return the seeds to germinate after a probe, and the reason."""
         verdict = starvation(state, self.rules)
         if not verdict.is_starved:
             return [], f"lets the host alone: {verdict.reason}"
@@ -148,7 +158,11 @@ class Heuristic:
 
 
 def judge(name: str, measured: Contribution, rent: float, *, may_prune: bool, is_last: bool) -> list[Action]:
-    """Keep a seed that certainly pays its rent, prune one that certainly does not, wait while it is open, and end with the estimate."""
+    """Decide about a seed by the interval of its contribution.
+
+    Fossilize it if the whole interval is above its rent. Prune it if the whole interval is below and `may_prune`. Otherwise wait. In the
+    last epoch the estimate decides.
+    """
     gain = measured.gain
     words = f"{measured.in_words()}, and its rent is {figure(rent)}"
     if gain.low > rent or (is_last and gain.estimate > rent):
@@ -160,13 +174,15 @@ def judge(name: str, measured: Contribution, rent: float, *, may_prune: bool, is
 
 @dataclass(frozen=True, slots=True)
 class Starvation:
+    """Whether a host needs more capacity, with the reason."""
+
     is_starved: bool
     reason: str
 
 
 def starvation(state: GrowthState, rules: HeuristicConfig) -> Starvation:
-    """Whether more capacity would help, from what the losses tell."""
-    assert state.scale is not None  # it is known when the first epoch is over
+    """Judge from the losses whether more capacity would help."""
+    assert state.scale is not None  # known after the first epoch
     scale, train, val = state.scale, state.train_losses[-1], state.val_losses[-1]
     is_now = f"its training loss is {figure(train, 3)}"
     if scale.relative(train) < rules.high_loss:
@@ -182,7 +198,9 @@ def starvation(state: GrowthState, rules: HeuristicConfig) -> Starvation:
 
 
 def projected_loss(losses: Sequence[float], epochs: int) -> float:
-    """Where a loss above its floor will be after so many epochs, if it goes on falling by the power of time of the last two.
+    """Extrapolate a loss to the end of a training, by the power law of time through the last two epochs.
+
+    `losses` are above their floor, one per epoch. A rising loss is taken as constant.
 
     >>> round(projected_loss([1.0, 0.5, 1 / 3], 30), 4)
     0.0333
@@ -195,6 +213,7 @@ def projected_loss(losses: Sequence[float], epochs: int) -> float:
 
 
 def has_stopped_falling(state: GrowthState, rules: HeuristicConfig) -> str:
+    """Return a description of a plateau of the training loss; empty if there is none."""
     assert state.scale is not None
     losses, count = state.train_losses, rules.plateau_epochs
     if len(losses) <= count:
@@ -206,7 +225,10 @@ def has_stopped_falling(state: GrowthState, rules: HeuristicConfig) -> str:
 
 
 def has_jumped(state: GrowthState, rules: HeuristicConfig) -> str:
-    """The data have changed: the last two losses are well above those before."""
+    """Return a description of a jump of the training loss, as after a change of the data; empty if there is none.
+
+    A jump means that the last two losses are well above the median of those before.
+    """
     assert state.scale is not None
     losses, count = state.train_losses, rules.plateau_epochs
     if len(losses) < count + 2:
@@ -218,9 +240,9 @@ def has_jumped(state: GrowthState, rules: HeuristicConfig) -> str:
 
 
 def fall_at_the_end(losses: Sequence[float], epochs: int) -> float:
-    """How far a loss above its floor will fall in the last of so many epochs, if it goes on falling by the power of time of the last two.
+    """Return the fall of a loss in the last of `epochs`, by the power law of time through the last two losses.
 
-    The mean loss of an epoch is taken for that of its middle.
+    `losses` are above their floor, one per epoch. The mean loss of an epoch is taken as the loss at its middle.
 
     >>> round(fall_at_the_end([(epoch + 0.5) ** -0.5 for epoch in range(4)], 100), 6)
     0.0005
@@ -234,16 +256,16 @@ def fall_at_the_end(losses: Sequence[float], epochs: int) -> float:
 
 
 def speed_over_longer_training(state: GrowthState, chosen: Sequence[Candidate]) -> float:
-    """How many times as much these would lower the loss now as the host by itself at the end of its training, for the same FLOPs."""
+    """Return the ratio of two falls of the loss for the same FLOPs: by these seeds now, and by the host at the end of its training."""
     assert state.scale is not None
     own = fall_at_the_end(state.scale.above_floor(state.train_losses), state.epochs or UNKNOWN_HORIZON * state.epoch)
-    cost = sum(candidate.cost.flops for candidate in chosen) / max(state.host_cost.flops, 1)  # of a step of the host's own
+    cost = sum(candidate.cost.flops for candidate in chosen) / max(state.host_cost.flops, 1)  # relative to the host
     promised = sum(candidate.promise or 0.0 for candidate in chosen) * max(state.steps_per_epoch, 1)
     return promised / (own * cost) if own * cost > 0 else math.inf
 
 
 def choose(state: GrowthState, rules: HeuristicConfig) -> list[tuple[str, Candidate]]:
-    """(slot, candidate) of what to grow: the best candidate of every free slot, the best slots first, within the budget."""
+    """Return the (slot, candidate) pairs to grow: the best candidate of every free slot, best slots first, within the budget."""
     best = [(slot, option) for slot in state.slots if (option := _best(slot, state, rules)) is not None]
     plan = []
     allowed = Allowance(state.seeds_left, state.parameters_left, state.flops_left)
@@ -260,17 +282,18 @@ def _why(candidate: Candidate, state: GrowthState) -> str:
 
 
 def _best(slot: SlotState, state: GrowthState, rules: HeuristicConfig) -> Candidate | None:
+    """Return the candidate of a slot that is worth most; None if none is worth its rent."""
     options = [candidate for candidate in _teachable(slot, state, rules) if _worth(candidate, state) > 0]
     return max(options, key=lambda candidate: _worth(candidate, state), default=None)
 
 
 def _worth(candidate: Candidate, state: GrowthState) -> float:
-    """What an epoch at the promised speed would give, after rent."""
+    """Return the estimated fall of the loss within an epoch, minus the rent."""
     return (candidate.promise or 0.0) * max(state.steps_per_epoch, 1) - candidate.rent
 
 
 def _teachable(slot: SlotState, state: GrowthState, rules: HeuristicConfig) -> list[Candidate]:
-    """Those that the data could teach, that are no trifles, and that were not tried here before."""
+    """Return the candidates that are large enough, have not been tried in this slot, and have enough data for their weights."""
     least = rules.least_share * state.host_cost.parameters / len(state.slots)
     fresh = [candidate for candidate in slot.candidates if candidate.blueprint not in slot.tried and candidate.cost.parameters >= least]
     if state.samples_per_epoch is None:

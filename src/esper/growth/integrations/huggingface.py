@@ -1,17 +1,17 @@
-"""Growing in the training loop of Hugging Face transformers.
+"""Growth in the training loop of Hugging Face transformers.
 
     growth = GrowthTrainerCallback()
     trainer = GrowthTrainer(model, arguments, train_dataset=train, eval_dataset=held_out, growth=growth)
     trainer.train()
     model = growth.bake()
 
-A callback alone would not do: the Trainer tells callbacks neither the loss of a step nor the checkpoint that is resumed. GrowthTrainer
-learns both by overriding `training_step` and `train`, as the Trainer's documentation invites to. It also works in front of a trainer
-that has its own: class Growing(GrowthTrainer, SFTTrainer).
+A callback alone is not enough: the Trainer tells callbacks neither the loss of a step nor the checkpoint that is resumed. GrowthTrainer
+gets both by overriding `training_step` and `train`. It also works as a mixin before another trainer:
+class Growing(GrowthTrainer, SFTTrainer).
 
-The seeds are in the model's file of every checkpoint: `esper.load(folder, model=Model(config))` reads it, where `from_pretrained` would
-leave them out and name them as unexpected. Their stages and optimisers are in a folder `growth` beside it, and
-`train(resume_from_checkpoint=...)` goes on where the saved run was.
+The model file of every checkpoint holds the seeds. Read it with `esper.load(folder, model=Model(config))`; `from_pretrained` would leave
+the seeds out and report unexpected keys. The stages and optimisers of the seeds are in a folder `growth` beside it, and
+`train(resume_from_checkpoint=...)` resumes the saved run.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ FOLDER, KIND = "growth", "growth in transformers"
 
 
 class GrowthTrainerCallback(TrainerCallback):
-    """Owns a grower from the start of `train` on; `grower.ledger` tells what was tried. It belongs to one GrowthTrainer.
+    """Callback of one GrowthTrainer that grows its model during `train`. It owns a grower; `grower.ledger` lists the tried seeds.
 
-    Seeds are judged by the trainer's `eval_dataset` after every epoch, whether or not the trainer evaluates then. `example_input` is a
-    batch as the model gets it; without it the first one of the `eval_dataset` is taken. Settings are those of `Grower`.
+    Seeds are judged by the trainer's `eval_dataset` after every epoch, whether or not the trainer evaluates then. `example_input` is an
+    input of the model; by default the first batch of `eval_dataset`. The other settings are those of `Grower`.
     """
 
     def __init__(
@@ -56,29 +56,31 @@ class GrowthTrainerCallback(TrainerCallback):
         self.example_input, self.controller, self.config, self.on_event = example_input, controller, config or GrowthConfig(), on_event
         self.grower: Grower | None = None
         self.trainer: Trainer | None = None
-        self.resumed: Path | None = None  # the checkpoint that this training goes on from
-        self.ignored: SeedsIgnored | None = None  # while the Trainer loads it
-        self._loaders: list[Iterable[Any]] = []
-        self._losses: list[Tensor] = []  # since the optimiser's last step
-        self._batches: list[Any] = []
+        self.resumed: Path | None = None  # checkpoint from which this training resumes
+        self.ignored: SeedsIgnored | None = None  # set while the Trainer loads that checkpoint
+        self._loaders: list[Iterable[Any]] = []  # of the validation data
+        self._losses: list[Tensor] = []  # since the last optimiser step
+        self._batches: list[Any] = []  # since the last optimiser step
 
     def bake(self) -> nn.Module:
-        """The model with the fossilized seeds in it, and nothing else of ours. `esper.load` grows a fresh one to the same structure."""
+        """Return the model with the fossilized seeds as ordinary modules. `esper.load` gives a fresh model the same structure."""
         return self._grower().bake()
 
     def weights_are_loaded(self) -> None:
+        """Stop ignoring the seeds in a state dict, once the Trainer has loaded the weights of a checkpoint."""
         if self.ignored is not None:
             self.ignored.stop()
             self.ignored = None
 
     def note(self, loss: Tensor, batch: Mapping[str, Any]) -> None:
-        """What a forward and backward pass gave."""
+        """Remember the loss and the batch of one forward and backward pass."""
         self._losses.append(loss.detach())
         self._batches.append(batch)
 
-    # What the Trainer calls
+    # Hooks that the Trainer calls
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Add the slots, build the grower, and load its state when resuming."""
         trainer = self._trainer()
         self.weights_are_loaded()
         _check_can_follow(trainer, args, state)
@@ -100,7 +102,7 @@ class GrowthTrainerCallback(TrainerCallback):
         self.grower.begin()
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """A checkpoint of an epoch's last step is resumed with the next epoch; then the end of that one is still to come."""
+        """End the previous epoch if that has not happened: a run saved at the last step of an epoch resumes with the next epoch."""
         if float(state.epoch or 0).is_integer():
             self._end_epoch()
 
@@ -108,7 +110,7 @@ class GrowthTrainerCallback(TrainerCallback):
         losses, batches = self._losses, self._batches
         self._losses, self._batches = [], []
         samples = sum(map(size_of, batches))
-        # Every one is divided by their number already, or by the number of tokens in all of them.
+        # Sum them: the Trainer has already divided every loss by the number of batches, or by the number of tokens in all of them.
         self._grower().after_step(torch.stack(losses).sum(), closure=partial(self._loss, batches[-1]), samples=samples)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
@@ -119,7 +121,7 @@ class GrowthTrainerCallback(TrainerCallback):
             folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
             CheckpointStore(folder / FOLDER, kind=KIND).save(state.global_step, self._grower().state_dict())
 
-    # How a grower is made
+    # Construction of the grower
 
     def _trainer(self) -> Any:
         if self.trainer is None:
@@ -128,20 +130,20 @@ class GrowthTrainerCallback(TrainerCallback):
 
     def _grower(self) -> Grower:
         if self.grower is None:
-            raise GrowthError("nothing has grown yet: trainer.train() with this callback comes first")
+            raise GrowthError("nothing has grown yet; call trainer.train() with this callback first")
         return self.grower
 
     def _add_slots(self, trainer: Any) -> Slotted:
         example = self.example_input
         if example is None:
-            with isolated(trainer.model):  # a loader may draw random numbers
+            with isolated(trainer.model):  # because a loader may draw random numbers
                 example = dict(next(iter(self._loaders[0])))
         return add_slots(trainer.model_wrapped, example, slots=self.config.slots)
 
     def _make_grower(self, trainer: Any, slotted: Slotted, *, epochs: int) -> Grower:
         return Grower(
             slotted,
-            getattr(trainer.optimizer, "optimizer", trainer.optimizer),  # without accelerate around it
+            getattr(trainer.optimizer, "optimizer", trainer.optimizer),  # without the wrapper of accelerate
             scaler=trainer.accelerator.scaler,
             scheduler=trainer.lr_scheduler,
             controller=self.controller,
@@ -154,11 +156,11 @@ class GrowthTrainerCallback(TrainerCallback):
 
     def _end_epoch(self) -> None:
         grower = self._grower()
-        if grower.history.steps:  # of an epoch that is not over for the grower
+        if grower.history.steps:  # otherwise the grower has ended this epoch already
             grower.after_epoch(lambda: list(self._evaluate(grower)))
 
     def _evaluate(self, grower: Grower) -> Iterator[tuple[Tensor, int]]:
-        """The loss and the size of every batch. Draws nothing from the random streams that training uses."""
+        """Yield the loss and the size of every validation batch, without drawing from the random streams of the training."""
         trainer = self._trainer()
         with isolated(trainer.model):
             trainer.model.eval()
@@ -166,19 +168,21 @@ class GrowthTrainerCallback(TrainerCallback):
                 for batch in loader:
                     loss, _, _ = trainer.prediction_step(trainer.model, batch, prediction_loss_only=True)
                     if loss is None:
-                        raise GrowthError(f"the eval_dataset gives no loss: it has no {' or '.join(trainer.label_names)}")
+                        raise GrowthError(
+                            f"the model gives no loss for eval_dataset; add the column {' or '.join(trainer.label_names)} to it"
+                        )
                     yield loss, size_of(batch)
                     grower.count_evaluation(size_of(batch))
 
     def _loss(self, batch: Mapping[str, Any]) -> Tensor:
-        """Of a training batch, again."""
+        """Compute the loss of a training batch once more."""
         trainer = self._trainer()
         with trainer.compute_loss_context_manager():
             return checked(trainer.compute_loss(trainer.model, dict(batch)))
 
 
 class GrowthTrainer(Trainer):
-    """A Trainer whose model grows."""
+    """A Trainer whose model grows. `growth` is the callback with the settings."""
 
     def __init__(self, *arguments: Any, growth: GrowthTrainerCallback, **others: Any) -> None:
         super().__init__(*arguments, **others)
@@ -187,6 +191,7 @@ class GrowthTrainer(Trainer):
         self.add_callback(growth)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **others: Any) -> Any:
+        # Let the Trainer load a checkpoint without the seeds; `on_train_begin` restores them.
         found = get_last_checkpoint(self.args.output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
         self.growth.resumed = Path(found) if found else None
         if found:
@@ -203,11 +208,11 @@ class GrowthTrainer(Trainer):
 
 
 def _check_can_follow(trainer: Any, args: Any, state: Any) -> None:
-    """What would go wrong later, or silently."""
+    """Raise GrowthError for settings of the Trainer that would fail later or give wrong results."""
     if args.load_best_model_at_end:
         raise GrowthError(
             "load_best_model_at_end would put the weights of an earlier epoch beside the seeds of the last; set it to False, "
-            "and resume from that checkpoint where it is wanted"
+            "and resume from that checkpoint if you want its weights"
         )
     if state.is_hyper_param_search:
         raise GrowthError("a hyperparameter search makes many models, and this callback grows one; search without it")
@@ -216,15 +221,17 @@ def _check_can_follow(trainer: Any, args: Any, state: Any) -> None:
 
 
 def _evaluation_loaders(trainer: Any) -> list[Iterable[Any]]:
+    """Return a loader for every evaluation data set of the trainer."""
     if not trainer.eval_dataset:
-        raise GrowthError("seeds are judged by validation data after every epoch; pass eval_dataset to the trainer")
+        raise GrowthError("there is no validation data, by which seeds are judged after every epoch; pass eval_dataset to the trainer")
     names = list(trainer.eval_dataset) if isinstance(trainer.eval_dataset, dict) else [None]
     return [trainer.get_eval_dataloader(name) for name in names]
 
 
 def _read(checkpoint: Path) -> dict[str, Any]:
+    """Return the saved state of the grower from a checkpoint of the Trainer."""
     store = CheckpointStore(checkpoint / FOLDER, kind=KIND)
     if not store.has_any():
-        raise GrowthError(f"{checkpoint} has no folder {FOLDER!r}: it was not written by a GrowthTrainer, or with save_only_model")
+        raise GrowthError(f"{checkpoint} has no folder {FOLDER!r}; resume from a checkpoint of a GrowthTrainer without save_only_model")
     state: dict[str, Any] = store.load("latest").state
     return state

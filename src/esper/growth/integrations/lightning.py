@@ -1,11 +1,11 @@
-"""Growing in Lightning's training loop, that of `lightning` or of `pytorch_lightning`.
+"""Growth in Lightning's training loop, for `lightning` and `pytorch_lightning`.
 
     growth = GrowthCallback(x[:2], lambda module, batch: cross_entropy(module(batch[0]), batch[1]))
     Trainer(max_epochs=30, callbacks=[growth]).fit(module, train_loader, val_loader)
     model = growth.bake()
 
 A checkpoint holds the seeds twice: in the module's state dict, for `esper.load(checkpoint["state_dict"], model=Module())`, and with their
-stages and optimisers as the state of this callback. `fit(module, ..., ckpt_path=...)` with such a callback goes on where the saved run was.
+stages and optimisers in the state of this callback. `fit(module, ..., ckpt_path=...)` with such a callback resumes the saved run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ from esper.runs import Event
 
 
 def _callback_class() -> Any:
-    """Lightning comes under two names, often both at once, and a trainer takes callbacks of its own name only. This is one of both."""
+    """Return a base class that derives from the `Callback` of every installed Lightning package.
+
+    Lightning comes under two names, often both installed, and a trainer only accepts callbacks of its own package.
+    """
     names = [name for name in ("lightning.pytorch", "pytorch_lightning") if importlib.util.find_spec(name.partition(".")[0])]
     if not names:
         raise ModuleNotFoundError("Lightning is not installed; pip install 'esper-grow[lightning]'", name="lightning")
@@ -46,11 +49,12 @@ else:
 
 
 class GrowthCallback(Callback):
-    """Owns a grower from the start of `fit` on; `grower.ledger` tells what was tried.
+    """Lightning callback that grows a model during `fit`. It owns a grower; `grower.ledger` lists the seeds that were tried.
 
-    `example_input` is a batch as the model gets it. `step_loss(module, batch)` gives the loss of a batch and logs nothing: it is called for
-    every batch of the validation loaders after every epoch, again for each seed on trial, and in training for seeds in the shadow.
-    `model_attribute` names the submodule that grows, where the LightningModule is not called as a whole. Settings are those of `Grower`.
+    `example_input` is an input of the model. `step_loss(module, batch)` returns the loss of a batch and must not log: it is called for
+    every batch of the validation loaders after every epoch, again for every seed whose contribution is measured, and in training for seeds
+    in the shadow. `model_attribute` names the submodule to grow, if the LightningModule is not called as a whole. The other settings are
+    those of `Grower`.
     """
 
     def __init__(
@@ -66,25 +70,25 @@ class GrowthCallback(Callback):
         self.example_input, self.step_loss, self.model_attribute = example_input, step_loss, model_attribute
         self.controller, self.config, self.on_event = controller, config or GrowthConfig(), on_event
         self.grower: Grower | None = None
-        self._saved: dict[str, Any] | None = None  # from a checkpoint, until there is a grower for it
-        self._ignored: SeedsIgnored | None = None  # while Lightning loads a checkpoint
-        self._steps = 0  # of the optimiser, as Lightning counts them
-        self._losses: list[Tensor] = []  # since its last step
-        self._samples = 0
+        self._saved: dict[str, Any] | None = None  # state from a checkpoint, until there is a grower for it
+        self._ignored: SeedsIgnored | None = None  # set while Lightning loads a checkpoint
+        self._steps = 0  # optimiser steps, as Lightning counts them
+        self._losses: list[Tensor] = []  # since the last optimiser step
+        self._samples = 0  # since the last optimiser step
 
     def bake(self) -> nn.Module:
-        """The module (or its `model_attribute`) with the fossilized seeds in it, and nothing else of ours."""
+        """Return the module (or its `model_attribute`) with the fossilized seeds as ordinary modules, without slots."""
         return self._grower().bake()
 
     def _grower(self) -> Grower:
         if self.grower is None:
-            raise GrowthError("nothing has grown yet: trainer.fit(...) with this callback comes first")
+            raise GrowthError("nothing has grown yet; call trainer.fit(...) with this callback first")
         return self.grower
 
-    # What Lightning calls, in this order
+    # Hooks, in the order in which Lightning calls them
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """The weights of a checkpoint come next, and then the state of this callback, which restores the seeds."""
+        """Let Lightning load a checkpoint without the seeds. It loads the state of this callback next, which restores them."""
         if stage == "fit" or self.grower is not None:
             self._ignored = SeedsIgnored(pl_module, [] if self.grower is None else self.grower.slotted.slots.values())
 
@@ -95,11 +99,15 @@ class GrowthCallback(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._saved = state_dict
-        if self.grower is not None:  # a checkpoint is tested: its weights and its seeds belong together
+        if self.grower is not None:  # a checkpoint is loaded for a test after fit: its seeds belong to its weights
             self.grower.load_state_dict(state_dict)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Of a checkpoint, Lightning has loaded weights and callbacks. It loads optimiser and schedule later, and finds them equal."""
+        """Add the slots and build the grower.
+
+        When resuming, Lightning has loaded the weights and the callbacks of the checkpoint by now. The grower restores optimiser and
+        schedule; Lightning loads the same states again later.
+        """
         self._weights_are_loaded()
         _check_can_follow(trainer, pl_module)
         if self.grower is not None:
@@ -123,20 +131,23 @@ class GrowthCallback(Callback):
             grower.slotted.remove()
             self.grower = None
             raise GrowthError(
-                "seeds are judged by validation data after every epoch, and there is none yet; "
+                "there is no validation data, by which seeds are judged after every epoch; "
                 "pass val_dataloaders to fit, with limit_val_batches above 0 and check_val_every_n_epoch=1"
             )
         self._steps, self._losses, self._samples = trainer.global_step, [], 0
         grower.begin()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """A checkpoint of an epoch's last step is resumed at the next epoch's first, and nothing else tells that the one is over."""
+        """End the previous epoch if that has not happened.
+
+        A run that was saved at the last step of an epoch resumes at the first step of the next, without a call of `on_train_epoch_end`.
+        """
         if batch_idx == 0:
             self._end_epoch(trainer, pl_module)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if isinstance(outputs, Mapping) and "loss" in outputs:  # otherwise training_step has skipped the batch
-            self._losses.append(outputs["loss"].detach() * trainer.accumulate_grad_batches)  # Lightning had divided by it
+            self._losses.append(outputs["loss"].detach() * trainer.accumulate_grad_batches)  # Lightning has divided by it
             self._samples += size_of(batch)
         if trainer.global_step == self._steps:  # gradients are being accumulated
             return
@@ -167,22 +178,25 @@ class GrowthCallback(Callback):
         self._move_seeds(pl_module)
 
     def _move_seeds(self, pl_module: Any) -> None:
-        """Lightning moves the module to a device and back; seeds are no part of it."""
+        """Move the seeds to the device of the module. Lightning does not, because seeds are not submodules of it."""
         self._weights_are_loaded()
         if self.grower is not None:
             self.grower.slotted.to(pl_module.device)
 
-    # How a grower is made
+    # Construction of the grower
 
     def _add_slots(self, trainer: Any, pl_module: Any) -> Slotted:
-        model = trainer.model  # under DistributedDataParallel, which the grower must know of
+        model = trainer.model  # may be wrapped in DistributedDataParallel, which the grower must know
         if self.model_attribute is not None:
             model = dict(pl_module.named_modules()).get(self.model_attribute)
             if model is None:
                 names = ", ".join(name for name, _ in pl_module.named_children())
                 raise GrowthError(f"{type(pl_module).__name__} has no submodule {self.model_attribute!r}; it has {names}")
             if trainer.world_size > 1:
-                raise GrowthError("on several processes the LightningModule grows as a whole; leave model_attribute out")
+                raise GrowthError(
+                    f"model_attribute={self.model_attribute!r} is not possible on {trainer.world_size} processes, where the whole "
+                    "LightningModule grows; leave it out"
+                )
         example = trainer.precision_plugin.convert_input(move(self.example_input, pl_module.device))
         return add_slots(model, example, slots=self.config.slots)
 
@@ -196,7 +210,7 @@ class GrowthCallback(Callback):
             scheduler=_Schedules(schedules) if schedules else None,
             controller=self.controller,
             config=self.config,
-            epochs=epochs if epochs is not None and epochs > 0 else None,  # -1: without end
+            epochs=epochs if epochs is not None and epochs > 0 else None,  # -1: unlimited
             on_event=self.on_event,
         )
 
@@ -204,11 +218,11 @@ class GrowthCallback(Callback):
 
     def _end_epoch(self, trainer: Any, pl_module: Any) -> None:
         grower = self._grower()
-        if grower.history.steps:  # of an epoch that is not over for the grower
+        if grower.history.steps:  # otherwise the grower has ended this epoch already
             grower.after_epoch(lambda: list(self._evaluate(trainer, pl_module, grower)))
 
     def _evaluate(self, trainer: Any, pl_module: Any, grower: Grower) -> Iterator[tuple[Tensor, int]]:
-        """The loss and the size of every validation batch. Draws nothing from the random streams that training uses."""
+        """Yield the loss and the size of every validation batch, without drawing from the random streams of the training."""
         with isolated(pl_module), torch.no_grad():
             pl_module.eval()
             for batch in _validation_batches(trainer, pl_module):
@@ -221,7 +235,7 @@ class GrowthCallback(Callback):
 
 
 class _Schedules:
-    """All of one optimiser, as one."""
+    """All schedules of an optimiser, with one state."""
 
     def __init__(self, schedules: list[Any]) -> None:
         self.schedules = schedules
@@ -235,21 +249,22 @@ class _Schedules:
 
 
 def _check_can_follow(trainer: Any, pl_module: Any) -> None:
+    """Raise GrowthError for a kind of training that the callback does not support."""
     if not pl_module.automatic_optimization:
         raise GrowthError("with manual optimization only training_step knows when a step is over; use esper.Grower there")
     if len(trainer.optimizers) != 1:
-        raise GrowthError(f"growing follows one optimiser, and configure_optimizers gave {len(trainer.optimizers)}")
+        raise GrowthError(f"growing follows one optimiser, but configure_optimizers returned {len(trainer.optimizers)}; return one")
     if trainer.world_size > 1 and not isinstance(trainer.model, nn.parallel.DistributedDataParallel):
         raise GrowthError(f"on several processes a model grows under strategy='ddp', not under {type(trainer.strategy).__name__}")
 
 
 def _validation_batches(trainer: Any, pl_module: Any) -> Iterator[Any]:
-    """As many of every loader as Lightning takes, made ready as Lightning does."""
+    """Yield the validation batches that Lightning would use, prepared in the same way."""
     loaders = trainer.val_dataloaders
     several = list(loaders.values()) if isinstance(loaders, Mapping) else loaders if isinstance(loaders, list | tuple) else [loaders]
     for index, (loader, limit) in enumerate(zip(several, trainer.num_val_batches, strict=True)):
         for raw in islice(loader, None if math.isinf(limit) else int(limit)):
             batch = trainer.precision_plugin.convert_input(raw)
-            for owner in filter(None, (pl_module, trainer.datamodule)):  # whichever of them has its own; the other passes it on
+            for owner in filter(None, (pl_module, trainer.datamodule)):  # by default this hook returns the batch as it is
                 batch = owner.on_before_batch_transfer(batch, index)
             yield trainer.strategy.batch_to_device(batch, dataloader_idx=index)

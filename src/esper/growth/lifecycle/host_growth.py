@@ -178,7 +178,9 @@ class HostGrowth(Generic[AnyBackend]):
         """
         slots = [action.slot for action in decision.actions]
         if len(set(slots)) < len(slots):
-            raise GrowthError(f"the controller {by!r} decided twice about one slot, return one action per slot: {', '.join(slots)}")
+            raise GrowthError(
+                f"the controller {by!r} decided twice about one slot ({', '.join(slots)}); return at most one action per slot"
+            )
         for action in decision.actions:
             answer = ask_gate(self.lifecycles, action)
             if answer.passed:

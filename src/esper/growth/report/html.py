@@ -1,8 +1,7 @@
-"""Plots of a run as SVG text to put into a page: no colours of their own, but the page's CSS variables, so that they suit light and dark.
+"""The report of a run: one self-contained page `report.html`, made from the events in the run's folder.
 
-Equal stories give equal text.
-
-`report.html`: the story of a run as one page that needs nothing else, a fold over the events in the run's folder.
+The first half draws the charts as SVG. Their colours are CSS variables of the page, so that they suit light and dark themes. The second
+half writes the page. Equal stories give equal text.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from esper.growth.report.story import Remark, Story, read_story
 from esper.runs.folder import CONFIG, EVENTS, RunError
 from esper.text_table import figure
 
-# matplotlib wants colours; these stand for CSS variables and are replaced in its output.
+# Names of the CSS variables. matplotlib draws with placeholder colours, which are replaced by the variables in its output.
 _VARIABLES = (
     "ink",
     "grid",
@@ -48,7 +47,7 @@ _MARK_LABELS = {"germinated": "germinated", "fossilized": "kept", "pruned": "pru
 
 
 def loss_plot(story: Story, twin: Story | None = None) -> str:
-    """Training and validation loss by epoch, with marks where seeds came and went."""
+    """Draw training and validation loss by epoch, with marks where seeds germinated and ended."""
     with _drawing(3.6) as (figure, finish):
         axes = figure.subplots()
         epochs = [epoch.epoch for epoch in story.epochs]
@@ -67,7 +66,7 @@ def loss_plot(story: Story, twin: Story | None = None) -> str:
 
 
 def lives_plot(story: Story) -> str:
-    """A line of life for every seed, coloured by its stages."""
+    """Draw a horizontal bar for every seed, coloured by its stages."""
     with _drawing(0.9 + 0.32 * max(len(story.seeds), 1)) as (figure, finish):
         axes = figure.subplots()
         end = story.epochs[-1].epoch if story.epochs else 0
@@ -92,7 +91,7 @@ def lives_plot(story: Story) -> str:
 
 
 def parameters_plot(story: Story) -> str:
-    """Parameters of host and seeds by epoch, above those of the host alone."""
+    """Draw the parameters of host and seeds by epoch, with a line for the host alone."""
     with _drawing(2.4) as (figure, finish):
         axes = figure.subplots()
         host = story.began.parameters if story.began is not None else 0
@@ -109,7 +108,7 @@ def parameters_plot(story: Story) -> str:
 
 
 def _use_log_scale(axes: Any, story: Story) -> None:
-    """A loss that falls by more than a few times is a flat line at the end on any other scale."""
+    """Use a logarithmic axis if the losses differ by more than a factor of 5; on a linear one the end would look flat."""
     from matplotlib.ticker import LogLocator, NullLocator
 
     losses = [loss for epoch in story.epochs for loss in (epoch.train_loss, epoch.val_loss) if loss > 0]
@@ -121,6 +120,7 @@ def _use_log_scale(axes: Any, story: Story) -> None:
 
 
 def _mark_events(axes: Any, story: Story) -> None:
+    """Mark the epochs in which seeds germinated, were kept or pruned, and of rollbacks."""
     events: dict[str, list[int | None]] = {
         "germinated": [seed.born for seed in story.seeds],
         "fossilized": [seed.ended for seed in story.seeds if seed.outcome == "kept"],
@@ -131,13 +131,14 @@ def _mark_events(axes: Any, story: Story) -> None:
         for epoch in sorted({epoch for epoch in epochs if epoch is not None}):
             axes.axvline(epoch, color=_PLACEHOLDERS[name], linewidth=0.8, linestyle=":")
         if epochs:
-            # In a row of their own above the curves, so that one epoch may have several.
+            # One row above the curves per kind of mark, so that marks of one epoch do not overlap.
             height = [1.03 + 0.05 * level] * len(epochs)
             axes.plot(epochs, height, _MARKS[name], color=_PLACEHOLDERS[name], label=_MARK_LABELS[name],
                       transform=axes.get_xaxis_transform(), clip_on=False, markersize=6)  # fmt: skip
 
 
 def _finish_epochs(axes: Any, story: Story) -> None:
+    """Set up the axis of epochs, up to the planned end."""
     from matplotlib.ticker import MaxNLocator
 
     planned = story.started.epochs if story.started is not None else None
@@ -148,7 +149,7 @@ def _finish_epochs(axes: Any, story: Story) -> None:
 
 @contextmanager
 def _drawing(height: float) -> Iterator[tuple[Any, Callable[[], str]]]:
-    """A figure in the page's colours, and what turns it into text."""
+    """Yield an empty matplotlib figure with placeholder colours, and a function that returns it as SVG."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -172,20 +173,21 @@ def _drawing(height: float) -> Iterator[tuple[Any, Callable[[], str]]]:
         "ytick.minor.size": 0,
     }
     with matplotlib.rc_context():
-        matplotlib.rcdefaults()  # whatever the user has set for plots of their own
+        matplotlib.rcdefaults()  # ignore the user's own settings
         matplotlib.rcParams.update(style)
         figure = Figure(figsize=(_WIDTH, height), layout="constrained")
         yield figure, lambda: _svg_of(figure)
 
 
 def _svg_of(figure: Any) -> str:
+    """Return a figure as SVG to embed in the page, without metadata and with CSS variables as colours."""
     text = io.StringIO()
     figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     svg = text.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg).replace("xlink:href", "href")  # a page knows SVG without these
-    svg = re.sub(r' id="[\w.]+_\d+"', "", svg)  # numbered in every plot anew; nothing refers to them
+    svg = re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg).replace("xlink:href", "href")  # not needed inside an HTML page
+    svg = re.sub(r' id="[\w.]+_\d+"', "", svg)  # they would repeat in every chart, and nothing refers to them
     svg = re.sub(r'<svg [^>]*viewBox="([^"]*)"[^>]*>', r'<svg viewBox="\1" role="img">', svg, count=1)
     for name, colour in _PLACEHOLDERS.items():
         svg = svg.replace(colour, f"var(--{name})")
@@ -193,8 +195,8 @@ def _svg_of(figure: Any) -> str:
 
 
 REPORT = "report.html"
-TWIN = "twin"  # folder in the run's own, with the same training without growth
-CONFIGS = ("grow.toml", CONFIG)  # the first that is there says what was asked for
+TWIN = "twin"  # subfolder of the run with the same training without growth
+CONFIGS = ("grow.toml", CONFIG)  # the first existing one is shown as the configuration
 
 STYLE = """
 :root { color-scheme: light dark;
@@ -233,11 +235,11 @@ _PAGE = """<!DOCTYPE html>
 
 
 def write_report(run_folder: Path | str) -> Path:
-    """Writes the report of a run, finished or not, into its folder, in place of an older one. Gives its path."""
+    """Write the report of a run, finished or not, into its folder, and return its path. An older report is replaced."""
     folder = Path(run_folder)
     story = read_story(folder)
     if story.began is None:
-        raise RunError(f"there is nothing to report about {folder}: the training has not begun")
+        raise RunError(f"there is nothing to report about {folder}: the training has not begun; try again later")
     twin = read_story(folder / TWIN) if (folder / TWIN / EVENTS).is_file() else None
     config = next((text for name in CONFIGS if (text := _text(folder / name))), "")
     page = render(story, twin, title=printable(folder.name), config=config, rent=_rent(folder))
@@ -247,7 +249,7 @@ def write_report(run_folder: Path | str) -> Path:
 
 
 def render(story: Story, twin: Story | None, *, title: str, config: str, rent: Rent) -> str:
-    """The page. Equal stories give equal pages."""
+    """Return the page as HTML. `rent` is the rent of the run, for the notes about it."""
     sections = [f'<p class="summary">{escape(summary.headline(story, twin))}</p>', _circumstances(story)]
     heading, rows = summary.comparison(story, twin)
     if rows:
@@ -263,8 +265,8 @@ def render(story: Story, twin: Story | None, *, title: str, config: str, rent: R
         sections += _notes([summary.ABOUT_REMOVAL, *summary.about_skipped(story)])
         sections.append(_section("Blueprints", _table(ANALYTICS_HEADING, analytics_rows(story.seeds), numbers=range(1, 7))))
     if story.probes:
-        sections.append(_section("What the probe saw", _table(summary.PROBE_HEADING, summary.probe_rows(story), numbers=(0, 3))))
-        sections += _notes(["How fast the loss would fall at first with a candidate in the slot; the best few of every slot."])
+        sections.append(_section("Results of the probe", _table(summary.PROBE_HEADING, summary.probe_rows(story), numbers=(0, 3))))
+        sections += _notes(["Estimated initial fall of the loss per step with a candidate in the slot; the best few of every slot."])
     sections.append(_section("Decisions", _remarks(story.remarks)))
     if config:
         sections.append(_section("Configuration", f"<pre>{escape(config)}</pre>"))
@@ -272,6 +274,7 @@ def render(story: Story, twin: Story | None, *, title: str, config: str, rent: R
 
 
 def _circumstances(story: Story) -> str:
+    """Return a paragraph with controller, optimiser, device and slots of the run."""
     started = story.started
     assert started is not None
     parts = [
@@ -294,7 +297,7 @@ def _section(name: str, content: str) -> str:
 
 
 def _table(heading: Row, rows: Sequence[Row], *, numbers: Sequence[int] = (), classes: Sequence[str] = ()) -> str:
-    """`numbers` are columns that stand at the right, `classes` those of rows, for their colour."""
+    """Return an HTML table. Columns in `numbers` are right-aligned; `classes` are CSS classes of the rows."""
     lines = ["<table>", _heading(heading, numbers)]
     for index, row in enumerate(rows):
         own = classes[index] if classes else ""
@@ -312,6 +315,7 @@ def _heading(cells: Row, numbers: Sequence[int]) -> str:
 
 
 def _class_of(cell: str) -> str:
+    """Return the CSS class of an outcome; empty for other cells."""
     return {"kept": "kept", "rolled back": "trouble"}.get(cell, "")
 
 
@@ -327,4 +331,5 @@ def _text(path: Path) -> str:
 
 
 def _rent(folder: Path) -> Rent:
+    """Return the rent in the saved configuration of a run, or the default."""
     return load_saved(TrainingConfig, folder / CONFIG).rent if (folder / CONFIG).is_file() else Rent()

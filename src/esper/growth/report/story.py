@@ -1,4 +1,4 @@
-"""The story of a growing run, folded from its events: what the terminal, the final table and the report are made from."""
+"""The story of a growing run, folded from its events. The terminal, the final table and the report show it."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ from esper.runs.folder import EVENTS, RunError
 
 @dataclass
 class SeedStory:
-    """One seed, from birth to whatever became of it."""
+    """One seed, from its birth to its end or to the present."""
 
     number: int
     slot: str
     blueprint: str
-    born: int  # epochs that were over
+    born: int  # epochs finished when it germinated
     why_born: str
-    why: str  # it is where it is now
-    stages: list[tuple[int, str]] = field(default_factory=list)  # (epochs that were over, name of the stage)
+    why: str  # reason for its present state
+    stages: list[tuple[int, str]] = field(default_factory=list)  # (finished epochs, name of the stage)
     outcome: Outcome = "living"
     ended: int | None = None
     parameters: int = 0
     rent: float = 0.0
-    gain: float | None = None  # what removing it would cost, in the unit of the loss, as last measured
+    gain: float | None = None  # cost of removing it, in the unit of the loss, as measured last
     gain_low: float | None = None
     gain_high: float | None = None
-    skipped: int = 0  # steps that it did not take because its gradient was not finite
+    skipped: int = 0  # steps skipped because a gradient was not finite
 
 
 @dataclass
 class Remark:
-    """What was decided or happened, and why, after the epochs from `first` to `last`."""
+    """A decision or event with its reason, repeated after every epoch from `first` to `last`."""
 
     first: int
     last: int
@@ -57,25 +57,26 @@ class Remark:
 
 @dataclass
 class Story:
-    """Everything that is known so far."""
+    """A run as far as its events go."""
 
-    began: GrowthStarted | None = None  # the first time
-    started: GrowthStarted | None = None  # the last time
+    began: GrowthStarted | None = None  # first start
+    started: GrowthStarted | None = None  # last start, after a resume
     epochs: list[EpochEnded] = field(default_factory=list)
     seeds: list[SeedStory] = field(default_factory=list)
     rollbacks: list[RolledBack] = field(default_factory=list)
     refused: list[ActionRefused] = field(default_factory=list)
     probes: list[Probed] = field(default_factory=list)
-    remarks: list[Remark] = field(default_factory=list)  # the same one epoch after epoch is one
+    remarks: list[Remark] = field(default_factory=list)  # equal ones in a row are one
     finished: GrowthFinished | None = None
     tested: FinalTest | None = None
-    compared: TwinCompared | None = None  # in the story of a twin
+    compared: TwinCompared | None = None  # only in the story of a twin
 
     def take(self, event: Event) -> None:
+        """Add an event to the story."""
         match event:
             case GrowthStarted():
                 self.began, self.started = self.began or event, event
-                self.finished = self.tested = self.compared = None  # of the training so far, which goes on
+                self.finished = self.tested = self.compared = None  # a resumed run is not finished any more
                 if event.note:
                     self._remark(event.epoch, event.note)
             case StageEntered():
@@ -108,16 +109,16 @@ class Story:
 
     @property
     def seconds(self) -> float:
-        """Of training, with everything that was decided and measured on the way, also before a stop."""
+        """Seconds of all epochs, including decisions and measurements, over all sessions of the run."""
         return sum(epoch.seconds for epoch in self.epochs)
 
     @property
     def is_over(self) -> bool:
-        """There is nothing left to go on with."""
+        """Whether the run has ended and cannot be resumed."""
         return self.finished is not None and self.finished.why != "stopped"
 
     def seed_in(self, slot: str) -> SeedStory | None:
-        """The last one that grew there."""
+        """Return the last seed that grew in a slot."""
         return next((seed for seed in reversed(self.seeds) if seed.slot == slot), None)
 
     def kept(self) -> list[SeedStory]:
@@ -132,12 +133,12 @@ class Story:
 
     def _take_stage(self, event: StageEntered) -> None:
         if event.stage == Stage.GERMINATED.name:
-            if event.epoch == 0:  # what is decided before the first epoch is no part of any epoch
+            if event.epoch == 0:  # no EpochEnded event holds the decision before the first epoch
                 self._remark(0, f"germinate {event.slot}: {event.reason}")
             self.seeds.append(SeedStory(len(self.seeds) + 1, event.slot, event.blueprint, event.epoch, event.reason, event.reason))
         seed = self.seed_in(event.slot)
         if seed is None or seed.ended is not None:
-            return  # an embargo, or its end, is no part of a seed's life
+            return  # an embargo and its end are not part of a seed's life
         seed.stages.append((event.epoch, event.stage))
         if event.stage == Stage.FOSSILIZED.name:
             self._end(seed, "kept", event.epoch, event.reason)
@@ -148,7 +149,10 @@ class Story:
             seed.why = event.reason
 
     def _take_view(self, epoch: int, view: SlotView) -> None:
-        """A rollback brings seeds back and takes seeds away without a stage of their own; the slots at the end of the epoch show it."""
+        """Update a seed from the view of its slot at the end of an epoch.
+
+        A rollback restores and removes seeds without StageEntered events, so this is where the story learns of that.
+        """
         seed, stage = self.seed_in(view.slot), Stage[view.stage]
         if seed is None:
             return
@@ -160,7 +164,7 @@ class Story:
             seed.outcome, seed.ended = "living", None
             seed.stages.append((epoch, view.stage))
         seed.skipped += view.skipped
-        if seed.ended is None or seed.ended == epoch:  # what it was kept for is not measured again
+        if seed.ended is None or seed.ended == epoch:  # keep the figures with which a seed was kept
             seed.parameters, seed.rent = view.parameters, view.rent
             if view.gain is not None:
                 _note_gain(seed, view)
@@ -175,10 +179,10 @@ def _note_gain(seed: SeedStory, measured: Measured | SlotView) -> None:
 
 
 def read_story(folder: Path | str) -> Story:
-    """The story of the run in a folder, finished or not."""
+    """Return the story of the run in a folder, finished or not."""
     path = Path(folder) / EVENTS
     if not path.is_file():
-        raise RunError(f"there is no run in {folder}: it has no {EVENTS}")
+        raise RunError(f"there is no run in {folder}: it has no {EVENTS}; give the folder of a run")
     story = Story()
     for record in read(path):
         story.take(record.event)

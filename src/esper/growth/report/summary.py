@@ -1,6 +1,6 @@
-"""A run in a few tables and sentences: before, after and cost, what the probe saw, and what chance and the rent have to do with it.
+"""Tables and sentences about a run: before, after and cost; results of the probe; the role of chance and of the rent; progress lines.
 
-Cells are text for a person; the terminal and the report only draw them. The tables of seeds and blueprints are the ledger's.
+Cells are finished text; the terminal and the report only lay them out. The tables of seeds and blueprints are in the ledger's module.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from esper.text_table import duration, figure
 
 PROBE_HEADING = ("epoch", "slot", "blueprint", "fall of the loss per step")
 ABOUT_REMOVAL = (
-    "The cost of removal is what the validation loss would rise by if the seed were switched off now. The host has learned to rely on it, "
-    "so this is more than growing it gained: the difference to a twin that never grew is that."
+    "The cost of removal is the rise of the validation loss if the seed were switched off now. The host has learned to rely on the seed, "
+    "so this is more than the gain from growing it. That gain is the difference to a twin that never grew."
 )
 _BEST_PER_SLOT = 3
-_MOMENTUM = 0.7  # of the mean over the speed of recent epochs
+_MOMENTUM = 0.7  # of the moving averages of the speed
 
 
 def headline(story: Story, twin: Story | None = None) -> str:
-    """Where the run stands, or what came of it."""
+    """Return one line about the state of a run, or about its result."""
     began, finished = story.began, story.finished
     if began is None or not story.epochs:
         return "nothing was trained yet"
@@ -50,9 +50,9 @@ def headline(story: Story, twin: Story | None = None) -> str:
 
 
 def result_in_words(finished: GrowthFinished, twin: GrowthFinished | None = None) -> str:
-    """Such as "kept 2 of 5 seeds · validation loss 2.310 -> 0.371 · +8.3% parameters · +9.1% FLOPs · 0 rollbacks".
+    """Return a line like "kept 2 of 5 seeds · validation loss 2.310 -> 0.371 · +8.3% parameters · +9.1% FLOPs · 0 rollbacks".
 
-    Beside a twin, the difference to its loss comes first: most of the way from the start is ordinary training.
+    With a twin, the difference between the two losses comes first, because most of the fall since the start is due to ordinary training.
     """
     tried = counted(finished.tried, "seed")
     verdict = "nothing is kept yet" if finished.why == "stopped" else "nothing was worth keeping"
@@ -77,7 +77,8 @@ def result_in_words(finished: GrowthFinished, twin: GrowthFinished | None = None
 
 
 def counted(number: int, what: str) -> str:
-    """
+    """Return a number with its noun.
+
     >>> counted(1, "seed"), counted(0, "seed")
     ('1 seed', '0 seeds')
     """
@@ -89,19 +90,19 @@ def counted(number: int, what: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Figure:
-    """One line of the comparison."""
+    """One line of the comparison. `write` turns a value into text."""
 
     name: str
     before: float | None
     after: float | None
     write: Callable[[float], str]
-    change: Literal["loss", "points", "share"]  # how a difference is written
+    change: Literal["loss", "points", "share"]  # format of a difference
 
     def cells(self) -> Row:
         return (self.name, self._written(self.before), self._written(self.after), self._difference(self.after, self.before))
 
     def against(self, twin: _Figure | None, compared: TwinCompared | None) -> Row:
-        """Beside the same figure of the twin; the difference comes first."""
+        """Return the cells beside the same figure of the twin, with the difference first."""
         name, before, after, change = self.cells()
         if twin is None:
             return (name, NONE, after, NONE, before, change)
@@ -125,9 +126,9 @@ class _Figure:
 
 
 def comparison(story: Story, twin: Story | None = None) -> tuple[Row, list[Row]]:
-    """Before, after and cost: heading and rows; with a twin, what came of it without growth, and by how much the two differ.
+    """Return heading and rows of the table of before, after and cost; with a twin, also its results and the differences.
 
-    The accuracies are compared sample by sample, with a 95 % interval.
+    Accuracies of run and twin are compared sample by sample, with a 95 % interval.
     """
     figures = _figures(story)
     if twin is None:
@@ -138,20 +139,20 @@ def comparison(story: Story, twin: Story | None = None) -> tuple[Row, list[Row]]
 
 
 def about_chance(twin: Story | None) -> list[str]:
-    """What a difference between the two models of one run is worth, in a sentence; nothing where there are no two."""
+    """Return a sentence on how far a difference between a run and its twin may be chance; empty without a finished twin."""
     if twin is None or twin.finished is None:
         return []
     compared = twin.compared
     if compared is None or not _reach(compared):
-        return ["One run is one draw: another seed gives another difference, so only several tell what is chance."]
+        return ["This is one run: another random seed gives another difference, so compare several runs before you rely on it."]
     return [
         f"One run on {counted(compared.samples, 'test sample')}: a difference in accuracy below {_reach(compared):.2f} points may be "
-        "chance, and another seed gives another difference."
+        "chance, and another random seed gives another difference."
     ]
 
 
 def _reach(compared: TwinCompared) -> float:
-    """Half of the interval, in points."""
+    """Return half the width of the interval, in percentage points."""
     return 50 * (compared.high - compared.low)
 
 
@@ -182,11 +183,11 @@ def _share(added: int, whole: int) -> str:
     return f"{added / max(whole, 1):+.1%}"
 
 
-# What the probe saw
+# Results of the probe
 
 
 def probe_rows(story: Story) -> list[Row]:
-    """The best few of every slot, as the last probe there saw them."""
+    """Return one row for each of the best candidates of every slot, from the last probe of that slot."""
     last = {slot: probe for probe in story.probes for slot in probe.promises}
     return [
         (str(probe.epoch), slot, blueprint, figure(promise, 5))
@@ -196,11 +197,11 @@ def probe_rows(story: Story) -> list[Row]:
 
 
 def probe_in_words(probe: Probed) -> str:
-    """The best of the best slots, on a line."""
+    """Return one line with the best candidates of the best slots."""
     tops = [(slot, *_best(promises)[0]) for slot, promises in probe.promises.items() if promises]
     tops.sort(key=lambda top: -top[2])
     shown = ", ".join(f"{figure(promise, 5)} with {blueprint} after {slot}" for slot, blueprint, promise in tops[:_BEST_PER_SLOT])
-    return f"the probe promises a fall of the loss per step of {shown}" if tops else "the probe saw no candidate"
+    return f"the probe estimates a fall of the loss per step of {shown}" if tops else "the probe found no candidate"
 
 
 def _best(promises: dict[str, float]) -> list[tuple[str, float]]:
@@ -208,20 +209,23 @@ def _best(promises: dict[str, float]) -> list[tuple[str, float]]:
 
 
 def about_skipped(story: Story) -> list[str]:
-    """Nothing where every step of every seed was taken."""
+    """Return a sentence for every seed that skipped steps."""
     return [
-        f"Seed {seed.number}, {seed.blueprint} after {seed.slot}, did not take {counted(seed.skipped, 'step')}: "
-        "its gradient, or that of its host, was not finite."
+        f"Seed {seed.number}, {seed.blueprint} after {seed.slot}, skipped {counted(seed.skipped, 'step')}, because its gradient or that "
+        "of its host was not finite."
         for seed in story.seeds
         if seed.skipped
     ]
 
 
-# What the rent has to do with it
+# The role of the rent
 
 
 def about_rent(story: Story, rent: Rent) -> list[str]:
-    """Which rent would have made a difference, in a sentence or two. A seed pays where removing it would cost more than its rent."""
+    """Return up to two sentences on the rent at which the outcome would have changed.
+
+    A seed pays if removing it would cost more than its rent.
+    """
     if rent.parameters == 0 and rent.flops == 0:
         return ["There is no rent, so a seed pays if it lowers the loss at all; set rent.parameters and rent.flops to charge for size."]
     measured = [seed for seed in story.seeds if seed.gain is not None and seed.rent > 0 and seed.outcome != "rolled back"]
@@ -260,29 +264,29 @@ def _ratio(seed: SeedStory) -> float:
 
 
 def _sure_ratio(seed: SeedStory) -> float:
-    """By the lower end of the interval, which a careful controller goes by."""
+    """Return the ratio for the lower end of the interval, which the heuristic controller uses."""
     assert seed.gain_low is not None
     return seed.gain_low / seed.rent
 
 
 def _scaled(rent: Rent, factor: float) -> str:
-    """Rents so many times as high, as they are set."""
+    """Return the settings of a rent that is `factor` times as high."""
     given: Sequence[tuple[str, float]] = [("rent.parameters", rent.parameters), ("rent.flops", rent.flops)]
     return " and ".join(f"{name} {value * factor:.2g}" for name, value in given if value > 0)
 
 
-# While it trains
+# Progress during training
 
 
 class GrowthProgress:
-    """Where a run stands, folded from its events, in lines of text. `title` is the name of what is trained."""
+    """Progress of a run, folded from its events, as lines of text. `title` names the run in the first line."""
 
     def __init__(self, title: str) -> None:
         self.title, self.story = title, Story()
         self.seconds_per_epoch, self.samples_per_second = Ema(_MOMENTUM), Ema(_MOMENTUM)
 
     def take_event(self, event: Event) -> bool:
-        """Whether the line has changed."""
+        """Add an event; return whether `line` has changed."""
         self.story.take(event)
         if not isinstance(event, EpochEnded):
             return False
@@ -297,11 +301,13 @@ class GrowthProgress:
 
     @property
     def planned(self) -> int:
+        """Planned number of epochs, or the number so far if none is planned."""
         started = self.story.started
         return (started.epochs if started is not None else None) or self.last.epoch
 
     @property
     def left(self) -> str:
+        """Estimated time left, or the reason for the end."""
         finished = self.story.finished
         if finished is not None:
             return finished.why
@@ -309,11 +315,12 @@ class GrowthProgress:
 
     @property
     def speed(self) -> str:
+        """Samples per second, or time per epoch if the samples are unknown."""
         value = self.samples_per_second.value
         return f"{value:,.0f} samples/s" if value == value else f"{duration(self.seconds_per_epoch.value)} an epoch"
 
     def line(self) -> str:
-        """The last epoch."""
+        """Return a line about the last epoch."""
         last = self.last
         occupied = sum(Stage[view.stage] in OCCUPIED for view in last.slots)
         losses = f"train {figure(last.train_loss)}  val {figure(last.val_loss)}"
@@ -321,7 +328,7 @@ class GrowthProgress:
         return f"epoch {last.epoch}/{self.planned}  {losses}  {seeds}  {self.speed}  {self.left}"
 
     def remark_on(self, event: Event) -> str | None:
-        """A line of its own for an event that is worth one."""
+        """Return a line about an event other than the end of an epoch; None if it needs none."""
         match event:
             case GrowthStarted() as started:
                 again = f", going on after epoch {started.epoch}" if started.epoch else ""
@@ -330,7 +337,7 @@ class GrowthProgress:
                 note = f"; {started.note}" if started.note else ""
                 return f"{what}, {started.epochs} epochs, controller {started.controller}, {started.raise_mode}{again}{note}"
             case LoaderRestarted():
-                return "this loader cannot be saved in the middle of an epoch: the epoch begins again"
+                return "the epoch begins again, because this loader cannot resume in the middle of an epoch"
             case RolledBack() as back:
                 lost = f"; taken out: {', '.join(back.embargoed)}" if back.embargoed else ""
                 return f"epoch {back.epoch}: went back to epoch {back.to_epoch}: {back.reason}{lost}"
@@ -340,12 +347,12 @@ class GrowthProgress:
 
 
 class ProgressLines:
-    """Prints a line on stderr for every epoch, with what was decided, and one for the end. A stderr that fails is left alone."""
+    """Event sink that prints one line per epoch to stderr, with the decision, and one at the end. Stops if stderr fails."""
 
     def __init__(self, title: str) -> None:
         self._progress = GrowthProgress(title)
-        self._decision = ""  # the last one, for the same reason is not told again
-        self._is_gone = False
+        self._decision = ""  # the last one; it is not printed twice in a row
+        self._is_gone = False  # stderr has failed
 
     def __call__(self, event: Event) -> None:
         is_news = self._progress.take_event(event)
@@ -362,5 +369,5 @@ class ProgressLines:
             return
         try:
             print(line, file=sys.stderr, flush=True)
-        except (OSError, ValueError):  # a terminal that was closed, a file that was
+        except (OSError, ValueError):  # a closed terminal, a closed file
             self._is_gone = True
