@@ -291,5 +291,5 @@ def test_saving_replaces_the_file_in_one_step(path: Path, monkeypatch: pytest.Mo
 
 def test_only_a_controllers_policy_can_be_saved(tmp_path: Path) -> None:
     other = Policy(*layout.spec(1, 1), NetworkConfig(), generator=torch.Generator())
-    with pytest.raises(ControllerError, match="has a SlotEncoder, and this one a Encoder"):
+    with pytest.raises(ControllerError, match="needs a SlotEncoder, but this one has a Encoder"):
         save_controller(tmp_path / "controller", other)

@@ -155,7 +155,7 @@ def test_a_controller_of_ones_own_is_saved_and_resumed(tmp_path: Path) -> None:
     [
         (Eager, r"is the class Eager itself; pass an object of it: controller=Eager\("),
         (object(), r"the controller object has no method decide\(state\); add one that returns a Decision"),
-        (None, "this NoneType has none"),
+        (None, "the controller NoneType has no method decide"),
         (Forgetful(), "Forgetful has only state_dict of state_dict and load_state_dict"),
     ],
 )

@@ -444,7 +444,7 @@ def test_frozen_weights_that_are_not_finite_and_in_no_snapshot_are_told() -> Non
     loop.epoch()
     before = snapshot(loop.host, loop.optimizer)
     loop.host.frozen.weight.data.fill_(math.nan)
-    with pytest.raises(GrowthError, match=r"frozen.weight is not finite and in no snapshot"):
+    with pytest.raises(GrowthError, match=r"frozen.weight is not finite, and no snapshot holds it"):
         loop.grower.after_step(torch.tensor(math.nan))
     before[0]["frozen.weight"].fill_(math.nan)
     assert torch.isnan(loop.host.frozen.weight).all()

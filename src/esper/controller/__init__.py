@@ -1,4 +1,4 @@
-"""Learning to grow: growth as an environment, a policy for any host, its training, and the comparison that tells what it is worth.
+"""Learned controllers: growth as an RL environment, a policy for any host, its training, and a comparison with other controllers.
 
     result = train_controller(ControllerConfig(rounds=50), "runs/controller")
     grown = esper.grow(model, ..., controller=load_controller("runs/controller/controller.safetensors"))

@@ -1,15 +1,16 @@
-"""The honest comparison: every controller on the same hosts, seed by seed, against what anybody would do instead.
+"""Comparison of controllers on the same hosts, seed by seed, with baselines and with alternatives to growing.
 
-    never              the host as it is; what all gains are measured from
-    random             a drawn plan, kept to the end, with as many seeds as the controller that is compared uses on average, one for a slot
-    schedule           the best fixed plan, chosen for each rent level on training seeds, "grow nothing" among them
-    heuristic          growth's own rules
-    longer             the small host, trained for as many FLOPs as the compared controller spent
-    final size         what the compared controller ended with, there from the start with the same zero initialisation, at the same FLOPs
-    sweep              static sizes and the host itself, the best by validation loss and rent; it costs the FLOPs of all of them
+    never              the host without growth; the reference for all gains
+    random             a random plan, one seed per slot at most, with as many seeds in total as the compared controller has grown
+    schedule           the best fixed plan for each rent level, chosen on training seeds; the plans include "grow nothing"
+    heuristic          the heuristic controller of growth
+    longer             the host without growth, trained for as many FLOPs as the compared controller used
+    final size         the final network of the compared controller, present from the start with the same zero initialisation, at the same
+                       FLOPs
+    sweep              the best of several static sizes and the host itself, by validation loss and rent, charged the FLOPs of all of them
 
-Utility is the nats of test loss gained over never, minus rent. Nobody decides or is chosen by the test part. Who grows nothing ends exactly
-where never ends on a CPU; on a GPU, fleets of another size round differently.
+Utility is the gain in test loss over never, in nats, minus the rent. The test data are used for no decision and no choice. On a CPU, a
+controller that grows nothing gives exactly the result of never; on a GPU, fleets of different sizes round differently.
 """
 
 from __future__ import annotations
@@ -45,13 +46,14 @@ from esper.growth.measure.rent import rent_of
 from esper.rng import Streams
 from esper.tasks import Task
 
-Progress = Callable[[str, int], Any]  # what is at work, and how many decisions were made just now
-Plan = tuple[tuple[int, str, str], ...]
+Progress = Callable[[str, int], Any]  # (present part of the comparison, number of decisions just made)
+Plan = tuple[tuple[int, str, str], ...]  # (epoch, slot, blueprint) of every seed
 
-SCHEDULE_TIMES = (0.0, 0.2)  # parts of the training after which a fixed schedule grows
+SCHEDULE_TIMES = (0.0, 0.2)  # parts of the training after which fixed schedules grow
 
 
 def compare(config: CompareConfig, load: Callable[[str], Task], *, on_progress: Progress = lambda what, decisions: None) -> Comparison:
+    """Run all controllers on all tasks and hosts of the config. `load` returns a task by name."""
     runs: list[EvalRun] = []
     schedules: dict[str, str] = {}
     notes = _not_held_out(config)
@@ -71,10 +73,10 @@ def compare(config: CompareConfig, load: Callable[[str], Task], *, on_progress: 
 
 
 def _not_held_out(config: CompareConfig) -> list[str]:
-    """Hosts that a controller of the comparison was trained on, in words."""
+    """Return a note for every host that a compared controller was trained on."""
     trained = {name: load_controller(Path(name)).description.info.get("domain", {}).get("hosts", ()) for name in config.files}
     return [
-        f"{name} was trained on hosts {host}, so what is said about them is no test of it"
+        f"{name} was trained on hosts {host}, so their results are not held-out results for it"
         for name, hosts in trained.items()
         for host in config.hosts
         if host in hosts
@@ -82,15 +84,16 @@ def _not_held_out(config: CompareConfig) -> list[str]:
 
 
 class _Contest:
-    """All controllers on one task and one architecture."""
+    """Runs all controllers on one task and one architecture."""
 
     def __init__(self, config: CompareConfig, eval_setting: EvalSetting, on_progress: Progress) -> None:
         self.config, self.eval_setting, self._on_progress = config, eval_setting, on_progress
         self.files, self.compared = config.files, config.compared
-        self.chosen: dict[str, str] = {}  # level -> the fixed schedule that was chosen, in words
+        self.chosen: dict[str, str] = {}  # rent level -> description of the chosen fixed schedule
         self.notes: list[str] = []
 
     def run(self) -> list[EvalRun]:
+        """Return the runs of all controllers and controls."""
         runs = self._live("never", [Contestant("never", self._setting(seed), Never(), is_measured=False) for seed in self._seeds()])
         for name in (*self.files, *(["heuristic"] if "heuristic" in self.config.controllers else [])):
             runs += self._live(name, self._for_all_levels(name, self._maker(name)))
@@ -102,7 +105,7 @@ class _Contest:
             runs += self._live("controls", self._controls(runs))
         return runs
 
-    # Who takes part
+    # Contestants
 
     def _seeds(self) -> range:
         return range(self.config.seeds)
@@ -125,7 +128,10 @@ class _Contest:
         return [Contestant(name, setting, make(setting), level) for level, setting in settings]
 
     def _random(self, runs: Sequence[EvalRun]) -> list[Contestant]:
-        """With as many seeds in all as the compared controller has grown at that level, shared out evenly; without one, any number."""
+        """Return the random plans, with as many seeds in total as the compared controller has grown at that level.
+
+        The seeds are distributed evenly over the hosts. If the compared controller did not run at that level, each plan draws its number.
+        """
         contestants = []
         where = f"{self.eval_setting.task.name} {self.eval_setting.host}"
         for level in self.config.levels:
@@ -138,7 +144,10 @@ class _Contest:
         return contestants
 
     def _controls(self, runs: Sequence[EvalRun]) -> list[Contestant]:
-        """Both get the FLOPs of the compared run, its measurements included, for training alone: they need not look on the way."""
+        """Return the controls `longer` and `final size` for every run of the compared controller.
+
+        Both spend the FLOPs of that run, including its measurements, on training alone, because they need no measurements.
+        """
         contestants = []
         for run in [run for run in runs if run.controller == self.compared]:
             decisions = run.total_flops / self._training_flops(run.flops_per_sample)
@@ -151,21 +160,24 @@ class _Contest:
         return contestants
 
     def _training_flops(self, flops_per_sample: int) -> int:
-        """Of a host, between two decisions."""
+        """Return the FLOPs of training a host between two decisions."""
         fleet = self.config.fleet
         return 3 * flops_per_sample * fleet.steps_for(len(self.eval_setting.task.train)) * fleet.batch_size
 
     # The best fixed schedule
 
     def _scheduled(self) -> list[EvalRun]:
+        """Choose the best fixed plan for each rent level on training seeds, and run it on the held-out seeds."""
         plans = self._plans()
         seeds = training_seeds(self.config.tuning_seeds, seed=self.config.seed)
         tuning = [Contestant(str(number), self._setting(seed), Planned(plan)) for number, plan in enumerate(plans) for seed in seeds]
         found = self._live("tuning the schedule", tuning)
         never = {run.seed: run.val_loss for run in found[: len(seeds)]}  # the first plan grows nothing
+        # Note the cost of the choice.
         times = sum(run.total_flops for run in found) / fmean(run.total_flops for run in found[: len(seeds)])
         where = f"{self.eval_setting.task.name} {self.eval_setting.host}"
         self.notes.append(f"{where}: the schedules were chosen by {len(found)} runs that took {times:.0f} times the FLOPs of never")
+        # For each level, take the plan with the highest mean utility by validation loss.
         contestants = []
         for level in self.config.levels:
             worth = [
@@ -182,7 +194,7 @@ class _Contest:
         return self._live("schedule", contestants)
 
     def _plans(self) -> list[Plan]:
-        """Grow nothing; then every blueprint in each slot alone and in all of them, early and later."""
+        """Return the fixed plans: grow nothing; every blueprint in each slot alone and in all slots, at each of SCHEDULE_TIMES."""
         task = self.eval_setting.task
         slotted = add_slots(task.make_host(self.eval_setting.host, seed=0), task.example_input, slots=self.config.growth.slots)
         options = {name: {option.name for option in options_for(slotted.place(name), self.config.growth)} for name in slotted.slots}
@@ -197,7 +209,7 @@ class _Contest:
     # Static sizes
 
     def sweep(self) -> list[EvalRun]:
-        """Every size that somebody would try; they do not depend on the host that grows."""
+        """Return the runs of all static sizes. They do not depend on the host that grows."""
         found: list[EvalRun] = []
         for host in self.config.sweep:
             eval_setting = dataclasses.replace(self.eval_setting, host=host)
@@ -211,12 +223,12 @@ class _Contest:
 
 
 def _shared_out(total: int, hosts: int, streams: Streams) -> list[int]:
-    """As evenly as it goes, who gets one more being drawn."""
+    """Distribute `total` as evenly as possible over the hosts; draw the ones that get one more."""
     each, rest = divmod(total, hosts)
     lucky = set(streams.numpy("who gets more").permutation(hosts)[:rest].tolist())
     return [each + (place in lucky) for place in range(hosts)]
 
 
 def rent_at(run: EvalRun, rent: Rent) -> float:
-    """What a run's network costs at a price level, in nats for ten classes."""
+    """Return the rent of the network of a run, in nats for ten classes."""
     return rent_of(Cost(run.added_parameters, run.added_flops), Cost(run.parameters, run.flops_per_sample), rent)

@@ -1,4 +1,4 @@
-"""What a comparison found: all runs, and a table for each rent level with paired intervals."""
+"""Results of a comparison of controllers: all runs, and a table per rent level with paired intervals."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from esper.rng import Streams
 from esper.statistics import Interval, bootstrap_interval, holm, paired_interval, paired_p_value
 from esper.text_table import aligned
 
-SWEEP = "sweep"  # of static sizes
+SWEEP = "sweep"  # name of the best static size in the tables
 HEADING = ("controller", "test loss", "gain", "rent", "utility [95 %]", "parameters", "FLOPs", "compared − this [95 %]", "Holm p")
 
 
 @dataclass(frozen=True)
 class Score:
-    """One run at one level of rent."""
+    """Score of one run at one rent level."""
 
     run: EvalRun
-    gain: float  # nats of test loss over never on the same seed
+    gain: float  # test loss of never with the same seed, minus that of the run
     rent: float
 
     @property
@@ -37,17 +37,20 @@ class Score:
 
 @dataclass(frozen=True)
 class ControllerStanding:
-    """A controller at one level: its mean, and how far the compared one is ahead of it, pair by pair."""
+    """Result of a controller at one rent level: its mean utility, and the paired difference to the compared controller."""
 
     controller: str
     level: str
     utility: Interval
-    ahead: Interval | None  # None for the compared controller itself
-    p_value: float | None  # by Holm, over all controllers of the level
+    ahead: Interval | None  # utility of the compared controller minus that of this one; None for the compared controller itself
+    p_value: float | None  # corrected by Holm's method over all controllers of the level
 
 
 class Comparison:
-    """`schedules` says which fixed plan was chosen where, `notes` what a reader must know."""
+    """Runs of all controllers, with their scores and statistics.
+
+    `schedules` holds the fixed plans that were chosen, `notes` remarks for the reader.
+    """
 
     def __init__(self, config: CompareConfig, runs: Sequence[EvalRun], schedules: Mapping[str, str], notes: Sequence[str] = ()) -> None:
         self.config, self.runs, self.schedules, self.notes = config, list(runs), dict(schedules), list(notes)
@@ -55,16 +58,16 @@ class Comparison:
         self.compared = config.compared
 
     def scores(self, controller: str, level: str) -> list[Score]:
-        """Sorted by task, host and seed, so that those of two controllers are pairs."""
+        """Return the scores of a controller, sorted by task, host and seed, so that those of two controllers are paired."""
         own = [run for run in self.runs if run.controller == controller and run.level in (level, None)]
         if controller == SWEEP:
             own = [self._swept(never, level) for never in self._never.values()]
         return [self._score(run, level) for run in sorted(own, key=lambda run: (run.task, run.host, run.seed))]
 
     def _swept(self, never: EvalRun, level: str) -> EvalRun:
-        """The size that a sweep finds instead of growing this host, its own among them: the best by validation loss and rent.
+        """Return the run that a sweep over static sizes would choose instead of growing this host.
 
-        It costs the FLOPs of all sizes.
+        The sizes include the host itself. The best one by validation loss plus rent wins, and it is charged the FLOPs of all sizes.
         """
         static = [f"static {size}" for size in self.config.sweep]
         sizes = [never, *(run for run in self.runs if (run.task, run.seed) == (never.task, never.seed) and run.controller in static)]
@@ -73,21 +76,26 @@ class Comparison:
         return msgspec.structs.replace(best, total_flops=sum(run.total_flops for run in sizes))
 
     def _score(self, run: EvalRun, level: str) -> Score:
+        """Return gain and rent of a run, both relative to the host that never grew."""
         never = self._never_of(run)
         host = Cost(never.parameters, never.flops_per_sample)
         whole = Cost(run.parameters + run.added_parameters, run.flops_per_sample + run.added_flops)
-        added = Cost(max(whole.parameters - host.parameters, 0), max(whole.flops - host.flops, 0))  # a smaller static size earns none
+        added = Cost(
+            max(whole.parameters - host.parameters, 0), max(whole.flops - host.flops, 0)
+        )  # no negative rent for a smaller static size
         return Score(run, never.test_loss - run.test_loss, run.unit * rent_of(added, host, RENT_LEVELS[level]))
 
     def _never_of(self, run: EvalRun) -> EvalRun:
-        """What a run is held against: the same host that never grew."""
+        """Return the run of the same host that never grew."""
         return self._never[run.task, run.host, run.seed]
 
     def controllers(self) -> list[str]:
+        """Return the names of all controllers, with the sweep in place of the single static sizes."""
         names = dict.fromkeys(run.controller for run in self.runs if not run.controller.startswith("static "))
         return [*names, *([SWEEP] if self.config.sweep else [])]
 
     def standings(self, level: str) -> list[ControllerStanding]:
+        """Return the results of all controllers at one rent level, the compared one first."""
         ours = [score.utility for score in self.scores(self.compared, level)]
         others = [name for name in self.controllers() if name != self.compared]
         rng = Streams(self.config.seed).numpy(f"bootstrap {level}")
@@ -101,16 +109,17 @@ class Comparison:
         return found
 
     def pooled(self, other: str) -> Interval:
-        """How far the compared controller is ahead of another, over all levels together, hosts being the pairs."""
+        """Return the mean difference in utility to another controller over all rent levels, with an interval over the hosts."""
         rng = Streams(self.config.seed).numpy(f"pooled {other}")
         return paired_interval(self._over_levels(self.compared), self._over_levels(other), rng=rng)
 
     def _over_levels(self, controller: str) -> list[float]:
-        """The mean utility of each host over all levels."""
+        """Return the mean utility of each host over all rent levels."""
         columns = [[score.utility for score in self.scores(controller, level)] for level in self.config.levels]
         return [fmean(values) for values in zip(*columns, strict=True)]
 
     def tables(self) -> str:
+        """Return all tables and notes as text."""
         parts = [self._table(level) for level in self.config.levels]
         others = [name for name in self.controllers() if name != self.compared]
         pooled = [f"{self.compared} − {name}, all levels: {shown(self.pooled(name))} nats" for name in others]

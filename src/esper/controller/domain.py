@@ -1,11 +1,11 @@
-"""The hosts of one round of training, drawn from what a `DomainConfig` allows, and those that are held out for comparisons.
+"""Draws the hosts of one round of training from the ranges of a `DomainConfig`, and the host seeds for tuning baselines.
 
-The hosts of a fleet share an architecture, because they are one tensor program, and a horizon, because one that stopped early would be
-carried along frozen. Groups of them share all but the rent: the same initialisation, data and order, so that one never-grow twin serves
-them all. Everything else differs from group to group.
+The hosts of a fleet share an architecture, because they are one tensor program, and a horizon, because a host that stopped early would
+still be computed. Within a fleet, groups of hosts share everything but the rent and the seed of their growth: initialisation, data and
+order are the same, so that one twin serves the whole group. All other settings differ between groups.
 
-A draw depends on the seed, the round and the config alone, and each quantity has a stream of its own: more hosts leave the first ones as
-they are, and a run that is resumed needs no state of this.
+A draw depends only on the seed, the round and the config, so a resumed run needs no saved state for it. Each quantity has a random stream
+of its own, so adding hosts does not change the first ones. Seeds below HELD_OUT_SEEDS are never drawn; comparisons use them.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from esper.rng import Streams
 
 Floats = NDArray[np.float64]
 
-SEED_LIMIT = 2**31  # of host seeds, so that anything takes them
+SEED_LIMIT = 2**31  # host seeds are below this, so that every random generator accepts them
 
 
 @dataclass(frozen=True, slots=True)
 class FleetSetting:
-    """Hosts of one architecture and one horizon."""
+    """Hosts of one task, one architecture and one horizon."""
 
     task: str
-    host: str  # channels of its blocks, such as "4-8-16"
+    host: str  # channels of the blocks, such as "4-8-16"
     hosts: tuple[HostSetting, ...]
 
     def __post_init__(self) -> None:
@@ -43,9 +43,9 @@ class FleetSetting:
 
 
 def draw_round(config: DomainConfig, *, round_number: int, hosts: int, seed: int) -> list[FleetSetting]:
-    """The fleets of a round, each of another architecture; `hosts` is shared out as evenly as it goes."""
+    """Return the fleets of a round, each with another architecture. `hosts` are distributed as evenly as possible."""
     if hosts < 1:
-        raise ValueError(f"a round needs one host at least; got hosts={hosts}")
+        raise ValueError(f"a round needs at least one host; got hosts={hosts}")
     streams = Streams(seed).spawn(f"round {round_number}")
     count = min(config.fleets, hosts, len(config.tasks) * len(config.hosts))
     architectures = _draw_architectures(config, round_number=round_number, count=count, seed=seed)
@@ -57,17 +57,19 @@ def draw_round(config: DomainConfig, *, round_number: int, hosts: int, seed: int
 
 
 def training_seeds(count: int, *, seed: int) -> list[int]:
-    """Host seeds for whoever has to be tuned before it is compared. None is held out."""
+    """Return host seeds for tuning a controller before it is compared. None of them is held out."""
     return _draw_seeds(Streams(seed), count)
 
 
-# Drawing
+# Draws of single quantities
 
 
 def _draw_architectures(config: DomainConfig, *, round_number: int, count: int, seed: int) -> list[tuple[str, str]]:
-    """Tasks take turns, and no architecture comes twice before all have come, less those that do not fill a round.
+    """Return the (task, host) pairs of one round.
 
-    A policy leans towards what it saw last: were every round drawn by itself, the end of a training could be all one task.
+    Tasks take turns. A cycle of rounds goes through the architectures in random order without repeats, and leaves out the last few if they
+    do not fill a round. Independent draws would be worse: a policy is biased towards the hosts that it saw last, and the last rounds of a
+    training could all be of one task.
     """
     cycle, place = divmod(round_number, len(config.tasks) * len(config.hosts) // count)
     streams = Streams(seed).spawn(f"cycle {cycle}")
@@ -78,6 +80,7 @@ def _draw_architectures(config: DomainConfig, *, round_number: int, count: int, 
 
 
 def _draw_fleet(config: DomainConfig, task: str, host: str, *, hosts: int, streams: Streams) -> FleetSetting:
+    """Draw the settings of the hosts of one fleet: one set per group of `hosts_per_twin` hosts, and a rent per host."""
     least, most = config.horizon
     horizon = int(streams.numpy("horizon").integers(least, most, endpoint=True))
     groups = math.ceil(hosts / config.hosts_per_twin)
@@ -109,6 +112,7 @@ def _draw_seeds(streams: Streams, count: int, name: str = "host seeds") -> list[
 
 
 def _draw_rents(config: DomainConfig, streams: Streams, hosts: int) -> list[Rent]:
+    """Draw a rent per host: one of the fixed levels, or log-uniform between the lowest and the highest."""
     levels = list(RENT_LEVELS.values())
     is_level = streams.numpy("is level").random(hosts) < config.rent_level_share
     level = streams.numpy("level").integers(len(levels), size=hosts)
@@ -117,7 +121,7 @@ def _draw_rents(config: DomainConfig, streams: Streams, hosts: int) -> list[Rent
 
 
 def _rent_between(share: float) -> Rent:
-    """0 is the low level and 1 the high one, both prices on a log scale."""
+    """Interpolate both prices on a log scale: share 0 is the low level, 1 the high one."""
     low, high = RENT_LEVELS["low"], RENT_LEVELS["high"]
     return Rent(parameters=_log_between(low.parameters, high.parameters, share), flops=_log_between(low.flops, high.flops, share))
 

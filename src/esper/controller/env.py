@@ -1,12 +1,13 @@
-"""Growth as a batch of environments: one step is one decision for every host, and the training up to the next one.
+"""Growth as a batch of environments: one step is one decision for every host, followed by the training up to the next decision.
 
-Where a decision may have several actions, each of them is a step, and the training comes after the last; who waits is done until then.
+If a decision may have several actions, each action is one step, and the training follows the last one. A host that waits takes no further
+action in that decision.
 
-An episode is the life of a host. It ends for real at its horizon, which is observed. All hosts of a squad end together; then the squad is
-drawn anew, in the same step. A host that was given up, because it failed again and again, ends at once; until its squad ends, its steps
-are not real.
+An episode is the whole training of a host. It terminates at the horizon, which is part of the observation. All hosts of a fleet end
+together, and in the same step new ones are drawn. A host that the governor has given up ends at once; its steps until the end of its fleet
+are marked as not valid.
 
-Shapes: N = hosts of all squads together, S = slots, K = blueprints; both are the most that any host has.
+Shapes: N = hosts of all fleets together, S = slots, K = blueprints; S and K are the largest numbers of any host.
 """
 
 from __future__ import annotations
@@ -46,7 +47,11 @@ def _ignore(event: Event) -> None:
 
 
 class GrowthEnv:
-    """`seed` makes the hosts that are drawn; `load` gives the tasks by name."""
+    """Batch of environments (see `esper.vecenv`) whose agents decide about growing hosts.
+
+    `load` returns a task by name, `seed` determines the hosts that are drawn, and `on_event` gets the events of the hosts and a
+    `RoundEnded` per fleet.
+    """
 
     def __init__(
         self,
@@ -66,20 +71,18 @@ class GrowthEnv:
         self.slots, self.blueprints = most_slots_and_blueprints(self._tasks, config)
         self.observation_spec, self.action_spec = spec(self.slots, self.blueprints)
         self.twinned_fleets: list[FleetWithTwins] = []
-        self._rounds: list[int] = []  # that each squad has begun
-        self._standings: list[HostStanding] = []
-        # Its buffers are used again in the next step, which begins with reading the actions: by then they have arrived.
+        self._rounds: list[int] = []  # number of the round of each fleet
+        self._standings: list[HostStanding] = []  # of each fleet, after the last decision
+        # The next step overwrites the staging buffers. It reads the actions from the device first, so the copies have finished by then.
         self._staging = Staging(self.device) if self.device.type == "cuda" else None
-        self._chosen: list[list[list[dict[str, int]]]] = []  # of every squad and host: the actions of this decision, so far
+        self._chosen: list[list[list[dict[str, int]]]] = []  # [fleet][host]: actions of the present decision so far
 
-    # The contract
-
-    # Hosts learn in here, whatever the caller does about gradients.
+    # The contract of vecenv. The decorators enable gradients, because the hosts train inside, even if the caller has disabled them.
 
     @torch.inference_mode(False)
     @torch.enable_grad()
     def reset(self, seed: int | None = None) -> Timestep:
-        """`seed` draws other hosts; with None, those of the seed before come again, from the first round on."""
+        """Start from the first round. A `seed` draws other hosts; None repeats those of the previous seed."""
         if seed is not None:
             self._seed = seed
         fleets = draw_round(self.config.domain, round_number=0, hosts=self.num_envs, seed=self._seed)
@@ -95,13 +98,14 @@ class GrowthEnv:
     @torch.inference_mode(False)
     @torch.enable_grad()
     def step(self, actions: Actions) -> Timestep:
+        """Take one action [N] per head; train all fleets whose decision is complete."""
         chosen = dict(zip(actions, torch.stack(list(actions.values())).tolist(), strict=True))
-        parts = [self._step_squad(number, rows, chosen) for number, rows in enumerate(self._rows())]
+        parts = [self._step_fleet(number, rows, chosen) for number, rows in enumerate(self._rows())]
         reward, ended, valid = (torch.cat(values) for values in zip(*parts, strict=True))
         return self._timestep(reward.float(), ended=ended, valid=valid)
 
     def _timestep(self, reward: Tensor, *, ended: Tensor, valid: Tensor) -> Timestep:
-        """On the device, with what is observed now. All of it goes there at once, and nobody waits for it."""
+        """Build the timestep on the device, with the present observations. Everything is copied at once and asynchronously."""
         obs, masks = self._observe()
         parts = {"reward": reward, "ended": ended, "truncated": torch.zeros_like(ended), "valid": valid}
         parts |= {f"obs {name}": part for name, part in obs.items()} | {f"mask {head}": mask for head, mask in masks.items()}
@@ -119,18 +123,20 @@ class GrowthEnv:
         """Drop the fleets, and the tasks' data on the device."""
         self.twinned_fleets, self._tensors = [], {}
 
-    # Squads
+    # Fleets
 
     def _rows(self) -> list[range]:
-        """Which of all hosts every squad has."""
+        """Return the indices of the hosts of every fleet within the batch."""
         ends = list(accumulate((twinned.hosts for twinned in self.twinned_fleets), initial=0))
         return [range(start, end) for start, end in pairwise(ends)]
 
-    def _step_squad(self, number: int, rows: range, chosen: Mapping[str, list[int]]) -> tuple[Tensor, Tensor, Tensor]:
-        """Reward, whether the life has ended, and whether the step was real, for each of its hosts."""
+    def _step_fleet(self, number: int, rows: range, chosen: Mapping[str, list[int]]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return for each host of a fleet: reward, whether its episode has ended, and whether the step was valid."""
         twinned, chosen_so_far = self.twinned_fleets[number], self._chosen[number]
         was_alive, is_last = twinned.alive(), twinned.is_last
         valid = torch.tensor(was_alive)
+
+        # Collect the actions of this decision; train only after the last of them.
         for place, row in enumerate(rows):
             chosen_so_far[place].append({name: values[row] for name, values in chosen.items()})
         if len(chosen_so_far[0]) < self.config.actions:
@@ -138,6 +144,8 @@ class GrowthEnv:
         states = twinned.states()
         twinned.decide({place: decision(states[place], chosen_so_far[place]) for place in range(twinned.hosts) if was_alive[place]})
         self._chosen[number] = [[] for _ in range(twinned.hosts)]
+
+        # Train up to the next decision, or finish the hosts after the last one, and pay the change of their standing.
         if is_last:
             twinned.finish()
             standing = twinned.last_standing()
@@ -155,13 +163,14 @@ class GrowthEnv:
         return reward, ended, valid
 
     def _begin_next(self, number: int) -> None:
+        """Draw new hosts for a fleet. Reuse the fleet if the architecture stays the same."""
         self._rounds[number] += 1
         setting = self._drawn(number)
         if self.twinned_fleets[number].fits(setting):
             self.twinned_fleets[number].begin(setting)
         else:
-            del self.twinned_fleets[number]  # before there is another, which needs the room
-            gc.collect()  # torch's count of FLOPs leaves it in a cycle
+            del self.twinned_fleets[number]  # free its memory before the next fleet is built
+            gc.collect()  # torch's FLOP counter leaves it in a reference cycle
             self.twinned_fleets.insert(number, self._squad(setting, number))
         self._standings[number] = HostStanding.start(self.twinned_fleets[number].hosts)
 
@@ -169,6 +178,8 @@ class GrowthEnv:
         return draw_round(self.config.domain, round_number=self._rounds[number], hosts=self.num_envs, seed=self._seed)[number]
 
     def _squad(self, setting: FleetSetting, number: int) -> FleetWithTwins:
+        """Build the fleet with this number. Its events carry the index of the host in the batch."""
+
         def tell(event: Event) -> None:
             if self.config.host_events:
                 before = sum(twinned.hosts for twinned in self.twinned_fleets[:number])
@@ -179,6 +190,7 @@ class GrowthEnv:
         )
 
     def _tell(self, twinned: FleetWithTwins, standing: HostStanding) -> None:
+        """Emit the summary of a fleet whose hosts have ended."""
         entries = [entry for host in twinned.fleet.rows[: twinned.hosts] for entry in host.host_growth.ledger.entries]
         self.on_event(
             RoundEnded(
@@ -205,7 +217,7 @@ class GrowthEnv:
         )
 
     def _observe(self) -> tuple[Obs, Masks]:
-        """On the CPU, where they are made."""
+        """Return observations and masks on the CPU."""
         states = [state for twinned in self.twinned_fleets for state in twinned.states()]
         chosen = [choices for twinned in self._chosen for choices in twinned]
         return observe(states, slots=self.slots, blueprints=self.blueprints, ops=self.config.ops, chosen=chosen)
@@ -213,7 +225,7 @@ class GrowthEnv:
     # Saving
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy: what happens later does not change it."""
+        """Return a copy of the state, which later steps do not change."""
         return {
             "seed": self._seed,
             "rounds": list(self._rounds),
@@ -240,7 +252,7 @@ def _copied(tree: Tree) -> Tree:
 
 
 def most_slots_and_blueprints(tasks: Mapping[str, Task], config: ControllerConfig) -> tuple[int, int]:
-    """Of any host of the domain, those that are held out included."""
+    """Return the largest number of slots and of blueprints of any host of the domain, including held-out hosts."""
     slots, blueprints, growth = 0, 0, config.growth
     for task in tasks.values():
         for host in (*config.domain.hosts, *config.domain.held_out_hosts):
@@ -251,7 +263,7 @@ def most_slots_and_blueprints(tasks: Mapping[str, Task], config: ControllerConfi
 
 
 def count_blueprints(entries: Sequence[Entry]) -> dict[str, BlueprintCount]:
-    """What became of the seeds in these ledgers, by blueprint."""
+    """Count the outcomes of the seeds in these ledgers, by blueprint."""
     found: dict[str, BlueprintCount] = {}
     for name in sorted({entry.blueprint for entry in entries}):
         some = [entry for entry in entries if entry.blueprint == name]

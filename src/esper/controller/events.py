@@ -1,4 +1,4 @@
-"""What a controller's training tells beside what the learner does."""
+"""Events of a controller's training, in addition to those of the learner."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from esper.runs import Event
 
 
 class BlueprintCount(msgspec.Struct, frozen=True):
-    """What became of the seeds of one blueprint; a part of `RoundEnded`."""
+    """Outcomes of the seeds of one blueprint; a part of `RoundEnded`."""
 
     tried: int
     kept: int
-    pruned: int  # or taken out by the governor
-    parameters: int  # of all that were tried
-    gain: float | None = None  # what removing one would cost, as last measured: mean over those that were measured, in nats
+    pruned: int  # including those removed by the governor
+    parameters: int  # sum over all that were tried
+    gain: float | None = None  # cost of removing one as measured last, in nats: mean over the measured seeds
 
 
 class RoundEnded(Event, tag="round_ended", frozen=True):
-    """All hosts of a squad have come to their end. Means over the hosts, in nats of validation loss."""
+    """All hosts of a fleet have reached their horizon. Means are over the hosts, in nats of validation loss."""
 
     task: str
     host: str
     horizon: int
     hosts: int
-    gain: float  # over the never-grow twin
+    gain: float  # over the twin
     rent: float
     utility: float  # gain minus rent
-    worth: float  # what the reward adds up to
+    worth: float  # potential at the end, the sum of all rewards
     grown: int  # seeds of all hosts
     kept: int
     rollbacks: int
     samples: int  # trained on by all hosts, twins included
     steps: int = 0  # of the environment, over all hosts
     memory_per_host: int = 0  # bytes, with the largest seed in every slot
-    recordings: int = 0  # of steps that were then replayed, on a GPU
-    kernels: int = 0  # of our own, compiled in this process so far
-    blueprints: dict[str, BlueprintCount] = {}  # those that were tried
-    skipped: int = 0  # steps that hosts did not take because their gradients overflowed in float16
-    reward: dict[str, float] = {}  # parts of what a host is worth, weighted, before their sum is bounded
+    recordings: int = 0  # number of times that training steps were recorded for replay, on a GPU
+    kernels: int = 0  # number of Triton kernels compiled in this process so far
+    blueprints: dict[str, BlueprintCount] = {}  # by name, only those that were tried
+    skipped: int = 0  # steps that hosts skipped because their gradients overflowed in float16
+    reward: dict[str, float] = {}  # weighted terms of the potential, before their sum is clipped
 
     def shown(self) -> Mapping[str, Any]:
         """Show blueprints under their names: blueprints/norm/kept."""

@@ -1,7 +1,9 @@
-"""The rows of a controller's observation: of a host, of each slot, of each candidate in a slot.
+"""Features of a controller's observation, in three tables: HOST, SLOT (per slot) and CANDIDATE (per candidate of a slot).
 
-No row depends on the unit of the loss. Losses are shares of the uninformed loss, from the floor of the loss scale; gains, rents, promises
-and norms of gradients are in units of that scale, which are nats for ten classes.
+No feature depends on the unit of the loss. Losses run from 0 (floor of the loss scale) to 1 (uninformed loss). Gains, rents, estimates of
+the probe and norms of gradients are in units of that scale, which are nats for ten classes.
+
+Names, units and ranges are part of the layout version of controller files: changing one makes existing files unusable.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from esper.growth.measure.rent import rent_of
 from esper.growth.seeds.blueprints import KINDS
 from esper.statistics import Interval
 
-SLOPE_EPOCHS = 4  # of the longer slope of a loss
+SLOPE_EPOCHS = 4  # span of the longer slope of a loss
 LOAD = "samples for each weight that a position must teach"
 
 Thing = TypeVar("Thing")
@@ -27,52 +29,60 @@ Thing = TypeVar("Thing")
 
 @dataclass(frozen=True, slots=True)
 class HostView:
+    """Input of the features of HOST."""
+
     state: GrowthState
 
 
 @dataclass(frozen=True, slots=True)
 class SlotView:
+    """Input of the features of SLOT."""
+
     state: GrowthState
     slot: SlotState
-    may: Mapping[str, bool]  # what its gates let pass
+    may: Mapping[str, bool]  # op -> whether it passes its gate
 
 
 @dataclass(frozen=True, slots=True)
 class CandidateView:
+    """Input of the features of CANDIDATE."""
+
     state: GrowthState
     slot: SlotState
-    name: str
+    name: str  # blueprint
     candidate: Candidate | None  # None: it cannot grow here now
-    may: bool
+    may: bool  # whether it may germinate
 
 
 def when(thing: Thing | None, value: Callable[[Thing], float | None]) -> float | None:
-    """Its value if there is such a thing."""
+    """Return `value(thing)`; None for None."""
     return None if thing is None else value(thing)
 
 
 def ratio(part: float | None, whole: float | None) -> float | None:
+    """Return part / whole; None if one of them is unknown or `whole` is 0."""
     return None if part is None or not whole else part / whole
 
 
 def relative(loss: float | None, state: GrowthState) -> float | None:
-    """1 for the uninformed loss; a loss that is no number is as bad as can be. None before the scale is known."""
+    """Return a loss relative to the scale: 0 for the floor, 1 for the uninformed loss, infinity for NaN. None before the scale is known."""
     if loss is None or state.scale is None:
         return None
     return math.inf if math.isnan(loss) else state.scale.relative(loss)
 
 
 def in_units(loss: float | None, state: GrowthState) -> float | None:
-    """A difference of losses, such as a gain or a rent. Before the scale is known, rents are in units already."""
+    """Return a difference of losses, such as a gain or a rent, in units of the scale. Before it is known, rents are already in units."""
     return loss if loss is None or state.scale is None else loss / state.scale.unit
 
 
 def train_losses(state: GrowthState) -> Sequence[float]:
-    """Above the floor, so that their ratios mean something."""
+    """Return the training losses above the floor of the scale, where ratios are meaningful."""
     return state.train_losses if state.scale is None else state.scale.above_floor(state.train_losses)
 
 
 def val_losses(state: GrowthState) -> Sequence[float]:
+    """Return the validation losses above the floor of the scale."""
     return state.val_losses if state.scale is None else state.scale.above_floor(state.val_losses)
 
 
@@ -81,31 +91,33 @@ def last(losses: Sequence[float]) -> float | None:
 
 
 def log_ratio(after: float | None, before: float | None) -> float | None:
-    """None where one of them is not known or no positive number."""
+    """Return log(after / before); None if one of them is unknown or not a positive finite number."""
     if after is None or before is None or not (0 < after < math.inf and 0 < before < math.inf):
         return None
     return math.log(after) - math.log(before)
 
 
 def slope(losses: Sequence[float], epochs: int) -> float | None:
-    """Change of the log loss per epoch, over the last `epochs` or as many as there are."""
+    """Return the change of the log loss per epoch, over the last `epochs` or as many as there are."""
     span = min(epochs, len(losses) - 1)
     change = log_ratio(losses[-1], losses[-1 - span]) if span > 0 else None
     return None if change is None else change / span
 
 
 def projected(state: GrowthState) -> float | None:
-    """The training loss at the end of the run, if it goes on falling as it does."""
+    """Return the extrapolated training loss at the end of the run, relative to the scale."""
     if state.epochs is None or not state.train_losses or not all(map(math.isfinite, state.train_losses[-2:])):
         return None
     return None if state.scale is None else projected_loss(train_losses(state), state.epochs) / state.scale.range
 
 
 def gap(state: GrowthState) -> float | None:
+    """Return log(validation loss / training loss)."""
     return log_ratio(last(val_losses(state)), last(train_losses(state)))
 
 
 def above_best(losses: Sequence[float]) -> float | None:
+    """Return log(last loss / lowest loss)."""
     return log_ratio(last(losses), min(losses, default=None))
 
 
@@ -114,7 +126,7 @@ def epochs_left(state: GrowthState) -> float | None:
 
 
 def rule(name: str) -> Feature[HostView]:
-    """How long a stage lasts, by the rules of the run."""
+    """Feature for the length of a stage in the rules of the run."""
     return signed_log(name, "epochs", 3, 30, lambda v: getattr(v.state.lifecycle, name))
 
 
@@ -172,7 +184,7 @@ def may(what: str) -> Feature[SlotView]:
 
 
 def gain(name: str, end: Callable[[Interval], float]) -> tuple[Feature[SlotView], Feature[SlotView]]:
-    """What a seed contributes, before and after rent."""
+    """Features for one end of the interval of a seed's contribution, before and after rent."""
     return (
         signed_log(name, "units", 1e-3, 3, lambda v: when(v.slot.contribution, lambda c: in_units(end(c.gain), v.state))),
         signed_log(
@@ -186,10 +198,12 @@ def gain(name: str, end: Callable[[Interval], float]) -> tuple[Feature[SlotView]
 
 
 def widest(state: GrowthState) -> int:
+    """Return the largest width of any slot."""
     return max(slot.place.width for slot in state.slots)
 
 
 def largest(state: GrowthState) -> int:
+    """Return the largest number of positions of any slot."""
     return max(slot.place.positions for slot in state.slots)
 
 
@@ -234,7 +248,7 @@ def relative_flops(view: CandidateView) -> float | None:
 
 
 def promised(view: CandidateView) -> float | None:
-    """How far the loss would fall in an epoch at the promised speed."""
+    """Return the fall of the loss in an epoch that the probe estimates, in units of the scale."""
     promise = None if view.candidate is None else view.candidate.promise
     return in_units(when(promise, lambda fall: fall * max(view.state.steps_per_epoch, 1)), view.state)
 
@@ -248,12 +262,12 @@ def rent_in_units(view: CandidateView) -> float | None:
 
 
 def weights_per_width(view: CandidateView) -> float | None:
-    """1 for a dense product of the place's width with itself, 9 for a 3×3 convolution."""
+    """Return weights / width²: 1 for a square dense layer, 9 for a 3×3 convolution."""
     return when(view.candidate, lambda candidate: candidate.cost.parameters / view.slot.place.width**2)
 
 
 def reuse(view: CandidateView) -> float | None:
-    """Multiplications of a weight at each position: 1 for a convolution, less for what looks at a summary, more for attention."""
+    """Return the multiplications per weight and position: 1 for a convolution, less for a branch on pooled values, more for attention."""
     return when(view.candidate, lambda candidate: ratio(candidate.cost.flops, 2 * candidate.cost.parameters * view.slot.place.positions))
 
 

@@ -1,9 +1,7 @@
-"""A squad: the hosts of one fleet that a controller decides for, and the twins that never grow.
+"""A fleet of hosts that a controller decides for, together with their twins, which never grow.
 
-Hosts with the same initialisation, data and order share a twin. A life has horizon + 1 decisions: one before every stretch of training, and
-a last one after it. Then what was not kept is taken out, and the host is measured once more, as it will be used.
-
-Shapes: H = hosts that are decided for.
+Hosts with the same initialisation, data and order share a twin. The life of a host has horizon + 1 decisions: one before every training
+segment, and one after the last. After that, seeds that were not kept are pruned, and the host is measured once more in its final form.
 """
 
 from __future__ import annotations
@@ -29,7 +27,10 @@ from esper.tasks import Task
 
 
 class FleetWithTwins:
-    """`on_event` hears what happens to the hosts that are decided for; the `env` of an event is the host's number in the squad."""
+    """Hosts 0 to `hosts` - 1 are decided for; the other rows of `fleet` are their twins.
+
+    `on_event` gets the events of the hosts, not of the twins. The `env` of an event is the number of the host in this fleet.
+    """
 
     def __init__(
         self,
@@ -51,74 +52,76 @@ class FleetWithTwins:
             config=config.fleet,
             device=device,
             tensors=tensors,
-            on_event=lambda event: on_event(event) if event.env is not None and event.env < hosts else None,  # else a twin's
+            on_event=lambda event: on_event(event) if event.env is not None and event.env < hosts else None,  # drop those of twins
         )
         self.begin(setting)
 
     def fits(self, setting: FleetSetting) -> bool:
-        """Return whether the next hosts can live in this fleet: they are of the same architecture, on the same task and as many."""
+        """Return whether this fleet can be reused for the next hosts: same task, same architecture, same number of hosts and twins."""
         is_same = (setting.task, setting.host, len(setting.hosts)) == (self.setting.task, self.setting.host, self.hosts)
         return is_same and self.hosts + len(_twins(setting)) == self.fleet.hosts
 
     def begin(self, setting: FleetSetting) -> None:
-        """New hosts and their twins, in the place of those before."""
+        """Replace all hosts and twins by new ones."""
         twins = _twins(setting)
         self.setting = setting
         self.twin_of = [self.hosts + twins.index(_training_of(host)) for host in setting.hosts]
         self.fleet.reset(dict(enumerate((*setting.hosts, *twins))))
         self.fleet.samples_trained = 0
         self._recordings_before = self.fleet.recordings
-        self._states: list[GrowthState] | None = None  # as they are now, once somebody has asked
+        self._states: list[GrowthState] | None = None  # cache of `states()`
 
     @property
     def recordings(self) -> int:
-        """Of steps, in the life of these hosts."""
+        """Number of times that training steps were recorded for replay on a GPU, since these hosts began."""
         return self.fleet.recordings - self._recordings_before
 
     # Lives
 
     @property
     def is_last(self) -> bool:
-        """The next decision is the last one."""
+        """Whether the next decision is the last one."""
         return not self.fleet.training()
 
     def alive(self) -> list[bool]:
-        """Which hosts have not been given up."""
+        """Return for each host whether it has not been given up."""
         return [not host.is_given_up for host in self.fleet.rows[: self.hosts]]
 
     def states(self) -> list[GrowthState]:
-        """What is observed, decided by and paid for: the same three times, so it is put together once."""
+        """Return the present state of each host. Cached, because observation, decision and reward all need it."""
         if self._states is None:
             self._states = [finite(self.fleet.state(row)) for row in range(self.hosts)]
         return self._states
 
     def decide(self, decisions: Mapping[int, Decision]) -> None:
+        """Carry out the decisions, by host."""
         self.fleet.decide(decisions, by="the policy")
         self._states = None
 
     def advance(self) -> None:
+        """Train all hosts and twins up to the next decision."""
         self.fleet.advance()
         self._states = None
 
     def finish(self) -> None:
-        """After the last decision."""
+        """Prune all seeds that were not kept. Call it after the last decision."""
         self.fleet.finish(range(self.hosts))
         self._states = None
 
-    # What it was worth
+    # Standings
 
     def standing(self) -> HostStanding:
-        """How the hosts stand, by the validation losses of the last stretch."""
+        """Return the standing of the hosts, by the validation losses after the last training segment."""
         start = self.task.uninformed_loss
         twins = {row: _mended(self.fleet.rows[row].host_growth.history.val_losses, start)[-1] for row in set(self.twin_of)}
         return self._standing(self.states(), [twins[row] for row in self.twin_of])
 
     def last_standing(self) -> HostStanding:
-        """As they are when everything is over: with what was kept, and measured anew."""
+        """Return the standing of the finished hosts, by newly measured validation losses."""
         losses = [loss if math.isfinite(loss) else self.task.uninformed_loss for loss in self.fleet.validation_losses().tolist()]
         states = [replace(state, val_losses=(losses[row],)) for row, state in enumerate(self.states())]
         standing = self._standing(states, [losses[row] for row in self.twin_of])
-        if self.config.reward.family == "contribution":  # measured now: what a seed once gave may be long gone
+        if self.config.reward.family == "contribution":  # measure them again, because older contributions may be out of date
             return replace(standing, contributions=self.fleet.kept_contributions()[: self.hosts])
         return standing
 
@@ -126,7 +129,7 @@ class FleetWithTwins:
         return standing_of(states, twin_losses=twin_losses, spent=[self._spent(row) for row in range(self.hosts)])
 
     def _spent(self, row: int) -> float:
-        """FLOPs that went into seeds that are gone, over those of the host's whole training."""
+        """Return the FLOPs spent on seeds that are gone, as a share of those of the host's whole training."""
         samples = self.fleet.config.batch_size * self.fleet.steps_per_decision * self.setting.horizon
         return self.fleet.rows[row].spent_flops / (3 * samples * self.fleet.discovery.host.flops)
 
@@ -139,17 +142,17 @@ class FleetWithTwins:
 
 
 def _twins(setting: FleetSetting) -> list[HostSetting]:
-    """One for all hosts that share its initialisation, data and order."""
+    """Return the settings of the twins: one for all hosts that share initialisation, data and order."""
     return list(dict.fromkeys(map(_training_of, setting.hosts)))
 
 
 def _training_of(host: HostSetting) -> HostSetting:
-    """What a host is without growth: the setting of its twin."""
+    """Return the setting of the twin of a host, which has no rent and no growth."""
     return msgspec.structs.replace(host, rent=Rent(), growth_seed=0)
 
 
 def finite(state: GrowthState) -> GrowthState:
-    """With finite losses: where one was not, the run went back, and the loss before it is where the host stands."""
+    """Replace losses that are not finite by the loss before them, since the host was rolled back to that state."""
     if all(map(math.isfinite, (*state.train_losses, *state.val_losses))):
         return state
     start = state.uninformed_loss or 0.0
@@ -157,6 +160,7 @@ def finite(state: GrowthState) -> GrowthState:
 
 
 def _mended(losses: Sequence[float], start: float) -> tuple[float, ...]:
+    """Replace every loss that is not finite by the one before it; the first by `start`."""
     mended: list[float] = []
     for loss in losses:
         mended.append(loss if math.isfinite(loss) else (mended or [start])[-1])

@@ -1,13 +1,13 @@
-"""What a learned controller observes and what it can decide, for one host after one epoch: tables, and nothing else knows the numbers.
+"""Layout of the observations and actions of a learned controller, for one host at one decision.
 
-It is a function of growth's plain state, which holds the rules of the run too, so a fleet and a single run show the same. All slots have
-the same description, and so have all candidates; neither has a name. Blueprints are columns in alphabetical order so that a person finds
-them; a policy must not depend on it.
+Observations depend only on `GrowthState`, which also holds the rules of the run, so a fleet and a single run give the same ones. All slots
+are described in the same way, and so are all candidates, without names. Blueprints are columns in alphabetical order for readability; a
+policy must not depend on the order. The features are listed in the tables of `esper.controller.features`.
 
-Heads: `op`; `slot`, given the op; `blueprint` and `alpha`, given the slot. What is allowed is what growth's gates let pass and the
-candidates that it names; to wait is always allowed.
+Heads of an action: `op`; `slot`, given the op; `blueprint` and `alpha`, given the slot. The masks allow the candidates in the state and the
+actions that pass growth's gates. Waiting is always allowed.
 
-Shapes: N = hosts, S = slots, K = blueprints; both padded, and padding is all zero: `exists` tells.
+Shapes: N = hosts, S = slots, K = blueprints. S and K are padded; padding is all zero, including the feature `exists`.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from esper.text_table import figure
 from esper.vecenv import ActionSpec, Discrete, Masks, Obs, ObservationSpec, Relevance, TensorSpec
 
 ALPHA_TARGETS = (0.5, 0.7, 1.0)
-Choices = Sequence[Mapping[str, int]]  # one for each action of a decision: head -> choice
+Choices = Sequence[Mapping[str, int]]  # one mapping (head -> choice) per action of a decision
 
 
 class Op(IntEnum):
-    """What can be decided; the numbers are the choices of the head `op`."""
+    """Kinds of action. The numbers are the choices of the head `op`."""
 
     WAIT = 0
     GERMINATE = 1
@@ -56,15 +56,17 @@ class Op(IntEnum):
 
 
 def _version() -> str:
+    """Return the version of the layout, with a hash of all tables."""
     tables = "\n".join(table.description() for table in (HOST, SLOT, CANDIDATE))
     return "4-" + hashlib.sha256(f"{tables}\n{list(Op)}\n{ALPHA_TARGETS}".encode()).hexdigest()[:8]
 
 
-# The number before the dash is raised when a value changes its meaning under the same row; all else changes what is behind it.
+# Raise the number before the dash when a feature changes its meaning but not its description. Other changes alter the hash behind it.
 LAYOUT_VERSION = _version()
 
 
 def spec(slots: int, blueprints: int) -> tuple[ObservationSpec, ActionSpec]:
+    """Return the specifications of observations and actions for hosts of up to so many slots and blueprints."""
     observation = {
         "host": TensorSpec((HOST.width,)),
         "slots": TensorSpec((slots, SLOT.width)),
@@ -85,7 +87,7 @@ def spec(slots: int, blueprints: int) -> tuple[ObservationSpec, ActionSpec]:
 
 
 def blueprint_names(state: GrowthState) -> tuple[str, ...]:
-    """The columns of this state: all that may grow, grows or has grown anywhere in the host."""
+    """Return the blueprints of the columns: all that may grow, are growing or have grown anywhere in the host."""
     names = {candidate.blueprint for slot in state.slots for candidate in slot.candidates}
     names |= {name for slot in state.slots for name in (*slot.tried, *([slot.blueprint] if slot.blueprint else ()))}
     return tuple(sorted(names))
@@ -102,9 +104,9 @@ def observe(
     ops: Sequence[str] = OPS,
     chosen: Sequence[Choices] | None = None,
 ) -> tuple[Obs, Masks]:
-    """Observations and masks of these hosts, padded to `slots` and `blueprints`. Only `ops` may be chosen, and to wait.
+    """Return observations and masks of these hosts, padded to `slots` and `blueprints`. Only `ops` and waiting are allowed.
 
-    `chosen` is what each has decided already, where a decision has several actions: see `decision`.
+    `chosen` holds the earlier actions of the present decision of each host, if a decision has several actions; see `decision`.
     """
     count = len(states)
     host, slot, candidate = HOST.nothing(count), SLOT.nothing(count, slots), CANDIDATE.nothing(count, slots, blueprints)
@@ -125,6 +127,7 @@ def observe(
             for column, name in enumerate(names):
                 view = CandidateView(state, one, name, allowed.candidates.get(name), allowed.blueprints[column])
                 candidate[row, place, column] = CANDIDATE.values(view)
+
     for op in Op:
         may_op[:, op] &= op is Op.WAIT or op.name.lower() in ops
     obs = {"host": HOST.scaled(host), "slots": SLOT.scaled(slot), "candidates": CANDIDATE.scaled(candidate)}
@@ -133,10 +136,10 @@ def observe(
 
 
 def decision(state: GrowthState, chosen: Choices, *, probe: bool = False) -> Decision:
-    """What was chosen, one action after another, in growth's words. Who waits is done. `probe` is passed on.
+    """Convert the choices of a policy into a decision of growth. Choices after the first wait are ignored.
 
-    The actions come in the order of the slots: seeds get their first weights in turn, and the same decision is to give the same host
-    whatever was chosen first.
+    The actions are sorted by slot. Seeds get their random numbers in the order of germination, so otherwise the order of the choices would
+    change the initial weights.
     """
     acting = sorted(_acting(chosen), key=lambda choice: choice["slot"])
     actions = [_action(state, state.slots[choice["slot"]], Op(choice["op"]), choice) for choice in acting]
@@ -145,13 +148,15 @@ def decision(state: GrowthState, chosen: Choices, *, probe: bool = False) -> Dec
 
 
 def _acting(chosen: Choices) -> list[Mapping[str, int]]:
-    """Those before it waits."""
+    """Return the choices before the first wait."""
     return list(itertools.takewhile(lambda choice: choice["op"] != Op.WAIT, chosen))
 
 
 def _so_far(state: GrowthState, chosen: Choices) -> tuple[set[str], GrowthState]:
-    """Slots about which nothing more can be decided now, and the state as it is decided so far: what will germinate is seen in its slot, in
-    what the host has added and in what is left of the budget."""
+    """Return the slots that allow no further action in this decision, and the state after the choices so far.
+
+    In that state, the seeds that will germinate are already in their slots, in the added cost, and off the budget.
+    """
     acting = _acting(chosen)
     slots = list(state.slots)
     busy = {slot.place.name for slot in slots} if len(acting) < len(chosen) else {slots[choice["slot"]].place.name for choice in acting}
@@ -176,7 +181,7 @@ def _so_far(state: GrowthState, chosen: Choices) -> tuple[set[str], GrowthState]
 
 
 class _Allowed:
-    """What the gates let pass in one slot."""
+    """Actions that pass the gates in one slot. A busy slot only allows waiting."""
 
     def __init__(self, state: GrowthState, slot: SlotState, names: Sequence[str], *, is_busy: bool) -> None:
         rules = state.lifecycle
@@ -199,19 +204,21 @@ class _Allowed:
 
 
 def _ops(may_op: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """[N, ops]: those that some slot allows, and to wait, even where there is no slot."""
+    """Return the mask of ops [N, ops]: those that at least one slot allows, and waiting, even in a host without slots."""
     allowed: NDArray[np.bool_] = np.any(may_op, axis=2)
     allowed[:, Op.WAIT] = True
     return allowed
 
 
 def _check_room(state: GrowthState, names: Sequence[str], *, slots: int, blueprints: int) -> None:
+    """Raise ValueError if a host has more slots or blueprints than the observation has room for."""
     for what, found, room in (("slots", len(state.slots), slots), ("blueprints", len(names), blueprints)):
         if found > room:
             raise ValueError(f"a host has {found} {what} and there is room for {room}; observe it with {what}={found} or more")
 
 
 def _action(state: GrowthState, slot: SlotState, op: Op, action: Mapping[str, int]) -> Action:
+    """Convert one choice into an action of growth, with a reason for the ledger."""
     name = slot.place.name
     match op:
         case Op.GERMINATE:
@@ -227,7 +234,7 @@ def _action(state: GrowthState, slot: SlotState, op: Op, action: Mapping[str, in
         case Op.PRUNE:
             return Prune(name, f"the policy takes it out: {_worth(slot)}")
         case Op.WAIT:
-            raise AssertionError("waiting is no action")
+            raise AssertionError("waiting is not an action")
 
 
 def _why_grow(candidate: Candidate) -> str:

@@ -1,7 +1,7 @@
-"""A trained controller: one file that holds it, and the controller for growth that acts from it.
+"""Trained controllers: their file, and the controller for growth that decides by the policy in it.
 
-The file is safetensors: the weights of the policy, and in its header, as JSON, what they are for, with a sha256 over everything. Nothing in
-it is executed. In files from before, the sha256 is of the weights alone.
+The file is in the safetensors format: the weights of the policy, and in the header a JSON description and a sha256 of everything. Files of
+earlier versions only have a sha256 of the weights. Loading a file executes nothing.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from esper.runs import load_module, plain_names, read_tensors
 from esper.runs.folder import kind_of, name_of
 from esper.runs.tensors import encode_tensors
 
-_HEADER = "esper controller"  # the key of our part of the file's metadata
-_SMALL = 1024  # sizes up to this one may belong to parts that a network does not have
-_ANOTHER = "copy the file again, or train a controller anew"
+_HEADER = "esper controller"  # key of the description in the file's metadata
+_SMALL = 1024  # sizes up to this are not checked, since they may belong to optional parts without weights
+_ANOTHER = "copy the file again, or train a new controller"
 
 
 class ControllerError(ValueError):
-    """A file that no controller can be made of; the message says why and what to do."""
+    """A controller file or state that cannot be used; the message says why and what to do."""
 
 
 class Description(msgspec.Struct, frozen=True, kw_only=True):
-    """What a file says about its weights."""
+    """Description of the weights in a controller file."""
 
-    layout: str  # what it observes and can decide
-    esper: str  # version that wrote it
+    layout: str  # version of the layout of observations and actions
+    esper: str  # version that wrote the file
     network: SlotNetworkConfig
     memory: NetworkConfig
     heads: tuple[str, ...]
     normalize_values: bool
-    is_probing: bool  # it was trained with probes of all candidates wherever something could grow
-    ops: tuple[str, ...] = OPS  # what it may decide
-    actions: int = 1  # in one decision
+    is_probing: bool  # it was trained with a probe of all candidates before every decision
+    ops: tuple[str, ...] = OPS  # allowed kinds of action
+    actions: int = 1  # per decision
     sha256: str  # of the weights
-    info: dict[str, Any]  # what it was trained on, and whatever else there is to say
+    info: dict[str, Any]  # run, domain and results of its training, or anything else
 
 
 def save_controller(
@@ -63,10 +63,10 @@ def save_controller(
     ops: Sequence[str] = OPS,
     actions: int = 1,
 ) -> None:
-    """Write the policy of a controller. A file that is there is replaced in one step, and left alone where it holds the same already."""
+    """Write the policy of a controller to a file. An existing file is replaced atomically, unless its content is the same."""
     encoder = policy.encoder
     if not isinstance(encoder, SlotEncoder):
-        raise ControllerError(f"a controller's policy has a SlotEncoder, and this one a {type(encoder).__name__}; see make_parts")
+        raise ControllerError(f"a controller's policy needs a SlotEncoder, but this one has a {type(encoder).__name__}; see make_parts")
     weights = {name: weight.detach().cpu().contiguous() for name, weight in plain_names(policy.state_dict()).items()}
     description = Description(
         layout=LAYOUT_VERSION,
@@ -88,7 +88,7 @@ def save_controller(
 
 
 def load_controller(path: Path | str, *, seed: int | None = None) -> Learned:
-    """The controller of a file. With a seed it draws its actions, else it takes the likeliest."""
+    """Return the controller of a file. With a `seed` it samples its actions; otherwise it takes the most likely ones."""
     weights, description = _read(Path(path))
     _check_sizes(Path(path), description, weights)
     try:
@@ -98,7 +98,7 @@ def load_controller(path: Path | str, *, seed: int | None = None) -> Learned:
 
 
 class Learned:
-    """Decides by a trained policy. What it remembers of the run is its state."""
+    """Controller that decides by a trained policy. Its state is the memory of the policy and its random streams."""
 
     name = "learned"
 
@@ -106,31 +106,32 @@ class Learned:
         self.description = description
         self._weights = dict(weights)
         self._streams = None if seed is None else Streams(seed)
-        self._memory: Tensor | None = None  # [1, S]
-        self._room = (1, 1)  # slots and blueprints of the policy
+        self._memory: Tensor | None = None  # [1, size of the recurrent state]
+        self._room = (1, 1)  # number of slots and blueprints that the policy is built for
         self._policy = self._build()
 
     def anew(self) -> Learned:
-        """Another one of the same weights, which remembers nothing yet."""
+        """Return a new controller with the same weights and an empty memory."""
         return Learned(self._weights, self.description, seed=None if self._streams is None else self._streams.seed)
 
     def _build(self) -> Policy:
+        """Build the policy for the present number of slots and blueprints."""
         slots, blueprints = self._room
         policy = make_policy(
             self.description.network,
             self.description.memory,
             slots=slots,
             blueprints=blueprints,
-            generator=torch.Generator().manual_seed(0),  # what it draws is replaced by the weights
+            generator=torch.Generator().manual_seed(0),  # initial weights are overwritten below
             normalize_values=self.description.normalize_values,
         )
         load_module(policy, self._weights)
         return policy.eval()
 
     def _fit(self, state: GrowthState) -> None:
-        """The policy for exactly as many slots and blueprints as there are; its weights are the same for any number.
+        """Rebuild the policy if the number of slots or blueprints has changed. Its weights do not depend on these numbers.
 
-        With room for the most that ever were, what it draws would depend on more than its state.
+        The sizes must be exact: with padding for the largest numbers so far, the sampled actions would depend on more than the state.
         """
         room = (max(len(state.slots), 1), max(len(blueprint_names(state)), 1))
         if room != self._room:
@@ -142,7 +143,7 @@ class Learned:
         slots, blueprints = self._room
         generator = None if self._streams is None else self._streams.torch("actions")
         chosen: list[dict[str, int]] = []
-        for _ in range(self.description.actions):  # all of them, for as many were seen when it was trained
+        for _ in range(self.description.actions):  # also after a wait, because the memory saw as many steps in training
             obs, masks = observe([state], slots=slots, blueprints=blueprints, ops=self.description.ops, chosen=[chosen])
             actions, self._memory = self._policy.act(obs, self._memory, masks=masks, generator=generator)
             chosen.append({head: int(choice) for head, choice in actions.items()})
@@ -163,18 +164,23 @@ class Learned:
         if memory is not None:
             self._policy.core.check_state(memory, 1)
         if (streams is None) != (self._streams is None):
-            now, then = ("draws its actions", "took the likeliest") if streams is None else ("takes the likeliest actions", "drew them")
-            raise ControllerError(f"this controller {now}, and the saved one {then}; load it the same way")
+            now, then = (
+                ("samples its actions", "took the most likely ones")
+                if streams is None
+                else ("takes the most likely actions", "sampled them")
+            )
+            raise ControllerError(f"this controller {now}, but the saved one {then}; load it in the same way, with or without a seed")
         if self._streams is not None:
             self._streams.load_state_dict(streams)
         self._memory = memory
 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], Description]:
+    """Read weights and description of a controller file, or raise ControllerError."""
     try:
         weights, metadata = read_tensors(path)
     except FileNotFoundError as error:
-        raise ControllerError(f"there is no file {path}; give the path of a file that training a controller has written") from error
+        raise ControllerError(f"there is no file {path}; give the path of a controller file, such as RUN/controller.safetensors") from error
     except IsADirectoryError as error:
         raise ControllerError(f"{path} {_why_no_controller(path)}") from error
     except FileError as error:
@@ -183,14 +189,15 @@ def _read(path: Path) -> tuple[dict[str, Tensor], Description]:
         raise ControllerError(f"no controller can be read: {reason_of(error)}") from error
     header = metadata.get(_HEADER)
     if header is None:
-        raise ControllerError(f"{path} holds tensors, but no controller; give a file that training a controller has written")
+        raise ControllerError(f"{path} holds tensors, but no controller; give a controller file, such as RUN/controller.safetensors")
     description = _describe(path, header)
     if _digest(weights) != description.sha256:
-        raise ControllerError(f"{path} is damaged: its weights are not those that were written; {_ANOTHER}")
+        raise ControllerError(f"{path} is damaged: its weights do not match their sha256; {_ANOTHER}")
     return weights, description
 
 
 def _why_no_controller(folder: Path) -> str:
+    """Describe a folder that was given instead of a controller file."""
     kind = kind_of(folder)
     if kind == "controller":
         return f"is a folder; give the controller of that run, {folder / 'controller.safetensors'}"
@@ -199,7 +206,7 @@ def _why_no_controller(folder: Path) -> str:
 
 
 def _check_sizes(path: Path, description: Description, weights: Mapping[str, Tensor]) -> None:
-    """Refuse a description of a network that its weights cannot fill, before memory is taken for it."""
+    """Raise ControllerError if the described network is larger than the weights, before memory is allocated for it."""
     largest = max((size for weight in weights.values() for size in weight.shape), default=0)
     most = max(largest, len(weights), _SMALL)
     for part in (description.network, description.memory):
@@ -210,6 +217,7 @@ def _check_sizes(path: Path, description: Description, weights: Mapping[str, Ten
 
 
 def _describe(path: Path, header: str) -> Description:
+    """Parse the description of a controller file, and check that its layout is the present one."""
     try:
         raw = parse_json(header)
         found, writer = raw["layout"], raw["esper"]
@@ -219,14 +227,15 @@ def _describe(path: Path, header: str) -> Description:
                 return description
             found = f"{found} with the heads {', '.join(description.heads)}"
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ControllerError(f"{path} is damaged: what it says about its weights cannot be understood; {_ANOTHER} ({error})") from error
+        raise ControllerError(f"{path} is damaged: its description cannot be understood; {_ANOTHER} ({error})") from error
     raise ControllerError(
-        f"{path} observes and decides by layout {found}, and this esper {esper.__version__} by layout {LAYOUT_VERSION}; "
-        f"use it with esper {writer}, or train a controller anew"
+        f"{path} has layout {found} of observations and actions, but this esper {esper.__version__} has layout {LAYOUT_VERSION}; "
+        f"use it with esper {writer}, or train a new controller"
     )
 
 
 def _digest(weights: Mapping[str, Tensor]) -> str:
+    """Return the sha256 of names, dtypes, shapes and values of the weights."""
     digest = hashlib.sha256()
     for name in sorted(weights):
         digest.update(f"{name} {weights[name].dtype} {tuple(weights[name].shape)}".encode())

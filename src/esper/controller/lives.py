@@ -1,7 +1,7 @@
-"""Whole lives of hosts under any controller, in fleets, and what became of them.
+"""Trains hosts under any controller, in fleets, from start to end, and returns the results.
 
-All controllers go through the same code: the same initialisation and data order for the same seed, a decision before every stretch of
-training and one after the last, and every FLOP counted, those of pruned seeds and of measurements included.
+All controllers go through the same code: the same initialisation and data order for the same seed, and a decision before every training
+segment and one after the last. All FLOPs are counted, including those of pruned seeds and of measurements.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from esper.tasks import Task
 
 @dataclass(frozen=True)
 class Contestant:
-    """A host to be, and who decides for it."""
+    """A host to train, and the controller that decides for it."""
 
-    name: str
+    name: str  # of the controller in the tables
     setting: HostSetting
     controller: Controller
-    level: str | None = None  # of rent, where the controller sees it
-    is_static: bool = False  # whatever is in it stays, kept or not
-    is_measured: bool = True  # its validation is part of its cost: somebody decides by it
+    level: str | None = None  # rent level that the controller sees; None if it makes no difference
+    is_static: bool = False  # fossilize all seeds at once, without a measurement
+    is_measured: bool = True  # count the FLOPs of validation, because decisions depend on it
 
 
 class EvalRun(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one host."""
+    """Result of one host."""
 
     task: str
     host: str  # channels of its blocks
     controller: str
-    level: str | None  # of rent that the controller saw; None where it makes no difference
+    level: str | None  # rent level that the controller saw; None if it makes no difference
     seed: int
     horizon: int
     test_loss: float  # nats
@@ -51,17 +51,17 @@ class EvalRun(msgspec.Struct, frozen=True, kw_only=True):
     added_parameters: int
     flops_per_sample: int  # of a forward pass of the host alone
     added_flops: int
-    total_flops: int  # of all training, and of all measurements where somebody decides by them; the policy's own are not counted
-    grown: int  # seeds
-    kept: list[tuple[str, str]]  # slot and blueprint
+    total_flops: int  # of all training, and of validation if decisions depend on it; without those of the policy
+    grown: int  # number of seeds
+    kept: list[tuple[str, str]]  # (slot, blueprint)
     rollbacks: int
-    unit: float = 1.0  # of the loss, for rents: nats that count as one of ten classes
-    trace: list[str] = []  # what was grown when
+    unit: float = 1.0  # unit of the loss for rents, see LossScale
+    trace: list[str] = []  # one text per seed: epoch, slot, blueprint, outcome
 
 
 @dataclass(frozen=True)
 class EvalSetting:
-    """Where lives are lived: a task and an architecture."""
+    """Task, architecture and resources of an evaluation."""
 
     task: Task
     host: str
@@ -75,7 +75,10 @@ class EvalSetting:
 def live(
     eval_setting: EvalSetting, contestants: Sequence[Contestant], on_progress: Callable[[int], Any] = lambda decisions: None
 ) -> list[EvalRun]:
-    """One run for each contestant, in their order."""
+    """Train the hosts of all contestants and return their results, in the same order.
+
+    Contestants of similar horizons share a fleet. `on_progress` gets the number of decisions just made.
+    """
     order = sorted(range(len(contestants)), key=lambda index: contestants[index].setting.horizon)
     runs: dict[int, EvalRun] = {}
     for start in range(0, len(order), eval_setting.rows):
@@ -85,6 +88,7 @@ def live(
 
 
 def _live_together(eval_setting: EvalSetting, contestants: Sequence[Contestant], on_progress: Callable[[int], Any]) -> list[EvalRun]:
+    """Train contestants in one fleet."""
     fleet = Fleet(
         eval_setting.task,
         eval_setting.task.maker(eval_setting.host),
@@ -109,12 +113,13 @@ def _live_together(eval_setting: EvalSetting, contestants: Sequence[Contestant],
 
 
 def _settle(lifecycles: SlotLifecycles[RowBackend]) -> None:
-    """What is in a static network is part of it from the start; nobody measures whether it should be."""
+    """Fossilize the seeds of a static network at once, without the gate that needs a measurement."""
     for name in [name for name in lifecycles.living() if lifecycles.backends[name].life.stage is Stage.HOLDING]:
         lifecycles.fossilize(name, "a part of the network from the start")
 
 
 def _runs(eval_setting: EvalSetting, fleet: Fleet, contestants: Sequence[Contestant]) -> list[EvalRun]:
+    """Finish a fleet and measure its hosts on test and validation data."""
     fleet.finish(range(len(contestants)))
     test, validation = fleet.losses(eval_setting.task.test).tolist(), fleet.losses(eval_setting.task.validation).tolist()
     return [_run(eval_setting, fleet, row, contestant, test[row], validation[row]) for row, contestant in enumerate(contestants)]

@@ -1,9 +1,11 @@
-"""The network of a controller: it works for any number of slots and blueprints, and their order does not matter.
+"""The network of a controller. It works for any number of slots and blueprints, in any order.
 
-Every candidate is encoded by the same weights, and so is every slot, with its candidates pooled and the host beside it. Slots see one
-another by attention. The host and the pooled slots are the summary that goes into the policy's memory; the slots and candidates themselves
-go around it, because the actor points at them: a slot's logit for an op is the product of what the op looks for with what the slot is, and
-likewise for a blueprint in a slot.
+Encoder: all candidates are encoded by the same weights, and so are all slots, each together with its pooled candidates and the host. Slots
+attend to one another. The host and the pooled slots make a summary, which is the input of the recurrent core of the policy. The encoded
+slots and candidates bypass the core.
+
+Actor: a pointer network. The logit of a slot for an op is the dot product of a query for that op with the encoded slot; the logit of a
+blueprint in a slot is the dot product of a query for that slot with the encoded candidate.
 
 Shapes: B = any leading dimension (hosts, or packed steps), S = slots, K = blueprints, D = width of a slot, C = width of a candidate,
 E = width of the summary, H = width of the core.
@@ -25,18 +27,18 @@ from esper.rl.networks import Dense, initialize, mlp
 from esper.rl.policy import Policy
 from esper.vecenv import Obs
 
-_NEARLY_UNIFORM = 0.01  # gain of the layers that logits come from
+_NEARLY_UNIFORM = 0.01  # initial gain of the layers before the logits, for a nearly uniform policy
 _ACTIVATION = "relu"
 
 
 def apply_to_rows(module: nn.Module, values: Tensor) -> Tensor:
-    """A module for rows [B, F] on [..., F]: its products are quickest on plain rows."""
+    """Apply a module for rows [B, F] to values [..., F]. Matrix products are fastest on plain rows."""
     rows: Tensor = module(values.flatten(0, -2))
     return rows.view(*values.shape[:-1], rows.shape[-1])
 
 
 def pool(values: Tensor, exists: Tensor) -> Tensor:
-    """Mean and maximum over those that exist: ([..., M, F], [..., M]) -> [..., 2F]; zeros where nothing does."""
+    """Return mean and maximum over the existing items: ([..., M, F], [..., M]) -> [..., 2F]; zeros if none exists."""
     there = exists.unsqueeze(-1)
     mean = (values * there).sum(-2) / there.sum(-2).clamp_min(1)
     most = values.masked_fill(~there, torch.finfo(values.dtype).min).amax(-2)
@@ -44,13 +46,13 @@ def pool(values: Tensor, exists: Tensor) -> Tensor:
 
 
 def point(wanted: Tensor, offered: Tensor) -> Tensor:
-    """Logits [...]: how well what is offered [..., F] is what is wanted [..., F]."""
-    # Not a batched product: torch works through the batch one by one where the products are so small.
+    """Return logits [...]: the scaled dot products of queries `wanted` [..., F] with keys `offered` [..., F]."""
+    # A batched matrix product would be slower: torch goes through the batch one by one for products this small.
     return (wanted * offered).sum(-1) / math.sqrt(offered.shape[-1])
 
 
 class Attention(nn.Module):
-    """Slots see one another: attention and a layer of its own for each slot, both added to what was there."""
+    """Transformer block over the slots: self-attention, then an MLP per slot, both residual."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -65,15 +67,18 @@ class Attention(nn.Module):
         count, places, _ = slots.shape
         looks = apply_to_rows(self.looks, self.norm(slots)).view(count, places, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         query, key, value = looks.unbind(0)  # [B, heads, S, D / heads]
-        visible = exists | ~exists.any(1, keepdim=True)  # in a host without slots padding sees itself, which is harmless and finite
+        # Attend to existing slots only. In a host without slots, padding attends to padding, so that no row is NaN.
+        visible = exists | ~exists.any(1, keepdim=True)
         heard = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=visible[:, None, None, :])
         slots = slots + apply_to_rows(self.mix, heard.transpose(1, 2).flatten(2))
         return slots + apply_to_rows(self.layers, slots)
 
 
 class SlotEncoder(nn.Module):
-    """From an observation to [B, E], which is the core's input, and behind it what goes around the core: the summary again, all slots, all
-    candidates."""
+    """Encodes an observation as [B, E + bypass]: the summary for the core, then the part that bypasses it.
+
+    The bypass holds the summary again, all encoded slots and all encoded candidates.
+    """
 
     def __init__(self, config: SlotNetworkConfig, *, slots: int, blueprints: int) -> None:
         super().__init__()
@@ -103,7 +108,7 @@ class SlotEncoder(nn.Module):
 
 
 class PointerActor(nn.Module):
-    """Logits of all heads, row by row, from [B, H + E + S·D + S·K·C]."""
+    """Computes the logits of all heads from [B, H + E + S·D + S·K·C]: core output, summary, slots, candidates."""
 
     def __init__(self, config: SlotNetworkConfig, *, core_width: int, slots: int, blueprints: int) -> None:
         super().__init__()
@@ -133,7 +138,7 @@ class PointerActor(nn.Module):
 
 
 class Front(nn.Module):
-    """The first numbers of a row: what a critic looks at, which need not know single slots."""
+    """Returns the first `width` columns: core output and summary, the input of the critic, which does not need single slots."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -144,7 +149,7 @@ class Front(nn.Module):
 
 
 class Parts(NamedTuple):
-    """What a controller's policy brings of its own: `PPO(env, config, parts.encoder, actor=parts.actor, critic=parts.critic)`."""
+    """Custom parts of a controller's policy: `PPO(env, config, parts.encoder, actor=parts.actor, critic=parts.critic)`."""
 
     encoder: SlotEncoder
     actor: PointerActor
@@ -152,8 +157,8 @@ class Parts(NamedTuple):
 
 
 def make_parts(config: SlotNetworkConfig, memory: NetworkConfig, *, slots: int, blueprints: int, generator: torch.Generator) -> Parts:
-    """For hosts of up to so many slots and blueprints. The weights have the same shapes whatever these are."""
-    # torch's layers draw their first weights from the global generator, which is not ours to move; ours replace them.
+    """Build encoder, actor and critic for hosts of up to so many slots and blueprints. The shapes of the weights do not depend on them."""
+    # torch's layers draw initial weights from the global generator. Fork it, so that it stays as it is; `initialize` overwrites them.
     with torch.random.fork_rng(devices=[]):
         encoder = SlotEncoder(config, slots=slots, blueprints=blueprints)
         core_width = encoder.output_size if memory.core == "none" else memory.hidden_size
@@ -180,7 +185,7 @@ def make_policy(
     generator: torch.Generator,
     normalize_values: bool = True,
 ) -> Policy:
-    """A policy for hosts of up to so many slots and blueprints, as training would make it."""
+    """Build a new policy for hosts of up to so many slots and blueprints, in the same way as training does."""
     parts = make_parts(config, memory, slots=slots, blueprints=blueprints, generator=generator)
     return Policy(
         *spec(slots, blueprints),

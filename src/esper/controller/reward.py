@@ -1,22 +1,23 @@
-"""What a controller is paid: the worth of a host now, less what it was worth before.
+"""Reward of a controller: the change of a host's potential by one decision.
 
-A `HostStanding` says how a host stands after a decision. Its potential is a sum of terms, one function each. A decision is paid by the
-change of the potential:
+A `HostStanding` holds the figures of the hosts after a decision. The potential of a host is a sum of terms, one function each, and a
+decision is rewarded by the change of the potential:
 
     dense     gamma · potential(after) - potential(before)
     sparse    0, and gamma · potential(after) at the last decision
 
-A host starts with potential 0: it is its own never-grow twin, and nothing is in it. So the discounted return of both forms is
-gamma^T · potential(end), whatever the path: what was gained on the way and lost again pays nothing, and there is nothing to farm. That
-needs the learner's gamma in the formula. With gamma < 1 and plain differences, (1 - gamma) of the potential would be paid again at every
-decision, and a seed that looks good for a while would earn by being there. Our choice is gamma 1: horizons are finite and observed, only
-the end counts, and a long life counts as much as a short one.
+A host starts with potential 0, because it is equal to its twin and has no seeds. The discounted return of both forms is therefore
+gamma^T · potential(end), whatever happens in between: a gain that is lost again pays nothing, so the reward cannot be exploited by
+temporary gains. This needs the learner's gamma in the formula. With gamma < 1 and plain differences, (1 - gamma) of the potential would be
+paid again at every decision, and a seed would earn by looking good for a while. The default gamma is 1: horizons are finite and observed,
+only the end counts, and a long episode counts as much as a short one.
 
-At the end only fossilized seeds count: the environment prunes what is still living, measures the host again, and then takes the last
-standing. So the FLOPs of a seed that nobody decided on are spent for nothing.
+At the end only fossilized seeds count: the environment prunes all living seeds, measures the host again, and takes its last standing. The
+FLOPs of a seed that was never kept are spent for nothing.
 
-The family `loss` takes the validation loss against the twin's, `contribution` the sum of what all seeds were measured at. A host leans on
-what grew in it, so contributions can be large where growing gained nothing: `loss` is the honest one.
+The family `loss` compares the validation loss with that of the twin. The family `contribution` takes the sum of the measured contributions
+of all seeds. Because a host learns to rely on its seeds, contributions can be large although growing gained nothing, so `loss` is the
+better measure.
 
 Shapes: N = hosts.
 """
@@ -36,12 +37,12 @@ from esper.growth.measure.rent import rent_of
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostStanding:
-    """How N hosts stand after a decision; all float64 [N]. Losses are in nats for ten classes: divided by the unit of the loss scale."""
+    """Figures of N hosts after a decision; all float64 [N]. Losses are divided by the unit of the loss scale (nats for ten classes)."""
 
-    gain: Tensor  # validation loss of the never-grow twin, with the same initialisation and data order, minus the host's
-    contributions: Tensor  # of the seeds in all slots together
-    rent: Tensor  # of everything that is in the host, connected or not, from germination on
-    spent: Tensor  # FLOPs that went into seeds that were pruned, over those of the host's whole training; never falls
+    gain: Tensor  # validation loss of the twin minus that of the host
+    contributions: Tensor  # sum over the seeds in all slots
+    rent: Tensor  # of all seeds, connected or not, from germination on
+    spent: Tensor  # FLOPs spent on pruned seeds, as a share of those of the host's whole training; never falls
     rollbacks: Tensor  # so far
 
     def __post_init__(self) -> None:
@@ -52,12 +53,16 @@ class HostStanding:
 
     @classmethod
     def start(cls, hosts: int, *, device: str | torch.device = "cpu") -> HostStanding:
-        """Before anything was decided: every host is its own twin."""
+        """Return the standing before the first decision: all zero."""
         return cls(*(torch.zeros(hosts, dtype=torch.float64, device=device) for _ in range(5)))
 
 
 def standing_of(states: Sequence[GrowthState], *, twin_losses: Sequence[float], spent: Sequence[float]) -> HostStanding:
-    """The standing of each host, from what its controller sees, its twin's validation loss and the share it spent on pruned seeds."""
+    """Compute the standing of the hosts.
+
+    `states` is what their controllers see, `twin_losses` the validation losses of their twins, and `spent` the share of FLOPs that went
+    into pruned seeds.
+    """
     units = [1.0 if state.scale is None else state.scale.unit for state in states]
     rows = [
         (
@@ -72,27 +77,27 @@ def standing_of(states: Sequence[GrowthState], *, twin_losses: Sequence[float], 
     return HostStanding(*torch.tensor(rows, dtype=torch.float64).reshape(-1, 5).unbind(dim=1))
 
 
-# The terms: each [N], in nats, times its weight
+# Terms of the potential: each [N], in nats, times its weight
 
 
 def gain_term(standing: HostStanding, config: RewardConfig) -> Tensor:
-    """What growing gained, by the family's measure."""
+    """Return the gain from growing, measured as the family of the reward says."""
     nats = standing.gain if config.family == "loss" else standing.contributions
     return config.gain * nats
 
 
 def rent_term(standing: HostStanding, config: RewardConfig) -> Tensor:
-    """What everything in the host costs."""
+    """Return the cost of all seeds in the host."""
     return -config.rent * standing.rent
 
 
 def spent_term(standing: HostStanding, config: RewardConfig) -> Tensor:
-    """What was spent for nothing."""
+    """Return the cost of the FLOPs that went into pruned seeds."""
     return -config.spent * standing.spent
 
 
 def rollback_term(standing: HostStanding, config: RewardConfig) -> Tensor:
-    """What disasters cost, beside the training that was lost."""
+    """Return the cost of rollbacks, in addition to the lost training."""
     return -config.rollback * standing.rollbacks
 
 
@@ -100,17 +105,17 @@ TERMS = {"gain": gain_term, "rent": rent_term, "spent": spent_term, "rollback": 
 
 
 def potential(standing: HostStanding, config: RewardConfig) -> Tensor:
-    """What each host is worth [N], in nats, within ±`config.most`.
+    """Return the potential of each host [N], in nats, clipped to ±`config.most`.
 
-    Where the rent is high, a careless seed can owe a hundred times what a good one earns elsewhere, and a learner that sees hosts of all
-    rents would see nothing else. So a ruin is a ruin, whatever its size, and what lies above it keeps its scale.
+    At a high rent, a bad seed can cost a hundred times the gain of a good one elsewhere. Without the limit, such losses would dominate the
+    training of a policy on hosts of all rents.
     """
     whole = sum((term(standing, config) for term in TERMS.values()), start=torch.zeros_like(standing.gain))
     return whole.clamp(-config.most, config.most)
 
 
 def rewards(before: HostStanding, after: HostStanding, is_last: Tensor, config: RewardConfig, *, gamma: float = 1.0) -> Tensor:
-    """What each host's decision is paid [N], in nats. `is_last` [N] says where a life ended with it; `gamma` is the learner's."""
+    """Return the reward of each host's decision [N], in nats. `is_last` [N] marks the ends of episodes; `gamma` is the learner's."""
     worth = gamma * potential(after, config)
     if config.is_sparse:
         return torch.where(is_last, worth, torch.zeros_like(worth))

@@ -1,8 +1,8 @@
-"""A table of what is observed: one row per number, with its unit, its range and how it is scaled to about [-1, 1].
+"""Tables of features: one row per observed number, with its unit, its range and its scaling to about [-1, 1].
 
-Widths, columns and the scaling of whole arrays come from the table. What is not known is not a number before scaling and 0 after it.
+Widths, columns and the scaling of whole arrays are derived from the table. An unknown value is NaN before scaling and 0 after it.
 
-Shapes: F = rows of the table, which are the last dimension of what is observed.
+Shapes: F = features of the table, the last dimension of an observation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ View = TypeVar("View")
 
 
 class Scale(Enum):
-    """How a number between `low` and `high` is scaled; what lies beyond is cut off."""
+    """Scaling of a number between `low` and `high`; numbers outside are clipped. The texts are part of the layout version."""
 
     AS_IS = "as it is"
     LOG = "its logarithm, from -1 at low to 1 at high"
@@ -30,33 +30,39 @@ class Scale(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Feature(Generic[View]):
+    """One observed number, computed from a view of type `View`."""
+
     name: str
     unit: str
     scale: Scale
     low: float
     high: float
-    value: Callable[[View], float | None]  # in its unit; None: not known
+    value: Callable[[View], float | None]  # in its unit; None: unknown
 
 
 def flag(name: str, value: Callable[[View], bool]) -> Feature[View]:
+    """Return a feature that is 0 or 1."""
     return Feature(name, "1 if so", Scale.AS_IS, 0.0, 1.0, value)
 
 
 def share(name: str, unit: str, value: Callable[[View], float | None]) -> Feature[View]:
+    """Return a feature between 0 and 1, which is not scaled."""
     return Feature(name, unit, Scale.AS_IS, 0.0, 1.0, value)
 
 
 def log(name: str, unit: str, low: float, high: float, value: Callable[[View], float | None]) -> Feature[View]:
+    """Return a positive feature, scaled by its logarithm."""
     return Feature(name, unit, Scale.LOG, low, high, value)
 
 
 def signed_log(name: str, unit: str, low: float, high: float, value: Callable[[View], float | None]) -> Feature[View]:
+    """Return a feature of any sign, scaled linearly near 0 and by its logarithm beyond `low`."""
     return Feature(name, unit, Scale.SIGNED_LOG, low, high, value)
 
 
 @dataclass(frozen=True)
 class FeatureTable(Generic[View]):
-    """The rows that describe one thing: a host, a slot or a candidate."""
+    """The features of one kind of object: a host, a slot or a candidate."""
 
     features: Sequence[Feature[View]]
 
@@ -71,11 +77,11 @@ class FeatureTable(Generic[View]):
         return next(column for column, feature in enumerate(self.features) if feature.name == name)
 
     def nothing(self, *shape: int) -> Floats:
-        """[*shape, F] of which nothing is known."""
+        """Return an array [*shape, F] of unknown values."""
         return np.full((*shape, self.width), np.nan)
 
     def values(self, view: View) -> list[float | None]:
-        """[F] in their units, for an array of floats, where None is not a number."""
+        """Return the values [F] in their units; None for unknown ones, which becomes NaN in an array of floats."""
         return [feature.value(view) for feature in self.features]
 
     @cached_property
@@ -86,7 +92,7 @@ class FeatureTable(Generic[View]):
         return [column for column, feature in enumerate(self.features) if feature.scale is scale]
 
     def scaled(self, values: Floats) -> NDArray[np.float32]:
-        """From units [..., F] to about [-1, 1] [..., F]."""
+        """Scale values [..., F] from their units to about [-1, 1]; unknown ones to 0."""
         lows, highs = self._ranges
         result = np.empty(values.shape, dtype=np.float32)
         for scale in Scale:
@@ -102,7 +108,7 @@ class FeatureTable(Generic[View]):
         return result
 
     def description(self) -> str:
-        """One line per number: what it is, and how it becomes what a policy sees."""
+        """Return one line per feature with name, unit, range and scaling. The layout version is a hash of it."""
         return "\n".join(
             f"{feature.name}: {feature.unit}, {feature.low:g} to {feature.high:g}, {feature.scale.value}" for feature in self.features
         )

@@ -1,12 +1,12 @@
-"""Training a controller: a run of `esper.rl` in the environment of growth, whose end is a file that `esper grow --controller` takes.
+"""Training of a controller: a PPO run in the environment `GrowthEnv`. Its result is a file for `esper grow --controller`.
 
 result = train_controller(ControllerConfig(rounds=50), "runs/controller")
 result = train_controller(None, "runs/controller", resume=True)   # after a crash, or with a config of more rounds
 controller = load_controller("runs/controller/controller.safetensors")
 
-The controller is the last policy, for which learning rate and entropy come to their ends, and not the one with the best returns: rounds
-differ in the architectures that they draw, and so in what can be gained at all, by more than policies do. Its file is written after every
-checkpoint, and again when a run goes on, so it is that of the latest checkpoint.
+The controller is the last policy, not the one with the best returns. Rounds draw different architectures, and these change the possible
+gain by more than policies differ; and only the last policy has seen the end of the schedules of learning rate and entropy. The file is
+written after every checkpoint, and again when a run is resumed, so it always holds the policy of the latest checkpoint.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ from esper.runs import load_module
 from esper.runs.folder import RunError
 from esper.tasks import TASKS, Task, TaskError, load_task
 
-CONTROLLER = "controller.safetensors"  # in the folder of a run: its last policy
+CONTROLLER = "controller.safetensors"  # file with the last policy, in the folder of a run
 
 
 def train_controller(
     config: ControllerConfig | None, folder: Path | str | None = None, *, resume: bool = False, **options: Unpack[RunOptions]
 ) -> RunResult:
-    """Train a controller in the folder of a new run; with `resume`, go on with the run in the folder, with seeds alive in the fleets.
+    """Train a controller in the folder of a new run; with `resume`, continue the run in the folder.
 
-    A resumed run needs no `config`; one that is given may ask for more rounds. The run stops after the round in which `should_stop()`
-    becomes true, with a checkpoint.
+    A resumed run needs no `config`; if one is given, it may have more rounds. The run stops with a checkpoint after the round in which
+    `should_stop()` becomes true.
     """
     return run_trainer(GROWTH, config, folder, resume=resume, **options)
 
 
 @contextlib.contextmanager
 def prepare_controller(config: ControllerConfig, group: Group = ALONE) -> Iterator[tuple[PPO, Relay]]:
-    """The learner of a run in its environment. Touches no files but those of the tasks; mistakes in the config are RunErrors."""
+    """Build the learner of a run and its environment. Reads only the files of the tasks. A mistake in the config raises RunError."""
     device, relay = group.place(find_device(config.device)), Relay()
     with threads(config.threads), determinism(config.deterministic):
         try:
@@ -73,7 +73,7 @@ def prepare_controller(config: ControllerConfig, group: Group = ALONE) -> Iterat
 
 
 def load_from(data_dir: str | None, name: str) -> Task:
-    """A task; those that bring their own data take no folder."""
+    """Load a task by name. Tasks with built-in data do not get the folder."""
     return load_task(name, data_dir=None if name in TASKS and TASKS[name].has_own_data else data_dir)
 
 
@@ -82,12 +82,12 @@ def _prepare(config: ControllerConfig, encoder: nn.Module | None, group: Group) 
 
 
 def _no_score(config: ControllerConfig, policy: Policy, seed: int) -> Evaluation | None:
-    """Fresh lives are dear, and nobody needs the best policy: the last one is the controller."""
+    """Evaluate nothing: new episodes are expensive, and the last policy becomes the controller, not the best one."""
     return None
 
 
 def write_controller(folder: Path, config: ControllerConfig, step: int, state: dict[str, Any]) -> None:
-    """Write the controller of a checkpoint."""
+    """Write the policy of a checkpoint as a controller file into the folder of the run."""
     saved: dict[str, Any] = state["ppo"]
     slots, blueprints, _ = saved["observation_spec"]["candidates"]["shape"]
     policy = make_policy(
@@ -99,7 +99,7 @@ def write_controller(folder: Path, config: ControllerConfig, step: int, state: d
         normalize_values=config.ppo.normalize_values,
     )
     load_module(policy, saved["policy"])
-    # A training that was stopped before any host's life had ended has no mean return.
+    # Drop NaN, which JSON does not allow: a run that was stopped before any episode had ended has no mean return.
     summary = {name: value for name, value in state["summary"].items() if not isinstance(value, float) or math.isfinite(value)}
     info = {"run": folder.name, "step": step, "domain": msgspec.to_builtins(config.domain), **summary}
     save_controller(folder / CONTROLLER, policy, info, ops=("wait", *config.ops), actions=config.actions)
