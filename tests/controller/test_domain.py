@@ -131,7 +131,7 @@ def test_no_two_groups_of_a_run_share_a_seed() -> None:
 
 
 def test_a_round_without_hosts_is_refused() -> None:
-    with pytest.raises(ValueError, match="one host at least; got hosts=0"):
+    with pytest.raises(ValueError, match="at least one host; got hosts=0"):
         draw_round(CONFIG, round_number=0, hosts=0, seed=0)
 
 

@@ -180,7 +180,7 @@ def test_a_state_that_does_not_fit_is_refused(path: Path, tmp_path: Path) -> Non
     controller = load_controller(path)
     with pytest.raises(ValueError, match=r"shape \(1, 24\); got \(1, 5\)"):
         controller.load_state_dict(controller.state_dict() | {"memory": torch.zeros(1, 5)})
-    with pytest.raises(ControllerError, match="takes the likeliest actions, and the saved one drew them"):
+    with pytest.raises(ControllerError, match="takes the most likely actions, but the saved one sampled them"):
         controller.load_state_dict(load_controller(path, seed=3).state_dict())
     with pytest.raises(ControllerError, match="decided by another controller file"):
         controller.load_state_dict(controller.state_dict() | {"sha256": "0" * 64})
@@ -215,7 +215,7 @@ def test_a_file_from_before_there_was_a_digest_of_everything_loads_and_its_weigh
     content = bytearray(path.read_bytes())
     content[-5] ^= 1
     path.write_bytes(content)
-    with pytest.raises(ControllerError, match="its weights are not those that were written"):
+    with pytest.raises(ControllerError, match="its weights do not match their sha256"):
         load_controller(path)
 
 
@@ -261,7 +261,7 @@ def rewrite(path: Path, **changes: object) -> None:
 
 def test_a_file_of_another_layout_names_both_and_what_to_do(path: Path) -> None:
     rewrite(path, layout="0-old", esper="0.0.1")
-    with pytest.raises(ControllerError, match=rf"layout 0-old, .* by layout {layout.LAYOUT_VERSION}; use it with esper 0.0.1, or train"):
+    with pytest.raises(ControllerError, match=rf"layout 0-old of .* has layout {layout.LAYOUT_VERSION}; use it with esper 0.0.1, or train"):
         load_controller(path)
 
 

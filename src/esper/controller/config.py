@@ -71,7 +71,7 @@ class DomainConfig(Config):
                 raise ConfigError(name, expected="names, at least one and each once", got=given)
         both = [channels for channels in self.held_out_hosts if channels in self.hosts]
         if both:
-            raise ConfigError("held_out_hosts", expected="channels that are not in hosts, which are for training", got=both[0])
+            raise ConfigError("held_out_hosts", expected="channels that are not among hosts, which are for training", got=both[0])
         for name in ("horizon", "learning_rate", "label_noise", "data_share", "classes_share"):
             least, most = getattr(self, name)
             if least > most:

@@ -66,7 +66,7 @@ LAYOUT_VERSION = _version()
 
 
 def spec(slots: int, blueprints: int) -> tuple[ObservationSpec, ActionSpec]:
-    """Return the specifications of observations and actions for hosts of up to so many slots and blueprints."""
+    """Return the specifications of observations and actions, for hosts with at most `slots` slots and `blueprints` blueprints."""
     observation = {
         "host": TensorSpec((HOST.width,)),
         "slots": TensorSpec((slots, SLOT.width)),
@@ -238,7 +238,7 @@ def _action(state: GrowthState, slot: SlotState, op: Op, action: Mapping[str, in
 
 
 def _why_grow(candidate: Candidate) -> str:
-    promise = "" if candidate.promise is None else f" and promises to lower the loss by {candidate.promise:.2g} per step"
+    promise = "" if candidate.promise is None else f" and an estimated fall of the loss by {candidate.promise:.2g} per step"
     return f"the policy grows it here: it adds {candidate.cost.parameters:,} parameters for a rent of {figure(candidate.rent)}{promise}"
 
 

@@ -157,7 +157,7 @@ class Parts(NamedTuple):
 
 
 def make_parts(config: SlotNetworkConfig, memory: NetworkConfig, *, slots: int, blueprints: int, generator: torch.Generator) -> Parts:
-    """Build encoder, actor and critic for hosts of up to so many slots and blueprints. The shapes of the weights do not depend on them."""
+    """Build encoder, actor and critic for at most `slots` slots and `blueprints` blueprints. The weights do not depend on these numbers."""
     # torch's layers draw initial weights from the global generator. Fork it, so that it stays as it is; `initialize` overwrites them.
     with torch.random.fork_rng(devices=[]):
         encoder = SlotEncoder(config, slots=slots, blueprints=blueprints)
@@ -185,7 +185,7 @@ def make_policy(
     generator: torch.Generator,
     normalize_values: bool = True,
 ) -> Policy:
-    """Build a new policy for hosts of up to so many slots and blueprints, in the same way as training does."""
+    """Build a new policy for at most `slots` slots and `blueprints` blueprints, in the same way as training does."""
     parts = make_parts(config, memory, slots=slots, blueprints=blueprints, generator=generator)
     return Policy(
         *spec(slots, blueprints),

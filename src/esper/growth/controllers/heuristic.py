@@ -95,7 +95,7 @@ class Heuristic:
         # The first check only needs a starved host; later ones need a jump or a plateau of the training loss too.
         verdict = starvation(state, self.rules)
         if state.epoch == first - 1:
-            return verdict.is_starved, "looks for places to grow" if verdict.is_starved else f"lets the host alone: {verdict.reason}"
+            return verdict.is_starved, "looks for places to grow" if verdict.is_starved else f"leaves the host alone: {verdict.reason}"
         is_busy = any(slot.stage in LIVING for slot in state.slots)  # wait for the verdict on the present seeds
         has_just_looked = self._looks_at is not None and state.epoch < self._looks_at + self.rules.plateau_epochs
         if is_busy or has_just_looked or not verdict.is_starved:
@@ -104,7 +104,7 @@ class Heuristic:
         return bool(why), why
 
     def _first_look(self, epochs: int | None) -> int:
-        """Return the epoch of the first check in a training of so many epochs."""
+        """Return the epoch of the first check in a training of `epochs` epochs."""
         return max(FIRST_LOOK, round(self.rules.grow_at * epochs) if epochs else FIRST_LOOK)
 
     def _is_in_time(self, epochs: int | None, *, at: int) -> bool:
@@ -114,7 +114,7 @@ class Heuristic:
         return at <= max(self.rules.grow_until * epochs, self._first_look(epochs)) and epochs - at >= self._trial_epochs()
 
     def why_nothing_can_grow(self, epochs: int | None) -> str:
-        """Return why a training of so many epochs is too short to grow anything; empty if it is long enough."""
+        """Return why a training of `epochs` epochs is too short to grow anything; empty if it is long enough."""
         first = self._first_look(epochs)
         if epochs is None or self._is_in_time(epochs, at=first):
             return ""
@@ -137,16 +137,15 @@ class Heuristic:
         """Return the seeds to germinate after a probe, and the reason."""
         verdict = starvation(state, self.rules)
         if not verdict.is_starved:
-            return [], f"lets the host alone: {verdict.reason}"
+            return [], f"leaves the host alone: {verdict.reason}"
         plan = choose(state, self.rules)
         if not plan:
             return [], f"the host is starved ({verdict.reason}), but nothing that fits would pay"
         times = speed_over_longer_training(state, [candidate for _, candidate in plan])
         if times < self.rules.longer_training:
             return [], (
-                f"lets the host alone: it is undertrained. For the same FLOPs, seeds promise {times:.1f} times the fall of the loss that "
-                f"the host would still make by itself at the end of its training, and it takes {self.rules.longer_training:g} times to "
-                "pay; train longer"
+                f"leaves the host alone: it is undertrained. For the same FLOPs, seeds would lower the loss {times:.1f} times as much as "
+                f"the host itself at the end of its training, but growing pays from {self.rules.longer_training:g} times on; train longer"
             )
         return [Germinate(name, _why(one, state), one.blueprint) for name, one in plan], f"the host is starved: {verdict.reason}"
 

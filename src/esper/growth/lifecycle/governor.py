@@ -78,7 +78,7 @@ def spread(losses: Sequence[float]) -> float:
 def spike_limit(losses: Sequence[float], *, sigmas: float, may_drift: bool, scale: LossScale) -> float:
     """Return the limit above which the next loss is a spike, given the losses before it.
 
-    The limit is so many sigmas above the level of the run. In a falling run the level is the median of the last few losses, because the
+    The limit lies `sigmas` times the spread above the level of the run. In a falling run the level is the median of the last few losses, because the
     mean of the window lies far above the present losses. In a rising run it is the mean of the window, which is lower, so that a slow
     explosion is noticed too. With `may_drift` it is always the median.
     """

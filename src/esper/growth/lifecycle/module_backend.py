@@ -84,7 +84,7 @@ class ModuleBackend(SlotBackend):
         if state["seed"] is None:
             self.uproot()
             return
-        # Build the seed anew unless the slot still holds the same one; its weights are loaded below.
+        # Build a new seed unless the slot still holds the same one. The weights are loaded below.
         if self.life.number != life.number or self.slot.seed is None:
             assert life.blueprint is not None
             seed = Seed(self._slotted.place(self.place.name), life.blueprint, random_seed=0, blending=blending)

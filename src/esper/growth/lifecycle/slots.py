@@ -98,7 +98,7 @@ def may_prune(slot: SlotState) -> Answer:
     if slot.stage not in LIVING:
         return _refuse(f"there is nothing to prune: the slot is {slot.stage.name}")
     if slot.is_withdrawing:
-        return _refuse("it is already on its way out")
+        return _refuse("it is already being withdrawn")
     return Answer(True, "it is not part of the host yet")
 
 
@@ -107,7 +107,7 @@ def may_retarget(slot: SlotState, alpha: float) -> Answer:
     if slot.stage not in (Stage.BLENDING, Stage.HOLDING):
         return _refuse(f"alpha moves only in BLENDING and HOLDING, and the seed is {slot.stage.name}")
     if slot.is_withdrawing:
-        return _refuse("it is on its way out")
+        return _refuse("it is being withdrawn")
     if not 0 < alpha <= 1:
         return _refuse(f"alpha must be above 0 and at most 1, not {alpha:g}; to get rid of a seed, prune it")
     return Answer(True, "it is connected")
@@ -214,7 +214,7 @@ class SlotLifecycles(Generic[AnyBackend]):
         if life.number == number:
             self.prune(name, reason, outcome="rolled back")
             return
-        # The seed is gone. An older seed that came back with the snapshot stays; an empty slot gets the embargo.
+        # The rollback has removed the seed. If it restored an older one, that one stays; an empty slot gets the embargo.
         entry = self.ledger.entries[number - 1]
         if entry.outcome != "rolled back":
             self._undo(entry, reason)
@@ -282,7 +282,7 @@ class SlotLifecycles(Generic[AnyBackend]):
                 backend.alpha = ramp.alpha(self.config.lifecycle.alpha_curve)
 
     def _ramp(self, backend: AnyBackend, target: float, epochs: int) -> None:
-        """Let alpha move to `target` over some epochs; at once where that is 0."""
+        """Let alpha move to `target` over `epochs` epochs; at once if that is 0."""
         steps = epochs * max(self.steps_per_epoch, 1)
         if steps == 0:
             backend.alpha, backend.life.ramp = target, None
