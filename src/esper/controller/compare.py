@@ -150,6 +150,7 @@ class _Contest:
         """
         contestants = []
         for run in [run for run in runs if run.controller == self.compared]:
+            # Convert the FLOPs into a number of training segments; a larger network gets fewer of them.
             decisions = run.total_flops / self._training_flops(run.flops_per_sample)
             setting = self._setting(run.seed, run.level, horizon=math.ceil(decisions))
             contestants.append(Contestant("longer", setting, Never(), run.level, is_measured=False))

@@ -100,6 +100,7 @@ class Comparison:
         others = [name for name in self.controllers() if name != self.compared]
         rng = Streams(self.config.seed).numpy(f"bootstrap {level}")
         pairs = {name: [score.utility for score in self.scores(name, level)] for name in others}
+        # Hosts are the pairs: permutation p-values, corrected for the number of controllers, and bootstrap intervals.
         raw = [paired_p_value(ours, theirs, rng=rng) for theirs in pairs.values()]
         adjusted = dict(zip(others, holm(raw), strict=True)) if others else {}
         found = [ControllerStanding(self.compared, level, bootstrap_interval(ours, rng=rng), None, None)]
@@ -126,6 +127,7 @@ class Comparison:
         return "\n\n".join([*parts, "\n".join(pooled), *self.notes]).strip()
 
     def _table(self, level: str) -> str:
+        """Return the table of one rent level, with one line per controller."""
         rent = RENT_LEVELS[level]
         rows = [HEADING]
         for standing in self.standings(level):
@@ -150,6 +152,7 @@ class Comparison:
         return f"{title}\n{aligned(rows, numbers=True)}"
 
     def to_builtins(self) -> dict[str, Any]:
+        """Return everything as plain data, for JSON."""
         return {
             "compared": self.compared,
             "config": msgspec.to_builtins(self.config),

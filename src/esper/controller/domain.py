@@ -83,6 +83,7 @@ def _draw_fleet(config: DomainConfig, task: str, host: str, *, hosts: int, strea
     """Draw the settings of the hosts of one fleet: one set per group of `hosts_per_twin` hosts, and a rent per host."""
     least, most = config.horizon
     horizon = int(streams.numpy("horizon").integers(least, most, endpoint=True))
+    # Plain hosts train on the unchanged task; all streams are drawn for them too, so that the others do not depend on it.
     groups = math.ceil(hosts / config.hosts_per_twin)
     is_plain = streams.numpy("plain").random(groups) < config.plain_share
     seeds = _draw_seeds(streams, groups)

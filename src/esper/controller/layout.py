@@ -113,6 +113,7 @@ def observe(
     may_op = np.zeros((count, len(Op), slots), dtype=bool)
     may_grow = np.zeros((count, slots, blueprints), dtype=bool)
     may_move = np.zeros((count, slots, len(ALPHA_TARGETS)), dtype=bool)
+    # Fill the arrays host by host, slot by slot and candidate by candidate; they are scaled all at once below.
     for row, whole in enumerate(states):
         names = blueprint_names(whole)
         busy, state = _so_far(whole, chosen[row] if chosen else ())
@@ -128,6 +129,7 @@ def observe(
                 view = CandidateView(state, one, name, allowed.candidates.get(name), allowed.blueprints[column])
                 candidate[row, place, column] = CANDIDATE.values(view)
 
+    # Mask the ops that are switched off.
     for op in Op:
         may_op[:, op] &= op is Op.WAIT or op.name.lower() in ops
     obs = {"host": HOST.scaled(host), "slots": SLOT.scaled(slot), "candidates": CANDIDATE.scaled(candidate)}

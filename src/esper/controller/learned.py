@@ -139,6 +139,7 @@ class Learned:
             self._policy = self._build()
 
     def decide(self, state: GrowthState) -> Decision:
+        # Choose the actions of this decision one after another; each observation shows the choices before it.
         self._fit(state)
         slots, blueprints = self._room
         generator = None if self._streams is None else self._streams.torch("actions")

@@ -128,6 +128,8 @@ class PointerActor(nn.Module):
         front, slots, candidates = features.split_with_sizes(self.sizes, dim=1)
         slots = slots.reshape(count, self.slots, -1)  # [B, S, D]
         candidates = candidates.reshape(count, self.slots, self.blueprints, -1)  # [B, S, K, C]
+
+        # Queries for slots come from core and summary; queries for candidates and the logits of alpha also see their slot.
         trunk = self.trunk(front)  # [B, D]
         wanted = self.wanted_slots(trunk).view(count, len(Op), -1)  # [B, ops, D]
         slot_logits = point(wanted.unsqueeze(2), slots.unsqueeze(1))  # [B, ops, S]
@@ -165,6 +167,7 @@ def make_parts(config: SlotNetworkConfig, memory: NetworkConfig, *, slots: int, 
         actor = PointerActor(config, core_width=core_width, slots=slots, blueprints=blueprints)
         front = actor.sizes[0]
         critic = nn.Sequential(Front(front), *mlp((front, config.width), _ACTIVATION), Dense(config.width, 1))
+    # A nearly uniform policy to start with, except for the biases of the config.
     for part in (encoder, actor, critic):
         initialize(part, generator)
     for layer in (actor.op, actor.wanted_slots, actor.wanted_candidates, actor.alpha):

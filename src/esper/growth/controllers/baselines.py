@@ -137,6 +137,7 @@ class Schedule(Planned):
         self.at = at
 
     def decide(self, state: GrowthState) -> Decision:
+        # Candidates are only known once there is a state, so the plan is made at the first decision.
         if not self.plan and state.epoch == 0:
             epoch = max(round(self.at * (state.epochs or DEFAULT_EPOCHS)), 1)
             self.plan = tuple((epoch, slot.place.name, self._largest(slot.candidates)) for slot in state.slots if slot.candidates)

@@ -60,6 +60,7 @@ class Heuristic:
         self._looks_at: int | None = None  # epoch after which the requested probe has results
 
     def decide(self, state: GrowthState) -> Decision:
+        # Existing seeds are reviewed in any case. New ones come in two steps: request a probe, and grow one epoch later by its results.
         actions = [action for slot in state.slots for action in self._review(slot, state)]
         if why := self.why_nothing_can_grow(state.epochs):
             return Decision(tuple(actions), why)
@@ -78,6 +79,7 @@ class Heuristic:
         name = slot.place.name
         if slot.stage is Stage.TRAINING and slot.epochs_in_stage >= self.lifecycle.training_epochs:
             return [Advance(name, f"it has learned for {slot.epochs_in_stage} epochs")]
+        # Only a seed on probation with a contribution of this epoch can be judged.
         measured = slot.contribution
         if slot.stage is not Stage.HOLDING or measured is None or measured.epoch != state.epoch:
             return []
@@ -204,6 +206,7 @@ def projected_loss(losses: Sequence[float], epochs: int) -> float:
     >>> round(projected_loss([1.0, 0.5, 1 / 3], 30), 4)
     0.0333
     """
+    # loss(t) = c · t^-power, with the power fitted to the last two epochs.
     now = len(losses)
     if now < 2 or losses[-1] <= 0 or losses[-2] <= 0 or epochs <= now:
         return losses[-1]
@@ -249,6 +252,7 @@ def fall_at_the_end(losses: Sequence[float], epochs: int) -> float:
     now = len(losses)
     if now < 2 or not 0 < losses[-1] < losses[-2]:
         return 0.0
+    # The derivative of c · t^-power at the end is power · loss(end) / end.
     power = math.log(losses[-2] / losses[-1]) / math.log((now - 0.5) / (now - 1.5))
     end = losses[-1] * math.exp(-power * math.log(max(epochs, now) / (now - 0.5)))
     return power * end / max(epochs, now)

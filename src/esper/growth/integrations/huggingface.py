@@ -91,6 +91,7 @@ class GrowthTrainerCallback(TrainerCallback):
             self.grower.slotted.remove()
         self._losses, self._batches = [], []
         self._loaders = _evaluation_loaders(trainer)
+        # Leave the user's model without slots if anything fails.
         slotted = self._add_slots(trainer)
         try:
             self.grower = self._make_grower(trainer, slotted, epochs=state.num_train_epochs)

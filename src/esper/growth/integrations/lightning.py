@@ -115,6 +115,7 @@ class GrowthCallback(Callback):
                 raise GrowthError("this callback has grown a model already; bake() it, and make another callback for another fit")
             self.grower.stop()
             self.grower.slotted.remove()
+        # Leave the user's model without slots if anything fails.
         slotted = self._add_slots(trainer, pl_module)
         try:
             grower = self._make_grower(trainer, slotted)
@@ -149,7 +150,8 @@ class GrowthCallback(Callback):
         if isinstance(outputs, Mapping) and "loss" in outputs:  # otherwise training_step has skipped the batch
             self._losses.append(outputs["loss"].detach() * trainer.accumulate_grad_batches)  # Lightning has divided by it
             self._samples += size_of(batch)
-        if trainer.global_step == self._steps:  # gradients are being accumulated
+        # The grower counts steps of the optimiser. Several batches make one step if gradients are accumulated.
+        if trainer.global_step == self._steps:
             return
         losses, samples = self._losses, self._samples
         self._steps, self._losses, self._samples = trainer.global_step, [], 0

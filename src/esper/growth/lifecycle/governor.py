@@ -78,9 +78,9 @@ def spread(losses: Sequence[float]) -> float:
 def spike_limit(losses: Sequence[float], *, sigmas: float, may_drift: bool, scale: LossScale) -> float:
     """Return the limit above which the next loss is a spike, given the losses before it.
 
-    The limit lies `sigmas` times the spread above the level of the run. In a falling run the level is the median of the last few losses, because the
-    mean of the window lies far above the present losses. In a rising run it is the mean of the window, which is lower, so that a slow
-    explosion is noticed too. With `may_drift` it is always the median.
+    The limit lies `sigmas` times the spread above the level of the run. In a falling run the level is the median of the last few losses,
+    because the mean of the window lies far above the present losses. In a rising run it is the mean of the window, which is lower, so that
+    a slow explosion is noticed too. With `may_drift` it is always the median.
     """
     level = median(losses[-RECENT:])
     if not may_drift:
@@ -174,6 +174,7 @@ class Governor:
         self.rollbacks_in_a_row += 1
 
     def _verdict(self, train_losses: Sequence[float], val_loss: float | None) -> Verdict:
+        """Apply the three rules to an epoch, and remember its losses if all are finite."""
         if reason := _not_finite(train_losses, val_loss):
             return Verdict(is_healthy=False, is_disaster=True, reason=reason)
         spikes = [self._see_training(loss) for loss in train_losses]
@@ -187,6 +188,7 @@ class Governor:
     def _see_training(self, loss: float) -> str:
         """Add the loss of one chunk; return the reason if it is a disaster, else an empty string."""
         self._training.see(loss, self.scale)
+        # Once the run has learned something, count the losses in a row of a model that knows nothing.
         if not self.scale.is_guess:
             self._is_informed |= self._training.is_enough and is_informed(self._training.losses, self.scale)
             knows_nothing = self._is_informed and self.scale.relative(loss) >= COLLAPSED

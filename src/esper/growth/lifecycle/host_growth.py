@@ -49,6 +49,7 @@ def epoch_ended(lifecycles: SlotLifecycles[AnyBackend], history: History, decisi
 
 
 def _slot_view(lifecycles: SlotLifecycles[AnyBackend], name: str) -> SlotView:
+    """Build the part of the event about one slot."""
     slot = lifecycles.view(name, {})
     gain = slot.contribution.gain if slot.contribution is not None else None
     gradients = slot.gradients
@@ -236,6 +237,7 @@ class HostGrowth(Generic[AnyBackend]):
         self.history.end_epoch(chunks, val_loss)
         self.lifecycles.steps_per_epoch = self.history.length or 0
         self.lifecycles.end_epoch()
+        # Contributions belong to the epoch that has just ended, so they are noted after the lifecycles have counted it.
         for name, contribution in measured.items():
             self.lifecycles.note_contribution(name, contribution)
             gain, rent = contribution.gain, self.lifecycles.rent(name)
@@ -263,6 +265,7 @@ class HostGrowth(Generic[AnyBackend]):
         to_epoch = recovery.go_back(is_repeated=self.governor.rollbacks_in_a_row > 0)
         self.governor.note_rollback()
         self.history.forget_losses()
+        # The seeds are those of the snapshot again. Correct the ledger, then prune and embargo the suspects.
         why = f"the governor went back: {reason}"
         self.lifecycles.square_ledger(why)
         for name, number in suspects.items():

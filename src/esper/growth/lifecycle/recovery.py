@@ -148,6 +148,7 @@ def _copy(state: Tree, *, over: Tree = None) -> Tree:
 
 
 def _copy_tree(value: Tree, over: Tree, devices: set[torch.device]) -> Tree:
+    """Copy a tree recursively; add the devices of asynchronous copies to `devices`."""
     if isinstance(value, Tensor):
         return _copy_tensor(value, over, devices)
     if isinstance(value, dict):
@@ -172,6 +173,7 @@ def _copy_tensor(value: Tensor, over: Tree, devices: set[torch.device]) -> Tenso
 
 
 def _tensors(tree: Tree) -> Iterator[Tensor]:
+    """Yield all tensors in a tree."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, dict):
@@ -230,12 +232,13 @@ class Recovery:
 
     def hold_moving(self) -> None:
         """Add frozen parameters that have changed since the last check to the snapshots. Reads the device."""
+        # A changed checksum means that the loop writes to the parameter: from now on it counts as one that changes.
         marks = self._frozen_marks()
         found = {name for name, mark in marks.items() if name in self._marks and mark != self._marks[name]}
         self._moving |= found
         self._marks = {name: mark for name, mark in marks.items() if name not in found}
         parameters = {name: parameter for name, parameter in self.host.named_parameters() if name in found}
-        if _are_finite(parameters.values()):
+        if _are_finite(parameters.values()):  # a snapshot must not get values that are not finite
             self._hold(parameters)
 
     def _hold(self, parameters: Mapping[str, Tensor]) -> None:
@@ -334,6 +337,7 @@ class Recovery:
                 part.load_state_dict(saved)
                 undo.callback(part.load_state_dict, before)
 
+            # Schedule and loss scale come first, then the optimisers, outermost first, and the seeds last.
             share_groups = _groups_shared(optimizers)
             undo.callback(share_groups)
             if self.scheduler is not None:
@@ -414,6 +418,7 @@ def _mark(tensor: Tensor) -> Tensor:
 
 
 def _are_finite(weights: Iterable[Tensor]) -> bool:
+    """Return whether all weights are finite, with one read of the device."""
     with torch.no_grad():
         answers = [torch.isfinite(weight).all() for weight in weights]
     return not answers or bool(torch.stack([answer.to(answers[0].device) for answer in answers]).all())
@@ -540,6 +545,7 @@ def _merged(optimizer: Optimizer, saved: State) -> State:
             f"there is no way back to an earlier state: the optimiser had groups of {there} parameters and has {here} now; groups and "
             "parameters may be added during training, but not removed"
         )
+    # Start from the present groups and copy the saved settings into those that existed then.
     groups: list[dict[str, Any]] = optimizer.state_dict()["param_groups"]
     numbers: dict[int, int] = {}  # index of a parameter in the saved state -> index now
     for group, before in zip(groups, saved["param_groups"], strict=False):

@@ -343,6 +343,7 @@ class SlotLifecycles(Generic[AnyBackend]):
         return known[1]
 
     def _priced(self, blueprint: Blueprint, place: Place) -> Cost:
+        """Compute the cost of a seed: its branch, and the gate if seeds blend by one."""
         branch = cost_of(blueprint, place)
         if self.config.lifecycle.blending != "gate":
             return branch
@@ -373,6 +374,7 @@ class SlotLifecycles(Generic[AnyBackend]):
         return tuple(self._view(name, promises, added, allowed) for name in self.backends)
 
     def _view(self, name: str, promises: Promised, added: Cost, allowed: Allowance) -> SlotState:
+        # `added` and `allowed` are the same for all slots, so the caller computes them once.
         backend, life = self.backends[name], self.backends[name].life
         cost = self.cost(name)
         return SlotState(

@@ -125,6 +125,7 @@ class Story:
         return [seed for seed in self.seeds if seed.outcome == "kept"]
 
     def _remark(self, epoch: int, text: str, *, is_trouble: bool = False) -> None:
+        """Add a remark, or extend the last one if it has the same text."""
         last = self.remarks[-1] if self.remarks else None
         if last is not None and last.text == text:
             last.last = epoch
@@ -132,6 +133,7 @@ class Story:
             self.remarks.append(Remark(epoch, epoch, text, is_trouble))
 
     def _take_stage(self, event: StageEntered) -> None:
+        """Note the stage that a seed has entered; a germination adds a seed."""
         if event.stage == Stage.GERMINATED.name:
             if event.epoch == 0:  # no EpochEnded event holds the decision before the first epoch
                 self._remark(0, f"germinate {event.slot}: {event.reason}")

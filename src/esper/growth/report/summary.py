@@ -157,6 +157,7 @@ def _reach(compared: TwinCompared) -> float:
 
 
 def _figures(story: Story) -> list[_Figure]:
+    """Return the lines of the comparison for a finished run."""
     began, finished = story.began, story.finished
     if began is None or finished is None or not story.epochs:
         return []
@@ -228,6 +229,7 @@ def about_rent(story: Story, rent: Rent) -> list[str]:
     """
     if rent.parameters == 0 and rent.flops == 0:
         return ["There is no rent, so a seed pays if it lowers the loss at all; set rent.parameters and rent.flops to charge for size."]
+    # The kept seed with the least gain per rent limits how far the rent could rise, the best pruned one how far it would have to fall.
     measured = [seed for seed in story.seeds if seed.gain is not None and seed.rent > 0 and seed.outcome != "rolled back"]
     kept = [seed for seed in measured if seed.outcome == "kept"]
     sentences = []
