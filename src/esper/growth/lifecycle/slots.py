@@ -151,11 +151,14 @@ class SlotLifecycles(Generic[AnyBackend]):
     def germinate(self, name: str, blueprint: str, reason: str) -> None:
         """Create a seed in a slot. It trains from now on: with the host ("joint"), or beside it in the shadow."""
         backend, rules = self.backends[name], self.config.lifecycle
+        # The random seed depends on the number of the seed, so it does not repeat within a run.
         number = len(self.ledger.entries) + 1
         is_joint = rules.raise_mode == "joint"
         random_seed = self._streams.integer(f"seed {number}")
         backend.plant(SeedPlan(blueprint, random_seed, rules.blending, is_joint, alpha=1.0 if is_joint else 0.0, warmup=self._warmup()))
         backend.life = Life(blueprint=blueprint, number=number, tried=backend.life.tried)
+
+        # GERMINATED is only passed through: the seed learns from its first step on.
         cost = self.price(name, blueprint)
         self.ledger.entries.append(
             Entry(number, name, blueprint, rules.raise_mode, self.epoch, reason, cost.parameters, cost.flops, steps=[])
@@ -302,6 +305,7 @@ class SlotLifecycles(Generic[AnyBackend]):
                 life.age += 1
             if (gradients := backend.gradients()) is not None:
                 life.gradients = gradients
+            # Moves that need no decision.
             if life.stage is Stage.BLENDING and (life.ramp is None or life.ramp.done >= life.ramp.steps):
                 life.ramp = None
                 if life.is_withdrawing:
