@@ -434,7 +434,7 @@ def as_of_another_layout(path: Path) -> None:
         (lambda path: path.unlink(), "there is no file mine/controller.safetensors"),
         (lambda path: os.truncate(path, 200), "mine/controller.safetensors cannot be read as a safetensors file"),
         (lambda path: save_file({"weight": torch.zeros(3)}, path), "holds tensors, but no controller"),
-        (lambda path: as_of_another_layout(path), "by layout 0-00000000"),
+        (lambda path: as_of_another_layout(path), "has layout 0-00000000"),
     ],
 )
 def test_a_controller_file_that_cannot_be_used_is_explained(

@@ -250,7 +250,7 @@ def test_the_cost_of_removal_is_named_so_and_told_from_what_growing_gained() -> 
     page = render(story, None, title="run", config="", rent=Rent())
     table = next(part for part in re.findall(r"<table>.*?</table>", page, flags=re.DOTALL) if "why it ended so" in part)
     assert '<th class="number">cost of removal</th>' in table
-    assert "more than growing it gained" in page
+    assert "more than the gain from growing it" in page
     for text in (page, " ".join(about_rent(story, Rent())), " ".join(LEDGER_HEADING), " ".join(ANALYTICS_HEADING)):
         assert not re.search(r"\bgives?\b|gain in nats|mean gain|\bnats\b", text)
 
