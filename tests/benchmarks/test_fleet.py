@@ -21,7 +21,7 @@ from esper.tasks import ConvHost
 
 TINY = ["--hosts", "3", "--batch", "4", "--steps", "2", "--repeats", "2", "--threads", "1", "--channels", "2-3"]
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.extra()]  # benchmarks are checked by `make test-all`
 
 
 def test_every_way_is_measured_with_every_kind_of_seeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,7 +30,7 @@ with pytest.MonkeyPatch.context() as patch:  # scripts: they find one another by
 
 PLAN = [(1, "blocks.0", "conv3x3"), (1, "blocks.1", "norm")]
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.extra()]  # benchmarks are checked by `make test-all`
 
 
 @pytest.fixture(autouse=True)
