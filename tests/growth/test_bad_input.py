@@ -188,7 +188,7 @@ CASES = {
     "a schedule that is too short for a loader of unknown length": (
         lambda f: start(folder=f, train=Endless(), scheduler=lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=2)),
         GrowthError,
-        "the schedule fails at step 3 of the epoch: Tried to step 3 times",
+        "the schedule failed at step 3 of the epoch: Tried to step 3 times",
     ),
     "a plateau by steps": (
         lambda f: start(folder=f, scheduler=ReduceLROnPlateau, step_schedule="step"),
@@ -258,7 +258,7 @@ CASES = {
     "a time to step without a schedule": (
         lambda f: start(folder=f, step_schedule="step"),
         GrowthError,
-        "step_schedule 'step' is for a schedule, and there is none; pass scheduler=lambda optimizer: ",
+        "step_schedule='step' needs a schedule, and there is none; pass scheduler=lambda optimizer: ",
     ),
     "no gradients": (lambda f: torch.no_grad()(start)(folder=f), GrowthError, "the training loss has no gradient"),
     "an optimiser that is none": (

@@ -159,7 +159,7 @@ def test_a_damaged_spec_is_refused(tmp_path: Path) -> None:
     state = load_file(tmp_path / "grown.safetensors")
     for damaged in (state["layer1.0.esper_seed.use_esper_load"][:-3].clone(), torch.zeros(4)):
         save_file({**state, "layer1.0.esper_seed.use_esper_load": damaged}, tmp_path / "damaged.safetensors")
-        unchanged(RESNET.model(), tmp_path / "damaged.safetensors", "esper_seed.use_esper_load' does not tell what grew there.*damaged")
+        unchanged(RESNET.model(), tmp_path / "damaged.safetensors", "esper_seed.use_esper_load' does not describe a seed.*damaged")
 
 
 @pytest.mark.slow
@@ -193,7 +193,7 @@ def test_a_blueprint_of_ones_own_must_be_there_as_it_was() -> None:
     own_blueprint(bias=False)
     unchanged(RESNET.model(), model.state_dict(), r"only in the file: layer1.0.esper_seed.branch.bias")
     del registry._registry["mine"]
-    message = r"seed after 'layer1.0' cannot be built: no blueprint named 'mine'; .*register it as it was, before loading"
+    message = r"seed after 'layer1.0' cannot be built: no blueprint named 'mine'; .*register the same one before loading"
     unchanged(RESNET.model(), model.state_dict(), message)
 
 

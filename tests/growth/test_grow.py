@@ -807,7 +807,7 @@ def test_a_model_that_cannot_be_written_is_given_back_all_the_same(tmp_path: Pat
         raise OSError(28, "No space left on device", str(path))
 
     monkeypatch.setattr("esper.growth.training.save", full)
-    with pytest.warns(RuntimeWarning, match=r"No space left .*; keep the model by grown.save\(path\)"):
+    with pytest.warns(RuntimeWarning, match=r"No space left .*; save the model by grown.save\(path\)"):
         grown = kept_run(tmp_path / "run")
     assert grown.status == "finished"
     monkeypatch.undo()
@@ -884,7 +884,7 @@ def test_the_workers_of_a_users_loader_live_through_all_epochs_and_the_loader_is
 def test_a_run_in_python_writes_for_tensorboard_where_it_has_a_folder(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     options = {"epochs": 2, "controller": "never", "config": config(**NAMED), "tensorboard": True}
-    with pytest.raises(GrowthError, match="name one: run="):
+    with pytest.raises(GrowthError, match="pass the folder as run="):
         grow(make_host(), make_data(2), make_data(2), cross_entropy, **options)
     grown = grow(make_host(), make_data(2), make_data(2), cross_entropy, run=tmp_path / "run", **options)
     shown = shown_in_tensorboard(tmp_path / "run")

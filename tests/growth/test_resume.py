@@ -233,7 +233,7 @@ def test_a_finished_run_can_be_made_longer(tmp_path: Path) -> None:
 
 MISFITS = {
     "settings": ({"config": settings(seed=1)}, "was started with seed = 0 and cannot go on with 1"),
-    "controller": ({"controller": "random"}, "was decided by 'never', not by 'random'"),
+    "controller": ({"controller": "random"}, "with the controller 'never', not 'random'"),
     "optimiser": ({"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1)}, "was trained by AdamW, and this one has SGD"),
     "schedule": ({"scheduler": lambda optimizer: MultiStepLR(optimizer, [1])}, "had no scheduler, and this one has one"),
 }

@@ -88,7 +88,7 @@ def test_slots_are_a_list_of_different_names(slots: Any, message: str) -> None:
 
 def test_a_slot_that_does_not_exist_is_answered_with_those_that_do() -> None:
     slotted = add_slots(RESNET.model(), RESNET.batch(), slots=["layer1", "layer2"])
-    with pytest.raises(GrowthError, match="no slot is named 'layer3'; this model has layer1, layer2"):
+    with pytest.raises(GrowthError, match="no slot is named 'layer3'; the slots of this model are layer1, layer2"):
         slotted.slot("layer3")
 
 
@@ -186,7 +186,7 @@ def test_slots_are_added_once_at_a_time() -> None:
 
 def test_what_is_no_model_is_refused() -> None:
     slotted = add_slots(RESNET.model(), RESNET.batch())
-    with pytest.raises(GrowthError, match=r"slots are put into an nn.Module, and this is a Slotted"):
+    with pytest.raises(GrowthError, match=r"add_slots needs an nn.Module, and got a Slotted"):
         add_slots(slotted, RESNET.batch())  # type: ignore[arg-type]
     refused(nn.DataParallel(RESNET.model()), RESNET.batch(), "use DistributedDataParallel, or model.module")
 

@@ -242,7 +242,7 @@ def test_an_average_of_weights_warns_when_it_lacks_what_has_grown() -> None:
     run(average, inputs())  # nothing has grown yet
     disturb(germinate(slotted, "first", "low_rank"))
     average.update_parameters(slotted.model)
-    with pytest.warns(RuntimeWarning, match=r"lacks what has grown after 'first'.*slotted\.averaged"):
+    with pytest.warns(RuntimeWarning, match=r"lacks the seed that grew after 'first'.*slotted\.averaged"):
         run(average, inputs())
     run(average, inputs())  # once is enough
 
@@ -364,7 +364,7 @@ def test_a_model_that_baking_would_change_is_left_as_it_was() -> None:
     grow(slotted, "block.block.left")
     model.block.is_counting = True
     expected, names = run(slotted, inputs()), list(model.state_dict())
-    with pytest.raises(GrowthError, match=r"baking would change what the model computes.*block\.block\.left"):
+    with pytest.raises(GrowthError, match=r"baking would change the model's outputs.*block\.block\.left"):
         slotted.bake()
     assert is_same(run(slotted, inputs()), expected)
     assert list(model.state_dict()) == names

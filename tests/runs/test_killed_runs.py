@@ -282,7 +282,7 @@ def test_a_longer_training_that_is_killed_leaves_no_model_of_its_earlier_end(tmp
     folder = tmp_path / "run"
     start(folder, epochs=1)
     first = (folder / "model.safetensors").read_bytes()
-    with pytest.raises(GrowthError, match="was decided by 'never', not by 'random'"):
+    with pytest.raises(GrowthError, match="with the controller 'never', not 'random'"):
         start(folder, epochs=2, resume=True, controller="random")
     assert (folder / "model.safetensors").read_bytes() == first, "nothing was changed yet"
     with pytest.raises(Killed):

@@ -1,4 +1,7 @@
-"""The grower: lives beside a training loop, lets the controller decide once an epoch, and lets the governor watch.
+"""Grow a model inside a training loop of the user's own.
+
+A `Grower` is called after every optimiser step and after every epoch. It trains the seeds, asks the controller for a decision once per
+epoch, and lets the governor restore a healthy state when the training breaks down.
 
     slotted = add_slots(model, example_input=x[:2])
     grower = Grower(slotted, optimizer, epochs=30)
@@ -9,19 +12,20 @@
             optimizer.step()
             optimizer.zero_grad()
             grower.after_step(loss)
-        grower.after_epoch(evaluate)            # evaluate() gives the validation loss of every batch, always in the same order
+        grower.after_epoch(evaluate)            # evaluate() returns the validation loss of every batch, always in the same order
     model = slotted.bake()
 
-Seeds learn in the steps of the user's optimiser and drop their gradients where it drops the host's; `after_step` notes the loss, moves
-alphas and looks for losses that are not finite.
+Seeds step whenever the user's optimiser steps, and their gradients are cleared whenever the host's are. `after_step` records the loss,
+advances the alphas and checks that the loss is finite.
 
-Everything that a training needs to go on is saved between two steps, and loaded into a new grower that was made in the same way:
+`save` writes everything that is needed to resume, between two steps. Load it into a new grower that was made in the same way:
 
     grower.save("checkpoints")
     grower = Grower(add_slots(Net(), example_input=x[:2]), optimizer, epochs=30)
     grower.load("checkpoints")
 
-Under DistributedDataParallel every rank does the same, the seeds' gradients are averaged here, and rank 0 decides for all.
+Under DistributedDataParallel every rank runs this loop. The grower averages the seeds' gradients over the ranks, and the controller of
+rank 0 decides for all ranks.
 """
 
 from __future__ import annotations
@@ -57,18 +61,20 @@ from esper.growth.seeds.shadow import Closure, Shadow
 from esper.runs import CheckpointStore, Event
 from esper.statistics import Interval
 
-KIND = "grower"  # of its checkpoints
-STEPS_PER_EPOCH = 1_000_000  # more than an epoch has, so that checkpoints are ordered by epoch and step
+KIND = "grower"  # the kind of checkpoint, stored in the file
+STEPS_PER_EPOCH = 1_000_000  # more than any epoch has: checkpoints are numbered epoch * STEPS_PER_EPOCH + step
 
 
 class Grower:
-    """Owns the seeds' optimisers, their lives, the snapshots and the ledger.
+    """Owner of the seeds' optimisers, the lifecycles of the slots, the snapshots and the ledger of one model.
 
-    `optimizer`, `scaler` and `scheduler` are the user's, needed to follow learning rates and to go back after a disaster; `scheduler` is
-    anything with a `state_dict`. Make the grower, or call `begin`, when weights and states are loaded: it goes back to them at first.
-    `epochs` is how long the training is planned to be: a controller that knows it does not grow too late. Rents and thresholds are shares
-    of the loss of a constant predictor: `config.governor.uninformed_loss`, or `scale` where somebody has measured it, or else the mean
-    training loss of the first epoch.
+    `optimizer`, `scaler` and `scheduler` are the user's own. The grower follows their learning rates and includes their states in its
+    snapshots; `scheduler` may be any object with `state_dict` and `load_state_dict`. The first snapshot is taken here and again in `begin`,
+    so load weights and optimiser states before one of the two. `epochs` is the planned length of the training: a controller that knows it
+    does not grow too late.
+
+    Rents and thresholds are fractions of the loss of a constant predictor. That loss is `config.governor.uninformed_loss` if set, else
+    `scale` if given, else the mean training loss of the first epoch.
     """
 
     def __init__(
@@ -104,7 +110,7 @@ class Grower:
             scheduler=scheduler,
         )
         if not self._recovery.has_finite_weights():
-            raise GrowthError("some of the model's weights are NaN or infinite before the training; begin with others")
+            raise GrowthError("the model has weights that are NaN or infinite before the training; initialise or load it again")
         self._recovery.take_snapshot()
         self._prober = ProbeRunner(slotted, self.lifecycles, optimizer, seed_optimizer)
         self._group = ranks_of(slotted.model)
@@ -112,12 +118,13 @@ class Grower:
         self._shadow = Shadow(slotted, alpha=self.config.lifecycle.alpha_target)
         self._on_event = on_event
         self._has_begun = False
-        self._has_stepped = False  # the host, since the last after_step
-        self._has_stepped_in_epoch = False
-        self._has_warned = False  # of unknown samples
-        # The loss scale after the last step. Reading it waits for the device, which is no matter before the training.
+        self._has_stepped = False  # the host's optimiser has stepped since the last after_step
+        self._has_stepped_in_epoch = False  # the same, since the last after_epoch
+        self._has_warned = False  # about unknown sample counts
+        # The loss scale after the last step. `get_scale` waits for the device, which costs nothing before the training.
         self._scale_before: Tensor | float = scaler.get_scale() if scaler is not None else 1.0
-        if slotted.follower is not None:  # of a grower that was made earlier
+        # From here on this grower follows the optimiser. A grower that was made earlier for the same slots stops.
+        if slotted.follower is not None:
             slotted.follower.stop()
         models = [slotted.model, unwrap(slotted.model)]
         self._follower = OptimizerFollower(
@@ -132,54 +139,58 @@ class Grower:
 
     @property
     def epoch(self) -> int:
-        """Finished so far."""
+        """Number of epochs finished so far."""
         return self.host_growth.epoch
 
     @property
     def rollbacks(self) -> int:
+        """Number of times the governor has restored a snapshot."""
         return self.host_growth.governor.rollbacks
 
-    # What the training loop calls
+    # Called by the training loop
 
     def begin(self) -> None:
-        """The first decision, before any training: a schedule may grow at once. Later calls do nothing."""
-        self._check_is_at_work()
+        """Make the first decision before any training, so that a schedule can grow at once. Later calls do nothing."""
+        self._check_is_active()
         if not self._has_begun:
-            self._recovery.take_snapshot()  # again, for states may have been loaded since the grower was made
+            self._recovery.take_snapshot()  # again, because states may have been loaded since the grower was made
             self._begin()
 
     def _begin(self) -> None:
-        """Once, at the latest after the first step. The state is then not what was there before the training."""
+        """Make the first decision if `begin` was not called; at the latest after the first step, and without a new snapshot."""
         if self._has_begun:
             return
-        check_ranks(self.slotted.model, self._group)  # again, for processes may have joined since the grower was made
+        check_ranks(self.slotted.model, self._group)  # again, because processes may have joined since the grower was made
         self._has_begun = True
         self._decide()
-        self._get_ready()
+        self._prepare_next_step()
         self.history.lap()
-        self._tell()
+        self._emit_events()
 
     def after_step(self, loss: Tensor | float, *, closure: Closure | None = None, samples: int | None = None) -> None:
-        """Call it after every step of the optimiser. `closure` computes this step's loss again, for seeds that are raised in the shadow.
+        """Record a training step. Call it after every step of the optimiser.
 
-        FLOPs are counted by the samples of this step, which calls of the model tell; give `samples` where it was called otherwise.
+        `closure` computes the loss of this step again; seeds with raise_mode "shadow" learn from it. `samples` is the batch size, needed to
+        count FLOPs; by default it is taken from the calls of the model.
 
-        Called after every part of an accumulated batch it counts parts for steps: losses are those of parts, and alphas move by part and
-        reach their targets in as many epochs. Seeds step with the optimiser in any case, those in the shadow by the closure of the first
-        call after its step.
+        With gradient accumulation it may also be called after every partial batch. Each call then counts as one step: losses are those of
+        partial batches, and alphas still reach their targets in the same number of epochs. Seeds step with the optimiser in both cases;
+        seeds in the shadow use the closure of the first call after the optimiser's step.
         """
-        self._check_is_at_work()
+        self._check_is_active()
         value = one_number(loss)
         if closure is None and self.config.lifecycle.raise_mode == "shadow":
             raise GrowthError(
-                "seeds in the shadow learn by a second forward pass; pass after_step(loss, closure=lambda: loss_fn(slotted(x), y)), "
-                "or raise them jointly"
+                'raise_mode "shadow" needs a closure for a second forward pass; '
+                'call after_step(loss, closure=lambda: loss_fn(slotted(x), y)), or use raise_mode "joint"'
             )
+        # Count the samples of all ranks; their batches have the same size.
         samples = self.slotted.samples or None if samples is None else samples
-        samples = None if samples is None else samples * self._group.world_size  # batches are as large on all ranks
+        samples = None if samples is None else samples * self._group.world_size
         is_lost = self._is_lost(value)
         if not is_lost:
             self._begin()
+        # Record the loss and the FLOPs, including those that the probe has spent in this step.
         self.history.note_step(value, samples=samples, flops_per_sample=self._step_flops())
         probe_flops = self._prober.take_flops()
         if samples is not None:
@@ -187,39 +198,44 @@ class Grower:
         self._follower.forget_failed_steps()
         if is_lost:
             self._go_back(f"the training loss of step {self.history.steps} is {float(value)}")
-            self._begin()  # not before: what is decided at the beginning is not to blame for the first step
+            self._begin()  # after the rollback, so that the first decision is not blamed for the first step
         else:
             if self.epoch == 0 and self.history.steps == 1:
-                self._recovery.hold_moving()
-            self._learn_in_shadow(closure)
+                self._recovery.hold_moving()  # find frozen parameters that the training loop changes by hand
+            self._step_shadow_seeds(closure)
             self._tick()
         self._has_stepped = False
-        self._get_ready()
-        self._tell()
+        self._prepare_next_step()
+        self._emit_events()
 
     def _is_lost(self, loss: Tensor) -> bool:
-        """Elsewhere a look at every loss would wait for the device, or for the other ranks; there the end of the epoch shows it."""
+        """Return whether the loss is NaN or infinite, if that can be read at once.
+
+        On a GPU, or with several ranks, reading every loss would wait for the device or the other ranks. There the check is made at the
+        end of the epoch, by the governor.
+        """
         return not reading_waits(loss) and self._group.world_size == 1 and not math.isfinite(float(loss))
 
-    def _learn_in_shadow(self, closure: Closure | None) -> None:
-        """Where the host has stepped; seeds in its shadow step as often as it does."""
+    def _step_shadow_seeds(self, closure: Closure | None) -> None:
+        """Train the seeds in the shadow by one step, if the host has stepped since the last call."""
         learning = self._in_shadow()
         if learning and closure is not None and self._has_stepped:
             with self._prober.paused():
                 self._shadow.step(learning, closure, scale=self._scale(), group=self._group)
 
     def _tick(self) -> None:
+        """Advance the warm-up of the seeds' learning rates, and the lifecycles of the slots, by one step."""
         is_skipped = self._has_overflowed()
         for backend in self.lifecycles.backends.values():
             if backend.learner is not None:
                 backend.learner.tick(is_skipped=is_skipped)
         self.lifecycles.tick()
 
-    # What follows the user's optimiser
+    # Called by the follower of the user's optimiser
 
     def _step_seeds(self) -> None:
-        """The host has stepped. Connected seeds have got their gradients from the user's backward passes."""
-        # A fused optimiser under a loss scale skips its step on the device, and holds this meanwhile.
+        """Step the connected seeds, after the host's step. Their gradients come from the user's backward passes."""
+        # A fused optimiser under a GradScaler skips its step on the device. It has `found_inf` while it steps.
         scale, found_inf = self._scale(), getattr(self._follower.optimizer, "found_inf", None)
         for backend in self.lifecycles.backends.values():
             if backend.learner is not None and backend.is_connected:
@@ -234,19 +250,19 @@ class Grower:
         self._prober.drop()
 
     def _has_gradients(self) -> bool:
-        """Of backward passes, in seeds or in the probe."""
+        """Return whether a seed or the probe holds gradients of backward passes that no step has used."""
         return self._prober.has_caught or any(
             backend.learner is not None and backend.learner.has_gradients for backend in self.lifecycles.backends.values()
         )
 
     def _scale(self) -> Tensor | None:
-        """The factor of the losses, on its device, because `get_scale` would wait for it; None where they are not scaled."""
+        """Return the loss scale as a tensor on its device, without waiting for it as `get_scale` would; None without a GradScaler."""
         return self.scaler._get_scale_async() if self.scaler is not None and self.scaler.is_enabled() else None
 
     def _has_overflowed(self) -> Tensor | bool:
-        """Return whether the scaler kept the host from a step, which shows in its scale: it has fallen.
+        """Return whether the GradScaler skipped the host's step, which shows as a lower loss scale.
 
-        A tensor where there is a scale, since reading it would wait for the device.
+        The result is a tensor if losses are scaled, because reading it would wait for the device.
         """
         before, scale = self._scale_before, self._scale()
         if scale is None:
@@ -255,44 +271,53 @@ class Grower:
         return False if self._has_stepped else scale < before
 
     def recording(self) -> AbstractContextManager[None]:
-        """Around a forward pass that is not a call of the slotted model: seeds in the shadow then need not compute all of it again."""
+        """Record a forward pass that does not call the slotted model, so that seeds in the shadow need not compute all of it again."""
         return self._shadow.recording()
 
     def after_epoch(self, evaluate: Evaluate) -> EpochEnded:
-        """Call it after every epoch. `evaluate()` gives the validation loss of every batch; it is called once more for each seed on trial.
-        Batches of different sizes are best given as pairs of (loss, number of samples), so that every sample counts alike.
+        """Measure the seeds, let the governor judge the epoch, and carry out the controller's decision. Call it after every epoch.
 
-        It is the user's: it puts the model into eval mode and switches gradients off. The modes of all modules are put back after it.
-        Until it has given everything that is needed nothing is changed, so an error in it leaves all as it was. On several ranks, each
-        goes through as many batches, its own or the same, and the losses of all ranks count.
+        `evaluate()` returns the validation loss of every batch, always in the same order. If batches differ in size, return pairs (loss,
+        number of samples), so that every sample has the same weight. The function is called once for the model as it is and once more for
+        each seed on trial, with that seed switched off. It has to switch to eval mode and turn gradients off itself; the grower restores
+        the modes of all modules afterwards. With several ranks, each rank must go through the same number of batches; the losses of all
+        ranks count.
+
+        Nothing is changed before all evaluations are done, so an error in `evaluate` leaves everything as it was.
         """
-        self._check_is_at_work()
+        self._check_is_active()
         check_evaluate(evaluate)
         self._begin()
-        self._rest()
+        # Nothing but the connected seeds may run in the model during the evaluation.
+        self._prober.rest()
+        self._shadow.rest()
         chunks = self._averaged(self.history.chunks())
         self._check_has_stepped()
+        # Measure. These numbers, and so the verdict, are the same on all ranks.
         measured = self._measurement.measure(evaluate, self.host_growth.on_trial(), epoch=self.epoch + 1)
         val_loss = measured.losses.mean
         self.host_growth.find_scale(chunks, val_loss)
-        verdict = self.host_growth.verdict(chunks, val_loss)  # the same on all ranks, as these numbers are
+        verdict = self.host_growth.verdict(chunks, val_loss)
+        # Close the epoch. All ranks use the probe's result of rank 0.
         self._has_stepped_in_epoch = False
-        self.host_growth.end_epoch(chunks, val_loss, measured.contributions, self._agreed(self._prober.end_epoch(steps=self.history.steps)))
+        probe_result = self._prober.end_epoch(steps=self.history.steps)
+        self.host_growth.end_epoch(chunks, val_loss, measured.contributions, self._group.first(lambda: probe_result))
         self._warn_of_unknown_samples()
+        # Restore a snapshot after a disaster; otherwise let the controller decide.
         if verdict.is_disaster:
             self._go_back(verdict.reason)
             decision = Decision(reason=f"went back to a healthy state: {verdict.reason}")
         else:
             self.host_growth.settle(verdict, chunks, self._recovery)
             decision = self._decide()
-        self._get_ready()
+        self._prepare_next_step()
         ended = epoch_ended(self.lifecycles, self.history, decision, learning_rate=self._learning_rate())
         self.host_growth.emit(ended)
-        self._tell()
+        self._emit_events()
         return ended
 
     def bake(self) -> nn.Module:
-        """The model with the fossilized seeds in it, and nothing else of ours. Where baking fails the grower goes on as before."""
+        """Return the model with its fossilized seeds built in and all slots removed. If baking fails, the grower stays usable."""
         self._prober.discard()
         self._shadow.rest()
         model = self.slotted.bake()
@@ -300,64 +325,65 @@ class Grower:
         return model
 
     def stop(self) -> None:
-        """Nothing of ours is at work any more, in model or optimiser, but connected seeds, which learn no more."""
+        """Remove all hooks from the model and its optimiser. Connected seeds stay in the model and no longer learn."""
         self._prober.discard()
         self._shadow.rest()
         self._follower.stop()
         if self.slotted.follower is self._follower:
             self.slotted.recording = self.slotted.follower = None
 
-    def _check_is_at_work(self) -> None:
+    def _check_is_active(self) -> None:
         if not self.slotted.is_attached:
             raise GrowthError(
-                "the slots have been taken out, by bake() or remove(), so nothing can grow any more; to grow further, call add_slots again "
-                "and make a new Grower, with an optimiser that holds the parameters of the seeds that were kept"
+                "the slots were removed by bake() or remove(), so nothing can grow any more; to continue, call add_slots again and make a "
+                "new Grower, with an optimiser that holds the parameters of the fossilized seeds"
             )
         if not self._follower.is_active:
             raise GrowthError(
-                "this Grower is at work no more: stop() was called, or another Grower was made for the same slots; use that one"
+                "this Grower is not active: stop() was called, or another Grower was made for the same slots; use the latest one"
             )
 
     def _check_has_stepped(self) -> None:
-        may_skip = self.scaler is not None and self.scaler.is_enabled()  # at its first scale all steps of an epoch may overflow
+        """Warn if there are seeds and the optimiser has not stepped in this epoch."""
+        may_skip = self.scaler is not None and self.scaler.is_enabled()  # the first loss scale may overflow in all steps of an epoch
         if (
             not self._has_stepped_in_epoch
             and not may_skip
             and any(backend.learner is not None for backend in self.lifecycles.backends.values())
         ):
             warnings.warn(
-                "the optimiser that this Grower was given has not stepped in this epoch, so no seed has learned; make the Grower with the "
-                "optimiser whose step() the training loop calls",
+                "the optimiser passed to this Grower has not stepped in this epoch, so no seed has learned; pass the optimiser whose "
+                "step() the training loop calls",
                 RuntimeWarning,
                 stacklevel=3,
             )
 
     def _warn_of_unknown_samples(self) -> None:
-        """Once. Without them FLOPs are not counted, and the heuristic does not grow."""
+        """Warn once if the samples of the epoch were not counted: FLOPs are then unknown, and the heuristic does not grow."""
         if self.history.samples is None and not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                "nobody knows how many samples this epoch had, because no call of the model was seen (it may have been compiled after "
-                "add_slots), so FLOPs are not counted and the heuristic will not grow; call slotted(x), or tell it: "
+                "the number of samples of this epoch is unknown, because no call of the model was seen (it may have been compiled after "
+                "add_slots), so FLOPs are not counted and the heuristic will not grow; call slotted(x), or pass "
                 "after_step(loss, samples=len(x))",
                 RuntimeWarning,
                 stacklevel=3,
             )
 
     def count_evaluation(self, samples: int) -> None:
-        """Adds the FLOPs of a forward pass over so many samples, on every rank; `evaluate` may call it."""
+        """Add the FLOPs of a forward pass over this many samples per rank. Optional; call it inside `evaluate`."""
         self.history.flops += samples * self._group.world_size * (self.slotted.discovery.host.flops + self.lifecycles.connected().flops)
 
-    # Questions that cost evaluations
+    # Measurements that need extra evaluations
 
     def shapley(self, evaluate: Evaluate, slots: Sequence[str] | None = None) -> dict[str, Interval]:
-        """How the gain of some living seeds together divides among them; `evaluate` is called 2^k times for k of them."""
+        """Return the Shapley value of each living seed in `slots` (default: all connected ones). Calls `evaluate` 2^k times for k seeds."""
         names = players(self.lifecycles, slots)
         with self._prober.paused():
             return self._measurement.shapley(evaluate, names)
 
     def search_alpha(self, slot: str, evaluate: Evaluate, *, alphas: Sequence[float] = (0.25, 0.5, 0.75, 1.0)) -> AlphaSearch:
-        """Which of these alphas gives the lowest validation loss, for a `Retarget`. Nothing is changed; `evaluate` is called for each."""
+        """Find which of these alphas has the lowest validation loss, for a `Retarget` action. Calls `evaluate` once per alpha."""
         check_alphas(self.slotted, slot, alphas)
         with self._prober.paused():
             return search_alpha(self._measurement, slot, evaluate, alphas)
@@ -365,57 +391,51 @@ class Grower:
     # Deciding
 
     def state(self) -> GrowthState:
-        """What a controller sees."""
+        """Return the input of the controller: the numbers of this epoch and of every slot."""
         return self.host_growth.state(learning_rate=self._learning_rate())
 
     def _learning_rate(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def _decide(self) -> Decision:
+        """Ask the controller of rank 0, and carry out its decision on all ranks."""
         decision = self._group.first(lambda: self.controller.decide(self.state()))
         for action in decision.actions:
-            self.slotted.slot(action.slot)  # which names the slots there are, where this is none
+            self.slotted.slot(action.slot)  # raises an error that lists the slots, if this one does not exist
         self.host_growth.carry_out(decision, by=self.controller.name)
         if decision.probe and not self.host_growth.is_over:
             self._prober.request()
         return decision
 
-    # What happens around decisions
+    # Helpers
 
     def _go_back(self, reason: str) -> None:
+        """Restore a snapshot. Raise Diverged if that has happened too often."""
         self._prober.discard()
         self._shadow.rest()
         self.host_growth.go_back(reason, self._recovery)
         try:
             self.host_growth.check_not_diverged(reason)
         except Diverged:
-            self._tell()
+            self._emit_events()
             raise
 
-    def _get_ready(self) -> None:
-        """For the next forward pass."""
+    def _prepare_next_step(self) -> None:
+        """Attach the probe and the recording for the next forward pass, and start to count its samples."""
         self._prober.get_ready()
         self._shadow.prepare(self._in_shadow())
         self.slotted.samples = 0
 
-    def _rest(self) -> None:
-        """Nothing of ours is at work in the model but connected seeds, until the next training step."""
-        self._prober.rest()
-        self._shadow.rest()
-
-    def _tell(self) -> None:
+    def _emit_events(self) -> None:
         self.host_growth.tell(self._on_event)
 
     def _averaged(self, chunks: list[float]) -> list[float]:
-        """The training losses of all ranks, which go through as many batches each."""
+        """Return the training losses averaged over the ranks; those of rank 0 if ranks differ in their number of chunks."""
         by_rank = self._group.gather_objects(chunks)
         return [fmean(values) for values in zip(*by_rank, strict=True)] if len({len(some) for some in by_rank}) == 1 else by_rank[0]
 
-    def _agreed(self, value: Any) -> Any:
-        """What rank 0 has found."""
-        return self._group.first(lambda: value)
-
     def _step_flops(self) -> int:
+        """Return the FLOPs per sample of one training step: 3 forward passes' worth, and the second pass of seeds in the shadow."""
         shadow = self._in_shadow() if self._has_stepped else []
         second = self._shadow.flops(shadow, [self.lifecycles.cost(backend.place.name) for backend in shadow])
         return 3 * (self.slotted.discovery.host.flops + self.lifecycles.connected().flops) + second
@@ -426,19 +446,20 @@ class Grower:
     # Resuming
 
     def save(self, folder: Path | str) -> None:
-        """Write a checkpoint into the folder, between two steps: host, seeds, both optimisers, loss scale, schedule, stages and ledger.
+        """Write a checkpoint into the folder; call it between two steps. The last three checkpoints are kept.
 
-        The last three are kept. The position in the data and the random streams are the loop's.
+        A checkpoint holds the host, the seeds, all optimisers, the loss scale, the schedule, the stages and the ledger. The training loop
+        has to save its position in the data and its random states itself.
         """
         step = self.epoch * STEPS_PER_EPOCH + self.history.steps
         CheckpointStore(folder, kind=KIND).save(step, self.state_dict(), note={"epoch": self.epoch})
 
     def load(self, folder: Path | str) -> None:
-        """Go on from the latest checkpoint in the folder. Model, optimiser, schedule and controller are of the same kind as they were."""
+        """Restore the latest checkpoint in the folder. Model, optimiser, schedule and controller must be made as they were for `save`."""
         self.load_state_dict(CheckpointStore(folder, kind=KIND).load("latest").state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything, host, optimiser, schedule and loss scale included; between two steps."""
+        """Return the whole state, including host, optimiser, schedule and loss scale; call it between two steps."""
         return {
             "recovery": self._recovery.state_dict(),
             "controller": {"name": self.controller.name, "state": self.controller.state_dict()},
@@ -453,7 +474,7 @@ class Grower:
         saved = state["controller"]["name"]
         if saved != self.controller.name:
             raise GrowthError(
-                f"the saved run was decided by {saved!r}, not by {self.controller.name!r}; resume it with the same controller"
+                f"the saved state is of a run with the controller {saved!r}, not {self.controller.name!r}; resume it with that controller"
             )
         self._prober.discard()
         self._shadow.rest()
@@ -465,4 +486,4 @@ class Grower:
         self._measurement.load_state_dict(state["measurement"])
         self._shadow.load_state_dict(state["shadow"])
         self._prober.load_state_dict(state["probe"])
-        self._get_ready()
+        self._prepare_next_step()

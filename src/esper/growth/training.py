@@ -1,4 +1,4 @@
-"""`grow`: the whole training loop around a grower, for a model, two loaders and a loss.
+"""Train a model and grow it: `grow` is a whole training loop for a model, two data loaders and a loss.
 
 grown = esper.grow(model, train_loader, val_loader, loss_fn=F.cross_entropy, epochs=30)
 print(grown.report())
@@ -69,8 +69,8 @@ from esper.growth.run import MODEL, NO_RUN, Grown, GrowthRun, Status, finished, 
 from esper.runs import Event, Sink, WandbMode, check_installed, sinks_in
 
 ONE_BATCH = (
-    "the validation data come in one batch, or as good as one, so nobody can tell how sure a gain is, and seeds are judged at the end "
-    "only; a smaller batch size helps"
+    "the validation data come in one batch, or nearly so, and give no confidence interval for a gain: seeds are judged only at the end; "
+    "use a smaller validation batch size"
 )
 
 
@@ -100,31 +100,36 @@ def grow(
     wandb: WandbMode | None = None,
     progress: bool | None = None,
 ) -> Grown:
-    """Trains a copy of the model for some epochs and grows it where that pays. The model itself is not touched.
+    """Train a copy of the model, grow it where that pays, and return the result. The model itself is not changed.
 
-    A batch is (inputs, targets) with `loss_fn(outputs, targets)`, or anything with `step_loss(model, batch)`. The loaders are iterated as
-    they are, on the model's device. `optimizer` makes one for the parameters, and `scheduler` a schedule for it.
+    **Data and loss.** Either a batch is a pair (inputs, targets) and the loss is `loss_fn(outputs, targets)`, or a batch is anything and
+    the loss is `step_loss(model, batch)`. Batches are moved to the model's device.
 
-    `step_schedule` says when the schedule is stepped: after every "epoch", after every "step" of the optimiser, or "auto": OneCycleLR and
-    CyclicLR after every step, all others after every epoch, ReduceLROnPlateau with the validation loss. What a LambdaLR or a schedule of
-    your own counts cannot be known; "auto" warns of them, and of schedules that would end long after the training.
+    **Optimiser.** `optimizer(parameters)` returns the optimiser, `scheduler(optimizer)` its schedule. `accumulate` batches make one step
+    of the optimiser, with the mean loss over their samples; the batches left over at the end of an epoch make a step too. `max_grad_norm`
+    clips the gradient of the host; `config.seed_optimizer` clips each seed separately.
 
-    `precision` is that of forward passes, in training and validation, by autocast; "float16" comes with a GradScaler. The weights stay
-    float32. `accumulate` batches make one step of the optimiser, with the mean over their samples; the batches that are left at the end of
-    an epoch make one too. `max_grad_norm` clips the gradient of the host; `config.seed_optimizer` clips each seed on its own.
+    `step_schedule` says when the schedule is stepped: after every "epoch", after every "step" of the optimiser, or "auto". With "auto",
+    OneCycleLR and CyclicLR are stepped after every step, all others after every epoch, and ReduceLROnPlateau with the validation loss.
+    "auto" warns about a LambdaLR or a schedule class of your own, whose unit of time is unknown, and about schedules that would end long
+    after the training.
 
-    With `run`, everything is kept in that folder, and `resume` goes on with what is there: from the last epoch's end, or from the very step
-    where the training loader has a `state_dict`. Ctrl-C ends the training with what is fossilized by then, and the status "stopped". The
-    folder gets the model that is returned, for `esper.load(run, model=...)`, and report.html; after Ctrl-C too, and where the training
-    diverged, with the model that the governor went back to. After any other error there is the last checkpoint to go on from.
+    **Precision.** `precision` is the autocast precision of all forward passes; "float16" adds a GradScaler. The weights stay float32.
 
-    `tensorboard` and `wandb` ("offline" or "online") also write losses, slots and results into that folder, for those programs to show.
+    **Run folder.** `run` is a folder for events, checkpoints and results. `resume` continues from its last checkpoint: from the end of an
+    epoch, or from the exact step if the training loader has a `state_dict`. At the end, the folder holds the returned model, for
+    `esper.load(run, model=...)`, and report.html. Ctrl-C ends the training early with the status "stopped" and writes both for the model
+    with the seeds fossilized so far. If the training diverges, both are written for the model that the governor restored. After any other
+    error, resume from the last checkpoint.
 
-    `progress` prints a line on stderr for every epoch, with what was decided; None: where stderr is a terminal.
+    `tensorboard` and `wandb` ("offline" or "online") also write losses, slots and results into the run folder, in the formats of those
+    tools.
+
+    `progress` prints a line per epoch with the decision on stderr; None prints it only if stderr is a terminal.
     """
     check_call(model, epochs=epochs, config=config, run=run)
     if (tensorboard or wandb) and run is None:
-        raise GrowthError("tensorboard and wandb write into the folder of a run; name one: run=...")
+        raise GrowthError("tensorboard and wandb write into the folder of a run; pass the folder as run=...")
     check_installed(tensorboard=tensorboard, wandb=wandb)
     training = Training(
         copy.deepcopy(model),
@@ -152,16 +157,15 @@ def grow(
         try:
             grown = training.run(controller, opened, may_interrupt=True)
         except Diverged as error:
-            _leave_result(
-                opened, error.model if isinstance(error.model, nn.Module) else None, otherwise="it is the `model` of the error that follows"
-            )
+            model_or_none = error.model if isinstance(error.model, nn.Module) else None
+            _write_result(opened, model_or_none, otherwise="the model is the attribute `model` of the error that follows")
             raise
-        _leave_result(opened, grown.model, otherwise="keep the model by grown.save(path)")
+        _write_result(opened, grown.model, otherwise="save the model by grown.save(path)")
         return grown
 
 
-def _leave_result(run: GrowthRun, model: object, *, otherwise: str) -> None:
-    """Write the model and the report into the folder of a run. A failure is a warning, so that the result of the training is not lost."""
+def _write_result(run: GrowthRun, model: object, *, otherwise: str) -> None:
+    """Write the model and the report into the run folder. A failure only warns, so that the result of the training is not lost."""
     if run.folder is None:
         return
     try:
@@ -178,7 +182,7 @@ def _leave_result(run: GrowthRun, model: object, *, otherwise: str) -> None:
 
 
 class Training:
-    """A model of its own, its data, its optimiser; `run` trains it, once."""
+    """One training of one model, which it changes in place: its data, optimiser, schedule and GradScaler. `run` may be called once."""
 
     def __init__(
         self,
@@ -196,7 +200,7 @@ class Training:
         self.epochs, self.config = epochs, config
         self._prepared: tuple[Grower, Losses] | None = None
         self._run = NO_RUN
-        self.on_event: Callable[[Event], None] = lambda event: None  # hears every event that the run keeps
+        self.on_event: Callable[[Event], None] = lambda event: None  # called with every event, after the run has written it
         check_loader(train_loader, "training")
         check_loader(val_loader, "validation")
         self.device = device_of(model)
@@ -208,16 +212,16 @@ class Training:
         self.scheduler = scheduler_from(make_scheduler, self.optimizer)
         if self.scheduler is None and config.step_schedule != "auto":
             raise GrowthError(
-                f"step_schedule {config.step_schedule!r} is for a schedule, and there is none; pass scheduler=lambda optimizer: ..."
+                f"step_schedule={config.step_schedule!r} needs a schedule, and there is none; pass scheduler=lambda optimizer: ..."
             )
-        steps = math.ceil(length_hint(train_loader) / config.accumulate) or None  # in an epoch; None: the loader does not tell
+        steps = math.ceil(length_hint(train_loader) / config.accumulate) or None  # per epoch; None if the loader has no length
         self._is_stepped_per_step = is_stepped_per_step(self.scheduler, config.step_schedule, epochs=epochs, steps=steps)
         self.scaler = GradScaler(self.device.type) if config.precision == "float16" else None
-        self._has_stepped = False  # a GradScaler skips steps
+        self._has_stepped = False  # in the last call of _step_optimizer: a GradScaler may skip the step
         self.optimizer.register_step_post_hook(self._note_step)
 
     def prepare(self, controller: Controller | str) -> Grower:
-        """The first look at model, loss, data and settings. What is wrong with them comes up here, before anything is written."""
+        """Evaluate the model once, add slots and make the grower. Mistakes in the arguments are raised here, before anything is written."""
         if self._prepared is not None:
             return self._prepared[0]
         before, example, scale = self._first_look()
@@ -241,11 +245,12 @@ class Training:
         return grower
 
     def run(self, controller: Controller | str, run: GrowthRun = NO_RUN, *, may_interrupt: bool = False) -> Grown:
-        """With `may_interrupt`, a KeyboardInterrupt stops the training; without, it comes through."""
+        """Train the model and return the result. With `may_interrupt`, Ctrl-C stops the training; otherwise it raises."""
         began = time.perf_counter()
         self.prepare(controller)
         assert self._prepared is not None
         (grower, first), self._run = self._prepared, run
+        # `before` is the validation loss before any training; a resumed run has it in its checkpoint.
         try:
             before = run.restore(grower, self.train_loader, first.mean)
             had_finished = run.is_resumed and self._is_over(grower)
@@ -261,6 +266,7 @@ class Training:
         return self._finish(grower, run, status, before, time.perf_counter() - began, had_finished=had_finished)
 
     def _train(self, grower: Grower, run: GrowthRun, before: float, *, may_interrupt: bool) -> Status:
+        """Train all epochs that are left, with a checkpoint after each."""
         try:
             if not run.is_resumed:
                 grower.begin()
@@ -271,17 +277,18 @@ class Training:
                 self._end_epoch(grower)
                 run.save(grower, self.train_loader, before, at_end_of_epoch=True)
         except KeyboardInterrupt:
-            # In the middle of a step, which is no state to go on from: the last checkpoint stands.
+            # The interrupt came in the middle of a step. A checkpoint of that state would be useless, so keep the last one.
             if not may_interrupt:
                 raise
             return "stopped"
         return "finished" if grower.epoch >= self.epochs else "stopped early"
 
     def _is_over(self, grower: Grower) -> bool:
+        """Return whether no epoch is under way and none is to follow, by number or by lack of improvement."""
         return grower.history.steps == 0 and (grower.epoch >= self.epochs or grower.host_growth.is_stuck())
 
     def _train_epoch(self, grower: Grower, run: GrowthRun, before: float) -> bool:
-        """False where it was stopped."""
+        """Train one epoch, or the rest of one after a resume. Return False if the run was asked to stop."""
         self.model.train()
         batches, number = iter(self.train_loader), grower.history.steps * self.config.accumulate + 1
         grower.history.watch(self.device)
@@ -297,20 +304,21 @@ class Training:
         return True
 
     def _next_batches(self, batches: Iterator[Any], grower: Grower) -> list[Any]:
-        """Return those of the next step, and note how long the loader took for them; nothing at the end of the epoch."""
+        """Return the batches of the next step, empty at the end of the epoch, and record how long the loader took."""
         began = time.perf_counter()
         group = list(islice(batches, self.config.accumulate))
         grower.history.data_wait = (grower.history.data_wait or 0.0) + time.perf_counter() - began
         return group
 
     def _train_step(self, raw: Sequence[Any], grower: Grower, *, first: int) -> None:
-        """One step of the optimiser by the mean loss over the samples of some batches; `first` is the number of the first of them."""
+        """Make one step of the optimiser by the mean loss over the samples of the batches. `first` is the number of the first batch."""
+        # Weight each batch by its share of the samples.
         sizes = [size_of(batch) for batch in raw]
         shares = [size / sum(sizes) if any(sizes) else 1 / len(sizes) for size in sizes]
         batches, losses = [], []
         for number, (part, share) in enumerate(zip(raw, shares, strict=True), start=first):
             batch = move(part, self.device)
-            # What a seed in the shadow does not have to compute again is recorded for one forward pass, and here may be several.
+            # Seeds in the shadow can reuse one recorded forward pass, so record only if the step has a single batch.
             loss = self._train_loss(batch, grower if len(raw) == 1 else None, f"batch {number} of the training loader")
             loss = loss if len(raw) == 1 else loss * share
             torch.autograd.backward(loss if self.scaler is None else self.scaler.scale(loss))
@@ -318,6 +326,7 @@ class Training:
             losses.append(loss.detach())
         self._step_optimizer(grower.history.steps + 1)
         grower.history.skipped += not self._has_stepped
+        # If this step leads to a rollback, look for NaN or infinite values in its batches and name them in an error.
         rollbacks = grower.rollbacks
         total = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
         grower.after_step(total, closure=lambda: self._mean_loss(batches, shares), samples=sum(sizes))
@@ -326,6 +335,7 @@ class Training:
                 check_data(batch, math.nan, f"batch {number} of the training loader")
 
     def _step_optimizer(self, step: int) -> None:
+        """Clip the gradient, step the optimiser through the GradScaler, clear the gradients, and step the schedule if it counts steps."""
         if self.config.max_grad_norm is not None:
             if self.scaler is not None:
                 self.scaler.unscale_(self.optimizer)
@@ -343,13 +353,15 @@ class Training:
             try:
                 self.scheduler.step()
             except ValueError as error:
-                raise GrowthError(f"the schedule fails at step {step} of the epoch: {error}") from error
+                raise GrowthError(f"the schedule failed at step {step} of the epoch: {error}") from error
 
     def _note_step(self, *_: Any) -> None:
         self._has_stepped = True
 
     def _end_epoch(self, grower: Grower) -> None:
-        # Before the epoch is over, so that a snapshot holds the schedule as the next epoch needs it. One that follows the loss has to wait.
+        """Evaluate, let the grower decide, and step a schedule that counts epochs."""
+        # Step the schedule before `after_epoch`, so that its snapshot holds the learning rate of the next epoch. ReduceLROnPlateau needs
+        # the validation loss and has to be stepped afterwards.
         is_plateau = isinstance(self.scheduler, ReduceLROnPlateau)
         if self.scheduler is not None and not self._is_stepped_per_step and not is_plateau:
             self.scheduler.step()
@@ -358,7 +370,7 @@ class Training:
             self.scheduler.step(ended.val_loss)
 
     def _train_loss(self, batch: Any, grower: Grower | None, where: str) -> Tensor:
-        """The loss of a batch of the user's own step, recorded by the grower where one is given."""
+        """Return the loss of a training batch, named `where` in errors. If a grower is given, it records the forward pass."""
         try:
             with nullcontext() if grower is None else grower.recording():
                 loss = self._loss(batch)
@@ -373,7 +385,7 @@ class Training:
         return loss
 
     def _mean_loss(self, batches: Sequence[Any], shares: Sequence[float]) -> Tensor:
-        """The loss of a step once more."""
+        """Compute the loss of a step again: the closure for seeds in the shadow."""
         if len(batches) == 1:
             return self._loss(batches[0])
         return torch.stack([self._loss(batch) * share for batch, share in zip(batches, shares, strict=True)]).sum()
@@ -387,7 +399,7 @@ class Training:
         return nullcontext() if precision == "float32" else torch.autocast(self.device.type, dtype=getattr(torch, precision))
 
     def _evaluate(self, grower: Grower | None) -> Iterator[tuple[Tensor, int]]:
-        """The loss of every validation batch, and its samples. Draws nothing from the random streams that training uses."""
+        """Yield the loss and the number of samples of every validation batch. The random streams of the training are not advanced."""
         with isolated(self.model), torch.no_grad():
             self.model.eval()
             for raw in self.val_loader:
@@ -397,7 +409,10 @@ class Training:
                     grower.count_evaluation(size_of(batch))
 
     def _first_look(self) -> tuple[Losses, Any, LossScale | None]:
-        """The validation losses before anything was done, what the model is called with, and what losses are relative to."""
+        """Evaluate the untrained model. Return its losses, an example input, and the `LossScale` (None if unknown).
+
+        The example input is what the model was called with, as a listener saw it; if it saw no call, it is made from the first batch.
+        """
         loss_fn = getattr(self.step_loss, "loss_fn", None)
         constant = None if loss_fn is None else ConstantPredictor(loss_fn)
         found: list[tuple[float, int]] = []
@@ -428,9 +443,9 @@ class Training:
         return losses, example_of(first) if listener.heard is None else listener.heard, self._scale(constant, losses)
 
     def _scale(self, constant: ConstantPredictor | None, before: Losses) -> LossScale | None:
-        """By a constant predictor where the outputs are known, else by the validation loss before the training."""
+        """Return the loss of a constant predictor if the outputs are known, else the validation loss before the training as a guess."""
         if self.config.governor.uninformed_loss is not None:
-            return None  # the grower knows it from the config
+            return None  # the grower takes it from the config
         with self._autocast():
             uninformed = None if constant is None else constant.loss()
         if uninformed is not None:
@@ -458,16 +473,19 @@ class Training:
         )
 
     def _notes(self, scale: LossScale | None, losses: Losses) -> Iterator[str]:
+        """Yield remarks about the losses, for the note of GrowthStarted."""
         if scale is not None and scale.is_guess:
             yield (
-                f"losses are judged as shares of {scale.uninformed:.4g}, the validation loss before the training, for step_loss hides what "
-                "a constant output would cost; if you know that, set governor.uninformed_loss"
+                f"losses are compared with {scale.uninformed:.4g}, the validation loss before the training, because the loss of a constant "
+                "predictor cannot be computed from step_loss; if you know it, set governor.uninformed_loss"
             )
         if not losses.have_spread:
             yield ONE_BATCH
 
     def _finish(self, grower: Grower, run: GrowthRun, status: Status, before: float, seconds: float, *, had_finished: bool) -> Grown:
+        """Prune the seeds that are not fossilized, bake the model, evaluate it and return the result."""
         lifecycles = grower.lifecycles
+        # A stopped training may be resumed; its seeds are not entered into the ledger as pruned.
         if status != "stopped":
             for name in lifecycles.living():
                 lifecycles.prune(name, "the training is over and it has not earned its place")
@@ -483,7 +501,7 @@ class Training:
             host=grower.slotted.discovery.host,
             added=total(
                 lifecycles.cost(name) for name, backend in lifecycles.backends.items() if backend.life.stage is Stage.FOSSILIZED
-            ),  # what bake() keeps
+            ),  # the cost of the seeds that bake() keeps
             gflops=grower.history.flops / 1e9,
             rollbacks=grower.rollbacks,
             ledger=grower.ledger,
@@ -499,12 +517,12 @@ class Training:
 
 
 def objection(grower: Grower) -> str:
-    """Why nothing could ever grow as it is planned, where the controller knows; empty where something could."""
+    """Return the controller's reason why nothing can grow in this training, or "" if something can or the controller cannot say."""
     ask = getattr(grower.controller, "why_nothing_can_grow", None)
     return "" if ask is None else str(ask(grower.epochs))
 
 
 def describe_optimizer(optimizer: Optimizer) -> str:
-    """Such as "AdamW, learning rate 0.001"; the rate is the one it began with."""
+    """Return a text such as "AdamW, learning rate 0.001", with the initial learning rate."""
     rates = sorted({float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups})
     return f"{type(optimizer).__name__}, learning rate {' / '.join(f'{rate:g}' for rate in rates)}"

@@ -1,4 +1,7 @@
-"""A survey of a host: one forward pass that finds out where seeds could grow, in which order its parts run, and what it costs.
+"""Discovery of a host: find by forward passes on an example where seeds could grow, in which order submodules run, and what they cost.
+
+A submodule is a place for a seed if it runs once per forward pass and gives one floating-point tensor whose batch and feature dimensions
+are known. All other submodules are refused, with a reason. Further passes with a changed example find out which places are causal.
 
 Shapes: B = batch, C = channels, H, W, L = positions in space, T = positions in a sequence, D = features.
 """
@@ -27,33 +30,36 @@ from esper.growth.seeds.blueprints import flop_counter
 from esper.growth.seeds.seed import Seed
 
 _FITTING = "[B, C, H, W], [B, C, L], [B, T, D], [T, B, D], [B, H, W, D] and [B, D]"
-_WIDTHS = ("out_channels", "num_features", "num_channels", "out_features", "embedding_dim")  # what layers call their output's
+_WIDTHS = ("out_channels", "num_features", "num_channels", "out_features", "embedding_dim")  # attributes for the width of a layer's output
 
 
 @dataclass(frozen=True, slots=True)
 class Discovery:
+    """The result of `discover`: all places and refusals of a host, and its cost."""
+
     places: dict[str, Place]  # in the order in which they run
     refusals: tuple[Refusal, ...]
     calls: tuple[Call, ...]
     host: Cost
-    same_output: dict[str, int]  # places whose outputs are one tensor have the same number; what the host itself gives has number 0
-    behind: dict[str, str]  # place -> the one behind it that is all that uses its output, and has no weights: a pool, say
-    last: frozenset[str]  # places with nothing behind them that could use what grows there
-    load: float  # Σ over layers of weights / positions that share them: what a sample has to teach the host
+    same_output: dict[str, int]  # places whose outputs are the same tensor have the same number; 0 is the output of the host itself
+    behind: dict[str, str]  # place -> the place without weights (a pool, say) that is the only user of its output
+    last: frozenset[str]  # places with nothing behind them that could use a seed's output
+    load: float  # sum over layers of (weights / positions that share them): how much each sample must teach the host
 
 
 class Weights(NamedTuple):
-    """What a seed's weights are to be like."""
+    """Data type and device for the weights of a seed."""
 
     dtype: torch.dtype
     device: torch.device
 
 
 def discover(model: nn.Module, example_input: Any) -> Discovery:
-    """Runs the model on the example, in eval mode and without a trace."""
+    """Run the model on the example in eval mode, with no side effects, and return what was found."""
     batch = batch_size_of(example_input)
     _check_weights(model)
     log, run = _run(model, example_input, batch=batch), partial(_tensors_of, model)
+    # Sort every submodule, in the order in which they finish, into places and refusals.
     places, refusals, kept = dict[str, Place](), list[Refusal](), _kept_seeds(model)
     before = run(example_input) or {}
     batches = batch_axes(example_input, before, batch, run)
@@ -67,14 +73,17 @@ def discover(model: nn.Module, example_input: Any) -> Discovery:
             refusals.append(found)
         else:
             places[name] = found
+    # Mark the places where a seed must not look ahead, or must treat every position alone.
     causal, more = causal_places(places, example_input, before, run), list[Refusal]()
     places = {name: replace(place, is_causal=name in causal) for name, place in places.items()}
     mask = _mask_of(model, log) or ("padding" if hides(places, example_input, run) else "")
     places = _alone(places, mask, _cache_of(model))
-    fused = _passed_by(model, example_input, places) | {name for name in places if _is_in_encoder_layer(model, name)}
-    lost = _passed_by(model, example_input, places, hooked=fused) if fused else set[str]()
+    # Mark the places that a fused kernel skips in evaluation, and refuse those that it skips even if they have a hook.
+    fused = _skipped_in_eval(model, example_input, places) | {name for name in places if _is_in_encoder_layer(model, name)}
+    lost = _skipped_in_eval(model, example_input, places, hooked=fused) if fused else set[str]()
     more += [Refusal(name, "does not run in evaluation, where a module around it computes it in another way") for name in lost]
     places = {name: replace(place, is_fused=name in fused) for name, place in places.items() if name not in lost}
+    # Add up the costs.
     parameters = sum(parameter.numel() for parameter in model.parameters())
     last = {name for name, place in places.items() if place.flops_behind == 0 and log.layers_done[name] == log.layers}
     host = Cost(parameters, log.total_flops // batch)
@@ -85,7 +94,7 @@ def discover(model: nn.Module, example_input: Any) -> Discovery:
 
 
 def call(model: Any, example_input: Any) -> Any:
-    """A tensor is the one argument, a tuple or list the arguments, a mapping the keyword arguments."""
+    """Call the model: a tensor is the only argument, a tuple or list holds the arguments, a mapping the keyword arguments."""
     if isinstance(example_input, Mapping):
         return model(**example_input)
     if isinstance(example_input, tuple | list):
@@ -94,17 +103,15 @@ def call(model: Any, example_input: Any) -> Any:
 
 
 def batch_size_of(batch: Any) -> int:
-    """The leading size of the first tensor in it."""
+    """Return the leading size of the first tensor that is not empty. Raise a GrowthError if there is none."""
     for tensor in tensors_in(batch):
         if tensor.ndim > 0 and len(tensor) > 0:
             return len(tensor)
-    raise GrowthError(
-        f"there is no batch in the example input: {_describe(batch)}; pass a batch as the model gets it in training, such as x[:2]"
-    )
+    raise GrowthError(f"the example input holds no batch: {_describe(batch)}; pass a batch as the model gets it in training, such as x[:2]")
 
 
 def samples_in(arguments: Any) -> int:
-    """The leading size of the first tensor that has one; 0 where there is none, which is no mistake in a call of a model."""
+    """Return the leading size of the first tensor that has one, or 0 if there is none, which is allowed in a call of a model."""
     return next((tensor.size(0) for tensor in tensors_in(arguments) if tensor.ndim > 0), 0)
 
 
@@ -116,33 +123,37 @@ def _check_weights(model: nn.Module) -> None:
 
 @dataclass
 class _Log:
+    """Record of one forward pass. The keys of its dicts are names of submodules; `ticks` counts their starts and ends."""
+
     outputs: dict[str, list[Any]] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
-    starts: dict[str, list[int]] = field(default_factory=dict)
-    flops: dict[str, int] = field(default_factory=dict)  # of the forward pass until the submodule was done
+    starts: dict[str, list[int]] = field(default_factory=dict)  # ticks of the calls that have not ended
+    flops: dict[str, int] = field(default_factory=dict)  # of the forward pass until the submodule ended
     feature_axes: dict[str, int | None] = field(default_factory=dict)
-    layers_done: dict[str, int] = field(default_factory=dict)  # how many with weights of their own until then
+    layers_done: dict[str, int] = field(default_factory=dict)  # value of `layers` when the submodule ended
     is_autocast: dict[str, bool] = field(default_factory=dict)
-    layers: int = 0  # with weights of their own, until now
-    load: float = 0.0
+    layers: int = 0  # number of layers with weights that have run so far
+    load: float = 0.0  # see Discovery
     ticks: int = 0
-    output: Any = None
+    output: Any = None  # of the whole model
     total_flops: int = 0
     batch: int = 0
-    uses: Counter[int] = field(default_factory=Counter)  # see FeatureAxes: what uses a tensor, by its number
-    numbers: dict[str, int | None] = field(default_factory=dict)  # of what submodules gave
-    origins: dict[str, list[int]] = field(default_factory=dict)  # of what they were given
-    masks: list[str] = field(default_factory=list)  # arguments of submodules that hide positions of some samples
+    uses: Counter[int] = field(default_factory=Counter)  # number of a tensor (see FeatureAxes) -> operations that use it
+    numbers: dict[str, int | None] = field(default_factory=dict)  # number of the output tensor
+    origins: dict[str, list[int]] = field(default_factory=dict)  # numbers of the input tensor and of the tensors it was made from
+    masks: list[str] = field(default_factory=list)  # arguments that hide positions of some samples
 
     def last_end(self, name: str) -> tuple[int, str]:
+        """Return a sort key: the tick at which the submodule's last call ended, then its name."""
         ends = [call.end for call in self.calls if call.name == name]
         return (max(ends) if ends else self.ticks + 1, name)
 
     def tensors(self) -> Outputs:
-        """The outputs that are one tensor."""
+        """Return the output of every submodule that ran once and gave one tensor."""
         return {name: outputs[0] for name, outputs in self.outputs.items() if len(outputs) == 1 and isinstance(outputs[0], Tensor)}
 
     def enter(self, name: str, module: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        """Record that a submodule starts."""
         if self.batch:
             self.masks += [
                 f"{argument} of {name}" for argument, value in _named(module, arguments, named) if _hides(argument, value, self.batch)
@@ -151,6 +162,7 @@ class _Log:
         self.ticks += 1
 
     def leave(self, name: str, module: nn.Module, output: Any, flops: int) -> None:
+        """Record that a submodule ends; `flops` are those of the forward pass so far."""
         self.calls.append(Call(name, self.starts[name].pop(), self.ticks))
         self.ticks += 1
         self.outputs.setdefault(name, []).append(output)
@@ -163,14 +175,18 @@ class _Log:
 
 
 def _positions(layer: nn.Module, output: Any) -> int:
-    """How often a layer's weights are used for one sample."""
+    """Return how often a layer's weights are used for one sample: the number of positions in its output."""
     if not isinstance(output, Tensor) or output.ndim < 2:
         return 1
     return max(output.numel() // max(len(output), 1) // (_width(layer) or output.shape[-1] or 1), 1)
 
 
 def _run(model: nn.Module, example_input: Any, *, batch: int = 0, nudge: Nudge | None = None) -> _Log:
-    """With a size of the batch, FLOPs are counted and arguments are looked at. What flows at `nudge` is moved."""
+    """Run the model on the example, with hooks on all submodules, and return the record.
+
+    FLOPs, feature axes and masks are recorded only if `batch`, the batch size, is given. `nudge` is (submodule, axis, index): the part of
+    that submodule's output is changed on the way.
+    """
     log, counter, axes, handles = _Log(batch=batch), flop_counter(), FeatureAxes(), []
 
     def enter(name: str) -> Any:
@@ -193,7 +209,7 @@ def _run(model: nn.Module, example_input: Any, *, batch: int = 0, nudge: Nudge |
 
         return leave_it
 
-    # By the modules themselves: a fused kernel calls none of them, and passes tensors on that have no shape.
+    # Switch fused kernels off: they call no submodules, and pass on nested tensors without a regular shape.
     with isolated(model), torch.no_grad(), _fused_attention(enabled=False):
         model.eval()
         try:
@@ -218,7 +234,7 @@ def _run(model: nn.Module, example_input: Any, *, batch: int = 0, nudge: Nudge |
 
 @contextmanager
 def _fused_attention(*, enabled: bool) -> Iterator[None]:
-    """Whether torch's own layers of transformers are computed by one kernel each where that is possible."""
+    """Allow or forbid torch to compute its transformer layers by one kernel each."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(enabled)
     try:
@@ -227,10 +243,10 @@ def _fused_attention(*, enabled: bool) -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
-def _passed_by(model: nn.Module, example_input: Any, names: Collection[str], *, hooked: Collection[str] = ()) -> set[str]:
-    """Those of the submodules that do not run in evaluation, where a module around them computes them by a kernel of its own.
+def _skipped_in_eval(model: nn.Module, example_input: Any, names: Collection[str], *, hooked: Collection[str] = ()) -> set[str]:
+    """Return the submodules that do not run in eval mode, because a module around them computes them by its own fused kernel.
 
-    Such modules mostly refrain from it where a submodule has a hook; `hooked` have one.
+    Most such modules do not use their kernel if a submodule has a hook; the submodules in `hooked` get one.
     """
     ran = set[str]()
 
@@ -255,7 +271,7 @@ def _passed_by(model: nn.Module, example_input: Any, names: Collection[str], *, 
 
 
 def _tensors_of(model: nn.Module, changed_example: Any, nudge: Nudge | None = None) -> Outputs | None:
-    """None where the host cannot run an example in which something was changed, which may make no sense any more."""
+    """Return the output tensors of all submodules, or None if the model cannot run the changed example, which may be invalid."""
     try:
         return _run(model, changed_example, nudge=nudge).tensors()
     except GrowthError as error:
@@ -265,12 +281,13 @@ def _tensors_of(model: nn.Module, changed_example: Any, nudge: Nudge | None = No
 
 
 def _kept_seeds(model: nn.Module) -> set[str]:
-    """Names of what grew in the host earlier, with all its parts: it tells nothing about the layers of the host."""
+    """Return the names of all modules inside seeds that were baked into the model earlier; they are no layers of the host."""
     seeds = {name: module for name, module in model.named_modules() if isinstance(module, Seed)}
     return {part for name, seed in seeds.items() for part, _ in seed.named_modules(prefix=name)}
 
 
 def _classify(model: nn.Module, name: str, log: _Log, batch_axis: int | str) -> Place | Refusal:
+    """Return the place after a submodule, or the reason why there is none. `batch_axis` is a text if it is unknown, and says why."""
     module, outputs = model.get_submodule(name), log.outputs.get(name, [])
     reason = _reason_against(module, name, outputs)
     if reason is not None:
@@ -295,6 +312,7 @@ def _classify(model: nn.Module, name: str, log: _Log, batch_axis: int | str) -> 
 
 
 def _reason_against(module: nn.Module, name: str, outputs: list[Any]) -> str | None:
+    """Return why no seed can grow after a submodule with these outputs, one per call; None if nothing speaks against it."""
     if "parametrizations" in name.split("."):
         return "makes a weight, not an output"
     if not outputs:
@@ -307,13 +325,14 @@ def _reason_against(module: nn.Module, name: str, outputs: list[Any]) -> str | N
     if not output.is_floating_point():
         return f"gives {output.dtype}, not floating-point numbers"
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
-        return "would run a seed in it as one of its own parts; choose a part of it"
+        return "would run a seed as one of its own parts; choose a part of it"
     if output.ndim not in (2, 3, 4):
         return f"gives {_shape(output)}, and seeds fit {_FITTING}"
     return None
 
 
 def _kind_of(output: Tensor, batch_axis: int, feature_axis: int | None) -> Kind | None:
+    """Return the kind of place by the positions of the batch and feature dimensions; None if seeds do not fit."""
     if output.ndim == 2 and batch_axis == 0:
         return "dense"
     if feature_axis == output.ndim - 1 and (batch_axis == 0 or (batch_axis == 1 and output.ndim == 3)):
@@ -322,37 +341,40 @@ def _kind_of(output: Tensor, batch_axis: int, feature_axis: int | None) -> Kind 
 
 
 def _width(layer: nn.Module | None) -> int | None:
-    """Channels or features of what a layer gives."""
+    """Return the number of channels or features of a layer's output, by its attributes; None if unknown."""
     shape = getattr(layer, "normalized_shape", None)
     return int(shape[-1]) if shape else next((int(getattr(layer, name)) for name in _WIDTHS if hasattr(layer, name)), None)
 
 
 def _is_in_encoder_layer(model: nn.Module, name: str) -> bool:
-    """Torch computes such a layer by one kernel in evaluation, although not under autocast, say, in which this may run."""
+    """Return whether a submodule is in a TransformerEncoderLayer, which torch may compute by one kernel in eval mode.
+
+    A trial run does not always show it: torch does not use that kernel under autocast, for example.
+    """
     parts = name.split(".")
     around = (model.get_submodule(".".join(parts[:count])) for count in range(len(parts)))
     return any(isinstance(module, nn.TransformerEncoderLayer) for module in around)
 
 
 def weights_of(model: nn.Module, module: nn.Module) -> Weights:
-    """Those of a submodule, or of the model where it has none. Under autocast, outputs have another precision than the weights."""
+    """Return dtype and device of a submodule's weights, or of the model's if it has none. Under autocast its output has another dtype."""
     weights = (parameter for part in (module, model) for parameter in part.parameters() if parameter.is_floating_point())
     first = next(weights, None)
     return Weights(torch.float32, torch.device("cpu")) if first is None else Weights(first.dtype, first.device)
 
 
-# Masks and caches: a seed that looks at other positions would see what a mask hides, and miss what only a cache knows
+# Masks and caches. A seed that looks at other positions would see positions that a mask hides, and would miss those that are only in a
+# cache. Both are recognised by words in the names of arguments, attributes and buffers.
 
-
-_MASKS = {"mask", "masks", "padding", "pad", "pads", "length", "lengths", "lens", "seqlen", "seqlens"}  # words in names of arguments
+_MASKS = {"mask", "masks", "padding", "pad", "pads", "length", "lengths", "lens", "seqlen", "seqlens"}
 _CACHES = {"past", "cache", "caches", "kv", "incremental", "mems"}
-_CACHE_NAMES = {"start_pos", "input_pos", "inference_params"}
-_STATES = {"state", "states", "hidden", "hiddens", "hx"}  # of the host alone: layers have them wherever they are
-_NO_CACHES = {"cos", "sin", "rope", "rotary", "freq", "freqs"}  # of positions, not of what was seen there
+_CACHE_NAMES = {"start_pos", "input_pos", "inference_params"}  # whole names
+_STATES = {"state", "states", "hidden", "hiddens", "hx"}  # only in arguments of the host: layers have such arguments anyway
+_NO_CACHES = {"cos", "sin", "rope", "rotary", "freq", "freqs"}  # caches of position encodings, which hold no activations
 
 
 def _alone(places: Mapping[str, Place], mask: str, cache: str) -> dict[str, Place]:
-    """Tells places of sequences why seeds there must treat every position alone."""
+    """Return the places with `alone` set for sequences: the reason why a seed there must treat every position alone."""
     because_of_mask = f"the host takes {mask}, and it would see what that hides" if mask else ""
     because_of_cache = f"the host takes {cache}, and it would not see what only that holds" if cache else ""
     return {
@@ -364,7 +386,7 @@ def _alone(places: Mapping[str, Place], mask: str, cache: str) -> dict[str, Plac
 
 
 def _mask_of(model: nn.Module, log: _Log) -> str:
-    """What hides positions of some samples, by its name; empty where nothing is named so."""
+    """Return the name of something that hides positions of some samples; "" if there is nothing."""
     own = [name for name, default in _arguments_of(model) if not isinstance(default, int | float | str) and _words(name) & _MASKS]
     if own or log.masks:
         return repr((own or log.masks)[0])
@@ -373,7 +395,7 @@ def _mask_of(model: nn.Module, log: _Log) -> str:
 
 
 def _cache_of(model: nn.Module) -> str:
-    """What knows of positions that were computed earlier; empty where nothing seems to."""
+    """Return the name of an argument, attribute or buffer that holds positions computed earlier; "" if there seems to be none."""
     for path, module in model.named_modules():
         of_path = f" of {path!r}" if path else ""
         for name, default in _arguments_of(module):
@@ -387,10 +409,10 @@ def _cache_of(model: nn.Module) -> str:
 
 
 def _arguments_of(module: nn.Module) -> list[tuple[str, Any]]:
-    """Names and defaults."""
+    """Return names and defaults of the arguments of the module's forward method."""
     try:
         parameters = inspect.signature(own_forward(module)).parameters.values()
-    except (TypeError, ValueError):  # it is not written in Python
+    except (TypeError, ValueError):  # the method is not written in Python
         return []
     return [
         (parameter.name, parameter.default)
@@ -404,22 +426,22 @@ def _words(name: str) -> set[str]:
 
 
 def _named(module: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The arguments of a call with their names."""
+    """Yield name and value of every argument of a call."""
     yield from zip((name for name, _ in _arguments_of(module)), arguments, strict=False)
     yield from named.items()
 
 
 def _hides(name: str, value: Any, batch: int) -> bool:
-    """Whether an argument of a submodule hides positions of some samples, as padding is hidden, and not of all, as the future is."""
+    """Return whether an argument is a mask per sample, such as a padding mask; a causal mask is the same for all samples."""
     if not batch or not isinstance(value, Tensor) or not value.ndim or len(value) % batch:
         return False
     if _words(name) & _MASKS or (value.dtype == torch.bool and value.ndim > 1):
-        return not _is_of_the_future(value)
+        return not _is_causal_mask(value)
     return False
 
 
-def _is_of_the_future(mask: Tensor) -> bool:
-    """[..., T, T] with one number above the diagonal and another one on it and below."""
+def _is_causal_mask(mask: Tensor) -> bool:
+    """Return whether a mask is [..., T, T] with one value above the diagonal and another value everywhere else."""
     if mask.ndim < 2 or mask.shape[-1] != mask.shape[-2]:
         return False
     ahead = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).triu(1)
@@ -428,9 +450,10 @@ def _is_of_the_future(mask: Tensor) -> bool:
 
 
 def _behind(model: nn.Module, places: Mapping[str, Place], log: _Log) -> dict[str, str]:
-    """Which places are all that uses another one's output, be it through an activation, and have no weights."""
+    """Return place -> the place without weights that is the only user of its output, directly or through an activation."""
     found = {}
     for name in places:
+        # Go back from the input of `name`, through activations, as long as nothing else uses the tensors.
         for origin in () if next(model.get_submodule(name).parameters(), None) is not None else log.origins[name]:
             if log.uses[origin] != 1:
                 break
@@ -442,6 +465,7 @@ def _behind(model: nn.Module, places: Mapping[str, Place], log: _Log) -> dict[st
 
 
 def _numbers(log: _Log, places: Mapping[str, Place]) -> dict[str, int]:
+    """Number the output tensors of the places; see `Discovery.same_output`."""
     numbers = {id(tensor): 0 for tensor in tensors_in(log.output)}
     return {name: numbers.setdefault(id(log.outputs[name][0]), len(numbers) + 1) for name in places}
 

@@ -1,18 +1,16 @@
-"""A place in a host: where a seed could grow, what flows there, and why nothing can grow elsewhere.
+"""The layout of a submodule's output: what a place for a seed is, and which dimension of a tensor holds the features.
 
-Shapes: B = batch, C = channels, H, W (or L) = positions in space, T = positions in a sequence, D = features. Features come second in a
-conv place and last in a token place, whose positions may be those of a sequence or of a plane.
+A `Place` describes the output of a submodule after which a seed could grow; a `Refusal` says why none can. Features are the second
+dimension in a conv place and the last one in a token place, whose positions may be those of a sequence or of a plane.
 
-Which dimension of a tensor holds its features: followed from the layers that make features through all that happens to them.
-
-A convolution puts its channels second, a linear layer its features last. What comes after them moves, splits and joins dimensions, or
-leaves them where they are. Every tensor of a forward pass is labelled while `FeatureAxes` is on:
+`FeatureAxes` finds the feature dimension of every tensor in a forward pass. A convolution puts its channels second, a linear layer its
+features last. The operations after it move, split or join dimensions, and the label of a tensor follows them:
 
     with FeatureAxes() as axes:
         h = model.stem(x).permute(0, 2, 3, 1)        # [B, C, H, W] to [B, H, W, C]
         axes.axis_of(h)                              # 3
 
-What is not known has no label; nothing is guessed from sizes.
+A tensor has no label if its feature dimension is uncertain; sizes are never used to guess it.
 
 Shapes: B = batch, C = channels, H, W, L = positions in space, T = positions in a sequence, D = features.
 """
@@ -36,45 +34,51 @@ Kind = Literal["conv", "token", "dense"]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The output of one submodule. `shape` is that of one sample: (C, H, W) or (C, L), (T, D) or (H, W, D), (D,)."""
+    """The output of a submodule after which a seed could grow.
+
+    `shape` is the shape of one sample, without the batch: conv (C, H, W) or (C, L), token (T, D) or (H, W, D), dense (D,).
+    """
 
     name: str  # of the submodule in the host
     kind: Kind
     shape: tuple[int, ...]
-    dtype: torch.dtype = torch.float32  # of the parameters that a seed gets
+    dtype: torch.dtype = torch.float32  # for the parameters of a seed
     device: torch.device = CPU
-    batch_axis: int = 0  # 1 where a sequence is [T, B, D]; a branch gets it as [B, T, D]
-    is_causal: bool = False  # positions of a sequence see only those before them, so a seed must not look ahead either
-    alone: str = ""  # why a seed must treat every position of a sequence alone, if it must: masks and caches of the host do not reach it
-    is_fused: bool = False  # in evaluation, a module around it computes it by a kernel of its own, unless the submodule has a hook
-    depth: float = 0.0  # 0 at the host's input, 1 at its output, by FLOPs
-    flops_behind: int = 0  # of the host's forward pass for one sample, after this place
+    batch_axis: int = 0  # 1 for a sequence [T, B, D]; a branch gets it as [B, T, D]
+    is_causal: bool = False  # a position depends only on those before it, so a seed must not look ahead either
+    alone: str = ""  # reason why a seed must treat every position alone (a mask or cache of the host); "" if it may mix positions
+    is_fused: bool = False  # a module around it computes it by a fused kernel in eval mode, unless the submodule has a hook
+    depth: float = 0.0  # fraction of the host's FLOPs before this place: 0 at its input, 1 at its output
+    flops_behind: int = 0  # FLOPs per sample of the host's forward pass after this place
 
     @property
     def width(self) -> int:
-        """Channels or features: what a seed is built for."""
+        """Number of channels or features."""
         return self.shape[0] if self.kind == "conv" else self.shape[-1]
 
     @property
     def positions(self) -> int:
-        """Places in space or time that share a seed's weights."""
+        """Number of positions in space or time; they share the weights of a seed."""
         sizes = self.shape[1:] if self.kind == "conv" else self.shape[:-1]
         return math.prod(sizes)
 
     @property
     def is_plane(self) -> bool:
-        """Positions lie in two dimensions: [B, C, H, W] or [B, H, W, D]."""
+        """Whether positions have two dimensions: [B, C, H, W] or [B, H, W, D]."""
         return len(self.shape) == 3
 
     @property
     def spatial(self) -> int:
-        """Dimensions of space: 1 or 2 for a conv place, else 0."""
+        """Number of spatial dimensions: 1 or 2 for a conv place, else 0."""
         return len(self.shape) - 1 if self.kind == "conv" else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A submodule ran once, from tick `start` to tick `end` of the probe's clock; what ran inside it lies between."""
+    """One call of a submodule in the forward pass of the discovery.
+
+    Ticks count the starts and ends of all calls; calls inside this one have ticks between `start` and `end`.
+    """
 
     name: str
     start: int
@@ -83,7 +87,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A submodule after which nothing can grow."""
+    """A submodule after which no seed can grow, and the reason, which completes the sentence "The submodule ..."."""
 
     name: str
     reason: str
@@ -93,25 +97,25 @@ _LABEL = "_esper_feature_axes"
 
 
 class Label(NamedTuple):
-    """The dimensions that hold the features, more than one while they are split into groups; and which layer has put them there."""
+    """The feature dimensions of a tensor, and the layer that made the features."""
 
-    axes: tuple[int, ...]
-    layer: int  # in the order of the forward pass
+    axes: tuple[int, ...]  # several while the features are split into groups, such as attention heads
+    layer: int  # number of the layer in the order of the forward pass
 
 
 class FeatureAxes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Labels all tensors that are made while it is on, and takes the labels away at the end. Also counts what uses a tensor.
+    """Context in which every new tensor gets a `Label` and a number, and uses of tensors are counted. Labels are removed at the end.
 
-    A tensor that is changed in place is another one from then on; all of them have numbers.
+    A tensor that is changed in place gets a new number.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.uses = Counter[int]()  # number of a tensor -> operations that it went into
+        self.uses = Counter[int]()  # number of a tensor -> operations that use it
         self._numbers: dict[int, int] = {}  # id of a tensor -> its number
-        self._sources: dict[int, int] = {}  # number of what an activation gave -> number of what it was given
-        self._layers = 0
-        self._made: list[weakref.ref[Tensor]] = []
+        self._sources: dict[int, int] = {}  # number of an activation's output -> number of its input
+        self._layers = 0  # layers so far
+        self._made: list[weakref.ref[Tensor]] = []  # all tensors with a number
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
@@ -121,6 +125,7 @@ class FeatureAxes(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 delattr(tensor, _LABEL)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        # Run the operation and number its results. A pointwise operation with one input counts as an activation.
         given = [number for number in map(self.number_of, _tensors([*args, *(kwargs or {}).values()])) if number is not None]
         result = func(*args, **(kwargs or {}))
         made = list(_tensors(result))
@@ -130,7 +135,8 @@ class FeatureAxes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._made.append(weakref.ref(tensor))
             if torch.Tag.pointwise in func.tags and len(given) == 1:
                 self._sources[number] = given[0]
-        name = func._schema.name.partition("::")[2].removesuffix("_")  # without the namespace, and in place or not
+        # Label the results: a layer starts a new label, any other known operation passes that of its input on.
+        name = func._schema.name.partition("::")[2].removesuffix("_")  # without the namespace and the suffix for "in place"
         if name in _LAYERS and made:
             self._layers += 1
             self._set(made[0], Label((_LAYERS[name](made[0]),), self._layers))
@@ -142,11 +148,11 @@ class FeatureAxes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def number_of(self, tensor: Any) -> int | None:
-        """None for what was there before."""
+        """Return the number of a tensor; None if it was made before the context began."""
         return self._numbers.get(id(tensor))
 
     def origins_of(self, tensor: Any) -> list[int]:
-        """Numbers of the tensor, of what an activation made it of, and so on."""
+        """Return the number of the tensor, and of the tensors that activations made it from, latest first."""
         number = self.number_of(tensor)
         origins = []
         while number is not None:
@@ -155,9 +161,9 @@ class FeatureAxes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return origins
 
     def axis_of(self, tensor: Tensor, layer: nn.Module | None = None) -> int | None:
-        """The dimension that holds the features; None where that is not known. `layer` has made the tensor."""
+        """Return the feature dimension of a tensor; None if it is unknown. `layer` is the module that made the tensor."""
         label = _label(tensor)
-        if type(layer) in _CHANNELS_SECOND and tensor.ndim > 1:  # which join batch and channels on their way
+        if type(layer) in _CHANNELS_SECOND and tensor.ndim > 1:  # inside they join batch and channels, which loses the label
             self._layers += 1
             label = Label((1,), self._layers)
             self._set(tensor, label)
@@ -185,7 +191,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-# Layers, which put features somewhere
+# Operations of layers: each makes features in a fixed dimension.
 
 
 def _second(made: Tensor) -> int:
@@ -205,17 +211,18 @@ _LAYERS: dict[str, Callable[[Tensor], int]] = {
 }
 
 
-# All the rest, which leaves them there or moves them. Every function gets the arguments of an operation and what it has made.
+# All other operations: they keep the feature dimension or move it. Each function below gets an operation's arguments, its keyword arguments
+# and its result, and returns the label of the result; None if the feature dimension is unknown.
 
 
 def _same(args: Sequence[Any], named: Any, made: Tensor) -> Label | None:
-    """Dimensions stay what they are."""
+    """All dimensions keep their meaning."""
     label = _label(args[0])
     return label if label is not None and args[0].ndim == made.ndim else None
 
 
 def _pointwise(args: Sequence[Any], named: Any, made: Tensor) -> Label | None:
-    """Tensors are broadcast to one shape, and those that have a label agree; a sequence has that of the layer that came first."""
+    """Inputs are broadcast to one shape. Their labels must agree, except in a sequence, where that of the earliest layer counts."""
     labels = []
     for tensor in _tensors(list(args)):
         label = _label(tensor)
@@ -223,14 +230,15 @@ def _pointwise(args: Sequence[Any], named: Any, made: Tensor) -> Label | None:
             axes = tuple(axis + made.ndim - tensor.ndim for axis in label.axes)
             if all(made.shape[axis] == tensor.shape[axis - made.ndim + tensor.ndim] for axis in axes):
                 labels.append(Label(axes, label.layer))
-    # Along a residual stream, blocks may mix positions by layers of their own (as an MLP-Mixer does), and features stay where they were.
+    # In a residual stream [B, T, D] a block may mix positions by linear layers (as an MLP-Mixer does). Their label would be the position
+    # dimension; the stream's own label, from an earlier layer, is right.
     if len({label.axes for label in labels}) > 1 and made.ndim != 3:
         return None
     return min(labels, key=lambda label: label.layer, default=None)
 
 
 def _view(args: Sequence[Any], named: Any, made: Tensor) -> Label | None:
-    """Features lie in memory as before, so as many numbers lie before them and among them."""
+    """Find the feature dimensions after a reshape: those with the same number of elements before them and among them."""
     source, label = args[0], _label(args[0])
     if label is None or not _is_run(label.axes):
         return None
@@ -247,7 +255,7 @@ def _view(args: Sequence[Any], named: Any, made: Tensor) -> Label | None:
 
 
 def _is_run(axes: Sequence[int]) -> bool:
-    """Neighbours, in order.
+    """Return whether dimensions are neighbours.
 
     >>> [_is_run(axes) for axes in [(1,), (1, 2), (2, 1), (1, 3)]]
     [True, True, True, False]
@@ -256,6 +264,8 @@ def _is_run(axes: Sequence[int]) -> bool:
 
 
 def _permuted(order: Callable[[Sequence[Any], int], Sequence[int]]) -> Callable[..., Label | None]:
+    """Dimensions are reordered; `order(args, ndim)` lists the source dimension of every dimension of the result."""
+
     def follow(args: Sequence[Any], named: Any, made: Tensor) -> Label | None:
         label = _label(args[0])
         if label is None:
@@ -267,6 +277,7 @@ def _permuted(order: Callable[[Sequence[Any], int], Sequence[int]]) -> Callable[
 
 
 def _swapped(args: Sequence[Any], ndim: int) -> list[int]:
+    """Return the order of dimensions for `transpose`."""
     order = list(range(ndim))
     one, other = (args[1], args[2]) if len(args) > 2 else (ndim - 2, ndim - 1)
     order[one], order[other] = order[other], order[one]
@@ -284,7 +295,7 @@ def _expanded(args: Sequence[Any], named: Any, made: Tensor) -> Label | None:
 
 
 def _without(dimensions: Callable[[Sequence[Any], Any, Tensor], Sequence[int]]) -> Callable[..., Label | None]:
-    """Some dimensions are gone."""
+    """Some dimensions are removed: `dimensions(args, named, made)` returns which. The label is lost if one of them held features."""
 
     def follow(args: Sequence[Any], named: Any, made: Tensor) -> Label | None:
         label, source = _label(args[0]), args[0]
@@ -293,7 +304,7 @@ def _without(dimensions: Callable[[Sequence[Any], Any, Tensor], Sequence[int]]) 
         gone = {axis % source.ndim for axis in dimensions(args, named, made)}
         if gone & set(label.axes):
             return None
-        if source.ndim == made.ndim:  # they are still there, with a size of 1
+        if source.ndim == made.ndim:  # keepdim: the dimensions are still there, with a size of 1
             return label
         return Label(tuple(axis - sum(other < axis for other in gone) for axis in label.axes), label.layer)
 
@@ -308,6 +319,7 @@ def _squeezed(args: Sequence[Any], named: Any, made: Tensor) -> Sequence[int]:
 
 
 def _chosen(args: Sequence[Any], named: Any, made: Tensor) -> Sequence[int]:
+    """Return the dimension that `select` or `unbind` removes."""
     return [args[1] if len(args) > 1 else 0]
 
 
@@ -319,6 +331,7 @@ def _reduced(args: Sequence[Any], named: Any, made: Tensor) -> Sequence[int]:
 
 
 def _joined(args: Sequence[Any], named: Any, made: Tensor) -> Label | None:
+    """Tensors are concatenated; those with a label must agree."""
     labels = {label.axes: label for label in map(_label, reversed(args[0])) if label is not None}
     return next(iter(labels.values())) if len(labels) == 1 else None
 
@@ -329,13 +342,13 @@ def _stacked(args: Sequence[Any], named: Any, made: Tensor) -> Label | None:
 
 
 def _indexed(args: Sequence[Any], named: Any, made: Tensor) -> Label | None:
-    """By one list of positions in one dimension, which stays where it is."""
+    """Positions of one dimension are picked by one list of indices; that dimension stays where it is."""
     used = [index for index in args[1] if index is not None]
     return _same(args, named, made) if len(used) == 1 and used[0].ndim == 1 and used[0].dtype != torch.bool else None
 
 
 def _written(args: Sequence[Any], named: Any, made: Tensor) -> Label | None:
-    """Features are written to some positions, as a mixture of experts does it: into what has a label, or gets that of the features."""
+    """Features are written to some positions, as in a mixture of experts. The target keeps its label, or takes that of the features."""
     own, written = _label(args[0]), args[-1] if isinstance(args[-1], Tensor) else args[2]
     other = _label(written)
     if own is not None or other is None:
@@ -350,16 +363,18 @@ def _restrided(args: Sequence[Any], named: Any, made: Tensor) -> Label | None:
 
 
 def _layer_norm(args: Sequence[Any], named: Any, made: Tensor) -> Label | None:
-    """Over the last dimension these are features; over several nobody knows."""
+    """An unlabelled tensor that is normalised over its last dimension has its features there; otherwise the label stays."""
     is_first = len(args[1]) == 1 and _label(args[0]) is None
     return Label((made.ndim - 1,), 0) if is_first else _same(args, named, made)
 
 
 def _shuffled(args: Sequence[Any], named: Any, made: Tensor) -> Label | None:
+    """Channels become positions or the reverse; the label stays if it is the channel dimension of [..., C, H, W]."""
     label = _label(args[0])
     return label if label is not None and label.axes == (made.ndim - 3,) else None
 
 
+# Operations that keep all dimensions in place.
 _STAYS = [
     "_to_copy",
     "detach",

@@ -1,16 +1,16 @@
-"""A slot: the place behind a submodule of the host where a seed may grow. An idle slot does nothing at all.
+"""Slots, and seeds in the host's module tree and state dict.
 
-A seed in a slot is not part of the host's module tree, so the user's optimiser, gradient clipping and parameter counts do not see it. It
-is part of the host's state dict, under the name that it has when it is baked: `block.esper_seed.alpha`. So a model saved in the middle of
-training holds its growth, and a state dict of another structure is refused.
+A slot is the place after a submodule of the host where a seed may grow. It wraps the submodule's `forward` and adds the seed to the output;
+an idle slot only calls the submodule.
 
-A copy of the host has copies of its slots. A copy made to hold averaged weights does not grow with the original; it warns when it is used
-after the original has grown.
-
-Seeds in the host's module tree and state dict: where they are registered, what a state dict tells of them, and what is refused.
-
-A seed is registered in the module whose output it changes. A container, or any module that runs or counts its children, stays as it is:
-the seed is registered in the first layer inside it, and its spec says how many levels up the module is that it changes.
+- Module tree. A seed in a slot is not registered in the host, so the user's optimiser, gradient clipping and parameter counts do not see
+  it. Baking registers it, in the module whose output it changes: `block.esper_seed`. A container, or any module that runs or counts its
+  children, must not get a new child. There the seed is registered in the first layer inside the module, and its spec says how many levels
+  up the changed module is.
+- State dict. A seed is in the host's state dict from the beginning, under the name it has when it is baked: `block.esper_seed.alpha`. So a
+  model that is saved in the middle of training keeps its seeds. A state dict with other seeds than the model's is refused.
+- Copies. A copy of the host has copies of its slots. A copy that holds averaged weights does not grow with the original; it warns if it is
+  used after the original has grown.
 """
 
 from __future__ import annotations
@@ -38,19 +38,23 @@ from esper.growth.seeds.seed import SPEC_KEYS, Seed, SeedSpec
 
 
 class SeedHome(NamedTuple):
-    """Where a seed is registered when it is baked: the module itself, or a layer inside a module that runs or counts its children."""
+    """The module in which a seed is registered when it is baked.
+
+    Usually the module whose output the seed changes; a layer inside that module if it runs or counts its children.
+    """
 
     module: nn.Module
-    path: str  # of that module, below the module whose output the seed changes; empty where it is that one
-    name: str  # of the seed in it, such as esper_seed
+    path: str  # from the changed module to this one; empty if they are the same
+    name: str  # of the seed in this module, such as esper_seed
 
     @property
     def levels_up(self) -> int:
+        """Number of levels from this module up to the changed module."""
         return len(self.path.split(".")) if self.path else 0
 
     @property
     def baked_as(self) -> str:
-        """The seed's name below the module whose output it changes."""
+        """Name of the seed relative to the changed module."""
         return f"{self.path}.{self.name}" if self.path else self.name
 
 
@@ -61,30 +65,33 @@ def on_load(module: nn.Module, hook: Callable[..., None]) -> RemovableHandle:
 
 
 class Observer(Protocol):
-    """Looks at what flows through a slot, and may pass on something that equals it."""
+    """Function that sees the output of a slot's submodule, and returns it or an equal tensor."""
 
     def __call__(self, slot: Slot, output: Tensor) -> Tensor: ...
 
 
 class Slot(ForwardPatch):
+    """The place after one submodule of the host: holds at most one seed and applies it while it is connected."""
+
     home: SeedHome
 
     def __init__(self, place: Place) -> None:
         self.place = place
         self.seed: Seed | None = None
-        self.is_connected = False  # the host's output goes through the seed
+        self.is_connected = False  # the seed changes the host's output
         self.is_kept = False  # the seed is fossilized
         self.observer: Observer | None = None
-        self.is_idle = True
-        self.ignores_loads = False  # a state dict that is loaded into the host leaves the seed as it is
-        self.plantings = 0  # how often the content of the slot was exchanged
-        self._alpha = 0.0  # what the seed's buffer holds, readable without waiting for the device
+        self.is_idle = True  # the forward pass skips everything but the submodule
+        self.ignores_loads = False  # loading a state dict into the host does not change the seed
+        self.plantings = 0  # how often the slot's content was replaced
+        self._alpha = 0.0  # the value of the seed's alpha buffer, readable without waiting for the device
         self._handles: list[RemovableHandle] = []
-        self._origin: weakref.ref[Slot] | None = None  # of a copy: the slot it was copied from
-        self._origin_mark = (0, 0)  # of a copy: plantings of the origin and versions of the weights when it was made
+        # Only in a copy: the slot it was copied from, that slot's `plantings`, and the versions of the copy's weights at that time.
+        self._origin: weakref.ref[Slot] | None = None
+        self._origin_mark = (0, 0)
 
     def attach_to(self, module: nn.Module, home: SeedHome) -> None:
-        """Stand behind `module`; save and load the seed with the state dict of `home.module`."""
+        """Wrap the forward pass of `module`, and add the seed to the state dict of `home.module`."""
         self.attach(module)
         self.home = home
         self._handles = [
@@ -102,22 +109,24 @@ class Slot(ForwardPatch):
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
         output = self.inner(*arguments, **named)
-        return output if self.is_idle else self._act(output)
+        return output if self.is_idle else self._apply(output)
 
-    def _act(self, output: Tensor) -> Tensor:
+    def _apply(self, output: Tensor) -> Tensor:
+        """Pass the submodule's output through the observer and the connected seed."""
         if self._origin is not None and not torch.compiler.is_compiling():
-            self._warn_if_left_behind()
+            self._warn_if_outgrown()
         if self.observer is not None:
             output = self.observer(self, output)
         if self.is_connected and self.seed is not None:
-            # A user's own blueprint may have dropout. Compiled code must not change modules; there `Slotted.train` reaches the seed.
+            # Give the seed the submodule's mode, because a user's blueprint may have dropout. Compiled code must not change modules; there
+            # `Slotted.train` sets the mode of the seed.
             if not torch.compiler.is_compiling() and self.seed.training != self.module.training:
                 self.seed.train(self.module.training)
             output = self.seed(output)
         return output
 
     def plant(self, seed: Seed | None, *, connected: bool = False) -> None:
-        """Put a seed in, outside the host unless `connected`; None empties the slot."""
+        """Put a seed into the slot; None empties the slot. The seed changes the host's output only if `connected`."""
         if seed is not None:
             seed.spec = msgspec.structs.replace(seed.spec, levels_up=self.home.levels_up)
         self.seed = seed
@@ -128,14 +137,16 @@ class Slot(ForwardPatch):
         self.connect(connected and seed is not None)
 
     def connect(self, connected: bool) -> None:
+        """Switch the seed's effect on the host's output on or off."""
         self.is_connected = connected
-        self._settle()
+        self._update_is_idle()
 
     def observe(self, observer: Observer | None) -> None:
+        """Call `observer` with the output of every forward pass; None ends it."""
         self.observer = observer
-        self._settle()
+        self._update_is_idle()
 
-    def _settle(self) -> None:
+    def _update_is_idle(self) -> None:
         self.is_idle = not self.is_connected and self.observer is None and self._origin is None
 
     @property
@@ -150,7 +161,7 @@ class Slot(ForwardPatch):
 
     @contextlib.contextmanager
     def held_at(self, alpha: float) -> Iterator[None]:
-        """Connect the seed with this alpha for a while."""
+        """Connect the seed with this alpha inside the `with` block, and restore both afterwards."""
         was_connected, before = self.is_connected, self.alpha
         self.alpha = alpha
         self.connect(True)
@@ -163,43 +174,43 @@ class Slot(ForwardPatch):
     # Copies
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the observer and the origin, which a copy does not have."""
+        """Leave out the observer and the origin: a copy has none of the original's."""
         return {**super().__getstate__(), "observer": None, "_origin": None, "is_idle": not self.is_connected}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Slot:
-        twin = type(self).__new__(type(self))
-        memo[id(self)] = twin
-        twin.__setstate__({name: deepcopy(value, memo) for name, value in self.__getstate__().items()})
-        twin._origin, twin._origin_mark = weakref.ref(self), (self.plantings, twin._weight_versions())
-        twin._settle()
-        return twin
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__setstate__({name: deepcopy(value, memo) for name, value in self.__getstate__().items()})
+        copied._origin, copied._origin_mark = weakref.ref(self), (self.plantings, copied._weight_versions())
+        copied._update_is_idle()
+        return copied
 
     def _weight_versions(self) -> int:
-        """Count the changes in place of the module's weights."""
+        """Return how often the weights of the submodule were changed in place, added up."""
         if "module" not in self.__dict__:
             return 0
         return sum(weight._version for weight in self.module.parameters() if not weight.is_inference())
 
-    def _warn_if_left_behind(self) -> None:
-        """Warn once where the weights of a copy were changed after the original had grown: an average without what grew."""
+    def _warn_if_outgrown(self) -> None:
+        """Warn once if the original has grown and the weights of this copy have changed since: it is probably an average of weights."""
         origin = self._origin() if self._origin is not None else None
         plantings, versions = self._origin_mark
-        if origin is None:
+        if origin is None:  # the original is gone, so there is nothing to compare with
             self._origin = None
-            self._settle()
+            self._update_is_idle()
         elif origin.plantings != plantings and self._weight_versions() != versions:
             self._origin = None
-            self._settle()
+            self._update_is_idle()
             warnings.warn(
-                f"this copy of a growing model was changed since, as an average of weights is, and lacks what has grown after "
-                f"{self.place.name!r} in the original; keep an average that grows with it: slotted.averaged(decay=0.999)",
+                f"the weights of this copy of a growing model have changed, as in an average of weights, but it lacks the seed that grew "
+                f"after {self.place.name!r} in the original; use an average that grows too: slotted.averaged(decay=0.999)",
                 RuntimeWarning,
                 stacklevel=2,
             )
 
 
 class _SaveSeed:
-    """The state dict hook of a seed's home: adds the seed."""
+    """State dict hook of a seed's home: adds the seed's entries."""
 
     def __init__(self, slot: Slot) -> None:
         self.slot = slot
@@ -210,7 +221,7 @@ class _SaveSeed:
 
 
 class _LoadSeed:
-    """The hook before a state dict is loaded into a seed's home: loads the seed, where it is the one that is there."""
+    """Hook before a state dict is loaded into a seed's home: loads the seed's entries into the seed in the slot."""
 
     def __init__(self, slot: Slot) -> None:
         self.slot = slot
@@ -218,6 +229,7 @@ class _LoadSeed:
     def __call__(
         self, module: nn.Module, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: Any, unexpected: Any, errors: Any
     ) -> None:
+        # Take the seed's entries out of the state dict; torch would report them as unexpected.
         slot, start = self.slot, f"{prefix}{self.slot.home.name}."
         own = {key.removeprefix(start): state_dict.pop(key) for key in list(state_dict) if key.startswith(start)}
         if slot.ignores_loads or (slot.seed is None and not own):
@@ -234,13 +246,14 @@ class _LoadSeed:
             slot.alpha = float(slot.seed.alpha)
 
 
-SMALL_WIDTH = 4096  # up to which a seed is built without a look at its weights: a user's blueprint may have none of its width
-BAKED = "esper_seed"  # the name of a seed in the state dict, below the module that it is registered in
+# A saved seed up to this width is built without comparing the width with its weights: a user's blueprint may have no weight of that size.
+SMALL_WIDTH = 4096
+BAKED = "esper_seed"  # name of a seed in the module it is registered in, and so in the state dict
 
 
 def attach(module: nn.Module, seed: Seed, home: SeedHome) -> RemovableHandle:
-    """Make a seed part of the host: registered in its home, applied by a forward hook of `module`."""
-    # Before the hooks that the user may have on the module, as a slot is, but behind seeds that were kept earlier.
+    """Make a seed part of the host: register it in its home, and apply it by a forward hook of `module`."""
+    # Run before the user's own hooks on the module, as a slot does, but after the hooks of seeds that were baked earlier.
     is_first = not any(isinstance(getattr(hook, "__self__", None), Seed) for hook in module._forward_hooks.values())
     seed.baked_as = home.baked_as
     home.module.add_module(home.name, seed.train(module.training))
@@ -248,11 +261,13 @@ def attach(module: nn.Module, seed: Seed, home: SeedHome) -> RemovableHandle:
 
 
 def find_homes(host: nn.Module, names: Sequence[str], example_input: Any) -> dict[str, SeedHome]:
-    """Return where the seed of each of these submodules is registered: in the submodule, unless that runs or counts its children."""
+    """Return the home of the seed of each of these submodules: the submodule itself, unless it runs or counts its children."""
+    # Containers are known by their type. Other modules with children are tried out: first all at once, then one by one if that fails.
     counting = {name for name in names if _counts_children(host.get_submodule(name))}
-    suspects = [name for name in names if name not in counting and _children_of(host.get_submodule(name))]
-    if suspects and not _tolerates_children(host, suspects, example_input):
-        counting |= {name for name in suspects if not _tolerates_children(host, [name], example_input)}
+    untested = [name for name in names if name not in counting and _children_of(host.get_submodule(name))]
+    if untested and not _tolerates_children(host, untested, example_input):
+        counting |= {name for name in untested if not _tolerates_children(host, [name], example_input)}
+    # Give every seed a name that is free in its home: esper_seed, esper_seed_2, ...
     homes: dict[str, SeedHome] = {}
     taken: set[tuple[int, str]] = set()
     for name in names:
@@ -273,7 +288,7 @@ def _children_of(module: nn.Module) -> list[nn.Module]:
 
 
 def _counts_children(module: nn.Module) -> bool:
-    """Containers by type, and classes that can be iterated or indexed."""
+    """Return whether a module with children is a container, or of a class that can be iterated or indexed."""
     is_container = isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
     return bool(_children_of(module)) and (
         is_container or any(hasattr(type(module), name) for name in ("__len__", "__iter__", "__getitem__"))
@@ -285,11 +300,11 @@ def _first_layer(module: nn.Module) -> str:
     for name, part in module.named_modules():
         if name and "parametrizations" not in name.split(".") and not _children_of(part) and not isinstance(part, Seed):
             return str(name)
-    raise AssertionError("a module with children has a last one")
+    raise AssertionError("a module with children has one without children inside")
 
 
-class _Passenger(nn.Module):
-    """Stands where a seed would be registered, and notes whether it is run."""
+class _TrialChild(nn.Module):
+    """Stand-in for a registered seed, which records whether the host runs it."""
 
     was_run = False
 
@@ -299,28 +314,28 @@ class _Passenger(nn.Module):
 
 
 def _tolerates_children(host: nn.Module, names: Sequence[str], example_input: Any) -> bool:
-    """Whether the host computes the same with one more child in each of these submodules, and does not run it."""
-    passenger = _Passenger()
+    """Return whether the host computes the same with one more child in each of these submodules, and does not run that child."""
+    child = _TrialChild()
     modules = [host.get_submodule(name) for name in names]
     with isolated(host), torch.no_grad():
         host.eval()
         before = [tensor.clone() for tensor in tensors_in(call(host, example_input))]
     try:
         for module in modules:
-            module._modules["esper_passenger"] = passenger
+            module._modules["esper_trial_child"] = child
         with isolated(host), torch.no_grad():
             host.eval()
             after = list(tensors_in(call(host, example_input)))
-    except Exception:  # whatever the host makes of a child that it does not know
+    except Exception:  # the host may raise anything if it finds a child that it does not know
         return False
     finally:
         for module in modules:
-            module._modules.pop("esper_passenger", None)
-    return not passenger.was_run and agree(before, after)
+            module._modules.pop("esper_trial_child", None)
+    return not child.was_run and agree(before, after)
 
 
 def agree(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """Whether outputs are equal up to the noise of another order of operations."""
+    """Return whether outputs are equal up to rounding errors, as another order of operations makes them."""
     if len(some) != len(others):
         return False
     for one, other in zip(some, others, strict=True):
@@ -337,7 +352,7 @@ def agree(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
 
 
 def as_model_takes_it(value: Any, device: torch.device, to_device: torch.device, dtype: torch.dtype, to_dtype: torch.dtype) -> Any:
-    """Return an example input as the model takes it now: where it was on the weights' device or in their precision, it still is."""
+    """Return an example input converted as the model was: tensors on `device` move to `to_device`, those of `dtype` become `to_dtype`."""
     if isinstance(value, Tensor):
         value = value.to(to_device) if value.device == device else value
         return value.to(to_dtype) if value.dtype == dtype else value
@@ -349,7 +364,7 @@ def as_model_takes_it(value: Any, device: torch.device, to_device: torch.device,
 
 
 def specs_in(state: Mapping[str, Any]) -> dict[str, SeedSpec]:
-    """Return the name of every seed in a state dict -> how to build it, in the order in which they grew after their submodules."""
+    """Return the spec of every seed in a state dict, by name. Seeds of the same module are in the order in which they were baked."""
     found = {}
     for key, tensor in state.items():
         name, _, last = key.rpartition(".")
@@ -358,12 +373,15 @@ def specs_in(state: Mapping[str, Any]) -> dict[str, SeedSpec]:
                 found[name] = SeedSpec.from_tensor(tensor)
                 _check_shape(found[name], [value for key, value in state.items() if key.startswith(f"{name}.") and value is not tensor])
             except (msgspec.MsgspecError, AttributeError, TypeError, ValueError) as error:
-                raise GrowthError(f"{key!r} does not tell what grew there ({error}); the file is damaged, or of another version") from error
+                raise GrowthError(
+                    f"{key!r} does not describe a seed ({error}); the file is damaged, or was written by another version"
+                ) from error
+    # Shorter names first: esper_seed_2 before esper_seed_10.
     return {name: found[name] for name in sorted(found, key=lambda name: (len(name), name))}
 
 
 def _check_shape(spec: SeedSpec, weights: Sequence[Any]) -> None:
-    """Raise ValueError where no seed could have been saved with this shape: memory for all of it is taken when the seed is built."""
+    """Raise ValueError if the spec cannot belong to these weights. Building a seed of a damaged spec could exhaust the memory."""
     if len(spec.shape) not in {"dense": (1,), "token": (2, 3), "conv": (2, 3)}[spec.kind] or min(spec.shape) < 1 or spec.levels_up < 0:
         raise ValueError(f"a {spec.kind} seed of the shape {list(spec.shape)}")
     width = spec.shape[0] if spec.kind == "conv" else spec.shape[-1]
@@ -373,7 +391,7 @@ def _check_shape(spec: SeedSpec, weights: Sequence[Any]) -> None:
 
 
 def build_seed(place: Place, spec: SeedSpec) -> Seed:
-    """Build the seed of a saved model, with weights to be loaded."""
+    """Build a seed of a saved model. Its weights are still to be loaded."""
     place = replace(place, kind=spec.kind, shape=spec.shape, is_causal=spec.is_causal, batch_axis=spec.batch_axis, alone="")
     try:
         seed = Seed(place, spec.blueprint, random_seed=0, blending=spec.blending)
@@ -382,12 +400,12 @@ def build_seed(place: Place, spec: SeedSpec) -> Seed:
     except ValueError as error:
         raise GrowthError(
             f"the seed after {place.name!r} cannot be built: {error}. "
-            f"If {spec.blueprint!r} is a blueprint of your own, register it as it was, before loading"
+            f"If {spec.blueprint!r} is your own blueprint, register the same one before loading"
         ) from error
 
 
 class CheckStructure:
-    """The hook before a state dict is loaded into the host: refuses another structure before anything is changed."""
+    """Hook before a state dict is loaded into the host: raises an error if its seeds are not those of the model."""
 
     def __init__(self, host: nn.Module, slots: Mapping[str, Slot]) -> None:
         self.host, self.slots = host, slots
@@ -395,6 +413,7 @@ class CheckStructure:
     def __call__(self, module: nn.Module, state_dict: Any, prefix: str, *others: Any) -> None:
         if any(slot.ignores_loads for slot in self.slots.values()):
             return
+        # Compare the seeds in the state dict with those in slots (`living`) and those that are baked.
         saved = specs_in({key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)})
         living = {
             f"{name}.{slot.home.baked_as}" if name else slot.home.baked_as: slot.seed.spec
@@ -409,21 +428,21 @@ class CheckStructure:
         if surplus:
             what = f"the state dict has the seed {surplus[0]!r}, and the model has nothing there"
         elif lacking:
-            what = f"the model has the seed {lacking[0]!r}, and the state dict does not: it is older than the seed, or of a copy without it"
+            what = f"the model has the seed {lacking[0]!r}, and the state dict does not: it was saved before the seed grew, or from a copy"
         else:
             what = (
                 f"the seed {other[0]!r} is a {saved[other[0]].blueprint} in the state dict and a {living[other[0]].blueprint} in the model"
             )
         raise GrowthError(
-            f"{what}; nothing was loaded. To go back to an earlier state of a growing model, use grower.save and grower.load; "
-            "to use the saved model, load it into a fresh one: esper.load(state_dict, model=Net())"
+            f"{what}; nothing was loaded. To restore an earlier state of a growing model, use grower.save and grower.load; "
+            "to use the saved model, load it into a new one: esper.load(state_dict, model=Net())"
         )
 
 
 class SeedsIgnored:
-    """Until `stop`, a state dict that is loaded into `module` leaves its seeds as they are, and those in the state dict out.
+    """Until `stop`, loading a state dict into `module` neither changes its seeds nor uses those of the state dict.
 
-    For callbacks, which restore seeds with their stages and optimisers from a state of their own.
+    For callbacks, which restore seeds with their stages and optimisers from their own state.
     """
 
     def __init__(self, module: nn.Module, slots: Iterable[Slot]) -> None:
@@ -441,6 +460,8 @@ class SeedsIgnored:
 
 
 class _DropUnknownSeeds:
+    """Hook before a state dict is loaded: removes the seeds that the module does not have."""
+
     def __call__(self, module: nn.Module, state_dict: Any, prefix: str, *others: Any) -> None:
         own = module.state_dict(prefix=prefix)
         for name in specs_in(state_dict):

@@ -1,19 +1,17 @@
-"""A compiled model that runs as it was written for a while, wherever it is called from.
+"""A model with slots: `add_slots` puts slots after submodules of a model and returns a `Slotted`.
 
-Torch's own way, `torch.compiler.set_stance`, is global: it would reach other models, and outlive a training loop that is abandoned.
-
-A model with slots: what `add_slots` gives.
-
-slotted = add_slots(model, example_input=x[:2])       # after some submodules of `model`, nothing else
-print(slotted.describe())                             # every place, and why nothing can grow at the others
-slotted(x)                                            # as model(x)
-slotted.remove()                                      # as it was before
+    slotted = add_slots(model, example_input=x[:2])   # changes nothing else in `model`
+    print(slotted.describe())                         # every place where a seed could grow, and why none can grow elsewhere
+    slotted(x)                                        # the same as model(x)
+    slotted.remove()                                  # removes the slots; `model` is as before
 
 Weights and seeds are saved and loaded together:
 
-torch.save(slotted.state_dict(), "model.pt")          # or model.state_dict(), or esper.save(slotted, "model.safetensors")
-slotted = add_slots(Net(), example_input=x[:2])
-slotted.load_state_dict(torch.load("model.pt"))       # grows the seeds again, then loads all weights
+    torch.save(slotted.state_dict(), "model.pt")      # or model.state_dict(), or esper.save(slotted, "model.safetensors")
+    slotted = add_slots(Net(), example_input=x[:2])
+    slotted.load_state_dict(torch.load("model.pt"))   # builds the seeds, then loads all weights
+
+`AveragedModel` is a moving average of a growing model. `eager_calls` runs a compiled model without its compiled code.
 """
 
 from __future__ import annotations
@@ -46,12 +44,15 @@ from esper.text_table import aligned
 
 @contextmanager
 def eager_calls(model: nn.Module) -> Iterator[None]:
-    """Calls of the compiled parts of a model compile nothing. A copy that is made meanwhile does not know of this."""
+    """Run the compiled parts of a model eagerly inside the `with` block. Copies made inside the block still compile.
+
+    `torch.compiler.set_stance` is not enough: it is global, so it would affect other models and stay on if a training loop is abandoned.
+    """
     with ExitStack() as stack:
         for module in list(model.modules()):
-            if "_orig_mod" in module._modules:  # by torch.compile(module)
+            if "_orig_mod" in module._modules:  # compiled by torch.compile(module)
                 stack.enter_context(forward_replaced(module, _eagerly(own_forward(module))))
-            compiled = vars(module).get("_compiled_call_impl")  # by module.compile()
+            compiled = vars(module).get("_compiled_call_impl")  # compiled by module.compile()
             if compiled is not None:
                 vars(module)["_compiled_call_impl"] = _eagerly(compiled)
                 stack.callback(vars(module).update, _compiled_call_impl=compiled)
@@ -59,8 +60,10 @@ def eager_calls(model: nn.Module) -> Iterator[None]:
 
 
 def _eagerly(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function with torch's compiler switched off while it runs."""
+
     def call(*arguments: Any, **named: Any) -> Any:
-        if torch.compiler.is_compiling():  # code of the user's around the model, in which the stance cannot be changed
+        if torch.compiler.is_compiling():  # the user's own code around the model is being compiled; the stance cannot be changed in it
             return function(*arguments, **named)
         with eager():
             return function(*arguments, **named)
@@ -77,11 +80,11 @@ class Follower(Protocol):
 
 
 def add_slots(model: nn.Module, example_input: Any, *, slots: Sequence[str] | None = None) -> Slotted:
-    """Puts slots into a model, in place. Its outputs, parameters and state dict stay what they are, and so does its optimiser.
+    """Put slots into a model, in place, and return it as a `Slotted`. Its outputs, parameters, state dict and optimiser do not change.
 
     `example_input` is a batch as the model gets it: a tensor, a tuple of arguments or a dict of keyword arguments. `slots` names
-    submodules, by patterns such as "layer?" or "blocks.*"; without it, slots are put after the blocks of the model. A compiled model and
-    one under DistributedDataParallel stay what they are.
+    submodules, also by patterns such as "layer?" or "blocks.*"; by default there is a slot after every block of the model. The model may be
+    compiled or wrapped in DistributedDataParallel, and stays so.
     """
     _check_model(model)
     host = unwrap(model)
@@ -93,41 +96,42 @@ def add_slots(model: nn.Module, example_input: Any, *, slots: Sequence[str] | No
 def _check_model(model: object) -> None:
     if isinstance(model, nn.DataParallel):
         raise GrowthError(
-            "nn.DataParallel copies the model in every step, without what grows; use DistributedDataParallel, or model.module"
+            "nn.DataParallel copies the model in every step, and the copies lack the seeds; use DistributedDataParallel, or model.module"
         )
     if not isinstance(model, nn.Module):
-        raise GrowthError(f"slots are put into an nn.Module, and this is a {type(model).__name__}")
+        raise GrowthError(f"add_slots needs an nn.Module, and got a {type(model).__name__}")
 
 
 def check_has_no_slots(host: nn.Module) -> None:
+    """Raise a GrowthError if the host already has slots."""
     for name, module in host.named_modules():
         if isinstance(around(module), Slot):
             raise GrowthError(
-                f"the model already has slots (after {name!r}); remove them first, by remove() or bake() of what add_slots gave. "
-                "To have a copy whose slots can be removed, copy that: copy.deepcopy(slotted)"
+                f"the model already has slots (after {name!r}); remove them first: call remove() or bake() of the Slotted that add_slots "
+                "returned. To copy a model with slots, copy the Slotted: copy.deepcopy(slotted)"
             )
 
 
 class Slotted:
-    """A host and its slots. `model` is what the user passed, `host` the same without wrappers.
+    """A host and its slots. `model` is the module that the user passed, `host` the same module without wrappers.
 
-    Calls of the model are seen as calls of this object are. `samples` counts those of all calls with gradients; whoever takes them sets it
-    back to 0.
+    Calls of `model` are counted and recorded as calls of this object are. `samples` is the number of samples in all calls with gradients
+    since a grower last set it to 0.
     """
 
     def __init__(self, model: nn.Module, host: nn.Module, discovery: Discovery, names: Sequence[str], example_input: Any) -> None:
         self.model, self.host, self.discovery, self.example_input = model, host, discovery, example_input
         self.slots = {name: Slot(discovery.places[name]) for name in names}
-        self.recording: Callable[[], contextlib.AbstractContextManager[None]] | None = None  # around every call
-        self.follower: Follower | None = None  # of the grower that is at work
+        self.recording: Callable[[], contextlib.AbstractContextManager[None]] | None = None  # entered around every call
+        self.follower: Follower | None = None  # of the grower that is active
         self.samples = 0
-        self._is_running = False  # inside a call
+        self._is_running = False  # a call of the model is under way
         self.is_attached = True
-        self._weights = {name: weights_of(host, host.get_submodule(name)) for name in names}  # as they were when the host was looked at
-        self._eager: contextlib.ExitStack | None = None
+        self._weights = {name: weights_of(host, host.get_submodule(name)) for name in names}  # dtype and device at the discovery
+        self._eager: contextlib.ExitStack | None = None  # open while a compiled model runs eagerly
         self._homes = find_homes(host, names, example_input)
         self._check_handle = self._attach_slots()
-        # Compiled code has been traced without the slots.
+        # Code that is already compiled was traced without the slots, so discard it.
         if is_compiled(model):
             torch.compiler.reset()
 
@@ -136,7 +140,9 @@ class Slotted:
         return self.follower is not None
 
     def _attach_slots(self) -> RemovableHandle:
-        self._around = ModelPatch()  # before the slots, for one of them may be that of the whole model
+        """Attach all slots, wrap the model's forward pass, and return the handle of the state dict check."""
+        # Wrap the model first, because a slot may be after the whole model.
+        self._around = ModelPatch()
         self._around.attach(self.model if is_compiled(self.model) else self.host)
         self._around.run = self._run
         for name, slot in self.slots.items():
@@ -147,7 +153,8 @@ class Slotted:
         return self._run(self.model, arguments, keywords)
 
     def _run(self, forward: Forward, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        # Compiled code would be compiled anew for every number.
+        """Run a forward pass. With gradients, count its samples, record it, and let the follower watch its backward pass."""
+        # Skip calls inside a call, calls without gradients, and compilation: a counter in compiled code would recompile it for every value.
         if self._is_running or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return forward(*arguments, **keywords)
         self.samples += samples_in((arguments, keywords))
@@ -162,12 +169,13 @@ class Slotted:
         return output
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy is called without whatever goes on around calls of the original."""
+        """Leave out the grower's hooks around calls: a copy has no grower."""
         return {**self.__dict__, "recording": None, "follower": None, "samples": 0, "_is_running": False, "_eager": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        if self.is_attached and is_compiled(self.model) and around(self.model) is None:  # a copy of it has a forward of its own
+        # torch gives a copy of a compiled model its own forward, so wrap it again.
+        if self.is_attached and is_compiled(self.model) and around(self.model) is None:
             self._around = ModelPatch()
             self._around.attach(self.model)
         self._around.run = self._run
@@ -184,7 +192,7 @@ class Slotted:
         return self.train(False)
 
     def to(self, *arguments: Any, **keywords: Any) -> Self:
-        """Moves host and seeds alike. `model.to` would not reach the seeds, which are no part of the model yet."""
+        """Move host and seeds. `model.to` does not reach the seeds, because they are not registered in the model."""
         self.model.to(*arguments, **keywords)
         for module in self._seeds():
             module.to(*arguments, **keywords)
@@ -195,20 +203,20 @@ class Slotted:
 
     def slot(self, name: str) -> Slot:
         if name not in self.slots:
-            raise GrowthError(f"no slot is named {name!r}; this model has {', '.join(self.slots)}")
+            raise GrowthError(f"no slot is named {name!r}; the slots of this model are {', '.join(self.slots)}")
         return self.slots[name]
 
     def place(self, name: str) -> Place:
-        """What a seed is built for now: the host may have been moved or cast since it was looked at."""
+        """Return the place of a slot with its current dtype and device: the host may have been moved or cast since the discovery."""
         place, before = self.slot(name).place, self._weights[name]
         now = weights_of(self.host, self.host.get_submodule(name))
-        # Only what has changed, for an output need not have the precision of the weights, nor be where they are.
+        # Change only what changed in the weights: dtype and device of an output may differ from those of the weights.
         dtype = place.dtype if now.dtype == before.dtype else now.dtype
         device = place.device if now.device == before.device else now.device
         return replace(place, dtype=dtype, device=device)
 
     def run_eagerly(self, is_eager: bool) -> None:
-        """A compiled model runs as it was written until this is taken back, or the slots are taken out."""
+        """Run a compiled model eagerly until this is called with False or the slots are removed."""
         if self._eager is not None:
             self._eager.close()
             self._eager = None
@@ -218,7 +226,7 @@ class Slotted:
 
     @contextlib.contextmanager
     def without(self, names: Sequence[str]) -> Iterator[None]:
-        """For a while, the seeds in these slots do not reach the output."""
+        """Switch off the seeds in these slots inside the `with` block."""
         with contextlib.ExitStack() as stack:
             for name in names:
                 stack.enter_context(self.slot(name).held_at(0.0))
@@ -229,21 +237,25 @@ class Slotted:
         return dict(self.host.state_dict())
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Grow the seeds that the state dict tells of in these slots, and load all weights.
+        """Build the seeds of the state dict in these slots, and load all weights. An error leaves the model's structure as it was.
 
-        For a model that is used or trained without a `Grower`. A grower also knows the stages and optimisers of its seeds, which are not in
-        a state dict of the model: `grower.save` and `grower.load` keep them.
+        For a model that is used or trained without a `Grower`. The stages and optimisers of a grower's seeds are not in a state dict of the
+        model; use `grower.save` and `grower.load` for them.
         """
         if self.has_grower:
             raise GrowthError("a Grower owns these seeds, their stages and optimisers; use grower.save(folder) and grower.load(folder)")
+        # Build all seeds first. Names are compared without the prefixes that wrappers add.
         state = plain_names(state)
         wanted = specs_in(state)
         paths = {plain_name(f"{name}.{self._homes[name].baked_as}"): name for name in self.slots}
         baked = {plain_name(name) for name, module in self.host.named_modules() if isinstance(module, Seed)}
         strange = sorted(wanted.keys() - paths.keys() - baked)
         if strange:
-            raise GrowthError(f"the state dict has the seed {strange[0]!r}, and this model has no slot there; add the same slots")
+            raise GrowthError(
+                f"the state dict has the seed {strange[0]!r}, and this model has no slot there; pass the same slots to add_slots"
+            )
         seeds = {slot: build_seed(self.place(slot), wanted[path]) for path, slot in paths.items() if path in wanted}
+        # Put them into the slots and load the weights; if that fails, put the former seeds back.
         before = {name: (slot.seed, slot.is_connected, slot.alpha, slot.is_kept) for name, slot in self.slots.items()}
         for name, slot in self.slots.items():
             slot.plant(seeds.get(name), connected=True)
@@ -258,11 +270,11 @@ class Slotted:
             raise
 
     def averaged(self, decay: float = 0.999) -> AveragedModel:
-        """Return a copy whose weights are a running average of these, and which grows with them. Call its `update()` after every step."""
+        """Return a copy that holds a moving average of the weights and grows with this model. Call its `update()` after every step."""
         return AveragedModel(self, decay)
 
     def remove(self) -> nn.Module:
-        """Take all slots out, with the seeds in them, and return the model."""
+        """Remove all slots with the seeds in them, and return the model."""
         if self.is_attached:
             self._detach_slots()
             self._release()
@@ -279,23 +291,24 @@ class Slotted:
             torch.compiler.reset()
 
     def _release(self) -> None:
-        """The grower has no slots any more."""
+        """Stop the grower's follower, and forget the grower."""
         self.recording = None
         if self.follower is not None:
             self.follower.stop()
             self.follower = None
 
     def bake(self) -> nn.Module:
-        """Make the fossilized seeds part of the model, take everything else out, and return the model without wrappers.
+        """Make the fossilized seeds part of the model, remove all slots and other seeds, and return the model without wrappers.
 
-        All names in its state dict stay; those of the seeds are as they were in the state dict before. The model's outputs for the example
-        input are compared before and after: where they differ, an error is raised and everything is left as it was. The host's optimiser
-        does not hold the parameters of these seeds: make a new one to train on.
+        The names in the state dict do not change. The outputs for the example input are compared before and after; if they differ, an error
+        is raised and everything is left as it was. The host's optimiser does not hold the parameters of the baked seeds: to train further,
+        make a new one.
         """
         if not self.is_attached:
             return self.host
         kept = {name: slot.seed for name, slot in self.slots.items() if slot.is_kept and slot.seed is not None}
         with contextlib.ExitStack() as stack:
+            # Disconnect the other seeds. The stack connects them again if baking fails.
             for name, slot in self.slots.items():
                 if name not in kept and slot.is_connected:
                     slot.connect(False)
@@ -305,9 +318,10 @@ class Slotted:
             handles = {name: attach(self.host.get_submodule(name), seed, self._homes[name]) for name, seed in kept.items()}
             after = self._example_outputs() if kept else None
             if before is None or after is None or agree(before, after):
-                stack.pop_all()  # the seeds that were not kept are gone
+                stack.pop_all()  # do not connect the other seeds again
                 self._release()
                 return self.host
+            # The outputs differ: take the seeds out of the module tree, and attach the slots again.
             for name, handle in handles.items():
                 handle.remove()
                 del self._homes[name].module._modules[self._homes[name].name]
@@ -315,12 +329,12 @@ class Slotted:
             self._check_handle = self._attach_slots()
             self.is_attached = True
         raise GrowthError(
-            f"baking would change what the model computes: its outputs for the example input differ. Seeds are after {', '.join(kept)}; "
-            "a module there may run or count its submodules in a way that was not seen before. Everything is as it was"
+            f"baking would change the model's outputs for the example input, so nothing was baked. The fossilized seeds are after "
+            f"{', '.join(kept)}; a module there may run or count its submodules, which add_slots did not detect"
         )
 
     def _example_outputs(self) -> list[Tensor] | None:
-        """Run the host on the example input, in evaluation mode and without a trace; None, with a warning, where it cannot run it."""
+        """Return the host's outputs for the example input in eval mode, with no side effects; warn and return None if it cannot run."""
         was, now = next(iter(self._weights.values())), weights_of(self.host, self.host)
         example = as_model_takes_it(self.example_input, was.device, now.device, was.dtype, now.dtype)
         try:
@@ -329,7 +343,7 @@ class Slotted:
                 return [tensor.detach().clone() for tensor in tensors_in(call(self.host, example))]
         except Exception as error:
             warnings.warn(
-                f"the model cannot run its example input any more ({type(error).__name__}: {error}), so outputs before and after baking "
+                f"the model can no longer run its example input ({type(error).__name__}: {error}), so its outputs before and after baking "
                 "are not compared",
                 RuntimeWarning,
                 stacklevel=3,
@@ -337,7 +351,7 @@ class Slotted:
             return None
 
     def describe(self) -> str:
-        """Tables for a person: every place and what is there, why nothing can grow elsewhere, and what could grow at what cost."""
+        """Return tables to print: every place and its slot, the reason where nothing can grow, and the cost of each blueprint."""
         found = self.discovery
         rows = [("place", "output", "slot")]
         rows += [(name, _output(place), _content(self.slots.get(name))) for name, place in found.places.items()]
@@ -365,7 +379,7 @@ def _content(slot: Slot | None) -> str:
 
 
 def _costs(places: Mapping[str, Place]) -> list[tuple[str, ...]]:
-    """A row for each of these places, a column for each blueprint."""
+    """Return a table with a row for each place, a column for each blueprint, and parameters and FLOPs in the cells."""
     blueprints = list(dict.fromkeys(blueprint for place in places.values() for blueprint in blueprints_for(place)))
     rows = [("output", *(blueprint.name for blueprint in blueprints))]
     for output, place in places.items():
@@ -375,8 +389,8 @@ def _costs(places: Mapping[str, Place]) -> list[tuple[str, ...]]:
 
 
 def _refused(places: Mapping[str, Place]) -> list[str]:
-    """Say which blueprints of its kind cannot grow in a place, and why."""
-    refused: dict[tuple[str, str], list[str]] = {}  # names and reason -> outputs
+    """Return lines that say which blueprints cannot grow in which of these places, and why."""
+    refused: dict[tuple[str, str], list[str]] = {}  # (names of blueprints, reason) -> outputs
     for output, place in places.items():
         reasons = {blueprint.name: reason_against(blueprint, place) for blueprint in blueprints_of(place.kind)}
         for reason in dict.fromkeys(filter(None, reasons.values())):
@@ -386,7 +400,7 @@ def _refused(places: Mapping[str, Place]) -> list[str]:
 
 
 def _short(number: int) -> str:
-    """Three digits.
+    """Return a number with three significant digits and a unit.
 
     >>> [_short(number) for number in (0, 999, 1192, 76_288, 2_500_000)]
     ['0', '999', '1.19k', '76.3k', '2.5M']
@@ -398,19 +412,19 @@ def _short(number: int) -> str:
 
 
 class AveragedModel:
-    """A copy of a growing model whose weights are a running average (EMA) of the original's, and which grows with it.
+    """A copy of a growing model whose weights are an exponential moving average (EMA) of the original's, and which grows with it.
 
         average = slotted.averaged(decay=0.999)
         ...
         average.update()           # after every step of the optimiser
-        average(x)                 # evaluate it; average.bake() and average.state_dict() as those of the slotted model
+        average(x)                 # evaluate it; average.bake() and average.state_dict() work as those of the slotted model
 
-    A seed enters the average as it is; from then on its weights are averaged like the host's. Buffers and alphas are copied.
+    A new seed enters the average with its current weights; from then on they are averaged like the host's. Buffers and alphas are copied.
     """
 
     def __init__(self, slotted: Slotted, decay: float) -> None:
         if not 0 <= decay < 1:
-            raise GrowthError(f"decay must be at least 0 and below 1, and is {decay}")
+            raise GrowthError(f"decay must be at least 0 and below 1, not {decay}")
         self.decay = decay
         self._source = slotted
         self.slotted = copy.deepcopy(slotted)
@@ -428,11 +442,11 @@ class AveragedModel:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Move the average towards the original by 1 - decay."""
+        """Move the average towards the original by a fraction of 1 - decay."""
         self._average(self.slotted.host, self._source.host)
         for name, source in self._source.slots.items():
             target = self.slotted.slots[name]
-            if source.plantings != self._plantings[name]:
+            if source.plantings != self._plantings[name]:  # the original has a new seed here, or none any more
                 target.plant(copy.deepcopy(source.seed))
                 self._plantings[name] = source.plantings
             elif source.seed is not None and target.seed is not None:
