@@ -135,7 +135,7 @@ def test_another_host_is_refused_before_anything_is_changed() -> None:
 @pytest.mark.slow
 def test_an_instance_that_has_grown_already_is_refused() -> None:
     model = grown_model()
-    with pytest.raises(GrowthError, match=r"grown already, 'layer1.0.esper_seed'; pass a fresh one, or use load_state_dict"):
+    with pytest.raises(GrowthError, match=r"already has the seed 'layer1.0.esper_seed'; pass a new instance, or use load_state_dict"):
         esper.load(model.state_dict(), model=model)
     model.load_state_dict(grown_model().state_dict())
 

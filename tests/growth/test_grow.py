@@ -788,7 +788,7 @@ def test_a_folder_that_holds_no_run_of_growth_says_so(tmp_path: Path) -> None:
     with pytest.raises(GrowthError, match=r"holds no model: there is no model.safetensors in it"):
         loaded(tmp_path)
     EventLog(tmp_path / EVENTS, run="cue").close()
-    with pytest.raises(GrowthError, match=r"holds no model: it is a run, but none of growth"):
+    with pytest.raises(GrowthError, match=r"holds no model: it is the folder of a run, but not of a growth run"):
         loaded(tmp_path)
 
 

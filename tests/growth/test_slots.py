@@ -437,11 +437,11 @@ def test_a_model_of_one_layer_is_told_why_nothing_can_grow_and_what_to_do() -> N
         nn.Linear(6, 2),
         torch.randn(3, 6),
         r"no place for a slot inside this model: a Linear has no submodules, and seeds grow after submodules; "
-        r"put it behind hidden layers, as in nn.Sequential\(nn.Linear\(.*\), nn.ReLU\(\), nn.Linear\(.*\)\)",
+        r"put hidden layers before it, as in nn.Sequential\(nn.Linear\(.*\), nn.ReLU\(\), nn.Linear\(.*\)\)",
     )
-    with pytest.raises(GrowthError, match="'0' gives the predictions, and a seed there would write into them"):
+    with pytest.raises(GrowthError, match="'0' gives the predictions, and a seed there would change them directly"):
         add_slots(nn.Sequential(nn.Linear(6, 2)), torch.randn(3, 6))
-    with pytest.raises(GrowthError, match="'1' has nothing behind it that could use what grows there"):
+    with pytest.raises(GrowthError, match="'1' has nothing behind it that could use a seed's output"):
         add_slots(nn.Sequential(nn.Flatten(), nn.Linear(6, 2), nn.Softmax(-1)), torch.randn(3, 6))
 
 

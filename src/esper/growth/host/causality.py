@@ -1,11 +1,12 @@
-"""How a change of the input spreads through a host: whether samples stay apart, and whether positions of a sequence see what comes later.
+"""Find out how a change of the input spreads through a host: which dimension is the batch, and which places are causal.
 
-One entry of the example input is changed at a time, and the outputs of the host's submodules are compared with those of before. Entries in
-the middle tell most: a host may drop, shift or mask the first and the last ones.
+One entry of the example input is changed at a time, and the outputs of the host's submodules are compared with those before. Entries in the
+middle say most, because a host may drop, shift or mask the first and the last ones.
 
-A sequence counts as causal unless the changes show the opposite, for a seed that looks ahead in a causal host sees the targets. They show
-it where every change, at whatever position of whatever input, reaches the first position. Along a line of convolutions a change need not
-reach that far: it is enough that it reaches positions before its own, if the positions of the place are those of the input.
+A place in a sequence counts as causal unless there is proof of the opposite: in a causal host, a seed that looks ahead would see the
+targets. For token places the proof is that every change, at any position of any input, reaches the first position. Convolutions along a
+line spread a change only over a few positions. There it is enough that a change reaches positions before its own, if the positions of the
+place correspond to those of the input.
 
 Shapes: B = batch, T = positions in a sequence, L = positions along a line; outputs are [B, T, D], [T, B, D], [B, C, L], [B, C, H, W] or
 [B, H, W, D].
@@ -22,17 +23,16 @@ from torch import Tensor
 
 from esper.growth.host.layout import Place
 
-Outputs = Mapping[str, Tensor]
-GrowthRun = Callable[
-    [Any], Outputs | None
-]  # the outputs of the submodules that ran once on an example input; None if the host cannot run it
-Nudge = tuple[str, int, int]  # a place, and dimension and position there at which what flows is to be another
+Outputs = Mapping[str, Tensor]  # submodule -> its output
+# Runs the host on an example input. Returns the outputs of all submodules that ran once; None if the host cannot run the example.
+RunExample = Callable[[Any], Outputs | None]
+Nudge = tuple[str, int, int]  # (place, dimension, index): the part of the place's output that is changed during the forward pass
 RunNudged = Callable[[Any, Nudge | None], Outputs | None]
-NEGLIGIBLE = 1e-6  # of the largest change: a mask of large finite numbers lets as much through
+NEGLIGIBLE = 1e-6  # relative to the largest change: a mask of large finite numbers lets such small changes through
 
 
 class Effect(NamedTuple):
-    """A change at position `at` of an input was felt at positions `first` to `last` of a place."""
+    """A change at position `at` of an input has changed positions `first` to `last` of a place."""
 
     at: int
     first: int
@@ -40,6 +40,7 @@ class Effect(NamedTuple):
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield all tensors in a tree of mappings, tuples, lists and dataclasses."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -56,11 +57,11 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 # The batch
 
 
-def batch_axes(example_input: Any, before: Outputs, batch: int, run: GrowthRun) -> dict[str, int | str]:
-    """The dimension of every output that is the batch, or why none is for certain.
+def batch_axes(example_input: Any, before: Outputs, batch: int, run: RunExample) -> dict[str, int | str]:
+    """Return the batch dimension of every output, or a text that says why it is uncertain.
 
-    The host runs on twice as many samples, and what becomes twice as large is the batch. If it cannot, one sample is changed: what changes
-    in one entry alone is the batch.
+    The host runs on the example twice in one batch; the dimension that becomes twice as large is the batch. If the host cannot run that,
+    one sample is changed: the dimension in which only one entry changes is the batch.
     """
     twice = run(_refilled(example_input, (torch.cat([t, t]) if t.ndim and len(t) == batch else t for t in tensors_in(example_input))))
     changed = run(_changed(example_input, 0, axis=0, index=0)) if batch > 1 else None
@@ -84,15 +85,17 @@ def batch_axes(example_input: Any, before: Outputs, batch: int, run: GrowthRun) 
 
 
 def _grown_axes(before: Tensor, after: Tensor | None) -> list[int]:
+    """Return the dimensions whose size has changed."""
     if after is None or after.ndim != before.ndim:
         return []
     return [axis for axis, (one, two) in enumerate(zip(before.shape, after.shape, strict=True)) if one != two]
 
 
-def _is_second_apart(axes: Mapping[str, int | None], before: Outputs, changed: Outputs, example_input: Any, run: GrowthRun) -> bool:
-    """Whether the second dimension of the input is the batch: wherever one sample changes others, an entry of that dimension changes none.
+def _is_second_apart(axes: Mapping[str, int | None], before: Outputs, changed: Outputs, example_input: Any, run: RunExample) -> bool:
+    """Return whether the second dimension of the input, not the first, is the batch.
 
-    Samples may also meet for other reasons, as in the statistics of a batch.
+    That is so if a change of the first sample changes other samples somewhere, and a change along the second dimension stays in its own
+    entry at all these places. The first condition alone is no proof: samples also mix in batch statistics, for example.
     """
     first = next(tensors_in(example_input))
     known = {name: axis for name, axis in axes.items() if axis is not None}
@@ -110,7 +113,7 @@ def _is_second_apart(axes: Mapping[str, int | None], before: Outputs, changed: O
 
 
 def _is_apart(before: Tensor, after: Tensor | None, axis: int) -> bool:
-    """A change of the first entry has changed no other one along this dimension."""
+    """Return whether a change of the first entry along this dimension has left all other entries as they were."""
     rest = before.shape[axis] - 1
     return after is not None and before.shape == after.shape and _same(before.narrow(axis, 1, rest), after.narrow(axis, 1, rest))
 
@@ -118,26 +121,26 @@ def _is_apart(before: Tensor, after: Tensor | None, axis: int) -> bool:
 # Causality
 
 
-def causal_places(places: Mapping[str, Place], example_input: Any, before: Outputs, run: GrowthRun) -> frozenset[str]:
-    """Names of places where a seed must not look ahead. Runs the host some times more, where it has places with positions."""
+def causal_places(places: Mapping[str, Place], example_input: Any, before: Outputs, run: RunExample) -> frozenset[str]:
+    """Return the names of places where a seed must not look ahead. If there are places with positions, the host runs several times."""
     lines = {name: place for name, place in places.items() if place.kind != "dense"}
     if not lines:
         return frozenset()
     again = run(example_input) or {}
-    # Where the same input gives another output, a change proves nothing.
+    # A changed output proves nothing at places whose output differs between two runs on the same input.
     steady = {name: place for name, place in lines.items() if _same(before[name], again.get(name))}
     looks_ahead, causal = _order(steady, example_input, before, run)
     unknown = {name for name, place in lines.items() if not place.is_plane and name not in looks_ahead}
     return frozenset(causal | unknown)
 
 
-def _order(steady: Mapping[str, Place], example_input: Any, before: Outputs, run: GrowthRun) -> tuple[set[str], set[str]]:
-    """Places that look ahead, and places that are causal; the first only unless they are among the second."""
+def _order(steady: Mapping[str, Place], example_input: Any, before: Outputs, run: RunExample) -> tuple[set[str], set[str]]:
+    """Return the places that look ahead, and the places that are causal. A place in both counts as causal."""
     causal = set[str]()
     looks_ahead = set[str]()
     for number, tensor in enumerate(tensors_in(example_input)):
         open_ = {name: place for name, place in steady.items() if name not in causal}
-        felt: dict[str, set[int]] = {name: set() for name in open_}  # along which dimensions of this input
+        felt: dict[str, set[int]] = {name: set() for name in open_}  # place -> dimensions of this input along which a change reaches it
         axes = [axis for axis in range(1, tensor.ndim) if tensor.shape[axis] > 1]
         for axis in axes:
             open_ = {name: place for name, place in open_.items() if name not in causal}
@@ -148,21 +151,22 @@ def _order(steady: Mapping[str, Place], example_input: Any, before: Outputs, run
                     causal.add(name)
         for name, along in felt.items():
             if along and len(along) < len(axes) and not steady[name].is_plane:
-                causal.add(name)  # the positions may be those of a dimension in which no change was felt
+                causal.add(name)  # its positions may belong to a dimension whose changes do not reach it
             elif along:
                 looks_ahead.add(name)
     return looks_ahead, causal
 
 
 def _effects(
-    lines: Mapping[str, Place], example_input: Any, number: int, axis: int, before: Outputs, run: GrowthRun
+    lines: Mapping[str, Place], example_input: Any, number: int, axis: int, before: Outputs, run: RunExample
 ) -> dict[str, list[Effect]]:
-    """What changes along one dimension of one input do at these places."""
+    """Change positions along one dimension of one input, one at a time, and return the effects at each place."""
     length = list(tensors_in(example_input))[number].shape[axis]
-    # A plane is asked only along its own rows, and seldom: only a host that draws pictures pixel by pixel is causal there.
+    # A plane is tested only along its rows and with few changes: only a host that generates images pixel by pixel is causal there.
     found: dict[str, list[Effect]] = {name: [] for name, place in lines.items() if not place.is_plane or _rows(place) == length}
     is_open = dict.fromkeys(found, True)
     for count, index in enumerate(_indices(length, [lines[name] for name in found])):
+        # Stop when the answer is known for all places, or when the first three changes reach none of them.
         is_felt = any(found.values())
         if not any(is_open.values()) or (count == 3 and not is_felt):
             break
@@ -181,14 +185,14 @@ def _effects(
 
 
 def _indices(length: int, lines: Sequence[Place]) -> list[int]:
-    """Positions to change, the most telling ones first: the middle, and the first position that a place's middle one shares with none."""
+    """Return the positions to change, most informative first: around the middle, then those aligned with a place's middle position."""
     aligned = [_stride(length, place) * (place.positions // 2) for place in lines if place.spatial == 1]
     some = [length // 2, length // 4, 3 * length // 4, *aligned, 1, length - 1, length - 2, 0]
     return [index for index in dict.fromkeys(some) if 0 <= index < length]
 
 
 def _stride(length: int, place: Place) -> int:
-    """Positions of the input to one of the place."""
+    """Return how many positions of the input correspond to one of the place."""
     return max(round(length / place.positions), 1)
 
 
@@ -197,10 +201,11 @@ def _rows(place: Place) -> int:
 
 
 def _effect(before: Tensor, after: Tensor | None, place: Place, index: int) -> Effect | None:
+    """Return the positions of a place that a change at `index` of an input has changed; None if it has changed none."""
     if after is None or before.shape != after.shape:
-        return Effect(index, 1, 1)  # whose positions cannot be compared: nothing that shows a look ahead
+        return Effect(index, 1, 1)  # positions cannot be compared; this effect is no proof of a look ahead
     change = torch.where(before == after, 0.0, (after.double() - before.double()).abs()).nan_to_num(posinf=torch.inf, nan=torch.inf)
-    # [B, T, D], [T, B, D] and [B, C, L] to [T] and [L], and of [B, C, H, W] and [B, H, W, D] the rows
+    # Reduce [B, T, D] and [T, B, D] to [T], [B, C, L] to [L], and [B, C, H, W] and [B, H, W, D] to the rows [H].
     line = 2 if place.kind == "conv" else 1 - place.batch_axis
     profile = change.movedim(line, 0).flatten(1).amax(1)
     reached = (profile > NEGLIGIBLE * profile.amax().clamp(max=torch.finfo(torch.float64).max)).nonzero().flatten()
@@ -208,7 +213,7 @@ def _effect(before: Tensor, after: Tensor | None, place: Place, index: int) -> E
 
 
 def _keeps_order(effects: Sequence[Effect], length: int, place: Place) -> bool:
-    """Whether these are no proof of a look ahead; for a plane, whether they prove that there is none."""
+    """Return whether a place must be treated as causal: a line or sequence without proof of a look ahead, a plane with proof of none."""
     if place.is_plane:
         reaches_on = any(effect.last > effect.at for effect in effects)
         return reaches_on and all(effect.first >= effect.at for effect in effects)
@@ -219,8 +224,9 @@ def _keeps_order(effects: Sequence[Effect], length: int, place: Place) -> bool:
     if place.kind == "token":
         return True
     stride = _stride(length, place)
-    has_all = place.positions == -(-length // stride)  # no position was cut off or added
-    begins_with_first = any(effect.at == effect.first == 0 for effect in effects)  # and none was shifted
+    # Positions of place and input correspond if none were cut off or added, and none were shifted.
+    has_all = place.positions == -(-length // stride)
+    begins_with_first = any(effect.at == effect.first == 0 for effect in effects)
     return not (has_all and begins_with_first and any(effect.first < effect.at // stride for effect in effects))
 
 
@@ -228,9 +234,10 @@ def _keeps_order(effects: Sequence[Effect], length: int, place: Place) -> bool:
 
 
 def hides(places: Mapping[str, Place], example_input: Any, run: RunNudged) -> bool:
-    """Whether what an input holds decides which positions of a sequence others see, as where some of them are padding.
+    """Return whether the host hides positions of a sequence depending on the values of an input, as it does with padding.
 
-    What flows at a position is moved, and others feel it or do not: in the example, and with values that may mean padding.
+    The output of the first fitting place is changed at one position, with the example as it is and with values that may mean padding from
+    that position on. The host hides positions if other positions notice the change in some of these cases only.
     """
     tokens = [name for name, place in places.items() if place.kind == "token" and not place.is_plane and place.positions > 2]
     for number, tensor in enumerate(tensors_in(example_input)):
@@ -253,7 +260,7 @@ def hides(places: Mapping[str, Place], example_input: Any, run: RunNudged) -> bo
 
 
 def _seen(places: Mapping[str, Place], tokens: Sequence[str], example_input: Any, nudge: Nudge, run: RunNudged) -> Tensor | None:
-    """Samples [B] in which a nudge is felt at other positions of some place; None where that cannot be told."""
+    """Return for each sample [B] whether a nudge changes more than one position of some place; None if that cannot be found out."""
     before, after = run(example_input, None), run(example_input, nudge)
     if before is None or after is None or nudge[0] not in before:
         return None
@@ -273,7 +280,7 @@ def _same(one: Tensor, other: Tensor | None) -> bool:
 
 
 def _changed(value: Any, number: int, *, axis: int, index: int) -> Any:
-    """The same with one entry of its tensor of this number changed."""
+    """Return the example with one entry of one of its tensors changed; `number` is its index in `tensors_in`."""
     tensor = list(tensors_in(value))[number]
     changed = tensor.clone()
     changed.select(axis, index).copy_(_something_else(tensor, axis, index))
@@ -281,14 +288,14 @@ def _changed(value: Any, number: int, *, axis: int, index: int) -> Any:
 
 
 def _with(value: Any, number: int, tensor: Tensor) -> Any:
-    """The same with another tensor of this number."""
+    """Return the example with the tensor of this number replaced."""
     tensors = list(tensors_in(value))
     tensors[number] = tensor
     return _refilled(value, iter(tensors))
 
 
 def _something_else(tensor: Tensor, axis: int, index: int) -> Tensor:
-    """An entry that differs from the present one, and that the host can take: one from elsewhere, so a token that it knows."""
+    """Return another value for an entry, if possible that of another entry: so a token index stays within the host's vocabulary."""
     present = tensor.select(axis, index)
     others = (tensor.select(axis, other) for other in (-1 - index, *range(min(tensor.shape[axis], 16))))
     found = next((other for other in others if not other.equal(present)), None)
@@ -296,11 +303,11 @@ def _something_else(tensor: Tensor, axis: int, index: int) -> Tensor:
         return found
     if present.is_floating_point() or present.is_complex() or present.dtype == torch.bool:
         return (present == 0).to(tensor.dtype)
-    return torch.where(present > 0, present - 1, 1)  # which is no label that a loss would ignore
+    return torch.where(present > 0, present - 1, 1)  # never negative: losses ignore labels such as -100
 
 
 def _refilled(value: Any, tensors: Iterator[Tensor]) -> Any:
-    """The same with these tensors, in the order of `tensors_in`. One tensor in two places may become two."""
+    """Return the same tree with these tensors, in the order of `tensors_in`. A tensor that occurs twice may become two tensors."""
     if isinstance(value, Tensor):
         return next(tensors)
     if isinstance(value, Mapping):

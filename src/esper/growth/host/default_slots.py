@@ -1,9 +1,9 @@
-"""Which places become slots when the user names none: after the blocks that a host is made of, or else after its activations.
+"""Choose the places that get slots, by name or by default: after the blocks of a host, or after its activations if it has no blocks.
 
-A block is a submodule with layers of its own whose output is one tensor. Containers (nn.Sequential and the like) and whole backbones are
-looked into; blocks are not. What the host gives, and what nothing lies behind, is never chosen: a seed there would write into the
-predictions. Where nothing but a pool uses a place, the slot stands behind the pool, unless that leaves a single position: there a seed
-costs a fraction. `benchmarks/growth_places.py` compares the accuracy of both places.
+A block is a submodule with layers inside whose output is one tensor. Containers (nn.Sequential and the like) and whole backbones are
+searched for blocks; blocks are not. Outputs of the host, and places with nothing behind them, are never chosen by default: a seed there
+would change the predictions directly. If only a pool uses the output of a place, the slot is put after the pool, where a seed costs a
+fraction, unless the pool leaves a single position. `benchmarks/growth_places.py` compares the accuracy of both places.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from esper.growth.host.discover import Discovery
 from esper.growth.seeds.seed import Seed
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-_BACKBONE_PARTS = 4  # a submodule with so many blocks in it is no block itself
+_BACKBONE_PARTS = 4  # a submodule with at least this many blocks inside is a backbone, not a block
 
 
 def choose(model: nn.Module, discovery: Discovery, patterns: Sequence[str] | None) -> tuple[str, ...]:
-    """Names of places, in the order in which they run."""
+    """Return the names of the places that get slots, in the order in which they run. `patterns` None chooses by default."""
     wanted = _default(model, discovery) if patterns is None else _named(model, discovery, patterns)
     return tuple(name for name in discovery.places if name in wanted)
 
 
 def _default(model: nn.Module, discovery: Discovery) -> set[str]:
+    """Return the default places. Raise a GrowthError with all reasons if there are none."""
     inner = set(discovery.places) - discovery.last
     hidden = {name for name in inner if discovery.same_output[name] != 0}
-    for usable in (hidden, inner):  # a host may give away what is inside it
+    for usable in (hidden, inner):  # a host may return all its hidden outputs too; then these are allowed
         blocks = {name for name in _walk(model, "") if name in usable}
         chosen = {_cheapest(name, discovery, usable) for name in blocks or _leaves(model, usable)}
         if chosen:
@@ -44,10 +45,10 @@ def _default(model: nn.Module, discovery: Discovery) -> set[str]:
 
 
 def _reasons(model: nn.Module, discovery: Discovery) -> list[str]:
-    """Why nothing was chosen, each reason once."""
+    """Return why nothing was chosen, each reason once."""
     if not discovery.places and not discovery.refusals:
         return [
-            f"a {type(model).__name__} has no submodules, and seeds grow after submodules; put it behind hidden layers, as in "
+            f"a {type(model).__name__} has no submodules, and seeds grow after submodules; put hidden layers before it, as in "
             "nn.Sequential(nn.Linear(inputs, 64), nn.ReLU(), nn.Linear(64, outputs))"
         ]
     reasons = dict[str, str]()
@@ -55,9 +56,9 @@ def _reasons(model: nn.Module, discovery: Discovery) -> list[str]:
         reasons.setdefault(refusal.reason, refusal.name)
     for name in discovery.places:
         if discovery.same_output[name] == 0:
-            reason = "gives the predictions, and a seed there would write into them"
+            reason = "gives the predictions, and a seed there would change them directly"
         elif name in discovery.last:
-            reason = "has nothing behind it that could use what grows there"
+            reason = "has nothing behind it that could use a seed's output"
         else:
             reason = "is no block, no activation and no layer with weights"
         reasons.setdefault(reason, name)
@@ -65,7 +66,7 @@ def _reasons(model: nn.Module, discovery: Discovery) -> list[str]:
 
 
 def _cheapest(name: str, discovery: Discovery, usable: set[str]) -> str:
-    """The place with the fewest positions among this one and those behind it, where nothing is in between that has weights."""
+    """Return the place with the fewest positions among this one and the places without weights, such as pools, directly behind it."""
     place, chain = discovery.places[name], [name]
     while discovery.behind.get(chain[-1]) in usable:
         chain.append(discovery.behind[chain[-1]])
@@ -75,7 +76,7 @@ def _cheapest(name: str, discovery: Discovery, usable: set[str]) -> str:
 
 
 def _walk(module: nn.Module, prefix: str) -> Iterator[str]:
-    """Blocks below a module."""
+    """Yield the names of all blocks inside a module."""
     for name, child in _children(module):
         path = f"{prefix}{name}"
         if _is_block(child) and not isinstance(child, _CONTAINERS) and not _is_backbone(child):
@@ -85,7 +86,7 @@ def _walk(module: nn.Module, prefix: str) -> Iterator[str]:
 
 
 def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Those that the host is made of: no kept seeds, and nothing that only makes a weight."""
+    """Return the children of a module, without baked seeds and parametrizations of weights."""
     return ((name, child) for name, child in module.named_children() if not isinstance(child, Seed) and name != "parametrizations")
 
 
@@ -99,7 +100,7 @@ def _is_backbone(module: nn.Module) -> bool:
 
 
 def _holds_blocks(module: nn.Module) -> bool:
-    """Whether there is a container of blocks in it, at any depth."""
+    """Return whether there is a container of blocks inside, at any depth."""
     for _, child in _children(module):
         if isinstance(child, _CONTAINERS) and any(_is_block(part) for _, part in _children(child)):
             return True
@@ -109,14 +110,14 @@ def _holds_blocks(module: nn.Module) -> bool:
 
 
 def _leaves(model: nn.Module, usable: set[str]) -> set[str]:
-    """Activations, or layers with weights where activations are no modules."""
+    """Return the activations; if activations are not modules, the layers with weights."""
     leaves = {name: model.get_submodule(name) for name in usable if not _is_block(model.get_submodule(name))}
     activations = {name for name, leaf in leaves.items() if type(leaf).__module__ == nn.ReLU.__module__}
     return activations or {name for name, leaf in leaves.items() if next(leaf.parameters(), None) is not None}
 
 
 def _one_each(names: set[str], discovery: Discovery) -> set[str]:
-    """One name for outputs that are the same tensor."""
+    """Keep one name of all places whose outputs are the same tensor."""
     return set({discovery.same_output[name] or name: name for name in discovery.places if name in names}.values())
 
 
@@ -126,6 +127,7 @@ def _named(model: nn.Module, discovery: Discovery, patterns: Sequence[str]) -> s
     duplicates = sorted({pattern for pattern in patterns if list(patterns).count(pattern) > 1})
     if duplicates:
         raise GrowthError(f"{duplicates[0]!r} is named twice in slots")
+    # Exact names are kept as they are. A pattern adds no place whose output is the same tensor as that of an exact name.
     matched = {pattern: _matched(pattern, model, discovery) for pattern in patterns}
     exact = {name for name in patterns if name in discovery.places}
     taken = {discovery.same_output[name] for name in exact}
@@ -134,7 +136,7 @@ def _named(model: nn.Module, discovery: Discovery, patterns: Sequence[str]) -> s
 
 
 def _matched(pattern: str, model: nn.Module, discovery: Discovery) -> list[str]:
-    """Places that a name or pattern means."""
+    """Return the places that match a name or pattern. Raise a GrowthError if there are none."""
     names = [name for name, _ in model.named_modules() if name]
     matched = [pattern] if pattern in names else [name for name in names if fnmatch.fnmatchcase(name, pattern)]
     if not matched:

@@ -1,7 +1,7 @@
-"""Standing around a method of one object: how slots, recordings and replays get between a module and those who call it.
+"""Patch a method of one object: the `forward` of a module, for slots and recordings, or the `zero_grad` of a model or optimiser.
 
-`forward` is set on the instance, where `module(...)` finds it. Torch's forward hooks would do for a slot as well, but as soon as a module
-has one it takes a slower path through every call: 7 µs for a hook that does nothing, where this costs a tenth (docs/log.md).
+`forward` is set on the instance, where `module(...)` finds it. A forward hook of torch would work too, but a module with a hook takes a
+slower path in every call: 7 µs for a hook that does nothing; this patch costs a tenth of it (docs/log.md).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ Forward = Callable[..., Any]
 
 
 def keep_running(module: nn.Module, arguments: Any) -> None:
-    """A forward pre-hook that does nothing. A module that computes its submodules by a fused kernel does not do so if one has a hook."""
+    """Do nothing. As a forward pre-hook of a submodule, it keeps the modules around it from computing the submodule by a fused kernel."""
 
 
 class ForwardPatch:
-    """Takes the place of a module's forward and calls `inner`, which was there before.
+    """Replacement of a module's forward, which calls the original one as `inner`.
 
-    Its `forward` is a bound method, because a copy of the module then gets a copy of what stands around it.
+    Its `forward` is a bound method, so that a copy of the module gets a copy of the patch.
     """
 
     module: nn.Module
@@ -37,7 +37,7 @@ class ForwardPatch:
         vars(module)["forward"] = self.forward
 
     def detach(self) -> None:
-        """The module is as it was before."""
+        """Restore the module's original forward."""
         if self._was_replaced:
             vars(self.module)["forward"] = self.inner
         else:
@@ -47,7 +47,7 @@ class ForwardPatch:
         return self.inner(*arguments, **named)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out `inner` where it is the module's own method: pickle would look it up by its name, and find what stands there now."""
+        """Leave out `inner` if it is the module's own method: pickle would look it up by name, and find the patch."""
         return {name: value for name, value in self.__dict__.items() if name != "inner" or self._was_replaced}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -57,10 +57,10 @@ class ForwardPatch:
 
 
 class ModelPatch(ForwardPatch):
-    """Stands around the forward of a whole model, and lets `run` call it: run(forward, arguments, named).
+    """Patch of the forward of a whole model, whose calls go through `run(forward, arguments, named)`.
 
-    It takes the place of `forward` itself, without a bound method, because libraries read the signature of a model's forward to decide
-    which inputs it takes. A copy of the model calls its own forward and nothing else.
+    The patch object itself is set as `forward`, with the signature of the original: libraries read the signature of a model's forward to
+    decide which inputs it takes. In a copy of the model, `run` is None and the original forward is called.
     """
 
     run: Callable[[Forward, tuple[Any, ...], dict[str, Any]], Any] | None = None
@@ -83,16 +83,16 @@ class ModelPatch(ForwardPatch):
 
 
 class ZeroGradPatch:
-    """Takes the place of `zero_grad` of a model or an optimiser, for which torch has no hook, and calls `after(set_to_none)` behind it.
+    """Patch of `zero_grad` of a model or optimiser, which calls `after(set_to_none)` afterwards; torch has no hook for it.
 
-    A copy of the owner calls its own `zero_grad` and nothing else.
+    In a copy of the owner, `after` is None and only the original `zero_grad` is called.
     """
 
     def __init__(self, owner: nn.Module | Optimizer, after: Callable[[bool], None]) -> None:
         self.owner = owner
         self.after: Callable[[bool], None] | None = after
         drop_copied_zero_grad(owner)
-        self._before = vars(owner).get("zero_grad")  # where the user has replaced it on this instance
+        self._before = vars(owner).get("zero_grad")  # None unless the user has replaced it on this instance
         vars(owner)["zero_grad"] = self
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
@@ -114,7 +114,7 @@ class ZeroGradPatch:
         return {**self.__dict__, "after": None}
 
     def detach(self) -> None:
-        """The owner is as it was before, unless another has taken the place since: then this stays and does nothing of its own."""
+        """Restore the original `zero_grad`. If another patch was put over this one, this one stays and does nothing."""
         self.after = None
         if vars(self.owner).get("zero_grad") is self:
             if self._before is None:
@@ -124,28 +124,28 @@ class ZeroGradPatch:
 
 
 def drop_copied_zero_grad(owner: nn.Module | Optimizer) -> None:
-    """Takes out what a copy of a model has of the original's."""
+    """Remove a patch that was copied with the owner and does nothing."""
     found = vars(owner).get("zero_grad")
     if isinstance(found, ZeroGradPatch) and found.after is None:
         found.detach()
 
 
 def around(module: nn.Module) -> ForwardPatch | None:
-    """What stands around the module's forward, if something does."""
+    """Return the patch of a module's forward, or None."""
     forward = vars(module).get("forward")
     owner = getattr(forward, "__self__", forward)
     return owner if isinstance(owner, ForwardPatch) else None
 
 
 def own_forward(module: nn.Module) -> Forward:
-    """What the module itself computes, without what stands around it."""
+    """Return the module's forward without a patch."""
     wrapper = around(module)
     return module.forward if wrapper is None else wrapper.inner
 
 
 @contextmanager
 def forward_replaced(module: nn.Module, forward: Forward) -> Iterator[None]:
-    """Calls of the module run `forward` instead of its own. Its hooks run as ever, and so does what stands around it."""
+    """Replace the module's own forward inside the `with` block. Its hooks and its patch, such as a slot, still run."""
     wrapper = around(module)
     if wrapper is not None:
         own = wrapper.inner
@@ -156,7 +156,7 @@ def forward_replaced(module: nn.Module, forward: Forward) -> Iterator[None]:
             wrapper.inner = own
         return
     attributes = vars(module)
-    before = attributes.get("forward")  # where the user had replaced it on this instance already
+    before = attributes.get("forward")  # None unless the user has replaced it on this instance
     attributes["forward"] = forward
     try:
         yield

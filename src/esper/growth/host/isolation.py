@@ -1,4 +1,4 @@
-"""A second pass through the host that leaves no trace, so that a seed can learn in the shadow of a host that does not change.
+"""Run a second forward pass through the host with no side effects, so that a seed can learn in the shadow of an unchanged host.
 
     loss = loss_fn(model(x), y)                        # the user's own step
     ...
@@ -6,17 +6,16 @@
         seed_loss = loss_fn(model(x), y)               # the same closure again, with the seed switched on
         gradients = torch.autograd.grad(seed_loss, seed_parameters)
 
-Put back are: all buffers, with value and identity; which module is in training mode; torch's default generators of the CPU and of the
-devices that the model is on, Python's `random` and numpy's global generator. `torch.autograd.grad` for the seed's parameters writes no
-`.grad` and wakes neither the hooks on the host's parameters nor those that run after accumulation; `backward` would.
+Restored afterwards: all buffers, as the same tensors with the same values; the training mode of every module; torch's default generators of
+the CPU and of the model's devices, Python's `random` and numpy's global generator. Use `torch.autograd.grad` for the seed's parameters: it
+writes no `.grad` and does not run the hooks on the host's parameters, which `backward` would.
 
-Not seen, and so not put back: plain attributes that a forward pass changes (a counter, a list of activations), generators of the user's
-own, parameters.
+Not restored: plain attributes that a forward pass changes (a counter, a list of activations), the user's own generators, and parameters.
 
-Compiled code runs eagerly inside, which compiles nothing anew. DistributedDataParallel is passed by, since its forward also schedules its
-exchange: with accumulated gradients, or before the host's own backward, a second one changes the buffers and even the gradients of
-later steps, under `no_sync` too. So ranks do not talk inside and need not be in step, and inputs must be on the model's device already.
-All of this is found by looking at the module that is given here, so give the outermost one, which the closure calls.
+Compiled code runs eagerly inside, so nothing is recompiled. DistributedDataParallel is bypassed, because its forward also schedules the
+exchange of gradients: with accumulated gradients, or before the host's own backward pass, a second forward would change the buffers and
+even the gradients of later steps, also under `no_sync`. So ranks do not communicate inside and need not run in step, and inputs must
+already be on the model's device. All this is read from the given module, so pass the outermost one, which the closure calls.
 """
 
 from __future__ import annotations
@@ -35,35 +34,35 @@ from torch.nn.parallel import DistributedDataParallel
 
 from esper.growth.host.forward_patch import forward_replaced
 
-SMALL_BYTES = 64 * 1024  # buffers up to here, such as the statistics of norms, are cheaper to copy than to think about
+SMALL_BYTES = 64 * 1024  # buffers up to this size, such as the statistics of norms, are always copied
 
 _IS_EAGER: ContextVar[bool] = ContextVar("is_eager", default=False)
 
 
 @contextmanager
 def isolated(model: nn.Module, *, apart_from: Iterable[nn.Module] = ()) -> Iterator[None]:
-    """What runs inside leaves no trace in the model or in the random streams. For many passes keep an Isolation, which is cheaper.
+    """Restore the model's buffers and modes and the random streams after the `with` block. For many passes, an `Isolation` is cheaper.
 
-    Modules in `apart_from`, such as a seed that learns, keep what their buffers became.
+    The buffers of modules in `apart_from`, such as a seed that learns, are not restored.
     """
     with Isolation(model).guard(apart_from=apart_from):
         yield
 
 
 class Isolation:
-    """The same for many passes: learns which large buffers (masks, caches) never change, and stops copying them.
+    """Isolation of many passes, which learns which large buffers (masks, caches) never change and stops copying them.
 
-    A large buffer is copied and compared in its module's first pass in training mode, and in its first in evaluation mode. One that was
-    still then and changes in place later is warned of, once: that change stays, and from then on it is copied too.
+    A large buffer is copied and compared in its module's first pass in training mode and in its first pass in eval mode. If it did not
+    change there but changes in place later, a warning says so once. That change is not undone; from then on the buffer is copied too.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._still: set[tuple[str, str, bool]] = set()  # keys of large buffers
+        self._unchanged: set[tuple[str, str, bool]] = set()  # keys of large buffers that did not change in their first pass
 
     @contextmanager
     def guard(self, *, apart_from: Iterable[nn.Module] = ()) -> Iterator[None]:
-        """What runs inside leaves no trace."""
+        """Restore everything after the `with` block, as `isolated` does."""
         modules = dict(self._model.named_modules())
         with ExitStack() as stack:
             if _is_any_compiled(modules.values()):
@@ -84,7 +83,7 @@ class Isolation:
         try:
             yield
             for buffer in large:
-                self._learn(buffer, copies.get(id(buffer.tensor)))
+                self._note_change(buffer, copies.get(id(buffer.tensor)))
         finally:
             for module, table in tables:
                 module._buffers.clear()
@@ -92,7 +91,7 @@ class Isolation:
             _put_back(copies.values())
 
     def _copied(self, modules: dict[str, nn.Module]) -> tuple[_Copies, list[_Large]]:
-        """Copies of the buffers that may change, and what is known of the large ones. Each once, also where modules share it."""
+        """Return copies of the buffers that may change, and records of the large ones. A shared buffer is copied once."""
         copies: _Copies = {}
         large: list[_Large] = []
         for name, module in modules.items():
@@ -101,41 +100,42 @@ class Isolation:
                     continue
                 if tensor.numel() * tensor.element_size() > SMALL_BYTES:
                     large.append(buffer := _Large(tensor, _version(tensor), (name, own_name, module.training)))
-                    if buffer.key in self._still:
+                    if buffer.key in self._unchanged:
                         continue
                 copies[id(tensor)] = tensor, tensor.detach().clone()
         return copies, large
 
-    def _learn(self, buffer: _Large, copy: tuple[Tensor, Tensor] | None) -> None:
-        has_moved = buffer.version is None or buffer.version != _version(buffer.tensor)
+    def _note_change(self, buffer: _Large, copy: tuple[Tensor, Tensor] | None) -> None:
+        """Record after a pass whether a large buffer has changed. Warn if it was not copied and has changed."""
+        has_changed = buffer.version is None or buffer.version != _version(buffer.tensor)
         if copy is not None:
-            if not has_moved and _is_same(*copy):
-                self._still.add(buffer.key)
-        elif has_moved:
-            self._still.discard(buffer.key)
+            if not has_changed and _is_same(*copy):
+                self._unchanged.add(buffer.key)
+        elif has_changed:
+            self._unchanged.discard(buffer.key)
             module, name, _ = buffer.key
             warnings.warn(
-                f"the buffer {name!r} of module {module!r} changed, as it did not in the first isolated pass; it keeps this change, and is "
-                "put back from now on",
+                f"the buffer {name!r} of module {module!r} has changed, although it did not in the first isolated pass; this change is "
+                "not undone, later ones are",
                 RuntimeWarning,
                 stacklevel=2,
             )
 
 
-_Copies = dict[int, tuple[Tensor, Tensor]]  # id of a buffer -> the buffer, what it held
+_Copies = dict[int, tuple[Tensor, Tensor]]  # id of a buffer -> (the buffer, a copy of its values)
 
 
 @dataclass(frozen=True, slots=True)
 class _Large:
-    """A large buffer before the pass."""
+    """Record of a large buffer before the pass."""
 
     tensor: Tensor
-    version: int | None  # None: an inference tensor, which counts none
-    key: tuple[str, str, bool]  # the module, its own name, whether the module is in training mode
+    version: int | None  # None for an inference tensor, which has no version
+    key: tuple[str, str, bool]  # (name of the module, name of the buffer in it, whether the module is in training mode)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model itself, without torch.compile and DistributedDataParallel around it."""
+    """Return the model without the wrappers of torch.compile and DistributedDataParallel."""
     while True:
         inner = getattr(model, "_orig_mod", None) or (model.module if isinstance(model, DistributedDataParallel) else None)
         if not isinstance(inner, nn.Module):
@@ -144,7 +144,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether torch.compile got hold of the model or a part of it: of the wrapper it returns, or in place by `module.compile()`."""
+    """Return whether the model or a part of it is compiled, by `torch.compile(module)` or in place by `module.compile()`."""
     return _is_any_compiled(model.modules())
 
 
@@ -154,7 +154,7 @@ def _is_any_compiled(modules: Iterable[nn.Module]) -> bool:
 
 @contextmanager
 def eager() -> Iterator[None]:
-    """Compiled code inside runs as it was written, and nothing is compiled anew."""
+    """Run compiled code eagerly inside the `with` block, so that nothing is compiled."""
     token = _IS_EAGER.set(True)
     try:
         with torch.compiler.set_stance("force_eager"):
@@ -164,7 +164,7 @@ def eager() -> Iterator[None]:
 
 
 def is_eager() -> bool:
-    """Whether this runs inside `eager`; torch does not tell."""
+    """Return whether the caller runs inside `eager`; torch has no function for it."""
     return _IS_EAGER.get()
 
 
@@ -183,7 +183,7 @@ def _training_flags_kept(modules: Collection[nn.Module]) -> Iterator[None]:
 def _random_streams_kept(devices: Collection[torch.device]) -> Iterator[None]:
     python_state, torch_state = random.getstate(), torch.get_rng_state()
     numpy_state = np.random.get_state()  # noqa: NPY002, the user's code may draw from it
-    # The generator of mps is the only one of its kind, and takes no device.
+    # mps has a single generator, whose functions take no device.
     places = [(torch.get_device_module(device), () if device.type == "mps" else (device,)) for device in devices]
     states = [place.get_rng_state(*device) for place, device in places]
     try:
@@ -197,14 +197,14 @@ def _random_streams_kept(devices: Collection[torch.device]) -> Iterator[None]:
 
 
 def _devices(modules: Iterable[nn.Module]) -> set[torch.device]:
-    """Where the model is, apart from the CPU."""
+    """Return the devices of the model's tensors, apart from the CPU."""
     tensors = (tensor for module in modules for table in (module._parameters, module._buffers) for tensor in table.values())
     return {tensor.device for tensor in tensors if tensor is not None and tensor.device.type not in ("cpu", "meta")}
 
 
 def _put_back(copies: Collection[tuple[Tensor, Tensor]]) -> None:
-    # Through .data, because a version that moves would stop a backward that is still to come, although the values are the same.
-    # Of a sparse tensor .data is another one, which cannot be written through.
+    # Write through .data, so that the tensors' versions do not change: a later backward pass would fail, although the values are the same.
+    # The .data of a sparse tensor is another tensor, so sparse ones are written directly.
     tensors = [tensor.data if tensor.layout == torch.strided else tensor for tensor, _ in copies]
     if tensors:
         with torch.no_grad():
@@ -212,15 +212,15 @@ def _put_back(copies: Collection[tuple[Tensor, Tensor]]) -> None:
 
 
 def is_expanded(tensor: Tensor) -> bool:
-    """Several elements lie in one place of the memory: nobody can write into it, and nobody has to."""
+    """Return whether several elements share one memory location. Such a tensor cannot be written in place, so it needs no copy."""
     if tensor.layout != torch.strided or tensor.is_contiguous():
         return False
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def _is_same(tensor: Tensor, copy: Tensor) -> bool:
-    """Values count, not the version alone: the kernels of batch norm write their statistics without moving it."""
-    return tensor.layout != torch.strided or torch.equal(tensor, copy)  # sparse ones cannot be compared, and no norm writes them
+    """Compare values, because the version is not enough: the kernels of batch norm write their statistics without changing it."""
+    return tensor.layout != torch.strided or torch.equal(tensor, copy)  # sparse tensors cannot be compared; no norm writes them
 
 
 def _version(tensor: Tensor) -> int | None:

@@ -1,6 +1,6 @@
-"""Forward passes that do not compute again what lies before a slot.
+"""Reuse the part of a forward pass that lies before a slot.
 
-With a seed on and with it off, everything that ran before its slot is the same. So it is recorded once, and replayed:
+Everything that runs before a slot is the same with its seed on and off. So it is recorded once, and replayed:
 
     replay = PrefixCache(model, calls, "layer2.0")
     for batch in batches:
@@ -10,11 +10,12 @@ With a seed on and with it off, everything that ran before its slot is the same.
             loss_without = evaluate(batch)  # after the seed was switched off
         replay.clear()
 
-Modules are replayed, not single operations: what a model computes between them runs every time, on replayed inputs. Hooks of the
-replayed modules run too, the slot's own among them; those of modules inside do not, and their effect is in the recording. So nothing
-before the slot may change between recording and replay: no weights, no seeds, no batch.
+Modules are replayed, not single operations: a computation of the model between two modules runs every time, on replayed inputs. The hooks
+of replayed modules run too, and so does the slot. Hooks of modules inside a replayed one do not run; their effect is in the recording.
+Nothing before the slot may change between recording and replay: no weights, no seeds, no batch.
 
-Where something cannot be replayed it is computed: a replay that is not usable, or whose recording was cut, is slow and not wrong.
+Forward passes that cannot be replayed are computed. So a cache that is not usable, or whose recording was cut, costs time but gives correct
+results.
 """
 
 from __future__ import annotations
@@ -35,19 +36,19 @@ from esper.growth.host.layout import Call
 
 MAX_BYTES = 256 * 1024**2
 Shapes = tuple[torch.Size, ...]
-Inputs = tuple[tuple[Tensor, int | None], ...]  # tensors that a model is called with, and their versions
+Inputs = tuple[tuple[Tensor, int | None], ...]  # the tensors of a call of the model, and their versions
 
 
 class PrefixCacheMismatch(RuntimeError):
-    """A forward pass is not the one that was recorded."""
+    """A replayed forward pass differs from the recorded one."""
 
 
 class PrefixCache:
-    """Records and replays the prefix of `slot`: the largest submodules that were done when the slot's module was, itself included.
+    """Recording of the prefix of `slot`: the largest submodules that have ended when the slot's module ends, including that module.
 
-    `calls` are those of one forward pass, with names as in the model under all wrappers. `model` is the outermost module, the one that is
-    called; a compiled one can be replayed only inside `isolation.eager`, because it would be compiled anew. Outputs are stored detached,
-    up to `max_bytes`: the forward pass that would exceed them is not recorded, and none after it.
+    `calls` are those of one forward pass, with names as in the model without wrappers. `model` is the outermost module, the one that is
+    called. A compiled model can be replayed only inside `isolation.eager`, because a replay would recompile it. Outputs are stored
+    detached, up to `max_bytes`: the forward pass that would exceed the limit is not recorded, nor are those after it.
     """
 
     def __init__(self, model: nn.Module, calls: Sequence[Call], slot: str, *, max_bytes: int = MAX_BYTES) -> None:
@@ -55,13 +56,14 @@ class PrefixCache:
         self._model, self._host = model, unwrap(model)
         self._calls, self._slot = tuple(calls), slot
         self._unstorable: set[str] = set()  # modules whose output cannot be stored
-        self._counts = _prefix(self._calls, slot, self._unstorable)
+        self._counts = _prefix(self._calls, slot, self._unstorable)  # modules of the prefix -> calls of each
         self._refusal = ""
-        # Modules whose output somebody overwrites, so that it must be copied. Whether the slot's is may depend on its seed being on.
+        # Modules whose output is overwritten in place later, so that it must be copied. The slot's own is always copied: whether it is
+        # overwritten may depend on its seed being on.
         self._overwritten = {slot}
-        self._has_learned = False
+        self._has_learned = False  # one pass was recorded, so `_overwritten` is known
         self._passes: list[_Pass] = []
-        self._is_cut = False
+        self._is_cut = False  # some forward passes were not recorded
         self._current: _Pass | None = None  # the forward pass that runs now
         self._is_inside = False  # a module of the prefix is computing
 
@@ -72,10 +74,10 @@ class PrefixCache:
 
     @property
     def reason(self) -> str:
-        """Why it is not usable; empty where it is."""
+        """Reason why the cache is not usable; "" if it is usable."""
         if self._refusal or is_eager() or not is_compiled(self._model):
             return self._refusal
-        return "the model is compiled, and compiled code can be replayed only where it is made to run eagerly"
+        return "the model is compiled, and compiled code can be replayed only inside isolation.eager()"
 
     @property
     def is_usable(self) -> bool:
@@ -83,22 +85,22 @@ class PrefixCache:
 
     @property
     def is_complete(self) -> bool:
-        """Whether no forward pass was left out of the recording. Those that were are computed instead of replayed."""
+        """Whether all forward passes were recorded. Those that were not are computed instead of replayed."""
         return self.is_usable and not self._is_cut
 
     @property
     def nbytes(self) -> int:
-        """Size of the recording."""
+        """Size of the recording in bytes."""
         return sum(one.nbytes for one in self._passes)
 
     def clear(self) -> None:
-        """Forgets the recording."""
+        """Delete the recording."""
         self._passes.clear()
         self._is_cut = False
 
     @contextmanager
     def recording(self, *, keep_last: bool = False) -> Iterator[None]:
-        """Forward passes inside are added to the recording. With `keep_last` each takes the place of all before it."""
+        """Add the forward passes inside the `with` block to the recording. With `keep_last`, only the last one is kept."""
         if keep_last:
             self.clear()
         if not self.is_usable:
@@ -123,10 +125,10 @@ class PrefixCache:
 
     @contextmanager
     def replaying(self, *, same_tensors: bool = False) -> Iterator[None]:
-        """Forward passes inside are those of the recording, in the same order and from its first one on.
+        """Replay the recording in the forward passes inside the `with` block, in the same order and from the first one on.
 
-        With `same_tensors`, the model must be called with the very tensors of a recording with `keep_last`, unchanged since. Otherwise that
-        is taken for granted, and only shapes are compared.
+        With `same_tensors`, the model must be called with the same tensor objects, unchanged, as in a recording with `keep_last`; otherwise
+        PrefixCacheMismatch is raised. Without it, only shapes are compared.
         """
         if not self.is_usable:
             yield
@@ -153,10 +155,10 @@ class PrefixCache:
             yield
 
     def verify(self, run: Callable[[], Tensor]) -> bool:
-        """Whether `run()`, which calls the model, gives the same bits computed and replayed; if not, this is not usable any more.
+        """Return whether `run()`, which calls the model, gives exactly the same result computed and replayed. If not, refuse further use.
 
-        `run` must be deterministic. Found are hidden state, control flow that depends on what is not recorded, and modules that are used
-        for what they do to their input. Forgets the recording.
+        `run` must be deterministic. The check finds hidden state, control flow that depends on values that are not recorded, and modules
+        that are called for their effect on their input. Deletes the recording.
         """
         if not self.is_usable:
             return False
@@ -175,11 +177,12 @@ class PrefixCache:
 
     @contextmanager
     def _installed(self, run: Callable[[Forward, Any, Any], Any], wrap: Callable[[str, Forward], Forward]) -> Iterator[None]:
+        """Wrap the forward of every module of the prefix by `wrap`, and that of the host by `run`."""
         with ExitStack() as stack:
             for name in self._counts:
                 module = self._host.get_submodule(name)
                 stack.enter_context(forward_replaced(module, wrap(name, own_forward(module))))
-            forward = own_forward(self._host)  # wrapped already, where the slot is the host itself
+            forward = own_forward(self._host)  # already wrapped above if the slot is after the host itself
             stack.enter_context(forward_replaced(self._host, lambda *arguments, **named: run(forward, arguments, named)))
             yield
 
@@ -194,6 +197,8 @@ class PrefixCache:
             one.watched.clear()
 
     def _recorded(self, name: str, forward: Forward) -> Forward:
+        """Return a forward that computes the module and stores its output."""
+
         def record(*arguments: Any, **named: Any) -> Any:
             if not self._is_in_prefix(name):
                 return forward(*arguments, **named)
@@ -205,6 +210,8 @@ class PrefixCache:
         return record
 
     def _replayed(self, name: str, forward: Forward) -> Forward:
+        """Return a forward that returns the stored output instead of computing it."""
+
         def replay(*arguments: Any, **named: Any) -> Any:
             if self._current is None or not self._is_in_prefix(name):
                 return forward(*arguments, **named)
@@ -214,15 +221,15 @@ class PrefixCache:
                     f"the inputs of {name!r} have the shapes {[*map(tuple, shapes)]} and had {[*map(tuple, entry.shapes)]} when they were "
                     "recorded; replay the same forward passes in the same order"
                 )
-            if not entry.is_intact:
+            if not entry.is_intact:  # the stored tensor was overwritten, so compute it; from now on copies are stored
                 self._overwritten.add(name)
                 return self._computed(forward, arguments, named)
-            return _map(entry.value, torch.clone if name in self._overwritten else _handed_out)
+            return _map(entry.value, torch.clone if name in self._overwritten else _detached)
 
         return replay
 
     def _is_in_prefix(self, name: str) -> bool:
-        """Whether this call is: not one after the slot, not one inside another module of the prefix, not one outside a forward pass."""
+        """Return whether this call belongs to the prefix: inside a forward pass, before the slot, and not inside another prefix module."""
         return self._current is not None and not self._is_inside and self._current.ran[name] < self._counts[name]
 
     def _computed(self, forward: Forward, arguments: Any, named: Any) -> Any:
@@ -238,14 +245,14 @@ class PrefixCache:
         def stored(tensor: Tensor) -> Tensor:
             plain = tensor.detach()
             if plain.is_inference():
-                return plain.clone()  # it has no version that would tell whether it is overwritten
+                return plain.clone()  # it has no version, so overwriting could not be noticed
             one.watched.append((name, plain, plain._version))
             return plain.clone() if is_copied else plain
 
         try:
             one.add(name, _map(output, stored), shapes)
         except _Unstorable as error:
-            # What is inside the module takes its place, from the next recording on.
+            # From the next recording on, the modules inside this one are recorded in its place.
             self._unstorable.add(name)
             self._cut(one)
             self._passes.clear()
@@ -255,6 +262,7 @@ class PrefixCache:
             self._cut(one)
 
     def _cut(self, one: _Pass) -> None:
+        """Drop the pass that is being recorded, and record no more."""
         self._is_cut = True
         self._current = None
         one.clear()
@@ -270,7 +278,7 @@ class PrefixCache:
     def _check_counts(self, one: _Pass) -> None:
         for name, count in self._counts.items():
             if one.ran[name] != count:
-                self._give_up(f"{name!r} ran {one.ran[name]} times before the slot, and {count} times in the pass that the calls are from")
+                self._give_up(f"{name!r} ran {one.ran[name]} times before the slot, and {count} times in the forward pass of the discovery")
 
     def _give_up(self, reason: str) -> None:
         self._refusal = reason
@@ -279,11 +287,11 @@ class PrefixCache:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """What one call of a module gave."""
+    """Output of one call of a module."""
 
     value: Any
     shapes: Shapes  # of the inputs
-    versions: tuple[tuple[Tensor, int], ...]  # of the tensors in it
+    versions: tuple[tuple[Tensor, int], ...]  # the tensors in `value`, with their versions
 
     @property
     def is_intact(self) -> bool:
@@ -292,13 +300,13 @@ class _Entry:
 
 @dataclass(slots=True)
 class _Pass:
-    """One forward pass."""
+    """Recording of one forward pass."""
 
     inputs: Inputs = ()
     entries: dict[str, list[_Entry]] = field(default_factory=dict)  # by module, in the order of its calls
     ran: Counter[str] = field(default_factory=Counter)  # calls of each module so far
-    watched: list[tuple[str, Tensor, int]] = field(default_factory=list)  # while it is recorded: module, an output, its version
-    storages: dict[int, int] = field(default_factory=dict)  # address -> bytes, because outputs may share them
+    watched: list[tuple[str, Tensor, int]] = field(default_factory=list)  # during the recording: (module, an output, its version)
+    storages: dict[int, int] = field(default_factory=dict)  # address -> bytes; outputs may share storage, which is counted once
     nbytes: int = 0
 
     def add(self, name: str, value: Any, shapes: Shapes) -> None:
@@ -322,11 +330,11 @@ class _Pass:
 
 
 class _Unstorable(TypeError):
-    """An output holds something that may change, or cannot be copied. The text is its type."""
+    """An output holds an object that may change or cannot be copied. The text is the object's type."""
 
 
 def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same tree of tuples, lists and dicts with other tensors in it."""
+    """Return the same tree of tuples, lists and dicts with every tensor changed by `change`."""
     kind = type(value)
     if isinstance(value, Tensor):
         return change(value)
@@ -342,6 +350,7 @@ def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _leaves(value: Any) -> list[Tensor]:
+    """Return all tensors of a tree."""
     leaves: list[Tensor] = []
 
     def collect(tensor: Tensor) -> Tensor:
@@ -352,7 +361,8 @@ def _leaves(value: Any) -> list[Tensor]:
     return leaves
 
 
-def _handed_out(tensor: Tensor) -> Tensor:
+def _detached(tensor: Tensor) -> Tensor:
+    """Return a stored tensor for use in a replayed pass."""
     return tensor.clone() if tensor.is_inference() else tensor.detach()
 
 
@@ -361,7 +371,7 @@ def _inputs(arguments: tuple[Any, ...], named: dict[str, Any]) -> Inputs:
 
 
 def _is_identical(one: Inputs, other: Inputs) -> bool:
-    """The same objects, at the same versions; a comparison of values would wait for the device."""
+    """Return whether the tensors are the same objects at the same versions; comparing values would wait for the device."""
     return len(one) == len(other) and all(
         left is right and version == before for (left, version), (right, before) in zip(one, other, strict=True)
     )
@@ -378,15 +388,15 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
 
 
 def _prefix(calls: Sequence[Call], slot: str, unstorable: Collection[str]) -> Counter[str]:
-    """The modules to replay, in the order of their first calls, and how often each is called before the slot's module is done."""
+    """Return the modules to replay, in the order of their first calls, and how often each is called before the slot's module ends."""
     own = [call for call in calls if call.name == slot]
     if len(own) != 1:
-        raise ValueError(f"the module {slot!r} ran {len(own)} times in the forward pass; a slot belongs to one that runs once")
+        raise ValueError(f"the module {slot!r} ran {len(own)} times in the forward pass; a slot needs a module that runs once")
     done = sorted((call for call in calls if call.end <= own[0].end and call.name not in unstorable), key=lambda call: call.start)
     counts: Counter[str] = Counter()
     end = -1
     for call in done:
-        if call.end > end:  # else it lies inside the one before
+        if call.end > end:  # else it lies inside the call before
             counts[call.name] += 1
             end = call.end
     return counts

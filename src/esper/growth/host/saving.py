@@ -1,6 +1,7 @@
-"""Grown models in files: the state dict tells the structure, so a fresh instance of the host becomes the grown model again.
+"""Save and load grown models.
 
-A model may be saved at any time, in the middle of training too: its living seeds are loaded as they were, with the alpha they had.
+A state dict describes the seeds as well as the weights, so `load` can turn a new instance of the host into the grown model. A model may
+also be saved in the middle of training: its living seeds are loaded with the alpha they had.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ if TYPE_CHECKING:
 
 
 def save(model: nn.Module | Slotted | AveragedModel | Grower, path: Path | str) -> None:
-    """Write weights and structure of a model, seeds included, as a safetensors file.
+    """Write the weights and seeds of a model to a safetensors file.
 
-    `model` is a module, what `add_slots` or `averaged` gave, or a grower. Stages and optimisers of a growing model are not in the file:
-    `grower.save(folder)` keeps those too.
+    `model` is a module, a `Slotted`, an `AveragedModel` or a `Grower`. The file does not hold the stages and optimisers of a growing model;
+    `grower.save(folder)` writes them.
     """
     host = _host_of(model)
     state = plain_names(host.state_dict())
@@ -39,18 +40,20 @@ def save(model: nn.Module | Slotted | AveragedModel | Grower, path: Path | str) 
 
 
 def load(source: Path | str | Mapping[str, Tensor], *, model: nn.Module) -> nn.Module:
-    """Grow a fresh instance of the host to the structure of a saved model and load its weights, in place. Return the model.
+    """Build the seeds of a saved model into a new instance of the host, load all weights, and return the instance.
 
-    `source` is a safetensors file (`esper.save`, `Grown.save`, or `save_pretrained` of Hugging Face, whose folder may be given too), the
-    folder of a run, or a state dict: `esper.load(torch.load("model.pt", weights_only=True), model=Net())`.
+    `source` is one of: a safetensors file of `esper.save` or `Grown.save`; a file or folder of Hugging Face's `save_pretrained`; the folder
+    of a run; a state dict, as in `esper.load(torch.load("model.pt", weights_only=True), model=Net())`.
     """
     state = plain_names(source if isinstance(source, Mapping) else _read(Path(source)))
     host = unwrap(model)
     check_has_no_slots(host)
     modules = plain_names(dict(host.named_modules()))
     own = plain_names(host.state_dict())
+    # A file holds tied weights once: add their other names.
     state |= {second: state[first] for second, first in _second_names(host).items() if first in state and second not in state}
     _check_fresh(own)
+    # Build all seeds and compare all names and shapes before anything in the host is changed.
     seeds = {name: _build(name, spec, state, own, modules) for name, spec in specs_in(state).items()}
     expected = {**own, **{f"{name}.{key}": tensor for name, (_, seed) in seeds.items() for key, tensor in seed.state_dict().items()}}
     _check_fit(expected, state)
@@ -60,20 +63,21 @@ def load(source: Path | str | Mapping[str, Tensor], *, model: nn.Module) -> nn.M
     actual = plain_names({name: name for name in host.state_dict()})
     host.load_state_dict({name: state[plain] for plain, name in actual.items()})
     if is_compiled(model):
-        torch.compiler.reset()  # compiled code does not look at hooks again
+        torch.compiler.reset()  # compiled code would not notice the new hooks
     return model
 
 
 def _host_of(model: object) -> nn.Module:
-    inner = getattr(model, "slotted", model)  # of a grower or an average
+    """Return the module to save."""
+    inner = getattr(model, "slotted", model)  # a Grower or an AveragedModel has a Slotted
     module = inner.host if isinstance(inner, Slotted) else inner
     if not isinstance(module, nn.Module):
-        raise GrowthError(f"a model is saved, and this is a {type(model).__name__}; pass the model, or what add_slots gave")
+        raise GrowthError(f"a {type(model).__name__} is not a model; pass an nn.Module, or the result of add_slots")
     return unwrap(module)
 
 
 def _read(path: Path) -> dict[str, Tensor]:
-    """Read a safetensors file, or all of those in the folder of a Hugging Face model."""
+    """Read a safetensors file, or all files model*.safetensors in a folder."""
     try:
         files = sorted(path.glob("model*.safetensors")) if path.is_dir() else [path]
         if not files:
@@ -83,37 +87,42 @@ def _read(path: Path) -> dict[str, Tensor]:
         raise GrowthError(f"there is no file {path}") from error
     except NotTensorsError as error:
         raise GrowthError(
-            f"{path} is not a safetensors file ({error}). A file of torch.save is read by you, and its state dict passed on: "
+            f"{path} is not a safetensors file ({error}). If torch.save wrote it, pass its state dict: "
             f"esper.load(torch.load({str(path)!r}, weights_only=True), model=...)"
         ) from error
     except FileError as error:
         raise GrowthError(str(error)) from error
     except OSError as error:
-        raise GrowthError(f"no model can be read: {reason_of(error)}") from error
+        raise GrowthError(f"the model cannot be read: {reason_of(error)}") from error
 
 
 def _why_no_model(folder: Path) -> str:
+    """Return the message for a folder without a model file."""
     from esper.growth.report.story import read_story
     from esper.runs.folder import EVENTS
 
     if not (folder / EVENTS).is_file():
         return f"the folder {folder} holds no model: there is no model.safetensors in it"
     if read_story(folder).began is None:
-        return f"the folder {folder} holds no model: it is a run, but none of growth"
+        return f"the folder {folder} holds no model: it is the folder of a run, but not of a growth run"
     return (
-        f"the run in {folder} has no model yet, for it has not come to its end; go on with it by esper.grow(..., run={str(folder)!r}, "
-        f"resume=True), or by esper grow --resume --run {folder} where the command line began it"
+        f"the run in {folder} has no model yet, because it has not finished; continue it by esper.grow(..., run={str(folder)!r}, "
+        f"resume=True), or by esper grow --resume --run {folder} if it was started from the command line"
     )
 
 
 def _build(
     name: str, spec: SeedSpec, state: dict[str, Tensor], own: Mapping[str, Tensor], modules: Mapping[str, nn.Module]
 ) -> tuple[str, Seed]:
-    """Build the seed of this name; return the name of the module whose output it changes, and the seed. Renames an old spec in `state`."""
+    """Build the seed of this name. Return the name of the module whose output it changes, and the seed.
+
+    A spec under the key of earlier versions is renamed in `state`.
+    """
     parts = name.split(".")[:-1]
     home, after = ".".join(parts), ".".join(parts[: len(parts) - spec.levels_up])
     if home not in modules or spec.levels_up > len(parts):
         raise GrowthError(f"the saved model has a seed after {after!r}, which this model does not have; pass an instance of the same host")
+    # The seed gets the device of the changed module. It keeps its saved precision if the host does not convert its own weights either.
     like = _parameter_like(modules[after], modules[""])
     is_same_precision = all(own[key].dtype == state[key].dtype for key in own if key in state)
     dtype = state[f"{name}.alpha"].dtype if is_same_precision and f"{name}.alpha" in state else like.dtype
@@ -127,12 +136,12 @@ def _check_fresh(own: Mapping[str, Tensor]) -> None:
     grown = sorted(specs_in(own))
     if grown:
         raise GrowthError(
-            f"this instance has grown already, {grown[0]!r}; pass a fresh one, or use load_state_dict where the structure is the same"
+            f"this model already has the seed {grown[0]!r}; pass a new instance, or use load_state_dict if it has the same seeds"
         )
 
 
 def _check_fit(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-    """Check everything before anything is changed."""
+    """Raise a GrowthError if names or shapes of the state dict differ from the model's."""
     problems = {
         "not in the file": [key for key in own if key not in state],
         "only in the file": [key for key in state if key not in own],
@@ -144,7 +153,7 @@ def _check_fit(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
 
 
 def _second_names(host: nn.Module) -> dict[str, str]:
-    """Return the second names of tied weights, with the first: a file holds each tensor once."""
+    """Return other name -> first name of all tied weights; a file holds each tensor once, under its first name."""
     first: dict[int, str] = {}
     state = plain_names(host.state_dict(keep_vars=True))
     names = {name: first.setdefault(id(tensor), name) for name, tensor in state.items() if isinstance(tensor, Tensor)}
@@ -152,6 +161,6 @@ def _second_names(host: nn.Module) -> dict[str, str]:
 
 
 def _parameter_like(module: nn.Module, host: nn.Module) -> Tensor:
-    """Return a parameter whose precision and device the seed's shall have."""
+    """Return a parameter with the precision and device that a seed after this module should have."""
     parameters = (parameter for part in (module, host) for parameter in part.parameters() if parameter.is_floating_point())
     return next(parameters, torch.empty(0))
