@@ -87,7 +87,7 @@ CASES = {
     "no validation data": (
         lambda f: start(folder=f, val=None),
         GrowthError,
-        "validation loader is None; seeds are kept or taken out by validation data, so pass a DataLoader or a list of batches",
+        "validation loader is None; seeds are judged by validation data, so pass a DataLoader or a list of batches",
     ),
     "no training data": (lambda f: start(folder=f, train=None), GrowthError, "training loader is None; pass a DataLoader or a list"),
     "a number as loader": (lambda f: start(folder=f, train=3), GrowthError, "training loader is an int; pass a DataLoader or a list"),
@@ -109,19 +109,19 @@ CASES = {
     "a loss class": (
         lambda f: start(folder=f, loss=nn.CrossEntropyLoss),
         GrowthError,
-        r"loss_fn is the class CrossEntropyLoss; pass an object of it: loss_fn=CrossEntropyLoss\(\)",
+        r"loss_fn is the class CrossEntropyLoss; pass an instance: loss_fn=CrossEntropyLoss\(\)",
     ),
     "the name of a loss": (lambda f: start(folder=f, loss="mse"), GrowthError, "loss_fn is a str, and must be a function"),
     "targets of another type": (
         lambda f: start(folder=f, val=changed(targets=Tensor.int)),
         GrowthError,
         r"batch 1 of the validation loader: loss_fn fails, with outputs \[8, 3\] float32 and targets \[8\] int32: .*"
-        r"targets.long\(\) where they are numbers of classes",
+        r"targets.long\(\) if they are class numbers",
     ),
     "targets of another type for torch 2.11": (
         lambda f: start(folder=f, loss=in_the_words_of_torch_2_11),
         GrowthError,
-        r"loss_fn fails, with outputs .*: expected scalar type Long but found Int; use targets.long\(\) where they are numbers of classes",
+        r"loss_fn fails, with outputs .*: expected scalar type Long but found Int; use targets.long\(\) if they are class numbers",
     ),
     "targets of another shape": (
         lambda f: start(folder=f, loss=lambda out, y: (out - y).square().mean()),
@@ -131,7 +131,7 @@ CASES = {
     "classes that the model does not have": (
         lambda f: start(folder=f, val=changed(targets=lambda y: y + 3)),
         GrowthError,
-        r"Target \d is out of bounds.* as many as the outputs have columns",
+        r"Target \d is out of bounds.* the outputs need one column per class",
     ),
     "targets that are no tensors": (lambda f: start(folder=f, val=changed(targets=Tensor.numpy)), GrowthError, "targets a ndarray: "),
     "inputs of another width": (
@@ -163,8 +163,7 @@ CASES = {
     "an optimiser of the model that was passed": (
         lambda f: start(folder=f, optimizer=lambda parameters: torch.optim.SGD(make_host().parameters(), lr=0.1)),
         GrowthError,
-        "the optimiser holds none of the parameters that grow trains, those of a copy; make it for what it is given: "
-        "optimizer=lambda parameters: ",
+        "the optimiser holds none of the parameters that grow trains, .* use the function's argument: optimizer=lambda parameters: ",
     ),
     "the class of a schedule": (
         lambda f: start(folder=f, scheduler=CosineAnnealingLR),
@@ -177,7 +176,7 @@ CASES = {
     "a schedule of another optimiser": (
         lambda f: start(folder=f, scheduler=lambda optimizer: StepLR(torch.optim.SGD(make_host().parameters(), lr=0.1), 1)),
         GrowthError,
-        "the schedule is of another optimiser; make it for the one it is given: scheduler=lambda optimizer: ",
+        "the schedule belongs to another optimiser; use the function's argument: scheduler=lambda optimizer: ",
     ),
     "a schedule that is too short": (
         lambda f: start(folder=f, scheduler=lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=2)),
@@ -208,18 +207,22 @@ CASES = {
     "half precision of a model in float64": (
         lambda f: start(make_host(dtype=torch.float64), folder=f, precision="bfloat16"),
         GrowthError,
-        "precision 'bfloat16' is for a model in float32, and first.weight is float64; .*model.float()",
+        "precision 'bfloat16' needs a model in float32, and first.weight is float64; .*model.float()",
     ),
     "a loss scale for weights in float16": (
         lambda f: start(make_host(dtype=torch.float16), folder=f, precision="float16"),
         GrowthError,
-        "precision 'float16' is for a model in float32, and first.weight is float16",
+        "precision 'float16' needs a model in float32, and first.weight is float16",
     ),
     "no accumulation": (lambda f: start(folder=f, accumulate=0), GrowthError, "accumulate: expected an int > 0, got 0"),
     "a limit of nothing": (lambda f: start(folder=f, max_grad_norm=0.0), GrowthError, "max_grad_norm: expected a float > 0"),
     "a strange time to step": (lambda f: start(folder=f, step_schedule="batch"), GrowthError, "step_schedule: expected one of 'auto', "),
-    "a model with slots": (lambda f: start(slotted(), folder=f), GrowthError, "a Slotted; pass the model itself, grow adds its own slots"),
-    "a model without values": (lambda f: start(make_host().to("meta"), folder=f), GrowthError, "on the device meta, so it has no values"),
+    "a model with slots": (
+        lambda f: start(slotted(), folder=f),
+        GrowthError,
+        "a Slotted; pass the model without slots, because grow adds them",
+    ),
+    "a model without values": (lambda f: start(make_host().to("meta"), folder=f), GrowthError, "on the meta device, so it has no values"),
     "a number as folder": (lambda f: start(folder=3), GrowthError, "run must be the path of a folder, and is 3"),
     "inference mode": (lambda f: torch.inference_mode()(start)(folder=f), GrowthError, "inference_mode"),
     "unknown slot": (lambda f: start(folder=f, config=config(slots=("frist",))), GrowthError, "frist"),
@@ -248,7 +251,7 @@ CASES = {
         r"is a tensor of shape \[8\]; take its mean",
     ),
     "a loss that is a float": (lambda f: start(folder=f, loss=lambda out, y: 1.0), GrowthError, r"is a float; .* without .item\(\)"),
-    "no loss": (lambda f: start(folder=f, loss=None), GrowthError, "pass loss_fn for batches of"),
+    "no loss": (lambda f: start(folder=f, loss=None), GrowthError, "pass either loss_fn, for batches of"),
     "batches of three": (lambda f: start(folder=f, val=[(*make_data(1)[0], 1)]), GrowthError, "a batch is a tuple of 3"),
     "batches that are dicts": (
         lambda f: start(folder=f, val=[{"pixels": x, "label": y} for x, y in make_data(2)]),
@@ -279,7 +282,7 @@ CASES = {
     "LBFGS": (
         lambda f: start(folder=f, optimizer=torch.optim.LBFGS),
         GrowthError,
-        "LBFGS computes the loss itself.*use another optimiser, or a loop of your own with esper.Grower",
+        "LBFGS computes the loss itself.*use another optimiser, or write your own loop with esper.Grower",
     ),
     "a dict of settings": (lambda f: start(folder=f, config={"patience": 3}), GrowthError, "must be a GrowthConfig, and is a dict"),
     "a function as model": (lambda f: start(cross_entropy, folder=f), GrowthError, "model must be an nn.Module, and is a function"),
@@ -419,7 +422,7 @@ def test_settings_are_checked_where_they_are_made(make, words: str) -> None:
 def test_after_epoch_without_a_function_says_what_it_takes_and_changes_nothing(given: object) -> None:
     loop = make_loop()
     loop.step(*loop.data[0])
-    with pytest.raises(GrowthError, match=r"after_epoch takes a function .* and got .*: grower.after_epoch\(evaluate\)"):
+    with pytest.raises(GrowthError, match=r"after_epoch needs a function .* and got .*: grower.after_epoch\(evaluate\)"):
         loop.grower.after_epoch(given)
     assert loop.grower.epoch == 0
     assert loop.grower.after_epoch(loop.evaluate).epoch == 1

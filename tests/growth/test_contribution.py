@@ -275,13 +275,13 @@ def test_shapley_values_share_out_the_whole_gain_in_2_to_the_k_evaluations() -> 
     first = [(a - b + c - d) / 2 for a, b, c, d in zip(alone["first"], both, neither, alone["second"], strict=True)]
     assert bounds(values["first"]) == pytest.approx(bounds(student_interval(first)), abs=1e-12)
     assert list(loop.grower.shapley(loop.evaluate, ["second"])) == ["second"]
-    with pytest.raises(GrowthError, match="no living seed is connected in 'third'"):
+    with pytest.raises(GrowthError, match="'third' has no living, connected seed"):
         loop.grower.shapley(loop.evaluate, ["third"])
 
 
 def test_shapley_values_of_a_host_without_seeds_are_refused() -> None:
     loop = make_loop()
-    with pytest.raises(GrowthError, match="for 1 to 4 seeds, and these are 0"):
+    with pytest.raises(GrowthError, match="need 1 to 4 seeds, and there are 0"):
         loop.grower.shapley(loop.evaluate)
 
 

@@ -451,7 +451,7 @@ def test_calls_with_odd_arguments_are_counted_as_far_as_they_tell() -> None:
 def test_an_optimiser_of_another_model_is_refused() -> None:
     host = make_host()
     slotted = add_slots(host, torch.zeros(2, 6), slots=["first"])
-    with pytest.raises(GrowthError, match=r"holds none of the model's parameters; make it for this very model"):
+    with pytest.raises(GrowthError, match=r"holds none of the model's parameters; make it for this model"):
         Grower(slotted, sgd(copy.deepcopy(host)))
     assert slotted.recording is None
     Grower(slotted, torch.optim.SGD(host.head.parameters(), lr=0.1))  # one that trains a part of it is not
@@ -459,7 +459,7 @@ def test_an_optimiser_of_another_model_is_refused() -> None:
 
 def test_a_model_without_slots_and_settings_that_are_no_config_are_refused() -> None:
     host = make_host()
-    with pytest.raises(GrowthError, match=r"this is a Host; call add_slots first"):
+    with pytest.raises(GrowthError, match=r"got a Host; call add_slots first"):
         Grower(host, sgd(host))
     slotted = add_slots(host, torch.zeros(2, 6), slots=["first"])
     with pytest.raises(GrowthError, match=r"config is a dict; pass config=GrowthConfig"):

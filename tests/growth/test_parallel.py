@@ -202,7 +202,7 @@ def test_ranks_that_evaluate_parts_of_every_batch_are_one_process_that_evaluates
 @pytest.mark.parametrize("how", ["no DDP", "slots before DDP"])
 def test_slots_in_a_process_group_without_data_parallelism_are_refused(how: str, results: list[dict[str, Any]]) -> None:
     for rank in results:
-        assert "2 processes train together" in rank["mistakes"][how]
+        assert "there are 2 processes" in rank["mistakes"][how]
         assert "add_slots(DistributedDataParallel(model)" in rank["mistakes"][how]
 
 

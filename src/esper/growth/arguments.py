@@ -1,7 +1,4 @@
-"""What a grower is given, looked at before anything is done with it. Mistakes are told with what to do.
-
-The arguments of `grow`: what a user may get wrong in them is told before anything is done.
-"""
+"""Validate the arguments of `Grower` and `grow` before anything is changed. Errors say what is wrong and what to do."""
 
 from __future__ import annotations
 
@@ -43,11 +40,14 @@ from esper.growth.lifecycle.slots import AnyBackend, SlotLifecycles
 from esper.growth.measure.contribution import MOST
 from esper.parallel import ALONE, Group, Ranks
 
+# Arguments of Grower
+
 
 def check_fit_together(slotted: object, optimizer: Optimizer, config: object) -> None:
+    """Raise a GrowthError unless `slotted` has slots, the config is one, and the optimiser holds parameters of the model."""
     if not isinstance(slotted, Slotted):
         raise GrowthError(
-            f"a Grower is made for a model with slots, and this is a {type(slotted).__name__}; "
+            f"a Grower needs a model with slots, and got a {type(slotted).__name__}; "
             "call add_slots first: slotted = add_slots(model, example_input=x[:2]), then Grower(slotted, optimizer)"
         )
     if config is not None and not isinstance(config, GrowthConfig):
@@ -55,7 +55,7 @@ def check_fit_together(slotted: object, optimizer: Optimizer, config: object) ->
     own = {id(parameter) for parameter in slotted.host.parameters()}
     if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
         raise GrowthError(
-            "the optimiser holds none of the model's parameters; make it for this very model, of which a copy has others: "
+            "the optimiser holds none of the model's parameters; make it for this model, not for a copy of it: "
             "optimizer = torch.optim.AdamW(model.parameters())"
         )
 
@@ -64,35 +64,36 @@ def check_evaluate(evaluate: object) -> None:
     if not callable(evaluate):
         what = "nothing" if evaluate is None else f"a {type(evaluate).__name__}"
         raise GrowthError(
-            f"after_epoch takes a function that gives the loss of every validation batch, and got {what}; it calls the function once more "
-            "for each seed on trial, with the seed off, so losses alone do not do: grower.after_epoch(evaluate)"
+            f"after_epoch needs a function that returns the loss of every validation batch, and got {what}; pass the function itself, "
+            "which is called again for each seed on trial with the seed off: grower.after_epoch(evaluate)"
         )
 
 
 def ranks_of(model: nn.Module) -> Group:
-    """The ranks that train this model together, checked; without a process group, none but this one."""
+    """Return the ranks that train this model together, after checks; `ALONE` if there is only this process."""
     wrappers = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     group = Ranks() if wrappers and dist.is_initialized() else ALONE
     check_ranks(model, group)
     if wrappers and wrappers[0].process_group.size() != group.world_size:
         raise GrowthError(
-            f"the model is data-parallel over {wrappers[0].process_group.size()} of {group.world_size} processes, and growth is decided by "
-            "all of them; wrap it without process_group="
+            f"the model is data-parallel over {wrappers[0].process_group.size()} of {group.world_size} processes, but all processes must "
+            "grow it together; wrap it without process_group="
         )
     return group
 
 
 def check_ranks(model: nn.Module, group: Group) -> None:
-    """Processes that train together must know of each other: seeds and decisions would differ between them otherwise."""
+    """Raise a GrowthError if there are several processes but the model is not data-parallel: each would grow another model."""
     if group.world_size == 1 and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise GrowthError(
-            f"{dist.get_world_size()} processes train together, and this model is not under DistributedDataParallel, or was put there "
-            "after it got its slots: every process would grow another model. Take the slots out by slotted.remove(), wrap the model first, "
+            f"there are {dist.get_world_size()} processes, and this model is not in DistributedDataParallel, or was wrapped after it got "
+            "its slots: every process would grow another model. Remove the slots by slotted.remove(), wrap the model first, "
             "and add slots to the wrapper: slotted = add_slots(DistributedDataParallel(model), example_input=x[:2])"
         )
 
 
 def one_number(loss: Tensor | float) -> Tensor:
+    """Return the loss as a detached tensor []. Raise a GrowthError if it has several elements."""
     if not isinstance(loss, Tensor):
         return torch.tensor(float(loss))
     if loss.numel() != 1:
@@ -101,36 +102,40 @@ def one_number(loss: Tensor | float) -> Tensor:
 
 
 def players(lifecycles: SlotLifecycles[AnyBackend], slots: Sequence[str] | None) -> list[str]:
-    """Whose gain is to be divided: these, or all living seeds that the host sees."""
+    """Return the slots whose seeds get Shapley values: `slots`, or all slots with a living, connected seed."""
     living = [name for name in lifecycles.living() if lifecycles.backends[name].is_connected]
     names = living if slots is None else list(slots)
     strange = [name for name in names if name not in living]
     if strange:
-        raise GrowthError(f"no living seed is connected in {strange[0]!r}; there is one in {', '.join(living) or 'no slot'}")
+        raise GrowthError(f"{strange[0]!r} has no living, connected seed; slots with one: {', '.join(living) or 'none'}")
     if not 0 < len(names) <= MOST:
-        raise GrowthError(f"Shapley values are for 1 to {MOST} seeds, and these are {len(names)}; name some: slots=[...]")
+        raise GrowthError(f"Shapley values need 1 to {MOST} seeds, and there are {len(names)}; choose some: slots=[...]")
     return names
 
 
 def check_alphas(slotted: Slotted, slot: str, alphas: Sequence[float]) -> None:
+    """Raise a GrowthError if the slot is empty or an alpha is out of range."""
     if slotted.slot(slot).seed is None:
         raise GrowthError(f"there is no seed in {slot!r}, so it has no alpha")
     if not alphas or not all(0 <= alpha <= 1 for alpha in alphas):
-        raise GrowthError(f"alphas are some numbers from 0 to 1, not {list(alphas)}")
+        raise GrowthError(f"alphas must be a list of numbers from 0 to 1, not {list(alphas)}")
 
+
+# Arguments of grow
 
 MakeHostOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 MakeScheduler = Callable[[Optimizer], Any]
 
 
 def check_call(model: object, *, epochs: object, config: object, run: object) -> None:
+    """Raise a GrowthError for a wrong model, number of epochs, config or run folder, or inside inference mode."""
     if isinstance(model, type) or not isinstance(model, nn.Module):
         what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
-        hint = "; pass the model itself, grow adds its own slots" if isinstance(model, Slotted) else ""
+        hint = "; pass the model without slots, because grow adds them" if isinstance(model, Slotted) else ""
         raise GrowthError(f"model must be an nn.Module, and is {what}{hint}")
     empty = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
     if empty is not None:
-        raise GrowthError(f"{empty} is on the device meta, so it has no values; make the model on another device, or load its weights")
+        raise GrowthError(f"{empty} is on the meta device, so it has no values; make the model on another device, or load its weights")
     if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
         raise GrowthError(f"epochs must be a whole number from 1 on, and is {epochs!r}")
     if config is not None and not isinstance(config, GrowthConfig):
@@ -140,7 +145,7 @@ def check_call(model: object, *, epochs: object, config: object, run: object) ->
     if run is not None and not isinstance(run, str | PathLike):
         raise GrowthError(f"run must be the path of a folder, and is {run!r}")
     if torch.is_inference_mode_enabled():
-        raise GrowthError("grow was called in torch.inference_mode, in which nothing can be trained; call it outside")
+        raise GrowthError("grow was called inside torch.inference_mode, where nothing can be trained; call it outside")
 
 
 def training_config(
@@ -151,7 +156,7 @@ def training_config(
     max_grad_norm: float | None = None,
     step_schedule: str = "auto",
 ) -> TrainingConfig:
-    """All settings of a run in one config, which its folder keeps."""
+    """Return all settings of a run as one config, which is stored in its folder."""
     growth = config or GrowthConfig()
     own: dict[str, Any] = {"precision": precision, "accumulate": accumulate, "max_grad_norm": max_grad_norm, "step_schedule": step_schedule}
     try:
@@ -164,14 +169,14 @@ def training_config(
 
 
 def check_precision(model: nn.Module, precision: str, device: torch.device) -> None:
-    """Raise a GrowthError where autocast would not do what was asked for."""
+    """Raise a GrowthError if autocast to this precision does not work for the model or its device."""
     if precision == "float32":
         return
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.is_floating_point() and parameter.dtype is not torch.float32:
             kind = str(parameter.dtype).removeprefix("torch.")
             raise GrowthError(
-                f"precision {precision!r} is for a model in float32, and {name} is {kind}; leave precision out, or pass model.float()"
+                f"precision {precision!r} needs a model in float32, and {name} is {kind}; leave precision out, or pass model.float()"
             )
     try:
         with warnings.catch_warnings(action="error"), torch.autocast(device.type, dtype=getattr(torch, precision)):
@@ -184,6 +189,7 @@ def check_precision(model: nn.Module, precision: str, device: torch.device) -> N
 
 
 def optimizer_from(make: MakeHostOptimizer, parameters: Sequence[nn.Parameter]) -> Optimizer:
+    """Make the user's optimiser for these parameters, and check it."""
     example = "optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)"
     if not callable(make):
         raise GrowthError(f"optimizer must be a function that makes one, and is {with_article(type(make).__name__)}: {example}")
@@ -196,18 +202,20 @@ def optimizer_from(make: MakeHostOptimizer, parameters: Sequence[nn.Parameter]) 
     own = {id(parameter) for parameter in parameters}
     if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
         raise GrowthError(
-            f"the optimiser holds none of the parameters that grow trains, those of a copy; make it for what it is given: {example}"
+            f"the optimiser holds none of the parameters that grow trains, which are those of a copy of the model; use the function's "
+            f"argument: {example}"
         )
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise GrowthError(
-            f"{type(optimizer).__name__} computes the loss itself in every step, which grow does not offer; "
-            "use another optimiser, or a loop of your own with esper.Grower(..., seed_optimizer=...)"
+            f"{type(optimizer).__name__} computes the loss itself in every step, which grow does not support; "
+            "use another optimiser, or write your own loop with esper.Grower(..., seed_optimizer=...)"
         )
     return optimizer
 
 
 def scheduler_from(make: MakeScheduler | None, optimizer: Optimizer) -> Any:
+    """Make the user's schedule for the optimiser, and check it; None if there is none."""
     if make is None:
         return None
     example = "scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)"
@@ -225,12 +233,12 @@ def scheduler_from(make: MakeScheduler | None, optimizer: Optimizer) -> Any:
         what = "None" if scheduler is None else with_article(type(scheduler).__name__)
         raise GrowthError(f"scheduler made {what}; it must make a schedule, with step, state_dict and load_state_dict: {example}")
     if getattr(scheduler, "optimizer", optimizer) is not optimizer:
-        raise GrowthError(f"the schedule is of another optimiser; make it for the one it is given: {example}")
+        raise GrowthError(f"the schedule belongs to another optimiser; use the function's argument: {example}")
     return scheduler
 
 
-PER_STEP = (OneCycleLR, CyclicLR)  # schedules whose time is counted in steps, by their own documentation
-PER_EPOCH = (  # with the names of the times at which they end or change, counted in epochs by the documentation
+PER_STEP = (OneCycleLR, CyclicLR)  # schedules that count steps, by their documentation
+PER_EPOCH = (  # schedules that count epochs, by their documentation, with the attribute that says when they end or change
     (CosineAnnealingLR, "T_max"),
     (CosineAnnealingWarmRestarts, "T_0"),
     (ConstantLR, "total_iters"),
@@ -244,16 +252,17 @@ PER_EPOCH = (  # with the names of the times at which they end or change, counte
 
 
 def is_stepped_per_step(scheduler: Any, asked: str, *, epochs: int, steps: int | None) -> bool:
-    """Whether a schedule is stepped after every step of the optimiser, not after every epoch.
+    """Return whether a schedule is stepped after every step of the optimiser, rather than after every epoch.
 
-    `steps` is the number of steps in an epoch, None where the loader does not tell. "auto" goes by the documentation of a schedule, and
-    warns where that leaves it open, or where the schedule would end long after the training.
+    `steps` is the number of steps in an epoch; None if the loader has no length. "auto" follows the documentation of a schedule. It warns
+    if that says nothing, or if the schedule would end long after the training.
     """
     parts = _parts(scheduler)
     is_plateau = any(isinstance(part, ReduceLROnPlateau) for part in parts)
     if asked == "step" and is_plateau:
         raise GrowthError("ReduceLROnPlateau follows the validation loss, which is known once an epoch; leave step_schedule out")
     per_step = asked == "step" or (asked == "auto" and any(isinstance(part, PER_STEP) for part in parts))
+    # `times` is the number of times the schedule will be stepped; None if it is unknown.
     times, unit = (epochs, "once an epoch") if not per_step else (steps and epochs * steps, "after every step")
     for part in parts:
         name = type(part).__name__
@@ -261,7 +270,7 @@ def is_stepped_per_step(scheduler: Any, asked: str, *, epochs: int, steps: int |
             other = f'step_schedule="{"epoch" if per_step else "step"}"'
             raise GrowthError(
                 f"{name} is stepped {unit}, {times} times in all, and ends after {part.total_steps}; make it with total_steps={times}, "
-                f"or pass {other} where it counts {'epochs' if per_step else 'steps'}"
+                f"or pass {other} if it counts {'epochs' if per_step else 'steps'}"
             )
         doubt = "" if per_step or asked != "auto" or steps == 1 else _doubt(part, epochs)
         if doubt:
@@ -274,14 +283,14 @@ def is_stepped_per_step(scheduler: Any, asked: str, *, epochs: int, steps: int |
 
 
 def _parts(scheduler: Any) -> list[Any]:
-    """The schedules that a SequentialLR or ChainedScheduler is made of, or the schedule itself."""
+    """Return the schedules inside a SequentialLR or ChainedScheduler, or the schedule itself."""
     if isinstance(scheduler, SequentialLR | ChainedScheduler):
         return [inner for part in scheduler._schedulers for inner in _parts(part)]
     return [] if scheduler is None else [scheduler]
 
 
 def _doubt(scheduler: Any, epochs: int) -> str:
-    """Why a schedule may count steps and not epochs; empty where nothing speaks for it."""
+    """Return why a schedule may count steps rather than epochs; "" if there is no reason to think so."""
     for kind, name in PER_EPOCH:
         if isinstance(scheduler, kind):
             end = getattr(scheduler, name) if name else 0

@@ -1,4 +1,7 @@
-"""What `grow` does with a user's batches: to the model's device, through the model, to a loss, with errors that help."""
+"""Handle the user's batches in `grow`: move them to the device, compute their losses, and explain errors in data, model or loss.
+
+`ConstantPredictor` computes the loss of a model that gives all samples the same output, with which losses are compared.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +23,12 @@ StepLoss = Callable[[nn.Module, Any], Tensor]  # (model, batch)
 
 
 def step_loss_of(loss_fn: LossFunction | None, step_loss: StepLoss | None) -> StepLoss:
-    """One way from a batch to a loss, whichever the user gave."""
+    """Return a function from model and batch to loss, made from the one of both arguments that is given."""
     if (loss_fn is None) == (step_loss is None):
-        raise GrowthError(
-            "pass loss_fn for batches of (inputs, targets), or step_loss=lambda model, batch: ... for anything else; one of them"
-        )
+        raise GrowthError("pass either loss_fn, for batches of (inputs, targets), or step_loss=lambda model, batch: ..., for anything else")
     name, given = ("loss_fn", loss_fn) if step_loss is None else ("step_loss", step_loss)
     if isinstance(given, type):
-        raise GrowthError(f"{name} is the class {given.__name__}; pass an object of it: {name}={given.__name__}()")
+        raise GrowthError(f"{name} is the class {given.__name__}; pass an instance: {name}={given.__name__}()")
     if not callable(given):
         raise GrowthError(f"{name} is a {type(given).__name__}, and must be a function, such as torch.nn.functional.cross_entropy")
     if step_loss is not None:
@@ -56,20 +57,20 @@ def step_loss_of(loss_fn: LossFunction | None, step_loss: StepLoss | None) -> St
     return from_pair
 
 
-_IN_MODEL, _IN_LOSS = "the model cannot run the inputs", "loss_fn fails"  # how the notes of from_pair begin
-_TYPES = ("dtype", "scalar type")  # the latter in torch 2.11: expected scalar type Long but found Int
-_HINTS = (  # parts of torch's messages, where it was raised, what to do
+_IN_MODEL, _IN_LOSS = "the model cannot run the inputs", "loss_fn fails"  # the first words of the notes of from_pair
+_TYPES = ("dtype", "scalar type")  # torch 2.11 says "expected scalar type Long but found Int"
+_HINTS = (  # (parts of torch's messages, where the error was raised, what to do)
     (_TYPES, _IN_MODEL, "convert them to float32, as the weights are, or the model to their precision"),
     (("missing",), _IN_MODEL, "loss_fn calls the model with the inputs alone; pass step_loss=lambda model, batch: ... for anything else"),
-    (_TYPES, _IN_LOSS, "use targets.long() where they are numbers of classes, targets.float() where they are values"),
-    (("out of bounds",), _IN_LOSS, "classes are numbered from 0, and there are as many as the outputs have columns"),
+    (_TYPES, _IN_LOSS, "use targets.long() if they are class numbers, targets.float() if they are values"),
+    (("out of bounds",), _IN_LOSS, "class numbers start at 0, and the outputs need one column per class"),
 )
 
 
 def explained(error: Exception, batch: Any, where: str) -> GrowthError | None:
-    """The error as one that says where it was and what to do; None where it is not known to be about the data.
+    """Return the error as a GrowthError that says where it happened and what to do; None if it is not known to be about the data.
 
-    Only for calls of the user's own step: what fails in a second pass of ours has to come through as it is.
+    Use it only for the first computation of a batch's loss. An error in a second pass, such as a closure, must be raised unchanged.
     """
     text = str(error)
     if isinstance(error, GrowthError):
@@ -77,7 +78,7 @@ def explained(error: Exception, batch: Any, where: str) -> GrowthError | None:
     if "more than 1 value per channel" in text:
         return GrowthError(
             f"{where}: a training batch of {size_of(batch)} is too small for batch norm ({error}); "
-            "build the DataLoader with drop_last=True, or choose a batch size that leaves no rest of one"
+            "build the DataLoader with drop_last=True, or choose a batch size that does not leave a last batch of one"
         )
     note = next((note for note in getattr(error, "__notes__", ()) if note.startswith((_IN_MODEL, _IN_LOSS))), None)
     is_about_data = isinstance(error, RuntimeError | TypeError | ValueError | IndexError) and not isinstance(error, torch.OutOfMemoryError)
@@ -88,7 +89,7 @@ def explained(error: Exception, batch: Any, where: str) -> GrowthError | None:
 
 
 def described(value: Any) -> str:
-    """Such as "[8, 3] float32".
+    """Return a text such as "[8, 3] float32".
 
     >>> described(torch.zeros(8, 3)), described([1, 2])
     ('[8, 3] float32', 'a list')
@@ -99,8 +100,10 @@ def described(value: Any) -> str:
 
 
 def pair_of(batch: Any) -> tuple[Any, Any]:
+    """Return inputs and targets of a batch. Raise a GrowthError if it is not a pair."""
     if isinstance(batch, tuple | list) and len(batch) == 2:
         return batch[0], batch[1]
+    # Describe the batch, and suggest a step_loss with its first and last key.
     kind, names = type(batch).__name__, []
     if isinstance(batch, Mapping):
         names = [repr(name) for name in batch]
@@ -112,10 +115,10 @@ def pair_of(batch: Any) -> tuple[Any, Any]:
 
 
 class Listener:
-    """Hears what a model is called with, for a step_loss may take anything out of its batches, and what it gives."""
+    """Hooks that record the arguments and outputs of a model, because a step_loss may call it with any part of a batch."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.heard: Any = None  # the arguments of the first call: a tuple of them, or a dict by name
+        self.heard: Any = None  # the arguments of the first call: a tuple, or a dict by name
         self.outputs: Any = None  # of the last call
         self._model = model
         self._handles = [model.register_forward_pre_hook(self._hear, with_kwargs=True), model.register_forward_hook(self._keep)]
@@ -126,6 +129,7 @@ class Listener:
         if not arguments or not named:
             self.heard = arguments or dict(named)
             return
+        # Positional and keyword arguments: give all of them their names.
         signature = inspect.signature(self._model.forward)
         self.heard = dict(signature.bind(*arguments, **named).arguments)
         for parameter in signature.parameters.values():
@@ -141,23 +145,23 @@ class Listener:
 
 
 class ConstantPredictor:
-    """The least loss that a model could have which gives all samples the same output: what losses are relative to.
+    """Search for the smallest loss of a model that gives all samples the same output. Losses are compared with it.
 
-    Where targets are numbers of classes, that output is the logarithm of the classes' frequencies, the same at all positions of a sample.
-    Elsewhere it is found by L-BFGS from the mean of some outputs on, for any loss function that has a gradient, and may differ from
-    position to position.
+    If targets are class numbers, the best output is the logarithm of the class frequencies, the same at all positions of a sample.
+    Otherwise L-BFGS searches for it, starting at the mean of the first batch's outputs. That works for any loss function with a gradient;
+    the output may then differ from position to position.
     """
 
-    MOST = 2**22  # outputs that a step of L-BFGS looks at
+    MOST = 2**22  # elements of outputs that a step of L-BFGS uses at most
 
     def __init__(self, loss_fn: LossFunction) -> None:
         self._loss_fn = loss_fn
-        self._pairs: list[tuple[torch.Size, Any]] = []  # the shape of a batch's outputs, and its targets
-        self._numbers = 0  # outputs in these batches
+        self._pairs: list[tuple[torch.Size, Any]] = []  # (shape of a batch's outputs, its targets)
+        self._numbers = 0  # elements of the outputs of these batches
         self._first: Tensor | None = None  # outputs of the first batch
 
     def note(self, outputs: Tensor, targets: Any) -> None:
-        """One batch. Where the targets are no classes, the first of them have to do."""
+        """Add a batch. If targets are not class numbers, only the first batches are used, up to `MOST` elements."""
         if self._first is None:
             self._first = outputs.detach()
         is_enough = self._numbers > 0 and self._numbers + outputs.numel() > self.MOST
@@ -167,17 +171,18 @@ class ConstantPredictor:
         self._numbers += outputs.numel()
 
     def loss(self) -> float | None:
-        """None where nothing finite was found."""
+        """Return the smallest loss that was found, or None if none is finite."""
         if not self._pairs or self._first is None:
             return None
         shape, targets = self._pairs[0]
-        if dims := class_dims(shape, targets):  # one of them tells classes apart; where two could, the better one does
+        if dims := class_dims(shape, targets):  # if several dimensions could be the classes, the one with the smaller loss counts
             least = min(self._loss_of(self._log_frequencies(dim)) for dim in dims)
         else:
             least = self._least(self._first.float().mean(dim=0, keepdim=True))
         return least if math.isfinite(least) else None
 
     def _log_frequencies(self, dim: int) -> Tensor:
+        """Return the logarithm of the class frequencies, with the classes in dimension `dim` and size 1 in all others."""
         assert self._first is not None
         size, shape = self._first.shape[dim], [1] * self._first.ndim
         shape[dim] = size
@@ -191,11 +196,11 @@ class ConstantPredictor:
 
     @torch.enable_grad()
     def _least(self, start: Tensor) -> float:
-        """The loss of a constant output that L-BFGS has made the best of, as far as it stays finite."""
+        """Return the smallest finite loss that L-BFGS finds for a constant output, starting at `start`."""
         found = [self._loss_of(start)]
         constant = start.clone().requires_grad_()
         optimizer = torch.optim.LBFGS([constant], max_iter=100, tolerance_change=1e-12, line_search_fn="strong_wolfe")
-        unit = abs(found[0]) or 1.0  # its tolerances are absolute
+        unit = abs(found[0]) or 1.0  # the tolerances of L-BFGS are absolute, so divide the loss by its start value
 
         def closure() -> Tensor:
             optimizer.zero_grad()
@@ -211,7 +216,7 @@ class ConstantPredictor:
         return min((loss for loss in found if math.isfinite(loss)), default=math.inf)
 
     def _total(self, constant: Tensor) -> Tensor:
-        """Its mean loss over samples, by the batches that it has the right shape for."""
+        """Return the mean loss over samples of a constant output, in the batches whose outputs it can be expanded to."""
         assert self._first is not None
         fitting = [(shape, targets) for shape, targets in self._pairs if _can_expand(constant.shape, shape)]
         losses = []
@@ -222,11 +227,11 @@ class ConstantPredictor:
 
 
 class _CannotImproveError(Exception):
-    pass
+    """Ends L-BFGS when the loss is not finite or has no gradient."""
 
 
 def class_dims(shape: torch.Size, targets: Any) -> list[int]:
-    """Dimensions of outputs that could tell classes apart: without one of them, they have the shape of the targets.
+    """Return the dimensions of the outputs that could be the classes: without one of them, the shape is that of the targets.
 
     >>> class_dims(torch.Size([8, 5, 16]), torch.zeros(8, 16, dtype=torch.int64))
     [1]
@@ -241,16 +246,16 @@ def _can_expand(shape: torch.Size, to: torch.Size) -> bool:
 
 
 def example_of(batch: Any) -> Any:
-    """What the model gets of a batch, as far as that can be guessed: the inputs of a pair, or the batch itself."""
+    """Guess what the model is called with: the inputs if the batch is a pair, else the batch itself."""
     return batch[0] if isinstance(batch, tuple | list) and len(batch) == 2 else batch
 
 
 def check_loader(loader: object, which: str) -> None:
-    """Raise a GrowthError for anything that cannot be gone through in every epoch, batch by batch."""
+    """Raise a GrowthError for anything that cannot be iterated batch by batch in every epoch."""
     wanted, subject = "pass a DataLoader or a list of batches", f"the {which} loader is"
     pairs = f"{wanted}: [(inputs, targets), ...]"
     if loader is None:
-        reason = "seeds are kept or taken out by validation data, so " if which == "validation" else ""
+        reason = "seeds are judged by validation data, so " if which == "validation" else ""
         raise GrowthError(f"{subject} None; {reason}{wanted}")
     if isinstance(loader, Tensor):
         raise GrowthError(f"{subject} a tensor; {pairs}")
@@ -259,13 +264,14 @@ def check_loader(loader: object, which: str) -> None:
     if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
         raise GrowthError(f"{subject} a {type(loader).__name__}, which gives single samples; wrap it: DataLoader(dataset, batch_size=32)")
     if isinstance(loader, Iterator):  # asking it for an iterator would make a DataLoader draw random numbers
-        raise GrowthError(f"{subject} an iterator, which can be gone through once; {wanted}")
+        raise GrowthError(f"{subject} an iterator, which can be used only once; {wanted}")
     if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
         raise GrowthError(f"{subject} {with_article(type(loader).__name__)}; {wanted}")
 
 
 def with_article(noun: str) -> str:
-    """
+    """Return a noun with its indefinite article.
+
     >>> with_article("int"), with_article("str")
     ('an int', 'a str')
     """
@@ -273,7 +279,7 @@ def with_article(noun: str) -> str:
 
 
 def move(batch: Any, device: torch.device) -> Any:
-    """The same batch on another device. What is no tensor, and has no `to` of its own, is looked into."""
+    """Return the batch on another device. Mappings, tuples and lists without a `to` method are moved item by item."""
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
     if callable(getattr(batch, "to", None)):
@@ -288,7 +294,7 @@ def move(batch: Any, device: torch.device) -> Any:
 
 
 def checked(loss: Any) -> Tensor:
-    """The loss of a batch, which must be one number in a tensor."""
+    """Return the loss of a batch. Raise a GrowthError unless it is one number in a tensor."""
     rule = "the loss of a batch must be one number in a tensor, and is"
     if not isinstance(loss, Tensor):
         raise GrowthError(f"{rule} {with_article(type(loss).__name__)}; return the tensor itself, without .item() or float()")
@@ -298,7 +304,7 @@ def checked(loss: Any) -> Tensor:
 
 
 def check_data(batch: Any, loss: float, where: str) -> None:
-    """A loss that is not finite may be the data's fault, which no rollback can mend."""
+    """Raise a GrowthError if the loss is not finite because of NaN or infinite values in the batch, which no rollback can repair."""
     if math.isfinite(loss):
         return
     for tensor in tensors_in(batch):
@@ -308,7 +314,7 @@ def check_data(batch: Any, loss: float, where: str) -> None:
 
 
 def size_of(batch: Any) -> int:
-    """Samples in a batch, as far as its first tensor tells."""
+    """Return the number of samples in a batch: the leading size of its first tensor that has one, else 1."""
     return next((len(tensor) for tensor in tensors_in(batch) if tensor.ndim > 0), 1)
 
 

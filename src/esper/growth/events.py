@@ -1,4 +1,4 @@
-"""What happens while a model grows. Small records, emitted where the fact is known."""
+"""Events of growth: small frozen records, each emitted where its fact becomes known."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from esper.runs import Event
 
 
 class GrowthStarted(Event, tag="growth_started"):
-    """Training begins, or goes on, after `epoch` epochs."""
+    """The training starts, or is resumed after `epoch` epochs."""
 
     epoch: int
     epochs: int | None
@@ -19,16 +19,16 @@ class GrowthStarted(Event, tag="growth_started"):
     raise_mode: str
     slots: list[str]
     parameters: int
-    flops: int  # of a forward pass for one sample
+    flops: int  # of the host's forward pass for one sample
     optimizer: str = ""
     title: str = ""  # of the task or model
     device: str = "cpu"
-    note: str = ""  # what a person should know before it begins
-    uninformed_loss: float | None = None  # of a constant predictor: rents and thresholds are shares of it; None: not known yet
+    note: str = ""  # remarks for the user, such as why nothing can grow
+    uninformed_loss: float | None = None  # loss of a constant predictor, the unit of rents and thresholds; None: not known yet
 
 
 class SlotView(msgspec.Struct, frozen=True):
-    """One slot at the end of an epoch; a part of `EpochEnded`."""
+    """The state of one slot at the end of an epoch; a part of `EpochEnded`."""
 
     slot: str
     stage: str
@@ -41,8 +41,8 @@ class SlotView(msgspec.Struct, frozen=True):
     gain_high: float | None
     parameters: int
     rent: float
-    grad_norm: float | None = None  # of the seed: mean over the epoch's steps, before clipping
-    skipped: int = 0  # steps that the seed did not take because its gradient was not finite
+    grad_norm: float | None = None  # mean gradient norm of the seed over the epoch's steps, before clipping
+    skipped: int = 0  # steps that the seed skipped because its gradient was not finite
 
 
 class EpochEnded(Event, tag="epoch_ended"):
@@ -52,27 +52,27 @@ class EpochEnded(Event, tag="epoch_ended"):
     train_loss: float
     val_loss: float
     learning_rate: float
-    decision: str  # what was decided and why, in words
+    decision: str  # the decision and its reasons, in words
     slots: list[SlotView]
     parameters: int  # of host and seeds
-    flops: int  # of a forward pass for one sample, seeds included
-    seconds: float = 0.0  # of the epoch, decisions included
+    flops: int  # of a forward pass for one sample, including seeds
+    seconds: float = 0.0  # duration of the epoch, including the decision
     samples_per_second: float | None = None
-    total_gflops: float | None = None  # spent so far, where the size of batches is known
-    step_seconds: float | None = None  # of one training step, data wait included: mean over the epoch, by the device's clock
-    data_wait_seconds: float | None = None  # of the epoch, waiting for the training loader; both None where the loop is the user's own
+    total_gflops: float | None = None  # used so far; None if batch sizes are unknown
+    step_seconds: float | None = None  # mean duration of a training step on the device's clock, including the wait for data
+    data_wait_seconds: float | None = None  # total wait for the training loader; this and step_seconds are None in a user's own loop
     skipped: int = 0
-    """Steps that the host's optimiser did not take because a gradient overflowed under its loss scale; those of seeds are in `slots`. Not
-    counted: a fused optimiser, which skips on the device, and a loop of the user's own."""
+    """Steps that the host's optimiser skipped because a gradient overflowed under its loss scale. Skipped steps of seeds are in `slots`.
+    Not counted for a fused optimiser, which skips on the device, and in a user's own loop."""
 
     def shown(self) -> Mapping[str, Any]:
-        """Show slots under their names: slots/conv1/alpha."""
+        """Return the values to show, with slots under their names: slots/conv1/alpha."""
         slots = {view.slot: {name: getattr(view, name) for name in view.__struct_fields__} for view in self.slots}
         return {**super().shown(), "slots": slots}
 
 
 class StageEntered(Event, tag="stage_entered"):
-    """A seed, or its slot, entered a stage."""
+    """A seed or its slot has entered a stage."""
 
     epoch: int
     slot: str
@@ -82,7 +82,7 @@ class StageEntered(Event, tag="stage_entered"):
 
 
 class ActionRefused(Event, tag="action_refused"):
-    """A gate did not let pass what the controller wanted."""
+    """A gate has refused an action of the controller."""
 
     epoch: int
     slot: str
@@ -91,28 +91,28 @@ class ActionRefused(Event, tag="action_refused"):
 
 
 class RolledBack(Event, tag="rolled_back"):
-    """The governor went back to a healthy snapshot."""
+    """The governor has restored a healthy snapshot."""
 
     epoch: int
-    to_epoch: int
+    to_epoch: int  # epoch of the snapshot
     reason: str
-    embargoed: list[str]  # slots whose seeds were taken out
+    embargoed: list[str]  # slots whose seeds were pruned
 
 
 class Probed(Event, tag="probed"):
-    """What candidates promised when they were looked at."""
+    """A probe has estimated how fast each candidate would lower the loss."""
 
     epoch: int
-    promises: dict[str, dict[str, float]]  # slot -> blueprint -> fall of the loss per step
+    promises: dict[str, dict[str, float]]  # slot -> blueprint -> estimated fall of the loss per step
 
 
 class GrowthFinished(Event, tag="growth_finished"):
-    """The run is over."""
+    """The run has ended."""
 
     epoch: int
     why: str  # "finished", "stopped early" or "stopped"
-    tried: int
-    kept: int
+    tried: int  # seeds that germinated
+    kept: int  # seeds that were fossilized
     rollbacks: int
     val_loss_before: float
     val_loss: float
@@ -125,39 +125,39 @@ class GrowthFinished(Event, tag="growth_finished"):
 
 
 class LoaderRestarted(Event, tag="loader_restarted"):
-    """The loader cannot be saved in the middle of an epoch, so the run went on from the start of one."""
+    """The run was resumed from the start of an epoch, because its loader cannot save its position within one."""
 
     epoch: int
 
 
 class Measured(Event, tag="measured"):
-    """What removing a seed on trial would cost, by the epoch's validation batches."""
+    """The gain of a seed on trial was measured on the epoch's validation batches."""
 
     epoch: int
     slot: str
-    gain: float  # in the unit of the loss
+    gain: float  # increase of the loss if the seed were removed
     gain_low: float
     gain_high: float
     rent: float
 
     def shown(self) -> Mapping[str, Any]:
-        """Show seeds under the names of their slots: conv1/gain."""
+        """Return the values to show, under the name of the slot: conv1/gain."""
         return {self.slot: super().shown()}
 
 
 class FinalTest(Event, tag="final_test"):
-    """The result on data that nobody who decides has seen, before and after; measured once, when everything is over."""
+    """The result on test data, before and after the training. No decision uses these data; they are measured once, at the end."""
 
     loss_before: float
     loss: float
-    accuracy_before: float | None = None  # None: the loss is not one of a classifier
+    accuracy_before: float | None = None  # None if the task is not a classification
     accuracy: float | None = None
 
 
 class TwinCompared(Event, tag="twin_compared"):
-    """The grown model against its twin, which never grew, on the same test samples; a part of the twin's run."""
+    """The grown model was compared with its twin, which never grew, on the same test samples; emitted in the twin's run."""
 
     samples: int
-    accuracy_difference: float  # grown - never grown, mean over samples
-    low: float  # ends of its 95 % interval, over samples
-    high: float
+    accuracy_difference: float  # accuracy of the grown model - accuracy of the twin, mean over samples
+    low: float  # lower end of its 95 % interval over samples
+    high: float  # upper end

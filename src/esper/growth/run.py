@@ -1,13 +1,11 @@
-"""What `grow` gives back: the model, what was done to it, and what that gave and cost.
+"""The run of a `grow` call: its result (`Grown`), and its folder with events and checkpoints, from which it can be resumed.
 
-A growing run as a folder: its events, its checkpoints, and how it goes on after a stop or a crash.
+A checkpoint is written before the first epoch and after every epoch. If the training loader has a `state_dict`, one is also written when
+the run is stopped within an epoch. A checkpoint holds the weights, optimisers, schedule, lifecycles, ledger, snapshots, position in the
+data and the global random states. So a loader that shuffles by the global generator gives the same batches when an epoch is repeated.
 
-A checkpoint is written before the first epoch and after every one, and on a stop in the middle of one where the training loader can tell
-where it is. What is saved is everything: weights, optimisers, schedule, lives, ledger, snapshots, data position and the global random
-streams. So a loader that shuffles by the global generator gives the same batches again when an epoch is begun anew.
-
-Where an error ends a new run before its first epoch is over, such as one in the data, nothing of it is left behind. Only what this process
-made is removed, while it holds the lock of the folder: another one may have chosen the same folder at the same time.
+If an error ends a new run before its first epoch is over, nothing of the run is left. Only files made by this process are removed, while it
+holds the lock of the folder, because another process may have chosen the same folder at the same time.
 """
 
 from __future__ import annotations
@@ -42,7 +40,9 @@ Status = Literal["finished", "stopped early", "stopped"]
 
 @dataclass(frozen=True, slots=True)
 class Grown:
-    model: nn.Module  # with the kept seeds in it
+    """The result of `grow`: the model, its losses before and after, its cost, and the ledger of all seeds."""
+
+    model: nn.Module  # with the fossilized seeds built in
     status: Status
     epochs: int
     val_loss_before: float
@@ -51,29 +51,30 @@ class Grown:
     val_losses: tuple[float, ...]
     host: Cost
     added: Cost
-    gflops: float  # of the whole training, pruned seeds and measurements included
+    gflops: float  # of the whole training, including pruned seeds and measurements
     rollbacks: int
     ledger: Ledger
     controller: str
     optimizer: str
     seconds: float
     folder: Path | None = None
-    had_finished: bool = False  # it was resumed, and there was nothing left to do
-    note: str = ""  # why nothing could grow, where that was known before it began
+    had_finished: bool = False  # the run was resumed after its end, so nothing was trained
+    note: str = ""  # reason why nothing could grow, if the controller knew it in advance
 
     def report(self) -> str:
-        """One line: what was kept, what it gave, what it cost."""
+        """Return one line with the kept seeds, the losses and the costs."""
         kept, dot, figures = result_in_words(finished(self)).partition(" · ")
         finish = "had finished already" if self.had_finished else ""
         resume = f"go on with run='{self.folder}', resume=True" if self.status == "stopped" and self.folder is not None else ""
         return dot.join(filter(None, [kept, self.note, figures, self.optimizer, finish, resume]))
 
     def save(self, path: Path | str) -> None:
-        """Writes weights and structure as safetensors; `esper.load(path, model=fresh_instance)` gives the grown model back."""
+        """Write weights and seeds to a safetensors file; `esper.load(path, model=new_instance)` restores the grown model."""
         save_model(self.model, path)
 
 
 def finished(grown: Grown) -> GrowthFinished:
+    """Return the event that ends a run."""
     return GrowthFinished(
         epoch=grown.epochs,
         why=grown.status,
@@ -91,11 +92,11 @@ def finished(grown: Grown) -> GrowthFinished:
     )
 
 
-KIND = "growth"
+KIND = "growth"  # the kind of checkpoint, stored in the file
 
 
 class GrowthRun:
-    """Where a training reports to. This one keeps nothing."""
+    """The run that a training reports to. This base class writes nothing and never stops the training."""
 
     folder: Path | None = None
     is_resumed = False
@@ -104,24 +105,24 @@ class GrowthRun:
         pass
 
     def flush(self) -> None:
-        """Everything that was emitted is on the disk afterwards."""
+        """Write all events that were emitted to the disk."""
 
     def should_stop(self) -> bool:
         return False
 
     def restore(self, grower: Grower, loader: Iterable[Any], val_loss_before: float) -> float:
-        """Puts everything back where a saved run was; gives the validation loss from before it all began."""
+        """Restore grower, loader and random states of a resumed run. Return the validation loss before all training."""
         return val_loss_before
 
     def save(self, grower: Grower, loader: Iterable[Any], val_loss_before: float, *, at_end_of_epoch: bool) -> None:
-        """Between two epochs, or in the middle of one, which a loader without a state does not allow: then the last checkpoint stands."""
+        """Write a checkpoint between two steps. Within an epoch this needs a loader with a `state_dict`; without one nothing is written."""
 
 
 NO_RUN = GrowthRun()
 
 
 class SavedGrowthRun(GrowthRun):
-    """In a folder of its own."""
+    """A run with a folder. `checkpoint` is the one to resume from, None for a new run."""
 
     def __init__(
         self, folder: Path, log: EventLog, checkpoint: Checkpoint | None, *, keep: int = 3, should_stop: Callable[[], bool] = lambda: False
@@ -134,7 +135,7 @@ class SavedGrowthRun(GrowthRun):
         self.epochs_saved = 0  # by this process
 
     def has_checkpoint(self) -> bool:
-        """Look into the folder: a signal can interrupt `save` after the checkpoint is complete."""
+        """Return whether the folder holds a checkpoint. Looks at the files, because a signal can interrupt `save` after writing one."""
         return self._store.has_any()
 
     def emit(self, event: Event) -> None:
@@ -159,12 +160,13 @@ class SavedGrowthRun(GrowthRun):
             loader.load_state_dict(state["loader"])
         else:
             raise GrowthError(
-                f"the saved run knows its place in the data, and this loader ({type(loader).__name__}) has no load_state_dict"
+                f"the checkpoint holds a position in the data, and this loader ({type(loader).__name__}) has no load_state_dict; "
+                "resume with a loader of the same type"
             )
         _set_random_streams(state["random"])
         self._best = state["best"]
-        self._checkpoint = None  # or a second copy of everything would stay in memory
-        remove(self._model)  # that of an earlier end, from which the training now goes on
+        self._checkpoint = None  # free the memory of a second copy of everything
+        remove(self._model)  # the result of an earlier stop, which is out of date when the training continues
         before: float = state["val_loss_before"]
         return before
 
@@ -183,7 +185,7 @@ class SavedGrowthRun(GrowthRun):
             "best": self._best,
             "events_offset": self._log.offset(),
         }
-        step = grower.epoch * STEPS_PER_EPOCH + grower.history.steps  # checkpoints are ordered by it
+        step = grower.epoch * STEPS_PER_EPOCH + grower.history.steps  # orders the checkpoints
         self._store.save(step, state, is_best=is_best, note={"epoch": grower.epoch})
         self.epochs_saved += at_end_of_epoch and grower.epoch > 0
 
@@ -199,10 +201,11 @@ def open_run(
     sinks: Callable[[], Sequence[Sink]] = tuple,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[GrowthRun]:
-    """The run in a folder, new or going on; without a folder, nothing is kept.
+    """Open a new or resumed run in a folder; without a folder, a run that writes nothing.
 
-    `sinks` opens them, when the folder is there and locked. `files` (name -> content) are part of the run as its config is: they are there
-    before it. `results` are the names of what the run leaves in the end; a folder that holds one of them is no place for a new run.
+    `sinks()` opens further outputs of events; it is called when the folder exists and is locked. `files` (name -> content) are written
+    before the config, as part of the run. `results` are the names of the files that a finished run leaves; a new run is refused in a folder
+    that holds one of them.
     """
     if folder is None:
         if resume:
@@ -226,9 +229,10 @@ def open_run(
             with _opened(place, config, files or {}, None, sinks, should_stop) as run:
                 yield run
         except Diverged:
-            raise  # a run of its own right, whose events tell what happened
+            raise  # keep the folder: its events show what happened
         except BaseException as error:
-            # An interrupt leaves a run that has a checkpoint to go on from; an error in the data or the model would come again.
+            # After an interrupt, keep a run that can be resumed from a checkpoint. After an error, keep it only if an epoch was finished:
+            # an error in the data or the model would occur again.
             if run is None or not (run.epochs_saved if isinstance(error, Exception) else run.has_checkpoint()):
                 new.discard()
             raise
@@ -243,38 +247,40 @@ def _opened(
     sinks: Callable[[], Sequence[Sink]],
     should_stop: Callable[[], bool],
 ) -> Iterator[SavedGrowthRun]:
-    opened = sinks()  # may fail, and the folder must still be free then
-    # The config comes last: a folder that has it is a run, and has everything else.
+    """Write the files and the config of a run, and open its event log."""
+    opened = sinks()  # first, because it may fail, and the folder must then still be unused
+    # Write the config last: a folder with a config is a complete run.
     for name, content in files.items():
         write_file(place / name, content)
     save(config, place / CONFIG)
     with _log(place, checkpoint, opened) as log:
         run = SavedGrowthRun(place, log, checkpoint, should_stop=should_stop)
-        del checkpoint  # the run lets it go when everything in it is restored
+        del checkpoint  # so that `restore` can free its memory
         yield run
 
 
 def _log(folder: Path, checkpoint: Checkpoint | None, sinks: Sequence[Sink]) -> EventLog:
     path = folder / EVENTS
     if checkpoint is None:
-        remove(path)  # everything in it will happen again, from the start
+        remove(path)  # without a checkpoint, a resumed run starts again, and its events with it
         return EventLog(path, run=folder.name, sinks=sinks)
     return EventLog.resume(path, checkpoint.state["events_offset"], step=checkpoint.step // STEPS_PER_EPOCH, sinks=sinks)
 
 
 def _check_same(saved: GrowthConfig, wanted: GrowthConfig, folder: Path) -> None:
+    """Raise a GrowthError if a resumed run has other settings than it was started with."""
     different = [name for name in type(wanted).__struct_fields__ if getattr(saved, name) != getattr(wanted, name)]
     if different:
         name = different[0]
         raise GrowthError(
             f"the run in {folder} was started with {name} = {getattr(saved, name)!r} and cannot go on with {getattr(wanted, name)!r}; "
-            "resume it with the same settings, or start another run"
+            "resume it with the same settings, or start a new run"
         )
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A loader that can tell where it is in the middle of an epoch, and go on from there."""
+    """A loader that can save its position within an epoch, and continue from it."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -282,7 +288,7 @@ class Stateful(Protocol):
 
 
 def _random_streams() -> dict[str, Any]:
-    """The global generators, which dropout and a user's loader draw from."""
+    """Return the states of the global random generators, which dropout and the user's loader draw from."""
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002
     return {

@@ -1,7 +1,7 @@
-"""Blueprints: what may grow, where it fits, what it costs, and how a branch is made of it.
+"""Blueprints: the registry of networks that a seed can consist of, the places each fits, and its cost.
 
-A blueprint of your own is a function that builds a branch for a place. The branch keeps the shape, is exactly zero at birth and learns from
-the first step, so its last layer starts at zero and no ReLU stands behind that layer:
+A blueprint is a function that builds a branch for a place. The branch must keep the shape of its input, be exactly zero at birth, and have
+a gradient from the first step. So its last layer starts at zero, with no ReLU behind it. Register your own like this:
 
     @register_blueprint("conv5x5", kinds=["conv"], description="Neighbours mixed, further away.")
     def conv5x5(place: Place) -> nn.Module:
@@ -44,33 +44,35 @@ def _anywhere(place: Place) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Blueprint:
+    """A registered kind of network that a seed can consist of."""
+
     name: str
     kinds: frozenset[Kind]
-    build: Build  # on the current default device, in float32
-    description: str  # one line for a person
-    fits: Callable[[Place], bool] = _anywhere  # asked only for places of its kinds
+    build: Build  # builds a branch on the current default device, in float32
+    description: str  # one line for the user
+    fits: Callable[[Place], bool] = _anywhere  # called only with places of its kinds
 
 
-AHEAD = "it would look ahead, and positions there see only those before them"
+AHEAD = "it would look ahead, but a position there depends only on those before it"
 _registry: dict[str, Blueprint] = {}
 
 
 def register_blueprint(
     name: str, *, kinds: Iterable[Kind], description: str = "", fits: Callable[[Place], bool] = _anywhere, replace: bool = False
 ) -> Callable[[Build], Build]:
-    """Makes the decorated function a blueprint. Its description is the first line of the function's docstring unless given.
+    """Make the decorated function a blueprint. The default description is the first line of the function's docstring.
 
-    `fits` may refuse places of these kinds. `replace` is for running a notebook's cell again.
+    `fits` may refuse places of these kinds. With `replace`, a blueprint of the same name is replaced, as when a notebook cell runs again.
     """
     chosen = frozenset(kinds)
     if not name.isidentifier():
-        raise GrowthError(f"a blueprint's name is one word of letters, digits and underscores; got {name!r}")
+        raise GrowthError(f"a blueprint's name must be one word of letters, digits and underscores, not {name!r}")
     if not chosen or not chosen <= set(KINDS):
-        raise GrowthError(f"kinds of blueprint {name!r} are a list of some of {list(KINDS)}; got {sorted(chosen)}")
+        raise GrowthError(f"kinds of blueprint {name!r} must be a list of some of {list(KINDS)}, not {sorted(chosen)}")
 
     def register(build: Build) -> Build:
         if name in _registry and not replace:
-            raise GrowthError(f"there is a blueprint named {name!r} already; choose another name, or replace it with replace=True")
+            raise GrowthError(f"a blueprint named {name!r} already exists; choose another name, or pass replace=True")
         first_line = (build.__doc__ or "").strip().partition("\n")[0]
         _registry[name] = Blueprint(name, chosen, build, description or first_line, fits)
         return build
@@ -82,12 +84,12 @@ def get_blueprint(name: str) -> Blueprint:
     if name not in _registry:
         near = get_close_matches(name, _registry, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise GrowthError(f"no blueprint named {name!r}; {hint}there are {', '.join(_registry)}")
+        raise GrowthError(f"no blueprint named {name!r}; {hint}the blueprints are {', '.join(_registry)}")
     return _registry[name]
 
 
 def blueprints_for(place: Place, names: Sequence[str] | None = None) -> tuple[Blueprint, ...]:
-    """Those that fit the place, in the order of registration; `names` leaves only these."""
+    """Return the blueprints that fit the place, in the order of registration; if `names` is given, only those among them."""
     wanted = None if names is None else {get_blueprint(name).name for name in names}
     return tuple(
         blueprint
@@ -97,19 +99,20 @@ def blueprints_for(place: Place, names: Sequence[str] | None = None) -> tuple[Bl
 
 
 def blueprints_of(kind: Kind) -> tuple[Blueprint, ...]:
-    """Those made for such places, whether or not they fit all of them."""
+    """Return the blueprints for places of this kind, including those that do not fit every such place."""
     return tuple(blueprint for blueprint in _registry.values() if kind in blueprint.kinds)
 
 
 def is_built_in(blueprint: Blueprint) -> bool:
-    """Whether it is one of ours, which need no `check_branch`; one that replaced ours is not."""
+    """Return whether it is one of Esper's own blueprints, which need no `check_branch`, and not a replacement of one."""
     return blueprint.build.__module__ == branches.__name__
 
 
 def reason_against(blueprint: Blueprint, place: Place) -> str | None:
-    """Why the blueprint cannot grow in the place; None where it can."""
+    """Return why the blueprint cannot grow in the place, or None if it can."""
     if place.kind not in blueprint.kinds:
         return f"it is made for {' and '.join(sorted(blueprint.kinds))} outputs"
+    # Ask again without the place's restrictions to find the one that is the reason.
     if not blueprint.fits(place):
         if place.alone and blueprint.fits(dataclasses.replace(place, alone="")):
             return place.alone
@@ -118,21 +121,23 @@ def reason_against(blueprint: Blueprint, place: Place) -> str | None:
             if place.is_causal and blueprint.fits(dataclasses.replace(place, alone="", is_causal=False))
             else "it has no use for this shape"
         )
+    # The `fits` of a user's blueprint may ignore the restrictions, so try out which positions its branch looks at.
     if is_built_in(blueprint) or not (place.alone or place.is_causal):
         return None
-    looks_back, looks_ahead = _looks(blueprint, _essence(place))
+    looks_back, looks_ahead = _looks(blueprint, _cache_key(place))
     if place.alone and (looks_back or looks_ahead):
         return place.alone
     return AHEAD if place.is_causal and looks_ahead else None
 
 
 def build_branch(blueprint: Blueprint, place: Place, seed: int) -> nn.Module:
-    """A branch for the place. Its weights depend on the seed alone, on any device, and the global generators stay where they are."""
+    """Build a branch for the place. Its weights depend only on `seed`, not on the device; the global random generators are not used."""
     reason = reason_against(blueprint, place)
     if reason is not None:
         fitting = ", ".join(other.name for other in blueprints_for(place))
         raise GrowthError(
-            f"blueprint {blueprint.name!r} does not fit {_described(place)} of {place.name!r}: {reason}; these do: {fitting or 'none'}"
+            f"blueprint {blueprint.name!r} does not fit {_described(place)} of {place.name!r}: {reason}; "
+            f"blueprints that fit: {fitting or 'none'}"
         )
     with _apart(CPU, seed):
         branch = blueprint.build(dataclasses.replace(place, batch_axis=0))
@@ -141,12 +146,12 @@ def build_branch(blueprint: Blueprint, place: Place, seed: int) -> nn.Module:
 
 
 def cost_of(blueprint: Blueprint, place: Place) -> Cost:
-    """Parameters, and FLOPs of a forward pass for one sample: counted, not estimated. Torch counts products alone, so norms are free."""
-    return _cost(blueprint, _essence(place))
+    """Count the parameters, and the FLOPs of a forward pass for one sample. Torch counts only matrix products, so norms are free."""
+    return _cost(blueprint, _cache_key(place))
 
 
 def flop_counter() -> FlopCounterMode:
-    """Return torch's counter, extended by recurrent layers, fused attention on CPUs, and grouped queries, which torch 2.11 refuses."""
+    """Return torch's FLOP counter with support for recurrent layers, fused attention on CPUs, and grouped queries (torch 2.11 lacks it)."""
     aten = torch.ops.aten
     counter = FlopCounterMode(
         display=False,
@@ -167,7 +172,7 @@ def flop_counter() -> FlopCounterMode:
 
 
 class _NoTracker(ModuleTracker):
-    """Counts no modules apart. Torch's tracker fails where a module gets a view of a parameter, such as learned queries, under no_grad."""
+    """Tracker that does nothing. Torch's own fails under no_grad if a module gets a view of a parameter, such as learned queries."""
 
     def __enter__(self) -> Self:
         return self
@@ -176,12 +181,12 @@ class _NoTracker(ModuleTracker):
         pass
 
 
-# These get the shapes of all tensors.
+# FLOP formulas. The counter passes the shapes of an operation's tensors in place of the tensors.
 Shape = Sequence[int]
 
 
 def _attention_flops(query: Shape, key: Shape, value: Shape, *others: Any, out_shape: Any = None, **named: Any) -> int:
-    """Count the products of queries with keys and of scores with values, [B, heads, T, D]. Several heads of queries may share one key."""
+    """Count the products of queries with keys and of scores with values, all [B, heads, T, D]. Query heads may share a key head."""
     return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
 
 
@@ -196,7 +201,9 @@ def _multi_head_attention_flops(
 def _encoder_layer_flops(
     source: Shape, width: int, heads: int, in_weight: Shape, in_bias: Shape, out_weight: Shape, *others: Any, out_shape: Any = None
 ) -> int:
-    feedforward = next(shape for shape in others if isinstance(shape, Sequence) and len(shape) == 2)  # the first of its two weights
+    feedforward = next(
+        shape for shape in others if isinstance(shape, Sequence) and len(shape) == 2
+    )  # [hidden, D], the first of two weights
     batch, length, _ = source
     both = 2 * 2 * batch * length * width * int(feedforward[0])
     return both + _multi_head_attention_flops(source, source, source, width, heads)
@@ -207,18 +214,18 @@ def _mkldnn_rnn_flops(inputs: Shape, of_inputs: Shape, of_states: Shape, *others
 
 
 def _rnn_flops(inputs: Shape, weights: Sequence[Shape], *others: Any, out_shape: Any = None, **named: Any) -> int:
-    """Every matrix is used once for every position of every sample; `inputs` are [T, B, D], or [T·B, D] of sequences that are packed."""
+    """Count one product per weight matrix and position. `inputs` are [T, B, D], or [T·B, D] if the sequences are packed."""
     return 2 * math.prod(inputs[:-1]) * sum(math.prod(shape) for shape in weights if len(shape) == 2)
 
 
 def check_branch(blueprint: Blueprint, place: Place) -> None:
-    """Raises ValueError, saying what to do, unless the blueprint's branch is the identity at birth and learns. Asked again, it is quick."""
-    _check(blueprint, _essence(place))
+    """Raise a GrowthError unless the blueprint's branch is zero at birth and has a gradient. The result is cached."""
+    _check(blueprint, _cache_key(place))
 
 
 def live_parameters(blueprint: Blueprint, place: Place, branch: nn.Module) -> tuple[str, ...]:
-    """Names of the parameters that have a gradient at birth, in a branch of this blueprint: those of its zeroed layer."""
-    key = blueprint, _essence(place)
+    """Return the names of a branch's parameters that have a gradient at birth: those of its zeroed layer."""
+    key = blueprint, _cache_key(place)
     if key not in _live:
         named = dict(branch.named_parameters())
         with _apart(CPU):
@@ -229,11 +236,11 @@ def live_parameters(blueprint: Blueprint, place: Place, branch: nn.Module) -> tu
     return _live[key]
 
 
-_live: dict[tuple[Blueprint, Place], tuple[str, ...]] = {}  # found so far
+_live: dict[tuple[Blueprint, Place], tuple[str, ...]] = {}  # cache of live_parameters
 
 
-def _essence(place: Place) -> Place:
-    """What of a place decides about a branch, so that like places share what is computed once."""
+def _cache_key(place: Place) -> Place:
+    """Return the place with only the fields that a branch depends on, so that equal places share cached results."""
     return Place("", place.kind, place.shape, batch_axis=place.batch_axis, is_causal=place.is_causal, alone=place.alone)
 
 
@@ -243,7 +250,7 @@ def _described(place: Place) -> str:
 
 @contextmanager
 def _apart(device: torch.device, seed: int = 0) -> Iterator[None]:
-    """Out of reach of the caller's random generator, default device, autocast and inference mode, and they of what happens here."""
+    """Isolate the block from the caller's random generator, default device, autocast, gradient and inference modes, and vice versa."""
     with torch.random.fork_rng(devices=[]), device, torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the other devices' generators too
         yield
@@ -253,12 +260,12 @@ def _apart(device: torch.device, seed: int = 0) -> Iterator[None]:
 def _cost(blueprint: Blueprint, place: Place) -> Cost:
     try:
         return _count(blueprint, place, torch.device("meta"))
-    except Exception:  # a branch may need real numbers; if it is broken, it breaks on the CPU too and says so
+    except Exception:  # the branch may need real numbers; if it is broken, the CPU shows the error
         return _count(blueprint, place, CPU)
 
 
 def _count(blueprint: Blueprint, place: Place, device: torch.device) -> Cost:
-    # Attention in plain products: the fused kernel of the CPU goes uncounted.
+    # Compute attention by plain matrix products, which the counter sees.
     with _apart(device), torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         branch = blueprint.build(place)
         with flop_counter() as counter:
@@ -275,36 +282,36 @@ def _check(blueprint: Blueprint, place: Place) -> None:
         raise GrowthError(f"blueprint {blueprint.name!r} for {_described(place)}: {fault}")
 
 
-def _fault_of_layers(branch: object, twin: nn.Module) -> str | None:
-    """What is wrong with what the blueprint built, twice."""
+def _fault_of_layers(branch: object, second: nn.Module) -> str | None:
+    """Return what is wrong with the layers of a branch, or None. `second` is a second branch of the same blueprint."""
     if not isinstance(branch, nn.Module):
         return f"its function returned a {type(branch).__name__}; return an nn.Module"
     if any(is_lazy(tensor) or not tensor.numel() for tensor in (*branch.parameters(), *branch.buffers())):
         return "it holds lazy or empty tensors; give its layers their sizes, from place.width and place.shape"
-    if set(branch.parameters()) & set(twin.parameters()):
+    if set(branch.parameters()) & set(second.parameters()):
         return "its function returned the same parameters twice, so that seeds would share them; make new layers in every call"
     return None
 
 
 def _fault_at_birth(branch: nn.Module, h: Tensor) -> str | None:
-    """What is wrong with what the branch does."""
+    """Return what is wrong with the output or gradient of a new branch for the input h, or None."""
     given = h.clone()
     output = branch.requires_grad_()(given)
     if not isinstance(output, Tensor) or output.shape != h.shape or output.dtype != h.dtype:
         made = f"{list(output.shape)} in {output.dtype}" if isinstance(output, Tensor) else f"a {type(output).__name__}"
-        return f"it makes {made} of {list(h.shape)} in {h.dtype}; return a tensor of the same shape and dtype"
+        return f"it turns {list(h.shape)} in {h.dtype} into {made}; return a tensor of the same shape and dtype"
     if not torch.equal(given, h):
         return "it changes its input; use no in-place layer, such as nn.ReLU(inplace=True), at its start"
-    if output.any():  # which nan is as well
+    if output.any():  # true for NaN as well
         return f"it is not zero at birth, but up to {output.abs().max():.3g}; set weight and bias of its last layer to zero"
     if not _has_live_gradient(branch, output):
-        return "it has no gradient at birth, so it would never learn; set its last layer alone to zero, and put no norm or ReLU behind it"
+        return "it has no gradient at birth, so it would never learn; set only its last layer to zero, and put no norm or ReLU behind it"
     return None
 
 
 @cache
 def _looks(blueprint: Blueprint, place: Place) -> tuple[bool, bool]:
-    """Whether positions of what a branch gives depend on those before them, and on those behind them: tried out."""
+    """Return whether an output position of a branch depends on input positions before it, and on positions after it, by trying it out."""
     line = 1 if place.kind == "token" else 2
     if place.kind == "dense" or place.positions < 2:
         return False, False
@@ -312,12 +319,12 @@ def _looks(blueprint: Blueprint, place: Place) -> tuple[bool, bool]:
         with _apart(CPU), torch.no_grad():
             branch, h = blueprint.build(place), torch.randn(2, *place.shape)
             for parameter in branch.parameters():
-                parameter.normal_(std=0.3)  # as if it had learned something
+                parameter.normal_(std=0.3)  # a new branch gives zero everywhere
             changed = h.clone()
             changed.select(line, middle := h.shape[line] // 2).neg_()
             is_felt = (branch(h) != branch(changed)).movedim(line, 0).flatten(1).any(1)
             return bool(is_felt[middle + 1 :].any()), bool(is_felt[:middle].any())
-    except Exception:  # `check_branch` tells what is wrong with it
+    except Exception:  # `check_branch` reports what is wrong with the branch
         return False, False
 
 
@@ -329,7 +336,7 @@ def _has_live_gradient(branch: nn.Module, output: Tensor) -> bool:
     return any(gradient is not None and bool(gradient.isfinite().all() and gradient.any()) for gradient in gradients)
 
 
-def _register_ours() -> None:
+def _register_built_in() -> None:
     conv: list[Kind] = ["conv"]
     features: list[Kind] = ["token", "dense"]
     register_blueprint("norm", kinds=KINDS, fits=branches.can_normalise)(branches.norm)
@@ -345,4 +352,4 @@ def _register_ours() -> None:
     register_blueprint("attention", kinds=["token"], fits=branches.can_attend)(branches.attention)
 
 
-_register_ours()
+_register_built_in()

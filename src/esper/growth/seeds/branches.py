@@ -1,10 +1,11 @@
-"""What a seed can be: branches that add nothing at birth and learn from the first step.
+"""The built-in branches of seeds: small networks that add zero at birth and learn from the first step.
 
-A branch maps the output h of a submodule to what is added to it. Its last layer, or its gain, is zero, so that it is born as the identity,
-and nothing stands behind that layer: a ReLU there would keep its gradient at zero for ever. The layer has a bias, whose gradient is alive
-whatever the input. There is no batch norm, no dropout and no buffer, so that a branch does the same in training and evaluation, with a
-batch of one and on many ranks. Convolutional branches have no norm at all: the hosts that they grow in normalise already, and a norm over
-few channels cost accuracy (docs/log.md).
+A branch maps the output h of a submodule to the delta that is added to it. Rules that all branches here follow:
+
+- The last layer, or the gain of a norm, starts at zero, so a new seed is the identity. Nothing follows that layer: a ReLU there would keep
+  its gradient at zero for ever. The layer has a bias, whose gradient is not zero for any input.
+- No batch norm, dropout or buffers: a branch computes the same in training and evaluation, with a batch of one and on many ranks.
+- Convolutional branches have no norm: their hosts normalise already, and a norm over few channels cost accuracy (docs/log.md).
 
 Shapes: B = batch, C = channels, H, W (or L) = positions in space, T = positions in a sequence, D = features.
 """
@@ -24,56 +25,56 @@ Layer = TypeVar("Layer", bound=nn.Module)
 
 
 def norm(place: Place) -> nn.Module:
-    """A normalised copy of the signal, with a gain and a bias per channel or feature."""
+    """Normalised copy of the signal, with a gain and a bias per channel or feature."""
     layer = _group_norm(place.width, place.positions) if place.kind == "conv" else _layer_norm(place.width)
     assert layer is not None, f"there is nothing to normalise at {place}"
     return _zeroed(layer)
 
 
 def can_normalise(place: Place) -> bool:
-    """Whether a norm there sees more than one value, of which it would make zero, and no positions that lie ahead."""
+    """Return whether a norm would see several values, since it turns a single value into zero, and no forbidden positions."""
     if place.kind == "conv":
         return can_pool(place) and (place.width > 1 or place.positions > 1)
     return place.width > 1
 
 
 def can_pool(place: Place) -> bool:
-    """Whether a branch may look at all positions."""
+    """Return whether a branch may use all positions."""
     return not place.is_causal and not place.alone
 
 
 def can_convolve(place: Place) -> bool:
-    """Whether a branch may look at neighbours: of a plane that is drawn pixel by pixel, ours would see pixels that are to come."""
+    """Return whether a convolution may use neighbours. In a causal plane it would see later pixels; along a line it can look back only."""
     return not place.alone and (not place.is_causal or place.spatial == 1)
 
 
 def can_attend(place: Place) -> bool:
-    """Whether a branch may look at other positions of a sequence; those of a plane are too many."""
+    """Return whether attention may use other positions: only in a sequence, because a plane has too many."""
     return not place.alone and len(place.shape) == 2
 
 
 def squeeze_excite(place: Place) -> nn.Module:
-    """Channels turned up or down by what all positions hold on average."""
+    """Squeeze-and-excitation: scales the channels by their means over all positions."""
     return SqueezeExcite(place.width, spatial=place.spatial)
 
 
 def conv1x1(place: Place) -> nn.Module:
-    """Channels mixed at each position."""
+    """1x1 convolution, which mixes channels at each position."""
     return _chain(act=_leaky(), conv=_zeroed(_conv(place, place.width, place.width, kernel=1)))
 
 
 def conv3x3(place: Place) -> nn.Module:
-    """Neighbours mixed, all channels with all."""
+    """3x3 convolution, which mixes neighbours and channels."""
     return _chain(act=_leaky(), conv=_zeroed(_conv(place, place.width, place.width)))
 
 
 def double_conv3x3(place: Place) -> nn.Module:
-    """Two convolutions, a whole residual block."""
+    """Two 3x3 convolutions, as in a residual block."""
     return _two_convs(place, between=place.width)
 
 
 def wide_conv3x3(place: Place) -> nn.Module:
-    """Two convolutions with twice the channels between them: room that the host's own width does not give."""
+    """Two 3x3 convolutions with twice as many channels between them."""
     return _two_convs(place, between=2 * place.width)
 
 
@@ -87,7 +88,7 @@ def _two_convs(place: Place, *, between: int) -> nn.Module:
 
 
 def bottleneck(place: Place) -> nn.Module:
-    """Neighbours mixed in a quarter of the channels."""
+    """3x3 convolution in a quarter of the channels, between two 1x1 convolutions."""
     narrow = max(place.width // 4, 4)
     return _chain(
         act1=_leaky(),
@@ -100,7 +101,7 @@ def bottleneck(place: Place) -> nn.Module:
 
 
 def depthwise(place: Place) -> nn.Module:
-    """Neighbours mixed within each channel, then channels at each position."""
+    """Depthwise separable convolution: mixes neighbours within each channel, then channels at each position."""
     width = place.width
     return _chain(
         act=_leaky(),
@@ -110,13 +111,13 @@ def depthwise(place: Place) -> nn.Module:
 
 
 def low_rank(place: Place) -> nn.Module:
-    """Features mixed through at most eight numbers."""
+    """Two linear layers with at most eight features between them."""
     rank = min(8, place.width)
     return _chain(down=nn.Linear(place.width, rank), gelu=nn.GELU(), up=_zeroed(nn.Linear(rank, place.width)))
 
 
 def mlp(place: Place) -> nn.Module:
-    """Features mixed through twice as many."""
+    """Two linear layers with twice as many features between them, after a norm."""
     width = place.width
     return _chain(
         norm=_layer_norm(width),
@@ -127,12 +128,12 @@ def mlp(place: Place) -> nn.Module:
 
 
 def attention(place: Place) -> nn.Module:
-    """Positions of a sequence that look at one another."""
+    """Self-attention over the positions of a sequence."""
     return Attention(place.width, is_causal=place.is_causal)
 
 
 class SqueezeExcite(nn.Module):
-    """h · tanh(gate of h's mean over space), h being [B, C, L] or [B, C, H, W]."""
+    """h · tanh(gate(mean of h over space)), for h [B, C, L] or [B, C, H, W]."""
 
     def __init__(self, width: int, *, spatial: int) -> None:
         super().__init__()
@@ -142,7 +143,7 @@ class SqueezeExcite(nn.Module):
         self.excite = _zeroed(nn.Linear(narrow, width))
 
     def forward(self, h: Tensor) -> Tensor:
-        # SiLU instead of ReLU: the means of one batch are much alike, so a ReLU unit that is off is often off for all of them.
+        # SiLU instead of ReLU: the means of the samples in a batch are similar, so a ReLU unit that is off is often off for all samples.
         gate = torch.tanh(self.excite(F.silu(self.squeeze(h.mean(self.space)))))  # [B, C], within ±1
         return h * gate.reshape(*gate.shape, *(1 for _ in self.space))
 
@@ -167,7 +168,7 @@ class Attention(nn.Module):
 
 
 class BatchSecond(nn.Module):
-    """A branch for [T, B, D], made of one for [B, T, D]."""
+    """Adapter that applies a branch for [B, T, D] to [T, B, D]."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -179,7 +180,7 @@ class BatchSecond(nn.Module):
 
 
 def heads_for(width: int) -> int:
-    """As many heads as divide the features into parts of 16 or more.
+    """Return the largest number of heads that divides the features into equal parts of at least 16.
 
     >>> [heads_for(width) for width in (8, 32, 48, 100)]
     [1, 2, 3, 5]
@@ -188,7 +189,7 @@ def heads_for(width: int) -> int:
 
 
 def groups_for(channels: int) -> int:
-    """Groups of about 16 channels that share a norm, where they come out even.
+    """Return the number of groups of about 16 channels for a group norm; 1 if they do not divide evenly.
 
     >>> [groups_for(channels) for channels in (8, 31, 32, 40, 100)]
     [1, 1, 2, 2, 1]
@@ -198,17 +199,17 @@ def groups_for(channels: int) -> int:
 
 
 def _group_norm(channels: int, positions: int) -> nn.GroupNorm | None:
-    """None for a single value, of which a norm makes zero."""
+    """Return a group norm; None for a single value, which a norm would turn into zero."""
     return nn.GroupNorm(groups_for(channels), channels) if channels > 1 or positions > 1 else None
 
 
 def _layer_norm(features: int) -> nn.LayerNorm | None:
-    """None for a single value, of which a norm makes zero."""
+    """Return a layer norm; None for a single value, which a norm would turn into zero."""
     return nn.LayerNorm(features) if features > 1 else None
 
 
 class LookBack(nn.Conv1d):
-    """A convolution along a line whose positions see themselves and those before them."""
+    """Causal convolution along a line: a position depends on itself and those before it."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(F.pad(x, (self.kernel_size[0] - 1, 0)))
@@ -223,22 +224,23 @@ def _conv(place: Place, inputs: int, outputs: int, *, kernel: int = 3, groups: i
     else:
         conv = nn.Conv1d if place.spatial == 1 else nn.Conv2d
         layer = conv(inputs, outputs, kernel, padding=kernel // 2, groups=groups)
-    # Its output is as large as its input. The default of torch makes it a fraction of that, and the layer behind it learns as slowly.
+    # Keep the scale of the signal. With torch's default the output would be a fraction of it, and the next layer would learn more slowly.
     nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
     return layer
 
 
 def _leaky() -> nn.Module:
-    """A ReLU that lets something through everywhere: in a narrow place all units of a plain one can be off, and stay off."""
+    """Return a leaky ReLU. With plain ReLUs all units of a narrow layer can be off, and stay off."""
     return nn.LeakyReLU(0.1)
 
 
 def _zeroed(layer: Layer) -> Layer:
+    """Set all parameters of a layer to zero and return it."""
     for parameter in layer.parameters():
         nn.init.zeros_(parameter)
     return layer
 
 
 def _chain(**layers: nn.Module | None) -> nn.Sequential:
-    """In this order; names stay the same where a layer is left out."""
+    """Chain the layers in this order and leave out those that are None; the names of the others do not depend on it."""
     return nn.Sequential(OrderedDict((name, layer) for name, layer in layers.items() if layer is not None))

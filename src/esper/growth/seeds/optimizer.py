@@ -1,19 +1,18 @@
-"""How a seed learns: an optimiser of its own, clipped on its own, that follows the user's optimiser.
+"""Train seeds: every seed has its own optimiser, with its own gradient clipping, which follows the user's optimiser.
 
-The optimiser is of the host's kind and has the settings of the group that the seed belongs to. The host's optimiser does not know of seeds:
-parameters that are added to it break schedules such as OneCycleLR. A seed is born with a fresh optimiser, so no momentum outlives the seed
-it belonged to. Its learning rate rises from 0 at first: a fresh Adam makes full steps in all weights at once, and the host's loss jumps
+A seed's optimiser is of the same class as the host's and has the settings of one of its parameter groups. Seeds are not added to the host's
+optimiser, because new parameters break schedules such as OneCycleLR. Every seed starts with a new optimiser, so momentum never passes from
+one seed to another. Its learning rate rises from near 0: a new Adam makes full steps in all weights at once, and the host's loss would jump
 (docs/log.md).
 
-Seeds do what the host does (`OptimizerFollower`): they step when the user's optimiser steps, as often as it does, and their gradients go
-when the host's go, by `zero_grad` of the optimiser or of the model, or because the user set `.grad` of all trained parameters to None. So
-skipped batches, accumulation, closures, several optimisers and SAM need no code of their own. Gradients that are set to zero in place by
-hand are not noticed.
+`OptimizerFollower` makes seeds do what the host does. They step whenever the user's optimiser steps. Their gradients are cleared whenever
+the host's are: by `zero_grad` of the optimiser or the model, or by setting `.grad` of all trained parameters to None. So skipped batches,
+gradient accumulation, closures, several optimisers and SAM need no extra code. Gradients that the user zeroes in place are not noticed.
 
-Under a GradScaler the seed's gradients are unscaled here, before they are measured, clipped and stepped on. Where the scaler skips the
-host's step the seeds make none either. An overflow in the seed alone skips the seed's step and not the host's: on the CPU, and in fused
-optimisers, exactly; elsewhere the test would wait for the device, so the gradient becomes zero. It is counted in either case. The loss
-scale is the host's business; an overflow in seeds alone does not lower it.
+With a GradScaler, a seed's gradients are unscaled here before they are measured, clipped and used. If the scaler skips the host's step, the
+seeds skip theirs. An overflow in a seed's gradient alone skips only that seed's step. On the CPU and with fused optimisers the step is
+really skipped; elsewhere the test would wait for the device, so the gradient is set to zero. Both are counted. An overflow in a seed does
+not lower the loss scale, which belongs to the host.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ MakeOptimizer = Callable[[list[nn.Parameter], float], Optimizer]
 
 
 class SeedLearner:
-    """`group` is the number of the host optimiser's group whose learning rate the seed follows.
+    """Optimiser of one seed.
 
-    A number, because an optimiser has new groups after its `load_state_dict`. `warmup` is the number of training steps in which the rate
-    rises; `tick` tells that one is over.
+    `group` is the index of the host optimiser's parameter group whose learning rate the seed follows; an index, because `load_state_dict`
+    of an optimiser replaces its groups. `warmup` is the number of training steps over which the learning rate rises; `tick` counts them.
     """
 
     def __init__(
@@ -55,8 +54,8 @@ class SeedLearner:
         self._host, self._group = host, group
         self.optimizer = make(self.parameters, self.rate) if make is not None else _like(innermost(host), group, self.parameters)
         _check_steps_alone(self.optimizer)
-        self._norms: list[Tensor] = []  # of the steps since the last report, on the device
-        self._skipped: Tensor | int = 0  # steps since then that the host's gradient alone kept from being taken
+        self._norms: list[Tensor] = []  # gradient norms of the steps since the last report, on the device
+        self._skipped: Tensor | int = 0  # steps since the last report that were skipped because of the host's gradient
         self.loss_unit = 1.0  # see LossScale: clipping and health are relative to it
 
     @property
@@ -64,10 +63,10 @@ class SeedLearner:
         return any(parameter.grad is not None for parameter in self.parameters)
 
     def step(self, *, scale: Tensor | None = None, found_inf: Tensor | None = None, group: Group = ALONE) -> None:
-        """One step by the gradients that are there, which were multiplied by `scale`. They are unscaled and clipped in place, and stay.
+        """Make one step by the gradients that are there, which were multiplied by `scale`. They are unscaled and clipped in place.
 
-        `found_inf` is above 0 where the host's own step is skipped on the device. On the CPU and under a loss scale a gradient that is not
-        finite is not stepped on; elsewhere the governor finds out.
+        `found_inf` is above 0 if the host's own step is skipped on the device. A gradient that is not finite is not used on the CPU and
+        under a loss scale; elsewhere the governor notices its effect.
         """
         if group.world_size > 1:
             _average(self.parameters, group)
@@ -77,6 +76,7 @@ class SeedLearner:
         if scale is not None:
             for gradient in gradients:
                 gradient.copy_(unscaled(gradient, scale))
+        # If the values can be read at once, skip the step here: because the host's is skipped, or because this gradient is not finite.
         norm = gradient_norm(self.parameters)
         may_read = not reading_waits(norm)
         if may_read and found_inf is not None and float(found_inf) > 0:
@@ -91,6 +91,7 @@ class SeedLearner:
             self._clip(norm)
             self.optimizer.step()
             return
+        # Under a loss scale on a device, decide there: set a bad gradient to zero, and let a fused optimiser skip the step.
         is_bad = ~torch.isfinite(norm) if found_inf is None else ~torch.isfinite(norm) | (found_inf.to(norm.device) > 0)
         self._skipped = self._skipped + (is_bad & torch.isfinite(norm))
         for gradient in gradients:
@@ -104,7 +105,7 @@ class SeedLearner:
             clip_grads_with_norm_(self.parameters, self.config.max_grad_norm * self.loss_unit, norm)
 
     def tick(self, *, is_skipped: Tensor | bool = False) -> None:
-        """A training step is over; where it `is_skipped`, neither the host nor the seed has stepped."""
+        """Count a training step. `is_skipped` says that neither the host nor the seed has stepped."""
         self._steps += 1
         self._skipped = self._skipped + is_skipped
 
@@ -113,16 +114,17 @@ class SeedLearner:
 
     @property
     def rate(self) -> float:
-        """The learning rate of the seed, once it is warm."""
+        """Learning rate of the seed after the warm-up."""
         return float(self._host.param_groups[self._group]["lr"]) * self.config.learning_rate_factor
 
     def report(self) -> GradientStats:
-        """What the gradients were like since the last report. Reads the device once."""
+        """Return statistics of the gradients since the last report. Reads from the device once."""
         *norms, skipped = torch.cat((self._gathered(), self._counted())).tolist()
         self._norms, self._skipped = [], 0
         return GradientStats.of(norms, skipped=int(skipped), unit=self.loss_unit)
 
     def _gathered(self) -> Tensor:
+        """Return the gradient norms as one tensor [steps] on the seed's device."""
         device = self.parameters[0].device
         return torch.stack([norm.float() for norm in self._norms]) if self._norms else torch.empty(0, device=device)
 
@@ -142,7 +144,7 @@ class SeedLearner:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state["optimizer"])
         self._norms = list(state["norms"].to(self.parameters[0].device).unbind())
-        skipped = state.get("skipped")  # not in files from before it was counted
+        skipped = state.get("skipped")  # missing in files of earlier versions
         self._skipped = 0 if skipped is None else skipped[0].to(self.parameters[0].device)
         self._steps, self._warmup = state["steps"], state["warmup"]
         self.zero_grad()
@@ -150,7 +152,7 @@ class SeedLearner:
 
 @contextmanager
 def _skipped_where(is_bad: Tensor, optimizer: Optimizer) -> Iterator[None]:
-    """A fused optimiser leaves weights and state alone where `is_bad`, without anyone reading it. Others do not look."""
+    """Let a fused optimiser skip its step if `is_bad`, which it reads on the device. Has no effect on other optimisers."""
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         yield
         return
@@ -162,11 +164,11 @@ def _skipped_where(is_bad: Tensor, optimizer: Optimizer) -> Iterator[None]:
 
 
 class OptimizerFollower:
-    """Tells when the user's optimiser has stepped, and when the host's gradients were dropped.
+    """Hooks on the user's optimiser and model that report its steps, and when the host's gradients are cleared.
 
-    `before_step()` is called before each of its steps, `step()` after those that had a gradient, `zero_grad(set_to_none)` where the host's
-    gradients go, and `is_pending()` tells whether any gradients would have to go. `models` are the module that the user calls and what it
-    wraps. Copies of optimiser and model are not followed. `stop` takes everything out again.
+    `before_step()` is called before each step, `step()` after each step that had a gradient, and `zero_grad(set_to_none)` when the host's
+    gradients are cleared. `is_pending()` returns whether seeds have gradients to clear. `models` are the module that the user calls and the
+    module inside its wrappers. Copies of optimiser and model are not followed. `stop` removes all hooks.
     """
 
     def __init__(
@@ -182,15 +184,15 @@ class OptimizerFollower:
         self._outer, self.optimizer = optimizer, innermost(optimizer)
         self._before, self._step, self._zero_grad, self._is_pending = before_step, step, zero_grad, is_pending
         self.is_active = True
-        self._depth = 0  # of the calls of `step` that run now: one that calls that of its base class runs all hooks twice
-        self._has_gradient = True  # at the beginning of the step that runs now
-        self._backward = -1  # number of the last backward pass that was seen
+        self._depth = 0  # nested calls of `step` under way: a `step` that calls that of its base class runs all hooks twice
+        self._has_gradient = True  # the host had a gradient when the current step began
+        self._backward = -1  # id of the last backward pass that was seen
         self._hooks = [self.optimizer.register_step_pre_hook(self._before_step), self.optimizer.register_step_post_hook(self._after_step)]
         owners: list[nn.Module | Optimizer] = [*nested(optimizer), *dict.fromkeys(models)]
         self._wrappers = [ZeroGradPatch(owner, self._after_zero_grad) for owner in owners]
 
     def stop(self) -> None:
-        """Optimiser and model are as they were before."""
+        """Remove all hooks and patches from optimiser and model."""
         self.is_active = False
         for hook in self._hooks:
             hook.remove()
@@ -198,27 +200,27 @@ class OptimizerFollower:
             wrapper.detach()
 
     def forget_failed_steps(self) -> None:
-        """Between two steps. One that has raised an error has never come to its end."""
+        """Reset the depth of nested steps; call it between two steps. A step that raised an error has not run its post hook."""
         self._depth = 0
 
     def watch_backward(self, output: Any) -> None:
-        """Looks whether the user has set the host's gradients to None by hand, when the backward pass of this output begins.
+        """Check, when the backward pass of this output begins, whether the user has set the host's gradients to None by hand.
 
-        Not in the forward pass: many loops drop the gradients between the two.
+        The forward pass would be too early: many loops clear the gradients between the two passes.
         """
         for tensor in tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(self._begin_backward)  # type: ignore[no-untyped-call]
 
     def _begin_backward(self, gradient: Tensor) -> None:
-        # Later in the same pass the host may have none yet where seeds have theirs.
+        # Check only once per backward pass: later in it, seeds may have got gradients and the host none yet.
         number = torch._C._current_graph_task_id()
         if number != self._backward:
             self._backward = number
             self._drop_if_host_has_none()
 
-    # A compiled step of the optimiser runs these as they are: traced, they would be compiled anew in every step. The decorator is that of
-    # torch's own optimisers; the public one imports the compiler at once.
+    # Keep these hooks out of a compiled optimiser step: traced, they would be recompiled in every step. The decorator is the one that
+    # torch's optimisers use; the public one imports the compiler at once.
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _before_step(self, optimizer: Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -239,7 +241,7 @@ class OptimizerFollower:
             self._zero_grad(set_to_none)
 
     def _drop_if_host_has_none(self) -> bool:
-        """Whether a parameter that the optimiser trains has a gradient; where all are frozen nobody can tell, and the answer is yes."""
+        """Return whether a trained parameter has a gradient; True if all are frozen. If none has, clear the seeds' gradients too."""
         trained = (parameter for group in self._outer.param_groups for parameter in group["params"] if parameter.requires_grad)
         parameter = next(trained, None)
         if parameter is None or parameter.grad is not None or any(other.grad is not None for other in trained):
@@ -249,12 +251,12 @@ class OptimizerFollower:
         return False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Optimisers of a user's own class may copy their hooks. A copy follows nothing."""
+        """Leave everything out: a copy, as some optimisers make with their hooks, follows nothing."""
         return {"is_active": False, "_depth": 0, "_has_gradient": False, "_backward": -1, "_hooks": [], "_wrappers": []}
 
 
 def nested(optimizer: Optimizer) -> list[Optimizer]:
-    """The optimiser and those that it wraps, such as that of accelerate, Lightning or SAM does; outermost first."""
+    """Return the optimiser and those that it wraps, outermost first; accelerate, Lightning and SAM wrap optimisers."""
     found = [optimizer]
     while len(inner := [value for value in vars(found[-1]).values() if isinstance(value, Optimizer)]) == 1 and inner[0] not in found:
         found.append(inner[0])
@@ -262,12 +264,15 @@ def nested(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def innermost(optimizer: Optimizer) -> Optimizer:
-    """The one that changes the weights."""
+    """Return the wrapped optimiser that changes the weights."""
     return nested(optimizer)[-1]
 
 
 def _average(parameters: list[nn.Parameter], group: Group) -> None:
-    """In one transfer: the data-parallel wrapper does not know of these parameters. A rank that has no gradient sends zeros."""
+    """Average the gradients over all ranks in one transfer, because DistributedDataParallel does not know these parameters.
+
+    A rank without a gradient contributes zeros.
+    """
     with torch.no_grad():
         own = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in parameters]
         flat = group.sum_(torch.cat([gradient.reshape(-1) for gradient in own])) / group.world_size
@@ -276,16 +281,18 @@ def _average(parameters: list[nn.Parameter], group: Group) -> None:
 
 
 def _like(host: Optimizer, group: int, parameters: list[nn.Parameter]) -> Optimizer:
+    """Make an optimiser of the host's class with the settings of one of its groups."""
     kind, settings = type(host), host.param_groups[group]
     accepted = inspect.signature(kind).parameters
     takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepted.values())
     try:
         return kind(parameters, **{name: settings[name] for name in host.defaults if name in settings and (takes_all or name in accepted)})
     except Exception as error:
-        raise GrowthError(f"no optimiser like the host's ({kind.__name__}) can be made for seeds: {error}; {_OWN}") from error
+        raise GrowthError(f"an optimiser for seeds cannot be made like the host's ({kind.__name__}): {error}; {_OWN}") from error
 
 
 def _check_steps_alone(optimizer: Optimizer) -> None:
+    """Raise a GrowthError if the optimiser's `step` requires a closure."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise GrowthError(f"{type(optimizer).__name__} computes the loss itself in every step, which seeds cannot do; {_OWN}")
@@ -295,7 +302,7 @@ _OWN = "pass another one as seed_optimizer=lambda parameters, learning_rate: tor
 
 
 def group_of(optimizer: Optimizer, module: nn.Module, host: nn.Module) -> int:
-    """The number of the group that holds a submodule's parameters; for one that has none, or is frozen, that of any of the host's."""
+    """Return the index of the group that holds a parameter of the submodule; if none does, of any group with parameters of the host."""
 
     def find(parameters: Iterable[nn.Parameter]) -> int | None:
         wanted = {id(parameter) for parameter in parameters}

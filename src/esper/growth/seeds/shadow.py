@@ -1,8 +1,8 @@
-"""Raising seeds in the shadow: a second forward pass really uses them, only they get its gradient, and the host does not notice.
+"""Train seeds in the shadow of the host: a second forward pass uses them, and only they get its gradient. The host does not change.
 
-What lies before the first of these slots is not computed again where its output was recorded in the user's own forward pass and the
-closure calls the model with the same tensors. The host's optimiser has stepped since, so the second pass is that of the new weights on the
-output of the old ones. A compiled model runs eagerly and as a whole in the second pass.
+The part of the host before the first of these slots is not computed again if its output was recorded in the user's forward pass and the
+closure calls the model with the same tensors. The host's optimiser has stepped since then, so the second pass applies the new weights
+behind the slot to outputs of the old weights before it. A compiled model runs eagerly and as a whole in the second pass.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ Closure = Callable[[], Tensor]  # computes the loss of the last batch again
 
 
 class Shadow:
+    """Second forward pass for the seeds of one model in stage TRAINING, which are connected with `alpha` only inside it."""
+
     def __init__(self, slotted: Slotted, *, alpha: float = 1.0) -> None:
         self.slotted, self.alpha = slotted, alpha
         self._isolation = Isolation(slotted.model)
@@ -35,7 +37,7 @@ class Shadow:
         self._is_due = False  # the next forward pass is to be recorded
 
     def prepare(self, backends: Sequence[ModuleBackend]) -> None:
-        """The next forward pass of the user is recorded, where there are seeds that need it."""
+        """Record the user's next forward pass if there are seeds in the shadow."""
         first = self._first(backends)
         self._is_due = first is not None and self._can_replay
         if first is not None and self._replayed_slot != first:
@@ -45,7 +47,7 @@ class Shadow:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Around a forward pass of the user. Nothing of this stays in the model afterwards, so that it can be copied and saved."""
+        """Record a forward pass of the user in the `with` block. Afterwards the model has no patches, so it can be copied and saved."""
         if not self._is_due or self._replay is None or not torch.is_grad_enabled():
             yield
             return
@@ -57,14 +59,15 @@ class Shadow:
             self._is_due = True
 
     def rest(self) -> None:
-        """Records no more."""
+        """Stop recording, and delete the recording."""
         self._is_due = False
         if self._replay is not None:
             self._replay.clear()
 
     def step(self, backends: Sequence[ModuleBackend], closure: Closure, *, scale: Tensor | None, group: Group) -> None:
-        """Lets these seeds learn from the last batch. Their loss is multiplied by `scale` on the way, for half precision."""
+        """Train these seeds by one step on the last batch. Their loss is multiplied by `scale`, for half precision."""
         self._is_due = False
+        # Compute the gradients of the seeds' parameters in an isolated pass in which the seeds are connected.
         parameters = [parameter for backend in backends if backend.learner is not None for parameter in backend.learner.parameters]
         seeds = [backend.slot.seed for backend in backends if backend.slot.seed is not None]
         with ExitStack() as stack:
@@ -75,6 +78,7 @@ class Shadow:
             loss = self._loss(closure)
             scaled = loss if scale is None else loss * scale.to(loss.device, non_blocking=True)
             gradients = torch.autograd.grad(scaled, parameters, allow_unused=True)
+        # Step each seed's own optimiser.
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
         for backend in backends:
@@ -87,24 +91,24 @@ class Shadow:
         loss = closure() if loss is None else loss
         if not isinstance(loss, Tensor) or not loss.requires_grad or loss.numel() != 1:
             raise GrowthError(
-                "the closure of after_step gave no loss with a gradient; it must compute the loss of the batch again, "
-                "through the slotted model and with gradients on: lambda: loss_fn(slotted(x), y)"
+                "the closure of after_step returned no loss with a gradient; it must compute the loss of the batch again "
+                "by calling the slotted model with gradients on: lambda: loss_fn(slotted(x), y)"
             )
         return loss
 
     def _replayed_loss(self, closure: Closure) -> Tensor | None:
-        """None where it has to be computed as a whole."""
+        """Return the loss by a replayed pass; None if the whole pass has to be computed."""
         if self._replay is None or not self._can_replay or not self._replay.nbytes:
             return None
         try:
             with self._replay.replaying(same_tensors=True):
                 return closure()
-        except PrefixCacheMismatch:  # the closure does not run the model as the training step did
+        except PrefixCacheMismatch:  # the closure calls the model in another way than the training step did
             self._can_replay = False
             return None
 
     def flops(self, backends: Sequence[ModuleBackend], costs: Sequence[Cost]) -> int:
-        """Of the second pass, per sample: forward and backward behind the first slot, and what lies before it unless replayed."""
+        """Return the FLOPs per sample of the second pass: both directions behind the first slot, and forward before it unless replayed."""
         first = self._first(backends)
         if first is None:
             return 0
@@ -114,6 +118,7 @@ class Shadow:
         return before + 2 * behind + 3 * sum(cost.flops for cost in costs)
 
     def _first(self, backends: Sequence[ModuleBackend]) -> str | None:
+        """Return the name of the slot that runs first; None if there are no backends."""
         names = {backend.slot.place.name for backend in backends}
         return next((name for name in self.slotted.slots if name in names), None)
 
