@@ -525,7 +525,7 @@ def test_reading_with_a_cache_gives_the_same_whatever_grows(has_attribute: bool)
     assert offered(slotted) == {"norm", "low_rank", "mlp"}
     name = "a cache ('kv_cache')" if has_attribute else "'past'"
     assert "attention cannot grow in token 8×16 causal" in slotted.describe()
-    assert f": the host takes {name}, and it would not see what only that holds" in slotted.describe()
+    assert f": the host takes {name}, and a seed would miss positions that only it holds" in slotted.describe()
     for slot, blueprint in growths(slotted):
         disturb(germinate(slotted, slot, blueprint))
         with torch.no_grad():
@@ -544,8 +544,8 @@ def test_reading_with_a_cache_gives_the_same_whatever_grows(has_attribute: bool)
 @pytest.mark.parametrize(
     ("has_index", "has_padding", "reason"),
     [
-        (True, False, "the host takes padding (padding_idx of 'embed'), and it would see what that hides"),
-        (False, True, "the host takes padding, and it would see what that hides"),
+        (True, False, "the host takes padding (padding_idx of 'embed'), and a seed would see positions that it hides"),
+        (False, True, "the host takes padding, and a seed would see positions that it hides"),
     ],
     ids=["an embedding knows", "the example shows"],
 )

@@ -68,10 +68,10 @@ STEPS_PER_EPOCH = 1_000_000  # more than any epoch has: checkpoints are numbered
 class Grower:
     """Owner of the seeds' optimisers, the lifecycles of the slots, the snapshots and the ledger of one model.
 
-    `optimizer`, `scaler` and `scheduler` are the user's own. The grower follows their learning rates and includes their states in its
-    snapshots; `scheduler` may be any object with `state_dict` and `load_state_dict`. The first snapshot is taken here and again in `begin`,
-    so load weights and optimiser states before one of the two. `epochs` is the planned length of the training: a controller that knows it
-    does not grow too late.
+    `optimizer`, `scaler` and `scheduler` are the user's own. The grower follows the optimiser's learning rates and keeps the states of all
+    three in its snapshots; `scheduler` may be any object with `state_dict` and `load_state_dict`. The first snapshot is taken here and
+    again in `begin`, so load weights and optimiser states before one of the two. `epochs` is the planned length of the training: a
+    controller that knows it does not grow too late.
 
     Rents and thresholds are fractions of the loss of a constant predictor. That loss is `config.governor.uninformed_loss` if set, else
     `scale` if given, else the mean training loss of the first epoch.

@@ -182,7 +182,7 @@ def _write_result(run: GrowthRun, model: object, *, otherwise: str) -> None:
 
 
 class Training:
-    """One training of one model, which it changes in place: its data, optimiser, schedule and GradScaler. `run` may be called once."""
+    """Data, optimiser, schedule and GradScaler for one training of a model, which is changed in place. Call `run` once."""
 
     def __init__(
         self,
@@ -375,8 +375,8 @@ class Training:
             with nullcontext() if grower is None else grower.recording():
                 loss = self._loss(batch)
         except Exception as error:
-            if told := explained(error, batch, where):
-                raise told from error
+            if explanation := explained(error, batch, where):
+                raise explanation from error
             raise
         if not loss.requires_grad:
             raise GrowthError(
@@ -428,8 +428,8 @@ class Training:
                     try:
                         loss = float(self._loss(batch))
                     except Exception as error:
-                        if told := explained(error, batch, where):
-                            raise told from error
+                        if explanation := explained(error, batch, where):
+                            raise explanation from error
                         raise
                     check_data(batch, loss, where)
                     found.append((loss, size_of(batch)))

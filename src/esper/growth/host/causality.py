@@ -63,23 +63,23 @@ def batch_axes(example_input: Any, before: Outputs, batch: int, run: RunExample)
     The host runs on the example twice in one batch; the dimension that becomes twice as large is the batch. If the host cannot run that,
     one sample is changed: the dimension in which only one entry changes is the batch.
     """
-    twice = run(_refilled(example_input, (torch.cat([t, t]) if t.ndim and len(t) == batch else t for t in tensors_in(example_input))))
+    twice = run(_with_tensors(example_input, (torch.cat([t, t]) if t.ndim and len(t) == batch else t for t in tensors_in(example_input))))
     changed = run(_changed(example_input, 0, axis=0, index=0)) if batch > 1 else None
     found: dict[str, int | None] = {}
     for name, output in before.items():
         if twice is not None:
             axes = _grown_axes(output, twice.get(name))
         elif changed is not None:
-            axes = [axis for axis in range(output.ndim) if output.shape[axis] == batch and _is_apart(output, changed.get(name), axis)]
+            axes = [axis for axis in range(output.ndim) if output.shape[axis] == batch and _stays_in_first(output, changed.get(name), axis)]
             axes = axes if not _same(output, changed.get(name)) else []
         else:
             axes = [axis for axis in range(output.ndim) if output.shape[axis] == batch]
         found[name] = axes[0] if len(axes) == 1 and output.shape[axes[0]] == batch else None
-    if changed is not None and _is_second_apart(found, before, changed, example_input, run):
-        reason = "has no batch as its first dimension, for one sample changes others; if time is the first, use batch_first=True"
+    if changed is not None and _is_batch_second(found, before, changed, example_input, run):
+        reason = "has no batch as its first dimension, because one sample changes others; if time is first, use batch_first=True"
         return dict.fromkeys(before, reason)
     return {
-        name: f"gives {list(before[name].shape)}, of which no dimension is the batch of {batch} for certain" if axis is None else axis
+        name: f"gives {list(before[name].shape)}, and it is uncertain which dimension is the batch of {batch}" if axis is None else axis
         for name, axis in found.items()
     }
 
@@ -91,7 +91,7 @@ def _grown_axes(before: Tensor, after: Tensor | None) -> list[int]:
     return [axis for axis, (one, two) in enumerate(zip(before.shape, after.shape, strict=True)) if one != two]
 
 
-def _is_second_apart(axes: Mapping[str, int | None], before: Outputs, changed: Outputs, example_input: Any, run: RunExample) -> bool:
+def _is_batch_second(axes: Mapping[str, int | None], before: Outputs, changed: Outputs, example_input: Any, run: RunExample) -> bool:
     """Return whether the second dimension of the input, not the first, is the batch.
 
     That is so if a change of the first sample changes other samples somewhere, and a change along the second dimension stays in its own
@@ -99,20 +99,20 @@ def _is_second_apart(axes: Mapping[str, int | None], before: Outputs, changed: O
     """
     first = next(tensors_in(example_input))
     known = {name: axis for name, axis in axes.items() if axis is not None}
-    mixed = [name for name, axis in known.items() if not _is_apart(before[name], changed.get(name), axis)]
+    mixed = [name for name, axis in known.items() if not _stays_in_first(before[name], changed.get(name), axis)]
     across = run(_changed(example_input, 0, axis=1, index=0)) if mixed and first.ndim > 1 and first.shape[1] > 1 else None
     if across is None:
         return False
     return all(
         any(
-            axis != known[name] and size == first.shape[1] and _is_apart(before[name], across.get(name), axis)
+            axis != known[name] and size == first.shape[1] and _stays_in_first(before[name], across.get(name), axis)
             for axis, size in enumerate(before[name].shape[:-1])
         )
         for name in mixed
     )
 
 
-def _is_apart(before: Tensor, after: Tensor | None, axis: int) -> bool:
+def _stays_in_first(before: Tensor, after: Tensor | None, axis: int) -> bool:
     """Return whether a change of the first entry along this dimension has left all other entries as they were."""
     rest = before.shape[axis] - 1
     return after is not None and before.shape == after.shape and _same(before.narrow(axis, 1, rest), after.narrow(axis, 1, rest))
@@ -128,29 +128,31 @@ def causal_places(places: Mapping[str, Place], example_input: Any, before: Outpu
         return frozenset()
     again = run(example_input) or {}
     # A changed output proves nothing at places whose output differs between two runs on the same input.
-    steady = {name: place for name, place in lines.items() if _same(before[name], again.get(name))}
-    looks_ahead, causal = _order(steady, example_input, before, run)
+    repeatable = {name: place for name, place in lines.items() if _same(before[name], again.get(name))}
+    looks_ahead, causal = _find_order(repeatable, example_input, before, run)
     unknown = {name for name, place in lines.items() if not place.is_plane and name not in looks_ahead}
     return frozenset(causal | unknown)
 
 
-def _order(steady: Mapping[str, Place], example_input: Any, before: Outputs, run: RunExample) -> tuple[set[str], set[str]]:
+def _find_order(repeatable: Mapping[str, Place], example_input: Any, before: Outputs, run: RunExample) -> tuple[set[str], set[str]]:
     """Return the places that look ahead, and the places that are causal. A place in both counts as causal."""
     causal = set[str]()
     looks_ahead = set[str]()
     for number, tensor in enumerate(tensors_in(example_input)):
-        open_ = {name: place for name, place in steady.items() if name not in causal}
-        felt: dict[str, set[int]] = {name: set() for name in open_}  # place -> dimensions of this input along which a change reaches it
+        undecided = {name: place for name, place in repeatable.items() if name not in causal}
+        reached_along: dict[str, set[int]] = {
+            name: set() for name in undecided
+        }  # place -> dimensions of this input along which a change reaches it
         axes = [axis for axis in range(1, tensor.ndim) if tensor.shape[axis] > 1]
         for axis in axes:
-            open_ = {name: place for name, place in open_.items() if name not in causal}
-            for name, effects in _effects(open_, example_input, number, axis, before, run).items():
+            undecided = {name: place for name, place in undecided.items() if name not in causal}
+            for name, effects in _effects(undecided, example_input, number, axis, before, run).items():
                 if effects:
-                    felt[name].add(axis)
-                if _keeps_order(effects, tensor.shape[axis], open_[name]):
+                    reached_along[name].add(axis)
+                if _counts_as_causal(effects, tensor.shape[axis], undecided[name]):
                     causal.add(name)
-        for name, along in felt.items():
-            if along and len(along) < len(axes) and not steady[name].is_plane:
+        for name, along in reached_along.items():
+            if along and len(along) < len(axes) and not repeatable[name].is_plane:
                 causal.add(name)  # its positions may belong to a dimension whose changes do not reach it
             elif along:
                 looks_ahead.add(name)
@@ -164,11 +166,11 @@ def _effects(
     length = list(tensors_in(example_input))[number].shape[axis]
     # A plane is tested only along its rows and with few changes: only a host that generates images pixel by pixel is causal there.
     found: dict[str, list[Effect]] = {name: [] for name, place in lines.items() if not place.is_plane or _rows(place) == length}
-    is_open = dict.fromkeys(found, True)
+    is_undecided = dict.fromkeys(found, True)
     for count, index in enumerate(_indices(length, [lines[name] for name in found])):
         # Stop when the answer is known for all places, or when the first three changes reach none of them.
-        is_felt = any(found.values())
-        if not any(is_open.values()) or (count == 3 and not is_felt):
+        has_effect = any(found.values())
+        if not any(is_undecided.values()) or (count == 3 and not has_effect):
             break
         after = run(_changed(example_input, number, axis=axis, index=index))
         if after is None:
@@ -178,17 +180,17 @@ def _effects(
             if effect is not None:
                 found[name].append(effect)
                 if lines[name].is_plane:
-                    is_open[name] = is_open[name] and effect.first >= index and count < 3
+                    is_undecided[name] = is_undecided[name] and effect.first >= index and count < 3
                 elif lines[name].kind == "token":
-                    is_open[name] = is_open[name] and effect.first == 0
+                    is_undecided[name] = is_undecided[name] and effect.first == 0
     return found
 
 
 def _indices(length: int, lines: Sequence[Place]) -> list[int]:
     """Return the positions to change, most informative first: around the middle, then those aligned with a place's middle position."""
     aligned = [_stride(length, place) * (place.positions // 2) for place in lines if place.spatial == 1]
-    some = [length // 2, length // 4, 3 * length // 4, *aligned, 1, length - 1, length - 2, 0]
-    return [index for index in dict.fromkeys(some) if 0 <= index < length]
+    candidates = [length // 2, length // 4, 3 * length // 4, *aligned, 1, length - 1, length - 2, 0]
+    return [index for index in dict.fromkeys(candidates) if 0 <= index < length]
 
 
 def _stride(length: int, place: Place) -> int:
@@ -212,7 +214,7 @@ def _effect(before: Tensor, after: Tensor | None, place: Place, index: int) -> E
     return Effect(index, int(reached[0]), int(reached[-1])) if len(reached) else None
 
 
-def _keeps_order(effects: Sequence[Effect], length: int, place: Place) -> bool:
+def _counts_as_causal(effects: Sequence[Effect], length: int, place: Place) -> bool:
     """Return whether a place must be treated as causal: a line or sequence without proof of a look ahead, a plane with proof of none."""
     if place.is_plane:
         reaches_on = any(effect.last > effect.at for effect in effects)
@@ -245,31 +247,31 @@ def hides(places: Mapping[str, Place], example_input: Any, run: RunNudged) -> bo
         if first is None:
             continue
         nudge = first, 1 - places[first].batch_axis, tensor.shape[1] // 2
-        seen = _seen(places, tokens, example_input, nudge, run)
-        if seen is None:
+        noticed = _noticed(places, tokens, example_input, nudge, run)
+        if noticed is None:
             continue
-        if seen.any() and not seen.all():
+        if noticed.any() and not noticed.all():
             return True
         for filler in (0.0, 1.0, -1e9) if tensor.is_floating_point() and tensor.ndim == 2 else (0, 1):
             padded = tensor.clone()
             padded[:, nudge[2] :] = filler
-            still_seen = _seen(places, tokens, _with(example_input, number, padded), nudge, run)
-            if still_seen is not None and bool((seen & ~still_seen).any()):
+            noticed_padded = _noticed(places, tokens, _with_tensor(example_input, number, padded), nudge, run)
+            if noticed_padded is not None and bool((noticed & ~noticed_padded).any()):
                 return True
     return False
 
 
-def _seen(places: Mapping[str, Place], tokens: Sequence[str], example_input: Any, nudge: Nudge, run: RunNudged) -> Tensor | None:
+def _noticed(places: Mapping[str, Place], tokens: Sequence[str], example_input: Any, nudge: Nudge, run: RunNudged) -> Tensor | None:
     """Return for each sample [B] whether a nudge changes more than one position of some place; None if that cannot be found out."""
     before, after = run(example_input, None), run(example_input, nudge)
     if before is None or after is None or nudge[0] not in before:
         return None
-    seen = torch.zeros(before[nudge[0]].shape[places[nudge[0]].batch_axis], dtype=torch.bool)
+    noticed = torch.zeros(before[nudge[0]].shape[places[nudge[0]].batch_axis], dtype=torch.bool)
     for name in tokens:
         if name in before and name in after and before[name].shape == after[name].shape:
-            is_felt = (before[name] != after[name]).movedim(places[name].batch_axis, 0).any(2).cpu()  # [B, T]
-            seen |= is_felt.sum(1) > 1
-    return seen
+            is_changed = (before[name] != after[name]).movedim(places[name].batch_axis, 0).any(2).cpu()  # [B, T]
+            noticed |= is_changed.sum(1) > 1
+    return noticed
 
 
 # Changes
@@ -283,18 +285,18 @@ def _changed(value: Any, number: int, *, axis: int, index: int) -> Any:
     """Return the example with one entry of one of its tensors changed; `number` is its index in `tensors_in`."""
     tensor = list(tensors_in(value))[number]
     changed = tensor.clone()
-    changed.select(axis, index).copy_(_something_else(tensor, axis, index))
-    return _with(value, number, changed)
+    changed.select(axis, index).copy_(_other_value(tensor, axis, index))
+    return _with_tensor(value, number, changed)
 
 
-def _with(value: Any, number: int, tensor: Tensor) -> Any:
+def _with_tensor(value: Any, number: int, tensor: Tensor) -> Any:
     """Return the example with the tensor of this number replaced."""
     tensors = list(tensors_in(value))
     tensors[number] = tensor
-    return _refilled(value, iter(tensors))
+    return _with_tensors(value, iter(tensors))
 
 
-def _something_else(tensor: Tensor, axis: int, index: int) -> Tensor:
+def _other_value(tensor: Tensor, axis: int, index: int) -> Tensor:
     """Return another value for an entry, if possible that of another entry: so a token index stays within the host's vocabulary."""
     present = tensor.select(axis, index)
     others = (tensor.select(axis, other) for other in (-1 - index, *range(min(tensor.shape[axis], 16))))
@@ -306,15 +308,15 @@ def _something_else(tensor: Tensor, axis: int, index: int) -> Tensor:
     return torch.where(present > 0, present - 1, 1)  # never negative: losses ignore labels such as -100
 
 
-def _refilled(value: Any, tensors: Iterator[Tensor]) -> Any:
+def _with_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
     """Return the same tree with these tensors, in the order of `tensors_in`. A tensor that occurs twice may become two tensors."""
     if isinstance(value, Tensor):
         return next(tensors)
     if isinstance(value, Mapping):
-        return {key: _refilled(item, tensors) for key, item in value.items()}
+        return {key: _with_tensors(item, tensors) for key, item in value.items()}
     if isinstance(value, tuple | list):
-        items = [_refilled(item, tensors) for item in value]
+        items = [_with_tensors(item, tensors) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{part.name: _refilled(getattr(value, part.name), tensors) for part in fields(value)})
+        return replace(value, **{part.name: _with_tensors(getattr(value, part.name), tensors) for part in fields(value)})
     return value

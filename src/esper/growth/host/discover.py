@@ -184,8 +184,8 @@ def _positions(layer: nn.Module, output: Any) -> int:
 def _run(model: nn.Module, example_input: Any, *, batch: int = 0, nudge: Nudge | None = None) -> _Log:
     """Run the model on the example, with hooks on all submodules, and return the record.
 
-    FLOPs, feature axes and masks are recorded only if `batch`, the batch size, is given. `nudge` is (submodule, axis, index): the part of
-    that submodule's output is changed on the way.
+    FLOPs, feature axes and masks are recorded only if `batch`, the batch size, is given. `nudge` is (submodule, axis, index): that
+    part x of the submodule's output is replaced by 1 - x.
     """
     log, counter, axes, handles = _Log(batch=batch), flop_counter(), FeatureAxes(), []
 
@@ -375,8 +375,8 @@ _NO_CACHES = {"cos", "sin", "rope", "rotary", "freq", "freqs"}  # caches of posi
 
 def _alone(places: Mapping[str, Place], mask: str, cache: str) -> dict[str, Place]:
     """Return the places with `alone` set for sequences: the reason why a seed there must treat every position alone."""
-    because_of_mask = f"the host takes {mask}, and it would see what that hides" if mask else ""
-    because_of_cache = f"the host takes {cache}, and it would not see what only that holds" if cache else ""
+    because_of_mask = f"the host takes {mask}, and a seed would see positions that it hides" if mask else ""
+    because_of_cache = f"the host takes {cache}, and a seed would miss positions that only it holds" if cache else ""
     return {
         name: replace(place, alone=(because_of_cache if place.is_causal else "") or because_of_mask)
         if place.kind == "token" or place.spatial == 1

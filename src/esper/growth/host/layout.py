@@ -270,8 +270,8 @@ def _permuted(order: Callable[[Sequence[Any], int], Sequence[int]]) -> Callable[
         label = _label(args[0])
         if label is None:
             return None
-        places = [axis % made.ndim for axis in order(args, made.ndim)]
-        return Label(tuple(sorted(places.index(axis) for axis in label.axes)), label.layer)
+        sources = [axis % made.ndim for axis in order(args, made.ndim)]
+        return Label(tuple(sorted(sources.index(axis) for axis in label.axes)), label.layer)
 
     return follow
 
@@ -285,11 +285,13 @@ def _swapped(args: Sequence[Any], ndim: int) -> list[int]:
 
 
 def _unsqueezed(args: Sequence[Any], named: Any, made: Tensor) -> Label | None:
+    """A dimension of size 1 is inserted."""
     label, new = _label(args[0]), args[1] % made.ndim
     return None if label is None else Label(tuple(axis + (axis >= new) for axis in label.axes), label.layer)
 
 
 def _expanded(args: Sequence[Any], named: Any, made: Tensor) -> Label | None:
+    """Dimensions may be added at the front."""
     label = _label(args[0])
     return None if label is None else Label(tuple(axis + made.ndim - args[0].ndim for axis in label.axes), label.layer)
 
@@ -312,6 +314,7 @@ def _without(dimensions: Callable[[Sequence[Any], Any, Tensor], Sequence[int]]) 
 
 
 def _squeezed(args: Sequence[Any], named: Any, made: Tensor) -> Sequence[int]:
+    """Return the dimensions that `squeeze` removes."""
     if len(args) == 1:
         return [axis for axis, size in enumerate(args[0].shape) if size == 1]
     wanted = args[1] if isinstance(args[1], list | tuple) else [args[1]]
@@ -324,6 +327,7 @@ def _chosen(args: Sequence[Any], named: Any, made: Tensor) -> Sequence[int]:
 
 
 def _reduced(args: Sequence[Any], named: Any, made: Tensor) -> Sequence[int]:
+    """Return the dimensions that a reduction such as `mean` removes; all of them by default."""
     wanted = args[1] if len(args) > 1 else named.get("dim")
     if wanted is None or isinstance(wanted, bool):
         return range(args[0].ndim)
@@ -337,6 +341,7 @@ def _joined(args: Sequence[Any], named: Any, made: Tensor) -> Label | None:
 
 
 def _stacked(args: Sequence[Any], named: Any, made: Tensor) -> Label | None:
+    """Tensors are joined along a new dimension."""
     label, new = _joined(args, named, made), (args[1] if len(args) > 1 else 0) % made.ndim
     return None if label is None else Label(tuple(axis + (axis >= new) for axis in label.axes), label.layer)
 
@@ -359,6 +364,7 @@ def _written(args: Sequence[Any], named: Any, made: Tensor) -> Label | None:
 
 
 def _restrided(args: Sequence[Any], named: Any, made: Tensor) -> Label | None:
+    """Strides change; the meaning of the dimensions is known only if the shape stays."""
     return _same(args, named, made) if args[0].shape == made.shape else None
 
 

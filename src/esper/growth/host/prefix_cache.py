@@ -91,7 +91,7 @@ class PrefixCache:
     @property
     def nbytes(self) -> int:
         """Size of the recording in bytes."""
-        return sum(one.nbytes for one in self._passes)
+        return sum(this_pass.nbytes for this_pass in self._passes)
 
     def clear(self) -> None:
         """Delete the recording."""
@@ -115,9 +115,9 @@ class PrefixCache:
                 self.clear()
             if self._is_cut or self._refusal:
                 return forward(*arguments, **named)
-            with self._running(_Pass(inputs=_inputs(arguments, named) if keep_last else ())) as one:
+            with self._running(_Pass(inputs=_inputs(arguments, named) if keep_last else ())) as this_pass:
                 output = forward(*arguments, **named)
-                self._finish_recording(one)
+                self._finish_recording(this_pass)
             return output
 
         with self._installed(run, self._recorded):
@@ -146,9 +146,9 @@ class PrefixCache:
                 )
             if same_tensors and not _is_identical(_inputs(arguments, named), self._passes[position - 1].inputs):
                 raise PrefixCacheMismatch(f"forward pass {position} has other inputs than the recorded one; replay the same batch")
-            with self._running(self._passes[position - 1]) as one:
+            with self._running(self._passes[position - 1]) as this_pass:
                 output = forward(*arguments, **named)
-                self._check_counts(one)
+                self._check_counts(this_pass)
             return output
 
         with self._installed(run, self._replayed):
@@ -187,14 +187,15 @@ class PrefixCache:
             yield
 
     @contextmanager
-    def _running(self, one: _Pass) -> Iterator[_Pass]:
-        one.ran.clear()
-        self._current = one
+    def _running(self, this_pass: _Pass) -> Iterator[_Pass]:
+        """Make this the forward pass that runs now, with its calls counted from 0."""
+        this_pass.ran.clear()
+        self._current = this_pass
         try:
-            yield one
+            yield this_pass
         finally:
             self._current = None
-            one.watched.clear()
+            this_pass.watched.clear()
 
     def _recorded(self, name: str, forward: Forward) -> Forward:
         """Return a forward that computes the module and stores its output."""
@@ -233,54 +234,61 @@ class PrefixCache:
         return self._current is not None and not self._is_inside and self._current.ran[name] < self._counts[name]
 
     def _computed(self, forward: Forward, arguments: Any, named: Any) -> Any:
+        """Run a module of the prefix. Modules inside it are neither recorded nor replayed."""
         self._is_inside = True
         try:
             return forward(*arguments, **named)
         finally:
             self._is_inside = False
 
-    def _store(self, one: _Pass, name: str, output: Any, shapes: Shapes) -> None:
+    def _store(self, this_pass: _Pass, name: str, output: Any, shapes: Shapes) -> None:
+        """Add the output of a call to the recording. Tensors are copied if they are overwritten later, or if that is not known yet."""
         is_copied = name in self._overwritten or not self._has_learned
 
         def stored(tensor: Tensor) -> Tensor:
             plain = tensor.detach()
             if plain.is_inference():
                 return plain.clone()  # it has no version, so overwriting could not be noticed
-            one.watched.append((name, plain, plain._version))
+            this_pass.watched.append((name, plain, plain._version))
             return plain.clone() if is_copied else plain
 
         try:
-            one.add(name, _map(output, stored), shapes)
+            this_pass.add(name, _map(output, stored), shapes)
         except _Unstorable as error:
             # From the next recording on, the modules inside this one are recorded in its place.
             self._unstorable.add(name)
-            self._cut(one)
+            self._cut(this_pass)
             self._passes.clear()
             if name == self._slot:
                 self._give_up(f"the module {name!r} returns a {error}, which cannot be stored")
-        if self.nbytes + one.nbytes > self.max_bytes:
-            self._cut(one)
+        if self.nbytes + this_pass.nbytes > self.max_bytes:
+            self._cut(this_pass)
 
-    def _cut(self, one: _Pass) -> None:
+    def _cut(self, this_pass: _Pass) -> None:
         """Drop the pass that is being recorded, and record no more."""
         self._is_cut = True
         self._current = None
-        one.clear()
+        this_pass.clear()
 
-    def _finish_recording(self, one: _Pass) -> None:
+    def _finish_recording(self, this_pass: _Pass) -> None:
+        """Keep the pass, unless it was cut, and note which outputs were overwritten during it."""
         if self._current is None:
             return
-        self._overwritten |= {name for name, tensor, version in one.watched if tensor._version != version}
+        self._overwritten |= {name for name, tensor, version in this_pass.watched if tensor._version != version}
         self._has_learned = True
-        self._passes.append(one)
-        self._check_counts(one)
+        self._passes.append(this_pass)
+        self._check_counts(this_pass)
 
-    def _check_counts(self, one: _Pass) -> None:
+    def _check_counts(self, this_pass: _Pass) -> None:
+        """Refuse further use if a module was not called as often as in the forward pass of the discovery."""
         for name, count in self._counts.items():
-            if one.ran[name] != count:
-                self._give_up(f"{name!r} ran {one.ran[name]} times before the slot, and {count} times in the forward pass of the discovery")
+            if this_pass.ran[name] != count:
+                self._give_up(
+                    f"{name!r} ran {this_pass.ran[name]} times before the slot, and {count} times in the forward pass of the discovery"
+                )
 
     def _give_up(self, reason: str) -> None:
+        """Refuse further use, for this reason."""
         self._refusal = reason
         self._passes.clear()
 
@@ -310,6 +318,7 @@ class _Pass:
     nbytes: int = 0
 
     def add(self, name: str, value: Any, shapes: Shapes) -> None:
+        """Add the output of a call."""
         tensors = _leaves(value)
         versions = tuple((tensor, tensor._version) for tensor in tensors if not tensor.is_inference())
         self.entries.setdefault(name, []).append(_Entry(value, shapes, versions))
@@ -319,6 +328,7 @@ class _Pass:
             self.storages[storage.data_ptr()] = storage.nbytes()
 
     def take(self, name: str) -> _Entry:
+        """Return the output of the module's next call."""
         self.ran[name] += 1
         return self.entries[name][self.ran[name] - 1]
 

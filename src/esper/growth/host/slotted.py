@@ -183,6 +183,7 @@ class Slotted:
             drop_copied_zero_grad(module)
 
     def train(self, mode: bool = True) -> Self:
+        """Set the mode of host and seeds."""
         self.model.train(mode)
         for module in self._seeds():
             module.train(mode)
@@ -202,6 +203,7 @@ class Slotted:
         return (slot.seed for slot in self.slots.values() if slot.seed is not None)
 
     def slot(self, name: str) -> Slot:
+        """Return the slot of this name. Raise a GrowthError that lists the slots if there is none."""
         if name not in self.slots:
             raise GrowthError(f"no slot is named {name!r}; the slots of this model are {', '.join(self.slots)}")
         return self.slots[name]
@@ -249,10 +251,10 @@ class Slotted:
         wanted = specs_in(state)
         paths = {plain_name(f"{name}.{self._homes[name].baked_as}"): name for name in self.slots}
         baked = {plain_name(name) for name, module in self.host.named_modules() if isinstance(module, Seed)}
-        strange = sorted(wanted.keys() - paths.keys() - baked)
-        if strange:
+        unknown = sorted(wanted.keys() - paths.keys() - baked)
+        if unknown:
             raise GrowthError(
-                f"the state dict has the seed {strange[0]!r}, and this model has no slot there; pass the same slots to add_slots"
+                f"the state dict has the seed {unknown[0]!r}, and this model has no slot there; pass the same slots to add_slots"
             )
         seeds = {slot: build_seed(self.place(slot), wanted[path]) for path, slot in paths.items() if path in wanted}
         # Put them into the slots and load the weights; if that fails, put the former seeds back.

@@ -322,8 +322,8 @@ def _looks(blueprint: Blueprint, place: Place) -> tuple[bool, bool]:
                 parameter.normal_(std=0.3)  # a new branch gives zero everywhere
             changed = h.clone()
             changed.select(line, middle := h.shape[line] // 2).neg_()
-            is_felt = (branch(h) != branch(changed)).movedim(line, 0).flatten(1).any(1)
-            return bool(is_felt[middle + 1 :].any()), bool(is_felt[:middle].any())
+            is_changed = (branch(h) != branch(changed)).movedim(line, 0).flatten(1).any(1)
+            return bool(is_changed[middle + 1 :].any()), bool(is_changed[:middle].any())
     except Exception:  # `check_branch` reports what is wrong with the branch
         return False, False
 
