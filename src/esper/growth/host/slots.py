@@ -151,6 +151,7 @@ class Slot(ForwardPatch):
 
     @property
     def alpha(self) -> float:
+        """The seed's alpha; 0 if the slot is empty."""
         return self._alpha
 
     @alpha.setter
@@ -178,6 +179,7 @@ class Slot(ForwardPatch):
         return {**super().__getstate__(), "observer": None, "_origin": None, "is_idle": not self.is_connected}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Slot:
+        """Copy the slot, and let the copy remember the original, so that it can warn when the original has grown."""
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         copied.__setstate__({name: deepcopy(value, memo) for name, value in self.__getstate__().items()})

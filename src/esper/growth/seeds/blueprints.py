@@ -81,6 +81,7 @@ def register_blueprint(
 
 
 def get_blueprint(name: str) -> Blueprint:
+    """Return the blueprint of this name. Raise a GrowthError that lists all blueprints if there is none."""
     if name not in _registry:
         near = get_close_matches(name, _registry, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}? " if near else ""
@@ -193,6 +194,7 @@ def _attention_flops(query: Shape, key: Shape, value: Shape, *others: Any, out_s
 def _multi_head_attention_flops(
     query: Shape, key: Shape, value: Shape, width: int, heads: int, *others: Any, out_shape: Any = None, **named: Any
 ) -> int:
+    """Count the four projections and the attention itself; `query`, `key` and `value` are [B, T, D]."""
     (batch, queries, _), keys = query, key[1]
     projections = 2 * batch * width * width * (2 * queries + 2 * keys)
     return projections + _attention_flops(*([batch, heads, length, width // heads] for length in (queries, keys, keys)))
@@ -201,9 +203,8 @@ def _multi_head_attention_flops(
 def _encoder_layer_flops(
     source: Shape, width: int, heads: int, in_weight: Shape, in_bias: Shape, out_weight: Shape, *others: Any, out_shape: Any = None
 ) -> int:
-    feedforward = next(
-        shape for shape in others if isinstance(shape, Sequence) and len(shape) == 2
-    )  # [hidden, D], the first of two weights
+    """Count attention and the two layers of the feed-forward network, whose first weight [hidden, D] is the first matrix in `others`."""
+    feedforward = next(shape for shape in others if isinstance(shape, Sequence) and len(shape) == 2)
     batch, length, _ = source
     both = 2 * 2 * batch * length * width * int(feedforward[0])
     return both + _multi_head_attention_flops(source, source, source, width, heads)
