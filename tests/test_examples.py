@@ -68,7 +68,7 @@ def test_grow_your_model_grows_and_lowers_the_loss(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.extra()
+@pytest.mark.extra
 def test_own_training_loop_keeps_seeds_and_bakes_them(tmp_path: Path) -> None:
     output = run("own_training_loop", tmp_path)
     losses = [float(loss) for loss in re.findall(r"validation loss ([\d.]+)", output)]
@@ -79,7 +79,7 @@ def test_own_training_loop_keeps_seeds_and_bakes_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.extra()
+@pytest.mark.extra
 def test_own_blueprint_fits_products_better_than_an_mlp(tmp_path: Path) -> None:
     output = run("own_blueprint", tmp_path)
     (mlp,), (product,) = (numbers(rf"{name}: kept 2 of 2 .*-> ([\d.]+)", output) for name in ("mlp", "product"))
@@ -87,7 +87,7 @@ def test_own_blueprint_fits_products_better_than_an_mlp(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.extra()
+@pytest.mark.extra
 def test_own_controller_keeps_what_contributes_more_than_its_rent(tmp_path: Path) -> None:
     output = run("own_controller", tmp_path)
     judged = re.findall(r" (kept|pruned) .* it contributes at least (\S+), and its rent is ([\d.]+\d)", output)
@@ -98,7 +98,7 @@ def test_own_controller_keeps_what_contributes_more_than_its_rent(tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.extra()
+@pytest.mark.extra
 def test_ppo_memory_is_right_with_memory_and_guesses_without(tmp_path: Path) -> None:
     with_memory, without = numbers(r"([\d.]+)% with an LSTM, ([\d.]+)% without memory", run("ppo_memory", tmp_path))
     assert with_memory > 90
@@ -106,7 +106,7 @@ def test_ppo_memory_is_right_with_memory_and_guesses_without(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.extra()
+@pytest.mark.extra
 def test_own_environment_is_learned_in_both_forms(tmp_path: Path) -> None:
     output = run("own_environment", tmp_path)
     for name in ("PointEnv", "PointBatch"):
@@ -115,7 +115,7 @@ def test_own_environment_is_learned_in_both_forms(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.extra()
+@pytest.mark.extra
 def test_train_a_controller_raises_its_return_and_decides(tmp_path: Path) -> None:
     output = run("train_a_controller", tmp_path)
     returns = [float(value) for value in re.findall(r"mean return (\S+) nats", output)]
@@ -125,7 +125,7 @@ def test_train_a_controller_raises_its_return_and_decides(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.extra()
+@pytest.mark.extra
 def test_arena_selfplay_sends_a_past_self_to_the_league(tmp_path: Path) -> None:
     output = run("arena_selfplay", tmp_path)
     assert re.search(r"^update-2 +best", output, re.MULTILINE)
@@ -172,7 +172,7 @@ def test_the_notebook_has_small_saved_outputs() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.extra()
+@pytest.mark.extra
 def test_the_notebook_tells_of_a_seed_that_is_kept_and_one_that_is_pruned() -> None:
     saved = json.loads(STORY.read_text())
     notebook = copy.deepcopy(saved)
