@@ -125,7 +125,7 @@ def test_going_back_brings_seeds_weights_moments_and_alphas_of_that_time() -> No
     host = fleet.rows[0]
     host.host_growth.governor.note_rollback()  # so that the one before it is asked for
     assert host.recovery.go_back(is_repeated=True) == 4
-    fleet._wishes.carry_out(fleet._snapshots)
+    fleet._pending.carry_out(fleet._snapshots)
     assert_identical(before, rows_of(fleet, [0]))
     assert host.host_growth.lifecycles.state_dict() == lifecycles
     assert 0 < host.host_growth.lifecycles.backends["blocks.0"].alpha < 1
