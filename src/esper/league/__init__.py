@@ -1,6 +1,6 @@
-"""The league: who the learner plays against, how strong each of them is, and what is kept of it on the disk.
+"""The league: past selves and bots that the learner plays against, their ratings, and how a league is saved.
 
-Names are imported when they are first used: `from esper.league.config import LeagueConfig` does not wait for torch.
+Names are imported on first use, so `from esper.league.config import LeagueConfig` does not import torch.
 """
 
 from __future__ import annotations

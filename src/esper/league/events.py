@@ -1,4 +1,4 @@
-"""What self-play reports."""
+"""Events of self-play."""
 
 from __future__ import annotations
 
@@ -9,22 +9,25 @@ from esper.runs import Event
 
 
 class RoundFought(Event, tag="round_fought"):
-    """The battles that ended during one rollout, by opponent: won, drawn and lost. "self": both sides learn, and one is counted. Of past
-    selves only battles that they fought from the beginning."""
+    """Results of the battles that ended during one rollout.
+
+    Battles of the learner against itself ("self") are counted for one side. Battles against past selves count only if the past self
+    fought them from the beginning.
+    """
 
     update: int
-    results: dict[str, tuple[int, int, int]]
-    opponents: list[str]  # past selves that sat in the seats
-    team: int  # largest team in battles that begin now
-    overflow: int  # shots since the last round for which no projectile slot was free
-    reward: dict[str, float] = {}  # parts of what the rollout paid, summed over its decisions: mean over the units that learn
+    results: dict[str, tuple[int, int, int]]  # opponent -> won, drawn, lost
+    opponents: list[str]  # past selves in the opponent slots
+    team: int  # largest team size of battles that begin now
+    overflow: int  # shots since the last event that were lost because no projectile slot was free
+    reward: dict[str, float] = {}  # parts of the reward, summed over the decisions of the rollout, mean over the learning units
 
     def shown(self) -> Mapping[str, Any]:
         return {**super().shown(), **_battles(self.results)}
 
 
 class LeagueChanged(Event, tag="league_changed"):
-    """The learner sent itself to the league."""
+    """A copy of the learner entered the league as a candidate, and was promoted or removed."""
 
     update: int
     name: str
@@ -38,7 +41,7 @@ class LeagueChanged(Event, tag="league_changed"):
 
 
 def _battles(results: Mapping[str, tuple[int, int, int]]) -> dict[str, dict[str, float]]:
-    """Battles and win rates by opponent; a draw counts as half a win. Nothing of opponents without a battle."""
+    """Return battles and win rates by opponent; a draw counts as half a win. Opponents without a battle are left out."""
     counts = {name: sum(result) for name, result in results.items() if sum(result)}
     return {
         "battles": dict(counts),

@@ -3,13 +3,13 @@
     league = League(anchors=["weak", "strong"])
     league.enter("step-1000", step=1000, weights=policy.state_dict())
     league.record("step-1000", "strong", Record(wins=100, draws=4, losses=152))
-    league.settle("step-1000")                                                  # it becomes a member, or leaves
-    league.record(LEARNER, "step-1000", Record(wins=20, losses=12))             # in training
+    league.settle("step-1000")                                                  # it becomes a member or is removed
+    league.record(LEARNER, "step-1000", Record(wins=20, losses=12))             # battles of the training itself
     league.opponents()                                                          # {'step-1000': 1.0}
 
-Anchors never leave. A past self enters as a candidate, plays, and is settled: one that beats the best member becomes a member, which is
-then the best, and may cost another its place. The learner itself is another player after every update: its battles say how hard the
-others are for it now, and go into neither table nor ratings.
+Anchors never leave. A past self enters as a candidate and plays a trial. A candidate that beats the best member becomes a member, and the
+best one; if the league is then too large, the least useful member retires. The learner changes with every update, so its own battles only
+say how hard each opponent is for it now. They count neither in the table nor in the ratings.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ Weights = Mapping[str, "Tensor"]
 EntryKind = Literal["anchor", "candidate", "member", "retired"]
 
 LEARNER = "learner"
-VERSION = 2  # of the state; a higher one is refused. In version 1 no record told of maps
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # it becomes a file's name
+VERSION = 2  # of the saved state; higher versions are refused. Records of version 1 have no maps
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # names become file names
 
 
 class LeagueError(ValueError):
-    """A league that cannot be asked this, or cannot be read, with the reason and what to do."""
+    """A request that a league refuses, or a saved league that cannot be read. The message says why and what to do."""
 
 
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One player."""
+    """One player of the league."""
 
     name: str
     kind: EntryKind
-    step: int | None = None  # of the learner, as events count it, when it entered; anchors have none
+    step: int | None = None  # step of the learner when the player entered, counted as in events; None for anchors
 
 
 class Recent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The learner's battles against one opponent; old ones count for less and less."""
+    """The learner's score against one opponent. Older battles weigh less."""
 
     points: float = 0.0
     battles: float = 0.0
 
     def then(self, record: Record, *, memory: int) -> Recent:
-        """With more battles, scaled so that no more than `memory` count."""
+        """Return the score after more battles, scaled down so that at most `memory` battles count."""
         points, battles = self.points + record.points, self.battles + record.battles
         scale = min(1.0, memory / battles)
         return Recent(points * scale, battles * scale)
@@ -66,7 +66,7 @@ class Recent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Settled(msgspec.Struct, frozen=True):
-    """What became of a candidate, and who left for it."""
+    """Result of a candidate's trial: whether it was promoted, and which members retired."""
 
     is_promoted: bool
     reason: str
@@ -74,7 +74,7 @@ class Settled(msgspec.Struct, frozen=True):
 
 
 class LeagueState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All of a league but the weights, as it is stored."""
+    """Everything that is saved of a league, except the weights."""
 
     version: int
     config: LeagueConfig
@@ -86,8 +86,11 @@ class LeagueState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class League:
-    """Not thread-safe: one owner changes it. `is_rated` is decided once, by default by whether openskill is installed: it has a say in who
-    leaves, so that a league that began with ratings goes on with them or not at all."""
+    """Anchors, candidates and members, with their results, ratings and weights. Not thread-safe.
+
+    `is_rated` is fixed when the league is made; by default, a league is rated if openskill is installed. Ratings help to choose the members
+    that retire, so a rated league cannot go on without openskill.
+    """
 
     def __init__(self, anchors: Sequence[str] = (), config: LeagueConfig | None = None, *, is_rated: bool | None = None) -> None:
         self.config = config or LeagueConfig()
@@ -95,15 +98,15 @@ class League:
         if self.is_rated and not ratings.is_available():
             raise ImportError(f"a league with ratings needs openskill; {ratings.HOW_TO_INSTALL}")
         self.table = WinTable()
-        self._entries: dict[str, Entry] = {}  # anchors, then past selves; members in the order of their promotion
-        self._weights: dict[str, dict[str, Tensor]] = {}  # of candidates and members
+        self._entries: dict[str, Entry] = {}  # anchors first, then past selves; members in the order of their promotion
+        self._weights: dict[str, dict[str, Tensor]] = {}  # weights of candidates and members
         self._ratings: dict[str, Rating] = {}
         self._recent: dict[str, Recent] = {}
         for name in anchors:
             self._check_is_free(name)
             self._entries[name] = Entry(name, "anchor")
 
-    # Who is there
+    # Queries
 
     @property
     def entries(self) -> tuple[Entry, ...]:
@@ -115,17 +118,17 @@ class League:
 
     @property
     def members(self) -> tuple[str, ...]:
-        """Past selves that are opponents, oldest promotion first."""
+        """Past selves that the learner may meet, oldest promotion first."""
         return self._names("member")
 
     @property
     def best(self) -> str | None:
-        """The member that was promoted last: it beat the best one before it."""
+        """The member promoted last, because it beat the best member before it. None while there are no members."""
         return self.members[-1] if self.members else None
 
     @property
     def weights(self) -> dict[str, dict[str, Tensor]]:
-        """Of all candidates and members, on the CPU. They are never changed: who wants to, copies them."""
+        """Weights of all candidates and members, on the CPU. Do not change them in place."""
         return dict(self._weights)
 
     def entry(self, name: str) -> Entry:
@@ -134,17 +137,17 @@ class League:
         return self._entries[name]
 
     def rating(self, name: str) -> Rating | None:
-        """None in a league without ratings; that of a new player where none was earned yet."""
+        """Return a player's rating: that of a new player before its first match, None in a league without ratings."""
         self.entry(name)
         return self._ratings.get(name, Rating()) if self.is_rated else None
 
     def learner_score(self, name: str) -> float | None:
-        """How the learner scores against a player these days; None where they have not met."""
+        """Return the learner's recent score against a player; None if they have not met."""
         self.entry(name)
         return self._recent[name].score if name in self._recent else None
 
     def opponents(self, names: Iterable[str] | None = None) -> dict[str, float]:
-        """How likely each of these players, all members by default, is drawn as the learner's opponent; sums to 1."""
+        """Return the probability of each of `names`, by default all members, to be drawn as the learner's opponent."""
         scores = {name: self.learner_score(name) for name in (self.members if names is None else names)}
         return rules.opponent_weights(scores, power=self.config.hardness_power, floor=self.config.hardness_floor)
 
@@ -154,31 +157,34 @@ class League:
         """A past self becomes a candidate. The weights are copied."""
         self._check_is_free(name)
         if step < 0:
-            raise LeagueError(f"the step of {name!r} is {step}; steps are counted from 0")
+            raise LeagueError(f"the step of {name!r} is {step}; give a step of 0 or more")
         if not weights:
             raise LeagueError(f"{name!r} has no weights; give its state_dict()")
         self._weights[name] = {key: tensor.detach().cpu().clone() for key, tensor in weights.items()}
         self._entries[name] = Entry(name, "candidate", step)
 
     def record(self, player: str, opponent: str, record: Record) -> None:
-        """Battles between any two who are there, or between one of them and `LEARNER`, told from the side of the first."""
+        """Add battles between two players, counted from the side of `player`. One of them may be `LEARNER`."""
         check_pair(player, opponent)
         for name in {player, opponent} - {LEARNER}:
             if self.entry(name).kind == "retired":
-                raise LeagueError(f"{name!r} has left the league and plays no more battles")
+                raise LeagueError(f"{name!r} has left the league, so no more battles of it can be recorded")
         if not record.battles:
             return
         if LEARNER in (player, opponent):
-            other, learners = (opponent, record) if player == LEARNER else (player, record.reversed())
-            self._recent[other] = self._recent.get(other, Recent()).then(learners, memory=self.config.memory)
+            other, from_learner = (opponent, record) if player == LEARNER else (player, record.reversed())
+            self._recent[other] = self._recent.get(other, Recent()).then(from_learner, memory=self.config.memory)
             return
-        first, second, told = in_order(player, opponent, record)
+        first, second, ordered = in_order(player, opponent, record)
         if self.is_rated:
-            self._rate(first, second, told)
-        self.table.add(first, second, told)
+            self._rate(first, second, ordered)
+        self.table.add(first, second, ordered)
 
     def _rate(self, first: str, second: str, record: Record) -> None:
-        """A candidate does not move those whom it is measured against: that waits until it is a member, and else never happens."""
+        """Update the ratings of both players; only the candidate's if one of them is a candidate.
+
+        The opponents of a candidate are rated when it becomes a member (`_rate_opponents`), so a rejected candidate leaves no trace.
+        """
         after = ratings.rated(self._ratings.get(first, Rating()), self._ratings.get(second, Rating()), record)
         candidates = [name for name in (first, second) if self.entry(name).kind == "candidate"]
         for name, rating in zip((first, second), after, strict=True):
@@ -186,7 +192,7 @@ class League:
                 self._ratings[name] = rating
 
     def _rate_opponents(self, name: str) -> None:
-        """What the trial of a new member says of those whom it met."""
+        """Update the ratings of all players that a new member met in its trial."""
         own = self._ratings.get(name, Rating())
         for other in (entry.name for entry in self.entries if entry.kind in ("anchor", "member") and entry.name != name):
             record = self.table.between(name, other)
@@ -194,7 +200,11 @@ class League:
                 self._ratings[other] = ratings.rated(own, self._ratings.get(other, Rating()), record)[1]
 
     def settle(self, name: str) -> Settled:
-        """A candidate becomes a member, and the least useful one leaves where the league is full; or the candidate is forgotten."""
+        """Decide on a candidate after its trial: promote it to member, or remove it.
+
+        Promotion retires the least useful members while the league is larger than `config.size`. Raises LeagueError if the candidate has
+        not met the best member.
+        """
         entry = self.entry(name)
         if entry.kind != "candidate":
             raise LeagueError(f"{name!r} is {_with_article(entry.kind)}; only candidates are settled")
@@ -206,7 +216,8 @@ class League:
         if not rules.is_promoted(against, promote_at=at):
             self._forget(name)
             return Settled(False, reason)
-        del self._entries[name]  # and to the end, where the newest stand
+        # Delete and insert again, so that the new member comes last: `best` relies on that order.
+        del self._entries[name]
         self._entries[name] = Entry(name, "member", entry.step)
         if self.is_rated:
             self._rate_opponents(name)
@@ -224,7 +235,7 @@ class League:
     # State
 
     def to_state(self) -> dict[str, Any]:
-        """All of it but the weights, as dicts, lists, strings and numbers; `from_state` makes an equal league of it."""
+        """Return everything except the weights as dicts, lists, strings and numbers. `from_state` restores an equal league."""
         state = LeagueState(
             version=VERSION,
             config=self.config,
@@ -234,31 +245,34 @@ class League:
             ratings=dict(self._ratings),
             recent=dict(self._recent),
         )
-        plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(state))  # tuples as lists, as they come back
+        plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(state))  # tuples become lists, as in a file that is read back
         return plain
 
     @classmethod
     def from_state(cls, state: Any, weights: Mapping[str, Weights] | None = None, *, config: LeagueConfig | None = None) -> League:
-        """The league of a state, with the weights that `league.weights` had; None makes one that can be looked at, not played.
+        """Restore a league from `to_state()` and the value of `league.weights`.
 
-        `config` replaces the one it had. A league with ratings can be read without openskill; only more battles need it.
+        Without `weights` the league can be inspected, but its players cannot play. `config` replaces the saved config. A rated league can
+        be read without openskill; only recording battles needs it.
         """
         found = state.get("version") if isinstance(state, dict) else None
         if found not in range(1, VERSION + 1):
             raise LeagueError(
-                f"the state of this league has version {found!r}, and this esper reads up to {VERSION}; use the one that wrote it"
+                f"the state of this league has version {found!r}, but this esper reads up to {VERSION}; use the esper that wrote it"
             )
         try:
-            told = msgspec.convert(state, LeagueState)
-            table = WinTable.from_rows(told.table)
+            saved = msgspec.convert(state, LeagueState)
+            table = WinTable.from_rows(saved.table)
         except (msgspec.ValidationError, ValueError) as error:
             raise LeagueError(f"this is not the state of a league: {error}") from error
-        league = cls(config=config or told.config, is_rated=False)
-        league.is_rated, league.table = told.is_rated, table
-        league._entries = {entry.name: entry for entry in told.entries}
-        league._ratings, league._recent = dict(told.ratings), dict(told.recent)
+        # `is_rated` is set afterwards: the constructor would refuse a rated league where openskill is missing.
+        league = cls(config=config or saved.config, is_rated=False)
+        league.is_rated, league.table = saved.is_rated, table
+        league._entries = {entry.name: entry for entry in saved.entries}
+        league._ratings, league._recent = dict(saved.ratings), dict(saved.recent)
         if weights is not None:
-            league._weights = {entry.name: _weights_of(entry.name, weights) for entry in told.entries if _is_playing(entry)}
+            playing = [entry.name for entry in saved.entries if entry.kind in ("candidate", "member")]
+            league._weights = {name: _weights_of(name, weights) for name in playing}
         return league
 
     def _names(self, kind: EntryKind) -> tuple[str, ...]:
@@ -266,30 +280,30 @@ class League:
 
     def _check_is_free(self, name: str) -> None:
         if not _NAME.fullmatch(name):
-            raise LeagueError(f"{name!r} cannot be a player's name; use up to 100 letters, digits, '.', '_' and '-', the first no sign")
+            raise LeagueError(
+                f"{name!r} cannot be a player's name; use up to 100 letters, digits, '.', '_' and '-', starting with a letter or digit"
+            )
         if name == LEARNER or name in self._entries:
-            raise LeagueError(f"{name!r} is taken by {'the learner' if name == LEARNER else _with_article(self._entries[name].kind)}")
+            owner = "the learner" if name == LEARNER else _with_article(self._entries[name].kind)
+            raise LeagueError(f"{name!r} is taken by {owner}; choose another name")
 
     def _retire(self, name: str) -> None:
-        """Its results stay, for people to look at."""
+        """Remove a member's weights. Its results stay in the table."""
         self._entries[name] = Entry(name, "retired", self._entries[name].step)
         del self._weights[name]
         self._recent.pop(name, None)
 
     def _forget(self, name: str) -> None:
+        """Remove a candidate and all its results."""
         self.table.remove(name)
         del self._entries[name], self._weights[name]
         self._ratings.pop(name, None)
         self._recent.pop(name, None)
 
 
-def _is_playing(entry: Entry) -> bool:
-    return entry.kind in ("candidate", "member")
-
-
 def _weights_of(name: str, weights: Mapping[str, Weights]) -> dict[str, Tensor]:
     if name not in weights:
-        raise LeagueError(f"the weights of {name!r} are missing; there are those of {sorted(weights)}")
+        raise LeagueError(f"the weights of {name!r} are missing; only those of {sorted(weights)} are given")
     return dict(weights[name])
 
 

@@ -1,9 +1,11 @@
-"""Matches: battles of a player against one or several rivals, counted once each.
+"""Matches: battles of one player against one or several rivals.
 
-Two battles are fought on every map, one from each side, and no map is used for another pair: players that draw nothing would fight the
-same battle again. All rivals of a match meet the player on the same maps. Intervals are over maps.
+On every map the player fights two battles against each rival, one from each side. No two pairs of battles of the same players share a map,
+because players that choose the likeliest action would repeat the same battle. All rivals meet the player on the same maps. Confidence
+intervals are over maps.
 
-Shapes: R = rivals, P = pairs of battles with each of them = maps. Places of the arena are [P, R, 2], the last being the side of the player.
+Shapes: R = rivals, P = pairs of battles with each rival = maps. The battles of the arena are ordered as [P, R, 2]; the last index is the
+side of the player.
 """
 
 from __future__ import annotations
@@ -24,40 +26,45 @@ from esper.league.record import Record
 from esper.rl.policy import Policy
 from esper.rng import Streams
 
-Contender = str | Policy  # the name of a bot, or a policy
+Contender = str | Policy  # name of a bot, or a policy
 
 
 @dataclass(frozen=True)
 class MatchResult:
-    record: Record  # of the first player
-    by_time: int  # battles that only the clock ended
-    decisions: float  # mean length
-    by_side: tuple[Record, Record]  # of the first player, as the first and as the second team
-    won: tuple[int, ...]  # places in which the first player won
-    points: tuple[float, ...]  # of the first player by battle, 1, 1/2 or 0; each two neighbours were fought on one map
+    """Result of a match against one rival, from the side of the first player."""
+
+    record: Record
+    by_time: int  # battles that ended because the time was up
+    decisions: float  # mean length of a battle, in decisions
+    by_side: tuple[Record, Record]  # records as the first team and as the second team
+    won: tuple[int, ...]  # indices of the battles that the first player won
+    points: tuple[float, ...]  # points of each battle: 1, 1/2 or 0; battles 2i and 2i + 1 share a map
 
 
 def unseen(purpose: str, seed: int) -> int:
-    """The seed of a ground for some purpose. It is drawn by a label, so that whatever small number a training is given as its seed, its
-    maps are others."""
+    """Return the arena seed for a purpose such as "evaluation".
+
+    It is derived from a label, so its maps differ from those of any run, whatever seed the run was given.
+    """
     return Streams(seed).spawn(f"ground of {purpose}").integer("maps")
 
 
 class MatchArena:
-    """An arena for matches, made once: every match is fought on the maps of one seed, so that players meet the same battles.
+    """An arena for matches. All its matches use the maps of one seed, so their results can be compared.
 
-    `config.battles` are those with each of `rivals` rivals. There are as many maps as pairs of them, whatever the config says.
+    `config.battles` is the number of battles with each of `rivals` rivals. There is one map per pair of battles; `config.maps` is ignored.
     """
 
     def __init__(self, config: ArenaConfig, *, seed: int, device: torch.device | str, rivals: int = 1) -> None:
         if config.battles % 2:
             raise ValueError(f"battles of a match come in pairs, one map for both sides; got {config.battles}, use {config.battles + 1}")
+        # One map serves 2 battles with every rival.
         self.config, self.seed, self.rivals = config, seed, rivals
         paired = msgspec.structs.replace(config, battles=rivals * config.battles, maps=config.battles // 2, battles_per_map=2 * rivals)
         self.arena = Arena(paired, seed=seed, device=device)
 
     def open(self, seed: int) -> None:
-        """Matches from now on are fought on the maps of another seed."""
+        """Use the maps of another seed from now on."""
         self.seed = seed
         self.arena.reset(seed)
 
@@ -70,10 +77,10 @@ class MatchArena:
         recorders: Sequence[Recorder] = (),
         draws: bool = False,
     ) -> MatchResult:
-        """A match between two. The first player is the first team where the place is even. Policies take the likeliest actions, or with
-        `draws` draw them.
+        """Play a match between two players and return the result of the first.
 
-        Recorders are of this ground's arena, and new: they see their battles from the beginning to the end.
+        The first player is the first team in battles with an even index. Policies take the likeliest actions, or sample them with `draws`.
+        `recorders` must be new and belong to `self.arena`; they record their battles from beginning to end.
         """
         return self.play_all(first, [second], on_step=on_step, recorders=recorders, draws=draws)[0]
 
@@ -86,17 +93,19 @@ class MatchArena:
         recorders: Sequence[Recorder] = (),
         draws: bool = False,
     ) -> list[MatchResult]:
-        """The player's results against each rival, all fought at once."""
+        """Play against all rivals at the same time and return the result against each. The arguments are those of `play`."""
         if len(rivals) != self.rivals:
-            raise ValueError(f"this ground is made for {self.rivals} rivals; got {len(rivals)}")
+            raise ValueError(f"this arena is made for {self.rivals} rivals; got {len(rivals)}")
         arena, config = self.arena, self.arena.config
         result = arena.reset()
         battles = torch.arange(config.battles, device=arena.device)
+        # The player is on alternating sides of all battles; each rival is on the other side of its own battles.
         side = battles % 2
-        players = [self._seated(first, side_rows(battles, side, team_size=config.team_size), 1, draws=draws)]
+        players = [self._make_player(first, side_rows(battles, side, team_size=config.team_size), 1, draws=draws)]
         for number, rival in enumerate(rivals):
             theirs = battles[battles // 2 % self.rivals == number]
-            players.append(self._seated(rival, side_rows(theirs, 1 - side[theirs], team_size=config.team_size), 2 + number, draws=draws))
+            rows = side_rows(theirs, 1 - side[theirs], team_size=config.team_size)
+            players.append(self._make_player(rival, rows, 2 + number, draws=draws))
         tally = Tally(config.battles, arena.device)
         for recorder in recorders:
             recorder.begin()
@@ -108,25 +117,25 @@ class MatchArena:
                 recorder.add(actions, result)
             if on_step is not None:
                 on_step(result)
-            if decision % 10 == 9 and tally.is_over():
+            if decision % 10 == 9 and tally.is_over():  # asked rarely, because it waits for the device
                 break
-        assert tally.is_over(), "a battle went on beyond its time"
+        assert tally.is_over(), "a battle has lasted longer than its time limit"
         arena.check()
         return tally.results(self.rivals)
 
-    def _seated(self, who: Contender, rows: Tensor, number: int, *, draws: bool) -> Player:
+    def _make_player(self, contender: Contender, rows: Tensor, number: int, *, draws: bool) -> Player:
         streams = Streams(self.seed).spawn(f"match player {number}")
-        if isinstance(who, str):
-            return BotPlayer(Bot(who, self.arena, seed=streams.integer("bot")), rows)
-        generator = streams.torch("actions", who.device) if draws else None
-        return PolicyPlayer(who, rows, units=self.config.units, generator=generator)
+        if isinstance(contender, str):
+            return BotPlayer(Bot(contender, self.arena, seed=streams.integer("bot")), rows)
+        generator = streams.torch("actions", contender.device) if draws else None
+        return PolicyPlayer(contender, rows, units=self.config.units, generator=generator)
 
 
 class Tally:
-    """The first battle in every place, counted on the device."""
+    """Results of the first battle at every index of the arena, kept on the device. Later battles at the same index are not counted."""
 
     def __init__(self, battles: int, device: torch.device) -> None:
-        self.points = torch.full((battles,), -1, dtype=torch.int64, device=device)  # -1 not yet; 0 lost, 1 draw, 2 won
+        self.points = torch.full((battles,), -1, dtype=torch.int64, device=device)  # -1 not over, 0 lost, 1 drawn, 2 won
         self.by_time = torch.zeros(battles, dtype=torch.bool, device=device)
         self.length = torch.zeros(battles, device=device)
 
@@ -141,7 +150,7 @@ class Tally:
         return bool((self.points >= 0).all())
 
     def results(self, rivals: int) -> list[MatchResult]:
-        """By rival."""
+        """Return the result against each rival."""
         places = torch.arange(len(self.points)).view(-1, rivals, 2)  # [P, R, 2]
         halves, by_time, length = self.points.cpu(), self.by_time.cpu(), self.length.cpu()
         found = []
@@ -156,5 +165,5 @@ class Tally:
 
 
 def _record(points: Sequence[float]) -> Record:
-    """Of battles on maps of which each has one."""
+    """Return the record of battles that share no map with each other."""
     return Record(wins=points.count(1.0), draws=points.count(0.5), losses=points.count(0.0))

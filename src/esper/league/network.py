@@ -1,10 +1,10 @@
-"""The network of a unit: what it knows of itself, of contacts, comrades and the ground around it, in one vector.
+"""The network of a unit: encodes its own state, contacts, allies and the terrain around it as one vector.
 
-Contacts share one encoder and keep their order, near to far, because the actor aims at them by their place in it; comrades share another
-and are pooled. The vector goes through the policy's memory and around it. With a centralised critic the whole battle goes around it too,
-for the critic alone.
+All contacts share one encoder and stay in order, nearest first, because the actor aims at a contact by its index. All allies share another
+encoder and are max-pooled. The vector goes into the policy's recurrent core and also bypasses it. With a centralised critic, an encoding
+of the whole battle bypasses the core too; only the critic reads it.
 
-Shapes: B = any leading dimension, C = contacts, A = allies, E = width of the vector, Z = width of what the critic knows besides.
+Shapes: B = rows, C = contacts, A = allies, E = width of the vector, Z = width of the encoded battle.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ from esper.runs import load_module
 from esper.vecenv import Obs
 
 _ACTIVATION = "relu"
-_NEARLY_UNIFORM = 0.01  # gain of the layer that choices come from
+_NEARLY_UNIFORM = 0.01  # gain of the actor's last layer: first choices are nearly uniform
 
 
 class UnitEncoder(nn.Module):
-    """From an observation to [B, E], and behind it what goes around the core: the same again, and with a state view [B, Z]."""
+    """Encode observations as [B, E + bypass_size]: the input of the core [B, E], then its bypass: the same [B, E] and, with a state view,
+    the encoded battle [B, Z]."""
 
     def __init__(self, config: UnitNetworkConfig, arena: ArenaConfig) -> None:
         super().__init__()
@@ -54,6 +55,7 @@ class UnitEncoder(nn.Module):
         seen = obs if isinstance(obs, Tensor) else obs["obs"]
         own, contacts, allies, terrain = torch.split(seen, self.widths, dim=1)
         rows = len(seen)
+        # Contacts: [B, C * width] -> [B * C, width] -> encoder -> [B, C * entity]; allies likewise, then the maximum over A.
         features = [own, self.contact(contacts.reshape(rows * self.layout["contacts"].times, -1)).view(rows, -1)]
         if self.ally is not None:
             features.append(self.ally(allies.reshape(rows * self.layout["allies"].times, -1)).view(rows, -1, self.ally_width).amax(1))
@@ -71,7 +73,10 @@ class UnitEncoder(nn.Module):
 
 
 class UnitActor(nn.Module):
-    """From what the core and the unit itself know to choices; of the whole battle, behind it, an actor knows nothing."""
+    """Compute the outputs of the action distribution from the core and the unit's own vector.
+
+    The features end with the encoded battle, which only the critic may read: the actor takes the first `width` columns.
+    """
 
     def __init__(self, width: int, hidden: int, outputs: int) -> None:
         super().__init__()
@@ -90,8 +95,8 @@ class Parts(NamedTuple):
 
 
 def make_parts(config: UnitNetworkConfig, network: NetworkConfig, arena: ArenaConfig, *, generator: torch.Generator) -> Parts:
-    """Encoder, actor and critic, initialised."""
-    with torch.random.fork_rng(devices=[]):  # torch's layers draw first weights from the global generator, and ours replace them
+    """Make encoder, actor and critic, initialised with `generator`."""
+    with torch.random.fork_rng(devices=[]):  # constructors of torch's layers draw from the global generator; keep it unchanged
         encoder = UnitEncoder(config, arena)
         core = network.hidden_size if network.core != "none" else encoder.output_size
         actor = UnitActor(core + config.width, config.head_width, ActionDistribution(action_spec(arena)).num_outputs)
@@ -107,7 +112,7 @@ def make_policy(
     config: UnitNetworkConfig, network: NetworkConfig, arena: ArenaConfig, *, generator: torch.Generator, device: torch.device,
     normalize_values: bool = True,
 ) -> Policy:  # fmt: skip
-    """A policy for the units of an arena. Observations are scaled by their layout and need no normaliser."""
+    """Make a policy for the units of an arena. Observations are scaled by their layout and need no normaliser."""
     encoder, actor, critic = make_parts(config, network, arena, generator=generator)
     return Policy(
         observation_spec(arena),
@@ -124,7 +129,7 @@ def make_policy(
 
 
 def make_player(config: ArenaTrainConfig, weights: Mapping[str, Tensor] | None = None, *, device: torch.device) -> Policy:
-    """A policy of a training that learns no more, with these weights, or the first ones that the training had."""
+    """Make a frozen policy of a run with the given weights; without weights, with the initial ones of the run."""
     policy = make_policy(
         config.unit,
         config.ppo.network,

@@ -1,8 +1,7 @@
-"""OpponentSlots in which past selves fight the learner: who sits there, since when, and when another is drawn.
+"""Opponent slots: which past selves fight the learner, since when, and when they are replaced.
 
-Whoever sits down stays for so many rollouts that a battle can be over, unless it leaves the league before. Those who sit down in the
-middle of a battle have none of the memories of who began it, and such a battle says nothing of how hard either is: it is credited to
-nobody.
+A past self fills a slot for a fixed number of rollouts, or until it leaves the league. When the player of a slot changes in the middle of
+a battle, the new player lacks the memories of the old one, so the result says little about either. Such a battle is not counted.
 
 Shapes: B = battles.
 """
@@ -23,55 +22,60 @@ from esper.rl.policy import Policy
 
 @dataclass
 class OpponentSlot:
+    """One opponent of the learner that changes over time, and the battles it fights."""
+
     player: PolicyPlayer
-    battles: Tensor  # [n] that are fought there
-    name: str | None = None  # who sits there; None: the learner's own copy of today
-    since: int = 0  # decision at which it sat down
-    drawn: int = 0  # update at which it was drawn, perhaps not for the first time
+    battles: Tensor  # [n] indices of its battles
+    name: str | None = None  # member of the league; None: a copy of the current learner
+    since: int = 0  # decision at which this player took the slot
+    drawn: int = 0  # update of the last draw, which may have chosen the same player again
 
 
 class OpponentSlots:
-    """All seats of a training. Past selves stay for `rollouts` rollouts."""
+    """All opponent slots of a run, by name. A past self stays in its slot for `rollouts` rollouts."""
 
     def __init__(self, opponent_slots: dict[str, OpponentSlot], *, rollouts: int, battles: int, device: torch.device) -> None:
-        self._seats, self.rollouts = opponent_slots, rollouts
-        self.since = torch.zeros(battles, dtype=torch.int64, device=device)  # decision at which the opponent of each battle sat down
+        self._slots, self.rollouts = opponent_slots, rollouts
+        self.since = torch.zeros(battles, dtype=torch.int64, device=device)  # [B] decision at which the opponent of each battle joined it
 
     @property
     def names(self) -> list[str | None]:
-        return [opponent_slot.name for opponent_slot in self._seats.values()]
+        """Players of all slots; None stands for a copy of the current learner."""
+        return [slot.name for slot in self._slots.values()]
 
     def name(self, opponent_slot: str) -> str | None:
-        return self._seats[opponent_slot].name
+        """Return the player of one slot, given the name of the slot."""
+        return self._slots[opponent_slot].name
 
     def is_credited(self, age: Tensor, decision: int) -> Tensor:
-        """Of battles that are so many decisions old [B] at a decision: whether who sits there fought all of it [B]. Without a seat it is
-        always so."""
+        """Return whether the opponent fought the whole battle [B], given the age of each battle [B] in decisions.
+
+        True for all battles without a slot.
+        """
         return age <= decision - self.since
 
     def draw(self, league: League, learner: Policy, *, decision: int, update: int, rng: Generator) -> None:
-        """Others are drawn, by how hard they are, where the time is up or who sat there has left the league. While there are no past
-        selves, the learner of today sits there."""
+        """Draw a new player, by hardness, for each slot whose time is up or whose player has left the league.
+
+        While the league has no members, every slot holds a copy of the current learner.
+        """
         chances = league.opponents()
-        for opponent_slot in self._seats.values():
-            if opponent_slot.name in chances and update - opponent_slot.drawn < self.rollouts:
+        for slot in self._slots.values():
+            if slot.name in chances and update - slot.drawn < self.rollouts:
                 continue
             name = str(rng.choice(list(chances), p=list(chances.values()))) if chances else None
-            opponent_slot.player.policy.load_state_dict(learner.state_dict() if name is None else league.weights[name])
-            opponent_slot.drawn = update
-            if name != opponent_slot.name:
-                opponent_slot.player.forget()
-                opponent_slot.name, opponent_slot.since = name, decision
-                self.since[opponent_slot.battles] = decision
+            slot.player.policy.load_state_dict(learner.state_dict() if name is None else league.weights[name])
+            slot.drawn = update
+            if name != slot.name:
+                slot.player.forget()
+                slot.name, slot.since = name, decision
+                self.since[slot.battles] = decision
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """Who sits where; what the players know and remember is saved by their owner."""
-        return [
-            {"name": opponent_slot.name or "", "since": opponent_slot.since, "drawn": opponent_slot.drawn}
-            for opponent_slot in self._seats.values()
-        ]
+        """Return the player of each slot. The owner of the players saves their weights and memories."""
+        return [{"name": slot.name or "", "since": slot.since, "drawn": slot.drawn} for slot in self._slots.values()]
 
     def load_state_dict(self, saved: list[dict[str, Any]]) -> None:
-        for opponent_slot, told in zip(self._seats.values(), saved, strict=True):
-            opponent_slot.name, opponent_slot.since, opponent_slot.drawn = told["name"] or None, told["since"], told["drawn"]
-            self.since[opponent_slot.battles] = opponent_slot.since
+        for slot, state in zip(self._slots.values(), saved, strict=True):
+            slot.name, slot.since, slot.drawn = state["name"] or None, state["since"], state["drawn"]
+            self.since[slot.battles] = slot.since

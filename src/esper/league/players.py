@@ -1,6 +1,6 @@
-"""Who drives units: a scripted bot or a policy, each for some rows of the arena.
+"""Players: scripted bots and policies that choose the actions of some units of the arena.
 
-Shapes: B = battles, U = units, R = rows of one player.
+Shapes: B = battles, U = units in a battle, T = units in a team, R = rows (units) of one player.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from esper.vecenv import Actions
 
 
 class Player(Protocol):
-    rows: Tensor  # [R] int64, which of the B·U units it drives
+    """A bot or a policy that drives some units."""
+
+    rows: Tensor  # [R] int64, indices of its units among the B·U units
 
     def act(self, result: StepResult) -> Actions:
-        """Actions of its rows, on the scene's device."""
+        """Return the actions of its rows, on the device of the arena."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What it takes to go on exactly, but for weights."""
+        """Return everything needed to go on exactly, except weights."""
         ...
 
     def load_state_dict(self, saved: dict[str, Any]) -> None: ...
@@ -49,14 +51,14 @@ class BotPlayer:
 
 
 class PolicyPlayer:
-    """A policy with a memory for each of its rows. With a generator it draws its actions, without one they are the likeliest.
+    """A policy with one recurrent state per row. It samples actions with `generator`; without one it takes the likeliest.
 
-    It may live on another device than the arena: what it sees goes there, and what it does comes back, in one transfer each.
+    The policy may be on another device than the arena: observations and actions are then moved in one transfer each.
     """
 
     def __init__(self, policy: Policy, rows: Tensor, *, units: int, generator: torch.Generator | None = None) -> None:
         self.policy, self.rows, self.generator = policy, rows, generator
-        self.battle = rows // units
+        self.battle = rows // units  # [R] battle of each row
         self.state = policy.initial_state(len(rows))
         self.is_elsewhere = rows.device != policy.device
         self._there, self._back = Staging(policy.device), Staging(rows.device)
@@ -64,6 +66,7 @@ class PolicyPlayer:
     def act(self, result: StepResult) -> Actions:
         seen = {f"obs/{name}": value[self.rows] for name, value in unit_rows(result).items()}
         seen |= {f"masks/{name}": value[self.rows] for name, value in result.masks.items()}
+        # The memory of a row is reset where a new battle has begun; after a reset of the arena, that is everywhere.
         seen["starts"] = result.ended[self.battle]
         if result.is_first:
             seen["starts"] = torch.ones_like(seen["starts"])
@@ -73,7 +76,7 @@ class PolicyPlayer:
         if not self.is_elsewhere:
             return actions
         moved = self._back.move(actions)
-        torch.cuda.synchronize()  # the next transfer writes over this one
+        torch.cuda.synchronize()  # wait, because the next transfer reuses these buffers
         return moved
 
     @torch.no_grad()
@@ -87,7 +90,7 @@ class PolicyPlayer:
         return distribution.actions(distribution.choose(policy.decide(features), masks, noise))
 
     def forget(self) -> None:
-        """Its memories: they mean nothing to another policy."""
+        """Reset the recurrent state of all rows, because the policy has changed."""
         self.state = self.policy.initial_state(len(self.rows))
 
     def state_dict(self) -> dict[str, Any]:
@@ -98,17 +101,17 @@ class PolicyPlayer:
 
 
 def side_rows(battles: Tensor, sides: Tensor, *, team_size: int) -> Tensor:
-    """The rows [len·T] of one side of some battles: `sides` says which, 0 or 1, for each of `battles`."""
+    """Return the rows [n·T] of one side of each battle, given battle indices [n] and sides (0 or 1) [n]."""
     first = battles * (2 * team_size) + sides * team_size
     return (first.unsqueeze(1) + torch.arange(team_size, device=battles.device)).flatten()
 
 
 def join(actions: list[tuple[Tensor, Actions]], rows: int) -> Actions:
-    """The actions of all units from those of all players, given with their rows."""
-    together: Actions = {}
+    """Return the actions of all `rows` units, given the (rows, actions) of every player."""
+    joined: Actions = {}
     for name, value in actions[0][1].items():
         whole = torch.zeros(rows, *value.shape[1:], dtype=value.dtype, device=value.device)
-        for where, theirs in actions:
-            whole[where] = theirs[name]
-        together[name] = whole
-    return together
+        for player_rows, player_actions in actions:
+            whole[player_rows] = player_actions[name]
+        joined[name] = whole
+    return joined

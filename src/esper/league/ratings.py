@@ -1,13 +1,13 @@
-"""Ratings by openskill: how strong each player is, on one scale, and how sure that is.
+"""Ratings with openskill: the strength of each player and its uncertainty.
 
-The model is Bradley and Terry's: a battle between two sides is won with a chance that grows with the difference of their strengths, and a
-draw is half a win, as in our scores. (Plackett and Luce's generalises it to more sides; with two they are the same.)
+The model is Bradley and Terry's: the probability to win a battle grows with the difference of strengths, and a draw is half a win, as in
+the scores. (Plackett and Luce's model extends it to more than two sides; with two sides they are the same.)
 
-Two things keep ratings from becoming surer than they can be. A match counts as at most `MATCH_BATTLES` battles in the same proportion:
-further battles of the same two players on the same rules tell more of that pair, but not of how either fares against others. And no
-sigma falls below `LEAST_SIGMA`, so that ratings go on moving as the field changes. Players are frozen, so openskill's own drift is off.
+Two limits keep ratings from becoming too certain. A match counts as at most `MATCH_BATTLES` battles in the same proportions, because more
+battles of the same two players say nothing about how they do against others. And sigma never falls below `LEAST_SIGMA`, so ratings keep
+moving as other players join. Past selves do not change, so openskill's own drift (tau) is off.
 
-openskill is imported where it is used: without it everything but `rated` works.
+openskill is imported on first use: without it, everything except `rated` works.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _RANKS: dict[Outcome, list[float]] = {"win": [0, 1], "draw": [0, 0], "loss": [1,
 
 
 class Rating(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A strength that is normally distributed. New players begin at openskill's usual 25 ± 25/3.
+    """Strength of a player as a normal distribution. New players start at openskill's default, 25 ± 25/3.
 
     >>> print(Rating(), Rating(mu=30.0, sigma=1.5).ordinal)
     25.0 ± 8.3 25.5
@@ -46,7 +46,7 @@ class Rating(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def ordinal(self) -> float:
-        """What the strength very likely exceeds; the order of the standings."""
+        """A strength that the player very likely exceeds. Standings are sorted by it."""
         return self.mu - 3 * self.sigma
 
 
@@ -55,7 +55,7 @@ def is_available() -> bool:
 
 
 def rated(player: Rating, opponent: Rating, record: Record) -> tuple[Rating, Rating]:
-    """The ratings of both after a match, told from the side of `player`. The same match always gives the same ratings."""
+    """Return both ratings after a match. `record` is from the side of `player`. The same match always gives the same ratings."""
     model = _model()
     ours, theirs = (model.create_rating([rating.mu, rating.sigma]) for rating in (player, opponent))
     for outcome in spread(shrunk(record, MATCH_BATTLES)):
@@ -65,7 +65,7 @@ def rated(player: Rating, opponent: Rating, record: Record) -> tuple[Rating, Rat
 
 
 def shrunk(record: Record, battles: int) -> Record:
-    """At most so many battles, in the proportions of `record`: whole parts first, then what is left to the largest fractions.
+    """Scale a record down to at most `battles` battles, rounding by largest remainders.
 
     >>> shrunk(Record(wins=300, draws=100, losses=112), 32)
     Record(wins=19, draws=6, losses=7)
@@ -82,7 +82,9 @@ def shrunk(record: Record, battles: int) -> Record:
 
 
 def spread(record: Record) -> list[Outcome]:
-    """The battles one by one, each outcome evenly over the match: the last ones weigh most, and which ones those were is not known.
+    """Return the battles one by one, with each outcome spread evenly over the match.
+
+    Later battles weigh more in a rating, and a record does not say in which order the battles were fought.
 
     >>> spread(Record(wins=3, draws=1, losses=1))
     ['win', 'draw', 'loss', 'win', 'win']

@@ -1,4 +1,4 @@
-"""How battles ended: between two players, and in a table between all of them."""
+"""Results of battles: the record between two players, and a table of the records between all players."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import numpy as np
 
 from esper.statistics import Interval, clustered_interval, wilson_interval
 
-_PER_MAP = 2  # battles of a match on one map, one from each side
+_PER_MAP = 2  # battles of a match per map, one from each side
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, repr_omit_defaults=True):
-    """Battles of one player against another, from the side of the first.
+    """Wins, draws and losses of one player against another.
 
-    The two battles of a match on one map depend on each other, so the interval of a match is over its maps. Battles that were not fought
-    in such pairs have no `maps` and are taken for independent.
+    The two battles on one map depend on each other, so the interval of a match is over its maps. A record without `maps` treats its
+    battles as independent.
 
     >>> print(Record(wins=410, draws=12, losses=90))
     81.2 % [77.6, 84.4]
@@ -28,7 +28,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, repr_omit_
     wins: int = 0
     draws: int = 0
     losses: int = 0
-    maps: tuple[int, ...] = ()  # how many maps gave 0, 1/2, 1, 3/2 and 2 points; empty where battles were not fought in pairs
+    maps: tuple[int, ...] = ()  # number of maps that gave 0, 1/2, 1, 3/2 and 2 points; empty if battles were not fought in pairs
 
     def __post_init__(self) -> None:
         wrong = [
@@ -36,6 +36,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, repr_omit_
         ]
         if wrong:
             raise ValueError(f"wins, draws and losses are whole numbers from 0; got {wrong[0]!r} in {self!r}")
+        # The counts of maps must agree with the number of battles and with the points.
         if self.maps and (
             len(self.maps) != 2 * _PER_MAP + 1
             or min(self.maps) < 0
@@ -48,9 +49,9 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, repr_omit_
 
     @classmethod
     def of_pairs(cls, points: Sequence[float]) -> Record:
-        """The record of battles by their points, 1, 1/2 or 0, of which each two neighbours were fought on one map."""
+        """Return the record of battles from their points (1, 1/2 or 0). Battles 2i and 2i + 1 share a map."""
         if len(points) % _PER_MAP:
-            raise ValueError(f"battles of a match come in pairs; got {len(points)}")
+            raise ValueError(f"battles of a match come in pairs; got {len(points)}, give an even number")
         maps = [0] * (2 * _PER_MAP + 1)
         for first in range(0, len(points), _PER_MAP):
             maps[round(2 * sum(points[first : first + _PER_MAP]))] += 1
@@ -60,7 +61,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, repr_omit_
     def __add__(self, other: Record) -> Record:
         if not self.battles or not other.battles:
             return self if self.battles else other
-        # One part that knows no maps makes a sum that knows none.
+        # The sum has maps only if both parts have them.
         maps = tuple(map(operator.add, self.maps, other.maps)) if self.maps and other.maps else ()
         return Record(self.wins + other.wins, self.draws + other.draws, self.losses + other.losses, maps)
 
@@ -76,7 +77,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, repr_omit_
 
     @property
     def points(self) -> float:
-        """What was won: 1 for a win, 1/2 for a draw."""
+        """1 for a win plus 1/2 for a draw."""
         return self.wins + self.draws / 2
 
     @property
@@ -87,7 +88,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, repr_omit_
         return self.points / self.battles
 
     def interval(self, *, confidence: float = 0.95) -> Interval:
-        """The score with its interval: over maps where battles were fought in pairs, else Wilson's over battles."""
+        """Return the score with its confidence interval: over maps if they are known, else Wilson's interval over battles."""
         if not self.battles:
             raise ValueError("no battles, no score; play some first")
         if self.maps:
@@ -96,7 +97,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, repr_omit_
         return wilson_interval(self.points, self.battles, confidence=confidence)
 
     def reversed(self) -> Record:
-        """The same battles from the other side."""
+        """Return the same battles from the other side."""
         return Record(self.losses, self.draws, self.wins, self.maps[::-1])
 
     def in_words(self) -> str:
@@ -112,7 +113,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, repr_omit_
 
 
 class TableRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One pair of a table, as it is stored: `first` comes before `second` in the alphabet."""
+    """One pair of players of a table, as it is saved: `first` comes before `second` in the alphabet."""
 
     first: str
     second: str
@@ -120,7 +121,7 @@ class TableRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WinTable:
-    """All battles between named players, whoever is named first.
+    """Records of all pairs of players. The order in which a pair is named does not matter.
 
     >>> table = WinTable()
     >>> table.add("new", "old", Record(wins=3, losses=1))
@@ -135,10 +136,10 @@ class WinTable:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, WinTable) and self._records == other._records
 
-    __hash__ = None  # type: ignore[assignment]  # it changes
+    __hash__ = None  # type: ignore[assignment]  # mutable
 
     def __iter__(self) -> Iterator[tuple[str, str, Record]]:
-        """Every pair that has met, once, in the order of the alphabet."""
+        """Yield every pair that has met once, in alphabetical order."""
         for first, second in sorted(self._records):
             yield first, second, self._records[first, second]
 
@@ -153,17 +154,17 @@ class WinTable:
             self._records[first, second] = self._records.get((first, second), Record()) + own
 
     def between(self, player: str, opponent: str) -> Record:
-        """From the side of `player`; without battles where the two have not met."""
+        """Return the record from the side of `player`; empty if the two have not met."""
         if player <= opponent:
             return self._records.get((player, opponent), Record())
         return self._records.get((opponent, player), Record()).reversed()
 
     def total(self, player: str) -> Record:
-        """All battles of a player."""
+        """Return the sum of all records of a player."""
         return sum((self.between(player, other) for other in self.players if other != player), Record())
 
     def remove(self, player: str) -> None:
-        """Forgets all battles of a player."""
+        """Remove all records of a player."""
         self._records = {pair: record for pair, record in self._records.items() if player not in pair}
 
     @classmethod
@@ -176,9 +177,9 @@ class WinTable:
 
 def check_pair(player: str, opponent: str) -> None:
     if player == opponent:
-        raise ValueError(f"{player!r} cannot be its own opponent; battles against oneself say nothing")
+        raise ValueError(f"{player!r} cannot be its own opponent; give two different players")
 
 
 def in_order(player: str, opponent: str, record: Record) -> tuple[str, str, Record]:
-    """The same battles told from the side whose name comes first, so that it does not matter who tells them."""
+    """Return the names in alphabetical order, with the record from the side of the first."""
     return (player, opponent, record) if player < opponent else (opponent, player, record.reversed())

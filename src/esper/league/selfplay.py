@@ -1,13 +1,14 @@
-"""The arena as the learner meets it: a `vecenv` whose rows are the units that learn, with everybody else driven by opponents.
+"""Self-play: the arena as a `vecenv` whose rows are the units that learn, while opponents drive all other units.
 
-Battles are dealt to tables once. At one of them both sides are the learner. At the others it fights one opponent, from the first side in
-even places and from the second in odd ones: a scripted bot, or whichever past self sits there for some rollouts. After every rollout the
-results are read, the league hears of them, and where it is time past selves are drawn anew by how hard they are.
+The battles are divided into opponent groups once, at the start. In one group the learner plays both sides. In every other group it fights
+one opponent: a scripted bot, or a past self that fills an opponent slot for some rollouts. The learner is the first side in battles with
+an even index and the second side in the others. After every rollout the results go to the league, and past selves whose time is up are
+replaced by others, drawn by how hard they are for the learner.
 
-Of several ranks each fights battles of its own. All have the same league: it hears of the battles of all ranks, and rank 0 decides who
-becomes a member.
+With several ranks, each rank fights its own battles. All ranks hold the same league: it records the battles of all ranks, and rank 0
+decides which candidates become members.
 
-Shapes: B = battles, U = units, N = rows that learn.
+Shapes: B = battles, U = units in a battle, N = rows that learn.
 """
 
 from __future__ import annotations
@@ -42,15 +43,18 @@ from esper.vecenv import Actions, Timestep
 
 @dataclass
 class OpponentGroup:
-    """Some battles, and who the learner fights there. `opponent` is None where both sides are the learner."""
+    """The battles that the learner fights against one opponent. `opponent` is None where the learner plays both sides."""
 
-    name: str  # of a bot, "self", or of a seat for past selves
-    battles: Tensor  # [n]
+    name: str  # name of a bot, name of an opponent slot ("seat 0"), or "self"
+    battles: Tensor  # [n] indices of the battles
     opponent: Player | None
 
 
 class SelfPlay:
-    """N rows that learn. `attach` gives it the policy that learns, which it copies into seats and sends to the league."""
+    """A `vecenv` of N learning units in battles against bots, past selves and the learner itself.
+
+    Call `attach` with the learning policy before the first step: copies of it fill opponent slots and enter the league.
+    """
 
     def __init__(
         self,
@@ -62,32 +66,37 @@ class SelfPlay:
         group: Group = ALONE,
     ) -> None:
         self.config, self.on_event, self.group = config, on_event, group
-        dealt = deal(config.selfplay, config.arena.battles)  # before the arena, whose maps take a while
+        dealt = deal(config.selfplay, config.arena.battles)  # first, because it may raise and the arena takes a while to make its maps
         self.arena = Arena(config.arena, seed=seed, device=device, compile=config.compile)
         self.device = device = self.arena.device
         self.streams = Streams(seed).spawn("self-play")
         self.league = League(anchors=BOTS, config=config.league)
         self.trials = Trials(config, seed=self.streams.integer("ground"), device=device, group=group)
         self.observation_spec, self.action_spec = observation_spec(config.arena), self.arena.action_spec
-        self.side = torch.arange(config.arena.battles, device=device) % 2  # of the learner, where it has only one
+        self.side = torch.arange(config.arena.battles, device=device) % 2  # [B] side of the learner in battles against an opponent
         self.learner: Policy | None = None
-        places = torch.split(torch.arange(config.arena.battles, device=device), list(dealt.values()))
-        self.tables = [OpponentGroup(name, place, self._opponent(name, place)) for name, place in zip(dealt, places, strict=True)]
-        self.table_of = torch.cat([torch.full_like(table.battles, index) for index, table in enumerate(self.tables)])
-        self.opponent_slots = self._placed_seats()
-        self.rows = self._learning_rows()
+        # Each opponent group gets a range of neighbouring battles.
+        ranges = torch.split(torch.arange(config.arena.battles, device=device), list(dealt.values()))
+        self.tables = [
+            OpponentGroup(name, battles, self._make_opponent(name, battles)) for name, battles in zip(dealt, ranges, strict=True)
+        ]
+        self.table_of = torch.cat([torch.full_like(table.battles, index) for index, table in enumerate(self.tables)])  # [B] group index
+        self.opponent_slots = self._make_opponent_slots()
+        self.rows = self._learning_rows()  # [N] indices into the B·U units
         self.num_envs = len(self.rows)
-        self.results = torch.zeros(len(self.tables), 3, dtype=torch.int64, device=device)  # won, drawn, lost
-        self.decisions = 0  # that every row has taken
+        self.results = torch.zeros(
+            len(self.tables), 3, dtype=torch.int64, device=device
+        )  # per group: won, drawn, lost since the last round
+        self.decisions = 0  # taken by every row so far
         self.updates = 0
-        self.overflow = 0  # of all rounds that were told
-        self.paid = torch.zeros(len(Rewards._fields), dtype=torch.float64, device=device)  # parts of the rewards, of all rows that learn
+        self.overflow = 0  # projectile overflow that events have reported so far
+        self.paid = torch.zeros(len(Rewards._fields), dtype=torch.float64, device=device)  # parts of the reward, summed over learning rows
         self.result: StepResult | None = None
         self._set_team()
 
-    # Who drives whom
+    # Which player drives which units
 
-    def _opponent(self, name: str, battles: Tensor) -> Player | None:
+    def _make_opponent(self, name: str, battles: Tensor) -> Player | None:
         if name == SELF:
             return None
         arena = self.config.arena
@@ -98,15 +107,17 @@ class SelfPlay:
         policy = make_player(self.config, device=device)
         return PolicyPlayer(policy, rows, units=arena.units, generator=self.streams.torch(name, device))
 
-    def _placed_seats(self) -> OpponentSlots:
+    def _make_opponent_slots(self) -> OpponentSlots:
         config = self.config
+        # By default a past self stays as long as the longest battle, rounded up to whole rollouts.
         rollouts = config.selfplay.seat_rollouts or -(-config.arena.decisions // config.ppo.num_steps)
-        opponent_slots = {
+        slots = {
             table.name: OpponentSlot(table.opponent, table.battles) for table in self.tables if isinstance(table.opponent, PolicyPlayer)
         }
-        return OpponentSlots(opponent_slots, rollouts=rollouts, battles=config.arena.battles, device=self.device)
+        return OpponentSlots(slots, rollouts=rollouts, battles=config.arena.battles, device=self.device)
 
     def _learning_rows(self) -> Tensor:
+        """Return the units that the learner drives [N]: one side of most battles, both sides where it plays itself."""
         team_size = self.config.arena.team_size
         rows = []
         for table in self.tables:
@@ -117,6 +128,7 @@ class SelfPlay:
         return torch.cat(rows)
 
     def attach(self, learner: Policy) -> None:
+        """Set the policy that learns, and fill the opponent slots."""
         self.learner = learner
         self._draw_opponents()
 
@@ -127,23 +139,25 @@ class SelfPlay:
     # The environment
 
     def reset(self, seed: int | None = None) -> Timestep:
-        # The seed of the arena is that of the config: maps are dear, and a new seed would make new ones.
+        # Ignore `seed`: the arena keeps the seed it was made with, because a new seed would make new maps, which takes long.
         return self._timestep(self.arena.reset())
 
     def step(self, actions: Actions) -> Timestep:
         assert self.result is not None, "reset first"
         if self.decisions and self.decisions % self.config.ppo.num_steps == 0:
             self._between_rollouts()
-        said = [(self.rows, actions)]
-        said += [(table.opponent.rows, table.opponent.act(self.result)) for table in self.tables if table.opponent is not None]
-        result = self.arena.step(join(said, self.config.arena.battles * self.config.arena.units))
+        # Join the learner's actions with those of all opponents, so that every unit has one.
+        chosen = [(self.rows, actions)]
+        chosen += [(table.opponent.rows, table.opponent.act(self.result)) for table in self.tables if table.opponent is not None]
+        result = self.arena.step(join(chosen, self.config.arena.battles * self.config.arena.units))
         self.decisions += 1
         self._count(result)
-        assert result.parts is not None  # only a reset pays nothing
+        assert result.parts is not None  # it is None only after a reset
         self.paid += torch.stack([part.flatten()[self.rows].sum() for part in result.parts])
         return self._timestep(result)
 
     def _timestep(self, result: StepResult) -> Timestep:
+        """Keep the result for the opponents' next decision, and return the learning rows of it."""
         self.result = result
         rows = self.rows
         terminated = ends(result).flatten()[rows]
@@ -157,7 +171,8 @@ class SelfPlay:
         )
 
     def _count(self, result: StepResult) -> None:
-        outcome = torch.where(result.winner == -1, 1, torch.where(result.winner == self.side, 0, 2))
+        """Add the battles that ended in this step to `results`, on the device."""
+        outcome = torch.where(result.winner == -1, 1, torch.where(result.winner == self.side, 0, 2))  # [B] 0 won, 1 drawn, 2 lost
         counts = result.ended & self.opponent_slots.is_credited(result.last[:, 0], self.decisions)
         self.results.view(-1).scatter_add_(0, self.table_of * 3 + outcome, counts.long())
 
@@ -167,26 +182,32 @@ class SelfPlay:
     # Between rollouts
 
     def _between_rollouts(self) -> None:
-        """The league hears of the battles; now and then the learner enters it; past selves are drawn. The device is waited for once."""
+        """Record the results in the league, enter the learner into it every `enter_every` updates, and draw new past selves.
+
+        Synchronises with the device once.
+        """
         self.updates += 1
         self.arena.check()
+        # Read all numbers in one transfer: parts of the reward, overflow, and won / drawn / lost of every group.
         parts = (self.paid / self.num_envs, self.arena.state.contest.overflow.sum().view(1), self.results.view(-1))
         numbers = torch.cat([part.double() for part in parts]).tolist()
         overflow, *counts = map(int, numbers[len(Rewards._fields) :])
         self.results.zero_()
         self.paid.zero_()
-        told: dict[str, Record] = {}  # of this rank
+        # Results of this rank by opponent. A past self may fill several slots; an empty slot is filled by a copy of the learner.
+        records: dict[str, Record] = {}
         for index, table in enumerate(self.tables):
             name = (self.opponent_slots.name(table.name) or LEARNER) if is_seat(table.name) else table.name
             won, drawn, lost = counts[3 * index : 3 * index + 3]
-            told[name] = told.get(name, Record()) + Record(won, drawn, lost)
-        for name, (won, drawn, lost) in itertools.chain(*(rank.items() for rank in self.group.gather_objects(_plain(told)))):
+            records[name] = records.get(name, Record()) + Record(won, drawn, lost)
+        # Every rank records the results of all ranks. Battles of the learner against itself say nothing.
+        for name, (won, drawn, lost) in itertools.chain(*(rank.items() for rank in self.group.gather_objects(_plain(records)))):
             if name not in (SELF, LEARNER):
                 self.league.record(LEARNER, name, Record(won, drawn, lost))
         self.on_event(
             RoundFought(
                 update=self.updates,
-                results=_plain(told),
+                results=_plain(records),
                 opponents=[name for name in self.opponent_slots.names if name is not None],
                 team=self._set_team(),
                 overflow=overflow - self.overflow,
@@ -199,20 +220,20 @@ class SelfPlay:
         self._draw_opponents()
 
     def _set_team(self) -> int:
-        """The curriculum: teams grow by one every so many updates."""
+        """Set the largest team size of the curriculum, which grows by one every `team_grows` updates, and return it."""
         first, most = self.config.selfplay.first_team, self.config.arena.team_size
         team = most if first is None else min(most, first + self.updates // self.config.selfplay.team_grows)
         self.arena.set_largest_team(team)
         return team
 
     def _enter(self) -> None:
-        """The learner sends a copy of itself to the league."""
+        """Enter a copy of the learner into the league, and let its trial decide whether it stays."""
         assert self.learner is not None
         name = f"update-{self.updates}"
-        step = self.decisions * self.num_envs * self.group.world_size  # as the learner counts them
+        step = self.decisions * self.num_envs * self.group.world_size  # counted as the learner counts steps
         self.league, settled, against = self.trials.enter(self.league, name, step, self.learner)
         if self.group.rank:
-            return  # rank 0 tells of it
+            return  # only rank 0 reports it
         self.on_event(
             LeagueChanged(
                 update=self.updates,
@@ -227,7 +248,7 @@ class SelfPlay:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """In memory of its own: what is counted and who is seated is written over. Only rank 0 saves the league."""
+        """Return the whole state, without the learner. Counters and opponents' weights are copies. Only rank 0 saves the league."""
         assert self.result is not None, "reset first"
         is_first = self.group.rank == 0
         return {
@@ -236,14 +257,14 @@ class SelfPlay:
             "league": self.league.to_state() if is_first else None,
             "members": self.league.weights if is_first else {},
             "seats": self.opponent_slots.state_dict(),
-            "seated": [self._seat_state(table.opponent) for table in self.tables],
+            "seated": [self._opponent_state(table.opponent) for table in self.tables],
             "results": self.results.clone(),
             "paid": self.paid.clone(),
             "counters": {"steps": self.decisions, "updates": self.updates, "overflow": self.overflow},
             "ended": self.result.ended.clone(),
         }
 
-    def _seat_state(self, player: Player | None) -> dict[str, Any] | None:
+    def _opponent_state(self, player: Player | None) -> dict[str, Any] | None:
         if player is None:
             return None
         if not isinstance(player, PolicyPlayer):
@@ -256,11 +277,12 @@ class SelfPlay:
         state, members = self.group.first(lambda: (saved["league"], saved["members"]))
         self.league = League.from_state(state, members, config=self.config.league)
         self.opponent_slots.load_state_dict(saved["seats"])
-        strangers = [name for name in self.opponent_slots.names if name is not None and name not in self.league.members]
-        if self.group.any(bool(strangers)):
+        unknown = [name for name in self.opponent_slots.names if name is not None and name not in self.league.members]
+        if self.group.any(bool(unknown)):
             raise ValueError(
-                "it was saved when every rank had a league of its own, and past selves sit in seats that the league of rank 0 does not "
-                f"know ({', '.join(strangers) or 'on another rank'}); train anew, from RUN/league/members with start_from"
+                "the checkpoint is from a version in which every rank had its own league: opponents of this run "
+                f"({', '.join(unknown) or 'on another rank'}) are not members of rank 0's league; start a new run, with start_from set to "
+                "a file in RUN/league/members"
             )
         for table, seated in zip(self.tables, saved["seated"], strict=True):
             if table.opponent is None or seated is None:
@@ -269,15 +291,15 @@ class SelfPlay:
                 table.opponent.policy.load_state_dict(seated["policy"])
             table.opponent.load_state_dict(seated)
         self.results.copy_(saved["results"])
-        if "paid" in saved:  # in files from before it was counted, the first round after them tells what was paid since
+        if "paid" in saved:  # older files lack it; the next event then reports only the rewards since the resume
             self.paid.copy_(saved["paid"])
         counters = saved["counters"]
         self.decisions, self.updates, self.overflow = counters["steps"], counters["updates"], counters["overflow"]
         self._set_team()
-        # Memories of past selves begin anew where a battle had just ended, and nowhere else.
+        # Opponents reset their memory only in battles that had just ended when the state was saved.
         self.result = self.arena.look()._replace(ended=saved["ended"].to(self.device), is_first=False)
 
 
 def _plain(records: dict[str, Record]) -> dict[str, tuple[int, int, int]]:
-    """Won, drawn and lost, by opponent."""
+    """Return (won, drawn, lost) by opponent."""
     return {name: (record.wins, record.draws, record.losses) for name, record in records.items()}

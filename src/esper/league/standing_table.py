@@ -1,4 +1,4 @@
-"""The standings of a league: who is how strong, as a table for people and as records for programs."""
+"""Standings of a league: ratings and results of its players, as a text table and as records."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from esper.text_table import aligned
 
 
 class Standing(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the standings."""
+    """One player in the standings."""
 
     name: str
     kind: EntryKind
     step: int | None
     rating: Rating | None  # None in a league without ratings
     games: int
-    against: dict[str, Record]  # its results against each anchor that it has met
-    learner_score: float | None  # of the learner against it, these days
+    against: dict[str, Record]  # its record against each anchor that it has met
+    learner_score: float | None  # recent score of the learner against it
 
 
 def standing_rows(league: League, *, with_retired: bool = False) -> list[Standing]:
-    """Strongest first; without ratings anchors first, then the newest."""
+    """Return the players, strongest first. Without ratings: anchors first, then the others, newest first."""
     rows = [
         Standing(
             name=entry.name,
@@ -44,7 +44,7 @@ def standing_rows(league: League, *, with_retired: bool = False) -> list[Standin
 
 
 def standings(league: League, *, with_retired: bool = False) -> str:
-    """Scores are in percent with draws half, and the ends of their 95 % intervals."""
+    """Return the standings as a text table. Scores are in percent, a draw counts half, with their 95 % intervals."""
     header = ["name", "kind", "step", "rating", "games", *(f"vs {anchor}" for anchor in league.anchors), "learner scores"]
     lines = [header, *(_line(row, league) for row in standing_rows(league, with_retired=with_retired))]
     retired = sum(entry.kind == "retired" for entry in league.entries)

@@ -1,13 +1,13 @@
-"""A league as a folder in the run's folder, for people and programs to look at while the run goes on.
+"""Save a league as a folder in the run's folder, and load it.
 
     league/
-      league.json                          who is there, all results, which file holds whose weights, and its own sha256
+      league.json                          players, results, the file of each player's weights, and its own sha256
       members/step-1000.safetensors        weights of a candidate or member
-      .tmp-*, members/.tmp-*               something unfinished; removed at the next save
+      .tmp-*, members/.tmp-*               unfinished files; removed by the next save
 
-Every file is whole on the disk before it gets its name, weights before the `league.json` that names them, and files that are no longer
-named are removed last. So a crash at any moment leaves the previous league or the new one. One process saves; others may load at the
-same time.
+A save is atomic: every file is complete on disk before it gets its name, weights are written before the `league.json` that refers to them,
+and unused files are removed last. So a crash at any moment leaves either the previous league or the new one. One process saves; others may
+load at the same time.
 """
 
 from __future__ import annotations
@@ -38,42 +38,44 @@ from esper.runs.tensors import decode_tensors, encode_tensors, read_tensors
 if TYPE_CHECKING:
     from torch import Tensor
 
-FOLDER, LEAGUE, MEMBERS = "league", "league.json", "members"  # the first lies in the run's folder
-FORMAT = 2  # of the folder; a higher one is refused
-WITHOUT_DIGEST = 1  # the format whose `league.json` has no sha256 of itself
+FOLDER, LEAGUE, MEMBERS = "league", "league.json", "members"  # FOLDER is in the run's folder
+FORMAT = 2  # format of the folder; higher ones are refused
+WITHOUT_DIGEST = 1  # in this format, `league.json` has no sha256 of itself
 _SUFFIX = ".safetensors"
-_READS = 5  # of a folder that changes while it is read
+_READS = 5  # attempts to read a folder that another process is changing
 
 
 class WeightsFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    file: str  # its name in `members`
+    """Where the weights of one player are saved."""
+
+    file: str  # file name in `members`
     digest: FileDigest
 
 
 class _Format(msgspec.Struct):
-    """The one field that every later format will have too."""
+    """The one field of `league.json` that all formats share, later ones included."""
 
     format: int
 
 
 class LeagueFile(msgspec.Struct, frozen=True):
-    """What `league.json` holds."""
+    """Content of `league.json`."""
 
     format: int
-    esper: str  # version
+    esper: str  # version of esper that wrote it
     league: dict[str, object]
     weights: dict[str, WeightsFile]
 
 
 class LeagueStore:
-    """Saves a league to a folder, and loads it. Weights are written once."""
+    """A folder that holds a league. The weights of a player are written only once."""
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
         self.members = self.folder / MEMBERS
 
     def save(self, league: League) -> None:
-        """Returns when the league is on the disk."""
+        """Write the league. It is safely on disk when this returns."""
         make_folder(self.members)
         files = {name: self._save_weights(name, weights) for name, weights in league.weights.items()}
         content = LeagueFile(format=FORMAT, esper=esper.__version__, league=league.to_state(), weights=files)
@@ -81,15 +83,16 @@ class LeagueStore:
         self._remove_all_but({entry.file for entry in files.values()})
 
     def load(self, *, with_weights: bool = True) -> League:
-        """The league as it was saved last; without weights it can be looked at, but has no one to play with."""
+        """Return the league that was saved last. Without weights it can be inspected, but its players cannot play."""
         for _ in range(_READS):
             content = self._read_json()
             try:
                 return _decoded(content, self.folder / LEAGUE, self.members if with_weights else None)
             except LeagueError:
-                if content == self._read_json():  # else another process saved in between, and may have removed what was to be read
+                # If league.json has changed, another process saved in between and may have removed the files: try again.
+                if content == self._read_json():
                     raise
-        raise LeagueError(f"{self.folder} is saved again and again while it is read; try again later")
+        raise LeagueError(f"{self.folder} changed {_READS} times while it was read; try again later")
 
     def exists(self) -> bool:
         return (self.folder / LEAGUE).is_file()
@@ -102,12 +105,12 @@ class LeagueStore:
         except OSError as error:
             raise LeagueError(f"the league cannot be read: {reason_of(error)}") from error
         except FileError as error:
-            raise LeagueError(f"{error}; restore it, or resume the run to have it written") from error
+            raise LeagueError(f"{error}; restore it, or resume the run, which writes it again") from error
 
     def _save_weights(self, name: str, weights: Weights) -> WeightsFile:
         content = _encoded(name, weights)
-        # A resumed run may enter other weights under a name that the folder knows from before: that file must stay as it is until no
-        # league.json names it.
+        # A resumed run may enter other weights under a name that is already in use here. The old file must stay unchanged until the new
+        # league.json is written, so the new weights get another file name ("NAME~2").
         file, count = f"{name}{_SUFFIX}", 1
         while (self.members / file).exists() and (self.members / file).read_bytes() != content:
             count += 1
@@ -125,8 +128,8 @@ class LeagueStore:
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """Return the weights of a player from a file as a league keeps them, of which nothing else is known."""
-    place = f"a run keeps those of its league in RUN/{FOLDER}/{MEMBERS}/NAME{_SUFFIX}"
+    """Return the weights of a player from a file in `league/members` of a run, or from a copy of such a file."""
+    place = f"a run keeps the weights of its league in RUN/{FOLDER}/{MEMBERS}/NAME{_SUFFIX}"
     try:
         return read_tensors(path)[0]
     except FileNotFoundError as error:
@@ -134,7 +137,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     except FileError as error:
         raise LeagueError(f"{error}; give a file of weights that a league has written") from error
     except OSError as error:
-        raise LeagueError(f"no weights can be read: {reason_of(error)}; {place}") from error
+        raise LeagueError(f"the weights cannot be read: {reason_of(error)}; {place}") from error
 
 
 def _encoded(name: str, weights: Weights) -> bytes:
@@ -148,27 +151,27 @@ def _decoded(content: bytes, path: Path, members: Path | None) -> League:
     try:
         raw = parse_json(content)
         found = msgspec.convert(raw, _Format).format
-        told = None
+        file = None
         if found <= FORMAT:
-            told = msgspec.convert(without_digest(raw, is_required=found != WITHOUT_DIGEST), LeagueFile)
+            file = msgspec.convert(without_digest(raw, is_required=found != WITHOUT_DIGEST), LeagueFile)
     except (ValueError, RecursionError) as error:
         raise LeagueError(
-            f"{path} is corrupt: it is not the file of a league ({error}); restore it, or resume the run to have it written"
+            f"{path} is corrupt: it is not the file of a league ({error}); restore it, or resume the run, which writes it again"
         ) from error
-    if told is None:
-        raise LeagueError(f"{path} was written by a newer esper: its format is {found}, this one reads up to {FORMAT}")
+    if file is None:
+        raise LeagueError(f"{path} was written by a newer esper: its format is {found}, this one reads up to {FORMAT}; update esper")
     try:
-        weights = None if members is None else {name: _member_weights(members, name, file) for name, file in told.weights.items()}
-        return League.from_state(told.league, weights)
+        weights = None if members is None else {name: _member_weights(members, name, entry) for name, entry in file.weights.items()}
+        return League.from_state(file.league, weights)
     except LeagueError as error:
         raise LeagueError(f"{path}: {error}") from error
 
 
 def _member_weights(members: Path, name: str, file: WeightsFile) -> Weights:
     path = members / file.file
-    fix = "restore it, or resume the run to have it written again"
+    fix = "restore it, or resume the run, which writes it again"
     if Path(file.file).name != file.file:
-        raise LeagueError(f"the weights of {name!r} are said to lie at {file.file!r}, outside of {members}; {fix}")
+        raise LeagueError(f"the file of the weights of {name!r}, {file.file!r}, is outside of {members}; {fix}")
     try:
         content = path.read_bytes()
     except FileNotFoundError as error:

@@ -1,13 +1,13 @@
-"""Training by self-play: a run of `esper.rl` in the arena, with a league that grows beside it.
+"""Training by self-play: a PPO run of `esper.rl` in the arena, with a league of past selves.
 
     result = train_arena(ArenaTrainConfig(), "runs/arena")
     result = train_arena(None, "runs/arena", resume=True)                 # after a crash, or with a config of more steps
     policy, config = load_player("runs/arena")
 
-The league is part of every checkpoint, which is the truth when a run goes on; `league/` in the run's folder is for people, and is written
-whole or not at all.
+The league is part of every checkpoint, and a resumed run reads it from there. The folder `league/` of the run is a copy for people and
+other programs; it is written atomically after every checkpoint.
 
-Of several ranks each fights battles of its own, in training and in trials, and all have one league: rank 0 decides who is a member.
+With several ranks, each rank fights its own battles, in training and in trials. All ranks hold the same league, and rank 0 decides on it.
 """
 
 from __future__ import annotations
@@ -45,19 +45,21 @@ from esper.runs.folder import CONFIG, RunError, check_holds_a_run
 def train_arena(
     config: ArenaTrainConfig | None, folder: Path | str | None = None, *, resume: bool = False, **options: Unpack[RunOptions]
 ) -> RunResult:
-    """Train a player in the folder of a new run; with `resume`, go on with the run in the folder, in the middle of its battles.
+    """Train a player in a new run folder. With `resume`, continue the run in the folder, in the middle of its battles.
 
-    A resumed run needs no `config`; one that is given may ask for more steps. The run stops after the update in which `should_stop()`
-    becomes true, with a checkpoint.
+    A resumed run needs no `config`; a given one may ask for more steps. The run stops with a checkpoint after the update in which
+    `should_stop()` becomes true.
     """
-    has_begun = resume and folder is not None and open_store(folder).has_any()  # without a checkpoint it begins from the start
+    has_begun = resume and folder is not None and open_store(folder).has_any()  # a run without a checkpoint starts from the beginning
     return run_trainer(_GOES_ON if has_begun else ARENA, config, folder, resume=resume, **options)
 
 
 @contextlib.contextmanager
 def prepare_arena(config: ArenaTrainConfig, group: Group = ALONE, *, begins: bool = True) -> Iterator[tuple[PPO, Relay]]:
-    """The learner of a run in its battles. Touches no files; mistakes in the config are RunErrors. Weights to start from are read only
-    where a run begins: where it goes on they may long be gone."""
+    """Make the learner of a run and its self-play environment. Writes no files; a mistake in the config raises RunError.
+
+    `config.start_from` is read only if the run `begins`: when a run is resumed, that file may be gone.
+    """
     device, relay = group.place(find_device(config.device)), Relay()
     with threads(config.threads), determinism(config.deterministic):
         try:
@@ -84,10 +86,10 @@ def _prepare_to_go_on(
 
 
 class BotEvaluator:
-    """Scores policies by battles against a bot: one battle counts 1, 0.5 or 0, and each two neighbours share a map.
+    """Scores policies in battles against a bot. A battle counts 1, 0.5 or 0 points; battles 2i and 2i + 1 share a map.
 
-    The arena is made for the first score and kept until `close`: a new one would make its maps again, and record its step in new memory
-    of the GPU.
+    The arena is made for the first score and kept until `close`, because a new one would make its maps again and capture its step in
+    more GPU memory.
     """
 
     def __init__(self, config: ArenaTrainConfig) -> None:
@@ -99,7 +101,7 @@ class BotEvaluator:
         if not config.eval_battles:
             return None
         if seed not in self._arenas:
-            self._arenas = {seed: evaluation_arena(config, config.eval_battles, seed, policy.device)}  # one at a time
+            self._arenas = {seed: evaluation_arena(config, config.eval_battles, seed, policy.device)}  # keep only one arena
         result = self._arenas[seed].play(policy, config.eval_against)
         return Evaluation(list(result.points), [round(result.decisions)] * len(result.points))
 
@@ -108,7 +110,7 @@ class BotEvaluator:
 
 
 def evaluation_arena(config: ArenaTrainConfig, battles: int, seed: int, device: torch.device) -> MatchArena:
-    """Return an arena of full teams, on maps that nobody trains on."""
+    """Return an arena of full teams, on maps that no run trains on."""
     arena = msgspec.structs.replace(config.arena, battles=battles, smallest_team=None)
     return MatchArena(arena, seed=unseen("evaluation", seed), device=device)
 
@@ -118,12 +120,12 @@ def _score(config: ArenaTrainConfig, policy: Policy, seed: int) -> Evaluation | 
 
 
 def against_bot(policy: Policy, config: ArenaTrainConfig, bot: str, *, battles: int, seed: int, draws: bool = False) -> MatchResult:
-    """Play a match of full teams against a bot. The policy takes the likeliest actions; with `draws`, it draws them."""
+    """Play a match of full teams against a bot. The policy takes the likeliest actions, or samples them with `draws`."""
     return evaluation_arena(config, battles, seed, policy.device).play(policy, bot, draws=draws)
 
 
 def write_league(folder: Path, config: ArenaTrainConfig, step: int, state: dict[str, Any]) -> None:
-    """The league of a checkpoint, as files for people."""
+    """Write the league of a checkpoint to `league/` in the run's folder."""
     saved = state["ppo"]["environment"]
     if saved is not None:
         LeagueStore(folder / FOLDER).save(League.from_state(saved["league"], saved["members"]))
@@ -146,7 +148,7 @@ _GOES_ON = dataclasses.replace(ARENA, prepare=_prepare_to_go_on)
 def load_player(
     folder: Path | str, *, which: Literal["best", "latest"] = "best", device: torch.device | str = "cpu"
 ) -> tuple[Policy, ArenaTrainConfig]:
-    """The policy of a run, ready to play: of its best checkpoint, or of the "latest"."""
+    """Return the policy of a run's best or latest checkpoint, ready to play, and the config of the run."""
     place = Path(folder)
     check_holds_a_run(place, "arena")
     config = load_saved(ArenaTrainConfig, place / CONFIG)

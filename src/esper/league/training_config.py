@@ -1,4 +1,4 @@
-"""What can be set about self-play in the arena. Imports no torch, so that a command line can show it at once."""
+"""Settings of a training run by self-play in the arena. Imports no torch, so that the command line starts quickly."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from esper.league.config import EvenCount, LeagueConfig, PairedBattles
 from esper.rl.config import NetworkConfig, PPOConfig
 from esper.rl.run_config import ShownConfig
 
-Anchor = Literal["random", "weak", "middle", "strong"]  # `esper.arena.bots.BOTS`, which is not imported: it brings torch
+Anchor = Literal["random", "weak", "middle", "strong"]  # same as `esper.arena.bots.BOTS`, which is not imported because it imports torch
 ANCHORS: tuple[str, ...] = get_args(Anchor)
 
 
 class UnitNetworkConfig(Config):
-    """Widths of the network of a unit around its memory."""
+    """Widths of a unit's network before and after the recurrent core."""
 
-    entity_width: Width = 32  # of a contact or comrade
-    terrain_width: Width = 64
-    width: Width = 128  # of everything that a unit observes, in front of the memory
-    head_width: Width = 64  # in front of choices and values
-    state_width: Width = 64  # of the whole battle, for a centralised critic
+    entity_width: Width = 32  # encoding of one contact or ally
+    terrain_width: Width = 64  # encoding of the terrain around the unit
+    width: Width = 128  # encoding of the whole observation, input of the core
+    head_width: Width = 64  # hidden layer of the actor and of the critic
+    state_width: Width = 64  # encoding of the whole battle, for a centralised critic
 
 
 class SelfPlayConfig(Config):
-    """Whom the learner fights. In the battles that are left over, both sides are the learner and both learn."""
+    """Opponents of the learner. In the battles that remain, the learner plays and learns on both sides."""
 
-    bots: tuple[Anchor, ...] = ("middle", "strong")  # scripted opponents, each with as many battles; one named twice has twice as many
-    bot_share: Fraction = 0.5  # of the battles
-    past_share: Fraction = 0.25  # of the battles, against past selves
-    past_seats: PositiveInt = 1  # past selves at a time
-    seat_rollouts: PositiveInt | None = None  # for which a past self stays in its seat; None: so many that a battle can be over
-    first_team: TeamSize | None = None  # curriculum: team size at first; None: as large as it gets
-    team_grows: PositiveInt = 20  # updates between two sizes
-    enter_every: PositiveInt = 25  # updates after which the learner sends itself to the league
-    entry_battles: PairedBattles = 64  # that it fights there against the best member, and against each anchor, two on every map
-    opponent_device: str | None = None  # of past selves; None: the learner's
+    bots: tuple[Anchor, ...] = ("middle", "strong")  # scripted opponents with equal shares; a bot named twice gets twice as many battles
+    bot_share: Fraction = 0.5  # share of battles against bots
+    past_share: Fraction = 0.25  # share of battles against past selves
+    past_seats: PositiveInt = 1  # opponent slots: past selves that play at the same time
+    seat_rollouts: PositiveInt | None = None  # rollouts that a past self stays in its slot; None: long enough to finish a battle
+    first_team: TeamSize | None = None  # curriculum: largest team size at the start; None: no curriculum
+    team_grows: PositiveInt = 20  # curriculum: updates until the teams grow by one
+    enter_every: PositiveInt = 25  # updates between two candidates for the league
+    entry_battles: PairedBattles = 64  # battles of a candidate's trial against each anchor and the best member, two on every map
+    opponent_device: str | None = None  # device of the past selves; None: the learner's
 
     def check(self) -> None:
         if self.bot_share + self.past_share > 1:
@@ -46,22 +46,22 @@ class SelfPlayConfig(Config):
 
 
 class ArenaTrainConfig(ShownConfig):
-    """A training by self-play: the battles, the opponents, and the learner."""
+    """A training run by self-play: the arena, the opponents, the league and the learner."""
 
     arena: ArenaConfig = ArenaConfig()
     selfplay: SelfPlayConfig = SelfPlayConfig()
     league: LeagueConfig = LeagueConfig()
     unit: UnitNetworkConfig = UnitNetworkConfig()
-    start_from: str | None = None  # weights to begin with, as a league keeps them: RUN/league/members/NAME.safetensors; None: fresh ones
-    total_steps: PositiveInt = 20_000_000  # of all ranks; a step is one decision of one unit that learns, whether it lives or not
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where there is one
-    threads: Threads | None = None  # CPU threads of torch; None: its own choice
-    deterministic: bool = False  # the same bits in every run on a GPU too, by slower kernels; else cuDNN chooses the fastest ones
-    compile: bool = False  # fuse the phases of the battles by torch's compiler: a minute or two at first, then twice as fast on a CPU
+    start_from: str | None = None  # file with the first weights, from a league: RUN/league/members/NAME.safetensors; None: random weights
+    total_steps: PositiveInt = 20_000_000  # steps of all ranks; a step is one decision of one learning unit, alive or not
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if available
+    threads: Threads | None = None  # CPU threads of torch; None: torch's default
+    deterministic: bool = False  # bitwise equal runs on a GPU too, with slower kernels; otherwise cuDNN chooses the fastest kernels
+    compile: bool = False  # compile the arena with torch.compile: a minute or two at the start, then twice as fast on a CPU
     checkpoint_every: PositiveInt = 25  # updates between checkpoints
-    keep: PositiveInt = 2  # checkpoints that stay, beside the best
-    eval_battles: EvenCount = 128  # against `eval_against` at every checkpoint, which tell the best one; two on every map; 0: none
-    eval_against: Anchor = "strong"  # whom checkpoints are judged against
+    keep: PositiveInt = 2  # checkpoints to keep, besides the best
+    eval_battles: EvenCount = 128  # battles against `eval_against` at every checkpoint, to find the best one, two on every map; 0: none
+    eval_against: Anchor = "strong"  # bot that checkpoints are evaluated against
     ppo: PPOConfig = PPOConfig(
         num_steps=32,
         num_epochs=3,

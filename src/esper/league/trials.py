@@ -1,6 +1,6 @@
-"""The trial of who wants to join the league: one match against all anchors and the best member, on maps that nobody has seen.
+"""Trials of candidates for the league: one match against all anchors and the best member.
 
-Every trial has maps of its own. On those of an earlier one the best member would meet a candidate where it was found to be the best.
+Every trial has its own maps. On the maps of an earlier trial, the best member would have an advantage: it was chosen by its results there.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from esper.rng import Streams
 
 
 class Trials:
-    """All trials of a training. The arena is made for the first of them, and kept.
+    """Runs the trials of one training run. The arena is made for the first trial and kept.
 
-    Of several ranks each fights its share of the battles, on maps of its own, and rank 0 decides. All call the methods together.
+    With several ranks, each rank fights its share of the battles on its own maps, and rank 0 decides. All ranks must call each method.
     """
 
     def __init__(self, config: ArenaTrainConfig, *, seed: int, device: torch.device, group: Group = ALONE) -> None:
@@ -32,8 +32,10 @@ class Trials:
         self._match_arena: MatchArena | None = None
 
     def enter(self, league: League, name: str, step: int, learner: Policy) -> tuple[League, Settled, dict[str, Record]]:
-        """A copy of the learner enters the league, fights, and stays if it beats the best member. Returns the league as rank 0 has it
-        then, what became of the candidate, and how it fared."""
+        """Enter a copy of the learner as a candidate, play its trial, and settle it.
+
+        Returns the league after rank 0's decision, the decision, and the candidate's record against each rival.
+        """
         league.enter(name, step, learner.state_dict())
         candidate = make_player(self.config, league.weights[name], device=self.device)
         rivals = [*league.anchors, *([league.best] if league.best is not None else [])]
@@ -45,16 +47,19 @@ class Trials:
                 league.record(name, rival, record)
             return league.settle(name), league.to_state()
 
+        # Rank 0 decides; the other ranks rebuild their league from its state.
         settled, state = self.group.first(decide)
         if self.group.rank:
             league = League.from_state(state, league.weights, config=league.config)
         return league, settled, against
 
     def fight(self, policy: Policy, rivals: Sequence[Contender], *, trial: str) -> list[Record]:
-        """The candidate's results in this rank's share of the battles, on maps of this trial alone. Policies draw their actions, as they
-        do when they sit opposite the learner."""
+        """Play this rank's share of the battles on the maps of this trial, and return the candidate's record against each rival.
+
+        Policies sample their actions, as they do in training.
+        """
         seed = Streams(self.seed).spawn("trials").integer(trial)
-        if self._match_arena is None or self._match_arena.rivals != len(rivals):  # the first trial has no best member to beat
+        if self._match_arena is None or self._match_arena.rivals != len(rivals):  # the first trial has one rival less: no best member yet
             pairs = -(-self.config.selfplay.entry_battles // (2 * self.group.world_size))
             arena = msgspec.structs.replace(self.config.arena, battles=2 * pairs, smallest_team=None)
             self._match_arena = MatchArena(arena, seed=seed, device=self.device, rivals=len(rivals))
