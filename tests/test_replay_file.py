@@ -75,7 +75,7 @@ def test_a_missing_tensor_is_named(tmp_path: Path, battle: Battle, name: str) ->
         write_replay(path, tensors, battle[1])
     assert not path.exists()
     save_file(tensors, path, metadata={"info": msgspec.json.encode(battle[1]).decode()})
-    with pytest.raises(ReplayError, match=rf"a\.safetensors is no whole replay: {name} is missing; record"):
+    with pytest.raises(ReplayError, match=rf"a\.safetensors is not a complete replay: {name} is missing; record"):
         read_replay(path)
 
 
@@ -108,7 +108,7 @@ def test_tensors_that_do_not_fit_together_are_refused(tmp_path: Path, battle: Ba
         ({"unit_columns": ("x", "y")}, "unit_columns lacks z, heading"),
         ({"unit_classes": ["medium", "tank", "medium", "tank"]}, "class_table lacks tank"),
         ({"unit_classes": ["medium", "light", "medium"]}, "3 units, which are not two teams"),
-        ({"feed": [FeedItem(frame=12, kind="end", text="over")]}, "end is told of frame 12, of 12"),
+        ({"feed": [FeedItem(frame=12, kind="end", text="over")]}, "the feed item 'end' is at frame 12, but there are 12 frames"),
     ],
 )
 def test_a_description_that_does_not_fit_is_refused(tmp_path: Path, battle: Battle, changes: dict[str, object], problem: str) -> None:
@@ -130,7 +130,7 @@ def test_a_replay_of_another_format_names_both_versions(tmp_path: Path, battle: 
 
 def test_a_description_that_lacks_something_is_refused_by_name(tmp_path: Path, battle: Battle) -> None:
     path = rewritten(tmp_path / "a.safetensors", battle, lambda raw: raw.pop("zone_radius"))
-    with pytest.raises(ReplayError, match=r"a\.safetensors is no replay: .*zone_radius"):
+    with pytest.raises(ReplayError, match=r"a\.safetensors is not a replay: .*zone_radius"):
         read_replay(path)
 
 
@@ -141,7 +141,7 @@ def test_files_of_something_else_are_refused(tmp_path: Path, battle: Battle) -> 
         read_replay(text)
     weights = tmp_path / "weights.safetensors"
     save_file({"weight": torch.zeros(2)}, weights)
-    with pytest.raises(ReplayError, match=r"weights\.safetensors is no replay: it is a safetensors file of something else"):
+    with pytest.raises(ReplayError, match=r"weights\.safetensors is not a replay but another safetensors file"):
         read_replay(weights)
     with pytest.raises(ReplayError, match="does not exist; give the file of a replay"):
         read_replay(tmp_path / "nothing")

@@ -146,7 +146,7 @@ def test_a_stream_on_a_missing_cuda_device_is_refused_before_anything_changes() 
     state = used_streams().state_dict()
     state["children"]["rank 1"]["torch"] = {"cuda:99": {"noise": torch.zeros(16, dtype=torch.uint8)}}
     streams = Streams(11)
-    with pytest.raises(ValueError, match=r"\['noise'\] live on cuda:99, and this machine has"):
+    with pytest.raises(ValueError, match=r"\['noise'\] are on cuda:99, but this machine has"):
         streams.load_state_dict(state)
     assert draws(streams, "noise") == draws(Streams(11), "noise")
 

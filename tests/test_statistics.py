@@ -126,7 +126,7 @@ def test_saved_moments_continue_exactly_and_do_not_move(kind: type[Moments]) -> 
     loaded.load_state_dict(saved)
     loaded.update(rows(6, seed=1))
     torch.testing.assert_close(loaded.state_dict(), moments.state_dict(), rtol=0, atol=0)
-    with pytest.raises(ValueError, match=r"shape \(3,\), these \(2,\)"):
+    with pytest.raises(ValueError, match=r"shape \(3,\), but these have \(2,\)"):
         kind((2,)).load_state_dict(saved)
 
 
@@ -165,9 +165,9 @@ def test_sums_of_two_ranks_combine_to_those_of_the_whole_batch() -> None:
 
 
 def test_a_batch_of_the_wrong_shape_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"ends with the shape \(3,\)"):
+    with pytest.raises(ValueError, match=r"end with that of its moments, \(3,\)"):
         RunningMoments((3,)).update(torch.zeros(5, 2))
-    with pytest.raises(ValueError, match="one per row"):
+    with pytest.raises(ValueError, match="one entry per row"):
         RunningMoments((3,)).update(torch.zeros(5, 3), torch.ones(4, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"below 1; got 1\.0"):
         ExponentialMoments((), momentum=1.0)

@@ -4,7 +4,7 @@
 
     grown = esper.grow(model, train_loader, val_loader, loss_fn=F.cross_entropy, epochs=30)
 
-Names and subpackages are imported when they are first used.
+Names and subpackages are imported on first use.
 """
 
 from __future__ import annotations

@@ -1,22 +1,23 @@
-"""Configs: frozen records that cannot hold a wrong value, read from and written to TOML.
+"""Configs: frozen, validated records, read from and written to TOML.
 
     class PPOConfig(Config):
         learning_rate: PositiveFloat = 3e-4  # Adam's step size at the start
         hidden_sizes: tuple[PositiveInt, ...] = (64, 64)
         '''Widths of the layers, first to last.'''
 
-The help of a field is the comment behind it or the docstring below it: those are what tyro shows in `--help` for a msgspec struct, and
-`describe` reads the same ones. tyro does not show the `description` of a `msgspec.Meta`.
+The help of a field is the comment behind it or the docstring below it. tyro shows it in `--help`, and `describe` returns it. tyro does not
+show the `description` of a `msgspec.Meta`.
 
-Layers are `defaults < TOML < command line`: `tyro.cli(RunConfig, default=load(RunConfig, path))`. A value that breaks a rule on the
-command line is printed by tyro, with its path, and ends the program with status 2. TOML has no null: a key that is left out keeps its
-default, and "None" empties an optional field, as it does on the command line. A field that may hold any text takes "None" for a text; an
-empty table, {}, empties that one.
+Values come from the defaults, then the TOML file, then the command line: `tyro.cli(RunConfig, default=load(RunConfig, path))`. tyro prints
+a wrong value on the command line with its path and exits with status 2. A key that is missing in the file keeps its default. TOML has no
+null, so "None" stands for None in an optional field, as on the command line; in an optional field of text, where "None" is a text, the
+empty table {} stands for None.
 
-`save` writes the config of a run, with a sha256 of its values in a comment; `load_saved` reads it back and refuses one that was changed.
-Files from before there was a sha256 have no comments; those are read as they are. `load` reads what people write, and looks at no comment.
+`save` writes the config of a run with the sha256 of its values in a comment, and `load_saved` refuses a file that was changed since. Files
+of early versions have neither comments nor a sha256 and are read without the check. `load` reads files that people write, and ignores
+comments.
 
-This file imports neither torch nor numpy, so that the command line can print its help at once.
+This module imports neither torch nor numpy, so that the command line prints its help quickly.
 """
 
 from __future__ import annotations
@@ -42,22 +43,22 @@ PositiveInt = Annotated[int, msgspec.Meta(gt=0)]
 NonNegativeInt = Annotated[int, msgspec.Meta(ge=0)]
 PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
 NonNegativeFloat = Annotated[float, msgspec.Meta(ge=0)]
-# Sizes that memory is taken for. Their limits are far above what machines hold, and keep a slip of the finger from taking all of it.
-Count = Annotated[int, msgspec.Meta(gt=0, le=2**20)]  # of what is computed at once
-Width = Annotated[int, msgspec.Meta(gt=0, le=2**16)]  # of a layer
+# Sizes that need memory. Their limits are generous, but keep a typing mistake from taking all memory.
+Count = Annotated[int, msgspec.Meta(gt=0, le=2**20)]  # number of things that are computed at the same time
+Width = Annotated[int, msgspec.Meta(gt=0, le=2**16)]  # width of a layer
 Threads = Annotated[int, msgspec.Meta(gt=0, le=1024)]
 Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 MAX_SHOWN = 300  # characters of a wrong value in a message
-NONE = "None"  # how a TOML file says that an optional field is empty, unless the field may hold a text
+NONE = "None"  # stands for None in a TOML file, except in fields that may hold a text, where {} does
 
-_EMPTY = "{} is None"  # what the first line says since texts can be "None"
+_EMPTY = "{} is None"  # part of the first line of a saved file; files without it use "None" for None in fields of text too
 _FIRST_LINE = f"# The settings of a run; {_EMPTY}. The last line holds the sha256 of their values, which is checked when the run is read.\n"
 _LAST_LINE = "# sha256 {}"
 
 
 class ConfigError(ValueError):
-    """A config that cannot be: `path` is the dotted name of the field, "" where the file itself is wrong.
+    """A wrong value in a config. `path` is the dotted name of the field, or "" if the file itself is wrong.
 
     >>> print(ConfigError("learning_rate", expected="a float > 0", got=-0.1))
     learning_rate: expected a float > 0, got -0.1
@@ -69,7 +70,7 @@ class ConfigError(ValueError):
         super().__init__(": ".join(part for part in (source, path, self.problem) if part))
 
     def under(self, prefix: str) -> ConfigError:
-        """The same mistake, seen from the config that holds the broken one as `prefix`."""
+        """Return the same error for the config that contains this one in its field `prefix`."""
         path = prefix + ("" if self.path.startswith("[") or not self.path else ".") + self.path
         return ConfigError(path, expected=self.expected, got=self.got, problem=self.problem)
 
@@ -80,7 +81,7 @@ def _shown(value: object) -> str:
 
 
 class _ConfigMeta(msgspec.StructMeta):
-    # msgspec does not hand `kw_only` down to subclasses, and a config that forgot one of these would be loose without a sign of it.
+    # msgspec does not pass `kw_only` on to subclasses. Set all strict options here, so that no config class can forget one.
     def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **options: Any) -> _ConfigMeta:
         strict = {"frozen": True, "kw_only": True, "forbid_unknown_fields": True}
         return super().__new__(mcs, name, bases, namespace, **(strict | options))
@@ -88,10 +89,10 @@ class _ConfigMeta(msgspec.StructMeta):
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 class Config(msgspec.Struct, metaclass=_ConfigMeta, frozen=True):
-    """Base of all configs; `class MyConfig(Config)` is frozen, keyword-only and strict. Fields are checked whoever builds it.
+    """Base of all configs. A subclass is frozen and keyword-only, and its fields are checked whenever an instance is made.
 
-    An int is taken where a float is expected and a list where a tuple is; a bool is no number. Fields that had another name in an earlier
-    version are in `RENAMED`, old name -> new name, so that saved configs can be read.
+    An int is accepted for a float and a list for a tuple; a bool is not accepted for a number. `RENAMED` maps names of fields in earlier
+    versions to their new names, so that old configs can be read.
     """
 
     RENAMED: ClassVar[Mapping[str, str]] = {}
@@ -117,20 +118,20 @@ ConfigT = TypeVar("ConfigT", bound=Config)
 
 
 def load(config_type: type[ConfigT], path: str | Path) -> ConfigT:
-    """The config in a TOML file, filled from the defaults. Everything that is wrong with the file is a `ConfigError` that names it."""
+    """Return the config in a TOML file; missing keys get their defaults. Any mistake in the file raises a `ConfigError` with its path."""
     return _from_values(config_type, _parse_file(path)[1], path)
 
 
 def load_saved(config_type: type[ConfigT], path: str | Path) -> ConfigT:
-    """Read the config of a run, as `save` wrote it. One that was changed since is a `ConfigError` that says what to do."""
+    """Return the config of a run, written by `save`. Raise `ConfigError` if the file was changed since."""
     text, values = _parse_file(path)
     if not _is_as_saved(text, values):
         raise ConfigError(
             "",
             expected="the config as the run wrote it",
             got=str(path),
-            problem="it was changed since the run wrote it: no line of it holds the sha256 of its values. Put it back as it was; "
-            f"change a run by options when it goes on, or start a new one with these values by --config {path}",
+            problem="it was changed since the run wrote it: no line of it holds the sha256 of its values. Restore it. To change a setting, "
+            f"give an option when the run is resumed, or start a new run with these values by --config {path}",
             source=str(path),
         )
     return _from_values(config_type, values, path, is_none_a_text=_EMPTY in text)
@@ -138,7 +139,7 @@ def load_saved(config_type: type[ConfigT], path: str | Path) -> ConfigT:
 
 def _is_as_saved(text: str, values: dict[str, object]) -> bool:
     if not re.search(r"^\s*#", text, re.MULTILINE):
-        return bool(text.strip())  # from before there were digests, when no comments were written
+        return bool(text.strip())  # files without any comment are from early versions, which wrote no digest
     return _LAST_LINE.format(digest_of(values)) in (line.strip() for line in text.splitlines())
 
 
@@ -148,7 +149,9 @@ def _parse_file(path: str | Path) -> tuple[str, dict[str, object]]:
         return content.decode(), parse_toml(content)
     except OSError as error:
         problem = (
-            f"no such config file: {path}" if isinstance(error, FileNotFoundError) else f"no config file can be read: {reason_of(error)}"
+            f"no such config file: {path}"
+            if isinstance(error, FileNotFoundError)
+            else f"the config file cannot be read: {reason_of(error)}"
         )
         raise ConfigError("", expected="a TOML file", got=str(path), problem=problem) from error
     except ValueError as error:
@@ -164,17 +167,18 @@ def _from_values(config_type: type[ConfigT], values: dict[str, object], path: st
 
 
 def from_mapping(config_type: type[ConfigT], mapping: Mapping[str, object]) -> ConfigT:
-    """A config from nested mappings, as `tomllib` gives them. A key that is not a field is an error that names the nearest one.
+    """Return a config from nested mappings, as `tomllib` returns them. An unknown key raises an error that names the nearest field.
 
-    A table fills from the default of its field, where that is a config, before it fills from the defaults of its own type.
+    Keys that are missing in a table are taken from the default of the field that holds the table; if it has none, from the defaults of the
+    table's own type.
     """
     return _build(config_type, mapping, default=None)
 
 
 def to_toml(config: Config) -> str:
-    """TOML that `load` turns into an equal config. Empty optional fields are left out unless their default is not empty.
+    """Return TOML from which `load` makes an equal config. A field that is None is left out if None is its default.
 
-    A text that is not UTF-8, such as the name of an old file, is a `ConfigError`: TOML cannot hold it.
+    Raises `ConfigError` for a text that is not UTF-8, such as an unusual file name, because TOML cannot hold it.
     """
     try:
         return msgspec.toml.encode(_plain_table(config, default=None)).decode()
@@ -185,7 +189,7 @@ def to_toml(config: Config) -> str:
 
 
 def save(config: Config, path: str | Path) -> None:
-    """Write `to_toml(config)` with its digest, so that a reader finds the old file or the new one, whole, even after a crash."""
+    """Write `to_toml(config)` with its digest, atomically: after a crash there is either the old file or the new one."""
     write_file(path, saved_text(config).encode())
 
 
@@ -196,7 +200,7 @@ def saved_text(config: Config) -> str:
 
 
 def describe(config: Config) -> list[tuple[str, object, str]]:
-    """Every field as (dotted path, value, help), nested configs spread out, in the order of their definition."""
+    """Return (dotted path, value, help) of every field, including those of nested configs, in the order of definition."""
     rows: list[tuple[str, object, str]] = []
     helps = _helps(type(config))
     for name in _fields(type(config)):
@@ -212,6 +216,7 @@ def describe(config: Config) -> list[tuple[str, object, str]]:
 
 
 def _build(config_type: type[ConfigT], mapping: Mapping[str, object], *, default: ConfigT | None) -> ConfigT:
+    """Return a config from a mapping; missing keys come from `default`, or from the defaults of the type."""
     fields = _fields(config_type)
     renamed = {old: new for old, new in config_type.RENAMED.items() if new not in mapping}
     mapping = {renamed.get(key, key): given for key, given in mapping.items()}
@@ -231,7 +236,7 @@ def _build(config_type: type[ConfigT], mapping: Mapping[str, object], *, default
 
 
 def _parse(info: Type, given: object, *, default: object) -> object:
-    """`given` with the tables in it turned into configs. Values are checked later, by the config that holds them."""
+    """Return a value with the tables in it turned into configs. The config that holds the value checks it later."""
     kinds = _kinds(info)
     if (given == {} or given == NONE) and given == _none_of(info):
         return None
@@ -258,6 +263,7 @@ def _unknown(key: str, given: object, *, known: list[str]) -> ConfigError:
 
 @contextlib.contextmanager
 def _under(prefix: str) -> Iterator[None]:
+    """Put `prefix` before the path of a ConfigError that is raised inside."""
     try:
         yield
     except ConfigError as error:
@@ -265,7 +271,7 @@ def _under(prefix: str) -> Iterator[None]:
 
 
 def _with_none(config_type: type[Config], values: Mapping[str, object]) -> dict[str, object]:
-    """The values of a file from before texts could be "None", in the way they are written now."""
+    """Convert the values of an old file, in which "None" always stands for None, to the present notation."""
     fields = _fields(config_type)
     return {name: _with_none_in(fields[name][1], given) if name in fields else given for name, given in values.items()}
 
@@ -310,25 +316,25 @@ def _plain(value: object, info: Type, *, default: object = None) -> object:
 
 
 def _none_of(info: Type) -> object:
-    """How TOML writes that such a field is empty: "None", or {} where that could be a text; None where it cannot be empty."""
+    """Return how None is written in TOML for this type: "None", or {} if the field may hold a text. None if the type is not optional."""
     kinds = _kinds(info)
     if not any(isinstance(kind, msgspec.inspect.NoneType) for kind in kinds):
         return None
     return {} if any(isinstance(kind, msgspec.inspect.StrType) for kind in kinds) else NONE
 
 
-# What a config type is made of
+# Fields of a config type
 
 
 @functools.cache
 def _fields(config_type: type[Config]) -> dict[str, tuple[Any, Type]]:
-    """Field name -> (annotation, what msgspec makes of it)."""
+    """Return field name -> (annotation, msgspec's description of the type)."""
     annotations = get_type_hints(config_type, include_extras=True)
     return {name: (annotations[name], msgspec.inspect.type_info(annotations[name])) for name in config_type.__struct_fields__}
 
 
 def _defaults(config_type: type[Config], default: object) -> dict[str, Any]:
-    """The values of `default` where it is such a config, else those that the type gives; required fields are missing then."""
+    """Return the values of `default` if it is a config of this type, else the type's own defaults, without required fields."""
     if type(default) is config_type:
         return {name: getattr(default, name) for name in config_type.__struct_fields__}
     found: dict[str, Any] = {}
@@ -341,7 +347,7 @@ def _defaults(config_type: type[Config], default: object) -> dict[str, Any]:
 
 
 def _kinds(info: Type) -> list[Type]:
-    """What a field may hold, one by one."""
+    """Return the types that a field may hold: the members of a union, without metadata."""
     if isinstance(info, Metadata):
         return _kinds(info.type)
     return [kind for member in info.types for kind in _kinds(member)] if isinstance(info, UnionType) else [info]
@@ -349,6 +355,7 @@ def _kinds(info: Type) -> list[Type]:
 
 @functools.cache
 def _helps(config_type: type[Config]) -> dict[str, str]:
+    """Return field name -> help, from comments and docstrings, else from the `description` of a `msgspec.Meta`."""
     helps = dict.fromkeys(config_type.__struct_fields__, "")
     for owner in reversed(config_type.__mro__):
         if issubclass(owner, Config) and owner is not Config:
@@ -360,7 +367,7 @@ def _helps(config_type: type[Config]) -> dict[str, str]:
 
 
 def field_comments(owner: type) -> dict[str, str]:
-    """The docstrings below and the comments behind the fields in the source of one class; none where the source is not at hand."""
+    """Return field name -> docstring below or comment behind the field, from the source of one class. Empty without the source."""
     try:
         source = textwrap.dedent(inspect.getsource(owner))
         definition = ast.parse(source).body[0]
@@ -372,6 +379,7 @@ def field_comments(owner: type) -> dict[str, str]:
     for statement, following in zip(definition.body, [*definition.body[1:], None], strict=True):
         if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name) or statement.end_lineno is None:
             continue
+        # Text behind the statement; ast counts columns in UTF-8 bytes.
         rest = lines[statement.end_lineno - 1].encode()[statement.end_col_offset :].decode().strip()
         if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant) and isinstance(following.value.value, str):
             helps[statement.target.id] = " ".join(following.value.value.split())
@@ -386,7 +394,7 @@ def _decode_path(kind: type, value: object) -> object:
     raise TypeError(f"a {kind.__name__} is not a {type(value).__name__}")
 
 
-# What a field expects, in words
+# Descriptions of types for error messages
 
 _LIMITS = {
     "gt": "> {}", "ge": ">= {}", "lt": "< {}", "le": "<= {}", "multiple_of": "a multiple of {}", "min_length": "of length >= {}",
@@ -399,14 +407,14 @@ _NOUNS = {
 
 
 def _expected(info: Type) -> str:
-    """What a value has to be, in words: "a float > 0", "one of 'mean', 'sum' or None"."""
+    """Return a description of the allowed values, such as "a float > 0" or "one of 'mean', 'sum' or None"."""
     return " or ".join(_expected_kind(kind) for kind in _kinds(info))
 
 
 def _expected_kind(kind: Type) -> str:
     if isinstance(kind, msgspec.inspect.LiteralType):
         return f"one of {', '.join(map(repr, kind.values))}"
-    owner = getattr(kind, "cls", None)  # of structs, enums and types that msgspec does not know
+    owner = getattr(kind, "cls", None)  # class of a struct, an enum or a type that msgspec does not know
     noun = "a path" if owner is Path else f"a {owner.__name__}" if owner else _NOUNS.get(type(kind).__name__, type(kind).__name__)
     limits = [text.format(getattr(kind, name)) for name, text in _LIMITS.items() if getattr(kind, name, None) is not None]
     if isinstance(kind, msgspec.inspect.VarTupleType | msgspec.inspect.ListType):

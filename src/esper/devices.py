@@ -1,5 +1,4 @@
-"""What is computed on: the device that was asked for, whether reading from it waits, the number of threads, and whether a run repeats
-itself bit for bit."""
+"""Devices: choose one, measure time on it, and set the number of threads and deterministic kernels for a block of code."""
 
 from __future__ import annotations
 
@@ -16,21 +15,22 @@ from esper.runs.folder import RunError
 
 
 def find_device(wanted: Literal["auto", "cpu", "cuda"]) -> torch.device:
+    """Return the device; "auto" is CUDA if it is available. Raise RunError for "cuda" if it is not available."""
     if wanted == "cuda" and not torch.cuda.is_available():
-        raise RunError("device 'cuda' was asked for, and torch finds none here; use device 'cpu' or 'auto'")
+        raise RunError("device 'cuda' was asked for, but torch finds no CUDA device; use device 'cpu' or 'auto'")
     return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def reading_waits(tensor: torch.Tensor) -> bool:
-    """Whether a look at its values waits for a device to be done with all that it was asked to compute."""
+    """Return whether reading the tensor's values waits for a device to finish its queued work."""
     return tensor.device.type != "cpu"
 
 
 class Stopwatch:
-    """Seconds between marks.
+    """Measures the seconds between marks.
 
-    On CUDA a mark is an event in the device's current stream: it waits for nothing, and work that was asked for before it counts before it.
-    On other devices the marks are those of this process's clock, which is the same where calls return when their work is done.
+    On CUDA, a mark is an event in the device's current stream, which does not wait for the device. On other devices, a mark reads the clock
+    of this process, because calls return when their work is done.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -46,7 +46,7 @@ class Stopwatch:
             self._marks.append(time.perf_counter())
 
     def seconds(self) -> list[float]:
-        """Return the time from each mark to the next. Waits for the device to reach the last one."""
+        """Return the time from each mark to the next. Waits until the device has reached the last mark."""
         if self._device.type != "cuda":
             return [after - before for before, after in pairwise(self._marks)]
         self._marks[-1].synchronize()
@@ -55,7 +55,7 @@ class Stopwatch:
 
 @contextlib.contextmanager
 def threads(count: int | None) -> Iterator[None]:
-    """For a while, torch computes on so many threads; None: on as many as before."""
+    """Set the number of torch's threads inside the context. None changes nothing."""
     before = torch.get_num_threads()
     torch.set_num_threads(count or before)
     try:
@@ -66,15 +66,15 @@ def threads(count: int | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def determinism(is_on: bool) -> Iterator[None]:
-    """For a while, the same run gives the same bits on a GPU too; where it is off, cuDNN tries its kernels and takes the fastest.
+    """Use deterministic kernels inside the context, so that the same run gives the same bits on a GPU. If off, cuDNN searches the fastest.
 
-    On the CPU runs repeat themselves in any case. An operation that has no deterministic kernel raises an error where this is on.
+    An operation without a deterministic kernel then raises an error. Runs on the CPU are deterministic in any case.
     """
     cudnn = torch.backends.cudnn
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     cudnn_before = cudnn.benchmark, cudnn.deterministic
     if is_on:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it is first used
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it on first use
         torch.use_deterministic_algorithms(True)
         cudnn.benchmark, cudnn.deterministic = False, True
     else:

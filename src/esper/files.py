@@ -1,24 +1,25 @@
-"""Write files whole or not at all, and notice files that were changed since.
+"""Write files atomically, read untrusted files safely, and detect files that were changed.
 
-Every file that esper writes goes through `write_file`; only the event log, which grows line by line, has its own code. The content and the
-file's name are on the disk when `write_file` returns, and a reader finds the old file or the new one. Folders are made, renamed and removed
-by the functions below it, in the same way. All of them call `os`, so a test injects faults in one place: `esper.files.os`.
+Every file that esper writes goes through `write_file`; only the event log, which grows line by line, has its own code. When `write_file`
+returns, the content and the name of the file are on disk; at any moment a reader finds either the old file or the new one. The functions
+below it do the same for making, renaming and removing folders. All of them call `os`, so tests can inject faults in one place:
+`esper.files.os`.
 
-Every file that esper loads may come from elsewhere. `read_file`, `parse_json` and `parse_toml` refuse what would fill the memory or the
-stack, or never end: pipes, devices, absurd sizes and deep nesting.
+Files that esper reads may come from anywhere. `read_file`, `parse_json` and `parse_toml` refuse pipes, devices, huge files and deep
+nesting, which would fill the memory or the stack, or never end.
 
-A sha256 lies in every file that esper loads again, or beside it, in a file with a sha256 of its own:
+Every file that esper reads back has a sha256, in itself or in another file that has one:
 
     run configs (TOML)             a comment with the sha256 of the values               `esper.config`
-    manifest.json, league.json     the key "sha256" with that of all other keys          `with_digest`, `without_digest`
+    manifest.json, league.json     the key "sha256", over all other keys                 `with_digest`, `without_digest`
     tensors and state of a         in the manifest                                       `esper.runs`
     checkpoint
     model, controller, league      in the metadata of the safetensors file, over         `write_tensors`, `read_tensors`
     members, replays, policies     names, types, shapes, values and metadata
     and learners
 
-Older files have no digest. They are accepted where the digest is missing and the file's format is older than digests too; so a digest that
-was lost to damage is noticed. The lines of `events.jsonl` have no digest: they are read for display, and checked for structure alone.
+Files of early versions have no digest. A missing digest is accepted only if the format of the file is that old too, so a digest that was
+lost by damage is noticed. The lines of `events.jsonl` have no digest: they are only displayed, and only their structure is checked.
 """
 
 from __future__ import annotations
@@ -35,27 +36,27 @@ import tomllib
 from pathlib import Path
 from typing import Any, BinaryIO
 
-TEMPORARY = ".tmp-"  # how the names of unfinished files and folders begin
-DIGEST = "sha256"  # the key of a digest among the values that it is made of
-MAX_DEPTH = 100  # lists and tables within one another; code that follows them by recursion then stays far below Python's limit
+TEMPORARY = ".tmp-"  # prefix of the names of unfinished files and folders
+DIGEST = "sha256"  # key of the digest in a table
+MAX_DEPTH = 100  # nesting of lists and tables; recursive code then stays far below Python's limit
 MAX_CONFIG_BYTES = 2**20
-MAX_NAME_BYTES = 255  # of a file or folder, on nearly every file system
-MAX_JSON_BYTES = 2**28  # of a file whose size nothing else tells
+MAX_NAME_BYTES = 255  # length of a file name on nearly every file system
+MAX_JSON_BYTES = 2**28  # size of a JSON file, if no manifest says its size
 
 _TOO_DEEP = f"it is nested more than {MAX_DEPTH} levels deep"
-# A dotted key of more than MAX_DEPTH parts, found before tomllib sees it: its time grows with the square of their number.
+# Matches a dotted key of more than MAX_DEPTH parts. Such keys are refused before tomllib parses them in quadratic time.
 _PART = r"""(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')"""
 _LONG_KEY = re.compile(rf"(?<![\w-]){_PART}(?:[ \t]*+\.[ \t]*+{_PART}){{{MAX_DEPTH},}}")
 
 
 class FileError(ValueError):
-    """A file that does not hold what it should, with the reason in one sentence."""
+    """A file does not hold what it should. The message gives the reason in one sentence."""
 
 
 def write_file(path: Path | str, *parts: bytes | memoryview) -> None:
-    """Write a file in one step, made of all parts, and return when it is on the disk. Missing folders are made.
+    """Write a file from its parts, atomically, and return when it is on disk. Missing folders are made.
 
-    A file that is replaced hands on its mode; a link stays, and the file that it leads to is replaced.
+    The new file keeps the mode of the one it replaces. If `path` is a symbolic link, the file that it points to is replaced.
     """
     target = Path(os.path.realpath(path))
     mode = _mode_of(target)
@@ -69,14 +70,14 @@ def write_file(path: Path | str, *parts: bytes | memoryview) -> None:
         _forget(temporary)
         if error.errno is None:
             raise
-        raise OSError(error.errno, error.strerror, str(path)) from error  # a full disk names no file, and nobody knows the temporary one
+        raise OSError(error.errno, error.strerror, str(path)) from error  # name the file that the caller knows, not the temporary one
     except BaseException:
         _forget(temporary)
         raise
 
 
 def _mode_of(target: Path) -> int | None:
-    """Return the mode of a file that is to be replaced, None where there is none."""
+    """Return the mode of the file that is to be replaced; None if there is none. Raise OSError if it is not a regular file."""
     try:
         found = target.stat().st_mode
     except FileNotFoundError:
@@ -88,14 +89,14 @@ def _mode_of(target: Path) -> int | None:
 
 
 def _write_new(path: Path, parts: tuple[bytes | memoryview, ...], mode: int | None) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # less what the user's umask takes away
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # the user's umask applies
     try:
         if mode is not None:
             os.fchmod(descriptor, mode)
         for part in parts:
             rest = memoryview(part)
             while rest:
-                rest = rest[os.write(descriptor, rest) :]  # which writes 2 GB at most
+                rest = rest[os.write(descriptor, rest) :]  # one call writes at most 2 GB
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
@@ -107,9 +108,9 @@ def _forget(temporary: Path) -> None:
 
 
 def make_folder(folder: Path) -> list[Path]:
-    """Make a folder and the missing ones above it, on the disk. Return those that this call made, innermost first.
+    """Make a folder and its missing parents, on disk. Return the folders that this call made, innermost first.
 
-    A folder that another process makes at the same time is not among them.
+    Folders that another process made at the same time are not returned.
     """
     if folder.is_dir():
         return []
@@ -125,13 +126,13 @@ def make_folder(folder: Path) -> list[Path]:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Give a file or folder another name in the same folder, on the disk."""
+    """Rename a file or folder within its folder, and return when the new name is on disk."""
     os.replace(source, target)
     sync(target.parent)
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link, or a folder with everything in it. A path that does not exist is no error."""
+    """Remove a file, a link, or a folder with everything in it. Do nothing if the path does not exist."""
     with contextlib.suppress(FileNotFoundError):
         if path.is_dir() and not path.is_symlink():
             for name in os.listdir(path):
@@ -142,13 +143,13 @@ def remove(path: Path) -> None:
 
 
 def remove_temporaries(folder: Path) -> None:
-    """Remove the unfinished files and folders that a crash left behind. No other process may write there at that time."""
+    """Remove the unfinished files and folders that a crash left behind. No other process may write there at the same time."""
     for path in folder.glob(f"{TEMPORARY}*"):
         remove(path)
 
 
 def sync(path: Path) -> None:
-    """Return when a file's content, or a folder's list of names, is on the disk."""
+    """Wait until a file's content, or a folder's list of names, is on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -157,27 +158,27 @@ def sync(path: Path) -> None:
 
 
 def open_file(path: Path | str) -> BinaryIO:
-    """Open a regular file for reading. Raise FileError for a pipe or a device, without waiting for it, and OSError as usual."""
+    """Open a regular file for reading. Raise FileError for a pipe or a device, without blocking on it, and OSError as `open` does."""
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115 (the caller closes it)
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise FileError(f"{path} is a device or a pipe, and not a file")
+        raise FileError(f"{path} is a device or a pipe, not a regular file")
     return file
 
 
 def read_file(path: Path | str, *, max_bytes: int) -> bytes:
-    """Return the content of a regular file. Raise FileError where there is more than `max_bytes`, and OSError as usual."""
+    """Return the content of a regular file. Raise FileError if it has more than `max_bytes`, and OSError as `open` does."""
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > max_bytes:
-            raise FileError(f"{path} has {size:,} bytes, and at most {max_bytes:,} are read of it")
+            raise FileError(f"{path} has {size:,} bytes, but at most {max_bytes:,} are allowed")
         return file.read(size)
 
 
 def parse_json(content: bytes | str) -> Any:
-    """Return the value of a JSON text. Raise FileError where it is nested too deep, and ValueError where it is no JSON."""
+    """Return the value of a JSON text. Raise FileError if it is nested too deeply, and ValueError if it is not JSON."""
     try:
-        # The standard library's parser: with msgspec, integers beyond 64 bits (states of random generators) do not come back.
+        # Not msgspec: it cannot read integers beyond 64 bits, which states of random generators have.
         value = json.loads(content)
     except RecursionError:
         raise FileError(_TOO_DEEP) from None
@@ -186,7 +187,7 @@ def parse_json(content: bytes | str) -> Any:
 
 
 def parse_toml(content: bytes) -> dict[str, Any]:
-    """Return the tables of a TOML text. Raise FileError where it is nested too deep, and ValueError where it is no TOML."""
+    """Return the tables of a TOML text. Raise FileError if it is nested too deeply, and ValueError if it is not TOML."""
     text = content.decode()
     if _LONG_KEY.search(text):
         raise FileError(_TOO_DEEP)
@@ -199,7 +200,7 @@ def parse_toml(content: bytes) -> dict[str, Any]:
 
 
 def _check_depth(value: Any) -> None:
-    """Go down level by level, because a recursion is what a deep tree would break."""
+    """Raise FileError if lists and tables are nested too deeply. Goes level by level, because recursion could overflow the stack."""
     level, depth = [value], 0
     while level := [node for node in level if isinstance(node, dict | list)]:
         depth += 1
@@ -209,7 +210,7 @@ def _check_depth(value: Any) -> None:
 
 
 def reason_of(error: OSError) -> str:
-    """Return what the system refused, in words that say what to look at.
+    """Return the reason of an OSError in plain words, with the name of the file.
 
     >>> reason_of(OSError(errno.ENOSPC, "No space left on device", "runs/a/events.jsonl"))
     'the disk is full (runs/a/events.jsonl)'
@@ -236,7 +237,7 @@ def reason_of(error: OSError) -> str:
 
 
 def printable(path: Path | str) -> str:
-    """Return a text in which bytes of a file name that are not UTF-8 are written out; neither a terminal nor JSON could take them.
+    """Return a text in which bytes that are not UTF-8 are escaped, because neither a terminal nor JSON can hold them.
 
     >>> printable(os.fsdecode(b"run-\\xff"))
     'run-\\\\udcff'
@@ -245,7 +246,7 @@ def printable(path: Path | str) -> str:
 
 
 def digest_of(values: Any) -> str:
-    """Return the sha256 of JSON or TOML values. The layout of the text that they were read from does not matter.
+    """Return the sha256 of JSON or TOML values. It does not depend on the layout of the text they were read from.
 
     >>> digest_of({"step": 1})[:8]
     '8565a568'
@@ -254,12 +255,12 @@ def digest_of(values: Any) -> str:
 
 
 def with_digest(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values with their digest as the last one."""
+    """Return the values with their digest as the last entry."""
     return {**values, DIGEST: digest_of(values)}
 
 
 def without_digest(values: dict[str, Any], *, is_required: bool) -> dict[str, Any]:
-    """Return the values less their digest, after checking it. Raise FileError where it does not fit, or is required and missing."""
+    """Check the digest and return the other values. Raise FileError if it does not match, or is missing although it is required."""
     rest = {name: value for name, value in values.items() if name != DIGEST}
     if DIGEST not in values:
         if is_required:

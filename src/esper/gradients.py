@@ -1,4 +1,4 @@
-"""Gradients: their norm, and how healthy a norm is. Norms are global L2 norms of unscaled gradients."""
+"""Gradients: their norm, and a measure of its health. Norms are global L2 norms of unscaled gradients."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-VANISHING = 1e-7  # gradient norms
-EXPLODING = 100.0
-_DECADES = 2.0  # over which health falls off beyond each of them
+VANISHING = 1e-7  # gradient norm
+EXPLODING = 100.0  # gradient norm
+_DECADES = 2.0  # width of the range over which health falls, in powers of ten
 
 
 def gradient_health(norm: float) -> float:
-    """1 for a healthy gradient norm, falling without a jump to ½ where it vanishes and to 0 where it explodes.
+    """Return the health of a gradient norm: 1 if it is healthy, ½ if it vanishes, 0 if it explodes.
 
-    Between VANISHING·100 and EXPLODING it is 1. Below, it falls linearly in the logarithm and reaches ½ at VANISHING; above, it reaches 0
-    two decades beyond EXPLODING: a gradient that explodes destroys what was learned, one that vanishes only learns nothing.
+    It is 1 from 100·VANISHING to EXPLODING. Below, it falls linearly in log(norm) to ½ at VANISHING; above, it falls to 0 at 100·EXPLODING.
+    Vanishing counts as less harmful: it only stops learning, while an exploding gradient destroys the weights.
 
     >>> [gradient_health(norm) for norm in (0.0, 1e-6, 0.5, 1e3, math.inf)]
     [0.5, 0.75, 1.0, 0.5, 0.0]
@@ -26,19 +26,22 @@ def gradient_health(norm: float) -> float:
     if not math.isfinite(norm):
         return 0.0
     decade = math.log10(norm) if norm > 0 else -math.inf
-    alive = min(max((decade - math.log10(VANISHING)) / _DECADES, 0.0), 1.0)
-    calm = min(max((math.log10(EXPLODING) + _DECADES - decade) / _DECADES, 0.0), 1.0)
-    return calm * (0.5 + 0.5 * alive)
+    above_vanishing = min(max((decade - math.log10(VANISHING)) / _DECADES, 0.0), 1.0)
+    below_exploding = min(max((math.log10(EXPLODING) + _DECADES - decade) / _DECADES, 0.0), 1.0)
+    return below_exploding * (0.5 + 0.5 * above_vanishing)
 
 
 def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
-    """The norm of the gradients that are there, as a tensor on their device; 0 where there is none. An iterator is fine."""
+    """Return the norm of all gradients as a tensor on their device; 0 if no parameter has one."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     return get_total_norm(gradients) if gradients else torch.zeros(())
 
 
 def unscaled(gradient: Tensor, scale: Tensor | None) -> Tensor:
-    """The gradient of a loss, from that of the loss times `scale`, at least in single precision: half cannot hold a large scale."""
+    """Return the gradient of the loss, given the gradient of loss · `scale`.
+
+    Half-precision gradients become float32 first, because half precision cannot hold a large scale.
+    """
     if scale is None:
         return gradient
     wide = gradient.float() if gradient.dtype in (torch.float16, torch.bfloat16) else gradient

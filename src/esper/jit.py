@@ -1,11 +1,11 @@
-"""Numba, where it is installed: whether its kernels are used, and where their compiled form is kept.
+"""Compile kernels with Numba, if it is installed, and keep the compiled code on disk.
 
-Numba is an extra (`pip install 'esper-grow[numba]'`). Every kernel has a plain implementation beside it, which runs if Numba is missing
-or switched off (`ESPER_NUMBA=0`, or Numba's own `NUMBA_DISABLE_JIT=1`). Numba is imported when the first kernel is needed: the import
+Numba is an extra (`pip install 'esper-grow[numba]'`). Every kernel also has a plain implementation, which runs if Numba is missing or
+switched off (`ESPER_NUMBA=0`, or Numba's own `NUMBA_DISABLE_JIT=1`). Numba is imported when the first kernel is needed, because the import
 takes a third of a second.
 
-Compiled kernels are kept on disk. Numba's own cache looks only at the file of the compiled function, so an edit in a file that it calls
-into would go unnoticed. Here the cache is a folder named by a hash of all the sources: another source, another folder.
+Numba's own cache checks only the file of the compiled function, so it misses changes in other files that the function calls. Here the
+cache is a folder whose name contains a hash of all the sources, so changed sources get a new folder.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ from typing import Any, TypeVar
 
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
-# Sums may be reordered and products fused into them, so that loops vectorise. Nothing may assume that numbers are finite.
+# Allow reordered sums and fused multiply-add, so that loops vectorise. Do not let the compiler assume that numbers are finite.
 _FAST_MATH = {"contract", "reassoc"}
 
 
 @functools.cache
 def has_numba() -> bool:
-    """Whether kernels are compiled in this process. Decided once, so that one run has one arithmetic."""
+    """Return whether kernels are compiled in this process. Decided once, so that the arithmetic does not change during a run."""
     is_wanted = os.environ.get("ESPER_NUMBA", "1") != "0" and os.environ.get("NUMBA_DISABLE_JIT", "0") in ("", "0")
     if not is_wanted or importlib.util.find_spec("numba") is None:
         return False
     try:
         import numba  # noqa: F401
-    except (ImportError, AttributeError) as error:  # both happen where Numba does not know the installed NumPy
+    except (ImportError, AttributeError) as error:  # raised if Numba does not support the installed NumPy
         warnings.warn(f"Numba is installed but cannot be imported, so the slower NumPy code runs: {error}", RuntimeWarning, stacklevel=2)
         return False
     return True
 
 
 def compiler(sources: Iterable[str | Path]) -> Callable[[Kernel], Kernel]:
-    """Return the decorator for kernels that are made of these source files: it compiles at the first call and keeps the result on disk."""
+    """Return the decorator for kernels made of these source files. A kernel is compiled at its first call and cached on disk."""
     import numba
 
     folder = str(cache_folder(tuple(Path(source) for source in sources)))
 
     def compile_kernel(function: Kernel) -> Kernel:
-        # Numba chooses a function's cache when it is decorated, by this setting of the whole process.
+        # Numba reads this global setting when a function is decorated; restore it afterwards.
         before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, folder
         try:
             kernel: Kernel = numba.njit(cache=True, fastmath=_FAST_MATH, error_model="numpy", nogil=True)(function)
@@ -60,9 +60,9 @@ def compiler(sources: Iterable[str | Path]) -> Callable[[Kernel], Kernel]:
 
 
 def cache_folder(sources: tuple[Path, ...]) -> Path:
-    """Return the folder for the compiled form of these sources, beside the first of them if that place can be written to.
+    """Return the cache folder for these sources: next to the first source if that place is writable, else in the user's cache.
 
-    Folders of earlier versions are removed.
+    Cache folders of earlier versions of the sources are removed.
     """
     digest = hashlib.sha256()
     for source in sources:
@@ -79,7 +79,7 @@ def cache_folder(sources: tuple[Path, ...]) -> Path:
             if other.name != name:
                 shutil.rmtree(other, ignore_errors=True)
         return parent / name
-    return Path(tempfile.mkdtemp(prefix=f"{name}-"))  # lost with the machine's temporary files
+    return Path(tempfile.mkdtemp(prefix=f"{name}-"))  # nothing else is writable; this folder serves only this process
 
 
 def _user_cache() -> Path:

@@ -1,6 +1,6 @@
-"""Packages whose public names are imported when they are first used, so that a command line can show its help at once.
+"""Packages whose public names are imported on first use, so that the command line starts quickly.
 
-The one table of such a package is the `if TYPE_CHECKING:` block of its `__init__.py`, which type checkers read too:
+Such a package lists its names only once, in the `if TYPE_CHECKING:` block of its `__init__.py`, which type checkers read too:
 
     if TYPE_CHECKING:
         from esper.rl.ppo import PPO as PPO
@@ -38,7 +38,7 @@ def lazy_names(package: str, *, need_extras: Collection[str] = ()) -> tuple[Call
         source = sources.get(name)
         if source is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        # A name is either in a module, or a submodule of this package.
+        # A name is either defined in a module, or is itself a submodule of this package.
         value = importlib.import_module(f"{package}.{name}") if source == package else getattr(importlib.import_module(source), name)
         setattr(module, name, value)
         return value

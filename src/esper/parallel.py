@@ -1,11 +1,11 @@
-"""Training on several processes at once, each with environments of its own: what they exchange.
+"""Communication between the ranks of a training run: several processes, each with its own environments.
 
-    torchrun --nproc-per-node 2 --no-python -- esper ppo train cue          # the lonely -- leaves our options to us
+    torchrun --nproc-per-node 2 --no-python -- esper ppo train cue          # `--` separates torchrun's options from esper's
 
-Every rank computes its share of every sum; divided by the counts of all ranks, the shares add up to what one rank with all the
-environments would have computed. So weights, normalisers and decisions are the same everywhere, and what is sent is mostly sums.
+Every rank computes sums over its own environments. The sums of all ranks, divided by the counts of all ranks, equal those of one process
+with all environments. So weights, normalisers and decisions are the same on all ranks.
 
-Every method is called by all ranks, in the same order. Alone, they all give back what they were given.
+All ranks must call the methods of their group in the same order. `ALONE` is the group of a single process: its methods return their input.
 """
 
 from __future__ import annotations
@@ -29,59 +29,60 @@ Value = TypeVar("Value")
 
 
 class GroupError(ValueError):
-    """A group that cannot be, with the reason and what to do."""
+    """The group of ranks cannot be formed. The message says why and what to do."""
 
 
 class FirstFailed(RuntimeError):
-    """Rank 0 failed at something that all ranks depend on. It raises the error itself, so nobody else needs to tell of it."""
+    """Raised on all other ranks when rank 0 failed at something they depend on. Rank 0 raises and reports the original error."""
 
 
 class Group:
-    """All ranks of a training; this class is the one that trains alone."""
+    """The ranks of a training run, seen from one of them. This base class is the group of a single process."""
 
     rank = 0
     world_size = 1
 
     def place(self, device: torch.device) -> torch.device:
-        """The device of this rank among those of a kind."""
+        """Return the device of this rank, given the kind of device, such as "cuda"."""
         return device
 
     def sum_(self, tensor: Tensor) -> Tensor:
-        """The sum over all ranks, in place."""
+        """Replace the tensor by its sum over all ranks, and return it."""
         return tensor
 
     def gather(self, tensors: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-        """The tensors of every rank, in one transfer. Floating-point, and of the same shapes everywhere."""
+        """Return the tensors of every rank, in one transfer. They must be floating-point and have the same shapes on all ranks."""
         return [tensors]
 
     def gather_objects(self, value: Value) -> list[Value]:
-        """What every rank gave. Small things only: they are pickled, and the device is read."""
+        """Return the value of every rank. For small values only: they are pickled, and this waits for the device."""
         return [value]
 
     def gather_trees(self, state: Tree) -> list[Tree]:
-        """The states of every rank, as checkpoints hold them."""
+        """Return the state of every rank, with tensors on the CPU, as in a checkpoint."""
         return [state]
 
     def broadcast_(self, tensors: Iterable[Tensor]) -> None:
-        """Overwrites the tensors with those of rank 0."""
+        """Overwrite the tensors with those of rank 0."""
 
     def first(self, make: Callable[[], Value]) -> Value:
-        """What `make()` gives on rank 0. It runs only there; where it raises, the other ranks raise FirstFailed."""
+        """Run `make()` on rank 0 only, and return its result on all ranks. If it raises, the other ranks raise FirstFailed."""
         return make()
 
     def any(self, flag: bool) -> bool:
-        """Whether it is true on some rank."""
+        """Return whether `flag` is true on any rank."""
         return any(self.gather_objects(flag))
 
     def merge(self, sums: Sequence[Sums]) -> list[Sums]:
-        """Each of these sums over the rows of all ranks."""
+        """Return each of the sums combined over all ranks."""
+        # Send the fields of all sums as one flat list, then cut it into sums again.
         by_rank = self.gather([part for some in sums for part in some])
         starts = range(0, len(Sums._fields) * len(sums), len(Sums._fields))
         return [functools.reduce(combine, (Sums(*parts[start : start + len(Sums._fields)]) for parts in by_rank)) for start in starts]
 
     @contextlib.contextmanager
     def only_first(self, make: Callable[[], AbstractContextManager[Value]]) -> Iterator[Value | None]:
-        """Enters `make()` on rank 0, and nothing elsewhere. Errors on the way in are those of `first`."""
+        """Enter the context `make()` on rank 0, and yield None on the other ranks. Errors on entry are raised as in `first`."""
         with ExitStack() as stack:
             entered: list[Value] = []
             self.first(lambda: entered.append(stack.enter_context(make())))
@@ -89,16 +90,16 @@ class Group:
 
 
 ALONE = Group()
-_PATIENCE = timedelta(days=30)
+_PATIENCE = timedelta(days=30)  # timeout of `Ranks.first`
 
 
 class Ranks(Group):
-    """The ranks of torch.distributed, which has been initialised. Tensors live on a device that its backend takes."""
+    """The ranks of torch.distributed, which must be initialised. Tensors must be on a device that its backend supports."""
 
     def __init__(self, *, local_rank: int = 0) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.local_rank = local_rank  # on its machine
-        # What rank 0 does alone, such as an evaluation, may take longer than the backend lets a collective wait.
+        self.local_rank = local_rank  # rank among the processes of this machine
+        # A separate group with a long timeout: rank 0's work in `first`, such as an evaluation, may exceed the backend's usual timeout.
         self.patient = dist.new_group(backend="gloo", timeout=_PATIENCE)
 
     def place(self, device: torch.device) -> torch.device:
@@ -125,14 +126,14 @@ class Ranks(Group):
         return values
 
     def gather_trees(self, state: Tree) -> list[Tree]:
-        return [join(*parts) for parts in self.gather_objects(split(state))]  # on the CPU: the devices of others are not ours
+        return [join(*parts) for parts in self.gather_objects(split(state))]  # `split` moves tensors to the CPU: devices differ by rank
 
     def broadcast_(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
             dist.broadcast(tensor, src=0)
 
     def first(self, make: Callable[[], Value]) -> Value:
-        answer: list[Any] = [None, ""]  # the value, and the text of an error
+        answer: list[Any] = [None, ""]  # value, text of an error
         if self.rank > 0:
             dist.broadcast_object_list(answer, src=0, group=self.patient)
             if answer[1]:
@@ -151,7 +152,7 @@ class Ranks(Group):
 
 @contextlib.contextmanager
 def joined(device: torch.device) -> Iterator[Group]:
-    """The group that torchrun started this process for, to compute on this kind of device; alone where it was not torchrun."""
+    """Join the group of ranks that torchrun started, for this kind of device. Yield ALONE if torchrun did not start this process."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         yield ALONE
         return
@@ -159,7 +160,7 @@ def joined(device: torch.device) -> Iterator[Group]:
     if device.type == "cuda":
         if local_rank >= torch.cuda.device_count():
             raise GroupError(
-                f"rank {os.environ['RANK']} would compute on cuda:{local_rank}, and this machine has {torch.cuda.device_count()} of them; "
+                f"rank {os.environ['RANK']} needs cuda:{local_rank}, but this machine has {torch.cuda.device_count()} GPUs; "
                 "start fewer processes per machine, or use device 'cpu'"
             )
         torch.cuda.set_device(local_rank)

@@ -1,12 +1,12 @@
-"""The file of one recorded battle: what a page draws, frame by frame, and what it takes to compute the battle again.
+"""Replays: the file of one recorded battle, with everything needed to draw it and to compute it again.
 
-It is a safetensors file; `ReplayInfo` lies as JSON in its metadata, so nothing in it is executed when it is read. A sha256 over everything
-lies there too; replays from before there was one are read without it. `LAYOUT` is the table of what must be in the file. Beside that there
-may be more heads under `actions/` and the fields of the battle's state under `keyframes/`.
+A replay is a safetensors file with `ReplayInfo` as JSON in its metadata, so reading it executes no code. The metadata also hold a sha256 of
+everything; replays of early versions have none and are read without the check. `LAYOUT` lists the required tensors. There may be more
+actions under `actions/`, and the fields of the battle's state under `keyframes/`.
 
 Shapes: F = frames (frame 0 is the start, frame f the state after decision f), A = F - 1 decisions, U = units (team 0 is the first half),
-P = places for projectiles, Q = places for clouds, S = side of the map, C = columns of `info.unit_columns`, N = columns of terrain that
-were destroyed, K = keyframes.
+P = projectile slots, Q = cloud slots, S = side of the map, C = columns of `info.unit_columns`, N = destroyed terrain columns,
+K = keyframes.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ import esper
 from esper.files import FileError, parse_json, reason_of
 from esper.runs import read_tensors, write_tensors
 
-FORMAT_VERSION = 1  # of the file; others are refused
+FORMAT_VERSION = 1  # format of the file; others are refused
 SUFFIX = ".safetensors"
-INFO = "info"  # its key in the metadata
+INFO = "info"  # key of the `ReplayInfo` in the metadata
 KEYFRAMES = "keyframes/"
 ACTIONS = "actions/"
 
-# Angles are counter-clockwise from +x; `fallen` and what follows is 0 or 1; a unit without hit points is dead.
+# Angles are counter-clockwise from +x. The columns from `fallen` on are 0 or 1. A unit with 0 hit points is dead.
 UNIT_COLUMNS = (
     *("x", "y", "z", "heading", "hit_points", "legs", "heat", "stability", "fuel"),
     *("fallen", "shut_down", "venting", "painted"),
@@ -41,14 +41,14 @@ Dimensions = tuple[str | int, ...]
 LAYOUT: dict[str, tuple[Dimensions, torch.dtype]] = {
     "terrain/height": (("S", "S"), torch.float32),
     "terrain/material": (("S", "S"), torch.int8),
-    "terrain/changes": (("N", 3), torch.int32),  # frame, i, j: from that frame on the column is open ground of height 0
+    "terrain/changes": (("N", 3), torch.int32),  # frame, i, j: from this frame on, the column (i, j) is open ground of height 0
     "frames/units": (("F", "U", "C"), torch.float32),
-    # is alive (0 or 1), kind (index into `info.weapons`), x, y, z; every unit has as many places as the others, the first unit the first
+    # is alive (0 or 1), kind (index into `info.weapons`), x, y, z; every unit has P / U slots, in the order of the units
     "frames/projectiles": (("F", "P", 5), torch.float32),
-    "frames/clouds": (("F", "Q", 4), torch.float32),  # smoke: x, y, z, seconds left (0: there is none)
+    "frames/clouds": (("F", "Q", 4), torch.float32),  # smoke: x, y, z, seconds left (0: no cloud)
     "frames/shots": (("F", "U", 2), torch.int8),  # fired in the decision before the frame: weapon or -1, target unit or -1
-    "frames/sensed": (("F", "U", "U"), torch.uint8),  # by the unit of the row: 0 not, 1 sensed, 2 seen (line of sight)
-    "frames/score": (("F", 2), torch.float32),  # seconds for which each team held the zone
+    "frames/sensed": (("F", "U", "U"), torch.uint8),  # [f, u, v]: how unit u perceives unit v: 0 not, 1 sensed, 2 seen (line of sight)
+    "frames/score": (("F", 2), torch.float32),  # seconds that each team has held the zone
     "frames/holder": (("F",), torch.int8),  # team that holds the zone, or -1
     "actions/motion": (("A", "U", 4), torch.float32),  # forward, strafe (to the right), yaw (to the left), jets; in [-1, 1]
     "actions/fire": (("A", "U"), torch.int8),  # 0 none, otherwise 1 + index into `info.weapons`
@@ -58,54 +58,58 @@ LAYOUT: dict[str, tuple[Dimensions, torch.dtype]] = {
 }
 
 
-# What a page reads; the rest is for who computes the battle again.
+# Tensors that a player on a web page reads; the others are needed only to compute the battle again.
 DRAWN = tuple(name for name in LAYOUT if not name.startswith(KEYFRAMES))
 
 
 class ReplayError(ValueError):
-    """A replay that cannot be written or read; the message names the file, what is wrong and what to do."""
+    """A replay cannot be written or read. The message names the file, says what is wrong and what to do."""
 
 
 class FeedItem(msgspec.Struct, frozen=True, kw_only=True):
-    """Something worth telling to who watches."""
+    """A notable moment of the battle, shown as a line of text."""
 
     frame: int
     kind: Literal["kill", "fall", "shutdown", "zone", "end"]
     text: str
-    by: int | None = None  # unit that did it
+    by: int | None = None  # unit that caused it
     unit: int | None = None  # unit that it happened to
 
 
 class StateHash(msgspec.Struct, frozen=True, kw_only=True):
+    """Digest of the battle's state at one frame, to check a battle that is computed again."""
+
     frame: int
     sha256: str
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
-    """What the battle began as, beside the seed."""
+    """The start of the battle, together with the seed."""
 
-    config: dict[str, Any]  # of the arena
-    place: int  # in its batch
-    episode: int  # battles that were fought there before
-    largest_team: int  # that it could have
+    config: dict[str, Any]  # config of the arena
+    place: int  # index of the battle in its batch
+    episode: int  # battles fought at this index before
+    largest_team: int  # limit of the team size in this battle
 
 
 class ReplayInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything about a recorded battle except its tensors."""
+
     rules_version: int
     seed: int
-    device: str  # of the kind of device that computed it, e.g. "cpu"
-    decision_s: float
-    seconds: float  # after which the battle ends
+    device: str  # kind of device that computed the battle, such as "cpu"
+    decision_s: float  # seconds between two decisions
+    seconds: float  # time limit of the battle
     zone_radius: float
     teams: tuple[str, str]  # names of the players
     size: int  # side of the map
-    unit_classes: list[str]  # of every unit
-    class_table: dict[str, dict[str, float]]  # class -> hit_points, legs, heat_cap, tons, and more where there is more
+    unit_classes: list[str]  # class of every unit
+    class_table: dict[str, dict[str, float]]  # class -> hit_points, legs, heat_cap, tons and possibly more
     weapons: list[str]
     feed: list[FeedItem]
-    winner: int | None  # team; None is a draw
+    winner: int | None  # team; None: a draw
     hashes: list[StateHash] = []
-    origin: Origin | None = None  # without it the battle can be watched, and not computed again
+    origin: Origin | None = None  # without it, the battle can be watched but not computed again
     unit_columns: tuple[str, ...] = UNIT_COLUMNS
     score_to_win: float | None = None  # seconds in the zone
     cloud_radius: float = 4.0
@@ -118,7 +122,7 @@ class ReplayInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Versions(msgspec.Struct):
-    """What every format's info has."""
+    """The fields of the info that all formats share."""
 
     format_version: int
     esper_version: str = "unknown"
@@ -126,6 +130,8 @@ class _Versions(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class ReplayFile:
+    """A replay in memory."""
+
     info: ReplayInfo
     tensors: dict[str, Tensor]
 
@@ -135,17 +141,17 @@ class ReplayFile:
 
 
 def write_replay(path: Path | str, tensors: Mapping[str, Tensor], info: ReplayInfo) -> Path:
-    """Writes the file whole or not at all, in place of an older one. Everything is checked before anything is written."""
+    """Write a replay atomically, replacing an older file, and return its path. Everything is checked before anything is written."""
     path = Path(path)
     problems = _problems(tensors, info)
     if problems:
-        raise ReplayError(f"{path} cannot be written: {'; '.join(problems)}; give what the table in esper.replay_file asks for")
+        raise ReplayError(f"{path} cannot be written: {'; '.join(problems)}; give the tensors that esper.replay_file.LAYOUT lists")
     write_tensors(path, tensors, {INFO: msgspec.json.encode(info).decode()})
     return path
 
 
 def read_replay(path: Path | str) -> ReplayFile:
-    """The replay in memory, on the CPU. What is returned has everything that `LAYOUT` names, in its shape."""
+    """Read a replay, with tensors on the CPU. The result has all tensors of `LAYOUT`, in the right shapes."""
     path = Path(path)
     try:
         tensors, metadata = read_tensors(path)
@@ -156,22 +162,22 @@ def read_replay(path: Path | str) -> ReplayFile:
     except FileError as error:
         raise ReplayError(f"{error}; give a replay that esper arena wrote, and copy it whole") from error
     except OSError as error:
-        raise ReplayError(f"no replay can be read: {reason_of(error)}") from error
+        raise ReplayError(f"the replay cannot be read: {reason_of(error)}") from error
     info = _read_info(path, metadata)
     problems = _problems(tensors, info)
     if problems:
-        raise ReplayError(f"{path} is no whole replay: {'; '.join(problems)}; record the battle again")
+        raise ReplayError(f"{path} is not a complete replay: {'; '.join(problems)}; record the battle again")
     return ReplayFile(info, tensors)
 
 
 def find_replays(folder: Path | str) -> list[Path]:
-    """Return the replays of a run, newest first; files that cannot be read, and links that lead nowhere, are among them."""
+    """Return the replays of a run, newest first. The list may contain unreadable files and broken links."""
     found = [path for path in (Path(folder) / "replays").glob(f"*{SUFFIX}") if not path.name.startswith(".")]
     return sorted(found, key=lambda path: (_time_of(path), path.name), reverse=True)
 
 
 def _time_of(path: Path) -> int:
-    """Return when a file was changed, 0 where there is none any more."""
+    """Return the time of a file's last change; 0 if it does not exist."""
     try:
         return path.stat().st_mtime_ns
     except OSError:
@@ -180,14 +186,14 @@ def _time_of(path: Path) -> int:
 
 def _read_info(path: Path, metadata: Mapping[str, str]) -> ReplayInfo:
     if INFO not in metadata:
-        raise ReplayError(f"{path} is no replay: it is a safetensors file of something else; give a file that esper arena wrote")
+        raise ReplayError(f"{path} is not a replay but another safetensors file; give a file that esper arena wrote")
     try:
         raw = parse_json(metadata[INFO])
         versions = msgspec.convert(raw, _Versions)
         if versions.format_version == FORMAT_VERSION:
             return msgspec.convert(raw, ReplayInfo)
     except (ValueError, RecursionError) as error:
-        raise ReplayError(f"{path} is no replay: its description cannot be understood ({error}); record the battle again") from error
+        raise ReplayError(f"{path} is not a replay: its description cannot be understood ({error}); record the battle again") from error
     raise ReplayError(
         f"{path} is a replay of format {versions.format_version}, written by esper {versions.esper_version}; this is esper "
         f"{esper.__version__}, which reads format {FORMAT_VERSION}: watch it with that version, or record the battle again with this one"
@@ -195,7 +201,7 @@ def _read_info(path: Path, metadata: Mapping[str, str]) -> ReplayInfo:
 
 
 def _problems(tensors: Mapping[str, Tensor], info: ReplayInfo) -> list[str]:
-    """Everything that is missing, of another type, or of another shape than the rest."""
+    """Return everything that is missing, has a wrong type, or has a shape that does not agree with the others."""
     found = [f"{name} is missing" for name in LAYOUT if name not in tensors]
     missing = [name for name in UNIT_COLUMNS if name not in info.unit_columns]
     if missing:
@@ -216,11 +222,15 @@ def _problems(tensors: Mapping[str, Tensor], info: ReplayInfo) -> list[str]:
             found.append(f"{name} has the shape {_text(tensor.shape)}, not [{frames - 1}, {info.units}, ...]")
         if name.startswith(KEYFRAMES) and name not in LAYOUT and tuple(tensor.shape[:1]) != (sizes.get("K"),):
             found.append(f"{name} has the shape {_text(tensor.shape)}, not [{sizes.get('K')}, ...]")
-    return found or [f"{item.kind} is told of frame {item.frame}, of {frames}" for item in info.feed if not 0 <= item.frame < frames]
+    return found or [
+        f"the feed item {item.kind!r} is at frame {item.frame}, but there are {frames} frames"
+        for item in info.feed
+        if not 0 <= item.frame < frames
+    ]
 
 
 def _misfit(name: str, tensor: Tensor, dimensions: Dimensions, dtype: torch.dtype, sizes: dict[str, int]) -> list[str]:
-    """The sizes that nothing else says (N, P, Q, K) are taken from the first tensor that has them."""
+    """Return what is wrong with one tensor. The first tensor with a free dimension (N, P, Q, K) sets its size in `sizes`."""
     if tensor.ndim == len(dimensions):
         for dimension, size in zip(dimensions, tensor.shape, strict=True):
             if isinstance(dimension, str):

@@ -1,7 +1,7 @@
-"""Named random streams: whoever needs chance asks for a stream of its own by name, and nobody draws from a global generator.
+"""Named random streams: every user of random numbers asks for its own stream by name. No code draws from a global generator.
 
-A stream depends on the seed and its name alone, so a new consumer or another order of asking never changes the draws of the others.
-All streams can be saved and continued exactly.
+A stream depends only on the seed and on its name, so new streams and another order of calls never change the draws of existing ones. All
+streams can be saved and continued exactly.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Generator as TorchGenerator
 class Streams:
     """Independent random streams of one seed.
 
-    The same name gives the same generator object each time, so that its state is shared; different names, kinds and devices give
-    independent streams. `spawn` gives a family of its own to a rank or an environment. Not thread-safe: one thread per stream.
+    The same name always returns the same generator object. Different names, kinds (torch, numpy) and devices give independent streams.
+    `spawn` returns a separate family of streams, for example for one rank. Not thread-safe: use a stream in one thread only.
 
     >>> streams = Streams(seed=7)
     >>> streams.numpy("shuffle") is streams.numpy("shuffle")
@@ -32,13 +32,13 @@ class Streams:
         if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
             raise ValueError(f"a seed is an int >= 0; got {seed!r}")
         self.seed = seed
-        self._key: tuple[int, ...] = ()  # the place of this family among all families of the seed
+        self._key: tuple[int, ...] = ()  # spawn key of this family of streams
         self._torch: dict[tuple[str, str], TorchGenerator] = {}  # (name, device) -> generator
         self._numpy: dict[str, NumpyGenerator] = {}
         self._children: dict[str, Streams] = {}
 
     def torch(self, name: str, device: str | pytorch.device = "cpu") -> TorchGenerator:
-        """The torch generator of this name on this device."""
+        """Return the torch generator of this name on this device."""
         place = _place(device)
         if (name, place) not in self._torch:
             generator = TorchGenerator(device=place)
@@ -46,17 +46,17 @@ class Streams:
         return self._torch[name, place]
 
     def numpy(self, name: str) -> NumpyGenerator:
-        """The numpy generator of this name."""
+        """Return the numpy generator of this name."""
         if name not in self._numpy:
             self._numpy[name] = NumpyGenerator(PCG64(self._sequence("numpy", name)))
         return self._numpy[name]
 
     def integer(self, name: str) -> int:
-        """A seed for something that makes its own generator, in 0 .. 2³¹ - 1 so that anything takes it. Always the same for a name."""
+        """Return a seed in 0 .. 2³¹ - 1 for something that makes its own generator. It is always the same for a name."""
         return int(self._sequence("integer", name).generate_state(1)[0]) >> 1
 
     def spawn(self, name: str) -> Streams:
-        """The family of streams of this name; its state is saved and loaded with this one's."""
+        """Return the family of streams of this name. Its state is saved and loaded together with this one's."""
         if name not in self._children:
             child = Streams(self.seed)
             child._key = (*self._key, *_words("spawn", name))
@@ -64,7 +64,7 @@ class Streams:
         return self._children[name]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where every stream is: a tree of tensors, and of strings and small ints that any JSON keeps."""
+        """Return the position of every stream, as a tree of tensors, strings and small ints."""
         torch_states: dict[str, dict[str, Any]] = {}
         for (name, place), generator in self._torch.items():
             torch_states.setdefault(place, {})[name] = generator.get_state()
@@ -76,12 +76,12 @@ class Streams:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues every stream where `state_dict` left it. Streams that did not exist then start anew."""
+        """Continue every stream from its saved position. Streams that did not exist then start from the beginning."""
         _check_loadable(state, self.seed)
         self._load(state)
 
     def _load(self, state: dict[str, Any]) -> None:
-        # In place, because others hold these generators.
+        # Change the generators in place, because other objects hold references to them.
         for (name, place), torch_generator in self._torch.items():
             torch_generator.manual_seed(self._torch_seed(name, place))
         for name, numpy_generator in self._numpy.items():
@@ -98,7 +98,7 @@ class Streams:
         return SeedSequence(self.seed, spawn_key=(*self._key, *_words(kind, name)))
 
     def _torch_seed(self, name: str, place: str) -> int:
-        # The generators of the CPU use only the lower half of it, so one pair of names in 2³² shares its draws there.
+        # CPU generators use only the lower 32 bits, so two names share their draws there with probability 2⁻³².
         return int(self._sequence(f"torch {place}", name).generate_state(1, np.uint64)[0])
 
 
@@ -112,28 +112,28 @@ def _check_loadable(state: dict[str, Any], seed: int) -> None:
         kind, _, index = place.partition(":")
         if kind == "cuda" and int(index) >= pytorch.cuda.device_count():
             raise ValueError(
-                f"the saved random streams {sorted(named)} live on {place}, and this machine has {pytorch.cuda.device_count()} cuda"
-                " devices; resume where that device exists"
+                f"the saved random streams {sorted(named)} are on {place}, but this machine has {pytorch.cuda.device_count()} cuda"
+                " devices; resume on a machine that has that device"
             )
     for child in state["children"].values():
         _check_loadable(child, seed)
 
 
 def _place(device: str | pytorch.device) -> str:
-    """The device with its index, so that "cuda" and "cuda:0" are one."""
+    """Return the device with its index, so that "cuda" and "cuda:0" are the same."""
     place = str(pytorch.device(device))
     return f"cuda:{pytorch.cuda.current_device()}" if place == "cuda" else place
 
 
 def _words(kind: str, name: str) -> list[int]:
-    """A stable hash of a name as a spawn key. Python's own hash differs from one process to the next."""
+    """Return a stable hash of a name as a spawn key. Python's own hash differs between processes."""
     digest = hashlib.sha256(f"{kind}\0{name}".encode()).digest()
     return [int.from_bytes(digest[start : start + 4], "little") for start in range(0, 16, 4)]
 
 
 def _packed(generator: NumpyGenerator) -> dict[str, Any]:
     state: Any = generator.bit_generator.state
-    # Two of its numbers have 128 bits, which many JSON readers round or refuse.
+    # Write its two 128-bit numbers as strings, because many JSON readers round or refuse them.
     return {**state, "state": {key: str(value) for key, value in state["state"].items()}}
 
 

@@ -1,6 +1,6 @@
-"""Statistics: moments that are kept while data stream by (torch), and intervals and tests for comparing runs (numpy).
+"""Statistics: running moments of streams of tensors (torch), and confidence intervals and tests for comparing runs (numpy).
 
-Shapes: ... = any leading dimensions, counted as rows; *S = the shape of what is measured.
+Shapes: ... = any leading dimensions, each entry is a row; *S = shape of one row.
 """
 
 from __future__ import annotations
@@ -19,29 +19,31 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 Floats = NDArray[np.float64]
-EXACT_PAIRS = 12  # up to 2¹² sign flips are counted out instead of sampled
-LEAST_COUNT = 1.5  # values' worth of weights, below which their spread tells nothing
-RESAMPLED_AT_ONCE = 1 << 20  # numbers drawn in one go by a bootstrap or a permutation test, to bound its memory
+EXACT_PAIRS = 12  # up to this many pairs, all sign flips (2¹²) are enumerated instead of sampled
+LEAST_COUNT = 1.5  # effective number of values below which their spread says nothing
+RESAMPLED_AT_ONCE = 1 << 20  # numbers that a bootstrap or permutation test draws at once; bounds its memory
 
 
 # Moments
 
 
 class Sums(NamedTuple):
-    """What is known of some rows: how much they weigh, their mean, and their weighted squared distances to it."""
+    """Sufficient statistics of some rows."""
 
-    weight: Tensor  # []
+    weight: Tensor  # [] total weight
     mean: Tensor  # [*S]
-    m2: Tensor  # [*S]
+    m2: Tensor  # [*S] weighted sum of squared distances to the mean
 
 
 def sums_of(batch: Tensor, shape: Sequence[int], *, valid: Tensor | None = None, dtype: torch.dtype = torch.float64) -> Sums:
-    """The sums of a batch [..., *S]. Rows where `valid` [...] is false do not exist, whatever they hold."""
+    """Return the sums of a batch [..., *S]. Rows where `valid` [...] is false are ignored, even if they hold NaN."""
     leading = batch.shape[: batch.ndim - len(shape)]
     if batch.shape != (*leading, *shape):
-        raise ValueError(f"a batch ends with the shape {tuple(shape)} of its moments; got {tuple(batch.shape)}")
+        raise ValueError(f"the shape of a batch must end with that of its moments, {tuple(shape)}; got {tuple(batch.shape)}")
     if valid is not None and (valid.shape != leading or valid.dtype != torch.bool):
-        raise ValueError(f"valid is bool with shape {tuple(leading)}, one per row; got {valid.dtype} with {tuple(valid.shape)}")
+        raise ValueError(
+            f"valid must be bool with one entry per row, {tuple(leading)}; got {valid.dtype} with the shape {tuple(valid.shape)}"
+        )
     rows = batch.detach().to(dtype).reshape(-1, *shape)
     kept = torch.ones(len(rows), dtype=torch.bool, device=batch.device) if valid is None else valid.reshape(-1)
     weight = kept.sum().to(dtype)
@@ -52,18 +54,18 @@ def sums_of(batch: Tensor, shape: Sequence[int], *, valid: Tensor | None = None,
 
 
 def combine(first: Sums, second: Sums) -> Sums:
-    """The sums of both together, by the parallel formula of Chan et al., which does not cancel as sums of squares do."""
+    """Return the sums of both together, by the parallel formula of Chan et al., which avoids the cancellation of sums of squares."""
     weight = first.weight + second.weight
-    share = torch.where(weight > 0, second.weight / weight, 0)  # of the second in the whole
+    share = torch.where(weight > 0, second.weight / weight, 0)  # share of the second in the total weight
     delta = second.mean - first.mean
     return Sums(weight, first.mean + delta * share, first.m2 + second.m2 + delta.square() * first.weight * share)
 
 
 class Moments(ABC):
-    """Mean and variance of a stream of rows. Nothing is read back from the device, and old results stay as they were.
+    """Mean and variance of a stream of rows. Updates never wait for the device, and never change tensors returned before.
 
-    Before any row the mean is 0 and the variance 1, so that normalising changes nothing. Not thread-safe: one owner updates and
-    reads it. `absorb` takes the sums of a batch from elsewhere, such as those of all ranks together.
+    Before the first row, the mean is 0 and the variance 1, so normalising changes nothing. `absorb` takes sums that were computed
+    elsewhere, such as those of all ranks together. Not thread-safe.
     """
 
     def __init__(self, shape: Sequence[int], device: torch.device | str = "cpu", *, dtype: torch.dtype = torch.float64) -> None:
@@ -72,12 +74,12 @@ class Moments(ABC):
         self.sums = Sums(zeros.new_zeros(()), zeros, zeros.clone())
 
     def update(self, batch: Tensor, valid: Tensor | None = None) -> None:
-        """Takes in the rows of a batch [..., *S], or those where `valid` [...] is true. No rows change nothing."""
+        """Add the rows of a batch [..., *S], or only those where `valid` [...] is true. An empty batch changes nothing."""
         self.absorb(sums_of(batch, self.shape, valid=valid, dtype=self.sums.mean.dtype))
 
     @abstractmethod
     def absorb(self, batch: Sums) -> None:
-        """Takes in the sums of one batch, its weight being its number of rows."""
+        """Add the sums of one batch, whose weight is its number of rows."""
 
     @property
     def mean(self) -> Tensor:
@@ -85,7 +87,7 @@ class Moments(ABC):
 
     @property
     def var(self) -> Tensor:
-        """Variance of the population, [*S]: squared distances over their weight, not over one less."""
+        """Population variance [*S]: m2 / weight, without Bessel's correction."""
         return torch.where(self.sums.weight > 0, self.sums.m2 / self.sums.weight, 1)
 
     @property
@@ -97,13 +99,13 @@ class Moments(ABC):
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         if tuple(state["mean"].shape) != self.shape:
-            raise ValueError(f"the saved moments have the shape {tuple(state['mean'].shape)}, these {self.shape}")
+            raise ValueError(f"the saved moments have the shape {tuple(state['mean'].shape)}, but these have {self.shape}")
         like = self.sums.mean
         self.sums = Sums(*(state[name].detach().to(like, copy=True) for name in Sums._fields))
 
 
 class RunningMoments(Moments):
-    """Moments in which every row ever seen weighs the same.
+    """Moments in which all rows ever seen have the same weight.
 
     >>> moments = RunningMoments(shape=(2,))
     >>> moments.update(torch.tensor([[1.0, 0.0], [3.0, 0.0]]))
@@ -120,10 +122,10 @@ class RunningMoments(Moments):
 
 
 class ExponentialMoments(Moments):
-    """Moments that forget: each batch that has rows shrinks the weight of all earlier ones by `momentum` and weighs 1 - `momentum`.
+    """Exponential moving moments: each batch has the weight 1 - `momentum`, and multiplies the weight of all earlier ones by `momentum`.
 
-    So about the last 1 / (1 - momentum) batches count, each as a whole, however many rows it has. Weights are relative to their sum,
-    which corrects the start: after one batch these are the moments of that batch.
+    So about the last 1 / (1 - momentum) batches count, each with the same weight whatever its number of rows; empty batches do not count.
+    Weights are divided by their sum, which corrects the start: after one batch, these are the moments of that batch.
     """
 
     def __init__(
@@ -141,7 +143,7 @@ class ExponentialMoments(Moments):
 
 
 class Ema:
-    """An exponential mean of plain numbers, corrected at the start; nan before the first one. Not thread-safe.
+    """Exponential moving average of numbers, with bias correction at the start; nan before the first number. Not thread-safe.
 
     >>> ema = Ema(momentum=0.9)
     >>> ema.update(2.0), ema.update(2.0)
@@ -158,7 +160,7 @@ class Ema:
         return self._mean
 
     def update(self, number: float) -> float:
-        """Takes a number in and returns the new mean. A number that is not finite stays in it, visibly."""
+        """Add a number and return the new mean. A number that is not finite makes the mean not finite from then on."""
         self._weight = self._weight * self.momentum + 1 - self.momentum
         share = (1 - self.momentum) / self._weight  # 1 for the first number
         self._mean = number if share == 1 else self._mean + share * (number - self._mean)
@@ -174,19 +176,19 @@ class Ema:
 
 def _checked_momentum(momentum: float) -> float:
     if not 0 <= momentum < 1:
-        raise ValueError(f"momentum is the share of the past that is kept, at least 0 and below 1; got {momentum}")
+        raise ValueError(f"momentum must be at least 0 and below 1, as the share of the past that is kept; got {momentum}")
     return momentum
 
 
 def explained_variance(predictions: Tensor, targets: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Share of the targets' variance that the predictions explain, at most 1, [] float64 on the device.
+    """Return the share of the targets' variance that the predictions explain, at most 1, as float64 [] on the device.
 
-    0 where the targets do not vary (or there are none): there is nothing to explain, and a number keeps averages of logs defined.
+    It is 0 if the targets do not vary or there are none; a number, unlike NaN, keeps averages of logs defined.
     """
     if predictions.shape != targets.shape:
-        raise ValueError(f"one prediction per target; got {tuple(predictions.shape)} for {tuple(targets.shape)}")
+        raise ValueError(f"give one prediction per target; got {tuple(predictions.shape)} for {tuple(targets.shape)}")
     target, residual = sums_of(targets, (), valid=valid), sums_of(targets - predictions, (), valid=valid)
-    # Targets that are all the same still differ from their mean by its rounding.
+    # Equal targets still differ from their mean by rounding errors; treat a variance of that size as 0.
     rounding = target.weight * (torch.finfo(targets.dtype).eps * target.mean).square()
     return torch.where(target.m2 > rounding, 1 - residual.m2 / target.m2, 0)
 
@@ -207,9 +209,9 @@ class Interval:
 
 
 def bootstrap_interval(values: ArrayLike, *, confidence: float = 0.95, resamples: int = 10_000, rng: np.random.Generator) -> Interval:
-    """BCa bootstrap interval of the mean: no assumption on the distribution, corrected for bias and skew.
+    """Return the BCa bootstrap interval of the mean: it assumes no distribution and corrects for bias and skew.
 
-    Too narrow for a handful of values, as every bootstrap is; `student_interval` is the safer one there.
+    Like every bootstrap it is too narrow for a handful of values; use `student_interval` for those.
     """
     sample = _sample(values)
     estimate = float(sample.mean())
@@ -220,7 +222,7 @@ def bootstrap_interval(values: ArrayLike, *, confidence: float = 0.95, resamples
     below = (np.count_nonzero(means < estimate) + 0.5 * np.count_nonzero(means == estimate)) / resamples
     bias = normal.inv_cdf(min(max(below, 1 / resamples), 1 - 1 / resamples))
     deviation = sample - estimate
-    skew = float((deviation**3).sum() / (6 * (deviation**2).sum() ** 1.5))  # the jackknife's acceleration, in closed form for a mean
+    skew = float((deviation**3).sum() / (6 * (deviation**2).sum() ** 1.5))  # acceleration of the jackknife, in closed form for a mean
     ends = []
     for tail in ((1 - _confidence(confidence)) / 2, (1 + confidence) / 2):
         shifted = bias + normal.inv_cdf(tail)
@@ -230,7 +232,7 @@ def bootstrap_interval(values: ArrayLike, *, confidence: float = 0.95, resamples
 
 
 def student_interval(values: ArrayLike, *, confidence: float = 0.95) -> Interval:
-    """Student's t interval of the mean: exact for normal values, the choice for a handful of seeds."""
+    """Return Student's t interval of the mean. It is exact for normal values, and the one to use for a handful of seeds."""
     sample = _sample(values)
     estimate, error = float(sample.mean()), float(sample.std(ddof=1)) / math.sqrt(len(sample))
     reach = student_quantile((1 + _confidence(confidence)) / 2, len(sample) - 1) * error
@@ -238,9 +240,9 @@ def student_interval(values: ArrayLike, *, confidence: float = 0.95) -> Interval
 
 
 def weighted_interval(values: ArrayLike, weights: ArrayLike, *, confidence: float = 0.95) -> Interval:
-    """Interval of a mean in which some values weigh more, such as means over batches of different sizes.
+    """Return the interval of a weighted mean, for example of means over batches of different sizes.
 
-    It is Student's, for as many values as the weights make up: (Σw)² / Σw². Where that is hardly more than one, any mean is possible.
+    It is Student's interval for the effective number of values, (Σw)² / Σw². If that is hardly more than one, the interval is infinite.
 
     >>> print(weighted_interval([1.0, 2.0, 4.0], [8, 8, 8]), "=", student_interval([1.0, 2.0, 4.0]))
     2.333 [-1.461, 6.128] = 2.333 [-1.461, 6.128]
@@ -260,7 +262,7 @@ def weighted_interval(values: ArrayLike, weights: ArrayLike, *, confidence: floa
 
 
 def effective_count(weights: ArrayLike) -> float:
-    """How many values of equal weight tell as much as values with these weights.
+    """Return the number of equally weighted values that are as informative as values with these weights.
 
     >>> effective_count([3, 3, 3]), round(effective_count([160, 1]), 3)
     (3.0, 1.012)
@@ -272,14 +274,14 @@ def effective_count(weights: ArrayLike) -> float:
 def paired_interval(
     ours: ArrayLike, theirs: ArrayLike, *, confidence: float = 0.95, resamples: int = 10_000, rng: np.random.Generator
 ) -> Interval:
-    """Bootstrap interval of the mean of `ours - theirs`, pair by pair."""
+    """Return the bootstrap interval of the mean of the paired differences `ours - theirs`."""
     return bootstrap_interval(_differences(ours, theirs), confidence=confidence, resamples=resamples, rng=rng)
 
 
 def wilson_interval(successes: float, trials: float, *, confidence: float = 0.95) -> Interval:
-    """Wilson's interval of a success rate: inside [0, 1], and honest at 0 and at all of the trials.
+    """Return Wilson's interval of a success rate. It stays inside [0, 1] and is valid even at rates of 0 and 1.
 
-    A trial may be half a success, as a draw is: it varies less than all or nothing does, so the interval is then a little too wide.
+    A trial may count as half a success, such as a draw. Such trials vary less, so the interval is then a little too wide.
     """
     if not 0 <= successes <= trials or trials == 0:
         raise ValueError(f"a success rate needs at least one trial and 0 <= successes <= trials; got {successes} of {trials}")
@@ -290,11 +292,12 @@ def wilson_interval(successes: float, trials: float, *, confidence: float = 0.95
 
 
 def clustered_interval(rates: ArrayLike, *, size: int, confidence: float = 0.95) -> Interval:
-    """Interval of a success rate whose trials come in clusters of `size`, such as battles on one map; `rates` are those of the clusters.
+    """Return the interval of a success rate whose trials come in clusters of `size`, such as battles on one map.
 
-    It is Wilson's for the number of independent trials that would tell as much, by the spread of the clusters: at most all trials, and
-    fewer where the trials of a cluster are alike. Few clusters know their spread badly, so that number is reduced by the squared ratio
-    of the normal to Student's quantile (Korn and Graubard). One cluster says nothing about others.
+    `rates` are the success rates of the clusters. The result is Wilson's interval for the effective number of independent trials, estimated
+    from the spread of the clusters: at most all trials, and fewer if the trials of a cluster are alike. With few clusters their spread is
+    uncertain, so that number is reduced by the squared ratio of the normal to Student's quantile (Korn and Graubard). One cluster gives
+    [0, 1].
 
     >>> print(clustered_interval([1.0, 0.0] * 16, size=2), "is wider than", wilson_interval(32, 64))
     0.5 [0.328, 0.672] is wider than 0.5 [0.381, 0.619]
@@ -306,15 +309,15 @@ def clustered_interval(rates: ArrayLike, *, size: int, confidence: float = 0.95)
     if clusters < 2:
         return Interval(rate, 0.0, 1.0)
     tail, variance = (1 + _confidence(confidence)) / 2, float(sample.var(ddof=1)) / clusters
-    # Where all is won or lost nothing tells whether the trials of a cluster are alike: then each counts as one.
+    # If all trials succeeded or all failed, the spread does not show whether the trials of a cluster are alike: count each cluster as one.
     trials = rate * (1 - rate) / variance if variance > 0 else clusters * (size if 0 < rate < 1 else 1)
     trials = min(trials, clusters * size) * (NormalDist().inv_cdf(tail) / student_quantile(tail, clusters - 1)) ** 2
     return wilson_interval(rate * trials, trials, confidence=confidence)
 
 
-@lru_cache(maxsize=1024)  # whoever measures again and again asks for the same few
+@lru_cache(maxsize=1024)  # callers ask for the same few values again and again
 def student_quantile(probability: float, freedom: float) -> float:
-    """The number below which Student's t with `freedom` degrees falls with `probability`."""
+    """Return the quantile of Student's t distribution with `freedom` degrees of freedom."""
     normal = NormalDist().inv_cdf(probability)
     if freedom > 1_000_000 or normal == 0:
         return normal
@@ -322,8 +325,8 @@ def student_quantile(probability: float, freedom: float) -> float:
         return -student_quantile(1 - probability, freedom)
     scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(math.pi)
     nodes, weights = np.polynomial.legendre.leggauss(64)
-    # With t = √freedom tan(angle) the density becomes scale · cos(angle)^(freedom - 1). The normal quantile lies below the wanted one and
-    # the distribution is concave from there on, so Newton's steps climb to it and never pass it.
+    # With t = √freedom · tan(angle), the density becomes scale · cos(angle)^(freedom - 1), which 64 Gauss-Legendre nodes integrate. The
+    # normal quantile is below the wanted one and the distribution is concave from there on, so Newton's method approaches it from below.
     quantile = normal
     for _ in range(200):
         angle = math.atan(quantile / math.sqrt(freedom))
@@ -340,9 +343,10 @@ def student_quantile(probability: float, freedom: float) -> float:
 
 
 def paired_p_value(ours: ArrayLike, theirs: ArrayLike, *, resamples: int = 10_000, rng: np.random.Generator) -> float:
-    """Two-sided p-value of "neither is better": how often random signs of the differences give a mean at least as far from 0.
+    """Return the two-sided p-value of the hypothesis "neither is better", by a sign-flip permutation test.
 
-    Exact up to 12 pairs, where its smallest value is 2 / 2ⁿ: five pairs cannot get below 0.0625. Sampled above.
+    It is the share of random signs of the differences that give a mean at least as far from 0. It is exact up to 12 pairs, where its
+    smallest value is 2 / 2ⁿ (five pairs cannot get below 0.0625), and sampled above.
     """
     differences = _differences(ours, theirs)
     pairs = len(differences)
@@ -351,7 +355,7 @@ def paired_p_value(ours: ArrayLike, theirs: ArrayLike, *, resamples: int = 10_00
         found: Floats = np.abs((1 - 2 * flips) @ differences)
         return found
 
-    at_least = abs(differences.sum()) - 1e-12 * np.abs(differences).sum()  # sums in another order differ by their rounding
+    at_least = abs(differences.sum()) - 1e-12 * np.abs(differences).sum()  # tolerance for the rounding of sums in another order
     if pairs <= EXACT_PAIRS:
         every = np.arange(2**pairs)[:, None] >> np.arange(pairs) & 1
         return float((totals(every) >= at_least).mean())
@@ -360,7 +364,7 @@ def paired_p_value(ours: ArrayLike, theirs: ArrayLike, *, resamples: int = 10_00
 
 
 def holm(p_values: ArrayLike) -> Floats:
-    """Holm's adjusted p-values, in the given order: rejecting those below a level keeps the chance of any false one below it."""
+    """Return Holm's adjusted p-values, in the given order. Rejecting those below a level keeps the family-wise error rate below it."""
     given = np.asarray(p_values, dtype=np.float64)
     if given.ndim != 1 or not ((given >= 0) & (given <= 1)).all():
         raise ValueError(f"p-values are a list of numbers in [0, 1]; got {p_values!r}")
@@ -386,12 +390,12 @@ def _differences(ours: ArrayLike, theirs: ArrayLike) -> Floats:
 
 def _confidence(confidence: float) -> float:
     if not 0 < confidence < 1:
-        raise ValueError(f"a confidence lies between 0 and 1, such as 0.95; got {confidence}")
+        raise ValueError(f"a confidence must be between 0 and 1, such as 0.95; got {confidence}")
     return confidence
 
 
 def _in_chunks(draw: Callable[[int], Floats], count: int, *, width: int) -> Floats:
-    """`draw(rows)` until there are `count` rows, so many at a time that `width` numbers per row fit into memory."""
+    """Return `count` results of `draw`, in chunks of rows of which each has at most RESAMPLED_AT_ONCE numbers (`width` per row)."""
     if count < 1:
         raise ValueError(f"at least one resample is needed; got {count}")
     rows = max(1, RESAMPLED_AT_ONCE // width)

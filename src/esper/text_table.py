@@ -1,4 +1,4 @@
-"""Numbers, tables and hints as text."""
+"""Format numbers, durations, tables and hints as text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 
 def figure(value: float, decimals: int = 4, *, sign: str = "") -> str:
-    """A number in so many decimals, or in two digits where these would hardly show it. `sign` is "+" where a plus is to be written.
+    """Format a number with `decimals` decimals, or with two significant digits if it is too small for them. `sign="+"` writes a plus.
 
     >>> figure(0.0731), figure(-0.0731, 3, sign="+"), figure(0.0000264), figure(0.0)
     ('0.0731', '-0.073', '2.6e-05', '0.0000')
@@ -17,7 +17,7 @@ def figure(value: float, decimals: int = 4, *, sign: str = "") -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], *, numbers: bool = False) -> str:
-    """The cells of a column below one another: to the left, or all but the first column to the right, where they are numbers.
+    """Return rows as lines with aligned columns. With `numbers`, all columns but the first are right-aligned.
 
     >>> print(aligned([("name", "count"), ("a", "10"), ("longer", "7")], numbers=True))
     name    count
@@ -34,7 +34,8 @@ def aligned(rows: Sequence[Sequence[str]], *, numbers: bool = False) -> str:
 
 
 def duration(seconds: float) -> str:
-    """
+    """Format seconds as "59 s", "1:15" or "1:02:05"; "?" if they are not known.
+
     >>> duration(59.4), duration(75), duration(3725), duration(float("nan"))
     ('59 s', '1:15', '1:02:05', '?')
     """

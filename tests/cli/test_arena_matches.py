@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
         (["eval"], "RUN"),
         (["eval", "nowhere"], "there is no folder nowhere; give that of a run of esper arena train"),
         (["eval", "empty"], "there is no run in empty: it has no config.toml"),
-        (["eval", "other"], "other is a ppo run and not an arena run; what can be done with it: esper ppo train --resume --run other"),
+        (["eval", "other"], "other is a ppo run and not an arena run; use it with: esper ppo train --resume --run other"),
         (["eval", "young"], "young has no checkpoint yet; train it for longer"),
         (["eval", "young", "--against", "storng"], "strong"),
         (["match", "strong"], "B"),

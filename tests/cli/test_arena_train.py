@@ -75,7 +75,7 @@ def test_a_folder_with_another_kind_of_run_is_not_gone_on_with(tmp_path: Path, c
     (tmp_path / "run").mkdir()
     (tmp_path / "run/config.toml").write_text('env = "cue"\n')
     assert main(["arena", "train", "--resume", "--run", "run"]) == 2
-    assert "run is a ppo run and not an arena run; what can be done with it: esper ppo train" in capsys.readouterr().err
+    assert "run is a ppo run and not an arena run; use it with: esper ppo train" in capsys.readouterr().err
 
 
 @pytest.mark.slow

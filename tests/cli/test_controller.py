@@ -124,7 +124,7 @@ def test_a_folder_with_another_kind_of_run_is_not_gone_on_with(tmp_path: Path, c
     (tmp_path / "run/config.toml").write_text('env = "cue"\n')
     assert main(["controller", "train", "--resume", "--run", "run"]) == 2
     error = capsys.readouterr().err
-    assert "run is a ppo run and not a controller run; what can be done with it: esper ppo train --resume --run run" in error
+    assert "run is a ppo run and not a controller run; use it with: esper ppo train --resume --run run" in error
 
 
 @pytest.mark.slow

@@ -77,7 +77,7 @@ def test_a_command_names_the_kind_of_a_run_that_it_does_not_take(given: str, com
     before = sorted(Path("x").iterdir())
     assert main([*argv, "--json"]) == 2
     captured = capsys.readouterr()
-    expected = f"x is {NAMED[given]} and not {NAMED[wanted]}; what can be done with it: {COMMANDS[given]}"
+    expected = f"x is {NAMED[given]} and not {NAMED[wanted]}; use it with: {COMMANDS[given]}"
     assert captured.err == f"error: {expected}\n"
     assert last_line(captured.out) == {"error": expected}
     assert sorted(Path("x").iterdir()) == before
@@ -116,7 +116,7 @@ CALLS: list[tuple[str, Callable[[str], object]]] = [
     ("given", "wanted", "call"), [(kind, wanted, call) for wanted, call in CALLS for kind in CONFIGS if kind != wanted], indirect=["given"]
 )
 def test_the_libraries_name_the_kind_too(given: str, wanted: str, call: Callable[[str], object]) -> None:
-    with pytest.raises(RunError, match=f"x is {NAMED[given]} and not {NAMED[wanted]}; what can be done with it: "):
+    with pytest.raises(RunError, match=f"x is {NAMED[given]} and not {NAMED[wanted]}; use it with: "):
         call("x")
 
 

@@ -349,7 +349,7 @@ class Worse:
 def test_an_error_after_the_first_epoch_leaves_the_run_to_go_on_with(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="disk is gone"):
         start(folder=tmp_path / "run", train=Worse())
-    with pytest.raises(RunError, match=r"already holds a run .* go on with it by resume=True \(--resume on the command line\)"):
+    with pytest.raises(RunError, match=r"already holds a run .* continue it with resume=True \(--resume on the command line\)"):
         start(folder=tmp_path / "run")
     assert start(folder=tmp_path / "run", resume=True).epochs == 2
 

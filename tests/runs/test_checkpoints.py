@@ -505,7 +505,7 @@ def test_all_misfits_are_named_at_once_and_nothing_is_changed() -> None:
     for problem in (
         "encoder.bias is missing",
         "extra.bias is unexpected",
-        "head.weight has the shape (5, 4) where (2, 4) belongs",
+        "head.weight has the shape (5, 4) instead of (2, 4)",
         "norm.weight is a str",
     ):
         assert problem in str(caught.value)

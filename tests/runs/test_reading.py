@@ -179,5 +179,5 @@ def test_a_tensor_of_an_absurd_shape_is_refused_by_name(reader: str, shape: str,
     metadata = {"info": "{}", "esper controller": "{}"}
     header = json.dumps({"__metadata__": metadata, "some/w": {"dtype": "F32", "shape": SHAPES[shape], "data_offsets": [0, size]}}).encode()
     (tmp_path / "a.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(size))
-    with pytest.raises(error, match=r"a\.safetensors.*some/w has the shape"):
+    with pytest.raises(error, match=r"a\.safetensors.*some/w has (the shape|\d+ dimensions)"):
         call(tmp_path / "a.safetensors")

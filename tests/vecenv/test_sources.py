@@ -127,7 +127,7 @@ def test_wrappers_go_around_every_single_environment(walk):
         ("walking:make_nothing", {}, "make_nothing must make a gymnasium.Env; got a NoneType"),
         ("walking:make_env", {"wrappers": ["walking:Halved"]}, "the module walking has no 'Halved'"),
         (3, {}, "got a int"),
-        (Cue(3, delay=3), {}, "a batch of 3, and 2 were asked for"),
+        (Cue(3, delay=3), {}, "a batch of 3, but 2 were asked for"),
         ("cue", {"wrappers": [lambda env: env]}, "a built-in environment, and wrappers"),
         ("walking:make_env", {"vectorization_mode": "threads"}, "'sync' or 'async'"),
     ],

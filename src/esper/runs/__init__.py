@@ -1,11 +1,11 @@
-"""Runs as folders: the folder and its lock, events and where they go, checkpoints, and the signals that stop a run.
+"""Runs as folders: the folder and its lock, events and sinks, checkpoints, and the signals that stop a run.
 
     runs/first/
         config.toml       the settings, with a digest
         events.jsonl      every event, one per line
         checkpoints/      folders of safetensors and JSON
 
-Every trainer writes such a folder. A run that was killed goes on from its latest checkpoint. Names are imported when they are first used.
+Every trainer writes such a folder. A run that was killed can be resumed from its latest checkpoint. Names are imported on first use.
 """
 
 from __future__ import annotations

@@ -1,19 +1,17 @@
-"""One checkpoint folder: `tensors.safetensors`, `state.json` and, written last, the `manifest.json` with the digests of all three.
-
-Weights that load into a module whether it, or the one that saved them, is compiled, wrapped for data parallelism, or neither.
-
-The checkpoints of a run: the last few and the best, in one folder.
+"""Checkpoints of a run: save and load them, keep the last few and the best.
 
     checkpoints/
-      step-000000001024/      tensors.safetensors, state.json, manifest.json
-      latest, best            files that hold the name of such a folder, and its sha256
-      .tmp-*                  something unfinished or half deleted; removed at the next save
-      .replaced-step-*        the older one of two with the same step, while the newer takes its place
+      step-000000001024/      tensors.safetensors, state.json, and manifest.json, which is written last and holds the digests of all three
+      latest, best            files with the name of such a folder and the sha256 of that name
+      .tmp-*                  unfinished or half deleted folders; removed by the next save
+      .replaced-step-*        the older of two checkpoints of the same step, until the newer one is in place
 
-A folder gets its final name only when its content is on the disk, and pointers move only to folders that have it. So at every moment
-there is a whole checkpoint that `latest` leads to. One process saves; others may load at the same time.
+A folder gets its final name only when its content is on disk, and a pointer (`latest`, `best`) only ever names such a folder. So there is
+always a complete checkpoint that `latest` points to. One process saves; others may load at the same time. Damaged checkpoints and pointers
+are skipped; the manifests say which checkpoint a damaged pointer meant.
 
-A checkpoint or pointer that was damaged on the disk is passed over: what a pointer said is also known from the manifests.
+The file has three parts: one checkpoint folder (`write_folder`, `read_manifest`, `read_state`), weights that load into a module whether it
+is compiled, wrapped for data parallelism, or neither (`plain_names`, `load_module`), and the store of all checkpoints (`CheckpointStore`).
 """
 
 from __future__ import annotations
@@ -46,41 +44,48 @@ from esper.files import (
 )
 from esper.runs.tensors import Tree, join, split
 
-FORMAT = 2  # of the folder; a higher one is refused
-WITHOUT_DIGEST = 1  # the format whose manifest did not vouch for itself
+FORMAT = 2  # format of the folder; higher ones are refused
+WITHOUT_DIGEST = 1  # in this format, the manifest has no digest of itself
 MANIFEST, STATE, TENSORS = "manifest.json", "state.json", "tensors.safetensors"
-MISFITS = (ValueError, KeyError, AttributeError, TypeError, RecursionError)  # what decoding and `join` raise on content that is not ours
+MISFITS = (ValueError, KeyError, AttributeError, TypeError, RecursionError)  # errors that decoding and `join` raise on foreign content
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be loaded, with the reason in one sentence."""
+    """A checkpoint cannot be loaded. The message gives the reason in one sentence."""
+
+
+# One checkpoint folder
 
 
 class FileDigest(msgspec.Struct, frozen=True):
+    """Digest and size of a file."""
+
     sha256: str
     size: int  # bytes
 
 
 class _Format(msgspec.Struct):
-    """The one field of a manifest that every later format will have too."""
+    """The one field of a manifest that all formats share, later ones included."""
 
     format: int
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """Description of a checkpoint, saved as `manifest.json`."""
+
     format: int
-    kind: str  # whose state it is
-    schema: int  # version of that state
+    kind: str  # kind of state, such as "ppo"
+    schema: int  # version of that kind of state
     step: int
-    sequence: int  # counts the saves of a store: steps go back when a run is resumed from an earlier one, this does not
-    esper: str  # version
-    note: Any  # the caller's, a tree without tensors; in the file as the structure that `split` makes of it
-    is_best: bool = False  # when it was saved
+    sequence: int  # number of the save; it always grows, while steps go back when a run is resumed from an earlier checkpoint
+    esper: str  # version of esper that wrote it
+    note: Any  # note of the caller, a tree without tensors; saved as `split` encodes it
+    is_best: bool = False  # whether it was the best checkpoint when it was saved
     files: dict[str, FileDigest] = {}
 
 
 def write_folder(folder: Path, manifest: Manifest, state: Tree) -> None:
-    """Fill a new folder, and return when it is on the disk. The state is checked before anything is written."""
+    """Write a checkpoint into a new folder and return when it is on disk. The state is checked before anything is written."""
     from safetensors.torch import save
 
     structure, tensors = split(state)
@@ -102,11 +107,12 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def to_json(value: Any, *, indent: int | None = None) -> bytes:
-    # The standard library's: in msgspec a NaN becomes null, and integers beyond 64 bits (states of random generators) do not come back.
+    # Not msgspec: it writes NaN as null, and cannot read back integers beyond 64 bits, which states of random generators have.
     return json.dumps(value, allow_nan=False, indent=indent).encode()
 
 
 def read_manifest(folder: Path) -> Manifest:
+    """Return the manifest of a checkpoint folder. Raise CheckpointError if it is missing, damaged or too new."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is missing")
     content = _read(folder, MANIFEST, max_bytes=MAX_JSON_BYTES)
@@ -116,19 +122,19 @@ def read_manifest(folder: Path) -> Manifest:
         if found <= FORMAT:
             manifest = msgspec.convert(without_digest(raw, is_required=found != WITHOUT_DIGEST), Manifest)
             return msgspec.structs.replace(manifest, note=join(manifest.note, {}))
-    except MISFITS as error:  # no JSON, no text, no manifest, or no note
+    except MISFITS as error:  # not text, not JSON, not a manifest, or not a note
         raise CheckpointError(f"{folder} is corrupt: {MANIFEST} cannot be understood ({error})") from error
-    raise CheckpointError(f"{folder} was written by a newer esper: its format is {found}, this one reads up to {FORMAT}")
+    raise CheckpointError(f"{folder} was written by a newer esper: its format is {found}, this one reads up to {FORMAT}; update esper")
 
 
 def read_state(folder: Path, manifest: Manifest) -> Tree:
-    """The state as it was saved, in memory: the files may be replaced afterwards."""
+    """Return the saved state, wholly in memory, so that the files may be replaced afterwards."""
     from safetensors import SafetensorError
     from safetensors.torch import load
 
     contents = {name: _read_checked(folder, name, manifest) for name in (TENSORS, STATE)}
     try:
-        # Cloned into memory that torch allocated: aligned and resizable, as a tensor that was never saved.
+        # Clone into memory allocated by torch, which is aligned and resizable like that of any other tensor.
         tensors = {name: tensor.clone() for name, tensor in load(contents[TENSORS]).items()}
         return join(parse_json(contents[STATE]), tensors)
     except (SafetensorError, *MISFITS) as error:
@@ -162,16 +168,18 @@ def digest(content: bytes) -> FileDigest:
     return FileDigest(sha256=hashlib.sha256(content).hexdigest(), size=len(content))
 
 
+# Weights of wrapped modules
+
 Value = TypeVar("Value")
 
-_COMPILED = "_orig_mod"  # torch.compile puts it wherever a compiled module stands
-_PARALLEL = "module."  # DistributedDataParallel puts it before every name
+_COMPILED = "_orig_mod"  # part that torch.compile adds to names at every compiled module
+_PARALLEL = "module."  # prefix that DistributedDataParallel adds to every name
 
 
 def plain_names(state_dict: Mapping[str, Value]) -> dict[str, Value]:
-    """The same entries under the names of the unwrapped module.
+    """Return the entries under the names that they have in the unwrapped module.
 
-    `module.` is taken for a wrapper's only where all names begin with it; a child that happens to be called `module` keeps its name.
+    The prefix `module.` is removed only if all names have it, so a child that happens to be called `module` keeps its name.
 
     >>> plain_names({"module._orig_mod.encoder._orig_mod.weight": 1})
     {'encoder.weight': 1}
@@ -190,7 +198,7 @@ def plain_names(state_dict: Mapping[str, Value]) -> dict[str, Value]:
 
 
 def plain_name(name: str) -> str:
-    """Return the name that a parameter or module has where nothing is compiled.
+    """Return the name of a parameter or module without the parts that torch.compile adds.
 
     >>> plain_name("encoder._orig_mod.weight")
     'encoder.weight'
@@ -199,7 +207,7 @@ def plain_name(name: str) -> str:
 
 
 def load_module(module: nn.Module, state_dict: Mapping[str, Any]) -> None:
-    """Copies weights into `module`, strictly: all that is missing, unexpected or wrongly shaped is named before anything is changed."""
+    """Copy weights into `module`. Raise ValueError that names all missing, unexpected or wrongly shaped entries, before any change."""
     own = module.state_dict()
     own_names = plain_names({name: name for name in own})
     given = plain_names(state_dict)
@@ -215,11 +223,13 @@ def load_module(module: nn.Module, state_dict: Mapping[str, Any]) -> None:
 
 def _misfit(name: str, *, expected: Tensor, value: object) -> list[str]:
     if not isinstance(value, Tensor):
-        return [f"{name} is a {type(value).__name__} where a tensor belongs"]
+        return [f"{name} is a {type(value).__name__} instead of a tensor"]
     if value.shape != expected.shape:
-        return [f"{name} has the shape {tuple(value.shape)} where {tuple(expected.shape)} belongs"]
+        return [f"{name} has the shape {tuple(value.shape)} instead of {tuple(expected.shape)}"]
     return []
 
+
+# All checkpoints of a run
 
 Migration = Callable[[Tree], Tree]
 Pointer = Literal["latest", "best"]
@@ -230,7 +240,7 @@ _REPLACED = ".replaced-"
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A checkpoint that was passed over."""
+    """A checkpoint that was skipped because it cannot be loaded."""
 
     path: Path
     reason: str
@@ -238,7 +248,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A loaded state. `skipped` names the newer ones that could not be loaded, newest first."""
+    """A loaded checkpoint. `skipped` lists the newer ones that could not be loaded, newest first."""
 
     step: int
     state: Tree
@@ -248,9 +258,10 @@ class Checkpoint:
 
 
 class CheckpointStore:
-    """Saves and loads states of one kind.
+    """A folder of checkpoints, all with the same kind of state.
 
-    `schema_version` is that of the states the program writes now. `migrations[v]` turns a state of version v into one of version v + 1:
+    `schema_version` is the version of the states that the program writes now. `migrations[v]` turns a state of version v into one of
+    version v + 1:
 
         def name_the_seed(state):                                       # version 1 had one unnamed random seed
             return {"model": state["model"], "seeds": {"data": state["seed"]}}
@@ -262,7 +273,7 @@ class CheckpointStore:
         self, root: Path | str, *, kind: str, keep: int = 3, schema_version: int = 1, migrations: Mapping[int, Migration] | None = None
     ) -> None:
         if keep < 1:
-            raise ValueError(f"keep must be at least 1, not {keep}: the latest checkpoint always stays")
+            raise ValueError(f"keep must be at least 1, not {keep}, because the latest checkpoint always stays")
         self.root = Path(root)
         self.kind = kind
         self.keep = keep
@@ -270,15 +281,17 @@ class CheckpointStore:
         self.migrations = dict(migrations or {})
         useless = sorted(version for version in self.migrations if version >= schema_version)
         if useless:
-            raise ValueError(f"migrations from versions {useless} lead beyond schema_version {schema_version}; raise it")
+            raise ValueError(
+                f"migrations from versions {useless} lead beyond schema_version {schema_version}; use schema_version={useless[-1] + 1}"
+            )
 
     def save(self, step: int, state: Tree, *, is_best: bool = False, note: dict[str, Any] | None = None) -> Path:
-        """Writes a checkpoint, makes it the latest (and the best), and removes those that are neither the last `keep` nor the best.
+        """Write a checkpoint, make it the latest one (and the best one), and remove all but the last `keep` and the best.
 
-        `note` is a small tree without tensors, kept in the manifest. Saving a step again replaces it.
+        `note` is a small tree without tensors, kept in the manifest. A checkpoint of the same step is replaced.
         """
         if step < 0:
-            raise ValueError(f"step must not be negative, and is {step}")
+            raise ValueError(f"step must not be negative, but is {step}")
         make_folder(self.root)
         self._clean()
         folder = self.root / f"step-{step:012d}"
@@ -294,6 +307,7 @@ class CheckpointStore:
             note=note,
             is_best=is_best,
         )
+        # Write under a temporary name, then rename. An older checkpoint of this step steps aside, and is removed after the pointers moved.
         write_folder(temporary, manifest, state)
         if folder.exists():
             rename(folder, self.root / f"{_REPLACED}{folder.name}")
@@ -306,7 +320,7 @@ class CheckpointStore:
         return folder
 
     def annotate(self, step: int, note: dict[str, Any], *, is_best: bool) -> None:
-        """Give the checkpoint of a step another note, and make it the best where `is_best`. Doing it twice changes nothing."""
+        """Replace the note of a checkpoint; with `is_best`, also make it the best one. A second call changes nothing."""
         folder = self.root / f"step-{step:012d}"
         manifest = read_manifest(folder)
         write_manifest(folder, msgspec.structs.replace(manifest, note=note, is_best=manifest.is_best or is_best))
@@ -315,7 +329,11 @@ class CheckpointStore:
             self._prune()
 
     def load(self, which: Pointer | Path = "latest") -> Checkpoint:
-        """`latest` falls back to the newest one that can be loaded; `best` and a path load that one or raise CheckpointError."""
+        """Load the latest or best checkpoint, or the one at a path.
+
+        If the latest one cannot be loaded, the newest one that can be loaded is returned. The best one and a path have no such fallback.
+        Raises CheckpointError.
+        """
         if isinstance(which, Path):
             return self._load(which)
         if which == "best":
@@ -328,7 +346,7 @@ class CheckpointStore:
         raise ValueError(f"which must be 'latest', 'best' or a Path, not {which!r}")
 
     def list(self) -> tuple[Path, ...]:
-        """The folders of all checkpoints, in the order in which they were saved, whether or not they can be loaded."""
+        """Return the folders of all checkpoints in the order of their saves, also of those that cannot be loaded."""
         return tuple(sorted(self._folders().values(), key=lambda folder: (_sequence(folder), folder.name)))
 
     def has_any(self) -> bool:
@@ -353,22 +371,23 @@ class CheckpointStore:
         manifest = read_manifest(folder)
         if manifest.kind != self.kind:
             raise CheckpointError(f"{folder} is of another kind: it holds the state of {manifest.kind!r}, not of {self.kind!r}")
+        # States of older versions are migrated one version at a time; check first that no migration is missing.
         if manifest.schema > self.schema_version:
             raise CheckpointError(
                 f"{folder} was written by a newer esper ({manifest.esper}): the version of its state is {manifest.schema}, "
-                f"this one reads up to {self.schema_version}"
+                f"this one reads up to {self.schema_version}; update esper"
             )
         missing = [version for version in range(manifest.schema, self.schema_version) if version not in self.migrations]
         if missing:
             raise CheckpointError(
-                f"{folder} is too old: its state has version {manifest.schema}, and there is no migration from version {missing[0]} "
+                f"{folder} is too old: its state has version {manifest.schema}, but there is no migration from version {missing[0]} "
                 f"to {missing[0] + 1}"
             )
         state = read_state(folder, manifest)
         for version in range(manifest.schema, self.schema_version):
             try:
                 state = self.migrations[version](state)
-            except Exception as error:  # whatever the content of an old state makes it raise
+            except Exception as error:  # a migration may raise anything on a damaged state
                 raise CheckpointError(
                     f"{folder} is too old: its state cannot be brought from version {version} to {version + 1} "
                     f"({type(error).__name__}: {error})"
@@ -376,7 +395,7 @@ class CheckpointStore:
         return Checkpoint(step=manifest.step, state=state, path=folder, note=manifest.note, skipped=skipped)
 
     def _folders(self) -> dict[str, Path]:
-        """Checkpoints by name. One that is just being replaced counts as long as its successor is not in its place."""
+        """Return the checkpoints by name. A replaced one (`.replaced-*`) counts only while its successor is not in place."""
         found: dict[str, Path] = {}
         for path in self.root.iterdir() if self.root.is_dir() else ():
             name = path.name.removeprefix(_REPLACED)
@@ -385,14 +404,14 @@ class CheckpointStore:
         return found
 
     def _best(self) -> Path | None:
-        """Return the best checkpoint; where the pointer is lost or damaged, the last one that was saved as the best."""
+        """Return the best checkpoint; if the pointer is missing or damaged, the last one that was saved as the best."""
         pointed = self._pointed("best")
         return pointed or next((folder for folder in reversed(self.list()) if _was_best(folder)), None)
 
     def _pointed(self, pointer: Pointer) -> Path | None:
-        """Return where a pointer leads, which may be nowhere; None where it is missing or damaged.
+        """Return the folder that a pointer names, which may not exist; None if the pointer is missing or damaged.
 
-        One of an earlier esper is the name alone, in a line.
+        Pointers of earlier versions hold only the name, without a digest.
         """
         try:
             content = (self.root / pointer).read_bytes()
@@ -407,7 +426,7 @@ class CheckpointStore:
         write_file(self.root / pointer, _pointer_to(folder.name))
 
     def _clean(self) -> None:
-        """Removes what a crash left behind, after putting back a checkpoint whose successor never came."""
+        """Remove what a crash left behind. First put back a replaced checkpoint whose successor was never written."""
         for path in self.root.glob(f"{_REPLACED}*"):
             successor = self.root / path.name.removeprefix(_REPLACED)
             if successor.exists():
@@ -423,17 +442,17 @@ class CheckpointStore:
                 self._discard(folder)
 
     def _discard(self, folder: Path) -> None:
-        # Renamed first, so that a crash during the removal leaves nothing that looks like a checkpoint.
-        doomed = self.root / f"{TEMPORARY}removed-{folder.name}"
-        rename(folder, doomed)
-        remove(doomed)
+        # Rename it first, so that a crash during the removal leaves nothing that looks like a checkpoint.
+        removed = self.root / f"{TEMPORARY}removed-{folder.name}"
+        rename(folder, removed)
+        remove(removed)
 
 
 def _sequence(folder: Path) -> int:
     try:
         return read_manifest(folder).sequence
     except CheckpointError:
-        return 0  # it cannot be loaded, so it is the first to go
+        return 0  # it cannot be loaded, so it sorts first and is removed first
 
 
 def _was_best(folder: Path) -> bool:

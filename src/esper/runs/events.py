@@ -1,13 +1,8 @@
-"""What an event is, and how one becomes a line of the file and a line becomes one again.
+"""Events of a run: their base class, the lines of the log they are saved as, the numbers that plotting tools show, and reading a log.
 
-A line is a JSON object: `kind`, `time` (unix seconds), `run`, `rank`, `env`, `step`, then the fields of the event. The step counts what
-the run counts: environment steps of a learner, epochs of a host that grows. JSON has no NaN or infinity: a float that is not finite is
-written as the string "nan", "inf" or "-inf", and read back as the float wherever the field's type has no `str` in it (in a field typed
-`float | str` it stays a string).
-
-The numbers of an event, under the names that plotting tools show.
-
-Reads an event log back, typed.
+A line is a JSON object with `kind`, `time` (unix seconds), `run`, `rank`, `env`, `step`, and the fields of the event. The unit of `step`
+depends on the run: environment steps of a learner, or epochs of a growing host. JSON has no NaN or infinity, so such a float is written as
+the string "nan", "inf" or "-inf". It is read back as a float unless the type of the field allows a string (`float | str`).
 """
 
 from __future__ import annotations
@@ -22,22 +17,23 @@ import msgspec
 
 from esper.files import FileError, open_file, printable
 
-SCHEMA = 1  # of the lines; a file with a higher number is refused
+SCHEMA = 1  # version of the lines; files with a higher one are refused
 MAX_LINE_BYTES = 64 * 1024
-WHERE = ("env", "step", "epoch")  # fields that say where an event belongs, and are nothing to plot
-STAMP = ("kind", "time", "run", "rank")  # what a line carries beside the event's own fields
+WHERE = ("env", "step", "epoch")  # fields that say where an event happened; they are not plotted
+STAMP = ("kind", "time", "run", "rank")  # keys of a line besides the fields of the event
 
-_kinds: dict[str, type[Event]] = {}
+_kinds: dict[str, type[Event]] = {}  # kind -> event class
 
 
 class EventError(ValueError):
     """An event that cannot be written, or a log that cannot be read."""
 
 
-# `frozen` is inherited in msgspec, and type checkers have to be told so.
+# Subclasses inherit `frozen` in msgspec; type checkers must be told.
 @dataclass_transform(frozen_default=True, field_specifiers=(msgspec.field,))
 class EventMeta(msgspec.StructMeta):
-    """Registers every event class under its tag when it is defined: only a metaclass sees the finished struct."""
+    """Registers every event class under its tag when it is defined. It is a metaclass because `__init_subclass__` runs before msgspec has
+    finished the struct."""
 
     def __init__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **config: Any) -> None:
         super().__init__(name, bases, namespace)
@@ -46,7 +42,7 @@ class EventMeta(msgspec.StructMeta):
 
 
 class Event(msgspec.Struct, metaclass=EventMeta, frozen=True, kw_only=True, tag_field="kind"):
-    """Base of all events. A subclass is a small frozen record, defined where the fact is known; its tag is the `kind` in the file.
+    """Base of all events. A subclass is a small frozen record; its tag is the `kind` in the log.
 
     >>> class LampLit(Event, tag="doctest_lamp_lit"):
     ...     step: int
@@ -55,14 +51,14 @@ class Event(msgspec.Struct, metaclass=EventMeta, frozen=True, kw_only=True, tag_
     LampLit(step=3, brightness=0.5, env=7)
     """
 
-    env: int | None = None  # which environment, or host of a fleet, it happened in, if in one
+    env: int | None = None  # index of the environment, or of the host in a fleet; None if it concerns all
 
     @property
     def kind(self) -> str:
         return kind_of(type(self))
 
     def shown(self) -> Mapping[str, Any]:
-        """Return the values that plotting tools show, by name; by default every field but those that say where the event belongs."""
+        """Return the values that plotting tools show, by name: by default all fields except those in WHERE."""
         return {name: getattr(self, name) for name in self.__struct_fields__ if name not in WHERE}
 
 
@@ -71,7 +67,7 @@ def kind_of(event_type: type[Event]) -> str:
 
 
 def event_type_of(kind: str) -> type[Event] | None:
-    """The class registered for `kind`; None where the package that defines it has not been imported, or no longer exists."""
+    """Return the class registered for `kind`; None if the package that defines it is not imported or no longer exists."""
     return _kinds.get(kind)
 
 
@@ -79,25 +75,25 @@ def _register(event_type: type[Event]) -> None:
     kind = kind_of(event_type)
     reserved = sorted(set(STAMP) & set(event_type.__struct_encode_fields__))
     if reserved:
-        raise EventError(f"{event_type.__qualname__} has fields named {reserved}, which every line already carries; rename them")
+        raise EventError(f"{event_type.__qualname__} has fields named {reserved}, which every line of a log has already; rename them")
     known = _kinds.get(kind)
-    # A module that is reloaded defines its events again; that is not a clash.
+    # The same class may be defined again when its module is reloaded.
     if known is not None and (known.__module__, known.__qualname__) != (event_type.__module__, event_type.__qualname__):
         raise EventError(
             f"{event_type.__module__}.{event_type.__qualname__} and {known.__module__}.{known.__qualname__} "
-            f"both have the tag {kind!r}; give one of them another"
+            f"both have the tag {kind!r}; give one of them another tag"
         )
     _kinds[kind] = event_type
 
 
 class Record(msgspec.Struct, frozen=True):
-    """An event with its stamp."""
+    """An event with the time, run, rank and step at which it happened."""
 
-    time: float  # unix seconds by the wall clock
+    time: float  # unix seconds, wall clock
     run: str
     rank: int
     event: Event
-    step: int | None = None  # of the run when it happened; None in files from before lines had it
+    step: int | None = None  # step of the run; None in old files, whose lines have no step
 
     @property
     def kind(self) -> str:
@@ -109,48 +105,48 @@ class Record(msgspec.Struct, frozen=True):
 
 
 class Header(Event, tag="header"):
-    """The first line of every log. Its time is when the run started."""
+    """The first line of every log. Its time is the start of the run."""
 
     schema: int
-    esper: str  # version
+    esper: str  # version of esper
 
     def shown(self) -> Mapping[str, Any]:
         return {}
 
 
 class Resumed(Event, tag="resumed"):
-    """The run goes on from a checkpoint; whatever followed `offset` in the file was cut."""
+    """The run was resumed from a checkpoint, and the lines after `offset` were cut."""
 
     offset: int
-    esper: str  # version
+    esper: str  # version of esper
 
     def shown(self) -> Mapping[str, Any]:
         return {}
 
 
 class CheckpointRefused(Event, tag="checkpoint_refused"):
-    """A newer checkpoint could not be loaded, so the run went on from one before it."""
+    """A checkpoint could not be loaded, so the run was resumed from an older one."""
 
     checkpoint: str
     reason: str
 
 
 class SinkFailed(Event, tag="sink_failed"):
-    """A sink raised and was switched off."""
+    """A sink raised an error and was switched off."""
 
     sink: str
     error: str
 
 
 class SinkDropped(Event, tag="sink_dropped"):
-    """How many records a sink was too slow for, over the whole life of the log."""
+    """Number of records that a sink dropped in this session because it was too slow."""
 
     sink: str
     dropped: int
 
 
 def encode(record: Record) -> bytes:
-    """The line for a record, newline included. Raises what `decode` could not read back, where the mistake was made."""
+    """Return the line for a record, newline included. Raise EventError if `decode` could not read it back."""
     event = record.event
     try:
         fields = _for_json(msgspec.to_builtins(event))
@@ -162,13 +158,14 @@ def encode(record: Record) -> bytes:
     encoded = msgspec.json.encode(line) + b"\n"
     if len(encoded) > MAX_LINE_BYTES:
         raise EventError(
-            f"an event of kind {event.kind!r} takes {len(encoded)} bytes, a line at most {MAX_LINE_BYTES}; events are small facts, "
-            "put large data in a file of its own"
+            f"an event of kind {event.kind!r} takes {len(encoded)} bytes, a line at most {MAX_LINE_BYTES}; save large data in a separate "
+            "file"
         )
     return encoded
 
 
 def _for_json(value: Any) -> Any:
+    """Return the value with floats that are not finite as strings, and strings that are valid UTF-8."""
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, str):
@@ -187,7 +184,7 @@ class Stamp(msgspec.Struct):
     time: float
     run: str
     rank: int
-    step: Any = None  # an event of the user's own may have a field of this name that is no number
+    step: Any = None  # a user's event may have a field of this name that is not a number
 
 
 _stamp_decoder = msgspec.json.Decoder(Stamp)
@@ -195,12 +192,12 @@ _event_decoders: dict[type[Event], msgspec.json.Decoder[Event]] = {}
 
 
 def decode_stamp(line: bytes) -> Stamp:
-    """Raises `msgspec.DecodeError` where the line is not JSON, `msgspec.ValidationError` where it is not one of ours."""
+    """Return the stamp of a line. Raise `msgspec.DecodeError` if it is not JSON, `msgspec.ValidationError` if it has no stamp."""
     return _stamp_decoder.decode(line)
 
 
 def decode(line: bytes, stamp: Stamp, event_type: type[Event]) -> Record:
-    """Fields that the class does not know are ignored, fields that are missing take their defaults."""
+    """Return the record of a line. Unknown fields are ignored, missing ones get their defaults."""
     decoder = _event_decoders.get(event_type)
     if decoder is None:
         decoder = _event_decoders[event_type] = msgspec.json.Decoder(event_type, strict=False)
@@ -209,7 +206,7 @@ def decode(line: bytes, stamp: Stamp, event_type: type[Event]) -> Record:
 
 
 def check_header(line: bytes, source: object) -> Record:
-    """The header of a log, or an error that says why `source` is none that this version can read."""
+    """Return the header of a log, given its first line. Raise EventError if this version cannot read the log `source`."""
     try:
         stamp = decode_stamp(line)
         found = msgspec.json.decode(line, type=dict[str, Any])
@@ -227,7 +224,7 @@ def check_header(line: bytes, source: object) -> Record:
 
 
 def scalars(event: Event) -> dict[str, float]:
-    """Every finite number that an event shows, as `kind/field`, and as `kind/field/name` where the field is a dictionary.
+    """Return every finite number of `event.shown()`, named `kind/field`, or `kind/field/key` if the field is a dictionary.
 
     >>> class Measured(Event, tag="doctest_measured"):
     ...     step: int
@@ -240,7 +237,7 @@ def scalars(event: Event) -> dict[str, float]:
 
 
 def scalars_of(record: Record) -> dict[str, float]:
-    """The scalars of a record's event. Those of other ranks than 0 begin with `rank1/`, those of one environment or host with `env3/`."""
+    """Return the scalars of a record. Names start with `rank1/` for ranks other than 0, and with `env3/` for one environment or host."""
     place = f"rank{record.rank}/" if record.rank else ""
     place += "" if record.env is None else f"env{record.env}/"
     return {place + name: value for name, value in scalars(record.event).items()}
@@ -255,14 +252,14 @@ def _numbers(name: str, value: object) -> Iterator[tuple[str, float]]:
 
 
 def read(path: Path | str, *, on_skip: Callable[[str], None] | None = None) -> Iterator[Record]:
-    """The records of a log in order, header first, as far as whole lines go: the log may still be growing or have been torn.
+    """Yield the records of a log in order, header first. An unfinished last line is ignored, because the run may still be writing.
 
-    Kinds that no imported package defines are skipped, and `on_skip` is told each time.
+    Events of a kind that no imported package defines are skipped; `on_skip` is called with each such kind.
     """
     with _opened(path) as file:
         header = file.readline(MAX_LINE_BYTES)
         if not header.endswith(b"\n"):
-            raise EventError(f"{path} has no header: it is no event log, or its first line was never finished")
+            raise EventError(f"{path} has no header: it is not an event log, or its first line is unfinished")
         yield check_header(header, path)
         for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b""), start=2):
             if not line.endswith(b"\n"):
@@ -276,7 +273,7 @@ def read(path: Path | str, *, on_skip: Callable[[str], None] | None = None) -> I
             except msgspec.ValidationError as error:
                 raise EventError(f"line {number} of {path} does not fit its kind: {error}") from error
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                # A power cut may leave a block of noise at the very end, newline and all.
+                # A power cut may leave garbage as the last line, even with a newline at its end.
                 if not file.read(1):
                     return
                 raise EventError(f"line {number} of {path} is broken: {error}; no line after it was read") from error
@@ -294,10 +291,7 @@ def _opened(path: Path | str) -> BinaryIO:
 
 
 class Reader:
-    """A log to iterate over, that remembers what it could not understand.
-
-    `skipped` counts, per unknown kind, the records passed over by the latest iteration.
-    """
+    """An event log to iterate over. `skipped` counts, by kind, the unknown events that the latest iteration skipped."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)

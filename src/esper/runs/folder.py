@@ -1,9 +1,10 @@
-"""Where a training run lies: the names in its folder, and that only one process at a time trains in it.
+"""The folder of a training run: its file names, its kind, and a lock so that only one process trains in it.
 
 runs/cue-20260131-235959/
-  config.toml       what was asked for
-  events.jsonl      what happened
-  checkpoints/      what to go on from
+  config.toml       the settings
+  events.jsonl      the events, one per line
+  checkpoints/      the states that a resumed run continues from
+  .lock             held by the process that trains
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from typing import Literal
 from esper.files import MAX_CONFIG_BYTES, make_folder, parse_toml, read_file, remove, remove_temporaries
 
 CONFIG, EVENTS, CHECKPOINTS, LOCK = "config.toml", "events.jsonl", "checkpoints", ".lock"
-GROW = "grow.toml"  # of a run of `esper grow`, beside config.toml, which holds the part about growing alone
+GROW = "grow.toml"  # all settings of an `esper grow` run; its config.toml holds only those about growing
 
 Kind = Literal["ppo", "growth", "controller", "arena"]
-# What a run is called, and the key that only configs of its kind have.
+# Kind of run -> (its name in messages, the key that only configs of this kind have).
 _KINDS: dict[Kind, tuple[str, str]] = {
     "ppo": ("a ppo run", "env"),
     "growth": ("a growth run", "lifecycle"),
@@ -33,12 +34,12 @@ _KINDS: dict[Kind, tuple[str, str]] = {
 
 
 class RunError(ValueError):
-    """A run that cannot start or go on as asked, with the reason and what to do."""
+    """A run cannot start or continue as asked. The message says why and what to do."""
 
 
 def default_folder(env: str, *, root: Path | str = "runs") -> Path:
-    """A folder for a new run that does not exist yet: the environment and the time."""
-    title = env.replace("/", "-").replace(":", "-").encode()[:200].decode(errors="ignore")  # a name has 255 bytes at most
+    """Return a path for a new run that does not exist yet, named after the environment and the current time."""
+    title = env.replace("/", "-").replace(":", "-").encode()[:200].decode(errors="ignore")  # file names have at most 255 bytes
     name = f"{title}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder, count = Path(root) / name, 1
     while folder.exists():
@@ -48,13 +49,13 @@ def default_folder(env: str, *, root: Path | str = "runs") -> Path:
 
 
 def check_is_free(folder: Path, *, results: Sequence[str] = ()) -> None:
-    """Raise RunError where the folder holds a run, or a file of somebody else that the run would replace: one of `results`."""
+    """Raise RunError if the folder already holds a run, or one of the files `results`, which the run would overwrite."""
     if folder.exists() and not folder.is_dir():
         raise RunError(f"{folder} is a file; choose another folder for the run")
     found = [name for name in (CONFIG, EVENTS, CHECKPOINTS) if (folder / name).exists()]
     if found:
         raise RunError(
-            f"{folder} already holds a run ({', '.join(found)}); go on with it by resume=True (--resume on the command line), "
+            f"{folder} already holds a run ({', '.join(found)}); continue it with resume=True (--resume on the command line), "
             "or choose another folder"
         )
     taken = [name for name in results if os.path.lexists(folder / name)]
@@ -63,7 +64,7 @@ def check_is_free(folder: Path, *, results: Sequence[str] = ()) -> None:
 
 
 def kind_of(folder: Path) -> Kind | None:
-    """Return the kind of the run in a folder, None where it holds none, or none that is known."""
+    """Return the kind of the run in a folder; None if there is no run, or one of an unknown kind."""
     try:
         config = parse_toml(read_file(folder / CONFIG, max_bytes=MAX_CONFIG_BYTES))
     except (OSError, ValueError):
@@ -72,7 +73,7 @@ def kind_of(folder: Path) -> Kind | None:
 
 
 def check_holds_a_run(folder: Path, kind: Kind) -> None:
-    """Raise RunError where there is no run, or one of another kind, and say what can be done with it."""
+    """Raise RunError if the folder holds no run, or one of another kind; the message lists the commands for that kind."""
     if folder.is_file():
         raise RunError(f"{folder} is a file; give the folder of a run")
     if not (folder / CONFIG).is_file():
@@ -81,14 +82,16 @@ def check_holds_a_run(folder: Path, kind: Kind) -> None:
         raise RunError(f"there is no run in {folder}: it has no {CONFIG}{hint}")
     found = kind_of(folder)
     if found not in (None, kind):
-        raise RunError(f"{folder} is {name_of(found)} and not {name_of(kind)}; what can be done with it: {_what_takes(folder, found)}")
+        raise RunError(f"{folder} is {name_of(found)} and not {name_of(kind)}; use it with: {_commands_for(folder, found)}")
 
 
 def name_of(kind: Kind) -> str:
+    """Return the name of a kind of run with its article, such as "a ppo run"."""
     return _KINDS[kind][0]
 
 
-def _what_takes(folder: Path, kind: Kind) -> str:
+def _commands_for(folder: Path, kind: Kind) -> str:
+    """Return the commands that accept a run of this kind, for an error message."""
     run = shlex.quote(str(folder))
     match kind:
         case "growth" if (folder / GROW).is_file():
@@ -106,18 +109,19 @@ def _what_takes(folder: Path, kind: Kind) -> str:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the run for this process; the lock ends with the process, however that ends."""
+    """Hold the lock of a run. The system releases it when the process ends, also by a crash."""
     with _lock(folder):
         yield
 
 
 def _lock(folder: Path) -> contextlib.AbstractContextManager[object]:
-    """Return the open file that is the lock. Raise RunError where another process has it."""
+    """Take the lock and return its open file, which releases the lock when closed. Raise RunError if another process has it."""
     while True:
         file = open(folder / LOCK, "a")  # noqa: SIM115 — the caller closes it
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The process that held it before may have removed the file, and a third one made it again: then it locks nothing.
+            # The previous holder may have removed the file, and another process may have created a new one. This lock would then protect
+            # nothing, so try again.
             if os.path.samestat(os.fstat(file.fileno()), os.stat(folder / LOCK)):
                 return file
         except BlockingIOError as error:
@@ -132,10 +136,10 @@ def _lock(folder: Path) -> contextlib.AbstractContextManager[object]:
 
 
 class NewFolder:
-    """The folder of a new run, which this process made or found free, and holds the lock of.
+    """The folder of a new run. This process holds its lock.
 
-    `discard` removes the run again, while the lock is held: what every run has, the files in `others`, and the folders that this process
-    made where nothing else is in them.
+    `discard` removes the run while the lock is held: the files of every run, the files named in `others`, and the folders that this
+    process made, if they are then empty.
     """
 
     def __init__(self, path: Path, made: Sequence[Path]) -> None:
@@ -152,7 +156,7 @@ class NewFolder:
 
 @contextlib.contextmanager
 def new_folder(folder: Path, *, results: Sequence[str] = ()) -> Iterator[NewFolder]:
-    """Make the folder of a new run and hold its lock; see `check_is_free` for `results`."""
+    """Make the folder of a new run and hold its lock. See `check_is_free` for `results`."""
     check_is_free(folder, results=results)
     made: list[Path] = []
     while True:
@@ -160,19 +164,19 @@ def new_folder(folder: Path, *, results: Sequence[str] = ()) -> Iterator[NewFold
         try:
             lock = _lock(folder)
             break
-        except FileNotFoundError:  # another process made the folder and removed it again
+        except FileNotFoundError:  # another process removed the folder in between: make it again
             continue
         except BaseException:
             remove_empty(made)
             raise
     with lock:
         new = NewFolder(folder, made)
-        check_is_free(folder, results=results)  # again: another process may have trained in it until now
+        check_is_free(folder, results=results)  # check again, because another process may have trained in it until now
         yield new
 
 
 def remove_empty(folders: Sequence[Path]) -> None:
-    """Remove folders that this process made, innermost first, as far as nothing is in them."""
+    """Remove folders, given innermost first, up to the first one that is not empty."""
     for folder in folders:
         try:
             os.rmdir(folder)

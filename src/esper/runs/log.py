@@ -1,11 +1,11 @@
-"""The event log of a run: an append-only file that loses nothing, and sinks that may.
+"""The event log of a run: an append-only file that loses no event, and sinks such as TensorBoard that may drop some.
 
-A run that is killed and goes on leaves one seamless file:
+A run that is killed and resumed leaves one continuous file:
 
     with EventLog(folder / "events.jsonl", run="maze-7") as log:
         log.emit(UpdateDone(step=1, loss=0.3))
-        offset = log.offset()                                       # goes into the checkpoint
-    log = EventLog.resume(folder / "events.jsonl", offset)          # what came after the checkpoint is cut
+        offset = log.offset()                                       # saved in the checkpoint
+    log = EventLog.resume(folder / "events.jsonl", offset)          # cuts the events after the checkpoint
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ MAX_ERROR_CHARACTERS = 2000
 
 
 class EventLog:
-    """Writes the events of one process (one rank) of a run. All methods may be called from any thread.
+    """Writes the events of one process (one rank) of a run. All methods are thread-safe.
 
-    `emit` puts the line into memory; a thread of the log writes the lines to the file every second. `flush(sync=True)` and `offset`
-    return when they are on the disk. An event without a `step` of its own gets that of `clock`; without a clock, the step or epoch of the
-    latest event that had one. Sinks get every record through a bounded queue; those that are not `Queued` yet are put behind one.
+    `emit` only puts the line into memory; a background thread writes the lines to the file every second. `flush(sync=True)` and `offset`
+    return when all lines are on disk. An event without a `step` of its own gets the step of `clock`; without a clock, it gets the step or
+    epoch of the latest event that had one. Sinks get every record through a bounded queue (`Queued`).
     """
 
     def __init__(self, path: Path | str, run: str, rank: int = 0, sinks: Iterable[Sink] = ()) -> None:
         path, run = Path(path), printable(run)
         if path.exists() and path.stat().st_size > 0:
-            raise FileExistsError(f"{path} already holds events; go on with EventLog.resume, or choose another folder")
+            raise FileExistsError(f"{path} already holds events; continue it with EventLog.resume, or choose another folder")
         make_folder(path.parent)
         self._open(path, run, rank, sinks)
         self.emit(Header(schema=SCHEMA, esper=esper.__version__))
@@ -63,10 +63,10 @@ class EventLog:
 
     @classmethod
     def resume(cls, path: Path | str, offset: int, *, step: int = 0, sinks: Iterable[Sink] = ()) -> Self:
-        """Cuts everything after `offset` and goes on from there, with the run and rank that the header names.
+        """Cut everything after `offset` and continue from there, with the run and rank that the header names.
 
-        `offset` is what `offset()` answered before the checkpoint, `step` that of the checkpoint. An offset of 0 keeps only the header, for
-        a run that died before its first.
+        `offset` is the value of `offset()` when the checkpoint was saved, `step` is the step of the checkpoint. An offset of 0 keeps only
+        the header, for a run that was killed before its first checkpoint.
         """
         path = Path(path)
         header = _cut(path, offset)
@@ -85,7 +85,7 @@ class EventLog:
         self.run = run
         self.rank = rank
         self.clock: Callable[[], int] | None = None
-        self._step = step  # of the latest event that had one
+        self._step = step  # step of the latest event that had one
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self._file_lock = threading.Lock()
         self._pending = bytearray()
@@ -101,23 +101,23 @@ class EventLog:
         atexit.register(self._close_at_exit)
 
     def emit(self, event: Event, *, rank: int | None = None, time: float | None = None, step: int | None = None) -> None:
-        """Records that `event` happened now. An event that could not be read back raises here.
+        """Record that `event` happened now. Raise EventError for an event that could not be read back.
 
-        `rank`, `time` and `step` are those of another process, where this one writes for it.
+        Give `rank`, `time` and `step` when this process writes an event of another one.
         """
         record = self._append(event, rank=rank, at=time, step=step)
         for sink in self._sinks:
             sink.write(record)
 
     def flush(self, sync: bool = True) -> None:
-        """Writes what is in memory to the file; with `sync`, returns when it is on the disk. A failing disk raises here."""
+        """Write all lines to the file; with `sync`, return when they are on disk. Raises OSError, for example if the disk is full."""
         with self._file_lock:
             self._write_pending(sync)
 
     def offset(self) -> int:
-        """Return where the file ends, after a flush to disk: everything emitted before this call lies before it.
+        """Write all lines to disk and return the size of the file. All events emitted before this call are before that offset.
 
-        Raises FileNotFoundError where the file was removed, renamed or replaced since it was opened: what is written to it is lost then.
+        Raises FileNotFoundError if the file was removed, renamed or replaced since it was opened, because its events would be lost.
         """
         with self._file_lock:
             self._write_pending(sync=True)
@@ -127,7 +127,7 @@ class EventLog:
             return ours.st_size
 
     def close(self) -> None:
-        """Closes the sinks, says how much they dropped, and flushes. Closing twice does nothing."""
+        """Close the sinks, record how many events they dropped, and write all lines to disk. A second call does nothing."""
         with self._close_lock:
             if self._is_closed:
                 return
@@ -135,7 +135,7 @@ class EventLog:
                 sink.close()
                 if sink.dropped:
                     self._append(SinkDropped(sink=sink.name, dropped=sink.dropped))
-            self._sinks = []  # so that a second try, after a full disk, does not report them again
+            self._sinks = []  # if the disk is full and close is called again, do not report them twice
             self._stop.set()
             self._flusher.join()
             with self._file_lock:
@@ -145,7 +145,7 @@ class EventLog:
     def _close_at_exit(self) -> None:
         try:
             self.close()
-        except OSError as error:  # nobody is left to handle it
+        except OSError as error:  # the program ends, so nothing can handle it
             logging.getLogger(__name__).warning("the last events of %s are lost: %s", self.path, reason_of(error))
 
     def __enter__(self) -> Self:
@@ -165,11 +165,12 @@ class EventLog:
         line = encode(record)
         with self._pending_lock:
             if self._is_closed:
-                raise EventError(f"{event!r} came after the event log {self.path} was closed")
+                raise EventError(f"{event!r} was emitted after the event log {self.path} was closed")
             self._pending += line
         return record
 
     def _step_of(self, event: Event) -> int:
+        """Return the step of an event: its own, that of the clock, its epoch, or the latest known one."""
         own = getattr(event, "step", None)
         if not isinstance(own, int) and self.clock is not None:
             return self.clock()
@@ -178,7 +179,8 @@ class EventLog:
         return self._step
 
     def _write_pending(self, sync: bool) -> None:
-        # Emitting goes on during a slow write: only taking the lines needs their lock. Those that a full disk refuses are put back.
+        # Hold the lock of the lines only to take them, so that `emit` does not wait for a slow disk. Lines that could not be written are
+        # put back in front of newer ones.
         if self._is_closed:
             return
         lines = bytearray()
@@ -189,7 +191,7 @@ class EventLog:
                 count = os.write(self._file, lines)
                 del lines[:count]
         except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self.path)) from error  # a full disk names no file
+            raise OSError(error.errno, error.strerror, str(self.path)) from error  # os.write's error names no file
         finally:
             if lines:
                 with self._pending_lock:
@@ -210,7 +212,7 @@ class EventLog:
             try:
                 self.flush(sync=False)
             except OSError as error:
-                # Nothing is lost: the lines stay in memory, and the flush before the next checkpoint raises where it can be handled.
+                # Nothing is lost: the lines stay in memory, and the flush before the next checkpoint raises the error in the main thread.
                 if not has_warned:
                     logging.getLogger(__name__).warning("cannot write events to %s, keeping them in memory: %s", self.path, error)
                 has_warned = True
@@ -219,18 +221,18 @@ class EventLog:
         message = f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARACTERS]
         try:
             self.emit(SinkFailed(sink=sink, error=message))
-        except EventError:  # the log did not wait for it any longer and is closed
+        except EventError:  # the log is closed already
             logging.getLogger(__name__).warning("the sink %s failed after the end of the run: %s", sink, message)
 
 
 def _cut(path: Path, offset: int) -> Record:
-    """Truncates the log at `offset` after checking that this leaves whole lines. Returns its header."""
+    """Truncate the log at `offset`, after checking that a line ends there, and return its header."""
     with open(path, "r+b") as file:
         first = file.readline(MAX_LINE_BYTES)
         header = check_header(first, path)
         size = os.fstat(file.fileno()).st_size
         if offset > size:
-            raise EventError(f"cannot resume {path} at byte {offset}: it has only {size}; the checkpoint belongs to another log")
+            raise EventError(f"cannot resume {path} at byte {offset}: it has only {size} bytes; the checkpoint belongs to another log")
         offset = offset or len(first)
         file.seek(max(offset - 1, 0))
         if offset < len(first) or file.read(1) != b"\n":

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a wish that training can fulfil in its own time."""
+"""Stop a run by Ctrl-C or SIGTERM: the first signal asks it to stop after the current step, the second stops it at once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ INTERRUPTED, TERMINATED = 130, 143  # exit codes: 128 + the signal's number
 
 
 class StoppedAtOnce(KeyboardInterrupt):
-    """Raised by the second signal, wherever the program is at that moment."""
+    """Raised when the second signal arrives, at whatever line the program is."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -19,12 +19,12 @@ class StoppedAtOnce(KeyboardInterrupt):
 
 
 class StopSignals:
-    """Turns the first Ctrl-C or SIGTERM into a wish to stop after the current step; the second one stops at once."""
+    """A context in which the first Ctrl-C or SIGTERM makes `was_asked()` true, and the second raises StoppedAtOnce."""
 
     def __init__(self, unit: str = "step") -> None:
-        self._unit = unit  # what is finished first
+        self._unit = unit  # the unit of work that is finished first, for the message
         self._received: int | None = None
-        self._before: dict[int, Any] = {}
+        self._before: dict[int, Any] = {}  # signal -> handler outside of this context
 
     def was_asked(self) -> bool:
         return self._received is not None

@@ -1,10 +1,8 @@
-"""Places other than the file that records go to: slow, optional, and never a reason for the run to wait or to end.
+"""Sinks: TensorBoard, Weights & Biases and others that get a copy of every event. They are optional and may be slow.
 
-Scalars for TensorBoard.
+Each sink has a bounded queue and a thread (`Queued`), so a slow or failing sink neither delays nor ends the run.
 
-Scalars for Weights & Biases: kept in the run folder, and sent only where that is asked for.
-
-What was kept is sent later by W&B's own program: `wandb sync runs/maze-7/wandb/offline-run-*`.
+W&B writes into the run folder and sends nothing by default. Send it later with W&B's program: `wandb sync runs/maze-7/wandb/offline-run-*`.
 """
 
 from __future__ import annotations
@@ -22,10 +20,12 @@ from esper.files import printable
 from esper.runs.events import Header, Record, scalars_of
 from esper.runs.folder import RunError
 
-SINK_FOLDERS = ("tensorboard", "wandb")  # that they make in a run folder
+SINK_FOLDERS = ("tensorboard", "wandb")  # folders that the sinks make in a run folder
 
 
 class Sink(Protocol):
+    """Something that records are written to besides the log."""
+
     def write(self, record: Record) -> None: ...
 
     def close(self) -> None: ...
@@ -33,17 +33,17 @@ class Sink(Protocol):
 
 @runtime_checkable
 class Restartable(Protocol):
-    """A sink that shows one run from several sessions, and has to forget what was cut from its log when the run goes on."""
+    """A sink that shows all sessions of a run as one. When a run is resumed, it must drop the events that were cut from the log."""
 
     def restart(self, records: Iterable[Record]) -> None:
-        """Show these records, and nothing else of earlier sessions."""
+        """Replace everything that earlier sessions wrote by these records."""
 
 
 class Queued:
-    """A sink behind a bounded queue and a thread of its own, which alone calls the sink.
+    """A sink behind a bounded queue. A separate thread makes all calls to the sink.
 
-    `write` never waits: when `capacity` records are waiting, the new one is dropped and counted. A sink that raises is switched off:
-    `on_failure` is called once, from the thread, and nothing more is written.
+    `write` never waits: if `capacity` records are in the queue, the new one is dropped and counted. If the sink raises an error, it is
+    switched off: `on_failure` is called once, in that thread, and nothing more is written.
     """
 
     def __init__(self, sink: Sink, capacity: int = 4096, *, on_failure: Callable[[Exception], None] | None = None) -> None:
@@ -63,7 +63,7 @@ class Queued:
 
     @property
     def dropped(self) -> int:
-        """Records that found the queue full, or were still in it when `close` lost patience."""
+        """Number of records that were dropped because the queue was full, or that were still in it when `close` timed out."""
         return self._dropped
 
     @property
@@ -81,7 +81,7 @@ class Queued:
             self._changed.notify()
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Lets the sink finish what waits, for at most `timeout_s`, and closes it."""
+        """Wait at most `timeout_s` until the queue is written and the sink is closed."""
         with self._changed:
             self._is_closing = True
             self._changed.notify()
@@ -102,6 +102,7 @@ class Queued:
             self._fail(error)
 
     def _next(self) -> Record | None:
+        """Wait for a record and return it; None when the sink is closing and the queue is empty."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._is_closing)
             return self._waiting.popleft() if self._waiting else None
@@ -115,15 +116,15 @@ class Queued:
 
 
 def check_installed(*, tensorboard: bool, wandb: WandbMode | None) -> None:
-    """Raise RunError where a package is missing. Each name is that of a package and of the extra that brings it."""
+    """Raise RunError if the package of a wanted sink is missing. Extras have the same names as the packages."""
     for name, is_wanted, without in (("tensorboard", tensorboard, "--no-tensorboard"), ("wandb", wandb, "--wandb None")):
         if is_wanted and importlib.util.find_spec(name) is None:
-            how = f"install it with: pip install 'esper-grow[{name}]', or do without it: {without} on the command line"
-            raise RunError(f"{name} was asked for and is not installed; {how}")
+            how = f"install it with: pip install 'esper-grow[{name}]', or run without it: {without} on the command line"
+            raise RunError(f"{name} is not installed; {how}")
 
 
 def sinks_in(folder: Path, *, tensorboard: bool, wandb: WandbMode | None, config: Mapping[str, Any], run: str | None = None) -> list[Sink]:
-    """Open the sinks of a run, which write into its folder. `run` is the name that W&B shows, by default that of the folder."""
+    """Open the sinks of a run, which write into its folder. `run` is the name shown by W&B, by default the name of the folder."""
     sinks: list[Sink] = []
     try:
         if tensorboard:
@@ -138,7 +139,7 @@ def sinks_in(folder: Path, *, tensorboard: bool, wandb: WandbMode | None, config
 
 
 class TensorBoardSink:
-    """Writes each finite number of each event at the record's step, named as `scalars_of` names it."""
+    """Writes the numbers of every event (`scalars_of`) to TensorBoard at the step of the record."""
 
     def __init__(self, folder: Path | str) -> None:
         try:
@@ -149,13 +150,13 @@ class TensorBoardSink:
             ) from error
         if printable(folder) != str(folder):
             raise RuntimeError(
-                f"TensorBoard cannot write to {folder}: the name is not UTF-8; choose another folder, or do without TensorBoard"
+                f"TensorBoard cannot write to {folder}: the name is not UTF-8; choose another folder, or run without TensorBoard"
             )
         _wait_for_a_later_name(Path(folder))
         self._writer: Any = SummaryWriter(str(folder))
 
     def restart(self, records: Iterable[Record]) -> None:
-        """Hide what earlier sessions wrote, and write what is left of the run: some of theirs, at any step, was cut from its log."""
+        """Hide everything that earlier sessions wrote, and write the records that are left in the log."""
         self._hide()
         for record in records:
             self._write_scalars(record)
@@ -170,7 +171,7 @@ class TensorBoardSink:
             self._writer.add_scalar(name, value, record.step, walltime=record.time)
 
     def _hide(self) -> None:
-        """Hide all that earlier sessions wrote into the folder."""
+        """Write a session start at step 0, which makes TensorBoard hide everything written before."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         self._writer.file_writer.add_event(Event(session_log=SessionLog(status=SessionLog.START)), 0)
@@ -180,20 +181,23 @@ class TensorBoardSink:
 
 
 def _wait_for_a_later_name(folder: Path) -> None:
-    """Wait until the second of the newest file is over: TensorBoard reads files by name, and within a second a later one may come first."""
+    """Wait for the next second if a file of this second exists.
+
+    TensorBoard reads files in the order of their names, which contain the second. Within one second the order may be wrong.
+    """
     seconds = {path.name.split(".")[3] for path in folder.glob("events.out.tfevents.*")}
     if str(int(time.time())) in seconds:
         time.sleep(1 - time.time() % 1)
 
 
 WandbMode = Literal["offline", "online"]
-STEP = "step"  # the metric that all others are plotted over
+STEP = "step"  # metric of the x-axis
 
 
 class WandbSink:
-    """Writes each finite number of each event at the record's step, named as `scalars_of` names it, into `folder`/wandb.
+    """Writes the numbers of every event (`scalars_of`) at the step of the record into `folder`/wandb.
 
-    Offline nothing leaves this machine. A run that is resumed becomes another one of W&B's, in the group of the same name.
+    In mode "offline" nothing leaves this machine. A resumed run becomes a new W&B run in the same group.
     """
 
     def __init__(
@@ -208,7 +212,7 @@ class WandbSink:
         if mode not in get_args(WandbMode):
             raise ValueError(f"the mode of Weights & Biases must be one of {get_args(WandbMode)}, not {mode!r}")
         if mode == "offline":
-            # Its error reports go out by a way of their own, which the mode of a run does not close. Read when it is imported and started.
+            # W&B sends its error reports even in offline mode. It reads this variable when it is imported, so set it before.
             os.environ["WANDB_ERROR_REPORTING"] = "false"
         try:
             from wandb import Error, Settings, init
@@ -222,12 +226,12 @@ class WandbSink:
                 group=run,
                 mode=mode,
                 config=dict(config or {}),
-                reinit="create_new",  # leaves alone whatever else this process has going at W&B
+                reinit="create_new",  # leave other W&B runs of this process alone
                 settings=Settings(**_settings(mode)),
             )
         except Error as error:
             raise RuntimeError(f"Weights & Biases does not start in mode {mode!r}: {error}") from error
-        # Not W&B's own step, which must never fall: an evaluation belongs to the step of an earlier checkpoint.
+        # Plot over our own step: W&B's step must never decrease, but an evaluation has the step of an earlier checkpoint.
         self._run.define_metric("*", step_metric=STEP)
 
     def write(self, record: Record) -> None:
@@ -240,7 +244,8 @@ class WandbSink:
 
 
 def _settings(mode: WandbMode) -> dict[str, Any]:
-    """Silent, and standard output stays as it is. Offline it does not look at the machine either: that may ask the network."""
+    """Return settings that keep W&B silent and leave standard output alone. Offline, they also keep it from inspecting the machine, which
+    may use the network."""
     about_the_machine = ("x_disable_machine_info", "x_disable_meta", "x_disable_stats")
     quiet = {"silent": True, "console": "off", "disable_git": True, "disable_code": True}
     return quiet | {name: mode == "offline" for name in about_the_machine}

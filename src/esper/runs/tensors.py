@@ -1,23 +1,21 @@
-"""A state as JSON with placeholders, and the tensors beside it.
+"""States as files: split a tree of values into JSON and named tensors, and write tensors as safetensors files with a digest.
 
-A state is a tree: dicts (keys are strings or integers), lists and tuples of tensors, numpy arrays, numbers, strings, booleans and None.
-It comes back as it was, or is refused: values of other types, subclasses such as enums, named tuples and numpy scalars among them, are
-named in the error with their place. Three things change: tensors come back on the CPU, detached and contiguous; an OrderedDict comes back
-as a dict; two names for one memory come back as two.
+A state is a tree of dicts (with string or integer keys), lists and tuples; its leaves are tensors, numpy arrays, numbers, strings, booleans
+and None. `split` and `join` restore it exactly, with three exceptions: tensors come back on the CPU, detached and contiguous; an
+OrderedDict comes back as a dict; tensors that shared memory come back separate. A value of any other type raises an error that names its
+place; this includes subclasses such as enums, named tuples and numpy scalars.
 
-In the JSON every object is one of `{"dict": {...}}` (string keys), `{"items": [[key, value], ...]}` (other keys), `{"tuple": [...]}`,
-`{"float": "nan" | "inf" | "-inf"}`, `{"tensor": name}` and `{"array": name}` (numpy), so nothing can be mistaken for something else.
+In the JSON, every object is one of `{"dict": {...}}` (string keys), `{"items": [[key, value], ...]}` (other keys), `{"tuple": [...]}`,
+`{"float": "nan" | "inf" | "-inf"}`, `{"tensor": name}` and `{"array": name}` (numpy), so the encoding is unambiguous.
 
-Files of named tensors: ordinary safetensors files that know when they were damaged.
+Tensors are written as ordinary safetensors files that any program can read:
 
     write_tensors("model.safetensors", model.state_dict(), {"about": "a model"})
     tensors, metadata = read_tensors("model.safetensors")
 
-Any other program reads them as what they are; the metadata say `format: pt`, as those of Hugging Face do. Two more entries are esper's:
-`esper`, the version of the rules below, and `sha256`, over the metadata and over the name, type, shape and bytes of each tensor.
-
-A file without both entries was written by another program, or by esper before there were digests. It is read without a check. A file that
-has one entry without the other is damaged.
+The metadata have `format: pt`, like those of Hugging Face, and two entries of esper: `esper`, the version of the digest's rules, and
+`sha256`, the digest of the metadata and of the name, type, shape and bytes of each tensor. A file with neither entry comes from another
+program or from an early esper and is read without a check. A file with only one of them is damaged.
 """
 
 from __future__ import annotations
@@ -36,11 +34,11 @@ from torch import Tensor
 
 from esper.files import DIGEST, FileError, parse_json, read_file, write_file
 
-Tree = Any  # a type checker cannot say more: the leaves are of many types, and who loads knows which
+Tree = Any  # not typed further: leaves have many types, and the caller knows which
 
 _PLAIN = (bool, int, str, type(None))
 # fmt: off
-_DTYPES = frozenset({  # those that safetensors both writes and reads
+_DTYPES = frozenset({  # types that safetensors can both write and read
     torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32, torch.int64,
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2,
 })
@@ -48,13 +46,13 @@ _DTYPES = frozenset({  # those that safetensors both writes and reads
 
 
 def split(state: Tree) -> tuple[Any, dict[str, Tensor]]:
-    """The JSON part of a state, and its tensors on the CPU under readable unique names."""
+    """Return the JSON part of a state, and its tensors on the CPU by unique readable names."""
     writer = _Splitter()
     return writer.encode(state, ()), writer.tensors
 
 
 def join(structure: Any, tensors: dict[str, Tensor]) -> Tree:
-    """The inverse of `split`. Structures that `split` did not make, or not with these tensors, raise ordinary errors."""
+    """Return the state of which `split` made `structure` and `tensors`. Anything else raises an error such as KeyError or ValueError."""
     if isinstance(structure, list):
         return [join(item, tensors) for item in structure]
     if not isinstance(structure, dict):
@@ -77,9 +75,11 @@ def join(structure: Any, tensors: dict[str, Tensor]) -> Tree:
 
 
 class _Splitter:
+    """Encodes one state; collects its tensors in `tensors`."""
+
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
-        self._memories: set[int] = set()  # where the storages of the tensors lie
+        self._memories: set[int] = set()  # addresses of the tensors' storages
 
     def encode(self, value: Any, path: tuple[object, ...]) -> Any:
         kind = type(value)
@@ -104,7 +104,7 @@ class _Splitter:
     def _encode_dict(self, value: dict[Any, Any], path: tuple[object, ...]) -> dict[str, Any]:
         wrong = [key for key in value if type(key) not in (str, int)]
         if wrong:
-            raise TypeError(f"{_place(path)} has the key {wrong[0]!r}; a checkpoint can hold keys that are strings or integers")
+            raise TypeError(f"{_place(path)} has the key {wrong[0]!r}; a checkpoint can hold only strings and integers as keys")
         items = {key: self.encode(item, (*path, key)) for key, item in value.items()}
         if all(type(key) is str for key in items):
             return {"dict": items}
@@ -114,19 +114,19 @@ class _Splitter:
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta or tensor.dtype not in _DTYPES:
             what = f"{tensor.dtype}, {tensor.layout}, {tensor.device}"
             raise TypeError(f"{_place(path)} is a tensor that a checkpoint cannot hold ({what}); convert it before saving")
-        # A lazily negated tensor carries that as a flag, which its bytes do not show.
+        # Resolve lazy negation: it is a flag of the tensor that its bytes do not show.
         plain = tensor.detach().cpu().resolve_neg().contiguous()
         if plain.untyped_storage().data_ptr() in self._memories:
-            plain = plain.clone()  # safetensors refuses two names for one memory
+            plain = plain.clone()  # safetensors refuses tensors that share memory
         self._memories.add(plain.untyped_storage().data_ptr())
         name = self._free_name("/".join(map(str, path)))
         self.tensors[name] = plain
         return name
 
     def _free_name(self, wanted: str) -> str:
-        """`wanted`, or with a number where that is taken: the keys "a/b" and "a" then "b" look alike, as do 0 and "0"."""
+        """Return `wanted`, with a number added if it is taken: the keys "a/b" and "a", "b" give the same name, and so do 0 and "0"."""
         name, count = wanted, 1
-        while name in self.tensors or name in ("", "__metadata__"):  # the last is safetensors' own
+        while name in self.tensors or name in ("", "__metadata__"):  # safetensors reserves the last one
             count += 1
             name = f"{wanted}#{count}"
         return name
@@ -145,41 +145,43 @@ def _place(path: tuple[object, ...]) -> str:
     return "state" + "".join(f"[{part!r}]" for part in path)
 
 
-FORMAT_KEY, FORMAT = "esper", 2  # of the digest's rules; a higher one is refused
-_OURS = ("format", FORMAT_KEY, DIGEST)  # entries of the metadata that are not the caller's
-_METADATA = "__metadata__"  # safetensors' own name for it
-MAX_FILE_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # what the memory of this machine can hold
+# Safetensors files
+
+FORMAT_KEY, FORMAT = "esper", 2  # version of the digest's rules; higher ones are refused
+_OURS = ("format", FORMAT_KEY, DIGEST)  # metadata entries that esper writes itself
+_METADATA = "__metadata__"  # key of the metadata in the header, as safetensors defines it
+MAX_FILE_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # memory of this machine
 MAX_DIMENSIONS = 32
-MAX_ELEMENTS = 2**48  # of one tensor; a dimension of size 0 counts as 1, so that an empty tensor has no absurd shape either
-_LENGTH = 8  # bytes in front of the header that say how long it is
+MAX_ELEMENTS = 2**48  # of one tensor; a dimension of size 0 counts as 1, so the shapes of empty tensors are limited too
+_LENGTH = 8  # a file starts with the length of its header, in this many bytes
 _UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)
 
 
 class NotTensorsError(FileError):
-    """A file that is no safetensors file at all."""
+    """The file is not a safetensors file."""
 
 
 def write_tensors(path: Path | str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Write a safetensors file in one step. Tensors may be on any device, share memory or have gaps in it."""
+    """Write a safetensors file atomically. Tensors may be on any device, share memory or be non-contiguous."""
     write_file(path, *encode_tensors(tensors, metadata))
 
 
 def read_tensors(path: Path | str) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors of a safetensors file, on the CPU and in memory of their own, and the caller's metadata.
+    """Return the tensors of a safetensors file, on the CPU, and the caller's metadata.
 
-    Raise FileError where the file is damaged, NotTensorsError where it is something else, and OSError where it cannot be read.
+    Raises FileError if the file is damaged, NotTensorsError if it is not a safetensors file, and OSError if it cannot be read.
     """
     return decode_tensors(read_file(path, max_bytes=MAX_FILE_BYTES), path)
 
 
 def write_state(path: Path | str, state: Tree, *, kind: str, schema: int) -> None:
-    """Write a tree of tensors, numbers and strings as one safetensors file: its structure is in the metadata, as JSON."""
+    """Write a state as one safetensors file, with its JSON part in the metadata."""
     structure, tensors = split(state)
     write_tensors(path, tensors, {"kind": kind, "schema": str(schema), "state": json.dumps(structure, allow_nan=False)})
 
 
 def read_state_file(path: Path | str) -> tuple[str, int, Tree]:
-    """Return the kind, the version and the state that `write_state` was given. Raise FileError where the file is anything else."""
+    """Return the kind, the version and the state that `write_state` was given. Raise FileError if the file holds no state."""
     tensors, metadata = read_tensors(path)
     try:
         return metadata["kind"], int(metadata["schema"]), join(parse_json(metadata["state"]), tensors)
@@ -188,7 +190,7 @@ def read_state_file(path: Path | str) -> tuple[str, int, Tree]:
 
 
 def encode_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> tuple[bytes, memoryview]:
-    """Return the content of a safetensors file in two parts. Equal tensors and metadata give equal bytes."""
+    """Return the content of a safetensors file in two parts, header and data. Equal tensors and metadata give equal bytes."""
     from safetensors import SafetensorError
     from safetensors.torch import save
 
@@ -199,11 +201,11 @@ def encode_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | 
         content = save(_plain(tensors))
     except (SafetensorError, KeyError) as error:
         raise ValueError(f"the tensors cannot be written to a safetensors file: {error}") from error
-    # The header is written anew: safetensors puts the entries of the metadata in any order, so that equal content had other bytes.
+    # Write the header again: safetensors writes metadata entries in varying order, so equal content would give different bytes.
     header, data = _header_and_data(content)
     entries = {**(metadata or {}), "format": "pt", FORMAT_KEY: str(FORMAT)}
     encoded = _to_json({_METADATA: {**entries, DIGEST: _digest(header, entries, data)}, **header})
-    encoded += b" " * (-len(encoded) % _LENGTH)  # the data begin at a multiple of 8 bytes
+    encoded += b" " * (-len(encoded) % _LENGTH)  # pad, so that the data start at a multiple of 8 bytes
     return len(encoded).to_bytes(_LENGTH, "little") + encoded, data
 
 
@@ -217,7 +219,7 @@ def decode_tensors(content: bytes, source: Path | str) -> tuple[dict[str, Tensor
         metadata: dict[str, str] = header.pop(_METADATA, {})
         problem = _absurd_shape(header) or _problem(header, metadata, data)
         if problem is None:
-            # Cloned into memory that torch allocated: aligned and resizable, as a tensor that was never saved.
+            # Clone into memory allocated by torch, which is aligned and resizable like that of any other tensor.
             tensors = {name: tensor.clone() for name, tensor in load(content).items()}
     except (SafetensorError, *_UNREADABLE) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
@@ -228,29 +230,30 @@ def decode_tensors(content: bytes, source: Path | str) -> tuple[dict[str, Tensor
 
 
 def _problem(header: dict[str, Any], metadata: dict[str, str], data: memoryview) -> str | None:
+    """Check the digest. Return what is wrong with the file, or None."""
     if FORMAT_KEY not in metadata and DIGEST not in metadata:
-        return None  # of another program, or from before there were digests
+        return None  # written by another program, or by an esper without digests
     if FORMAT_KEY not in metadata or DIGEST not in metadata:
         return "is damaged: a part of its metadata is missing"
     if metadata[FORMAT_KEY].isdecimal() and int(metadata[FORMAT_KEY]) > FORMAT:
-        return f"was written by a newer esper: its format is {metadata[FORMAT_KEY]}, this one reads up to {FORMAT}"
+        return f"was written by a newer esper: its format is {metadata[FORMAT_KEY]}, this one reads up to {FORMAT}; update esper"
     entries = {name: value for name, value in metadata.items() if name != DIGEST}
     return None if metadata[DIGEST] == _digest(header, entries, data) else f"is damaged: its {DIGEST} is not that of its content"
 
 
 def _absurd_shape(header: dict[str, Any]) -> str | None:
-    """Return what is wrong with the first shape that torch cannot hold, or that nothing could have been saved with."""
+    """Return what is wrong with the first shape that is too large to be real, or None."""
     for name, entry in header.items():
         shape = entry["shape"]
         if len(shape) > MAX_DIMENSIONS:
-            return f"is damaged: {name} has the shape of {len(shape)} dimensions, and at most {MAX_DIMENSIONS} are read"
+            return f"is damaged: {name} has {len(shape)} dimensions, but at most {MAX_DIMENSIONS} are possible"
         if math.prod(max(size, 1) for size in shape) > MAX_ELEMENTS:
-            return f"is damaged: {name} has the shape {shape}, and at most {MAX_ELEMENTS:,} elements are read"
+            return f"is damaged: {name} has the shape {shape}, but at most {MAX_ELEMENTS:,} elements are possible"
     return None
 
 
 def _plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return detached, contiguous tensors on the CPU, each in memory of its own, as safetensors needs them."""
+    """Return detached, contiguous tensors on the CPU that share no memory, as safetensors needs them."""
     plain: dict[str, Tensor] = {}
     memories: set[int] = set()
     for name, tensor in tensors.items():
@@ -262,9 +265,10 @@ def _plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _header_and_data(content: bytes) -> tuple[dict[str, Any], memoryview]:
+    """Return the parsed header of a safetensors file, and the bytes after it."""
     length = int.from_bytes(content[:_LENGTH], "little")
     if length > len(content) - _LENGTH:
-        raise ValueError(f"it has {len(content)} bytes, fewer than it says")
+        raise ValueError(f"it has {len(content)} bytes, but its header alone should have {length}")
     header: dict[str, Any] = parse_json(content[_LENGTH : _LENGTH + length])
     if not isinstance(header, dict):
         raise TypeError("its header is not a table")
@@ -272,7 +276,7 @@ def _header_and_data(content: bytes) -> tuple[dict[str, Any], memoryview]:
 
 
 def _digest(header: dict[str, Any], metadata: Mapping[str, str], data: memoryview) -> str:
-    """Return the sha256 over metadata, names, types, shapes and bytes; it does not depend on where in the file a tensor lies."""
+    """Return the sha256 of metadata, names, types, shapes and bytes. It does not depend on the order of tensors in the file."""
     digest = hashlib.sha256(_to_json(sorted(metadata.items())))
     for name in sorted(header):
         start, end = header[name]["data_offsets"]

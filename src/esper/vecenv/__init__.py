@@ -1,4 +1,4 @@
-"""Batched environments: the contract, the built-in ones, and bridges from and to Gymnasium (in `esper.vecenv.gymnasium`)."""
+"""Batched environments: their interface, built-in environments, and adapters from and to Gymnasium (`esper.vecenv.gymnasium`)."""
 
 from esper.vecenv.actions import ActionSpec, Continuous, Discrete, Head, Relevance
 from esper.vecenv.check import check_env, check_timestep, sample_actions

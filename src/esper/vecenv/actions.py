@@ -1,8 +1,9 @@
-"""What an action is made of: heads, which of them depend on which, and when each of them matters.
+"""Action specs: the heads of an action, the dependencies between them, and when each head is relevant.
 
-An action is a dictionary with one tensor per head: `[N]` int64 for a discrete head, `[N, size]` float in [-1, 1] for a continuous
-one, or any number where it has no bounds. Heads are chosen in the order in which they are listed, so a head may depend only on heads
-before it.
+An action is a dictionary with one tensor per head: `[N]` int64 for a discrete head, `[N, size]` float for a continuous head, in [-1, 1] if
+it is bounded. Heads are chosen in their order, so a head may depend only on heads before it.
+
+Shapes: N = parallel environments.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import msgspec
 class Discrete(msgspec.Struct, frozen=True, tag="discrete"):
     """One of `size` choices.
 
-    A mask for this head is `[N, size]` bool, true where allowed. With `parent`, the mask depends on what that discrete head chose:
-    `[N, parent size, size]`, and row `parent choice` is the one that holds. With `has_own_logits` so do the logits: a policy then has a
-    distribution of its own over this head for each choice of the parent, and not one for all of them.
+    A mask for this head is `[N, size]` bool, true where allowed. With `parent`, the mask depends on the choice of that discrete head: it is
+    `[N, parent size, size]`, and the row of the parent's choice applies. With `has_own_logits`, the policy also has separate logits for
+    this head for each choice of the parent.
     """
 
     name: str
@@ -25,9 +26,9 @@ class Discrete(msgspec.Struct, frozen=True, tag="discrete"):
 
 
 class Continuous(msgspec.Struct, frozen=True, tag="continuous"):
-    """`size` numbers in [-1, 1]: a Gaussian squashed by tanh. Environments scale them to their own units.
+    """`size` numbers. If bounded, they are a Gaussian squashed by tanh to [-1, 1], which the environment scales to its own units.
 
-    Without bounds they are the Gaussian itself, in the environment's own units.
+    If not, they are the Gaussian itself, in the environment's own units.
     """
 
     name: str
@@ -39,7 +40,7 @@ Head = Discrete | Continuous
 
 
 class Relevance(msgspec.Struct, frozen=True):
-    """`head` matters only where the discrete head `given` matters and chose one of `choices`."""
+    """A rule: `head` is relevant only where the discrete head `given` is relevant and chose one of `choices`."""
 
     head: str
     given: str
@@ -47,7 +48,7 @@ class Relevance(msgspec.Struct, frozen=True):
 
 
 class ActionSpec(msgspec.Struct, frozen=True):
-    """The heads of an action and the table of when they matter. A head without a row in `relevance` always matters.
+    """The heads of an action and the rules of their relevance. A head without a rule is always relevant.
 
     >>> spec = ActionSpec(
     ...     heads=(Discrete("op", 3), Discrete("slot", 4, parent="op")),
@@ -71,7 +72,9 @@ class ActionSpec(msgspec.Struct, frozen=True):
             if head.size < 1:
                 raise ValueError(f"head {head.name!r} needs a size of at least 1; got {head.size}")
             if isinstance(head, Discrete) and head.parent is not None and not isinstance(seen.get(head.parent), Discrete):
-                raise ValueError(f"head {head.name!r} depends on {head.parent!r}, which is no discrete head listed before it: {list(seen)}")
+                raise ValueError(
+                    f"head {head.name!r} depends on {head.parent!r}, which is no discrete head listed before it; the heads before it are {list(seen)}"
+                )
             if isinstance(head, Discrete) and head.has_own_logits and head.parent is None:
                 raise ValueError(f"head {head.name!r} has logits of its own for every choice of its parent, but no parent; name one")
             seen[head.name] = head
@@ -101,12 +104,12 @@ class ActionSpec(msgspec.Struct, frozen=True):
         return tuple(head for head in self.heads if isinstance(head, Continuous))
 
     def mask_shape(self, head: Discrete) -> tuple[int, ...]:
-        """Shape of one environment's mask for `head`."""
+        """Return the shape of one environment's mask for `head`."""
         if head.parent is None:
             return (head.size,)
         parent = next(other for other in self.discrete if other.name == head.parent)
         return (parent.size, head.size)
 
     def logits_shape(self, head: Discrete) -> tuple[int, ...]:
-        """Shape of one environment's logits for `head`."""
+        """Return the shape of one environment's logits for `head`."""
         return self.mask_shape(head) if head.has_own_logits else (head.size,)

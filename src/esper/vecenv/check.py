@@ -1,6 +1,7 @@
-"""Does an environment keep the contract? Shapes, types and devices of what it returns, said with both what came and what was due.
+"""Check that an environment follows the interface in `esper.vecenv.contract`.
 
-`check_timestep` is cheap enough for the first step of every run; `check_env` plays an environment and looks at everything.
+`check_timestep` checks shapes, types and devices and is cheap enough for the first step of every run. `check_env` plays the environment
+and checks everything.
 
 Shapes: N = parallel environments.
 """
@@ -17,7 +18,7 @@ from esper.vecenv.contract import Actions, Masks, Obs, ObservationSpec, Saveable
 
 
 class HasSpecs(Protocol):
-    """What `check_timestep` needs to know of an environment."""
+    """The attributes of an environment that `check_timestep` needs."""
 
     @property
     def num_envs(self) -> int: ...
@@ -30,7 +31,7 @@ class HasSpecs(Protocol):
 
 
 def check_timestep(env: HasSpecs, timestep: Timestep) -> None:
-    """Raises ValueError if any tensor of `timestep` is not what the specs of `env` promise."""
+    """Raise ValueError if a tensor of `timestep` does not match the specs of `env`."""
     count = (env.num_envs,)
     _check_obs(env, "observation", timestep.obs)
     _check_tensor(env.device, "reward", timestep.reward, count, torch.float32)
@@ -42,11 +43,11 @@ def check_timestep(env: HasSpecs, timestep: Timestep) -> None:
     if timestep.final_obs is not None:
         _check_obs(env, "final observation", timestep.final_obs)
     elif timestep.truncated.any():
-        raise ValueError("an episode was truncated, but final_obs is None: its last value cannot be bootstrapped")
+        raise ValueError("an episode was truncated, but final_obs is None; give its last observation, which bootstrapping needs")
 
 
 def check_masks(env: HasSpecs, masks: Masks, device: torch.device) -> None:
-    """Raises ValueError if a mask is not of a discrete head of `env`, or not what its spec promises; `device` is where it should be."""
+    """Raise ValueError if a mask does not belong to a discrete head of `env`, or has a wrong shape, type or device."""
     heads = {head.name: head for head in env.action_spec.discrete}
     for name, mask in masks.items():
         if name not in heads:
@@ -56,16 +57,16 @@ def check_masks(env: HasSpecs, masks: Masks, device: torch.device) -> None:
 
 
 def check_env(env: VecEnv, steps: int = 100, generator: torch.Generator | None = None) -> None:
-    """Plays `steps` random steps and raises ValueError at the first thing that breaks the contract. The environment is left reset.
+    """Play `steps` random steps and raise ValueError at the first violation of the interface. Leaves the environment reset.
 
-    Beyond `check_timestep`: numbers are finite, nothing handed out changes later, every head that matters has something allowed, and
-    an environment that can be saved repeats itself exactly once it is loaded.
+    Besides `check_timestep`, it checks that numbers are finite, that returned tensors do not change later, that every relevant head has an
+    allowed choice, and that a saveable environment repeats the same steps exactly after it is loaded.
     """
     generator = generator or torch.Generator().manual_seed(0)
     timestep = env.reset(seed=0)
     check_timestep(env, timestep)
     if timestep.reward.any() or timestep.ended.any() or timestep.valid is not None:
-        raise ValueError("after reset the reward must be 0, nothing may have ended, and valid must be None")
+        raise ValueError("after reset the reward must be 0, terminated and truncated must be false, and valid must be None")
     for _ in range(steps):
         before = _flat(timestep)
         kept = {name: value.clone() for name, value in before.items()}
@@ -82,12 +83,13 @@ def check_env(env: VecEnv, steps: int = 100, generator: torch.Generator | None =
 def sample_actions(
     spec: ActionSpec, masks: Masks, num_envs: int, generator: torch.Generator, *, device: torch.device | str = "cpu"
 ) -> Actions:
-    """Uniformly random actions among those allowed. Raises ValueError where a head matters and nothing is allowed."""
+    """Return uniformly random allowed actions. Raise ValueError if a relevant head has no allowed choice."""
     actions: Actions = {}
     matters: dict[str, Tensor] = {}
     rules = {rule.head: rule for rule in spec.relevance}
     row = torch.arange(num_envs, device=device)
     for head in spec.heads:
+        # [N]: whether this head is relevant, given the choices of the heads before it
         matters[head.name] = torch.ones(num_envs, dtype=torch.bool, device=device)
         if rule := rules.get(head.name):
             chosen = torch.isin(actions[rule.given], torch.tensor(rule.choices, device=device))
@@ -102,6 +104,7 @@ def sample_actions(
             mask = torch.ones(num_envs, head.size, dtype=torch.bool, device=device)
         elif head.parent is not None:
             mask = mask[row, actions[head.parent]]
+        # Where the head is irrelevant its mask may be empty; draw any choice there.
         empty = ~mask.any(1)  # [N]
         if (empty & matters[head.name]).any():
             where = (empty & matters[head.name]).nonzero()[:, 0].tolist()
@@ -145,6 +148,7 @@ def _check_unchanged(values: dict[str, Tensor], kept: dict[str, Tensor], complai
 
 
 def _check_saving(env: VecEnv, saveable: Saveable, masks: Masks, generator: torch.Generator, steps: int = 10) -> None:
+    """Save, play some steps, load, play the same actions again, and compare the results."""
     saved = saveable.state_dict()
     played: list[tuple[Actions, dict[str, Tensor]]] = []
     for _ in range(steps):
@@ -158,7 +162,7 @@ def _check_saving(env: VecEnv, saveable: Saveable, masks: Masks, generator: torc
 
 
 def _flat(timestep: Timestep) -> dict[str, Tensor]:
-    """Every tensor of a timestep by a name for messages."""
+    """Return every tensor of a timestep, by a name for error messages."""
     values = {"reward": timestep.reward, "terminated": timestep.terminated, "truncated": timestep.truncated}
     if timestep.valid is not None:
         values["valid"] = timestep.valid

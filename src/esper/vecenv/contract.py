@@ -1,7 +1,7 @@
-"""The contract between batched environments and whoever acts in them.
+"""The interface of batched environments.
 
-Everything is a tensor with the environment as its first dimension. Autoreset happens in the same step: where an episode ended,
-`obs` already is the first observation of the next one, and what the old one ended with is in `final_obs`.
+Everything is a tensor whose first dimension is the environment. Environments reset themselves in the same step: where an episode ended,
+`obs` is the first observation of the next episode, and `final_obs` holds the last observation of the old one.
 
 Shapes: N = parallel environments.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 from esper.vecenv.actions import ActionSpec
 
 Obs = dict[str, Tensor]  # name -> [N, ...]
-Masks = dict[str, Tensor]  # discrete head -> [N, size] or [N, parent size, size] bool; a head that is missing is free
+Masks = dict[str, Tensor]  # discrete head -> [N, size] or [N, parent size, size] bool; a head without a mask may choose anything
 Actions = dict[str, Tensor]  # head -> [N] int64 or [N, size] float in [-1, 1]
 
 
@@ -26,13 +26,13 @@ class TensorSpec(msgspec.Struct, frozen=True):
     """One named part of an observation, without the environment dimension."""
 
     shape: tuple[int, ...]
-    dtype: str = "float32"  # a torch dtype's name
+    dtype: str = "float32"  # name of a torch dtype
 
     @property
     def torch_dtype(self) -> torch.dtype:
         dtype = getattr(torch, self.dtype, None)
         if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"{self.dtype!r} is no torch dtype")
+            raise ValueError(f"{self.dtype!r} is not a torch dtype; use a name such as 'float32'")
         return dtype
 
 
@@ -41,18 +41,18 @@ ObservationSpec = dict[str, TensorSpec]
 
 @dataclass(frozen=True, slots=True)
 class Timestep:
-    """What `reset` and `step` answer. After `reset` the reward is 0 and nothing has ended.
+    """The result of `reset` and `step`. After `reset`, the reward is 0 and nothing has ended.
 
-    `reward`, `terminated` and `truncated` belong to the action just taken, `obs` and `masks` to the one to take next. `final_obs` holds
-    what the ended episodes ended with; only rows where something ended are meaningful, and it may be None when nothing was truncated.
-    `valid` is false where the action was ignored because the environment only reset itself (None: every step was real); the next
-    `obs` of such a row starts an episode.
+    `reward`, `terminated` and `truncated` belong to the action just taken, `obs` and `masks` to the next one. `final_obs` has the last
+    observations of ended episodes; its other rows are meaningless, and it may be None if no episode was truncated. `valid` is false where
+    the action was ignored because the environment only reset itself; the next `obs` of such a row starts an episode. `valid=None` means
+    that no action was ignored.
     """
 
     obs: Obs
     reward: Tensor  # [N] float32
-    terminated: Tensor  # [N] bool: the episode ended for real, nothing follows
-    truncated: Tensor  # [N] bool: the episode was cut, its value goes on
+    terminated: Tensor  # [N] bool: the episode ended, no further reward is possible
+    truncated: Tensor  # [N] bool: the episode was cut off, so the value of its last state still counts
     masks: Masks = field(default_factory=dict)
     final_obs: Obs | None = None
     valid: Tensor | None = None  # [N] bool
@@ -64,7 +64,7 @@ class Timestep:
 
 @runtime_checkable
 class VecEnv(Protocol):
-    """N environments stepped as one."""
+    """A batch of N environments that are stepped together."""
 
     num_envs: int
     device: torch.device
@@ -80,9 +80,9 @@ class VecEnv(Protocol):
 
 @runtime_checkable
 class Saveable(Protocol):
-    """A VecEnv that can be saved in the middle of its episodes; `state_dict` is a tree of tensors, numbers and strings.
+    """A VecEnv that can be saved in the middle of its episodes. `state_dict` returns a tree of tensors, numbers and strings.
 
-    `load_state_dict` followed by the same actions gives the same steps, bit for bit.
+    After `load_state_dict`, the same actions give the same steps, bit for bit.
     """
 
     def state_dict(self) -> dict[str, Any]: ...

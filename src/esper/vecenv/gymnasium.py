@@ -1,14 +1,16 @@
-"""Any Gymnasium vector environment as one of ours, whichever way it resets itself; `ToGymnasium` is the way back. Needs Gymnasium.
+"""Adapter from a Gymnasium vector environment to a VecEnv. `ToGymnasium` is the opposite direction. Needs Gymnasium.
 
-Gymnasium resets in one of three ways, and all come out with true final observations:
-    SAME_STEP  as our contract has it; the final observation is taken from the infos
-    NEXT_STEP  the step after an end only resets: `valid` is false there, and the ending step's own observation is the final one
-    DISABLED   this adapter resets what ended, in the same step
+Gymnasium has three modes of automatic reset. All are supported, with correct final observations:
+    SAME_STEP  as in `esper.vecenv.contract`; the final observation is in the infos
+    NEXT_STEP  the step after an end only resets: `valid` is false for it, and the last step's own observation is the final one
+    DISABLED   the adapter resets ended environments in the same step
 
-Action masks are read from `action_mask` in a Dict observation or in the infos: `[n]` for a discrete action, the heads' masks one
-after the other for several, or a dictionary by head; or from `action_mask/<head>` in the infos; or from a method `action_masks()` of the
-environment or of a wrapper around it, as sb3-contrib has it. An environment without one is free.
-Heads that depend on one another are declared as an ActionSpec in `metadata["action_spec"]`.
+Action masks are read from, in this order:
+    `action_mask` in a Dict observation or in the infos: `[n]` for one discrete action, the masks of all heads concatenated, or a dictionary
+    by head
+    `action_mask/<head>` in the infos
+    a method `action_masks()` of the environment or of a wrapper, as in sb3-contrib
+Without any of these, all actions are allowed. If heads depend on each other, declare an ActionSpec in `metadata["action_spec"]`.
 
 Shapes: N = parallel environments.
 """
@@ -36,9 +38,9 @@ __all__ = ["GymnasiumEnv", "SaveableGymnasiumEnv", "ToGymnasium", "from_gymnasiu
 
 
 def from_gymnasium(vector_env: gymnasium.vector.VectorEnv[Any, Any, Any], *, seed: int | None = None) -> VecEnv:
-    """`vector_env` as one of ours, on the CPU. `seed` is what the first `reset()` uses unless it is given one.
+    """Return a VecEnv on the CPU that wraps `vector_env`. `seed` is used by the first `reset()` that is called without one.
 
-    It can be saved if `vector_env` has `state_dict` and `load_state_dict` of its own.
+    The result is `Saveable` if `vector_env` has `state_dict` and `load_state_dict`.
     """
     if hasattr(vector_env, "state_dict") and hasattr(vector_env, "load_state_dict"):
         return SaveableGymnasiumEnv(vector_env, seed=seed)
@@ -46,7 +48,7 @@ def from_gymnasium(vector_env: gymnasium.vector.VectorEnv[Any, Any, Any], *, see
 
 
 class GymnasiumEnv:
-    """A VecEnv over a Gymnasium vector environment."""
+    """A VecEnv that wraps a Gymnasium vector environment."""
 
     def __init__(self, vector_env: gymnasium.vector.VectorEnv[Any, Any, Any], *, seed: int | None = None) -> None:
         self.vector_env: Any = vector_env
@@ -57,7 +59,7 @@ class GymnasiumEnv:
         self._resetting: Array | None = None  # [N] bool: rows whose next step only resets them (NEXT_STEP)
 
         space = vector_env.single_observation_space
-        # Gymnasium's own two hand out a copy of their buffers. Whoever else makes observations may write to them again.
+        # These two return copies of their buffers, so their memory can be shared. Other vector environments may reuse their buffers.
         copies = type(vector_env) in (gymnasium.vector.SyncVectorEnv, gymnasium.vector.AsyncVectorEnv) and getattr(
             vector_env, "copy", False
         )
@@ -67,7 +69,7 @@ class GymnasiumEnv:
             self.spaces = _without_mask(self.spaces)
         self._parts = observation_parts(self.spaces.observation, share_memory=copies)
         if not self._parts:
-            raise ValueError(f"the observation holds nothing to see: {space}")
+            raise ValueError(f"the observation space has no parts besides the action mask: {space}")
         self.observation_spec = {part.name: part.spec for part in self._parts}
 
         self.action_spec, self._build_action = _actions(vector_env, self.spaces)
@@ -88,7 +90,7 @@ class GymnasiumEnv:
         obs = self._observe(raw)
         masks = self._masks.read(raw, infos)
         valid, final_obs = None, None
-        if self._resetting is not None:
+        if self._resetting is not None:  # this step only reset these rows: their action was ignored
             reward[self._resetting] = 0.0
             terminated[self._resetting] = truncated[self._resetting] = False
             valid = torch.from_numpy(~self._resetting)
@@ -116,26 +118,26 @@ class GymnasiumEnv:
     def _end(
         self, ended: Array, truncated: Array, raw: Any, infos: dict[str, Any], obs: Obs, masks: Masks
     ) -> tuple[Obs, Masks, Obs | None]:
-        """Next observation, its masks and the final observation of a step in which the rows `ended` ended."""
+        """Return the next observation, its masks and the final observation of a step in which the rows `ended` [N] ended."""
         if self._mode is AutoresetMode.SAME_STEP:
             return obs, masks, self._final_obs(raw, infos, truncated)
         rows = torch.from_numpy(ended)
         if self._mode is AutoresetMode.NEXT_STEP:
             self._resetting = ended
-            # The next action of these rows is ignored, and a finished game may well allow nothing.
+            # The next action of these rows is ignored. Allow everything there, because a finished game may allow nothing.
             return obs, {name: mask | _like(rows, mask) for name, mask in masks.items()}, obs
         next_raw, next_infos = self.vector_env.reset(options={"reset_mask": ended.copy()})
         fresh = self._masks.read(next_raw, next_infos)
         return self._observe(next_raw), _merged(rows, fresh, masks), obs
 
     def _final_obs(self, raw: Any, infos: dict[str, Any], truncated: Array) -> Obs | None:
-        """Final observations out of the infos: a row each in an object array, or a batch like any observation."""
+        """Return the final observations in the infos, which hold an object array with one entry per row, or a batch of observations."""
         final = infos.get("final_obs")
         present = infos.get("_final_obs", np.full(self.num_envs, final is not None))
         if (truncated & ~present).any():
             raise ValueError(
                 f"{self.vector_env} resets in the same step, but its infos hold no final_obs for the environments "
-                f"{np.flatnonzero(truncated & ~present).tolist()}, which were truncated"
+                f"{np.flatnonzero(truncated & ~present).tolist()}, which were truncated; put their last observations there"
             )
         if final is None:
             return None
@@ -173,14 +175,14 @@ def _autoreset_mode(vector_env: gymnasium.vector.VectorEnv[Any, Any, Any]) -> Au
 
 
 def _mask_method(vector_env: Any) -> Any:
-    """What gives the masks of all environments; None where they have no method `action_masks`."""
+    """Return a function that returns the masks of all environments; None if they have no method `action_masks`."""
     if callable(getattr(vector_env, "action_masks", None)):
         return vector_env.action_masks
     inner = vector_env.unwrapped
     if isinstance(inner, gymnasium.vector.SyncVectorEnv):
         has_masks = all(env.has_wrapper_attr("action_masks") for env in inner.envs)
     elif isinstance(inner, gymnasium.vector.AsyncVectorEnv):
-        probe = inner.env_fns[0]()  # those in other processes cannot be looked at
+        probe = inner.env_fns[0]()  # environments in other processes cannot be inspected, so make one here
         has_masks = probe.has_wrapper_attr("action_masks")
         probe.close()
     else:
@@ -194,7 +196,7 @@ def _without_mask(spaces: Spaces) -> Spaces:
 
 
 def _actions(vector_env: gymnasium.vector.VectorEnv[Any, Any, Any], spaces: Spaces) -> tuple[ActionSpec, Any]:
-    """The action spec, from the space or as declared in the metadata, and what builds Gymnasium's actions."""
+    """Return the action spec, from the metadata or else from the space, and the function that builds Gymnasium's actions."""
     declared = vector_env.metadata.get("action_spec")
     if declared is None:
         part = action_part(spaces.action)
@@ -206,12 +208,12 @@ def _actions(vector_env: gymnasium.vector.VectorEnv[Any, Any, Any], spaces: Spac
 
 
 def _like(rows: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """`rows` [N] with as many dimensions as `mask`."""
+    """Return `rows` [N] with as many dimensions as `mask`."""
     return rows.view(-1, *[1] * (mask.dim() - 1))
 
 
 def _merged(rows: torch.Tensor, new: Masks, old: Masks) -> Masks:
-    """Masks of `new` in `rows` and of `old` elsewhere; a head that only one of them masks is free in the other."""
+    """Return the masks of `new` in `rows` and of `old` elsewhere. A head without a mask in one of them may choose anything there."""
     free = torch.ones((), dtype=torch.bool)
     names = new.keys() | old.keys()
     return {name: torch.where(_like(rows, new.get(name, old.get(name, free))), new.get(name, free), old.get(name, free)) for name in names}

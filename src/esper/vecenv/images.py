@@ -1,10 +1,10 @@
-"""Images as convolutional policies like them: small, grey, several frames at once. Needs Gymnasium; neither OpenCV nor torchvision.
+"""Gymnasium wrappers that prepare images for convolutional policies: resize, convert to grey, stack frames.
 
     env = make("ALE/Pong-v5", 8, wrappers=[ResizeImage, StackFrames])
     esper ppo train ALE/Pong-v5 --wrappers esper.vecenv.images:ResizeImage esper.vecenv.images:StackFrames
 
-Each goes around one Gymnasium environment whose observation is an image [height, width, channels] of bytes, or any array for `StackFrames`.
-A wrapper with other settings is a function: `wrappers=[lambda env: ResizeImage(env, size=(64, 64), grey=False)]`.
+`ResizeImage` takes images of bytes [height, width, channels], `StackFrames` any arrays. To change the settings of a wrapper, give a
+function: `wrappers=[lambda env: ResizeImage(env, size=(64, 64), grey=False)]`. They need Gymnasium, but neither OpenCV nor torchvision.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import numpy as np
 from gymnasium import spaces
 
 Array = np.ndarray[Any, np.dtype[Any]]
-_GREY = np.array([0.299, 0.587, 0.114], dtype=np.float32)  # how bright red, green and blue look (ITU-R BT.601)
+_GREY = np.array([0.299, 0.587, 0.114], dtype=np.float32)  # brightness of red, green and blue (ITU-R BT.601)
 
 
 class ResizeImage(gymnasium.ObservationWrapper[Any, Any, Any]):
-    """Images of `size`, [height, width, 1] where `grey` and else with their channels. A pixel is the mean of its area."""
+    """Resizes images to `size` (height, width); each pixel is the mean of its area. With `grey`, colours become one channel."""
 
     def __init__(self, env: gymnasium.Env[Any, Any], size: tuple[int, int] = (84, 84), grey: bool = True) -> None:
         super().__init__(env)
@@ -39,16 +39,16 @@ class ResizeImage(gymnasium.ObservationWrapper[Any, Any, Any]):
         image = observation.reshape(*observation.shape[:2], -1).astype(np.float32)
         if self.grey:
             image = image @ _GREY[:, None]
-        # Channels first, so that both products are those of whole matrices: [C, H, W].
+        # Move channels first, [C, H, W], so that both products are ordinary matrix products.
         resized = self._rows @ image.transpose(2, 0, 1) @ self._columns
         result: Array = np.rint(resized).astype(np.uint8).transpose(1, 2, 0)
         return np.ascontiguousarray(result)
 
 
 class StackFrames(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """The last `count` observations as one, the newest last. An episode begins with its first one `count` times.
+    """Joins the last `count` observations, newest last. At the start of an episode, the first observation is repeated.
 
-    Images are joined along their channels, and so stay images; other arrays along their last axis.
+    Images are joined along their channels, other arrays along their last axis.
     """
 
     def __init__(self, env: gymnasium.Env[Any, Any], count: int = 4) -> None:
@@ -71,12 +71,12 @@ class StackFrames(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         observation, reward, terminated, truncated, info = self.env.step(action)
-        self._frames = [*self._frames[1:], np.array(observation)]  # copied: an environment may write over what it gave
+        self._frames = [*self._frames[1:], np.array(observation)]  # copy, because an environment may reuse its buffer
         return np.concatenate(self._frames, axis=self._axis), reward, terminated, truncated, info
 
 
 def _area_weights(length: int, wanted: int) -> Array:
-    """[wanted, length]: how much of each of `length` pixels in a row lies in each of `wanted` equal parts of it; rows add up to 1."""
+    """Return weights [wanted, length] that average a line of `length` pixels over `wanted` equal parts; each row sums to 1."""
     edges = np.arange(wanted + 1) * (length / wanted)
     pixels = np.arange(length)
     covered = np.minimum(edges[1:, None], pixels + 1) - np.maximum(edges[:-1, None], pixels)

@@ -1,4 +1,4 @@
-"""Action masks out of what Gymnasium environments return.
+"""Read action masks from the observations, infos or methods of Gymnasium environments.
 
 Shapes: N = parallel environments.
 """
@@ -19,7 +19,10 @@ KEY = "action_mask"
 
 
 def split_masks(spec: ActionSpec, mask: Any, num_envs: int) -> Masks:
-    """The masks by head of a flat one [num_envs, sizes of all discrete heads], or [sizes] for a single environment; or one per head."""
+    """Return masks by head from one mask, or from a dictionary of masks by head.
+
+    One mask is [num_envs, sum of the sizes of all discrete heads]; for a single environment, the first dimension may be missing.
+    """
     if isinstance(mask, Mapping):
         shapes = {head.name: spec.mask_shape(head) for head in spec.discrete}
         given = {name: np.asarray(value, dtype=np.bool_).reshape(num_envs, *shapes[name]) for name, value in mask.items()}
@@ -32,7 +35,7 @@ def split_masks(spec: ActionSpec, mask: Any, num_envs: int) -> Masks:
 class MaskReader:
     """Reads `action_mask` from observations (`in_obs`) or infos, or one `action_mask/<head>` per head from infos.
 
-    Where the infos hold none, `ask` gives the flat masks of all environments, as the method `action_masks` of sb3-contrib does.
+    If the infos hold none, `ask()` returns the flat masks of all environments, like the method `action_masks` of sb3-contrib.
     """
 
     def __init__(self, spec: ActionSpec, num_envs: int, *, in_obs: bool, ask: Callable[[], Sequence[Any] | Array] | None = None) -> None:
@@ -41,12 +44,12 @@ class MaskReader:
         self._ask = ask
         self._shapes = {head.name: spec.mask_shape(head) for head in spec.discrete}
         self._keys = {f"{KEY}/{name}": name for name in self._shapes}
-        # A flat mask is the masks of all heads one after the other; one that depends on another head has rows instead.
+        # A flat mask concatenates the masks of all heads. That is impossible for a head with a parent, whose mask is a matrix.
         self._widths = {head.name: head.size for head in spec.discrete if head.parent is None}
         self._is_flat = len(self._widths) == len(self._shapes)
 
     def read(self, obs: Any, infos: Mapping[str, Any]) -> Masks:
-        """The masks, bool: `[N, size]` or `[N, parent size, size]` by head."""
+        """Return bool masks by head, `[N, size]` or `[N, parent size, size]`."""
         if self.in_obs:
             return self._split(obs)
         if KEY in infos:
@@ -64,13 +67,13 @@ class MaskReader:
             }
         if not self._is_flat:
             raise ValueError(
-                f"a flat {KEY!r} cannot say what depends on another head; give '{KEY}/<head>' in the infos: {list(self._keys)}"
+                f"a flat {KEY!r} cannot hold the mask of a head that depends on another head; give these in the infos: {list(self._keys)}"
             )
         flat = torch.from_numpy(self._rows(source, KEY, (sum(self._widths.values()),)))
         return dict(zip(self._widths, torch.split_with_sizes(flat, list(self._widths.values()), 1), strict=True))
 
     def _rows(self, source: Mapping[str, Any], key: str, shape: tuple[int, ...]) -> Array:
-        """`[N, *shape]` bool in memory of its own; true where an environment gave nothing."""
+        """Return the mask under `key` as new bool `[N, *shape]`; true where an environment gave none."""
         values = np.asarray(source[key])
         present = source.get(f"_{key}")
         if values.dtype != object:
@@ -92,6 +95,6 @@ class MaskReader:
 
 
 def _flat(mask: Any) -> Array:
-    """One environment's mask, which may be one array or one per head."""
+    """Return one environment's mask as a vector, given one array or one array per head."""
     flat: Array = np.concatenate([np.ravel(part) for part in mask]) if isinstance(mask, list | tuple) else np.ravel(mask)
     return flat

@@ -1,7 +1,8 @@
-"""Environments from whatever a user has: a name, a function that makes them, or an environment.
+"""Make batched environments from a name, a function, or an environment.
 
-A name is that of a built-in environment ("cue"), a Gymnasium id ("CartPole-v1"), or `package.module:function`, a function or class of the
-user's own that makes one environment; the current folder is importable. A function that takes `num_envs` makes all of them at once.
+A name is that of a built-in environment ("cue"), a Gymnasium id ("CartPole-v1"), or `package.module:function` for the user's own function
+or class, which makes one environment; modules are also looked up in the current folder. A function with a parameter `num_envs` makes all
+environments at once.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ if TYPE_CHECKING:
     import gymnasium
 
 EnvSource = Any  # a name, a function, a Gymnasium environment or vector environment, or a VecEnv
-Wrapper = Callable[[Any], Any] | str  # from one Gymnasium environment to another, or where to find such a function
+Wrapper = Callable[[Any], Any] | str  # function from one Gymnasium environment to another, or its name "package.module:function"
 
-_GIVEN: dict[str, EnvSource] = {}  # names that hold only inside `named`
+_GIVEN: dict[str, EnvSource] = {}  # names that are defined only inside `named`
 
 
 def make(
@@ -39,12 +40,12 @@ def make(
     wrappers: Sequence[Wrapper] = (),
     **kwargs: Any,
 ) -> VecEnv:
-    """`num_envs` environments: a built-in name such as "cue", a Gymnasium id such as "CartPole-v1", "mycode:make_env", or a function.
+    """Make `num_envs` environments from a name such as "cue", "CartPole-v1" or "mycode:make_env", a function, or an environment.
 
-    `env` may also be one Gymnasium environment, which is taken with copies of it if there are to be several, or a vector environment of as
-    many. `wrappers` go around each single Gymnasium environment, the first one innermost. `seed` is what the first `reset()` uses unless
-    it is given one. `kwargs` go to the built-in environment, to `gymnasium.make_vec`, or to the function. Gymnasium's environments live on
-    the CPU; `vectorization_mode="async"` puts each into a process of its own.
+    If `env` is one Gymnasium environment, the batch consists of it and copies of it. If it is a VecEnv or a Gymnasium vector environment,
+    it must have `num_envs` environments. `wrappers` are applied to each single Gymnasium environment, the first one innermost. `seed` is
+    used by the first `reset()` that is called without one. `kwargs` go to the built-in environment, to `gymnasium.make_vec`, or to the
+    function. Gymnasium's environments run on the CPU; `vectorization_mode="async"` runs each in its own process.
 
     >>> make("cue", 2, delay=5).observation_spec
     {'obs': TensorSpec(shape=(5,), dtype='float32')}
@@ -53,7 +54,7 @@ def make(
         env = _GIVEN.get(env, env)
     if isinstance(env, str) and env in BUILTIN:
         if wrappers:
-            raise ValueError(f"{env!r} is a built-in environment, and wrappers go around Gymnasium environments; leave them out")
+            raise ValueError(f"{env!r} is a built-in environment, and wrappers go around Gymnasium environments; leave out the wrappers")
         return BUILTIN[env].factory(num_envs, device=device, seed=0 if seed is None else seed, **kwargs)
     if isinstance(env, VecEnv):
         _check_batch(env, num_envs, wrappers)
@@ -62,13 +63,13 @@ def make(
     from esper.vecenv.gymnasium import from_gymnasium
 
     if torch.device(device).type != "cpu":
-        raise ValueError(f"{env!r} is a Gymnasium environment and lives on the CPU; got device={str(device)!r}")
+        raise ValueError(f"{env!r} is a Gymnasium environment, which runs on the CPU; got device={str(device)!r}, use device='cpu'")
     made = _make_gymnasium(env, num_envs, [named_object(each) if isinstance(each, str) else each for each in wrappers], kwargs)
     return made if isinstance(made, VecEnv) else from_gymnasium(made, seed=seed)
 
 
 def _make_gymnasium(env: EnvSource, num_envs: int, wrappers: Sequence[Callable[[Any], Any]], kwargs: dict[str, Any]) -> Any:
-    """A vector environment, or what the user's own function made."""
+    """Return a Gymnasium vector environment, or the result of the user's own function."""
     import gymnasium
 
     source = _function_of(env) if isinstance(env, str) else env
@@ -83,11 +84,11 @@ def _make_gymnasium(env: EnvSource, num_envs: int, wrappers: Sequence[Callable[[
         raise ValueError(
             f"an environment is a name, a function that makes one, or an environment of Gymnasium; got a {type(source).__name__}"
         )
-    if wrappers:  # which the vectorised form of an environment would not have
+    if wrappers:  # a natively vectorised environment could not apply them
         kwargs = {"vectorization_mode": "sync", **kwargs, "wrappers": wrappers}
     try:
         if kwargs.get("vectorization_mode", None if gymnasium.spec(source).vector_entry_point else "sync") in ("sync", "async"):
-            # Gymnasium's own choice spends the step after every end on a reset: half of all steps where episodes have one.
+            # Gymnasium's default, NEXT_STEP, uses one step per episode only for the reset, which is half of all steps if episodes have one.
             same_step = {"autoreset_mode": gymnasium.vector.AutoresetMode.SAME_STEP}
             kwargs = {**kwargs, "vector_kwargs": {**same_step, **(kwargs.get("vector_kwargs") or {})}}
         return gymnasium.make_vec(source, num_envs=num_envs, **kwargs)
@@ -96,14 +97,14 @@ def _make_gymnasium(env: EnvSource, num_envs: int, wrappers: Sequence[Callable[[
 
 
 def _call(function: Callable[..., Any], num_envs: int, wrappers: Sequence[Callable[[Any], Any]], kwargs: dict[str, Any]) -> Any:
-    """What a function makes: all environments at once, or one at a time, which are put into one vector environment."""
+    """Call the user's function, which makes all environments at once, or one at a time for a Gymnasium vector environment."""
     from gymnasium import Env
     from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
     if "num_envs" in inspect.signature(function).parameters:
         made = function(num_envs=num_envs, **kwargs)
         if not isinstance(made, VecEnv | VectorEnv):
-            raise ValueError(f"{_name_of(function)} takes num_envs, and so must make a VectorEnv or a VecEnv; got a {type(made).__name__}")
+            raise ValueError(f"{_name_of(function)} takes num_envs, so it must make a VectorEnv or a VecEnv; got a {type(made).__name__}")
         _check_batch(made, num_envs, wrappers)
         return made
     kwargs = dict(kwargs)
@@ -123,14 +124,14 @@ def _call(function: Callable[..., Any], num_envs: int, wrappers: Sequence[Callab
 
 
 def make_single(env: EnvSource, *, wrappers: Sequence[Wrapper] = (), render_mode: str | None = None, **kwargs: Any) -> Any:
-    """One Gymnasium environment from a name, a function or an environment, in its wrappers.
+    """Make one Gymnasium environment from a name, a function or an environment, and apply the wrappers.
 
-    A function gets `render_mode` where it takes such a keyword, and else makes environments as it does.
+    `render_mode` is passed to a function only if it accepts such a keyword.
     """
     if isinstance(env, str):
         env = _GIVEN.get(env, env)
     if isinstance(env, str) and env in BUILTIN:
-        raise ValueError(f"{env!r} is a built-in environment, which exists only as a batch; name one of Gymnasium")
+        raise ValueError(f"{env!r} is a built-in environment, which exists only as a batch; name an environment of Gymnasium")
     _check_gymnasium(env)
     import gymnasium
 
@@ -156,7 +157,7 @@ def make_single(env: EnvSource, *, wrappers: Sequence[Wrapper] = (), render_mode
 
 
 def _itself_and_copies(env: gymnasium.Env[Any, Any]) -> Callable[[], Any]:
-    """A function that gives an environment itself, and then others like it."""
+    """Return a function whose first call returns `env` itself, and later calls return copies of it."""
     is_given = False
 
     def make_one() -> Any:
@@ -166,7 +167,7 @@ def _itself_and_copies(env: gymnasium.Env[Any, Any]) -> Callable[[], Any]:
             return env
         try:
             return copy.deepcopy(env)
-        except Exception as error:  # whatever of it cannot be copied: windows, sockets, handles of a simulator
+        except Exception as error:  # windows, sockets or handles of a simulator cannot be copied, and raise anything
             raise ValueError(
                 f"{env} cannot be copied ({type(error).__name__}: {error}); give a function that makes the environment"
             ) from error
@@ -176,14 +177,14 @@ def _itself_and_copies(env: gymnasium.Env[Any, Any]) -> Callable[[], Any]:
 
 def _check_batch(env: Any, num_envs: int, wrappers: Sequence[Wrapper]) -> None:
     if env.num_envs != num_envs:
-        raise ValueError(f"the environment given is a batch of {env.num_envs}, and {num_envs} were asked for")
+        raise ValueError(f"the given environment is a batch of {env.num_envs}, but {num_envs} were asked for; use num_envs={env.num_envs}")
     if wrappers:
-        raise ValueError("wrappers go around single environments, and the environment given is a batch; wrap them where it is made")
+        raise ValueError("wrappers go around single environments, but the given environment is a batch; apply them where it is made")
 
 
 @contextlib.contextmanager
 def named(name: str, env: EnvSource | None) -> Iterator[None]:
-    """Inside, `make(name, ...)` makes environments from `env`; nothing changes where that is None."""
+    """Let `make(name, ...)` make environments from `env` inside the context. None changes nothing."""
     if env is None:
         yield
         return
@@ -191,7 +192,7 @@ def named(name: str, env: EnvSource | None) -> Iterator[None]:
 
     if isinstance(env, VecEnv | gymnasium.vector.VectorEnv):
         raise ValueError("a run makes environments for training and for evaluation; give a function that makes a batch: make_env(num_envs)")
-    # One function for all calls, so that the environment itself is trained in and only copies are evaluated in.
+    # One function for all calls: the first call, for training, gets the environment itself; evaluation gets copies.
     _GIVEN[name] = _itself_and_copies(env) if isinstance(env, gymnasium.Env) else env
     try:
         yield
@@ -200,7 +201,7 @@ def named(name: str, env: EnvSource | None) -> Iterator[None]:
 
 
 def named_object(name: str) -> Any:
-    """What `package.module:name` names, with the current folder importable."""
+    """Return the object named `package.module:name`. The current folder is importable."""
     module_name, _, attribute = name.partition(":")
     if not (module_name and attribute):
         raise ValueError(f"{name!r}: expected package.module:name, such as mycode:make_env")
@@ -211,14 +212,15 @@ def named_object(name: str) -> Any:
 
 
 def _function_of(name: str) -> Any:
-    """What makes the environment of this name: a function of the user's, or the name itself where Gymnasium shall find it."""
+    """Return the user's function of this name, or the name itself if it is a Gymnasium id."""
     module_name, colon, attribute = name.partition(":")
     if not colon:
         return name
-    return _attribute_of(module_name, attribute) or name  # Gymnasium's ids may have a module in front too
+    return _attribute_of(module_name, attribute) or name  # a Gymnasium id may have the form "module:id" too
 
 
 def _attribute_of(module_name: str, attribute: str) -> Any:
+    """Import a module, also from the current folder, and return its attribute; None if it has no such attribute."""
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -226,6 +228,7 @@ def _attribute_of(module_name: str, attribute: str) -> Any:
     try:
         return getattr(importlib.import_module(module_name), attribute, None)
     except ModuleNotFoundError as error:
+        # The module may exist and fail to import another one; that error must not be hidden.
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise
         raise ValueError(
@@ -242,7 +245,8 @@ def _check_gymnasium(env: EnvSource) -> None:
         import gymnasium  # noqa: F401
     except ImportError as error:
         raise ImportError(
-            f"{env!r} is none of the built-in environments {sorted(BUILTIN)}, and Gymnasium is not installed: pip install 'esper-grow[gym]'"
+            f"{env!r} is not a built-in environment ({', '.join(sorted(BUILTIN))}), and Gymnasium is not installed: "
+            "pip install 'esper-grow[gym]'"
         ) from error
 
 

@@ -1,7 +1,7 @@
-"""Observations and actions in an environment's own form: what they look like there, and how they become our tensors and back.
+"""Spaces of environments: convert their observations to named tensors, and named actions to what they expect.
 
-`Space` mirrors Gymnasium's spaces as plain data, so that a policy can be saved with it and needs neither the environment nor Gymnasium to
-read an observation of the environment or to answer with an action in its units. Only `spaces_of` needs Gymnasium.
+`Space` describes a Gymnasium space as plain data. A policy is saved with it, and then needs neither the environment nor Gymnasium to read
+an observation or to return an action in the environment's units. Only `spaces_of` needs Gymnasium.
 
 Shapes: N = parallel environments.
 """
@@ -20,11 +20,11 @@ from esper.vecenv.actions import ActionSpec, Continuous, Discrete, Head
 from esper.vecenv.contract import Actions, ObservationSpec, TensorSpec
 
 Array = np.ndarray[Any, np.dtype[Any]]
-ROOT = "action"  # the head of an action space that has no names in it
+ROOT = "action"  # name of the head if the action space has no names
 
 
 class ArraySpace(msgspec.Struct, frozen=True, tag="array"):
-    """An array of numbers. `low` and `high` are flat, and given for actions alone."""
+    """An array of numbers. `low` and `high` are flattened, and given only for actions."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -33,7 +33,7 @@ class ArraySpace(msgspec.Struct, frozen=True, tag="array"):
 
 
 class DiscreteSpace(msgspec.Struct, frozen=True, tag="discrete"):
-    """One of the whole numbers from `start` to `start + size - 1`."""
+    """One integer from `start` to `start + size - 1`."""
 
     size: int
     start: int = 0
@@ -41,7 +41,7 @@ class DiscreteSpace(msgspec.Struct, frozen=True, tag="discrete"):
 
 
 class MultiDiscreteSpace(msgspec.Struct, frozen=True, tag="multi_discrete"):
-    """An array of whole numbers; `sizes` and `starts` are flat."""
+    """An array of integers. `sizes` and `starts` are flattened."""
 
     sizes: tuple[int, ...]
     starts: tuple[int, ...]
@@ -50,10 +50,14 @@ class MultiDiscreteSpace(msgspec.Struct, frozen=True, tag="multi_discrete"):
 
 
 class DictSpace(msgspec.Struct, frozen=True, tag="dict"):
+    """A dictionary of spaces."""
+
     spaces: dict[str, Space]
 
 
 class TupleSpace(msgspec.Struct, frozen=True, tag="tuple"):
+    """A tuple of spaces."""
+
     spaces: tuple[Space, ...]
 
 
@@ -61,7 +65,7 @@ Space = ArraySpace | DiscreteSpace | MultiDiscreteSpace | DictSpace | TupleSpace
 
 
 class Spaces(msgspec.Struct, frozen=True):
-    """What one environment observes and takes, in its own form."""
+    """Observation space and action space of one environment."""
 
     observation: Space
     action: Space
@@ -69,18 +73,18 @@ class Spaces(msgspec.Struct, frozen=True):
 
 @runtime_checkable
 class HasSpaces(Protocol):
-    """A VecEnv over environments with a form of their own."""
+    """A VecEnv that wraps environments with their own spaces."""
 
     spaces: Spaces
 
 
 def spaces_of(observation_space: Any, action_space: Any) -> Spaces:
-    """The data of two Gymnasium spaces. Raises ValueError for a kind that is not understood."""
+    """Return the description of two Gymnasium spaces. Raise ValueError for an unsupported kind of space."""
     return Spaces(_observation_space(observation_space, "obs"), _action_space(action_space, ROOT))
 
 
 def spaces_of_specs(observation_spec: ObservationSpec, action_spec: ActionSpec) -> Spaces:
-    """The form of an environment that has none but ours: an array where there is only "obs" or one head, else a dictionary by name."""
+    """Return spaces for a VecEnv that wraps nothing: an array if the only part is "obs" or there is one head, else a dictionary by name."""
     parts: dict[str, Space] = {name: ArraySpace(spec.shape, spec.dtype) for name, spec in observation_spec.items()}
     heads: dict[str, Space] = {head.name: _space_of_head(head) for head in action_spec.heads}
     return Spaces(
@@ -108,8 +112,8 @@ def _observation_space(space: Any, name: str) -> Space:
     if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
         return _discrete_space(space)
     raise ValueError(
-        f"observation {name!r} is a {type(space).__name__}, which has no tensor of fixed shape; Box, Discrete, MultiDiscrete, "
-        "MultiBinary, and Dict and Tuple of those are understood: wrap the environment to give one of them"
+        f"observation {name!r} is a {type(space).__name__}, which cannot become a tensor of fixed shape; Box, Discrete, MultiDiscrete, "
+        "MultiBinary, and Dict and Tuple of those are understood: wrap the environment so that it returns one of them"
     )
 
 
@@ -127,11 +131,11 @@ def _action_space(space: Any, name: str) -> Space:
         return _discrete_space(space)
     if isinstance(space, spaces.Box):
         if not np.issubdtype(space.dtype, np.floating):
-            raise ValueError(f"action {name!r} is a Box of {space.dtype}; whole numbers are MultiDiscrete actions")
+            raise ValueError(f"action {name!r} is a Box of {space.dtype}; use a MultiDiscrete space for integers")
         low, high = (tuple(float(bound) for bound in bounds.ravel()) for bounds in (space.low, space.high))
         return ArraySpace(_plain(space.shape), space.dtype.name, low=low, high=high)
     raise ValueError(
-        f"action {name!r} is a {type(space).__name__}; Discrete, MultiDiscrete, MultiBinary, Box, Dict and Tuple are understood"
+        f"action {name!r} is a {type(space).__name__}; only Discrete, MultiDiscrete, MultiBinary, Box, Dict and Tuple are understood"
     )
 
 
@@ -149,26 +153,27 @@ def _joined(name: str, key: object) -> str:
     return str(key) if name in ("obs", ROOT) else f"{name}/{key}"
 
 
-# From observations of an environment to ours
+# Observations: from the environment's form to named arrays
 
 
 class Part(NamedTuple):
-    """One named part of an observation: where it is found in what the environment gives, and what becomes of it."""
+    """One named part of an observation: its place in the environment's observation, and how it is converted."""
 
     name: str
-    path: tuple[str | int, ...]
-    shape: tuple[int, ...]  # in the environment, of one observation
-    spec: TensorSpec
-    convert: Callable[[Array], Array]  # [N, *shape] -> [N, *spec.shape]; never the same memory unless told so
+    path: tuple[str | int, ...]  # keys and indices that lead to it
+    shape: tuple[int, ...]  # shape in one observation of the environment
+    spec: TensorSpec  # after conversion
+    convert: Callable[[Array], Array]  # [N, *shape] -> [N, *spec.shape]; copies the memory unless `share_memory`
 
     def find(self, batch: Any) -> Any:
+        """Return this part of an observation."""
         for key in self.path:
             batch = batch[key]
         return batch
 
 
 def observation_parts(space: Space, *, share_memory: bool = False, path: tuple[str | int, ...] = ()) -> list[Part]:
-    """The parts of an observation, nested dictionaries and tuples flattened with "/". `share_memory` spares copies that are not needed."""
+    """Return the parts of an observation; names of nested parts are joined by "/". `share_memory` avoids copies where possible."""
     name = "/".join(map(str, path)) or "obs"
     if isinstance(space, DictSpace | TupleSpace):
         named: list[tuple[str | int, Space]] = list(space.spaces.items() if isinstance(space, DictSpace) else enumerate(space.spaces))
@@ -179,15 +184,15 @@ def observation_parts(space: Space, *, share_memory: bool = False, path: tuple[s
         spec = TensorSpec((sum(space.sizes),))
         return [Part(name, path, space.shape, spec, _one_hot(np.array(space.sizes), np.array(space.starts)))]
     dtype = np.uint8 if space.dtype == "uint8" else np.float32
-    shape = space.shape or (1,)  # a single number is a vector of one
+    shape = space.shape or (1,)  # a single number becomes a vector of length 1
     spec = TensorSpec(shape, np.dtype(dtype).name)
     return [Part(name, path, space.shape, spec, _as_type(dtype, shape, share_memory=share_memory))]
 
 
 def read_observation(parts: Sequence[Part], observation: Any) -> tuple[dict[str, Array], bool]:
-    """One observation of an environment or a batch of them as ours, [N, ...] by name, and whether it was a single one.
+    """Convert one observation of an environment, or a batch of N, to arrays [N, ...] by name. Also return whether it was a single one.
 
-    Takes arrays, tensors, lists and numbers of any type that holds the values.
+    The observation may consist of arrays, tensors, lists and numbers.
     """
     found = {part.name: _array_of(part, observation) for part in parts}
     single = {part.name: found[part.name].ndim == len(part.shape) for part in parts}
@@ -200,7 +205,7 @@ def read_observation(parts: Sequence[Part], observation: Any) -> tuple[dict[str,
                 f"or {('N', *part.shape)} for N of them, the same for all parts"
             )
         if part.spec.dtype == "uint8" and np.issubdtype(value.dtype, np.floating):
-            raise ValueError(f"observation {part.name!r} holds bytes from 0 to 255; got {value.dtype}")
+            raise ValueError(f"observation {part.name!r} must have bytes from 0 to 255; got {value.dtype}")
     is_single = single[parts[0].name]
     return {part.name: part.convert(found[part.name][None] if is_single else found[part.name]) for part in parts}, is_single
 
@@ -225,8 +230,8 @@ def _as_type(dtype: Any, shape: tuple[int, ...], *, share_memory: bool) -> Calla
 
 
 def _one_hot(sizes: Array, start: Array) -> Callable[[Array], Array]:
-    """Values [N, k], or [N] where k = 1 -> k one-hots side by side [N, sum of sizes]."""
-    shift = np.concatenate(([0], np.cumsum(sizes)[:-1])) - start  # from a value to its column
+    """Return a function from values [N, k], or [N] if k = 1, to k one-hot vectors side by side [N, sum of sizes]."""
+    shift = np.concatenate(([0], np.cumsum(sizes)[:-1])) - start  # value + shift = column
     width = int(sizes.sum())
 
     def convert(values: Array) -> Array:
@@ -238,18 +243,18 @@ def _one_hot(sizes: Array, start: Array) -> Callable[[Array], Array]:
     return convert
 
 
-# From our actions to those of an environment
+# Actions: from named heads to the environment's form
 
 
 class ActionPart(NamedTuple):
-    """Heads, and the function that makes of their actions, on the CPU, what the environment's batched space expects."""
+    """The heads of an action space, and the function that turns their actions (on the CPU) into a batch of the environment's actions."""
 
     heads: tuple[Head, ...]
     build: Callable[[Actions], Any]
 
 
 def action_part(space: Space, name: str = ROOT) -> ActionPart:
-    """The heads of an action space. Those of a dictionary or tuple are named by their keys, joined by "/"."""
+    """Return the heads of an action space. In a dictionary or tuple they are named by their keys, joined by "/"."""
     if isinstance(space, DiscreteSpace):
         return ActionPart((Discrete(name, space.size),), _discrete(name, space.start, np.dtype(space.dtype)))
     if isinstance(space, MultiDiscreteSpace):
@@ -262,7 +267,7 @@ def action_part(space: Space, name: str = ROOT) -> ActionPart:
 
 
 def action_part_for(space: Space, spec: ActionSpec) -> ActionPart:
-    """The action part with the heads of `spec`, which may have named a single head differently."""
+    """Return the action part whose heads are those of `spec`, which may use another name for a single head."""
     for name in (ROOT, spec.heads[0].name):
         part = action_part(space, name)
         if set(map(_form, part.heads)) == set(map(_form, spec.heads)):
@@ -271,12 +276,12 @@ def action_part_for(space: Space, spec: ActionSpec) -> ActionPart:
 
 
 def _form(head: Head) -> tuple[str, int, bool | None]:
-    """What an action space says of a head: not on which other head it depends."""
+    """Return the properties of a head that an action space determines. It does not determine on which other head a head depends."""
     return head.name, head.size, head.is_bounded if isinstance(head, Continuous) else None
 
 
 def first_of(batch: Any) -> Any:
-    """The only action of a batch of one."""
+    """Return the action in a batch of one."""
     if isinstance(batch, tuple):
         return tuple(first_of(part) for part in batch)
     if isinstance(batch, dict):
@@ -304,14 +309,15 @@ def _several(name: str, space: MultiDiscreteSpace) -> ActionPart:
 
 def _continuous(name: str, space: ArraySpace) -> ActionPart:
     low, high = np.array(space.low, dtype=space.dtype), np.array(space.high, dtype=space.dtype)
-    largest = np.finfo(low.dtype).max  # which some environments write for "any number"
+    largest = np.finfo(low.dtype).max  # some environments use it for "unbounded"
     is_bounded = bool((np.abs(low) < largest).all() and (np.abs(high) < largest).all())
-    # Halves first, or wide bounds overflow. A box with an open side takes the numbers as they are, cut at the bounds that it has.
+    # Bounded: scale [-1, 1] to [low, high]; halve before adding, so that wide bounds do not overflow. Otherwise pass the numbers on as they
+    # are, clipped at those bounds that exist.
     centre, half = (low / 2 + high / 2, high / 2 - low / 2) if is_bounded else (np.zeros_like(low), np.ones_like(low))
 
     def build(actions: Actions) -> Array:
         scaled = (actions[name].numpy() * half + centre).astype(space.dtype, copy=False)
-        # Rounding may step over a bound by one unit, which some environments refuse.
+        # Clip, because rounding may exceed a bound by the last digit, which some environments refuse.
         result: Array = np.minimum(np.maximum(scaled, low), high).reshape(len(scaled), *space.shape)
         return result
 

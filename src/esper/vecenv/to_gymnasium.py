@@ -1,4 +1,4 @@
-"""One of our environments as a Gymnasium vector environment. Needs Gymnasium."""
+"""Adapter from a VecEnv to a Gymnasium vector environment. Needs Gymnasium."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from esper.vecenv.contract import Actions, Masks, Obs, Saveable, TensorSpec, Tim
 
 
 class ToGymnasium(VectorEnv[Any, Any, Any]):
-    """`vec_env` with Gymnasium's interface: it resets in the same step, with `final_obs` in the infos.
+    """A Gymnasium vector environment that wraps `vec_env`. It resets in the same step, with `final_obs` in the infos.
 
-    Masks are in the infos, int8: `action_mask` for an action of one head, else `action_mask/<head>`. An observation of one part
-    called "obs" is that array, any other a dictionary; likewise an action of one head. The action spec is kept in
-    `metadata["action_spec"]`, so that `from_gymnasium` finds what spaces cannot say: which head depends on which.
+    Masks are in the infos as int8: `action_mask` if the action has one head, else `action_mask/<head>`. An observation whose only part is
+    "obs" is an array, others are dictionaries; likewise an action of one head is an array. `metadata["action_spec"]` holds the action spec,
+    from which `from_gymnasium` reads the dependencies between heads, which spaces cannot express.
 
-    Where an action was ignored, because a row only waits for its next episode, `valid` in the infos is false: learn nothing from that
-    row's step. Without `valid` every step was real.
+    `valid` in the infos is false for rows whose action was ignored, because they only waited for their next episode. Do not learn from
+    those steps. Without `valid`, no action was ignored.
     """
 
     def __init__(self, vec_env: VecEnv) -> None:
@@ -82,7 +82,7 @@ class ToGymnasium(VectorEnv[Any, Any, Any]):
         return infos
 
     def _final_infos(self, timestep: Timestep, final_obs: Obs) -> dict[str, Any]:
-        """Gymnasium's form: an object array with one observation for each row that ended."""
+        """Return final observations as Gymnasium does: an object array with one observation for each row that ended."""
         ended = _array(timestep.ended)
         if not ended.any():
             return {}

@@ -1,4 +1,4 @@
-"""The environments that come with Esper: small, batched, on any device, saveable, and each provably solvable."""
+"""Built-in environments: small, batched, on any device, saveable, and with a known best return."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from esper.vecenv.builtin.pendulum import PendulumHidden
 
 
 class Builtin(NamedTuple):
-    factory: Callable[..., BuiltinEnv]  # (num_envs, *, device, seed, and its own keywords)
+    """A built-in environment and its line in the command line's help."""
+
+    factory: Callable[..., BuiltinEnv]  # called with (num_envs, *, device, seed) and the environment's own keywords
     help: str
 
 

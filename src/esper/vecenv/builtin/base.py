@@ -1,11 +1,11 @@
-"""What the built-in environments share: one generator, same-step autoreset, and saving.
+"""Base class of the built-in environments: one random generator, automatic reset in the same step, and saving.
 
-A built-in environment is three functions of its state: `start` draws one for every environment, `advance` moves it by one step,
-`observe` shows it. State is a dictionary of tensors whose *last* dimension is the environment, so that each part of it lies
-together in memory. It is replaced, never written to, so what was handed out stays as it was.
+A subclass defines three functions of its state: `start` draws a first state for every environment, `advance` computes the next state,
+`observe` computes the observation. A state is a dictionary of tensors whose *last* dimension is the environment, so that each quantity is
+contiguous in memory. States are replaced and never changed in place, so returned tensors do not change either.
 
-With `numpy_on_cpu` these tensors are NumPy arrays on the CPU, where small operations cost a fraction of torch's. The three functions
-are then written against `self.xp`, which is numpy or torch, with the names that both know.
+With `numpy_on_cpu`, states on the CPU are NumPy arrays, because small operations are much cheaper than in torch. The three functions then
+call `self.xp`, which is numpy or torch, and use only names that both have.
 
 Shapes: N = parallel environments.
 """
@@ -27,7 +27,7 @@ State = dict[str, Array]  # name -> [..., N]
 
 
 class Outcome(NamedTuple):
-    """What one step brought; `truncated` is false where `terminated` is true."""
+    """Reward and ends of one step. `truncated` is false where `terminated` is true."""
 
     reward: Array  # [N] float32
     terminated: Array  # [N] bool
@@ -35,7 +35,7 @@ class Outcome(NamedTuple):
 
 
 class BuiltinEnv(ABC):
-    """A VecEnv and Saveable on any device. `seed` is where its generator starts; `reset(seed)` moves it."""
+    """A saveable VecEnv on any device. `seed` seeds its generator; `reset(seed)` seeds it again."""
 
     observation_spec: ObservationSpec
     action_spec: ActionSpec
@@ -45,7 +45,7 @@ class BuiltinEnv(ABC):
         if num_envs < 1:
             raise ValueError(f"num_envs must be at least 1; got {num_envs}")
         self.num_envs = num_envs
-        self.device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0", as its tensors will say
+        self.device = torch.empty(0, device=device).device  # with its index: "cuda" becomes "cuda:0"
         self.generator = torch.Generator(self.device)
         self.generator.manual_seed(seed)
         self.in_numpy = self.numpy_on_cpu and self.device.type == "cpu"
@@ -54,18 +54,18 @@ class BuiltinEnv(ABC):
 
     @abstractmethod
     def start(self) -> State:
-        """A first state for every environment, drawn from `self.generator`."""
+        """Return a first state for every environment, drawn from `self.generator`."""
 
     @abstractmethod
     def advance(self, state: State, actions: Actions) -> tuple[State, Outcome]:
-        """The state after one step, as if no episode ended, and what the step brought."""
+        """Return the state after one step, without any reset, and the outcome of the step."""
 
     @abstractmethod
     def observe(self, state: State) -> tuple[dict[str, Array], dict[str, Array]]:
-        """Observation and masks of a state, in memory of their own."""
+        """Return the observation and the masks of a state, in new memory."""
 
     def array(self, tensor: Tensor) -> Array:
-        """A tensor as state holds it."""
+        """Return a tensor in the form that states use: as a NumPy array if `in_numpy`."""
         return tensor.numpy() if self.in_numpy else tensor
 
     def reset(self, seed: int | None = None) -> Timestep:
@@ -83,7 +83,8 @@ class BuiltinEnv(ABC):
         state, outcome = self.advance(self.state, actions)
         seen = self.observe(state)
         ended = outcome.terminated | outcome.truncated
-        # Asking whether anything ended is free on CPU; elsewhere it would wait for the device, so all are drawn and few kept.
+        # On the CPU, skip the reset if no episode ended. On other devices that question would wait for the device, so draw new states for
+        # all environments and use them where an episode ended.
         if self.device.type == "cpu" and not ended.any():
             self.state = state
             return self._timestep(outcome, seen)

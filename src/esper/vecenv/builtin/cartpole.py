@@ -1,9 +1,9 @@
-"""CartPole-v1 without velocities: the same cart, the same pole, but how fast they move must be inferred from what was seen before.
+"""CartPole-v1 without velocities: the policy must infer them from earlier observations.
 
-Gymnasium's dynamics (Euler, 0.02 s), batched: the episode terminates when the cart leaves ±2.4 m or the pole ±12 degrees and is
+The dynamics are Gymnasium's (Euler, 0.02 s), batched. An episode terminates when the cart leaves ±2.4 m or the pole ±12 degrees, and is
 truncated after `max_steps`. The best return is `max_steps` · `reward_scale`; random actions balance for about 22 steps.
 
-With `never_terminate`, every episode lasts `max_steps` steps: the cart stops at the edge and the pole swings round.
+With `never_terminate`, every episode lasts `max_steps` steps: the cart stops at the edge and the pole may swing round.
 
 Shapes: N = parallel environments.
 """
@@ -22,14 +22,14 @@ from esper.vecenv.contract import Actions, TensorSpec
 GRAVITY = 9.8  # m/s²
 POLE_MASS = 0.1  # kg
 TOTAL_MASS = 1.1  # kg, cart and pole
-HALF_LENGTH = 0.5  # m, of the pole
-POLE_SHARE = POLE_MASS * HALF_LENGTH / TOTAL_MASS  # m: how much of the pole's swing the whole feels
+HALF_LENGTH = 0.5  # m, half the length of the pole
+POLE_SHARE = POLE_MASS * HALF_LENGTH / TOTAL_MASS  # m, moment of the pole over the total mass
 FORCE = 10.0  # N
 STEP_S = 0.02
 POSITION_LIMIT = 2.4  # m
 ANGLE_LIMIT = math.radians(12)
-START_RANGE = 0.05  # every part of the state starts within ± this
-SPEED_LIMIT = 20.0  # m/s and rad/s; only with never_terminate, where nothing else bounds them
+START_RANGE = 0.05  # every number of the state starts within ± this
+SPEED_LIMIT = 20.0  # m/s and rad/s, only with never_terminate, where nothing else limits speeds
 
 
 class CartPoleHidden(BuiltinEnv):
@@ -74,7 +74,7 @@ class CartPoleHidden(BuiltinEnv):
         else:
             terminated = (abs(motion[:2]) > self._limits).any(0)
             truncated = truncated & ~terminated
-        reward = self._reward + 0  # a copy, as numpy and torch both spell it
+        reward = self._reward + 0  # a copy, written so that it works in numpy and torch
         return {"motion": motion, "steps": steps}, Outcome(reward, terminated, truncated)
 
     def observe(self, state: State) -> tuple[dict[str, Array], dict[str, Array]]:
@@ -82,7 +82,7 @@ class CartPoleHidden(BuiltinEnv):
 
 
 def moved(xp: Any, motion: Array, push: Array) -> Array:
-    """`motion` [4, N] one Euler step later; `push` [N] is the force over the total mass, in m/s²."""
+    """Return `motion` [4, N] one Euler step later. `push` [N] is the force over the total mass, in m/s²."""
     _, angle, _, spin = motion
     sine, cosine = xp.sin(angle), xp.cos(angle)
     thrust = push + spin * spin * sine * POLE_SHARE
@@ -95,7 +95,7 @@ def moved(xp: Any, motion: Array, push: Array) -> Array:
 
 
 def _bounded(xp: Any, motion: Array) -> Array:
-    """Keeps every number of `motion` [4, N] finite for ever."""
+    """Limit every number of `motion` [4, N], so that it stays finite in long episodes."""
     position, angle, speed, spin = motion
     position = xp.clip(position, -POSITION_LIMIT, POSITION_LIMIT)
     angle = xp.remainder(angle + math.pi, 2 * math.pi) - math.pi

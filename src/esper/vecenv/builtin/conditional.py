@@ -1,11 +1,11 @@
-"""Two heads, the second masked by the first one's choice: what masks and relevance are for.
+"""A test of masks and relevance: two heads, where the mask of the second depends on the choice of the first.
 
-Each step asks for one of three kinds. Kind 0, "pass", is right whatever the item; for the other two, the item must be the most
-valuable one that the mask of that kind allows. The masks are drawn anew each step and are *not* part of the observation, so only a
-learner that applies them (row `kind` of them) can be right, and one that credits the item of a pass learns from noise. Reward 1 if
-right, else 0; a forbidden item is wrong. Episodes terminate after 10 steps.
+Each step asks for one of three kinds. Kind 0, "pass", is right with any item. For the other two, the item must be the most valuable one
+that the mask of that kind allows. The masks are drawn again each step and are *not* part of the observation, so only a learner that
+applies the mask of the chosen kind can be right, and a learner that credits the item of a pass learns from noise. The reward is 1 if the
+action is right, else 0; a forbidden item is wrong. Episodes terminate after 10 steps.
 
-Best mean return 10. Choosing uniformly among what is allowed: 1.97, from 10 · 1/3 · (1/3 + 2/3 · E[1 / allowed items]).
+The best mean return is 10. Uniform choices among allowed actions give 1.97 = 10 · 1/3 · (1/3 + 2/3 · E[1 / allowed items]).
 
 Shapes: N = parallel environments.
 """
@@ -27,7 +27,7 @@ STEPS = 10
 
 
 class Conditional(BuiltinEnv):
-    """Observation: the wanted kind, one-hot (3), then the value of each item, a shuffle of 0, 1/4, 1/2, 3/4, 1 (5)."""
+    """Observation: the wanted kind, one-hot (3), then the values of the items, a permutation of 0, 1/4, 1/2, 3/4, 1 (5)."""
 
     def __init__(self, num_envs: int, *, device: str | torch.device = "cpu", seed: int = 0) -> None:
         super().__init__(num_envs, device=device, seed=seed)
@@ -56,7 +56,7 @@ class Conditional(BuiltinEnv):
         return {"obs": obs}, {"item": state["allowed"].permute(2, 0, 1).clone()}
 
     def _question(self) -> State:
-        """A wanted kind, a shuffle of values, and for each kind the items it allows: one at random, each other with even odds."""
+        """Draw a wanted kind, a permutation of values, and the allowed items of each kind: one at random, others with probability 1/2."""
 
         def uniform(*shape: int) -> Tensor:
             return torch.rand(*shape, self.num_envs, generator=self.generator, device=self.device)

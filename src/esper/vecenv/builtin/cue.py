@@ -1,8 +1,8 @@
-"""Remember a cue: shown once, asked for after a delay. What a recurrent learner must be able to do and a memoryless one cannot.
+"""A test of memory: a cue is shown once and asked for after a delay. A policy without memory cannot solve it.
 
-The first observation shows one of `choices` cues, then `delay` observations follow that show nothing; with the last of them comes the
-go flag, and the action taken on it must name the cue: reward 1 if right, 0 if wrong, and the episode terminates. No other action
-matters. With `jitter`, each episode waits up to that many steps longer. Best mean return 1, guessing 1 / choices.
+The first observation shows one of `choices` cues. Then follow `delay` observations without a cue, the last of which has the go flag. The
+action on that one must name the cue: the reward is 1 if it is right, else 0, and the episode terminates. No other action matters. With
+`jitter`, each episode waits up to that many steps longer. The best mean return is 1; guessing gives 1 / choices.
 
 Shapes: N = parallel environments, K = choices.
 """

@@ -1,7 +1,7 @@
-"""Pendulum-v1 without velocity: swing up and hold, with the angular speed inferred from the angles seen before.
+"""Pendulum-v1 without velocity: swing up and hold. The policy must infer the angular speed from earlier angles.
 
-Gymnasium's dynamics and reward (0 is perfect, about -16.3 per step the worst), batched, truncated after `max_steps`. Random torques
-get about -1200 per episode; a scripted swing-up about -150, most of which is the way up.
+Dynamics and reward are Gymnasium's (0 is the best, about -16.3 the worst per step), batched. Episodes are truncated after `max_steps`.
+Random torques get about -1200 per episode; a scripted swing-up gets about -150, most of it on the way up.
 
 Shapes: N = parallel environments.
 """
@@ -45,8 +45,8 @@ class PendulumHidden(BuiltinEnv):
         xp = self.xp
         angle, speed = state["motion"]
         torque = xp.clip(self.array(actions["action"].detach())[:, 0], -1, 1) * MAX_TORQUE
-        off = xp.remainder(angle + math.pi, 2 * math.pi) - math.pi
-        cost = off * off + 0.1 * speed * speed + 0.001 * torque * torque
+        from_upright = xp.remainder(angle + math.pi, 2 * math.pi) - math.pi  # in [-π, π)
+        cost = from_upright * from_upright + 0.1 * speed * speed + 0.001 * torque * torque
         speed = xp.clip(speed + (1.5 * GRAVITY * xp.sin(angle) + 3.0 * torque) * STEP_S, -MAX_SPEED, MAX_SPEED)
         angle = angle + speed * STEP_S
         steps = state["steps"] + 1
