@@ -176,7 +176,7 @@ class Ema:
 
 def _checked_momentum(momentum: float) -> float:
     if not 0 <= momentum < 1:
-        raise ValueError(f"momentum must be at least 0 and below 1, as the share of the past that is kept; got {momentum}")
+        raise ValueError(f"momentum is the share of the past that is kept and must be at least 0 and below 1; got {momentum}")
     return momentum
 
 

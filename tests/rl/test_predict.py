@@ -129,7 +129,7 @@ def test_what_does_not_fit_is_refused_with_both_shapes():
         ppo.predict((np.zeros(3), np.zeros(2, np.int64)))
     with pytest.raises(ValueError, match="no part '1'"):
         ppo.predict((np.zeros(3),))
-    with pytest.raises(ValueError, match="holds bytes from 0 to 255; got float64"):
+    with pytest.raises(ValueError, match="must have bytes from 0 to 255; got float64"):
         learner(KINDS["bytes"], spaces.Discrete(3)).predict(np.zeros(3))
     with pytest.raises(ValueError, match="Use predict"):
         ppo.policy.act(np.zeros(3))

@@ -204,7 +204,7 @@ def test_damaged_idx_files_are_named(tmp_path: Path) -> None:
         load_task("mnist", data_dir=tmp_path)
     images.write_bytes(whole)
     labels.write_bytes(labels.read_bytes()[:-1])
-    with pytest.raises(TaskError, match=r"t10k-labels-idx1-ubyte is damaged: its header announces \(20,\) values, and 19 follow"):
+    with pytest.raises(TaskError, match=r"t10k-labels-idx1-ubyte is damaged: its header announces \(20,\) values, but 19 follow"):
         load_task("mnist", data_dir=tmp_path)
     write_idx(labels, np.zeros(19, dtype=np.uint8))
     with pytest.raises(TaskError, match=r"20 images and .* 19 labels"):

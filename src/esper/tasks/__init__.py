@@ -1,4 +1,4 @@
-"""Tasks on which networks are grown: data in three parts, three hosts (too small, right, too large) and a loss.
+"""Tasks on which networks are grown: data in three parts, hosts in three sizes (too small, right, too large) and a loss.
 
 task = load_task("digits")
 host = task.make_host("starved", seed=0)

@@ -1,4 +1,4 @@
-"""Random changes to training images, a whole batch at a time.
+"""Augment a batch of training images by random crops and flips.
 
 Shapes: B = images, C = channels, H, W = height and width.
 """
@@ -13,9 +13,9 @@ PADDING = 4  # pixels on every side
 
 
 def crop_and_flip(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Every image [C, H, W] moved by up to four pixels and mirrored or not. What comes in at the border is 0: the mean, once normalised."""
+    """Shift every image [B, C, H, W] by up to four pixels and mirror half of them. New pixels at the border are 0, the normalised mean."""
     count, _, height, width = images.shape
-    # Drawn on the CPU, so that all devices see the same images.
+    # Draw on the CPU, so that all devices give the same images.
     down, right = torch.randint(0, 2 * PADDING + 1, (2, count, 1), generator=generator, device="cpu").to(images.device)
     is_mirrored = torch.randint(0, 2, (count, 1), generator=generator, device="cpu").to(images.device).bool()
     across = torch.arange(width, device=images.device)

@@ -1,7 +1,7 @@
-"""Convolutional hosts for images and for series.
+"""Convolutional hosts for images and series.
 
     ConvHost
-      blocks   nn.Sequential of ConvBlock     each called once per forward: a slot can sit behind any of them ("blocks.0", ...)
+      blocks   nn.Sequential of ConvBlock     each called once per forward, so a slot can follow any of them ("blocks.0", ...)
                  conv    3 wide, padding 1, no bias (the norm has one)
                  norm    batch norm
                  relu
@@ -9,7 +9,7 @@
       (mean over all positions)
       head     nn.Linear
 
-Nothing else computes, and nothing depends on data, so that N hosts are one program: parameters stacked, convolutions grouped.
+There is no other computation and no data-dependent control flow, so N hosts can run as one model with stacked parameters.
 
 Shapes: B = samples, C = channels, S... = one spatial dimension (series) or two (images), K = classes.
 """
@@ -27,7 +27,7 @@ _POOL = {1: nn.MaxPool1d, 2: nn.MaxPool2d}
 
 
 class ConvBlock(nn.Module):
-    """Convolution, batch norm, ReLU and, where asked for, max-pool: [B, in, S...] to [B, out, S... or S / 2...]."""
+    """Convolution, batch norm, ReLU and, with `pool`, max-pool: [B, in, S...] to [B, out, S...] or [B, out, S/2...]."""
 
     def __init__(self, in_channels: int, out_channels: int, *, spatial: int = 2, pool: bool = True) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class ConvBlock(nn.Module):
 
 
 class ConvHost(nn.Module):
-    """Blocks one after another, the mean over all positions, a linear head: [B, in, S...] to logits [B, K].
+    """Blocks in sequence, the mean over all positions, and a linear head: [B, in, S...] to logits [B, K].
 
     `pool` says for every block whether it halves the size. `spatial` is 2 for images and 1 for series.
     """
@@ -60,7 +60,7 @@ class ConvHost(nn.Module):
             raise ValueError(f"spatial is 1 (series) or 2 (images); got {spatial!r}")
         if len(pool) != len(channels) or not channels:
             raise ValueError(
-                f"these hosts have {len(pool)} blocks, one for each entry of pool, and {len(channels)} channels are given: {channels}"
+                f"this host has {len(pool)} blocks, one for each entry of pool, but channels has {len(channels)} entries: {channels}"
             )
         self.blocks = nn.Sequential(
             *(

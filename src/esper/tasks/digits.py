@@ -1,4 +1,4 @@
-"""`digits`: 1,797 handwritten digits of 8×8 pixels that come with the package."""
+"""The task `digits`: 1,797 handwritten digits of 8×8 pixels that come with the package."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from esper.tasks.task import Split, Task
 
 PART_SIZES = (1_000, 397, 400)  # train, validation, test
 SPLIT_SEED = 1_797
-MEAN, SPREAD = 4.884, 6.017  # of the pixels (0 .. 16) of the training part
+MEAN, SPREAD = 4.884, 6.017  # mean and standard deviation of the training part's pixels, which are 0 .. 16
 CHANNELS = {"starved": (4, 8, 16), "right": (16, 32, 64), "oversized": (48, 96, 192)}
 
 SOURCE = (

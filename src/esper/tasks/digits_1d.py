@@ -1,8 +1,8 @@
-"""`digits-1d`: series of 40 values, each a disturbed curve of one of ten digits, made by this file.
+"""The task `digits-1d`: classify series of 40 values, each a distorted curve of one of ten digits. This file makes the data.
 
-A curve is where the pen is, left (-1) to right (+1), while it draws the digit from its start to its end. A sample shows its curve at a
-random place, stretched, scaled and sheared, with slow noise all over the series. The idea, a task that is small and still tells a good
-network from a poor one, is that of MNIST-1D (S. Greydanus and D. Kobak); curves, disturbances and code are our own.
+A curve is the horizontal position of the pen, from left (-1) to right (+1), while it draws the digit. A sample has its curve at a random
+position, stretched, scaled and sheared, with slow noise over the whole series. The idea of a small task that still distinguishes good
+networks from poor ones comes from MNIST-1D (S. Greydanus and D. Kobak); curves, distortions and code are our own.
 
 Shapes: M = samples, L = values of a series.
 """
@@ -28,7 +28,7 @@ DATA_SEED = 1_401
 CHANNELS = {"starved": (2, 4, 8), "right": (16, 32, 64), "oversized": (32, 64, 128)}
 
 # fmt: off
-CURVES = np.array([  # one row for each digit, the points equally far from one another in time
+CURVES = np.array([  # one row per digit, points at equal time steps
     [ 0.2, -0.5, -0.9, -1.0, -0.8, -0.3,  0.4,  0.9,  1.0,  0.7],  # 0: round to the left, round to the right
     [-0.6, -0.2,  0.3,  0.4,  0.4,  0.4,  0.4,  0.4,  0.4,  0.4],  # 1: a short rise, then straight down
     [-0.8, -0.1,  0.7,  0.9,  0.4, -0.3, -0.9, -0.3,  0.4,  1.0],  # 2: a bow, back to the left, the foot to the right
@@ -42,12 +42,12 @@ CURVES = np.array([  # one row for each digit, the points equally far from one a
 ])
 # fmt: on
 
-WIDTHS = (10.0, 30.0)  # values of the series that the curve covers
+WIDTHS = (10.0, 30.0)  # range of the curve's length, in values of the series
 AMPLITUDES = (0.6, 1.4)
-SHEAR = 0.8  # standard deviation of the slope that is added, in amplitudes from one end of the curve to the other
+SHEAR = 0.8  # standard deviation of the added slope, in amplitudes over the length of the curve
 NOISE = 0.12  # standard deviation of the slow noise
-NOISE_WIDTH = 1.6  # values: standard deviation of the Gaussian that smooths it
-MEAN, SPREAD = 0.031, 0.431  # of the values of the training part
+NOISE_WIDTH = 1.6  # standard deviation of the Gaussian that smooths the noise, in values of the series
+MEAN, SPREAD = 0.031, 0.431  # mean and standard deviation of the training part
 
 
 def load_digits_1d(options: TaskOptions) -> Task:
@@ -75,8 +75,9 @@ def _host(channels: tuple[int, ...]) -> ConvHost:
 
 
 def make_series(count: int, generator: np.random.Generator) -> Split:
-    """`count` samples [M, 1, L], as many of each digit as of any other."""
+    """Make `count` samples [M, 1, L], equally many of each digit."""
     labels = generator.permutation(np.arange(count) % len(CURVES))
+    # Random distortion of each curve, all [M, 1].
     width = generator.uniform(*WIDTHS, (count, 1))
     start = generator.uniform(0, 1, (count, 1)) * (LENGTH - 1 - width)
     amplitude = generator.uniform(*AMPLITUDES, (count, 1))
@@ -89,7 +90,7 @@ def make_series(count: int, generator: np.random.Generator) -> Split:
 
 
 def _curves_at(labels: NDArray[np.int64], time: Floats) -> Floats:
-    """The curve of each label, straight between its points, at times [M, L] from 0 to 1."""
+    """Return the curve of each label at times [M, L] from 0 to 1, by linear interpolation between its points."""
     place = time * (CURVES.shape[1] - 1)
     before = np.minimum(place.astype(np.int64), CURVES.shape[1] - 2)
     share = place - before
@@ -98,7 +99,7 @@ def _curves_at(labels: NDArray[np.int64], time: Floats) -> Floats:
 
 
 def _slow_noise(count: int, generator: np.random.Generator) -> Floats:
-    """Noise [M, L] of variance 1 whose neighbours are alike."""
+    """Return smooth noise [M, L] of variance 1: white noise convolved with a Gaussian."""
     reach = int(4 * NOISE_WIDTH)
     kernel = np.exp(-0.5 * (np.arange(-reach, reach + 1) / NOISE_WIDTH) ** 2)
     kernel /= np.sqrt((kernel**2).sum())

@@ -1,7 +1,7 @@
-"""The one error of this package for what a user can put right."""
+"""The error of this package for mistakes that a user can correct."""
 
 from __future__ import annotations
 
 
 class TaskError(ValueError):
-    """A task that cannot be loaded or used as asked; the message says what is wrong and what to do."""
+    """A task cannot be loaded or used as asked. The message says what is wrong and what to do."""

@@ -1,12 +1,12 @@
-"""Language-model hosts in the manner of GPT.
+"""Language-model hosts: small transformers like GPT.
 
     GPTHost
-      tokens, positions   embeddings, added
-      blocks              nn.ModuleList of GPTBlock, each called once per forward: a slot can sit behind any of them ("blocks.0", ...)
+      tokens, positions   embeddings, which are added
+      blocks              nn.ModuleList of GPTBlock, each called once per forward, so a slot can follow any of them ("blocks.0", ...)
                             x + attention(norm(x))      causal, all heads at once
-                            x + mlp(norm(x))            four times as wide inside, GELU
+                            x + mlp(norm(x))            hidden layer four times as wide, GELU
       norm                layer norm
-      head                nn.Linear without bias; its weight is that of `tokens` where `tie_head` is set
+      head                nn.Linear without bias; with `tie_head`, it shares the weight of `tokens`
 
 Shapes: B = sequences, T = tokens of a sequence, D = width, H = heads, K = size of the vocabulary.
 """
@@ -24,7 +24,7 @@ _INITIAL_STD = 0.02
 
 
 class CausalAttention(nn.Module):
-    """Each position looks at itself and those before it: [B, T, D] to [B, T, D]."""
+    """Multi-head attention in which each position attends to itself and those before it: [B, T, D] to [B, T, D]."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class CausalAttention(nn.Module):
 
 
 class GPTBlock(nn.Module):
-    """Attention and a two-layer network, each normed before and added: [B, T, D] to [B, T, D]."""
+    """Attention and a two-layer network, each with a layer norm before it and a residual connection: [B, T, D] to [B, T, D]."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class GPTBlock(nn.Module):
 
 
 class GPTHost(nn.Module):
-    """Token ids int64 [B, T] to logits [B, T, K] of the token that follows each; T is at most `sequence_length`."""
+    """Predict the token after each position: ids int64 [B, T] to logits [B, T, K]. T is at most `sequence_length`."""
 
     def __init__(
         self, vocabulary_size: int, *, sequence_length: int, width: int = 32, layers: int = 2, heads: int = 2, tie_head: bool = False
@@ -80,7 +80,7 @@ class GPTHost(nn.Module):
                 nn.init.normal_(module.weight, std=_INITIAL_STD)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
-        # What is added to the residual stream shrinks with the number of additions, so that depth does not raise its variance.
+        # Scale the layers that write to the residual stream down by the number of additions, so that depth does not raise its variance.
         std = _INITIAL_STD / math.sqrt(2 * len(self.blocks))
         for block in self.blocks:
             assert isinstance(block, GPTBlock)

@@ -1,4 +1,4 @@
-"""Image files' arrays as parts of a task.
+"""Turn arrays of images and labels into parts of a task.
 
 Shapes: M = images, C = channels, H, W = height and width.
 """
@@ -20,7 +20,10 @@ Labels = NDArray[np.int64]  # [M]
 
 
 def normalised(images: Images, labels: Labels, *, mean: Sequence[float], spread: Sequence[float]) -> Split:
-    """Pixels 0 .. 255 as float32 of about mean 0 and spread 1; `mean` and `spread` are of each channel, for pixels of 0 .. 1."""
+    """Return images of bytes as float32 with a mean of about 0 and a standard deviation of about 1.
+
+    `mean` and `spread` are the mean and standard deviation of each channel, for pixels of 0 .. 1.
+    """
     inputs = torch.from_numpy(images.astype(np.float32))
     for channel, (middle, scale) in enumerate(zip(mean, spread, strict=True)):
         inputs[:, channel].sub_(255 * middle).div_(255 * scale)
@@ -28,9 +31,11 @@ def normalised(images: Images, labels: Labels, *, mean: Sequence[float], spread:
 
 
 def train_and_validation(labels: Labels, *, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """A tenth of the training images, stratified and always the same, is the validation part."""
+    """Return the indices of the training part and of the validation part: a stratified tenth that is always the same."""
     held_out = len(labels) // 10
     if not held_out:
-        raise TaskError(f"{len(labels)} training images are too few: a tenth of them is the validation part; use the whole file")
+        raise TaskError(
+            f"{len(labels)} training images are too few, because a tenth of them becomes the validation part; use the complete file"
+        )
     train, validation = stratified_parts(labels, (len(labels) - held_out, held_out), seed=seed)
     return train, validation

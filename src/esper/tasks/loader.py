@@ -1,4 +1,6 @@
-"""Batches from tensors in memory, in an order that is a pure function of seed and epoch, so that a loader resumes from three numbers.
+"""A loader of batches from tensors in memory that can be saved and resumed in the middle of an epoch.
+
+The order of samples depends only on seed and epoch, so the position in the data is a few numbers.
 
 Shapes: M = samples, B = samples of one batch.
 """
@@ -14,16 +16,16 @@ from torch import Tensor
 from esper.rng import Streams
 from esper.tasks.errors import TaskError
 
-Augmentation = Callable[[Tensor, torch.Generator], Tensor]  # inputs [B, ...] and a generator of the CPU -> changed inputs [B, ...]
+Augmentation = Callable[[Tensor, torch.Generator], Tensor]  # (inputs [B, ...], CPU generator) -> changed inputs [B, ...]
 
 
 def shuffled_order(num_samples: int, *, seed: int, epoch: int) -> Tensor:
-    """The order in which the loader of this seed gives the samples in this epoch: int64 [M] on the CPU, the same for all devices."""
+    """Return the order of the samples in one epoch, int64 [M] on the CPU. It is the same for all devices."""
     return torch.randperm(num_samples, generator=Streams(seed).torch(f"data order of epoch {epoch}"), device="cpu")
 
 
 def batch_bounds(num_samples: int, batch_size: int, *, drop_last: bool = False) -> list[tuple[int, int]]:
-    """First and last + 1 of every batch. A rest of one sample joins the batch before it, since batch norm cannot train on one.
+    """Return (start, stop) of every batch. A single remaining sample joins the batch before it, because batch norm cannot train on one.
 
     >>> batch_bounds(7, 3), batch_bounds(8, 3), batch_bounds(8, 3, drop_last=True)
     ([(0, 3), (3, 7)], [(0, 3), (3, 6), (6, 8)], [(0, 3), (3, 6)])
@@ -37,13 +39,13 @@ def batch_bounds(num_samples: int, batch_size: int, *, drop_last: bool = False) 
 
 
 class BatchLoader:
-    """Iterating gives the (inputs, targets) of one epoch; with a `seed` in a new order each time, without one always in the given order.
+    """Yields the (inputs, targets) of one epoch: in a new order each time if there is a `seed`, else always in the given order.
 
-    `state_dict` may be taken anywhere, also within an epoch; after `load_state_dict` the next iteration gives the rest of that epoch. A
-    state taken while the last batch was at work has no rest: the next iteration is empty, as the rest of that loop would have been.
-    An iteration that was broken off is not taken up again: the next one is a new epoch. With two at once, the state follows the newer.
+    `state_dict` may be called at any time, also within an epoch; after `load_state_dict`, the next iteration yields the rest of that epoch.
+    If the state was saved during the last batch, that rest is empty. An iteration that was left early is not continued: the next one is a
+    new epoch. If there are two iterations at the same time, the state describes the newer one.
 
-    Batches are copies, on the device of the tensors; whatever is done to them leaves the data as they are.
+    Batches are copies on the device of the tensors, so changing them does not change the data.
     """
 
     def __init__(
@@ -65,10 +67,10 @@ class BatchLoader:
         self.inputs, self.targets, self.batch_size, self.seed = inputs, targets, batch_size, seed
         self._bounds = batch_bounds(len(inputs), batch_size, drop_last=drop_last)
         self._augmentation = augmentation
-        self._epoch = 0  # the one that runs, or the next one where none runs
-        self._position = 0  # batches of it that were given
-        self._is_loaded = False  # the position comes from a state whose epoch is still to be finished
-        self._iteration = 0  # counts them, so that an older one knows that it is not the newest
+        self._epoch = 0  # the current epoch, or the next one between two epochs
+        self._position = 0  # batches of this epoch that were yielded
+        self._is_loaded = False  # whether the position was loaded, so that the next iteration finishes that epoch
+        self._iteration = 0  # number of iterations so far; an older iteration sees that it is not the newest
 
     @property
     def num_samples(self) -> int:
@@ -76,15 +78,15 @@ class BatchLoader:
 
     @property
     def epoch(self) -> int:
-        """The epoch that runs, from 0; between two epochs the next one."""
+        """The current epoch, counted from 0; between two epochs, the next one."""
         return self._epoch
 
     def __len__(self) -> int:
-        """Batches of one epoch."""
+        """Return the number of batches in one epoch."""
         return len(self._bounds)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        if self._position and not self._is_loaded:
+        if self._position and not self._is_loaded:  # the iteration before was left early: start the next epoch
             self._epoch, self._position = self._epoch + 1, 0
         self._is_loaded = False
         self._iteration += 1
@@ -107,24 +109,25 @@ class BatchLoader:
         chosen = order[start:stop]
         inputs, targets = self.inputs[chosen], self.targets[chosen]
         if self._augmentation is not None and self.seed is not None:
-            # A stream for each batch: what an epoch draws does not depend on where it was interrupted.
+            # Each batch has its own random stream, so that the draws do not depend on where an epoch was interrupted.
             inputs = self._augmentation(inputs, Streams(self.seed).torch(f"augmentation of epoch {epoch} batch {index}"))
         return inputs, targets
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader is, and what that depends on; plain values."""
+        """Return the position in the data, and the settings it depends on, as plain values."""
         return {"epoch": self._epoch, "position": self._position, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues where `state_dict` was taken, on a loader of the same data, seed and batch size."""
+        """Continue from a saved position. The loader must have the same data, seed and batch size."""
         for name, own in self._identity().items():
             if state[name] != own:
-                raise TaskError(f"the saved place in the data was made with {name} {state[name]}, this loader has {own}; use the saved one")
+                raise TaskError(f"the saved position was made with {name} {state[name]}, but this loader has {own}; use the saved value")
         self._epoch, self._position = int(state["epoch"]), int(state["position"])
         self._is_loaded = True
         self._iteration += 1
 
     def _identity(self) -> dict[str, Any]:
+        """Return the settings that must be the same when a position is loaded."""
         return {
             "seed": self.seed,
             "num_samples": self.num_samples,

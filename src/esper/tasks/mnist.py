@@ -1,6 +1,7 @@
-"""`mnist` and `fashion-mnist`: four idx files, gzipped or not, in a folder. Nothing is downloaded.
+"""The tasks `mnist` and `fashion-mnist`: four idx files, gzipped or not, in a folder. Nothing is downloaded.
 
-An idx file is big-endian: two zero bytes, the type (8: bytes), the number of dimensions, each dimension as 32 bits, then the values.
+An idx file has two zero bytes, the type of the values (8: bytes), the number of dimensions, each dimension as 32 bits (big-endian), and the
+values.
 """
 
 from __future__ import annotations
@@ -68,11 +69,13 @@ def _read_pair(folder: Path, part: str) -> tuple[Images, Labels]:
     images_path, labels_path = (_find(folder, f"{part}-{rest}") for rest in ("images-idx3-ubyte", "labels-idx1-ubyte"))
     images, labels = _read_idx(images_path, dimensions=3), _read_idx(labels_path, dimensions=1)
     if images.shape[1:] != (28, 28):
-        raise TaskError(f"{images_path} holds images of {images.shape[1:]} pixels; those of this task are 28×28")
+        raise TaskError(f"{images_path} holds images of {images.shape[1:]} pixels, but this task has 28×28; give the files of this task")
     if len(images) != len(labels) or not len(images):
-        raise TaskError(f"{images_path} holds {len(images):,} images and {labels_path} {len(labels):,} labels; they must belong together")
+        raise TaskError(
+            f"{images_path} holds {len(images):,} images and {labels_path} {len(labels):,} labels; give two files that belong together"
+        )
     if labels.max() > 9:
-        raise TaskError(f"{labels_path} is damaged: it holds the label {labels.max()}, and classes are 0 to 9; copy it again")
+        raise TaskError(f"{labels_path} is damaged: it holds the label {labels.max()}, but classes are 0 to 9; copy it again")
     return images[:, None], labels.astype(np.int64)
 
 
@@ -94,5 +97,5 @@ def _read_idx(path: Path, *, dimensions: int) -> NDArray[np.uint8]:
     shape = struct.unpack(f">{dimensions}I", content[4:header])
     values = np.frombuffer(content, dtype=np.uint8, offset=header)
     if len(values) != np.prod(shape, dtype=np.int64):
-        raise TaskError(f"{path} is damaged: its header announces {shape} values, and {len(values):,} follow; copy it again")
+        raise TaskError(f"{path} is damaged: its header announces {shape} values, but {len(values):,} follow; copy it again")
     return values.reshape(shape)

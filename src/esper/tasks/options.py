@@ -1,4 +1,4 @@
-"""What a user may choose about a task, and the checks that all tasks share."""
+"""Options of `load_task`, and the checks that all tasks share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from esper.tasks.errors import TaskError
 
 @dataclass(frozen=True)
 class TaskOptions:
-    """The arguments of `load_task`, checked as far as they can be without the task."""
+    """The arguments of `load_task`, after the checks that do not depend on the task."""
 
     data_dir: Path | None
     seed: int
@@ -35,7 +35,7 @@ class TaskOptions:
             raise TaskError(f"{task} has no sequences; leave out the sequence length")
 
     def need_data_dir(self, task: str, what: str) -> Path:
-        """The folder that the user named; `what` says what has to be in it."""
+        """Return the user's data folder. Raise TaskError if there is none; `what` names the files that belong there."""
         if self.data_dir is None:
             raise TaskError(f"{task} needs a folder with its data: put {what} there, and pass it with --data-dir")
         if not self.data_dir.is_dir():
@@ -44,7 +44,7 @@ class TaskOptions:
 
 
 def import_for_data(module: str, purpose: str) -> Any:
-    """A module that only one kind of data needs."""
+    """Import a module that only some tasks need. Raise TaskError with `purpose` if it is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Tasks by name."""
+"""The list of tasks, and `load_task`, which loads one by its name."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from esper.tasks.text import load_text
 
 @dataclass(frozen=True)
 class TaskEntry:
-    """One line of the list of tasks."""
+    """One task in the list of tasks."""
 
     title: str
-    data: str  # what --data-dir must hold, for a person
+    data: str  # data that --data-dir must hold, for people
     load: Callable[[TaskOptions], Task]
-    has_own_data: bool = False  # and takes no --data-dir
+    has_own_data: bool = False  # whether it brings its data and takes no --data-dir
 
 
 TASKS: dict[str, TaskEntry] = {
@@ -45,7 +45,7 @@ def load_task(
     batch_size: int | None = None,
     sequence_length: int | None = None,
 ) -> Task:
-    """The task of this name, its data read and checked. `seed` is for hosts and orders; the data and their parts never depend on it.
+    """Load a task: read and check its data. `seed` is the default seed of hosts and data orders; the data never depend on it.
 
     >>> load_task("digits").host_sizes
     ('starved', 'right', 'oversized')

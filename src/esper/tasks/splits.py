@@ -1,7 +1,7 @@
-"""Which sample belongs to which part of the data, fixed once and for all.
+"""Divide samples into parts such as train and validation. The division never changes.
 
-The order comes from a hash and not from a random generator, whose draws may change with the version of its library: a network must not
-meet samples in its test part that it was trained on under another version.
+It comes from a hash and not from a random generator, because the draws of a generator may change with the version of its library. A
+network must not be tested on samples that it was trained on with another version.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ Indices = NDArray[np.int64]
 
 
 def stratified_parts(labels: Labels, sizes: Sequence[int], *, seed: int) -> list[Indices]:
-    """Disjoint parts of exactly these sizes, ascending, in each of which every class has its share to within about one sample."""
+    """Return the indices of disjoint parts of exactly these sizes, each sorted. Every part has about the same share of each class."""
     assert sum(sizes) == len(labels)
     order = _stratified_order(labels, seed)
     return [np.sort(part) for part in np.split(order, np.cumsum(sizes)[:-1])]
 
 
 def _stratified_order(labels: Labels, seed: int) -> Indices:
-    """All samples in an order of which every stretch is stratified: each class is spread evenly over the whole of it."""
+    """Return all samples in an order that spreads each class evenly, so that every contiguous part of it is stratified."""
     keys = np.array([_hash(seed, index) for index in range(len(labels))], dtype=np.uint64)
-    place = np.empty(len(labels))  # in (0, 1)
+    # Give the shuffled samples of each class equally spaced places in (0, 1), then sort all samples by place.
+    place = np.empty(len(labels))
     for label in np.unique(labels):
-        members = np.flatnonzero(labels == label)
-        shuffled = members[np.argsort(keys[members])]
-        place[shuffled] = (np.arange(len(members)) + 0.5) / len(members)
+        samples = np.flatnonzero(labels == label)
+        shuffled = samples[np.argsort(keys[samples])]
+        place[shuffled] = (np.arange(len(samples)) + 0.5) / len(samples)
     return np.lexsort((keys, place)).astype(np.int64)
 
 

@@ -1,4 +1,4 @@
-"""A task: data in three parts, hosts in three sizes, a loss, and how well a model does.
+"""Task: data in three parts, hosts in three sizes, a loss, and the evaluation of a model.
 
 Shapes: M = samples of a part, B = samples of a batch, T = tokens of a sequence (text only), K = classes.
 """
@@ -34,29 +34,29 @@ class Split:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How a model did on one pass over a loader."""
+    """Loss and accuracy of a model in one pass over a loader."""
 
     loss: float  # nats, mean over all targets
-    accuracy: float  # share of the targets that got the highest score, 0 .. 1
+    accuracy: float  # share of targets that have the highest logit, 0 .. 1
     losses: tuple[float, ...]  # mean loss of each batch, for paired comparisons
 
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """What `load_task` gives. Nobody who decides or is rewarded may use `test`."""
+    """A task, as `load_task` returns it. Neither decisions nor rewards may depend on `test`."""
 
     name: str
-    title: str  # one line for a person
-    source: str  # where the data come from, and their licence
+    title: str  # one line for people
+    source: str  # source of the data and their licence
     num_classes: int
     train: Split
     validation: Split
     test: Split
-    hosts: Mapping[str, Callable[[], nn.Module]]  # size -> a fresh host
+    hosts: Mapping[str, Callable[[], nn.Module]]  # size -> function that makes a host
     batch_size: int
-    seed: int = 0  # of hosts and data orders that are asked for without one; the data and their parts never depend on it
+    seed: int = 0  # default seed of hosts and data orders; the data and their parts never depend on it
     augmentation: Augmentation | None = None
-    host_of: Callable[[tuple[int, ...]], nn.Module] | None = None  # a fresh host with blocks of these channels
+    host_of: Callable[[tuple[int, ...]], nn.Module] | None = None  # makes a host whose blocks have these channels
 
     @property
     def host_sizes(self) -> tuple[str, ...]:
@@ -64,24 +64,24 @@ class Task:
 
     @cached_property
     def uninformed_loss(self) -> float:
-        """The loss on the validation part, in nats, of a model that always gives the frequencies of the classes there."""
+        """Validation loss, in nats, of a model that always predicts the class frequencies of the validation part."""
         shares = torch.bincount(self.validation.targets.flatten()).double() / self.validation.targets.numel()
         return float(torch.special.entr(shares).sum())
 
     @property
     def example_input(self) -> Tensor:
-        """Two training inputs, for a probe of a host."""
+        """Two training inputs, for a trial forward pass of a host."""
         return self.train.inputs[:2].clone()
 
     def make_host(self, size: str, *, seed: int | None = None) -> nn.Module:
-        """A host on the CPU, its weights drawn from a stream of its own: the same for the same seed, whatever was drawn before.
+        """Make a host on the CPU. Its weights depend only on the seed and the size, not on earlier random draws.
 
-        `size` is a name, or for convolutional hosts the channels of its blocks, such as "5-10-20".
+        `size` is a name, or for convolutional hosts the channels of the blocks, such as "5-10-20".
         """
         build = self._builder(size)
         stream = Streams(self.seed if seed is None else seed).integer(f"host {size}")
-        # Layers draw their weights from the global generator of the CPU. That one alone is set and put back: `torch.manual_seed` would
-        # seed those of all other devices too.
+        # Layers draw their weights from the CPU's global generator. Seed only that one and restore it; `torch.manual_seed` would also seed
+        # the generators of all other devices.
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.default_generator.manual_seed(stream)
             try:
@@ -90,7 +90,7 @@ class Task:
                 raise TaskError(f"no host {size!r} for {self.name}: {error}") from error
 
     def maker(self, size: str) -> Callable[[int], nn.Module]:
-        """Makes hosts of one size by their seeds."""
+        """Return a function that makes hosts of one size from seeds."""
         return lambda seed: self.make_host(size, seed=seed)
 
     def _builder(self, size: str) -> Callable[[], nn.Module]:
@@ -104,7 +104,7 @@ class Task:
     def train_loader(
         self, *, seed: int | None = None, device: str | torch.device = "cpu", augment: bool = False, drop_last: bool = False
     ) -> BatchLoader:
-        """The whole training part, shuffled anew in each epoch; the data are copied to `device` once and live as long as the loader."""
+        """Return a loader of the training part, which shuffles it in each epoch. The data are copied to `device` once."""
         if augment and self.augmentation is None:
             raise TaskError(f"{self.name} has no augmentation; leave augment off")
         return BatchLoader(
@@ -117,26 +117,29 @@ class Task:
         )
 
     def val_loader(self, *, device: str | torch.device = "cpu") -> BatchLoader:
-        """The validation part, always in the same order."""
+        """Return a loader of the validation part, always in the same order."""
         return self._fixed_loader(self.validation, device)
 
     def test_loader(self, *, device: str | torch.device = "cpu") -> BatchLoader:
-        """The test part, always in the same order."""
+        """Return a loader of the test part, always in the same order."""
         return self._fixed_loader(self.test, device)
 
     def _fixed_loader(self, split: Split, device: str | torch.device) -> BatchLoader:
         return BatchLoader(split.inputs.to(device), split.targets.to(device), batch_size=self.batch_size)
 
     def loss_fn(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross entropy in nats: logits [B, K] or [B, T, K] against targets [B] or [B, T]."""
+        """Return the mean cross entropy in nats of logits [B, K] or [B, T, K] and targets [B] or [B, T]."""
         return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
 
     def accuracy(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Share of the targets that have the highest logit: a scalar tensor on the device, 0 .. 1."""
+        """Return the share of targets that have the highest logit, as a scalar tensor on the device, 0 .. 1."""
         return (outputs.argmax(dim=-1) == targets).float().mean()
 
     def evaluate(self, model: nn.Module, loader: Iterable[tuple[Tensor, Tensor]]) -> Evaluation:
-        """One pass in evaluation mode, without gradients; every module has its own mode back afterwards. Reads the device once."""
+        """Evaluate a model in one pass, in evaluation mode and without gradients. Restores the mode of every module.
+
+        Waits for the device only once, at the end.
+        """
         rows, counts = [], []
         was_training = [(module, module.training) for module in model.modules()]
         model.eval()
@@ -150,18 +153,18 @@ class Task:
             for module, mode in was_training:
                 module.training = mode
         if not rows:
-            raise TaskError("the loader gave no batch to evaluate on")
+            raise TaskError("the loader gave no batch to evaluate on; give one that is not empty")
         table = torch.stack(rows).cpu().double()  # [batches, 2]
         weights = torch.tensor(counts, dtype=torch.float64, device="cpu") / sum(counts)
         loss, accuracy = (weights @ table).tolist()
         return Evaluation(loss=loss, accuracy=accuracy, losses=tuple(table[:, 0].tolist()))
 
     def num_parameters(self, size: str) -> int:
-        """How many parameters the host of this size has."""
+        """Return the number of parameters of the host of this size."""
         return sum(parameter.numel() for parameter in self.make_host(size).parameters())
 
     def describe(self) -> str:
-        """A few lines for a person."""
+        """Return a description of the task in a few lines."""
         hosts = " · ".join(f"{size} {self.num_parameters(size):,}" for size in self.host_sizes)
         shape = " × ".join(map(str, self.train.inputs.shape[1:]))
         return "\n".join(

@@ -1,8 +1,8 @@
-"""`text`: the next character of a text, from a file or, without one, from the sources of the Python that runs.
+"""The task `text`: predict the next character of a text file or, without one, of the sources of Python's standard library.
 
-The text is cut in order: 90 % train, 5 % validation, 5 % test. A sample is a stretch of characters and the same one character further on;
-the stretches of a part follow one another without overlap, so an epoch asks for every character once. Ids are the places of the characters
-of the training part in their sorted order; the last id stands for all characters that are not in it.
+The text is cut in order: 90 % train, 5 % validation, 5 % test. The input of a sample is a sequence of characters; its target is the same
+sequence one character further on. The sequences of a part do not overlap, so an epoch predicts every character once. The id of a character
+is its index in the sorted characters of the training part; the last id stands for all other characters.
 
 Shapes: M = samples, T = characters of a sample.
 """
@@ -27,13 +27,15 @@ from esper.tasks.task import Split, Task
 
 
 class GPTShape(TypedDict):
+    """Size of a GPT host."""
+
     width: int
     layers: int
     heads: int
 
 
 SEQUENCE_LENGTH = 64
-SHARES = (0.90, 0.05)  # train and validation; the rest is test
+SHARES = (0.90, 0.05)  # shares of train and validation; the rest is test
 HOSTS: dict[str, GPTShape] = {
     "starved": {"width": 32, "layers": 2, "heads": 2},
     "right": {"width": 128, "layers": 4, "heads": 4},
@@ -41,7 +43,7 @@ HOSTS: dict[str, GPTShape] = {
 }
 
 # fmt: off
-MODULES = (  # of the standard library: written in Python, in every version from 3.11 on, about 1.5 MB together
+MODULES = (  # modules of the standard library that are written in Python in every version since 3.11; about 1.5 MB together
     "argparse", "ast", "bdb", "calendar", "codecs", "configparser", "contextlib", "copy", "csv", "dataclasses", "difflib", "dis", "doctest",
     "enum", "fractions", "functools", "heapq", "inspect", "optparse", "pdb", "pickle", "random", "shlex", "shutil", "statistics",
     "subprocess", "textwrap", "threading", "tokenize", "traceback", "warnings", "weakref",
@@ -57,7 +59,7 @@ def load_text(options: TaskOptions) -> Task:
         _check_length(part, len(part_text), length, len(text))
     alphabet = sorted(set(parts["train"]))
     vocabulary_size = len(alphabet) + 1
-    train, validation, test = (_stretches(_ids(part_text, alphabet), length) for part_text in parts.values())
+    train, validation, test = (_sequences(_ids(part_text, alphabet), length) for part_text in parts.values())
     return Task(
         name="text",
         title=f"the next character of a text of {len(text):,}",
@@ -79,7 +81,7 @@ def _cut(text: str) -> dict[str, str]:
 
 
 def _check_length(part: str, have: int, sequence_length: int, total: int) -> None:
-    samples = 2 if part == "train" else 1
+    samples = 2 if part == "train" else 1  # so that `Task.example_input` has two samples
     if have < samples * sequence_length + 1:
         raise TaskError(
             f"a text of {total:,} characters leaves {have:,} for the {part} part, less than {samples} × {sequence_length} + 1; "
@@ -88,19 +90,21 @@ def _check_length(part: str, have: int, sequence_length: int, total: int) -> Non
 
 
 def _ids(text: str, alphabet: list[str]) -> Tensor:
-    """The id of every character, [len(text)]; the last id where the training part does not have it."""
+    """Return the id of every character, [len(text)]. Characters that are not in the alphabet get the last id."""
     codes = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
     known = np.array([ord(character) for character in alphabet], dtype=np.uint32)
     place = np.minimum(np.searchsorted(known, codes), len(known) - 1)
     return torch.from_numpy(np.where(known[place] == codes, place, len(known)).astype(np.int64))
 
 
-def _stretches(ids: Tensor, length: int) -> Split:
+def _sequences(ids: Tensor, length: int) -> Split:
+    """Cut ids into inputs [M, T], with targets [M, T] that are one character further on."""
     count = (len(ids) - 1) // length
     return Split(ids[: count * length].view(count, length), ids[1 : count * length + 1].view(count, length))
 
 
 def _read_file(path: Path) -> tuple[str, str]:
+    """Return the text of a file, or of `input.txt` in a folder, and a description of its source."""
     wanted = "pass a text file, or a folder with input.txt, with --data-dir"
     file = path / "input.txt" if path.is_dir() else path
     if not file.is_file():
@@ -114,6 +118,7 @@ def _read_file(path: Path) -> tuple[str, str]:
 
 
 def _python_sources() -> tuple[str, str]:
+    """Return the sources of MODULES as one text, and a description of their source."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     paths = [folder / f"{module}.py" for module in MODULES]
     missing = [path.name for path in paths if not path.is_file()]

@@ -73,7 +73,7 @@ class ActionSpec(msgspec.Struct, frozen=True):
                 raise ValueError(f"head {head.name!r} needs a size of at least 1; got {head.size}")
             if isinstance(head, Discrete) and head.parent is not None and not isinstance(seen.get(head.parent), Discrete):
                 raise ValueError(
-                    f"head {head.name!r} depends on {head.parent!r}, which is no discrete head listed before it; the heads before it are {list(seen)}"
+                    f"head {head.name!r} depends on {head.parent!r}, which is no discrete head listed before it; there are {list(seen)}"
                 )
             if isinstance(head, Discrete) and head.has_own_logits and head.parent is None:
                 raise ValueError(f"head {head.name!r} has logits of its own for every choice of its parent, but no parent; name one")
