@@ -305,7 +305,7 @@ def test_the_largest_team_can_be_changed_for_battles_to_come() -> None:
     for _ in range(2):
         arena.step(no_actions(arena.config))
     assert arena.state.units.present.int().tolist() == [[1, 0, 1, 0]] * 2
-    with pytest.raises(ValueError, match="from 1 to 2 units here; got 3"):
+    with pytest.raises(ValueError, match="1 to 2 units; got 3"):
         arena.set_largest_team(3)
 
 
@@ -435,7 +435,7 @@ def test_a_choice_that_does_not_exist_is_refused_with_battle_and_unit(head: str,
     choice = torch.zeros(12, dtype=torch.int64)
     choice[4 + 2] = value
     message = refused(arena, wrong(arena, **{head: choice}))
-    assert message == f"battle 1, unit 2 (medium of team 1): {head} is {value}, and must be from 0 to {highest}"
+    assert message == f"battle 1, unit 2 (medium of team 1): {head} is {value}, but must be from 0 to {highest}"
 
 
 @pytest.mark.slow

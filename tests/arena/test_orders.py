@@ -161,7 +161,7 @@ def test_a_target_matters_only_to_who_fires():
         ({"motion": torch.zeros(4, 4, dtype=torch.float64)}, r"'motion' should be of type torch.float32; got torch.float64: convert"),
         ({"vent": torch.zeros(4)}, r"'vent' should be of type torch.int64"),
         ({"jump": torch.zeros(4)}, r"has the heads \['fire', 'motion', 'target', 'vent'\]; got .*'jump'"),
-        ({"fire": torch.tensor([0, 0, 0, 8])}, r"battle 1, unit 1 \(medium of team 1\): fire is 8, and must be from 0 to 7"),
+        ({"fire": torch.tensor([0, 0, 0, 8])}, r"battle 1, unit 1 \(medium of team 1\): fire is 8, but must be from 0 to 7"),
         ({"target": torch.tensor([0, -1, 0, 0])}, r"battle 0, unit 1 \(medium of team 1\): target is -1"),
         ({"vent": torch.tensor([0, 0, 2, 0])}, r"battle 1, unit 0 \(medium of team 0\): vent is 2"),
         ({"motion": torch.full((4, 4), torch.nan)}, r"battle 0, unit 0 \(medium of team 0\): motion is .nan.*from -1 to 1"),

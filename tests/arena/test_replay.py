@@ -376,7 +376,7 @@ def with_keyframes(name: str, change: Callable[[Tensor], Tensor]) -> Change:
             lambda replay: {"tensors": {"actions/contact": replay.tensors["actions/contact"].float()}},
             "actions/contact is missing, or not one",
         ),
-        (with_origin(place=3), "the place that it began as is 3, and must be from 0 to 2"),
+        (with_origin(place=3), "the place that it began as is 3, but must be from 0 to 2"),
         (with_origin(place=-1), "the place that it began as is -1"),
         (with_origin(episode=10**30), "the episode that it began as is"),
         (with_origin(largest_team=0), "the largest_team that it began as is 0, and must be from 1 to 2"),
@@ -447,7 +447,7 @@ def test_a_replay_of_other_rules_is_an_error_that_names_both_versions(path: Path
 
 
 def test_a_replay_without_an_origin_or_with_impossible_actions_is_an_error(path: Path) -> None:
-    with pytest.raises(ReplayError, match="can be watched, and not computed again"):
+    with pytest.raises(ReplayError, match="can be watched, but not computed again"):
         verify(changed(path, "no_origin.safetensors", origin=None))
     fire = read_replay(path).tensors["actions/fire"].clone()
     fire[3, 0] = 100
@@ -462,14 +462,14 @@ def test_a_recorder_that_is_used_wrongly_says_so(tmp_path: Path) -> None:
         Recorder(arena, 3)
     compiled = copy.copy(arena)
     compiled.is_compiled = True
-    with pytest.raises(ValueError, match="record in a plain one"):
+    with pytest.raises(ValueError, match="record in an arena without compile"):
         Recorder(compiled, 0)
     recorder = Recorder(arena, 0)
     actions = no_actions(CONFIG)
     result = arena.step(actions)
     with pytest.raises(ValueError, match=r"call begin\(\)"):
         recorder.add(actions, result)
-    with pytest.raises(ValueError, match="has gone on for 1 decisions"):
+    with pytest.raises(ValueError, match="has had 1 decisions already"):
         recorder.begin()
     arena.reset()
     recorder.begin()

@@ -80,7 +80,7 @@ def test_a_port_that_is_taken_is_refused_with_what_to_do(replay: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(OSError, match=rf"port {port} of 127\.0\.0\.1 cannot be used .*; choose another, or 0"):
+        with pytest.raises(OSError, match=rf"port {port} of 127\.0\.0\.1 cannot be used .*; choose another port, or 0"):
             serve(replay, port=port, show=False)
 
 

@@ -1,6 +1,6 @@
-"""Batched team battles: B battles × U units as one tensor program.
+"""Batched team battles: B battles of U units as one tensor program.
 
-Names are imported when they are first used: `from esper.arena.config import ArenaConfig` does not wait for torch.
+Names are imported on first use, so `from esper.arena.config import ArenaConfig` does not import torch.
 """
 
 from __future__ import annotations

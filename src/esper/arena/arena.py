@@ -1,12 +1,12 @@
-"""A batch of battles that is stepped as one, decision by decision, and begins anew where a battle ends.
+"""Arena: a batch of battles that are stepped together, one decision at a time. A battle that ends is replaced by a new one.
 
     arena = Arena(ArenaConfig(battles=64, team_size=5), seed=0)
-    scene = arena.reset()
-    scene = arena.step(actions)                   # actions of all units, [B·U, ...]
+    result = arena.reset()
+    result = arena.step(actions)                  # actions of all units, [B·U, ...]
 
-On a GPU a decision is recorded once as a CUDA graph and replayed from then on: thousands of small kernels without a word from
-Python. What `step` gives is then overwritten by the next call. With `compile` torch's compiler fuses the phases, which takes a minute or
-two at the first step and makes steps about twice as fast on a CPU; results then differ from those of a plain arena by rounding.
+On a GPU, the first decision is captured as a CUDA graph and replayed from then on, because it consists of thousands of small kernels. The
+next call of `step` then overwrites the result of the last one. With `compile`, torch's compiler fuses the phases: the first step takes a
+minute or two, later steps are about twice as fast on a CPU. Results then differ from those of a plain arena by rounding.
 
 Shapes: B = battles, U = units, C = contacts.
 """
@@ -43,26 +43,28 @@ from esper.vecenv import Actions, Masks
 
 
 class StepResult(NamedTuple):
-    """What a decision led to. Everything but observation and masks is about the battle in which it was made."""
+    """Result of one decision. Where a battle ended, observation, whole and masks are those of the next battle."""
 
-    observation: Tensor  # [B, U, width] of the battles as they are now, where one ended already of the next
-    whole: Tensor | None  # [B, U, state width] the view of a centralised critic, if the config asks for it
-    masks: Masks  # [B·U, ...] what may be chosen next
+    observation: Tensor  # [B, U, width]
+    whole: Tensor | None  # [B, U, state width] view of a centralised critic, if the config asks for it
+    masks: Masks  # [B·U, ...] allowed choices of the next decision
     reward: Tensor  # [B, U]
-    parts: Rewards | None  # what the rewards are made of; None after a reset
-    was_alive: Tensor  # [B, U] bool: the unit made the decision
-    died: Tensor  # [B, U] bool: in this decision
-    ended: Tensor  # [B] bool: the battle
-    winner: Tensor  # [B] int64: 0, 1, or -1 for a draw; meaningful where it ended
-    by_time: Tensor  # [B] bool: only the clock ended it
+    parts: Rewards | None  # parts of the reward; None after a reset
+    was_alive: Tensor  # [B, U] bool: the unit was alive when it made the decision
+    died: Tensor  # [B, U] bool: the unit died in this decision
+    ended: Tensor  # [B] bool: the battle ended
+    winner: Tensor  # [B] int64: 0, 1, or -1 for a draw; meaningful where the battle ended
+    by_time: Tensor  # [B] bool: the battle ended because its time was up
     step_events: StepEvents | None
-    last: Tensor  # [B, 5] of the battle after the decision: decisions, both scores, how many of each team live
-    is_first: bool = False  # after a reset, when nothing has happened
+    last: Tensor  # [B, 5] after the decision: decisions taken, score of each team, living units of each team
+    is_first: bool = False  # whether this is the result of a reset
 
 
 class Arena:
-    """B battles. `state` is all there is to them; who changes it must call `look` to see what it means. A step may write over the memory
-    of the state before it: who wants to keep one clones it."""
+    """B battles. `state` is their whole state; after changing it, call `look` for the new observations.
+
+    A step may overwrite the memory of the state before it. Clone a state to keep it.
+    """
 
     def __init__(
         self,
@@ -101,7 +103,7 @@ class Arena:
         self.state = self._sensed(self._fresh(self.place, torch.zeros_like(self.place)))
 
     def reset(self, seed: int | None = None) -> StepResult:
-        """New battles everywhere; those of another seed if one is given, else the first of this one again."""
+        """Begin new battles everywhere: the first ones of `seed` if it is given, else the first ones of the current seed."""
         if seed is not None and seed != self.seed:
             self._open(seed)
         else:
@@ -110,7 +112,7 @@ class Arena:
         return self.look()
 
     def look(self) -> StepResult:
-        """The battles as they are, nothing having happened."""
+        """Return the battles as they are, without a step: rewards are 0 and nothing has ended."""
         alive = self.state.units.is_alive
         none = torch.zeros(self.config.battles, dtype=torch.bool, device=self.device)
         nobody = torch.zeros_like(alive)
@@ -120,8 +122,10 @@ class Arena:
         return StepResult(*views, nothing, None, nobody, nobody, none, winner, none, None, last, is_first=True)
 
     def step(self, actions: Actions) -> StepResult:
-        """One decision of all units of all battles. Wrong actions raise and change nothing; on a GPU wrong values raise at the next
-        `check`, and until then are taken for the nearest right ones."""
+        """Take one decision of all units in all battles. Wrong actions raise and change nothing.
+
+        On a GPU, wrong values are replaced by the nearest valid ones, and the next `check` raises.
+        """
         check_actions(actions, self.config)
         if self.checks_at_once:
             row, *values = first_wrong(actions, self.config).tolist()
@@ -136,13 +140,13 @@ class Arena:
             return self._recording.replay(self, actions)
 
     def set_largest_team(self, size: int) -> None:
-        """Battles that begin from now on have no more units on a side than this; the others are not there."""
+        """Limit the team size of battles that begin from now on. Units beyond it do not take part."""
         if not 1 <= size <= self.config.team_size:
-            raise ValueError(f"teams have from 1 to {self.config.team_size} units here; got {size}")
+            raise ValueError(f"the largest team must have 1 to {self.config.team_size} units; got {size}")
         self.largest_team.fill_(size)
 
     def check(self) -> None:
-        """Raises if some action since the last reset had a value that cannot be. Waits for the device."""
+        """Raise if an action since the last reset had a wrong value. Waits for the device."""
         row, *values = self._problem.tolist()
         if row >= 0:
             raise_on_wrong_values(int(row), dict(zip(FIRST_WRONG, values, strict=True)), self.config)
@@ -155,7 +159,7 @@ class Arena:
         return state._replace(senses=senses)
 
     def _advance(self, before: State, actions: Actions) -> tuple[State, StepResult]:
-        """Everything that a decision is; a pure function of its arguments but for the flag of a problem on a GPU."""
+        """Compute one decision. It is a pure function of its arguments, except for `_problem` on a GPU."""
         config, tables = self.config, self.tables
         if not self.checks_at_once:
             self._problem.copy_(torch.where(self._problem[0] >= 0, self._problem, first_wrong(actions, config)))
@@ -172,8 +176,7 @@ class Arena:
         return state, result
 
     def _begun_anew(self, after: State, ending: Ending) -> State:
-        """Battles that ended are replaced by the next in their place. On the CPU only those are made; a recorded step makes all, and
-        chooses."""
+        """Replace ended battles by the next ones. On the CPU only those are made; a captured step makes all and selects."""
         if self.is_recorded or self.device.type != "cpu":
             return select(ending.ended, self._next(self.place, after.contest), after)
         if not bool(ending.ended.any()):
@@ -183,7 +186,7 @@ class Arena:
         return replace_rows(after, rows, self._next(rows, contest))
 
     def _next(self, place: Tensor, contest: Score) -> State:
-        """The battles after these in the same places."""
+        """Return the battles that follow these at the same indices."""
         begun = self._fresh(place, contest.episode + 1)
         return begun._replace(contest=begun.contest._replace(overflow=contest.overflow))
 
@@ -196,7 +199,7 @@ class Arena:
         return torch.cat((state.contest.decision.unsqueeze(1).float(), state.contest.score, alive.float()), 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """In memory of its own: a recorded step writes over the old state."""
+        """Return a copy of the state, because a captured step overwrites the old one."""
         state = dict(named_tensors(cloned(self.state)))
         return {"seed": self.seed, "state": state, "problem": self._problem.clone(), "largest_team": self.largest_team.clone()}
 
@@ -213,7 +216,7 @@ class Arena:
 
 
 class _Fused:
-    """A part of the step, compiled by torch. If the compiler fails, the part runs as it is, with a warning.
+    """A part of the step, compiled by torch. If the compiler fails, the part runs uncompiled, with a warning.
 
     The compiled function returns a flat list of tensors: torch 2.11 returns broken named tuples from compiled code.
     """
@@ -233,9 +236,9 @@ class _Fused:
         try:
             return _rebuilt(self.structure, iter(self.run(*arguments, **keywords)))
         except Exception as error:
-            # An error that is not the compiler's comes up again in the plain part, so nothing is hidden.
+            # An error that is not the compiler's is raised again by the uncompiled part, so nothing is hidden.
             reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-            warnings.warn(f"torch's compiler failed ({reason}); the battles go on without it, more slowly", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"torch's compiler failed ({reason}); the arena runs uncompiled, more slowly", RuntimeWarning, stacklevel=2)
             self.run = None
             return self.part(*arguments, **keywords)
 
@@ -256,7 +259,7 @@ def _as_is(part: Any) -> Any:
 
 
 def _mended(actions: Actions, config: ArenaConfig) -> Actions:
-    """Values that cannot be, replaced by ones that can: indices must never lead outside of their tables."""
+    """Replace wrong values by valid ones, so that no index leads outside of its table."""
     mended = {head.name: actions[head.name].clamp(0, head.size - 1) for head in action_spec(config).discrete}
     motion = actions["motion"]
     return {**mended, "motion": torch.where(motion.isfinite(), motion, 0.0).clamp(-1.0, 1.0)}
@@ -267,7 +270,7 @@ def _indexed(device: torch.device) -> torch.device:
 
 
 class _Recording:
-    """A decision as a CUDA graph: reads actions and state from memory of its own, and writes the new state over the old."""
+    """A decision as a CUDA graph. It reads actions and state from fixed memory, and writes the new state over the old one."""
 
     def __init__(self, arena: Arena, actions: Actions) -> None:
         self.actions = {name: value.clone() for name, value in actions.items()}
@@ -275,7 +278,7 @@ class _Recording:
         problem = arena._problem.clone()
         stream = torch.cuda.Stream(arena.device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(arena.device))
-        with torch.cuda.stream(stream):  # kernels are loaded and workspaces made before the recording
+        with torch.cuda.stream(stream):  # run once before the capture, to load kernels and make workspaces
             arena._advance(self.state, self.actions)
         torch.cuda.current_stream(arena.device).wait_stream(stream)
         arena._problem.copy_(problem)
@@ -286,7 +289,7 @@ class _Recording:
         arena.state = self.state
 
     def replay(self, arena: Arena, actions: Actions) -> StepResult:
-        if arena.state is not self.state:  # somebody set another one
+        if arena.state is not self.state:  # the caller has set another state
             copy_into(self.state, arena.state)
             arena.state = self.state
         for name, value in actions.items():
@@ -296,7 +299,7 @@ class _Recording:
 
 
 def no_actions(config: ArenaConfig, device: torch.device | str = "cpu") -> Actions:
-    """Everybody stands still and does nothing."""
+    """Return actions with which all units stand still and do nothing."""
     rows = config.battles * config.units
     spec = action_spec(config)
     still = {head.name: torch.zeros(rows, dtype=torch.int64, device=device) for head in spec.discrete}

@@ -1,12 +1,12 @@
-"""Scripted players: batched functions of what their units sense, in three strengths.
+"""Scripted players in three strengths, and a random one. They are batched functions of what their units sense.
 
-A bot sees what a policy sees: its own condition, the zone and the way to it, and the contacts that its unit senses, from near to far. It
-answers with the same actions. Nothing here looks through walls.
+A bot knows what a policy observes: its own condition, the zone and the route to it, and the contacts that its unit senses, nearest first.
+It returns the same kind of actions.
 
-    weak     walks to the zone, stands still to shoot, always at the nearest and with the first weapon that reaches
-    middle   keeps moving while it shoots, picks the weapon that hurts most, vents when it is hot
-    strong   shoots whom it can kill soonest, fires only what leaves it running, vents in every pause, keeps the distance that its weapons
-             like, and a longer one when it is hurt or hot
+    weak     walks to the zone, stands still to shoot, always at the nearest contact and with the first weapon that reaches it
+    middle   keeps moving while it shoots, picks the weapon with the most damage, vents when it is hot
+    strong   prefers targets that are nearly dead, never overheats by firing, vents when no enemy is near, keeps the best distance for its
+             class, and a longer one when it is damaged or hot
 
 Shapes: B = battles, U = units, C = contacts, W = kinds of weapons. Everything is [B, U] unless stated.
 """
@@ -28,27 +28,27 @@ from esper.arena.terrain_chance import mixed
 from esper.vecenv import Actions
 
 BOTS = ("random", "weak", "middle", "strong")
-_TURN_GAIN = 3.0  # yaw order for each radian that is missing
+_TURN_GAIN = 3.0  # yaw order per radian of error
 
 
 class Tactics(NamedTuple):
-    """What the strong bot knows beyond shooting what is near."""
+    """Settings of the strong bot."""
 
-    focus: float = 1.0  # how much more it likes to shoot at a victim that is nearly dead than at a fresh one
-    caution: float = 0.95  # share of the heat cap that it never fires itself above
-    idle_vents_at: float = 0.5  # share of the heat cap, with no enemy in sight
-    spacing: float = 1.0  # times the distance that its class likes
-    retreat_m: float = 3.0  # further away when it is hurt or hot
-    sway: float = 1.0  # speed to the left and right of the line of fire
-    pull: float = 0.5  # of the zone, while it fights
+    focus: float = 1.0  # additional preference for a target that is nearly dead over one with full hit points
+    caution: float = 0.95  # share of the heat cap above which it does not fire
+    idle_vents_at: float = 0.5  # share of the heat cap above which it vents without contacts
+    spacing: float = 1.0  # factor on the preferred distance of its class
+    retreat_m: float = 3.0  # additional distance when it is damaged or hot
+    sway: float = 1.0  # speed sideways to the line of fire
+    pull: float = 0.5  # weight of the way to the zone while it fights
 
 
 class Skill(NamedTuple):
-    """What tells the strengths apart."""
+    """Settings that distinguish the strengths."""
 
-    keeps_moving: bool  # while it shoots
-    picks_weapon: bool  # the one that hurts most, instead of the first that reaches
-    vents_at: float  # share of the heat cap; above 1: never
+    keeps_moving: bool  # whether it moves while it shoots
+    picks_weapon: bool  # whether it picks the weapon with the most damage instead of the first that reaches
+    vents_at: float  # share of the heat cap above which it vents; above 1: never
     tactics: Tactics | None = None
 
 
@@ -57,15 +57,15 @@ SKILLS = {
     "middle": Skill(keeps_moving=True, picks_weapon=True, vents_at=0.9),
     "strong": Skill(keeps_moving=True, picks_weapon=True, vents_at=0.85, tactics=Tactics()),
 }
-_SWAY = 4  # decisions between two changes of mind
+_SWAY = 4  # decisions between two random changes of the sideways direction
 _BATTLE, _EPISODE = 1_000_003, 7_919
 _NAMES = list(WEAPONS)
 _TOUGHEST = max(unit.hit_points for unit in CLASSES.values())
-_LIKED_M = {"scout": 7.0, "light": 4.0, "medium": 7.0, "heavy": 8.0}  # distance to enemies
+_LIKED_M = {"scout": 7.0, "light": 4.0, "medium": 7.0, "heavy": 8.0}  # preferred distance to enemies
 
 
 class Bot:
-    """A scripted player of one arena. `act` gives actions for all units of all battles; callers take the rows they need."""
+    """A scripted player of one arena. `act` returns actions for all units of all battles; callers take the rows they need."""
 
     def __init__(self, name: str, arena: Arena, *, seed: int = 0) -> None:
         if name not in BOTS:
@@ -77,7 +77,8 @@ class Bot:
         directions = torch.tensor([*STEPS, (0, 0)], dtype=torch.float32, device=device)
         self.directions = torch.nn.functional.normalize(directions, dim=1)  # [9, 2]
         weapons = arena.tables.weapons
-        worth = weapons.damage / weapons.cooldown.clamp_min(PHYSICS.ticks_per_decision)  # damage per tick, as often as decisions allow
+        # Damage per tick; a weapon fires at most once per decision. The painter does no damage, so it gets a value by hand.
+        worth = weapons.damage / weapons.cooldown.clamp_min(PHYSICS.ticks_per_decision)
         worth[_NAMES.index("painter")] = 0.9
         self.worth = worth  # [W]
         self.liked_m = torch.tensor([_LIKED_M[name] for name in arena.config.unit_classes], device=device)  # [U]
@@ -86,7 +87,7 @@ class Bot:
         return self._random() if self.skill is None else self._scripted(self.skill)
 
     def _random(self) -> Actions:
-        """Uniform over what is allowed."""
+        """Return uniformly random allowed actions."""
         arena = self.arena
         rows = arena.config.battles * arena.config.units
         masks = action_masks(arena.state.senses, arena.state.units, arena.tables)
@@ -108,7 +109,7 @@ class Bot:
             cool_enough = units.heat.unsqueeze(-1) + tables.weapons.heat <= skill.tactics.caution * tables.units.heat_cap.unsqueeze(-1)
             reach = reach & cool_enough.unsqueeze(-1)
         fire, slot, has_target = self._choose(reach, skill)
-        is_met = senses.is_contact.any(-1)  # somebody to turn to
+        is_met = senses.is_contact.any(-1)  # whether there is any contact
         watched = torch.where(has_target, slot, 0)
         at = unit_at(units.position, senses.contacts.gather(2, watched.unsqueeze(-1)).squeeze(-1)) - units.position
 
@@ -131,7 +132,7 @@ class Bot:
         }
 
     def _choose(self, reach: Tensor, skill: Skill) -> tuple[Tensor, Tensor, Tensor]:
-        """The weapon (as the head `fire` counts), the contact slot, and whether there is anything to shoot at."""
+        """Return the weapon (as the head `fire` counts), the contact slot, and whether there is anything to shoot at."""
         state = self.arena.state
         units, senses = state.units, state.senses
         is_ready = units.cooldown <= PHYSICS.ticks_per_decision - 1  # [B, U, W] within this decision
@@ -154,7 +155,7 @@ class Bot:
         return which // slots + 1, which % slots, best > 0
 
     def _way(self, skill: Skill, at: Tensor, is_met: Tensor, has_target: Tensor) -> Tensor:
-        """Where to go [B, U, 2]: to the zone, and near enemies as the skill has it."""
+        """Return the direction to go [B, U, 2]: to the zone, or near enemies as the skill says."""
         state, tables = self.arena.state, self.arena.tables
         units, world = state.units, state.world
         x, y = units.position[..., 0], units.position[..., 1]
@@ -164,7 +165,7 @@ class Bot:
         towards = at[..., :2] / distance
         tactics = skill.tactics
         if tactics is None:
-            seeks = to_zone + 0.7 * towards * (is_met & ~has_target).unsqueeze(-1)  # who hides in the zone is looked for
+            seeks = to_zone + 0.7 * towards * (is_met & ~has_target).unsqueeze(-1)  # approach contacts that cannot be shot at yet
             return torch.where(has_target.unsqueeze(-1), to_zone * (0.5 if skill.keeps_moving else 0.0), seeks)
         around = torch.stack((-towards[..., 1], towards[..., 0]), -1)
         sway = around * (tactics.sway * self._coins()).unsqueeze(-1)
@@ -177,7 +178,7 @@ class Bot:
         return torch.where(close.unsqueeze(-1), fight, to_zone)
 
     def _coins(self) -> Tensor:
-        """1 or -1, thrown anew every second for every unit: who sways by them is hard to hit, and no two sides do the same."""
+        """Return 1 or -1 for every unit, drawn again every second: the direction of the sideways motion that makes a unit hard to hit."""
         contest, count = self.arena.state.contest, self.arena.config.units
         battle = mixed(self.arena.place * _BATTLE + contest.episode * _EPISODE + contest.decision // _SWAY + self.seed)
         words = mixed(battle.unsqueeze(1) + torch.arange(count, device=battle.device))

@@ -1,6 +1,6 @@
-"""What hits do: hit points, legs, stability, heat, suppression, paint.
+"""Effects of hits on hit points, legs, stability, heat, suppression and paint.
 
-Shapes: B = battles, U = units; attackers before victims where there are both.
+Shapes: B = battles, U = units; in [B, U, U] the attacker comes before the victim.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from esper.arena.tables import Tables
 
 
 class Hits(NamedTuple):
-    """Everything that struck in one tick."""
+    """Sum of all hits of one tick."""
 
-    damage: Tensor  # [B, U, U] by whom, to whom
+    damage: Tensor  # [B, U, U] by attacker and victim
     legs: Tensor  # [B, U]
     stability: Tensor  # [B, U]
     heat: Tensor  # [B, U]
@@ -39,7 +39,8 @@ def together(first: Hits, second: Hits) -> Hits:
 
 
 def strike(units: Units, hits: Hits, tables: Tables) -> tuple[Units, Tensor]:
-    """Units after being hit, and what was taken: the share of the victim's full hit points by attacker [B, U, U], no more than it had."""
+    """Apply hits to units. Also return the damage taken by attacker [B, U, U], as a share of the victim's full hit points, at most what
+    it had left."""
     total = hits.damage.sum(1)
     taken = torch.minimum(total, units.hit_points)
     share = taken / total.clamp_min(1e-6) / tables.units.hit_points
@@ -58,5 +59,5 @@ def strike(units: Units, hits: Hits, tables: Tables) -> tuple[Units, Tensor]:
 
 
 def one_hot(index: Tensor, size: int) -> Tensor:
-    """[..., size] bool, true at the index."""
+    """Return [..., size] bool, true at the index."""
     return index.unsqueeze(-1) == torch.arange(size, device=index.device)

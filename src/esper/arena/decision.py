@@ -1,4 +1,4 @@
-"""One decision: five ticks of all phases, in the order that docs/arena_rules.md states.
+"""One decision: five ticks of all phases, in the order of `PHASES`.
 
 Shapes: B = battles, U = units.
 """
@@ -27,36 +27,39 @@ PHASES = (
     ("count down", "timers lose a tick, smoke thins, venting begins or ends as ordered"),
     ("turn", "headings follow the yaw orders"),
     ("drive", "velocities over ground follow the orders, as fast as legs, ground, suppression and venting allow"),
-    ("fly", "jets lift, gravity pulls, fuel is spent or comes back"),
-    ("move", "everybody goes on, and is stopped by terrain, edges and other units; falls end"),
-    ("endure", "the ground burns or cools, hard landings hurt legs"),
+    ("fly", "jets lift, gravity pulls, fuel is spent or regained"),
+    ("move", "units move until terrain, edges or other units stop them; falls end"),
+    ("endure", "the ground burns or cools, hard landings damage legs"),
     ("fire", "weapons that are ready, in reach and in arc go off; lasers, flamers and painters strike at once"),
     ("shells", "projectiles steer, fly and burst; smoke spreads"),
     ("strike", "everything that hit in this tick takes effect at once, so two units can kill each other"),
-    ("cool", "heat leaves; the overheated shut down, the cooled start again"),
-    ("balance", "who has lost all stability falls; others steady"),
+    ("cool", "units lose heat; overheated units shut down, cooled units start again"),
+    ("balance", "units without stability fall; others regain stability"),
     ("zone", "the team with more tons in the zone scores"),
 )
 AFTER_TICKS = (
-    ("terrain", "columns that were shot to pieces become open ground"),
+    ("terrain", "destroyed columns become open ground"),
     ("judge", "battles end by score, elimination or time, and rewards are paid"),
-    ("reset", "battles that ended begin anew, on a map drawn from all of them"),
-    ("sense", "what everybody knows of their enemies until the next decision"),
+    ("reset", "ended battles are replaced by new ones, on a map drawn from all maps"),
+    ("sense", "units sense their enemies; what they know holds until the end of the next decision"),
 )
 
 
 class StepEvents(NamedTuple):
-    """What happened in a decision, for rewards, replays and feeds."""
+    """Events of a decision, for rewards, replays and feeds."""
 
-    taken: Tensor  # [B, U, U] share of the victim's full hit points, by attacker
-    fired: Tensor  # [B, U] bool
+    taken: Tensor  # [B, U, U] damage by attacker and victim, as a share of the victim's full hit points
+    fired: Tensor  # [B, U] bool: the unit fired
 
 
 Tick = Callable[[State, Aim, Tables], tuple[State, Tensor, Tensor, tuple[Tensor, Tensor]]]
 
 
 def decide(state: State, orders: Orders, tables: Tables, *, tick: Tick | None = None) -> tuple[State, StepEvents]:
-    """The battles after one decision, not yet judged, and with what was sensed before it. `tick` is `one_tick` in another form."""
+    """Return the battles after one decision, with the senses from before it, and its events. It does not decide winners.
+
+    `tick` replaces `one_tick`, for example by its compiled form.
+    """
     run = one_tick if tick is None else tick
     aim = take_aim(orders, state.units, tables)
     taken = torch.zeros_like(state.units.harm, dtype=torch.float32)
@@ -72,7 +75,7 @@ def decide(state: State, orders: Orders, tables: Tables, *, tick: Tick | None = 
 
 
 def one_tick(state: State, aim: Aim, tables: Tables) -> tuple[State, Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """The state after a tick, damage by attacker [B, U, U], who fired [B, U], and what hit the terrain: columns and damage [B, U·K]."""
+    """Return the state after a tick, damage by attacker [B, U, U], units that fired [B, U], and columns hit with damage [B, U·K]."""
     world, orders = state.world, aim.orders
     units, clouds = count_down(state.units, orders), clear_smoke(state.clouds)
     units = turn(units, orders, tables)

@@ -1,7 +1,7 @@
-"""The arena as a `vecenv`: every unit of every battle is a row, and whoever acts drives both sides.
+"""The arena as a `vecenv`: every unit of every battle is a row, and the caller drives both sides.
 
-A unit's episode ends with its death or its battle, whichever comes first; rows of the dead are not valid until the next battle begins. The
-clock and both scores are observed, so the end of a battle by time is a real end and nothing is cut.
+A unit's episode ends when it dies or its battle ends. Rows of dead units are not valid until the next battle begins. Units observe the
+clock and both scores, so a battle that ends by time terminates; nothing is truncated.
 
 Shapes: B = battles, U = units, N = B·U rows, all units of the first battle first.
 """
@@ -25,7 +25,7 @@ def observation_spec(config: ArenaConfig) -> ObservationSpec:
 
 
 class ArenaEnv:
-    """`Arena` with the contract of `esper.vecenv`. `result` is what the last step led to, battle by battle."""
+    """An `Arena` with the interface of `esper.vecenv`. `result` is the result of the last step, by battle."""
 
     def __init__(self, config: ArenaConfig | None = None, *, seed: int = 0, device: torch.device | str = "cpu") -> None:
         self.arena = Arena(config, seed=seed, device=device)
@@ -47,7 +47,7 @@ class ArenaEnv:
         terminated = ends(result).flatten()
 
         def own(tensor: Tensor) -> Tensor:
-            """What a recorded step gives is written over by the next one."""
+            """Copy the result of a captured step, because the next step overwrites it."""
             return tensor.clone() if self.arena.is_recorded else tensor
 
         return Timestep(
@@ -60,7 +60,7 @@ class ArenaEnv:
         )
 
     def close(self) -> None:
-        """Raises if an action was wrong that could not be told at once."""
+        """Raise if an action was wrong that a GPU could not report at once."""
         self.arena.check()
 
     def state_dict(self) -> dict[str, Any]:
@@ -71,11 +71,11 @@ class ArenaEnv:
 
 
 def ends(result: StepResult) -> Tensor:
-    """Units [B, U] bool whose episode ended: they lived before the decision, and died in it or their battle ended with it."""
+    """Return the units [B, U] bool whose episode ended: they were alive, and died in this decision or their battle ended."""
     return result.was_alive & (result.died | result.ended.unsqueeze(1))
 
 
 def unit_rows(result: StepResult) -> Obs:
-    """Observations with one row for every unit [B·U, ...]."""
+    """Return observations with one row for every unit [B·U, ...]."""
     rows = {"obs": result.observation.flatten(0, 1)}
     return rows if result.whole is None else {**rows, "state": result.whole.flatten(0, 1)}

@@ -1,7 +1,7 @@
-"""What is told to who watches a battle: kills, falls, shutdowns, who takes the zone, and the end.
+"""The feed of a battle: lines of text about kills, falls, shutdowns, the zone, and the end.
 
-Everything follows from the battle, so a replay's feed can be made again and compared. Units and deeds are those of one battle, [1, U, ...],
-on the CPU.
+The feed follows from the battle, so the feed of a replay can be made again and compared. Units and events are those of one battle,
+[1, U, ...], on the CPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from esper.replay_file import FeedItem
 
 
 class FeedWriter:
-    """Of battles between two teams, which have these names."""
+    """Writes the feed of battles between two teams with these names."""
 
     def __init__(self, config: ArenaConfig, teams: tuple[str, str]) -> None:
         self.teams = teams
@@ -29,7 +29,7 @@ class FeedWriter:
         self.names = [f"{name} {index % config.team_size + 1} of {sides[index]}" for index, name in enumerate(config.unit_classes)]
 
     def decision(self, frame: int, was: Units, now: Units, step_events: StepEvents) -> list[FeedItem]:
-        """What the decision before a frame did to units."""
+        """Return the feed items of the decision before a frame: kills, falls and shutdowns."""
         died = has_died(was, now)
         falls, stops = (now.fallen > 0) & (was.fallen == 0) & now.is_alive, now.is_shut_down & ~was.is_shut_down
         told = []
@@ -44,7 +44,7 @@ class FeedWriter:
         return told
 
     def whole(self, decisions: Mapping[int, Sequence[FeedItem]], holders: Sequence[int], end: FeedItem) -> list[FeedItem]:
-        """The feed of a battle: what `decision` told of its frames, and who held the zone at each of them [F]."""
+        """Return the whole feed of a battle, given the items of `decision` by frame, and the holder of the zone at each frame [F]."""
         told, last = list[FeedItem](), -1
         for frame, holder in enumerate(holders):
             told += decisions.get(frame, ())
@@ -54,7 +54,7 @@ class FeedWriter:
         return [*told, end]
 
     def end(self, frame: int, alive: Tensor, winner: int | None, *, is_by_time: bool) -> FeedItem:
-        """`alive` [U] after the last decision."""
+        """Return the last feed item. `alive` [U] are the living units after the last decision."""
         text = "a draw" if winner is None else f"{self.teams[winner]} wins"
         how = "by time" if is_by_time else "by holding the zone" if bool(alive.view(2, -1).any(1).all()) else "by elimination"
         return FeedItem(frame=frame, kind="end", text=f"{text} {how}")
@@ -65,7 +65,7 @@ def _which(units: Tensor) -> list[int]:
 
 
 def _killer(killers: Tensor, step_events: StepEvents, unit: int) -> int | None:
-    """The enemy who is paid for it; else the friend who did it, or the victim itself; None: the ground."""
+    """Return the unit that killed another: the enemy with the credit, else the friend or the victim itself; None if it was the terrain."""
     if bool(killers[:, unit].any()):
         return int(killers[:, unit].int().argmax())
     taken = step_events.taken[0, :, unit]

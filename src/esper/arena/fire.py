@@ -1,6 +1,6 @@
-"""Weapons: who fires in a tick, what hits at once, and what is sent on its way.
+"""Weapons: decide which units fire in a tick, apply instant hits, and launch projectiles.
 
-Shapes: B = battles, U = units, K = projectile slots of one unit. Everything is [B, U], by who fires, unless stated.
+Shapes: B = battles, U = units, K = projectile slots of one unit. Everything is [B, U], by the unit that fires, unless stated.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ REAR_COS = math.cos(math.radians(PHYSICS.rear_deg))
 
 
 class Aim(NamedTuple):
-    """The weapon and target that a decision chose, looked up once for all its ticks."""
+    """Properties of the weapon and target that each unit chose, looked up once per decision."""
 
     orders: Orders
     at_weapon: Tensor  # [B, U, W] bool
@@ -36,7 +36,7 @@ class Aim(NamedTuple):
     is_ballistic: Tensor
     cooldown: Tensor  # int32
     life: Tensor  # int32
-    damage: Tensor  # of what hits at once
+    damage: Tensor
     target_heat: Tensor
     leg_share: Tensor
     paints: Tensor  # int32
@@ -66,16 +66,16 @@ def take_aim(orders: Orders, units: Units, tables: Tables) -> Aim:
 
 
 class Shots(NamedTuple):
-    """What is fired in a tick."""
+    """Shots of one tick."""
 
     fired: Tensor  # bool
-    line: Tensor  # [B, U, 3] from the feet of who fires to those of the target
+    line: Tensor  # [B, U, 3] from the feet of the unit that fires to those of the target
     distance: Tensor
 
 
 def pull_triggers(units: Units, aim: Aim) -> tuple[Units, Shots]:
-    """A weapon fires when it is ordered to, has cooled down, and its living target is in reach and in its arc; its unit must be on its
-    feet, running and not venting. Firing heats."""
+    """Fire weapons: those that are ordered to, are ready, and have a living target in range and in their arc. The unit must be able to act
+    and not be venting. Firing adds heat."""
     line = unit_at(units.position, aim.orders.target) - units.position
     distance = torch.linalg.vector_norm(line, dim=-1)
     ahead = line[..., 0] * units.heading.cos() + line[..., 1] * units.heading.sin()
@@ -89,10 +89,10 @@ def pull_triggers(units: Units, aim: Aim) -> tuple[Units, Shots]:
 
 
 def hit_at_once(units: Units, aim: Aim, shots: Shots) -> Hits:
-    """Lasers, flamers and painters strike in the tick in which they fire. From behind they hurt half as much again."""
+    """Return the hits of lasers, flamers and painters, which strike in the tick in which they fire. Hits from behind do more damage."""
     struck = shots.fired & aim.is_instant
     heading = unit_at(units.heading, aim.orders.target)
-    # From the victim to who fires, against the victim's nose.
+    # Cosine of the angle between the victim's nose and the direction to the unit that fires.
     flat = torch.linalg.vector_norm(shots.line[..., :2], dim=-1).clamp_min(1e-6)
     facing = -(shots.line[..., 0] * heading.cos() + shots.line[..., 1] * heading.sin()) / flat
     damage = aim.damage * torch.where(facing < REAR_COS, PHYSICS.rear_factor, 1.0) * struck
@@ -110,8 +110,10 @@ def hit_at_once(units: Units, aim: Aim, shots: Shots) -> Hits:
 
 
 def launch(units: Units, shells: Shells, aim: Aim, shots: Shots) -> tuple[Shells, Tensor]:
-    """Everything that flies leaves the muzzle for where its target is; what is ballistic leads it and is lobbed. Also the shots for which
-    no slot was free [B, U] bool."""
+    """Launch projectiles from the muzzle towards their targets. Ballistic ones lead the target and fly in an arc.
+
+    Also returns [B, U] bool: shots that found no free slot.
+    """
     is_launched = shots.fired & ~aim.is_instant
     speed = aim.speed.clamp_min(1.0)
     seconds = shots.distance / speed

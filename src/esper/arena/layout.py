@@ -1,7 +1,7 @@
-"""What a unit observes, as a table of names, widths and units. Everything that has a direction is in the unit's own frame: ahead is x, left
-is y. Where places are told in the world's frame, that of the second team is turned by half a turn, so that both sides see the same.
+"""The observation of a unit, as a table of names, widths and meanings.
 
-Widths, slices and the tables of docs/arena_rules.md all come from here.
+Directions are in the unit's own frame: ahead is x, left is y. Positions in the world frame are turned by half a turn for the second team,
+so that both sides observe the same. Widths, slices and the tables of docs/arena_rules.md all come from here.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import NamedTuple
 from esper.arena.config import ArenaConfig
 from esper.arena.specs import CLASSES, ROLES, WEAPONS, Material
 
-VIEW = 11  # cells on a side of the terrain that a unit sees around itself
-CELL_M = 1.5  # between those cells
+VIEW = 11  # cells on a side of the terrain that a unit observes around itself
+CELL_M = 1.5  # distance between those cells
 
 
 MATERIAL_SIGNALS = {
@@ -23,10 +23,12 @@ MATERIAL_SIGNALS = {
     Material.WATER: -0.75,
     Material.LAVA: 1.0,
     Material.FOLIAGE: -0.25,
-}  # one number for each, far apart for those that matter most to who walks there
+}  # one number for each material; those that matter most for walking are far apart
 
 
 class Field(NamedTuple):
+    """A named group of numbers in an observation."""
+
     name: str
     width: int
     meaning: str
@@ -42,7 +44,7 @@ OWN = (
     Field("fuel", 1, "share of the tank; 0 without jets"),
     Field("heading", 2, "cosine and sine, in the team's world frame"),
     Field("position", 2, "x and y in half map sides, in the team's world frame"),
-    Field("height", 2, "of the feet above the lowest ground, and above the ground below, in 10 m"),
+    Field("height", 2, "height of the feet above the lowest ground, and above the ground below, in 10 m"),
     Field("velocity", 3, "ahead, left and up, in 10 m/s"),
     Field("is_grounded", 1, "0 or 1"),
     Field("is_shut_down", 1, "0 or 1"),
@@ -52,13 +54,13 @@ OWN = (
     Field("painted", 1, "share of the 5 s that are left"),
     Field("has_weapon", len(WEAPONS), "0 or 1: " + ", ".join(WEAPONS)),
     Field("loading", len(WEAPONS), "share of the cooldown that is left"),
-    Field("zone", 4, "ahead and left to its centre, distance to its edge, in half map sides, and whether inside"),
-    Field("route", 3, "next step of the way to the zone, ahead and left, and the length of the way in map sides"),
+    Field("zone", 4, "its centre ahead and left, and the distance to its edge, in half map sides; 1 inside, else 0"),
+    Field("route", 3, "next step of the route to the zone, ahead and left, and the length of the route in map sides"),
     Field("zone_radius", 1, "in 10 m"),
     Field("zone_holder", 2, "0 or 1: held by the own team, by the other"),
-    Field("score", 2, "own and the other's, share of what wins"),
-    Field("clock", 1, "share of the battle that is left"),
-    Field("living", 2, "share of the own team and of the other's that lives"),
+    Field("score", 2, "of the own team and of the other, as a share of the score that wins"),
+    Field("clock", 1, "share of the battle's time that is left"),
+    Field("living", 2, "share of living units in the own team and in the other"),
 )
 ALLY = (
     Field("is_there", 1, "0 or 1; all else is 0 where it is 0"),
@@ -71,7 +73,7 @@ ALLY = (
 )
 CONTACT = (
     Field("is_there", 1, "0 or 1; all else is 0 where it is 0"),
-    Field("is_seen", 1, "0 or 1: by a clear line of sight, and not only sensed"),
+    Field("is_seen", 1, "1 with a clear line of sight, 0 if only sensed"),
     Field("place", 3, "ahead, left and up, in 20 m"),
     Field("nearness", 1, "1 / (1 + distance / 5 m)"),
     Field("bearing", 2, "cosine and sine"),
@@ -84,8 +86,8 @@ CONTACT = (
     Field("is_painted", 1, "0 or 1"),
 )
 TERRAIN = (
-    Field("rise", 1, "of what carries, above the feet, in 4 m, from -1 to 1"),
-    Field("cover", 1, "how far what stops sight stands above the feet, in 4 m, from 0 to 1"),
+    Field("rise", 1, "height that carries units, above the feet, in 4 m, from -1 to 1"),
+    Field("cover", 1, "height that blocks sight, above the feet, in 4 m, from 0 to 1"),
     Field("material", 1, ", ".join(f"{signal:g} {material.name.lower()}" for material, signal in MATERIAL_SIGNALS.items())),
 )
 STATE_UNIT = (
@@ -102,7 +104,7 @@ def width(fields: tuple[Field, ...]) -> int:
 
 
 def slices(fields: tuple[Field, ...]) -> dict[str, slice]:
-    """Where each field lies in its part."""
+    """Return the slice of each field in its part."""
     found, start = {}, 0
     for field in fields:
         found[field.name] = slice(start, start + field.width)
@@ -111,7 +113,7 @@ def slices(fields: tuple[Field, ...]) -> dict[str, slice]:
 
 
 class Part(NamedTuple):
-    """A part of the observation vector: `times` over the same fields."""
+    """A part of the observation vector: the same fields, repeated `times` times."""
 
     name: str
     fields: tuple[Field, ...]
@@ -123,7 +125,7 @@ class Part(NamedTuple):
 
 
 def parts(config: ArenaConfig) -> tuple[Part, ...]:
-    """The parts of the vector that a unit observes, in their order."""
+    """Return the parts of the observation vector, in order."""
     return (
         Part("own", OWN, 1),
         Part("contacts", CONTACT, config.contacts),
@@ -137,5 +139,5 @@ def observation_width(config: ArenaConfig) -> int:
 
 
 def state_width(config: ArenaConfig) -> int:
-    """Of the view of the whole battle, which a centralised critic may have: every unit, the own team's first."""
+    """Return the width of the view of the whole battle for a centralised critic: every unit, own team first."""
     return config.units * width(STATE_UNIT)

@@ -1,7 +1,7 @@
-"""Maps: a landscape for every seed, with two spawn corners, a capture zone in the centre, and a way on foot from the ones to the other.
+"""Maps: a landscape for every seed, with two spawn corners, a capture zone in the centre, and a walkable way from each corner to the zone.
 
-All maps of a batch are made at once, always on the CPU, and a seed's map does not depend on what else is in the batch. Maps are mirrored by
-the half turn about the centre, so that neither side has the better ground: column (i, j) equals column (S - 1 - i, S - 1 - j).
+All maps of a batch are made at once, always on the CPU, and the map of a seed does not depend on the rest of the batch. Maps are symmetric
+under a half turn about the centre, so that they favour neither side: column (i, j) equals column (S - 1 - i, S - 1 - j).
 
 Shapes: M = maps, S = side of the map in columns; grids are [M, S, S], indexed [map, i(x), j(y)]. Column (i, j) covers x from i - S/2 to
 i + 1 - S/2, and y likewise. Team 0 starts in the corner of low x and y, team 1 in the opposite one.
@@ -23,7 +23,7 @@ from esper.arena.specs import Material
 from esper.arena.terrain import BLOCK_PITCH, BUILDERS, LANDSCAPES, HeightMap, blocks
 from esper.arena.terrain_chance import Chance, mirrored
 
-FROM_EDGE_M = 1.25  # of the map, for the unit that starts nearest to it
+FROM_EDGE_M = 1.25  # distance from the edge of the map to the nearest starting unit
 SMALLEST_ZONE_M, LARGEST_ZONE_M = 4.0, 11.0
 COVER_M = 2.0  # height of the cover in the zone: as high as a unit
 
@@ -34,11 +34,11 @@ class Maps(NamedTuple):
     height: Tensor  # [M, S, S] float32, top of the column
     material: Tensor  # [M, S, S] int8, a Material
     zone_radius: Tensor  # [M] float32, 4 .. 11 and at most S / 6; the zone's middle is the map's
-    landscape: Tensor  # [M] int64, which of LANDSCAPES
+    landscape: Tensor  # [M] int64, index into LANDSCAPES
 
 
 def generate_maps(seeds: Tensor | Sequence[int], *, size: int = 64, landscapes: tuple[str, ...] = LANDSCAPES) -> Maps:
-    """One map for every seed, of a landscape that the seed draws from `landscapes`. In every map both teams reach the zone on foot.
+    """Make one map for every seed. The seed draws its landscape from `landscapes`. In every map both teams can walk to the zone.
 
     >>> maps = generate_maps([7, 8, 9], size=32)
     >>> maps.height.shape, are_connected(maps).all().item()
@@ -54,14 +54,14 @@ def generate_maps(seeds: Tensor | Sequence[int], *, size: int = 64, landscapes: 
 
 
 def are_connected(maps: Maps) -> Tensor:
-    """[M] bool: on foot, both teams get from their corner to the middle of the zone, over no step higher than units climb and no lava."""
+    """Return [M] bool: whether both teams can walk from their corner to the middle of the zone, without high steps and lava."""
     return has_a_way(maps.height, maps.material)
 
 
 def spawn_points(team_size: int, *, size: int) -> Tensor:
-    """[2, team_size, 2] float32: x and y where the units of both teams start, at least 2 m apart; the second team is the first, mirrored.
+    """Return x and y [2, team_size, 2] at which the units of both teams start, at least 2 m apart. The second team mirrors the first.
 
-    The first unit stands nearest to the zone, the others beside and behind it.
+    The first unit starts nearest to the zone, the others beside and behind it.
 
     >>> spawn_points(2, size=32)
     tensor([[[-6.7500, -6.7500],
@@ -77,13 +77,13 @@ def spawn_points(team_size: int, *, size: int) -> Tensor:
     _check_size(size)
     per_row = units_per_row(size)
     points = [(row, column) for row in range(per_row) for column in range(per_row)]
-    points.sort(key=lambda point: (-sum(point), abs(point[0] - point[1]), point))  # the front first, and its middle before its wings
+    points.sort(key=lambda point: (-sum(point), abs(point[0] - point[1]), point))  # front rows first, in each from the middle outwards
     first = torch.tensor(points[:team_size], dtype=torch.float32) * APART_M + FROM_EDGE_M - size / 2
     return torch.stack([first, -first])
 
 
 def _made(seeds: Tensor, size: int, choices: Tensor) -> Maps:
-    """Maps whose ingredients have been checked. `choices` [L]: which of LANDSCAPES may be drawn."""
+    """Make maps from checked arguments. `choices` [L] are indices into LANDSCAPES."""
     chance = Chance(seeds, size=size)
     radius = chance.uniform("zone", low=min(SMALLEST_ZONE_M, size / 6), high=min(LARGEST_ZONE_M, size / 6))
     landscape = choices[chance.bits("landscape") % len(choices)]
@@ -103,7 +103,7 @@ def _made(seeds: Tensor, size: int, choices: Tensor) -> Maps:
 
 
 def _with_zone(ground: HeightMap, chance: Chance, radius: Tensor) -> HeightMap:
-    """The zone is flat, but for its water and a little cover that leaves the middle free and two columns between its pieces."""
+    """Flatten the zone, except for water, and add some cover that leaves the middle free and two columns between its pieces."""
     distance = (chance.x * chance.x + chance.y * chance.y).sqrt()  # [S, S]
     reach = radius[:, None, None]
     is_zone = distance <= reach + 1
@@ -117,7 +117,7 @@ def _with_zone(ground: HeightMap, chance: Chance, radius: Tensor) -> HeightMap:
 
 
 def _with_corners(ground: HeightMap, chance: Chance) -> HeightMap:
-    """The squares where teams start are flat and open."""
+    """Make the squares in which teams start flat and open."""
     edge = corner_side(chance.size) - chance.size / 2
     from_first = torch.maximum(chance.x - edge, chance.y - edge)  # in metres; < 0 inside the corner
     from_corner = torch.minimum(from_first, from_first.flip(0, 1))
@@ -126,13 +126,13 @@ def _with_corners(ground: HeightMap, chance: Chance) -> HeightMap:
 
 
 def _eased(ground: HeightMap, from_flat: Tensor) -> HeightMap:
-    """Hills that end in slopes instead of cliffs where flat ground begins, `from_flat` metres away."""
+    """Turn cliffs at the border of flat ground into slopes. `from_flat` is the distance to the flat ground in metres."""
     most = torch.floor(from_flat.clamp(min=0) * 2) / 2
     return ground.with_columns((ground.material == Material.OPEN) & (ground.height > most), most, Material.OPEN)
 
 
 def _with_ways(ground: HeightMap, chance: Chance) -> HeightMap:
-    """Where a corner has no way two columns wide to the zone, one is cleared, three wide, with a bend so that nobody sees all along it."""
+    """Clear a way three columns wide on maps without a way two columns wide to the zone. It has a bend, which limits the line of sight."""
     is_cut_off = ~has_a_wide_way(ground.height, ground.material)
     size = chance.size
     start = (corner_side(size) - size) / 2  # x and y of the middle of the corner
@@ -144,7 +144,7 @@ def _with_ways(ground: HeightMap, chance: Chance) -> HeightMap:
 
 
 def _is_near_line(chance: Chance, from_x: Tensor | float, from_y: Tensor | float, to_x: Tensor | float, to_y: Tensor | float) -> Tensor:
-    """[M, S, S] bool: columns up to 1.6 m from the line. Columns two by two along it lie wholly within."""
+    """Return [M, S, S] bool: columns up to 1.6 m from the line, wide enough for two columns side by side."""
     ahead_x, ahead_y = to_x - from_x, to_y - from_y
     x, y = chance.x - from_x, chance.y - from_y
     share = ((x * ahead_x + y * ahead_y) / (ahead_x * ahead_x + ahead_y * ahead_y)).clamp(0, 1)
@@ -159,7 +159,7 @@ def _checked_seeds(seeds: Tensor | Sequence[int]) -> Tensor:
             raise ValueError(f"a seed fits into 64 bits with its sign; got {too_large[0]}")
         seeds = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     if seeds.dim() != 1 or not len(seeds) or seeds.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"maps need a list of at least one seed, whole numbers; got {seeds.dtype} of shape {list(seeds.shape)}")
+        raise ValueError(f"maps need a list of at least one seed, as integers; got {seeds.dtype} of shape {list(seeds.shape)}")
     return seeds.to("cpu", torch.int64)
 
 
@@ -169,7 +169,7 @@ def _check_size(size: int) -> None:
 
 
 def _checked_landscapes(landscapes: tuple[str, ...]) -> Tensor:
-    """[L] int64, which of LANDSCAPES they are."""
+    """Return the landscapes as indices into LANDSCAPES, [L] int64."""
     if not landscapes:
         raise ValueError(f"maps need at least one landscape; there are {', '.join(LANDSCAPES)}")
     for name in landscapes:

@@ -1,4 +1,4 @@
-"""Who can walk where: whether a map's corners and its middle are joined by ground that units can walk on.
+"""Check whether units can walk from the corners of a map to its middle.
 
 Shapes: M = maps, S = side of the map in columns; grids are [M, S, S].
 """
@@ -13,7 +13,7 @@ from esper.arena.specs import CLIMB_M, MATERIALS, Material
 
 
 def floor_height(height: Tensor, material: Tensor) -> Tensor:
-    """What one stands on: the top of the column, and the ground under what is walked through."""
+    """Return the height that units stand on: the top of the column, or the ground below material that is walked through."""
     is_walked_through = torch.zeros_like(material, dtype=torch.bool)
     for kind, spec in MATERIALS.items():
         if spec.is_walked_through:
@@ -22,7 +22,7 @@ def floor_height(height: Tensor, material: Tensor) -> Tensor:
 
 
 def has_a_way(height: Tensor, material: Tensor) -> Tensor:
-    """[M] bool: the two corner columns and one of the four in the middle are joined by steps between neighbours, none of them into lava."""
+    """Return [M] bool: whether steps between neighbours, without lava, join both corner columns and one of the four middle columns."""
     floor = floor_height(height, material)
     is_safe = material != Material.LAVA
     joined_x = (floor.diff(dim=1).abs() <= CLIMB_M) & is_safe[:, 1:] & is_safe[:, :-1]
@@ -33,9 +33,9 @@ def has_a_way(height: Tensor, material: Tensor) -> Tensor:
 
 
 def has_a_wide_way(height: Tensor, material: Tensor) -> Tensor:
-    """[M] bool: the same for who needs two columns side by side, for maps that are mirrored.
+    """Return [M] bool: the same for a way two columns wide, on maps that are mirrored.
 
-    A square of two by two columns is passable where its floors differ by no more than a step; neighbouring squares overlap by half.
+    A square of two by two columns is passable if its floors differ by no more than a step. Neighbouring squares overlap by half.
     """
     floor = floor_height(height, material)
     highest, lowest = F.max_pool2d(floor, 2, stride=1), -F.max_pool2d(-floor, 2, stride=1)  # [M, S - 1, S - 1]
@@ -47,16 +47,16 @@ def has_a_wide_way(height: Tensor, material: Tensor) -> Tensor:
 
 
 def _reached_from_first_corner(joined_x: Tensor, joined_y: Tensor) -> Tensor:
-    """[M, N, N] bool: what is joined to the column (0, 0) by any number of steps.
+    """Return [M, N, N] bool: columns that are joined to the column (0, 0) by any number of steps.
 
-    Waves run over all maps at once, along x and along y in turn, each over the whole map; a way takes a turn for every two of its bends.
+    Sweeps run over all maps at once, along x and y in turn, each over the whole map. A way needs one such turn for every two of its bends.
     """
     count, side = joined_y.shape[:2]
     along_x = joined_x.movedim(1, 0).contiguous()  # [N - 1, M, N]: one wave front is contiguous
     along_y = joined_y.movedim(2, 0).contiguous()
     reached = torch.zeros(side, count, side, dtype=torch.bool, device=joined_x.device)  # [i, M, j]
     reached[0, :, 0] = True
-    for _ in range(side * side):  # a way that bends more often than that cannot be
+    for _ in range(side * side):  # no way has more bends than that
         before = reached.clone()
         _run_wave(reached, along_x)
         turned = reached.movedim(2, 0).movedim(2, 1).contiguous()  # [j, M, i]
@@ -68,7 +68,7 @@ def _reached_from_first_corner(joined_x: Tensor, joined_y: Tensor) -> Tensor:
 
 
 def _run_wave(reached: Tensor, joined: Tensor) -> None:
-    """Carries `reached` [N, M, N] forth and back along its first dimension, over what is joined [N - 1, M, N]. In place."""
+    """Spread `reached` [N, M, N] forward and back along its first dimension, over joined neighbours [N - 1, M, N], in place."""
     for line in range(len(joined)):
         reached[line + 1] |= reached[line] & joined[line]
     for line in reversed(range(len(joined))):

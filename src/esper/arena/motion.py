@@ -1,4 +1,4 @@
-"""How units move in one tick: turning, driving, flying, and what stands in their way.
+"""Motion of units in one tick: turning, driving, flying and collisions.
 
 Shapes: B = battles, U = units. Everything is [B, U] unless stated.
 """
@@ -18,19 +18,19 @@ from esper.arena.tables import Tables
 
 
 def can_act(units: Units) -> Tensor:
-    """Alive, on its feet and running."""
+    """Return the units that are alive, on their feet and not shut down."""
     return units.is_alive & (units.fallen == 0) & ~units.is_shut_down
 
 
 def turn(units: Units, orders: Orders, tables: Tables) -> Units:
-    """The heading follows the yaw order at the class's rate."""
+    """Turn the heading as ordered, at the rate of the class."""
     change = orders.motion[..., 2] * tables.units.yaw * can_act(units) * PHYSICS.tick_s
     heading = torch.remainder(units.heading + change + math.pi, 2 * math.pi) - math.pi
     return units._replace(heading=heading)
 
 
 def top_speed(units: Units, world: World, tables: Tables) -> Tensor:
-    """How fast a unit can be now: broken legs, water, suppression and venting slow it down; who cannot act stands still."""
+    """Return the present top speed. Broken legs, water, suppression and venting reduce it; it is 0 for units that cannot act."""
     column = columns(units.position[..., 0], units.position[..., 1], world.floor.shape[1])
     surface = tables.materials.speed_factor[read(world.material, column).long()]
     factor = torch.where(units.is_grounded, surface, 1.0)
@@ -41,7 +41,7 @@ def top_speed(units: Units, world: World, tables: Tables) -> Tensor:
 
 
 def drive(units: Units, orders: Orders, speed: Tensor, tables: Tables) -> Units:
-    """The velocity over ground moves towards what is ordered, as quickly as the class accelerates; in the air more slowly."""
+    """Change the horizontal velocity towards the ordered one, limited by the acceleration of the class; less in the air."""
     forward, strafe = orders.motion[..., 0], orders.motion[..., 1]
     forward = torch.where(forward < 0, forward * PHYSICS.sideways_factor, forward)
     strafe = strafe * PHYSICS.sideways_factor
@@ -59,7 +59,7 @@ def drive(units: Units, orders: Orders, speed: Tensor, tables: Tables) -> Units:
 
 
 def fly(units: Units, orders: Orders, tables: Tables) -> Units:
-    """Jets lift those that have them while there is fuel, and heat them; everything else falls. On the ground fuel comes back."""
+    """Apply jets and gravity to the vertical velocity. Jets use fuel and add heat; fuel is regained on the ground."""
     tick = PHYSICS.tick_s
     throttle = orders.motion[..., 3].clamp_min(0.0) * (can_act(units) & (units.fuel > 0) & (tables.units.jets > 0))
     lift = throttle * tables.units.jets - PHYSICS.gravity_mps2
@@ -74,11 +74,11 @@ def fly(units: Units, orders: Orders, tables: Tables) -> Units:
 
 
 def move(units: Units, world: World) -> tuple[Units, Tensor]:
-    """Units go where their velocity takes them, and not through terrain or one another. Also how hard they landed, in m/s above what
-    legs bear.
+    """Move units by their velocity, not through terrain or each other. Also return how hard they landed, in m/s above the harmless speed.
 
-    Along x and then along y, a unit stops at a column that is higher than a step above its feet; its radius counts ahead of it. Units that
-    touch push one another apart by half the overlap each. A unit on the ground follows it over steps up and down; a higher drop is a fall.
+    Along x and then along y, a unit stops before a column that is more than a step above its feet, at the distance of its radius. Units
+    that overlap push each other apart by half the overlap each. A unit on the ground follows it over steps up and down; after a higher
+    drop it falls.
     """
     size, tick = world.floor.shape[1], PHYSICS.tick_s
     limit = size / 2 - PHYSICS.radius_m
@@ -112,7 +112,7 @@ def move(units: Units, world: World) -> tuple[Units, Tensor]:
 
 
 def _apart(x: Tensor, y: Tensor, z: Tensor, is_alive: Tensor) -> tuple[Tensor, Tensor]:
-    """How far units that overlap are pushed apart."""
+    """Return how far overlapping units are pushed apart in x and y."""
     apart_x, apart_y, apart_z = (value.unsqueeze(2) - value.unsqueeze(1) for value in (x, y, z))  # [B, U, U]
     distance = (apart_x.square() + apart_y.square()).sqrt()
     touches = is_alive.unsqueeze(2) & is_alive.unsqueeze(1) & (apart_z.abs() < PHYSICS.tall_m)

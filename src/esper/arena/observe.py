@@ -1,4 +1,4 @@
-"""From the state of the battles to what each unit observes; see `esper.arena.layout` for what is where.
+"""Compute what each unit observes from the state of the battles. `esper.arena.layout` is the table of the observation.
 
 Shapes: B = battles, U = units, C = contacts, A = allies, V = cells of the terrain view.
 """
@@ -23,12 +23,12 @@ _FALLEN = ticks(PHYSICS.fallen_s)
 
 
 class Observer:
-    """What every unit observes. Holds the constant tensors that this takes."""
+    """Computes the observations of all units. Holds the constant tensors for it."""
 
     def __init__(self, config: ArenaConfig, tables: Tables, device: torch.device) -> None:
         self.config, self.tables = config, tables
         count = config.units
-        self.sides = torch.where(tables.units.team == 0, 1.0, -1.0)  # [U] what turns the second team's world
+        self.sides = torch.where(tables.units.team == 0, 1.0, -1.0)  # [U] factor that turns the second team's world by half a turn
         kinds = torch.nn.functional.one_hot(tables.units.kind, len(CLASSES)).float()  # [U, classes]
         roles = torch.nn.functional.one_hot(tables.units.role, len(ROLES)).float()
         self.kinds, self.identity = kinds, torch.cat((kinds, roles), 1)
@@ -39,10 +39,10 @@ class Observer:
         directions = torch.tensor([*STEPS, (0, 0)], dtype=torch.float32, device=device)
         self.directions = torch.nn.functional.normalize(directions, dim=1)  # [9, 2]
         own, other = torch.arange(count, device=device), torch.arange(count, device=device).roll(config.team_size)
-        self.team_order = torch.where((tables.units.team == 0).unsqueeze(1), own, other)  # [U, U] all units, one's own team first
+        self.team_order = torch.where((tables.units.team == 0).unsqueeze(1), own, other)  # [U, U] all units, own team first
 
     def observe(self, state: State) -> Tensor:
-        """[B, U, width]. Dead units observe too; nobody listens."""
+        """Return the observations [B, U, width]. Rows of dead units are computed too, but not used."""
         units = state.units
         cos, sin = units.heading.cos(), units.heading.sin()
         column = columns(units.position[..., 0], units.position[..., 1], self.config.size)
@@ -70,7 +70,7 @@ class Observer:
         first = (table.team == 0).unsqueeze(0)
 
         def by_side(pair: Tensor) -> list[Tensor]:
-            """[B, 2] of the two teams as [B, U] of one's own and of the other."""
+            """Turn values of the two teams [B, 2] into those of the own team [B, U] and of the other team [B, U]."""
             return [torch.where(first, pair[:, :1], pair[:, 1:]), torch.where(first, pair[:, 1:], pair[:, :1])]
 
         holder = torch.stack((contest.holder == 0, contest.holder == 1), 1).float()
@@ -115,7 +115,7 @@ class Observer:
         return torch.cat((self.identity.expand(battles, -1, -1), torch.stack(singles, -1), *weapons, torch.stack(rest, -1)), -1)
 
     def _others(self, state: State, index: Tensor, cos: Tensor, sin: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """What units see of the units that `index` [B, U, N] names: place and nearness, then class, condition and heading."""
+        """Return what each unit observes of the units `index` [B, U, N]: place and nearness, then class, condition and heading."""
         units, table = state.units, self.tables.units
         battles = len(index)
         gathered = torch.cat(
@@ -139,7 +139,7 @@ class Observer:
         return place, condition
 
     def _contacts(self, state: State, cos: Tensor, sin: Tensor) -> Tensor:
-        """[B, U, C, fields]"""
+        """Return the contacts [B, U, C, fields]; zeros in empty slots."""
         units, senses = state.units, state.senses
         place, condition = self._others(state, senses.contacts, cos, sin)
         flat = (place[0].square() + place[1].square()).sqrt().clamp_min(1e-6)
@@ -161,7 +161,7 @@ class Observer:
         return torch.stack(fields, -1) * senses.is_contact.unsqueeze(-1)
 
     def _allies(self, state: State, cos: Tensor, sin: Tensor) -> Tensor:
-        """[B, U, A, fields], from near to far. Where a team has fewer, nobody is there."""
+        """Return the allies [B, U, A, fields], nearest first; zeros in empty slots."""
         units, wanted = state.units, self.config.allies
         there = self.tables.units.is_ally & units.is_alive.unsqueeze(1)
         apart = units.position.unsqueeze(2) - units.position.unsqueeze(1)
@@ -171,7 +171,7 @@ class Observer:
         return torch.stack([torch.ones_like(place[0]), *place, *condition], -1) * is_there.unsqueeze(-1)
 
     def _terrain(self, state: State, cos: Tensor, sin: Tensor) -> Tensor:
-        """[B, U, V, fields] of cells in rows from behind to ahead, and in each row from right to left."""
+        """Return the terrain view [B, U, V, fields]: rows of cells from behind to ahead, each row from right to left."""
         units, world = state.units, state.world
         x = units.position[..., 0:1] + self.view_ahead * cos.unsqueeze(-1) - self.view_left * sin.unsqueeze(-1)
         y = units.position[..., 1:2] + self.view_ahead * sin.unsqueeze(-1) + self.view_left * cos.unsqueeze(-1)
@@ -183,7 +183,7 @@ class Observer:
         return torch.stack((rise, cover, material), -1)
 
     def whole_battle(self, state: State) -> Tensor:
-        """The view for a centralised critic [B, U, state width]: every unit, one's own team first, in one's team's world frame."""
+        """Return the view for a centralised critic [B, U, state width]: every unit, own team first, in the own team's world frame."""
         units, table = state.units, self.tables.units
         battles, count = units.heat.shape
         half = self.config.size / 2
@@ -207,6 +207,6 @@ class Observer:
 
 
 def _turned(x: Tensor, y: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Vectors [B, U, N] in the frames of the units: ahead and left."""
+    """Return vectors [B, U, N] in the frames of the units, as (ahead, left)."""
     cos, sin = cos.unsqueeze(-1), sin.unsqueeze(-1)
     return x * cos + y * sin, y * cos - x * sin

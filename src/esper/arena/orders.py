@@ -1,6 +1,6 @@
-"""What units are told: the heads of an action, checked, and turned into orders that the phases obey.
+"""Actions of units: their heads, checks and masks, and the orders that the phases execute.
 
-Shapes: B = battles, U = units, C = contacts, N = B·U.
+Shapes: B = battles, U = units, C = contacts, W = kinds of weapons, N = B·U.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from esper.vecenv import Actions, ActionSpec, Continuous, Discrete, Relevance
 
 MOTION = ("forward", "strafe", "yaw", "jets")  # strafe is to the right, yaw to the left; jets below 0 are off
 FIRE = ("none", *WEAPONS)
-FIRST_WRONG = (*MOTION, "fire", "target", "vent")  # what is kept of an action that cannot be
+FIRST_WRONG = (*MOTION, "fire", "target", "vent")  # values of a wrong action that are kept for the error message
 
 
 def action_spec(config: ArenaConfig) -> ActionSpec:
-    """Whom to aim at matters only where something is fired, and depends on the weapon: what it reaches can be chosen."""
+    """Return the action spec. The head `target` is relevant only where a weapon is fired, and its mask depends on the weapon."""
     return ActionSpec(
         heads=(
             Discrete("fire", len(FIRE)),
@@ -36,7 +36,7 @@ def action_spec(config: ArenaConfig) -> ActionSpec:
 
 
 class Orders(NamedTuple):
-    """What holds for all ticks of a decision."""
+    """Orders of all units, which hold for all ticks of a decision."""
 
     motion: Tensor  # [B, U, 4] in [-1, 1]
     weapon: Tensor  # [B, U] int64, index into WEAPONS; 0 where nothing is fired
@@ -46,7 +46,7 @@ class Orders(NamedTuple):
 
 
 def check_actions(actions: Actions, config: ArenaConfig) -> None:
-    """Raises where actions have not the heads, shapes and types of the spec. Looks at no values, so no device has to be waited for."""
+    """Raise ValueError if actions do not have the heads, shapes and types of the spec. Does not read values, so it never waits."""
     rows = config.battles * config.units
     spec = action_spec(config)
     expected = {head.name: ((rows,), torch.int64) for head in spec.discrete}
@@ -66,7 +66,7 @@ def check_actions(actions: Actions, config: ArenaConfig) -> None:
 
 
 def wrong_values(actions: Actions, config: ArenaConfig) -> Tensor:
-    """Rows [N] bool with a choice that does not exist, or a motion that is not a number or outside of [-1, 1]."""
+    """Return the rows [N] bool with a choice that does not exist, or a motion that is NaN or outside of [-1, 1]."""
     wrong = ~(actions["motion"].abs() <= 1.0).all(-1)
     for head in action_spec(config).discrete:
         wrong = wrong | (actions[head.name] < 0) | (actions[head.name] >= head.size)
@@ -74,8 +74,7 @@ def wrong_values(actions: Actions, config: ArenaConfig) -> Tensor:
 
 
 def first_wrong(actions: Actions, config: ArenaConfig) -> Tensor:
-    """The first wrong row and what it holds, in the order of `FIRST_WRONG` behind the row [1 + 7]; the row is -1 where all is well.
-    Nothing is read from the device."""
+    """Return the index of the first wrong row, or -1, and its values in the order of `FIRST_WRONG`, [1 + 7]. Never waits for the device."""
     wrong = wrong_values(actions, config)
     row = wrong.int().argmax().unsqueeze(0)
     choices = [actions[head.name].index_select(0, row) for head in action_spec(config).discrete]
@@ -84,19 +83,19 @@ def first_wrong(actions: Actions, config: ArenaConfig) -> Tensor:
 
 
 def raise_on_wrong_values(row: int, held: dict[str, float], config: ArenaConfig) -> None:
-    """An error that names the battle and the unit whose action cannot be."""
+    """Raise ValueError that names the battle and the unit of a wrong action."""
     battle, unit = divmod(row, config.units)
     place = f"battle {battle}, unit {unit} ({config.unit_classes[unit]} of team {unit // config.team_size})"
     motion = [held[name] for name in MOTION]
     if not all(abs(number) <= 1.0 for number in motion):
-        raise ValueError(f"{place}: motion is {motion}, and must be numbers from -1 to 1; clamp it, and look for what made a NaN")
+        raise ValueError(f"{place}: motion is {motion}, but must be numbers from -1 to 1; clamp it, and find the cause of a NaN")
     for head in action_spec(config).discrete:
         if not 0 <= held[head.name] < head.size:
-            raise ValueError(f"{place}: {head.name} is {int(held[head.name])}, and must be from 0 to {head.size - 1}")
+            raise ValueError(f"{place}: {head.name} is {int(held[head.name])}, but must be from 0 to {head.size - 1}")
 
 
 def read_orders(actions: Actions, senses: Senses, units: Units, tables: Tables, *, battles: int) -> Orders:
-    """Orders from actions [N, ...]. What a unit cannot do is not done: it fires nothing without the weapon, or at no contact."""
+    """Return the orders of actions [N, ...]. Impossible ones are dropped: firing a weapon that the unit lacks, or at an empty contact."""
     fire = actions["fire"].view(battles, -1)
     slot = actions["target"].view(battles, -1, 1)
     weapon = (fire - 1).clamp_min(0)
@@ -115,7 +114,7 @@ def read_orders(actions: Actions, senses: Senses, units: Units, tables: Tables, 
 
 
 def action_masks(senses: Senses, units: Units, tables: Tables) -> dict[str, Tensor]:
-    """What each unit may choose: bool [N, ...], true where allowed. Not to fire is always allowed, and so is not to vent."""
+    """Return the masks of all discrete heads, bool [N, ...], true where allowed. Not firing and not venting are always allowed."""
     battles, count = units.heat.shape
     ready = units.is_alive & (units.fallen == 0) & ~units.is_shut_down
     reach = in_reach(senses, units, tables)  # [B, U, W, C]
@@ -124,14 +123,14 @@ def action_masks(senses: Senses, units: Units, tables: Tables) -> dict[str, Tens
     fire = torch.cat((yes, can_fire), 2)
     nobody = torch.zeros_like(reach[:, :, :1])
     target = torch.cat((nobody, reach), 2)
-    # A head that does not matter must still have something allowed.
+    # Even an irrelevant head must have an allowed choice.
     target = target | (~target.any(3, keepdim=True) & (torch.arange(target.shape[3], device=target.device) == 0))
     vent = torch.cat((yes, (units.is_alive & ~units.is_shut_down & (units.heat > 0)).unsqueeze(2)), 2)
     return {name: mask.reshape(battles * count, *mask.shape[2:]) for name, mask in (("fire", fire), ("target", target), ("vent", vent))}
 
 
 def in_reach(senses: Senses, units: Units, tables: Tables) -> Tensor:
-    """Which contacts each kind of weapon reaches [B, U, W, C]: near enough, and seen if it hits at once."""
+    """Return the contacts that each kind of weapon reaches [B, U, W, C]: in range, and seen if the weapon hits at once."""
     weapons = tables.weapons
     there = unit_at(units.position, senses.contacts)  # [B, U, C, 3]
     distance: Tensor = torch.linalg.vector_norm(there - units.position.unsqueeze(2), dim=3)

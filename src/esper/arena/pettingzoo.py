@@ -1,4 +1,4 @@
-"""One battle as a PettingZoo `ParallelEnv`, for whoever trains with other software. Needs PettingZoo.
+"""One battle as a PettingZoo `ParallelEnv`, for training with other software. Needs PettingZoo.
 
     env = parallel_env(team_size=2, size=32)
     observations, infos = env.reset(seed=7)
@@ -6,8 +6,8 @@
         actions = {agent: env.action_space(agent).sample(observations[agent]["action_mask"]) for agent in env.agents}
         observations, rewards, terminations, truncations, infos = env.step(actions)
 
-An agent is a unit, named by team, number and class: "red_0_medium". It leaves when it dies, and everybody leaves when the battle ends;
-what they observe last is the battle as it ended. Thousands of battles at once are `esper.arena.env.ArenaEnv`.
+An agent is a unit, named by team, number and class: "red_0_medium". It leaves when it dies, and all leave when the battle ends; the last
+observation is the end of the battle. For thousands of battles at once, use `esper.arena.env.ArenaEnv`.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from esper.arena.zone import Ending
 from esper.config import from_mapping
 from esper.vecenv import Actions, ActionSpec, Discrete, Head
 
-TEAMS = ("red", "blue")  # the first and the second
-MAPS = 16  # unless a config says otherwise: all are made anew for a new seed
+TEAMS = ("red", "blue")  # first team, second team
+MAPS = 16  # default number of maps, smaller than usual, because a new seed makes all of them again
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def parallel_env(config: ArenaConfig | None = None, *, seed: int = 0, render_mode: str | None = None, **fields: Any) -> ArenaParallelEnv:
-    """A battle with this config, or with these fields of one: `parallel_env(team_size=2, landscapes=["city"])`."""
+    """Make an environment from a config, or from fields of an ArenaConfig: `parallel_env(team_size=2, landscapes=["city"])`."""
     if config is not None and fields:
         raise ValueError(f"give a config or fields of one, not both; got a config and {sorted(fields)}")
     if fields:
@@ -50,17 +50,17 @@ def parallel_env(config: ArenaConfig | None = None, *, seed: int = 0, render_mod
 
 
 class ArenaParallelEnv(ParallelEnv[str, dict[str, Any], dict[str, Any]]):  # type: ignore[misc]  # PettingZoo has no types
-    """One battle; `battles` of the config does not matter.
+    """One battle; `battles` of the config is ignored.
 
-    An observation is {"observation": the vector of `esper.arena.layout`, "action_mask": int8 by head}; `infos` name the agent's team, and
-    at the end the winner: "red", "blue" or "draw". `reset(seed)` begins the first battle of that seed, `reset()` the next one.
+    An observation is {"observation": the vector of `esper.arena.layout`, "action_mask": int8 by head}. The infos have the agent's team
+    and, at the end, the winner: "red", "blue" or "draw". `reset(seed)` begins the first battle of that seed, `reset()` the next battle.
     """
 
     metadata: dict[str, Any] = {"name": f"esper_arena_v{RULES_VERSION}", "render_modes": [], "is_parallelizable": True}
 
     def __init__(self, config: ArenaConfig | None = None, *, seed: int = 0, render_mode: str | None = None) -> None:
         if render_mode is not None:
-            raise ValueError(f"a battle is not drawn while it is fought, so render_mode must be None; got {render_mode!r}")
+            raise ValueError(f"this environment cannot render, so render_mode must be None; got {render_mode!r}")
         self.config = msgspec.structs.replace(config or ArenaConfig(maps=MAPS), battles=1)
         self.render_mode = render_mode
         self._battle = _Battle(self.config, seed=seed)
@@ -71,7 +71,7 @@ class ArenaParallelEnv(ParallelEnv[str, dict[str, Any], dict[str, Any]]):  # typ
             for unit, name in enumerate(self.config.unit_classes)
         ]
         self._units = {agent: unit for unit, agent in enumerate(self.possible_agents)}
-        # One for each agent, so that each can be seeded.
+        # Each agent has its own spaces, so that each can be seeded.
         self.observation_spaces = {agent: _observation_space(self.config, self._battle.action_spec) for agent in self.possible_agents}
         self.action_spaces = {agent: OrderSpace(self._battle.action_spec) for agent in self.possible_agents}
         self.state_space = spaces.Box(-np.inf, np.inf, (state_width(self.config),), np.float32)
@@ -85,7 +85,7 @@ class ArenaParallelEnv(ParallelEnv[str, dict[str, Any], dict[str, Any]]):  # typ
     def reset(
         self, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
-        """The first battle of `seed`, or without one the next. There are no options, and those given are not looked at."""
+        """Begin the first battle of `seed`, or without a seed the next battle. `options` are ignored."""
         result = self._battle.next() if seed is None and self._has_begun else self._battle.reset(seed)
         self._has_begun = True
         present = self._battle.state.units.is_alive[0].tolist()
@@ -95,7 +95,7 @@ class ArenaParallelEnv(ParallelEnv[str, dict[str, Any], dict[str, Any]]):  # typ
     def step(
         self, actions: dict[str, dict[str, Any]]
     ) -> tuple[dict[str, dict[str, Any]], dict[str, float], dict[str, bool], dict[str, bool], dict[str, dict[str, Any]]]:
-        """One decision of all agents. Wrong actions raise and change nothing."""
+        """Take one decision of all agents. Wrong actions raise and change nothing."""
         if not self.agents:
             raise ValueError("no battle is going on; begin one with reset()")
         result = self._battle.step(self._gathered(actions))
@@ -104,13 +104,13 @@ class ArenaParallelEnv(ParallelEnv[str, dict[str, Any], dict[str, Any]]):  # typ
         observations = self._observed(result)
         rewards = {agent: reward[self._units[agent]] for agent in self.agents}
         terminations = {agent: has_ended or died[self._units[agent]] for agent in self.agents}
-        truncations = dict.fromkeys(self.agents, False)  # agents see the clock, so that its end is a real one
+        truncations = dict.fromkeys(self.agents, False)  # agents observe the clock, so the time limit terminates the battle
         infos = {agent: self._info(agent, result if has_ended else None) for agent in self.agents}
         self.agents = [agent for agent in self.agents if not terminations[agent]]
         return observations, rewards, terminations, truncations, infos
 
     def state(self) -> Array:
-        """The whole battle, as a unit of the first team would be told all of it (`esper.arena.layout.STATE_UNIT` for every unit)."""
+        """Return the whole battle from the view of the first team: `esper.arena.layout.STATE_UNIT` for every unit."""
         whole: Array = self._battle.observer.whole_battle(self._battle.state)[0, 0].numpy()
         return whole
 
@@ -134,13 +134,13 @@ class ArenaParallelEnv(ParallelEnv[str, dict[str, Any], dict[str, Any]]):  # typ
         return team if ended is None else {**team, "winner": (*TEAMS, "draw")[int(ended.winner[0])]}
 
     def _gathered(self, actions: Mapping[str, Mapping[str, Any]]) -> Actions:
-        """Actions of all units [U, ...], checked; those who take no part stand still."""
-        strangers = [agent for agent in actions if agent not in self.agents]
-        if strangers:
-            raise ValueError(f"{strangers[0]!r} takes no part, or not any more; the agents are {self.agents}")
+        """Check the actions and return those of all units [U, ...]. Units without an agent stand still."""
+        unknown = [agent for agent in actions if agent not in self.agents]
+        if unknown:
+            raise ValueError(f"{unknown[0]!r} takes no part, or not any more; the agents are {self.agents}")
         missing = [agent for agent in self.agents if agent not in actions]
         if missing:
-            raise ValueError(f"there is no action for {missing[0]!r}; every one of `agents` needs one")
+            raise ValueError(f"there is no action for {missing[0]!r}; give one for every agent in `agents`")
         spec = self._battle.action_spec
         names = [head.name for head in spec.heads]
         gathered = {name: tensor.numpy() for name, tensor in no_actions(self.config).items()}
@@ -154,7 +154,7 @@ class ArenaParallelEnv(ParallelEnv[str, dict[str, Any], dict[str, Any]]):  # typ
 
 
 class OrderSpace(spaces.Dict):
-    """What an agent can order. `sample(mask)` with the mask that it observes draws among what it may, a target by the weapon drawn."""
+    """The action space of an agent. `sample(mask)` with the observed mask draws an allowed action; the target depends on the weapon."""
 
     def __init__(self, spec: ActionSpec, seed: int | None = None) -> None:
         self.spec = spec
@@ -173,7 +173,7 @@ class OrderSpace(spaces.Dict):
 
 
 class _Battle(Arena):
-    """A battle that stays as it ended, until the next is asked for."""
+    """An arena that keeps an ended battle until `next` is called."""
 
     def _begun_anew(self, after: State, ending: Ending) -> State:
         return after
@@ -194,7 +194,7 @@ def _observation_space(config: ArenaConfig, spec: ActionSpec) -> spaces.Dict:
 
 
 def _checked(agent: str, head: Head, value: Any) -> Any:
-    """The value of one head, or an error that names the agent."""
+    """Return the value of one head, or raise an error that names the agent."""
     array = np.asarray(value)
     if isinstance(head, Discrete):
         if array.shape != () or array.dtype.kind not in "iu" or not 0 <= array < head.size:

@@ -1,4 +1,4 @@
-"""Writes down one battle of an arena, decision by decision, as a replay that anyone can watch and compute again.
+"""Record one battle of an arena as a replay that can be watched and computed again.
 
     recorder = Recorder(arena, battle=3, teams=("learner", "strong"))
     arena.reset()
@@ -8,10 +8,10 @@
         recorder.add(actions, arena.step(actions))
     recorder.write("runs/arena/replays/won.safetensors")
 
-A battle that ends is replaced by the next within the decision, so its last frame is computed again from the one before. Everything else is
-read from the arena as it is.
+An arena replaces an ended battle within the same decision, so the recorder computes the last frame again from the one before it. All other
+frames are read from the arena.
 
-Shapes: B = battles, U = units, K = projectile slots of one unit.
+Shapes: B = battles, U = units, K = projectile slots of one unit, S = side of the map.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from esper.vecenv import Actions
 
 
 class Recorder:
-    """Of the battle in one place of an arena, from its beginning to its end. `teams` are the names of who plays, first team first;
+    """Records the battle at one index of an arena from beginning to end. `teams` are the names of the players, first team first;
     `keyframe_every` is in decisions."""
 
     def __init__(self, arena: Arena, battle: int, *, teams: tuple[str, str] = ("red", "blue"), keyframe_every: int = 40) -> None:
         if not 0 <= battle < arena.config.battles:
             raise ValueError(f"there is no battle {battle} to record; the arena has battles 0 to {arena.config.battles - 1}")
         if arena.is_compiled:
-            raise ValueError("a compiled arena rounds otherwise than a plain one, so nobody could verify its replay; record in a plain one")
+            raise ValueError("a compiled arena rounds differently, so its replay could not be verified; record in an arena without compile")
         self.arena, self.battle, self.teams, self.keyframe_every = arena, battle, teams, keyframe_every
         self.feed_writer = FeedWriter(arena.config, teams)
         self.is_over = False
@@ -61,13 +61,13 @@ class Recorder:
         self._origin: Origin | None = None
 
     def begin(self) -> None:
-        """Call it after the reset, before the first decision."""
+        """Record the first frame. Call it after the reset and before the first decision."""
         if self._frames:
-            raise ValueError("this recorder has begun; make a new one for another battle")
+            raise ValueError("this recorder has begun already; make a new one for another battle")
         self._now = self._here()
         decision = int(self._now.contest.decision)
         if decision:
-            raise ValueError(f"battle {self.battle} has gone on for {decision} decisions; begin to record where a battle begins")
+            raise ValueError(f"battle {self.battle} has had {decision} decisions already; call begin() at the beginning of a battle")
         self._origin = Origin(
             config=msgspec.to_builtins(self.arena.config),
             place=self.battle,
@@ -78,12 +78,12 @@ class Recorder:
         self._keep(self._now, torch.full((1, units, 2), -1, dtype=torch.int8), is_last=False)
 
     def add(self, actions: Actions, result: StepResult) -> None:
-        """What was done in all battles, and what it led to. After the end of the battle nothing more is recorded."""
+        """Record one decision, given the actions of all battles and their result. Does nothing after the end of the battle."""
         if not self._frames:
-            raise ValueError("call begin() where the battle begins, and add() after each of its decisions")
+            raise ValueError("call begin() at the beginning of the battle, and add() after each decision")
         if self.is_over:
             return
-        assert result.step_events is not None, "this scene is of a reset"
+        assert result.step_events is not None, "this is the result of a reset"
         config, before = self.arena.config, self._now
         rows = slice(self.battle * config.units, (self.battle + 1) * config.units)
         own = {name: value[rows].cpu() for name, value in actions.items()}
@@ -104,19 +104,22 @@ class Recorder:
         self._now = after
 
     def write(self, path: Path | str) -> Path:
-        """The replay of a battle that is over."""
+        """Write the replay of the battle, which must be over."""
         if not self.is_over:
-            raise ReplayError(f"battle {self.battle} has not ended; a replay is of a whole battle")
+            raise ReplayError(f"battle {self.battle} has not ended; add its decisions up to the end before writing the replay")
         return write_replay(path, self._tensors(), self._info())
 
-    # What is kept
+    # Frames, keyframes and hashes
 
     def _here(self) -> State:
-        """The battle as it is now, in memory of its own on the CPU."""
+        """Return a copy of the battle as it is now, on the CPU."""
         return each(self.arena.state, lambda tensor: tensor[self.battle : self.battle + 1].to("cpu", copy=True))
 
     def _last(self, before: State, actions: Actions) -> State:
-        """How it ended: computed in every place of a batch as large, because what a device computes may depend on shape and place."""
+        """Compute the final state of the battle again.
+
+        It is computed at every index of a batch of the same size, because the result of a device may depend on shape and index.
+        """
         arena, battles = self.arena, self.arena.config.battles
         copies = each(before, lambda tensor: tensor.to(arena.device).expand(battles, *tensor.shape[1:]).contiguous())
         again = {name: torch.cat([value.to(arena.device)] * battles) for name, value in actions.items()}
@@ -166,7 +169,7 @@ class Recorder:
 
 
 def known_info(config: ArenaConfig) -> dict[str, Any]:
-    """What the info of a replay says that follows from rules and config alone."""
+    """Return the fields of a replay's info that follow from the rules and the config."""
     return {
         "decision_s": DECISION_S,
         "seconds": config.seconds,
@@ -181,7 +184,7 @@ def known_info(config: ArenaConfig) -> dict[str, Any]:
 
 
 def advanced(before: State, actions: Actions, tables: Tables, config: ArenaConfig) -> tuple[State, Orders, StepEvents]:
-    """One decision of battles [B] that are neither judged nor begun anew, and are sensed as they are."""
+    """Compute one decision of battles [B], without deciding winners or starting new battles, and sense the result."""
     orders = read_orders(actions, before.senses, before.units, tables, battles=len(before.units.heat))
     after, step_events = decide(before, orders, tables)
     senses = sense(after.units, after.world, after.clouds, tables, contacts=config.contacts)
@@ -189,22 +192,22 @@ def advanced(before: State, actions: Actions, tables: Tables, config: ArenaConfi
 
 
 def destroyed(before: Tensor, after: Tensor) -> Tensor:
-    """The columns [N, 2] of a map that are of another material [S, S] than before."""
+    """Return the columns [N, 2] of a map whose material [S, S] has changed."""
     return (after != before).nonzero()
 
 
 def shots(orders: Orders, step_events: StepEvents) -> Tensor:
-    """What was fired in a decision [B, U, 2] int8: weapon and target, -1 where nothing was."""
+    """Return the shots of a decision [B, U, 2] int8: weapon and target, -1 where a unit did not fire."""
     chosen = torch.stack((orders.weapon, orders.target), -1)
     return torch.where(step_events.fired.unsqueeze(-1), chosen, -1).to(torch.int8)
 
 
 def pictures(state: State, fired: Tensor) -> dict[str, Tensor]:
-    """What a page draws of battles [B, ...], by its name in the file."""
+    """Return the tensors of one frame of battles [B, ...], by their names in the file."""
     units, shells, clouds = state.units, state.shells, state.clouds
     numbers = (units.heading, units.hit_points, units.legs, units.heat, units.stability, units.fuel)
     flags = (units.fallen > 0, units.is_shut_down, units.is_venting, units.painted > 0)
-    drawn = torch.stack((*units.position.unbind(-1), *numbers, *(flag.float() for flag in flags)), -1)  # as UNIT_COLUMNS
+    drawn = torch.stack((*units.position.unbind(-1), *numbers, *(flag.float() for flag in flags)), -1)  # in the order of UNIT_COLUMNS
     flies = (shells.life > 0).float()
     projectiles = torch.cat((flies.unsqueeze(-1), shells.weapon.float().unsqueeze(-1), shells.position), -1)
     smoke = torch.cat((clouds.position, (clouds.left.float() * PHYSICS.tick_s).unsqueeze(-1)), -1)
@@ -220,7 +223,7 @@ def pictures(state: State, fired: Tensor) -> dict[str, Tensor]:
 
 
 def device_kind(device: torch.device | str) -> str:
-    """Devices of one kind compute the same bits."""
+    """Return the kind of a device. Devices of the same kind compute the same bits."""
     device = torch.device(device)
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
@@ -230,8 +233,7 @@ def device_kind(device: torch.device | str) -> str:
 
 
 def targets(actions: Actions, senses: Senses) -> Tensor:
-    """The units that actions of battles [B·U] aim at [B, U] int8: -1 where nothing is to be fired, or nobody is in that place among the
-    contacts."""
+    """Return the unit that each action [B·U] aims at, [B, U] int8; -1 if it fires nothing, or if its contact slot is empty."""
     battles = len(senses.contacts)
     fire, slot = actions["fire"].view(battles, -1), actions["target"].view(battles, -1, 1)
     contacts, is_contact = (part.gather(2, slot).squeeze(2) for part in (senses.contacts, senses.is_contact))
@@ -239,8 +241,7 @@ def targets(actions: Actions, senses: Senses) -> Tensor:
 
 
 def _written(actions: Actions, before: State) -> dict[str, Tensor]:
-    """A decision's choices [U, ...] as they lie in the file: `contact` is what was chosen, the place among the contacts, and `target` the
-    unit that stood there."""
+    """Return the actions of a decision [U, ...] as they are saved: `contact` is the chosen contact slot, `target` the unit in it."""
     return {
         "motion": actions["motion"],
         "fire": actions["fire"].to(torch.int8),
@@ -263,6 +264,6 @@ def _class_row(name: str) -> dict[str, float]:
 
 
 def each(state: State, change: Callable[[Tensor], Tensor]) -> State:
-    """The state with every tensor of it changed."""
+    """Return the state with `change` applied to every tensor."""
     groups: list[Any] = [type(group)(*map(change, group)) for group in state]
     return State(*groups)

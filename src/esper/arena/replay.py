@@ -1,11 +1,11 @@
-"""Replays of battles: recorded, read, and computed again to see that they are what happened.
+"""Verify replays: compute a recorded battle again and compare.
 
     verified = verify("runs/arena/replays/won.safetensors")
     print(verified.message)            # all 431 frames and 12 hashes are what this device computes from the seed and the actions
 
-A replay says what it began as, so its start is made again from the seed. From there it goes from keyframe to keyframe: every stretch begins
-with the recorded state, and must lead to the next with the recorded actions, through the recorded frames, bit for bit. Another kind of
-device rounds otherwise, so that there a replay can be played, and not verified; what contradicts itself is found on any
+The start of the battle is made again from the seed. The segments between keyframes are then computed: every segment begins with the
+recorded state and must lead, with the recorded actions and through the recorded frames, to the next keyframe, bit for bit. Another kind of
+device rounds differently: it can play a replay, but not verify it. Contradictions within the file are found on any device
 (`esper.arena.replay_checks`).
 
 Shapes: K = keyframes, B = battles that are computed at once.
@@ -35,28 +35,29 @@ __all__ = ["Battle", "Recorder", "Verified", "device_kind", "load_battle", "veri
 
 @dataclass(frozen=True)
 class Verified:
-    """`ok`: bit for bit what is recorded. Where it is not and the device is of another kind, that says nothing about the replay."""
+    """Result of `verify`. If `ok` is false and the device is of another kind, the replay may still be correct."""
 
-    ok: bool
-    checked: int  # frames; 0 where the file contradicts itself, which it does on every device
+    ok: bool  # the computed battle equals the recorded one, bit for bit
+    checked: int  # number of frames; 0 if the file contradicts itself
     first_wrong_frame: int | None
     device_matches: bool
     message: str
 
 
 def verify(path: Path | str, device: torch.device | str = "cpu") -> Verified:
-    """Computes a recorded battle again. A replay of other rules is an error."""
+    """Compute a recorded battle again and compare it with the replay. Raise ReplayError for a replay of other rules."""
     battle, device = load_battle(path), torch.device(device)
     kind = device_kind(device)
     matches = kind == battle.info.device
     broken = find_broken(battle)
     if broken is not None:
         return _changed(*broken, device_matches=matches)
-    stretches = range(len(battle.at))
-    found = _compute(battle, stretches, dict(enumerate(stretches)), device)
+    # Compute all segments at once.
+    segments = range(len(battle.at))
+    found = _compute(battle, segments, dict(enumerate(segments)), device)
     if found.wrong and matches:
-        # What a device computes may depend on how many battles it computes at once, and on which of them it is.
-        alike = [_compute(battle, [stretch] * battle.config.battles, {battle.origin.place: stretch}, device) for stretch in stretches]
+        # The result of a device may depend on the size of the batch and on the index in it: try again with those of the recording.
+        alike = [_compute(battle, [segment] * battle.config.battles, {battle.origin.place: segment}, device) for segment in segments]
         found = _together(alike)
     broken = None if found.wrong else wrong_feed(battle, found.told)
     return _told(battle, found, kind) if broken is None else _changed(*broken, device_matches=matches)
@@ -68,37 +69,39 @@ def _changed(frame: int, what: str, *, device_matches: bool) -> Verified:
 
 @dataclass(frozen=True)
 class _Findings:
-    wrong: dict[int, list[str]] = field(default_factory=dict)  # frame -> names of what differs there
-    told: dict[int, list[FeedItem]] = field(default_factory=dict)  # frame -> what happened to units in the decision before it
-    apart_m: float = 0.0  # how far any unit is from where it was recorded
+    """Differences between the computed and the recorded battle."""
+
+    wrong: dict[int, list[str]] = field(default_factory=dict)  # frame -> names of the tensors that differ
+    told: dict[int, list[FeedItem]] = field(default_factory=dict)  # frame -> feed items of the decision before it, as computed
+    apart_m: float = 0.0  # largest distance of a unit from its recorded position
 
 
 def _compute(battle: Battle, rows: Sequence[int], looked_at: dict[int, int], device: torch.device) -> _Findings:
-    """Computes the stretches `rows` [B] at once, and compares those in the places `looked_at`, place -> stretch."""
+    """Compute the segments `rows` [B] at once, and compare those in `looked_at`, index in the batch -> segment."""
     config, tables, feed_writer = battle.config, make_tables(battle.config, device), FeedWriter(battle.config, battle.info.teams)
     ends = [*battle.at[1:], battle.decisions]
     state = each(battle.keyframes, lambda tensor: tensor[list(rows)].to(device))
     wrong, told, apart = _wrong_senses(battle, state, looked_at, tables), dict[int, list[FeedItem]](), 0.0
-    first = torch.tensor([battle.at[stretch] for stretch in rows])
-    for step in range(max(ends[stretch] - battle.at[stretch] for stretch in rows)):
-        decision = (first + step).clamp_max(battle.decisions - 1)  # shorter stretches go on for nothing
+    first = torch.tensor([battle.at[segment] for segment in rows])
+    for step in range(max(ends[segment] - battle.at[segment] for segment in rows)):
+        decision = (first + step).clamp_max(battle.decisions - 1)  # shorter segments continue, but are not compared
         actions: Actions = {name: value[decision].flatten(0, 1).to(device) for name, value in battle.actions.items()}
         before = state
         state, orders, step_events = advanced(before, actions, tables, config)
         drawn = {name: value.cpu() for name, value in pictures(state, shots(orders, step_events)).items()}
         aims = targets(actions, before.senses).cpu()
-        for row, stretch in looked_at.items():
-            frame = battle.at[stretch] + step + 1
-            if frame > ends[stretch]:
+        for row, segment in looked_at.items():
+            frame = battle.at[segment] + step + 1
+            if frame > ends[segment]:
                 continue
-            told[frame] = feed_writer.decision(frame, _units_of(before, row), _units_of(state, row), _deeds_of(step_events, row))
+            told[frame] = feed_writer.decision(frame, _units_of(before, row), _units_of(state, row), _events_of(step_events, row))
             names = [f"frames/{name}" for name, value in drawn.items() if not torch.equal(value[row], battle.frames[name][frame])]
             if not torch.equal(aims[row], battle.targets[frame - 1]):
                 names.append("actions/target")
             gone = destroyed(before.world.material[row], state.world.material[row]).cpu().int()
             if not torch.equal(gone, battle.changes_at(frame)):
                 names.append("terrain/changes")
-            if frame == ends[stretch] and state_hash(state, row) != battle.hashes.get(frame):
+            if frame == ends[segment] and state_hash(state, row) != battle.hashes.get(frame):
                 names.append("the hash")
             if names:
                 wrong[frame] = names
@@ -107,23 +110,23 @@ def _compute(battle: Battle, rows: Sequence[int], looked_at: dict[int, int], dev
 
 
 def _wrong_senses(battle: Battle, state: State, looked_at: dict[int, int], tables: Tables) -> dict[int, list[str]]:
-    """Frames of keyframes in which units sense something else than what is there. Nothing but this says it of the first."""
+    """Return the keyframes whose senses are not what their state gives. For the first keyframe, this is the only check of the senses."""
     senses = sense(state.units, state.world, state.clouds, tables, contacts=battle.config.contacts)
     pairs = list(zip(senses, state.senses, strict=True))
-    is_same = {stretch: all(torch.equal(one[row], other[row]) for one, other in pairs) for row, stretch in looked_at.items()}
-    return {battle.at[stretch]: ["keyframes/senses"] for stretch, same in is_same.items() if not same}
+    is_same = {segment: all(torch.equal(one[row], other[row]) for one, other in pairs) for row, segment in looked_at.items()}
+    return {battle.at[segment]: ["keyframes/senses"] for segment, same in is_same.items() if not same}
 
 
 def _units_of(state: State, row: int) -> Units:
     return Units(*(part[row : row + 1].cpu() for part in state.units))
 
 
-def _deeds_of(step_events: StepEvents, row: int) -> StepEvents:
+def _events_of(step_events: StepEvents, row: int) -> StepEvents:
     return StepEvents(*(part[row : row + 1].cpu() for part in step_events))
 
 
 def _together(findings: Sequence[_Findings]) -> _Findings:
-    """Of stretches one after another. What is wrong with a frame between two may be found in both."""
+    """Combine the findings of all segments. A frame between two segments may have findings in both."""
     all_of_them = _Findings(apart_m=max(found.apart_m for found in findings))
     for found in findings:
         all_of_them.told.update(found.told)
@@ -133,6 +136,7 @@ def _together(findings: Sequence[_Findings]) -> _Findings:
 
 
 def _told(battle: Battle, found: _Findings, kind: str) -> Verified:
+    """Return the result with its message."""
     frames, matches = battle.decisions + 1, kind == battle.info.device
     first = min(found.wrong, default=None)
     if first is None:
@@ -144,6 +148,6 @@ def _told(battle: Battle, found: _Findings, kind: str) -> Verified:
     else:
         message = (
             f"it was recorded on {battle.info.device} and this is {kind}, which rounds otherwise: it can be played here, and verified only "
-            f"there. Computed here from keyframe to keyframe, no unit is further than {found.apart_m:.3g} m from where it was"
+            f"there. Computed here from keyframe to keyframe, no unit is further than {found.apart_m:.3g} m from its recorded position"
         )
     return Verified(first is None, frames, first, matches, message)

@@ -1,6 +1,8 @@
-"""A recorded battle in memory, so checked that it can be computed again: everything is there, in its shape, and within its limits.
+"""Load a recorded battle so that it can be computed again: check that everything is there, in the right shape and within its limits.
 
-Whether it is what happened is another question (`esper.arena.replay`).
+`esper.arena.replay` computes it and compares.
+
+Shapes: K = keyframes, F = frames, A = F - 1 decisions, U = units.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from esper.replay_file import ACTIONS, KEYFRAMES, Origin, ReplayError, ReplayInf
 from esper.vecenv import Actions
 
 _GROUPS: dict[str, Any] = {"world": World, "units": Units, "shells": Shells, "clouds": Clouds, "contest": Score, "senses": Senses}
-_MOST_EPISODES = 2**40  # in one place
+_MOST_EPISODES = 2**40  # limit of the number of battles at one index
 
 
 @dataclass(frozen=True)
@@ -36,13 +38,13 @@ class Battle:
     info: ReplayInfo
     config: ArenaConfig
     origin: Origin
-    start: State  # [1, ...] as the seed has it; nothing is sensed in it
+    start: State  # [1, ...] made from the seed, without senses
     keyframes: State  # [K, ...]
-    at: list[int]  # the frame of each
-    actions: dict[str, Tensor]  # [A, U, ...] of all decisions, as the arena takes them
-    targets: Tensor  # [A, U] the units that they aim at
-    frames: dict[str, Tensor]  # [F, ...] what a page draws
-    terrain: dict[str, Tensor]  # likewise: height and material at first, and changes
+    at: list[int]  # frame of each keyframe
+    actions: dict[str, Tensor]  # [A, U, ...] actions of all decisions, as the arena takes them
+    targets: Tensor  # [A, U] unit that each action aims at
+    frames: dict[str, Tensor]  # [F, ...] tensors under "frames/"
+    terrain: dict[str, Tensor]  # tensors under "terrain/": height and material at the start, and changes
 
     @property
     def decisions(self) -> int:
@@ -50,26 +52,26 @@ class Battle:
 
     @cached_property
     def hashes(self) -> dict[int, str]:
-        """By frame."""
+        """Frame -> hash."""
         return {entry.frame: entry.sha256 for entry in self.info.hashes}
 
     def changes_at(self, frame: int) -> Tensor:
-        """The columns [N, 2] that are said to have been destroyed in the decision before it."""
+        """Return the columns [N, 2] that were destroyed in the decision before a frame, according to the file."""
         changes = self.terrain["changes"]
         return changes[changes[:, 0] == frame, 1:]
 
 
 def load_battle(path: Path | str) -> Battle:
-    """A battle of the rules of today, on the CPU."""
+    """Load a battle of the current rules, on the CPU. Raise ReplayError if it cannot be computed again."""
     replay = read_replay(path)
     info, tensors = replay.info, replay.tensors
     if info.rules_version != RULES_VERSION:
         raise ReplayError(
             f"{path} is a battle of rules version {info.rules_version}, recorded by esper {info.esper_version}; esper {esper.__version__} "
-            f"plays by version {RULES_VERSION}: it can be watched, and computed again only with the version that recorded it"
+            f"has version {RULES_VERSION}: it can be watched here, but computed again only with the version that recorded it"
         )
     if info.origin is None:
-        raise ReplayError(f"{path} does not say what the battle began as; it can be watched, and not computed again: record it anew")
+        raise ReplayError(f"{path} does not hold the start of the battle; it can be watched, but not computed again: record it again")
     try:
         config = _config(info, info.origin)
         at = _places_of_keyframes(tensors[f"{KEYFRAMES}at"], replay.frames)
@@ -77,7 +79,7 @@ def load_battle(path: Path | str) -> Battle:
         keyframes = _keyframes(tensors, start)
         actions = _actions(tensors, config)
     except ValueError as error:
-        raise ReplayError(f"{path} cannot be computed again: {error}; it was changed or damaged: record the battle anew") from error
+        raise ReplayError(f"{path} cannot be computed again: {error}; it was changed or damaged: record the battle again") from error
     frames, terrain = (_under(prefix, tensors) for prefix in ("frames/", "terrain/"))
     return Battle(info, config, info.origin, start, keyframes, at, actions, tensors[f"{ACTIONS}target"], frames, terrain)
 
@@ -85,7 +87,7 @@ def load_battle(path: Path | str) -> Battle:
 def _config(info: ReplayInfo, origin: Origin) -> ArenaConfig:
     config = from_mapping(ArenaConfig, origin.config)
     if config.units != info.units:
-        raise ValueError(f"it has {info.units} units, and its config {config.units}")
+        raise ValueError(f"it has {info.units} units, but its config has {config.units}")
     for name, value, first, end in (
         ("place", origin.place, 0, config.battles),
         ("episode", origin.episode, 0, _MOST_EPISODES),
@@ -104,7 +106,7 @@ def _places_of_keyframes(at: Tensor, frames: int) -> list[int]:
 
 
 def _map(tensors: Mapping[str, Tensor], config: ArenaConfig) -> int:
-    """Which of the maps it says to be fought on."""
+    """Return the index of the map on which the battle was fought, according to the file."""
     numbers = tensors.get(f"{KEYFRAMES}contest/map")
     if numbers is None or numbers.dim() != 1 or numbers.dtype != torch.int64 or not 0 <= int(numbers[0]) < config.maps:
         raise ValueError(f"{KEYFRAMES}contest/map does not name one of its {config.maps} maps")
@@ -112,7 +114,7 @@ def _map(tensors: Mapping[str, Tensor], config: ArenaConfig) -> int:
 
 
 def _start(config: ArenaConfig, origin: Origin, *, seed: int, which: int) -> State:
-    """The first state, made from the seed. All maps but this one are left out: whether it is the right one is seen by its number."""
+    """Make the first state from the seed. Only the map `which` is made; its index is compared later."""
     device = torch.device("cpu")
     tables = make_tables(config, device)
     atlas = make_atlas(config, tables, seed=seed, device=device, only=which)

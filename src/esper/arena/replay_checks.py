@@ -1,6 +1,6 @@
-"""Whether a recorded battle contradicts itself, its seed or the rules: what can be seen without computing it, on every device alike.
+"""Check whether a recorded battle contradicts itself, its seed or the rules, without computing it. The result is the same on every device.
 
-Every check answers with the frame and what is wrong there, or None.
+Every check returns the frame and what is wrong there, or None.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Wrong = tuple[int, str] | None
 
 
 def find_broken(battle: Battle) -> Wrong:
-    """The first of everything that is wrong."""
+    """Return the first thing that is wrong, or None."""
     for check in (_wrong_info, _wrong_hashes, _wrong_start, _wrong_terrain, _wrong_pictures, _wrong_end):
         found = check(battle)
         if found is not None:
@@ -30,7 +30,7 @@ def find_broken(battle: Battle) -> Wrong:
 
 
 def wrong_feed(battle: Battle, told: Mapping[int, Sequence[FeedItem]]) -> Wrong:
-    """`told`: what happened to units, frame by frame, as it was computed again."""
+    """Compare the feed of the replay with `told`, the feed items by frame as computed again."""
     feed_writer, ending = FeedWriter(battle.config, battle.info.teams), _ending(battle)
     alive = battle.frames["units"][-1, :, UNIT_COLUMNS.index("hit_points")] > 0
     end = feed_writer.end(battle.decisions, alive, battle.info.winner, is_by_time=bool(ending.by_time[-1]))
@@ -73,7 +73,7 @@ def _wrong_start(battle: Battle) -> Wrong:
 
 
 def _wrong_terrain(battle: Battle) -> Wrong:
-    """Of what is drawn: the map that the battle began on, and what was left of it at every keyframe."""
+    """Compare the drawn terrain with the keyframes: the map at the start, and its destroyed columns at every keyframe."""
     world, terrain = battle.keyframes.world, battle.terrain
     for name, drawn, first in (("height", terrain["height"], world.height[0]), ("material", terrain["material"], world.material[0])):
         if not torch.equal(drawn, first):
@@ -116,7 +116,7 @@ def _wrong_end(battle: Battle) -> Wrong:
 
 
 def _ending(battle: Battle) -> Ending:
-    """How the battle stood at every frame [F]."""
+    """Return whether and how the battle was over at every frame [F]."""
     units, score = battle.frames["units"], battle.frames["score"]
     hit_points, heat = (units[..., UNIT_COLUMNS.index(name)] for name in ("hit_points", "heat"))
     contest = battle.keyframes.contest._replace(score=score, decision=torch.arange(len(score)))

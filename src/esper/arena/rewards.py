@@ -1,6 +1,6 @@
-"""What units are paid for a decision: one function for each reason, and their sum.
+"""Rewards of units for a decision: one function for each part, and their sum.
 
-Shapes: B = battles, U = units. Every function gives [B, U].
+Shapes: B = battles, U = units. Every function returns [B, U] unless stated.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from esper.arena.zone import Ending
 
 
 class Rewards(NamedTuple):
-    """The parts of what is paid, weighted, before sharing."""
+    """Weighted parts of the reward, before sharing within the team."""
 
     zone: Tensor
     damage: Tensor
@@ -32,20 +32,20 @@ class Rewards(NamedTuple):
 
 
 def zone_gain(before: Score, after: Score, tables: Tables, config: RewardConfig) -> Tensor:
-    """Seconds that the own team held the zone, less those of the other, each with its weight."""
+    """Return the seconds that the own team held the zone minus those of the other team, each with its weight."""
     gained = after.score - before.score  # [B, 2]
     own, other = gained[:, tables.units.team], gained[:, 1 - tables.units.team]
     return own * config.zone - other * config.zone_lost
 
 
 def damage_dealt(step_events: StepEvents, tables: Tables, config: RewardConfig) -> Tensor:
-    """Full hit points taken from enemies, less what was taken from one's own side and oneself: friendly fire only ever costs."""
+    """Return the damage to enemies minus the damage to the own team and oneself, weighted. Damage is in full hit points of the victim."""
     weight = torch.where(tables.units.is_enemy, config.damage, -config.friendly_fire)
     return (step_events.taken * weight).sum(2)
 
 
 def damage_suffered(step_events: StepEvents) -> Tensor:
-    """Full hit points that one lost to weapons, one's own included."""
+    """Return the damage by weapons, the own ones included, in full hit points."""
     return step_events.taken.sum(1)
 
 
@@ -54,8 +54,8 @@ def has_died(before: Units, after: Units) -> Tensor:
 
 
 def kill_table(died: Tensor, step_events: StepEvents, tables: Tables) -> Tensor:
-    """Who is paid for whose death [B, U, U] bool: of enemies who took something from the victim in the decision in which it died, the one
-    who took most. Whom nobody hurt, nobody killed, and for a friend nobody is paid."""
+    """Return which unit gets the credit for whose death, [B, U, U] bool: the enemy that did the most damage to the victim in the decision
+    in which it died. Without damage by an enemy there is no credit."""
     by_enemies = step_events.taken * tables.units.is_enemy
     most, killer = by_enemies.max(1)
     credited = died & (most > 0)
@@ -63,34 +63,37 @@ def kill_table(died: Tensor, step_events: StepEvents, tables: Tables) -> Tensor:
 
 
 def assists(died: Tensor, killed_by: Tensor, after: Units, tables: Tables) -> Tensor:
-    """Enemies that died after one had hurt them lately, and was not paid for the kill. `killed_by` is `kill_table`."""
+    """Return the number of enemies that died after this unit damaged them recently, without the credit for the kill (`kill_table`)."""
     helped = (after.harm > 0) & tables.units.is_enemy & died.unsqueeze(1) & ~killed_by
     return helped.float().sum(2)
 
 
 def outcomes(ending: Ending, after: Units, tables: Tables) -> Tensor:
-    """1 for the living of the team that won, a half for those of a draw. Losing costs nothing more than not winning: what can
-    only be lost by living on would make dying pay."""
+    """Return 1 for living units of the winning team, 0.5 for those of a draw, else 0.
+
+    Losing has no additional cost, because a cost that only living units can incur would reward dying.
+    """
     won = (ending.winner.unsqueeze(1) == tables.units.team).float()
     share = torch.where((ending.winner == -1).unsqueeze(1), 0.5, won)
     return share * (ending.ended.unsqueeze(1) & after.is_alive)
 
 
 def nearness(units: Units, world: World) -> Tensor:
-    """The potential of a place: 0 in the zone, -1 a map's side away from it along the way; 0 for the dead."""
+    """Return the potential of a position: 0 in the zone, -1 at a route of one map side away from it; 0 for dead units."""
     size = world.floor.shape[1]
     column = columns(units.position[..., 0], units.position[..., 1], size)
     return -(read(world.route_m, column) / size).clamp_max(2.0) * units.is_alive
 
 
 def approach(before: State, after: State, ending: Ending, *, gamma: float) -> Tensor:
-    """Potential-based: gamma times the new potential less the old. The potential of what has ended is 0, so nothing is gained in sum."""
+    """Return the potential-based reward: gamma times the new potential minus the old one. After an end the potential is 0, so the
+    discounted sum does not depend on the actions."""
     new = nearness(after.units, after.world) * ~ending.ended.unsqueeze(1)
     return (gamma * new - nearness(before.units, before.world)) * before.units.is_alive
 
 
 def pay(before: State, after: State, step_events: StepEvents, ending: Ending, tables: Tables, config: ArenaConfig) -> Rewards:
-    """All parts, weighted. Who was dead before the decision is paid nothing."""
+    """Return all parts, weighted. Units that were dead before the decision get nothing."""
     weights = config.reward
     died = has_died(before.units, after.units)
     killed_by = kill_table(died, step_events, tables)
@@ -108,7 +111,7 @@ def pay(before: State, after: State, step_events: StepEvents, ending: Ending, ta
 
 
 def shared(rewards: Rewards, before: Units, config: ArenaConfig) -> Tensor:
-    """The sum of all parts, of which a share of what one earns goes to the living of the team in equal parts."""
+    """Return the sum of all parts. A share of the rewards for damage, kills and assists is divided equally among the living of the team."""
     own = rewards.damage + rewards.kill + rewards.assist
     alive = before.is_alive
     battles, count = alive.shape

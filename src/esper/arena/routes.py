@@ -1,8 +1,8 @@
-"""The way to the zone from every column, found once for a map: who follows it arrives on foot.
+"""The walkable route to the zone from every column, computed once per map.
 
-A step goes to one of eight neighbours. It climbs no more than units can, and passes no corner diagonally; dropping down is allowed. Steps
-cost their length, more through water, much more through lava, and a little more beside a wall, where a unit would brush it. Columns that
-are destroyed later open shorter ways, which the table does not know.
+A step goes to one of eight neighbours. It climbs no more than units can, and does not cut corners diagonally; dropping down is allowed. The
+cost of a step is its length, more through water, much more through lava, and a little more beside a wall. Shorter routes that open when
+columns are destroyed are not taken into account.
 
 Shapes: M = maps, S = side of the map.
 """
@@ -15,16 +15,16 @@ from torch import Tensor
 from esper.arena.specs import CLIMB_M, MATERIALS, Material
 
 STEPS = ((1, 0), (1, 1), (0, 1), (-1, 1), (-1, 0), (-1, -1), (0, -1), (1, -1))  # in columns, by direction; k is k·45° from the x axis
-ARRIVED = len(STEPS)  # the direction in the zone itself
+ARRIVED = len(STEPS)  # stands for "no step" inside the zone
 
 _LAVA_COST = 20.0  # times the length
 _BESIDE_WALL_COST = 0.7  # added
-_DROP_COST = 5.0  # added for a fall that hurts
+_DROP_COST = 5.0  # added for a drop of more than _HURTS_M
 _HURTS_M = 2.0
 
 
 def find_ways(floor: Tensor, material: Tensor, zone_radius: Tensor) -> tuple[Tensor, Tensor]:
-    """The next step [M, S, S] int8 from every column, and how far the whole way is [M, S, S], cost counted as length."""
+    """Return the next step from every column [M, S, S] int8, and the cost of the whole route as a length [M, S, S]."""
     size = floor.shape[1]
     costs = _step_costs(floor, material)
     along = torch.arange(size) - (size - 1) / 2
@@ -43,7 +43,7 @@ def find_ways(floor: Tensor, material: Tensor, zone_radius: Tensor) -> tuple[Ten
 
 
 def _step_costs(floor: Tensor, material: Tensor) -> list[Tensor]:
-    """What a step from each column in each direction costs; infinite where it cannot be done."""
+    """Return the cost of a step from each column in each direction; infinite if it is impossible."""
     slowness = torch.tensor([1.0 / MATERIALS[kind].speed_factor for kind in Material])
     slowness[Material.LAVA] = _LAVA_COST
     ground = slowness[material.long()]
@@ -63,14 +63,14 @@ def _step_costs(floor: Tensor, material: Tensor) -> list[Tensor]:
 
 
 def _neighbour(grid: Tensor, step: tuple[int, int], outside: float = torch.inf) -> Tensor:
-    """What the column one step away holds [M, S, S]."""
+    """Return the value of the column one step away [M, S, S]."""
     size = grid.shape[1]
     padded = torch.nn.functional.pad(grid, (1, 1, 1, 1), value=outside)
     return padded[:, 1 + step[0] : 1 + step[0] + size, 1 + step[1] : 1 + step[1] + size]
 
 
 def _mirrored_way(way: Tensor) -> Tensor:
-    """Both sides take the same way: where two are as short, the first half's choice holds for the other, turned."""
+    """Make the routes of both sides equal: of equally short routes, the second half takes the turned choice of the first half."""
     half = way.shape[1] // 2
     turned = way[:, :half].flip(1, 2)
     turned = torch.where(turned == ARRIVED, ARRIVED, (turned + len(STEPS) // 2) % len(STEPS))

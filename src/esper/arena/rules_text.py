@@ -1,4 +1,4 @@
-"""The rule book of the arena, made from the tables that the simulation itself reads.
+"""Write docs/arena_rules.md, the rules of the arena, from the tables that the simulation uses.
 
 python -m esper.arena.rules_text > docs/arena_rules.md
 """
@@ -19,14 +19,14 @@ from esper.arena.terrain import LANDSCAPES
 from esper.config import describe, field_comments
 from esper.vecenv import Discrete
 
-# How the end of a name tells its unit; longer ends first.
+# Suffix of a name -> unit; longer suffixes first.
 _UNITS = {
     "_mps2": "m/s²", "_radps": "rad/s", "_per_s": "per s", "_mps": "m/s", "_deg": "°", "_m": "m", "_s": "s",
 }  # fmt: skip
 
 
 def rules_text() -> str:
-    """The whole of docs/arena_rules.md."""
+    """Return the content of docs/arena_rules.md."""
     sections = (
         _battle(), _phases(), _ground(), _units(), _weapons(), _physics(), _sensing(), _actions(), _observation(), _rewards(), _ends(),
         _determinism(),
@@ -34,7 +34,7 @@ def rules_text() -> str:
     head = [
         "# The rules of the arena",
         "",
-        f"Rules version {RULES_VERSION}. Made from the tables of the simulation by `python -m esper.arena.rules_text`; change those.",
+        f"Rules version {RULES_VERSION}. `python -m esper.arena.rules_text` makes this file from the tables of the simulation; edit those.",
     ]
     return "\n".join([*head, *(line for section in sections for line in ("", *section))]) + "\n"
 
@@ -44,18 +44,18 @@ def _battle() -> list[str]:
     return [
         "## A battle",
         "",
-        f"Two teams, of {config.team_size} units each unless told (`team_size`), start in opposite corners of a square map and fight over "
-        "the "
-        "zone, a disc around its centre. The team with more tons in the zone holds it, whether they stand there or fly above it. Who holds "
-        f"it for {_share(PHYSICS.win_share)} of the battle's {config.seconds:g} s wins, and so does the team that alone has living units.",
+        f"Two teams of {config.team_size} units each (`team_size`) start in opposite corners of a square map and fight over the zone, a "
+        "disc around its centre. The team with more tons in the zone holds it; units count on the ground and in the air. A team wins by "
+        f"holding the zone for {_share(PHYSICS.win_share)} of the battle's {config.seconds:g} s, or by being the only one with living "
+        "units.",
         "",
-        f"A team takes its units in this order (`pack`), and begins again where it is larger: {', '.join(config.pack)}.",
+        f"The units of a team have these classes (`pack`), repeated in larger teams: {', '.join(config.pack)}.",
         "",
-        f"Maps have from {SMALLEST} to {LARGEST} columns on a side (`size`, {config.size} unless told), each 1 m wide, and are of one of "
-        f"these landscapes: {', '.join(LANDSCAPES)}. A map looks the same after half a turn, so neither side has the better ground, and "
-        "from both corners there is a way to the zone on foot.",
+        f"Maps have {SMALLEST} to {LARGEST} columns on a side (`size`, by default {config.size}), each 1 m wide, and one of these "
+        f"landscapes: {', '.join(LANDSCAPES)}. A map is the same after half a turn, so it favours neither side, and from both corners "
+        "units can walk to the zone.",
         "",
-        f"Time goes in ticks of {PHYSICS.tick_s:g} s. Every {DECISION_S:g} s each unit decides; what it decided holds for "
+        f"Time advances in ticks of {PHYSICS.tick_s:g} s. Every unit decides every {DECISION_S:g} s; its decision holds for "
         f"{PHYSICS.ticks_per_decision} ticks.",
     ]
 
@@ -64,7 +64,7 @@ def _phases() -> list[str]:
     numbered = [(str(number), name, does) for number, (name, does) in enumerate(PHASES, 1)]
     after = [(str(number), name, does) for number, (name, does) in enumerate(AFTER_TICKS, 1)]
     return [
-        "## The order of things",
+        "## Phases",
         "",
         "In every tick, for all battles and units at once:",
         "",
@@ -80,8 +80,8 @@ def _ground() -> list[str]:
     return [
         "## Ground",
         "",
-        f"Every column has a height, a material and hit points. Units walk up and down steps of {CLIMB_M:g} m; what is higher stops them. "
-        "A column stops shots that fly lower than its top, and hides what is behind it. Shot to pieces, it becomes open ground.",
+        f"Every column has a height, a material and hit points. Units walk up and down steps of up to {CLIMB_M:g} m; higher steps stop "
+        "them. A column stops shots below its top, and blocks the sight of what is behind it. A destroyed column becomes open ground.",
         "",
         *_spec_table({material.name.lower(): spec for material, spec in MATERIALS.items()}, MaterialSpec),
     ]
@@ -92,10 +92,10 @@ def _units() -> list[str]:
         "## Units",
         "",
         "A unit hotter than its cap shuts down: it neither moves nor fires until it has cooled to "
-        f"{_share(PHYSICS.restart_share)} of the cap. One that has lost all stability falls, and lies for {PHYSICS.fallen_s:g} s. "
-        f"Venting cools {PHYSICS.vent_cooling:g} times as fast, and costs: weapons are locked, speed is "
-        f"{_share(PHYSICS.venting_factor)} of what it was, and everybody within {PHYSICS.hot_m:g} m senses it. From behind, more than "
-        f"{PHYSICS.rear_deg:g}° off the nose, direct hits hurt {PHYSICS.rear_factor:g} times as much.",
+        f"{_share(PHYSICS.restart_share)} of the cap. A unit without stability falls and lies for {PHYSICS.fallen_s:g} s. "
+        f"A venting unit cools {PHYSICS.vent_cooling:g} times as fast, but cannot fire, moves at {_share(PHYSICS.venting_factor)} of its "
+        f"speed, and is sensed by all enemies within {PHYSICS.hot_m:g} m. Direct hits from behind, more than "
+        f"{PHYSICS.rear_deg:g}° off the nose, do {PHYSICS.rear_factor:g} times the damage.",
         "",
         *_spec_table(CLASSES, UnitClass),
     ]
@@ -107,16 +107,16 @@ def _weapons() -> list[str]:
     return [
         "## Weapons",
         "",
-        "A weapon fires in every tick of a decision in which it is loaded, its target lives, is in reach and in the arc ahead, and its "
-        "unit stands, runs and does not vent. What hits at once needs a target that is seen when the unit decides; what flies needs one "
-        "that is sensed, and meets whatever is in its way: terrain, friends, enemies. A burst hurts all around it, whoever they are, the "
-        f"unit that fired it too. A unit has at most {CLOUDS} clouds of smoke at a time.",
+        "A weapon fires in every tick of a decision in which it is loaded, its target is alive, in range and in the arc ahead, and its "
+        "unit is neither fallen nor shut down nor venting. A weapon that hits at once needs a target that is seen when the unit decides. A "
+        "weapon with projectiles needs a target that is sensed; a projectile hits whatever is in its way: terrain, friends or enemies. A "
+        "burst damages all units around it, also the one that fired. A unit has at most "
+        f"{CLOUDS} clouds of smoke at the same time.",
         "",
         *_spec_table(WEAPONS, Weapon),
         "",
-        f"Every unit has slots for its projectiles, {config.projectiles} of them in teams of {config.team_size}. They are enough for all "
-        "that "
-        f"it can have in the air at once, so none is ever missing: {flying}.",
+        f"Every unit has slots for its projectiles, {config.projectiles} in teams of {config.team_size}. They are enough for the largest "
+        f"number of projectiles that its weapons can have in the air: {flying}.",
     ]
 
 
@@ -128,20 +128,20 @@ def _physics() -> list[str]:
 
 def _sensing() -> list[str]:
     rows = [
-        ("sight", f"{PHYSICS.sight_m:g}", "from eye to eye nothing stands or smokes in between"),
-        ("radar", f"{PHYSICS.radar_m:g} times its quality", "through everything"),
+        ("sight", f"{PHYSICS.sight_m:g}", "no column and no smoke is on the line from eye to eye"),
+        ("radar", f"{PHYSICS.radar_m:g} times its quality", "always, through everything"),
         (
             "heat",
             f"{PHYSICS.hot_m:g}",
-            f"through everything, of who is hotter than {_share(PHYSICS.hot_share)} of its cap, or vents",
+            f"the enemy is hotter than {_share(PHYSICS.hot_share)} of its cap, or vents; through everything",
         ),
-        ("paint", "everywhere", "the whole team senses whom one of it has painted"),
+        ("paint", "everywhere", "a unit of the team has painted the enemy"),
     ]
     return [
         "## Sensing",
         "",
-        "What a unit knows of its enemies is settled once, at the end of a decision. It senses an enemy in any of these ways; sight alone "
-        "makes it seen. Units of the own team always know of one another.",
+        "Units sense their enemies once per decision, at its end, in any of these ways. Only an enemy in sight is seen. Units of the same "
+        "team always know each other's position.",
         "",
         *_table(("way", "within (m)", "when"), rows),
     ]
@@ -150,14 +150,14 @@ def _sensing() -> list[str]:
 def _actions() -> list[str]:
     config = ArenaConfig()
     may = {
-        "fire": "none always; a weapon that the class has and that reaches a contact, for who stands and runs",
-        "target": "the contacts that the chosen weapon reaches, seen ones if it hits at once; matters only to who fires",
-        "vent": "always not; to vent, who lives and has heat",
+        "fire": "none: always; a weapon: if the class has it, it reaches a contact, and the unit is neither fallen nor shut down",
+        "target": "the contacts that the chosen weapon reaches, only seen ones if it hits at once; relevant only if a weapon is fired",
+        "vent": "no: always; yes: if the unit is alive, running and has heat",
         "motion": "everything",
     }
     choices = {
         "fire": ", ".join(FIRE),
-        "target": f"contact 0 to {config.contacts - 1}, from near to far",
+        "target": f"contact 0 to {config.contacts - 1}, nearest first",
         "vent": "no, yes",
         "motion": ", ".join(MOTION),
     }
@@ -173,11 +173,11 @@ def _actions() -> list[str]:
     return [
         "## Actions",
         "",
-        *_table(("head", "kind", "choices", "what the mask allows"), rows),
+        *_table(("head", "kind", "choices", "allowed by the mask"), rows),
         "",
         "Forward and right are positive; a positive yaw turns to the left; jets below 0 are off. Sideways and backwards a unit reaches "
-        f"{_share(PHYSICS.sideways_factor)} of its speed. The mask of `target` depends on `fire`: it has a row for each of its choices. "
-        "What cannot be done is not done, whatever the action says; what is no choice, or no number from -1 to 1, is an error.",
+        f"{_share(PHYSICS.sideways_factor)} of its speed. The mask of `target` has a row for each choice of `fire`. Orders that a unit "
+        "cannot carry out are ignored; a choice that does not exist, or a number outside of -1 to 1, is an error.",
     ]
 
 
@@ -187,9 +187,9 @@ def _observation() -> list[str]:
         "## Observation",
         "",
         f"A vector of {observation_width(config)} numbers for each unit, with {config.contacts} contacts (`contacts`) and "
-        f"{config.allies} allies (`allies`), both from near to far. Ahead and left are those of the unit. The world's frame is that of the "
-        "team: the second team's is turned by half a turn, so that both sides see the same. Slices of fields count from where their part "
-        "begins.",
+        f"{config.allies} allies (`allies`), both nearest first. Ahead and left are relative to the unit. The world frame is that of the "
+        "team: for the second team it is turned by half a turn, so that both sides observe the same. Slices of fields are relative to the "
+        "start of their part.",
         "",
     ]
     start, rows = 0, []
@@ -205,7 +205,7 @@ def _observation() -> list[str]:
         "### The whole battle",
         "",
         f"With `state_view` there is a second vector of {state_width(config)} numbers for a centralised critic: these fields of every "
-        "unit, the own team's first, whatever is sensed.",
+        "unit, own team first, whether sensed or not.",
         "",
         *_fields_table(STATE_UNIT),
     ]
@@ -226,11 +226,11 @@ def _rewards() -> list[str]:
     return [
         "## Rewards",
         "",
-        "What a unit is paid for a decision is the sum of these, each with its weight. Who was dead before the decision is paid nothing. "
-        "Damage to one's own side only ever costs, and what the ground does is nobody's doing. `approach` is potential-based: its "
-        "discounted sum over a unit's life is the same whatever the unit does, so it shows the way without changing what is best.",
+        "The reward of a unit for a decision is the sum of these parts, each with its weight. Units that were dead before the decision get "
+        "nothing. Damage to the own team always costs; damage by terrain counts for no unit. `approach` is potential-based: its discounted "
+        "sum over a unit's life does not depend on its actions, so it guides learning without changing the best policy.",
         "",
-        *_table(("setting", "default", "for what"), rows),
+        *_table(("setting", "default", "meaning"), rows),
     ]
 
 
@@ -244,27 +244,28 @@ def _ends() -> list[str]:
         "- By elimination: only one team has living units.",
         f"- By time: after {config.decisions} decisions ({config.seconds:g} s, `seconds`) the higher score wins.",
         "",
-        "Where both teams reach one of the first two at once, or scores are equal at the end, the battle is a draw. Clock and scores are "
-        "observed, so the end by time is a real end and no cut. A unit's own episode ends with its death; its row is not valid until the "
-        "next battle begins in its place, in the same step in which the old one ends.",
+        "If both teams meet one of the first two conditions at once, or the scores are equal at the end, the battle is a draw. Units "
+        "observe the clock and the scores, so an end by time terminates the episode and does not truncate it. A unit's own episode ends "
+        "with its death; its row is not valid until the next battle begins, in the same step in which the old one ends.",
     ]
 
 
 def _determinism() -> list[str]:
     return [
-        "## The same again",
+        "## Determinism",
         "",
-        "Nothing is drawn at random while a battle is fought. Its map and the size of its teams follow from the seed, its place in the "
-        "batch, and how many battles were fought there before. The same seed and actions give the same battle, bit for bit, on one kind "
-        "of device; maps are the same on every device.",
+        "There are no random events during a battle. Its map and the size of its teams follow from the seed, its index in the batch, and "
+        "the number of battles fought there before. The same seed and actions give the same battle, bit for bit, on the same kind of "
+        "device; maps are the same on every device.",
         "",
-        "A replay holds seed, actions, device, version and the state at keyframes. Anyone can play it; the same kind of device fights it "
-        f"again and compares hashes of the state. A replay of other rules than version {RULES_VERSION} can be played and not verified.",
+        "A replay holds seed, actions, device, version and the state at keyframes. Any device can play it; the same kind of device can "
+        f"verify it, by computing the battle again and comparing hashes of the state. A replay of other rules than version {RULES_VERSION} "
+        "can be played, but not verified.",
     ]
 
 
 def _spec_table(specs: Mapping[str, msgspec.Struct], kind: type[msgspec.Struct]) -> list[str]:
-    """A row for every field of the specifications, a column for each of them, and what the field means."""
+    """Return a table with a row for every field, a column for every specification, and the meaning of the field."""
     meaning = field_comments(kind)
     rows = [
         (_heading(name), *(_value(getattr(spec, name)) for spec in specs.values()), meaning.get(name, ""))
@@ -279,7 +280,7 @@ def _fields_table(fields: tuple[Field, ...]) -> list[str]:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Lines of a Markdown table."""
+    """Return the lines of a Markdown table."""
 
     def line(cells: Sequence[str]) -> str:
         return "| " + " | ".join(cells) + " |"
@@ -288,7 +289,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def _heading(name: str) -> str:
-    """`range_m` -> "range (m)", `is_homing` -> "homing"."""
+    """Return the heading of a field: `range_m` -> "range (m)", `is_homing` -> "homing"."""
     for end, unit in _UNITS.items():
         if name.endswith(end):
             return f"{name.removesuffix(end).replace('_', ' ')} ({unit})"
@@ -296,7 +297,7 @@ def _heading(name: str) -> str:
 
 
 def _value(value: object) -> str:
-    """Nothing is a dash."""
+    """Return a value as text; False and 0 become a dash."""
     if isinstance(value, bool):
         return "yes" if value else "–"
     if isinstance(value, float | int):

@@ -1,4 +1,4 @@
-"""What units know of their enemies: by sight, radar, heat and paint.
+"""Compute which enemies units sense: by sight, radar, heat and paint.
 
 Shapes: B = battles, U = units, T = units of one team, C = contacts, P = T·T pairs of enemies.
 """
@@ -15,10 +15,10 @@ from esper.arena.tables import Tables
 
 
 def sense(units: Units, world: World, clouds: Clouds, tables: Tables, *, contacts: int) -> Senses:
-    """Who knows where which enemy is.
+    """Return which units sense which enemies.
 
     By sight: within 30 m, with a clear line from eye to eye that no smoke crosses. By radar: within 14 m times its quality, through
-    everything. By heat: within 25 m, of who is hot or vents. By paint: the whole team, wherever the painted one is.
+    everything. By heat: hot or venting units within 25 m. By paint: painted units at any distance, for the whole team.
     """
     enemies = tables.units.is_enemy & units.is_alive.unsqueeze(1) & units.is_alive.unsqueeze(2)
     apart = units.position.unsqueeze(2) - units.position.unsqueeze(1)  # [B, U, U, 3]
@@ -33,10 +33,10 @@ def sense(units: Units, world: World, clouds: Clouds, tables: Tables, *, contact
 
 
 def nearest_first(distance: Tensor, *, slots: int, of_others: bool) -> tuple[Tensor, Tensor]:
-    """Units of the other team, or of the own, from near to far as `distance` [B, U, U] has it: who they are [B, U, slots], 0 where nobody
-    is, and whether somebody is. At an infinite distance is nobody.
+    """Return the units of the other team, or of the own team, ordered by `distance` [B, U, U]: indices and whether the slot is filled.
 
-    Ordered by counting who is nearer: teams are small, and for rows so short it is several times as fast as sorting.
+    Both are [B, U, slots]; the index of an empty slot is 0. A unit at infinite distance is left out. The rank of a unit is the number of
+    nearer units, because for such short rows counting is several times as fast as sorting.
     """
     count = distance.shape[1]
     half = count // 2
@@ -47,7 +47,7 @@ def nearest_first(distance: Tensor, *, slots: int, of_others: bool) -> tuple[Ten
     one, other = near.unsqueeze(-1), near.unsqueeze(-2)
     rank = ((other < one) | ((other == one) & (member < member.unsqueeze(1)))).sum(-1)  # [B, U, T]
     is_second = torch.arange(count, device=distance.device) >= half
-    begins = torch.where(~is_second if of_others else is_second, half, 0).unsqueeze(1)  # [U, 1] who comes first in that team
+    begins = torch.where(~is_second if of_others else is_second, half, 0).unsqueeze(1)  # [U, 1] index of that team's first unit
     order = torch.empty_like(rank).scatter_(2, rank, (member + begins).expand_as(rank))
     is_there = torch.empty_like(near, dtype=torch.bool).scatter_(2, rank, near < torch.inf)
     order = order.masked_fill(~is_there, 0)
@@ -58,7 +58,7 @@ def nearest_first(distance: Tensor, *, slots: int, of_others: bool) -> tuple[Ten
 
 
 def _sees(units: Units, world: World, clouds: Clouds) -> Tensor:
-    """Clear lines between the eyes of enemies [B, U, U]; one line serves both ends."""
+    """Return clear lines between the eyes of enemies [B, U, U]. Each line is computed once for both directions."""
     battles, count = units.heat.shape
     half = count // 2
     eyes = torch.cat((units.position[..., :2], (units.position[..., 2] + PHYSICS.eye_m).unsqueeze(-1)), -1)
@@ -71,7 +71,7 @@ def _sees(units: Units, world: World, clouds: Clouds) -> Tensor:
 
 
 def _is_smoked(eyes: Tensor, aims: Tensor, clouds: Clouds) -> Tensor:
-    """Lines [B, P] that pass through a cloud."""
+    """Return the lines [B, P] that pass through a cloud."""
     centres = clouds.position.flatten(1, 2).unsqueeze(1).unbind(-1)  # [B, 1, clouds] each
     stands = (clouds.left.flatten(1, 2) > 0).unsqueeze(1)
     starts = eyes.unsqueeze(2).unbind(-1)  # [B, P, 1] each

@@ -1,6 +1,7 @@
-"""Projectiles: flight, what they meet on their way, and what they do to it.
+"""Projectiles: their flight, their impacts, and the effects of impacts.
 
-Shapes: B = battles, U = units (who fired, then who may be hit), K = projectile slots of one unit. Everything is [B, U, K] unless stated.
+Shapes: B = battles, U = units (first those that fired, last those that may be hit), K = projectile slots of one unit. Everything is
+[B, U, K] unless stated.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from esper.arena.specs import PHYSICS
 from esper.arena.state import Clouds, Shells, Units, World
 from esper.arena.tables import Tables, WeaponTable
 
-_FAR_M = 1e4  # where nothing is
+_FAR_M = 1e4  # a place far outside of every map
 
 
 class Impact(NamedTuple):
-    """How the flights of a tick ended."""
+    """Ends of flights in one tick."""
 
-    ended: Tensor  # bool: hit something or flew its time
+    ended: Tensor  # bool: hit something or reached the end of its life
     burst: Tensor  # bool: hit something
     victim: Tensor  # int64
     is_direct: Tensor  # bool: a unit was hit
@@ -33,7 +34,7 @@ class Impact(NamedTuple):
 
 
 def steer(shells: Shells, units: Units, tables: Tables) -> Shells:
-    """What homes turns towards its target if that lives, at the same speed; what is ballistic falls."""
+    """Turn homing projectiles towards their living targets at the same speed, and let ballistic ones fall."""
     weapons = tables.weapons
     aim = unit_at(units.position, shells.target)
     line = torch.cat((aim[..., :2], (aim[..., 2] + PHYSICS.muzzle_m).unsqueeze(-1)), -1) - shells.position
@@ -48,8 +49,8 @@ def steer(shells: Shells, units: Units, tables: Tables) -> Shells:
 
 
 def advance(shells: Shells, units: Units, world: World) -> tuple[Shells, Impact]:
-    """Everything flies for a tick, or up to what it meets first: a unit other than the one that fired it, friend or foe, the terrain, or
-    the edge of the map."""
+    """Move all projectiles for one tick, or until they hit a unit of either team (except the one that fired), the terrain, or the edge of
+    the map."""
     flies = shells.life > 0
     when, victim = _first_unit(shells, units, flies)
     wall = _first_terrain(shells, world)
@@ -64,9 +65,9 @@ def advance(shells: Shells, units: Units, world: World) -> tuple[Shells, Impact]
 
 
 def _first_unit(shells: Shells, units: Units, flies: Tensor) -> tuple[Tensor, Tensor]:
-    """When in the tick each projectile passes a unit's body (a share of the tick, 2 for never), and whose."""
+    """Return when each projectile hits a unit's body, as a share of the tick (2: never), and which unit."""
     count = units.heat.shape[1]
-    # The dead and what does not fly are far away instead of masked: these tensors are small, those below are not.
+    # Move dead units and free slots far away instead of masking: these tensors are small, those below are large.
     body_x = torch.where(units.is_alive, units.position[..., 0], _FAR_M)[:, None, None]  # [B, 1, 1, U]
     body_y, body_z = units.position[:, None, None, :, 1], units.position[:, None, None, :, 2] + 0.5 * PHYSICS.tall_m
     x = torch.where(flies, shells.position[..., 0], -_FAR_M).unsqueeze(-1)  # [B, U, K, 1]
@@ -85,7 +86,7 @@ def _first_unit(shells: Shells, units: Units, flies: Tensor) -> tuple[Tensor, Te
 
 
 def _first_terrain(shells: Shells, world: World) -> Tensor:
-    """When in the tick each projectile is first under the terrain or outside of the map, looked at half way and at the end; 2 for never."""
+    """Return when each projectile is under the terrain or outside of the map, checked at half the tick (0.5) and its end (1); 2: never."""
     size, edge = world.floor.shape[1], world.floor.shape[1] / 2
     first = torch.full_like(shells.position[..., 0], 2.0)
     for share in (1.0, 0.5):
@@ -97,8 +98,8 @@ def _first_terrain(shells: Shells, world: World) -> Tensor:
 
 
 def explode(impact: Impact, units: Units, tables: Tables) -> Hits:
-    """What bursts hurts whom it hit, from behind half as much again, and everybody else within its splash, less the further they are.
-    Splash hurts bodies and legs alike."""
+    """Return the hits of bursts: on the unit that was hit, with more damage from behind, and on all others within the splash, less with
+    distance. Splash damages bodies and legs alike."""
     weapons, weapon = tables.weapons, impact.weapon
     count = units.heat.shape[1]
     hit = one_hot(impact.victim, count) & impact.is_direct.unsqueeze(-1)  # [B, U, K, U]
@@ -112,7 +113,7 @@ def explode(impact: Impact, units: Units, tables: Tables) -> Hits:
     half = full * PHYSICS.splash_share
     shaken = weapons.stability[weapon] * impact.burst
     stuns = weapons.suppresses[weapon].to(full.dtype) * impact.is_direct
-    # Sums over projectiles as products of matrices: what each weighs, times whom it struck.
+    # Sum over projectiles by matrix products: effect of each projectile times the units that it struck.
     struck, near = hit.flatten(1, 2).to(reach.dtype), reach.flatten(1, 2)  # [B, U·K, U]
     straight = torch.stack((direct * weapons.leg_share[weapon], shaken, stuns), 1).flatten(2) @ struck  # [B, 3, U]
     around = torch.stack((half, shaken * PHYSICS.splash_share), 1).flatten(2) @ near  # [B, 2, U]
@@ -122,36 +123,36 @@ def explode(impact: Impact, units: Units, tables: Tables) -> Hits:
         legs=straight[:, 0] + around[:, 0],
         stability=straight[:, 1] + around[:, 1],
         heat=torch.zeros_like(units.heat),
-        suppressed=torch.minimum(straight[:, 2].round().int(), longest),  # several hits suppress no longer than one
+        suppressed=torch.minimum(straight[:, 2].round().int(), longest),  # several hits suppress no longer than one hit
         painted=torch.zeros_like(units.painted),
     )
 
 
 def splash_share(impact: Impact, units: Units, weapons: WeaponTable) -> Tensor:
-    """1 in the middle of a burst, 0 at the edge of its splash and beyond [B, U, K, U]. Measured to the middle of the body."""
+    """Return [B, U, K, U]: 1 in the middle of a burst, falling to 0 at the edge of its splash. Measured to the middle of the body."""
     position = units.position[:, None, None]
     apart_x = position[..., 0] - impact.point[..., 0:1]
     apart_y = position[..., 1] - impact.point[..., 1:2]
     apart_z = position[..., 2] + 0.5 * PHYSICS.tall_m - impact.point[..., 2:3]
     distance = apart_x.square_().addcmul_(apart_y, apart_y).addcmul_(apart_z, apart_z).sqrt_()
-    radius = weapons.splash_m[impact.weapon] * impact.burst  # where nothing bursts, the splash reaches nobody
+    radius = weapons.splash_m[impact.weapon] * impact.burst  # 0 without a burst
     share: Tensor = distance.div_(-radius.clamp_min(1e-6).unsqueeze(-1)).add_(1.0).clamp_min_(0.0)
     return share
 
 
 def terrain_hits(impact: Impact, tables: Tables, size: int) -> tuple[Tensor, Tensor]:
-    """The columns that bursts hit [B, U·K], and the whole damage that they take, int32."""
-    step = impact.velocity * (0.1 * PHYSICS.tick_s)  # into what was hit
+    """Return the columns that bursts hit [B, U·K], and the damage to them, int32."""
+    step = impact.velocity * (0.1 * PHYSICS.tick_s)  # a little further, into the column that was hit
     column = columns(impact.point[..., 0] + step[..., 0], impact.point[..., 1] + step[..., 1], size)
-    is_inside = (impact.point[..., :2].abs() < size / 2).all(-1)  # what leaves the map hits nothing
+    is_inside = (impact.point[..., :2].abs() < size / 2).all(-1)  # projectiles that leave the map hit no column
     damage = tables.weapons.damage[impact.weapon] * (impact.burst & ~impact.is_direct & is_inside)
     return column.flatten(1), damage.to(torch.int32).flatten(1)
 
 
 def smoke(clouds: Clouds, impact: Impact, tables: Tables) -> Clouds:
-    """Where a smoke shell ends, a cloud stands. It takes the place of its unit's cloud that has the least time left."""
+    """Place a cloud where a smoke shell ends. It replaces the unit's cloud with the least time left."""
     lasts = tables.weapons.smokes[impact.weapon] * impact.ended  # [B, U, K] int32
-    newest, slot = lasts.max(-1)  # at most one of a unit's ends with smoke in a tick: it reloads far longer than it flies
+    newest, slot = lasts.max(-1)  # at most one smoke shell of a unit ends in a tick, because reloading takes longer than its flight
     point = impact.point.gather(2, slot[..., None, None].expand(-1, -1, 1, 3))  # [B, U, 1, 3]
     takes = one_hot(clouds.left.argmin(-1), clouds.left.shape[-1]) & (newest > 0).unsqueeze(-1)  # [B, U, CLOUDS]
     return Clouds(

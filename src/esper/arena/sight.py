@@ -1,9 +1,9 @@
-"""Line of sight over columns, exact and without a walk.
+"""Line of sight over columns, computed exactly and without stepping along the line.
 
-A line is looked at slab by slab: one slab is the row of columns between two neighbouring grid planes across the axis along which the
-line is longest. Within a slab the other axis changes by one column at most, so that two columns are all a line can meet there. Every
-slab of every line is computed at once, in a frame of the line's own in which the line never falls: a column is then met at its
-lowest where the line enters it, and two comparisons per slab decide. A fixed number of tensor operations, whatever the data.
+A line is divided into slabs: a slab is the row of columns between two neighbouring grid planes across the line's longer axis. Within a
+slab, the line changes by at most one column on the other axis, so it meets at most two columns. All slabs of all lines are computed at
+once, in a frame in which the line never falls. There, the line is lowest in a column where it enters it, so two comparisons per slab
+decide. The number of tensor operations does not depend on the data.
 
 Shapes: B = battles, P = lines per battle, S = side of the map, N = B·P lines, K = slabs.
 """
@@ -16,18 +16,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# A line must go this deep into a column, sideways or down, to be blocked by it. It is above the rounding of float32 at the
-# coordinates of maps up to 256, so that a line through a corner or along a roof is clear however its ends were rounded.
+# A line must enter a column this deep, sideways or down, to be blocked by it. This is more than the rounding of float32 on maps of up to
+# 256 columns, so a line through a corner or along a roof is clear however its ends were rounded.
 TOLERANCE_M = 2.0**-14
 
 
 class _Lines(NamedTuple):
-    """Lines in frames of their own, each field [N]: one axis along the line and one across it, planes at whole numbers on both.
+    """Lines in their own frames, each field [N]. One axis is along the line and one across it; grid planes are at integers on both.
 
-    `along` is the axis on which the line is longer, turned so that height never falls as it grows; `across` is turned to grow with it.
+    `along` is the axis on which the line is longer, oriented so that height never falls as it grows; `across` is oriented to grow with it.
     """
 
-    low: Tensor  # the ends along: low ≤ high
+    low: Tensor  # the ends on the axis along: low ≤ high
     high: Tensor
     low_across: Tensor
     low_z: Tensor  # raised by the tolerance
@@ -38,22 +38,22 @@ class _Lines(NamedTuple):
     climb: Tensor  # height per across, ≥ 0
     first_slab: Tensor
     last_slab: Tensor
-    column: Tensor  # where slab 0 and row 0 lie in a flattened map, and what one slab and one row add to it
+    column: Tensor  # index of slab 0 and row 0 in a flattened map; the next two are the steps per slab and per row
     column_per_slab: Tensor
     column_per_row: Tensor
     is_vertical: Tensor
 
 
 def lines_are_clear(tops: Tensor, eyes: Tensor, aims: Tensor, *, reach_m: float) -> Tensor:
-    """Which lines [B, P] from `eyes` to `aims` [B, P, 3] are at most `reach_m` long and pass no column below its top, `tops` [B, S, S].
+    """Return [B, P] bool: lines from `eyes` to `aims` [B, P, 3] that are at most `reach_m` long and above all columns, `tops` [B, S, S].
 
-    Coordinates are centred: column i covers [i - S/2, i + 1 - S/2]. The columns of both ends count like all others. Ends outside the
-    map are taken to its border.
+    Coordinates are centred: column i covers [i - S/2, i + 1 - S/2]. The columns of both ends count like all others. Ends outside the map
+    are moved to its border.
 
-    Ties: a line is blocked where it passes through the inside of what the columns fill together. Touching a top, a face or a corner
-    does not block; a line exactly along the edge between two columns is blocked by the lower of them, a vertical one in a corner by
-    the lowest of four, and along the map's border by the column inside. `TOLERANCE_M` says what exactly means. The answer is the
-    same bit for bit from either end, and with an even S for the world turned by half a turn about its centre.
+    Ties: a line is blocked if it passes through the inside of the union of all columns. Touching a top, a face or a corner does not block.
+    A line exactly along the edge between two columns is blocked by the lower one, a vertical line in a corner by the lowest of four, and a
+    line along the map's border by the column inside. "Exactly" means within `TOLERANCE_M`. The result is the same, bit for bit, from either
+    end and, if S is even, after a half turn of the map.
     """
     shape, side = eyes.shape[:2], tops.shape[1]
     eyes, aims = (_onto_the_map(ends, side).view(-1, 3) for ends in (eyes, aims))
@@ -67,15 +67,15 @@ def _onto_the_map(ends: Tensor, side: int) -> Tensor:
 
 
 def _most_slabs(reach_m: float, side: int) -> int:
-    """A line of length 2.2 can begin late in one slab and end early in the fourth. Vertical ones have two if they stand between them."""
+    """Return the largest number of slabs of a line. A line of length 2.2 can touch four slabs; a vertical line on a plane has two."""
     return max(2, min(math.ceil(min(reach_m, side)) + 1, side))
 
 
 def _in_their_own_frame(eyes: Tensor, aims: Tensor, side: int) -> _Lines:
-    """What is the same for all slabs of a line.
+    """Compute everything that is the same for all slabs of a line.
 
-    Rows are found from the line's middle, not from its start: it is the same from both ends, and a half turn changes only its sign,
-    so that neither changes how anything is rounded.
+    Rows are computed from the line's middle, not from its start. The middle is the same from both ends, and a half turn changes only its
+    sign, so neither changes the rounding.
     """
     steps = (aims - eyes).abs()
     is_along_x = steps[:, 0] >= steps[:, 1]
@@ -88,7 +88,7 @@ def _in_their_own_frame(eyes: Tensor, aims: Tensor, side: int) -> _Lines:
     along_sign, across_sign = (1.0 - 2.0 * mirrored for mirrored in (falls, is_mirrored))
 
     half = side // 2
-    shift = side / 2 - half  # brings the planes of an odd map to whole numbers
+    shift = side / 2 - half  # moves the planes of an odd map to integers
     one, other = along_sign * eye_along, along_sign * aim_along
     low, high = torch.minimum(one, other) + shift, torch.maximum(one, other) + shift
     begin, end = low.floor(), high.ceil() - 1
@@ -96,7 +96,7 @@ def _in_their_own_frame(eyes: Tensor, aims: Tensor, side: int) -> _Lines:
     stride_across = side + 1.0 - stride_along
     # Slab 0 begins at the middle plane; mirrored, it is the column on the other side of it.
     zero_along, zero_across = (half + (side - 1.0 - 2 * half) * mirrored for mirrored in (falls, is_mirrored))
-    shortest = 1e-30  # zero must be divided by something
+    shortest = 1e-30  # avoids division by zero
     span = step_along.clamp_min(shortest)
     return _Lines(
         low=low,
@@ -108,7 +108,7 @@ def _in_their_own_frame(eyes: Tensor, aims: Tensor, side: int) -> _Lines:
         lean=step_across / span,
         rise=steps[:, 2] / span,
         climb=steps[:, 2] / step_across.clamp_min(shortest),
-        # A vertical line between two slabs begins in the upper and ends in the lower one: both are looked at.
+        # A vertical line on the plane between two slabs begins in the upper and ends in the lower one; both are checked.
         first_slab=torch.minimum(begin, end).clamp_min(-half),
         last_slab=torch.maximum(begin, end).clamp_max(side - 1 - half),
         column=zero_along * stride_along + zero_across * stride_across,
@@ -119,21 +119,21 @@ def _in_their_own_frame(eyes: Tensor, aims: Tensor, side: int) -> _Lines:
 
 
 def _ordered(vectors: Tensor, is_along_x: Tensor) -> tuple[Tensor, Tensor]:
-    """The parts of `vectors` [N, 3] along and across."""
+    """Return the components of `vectors` [N, 3] along and across."""
     x, y = vectors[:, 0], vectors[:, 1]
     return torch.where(is_along_x, x, y), torch.where(is_along_x, y, x)
 
 
 def _are_blocked(tops: Tensor, lines: _Lines, *, slabs: int) -> Tensor:
-    """Which lines [N] some column stands above. All else here is [K, N]."""
+    """Return the lines [N] bool that a column blocks. All other tensors here are [K, N]."""
     lowest, highest = -(tops.shape[1] // 2), tops.shape[1] - 1 - tops.shape[1] // 2
     steps = torch.arange(slabs, dtype=lines.low.dtype, device=tops.device)[:, None]
     slab = torch.minimum(lines.first_slab + steps, lines.last_slab)  # beyond the last slab, the last again
     enters, leaves = torch.maximum(slab, lines.low), torch.minimum(slab + 1, lines.high)
-    # The rows in which it enters and leaves the slab. Exactly on a plane, it comes from the row below and goes on in the one above.
+    # The rows in which the line enters and leaves the slab. Exactly on a plane, it leaves the row below and enters the row above.
     row_in = torch.addcmul(lines.middle_across + TOLERANCE_M, enters - lines.middle, lines.lean).floor_().clamp_(lowest, highest)
     row_out = torch.addcmul(lines.middle_across - TOLERANCE_M, leaves - lines.middle, lines.lean).ceil_().sub_(1).clamp_(lowest, highest)
-    # How high it is where it enters these two columns. If they are one, the second comparison asks no more than the first.
+    # The height of the line where it enters these two columns. If they are the same column, the second comparison adds nothing.
     z_in = torch.addcmul(lines.low_z, enters.sub_(lines.low), lines.rise)
     z_out = torch.addcmul(lines.low_z, row_out - lines.low_across, lines.climb)
     z_out = torch.maximum(z_out, z_in, out=z_out)
@@ -142,14 +142,14 @@ def _are_blocked(tops: Tensor, lines: _Lines, *, slabs: int) -> Tensor:
     above_in = _read(tops, torch.addcmul(column, row_in, lines.column_per_row)).sub_(z_in)
     above_out = _read(tops, torch.addcmul(column, row_out, lines.column_per_row)).sub_(z_out)
     either, both = torch.maximum(above_in, above_out), torch.minimum(above_in, above_out)
-    # A line on the plane between two rows enters in the upper and leaves in the lower one, and both must stand above it to block.
-    # So must both slabs if it is vertical: it has a second one only where it stands on the plane between two.
+    # A line on the plane between two rows enters in the upper and leaves in the lower one; both must be above it to block it. The same
+    # holds for both slabs of a vertical line, which has a second slab only on the plane between two.
     between = torch.where(lines.is_vertical, torch.minimum(both[0], both[-1]), both.amax(0))
     return torch.where(lines.lean < 2 * TOLERANCE_M, between, either.amax(0)) > 0
 
 
 def _read(tops: Tensor, columns: Tensor) -> Tensor:
-    """The tops at columns [K, N] of each line's own map. Whole numbers of 32 bits: on a processor, half the time of 64."""
+    """Return the tops at columns [K, N] of each line's map. Indices are int32, which takes half the time of int64 on a CPU."""
     battles, per_map = len(tops), tops[0].numel()
     maps = torch.arange(0, tops.numel(), per_map, dtype=torch.int32, device=tops.device)
     maps = maps[:, None].expand(-1, columns.shape[1] // battles).reshape(-1)

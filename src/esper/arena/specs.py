@@ -1,7 +1,7 @@
-"""What an arena is made of: materials, weapons, unit classes and the constants of its physics, as typed tables.
+"""Materials, weapons, unit classes and physical constants of the arena, as typed tables.
 
-Everything that the simulation multiplies by comes from here, and so do the tables of docs/arena_rules.md. Distances are metres (one
-column of terrain is one metre wide), times are seconds, angles as they are named. Imports no torch, so that a command line can show it.
+All constants of the simulation come from here, and so do the tables of docs/arena_rules.md. Distances are metres (one column of terrain
+is one metre wide), times are seconds, the unit of an angle is in its name. Imports no torch, so that the command line starts quickly.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from enum import IntEnum
 
 import msgspec
 
-CLIMB_M = 1.0  # how high a step between two columns a unit walks up
+CLIMB_M = 1.0  # highest step between two columns that a unit walks up
 
 
 class Material(IntEnum):
-    """What a column of terrain is made of."""
+    """Material of a column of terrain."""
 
     OPEN = 0
     SOLID = 1
@@ -26,14 +26,14 @@ class Material(IntEnum):
 
 
 class MaterialSpec(msgspec.Struct, frozen=True):
-    """What a material does to those who stand on it, look at it or shoot at it."""
+    """Properties of a material."""
 
-    hit_points: int = 0  # of one column; 0: it cannot be destroyed
-    is_seen_through: bool = False  # its height does not hide
-    is_walked_through: bool = False  # its height hides, and neither carries nor stops shots
-    heat_per_s: float = 0.0  # to who stands in it
-    damage_per_s: float = 0.0  # likewise, to body and legs
-    speed_factor: float = 1.0  # of who walks in it
+    hit_points: int = 0  # hit points of one column; 0: it cannot be destroyed
+    is_seen_through: bool = False  # its height does not block sight
+    is_walked_through: bool = False  # its height blocks sight, but neither carries units nor stops shots
+    heat_per_s: float = 0.0  # heat added to units that stand in it
+    damage_per_s: float = 0.0  # damage to body and legs of units that stand in it
+    speed_factor: float = 1.0  # factor on the speed of units that walk in it
 
 
 MATERIALS: dict[Material, MaterialSpec] = {
@@ -48,24 +48,24 @@ MATERIALS: dict[Material, MaterialSpec] = {
 
 
 class Weapon(msgspec.Struct, frozen=True):
-    """One kind of weapon. Without `flight_mps` it hits at once whom it is aimed at, who must then be seen and not only sensed."""
+    """One kind of weapon. Without `flight_mps` it hits its target at once, and the target must be seen, not only sensed."""
 
-    damage: float  # of a direct hit
-    range_m: float  # of the target when it is fired
-    heat: float  # to who fires it
-    cooldown_s: float  # from one shot to the next
-    arc_deg: float  # of the whole cone ahead in which it fires
-    stability_damage: float = 0.0  # of a direct hit
-    flight_mps: float = 0.0  # 0: it hits at once
-    is_homing: bool = False  # turns after its target
+    damage: float  # damage of a direct hit
+    range_m: float  # largest distance to the target when it is fired
+    heat: float  # heat added to the unit that fires it
+    cooldown_s: float  # time from one shot to the next
+    arc_deg: float  # angle of the cone ahead in which it fires
+    stability_damage: float = 0.0  # loss of stability by a direct hit
+    flight_mps: float = 0.0  # speed of the projectile; 0: it hits at once
+    is_homing: bool = False  # turns towards its target in flight
     is_ballistic: bool = False  # flies in an arc, and leads its target
-    splash_m: float = 0.0  # how far around it hurts everybody
-    painted_range_m: float = 0.0  # against a painted target; 0: no other than the plain one
-    target_heat: float = 0.0  # to who is hit
-    leg_share: float = 0.0  # of a direct hit's damage that the legs take besides
-    suppresses_s: float = 0.0  # slows who is hit for so long
-    paints_s: float = 0.0  # marks who is hit for so long
-    smoke_s: float = 0.0  # leaves a cloud that hides for so long
+    splash_m: float = 0.0  # radius in which it damages all units
+    painted_range_m: float = 0.0  # range against a painted target; 0: the same as the plain range
+    target_heat: float = 0.0  # heat added to the unit that is hit
+    leg_share: float = 0.0  # share of a direct hit's damage that the legs take in addition
+    suppresses_s: float = 0.0  # time for which it slows the unit that is hit
+    paints_s: float = 0.0  # time for which it marks the unit that is hit
+    smoke_s: float = 0.0  # time for which its cloud of smoke blocks sight
 
 
 WEAPONS: dict[str, Weapon] = {
@@ -91,16 +91,16 @@ class UnitClass(msgspec.Struct, frozen=True):
     """One class of unit."""
 
     max_speed_mps: float  # straight ahead
-    yaw_radps: float  # how fast it turns
-    jets_mps2: float  # upward thrust; 0: it has none
-    hit_points: float  # without them it is dead
-    leg_points: float  # without them it limps
-    heat_cap: float  # above which it shuts down
-    cooling_per_s: float  # heat that leaves
-    tons: float  # what counts in the zone
-    radar_quality: float  # times the radar's reach
-    role: str  # what it is meant for
-    weapons: tuple[str, ...]  # of which it fires one at a time
+    yaw_radps: float  # turning rate
+    jets_mps2: float  # upward thrust; 0: no jets
+    hit_points: float  # at 0 it is dead
+    leg_points: float  # at 0 it limps
+    heat_cap: float  # above this heat it shuts down
+    cooling_per_s: float  # heat lost per second
+    tons: float  # weight that counts in the zone
+    radar_quality: float  # factor on the range of the radar
+    role: str  # intended use
+    weapons: tuple[str, ...]  # it fires one of them at a time
 
 
 ROLES = ("scout", "striker", "line", "anchor")
@@ -112,49 +112,49 @@ CLASSES: dict[str, UnitClass] = {
     "heavy": UnitClass(2.5, 0.6, 0, 200, 100, 130, 10, 85, 0.8, "anchor", ("gauss", "missile", "laser")),
 }
 
-PACK = ("medium", "light", "heavy", "scout", "medium")  # a team takes them in this order, and begins again after the fifth
+PACK = ("medium", "light", "heavy", "scout", "medium")  # classes of a team's units in order; repeated after the fifth
 
 
 class Physics(msgspec.Struct, frozen=True):
     """The constants of the rules."""
 
-    tick_s: float = 0.05  # one step of the physics
-    ticks_per_decision: int = 5  # in which an action holds
-    gravity_mps2: float = 9.81  # pulls units in the air and ballistic projectiles
-    radius_m: float = 0.6  # of every unit
-    tall_m: float = 2.0  # is every unit
-    eye_m: float = 1.6  # above the feet
-    muzzle_m: float = 1.2  # above the feet; what is aimed at, too
-    acceleration_s: float = 0.5  # from rest to full speed
-    air_control: float = 0.3  # of the acceleration on the ground, in the air
-    sideways_factor: float = 0.6  # of the full speed, sideways and backwards
-    ceiling_m: float = 12.0  # above the lowest ground; feet never rise higher
-    fuel_s: float = 2.0  # of full jets
-    refuel_per_s: float = 0.25  # on the ground
-    jets_heat_per_s: float = 15.0  # to who flies at full throttle
-    landing_mps: float = 6.0  # a faster fall hurts the legs
-    landing_damage: float = 5.0  # for every m/s above
-    broken_legs_factor: float = 0.4  # of the full speed, on legs without points
-    suppressed_factor: float = 0.7  # likewise, while suppressed
-    venting_factor: float = 0.5  # likewise, while venting
-    vent_cooling: float = 3.0  # times the class's cooling, while venting
-    restart_share: float = 0.5  # of the heat cap, under which a unit that was shut down starts again
-    heat_limit_share: float = 1.5  # of the heat cap, above which heat does not rise
-    stability: float = 100.0  # of every unit; at 0 it falls
-    steadying_per_s: float = 20.0  # how fast stability comes back
-    fallen_s: float = 3.0  # how long a unit lies
-    rear_factor: float = 1.5  # times the damage, from behind
-    rear_deg: float = 120.0  # a hit from further than this off the nose is one from behind
-    steering_per_s: float = 5.0  # how quickly a homing projectile turns towards its target
-    splash_share: float = 0.5  # of a direct hit's damage, in the middle of the splash; less further out, nothing at its edge
-    sight_m: float = 30.0  # how far units see
-    radar_m: float = 14.0  # how far radar of quality 1 reaches, through everything
-    hot_share: float = 0.8  # of the heat cap, above which a unit is sensed by its heat, as is one that vents
-    hot_m: float = 25.0  # from how far away
-    cloud_m: float = 4.0  # radius of smoke
-    assist_s: float = 10.0  # how long having hurt somebody counts for an assist
-    win_share: float = 0.5  # of the battle's seconds that a team must hold the zone
+    tick_s: float = 0.05  # time step of the physics
+    ticks_per_decision: int = 5  # ticks for which an action holds
+    gravity_mps2: float = 9.81  # acts on units in the air and on ballistic projectiles
+    radius_m: float = 0.6  # radius of every unit
+    tall_m: float = 2.0  # height of every unit
+    eye_m: float = 1.6  # height of the eye above the feet
+    muzzle_m: float = 1.2  # height above the feet from which shots start and at which they are aimed
+    acceleration_s: float = 0.5  # time from rest to full speed
+    air_control: float = 0.3  # acceleration in the air as a share of that on the ground
+    sideways_factor: float = 0.6  # factor on the full speed, sideways and backwards
+    ceiling_m: float = 12.0  # largest height of the feet above the lowest ground
+    fuel_s: float = 2.0  # time of full jets with a full tank
+    refuel_per_s: float = 0.25  # fuel regained per second on the ground
+    jets_heat_per_s: float = 15.0  # heat added per second at full throttle
+    landing_mps: float = 6.0  # a faster landing damages the legs
+    landing_damage: float = 5.0  # damage to the legs for every m/s above that
+    broken_legs_factor: float = 0.4  # factor on the full speed, with legs at 0
+    suppressed_factor: float = 0.7  # factor on the full speed, while suppressed
+    venting_factor: float = 0.5  # factor on the full speed, while venting
+    vent_cooling: float = 3.0  # factor on the cooling of the class, while venting
+    restart_share: float = 0.5  # share of the heat cap below which a unit that was shut down starts again
+    heat_limit_share: float = 1.5  # share of the heat cap above which heat does not rise
+    stability: float = 100.0  # stability of every unit; at 0 it falls
+    steadying_per_s: float = 20.0  # stability regained per second
+    fallen_s: float = 3.0  # time that a fallen unit lies
+    rear_factor: float = 1.5  # factor on the damage of a hit from behind
+    rear_deg: float = 120.0  # a hit at more than this angle from the nose is from behind
+    steering_per_s: float = 5.0  # rate at which a homing projectile turns towards its target
+    splash_share: float = 0.5  # share of a direct hit's damage in the middle of the splash; it falls to 0 at the edge
+    sight_m: float = 30.0  # range of sight
+    radar_m: float = 14.0  # range of radar of quality 1, through everything
+    hot_share: float = 0.8  # share of the heat cap above which a unit is sensed by its heat; a venting unit always is
+    hot_m: float = 25.0  # range of sensing by heat
+    cloud_m: float = 4.0  # radius of a cloud of smoke
+    assist_s: float = 10.0  # time for which damage to a unit counts as an assist to its death
+    win_share: float = 0.5  # share of the battle's time for which a team must hold the zone to win
 
 
 PHYSICS = Physics()
-RULES_VERSION = 1  # of everything above and of the phases that use it; a replay of another version cannot be verified
+RULES_VERSION = 1  # version of these tables and of the phases; a replay of another version cannot be verified

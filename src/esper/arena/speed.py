@@ -1,4 +1,4 @@
-"""How fast battles are fought: strong bots on both sides, in the middle of battles."""
+"""Measure the speed of the arena, with strong bots on both sides in the middle of battles."""
 
 from __future__ import annotations
 
@@ -15,20 +15,19 @@ WARM_UP = 50  # decisions after which the teams meet; battles last about a hundr
 
 
 class Speed(NamedTuple):
-    """A step is one decision, five ticks of the physics, of one unit, whether it lives or not, as training counts them; an agent-step is
-    a step of a living unit."""
+    """Speed of an arena. A step is one decision (five ticks) of one unit, alive or not; an agent-step is a step of a living unit."""
 
     steps_per_s: int
     agent_steps_per_s: int
-    ms_per_decision: float  # of all battles
-    living_share: float  # of the units, while the time was taken
-    overflow: int  # shots for which no projectile slot was free
+    ms_per_decision: float  # for all battles together
+    living_share: float  # mean share of living units during the measurement
+    overflow: int  # shots that were lost because no projectile slot was free
 
 
 def measure_speed(
     config: ArenaConfig, *, device: torch.device, seed: int = 0, warm_up: int = WARM_UP, decisions: int = 60, compile: bool = False
 ) -> Speed:
-    """With all rules, observations and masks, and the bots' own decisions."""
+    """Measure the speed of whole decisions: rules, observations, masks, and the choices of the bots."""
     arena = Arena(config, seed=seed, device=device, compile=compile)
     arena.reset()
     bot = Bot("strong", arena, seed=seed)
@@ -51,7 +50,7 @@ def measure_speed(
 
 
 def _now(device: torch.device) -> float:
-    """When all that was asked of the device has happened."""
+    """Return the time after the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

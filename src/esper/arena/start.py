@@ -1,7 +1,7 @@
-"""How battles begin: on which map, where units stand, and how many of them there are.
+"""The start of battles: maps, starting positions and team sizes.
 
-Everything about a battle follows from the seed, its place in the batch and how many were fought there before: nothing is drawn, so a
-reset is a few lookups that can be recorded with the step, and a battle can be fought again without those before it.
+The start of a battle depends only on the seed, on its index in the batch and on the number of battles fought there before. No generator is
+used, so a reset is a few lookups that can be captured with the step, and a battle can be repeated without those before it.
 
 Shapes: B = battles, U = units, S = side of the map, M = maps.
 """
@@ -28,14 +28,14 @@ _Seed = TypeVar("_Seed", int, Tensor, int | Tensor)
 
 
 class Atlas(NamedTuple):
-    """The maps that battles are fought on, and where units start."""
+    """All maps, and the starting positions of the units."""
 
-    worlds: World  # with M maps in the place of battles
+    worlds: World  # its first dimension is the map [M] instead of the battle
     spawns: Tensor  # [U, 2]
 
 
 def make_atlas(config: ArenaConfig, tables: Tables, *, seed: int, device: torch.device, only: int | None = None) -> Atlas:
-    """Maps are made on the CPU, whatever the device, so that they are the same everywhere. `only` asks for one of them, as the whole."""
+    """Make the maps, always on the CPU, so that they are the same on every device. With `only`, make only the map of that index."""
     spawns = spawn_points(config.team_size, size=config.size).flatten(0, 1)
     indices = range(config.maps) if only is None else [only]
     maps = generate_maps([_spread(seed) + index for index in indices], size=config.size, landscapes=config.landscapes)
@@ -58,16 +58,16 @@ def make_atlas(config: ArenaConfig, tables: Tables, *, seed: int, device: torch.
 def fresh(
     place: Tensor, episode: Tensor, config: ArenaConfig, tables: Tables, atlas: Atlas, *, seed: int | Tensor, largest_team: Tensor
 ) -> State:
-    """New battles in these places of the batch [B], after so many others there [B]. Nothing is sensed yet.
+    """Return new battles at the indices `place` [B], after `episode` [B] others there. Senses are empty.
 
-    `largest_team` [] is a tensor, and `seed` [] may be one, so that a recorded step sees them change.
+    `largest_team` [] is a tensor, and `seed` [] may be one, so that a captured step follows their changes.
     """
     device = place.device
     battles, count, slots = len(place), config.units, config.projectiles
     key = mixed(mixed(place + _spread(seed)) + episode * _EPISODE)
     which = _below(mixed(key + _MAP), config.maps)
     if config.battles_per_map is not None:
-        groups = -(-config.battles // config.battles_per_map)  # of battles on one map; later battles take the maps after those
+        groups = -(-config.battles // config.battles_per_map)  # groups of battles that share a map; later battles take the next maps
         which = (place // config.battles_per_map + episode * groups) % config.maps
     world = World(*(part[which] for part in atlas.worlds))
     least = torch.clamp_max(largest_team, config.smallest_team or config.team_size)
@@ -128,15 +128,15 @@ def fresh(
 
 
 def within_bits(seed: int) -> int:
-    """A seed that fits into a tensor and stands for this one."""
+    """Return an equivalent seed that fits into a tensor."""
     return seed % 2**42
 
 
 def _spread(seed: _Seed) -> _Seed:
-    """Far apart for neighbouring seeds, and within 64 bits for any."""
+    """Return a number within 64 bits. Neighbouring seeds give numbers that are far apart."""
     return seed % 2**42 * _PLACE
 
 
 def _below(words: Tensor, limit: Tensor | int) -> Tensor:
-    """Whole numbers from 0 to limit - 1, int64."""
+    """Return integers from 0 to limit - 1, int64."""
     return ((words >> 33) & 0x3FFFFFFF) % limit

@@ -1,8 +1,8 @@
-"""The state of a batch of battles: tensors with the battle as their first dimension, and nothing else.
+"""The state of a batch of battles: named tuples of tensors whose first dimension is the battle.
 
 Shapes: B = battles, U = units, S = columns on a side of the map, K = projectile slots of one unit, C = contacts, W = kinds of weapons.
-World coordinates have their origin at the centre of the map, so that a half turn, which is what tells the two sides apart, only changes
-signs. Column (i, j) covers x from i - S/2 to i + 1 - S/2, and y likewise.
+The origin of world coordinates is the centre of the map, so the half turn that maps one side to the other only changes signs. Column
+(i, j) covers x from i - S/2 to i + 1 - S/2, and y likewise.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-CLOUDS = 2  # smoke clouds of one unit at a time
+CLOUDS = 2  # smoke clouds that one unit can have at the same time
 
 
 class World(NamedTuple):
     """The map as it is now. A destroyed column is open ground."""
 
-    height: Tensor  # [B, S, S] float32, of the top of the column
+    height: Tensor  # [B, S, S] float32, top of the column
     material: Tensor  # [B, S, S] int8
     hit_points: Tensor  # [B, S, S] int32; 0 where nothing can be destroyed
-    floor: Tensor  # [B, S, S] float32, what carries units and stops shots; follows from height and material
-    tops: Tensor  # [B, S, S] float32, what stops sight; likewise
-    way: Tensor  # [B, S, S] int8, which of eight neighbours is next on the way to the zone (`esper.arena.routes`)
-    route_m: Tensor  # [B, S, S] float32, how far that way is
+    floor: Tensor  # [B, S, S] float32, height that carries units and stops shots; follows from height and material
+    tops: Tensor  # [B, S, S] float32, height that blocks sight; likewise
+    way: Tensor  # [B, S, S] int8, which of eight neighbours is next on the route to the zone (`esper.arena.routes`)
+    route_m: Tensor  # [B, S, S] float32, length of the route to the zone
     zone_radius: Tensor  # [B] float32
 
 
 class Units(NamedTuple):
-    """Timers are whole ticks that are left, int32."""
+    """The units of each battle. Timers are remaining ticks, int32."""
 
     position: Tensor  # [B, U, 3] of the feet
     velocity: Tensor  # [B, U, 3]
     heading: Tensor  # [B, U] radians from the x axis, counter-clockwise, in [-pi, pi)
-    hit_points: Tensor  # [B, U]; 0: dead, or never there
+    hit_points: Tensor  # [B, U]; 0: dead, or not part of this battle
     legs: Tensor  # [B, U]
     heat: Tensor  # [B, U]
     stability: Tensor  # [B, U]
@@ -48,7 +48,7 @@ class Units(NamedTuple):
     is_shut_down: Tensor  # [B, U] bool
     is_venting: Tensor  # [B, U] bool
     is_grounded: Tensor  # [B, U] bool
-    harm: Tensor  # [B, U, U] timer: the first hurt the second lately
+    harm: Tensor  # [B, U, U] timer: the first unit damaged the second one recently
     present: Tensor  # [B, U] bool: takes part in this battle
 
     @property
@@ -57,7 +57,7 @@ class Units(NamedTuple):
 
 
 class Shells(NamedTuple):
-    """Projectiles in flight. A unit's own slots are its own, so nobody has to say who fired what."""
+    """Projectiles in flight. Every unit has its own slots, so the slot says who fired."""
 
     position: Tensor  # [B, U, K, 3]
     velocity: Tensor  # [B, U, K, 3]
@@ -67,33 +67,35 @@ class Shells(NamedTuple):
 
 
 class Clouds(NamedTuple):
-    """Smoke. A unit's newest cloud takes the place of its oldest."""
+    """Smoke clouds. A new cloud of a unit replaces its oldest one."""
 
     position: Tensor  # [B, U, CLOUDS, 3]
     left: Tensor  # [B, U, CLOUDS] timer, int32
 
 
 class Score(NamedTuple):
-    """How the battle stands."""
+    """Score and counters of each battle."""
 
     score: Tensor  # [B, 2] float32, seconds that each team has held the zone
-    holder: Tensor  # [B] int64: 0 or 1, -1 nobody
+    holder: Tensor  # [B] int64, team that holds the zone; -1: none
     decision: Tensor  # [B] int64, decisions taken
-    episode: Tensor  # [B] int64, battles fought in this place before
-    map: Tensor  # [B] int64, which of the maps it is fought on
-    overflow: Tensor  # [B] int64, shots in this place for which no slot was free; goes on from battle to battle
+    episode: Tensor  # [B] int64, battles fought at this index before
+    map: Tensor  # [B] int64, index of the map
+    overflow: Tensor  # [B] int64, shots that found no free projectile slot; kept when the next battle begins
 
 
 class Senses(NamedTuple):
-    """What units know of their enemies. Settled once a decision, after everything else."""
+    """What units know of their enemies. Computed once per decision, at its end."""
 
-    sensed: Tensor  # [B, U, U] bool: the first knows where the second is
-    seen: Tensor  # [B, U, U] bool: by a clear line of sight
-    contacts: Tensor  # [B, U, C] int64, sensed enemies from near to far; meaningful where `is_contact`
+    sensed: Tensor  # [B, U, U] bool: the first unit knows where the second one is
+    seen: Tensor  # [B, U, U] bool: the first unit has a clear line of sight to the second one
+    contacts: Tensor  # [B, U, C] int64, sensed enemies, nearest first; meaningful where `is_contact`
     is_contact: Tensor  # [B, U, C] bool
 
 
 class State(NamedTuple):
+    """Everything about the battles."""
+
     world: World
     units: Units
     shells: Shells
@@ -103,7 +105,7 @@ class State(NamedTuple):
 
 
 def named_tensors(state: State) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor with its name, as "units/heat"."""
+    """Yield every tensor with its name, such as "units/heat"."""
     groups: tuple[Any, ...] = state
     for group_name, group in zip(state._fields, groups, strict=True):
         for name, tensor in zip(group._fields, group, strict=True):
@@ -111,7 +113,7 @@ def named_tensors(state: State) -> Iterator[tuple[str, Tensor]]:
 
 
 def from_named(tensors: dict[str, Tensor], like: State) -> State:
-    """A state from its named tensors, which must be those of `like` in name, shape and type; moved to its device."""
+    """Return a state from its named tensors, on the device of `like`. Names, shapes and types must be those of `like`."""
     expected = dict(named_tensors(like))
     if set(tensors) != set(expected):
         raise ValueError(f"a state is made of {sorted(expected)}; missing are {sorted(set(expected) - set(tensors))}")
@@ -128,22 +130,22 @@ def from_named(tensors: dict[str, Tensor], like: State) -> State:
 
 
 def select(condition: Tensor, new: State, old: State) -> State:
-    """The new state of those battles where `condition` [B] holds, the old one of the others."""
+    """Return the new state where `condition` [B] holds, and the old state elsewhere."""
     return _both(lambda after, before: torch.where(condition.view(-1, *(1,) * (before.dim() - 1)), after, before), new, old)
 
 
 def replace_rows(state: State, rows: Tensor, new: State) -> State:
-    """The state with these battles [N] replaced by the new ones, in its own memory."""
+    """Replace the battles `rows` [N] by the new ones, in place, and return the state."""
     return _both(lambda after, before: before.index_copy_(0, rows, after), new, state)
 
 
 def copy_into(target: State, source: State) -> None:
-    """Everything, in the target's own memory."""
+    """Copy all tensors of `source` into those of `target`."""
     _both(lambda after, before: before.copy_(after), source, target)
 
 
 def cloned(state: State) -> State:
-    """The same in memory of its own."""
+    """Return a copy of the state."""
     return _both(lambda tensor, _: tensor.clone(), state, state)
 
 
@@ -156,7 +158,7 @@ def _both(change: Callable[[Tensor, Tensor], Tensor], new: State, old: State) ->
 
 
 def state_hash(state: State, battle: int) -> str:
-    """SHA-256 of everything about one battle."""
+    """Return the SHA-256 of everything about one battle."""
     digest = hashlib.sha256()
     for name, tensor in named_tensors(state):
         digest.update(name.encode())

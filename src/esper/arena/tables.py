@@ -1,4 +1,4 @@
-"""The specifications as tensors: one number per unit, weapon or material.
+"""The tables of `esper.arena.specs` as tensors: one number per unit, weapon or material.
 
 Shapes: U = units of a battle, W = kinds of weapons, M = materials.
 """
@@ -17,7 +17,7 @@ from esper.arena.specs import CLASSES, MATERIALS, ROLES, WEAPONS, Material
 
 @dataclass(frozen=True)
 class UnitTable:
-    """[U] each, unless stated. Every battle has the same units."""
+    """Properties of the units, [U] each unless stated. Every battle has the same units."""
 
     kind: Tensor  # int64, index into CLASSES
     role: Tensor  # int64, index into ROLES
@@ -33,16 +33,16 @@ class UnitTable:
     radar: Tensor  # quality
     has_weapon: Tensor  # [U, W] bool
     is_enemy: Tensor  # [U, U] bool
-    is_ally: Tensor  # [U, U] bool; nobody is their own ally
+    is_ally: Tensor  # [U, U] bool; a unit is not its own ally
 
 
 @dataclass(frozen=True)
 class WeaponTable:
-    """[W] each."""
+    """Properties of the weapons, [W] each."""
 
     damage: Tensor
     range_m: Tensor
-    painted_range_m: Tensor  # the plain one where paint changes nothing
+    painted_range_m: Tensor  # equal to range_m if paint changes nothing
     heat: Tensor
     cooldown: Tensor  # int32 ticks
     arc_cos: Tensor  # cosine of half the arc
@@ -62,7 +62,7 @@ class WeaponTable:
 
 @dataclass(frozen=True)
 class MaterialTable:
-    """[M] each."""
+    """Properties of the materials, [M] each."""
 
     hit_points: Tensor  # int32
     is_seen_through: Tensor  # bool

@@ -1,7 +1,7 @@
-"""Landscapes: what the ground of a battle looks like, before corners and zone are cleared and ways are opened (`esper.arena.maps`).
+"""Landscapes: the terrain of a map, before `esper.arena.maps` clears corners and zone and opens ways.
 
-Each landscape is a function of `Chance` that fills a whole batch of maps. Heights of ground are multiples of half a metre, so that steps
-of exactly the height that units climb come out the same everywhere. All are mirrored by the half turn up to rounding.
+Each landscape is a function of `Chance` that fills a whole batch of maps. Heights are multiples of half a metre, so that steps of exactly
+the height that units climb are the same on every device. All are symmetric under the half turn, up to rounding.
 
 Shapes: M = maps, S = side of the map in columns; grids are [M, S, S], indexed [map, i(x), j(y)].
 """
@@ -21,7 +21,7 @@ from esper.arena.terrain_chance import Chance, wave
 
 LANDSCAPES: tuple[str, ...] = get_args(Landscape)
 TREE_M = 3.0  # height of foliage
-# Unit vectors, 22.5° apart over half a circle, written down because sines may differ in the last bit between processors.
+# Unit vectors, 22.5° apart over half a circle. They are constants because sines may differ in the last bit between processors.
 DIRECTIONS = torch.tensor(
     [[1, 0], [0.92388, 0.38268], [0.70711, 0.70711], [0.38268, 0.92388],
      [0, 1], [-0.38268, 0.92388], [-0.70711, 0.70711], [-0.92388, 0.38268]],
@@ -37,13 +37,13 @@ class HeightMap(NamedTuple):
     material: Tensor  # [M, S, S] int8
 
     def with_columns(self, where: Tensor, height: Tensor | float, material: Tensor | Material) -> HeightMap:
-        """This ground with the columns `where` replaced."""
+        """Return this height map with the columns `where` replaced."""
         heights = torch.as_tensor(height, dtype=torch.float32)
         materials = torch.as_tensor(material, dtype=torch.int8)
         return HeightMap(torch.where(where, heights, self.height), torch.where(where, materials, self.material))
 
     def is_flat(self) -> Tensor:
-        """Where nothing has been built yet."""
+        """Return where the terrain is still flat and open."""
         return (self.height == 0) & (self.material == Material.OPEN)
 
 
@@ -53,16 +53,16 @@ def flat_ground(chance: Chance) -> HeightMap:
 
 
 def blocks(size: int) -> Tensor:
-    """[S, S] bool: the two by two columns in the middle of every square of `Chance.per_cell`; two columns stay free between them."""
+    """Return [S, S] bool: the two by two columns in the middle of every square of `Chance.per_cell`, with two free columns between them."""
     inside = (torch.arange(size) - size // 2) % BLOCK_PITCH
     is_middle = (inside == 1) | (inside == 2)
     return is_middle[:, None] & is_middle
 
 
 def city(chance: Chance) -> HeightMap:
-    """Rows of houses along streets at least three columns wide. Rows are shifted, so that cross streets end at the next row.
+    """Make rows of houses along streets at least three columns wide. Rows are shifted, so that cross streets end at the next row.
 
-    Houses have numbers: row (a multiple of half a row, 0 in the centre) and column. The half turn negates both.
+    A house is numbered by its row (a multiple of half a row, 0 in the centre) and its column. The half turn negates both.
     """
     half_x, half_y = (chance.whole(f"half a block {axis}", low=3, high=5)[:, None, None] for axis in "xy")
     street_x, street_y = (chance.whole(f"street {axis}", low=3, high=4)[:, None, None] for axis in "xy")
@@ -88,13 +88,13 @@ def city(chance: Chance) -> HeightMap:
     walls = torch.where(chance.uniform("walls", number) < 0.3, Material.REINFORCED, Material.SOLID)
     walls = torch.where(is_shop & is_front, Material.GLASS, walls).to(torch.int8)
     ground = flat_ground(chance).with_columns(is_plot & ~is_park & ~(is_shop & is_inside), height, walls)
-    # Trees hide without standing in the way: in parks, and here and there in a street so that it is not one long line of sight.
+    # Trees block sight but not movement: they stand in parks, and here and there in streets to break long lines of sight.
     trees = chance.per_column("trees")
     return ground.with_columns(torch.where(is_plot & is_park, trees < 0.5, ~is_plot & (trees < 0.04)), TREE_M, Material.FOLIAGE)
 
 
 def forest(chance: Chance) -> HeightMap:
-    """Thickets between clearings, single trees, bald hills and boulders."""
+    """Make thickets between clearings, single trees, bare hills and boulders."""
     ground = _with_hills(flat_ground(chance), chance, pitch=11, above=0.66, steepness=11.0, highest_m=3.0)
     ground = _with_boulders(ground, chance, share=0.10)
     thickness = 0.65 * chance.smooth("thickets", pitch=7) + 0.35 * chance.smooth("thicket edges", pitch=3)
@@ -104,9 +104,9 @@ def forest(chance: Chance) -> HeightMap:
 
 
 def river(chance: Chance) -> HeightMap:
-    """Water that winds through the centre between the two sides, now and then with two arms beside it, and bridges over it.
+    """Make a river that winds through the centre between the two sides, on some maps with two side arms, and bridges over it.
 
-    Banks are wooded and rocky; the river itself is open, so whoever crosses is seen.
+    The banks have trees and rocks; the river itself is open, so units that cross it can be seen.
     """
     slope = chance.uniform("slope", low=-0.45, high=0.45)[:, None, None]
     across = 0.7 * (chance.x + chance.y) + slope * (chance.x - chance.y)  # about the distance from the middle of the river
@@ -121,7 +121,7 @@ def river(chance: Chance) -> HeightMap:
     arm = across.abs() - arms
     from_water = torch.where(has_arms, torch.minimum(across.abs() - half_width, arm.abs() - 0.7 * half_width), across.abs() - half_width)
 
-    # Bridges lie across it at regular distances from the centre, where there is one: the zone is held on both banks.
+    # Bridges cross it at regular distances, one of them in the centre, because the zone covers both banks.
     spacing = chance.uniform("between bridges", low=13.0, high=19.0)[:, None, None]
     from_bridge = (along - spacing * torch.floor(along / spacing + 0.5)).abs()
     is_bridge = from_bridge < 1.6
@@ -137,7 +137,7 @@ def river(chance: Chance) -> HeightMap:
 
 
 def ridges(chance: Chance) -> HeightMap:
-    """Long ridges with steep sides, walked up over ramps at their ends; between them boulders and pools of lava."""
+    """Make long ridges with steep sides and ramps at their ends; between them boulders and pools of lava."""
     ground = flat_ground(chance)
     for number, x, y in _places(chance, "ridge", pitch=12):
         direction = chance.whole(f"direction of ridge {number}", low=0, high=len(DIRECTIONS) - 1).long()
@@ -165,7 +165,7 @@ def ridges(chance: Chance) -> HeightMap:
 
 
 def ruins(chance: Chance) -> HeightMap:
-    """Outlines of houses that have crumbled: walls with gaps, rubble beside them that one walks over, and bushes."""
+    """Make ruined houses: walls with gaps, rubble beside them that units can walk over, and bushes."""
     is_wall = torch.zeros(len(chance.keys), chance.size, chance.size, dtype=torch.bool)
     for number, x, y in _places(chance, "house", pitch=11):
         half_x, half_y = (chance.whole(f"half of house {number} {axis}", low=3, high=7)[:, None, None] for axis in "xy")
@@ -189,7 +189,7 @@ BUILDERS: dict[str, Callable[[Chance], HeightMap]] = {"city": city, "forest": fo
 
 
 def _places(chance: Chance, label: str, *, pitch: int) -> list[tuple[int, Tensor, Tensor]]:
-    """Number, x and y [M, 1, 1] of features that are spread over half of the map, one to each square of a board, somewhere in it."""
+    """Return (number, x, y) of features in half of the map: one at a random place in each square of a grid. x and y are [M, 1, 1]."""
     side = max(2, round(chance.size / pitch))
     width = chance.size / side
     places = []
@@ -201,14 +201,14 @@ def _places(chance: Chance, label: str, *, pitch: int) -> list[tuple[int, Tensor
 
 
 def _with_hills(ground: HeightMap, chance: Chance, *, pitch: int, above: float, steepness: float, highest_m: float) -> HeightMap:
-    """Bald hills where the ground's noise rises above a level. Their sides are walked up nearly everywhere."""
+    """Add bare hills where smooth noise is above a level. Units can walk up their sides nearly everywhere."""
     rise = (chance.smooth("hills", pitch=pitch) - above) * steepness
     height = torch.floor(rise.clamp(0, highest_m) * 2) / 2
     return ground.with_columns(height > ground.height, height, Material.OPEN)
 
 
 def _with_boulders(ground: HeightMap, chance: Chance, *, share: float, material: Material = Material.SOLID) -> HeightMap:
-    """Rocks of two by two columns, in a `share` of the squares of four by four."""
+    """Add rocks of two by two columns, in a `share` of the squares of four by four columns."""
     is_rock = blocks(chance.size) & (chance.per_cell("boulders", pitch=BLOCK_PITCH) < share)
     height = torch.floor(chance.per_cell("height of boulders", pitch=BLOCK_PITCH) * 3) + 2
     return ground.with_columns(is_rock & ground.is_flat(), height, material)

@@ -1,4 +1,4 @@
-"""What happens to units of itself in a tick: timers, the ground they stand on, heat and balance.
+"""Effects on units in a tick that no action causes: timers, terrain, heat and balance.
 
 Shapes: B = battles, U = units. Everything is [B, U] unless stated.
 """
@@ -17,7 +17,7 @@ from esper.arena.tables import Tables
 
 
 def count_down(units: Units, orders: Orders) -> Units:
-    """Every timer loses a tick. Venting is as ordered, for those that live and are not shut down."""
+    """Reduce every timer by a tick, and set venting as ordered for units that are alive and not shut down."""
     return units._replace(
         fallen=(units.fallen - 1).clamp_min(0),
         suppressed=(units.suppressed - 1).clamp_min(0),
@@ -33,9 +33,9 @@ def clear_smoke(clouds: Clouds) -> Clouds:
 
 
 def endure(units: Units, world: World, hard: Tensor, tables: Tables) -> Units:
-    """The ground burns or cools those who stand on it; lava also hurts body and legs, and a hard landing the legs.
+    """Apply the terrain: it heats or cools units that stand on it, lava damages body and legs, and hard landings damage legs.
 
-    What terrain does is nobody's doing, so nobody is paid for it.
+    No unit gets a reward for damage by terrain.
     """
     column = columns(units.position[..., 0], units.position[..., 1], world.floor.shape[1])
     material = read(world.material, column).long()
@@ -49,7 +49,7 @@ def endure(units: Units, world: World, hard: Tensor, tables: Tables) -> Units:
 
 
 def cool(units: Units, tables: Tables) -> Units:
-    """Heat leaves at the class's rate, three times as fast while venting. Above its cap a unit shuts down, until it has cooled to half."""
+    """Cool units at the rate of their class, three times as fast while venting. Above its cap a unit shuts down until it is at half."""
     rate = tables.units.cooling * torch.where(units.is_venting, PHYSICS.vent_cooling, 1.0)
     cap = tables.units.heat_cap
     heat = torch.minimum((units.heat - rate * PHYSICS.tick_s).clamp_min(0.0), cap * PHYSICS.heat_limit_share)
@@ -58,7 +58,7 @@ def cool(units: Units, tables: Tables) -> Units:
 
 
 def balance(units: Units) -> Units:
-    """Who has no stability left falls, and gets up with all of it; everybody else steadies."""
+    """Let units without stability fall; they get up with full stability. All others regain stability."""
     falls = (units.stability <= 0) & (units.fallen == 0) & units.is_alive
     steadied = (units.stability + PHYSICS.steadying_per_s * PHYSICS.tick_s).clamp_max(PHYSICS.stability)
     lies = falls | (units.fallen > 0)

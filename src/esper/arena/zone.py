@@ -1,4 +1,4 @@
-"""The capture zone, and how a battle ends.
+"""The capture zone, and the end of battles.
 
 Shapes: B = battles, U = units.
 """
@@ -17,32 +17,35 @@ from esper.arena.tables import Tables
 
 
 def is_in_zone(units: Units, world: World) -> Tensor:
-    """Living units inside of the disc around the centre [B, U], on the ground or above it."""
+    """Return the living units [B, U] bool inside the disc around the centre, on the ground or above it."""
     distance: Tensor = torch.linalg.vector_norm(units.position[..., :2], dim=-1)
     return (distance <= world.zone_radius.unsqueeze(1)) & units.is_alive
 
 
 def hold(contest: Score, units: Units, world: World, tables: Tables) -> Score:
-    """The team with more tons in the zone holds it for this tick, and its score counts the seconds. Equal tons hold nothing."""
+    """Update the holder and the score: the team with more tons in the zone holds it for this tick; with equal tons, no team does."""
     tons = tables.units.tons * is_in_zone(units, world)
     half = tons.shape[1] // 2
     lead = tons[:, :half].sum(1) - tons[:, half:].sum(1)
     gained = torch.stack((lead > 0, lead < 0), 1)
-    held = (contest.score / PHYSICS.tick_s).round() + gained  # whole ticks, so that a long sum of twentieths does not drift
+    held = (contest.score / PHYSICS.tick_s).round() + gained  # add in whole ticks, so that rounding errors do not accumulate
     return contest._replace(score=held * PHYSICS.tick_s, holder=torch.where(lead > 0, 0, torch.where(lead < 0, 1, -1)))
 
 
 class Ending(NamedTuple):
-    """How battles stand after a decision."""
+    """Whether and how battles ended in a decision."""
 
     ended: Tensor  # [B] bool
-    winner: Tensor  # [B] int64: 0 or 1, -1 for a draw; meaningful where it ended
-    by_time: Tensor  # [B] bool: nothing but the clock ended it
+    winner: Tensor  # [B] int64: 0 or 1, -1 for a draw; meaningful where the battle ended
+    by_time: Tensor  # [B] bool: it ended only because its time was up
 
 
 def judge(contest: Score, units: Units, config: ArenaConfig) -> Ending:
-    """A battle is won by holding the zone for half of its seconds, or by being the only ones left; at its last second by the higher
-    score. Where both hold at once, or nothing tells the teams apart, it is a draw."""
+    """Decide which battles ended, and who won.
+
+    A team wins by holding the zone for half of the battle's time, or by being the only one with living units; when the time is up, by the
+    higher score. If both teams meet a condition at once, or the scores are equal, the battle is a draw.
+    """
     half = units.heat.shape[1] // 2
     alive = torch.stack((units.is_alive[:, :half].any(1), units.is_alive[:, half:].any(1)), 1)
     has_won = (contest.score >= config.seconds * PHYSICS.win_share - 1e-4) | (alive & ~alive.flip(1))

@@ -1,1 +1,1 @@
-"""Pages for the browser, served on this machine alone."""
+"""Web pages that are served only on this machine."""

@@ -1,4 +1,4 @@
-"""`esper arena watch`: a page on this machine that plays replays."""
+"""`esper arena watch`: serve a web page on this machine that plays replays."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from pathlib import Path
 from esper.replay_file import ReplayError, find_replays, read_replay
 from esper.runs.folder import check_holds_a_run, kind_of
 
-HOST = "127.0.0.1"  # nobody else's machine can reach it
+HOST = "127.0.0.1"  # other machines cannot reach it
 
 
 def serve(path: Path | str, *, port: int = 0, show: bool = True, announce: Callable[[str], None] = print) -> None:
-    """Plays a replay, or those of a run's folder, until Ctrl-C. `announce` gets the page's address once it can be reached.
+    """Serve a replay, or all replays of a run's folder, until Ctrl-C. Call `announce` with the address once it can be reached.
 
-    Port 0 takes any that is free; `show` opens the page in the browser.
+    Port 0 takes any free port. `show` opens the page in the browser.
     """
     path = Path(path)
-    _check_any_can_be_played(list_replays(path))  # else the reason is given here, not in the browser
+    _check_any_can_be_played(list_replays(path))  # raise here rather than show the reason in the browser
     if importlib.util.find_spec("nicegui") is None:
         raise ImportError("the page that plays replays needs NiceGUI; install it with: pip install 'esper-grow[dashboard]'")
     import uvicorn
@@ -33,7 +33,7 @@ def serve(path: Path | str, *, port: int = 0, show: bool = True, announce: Calla
     address = f"http://{HOST}:{listening.getsockname()[1]}/"
     app = build_app(lambda: list_replays(path))
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
-    announce(address)  # connections wait in the socket until the server takes them
+    announce(address)  # connections wait in the socket until the server runs
     if show:
         threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
     with listening, contextlib.suppress(KeyboardInterrupt):
@@ -41,7 +41,7 @@ def serve(path: Path | str, *, port: int = 0, show: bool = True, announce: Calla
 
 
 def _check_any_can_be_played(replays: list[Path]) -> None:
-    """Raise what is wrong with the first replay where it is wrong with all of them."""
+    """If no replay can be read, raise the error of the first one."""
     problems: list[ReplayError] = []
     for replay in replays:
         try:
@@ -53,7 +53,7 @@ def _check_any_can_be_played(replays: list[Path]) -> None:
 
 
 def list_replays(path: Path) -> list[Path]:
-    """The file itself, or the replays of a run, newest first."""
+    """Return the file itself, or the replays of a run folder, newest first. Raise ReplayError if there are none."""
     if not path.is_dir():
         return [path]
     found = find_replays(path)
@@ -71,6 +71,6 @@ def _listen(port: int) -> socket.socket:
         listening.bind((HOST, port))
     except (OSError, OverflowError) as error:
         listening.close()
-        raise OSError(f"port {port} of {HOST} cannot be used ({error}); choose another, or 0 for any that is free") from error
+        raise OSError(f"port {port} of {HOST} cannot be used ({error}); choose another port, or 0 for any free port") from error
     listening.listen()
     return listening
