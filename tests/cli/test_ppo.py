@@ -231,7 +231,7 @@ def test_a_resumed_run_goes_on_writing_for_tensorboard_until_it_is_told_not_to(
     with monkeypatch.context() as patch:
         patch.setattr("importlib.util.find_spec", lambda name: None)
         assert main([*resume, str(6 * UPDATE_STEPS)]) == 2
-        assert "or do without it: --no-tensorboard on the command line" in capsys.readouterr().err
+        assert "or run without it: --no-tensorboard on the command line" in capsys.readouterr().err
     assert main([*resume, str(6 * UPDATE_STEPS), "--no-tensorboard"]) == 0
     assert main([*resume, str(7 * UPDATE_STEPS)]) == 0
     assert steps_in_tensorboard(tmp_path / "run")[-1] == 5 * UPDATE_STEPS

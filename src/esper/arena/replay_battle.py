@@ -94,7 +94,7 @@ def _config(info: ReplayInfo, origin: Origin) -> ArenaConfig:
         ("largest_team", origin.largest_team, 1, config.team_size + 1),
     ):
         if not first <= value < end:
-            raise ValueError(f"the {name} that it began as is {value}, and must be from {first} to {end - 1}")
+            raise ValueError(f"its {name} at the start is {value}, but must be from {first} to {end - 1}")
     return config
 
 
