@@ -1,4 +1,4 @@
-// The page that plays replays: everything happens in the browser, the server only hands out files.
+// The page that plays replays. Everything runs in the browser; the server only sends files.
 
 import { chartOf, fetchReplay, Stage } from "esper-player";
 
@@ -253,7 +253,7 @@ export default {
       };
       if (!this.ready || event.ctrlKey || event.metaKey || event.altKey || event.target.tagName === "SELECT" || !keys[event.key]) return;
       event.preventDefault();
-      document.activeElement?.blur(); // a button that was clicked would take the space as a click
+      document.activeElement?.blur(); // a focused button would take the space key as a click
       keys[event.key]();
     },
 

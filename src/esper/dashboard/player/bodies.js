@@ -1,4 +1,4 @@
-// What units look like: a few boxes per class in one geometry, nose along +x, feet at 0. Shades of grey, which the team's colour tints.
+// Bodies of units: a few boxes per class in one geometry, nose along +x, feet at 0. Shades of grey, tinted by the team's colour.
 
 import { THREE } from "nicegui-scene";
 
@@ -47,7 +47,7 @@ const BODIES = {
 
 const made = new Map();
 
-// The geometry of a class; a class that is not known here looks like the nearest by weight.
+// Returns the geometry of a class; an unknown class looks like the known one nearest in weight.
 export function bodyGeometry(name, tons) {
   const known = BODIES[name] ? name : tons < 28 ? "scout" : tons < 45 ? "light" : tons < 70 ? "medium" : "heavy";
   if (!made.has(known)) made.set(known, joined(BODIES[known]));

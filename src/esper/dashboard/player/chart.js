@@ -1,4 +1,4 @@
-// The timeline as shapes of an SVG: the scores of both teams, who holds the zone, and the kills. 1000 wide, 100 high.
+// The timeline as SVG shapes: scores of both teams, holders of the zone, and kills. 1000 wide, 100 high.
 
 const WIDTH = 1000, FLOOR = 92, CEILING = 10;
 
@@ -8,7 +8,7 @@ export function chartOf(replay) {
   const scores = Array.from({ length: replay.frames }, (_, frame) => replay.score(frame));
   const toWin = replay.info.score_to_win;
   const highest = Math.max(1, ...scores.flat());
-  // The score that wins is drawn where it is in reach; otherwise the lines would lie flat on the floor.
+  // Draw the winning score only if a team comes near it; otherwise the lines of the scores would be flat.
   const top = toWin && highest > 0.4 * toWin ? Math.max(toWin, highest) : highest * 1.1;
   const y = (score) => FLOOR - ((FLOOR - CEILING) * score) / top;
   const line = (team) => scores.map((score, frame) => `${x(frame).toFixed(1)},${y(score[team]).toFixed(1)}`).join(" ");
@@ -22,7 +22,7 @@ export function chartOf(replay) {
   };
 }
 
-// Stretches of frames in which one team held the zone.
+// Returns the ranges of frames in which one team held the zone.
 function holds(replay) {
   const found = [];
   for (let frame = 0; frame < replay.last; frame++) {

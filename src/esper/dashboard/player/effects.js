@@ -1,8 +1,8 @@
-// Shots, projectiles, blasts, smoke and the lines of the chosen unit. Everything is a function of the time, so that one can scrub back.
+// Shots, projectiles, blasts, smoke and the lines of the chosen unit. Everything is a function of time, so that seeking back works.
 
 import { THREE } from "nicegui-scene";
 
-// Weapons that are not known here look like the laser. `flies`: length and thickness of what flies, and metres that it goes in a decision.
+// Unknown weapons look like the laser. `flies`: length and thickness of the projectile, and metres that it flies in a decision.
 const LOOKS = {
   laser: { colour: "#ff5d7a", thick: 0.07 },
   flamer: { colour: "#ff9a2e", puffs: 7 },
@@ -15,14 +15,14 @@ const LOOKS = {
 for (const look of Object.values(LOOKS)) look.colour = new THREE.Color(look.colour);
 const look = (weapon) => LOOKS[weapon] ?? LOOKS.laser;
 
-const MUZZLE = 1.2; // above the feet
-const AHEAD = 7; // metres that a shot without a target goes
+const MUZZLE = 1.2; // metres above the feet
+const AHEAD = 7; // length of a shot without a target, in metres
 const FIRE = new THREE.Color("#ff8a3c");
 const STEAM = new THREE.Color("#9fb4c4");
 const SEEN = new THREE.Color("#fff2b8"), SENSED = new THREE.Color("#8fb3d9"), AIM = new THREE.Color("#ff4d5e");
 const X = new THREE.Vector3(1, 0, 0);
 
-// A fixed number of copies of one shape, of which so many are shown as were put since `begin`.
+// A fixed number of copies of one shape. Those that were put since `begin` are shown.
 class Copies {
   constructor(scene, geometry, material, most) {
     this.mesh = new THREE.InstancedMesh(geometry, material, most);
@@ -69,7 +69,7 @@ class Copies {
   }
 }
 
-// Round and soft, and always facing who looks.
+// Round, soft sprites that always face the camera.
 class Puffs extends Copies {
   constructor(scene, blending, opacity, most) {
     const material = new THREE.ShaderMaterial({
@@ -82,7 +82,7 @@ class Puffs extends Copies {
           colour = instanceColor;
           vec4 centre = modelViewMatrix * instanceMatrix * vec4(0.0, 0.0, 0.0, 1.0);
           float radius = length(instanceMatrix[0].xyz);
-          // Drawn in front of where it is, or the ground would cut it off in a straight line.
+          // Draw it in front of its true depth; otherwise the ground would cut it off in a straight line.
           gl_Position = projectionMatrix * (centre + vec4(position.xy * radius, 0.8 * radius, 0.0));
         }`,
       fragmentShader: `
@@ -116,7 +116,7 @@ export class Effects {
     for (const copies of this.all) copies.begin();
     const frame = Math.floor(time);
     for (const event of [frame, frame + 1]) {
-      const age = time - (event - 1); // of what happened in the decision before frame `event`, in decisions
+      const age = time - (event - 1); // age of the events in the decision before frame `event`, in decisions
       if (event < 1 || event > replay.last || age <= 0) continue;
       this.#shots(replay, time, event, age);
       this.#blasts(replay, event, age);
@@ -154,7 +154,7 @@ export class Effects {
     }
   }
 
-  // Of a shot that burst within its decision, at its target or at what was in the way.
+  // The blast of a shot that burst within its decision, at its target or at an obstacle.
   #tracer(from, to, weapon, strength) {
     const { colour, flies, blast } = look(weapon);
     const [, thick, most] = flies;
@@ -229,7 +229,7 @@ export class Effects {
     }
   }
 
-  // Lines from the chosen unit: whole to those it sees, broken to those it senses, red to the one it aims at.
+  // Lines from the chosen unit: solid to units that it sees, dashed to units that it senses, red to its target.
   #senses(replay, time, chosen) {
     const frame = Math.floor(time);
     if (!replay.isAlive(frame, chosen)) return;

@@ -13,7 +13,7 @@ export class Figure {
     const geometry = bodyGeometry(name, replay.info.class_table[name].tons);
     this.material = new THREE.MeshLambertMaterial({ vertexColors: true, color: this.team });
     this.body = new THREE.Mesh(geometry, this.material);
-    // What stands behind terrain shows through it, faintly. Drawn before any body, so that none shines through itself.
+    // A faint copy of the body that shows through terrain. It is drawn before all bodies, so that no body shines through itself.
     const behind = { depthFunc: THREE.GreaterDepth, depthWrite: false, blending: THREE.CustomBlending, opacity: 0.45 };
     this.ghost = new THREE.Mesh(geometry, new THREE.MeshBasicMaterial({ color: this.team, ...behind }));
     this.ghost.renderOrder = 1;
@@ -22,8 +22,8 @@ export class Figure {
     this.ring.position.z = 0.07;
     this.tilted = new THREE.Group().add(this.body, this.ghost);
     this.group = new THREE.Group().add(this.tilted, this.ring);
-    this.head = new THREE.Vector3(); // where the label is
-    this.tall = 2; // metres from the feet to there, for a body of its true size
+    this.head = new THREE.Vector3(); // position of the label
+    this.tall = 2; // metres from the feet to the label, for a body of true size
     this.label = new Label(replay, unit, labels);
   }
 
@@ -88,7 +88,7 @@ class Label {
     this.shown = "";
   }
 
-  // The page is touched only where something has changed.
+  // Change the page only where something has changed.
   draw(replay, frame, { isAlive, isFallen, isShutDown, isChosen }) {
     const share = (name) => Math.round(100 * Math.min(1, replay.unit(frame, this.unit, name) / (replay.most[this.unit][name] || 1)));
     const marks = [isFallen && "fallen", isShutDown && "shut down", replay.unit(frame, this.unit, "painted") > 0 && "painted"];

@@ -1,9 +1,9 @@
-// A replay as it comes from the server: a safetensors file (8 bytes length, JSON, bytes of the tensors), read by name and index.
-// Python has checked it before: every tensor is there, in its shape.
+// A replay from the server: a safetensors file (8 bytes length, JSON, bytes of the tensors), read by name and index.
+// Python has checked it: every tensor is there, in the right shape.
 
-// All types that the table in esper/replay_file.py has for what is drawn.
+// All types in the table of esper/replay_file.py.
 const ARRAYS = { F32: Float32Array, I32: Int32Array, I8: Int8Array, U8: Uint8Array };
-const FARTHEST = 14; // metres that a projectile flies in one decision; what is farther is another one in the same place
+const FARTHEST = 14; // most metres that a projectile flies in one decision; a longer distance means another projectile in the same slot
 
 export async function fetchReplay(url) {
   const response = await fetch(url);
@@ -32,11 +32,11 @@ export class Replay {
     this.frames = this.tensors["frames/units"].shape[0];
     this.last = this.frames - 1;
     this.projectiles = this.tensors["frames/projectiles"].shape[1];
-    this.places = Math.floor(this.projectiles / this.units); // of one unit's projectiles
+    this.places = Math.floor(this.projectiles / this.units); // projectile slots of one unit
     this.clouds = this.tensors["frames/clouds"].shape[1];
     this.column = Object.fromEntries(this.info.unit_columns.map((name, index) => [name, index]));
     this.names = this.info.unit_classes.map((name, unit) => `${name} ${(unit % this.teamSize) + 1}`);
-    // Battles of fewer units leave places empty: a unit that is dead from the start never was there.
+    // Smaller battles leave units out: a unit that is dead at the start takes no part.
     this.isPresent = this.names.map((_, unit) => this.unit(0, unit, "hit_points") > 0);
     this.most = this.names.map((_, unit) => this.#mostOf(unit));
   }
@@ -81,7 +81,7 @@ export class Replay {
     return [this.unit(frame, unit, "x"), this.unit(frame, unit, "y"), this.unit(frame, unit, "z")];
   }
 
-  // Between two frames: where it stands and which way it looks.
+  // Position and heading between two frames.
   pose(time, unit) {
     const frame = Math.min(Math.floor(time), this.last);
     const next = Math.min(frame + 1, this.last);
@@ -101,7 +101,8 @@ export class Replay {
     return weapon < 0 ? null : { weapon: this.info.weapons[weapon], target };
   }
 
-  // Whether what the unit fired in the decision before this frame still flies. What burst within the decision is in no frame.
+  // Whether the projectile that the unit fired in the decision before this frame still flies. If it burst within the decision, no frame
+  // contains it.
   shotFlies(frame, unit) {
     const [weapon] = this.row("frames/shots", frame, unit);
     for (let place = unit * this.places; place < (unit + 1) * this.places; place++) {
@@ -111,7 +112,7 @@ export class Replay {
     return false;
   }
 
-  // Whether the place of a projectile holds the same one a frame later. One that its unit has just fired is nearer to it than the last.
+  // Whether a slot holds the same projectile one frame later. A projectile that was just fired is nearer to its unit than the one before.
   goesOn(frame, place) {
     const next = Math.min(frame + 1, this.last);
     const now = this.row("frames/projectiles", frame, place), then = this.row("frames/projectiles", next, place);
@@ -135,7 +136,7 @@ export class Replay {
     return this.tensors["frames/holder"].data[frame];
   }
 
-  // What the unit decided at this frame; nothing after the battle's end.
+  // The unit's decision at this frame; null after the end of the battle.
   action(frame, unit) {
     if (frame >= this.last) return null;
     const one = (name) => this.tensors[name].data[frame * this.units + unit];
@@ -149,7 +150,7 @@ export class Replay {
     };
   }
 
-  // How many columns of the terrain are destroyed by then.
+  // Number of terrain columns that are destroyed at this frame.
   changesUntil(frame) {
     const { shape, data } = this.tensors["terrain/changes"];
     let count = 0;

@@ -1,4 +1,4 @@
-// The battle in 3D: terrain, zone, units, effects, camera. Draws a given time of a replay, and says which unit was clicked.
+// The battle in 3D: terrain, zone, units, effects, camera. Draws a replay at a given time, and reports which unit was clicked.
 
 import { OrbitControls, THREE } from "nicegui-scene";
 import { NOBODY, TEAM_COLOURS } from "./bodies.js";
@@ -8,9 +8,9 @@ import { terrainMesh } from "./terrain.js";
 
 const BACKGROUND = "#0d1116";
 const LIFT = 31; // pixels
-const FAR = 85; // metres from which labels are short
-const LABEL = { wide: 48, narrow: 34, high: 22 }; // pixels that one takes
-const NEAR_CLICK = 26; // pixels from a unit that count as on it
+const FAR = 85; // distance in metres from which labels are short
+const LABEL = { wide: 48, narrow: 34, high: 22 }; // size of a label in pixels
+const NEAR_CLICK = 26; // pixels around a unit in which a click chooses it
 
 export class Stage {
   constructor(container, onPick) {
@@ -82,9 +82,9 @@ export class Stage {
     const far = 1.9 * size;
     if (name === "top") {
       this.controls.target.set(0, 0, 0);
-      this.camera.position.set(0, -0.01 * far, 1.05 * far); // not quite above, or there would be no telling which way is up
+      this.camera.position.set(0, -0.01 * far, 1.05 * far); // not exactly above, so that the up direction is defined
     } else {
-      // Seen so that the first team comes from the left and the second from the right.
+      // Look so that the first team comes from the left and the second from the right.
       this.controls.target.set(0.075 * size, -0.075 * size, 0);
       this.camera.position.set(0.53 * far, -0.53 * far, 0.66 * far).add(this.controls.target);
     }
@@ -141,7 +141,7 @@ export class Stage {
   render() {
     if (!this.isStale || !this.replay) return;
     this.isStale = false;
-    // From far away units are drawn larger than they are, or they could not be told apart.
+    // Draw distant units larger than they are, so that they can be told apart.
     const distance = this.controls.getDistance();
     for (const figure of this.figures) figure.resize(Math.max(1.2, Math.min(2.6, distance / 62)));
     const isFar = distance > FAR;
@@ -150,7 +150,7 @@ export class Stage {
     this.#placeLabels(isFar ? LABEL.narrow : LABEL.wide);
   }
 
-  // Nearer ones first; those that would cover another one are moved up.
+  // Place labels, nearest first; move a label up if it would cover another one.
   #placeLabels(width) {
     const wanted = this.figures.map((figure) => [figure, ...this.#onScreen(figure.head)]).sort((a, b) => b[2] - a[2]);
     const placed = [];
@@ -188,7 +188,7 @@ export class Stage {
     if (!clientWidth || !clientHeight) return;
     this.renderer.setSize(clientWidth, clientHeight);
     this.camera.aspect = clientWidth / clientHeight;
-    // The middle of the picture is the middle of what the bars above and below leave free.
+    // Centre the picture in the area between the bars above and below.
     this.camera.setViewOffset(clientWidth, clientHeight, 0, LIFT, clientWidth, clientHeight);
     this.camera.updateProjectionMatrix();
     this.isStale = true;
@@ -203,7 +203,7 @@ export class Stage {
   }
 }
 
-// A disc on the ground within a low wall of light, in the colour of who holds it.
+// A disc on the ground with a low wall of light around it, in the colour of the team that holds it.
 class Zone {
   constructor(radius) {
     const glass = { transparent: true, depthWrite: false, side: THREE.DoubleSide };
@@ -233,7 +233,7 @@ class Zone {
   }
 }
 
-// Where the chosen unit wants to go, one metre long along +x.
+// An arrow for the direction in which the chosen unit wants to go, one metre long along +x.
 function wishArrow() {
   const shape = new THREE.Shape([[0.3, -0.09], [0.78, -0.09], [0.78, -0.26], [1, 0], [0.78, 0.26], [0.78, 0.09], [0.3, 0.09]].map(([x, y]) => new THREE.Vector2(x, y)));
   const material = new THREE.MeshBasicMaterial({ color: "#f4f7fa", transparent: true, opacity: 0.9, depthTest: false, side: THREE.DoubleSide });

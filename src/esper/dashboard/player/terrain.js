@@ -1,12 +1,12 @@
 // The whole map as one mesh: the tops of the columns and the walls between neighbours of different height.
-// Light is baked into the colours of the vertices: corners under higher neighbours and places in the sun's shadow are darker.
+// Light is part of the colours of the vertices: corners beside higher neighbours and places in the sun's shadow are darker.
 
 import { THREE } from "nicegui-scene";
 
 const OPEN = 0, GLASS = 3, WATER = 4, LAVA = 5, FOLIAGE = 6; // codes in the file
 const COLOURS = ["#4b5450", "#80838a", "#545e72", "#9fdcf5", "#2c6a94", "#ff6a24", "#4f8a4c"].map((code) => new THREE.Color(code));
 const HIGH_GROUND = new THREE.Color("#8d8571");
-const SUN = [-0.55, -0.35, 0.76]; // where it stands
+const SUN = [-0.55, -0.35, 0.76]; // direction of the sun
 const SHADOW = 0.55, CORNER = 0.13, SUNK = -0.18;
 
 export function terrainMesh({ size, height, material }) {
@@ -41,7 +41,7 @@ class Ground {
     return i >= 0 && j >= 0 && i < this.size && j < this.size;
   }
 
-  // As it is drawn: liquids lie a little lower, and trees stand on the ground.
+  // Height as drawn: liquids are a little lower, and trees stand on the ground.
   top(i, j) {
     if (!this.isInside(i, j)) return -1.2;
     const kind = this.kind(i, j);
@@ -49,7 +49,7 @@ class Ground {
     return kind === FOLIAGE ? 0 : this.height[i * this.size + j];
   }
 
-  // What throws shadows: trees do, glass does not.
+  // Height that casts shadows: trees do, glass does not.
   shade(x, y) {
     const i = Math.floor(x), j = Math.floor(y);
     if (!this.isInside(i, j)) return -1;
@@ -71,7 +71,7 @@ class Ground {
     return 1 - covered * (1 - SHADOW);
   }
 
-  // How dark a corner of a top is for the higher columns that meet there.
+  // Light at a corner of a top: less for each higher column that meets there.
   corner(i, j, di, dj) {
     const own = this.top(i, j) + 0.3;
     const higher = [[di, 0], [0, dj], [di, dj]].filter(([a, b]) => this.top(i + a, j + b) > own).length;
@@ -105,7 +105,7 @@ function addColumn(quads, ground, i, j) {
   }
 }
 
-// A tree tapers, so that a wood is no wall, and stands on ground like any other.
+// A tree becomes narrower towards its top, so that a wood does not look like a wall, and stands on ordinary ground.
 function addTree(quads, ground, i, j) {
   const height = ground.height[i * ground.size + j];
   const colour = ground.colour(i, j);
@@ -114,7 +114,7 @@ function addTree(quads, ground, i, j) {
   quads.add([[x, y, 0], [x + 1, y, 0], [x + 1, y + 1, 0], [x, y + 1, 0]], [0, 0, 1], COLOURS[OPEN], lights);
   const lean = Math.abs(Math.sin(i * 12.9898 + j * 78.233) * 43758.5453) % 1;
   const top = height * (0.75 + 0.25 * lean), cx = x + 0.4 + 0.2 * lean, cy = y + 0.6 - 0.2 * lean;
-  const tiers = [[0.15, 0.46, 0.72], [0.42, 0.36, 1]]; // from this share of the height, this wide, up to this share
+  const tiers = [[0.15, 0.46, 0.72], [0.42, 0.36, 1]]; // [share of the height where it starts, width, share where it ends]
   for (const [from, wide, to] of tiers) {
     const foot = [[-1, -1], [1, -1], [1, 1], [-1, 1]].map(([a, b]) => [cx + a * wide, cy + b * wide, top * from]);
     const tip = [cx, cy, top * to];
@@ -139,7 +139,7 @@ class Quads {
       this.normals.push(...normal);
       this.colours.push(colour.r * lights[corner], colour.g * lights[corner], colour.b * lights[corner]);
     });
-    // Split along the lighter diagonal: the other way shows as a crease.
+    // Split along the lighter diagonal; the other one would show as a crease.
     const turned = lights[0] + lights[2] < lights[1] + lights[3] ? 1 : 0;
     for (const corner of [0, 1, 2, 0, 2, 3]) this.indices.push(first + ((corner + turned) % 4));
   }
