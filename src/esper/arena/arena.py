@@ -43,7 +43,7 @@ from esper.vecenv import Actions, Masks
 
 
 class StepResult(NamedTuple):
-    """Result of one decision. Where a battle ended, observation, whole and masks are those of the next battle."""
+    """Result of one decision. If a battle ended, its observation, whole and masks are those of the next battle."""
 
     observation: Tensor  # [B, U, width]
     whole: Tensor | None  # [B, U, state width] view of a centralised critic, if the config asks for it

@@ -85,7 +85,7 @@ class Score(NamedTuple):
 
 
 class Senses(NamedTuple):
-    """What units know of their enemies. Computed once per decision, at its end."""
+    """Enemies that units sense and see. Computed once per decision, at its end."""
 
     sensed: Tensor  # [B, U, U] bool: the first unit knows where the second one is
     seen: Tensor  # [B, U, U] bool: the first unit has a clear line of sight to the second one

@@ -33,7 +33,7 @@ def hold(contest: Score, units: Units, world: World, tables: Tables) -> Score:
 
 
 class Ending(NamedTuple):
-    """Whether and how battles ended in a decision."""
+    """Battles that ended in a decision, and their winners."""
 
     ended: Tensor  # [B] bool
     winner: Tensor  # [B] int64: 0 or 1, -1 for a draw; meaningful where the battle ended

@@ -13,7 +13,7 @@ EvenCount = Annotated[int, Meta(ge=0, le=2**20, multiple_of=2)]  # the same, or 
 
 
 class LeagueConfig(Config):
-    """Which past selves stay in the league, and how opponents are drawn from it."""
+    """Rules of a league: promotion and retirement of past selves, and the draw of opponents."""
 
     size: PositiveInt = 8  # largest number of members
     promote_at: Fraction = 0.5  # promote if the lower end of the 95 % interval of the score against the best member reaches this; 0: always

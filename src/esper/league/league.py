@@ -151,10 +151,10 @@ class League:
         scores = {name: self.learner_score(name) for name in (self.members if names is None else names)}
         return rules.opponent_weights(scores, power=self.config.hardness_power, floor=self.config.hardness_floor)
 
-    # What happens
+    # Changes
 
     def enter(self, name: str, step: int, weights: Weights) -> None:
-        """A past self becomes a candidate. The weights are copied."""
+        """Add a past self as a candidate. The weights are copied."""
         self._check_is_free(name)
         if step < 0:
             raise LeagueError(f"the step of {name!r} is {step}; give a step of 0 or more")

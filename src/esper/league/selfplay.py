@@ -94,7 +94,7 @@ class SelfPlay:
         self.result: StepResult | None = None
         self._set_team()
 
-    # Which player drives which units
+    # Players and their units
 
     def _make_opponent(self, name: str, battles: Tensor) -> Player | None:
         if name == SELF:

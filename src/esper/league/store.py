@@ -46,7 +46,7 @@ _READS = 5  # attempts to read a folder that another process is changing
 
 
 class WeightsFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where the weights of one player are saved."""
+    """The file with the weights of one player."""
 
     file: str  # file name in `members`
     digest: FileDigest

@@ -104,7 +104,7 @@ def sample_actions(
             mask = torch.ones(num_envs, head.size, dtype=torch.bool, device=device)
         elif head.parent is not None:
             mask = mask[row, actions[head.parent]]
-        # Where the head is irrelevant its mask may be empty; draw any choice there.
+        # An irrelevant head may have an empty mask; draw any choice then.
         empty = ~mask.any(1)  # [N]
         if (empty & matters[head.name]).any():
             where = (empty & matters[head.name]).nonzero()[:, 0].tolist()
