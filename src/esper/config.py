@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import difflib
 import functools
 import inspect
 import math
@@ -38,6 +37,7 @@ import msgspec
 from msgspec.inspect import Metadata, StructType, Type, UnionType
 
 from esper.files import MAX_CONFIG_BYTES, FileError, digest_of, parse_toml, printable, read_file, reason_of, write_file
+from esper.text_table import did_you_mean
 
 PositiveInt = Annotated[int, msgspec.Meta(gt=0)]
 NonNegativeInt = Annotated[int, msgspec.Meta(ge=0)]
@@ -256,8 +256,7 @@ def _parse_item(info: Type, given: object, name: str) -> object:
 
 
 def _unknown(key: str, given: object, *, known: list[str]) -> ConfigError:
-    nearest = difflib.get_close_matches(key, known, n=1)
-    hint = f"did you mean {nearest[0]!r}?" if nearest else f"known keys are {', '.join(known)}"
+    hint = did_you_mean(key, known, otherwise=f"known keys are {', '.join(known)}")
     return ConfigError(key, expected=f"one of {', '.join(known)}", got=given, problem=f"unknown key; {hint}")
 
 

@@ -361,6 +361,11 @@ def recording(action_space: spaces.Space) -> tuple[VecEnv, SyncVectorEnv]:
     return env, vector_env
 
 
+def test_a_nested_action_space_of_any_name_has_heads_of_its_own():
+    env, _ = recording(spaces.Dict({"action": spaces.Dict({"a": spaces.Discrete(2)}), "a": spaces.Discrete(3)}))
+    assert set(env.action_spec.heads) == {Discrete("action/a", 2), Discrete("a", 3)}
+
+
 def test_every_kind_of_action_space_gets_what_its_heads_chose():
     low, high = np.array([0.0, -2.0], dtype=np.float32), np.array([10.0, 2.0], dtype=np.float32)
     env, inner = recording(

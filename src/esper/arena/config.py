@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta
 
 from esper.arena.specs import CLASSES, PACK, PHYSICS, WEAPONS, Weapon
 from esper.config import Config, ConfigError, Count, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Width
+from esper.text_table import did_you_mean
 
 Landscape = Literal["city", "forest", "river", "ridges", "ruins"]
 SMALLEST, LARGEST = 16, 128  # columns on a side of a map
@@ -58,11 +58,9 @@ class ArenaConfig(Config):
     def check(self) -> None:
         for name in self.pack:
             if name not in CLASSES:
-                near = difflib.get_close_matches(name, CLASSES, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise ConfigError(
-                    "pack", expected="", got=name, problem=f"no unit class is named {name!r}; there are {', '.join(CLASSES)}{hint}"
-                )
+                hint = did_you_mean(name, CLASSES)
+                problem = f"no unit class is named {name!r}; there are {', '.join(CLASSES)}{hint and f'; {hint}'}"
+                raise ConfigError("pack", expected="", got=name, problem=problem)
         if not self.pack:
             raise ConfigError("pack", expected="at least one unit class", got=self.pack)
         if not self.landscapes:

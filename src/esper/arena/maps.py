@@ -9,7 +9,6 @@ i + 1 - S/2, and y likewise. Team 0 starts in the corner of low x and y, team 1 
 
 from __future__ import annotations
 
-import difflib
 import operator
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -22,6 +21,7 @@ from esper.arena.maps_walk import has_a_way, has_a_wide_way
 from esper.arena.specs import Material
 from esper.arena.terrain import BLOCK_PITCH, BUILDERS, LANDSCAPES, HeightMap, blocks
 from esper.arena.terrain_chance import Chance, mirrored
+from esper.text_table import did_you_mean
 
 FROM_EDGE_M = 1.25  # distance from the edge of the map to the nearest starting unit
 SMALLEST_ZONE_M, LARGEST_ZONE_M = 4.0, 11.0
@@ -174,7 +174,6 @@ def _checked_landscapes(landscapes: tuple[str, ...]) -> Tensor:
         raise ValueError(f"maps need at least one landscape; there are {', '.join(LANDSCAPES)}")
     for name in landscapes:
         if name not in LANDSCAPES:
-            near = difflib.get_close_matches(name, LANDSCAPES, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"no landscape is named {name!r}; there are {', '.join(LANDSCAPES)}{hint}")
+            hint = did_you_mean(name, LANDSCAPES)
+            raise ValueError(f"no landscape is named {name!r}; there are {', '.join(LANDSCAPES)}{hint and f'; {hint}'}")
     return torch.tensor([LANDSCAPES.index(name) for name in landscapes], device="cpu")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 
 from esper.tasks.cifar10 import load_cifar10
@@ -15,6 +14,7 @@ from esper.tasks.mnist import load_fashion_mnist, load_mnist
 from esper.tasks.options import TaskOptions
 from esper.tasks.task import Task
 from esper.tasks.text import load_text
+from esper.text_table import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,7 @@ def load_task(
     ('starved', 'right', 'oversized')
     """
     if name not in TASKS:
-        near = get_close_matches(name.lower(), TASKS, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(TASKS)}"
+        hint = did_you_mean(name.lower(), TASKS, otherwise=f"there are {', '.join(TASKS)}", cutoff=0.5)
         raise TaskError(f"no task named {name!r}; {hint}")
     folder = None if data_dir is None else Path(data_dir).expanduser()
     return TASKS[name].load(TaskOptions(folder, seed=seed, batch_size=batch_size, sequence_length=sequence_length))

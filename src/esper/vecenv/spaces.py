@@ -253,7 +253,7 @@ class ActionPart(NamedTuple):
     build: Callable[[Actions], Any]
 
 
-def action_part(space: Space, name: str = ROOT) -> ActionPart:
+def action_part(space: Space, name: str = ROOT, *, is_nested: bool = False) -> ActionPart:
     """Return the heads of an action space. In a dictionary or tuple they are named by their keys, joined by "/"."""
     if isinstance(space, DiscreteSpace):
         return ActionPart((Discrete(name, space.size),), _discrete(name, space.start, np.dtype(space.dtype)))
@@ -262,8 +262,8 @@ def action_part(space: Space, name: str = ROOT) -> ActionPart:
     if isinstance(space, ArraySpace):
         return _continuous(name, space)
     if isinstance(space, DictSpace):
-        return _group(name, dict(space.spaces), as_tuple=False)
-    return _group(name, dict(enumerate(space.spaces)), as_tuple=True)
+        return _group(name, dict(space.spaces), as_tuple=False, is_nested=is_nested)
+    return _group(name, dict(enumerate(space.spaces)), as_tuple=True, is_nested=is_nested)
 
 
 def action_part_for(space: Space, spec: ActionSpec) -> ActionPart:
@@ -324,9 +324,9 @@ def _continuous(name: str, space: ArraySpace) -> ActionPart:
     return ActionPart((Continuous(name, low.size, is_bounded),), build)
 
 
-def _group(name: str, inner: dict[Any, Space], *, as_tuple: bool) -> ActionPart:
-    prefix = "" if name == ROOT else f"{name}/"
-    parts = {key: action_part(space, f"{prefix}{key}") for key, space in inner.items()}
+def _group(name: str, inner: dict[Any, Space], *, as_tuple: bool, is_nested: bool) -> ActionPart:
+    prefix = f"{name}/" if is_nested else ""
+    parts = {key: action_part(space, f"{prefix}{key}", is_nested=True) for key, space in inner.items()}
     heads = tuple(head for part in parts.values() for head in part.heads)
     if as_tuple:
         return ActionPart(heads, lambda actions: tuple(part.build(actions) for part in parts.values()))

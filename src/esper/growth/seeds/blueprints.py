@@ -18,7 +18,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cache
 from typing import Any, Self, get_args
 
@@ -33,6 +32,7 @@ from esper.growth.config import GrowthError
 from esper.growth.host.layout import CPU, Kind, Place
 from esper.growth.lifecycle.stages import Cost
 from esper.growth.seeds import branches
+from esper.text_table import did_you_mean
 
 Build = Callable[[Place], nn.Module]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -83,9 +83,8 @@ def register_blueprint(
 def get_blueprint(name: str) -> Blueprint:
     """Return the blueprint of this name. Raise a GrowthError that lists all blueprints if there is none."""
     if name not in _registry:
-        near = get_close_matches(name, _registry, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise GrowthError(f"no blueprint named {name!r}; {hint}the blueprints are {', '.join(_registry)}")
+        hint = did_you_mean(name, _registry, cutoff=0.5)
+        raise GrowthError(f"no blueprint named {name!r}; {hint and f'{hint} '}the blueprints are {', '.join(_registry)}")
     return _registry[name]
 
 
