@@ -32,6 +32,7 @@ import pytest
 import tyro
 
 from esper.cli.main import COMMANDS, main
+from esper.growth.seeds import blueprints
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -89,13 +90,16 @@ def pages() -> dict[str, list[Block]]:
 PAGES = pages()
 
 
+LONG = ("arena.md", "controllers.md", "grow.md", "learner.md")  # pages that only `make test-all` runs
+
+
 def python_tests() -> Iterator[Any]:
     """One test for each page with Python, and one more for each set of packages that some of its blocks need."""
     for page, blocks in PAGES.items():
         wanted = [block for block in blocks if block.language == "python" and "not run" not in block.marks]
         for needs in dict.fromkeys(block.needs for block in wanted if "setup" not in block.marks):
             chosen = [block for block in wanted if "setup" in block.marks or block.needs == needs]
-            marks = [pytest.mark.slow, *([pytest.mark.extra(*needs)] if needs else [])]
+            marks = [pytest.mark.slow, *([pytest.mark.extra(*needs)] if needs or page in LONG else [])]
             yield pytest.param(chosen, id="-".join([page.removesuffix(".md"), *needs]), marks=marks)
 
 
@@ -108,6 +112,7 @@ def shell_blocks(*, run: bool) -> list[Block]:
 def test_the_python_of_a_page_runs(blocks: list[Block], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)  # for modules that a block writes
+    monkeypatch.setattr(blueprints, "_registry", dict(blueprints._registry))  # pages register blueprints of their own
     names: dict[str, Any] = {"__name__": "__docs__"}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "nothing can grow in")  # in the few epochs of a test
@@ -174,7 +179,13 @@ def test_a_command_with_an_unknown_option_is_found() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", sorted({block.page for block in shell_blocks(run=True)}))
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.extra] if page in LONG else [])
+        for page in sorted({block.page for block in shell_blocks(run=True)})
+    ],
+)
 def test_the_commands_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     for block in shell_blocks(run=True):
