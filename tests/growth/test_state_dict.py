@@ -189,6 +189,15 @@ def test_a_slotted_model_is_saved_and_loaded_in_three_lines() -> None:
         other.load_state_dict(saved.state_dict())
 
 
+def test_baking_a_loaded_model_keeps_the_seeds_that_were_loaded() -> None:
+    saved = growing_host()
+    grow(saved, "second")
+    slotted = add_slots(make_host(1).eval(), inputs(2), slots=["first", "second"])
+    slotted.load_state_dict(saved.state_dict())
+    before = run(slotted, inputs())
+    assert is_same([slotted.bake()(inputs())], before)
+
+
 def test_a_slotted_model_with_a_grower_is_loaded_through_it() -> None:
     loop = make_loop()
     with pytest.raises(GrowthError, match=r"grower\.save\(folder\) and grower\.load\(folder\)"):

@@ -261,6 +261,7 @@ class Slotted:
         before = {name: (slot.seed, slot.is_connected, slot.alpha, slot.is_kept) for name, slot in self.slots.items()}
         for name, slot in self.slots.items():
             slot.plant(seeds.get(name), connected=True)
+            slot.is_kept = slot.seed is not None  # no grower decides about these seeds, so they are part of the model
         actual = {plain_name(name): name for name in self.host.state_dict()}
         try:
             self.host.load_state_dict({actual.get(name, name): tensor for name, tensor in state.items()})
