@@ -15,6 +15,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
+import contextlib
 import gc
 import json
 import resource
@@ -28,7 +29,7 @@ import torch
 from esper.arena.config import ArenaConfig
 from esper.league.config import LeagueConfig
 from esper.league.selfplay import SelfPlay
-from esper.league.training import ARENA, prepare_arena
+from esper.league.training import BotEvaluator, prepare_arena
 from esper.league.training_config import ArenaTrainConfig, SelfPlayConfig, UnitNetworkConfig
 from esper.rl.config import NetworkConfig, PPOConfig
 
@@ -69,11 +70,11 @@ def measure(device: str, updates: int, battles: int, every: int) -> dict[str, An
     told: dict[str, dict[int, int]] = {}
     began = time.perf_counter()
     config = config_for(device, battles)
-    with prepare_arena(config) as (ppo, _):
+    with prepare_arena(config) as (ppo, _), contextlib.closing(BotEvaluator(config)) as evaluator:  # kept, as a run keeps it
         assert isinstance(ppo.env, SelfPlay)
         for update in ppo.train(updates * ppo.steps_per_update):
             if update.update % min(every, JUDGED) == 0:
-                ARENA.score(config, ppo.policy, 0)
+                evaluator.score(ppo.policy, 0)
             if update.update % every and update.update != updates:
                 continue
             held = memory(ppo.device)

@@ -13,6 +13,7 @@ Shapes: B = battles, U = units, C = contacts.
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -223,7 +224,7 @@ class _Fused:
 
     def __init__(self, part: Callable[..., Any]) -> None:
         self.part = part
-        self.structure: Any = None  # a result of the part, to rebuild others like it
+        self.structure: Any = None  # of the part's result: its tuples, with None for every tensor
         self.run: Callable[..., list[Tensor]] | None = torch.compile(
             lambda *arguments, **keywords: _tensors_in(part(*arguments, **keywords)), dynamic=False
         )
@@ -232,7 +233,7 @@ class _Fused:
         if self.run is None:
             return self.part(*arguments, **keywords)
         if self.structure is None:
-            self.structure = self.part(*arguments, **keywords)
+            self.structure = _rebuilt(self.part(*arguments, **keywords), itertools.repeat(None))
         try:
             return _rebuilt(self.structure, iter(self.run(*arguments, **keywords)))
         except Exception as error:
@@ -247,8 +248,9 @@ def _tensors_in(value: Any) -> list[Tensor]:
     return [value] if isinstance(value, Tensor) else [tensor for part in value for tensor in _tensors_in(part)]
 
 
-def _rebuilt(structure: Any, tensors: Iterator[Tensor]) -> Any:
-    if isinstance(structure, Tensor):
+def _rebuilt(structure: Any, tensors: Iterator[Tensor | None]) -> Any:
+    """Return tuples like those of `structure`, with these tensors in the place of its own."""
+    if not isinstance(structure, tuple):
         return next(tensors)
     parts = [_rebuilt(part, tensors) for part in structure]
     return type(structure)(*parts) if hasattr(structure, "_fields") else tuple(parts)

@@ -86,8 +86,8 @@ def nearness(units: Units, world: World) -> Tensor:
 
 
 def approach(before: State, after: State, ending: Ending, *, gamma: float) -> Tensor:
-    """Return the potential-based reward: gamma times the new potential minus the old one. After an end the potential is 0, so the
-    discounted sum does not depend on the actions."""
+    """Return gamma times the new potential minus the old one. The potential is 0 after the end of a battle, so the discounted sum
+    over a battle does not depend on the actions."""
     new = nearness(after.units, after.world) * ~ending.ended.unsqueeze(1)
     return (gamma * new - nearness(before.units, before.world)) * before.units.is_alive
 

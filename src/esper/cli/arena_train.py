@@ -176,10 +176,10 @@ def _members(folder: Path) -> tuple[str, ...]:
 def _evaluated(folder: Path, config: ArenaTrainConfig) -> Evaluation | None:
     """Evaluate the best player of a run that ended by the clock. For a run that ends by its steps, this is in the `RunResult`."""
     from esper.devices import find_device
-    from esper.league.training import ARENA, load_player
+    from esper.league.training import BotEvaluator, load_player
 
     policy, _ = load_player(folder, device=find_device(config.device))
-    return ARENA.score(config, policy, 1)
+    return BotEvaluator(config).score(policy, 1)
 
 
 def _record(evaluation: Evaluation) -> Record:

@@ -87,9 +87,7 @@ def run(argv: list[str], prog: str) -> CommandResult:
     )
     if arguments.task is None and arguments.model is None:
         raise CommandError(f"name what to grow: --task TASK, or --model and --data of your own. {_known_tasks()}")
-    from esper.devices import determinism, threads
-
-    with threads(arguments.threads), determinism(arguments.deterministic), _mistakes():
+    with _mistakes():
         return _dry_run(arguments.settings()) if arguments.dry_run else _grow(arguments)
 
 
@@ -100,10 +98,11 @@ def _known_tasks() -> str:
 
 
 def _dry_run(config: GrowTaskConfig) -> CommandResult:
-    from esper.devices import find_device
+    from esper.devices import threads
     from esper.experiment.training import plan
 
-    return show_plan(config, *plan(config, find_device(config.device)))
+    with threads(config.threads):
+        return show_plan(config, *plan(config))
 
 
 def _grow(arguments: GrowArguments) -> CommandResult:

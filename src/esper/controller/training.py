@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, Unpack
 
 import msgspec
-from torch import nn
 
 from esper.controller.config import ControllerConfig
 from esper.controller.env import GrowthEnv
@@ -27,8 +26,6 @@ from esper.controller.learned import save_controller
 from esper.controller.network import make_parts, make_policy
 from esper.devices import determinism, find_device, threads
 from esper.parallel import ALONE, Group
-from esper.rl.evaluate import Evaluation
-from esper.rl.policy import Policy
 from esper.rl.ppo import PPO
 from esper.rl.run_setup import Relay
 from esper.rl.training import RunOptions, RunResult, Trainer, run_trainer
@@ -77,15 +74,6 @@ def load_from(data_dir: str | None, name: str) -> Task:
     return load_task(name, data_dir=None if name in TASKS and TASKS[name].has_own_data else data_dir)
 
 
-def _prepare(config: ControllerConfig, encoder: nn.Module | None, group: Group) -> contextlib.AbstractContextManager[tuple[PPO, Relay]]:
-    return prepare_controller(config, group)
-
-
-def _no_score(config: ControllerConfig, policy: Policy, seed: int) -> Evaluation | None:
-    """Evaluate nothing: new episodes are expensive, and the last policy becomes the controller, not the best one."""
-    return None
-
-
 def write_controller(folder: Path, config: ControllerConfig, step: int, state: dict[str, Any]) -> None:
     """Write the policy of a checkpoint as a controller file into the folder of the run."""
     saved: dict[str, Any] = state["ppo"]
@@ -108,10 +96,8 @@ def write_controller(folder: Path, config: ControllerConfig, step: int, state: d
 GROWTH = Trainer(
     config=ControllerConfig,
     title=lambda config: "controller",
-    prepare=_prepare,
+    prepare=lambda config, encoder, group: prepare_controller(config, group),
     changeable=("rounds", "threads", "checkpoint_every", "keep", "data_dir"),
-    score=_no_score,
-    is_evaluated=lambda config: False,
     run_kind="controller",
     steps_of_all_ranks=False,
     after_checkpoint=write_controller,

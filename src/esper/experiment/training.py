@@ -47,7 +47,6 @@ from esper.runs import Sink, check_installed, sinks_in
 from esper.runs.folder import CONFIG, EVENTS, GROW, RunError, default_folder, remove_empty
 from esper.statistics import student_interval
 
-SAVED = GROW  # file of the settings in the run folder
 COPY = "controller.safetensors"  # in the run folder
 
 
@@ -107,7 +106,7 @@ def grow_task(
     if resume:
         if folder is None:
             raise RunError("there is no folder to resume in; name that of the run")
-        saved = load_saved(GrowTaskConfig, Path(folder) / SAVED)
+        saved = load_saved(GrowTaskConfig, Path(folder) / GROW)
         config = config or saved
         _check_same(saved, config, Path(folder))
     if config is None:
@@ -177,7 +176,7 @@ def _train_in(
     work = make_work(config, device)
     training = work.training(config)
     make_controller(config, controller_file)  # before anything is written
-    files = {**controller_copy(config, folder, controller_file), SAVED: saved_text(config).encode()}
+    files = {**controller_copy(config, folder, controller_file), GROW: saved_text(config).encode()}
     with open_run(
         folder,
         resume=resume,
@@ -265,8 +264,9 @@ def has_begun(folder: Path) -> bool:
     return (folder / EVENTS).is_file() and read_story(folder).began is not None
 
 
-def plan(config: GrowTaskConfig, device: torch.device) -> tuple[dict[str, Any], str]:
+def plan(config: GrowTaskConfig) -> tuple[dict[str, Any], str]:
     """Return the figures of a run that would be started, and a table of the places where seeds could grow. Touch no file of a run."""
+    device = find_device(config.device)
     work = make_work(config, device)
     make_controller(config, None)  # raises where its file is wrong
     batch = next(iter(work.val_loader), None)

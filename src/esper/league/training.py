@@ -20,7 +20,6 @@ from typing import Any, Literal, Unpack
 
 import msgspec
 import torch
-from torch import nn
 
 from esper.config import load_saved
 from esper.devices import determinism, find_device, threads
@@ -75,16 +74,6 @@ def prepare_arena(config: ArenaTrainConfig, group: Group = ALONE, *, begins: boo
         yield ppo, relay
 
 
-def _prepare(config: ArenaTrainConfig, encoder: nn.Module | None, group: Group) -> contextlib.AbstractContextManager[tuple[PPO, Relay]]:
-    return prepare_arena(config, group)
-
-
-def _prepare_to_go_on(
-    config: ArenaTrainConfig, encoder: nn.Module | None, group: Group
-) -> contextlib.AbstractContextManager[tuple[PPO, Relay]]:
-    return prepare_arena(config, group, begins=False)
-
-
 class BotEvaluator:
     """Scores policies in battles against a bot. A battle counts 1, 0.5 or 0 points; battles 2i and 2i + 1 share a map.
 
@@ -94,29 +83,25 @@ class BotEvaluator:
 
     def __init__(self, config: ArenaTrainConfig) -> None:
         self.config = config
-        self._arenas: dict[int, MatchArena] = {}
+        self._kept: tuple[int, MatchArena] | None = None  # the last seed, and its arena
 
     def score(self, policy: Policy, seed: int, should_stop: Callable[[], bool] = lambda: False) -> Evaluation | None:
         config = self.config
         if not config.eval_battles:
             return None
-        if seed not in self._arenas:
-            self._arenas = {seed: evaluation_arena(config, config.eval_battles, seed, policy.device)}  # keep only one arena
-        result = self._arenas[seed].play(policy, config.eval_against)
+        if self._kept is None or self._kept[0] != seed:
+            self._kept = seed, evaluation_arena(config, config.eval_battles, seed, policy.device)
+        result = self._kept[1].play(policy, config.eval_against)
         return Evaluation(list(result.points), [round(result.decisions)] * len(result.points))
 
     def close(self) -> None:
-        self._arenas.clear()
+        self._kept = None
 
 
 def evaluation_arena(config: ArenaTrainConfig, battles: int, seed: int, device: torch.device) -> MatchArena:
     """Return an arena of full teams, on maps that no run trains on."""
     arena = msgspec.structs.replace(config.arena, battles=battles, smallest_team=None)
     return MatchArena(arena, seed=unseen("evaluation", seed), device=device)
-
-
-def _score(config: ArenaTrainConfig, policy: Policy, seed: int) -> Evaluation | None:
-    return BotEvaluator(config).score(policy, seed)
 
 
 def against_bot(policy: Policy, config: ArenaTrainConfig, bot: str, *, battles: int, seed: int, draws: bool = False) -> MatchResult:
@@ -134,15 +119,14 @@ def write_league(folder: Path, config: ArenaTrainConfig, step: int, state: dict[
 ARENA = Trainer(
     config=ArenaTrainConfig,
     title=lambda config: f"arena-{config.arena.team_size}v{config.arena.team_size}",
-    prepare=_prepare,
+    prepare=lambda config, encoder, group: prepare_arena(config, group),
     changeable=("total_steps", "threads", "checkpoint_every", "keep", "eval_battles", "eval_against"),
-    score=_score,
     is_evaluated=lambda config: config.eval_battles > 0,
     make_evaluator=BotEvaluator,
     run_kind="arena",
     after_checkpoint=write_league,
 )
-_GOES_ON = dataclasses.replace(ARENA, prepare=_prepare_to_go_on)
+_GOES_ON = dataclasses.replace(ARENA, prepare=lambda config, encoder, group: prepare_arena(config, group, begins=False))
 
 
 def load_player(

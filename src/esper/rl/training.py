@@ -99,9 +99,8 @@ class Trainer(Generic[AnyConfig]):
     title: Callable[[AnyConfig], str]  # of its folder
     prepare: Callable[[AnyConfig, nn.Module | None, Group], AbstractContextManager[tuple[PPO, Relay]]]
     changeable: tuple[str, ...]  # settings that may change when resuming
-    score: Callable[[AnyConfig, Policy, int], Evaluation | None]  # scores a policy on fresh episodes; the number chooses them
-    is_evaluated: Callable[[AnyConfig], bool]  # whether policies are scored at all
-    make_evaluator: Callable[[AnyConfig], Evaluator] | None = None  # used by runs instead of `score`
+    is_evaluated: Callable[[AnyConfig], bool] = lambda config: False  # whether policies are scored at all
+    make_evaluator: Callable[[AnyConfig], Evaluator] | None = None  # scores policies; needed where `is_evaluated`
     eval_share: Callable[[AnyConfig], float] = lambda config: (
         1.0
     )  # share of the environments' steps that evaluations at checkpoints may take
@@ -113,35 +112,12 @@ class Trainer(Generic[AnyConfig]):
         """Return the steps of all environments of all ranks."""
         return config.total_steps * (1 if self.steps_of_all_ranks else group.world_size)
 
-    def evaluator(self, config: AnyConfig) -> Evaluator:
-        return _Scorer(self, config) if self.make_evaluator is None else self.make_evaluator(config)
-
-
-@dataclass(frozen=True)
-class _Scorer:
-    """The evaluator of a trainer that keeps nothing from one score to the next."""
-
-    trainer: Trainer[Any]
-    config: Any
-
-    def score(self, policy: Policy, seed: int, should_stop: Callable[[], bool]) -> Evaluation | None:
-        return self.trainer.score(self.config, policy, seed)
-
-    def close(self) -> None:
-        pass
-
-
-def _score_on_episodes(config: TrainConfig, policy: Policy, seed: int) -> Evaluation | None:
-    with contextlib.closing(EpisodeEvaluator(config)) as evaluator:
-        return evaluator.score(policy, seed)
-
 
 ENVIRONMENT = Trainer(
     config=TrainConfig,
     title=lambda config: config.env,
     prepare=lambda config, encoder, group: prepare(config, encoder=encoder, group=group),
     changeable=("total_steps", "threads", "checkpoint_every", "keep", "eval_episodes", "eval_max_steps", "eval_share"),
-    score=_score_on_episodes,
     is_evaluated=lambda config: config.eval_episodes > 0,
     make_evaluator=EpisodeEvaluator,
     eval_share=lambda config: config.eval_share,
@@ -346,7 +322,8 @@ class _Session:
     def __init__(self, config: RunConfig, folder: Path, ppo: PPO, relay: Relay, log: EventLog | None, options: Options) -> None:
         self.config, self.folder, self.ppo, self.log, self.options = config, folder, ppo, log, options
         self.store = open_store(folder, keep=config.keep)
-        self.evaluator: Evaluator = options.trainer.evaluator(config)
+        make_evaluator = options.trainer.make_evaluator
+        self.evaluator = None if make_evaluator is None else make_evaluator(config)
         self.best = (False, -math.inf)  # whether the best checkpoint has a score, and the score
         self.eval_steps = 0  # steps taken by evaluations at checkpoints, all environments together
         self.awaits_evaluation = False  # whether the checkpoint just saved still has to be evaluated
@@ -358,7 +335,8 @@ class _Session:
         relay.connect(self._tell_first if log is None else self.emit)
 
     def close(self) -> None:
-        self.evaluator.close()
+        if self.evaluator is not None:
+            self.evaluator.close()
 
     def go_on_from(self, before: _Before, *, is_trained: bool) -> RunResult:
         """Finish the pending evaluation of the checkpoint, then train on unless all steps were done."""
@@ -478,6 +456,7 @@ class _Session:
 
         def evaluate() -> bool:
             try:
+                assert self.evaluator is not None
                 evaluation = self.evaluator.score(self.ppo.policy, _CHOOSING, self.options.should_stop)
             except EvaluationStopped:
                 return False
@@ -505,6 +484,7 @@ class _Session:
         policy = copy.deepcopy(self.ppo.policy).eval()
         load_module(policy, best.state["ppo"]["policy"])
         try:
+            assert self.evaluator is not None
             evaluation = self.evaluator.score(policy, _AT_THE_END, self.options.should_stop)
         except EvaluationStopped:
             return None, True

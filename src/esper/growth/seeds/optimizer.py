@@ -76,7 +76,7 @@ class SeedLearner:
         if scale is not None:
             for gradient in gradients:
                 gradient.copy_(unscaled(gradient, scale))
-        # If the values can be read at once, skip the step here: because the host's is skipped, or because this gradient is not finite.
+        # If reading does not wait for the device, skip the step here: when the host skips its step, or when this gradient is not finite.
         norm = gradient_norm(self.parameters)
         may_read = not reading_waits(norm)
         if may_read and found_inf is not None and float(found_inf) > 0:
