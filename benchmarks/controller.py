@@ -37,14 +37,15 @@ from esper.config import save
 from esper.controller.compare_config import NAMES, CompareConfig
 from esper.controller.config import ControllerConfig, DomainConfig
 from esper.fleet.config import FleetConfig
-from esper.growth.config import GrowthConfig, Lifecycle
+from esper.growth.config import GrowthConfig, LifecycleConfig
 from esper.rl.config import NetworkConfig, PPOConfig
 from records import RESULTS, Output
 
 # Short lives of small hosts: what two cores can train by the thousand.
 FLEET = FleetConfig(batch_size=32, steps_per_decision=10, validation_batch=100, validation_samples=400)
 GROWTH = GrowthConfig(
-    blueprints=("norm", "conv3x3", "wide_conv3x3", "bottleneck"), lifecycle=Lifecycle(holding_epochs=2, embargo_epochs=2, withdraw_epochs=1)
+    blueprints=("norm", "conv3x3", "wide_conv3x3", "bottleneck"),
+    lifecycle=LifecycleConfig(holding_epochs=2, embargo_epochs=2, withdraw_epochs=1),
 )
 TRAINING = ControllerConfig(
     hosts=64,  # of all ranks together

@@ -34,10 +34,10 @@ from torch import nn
 
 from clock import now
 from esper.devices import find_device, threads
-from esper.fleet import Fleet, FleetConfig, HostSetting, TaskTensors
+from esper.fleet import Fleet, FleetConfig, HostConfig, TaskTensors
 from esper.fleet.kernels import compiled_kernels
 from esper.growth import Grower, GrowthConfig, Planned, add_slots
-from esper.growth.config import Budget
+from esper.growth.config import BudgetConfig
 from esper.tasks import ConvHost, Split, Task, load_task, shuffled_order
 from floor import floor
 from records import Output, Record, metadata
@@ -66,7 +66,7 @@ class Setup:
 
     @property
     def growth(self) -> GrowthConfig:
-        return GrowthConfig(budget=Budget(max_parameters=None, max_flops=None))
+        return GrowthConfig(budget=BudgetConfig(max_parameters=None, max_flops=None))
 
     def make_host(self, seed: int) -> nn.Module:
         return self.task.make_host(self.channels, seed=seed)
@@ -144,7 +144,7 @@ class Together:
         self.fleet = Fleet(
             setup.task, setup.make_host, hosts=setup.hosts, growth=setup.growth, config=config, device=setup.device, tensors=setup.tensors
         )
-        setting = partial(HostSetting, horizon=HORIZON, learning_rate=setup.learning_rate)
+        setting = partial(HostConfig, horizon=HORIZON, learning_rate=setup.learning_rate)
         self.fleet.reset({row: setting(seed=row) for row in range(setup.hosts)})
         self.fleet.decide({row: Planned(plan).decide(self.fleet.state(row)) for row, plan in enumerate(setup.plans)})
         assert [len(list(host.host_growth.lifecycles.occupied())) for host in self.fleet.rows] == list(map(len, setup.plans))

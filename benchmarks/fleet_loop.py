@@ -36,7 +36,7 @@ from esper.fleet.device import Reading
 from esper.fleet.fleet import Fleet
 from esper.fleet.kernels import compiled_kernels
 from esper.fleet.seed_groups import SeedStorage
-from esper.growth.config import Budget, GrowthConfig, Lifecycle
+from esper.growth.config import BudgetConfig, GrowthConfig, LifecycleConfig
 from esper.rl import PPO, PPOConfig
 from esper.rl.collector import Collector
 from esper.rng import Streams
@@ -108,8 +108,8 @@ def settings(options: argparse.Namespace, task: str) -> ControllerConfig:
         ),
         growth=GrowthConfig(
             blueprints=tuple(options.blueprints),
-            budget=Budget(max_seeds=options.seeds, max_parameters=None, max_flops=None),
-            lifecycle=Lifecycle(holding_epochs=1),
+            budget=BudgetConfig(max_seeds=options.seeds, max_parameters=None, max_flops=None),
+            lifecycle=LifecycleConfig(holding_epochs=1),
         ),
         ppo=PPOConfig(
             num_steps=options.horizon + 1,  # a whole life

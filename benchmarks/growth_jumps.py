@@ -28,7 +28,7 @@ from msgspec import structs
 from torch import nn
 
 from esper.growth import Decision, GrowthState
-from esper.growth.config import Lifecycle
+from esper.growth.config import LifecycleConfig
 from esper.growth.host.isolation import isolated
 from esper.growth.lifecycle.stages import Action, Advance, Germinate, Prune
 from growth_runs import Loop, Setting, add_options, difference, earlier_runs, mean, print_table, run_all, setting_of, shown
@@ -40,7 +40,7 @@ EVENTS = {
 }
 VIEWS = ("evaluation", "training")  # the mode in which a loss is computed
 # Nothing is measured or kept, and nothing has to be healthy: all that happens is what is forced.
-LIFE = Lifecycle(holding_epochs=10_000, embargo_epochs=0, training_epochs=1, minimum_health=0.0)
+LIFE = LifecycleConfig(holding_epochs=10_000, embargo_epochs=0, training_epochs=1, minimum_health=0.0)
 
 
 @dataclass(frozen=True)

@@ -26,11 +26,11 @@ from typing import Literal
 import numpy as np
 import torch
 
-from esper.fleet.config import FleetConfig, HostSetting
+from esper.fleet.config import FleetConfig, HostConfig
 from esper.fleet.fleet import Fleet
 from esper.fleet.measure import mean_losses
 from esper.growth import GrowthConfig
-from esper.growth.config import Budget, GovernorConfig, SeedOptimizer
+from esper.growth.config import BudgetConfig, GovernorConfig, SeedOptimizerConfig
 from esper.growth.host.layout import Place
 from esper.growth.lifecycle.stages import Decision, Germinate
 from esper.growth.seeds.blueprints import build_branch, get_blueprint, live_parameters
@@ -57,9 +57,9 @@ def run_one(options: argparse.Namespace, kind: Kind, seed: int) -> list[Record]:
     optimizer, momentum, rate = kind
     task = load_task(options.task, data_dir=options.data_dir, batch_size=options.batch_size)
     growth = GrowthConfig(
-        seed_optimizer=SeedOptimizer(warmup_epochs=0),
+        seed_optimizer=SeedOptimizerConfig(warmup_epochs=0),
         governor=GovernorConfig(spike_sigmas=1e6),
-        budget=Budget(max_parameters=None, max_flops=None),
+        budget=BudgetConfig(max_parameters=None, max_flops=None),
     )
     config = FleetConfig(
         batch_size=task.batch_size, steps_per_decision=STEPS, validation_samples=64, optimizer=optimizer, momentum=momentum, schedule="none"
@@ -69,7 +69,7 @@ def run_one(options: argparse.Namespace, kind: Kind, seed: int) -> list[Record]:
     fleets.append(Fleet(task, task.maker(options.host), hosts=len(names) + 1, growth=growth, config=config))
     horizon = options.before + max(AFTER) + 1
     for fleet in fleets:
-        fleet.reset({row: HostSetting(seed=seed, horizon=horizon, learning_rate=rate) for row in range(fleet.hosts)})
+        fleet.reset({row: HostConfig(seed=seed, horizon=horizon, learning_rate=rate) for row in range(fleet.hosts)})
     alone, copies = fleets
     for decision in range(options.before):
         alone.decide({0: Decision(probe=decision == options.before - 1)})

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from esper.growth import Planned
-from esper.growth.config import Lifecycle
+from esper.growth.config import LifecycleConfig
 from esper.growth.host.slots import Slot
 from esper.growth.lifecycle.backend import SlotBackend
 from esper.growth.lifecycle.stages import Cost
@@ -98,7 +98,7 @@ def relative_size(loop: Loop, slot: Slot) -> float:
 def run_one(setting: Setting, grown: Record, way: str, at: float, seed: int) -> list[Record]:
     """One training; `grown` are the slots and the blueprint."""
     epoch, slots = max(round(at * setting.epochs), 1), tuple(grown["slots"])
-    life = Lifecycle(raise_mode="joint" if way in ("joint", "never") else "shadow")
+    life = LifecycleConfig(raise_mode="joint" if way in ("joint", "never") else "shadow")
     plan = [] if way == "never" else [(epoch, slot, grown["blueprint"]) for slot in slots]
     host = setting.load().make_host("starved", seed=seed)
     loop = Loop(setting, host, Planned(plan), setting.config(seed, lifecycle=life, slots=slots), seed=seed)

@@ -23,7 +23,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
 from esper.growth import Controller, Grower, GrowthConfig, add_slots, grow
-from esper.growth.config import GovernorConfig, Lifecycle
+from esper.growth.config import GovernorConfig, LifecycleConfig
 from esper.growth.lifecycle.ledger import Ledger
 from esper.statistics import student_interval
 from esper.tasks import Task, load_task
@@ -53,9 +53,9 @@ class Setting:
     def scheduler(self, epochs: int) -> Callable[[Optimizer], LRScheduler] | None:
         return partial(CosineAnnealingLR, T_max=epochs) if self.schedule == "cosine" else None
 
-    def config(self, seed: int, *, lifecycle: Lifecycle | None = None, slots: tuple[str, ...] | None = None) -> GrowthConfig:
+    def config(self, seed: int, *, lifecycle: LifecycleConfig | None = None, slots: tuple[str, ...] | None = None) -> GrowthConfig:
         governor = GovernorConfig(uninformed_loss=self.load().uninformed_loss)
-        return GrowthConfig(seed=seed, governor=governor, lifecycle=lifecycle or Lifecycle(), slots=slots)
+        return GrowthConfig(seed=seed, governor=governor, lifecycle=lifecycle or LifecycleConfig(), slots=slots)
 
     @property
     def about(self) -> Record:

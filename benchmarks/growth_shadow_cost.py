@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from esper.growth import Grower, GrowthConfig, Planned, add_slots
-from esper.growth.config import Lifecycle
+from esper.growth.config import LifecycleConfig
 from growth_runs import print_table
 from records import RESULTS, Output, Record
 
@@ -90,7 +90,7 @@ class Side:
         slot = f"blocks.{self.at}"
         self.slotted = add_slots(self.model, self.inputs[:2], slots=[slot])
         # An epoch never ends, so neither does the shadow.
-        config = GrowthConfig(lifecycle=Lifecycle(raise_mode="shadow"))
+        config = GrowthConfig(lifecycle=LifecycleConfig(raise_mode="shadow"))
         controller = Planned([] if at is None else [(0, slot, options.blueprint)])
         self.grower = Grower(self.slotted, self.optimizer, controller=controller, config=config)
         self.grower.begin()

@@ -14,12 +14,12 @@ with pytest.MonkeyPatch.context() as patch:  # scripts: they find one another by
 
 from esper.controller.config import DomainConfig
 from esper.fleet.config import FleetConfig
-from esper.growth.config import GrowthConfig, Lifecycle
+from esper.growth.config import GrowthConfig, LifecycleConfig
 
 pytestmark = [pytest.mark.slow, pytest.mark.extra()]  # benchmarks are checked by `make test-all`
 
 TINY_FLEET = FleetConfig(batch_size=8, steps_per_decision=2, validation_batch=20, validation_samples=40)
-TINY_GROWTH = GrowthConfig(blueprints=("norm", "conv3x3"), lifecycle=Lifecycle(holding_epochs=1, embargo_epochs=1, withdraw_epochs=1))
+TINY_GROWTH = GrowthConfig(blueprints=("norm", "conv3x3"), lifecycle=LifecycleConfig(holding_epochs=1, embargo_epochs=1, withdraw_epochs=1))
 
 
 @pytest.fixture

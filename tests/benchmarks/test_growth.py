@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from esper.growth import Planned
-from esper.growth.config import Lifecycle
+from esper.growth.config import LifecycleConfig
 from esper.growth.lifecycle.stages import Stage
 from esper.tasks import Split, Task, load_task
 
@@ -170,7 +170,7 @@ def test_a_straight_through_seed_learns_and_its_host_does_not_notice(small: Task
     setting = growth_runs.Setting(epochs=8)
     loops = []
     for plan in ([], PLAN[:1]):
-        life = Lifecycle(raise_mode="shadow")
+        life = LifecycleConfig(raise_mode="shadow")
         loop = growth_runs.Loop(
             setting, small.make_host("starved", seed=0), Planned(plan), setting.config(0, lifecycle=life, slots=("blocks.0",)), seed=0
         )

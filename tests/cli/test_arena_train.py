@@ -20,7 +20,7 @@ from esper.league.events import LeagueChanged, RoundFought
 from esper.league.training_config import ArenaTrainConfig
 from esper.rl.checkpoints import open_store
 from esper.rl.events import Update
-from esper.runs import Event, Record, read
+from esper.runs import Event, EventRecord, read
 from tests.cli.arena_runs import LEARNING_UNITS, OPTIONS, UPDATE_STEPS, train
 from tests.commands import Terminal, events_of, last_line, show, signal_at_checkpoint
 from tests.processes import torchrun
@@ -28,8 +28,8 @@ from tests.processes import torchrun
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 
-def recorded(event: Event) -> Record:
-    return Record(time=0.0, run="run", rank=0, event=event)
+def recorded(event: Event) -> EventRecord:
+    return EventRecord(time=0.0, run="run", rank=0, event=event)
 
 
 # Mistakes

@@ -31,7 +31,7 @@ from esper.controller.network import make_policy
 from esper.controller.network_config import SlotNetworkConfig
 from esper.experiment import grow_task
 from esper.experiment.config import GrowTaskConfig
-from esper.growth.config import GrowthConfig, Lifecycle
+from esper.growth.config import GrowthConfig, LifecycleConfig
 from esper.growth.lifecycle.stages import Stage
 from esper.growth.report.story import read_story
 from esper.rl.checkpoints import open_store
@@ -381,7 +381,7 @@ def test_a_trained_controller_grows_a_task(eager: Path, tmp_path: Path, capsys: 
 
 @pytest.mark.slow
 def test_a_trained_controller_grows_a_model_in_python(eager: Path) -> None:
-    task, rules = load_task("digits"), Lifecycle(holding_epochs=1)
+    task, rules = load_task("digits"), LifecycleConfig(holding_epochs=1)
     grown = esper.grow(
         task.make_host("starved"),
         task.train_loader(),
@@ -396,7 +396,7 @@ def test_a_trained_controller_grows_a_model_in_python(eager: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_the_controller_that_it_began_with(eager: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rules = Lifecycle(holding_epochs=1)
+    rules = LifecycleConfig(holding_epochs=1)
     settings: dict[str, Any] = {"epochs": 3, "threads": 1, "device": "cpu", "lifecycle": rules, "blueprints": ("norm",)}
     config = GrowTaskConfig(task="digits", controller=str(eager), **settings)
 

@@ -26,7 +26,7 @@ from esper.growth.events import EpochEnded, FinalTest, GrowthStarted, Probed, Sl
 from esper.growth.report.html import REPORT
 from esper.growth.report.story import read_story
 from esper.growth.run import KIND
-from esper.runs import CheckpointStore, Record, Tree, read
+from esper.runs import CheckpointStore, EventRecord, Tree, read
 from esper.runs.folder import CHECKPOINTS
 from esper.statistics import student_interval
 from esper.tasks import load_task
@@ -605,13 +605,13 @@ def test_long_names_and_many_slots_still_fit() -> None:
     progress = GrowProgress("large")
     slots = [f"encoder.layers.{index}.attention.output.projection" for index in range(40)]
     started = GrowthStarted(epoch=0, epochs=9, controller="never", raise_mode="joint", slots=slots, parameters=10, flops=10)
-    progress.take(Record(time=0.0, run="run", rank=0, event=started))
+    progress.take(EventRecord(time=0.0, run="run", rank=0, event=started))
     views = [
         SlotView(slot, "HOLDING" if index == 39 else "DORMANT", "a_very_long_blueprint_of_ones_own", 1.0, 3, 1.0, 0.1, 0.05, 0.2, 5, 0.01)
         for index, slot in enumerate(slots)
     ]
     ended = EpochEnded(epoch=1, train_loss=1.0, val_loss=1.0, learning_rate=0.1, decision="x " * 100, slots=views, parameters=15, flops=12)
-    progress.take(Record(time=0.0, run="run", rank=0, event=ended))
+    progress.take(EventRecord(time=0.0, run="run", rank=0, event=ended))
     shown = drawn(progress, 80)
     assert all(len(line) <= 80 for line in shown.splitlines())
     assert "HOLDING" in shown, "a slot with a seed is never left out"
@@ -632,7 +632,7 @@ def test_plain_lines_tell_every_change_with_its_reason(finished: Path) -> None:
 def test_what_the_probe_saw_is_a_line() -> None:
     stream = io.StringIO()
     promises = {"a": {"norm": 0.001, "conv3x3": 0.02}, "b": {"norm": 0.03}}
-    PlainLines(GrowProgress("digits"), stream).write(Record(time=0.0, run="run", rank=0, event=Probed(epoch=4, promises=promises)))
+    PlainLines(GrowProgress("digits"), stream).write(EventRecord(time=0.0, run="run", rank=0, event=Probed(epoch=4, promises=promises)))
     assert (
         "epoch 4: the probe estimates a fall of the loss per step of 0.03000 with norm after b, 0.02000 with conv3x3 after a"
         in stream.getvalue()

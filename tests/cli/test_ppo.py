@@ -25,10 +25,10 @@ from esper.config import load
 from esper.rl import RunError, TrainConfig, load_policy, train_run, training
 from esper.rl.checkpoints import KIND, open_store
 from esper.rl.config import NetworkConfig, PPOConfig
-from esper.rl.evaluate import Evaluation
+from esper.rl.evaluate import PolicyEvaluation
 from esper.rl.events import Update, Warned
 from esper.rl.run_setup import Evaluated
-from esper.runs import Checkpoint, CheckpointRefused, CheckpointStore, Record, SinkFailed, Tree, read
+from esper.runs import Checkpoint, CheckpointRefused, CheckpointStore, EventRecord, SinkFailed, Tree, read
 from esper.runs.folder import CHECKPOINTS
 from esper.vecenv import make
 from tests.commands import Terminal, assert_same_state, events_of, last_line, show, shown_in_tensorboard, signal_at_checkpoint, wait_for
@@ -292,7 +292,7 @@ def test_a_policy_with_an_encoder_of_ones_own_is_trained_resumed_and_loaded(tmp_
 @pytest.mark.slow
 def test_the_best_checkpoint_is_the_one_whose_policy_does_best_on_fresh_episodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scores = iter([0.25, 1.0, 0.5, 0.75, 0.0, 0.0])
-    monkeypatch.setattr("esper.rl.run_setup.evaluate", lambda *given, **settings: Evaluation([next(scores)], [1]))
+    monkeypatch.setattr("esper.rl.run_setup.evaluate", lambda *given, **settings: PolicyEvaluation([next(scores)], [1]))
     every = msgspec.structs.replace(CONFIG, checkpoint_every=1, total_steps=5 * UPDATE_STEPS, eval_episodes=1)
     train_run(every, tmp_path / "run")
     assert open_store(tmp_path / "run").load("best").step == 2 * UPDATE_STEPS
@@ -463,7 +463,7 @@ def test_plain_progress_is_a_start_lines_in_time_and_an_end(finished: Path) -> N
 def test_a_sink_that_was_switched_off_is_shown() -> None:
     stream = io.StringIO()
     event = SinkFailed(sink="WandbSink", error="no route to host")
-    PlainLines(PPOProgress(), stream).write(Record(time=0.0, run="run", rank=0, event=event))
+    PlainLines(PPOProgress(), stream).write(EventRecord(time=0.0, run="run", rank=0, event=event))
     assert "WandbSink failed and was switched off, training goes on: no route to host" in stream.getvalue()
 
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from esper.growth.config import Lifecycle, Rent
+from esper.growth.config import LifecycleConfig, RentConfig
 from esper.growth.host.layout import Place
-from esper.growth.lifecycle.stages import OCCUPIED, Candidate, Contribution, Cost, GradientStats, GrowthState, LossScale, SlotState, Stage
+from esper.growth.lifecycle.stages import OCCUPIED, Candidate, Contribution, Cost, GradientStats, GrowthState, LossRange, SlotState, Stage
 from esper.statistics import Interval
 
-RULES = Lifecycle(holding_epochs=2)
+RULES = LifecycleConfig(holding_epochs=2)
 HOST = Cost(parameters=2_000, flops=100_000)
 SMALL = Candidate("conv1x1", Cost(72, 4_000), rent=0.0004, load=1.1)
 LARGE = Candidate("double_conv3x3", Cost(1_200, 70_000), rent=0.012, promise=0.002, load=18.0)
@@ -36,9 +36,9 @@ def seed_on_trial(name: str = "second", *, epoch: int = 4, gain: float = 0.05, *
 def state(*slots: SlotState, **fields: Any) -> GrowthState:
     base = GrowthState(
         epoch=4, epochs=20, steps_per_epoch=16, train_losses=(2.0, 1.5, 1.2, 1.0), val_losses=(2.1, 1.6, 1.4, 1.3), slots=slots,
-        host_cost=HOST, added=Cost(0, 0), parameters_left=16_000, flops_left=None, seeds_left=len(slots), scale=LossScale.of(2.3),
+        host_cost=HOST, added=Cost(0, 0), parameters_left=16_000, flops_left=None, seeds_left=len(slots), scale=LossRange.of(2.3),
         lifecycle=RULES,
-        learning_rate=0.01, samples_per_epoch=1_000, host_load=400.0, rent=Rent(parameters=0.1, flops=0.03),
+        learning_rate=0.01, samples_per_epoch=1_000, host_load=400.0, rent=RentConfig(parameters=0.1, flops=0.03),
     )  # fmt: skip
     return replace(base, **fields)
 
@@ -52,7 +52,7 @@ def drawn_state(rng: np.random.Generator, *, slots: int = 3, blueprints: int = 4
         epoch=epoch,
         train_losses=losses,
         val_losses=losses,
-        rent=Rent(parameters=float(rng.uniform(0, 4)), flops=float(rng.uniform(0, 1))),
+        rent=RentConfig(parameters=float(rng.uniform(0, 4)), flops=float(rng.uniform(0, 1))),
     )
 
 

@@ -16,7 +16,7 @@ from esper.controller.comparison import Comparison
 from esper.controller.config import RENT_LEVELS
 from esper.controller.lives import EvalRun
 from esper.fleet.config import FleetConfig
-from esper.growth.config import GrowthConfig, Lifecycle
+from esper.growth.config import GrowthConfig, LifecycleConfig
 from esper.tasks import load_task
 
 pytestmark = pytest.mark.slow
@@ -32,7 +32,7 @@ CONFIG = CompareConfig(
     rows=40,
     device="cpu",
     fleet=FleetConfig(steps_per_decision=3, batch_size=16, validation_batch=100, validation_samples=200),
-    growth=GrowthConfig(blueprints=("norm", "conv3x3"), lifecycle=Lifecycle(holding_epochs=1)),
+    growth=GrowthConfig(blueprints=("norm", "conv3x3"), lifecycle=LifecycleConfig(holding_epochs=1)),
 )
 
 

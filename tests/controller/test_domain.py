@@ -15,8 +15,8 @@ from hypothesis import given, settings, strategies as st
 from esper.config import ConfigError, from_mapping, load, save
 from esper.controller.config import HELD_OUT_SEEDS, RENT_LEVELS, ControllerConfig, DomainConfig
 from esper.controller.domain import FleetSetting, draw_round, training_seeds
-from esper.fleet.config import HostSetting
-from esper.growth.config import Rent
+from esper.fleet.config import HostConfig
+from esper.growth.config import RentConfig
 
 CONFIG = DomainConfig()
 seeds = st.integers(0, 2**31 - 1)
@@ -26,7 +26,7 @@ def drawn(config: DomainConfig = CONFIG, *, rounds: int = 30, hosts: int = 16, s
     return [fleet for number in range(rounds) for fleet in draw_round(config, round_number=number, hosts=hosts, seed=seed)]
 
 
-def hosts_of(fleets: list[FleetSetting]) -> Iterator[HostSetting]:
+def hosts_of(fleets: list[FleetSetting]) -> Iterator[HostConfig]:
     return (host for fleet in fleets for host in fleet.hosts)
 
 
@@ -120,7 +120,7 @@ def test_hosts_that_share_a_twin_share_all_but_the_rent_and_what_their_seeds_beg
     for fleet in drawn(DomainConfig(hosts_per_twin=3), rounds=5):
         for start in range(0, len(fleet.hosts), 3):
             group = fleet.hosts[start : start + 3]
-            alike = {msgspec.structs.replace(host, rent=Rent(), growth_seed=0) for host in group}
+            alike = {msgspec.structs.replace(host, rent=RentConfig(), growth_seed=0) for host in group}
             assert len(alike) == 1
             assert len({host.growth_seed for host in group}) == len(group)
 

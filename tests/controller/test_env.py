@@ -17,9 +17,9 @@ from esper.controller.fleet_with_twins import FleetWithTwins, finite
 from esper.controller.layout import Op
 from esper.controller.reward import potential
 from esper.fleet.config import FleetConfig
-from esper.growth.config import GovernorConfig, GrowthConfig, Lifecycle
+from esper.growth.config import GovernorConfig, GrowthConfig, LifecycleConfig
 from esper.growth.events import StageEntered
-from esper.growth.lifecycle.stages import Cost, GrowthState, LossScale, Stage
+from esper.growth.lifecycle.stages import Cost, GrowthState, LossRange, Stage
 from esper.rl.collector import Staging
 from esper.rl.distributions import ActionDistribution
 from esper.runs import Event
@@ -32,7 +32,7 @@ CONFIG = ControllerConfig(
     hosts=6,
     domain=DomainConfig(hosts=("2-3-4", "3-4-6"), held_out_hosts=(), fleets=2, hosts_per_twin=3, horizon=(HORIZON, HORIZON)),
     fleet=FleetConfig(batch_size=16, steps_per_decision=2, validation_samples=50, validation_batch=25),
-    growth=GrowthConfig(blueprints=("norm", "conv3x3"), lifecycle=Lifecycle(holding_epochs=1, embargo_epochs=1, withdraw_epochs=1)),
+    growth=GrowthConfig(blueprints=("norm", "conv3x3"), lifecycle=LifecycleConfig(holding_epochs=1, embargo_epochs=1, withdraw_epochs=1)),
 )
 
 
@@ -301,7 +301,7 @@ def test_losses_that_are_not_finite_are_seen_as_those_before_them() -> None:
         None,
         None,
         0,
-        scale=LossScale.of(2.3),
+        scale=LossRange.of(2.3),
     )
     assert finite(state).train_losses == (1.0, 1.0, 0.5)
     assert finite(state).val_losses == (2.3, 2.0, 2.0)
@@ -368,7 +368,7 @@ def test_what_a_kept_seed_gives_is_measured_at_the_end_and_not_when_it_was_kept(
 
 
 # Nobody lets the seeds blend, so that the hosts never notice them.
-UNSEEN = Lifecycle(raise_mode="shadow", training_epochs=1, blend_epochs=0, holding_epochs=1, embargo_epochs=0, withdraw_epochs=0)
+UNSEEN = LifecycleConfig(raise_mode="shadow", training_epochs=1, blend_epochs=0, holding_epochs=1, embargo_epochs=0, withdraw_epochs=0)
 FEW = msgspec.structs.replace(CONFIG, hosts=2, domain=msgspec.structs.replace(CONFIG.domain, hosts=("2-3-4",), fleets=1, hosts_per_twin=2))
 BOTH_FAMILIES = pytest.mark.parametrize("family", ["loss", "contribution"])
 

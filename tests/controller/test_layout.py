@@ -14,13 +14,13 @@ import torch
 from esper.controller.features import CANDIDATE, HOST, SLOT
 from esper.controller.layout import ALPHA_TARGETS, LAYOUT_VERSION, Op, blueprint_names, decision, observe, spec
 from esper.controller.table import Scale
-from esper.growth.config import Lifecycle
-from esper.growth.lifecycle.stages import Advance, Contribution, Cost, Fossilize, Germinate, GrowthState, LossScale, Prune, Retarget, Stage
+from esper.growth.config import LifecycleConfig
+from esper.growth.lifecycle.stages import Advance, Contribution, Cost, Fossilize, Germinate, GrowthState, LossRange, Prune, Retarget, Stage
 from esper.statistics import Interval
 from tests.controller.hosts import HEALTHY, LARGE, RULES, SMALL, drawn_state, seed_on_trial, slot, state
 from tests.growth.small import in_other_units
 
-SHADOW = Lifecycle(raise_mode="shadow", training_epochs=2, holding_epochs=2)
+SHADOW = LifecycleConfig(raise_mode="shadow", training_epochs=2, holding_epochs=2)
 
 
 def seen(now: GrowthState, part: str, name: str, *index: int) -> float:
@@ -29,7 +29,7 @@ def seen(now: GrowthState, part: str, name: str, *index: int) -> float:
     return float(obs[part][(0, *index, table.column(name))])
 
 
-def allowed(now: GrowthState, rules: Lifecycle = RULES) -> dict[str, set[str]]:
+def allowed(now: GrowthState, rules: LifecycleConfig = RULES) -> dict[str, set[str]]:
     """Which ops, and for each of them which slots."""
     _, masks = observe([replace(now, lifecycle=rules)], slots=3, blueprints=4)
     places = [one.place.name for one in now.slots]
@@ -106,7 +106,7 @@ def replace_rent(parameters: float):
 def test_losses_are_seen_relative_to_a_model_that_knows_nothing():
     now = state(slot())
     assert seen(now, "host", "val_loss") == pytest.approx(1.3 / 2.3)
-    assert seen(replace(now, scale=LossScale.of(-0.7, loss_range=3.0)), "host", "val_loss") == 1.5, "far above the uninformed loss"
+    assert seen(replace(now, scale=LossRange.of(-0.7, loss_range=3.0)), "host", "val_loss") == 1.5, "far above the uninformed loss"
     assert seen(replace(now, scale=None), "host", "val_loss") == 0, "not known yet"
     assert seen(now, "host", "train_slope") < 0
     assert seen(now, "host", "gap") > 0
@@ -126,7 +126,7 @@ def test_an_observation_does_not_depend_on_the_unit_of_the_loss(factor: float):
 def test_the_rules_of_the_run_are_observed_and_decide_what_is_allowed():
     learning = slot("learning", stage=Stage.TRAINING, blueprint="conv1x1", epochs_in_stage=2, gradients=HEALTHY, candidates=())
     now = replace(state(learning), lifecycle=SHADOW)
-    slower = replace(now, lifecycle=Lifecycle(raise_mode="shadow", training_epochs=6, holding_epochs=2))
+    slower = replace(now, lifecycle=LifecycleConfig(raise_mode="shadow", training_epochs=6, holding_epochs=2))
     assert "ADVANCE" in allowed(now, now.lifecycle)
     assert "ADVANCE" not in allowed(slower, slower.lifecycle)
     for name in ("training_epochs", "blend_epochs", "holding_epochs", "withdraw_epochs", "embargo_epochs"):

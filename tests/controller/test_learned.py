@@ -19,10 +19,10 @@ from esper.controller.layout import observe
 from esper.controller.learned import ControllerError, load_controller, save_controller
 from esper.controller.network import make_policy
 from esper.controller.network_config import SlotNetworkConfig
-from esper.fleet.config import FleetConfig, HostSetting
+from esper.fleet.config import FleetConfig, HostConfig
 from esper.fleet.fleet import Fleet
 from esper.growth import grow
-from esper.growth.config import GrowthConfig, Lifecycle, Rent
+from esper.growth.config import GrowthConfig, LifecycleConfig, RentConfig
 from esper.growth.controllers.baselines import as_controller
 from esper.growth.lifecycle.stages import CompleteController, Decision, GrowthState
 from esper.rl.config import NetworkConfig
@@ -76,7 +76,7 @@ def test_it_is_a_complete_controller_that_growth_takes_as_it_is(path: Path) -> N
 
 @pytest.mark.parametrize("mode", ["joint", pytest.param("shadow", marks=pytest.mark.slow)])
 def test_it_grows_a_real_model_and_no_gate_refuses_what_it_decides(path: Path, mode: Literal["joint", "shadow"]) -> None:
-    rules = Lifecycle(raise_mode=mode, training_epochs=1, blend_epochs=1, holding_epochs=1, withdraw_epochs=1, embargo_epochs=1)
+    rules = LifecycleConfig(raise_mode=mode, training_epochs=1, blend_epochs=1, holding_epochs=1, withdraw_epochs=1, embargo_epochs=1)
     settings = GrowthConfig(slots=SLOTS, lifecycle=rules)
     kinds = set()
     for seed in range(2):
@@ -106,9 +106,9 @@ class Watched:
 def test_a_host_looks_the_same_in_a_fleet_and_in_grow_and_no_gate_refuses_a_decision(path: Path, mode: Literal["joint", "shadow"]) -> None:
     """As controllers are trained, and as they are used: nobody tells grow the uninformed loss, nor the controller the rules."""
     task = small_task()
-    rules = Lifecycle(raise_mode=mode, training_epochs=2, blend_epochs=1, holding_epochs=2, withdraw_epochs=1, embargo_epochs=1)
+    rules = LifecycleConfig(raise_mode=mode, training_epochs=2, blend_epochs=1, holding_epochs=2, withdraw_epochs=1, embargo_epochs=1)
     growth, config = GrowthConfig(lifecycle=rules), FleetConfig(batch_size=BATCH, validation_batch=20, precision="float64")
-    setting = HostSetting(seed=3, growth_seed=5, horizon=9, learning_rate=0.01, rent=Rent(parameters=0.2, flops=0.1))
+    setting = HostConfig(seed=3, growth_seed=5, horizon=9, learning_rate=0.01, rent=RentConfig(parameters=0.2, flops=0.1))
     one, other = (Watched(load_controller(path, seed=4)) for _ in range(2))
     grown = alone(task, setting, {}, growth, config, one)
     fleet = Fleet(task, make_conv_host, hosts=1, growth=growth, config=config)

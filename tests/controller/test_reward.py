@@ -17,7 +17,7 @@ from torch import Tensor
 
 from esper.controller.config import RENT_LEVELS, RewardConfig
 from esper.controller.reward import TERMS, HostStanding, potential, rewards, standing_of
-from esper.growth.config import Rent
+from esper.growth.config import RentConfig
 from esper.growth.host.layout import Place
 from esper.growth.lifecycle.stages import LIVING, Contribution, Cost, GrowthState, SlotState, Stage
 from esper.growth.measure.rent import rent_of, total
@@ -25,7 +25,7 @@ from esper.statistics import Interval
 
 HOST = Cost(parameters=1_000, flops=10_000)
 SEED = Cost(parameters=500, flops=4_000)
-RENT = Rent(parameters=0.05, flops=0.01)
+RENT = RentConfig(parameters=0.05, flops=0.01)
 HORIZON = 12
 TWIN_LOSS = 1.0
 

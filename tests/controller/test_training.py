@@ -15,7 +15,7 @@ from esper.controller.learned import Learned, load_controller
 from esper.controller.network_config import SlotNetworkConfig
 from esper.controller.training import CONTROLLER, train_controller
 from esper.fleet.config import FleetConfig
-from esper.growth.config import GrowthConfig, Lifecycle
+from esper.growth.config import GrowthConfig, LifecycleConfig
 from esper.rl.checkpoints import open_store
 from esper.rl.config import NetworkConfig
 from esper.rl.training import RunResult
@@ -30,7 +30,7 @@ CONFIG = ControllerConfig(
     threads=1,
     domain=DomainConfig(tasks=("digits",), hosts=("2-4-8",), held_out_hosts=("3-6-12",), horizon=(3, 4)),
     fleet=FleetConfig(batch_size=16, steps_per_decision=2, validation_samples=64),
-    growth=GrowthConfig(blueprints=("norm", "conv1x1"), lifecycle=Lifecycle(holding_epochs=1)),
+    growth=GrowthConfig(blueprints=("norm", "conv1x1"), lifecycle=LifecycleConfig(holding_epochs=1)),
     network=SlotNetworkConfig(width=8),
     ppo=msgspec.structs.replace(ControllerConfig().ppo, num_steps=6, num_minibatches=2, num_epochs=1, network=NetworkConfig(hidden_size=8)),
 )

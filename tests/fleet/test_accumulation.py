@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from esper.config import ConfigError
-from esper.fleet import Fleet, FleetConfig, HostSetting
-from esper.growth.config import GrowthConfig, Lifecycle
+from esper.fleet import Fleet, FleetConfig, HostConfig
+from esper.growth.config import GrowthConfig, LifecycleConfig
 from esper.growth.grower import Grower
 from esper.growth.host.slotted import add_slots
 from esper.growth.lifecycle.stages import Advance, Decision, Fossilize
@@ -40,7 +40,7 @@ def plain(seed: int) -> nn.Module:
         return Plain().double()
 
 
-def lived(config: FleetConfig, lifecycle: Lifecycle) -> Fleet:
+def lived(config: FleetConfig, lifecycle: LifecycleConfig) -> Fleet:
     """Some epochs with seeds that come, blend in and are kept."""
     growth = GrowthConfig(lifecycle=lifecycle, slots=SLOTS)
     fleet = Fleet(small_task(), plain, hosts=3, growth=growth, config=config)
@@ -58,7 +58,7 @@ def lived(config: FleetConfig, lifecycle: Lifecycle) -> Fleet:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lifecycle", [QUICK, SHADOW], ids=["joint", "shadow"])
-def test_hosts_without_a_batch_norm_learn_from_the_parts_what_they_learn_from_the_whole(lifecycle: Lifecycle) -> None:
+def test_hosts_without_a_batch_norm_learn_from_the_parts_what_they_learn_from_the_whole(lifecycle: LifecycleConfig) -> None:
     whole, in_parts = lived(WHOLE, lifecycle), lived(IN_PARTS, lifecycle)
     assert any(entry.outcome == "kept" for entry in whole.rows[0].host_growth.ledger.entries)
     for name, tensor in whole.tensors().items():
@@ -74,10 +74,10 @@ def test_hosts_without_a_batch_norm_learn_from_the_parts_what_they_learn_from_th
 def test_a_row_equals_the_same_host_alone_with_accumulated_gradients() -> None:
     """Of hosts with batch norms, which see the parts."""
     task, growth = small_task(), GrowthConfig(lifecycle=QUICK)
-    setting = HostSetting(seed=3, growth_seed=5, horizon=5, learning_rate=0.01)
+    setting = HostConfig(seed=3, growth_seed=5, horizon=5, learning_rate=0.01)
     script = {1: [germinate("blocks.1", "conv3x3"), germinate("blocks.2", "bottleneck")], 3: [Fossilize("blocks.1", "")]}
     fleet = Fleet(task, make_host, hosts=2, growth=growth, config=msgspec.structs.replace(IN_PARTS, schedule="none"))
-    fleet.reset({0: HostSetting(seed=1, horizon=5), 1: setting})
+    fleet.reset({0: HostConfig(seed=1, horizon=5), 1: setting})
     controller, rows = Scripted(script), [0, 1]
     while rows:
         fleet.decide({1: controller.decide(fleet.state(1))})

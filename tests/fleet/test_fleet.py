@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from esper.fleet import Fleet, FleetConfig, FleetError, HostSetting, TaskTensors
+from esper.fleet import Fleet, FleetConfig, FleetError, HostConfig, TaskTensors
 from esper.fleet.device import Reading
 from esper.fleet.measure import losses_of
 from esper.growth import GrowthError, register_blueprint
-from esper.growth.config import GovernorConfig, GrowthConfig, Lifecycle, SeedOptimizer
+from esper.growth.config import GovernorConfig, GrowthConfig, LifecycleConfig, SeedOptimizerConfig
 from esper.growth.events import ActionRefused, StageEntered
 from esper.growth.host.layout import Place
 from esper.growth.lifecycle.stages import Action, Advance, Decision, Fossilize, Germinate, Stage
@@ -27,17 +27,17 @@ from esper.tasks.gpt_host import GPTHost
 from tests.fleet.test_fleet_equals_grower import BATCH, SLOTS, alone, assert_same, germinate, make_host, small_task, together
 
 CONFIG = FleetConfig(batch_size=BATCH, validation_batch=20, precision="float64")
-QUICK = Lifecycle(holding_epochs=1, embargo_epochs=1)
-SHADOW = Lifecycle(raise_mode="shadow", training_epochs=2, minimum_health=0.0, blend_epochs=1, holding_epochs=1)
+QUICK = LifecycleConfig(holding_epochs=1, embargo_epochs=1)
+SHADOW = LifecycleConfig(raise_mode="shadow", training_epochs=2, minimum_health=0.0, blend_epochs=1, holding_epochs=1)
 State = dict[str, Tensor]
 
 
-def settings_of(count: int, **changes: Any) -> list[HostSetting]:
-    return [HostSetting(**{"seed": row, "growth_seed": row, "horizon": 8, "learning_rate": 0.01, **changes}) for row in range(count)]
+def settings_of(count: int, **changes: Any) -> list[HostConfig]:
+    return [HostConfig(**{"seed": row, "growth_seed": row, "horizon": 8, "learning_rate": 0.01, **changes}) for row in range(count)]
 
 
 def make_fleet(
-    settings: list[HostSetting], growth: GrowthConfig | None = None, config: FleetConfig = CONFIG, task: Task | None = None
+    settings: list[HostConfig], growth: GrowthConfig | None = None, config: FleetConfig = CONFIG, task: Task | None = None
 ) -> Fleet:
     fleet = Fleet(task or small_task(), make_host, hosts=len(settings), growth=growth or GrowthConfig(lifecycle=QUICK), config=config)
     fleet.reset(dict(enumerate(settings)))
@@ -98,7 +98,7 @@ def test_a_host_that_fails_again_and_again_is_given_up_and_the_others_go_on() ->
 def test_a_seed_that_explodes_is_rolled_back_as_in_a_host_alone() -> None:
     """The loss stays finite, so that a host alone is judged at the end of the epoch too."""
     task = small_task()
-    growth = GrowthConfig(lifecycle=QUICK, seed_optimizer=SeedOptimizer(learning_rate_factor=3000.0, warmup_epochs=0.0))
+    growth = GrowthConfig(lifecycle=QUICK, seed_optimizer=SeedOptimizerConfig(learning_rate_factor=3000.0, warmup_epochs=0.0))
     scripts = [{}, {4: [germinate("blocks.2", "conv3x3")], 7: [germinate("blocks.0", "norm")]}, {}]
     settings = settings_of(3, horizon=9, learning_rate=0.001)
     fleet = together(task, settings, scripts, growth, CONFIG)
@@ -157,7 +157,7 @@ def test_a_host_that_is_over_stays_bit_identical_while_others_train() -> None:
 @pytest.mark.slow
 def test_a_reset_host_lives_as_in_a_new_fleet_and_the_others_go_on() -> None:
     fleet, straight = make_fleet(settings_of(2)), make_fleet(settings_of(2))
-    again = HostSetting(seed=5, growth_seed=6, horizon=8, learning_rate=0.02)
+    again = HostConfig(seed=5, growth_seed=6, horizon=8, learning_rate=0.02)
     for each in (fleet, straight):
         in_every_slot(each, 0)
         each.advance()
@@ -176,7 +176,7 @@ def test_a_reset_host_lives_as_in_a_new_fleet_and_the_others_go_on() -> None:
 def test_a_host_that_was_never_reset_does_not_train() -> None:
     fleet = Fleet(small_task(), make_host, hosts=3, config=CONFIG)
     assert fleet.advance() == []
-    fleet.reset({1: HostSetting(horizon=2)})
+    fleet.reset({1: HostConfig(horizon=2)})
     assert fleet.advance() == [1]
 
 
@@ -246,7 +246,7 @@ def test_losses_are_those_of_the_host_with_what_it_has_kept() -> None:
 
 
 @pytest.mark.parametrize("lifecycle", [QUICK, pytest.param(SHADOW, marks=pytest.mark.slow)], ids=["joint", "shadow"])
-def test_a_saved_fleet_goes_on_bit_for_bit_with_seeds_alive(lifecycle: Lifecycle) -> None:
+def test_a_saved_fleet_goes_on_bit_for_bit_with_seeds_alive(lifecycle: LifecycleConfig) -> None:
     growth = GrowthConfig(lifecycle=lifecycle)
     settings = settings_of(3, horizon=9)
     settings[2] = msgspec.structs.replace(settings[2], label_noise=0.2, data_share=0.5)
@@ -304,7 +304,7 @@ def named_as(state: Any, dtype: torch.dtype) -> Any:
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-5), pytest.param("bfloat16", 2e-2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("lifecycle", [QUICK, pytest.param(SHADOW, marks=pytest.mark.slow)], ids=["joint", "shadow"])
-def test_one_step_in_lower_precision_agrees_with_float64(precision: str, tolerance: float, lifecycle: Lifecycle) -> None:
+def test_one_step_in_lower_precision_agrees_with_float64(precision: str, tolerance: float, lifecycle: LifecycleConfig) -> None:
     growth = GrowthConfig(lifecycle=lifecycle)
     config = msgspec.structs.replace(CONFIG, steps_per_decision=1)
     fleet = make_fleet(settings_of(3, horizon=20), growth, config)
@@ -400,7 +400,7 @@ def own_host(seed: int) -> nn.Module:
 @pytest.mark.slow
 @pytest.mark.parametrize("lifecycle", [QUICK, SHADOW], ids=["joint", "shadow"])
 @pytest.mark.parametrize("kind", ["own", "text"])
-def test_hosts_of_other_kinds_equal_themselves_alone(kind: str, lifecycle: Lifecycle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_of_other_kinds_equal_themselves_alone(kind: str, lifecycle: LifecycleConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     task = small_task() if kind == "own" else text_task()
 
     def gpt_host(seed: int) -> nn.Module:
@@ -456,7 +456,7 @@ def test_hosts_that_do_not_exist_are_refused() -> None:
         with pytest.raises(FleetError, match=f"no host {row}; a fleet of 2 has the hosts 0 to 1"):
             decide(fleet, row)
         with pytest.raises(FleetError, match=f"no host {row}"):
-            fleet.reset({0: HostSetting(), row: HostSetting()})
+            fleet.reset({0: HostConfig(), row: HostConfig()})
 
 
 @pytest.mark.slow
@@ -482,8 +482,8 @@ def test_a_blueprint_with_buffers_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("setting", [HostSetting(classes_share=0.5), HostSetting(label_noise=0.1)], ids=["classes", "noise"])
-def test_some_classes_and_wrong_labels_of_a_text_are_refused(setting: HostSetting) -> None:
+@pytest.mark.parametrize("setting", [HostConfig(classes_share=0.5), HostConfig(label_noise=0.1)], ids=["classes", "noise"])
+def test_some_classes_and_wrong_labels_of_a_text_are_refused(setting: HostConfig) -> None:
     task = text_task()
     fleet = Fleet(task, lambda seed: GPTHost(task.num_classes, sequence_length=8, width=8, layers=1, heads=2), hosts=1, config=CONFIG)
     with pytest.raises(FleetError, match="leave classes_share at 1 and label_noise at 0"):
@@ -499,7 +499,7 @@ def test_data_on_the_device_are_shared_by_fleets() -> None:
     ]
     assert fleets[0].data.tensors is fleets[1].data.tensors
     for fleet in fleets:
-        fleet.reset({0: HostSetting()})
+        fleet.reset({0: HostConfig()})
         fleet.advance()
 
 

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 import torch
 
-from esper.fleet import Fleet, FleetConfig, FleetError, HostSetting
-from esper.growth.config import GrowthConfig, Lifecycle
+from esper.fleet import Fleet, FleetConfig, FleetError, HostConfig
+from esper.growth.config import GrowthConfig, LifecycleConfig
 from esper.growth.lifecycle.stages import Advance, Decision, Fossilize
 from esper.tasks import ConvHost
 from tests.conftest import sync_debug_mode
@@ -21,14 +21,14 @@ from tests.fleet.test_fleet_equals_grower import BATCH, germinate, make_host, sm
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 CONFIG = FleetConfig(batch_size=BATCH, validation_batch=20, precision="float64")
-JOINT = Lifecycle(holding_epochs=1, embargo_epochs=1)
-SHADOW = Lifecycle(raise_mode="shadow", training_epochs=2, minimum_health=0.0, blend_epochs=1, holding_epochs=1)
+JOINT = LifecycleConfig(holding_epochs=1, embargo_epochs=1)
+SHADOW = LifecycleConfig(raise_mode="shadow", training_epochs=2, minimum_health=0.0, blend_epochs=1, holding_epochs=1)
 
 
-def make_fleet(hosts: int, lifecycle: Lifecycle, config: FleetConfig = CONFIG, device: str = "cuda") -> Fleet:
+def make_fleet(hosts: int, lifecycle: LifecycleConfig, config: FleetConfig = CONFIG, device: str = "cuda") -> Fleet:
     growth = GrowthConfig(lifecycle=lifecycle, probe_steps=2)
     fleet = Fleet(small_task(), make_host, hosts=hosts, growth=growth, config=config, device=device)
-    fleet.reset({row: HostSetting(seed=row, growth_seed=row, horizon=20, learning_rate=0.01) for row in range(hosts)})
+    fleet.reset({row: HostConfig(seed=row, growth_seed=row, horizon=20, learning_rate=0.01) for row in range(hosts)})
     return fleet
 
 
@@ -47,7 +47,7 @@ def live(fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize("lifecycle", [JOINT, SHADOW], ids=["joint", "shadow"])
-def test_a_fleet_on_a_gpu_equals_the_same_on_a_cpu(lifecycle: Lifecycle) -> None:
+def test_a_fleet_on_a_gpu_equals_the_same_on_a_cpu(lifecycle: LifecycleConfig) -> None:
     """In float64, by another lowering."""
     fleets = [make_fleet(3, lifecycle, device=device) for device in ("cpu", "cuda")]
     for fleet in fleets:
@@ -61,7 +61,9 @@ def test_a_fleet_on_a_gpu_equals_the_same_on_a_cpu(lifecycle: Lifecycle) -> None
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("float64", 1e-9), ("float32", 1e-5), ("bfloat16", 2e-2)])
 @pytest.mark.parametrize("lifecycle", [JOINT, SHADOW], ids=["joint", "shadow"])
-def test_steps_that_are_recorded_and_replayed_equal_steps_that_are_not(lifecycle: Lifecycle, precision: str, tolerance: float) -> None:
+def test_steps_that_are_recorded_and_replayed_equal_steps_that_are_not(
+    lifecycle: LifecycleConfig, precision: str, tolerance: float
+) -> None:
     config = msgspec.structs.replace(CONFIG, steps_per_decision=8, precision=precision)
     fleets = [make_fleet(3, lifecycle, msgspec.structs.replace(config, graphs=graphs)) for graphs in (False, True)]
     for fleet in fleets:
@@ -76,7 +78,7 @@ def test_steps_that_are_recorded_and_replayed_equal_steps_that_are_not(lifecycle
 
 
 @pytest.mark.parametrize("lifecycle", [JOINT, SHADOW], ids=["joint", "shadow"])
-def test_recorded_training_on_a_lagging_gpu_equals_training_that_is_waited_for(lifecycle: Lifecycle) -> None:
+def test_recorded_training_on_a_lagging_gpu_equals_training_that_is_waited_for(lifecycle: LifecycleConfig) -> None:
     """Sleeps on the current stream before and after every stretch: a step that did not wait for its data would read the old ones."""
     config = msgspec.structs.replace(CONFIG, steps_per_decision=8)
     waited, lagging = (make_fleet(3, lifecycle, msgspec.structs.replace(config, graphs=graphs)) for graphs in (False, True))
@@ -109,7 +111,7 @@ def assert_waits_once(fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize("lifecycle", [JOINT, SHADOW], ids=["joint", "shadow"])
-def test_the_device_is_waited_for_once_in_a_decision(lifecycle: Lifecycle) -> None:
+def test_the_device_is_waited_for_once_in_a_decision(lifecycle: LifecycleConfig) -> None:
     fleet = make_fleet(3, lifecycle)
     live(fleet)
     in_every_slot(fleet, 2)
@@ -121,7 +123,7 @@ def test_the_device_is_waited_for_once_in_a_decision(lifecycle: Lifecycle) -> No
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-5), ("bfloat16", 2e-2)])
 @pytest.mark.parametrize("lifecycle", [JOINT, SHADOW], ids=["joint", "shadow"])
-def test_one_step_in_lower_precision_agrees_with_float64(precision: str, tolerance: float, lifecycle: Lifecycle) -> None:
+def test_one_step_in_lower_precision_agrees_with_float64(precision: str, tolerance: float, lifecycle: LifecycleConfig) -> None:
     config = msgspec.structs.replace(CONFIG, steps_per_decision=1)
     fleet = make_fleet(3, lifecycle, config)
     in_every_slot(fleet, 0)
@@ -146,7 +148,7 @@ def test_a_step_takes_about_as_much_memory_as_is_said() -> None:
         return ConvHost(1, 10, (32, 64, 64))
 
     fleet = Fleet(small_task(), host, hosts=32, config=config, device="cuda")
-    fleet.reset({row: HostSetting(seed=row) for row in range(32)})
+    fleet.reset({row: HostConfig(seed=row) for row in range(32)})
     fleet.advance()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
@@ -168,7 +170,7 @@ def test_a_fleet_that_does_not_fit_says_how_many_would() -> None:
 def test_running_out_of_memory_in_training_says_how_many_would_fit() -> None:
     config = FleetConfig(batch_size=100, steps_per_decision=1)
     fleet = Fleet(small_task(), lambda seed: ConvHost(1, 10, (32, 64, 64)), hosts=16, config=config, device="cuda")
-    fleet.reset({row: HostSetting(seed=row) for row in range(16)})
+    fleet.reset({row: HostConfig(seed=row) for row in range(16)})
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**20) / total)

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import esper
-from esper.fleet.config import FleetConfig, HostSetting
+from esper.fleet.config import FleetConfig, HostConfig
 from esper.fleet.fleet import Fleet
-from esper.growth.config import GrowthConfig, Lifecycle, Rent
+from esper.growth.config import GrowthConfig, LifecycleConfig, RentConfig
 from esper.growth.host.layout import Place
 from esper.growth.lifecycle.stages import Action, Advance, Decision, Fossilize, Germinate, GrowthState, Prune, Retarget
 from esper.growth.seeds.blueprints import blueprints_for
@@ -60,7 +60,7 @@ def make_host(seed: int) -> nn.Module:
 
 
 def alone(
-    task: Task, setting: HostSetting, script: Script, growth: GrowthConfig, config: FleetConfig, controller: Scripted | None = None
+    task: Task, setting: HostConfig, script: Script, growth: GrowthConfig, config: FleetConfig, controller: Scripted | None = None
 ) -> esper.Grown:
     def optimizer(parameters):
         if config.optimizer == "sgd":
@@ -80,7 +80,7 @@ def alone(
     )
 
 
-def together(task: Task, settings: list[HostSetting], scripts: list[Script], growth: GrowthConfig, config: FleetConfig) -> Fleet:
+def together(task: Task, settings: list[HostConfig], scripts: list[Script], growth: GrowthConfig, config: FleetConfig) -> Fleet:
     fleet = Fleet(task, make_host, hosts=len(settings), growth=growth, config=config)
     fleet.reset(dict(enumerate(settings)))
     controllers = [Scripted(script) for script in scripts]
@@ -125,9 +125,9 @@ def germinate(slot: str, blueprint: str) -> Germinate:
 def test_a_row_stops_at_a_plateau_as_the_same_host_alone_does() -> None:
     """One host learns nothing and stops at once, unless a seed is on its way; the other goes on to its horizon."""
     task = small_task()
-    growth = GrowthConfig(lifecycle=Lifecycle(holding_epochs=1, embargo_epochs=1), patience=1)
+    growth = GrowthConfig(lifecycle=LifecycleConfig(holding_epochs=1, embargo_epochs=1), patience=1)
     config = FleetConfig(batch_size=BATCH, validation_batch=20, precision="float64", weight_decay=0.0)
-    settings = [HostSetting(seed=1, growth_seed=1, horizon=7, learning_rate=rate) for rate in (1e-30, 1e-30, 0.003)]
+    settings = [HostConfig(seed=1, growth_seed=1, horizon=7, learning_rate=rate) for rate in (1e-30, 1e-30, 0.003)]
     scripts: list[Script] = [{}, {1: [germinate("blocks.0", "norm")], 3: [Prune("blocks.0", "")]}, {}]
     fleet = together(task, settings, scripts, growth, config)
     grown = [alone(task, setting, script, growth, config) for setting, script in zip(settings, scripts, strict=True)]
@@ -142,7 +142,7 @@ def test_a_row_stops_at_a_plateau_as_the_same_host_alone_does() -> None:
 def test_a_row_equals_the_same_host_alone_through_joint_lives(optimizer: str) -> None:
     """Hosts with other seeds in other places at other times, kept, pruned and moved, beside one that never grows."""
     task = small_task()
-    growth = GrowthConfig(lifecycle=Lifecycle(holding_epochs=1, embargo_epochs=1))
+    growth = GrowthConfig(lifecycle=LifecycleConfig(holding_epochs=1, embargo_epochs=1))
     config = FleetConfig(batch_size=BATCH, validation_batch=20, precision="float64", optimizer=optimizer)
     scripts: list[Script] = [
         {},
@@ -154,7 +154,7 @@ def test_a_row_equals_the_same_host_alone_through_joint_lives(optimizer: str) ->
         },
         {2: [germinate("blocks.0", "squeeze_excite")], 4: [Retarget("blocks.0", "", 0.5)]},
     ]
-    settings = [HostSetting(seed=row, growth_seed=10 + row, horizon=8, learning_rate=0.01 / (1 + row)) for row in range(len(scripts))]
+    settings = [HostConfig(seed=row, growth_seed=10 + row, horizon=8, learning_rate=0.01 / (1 + row)) for row in range(len(scripts))]
     fleet = together(task, settings, scripts, growth, config)
     for row, (setting, script) in enumerate(zip(settings, scripts, strict=True)):
         assert_same(fleet, row, alone(task, setting, script, growth, config), atol=1e-9)
@@ -165,7 +165,7 @@ def test_a_row_equals_the_same_host_alone_through_lives_in_the_shadow() -> None:
     """Seeds that learn in a second pass, in one slot and in several, behind connected ones and before them."""
     task = small_task()
     growth = GrowthConfig(
-        lifecycle=Lifecycle(
+        lifecycle=LifecycleConfig(
             raise_mode="shadow",
             training_epochs=2,
             blend_epochs=2,
@@ -192,7 +192,7 @@ def test_a_row_equals_the_same_host_alone_through_lives_in_the_shadow() -> None:
             5: [Prune("blocks.2", "")],
         },
     ]
-    settings = [HostSetting(seed=row, growth_seed=10 + row, horizon=9, learning_rate=0.01) for row in range(len(scripts))]
+    settings = [HostConfig(seed=row, growth_seed=10 + row, horizon=9, learning_rate=0.01) for row in range(len(scripts))]
     fleet = together(task, settings, scripts, growth, config)
     assert any(entry.outcome == "kept" for host in fleet.rows for entry in host.host_growth.ledger.entries)
     for row, (setting, script) in enumerate(zip(settings, scripts, strict=True)):
@@ -204,11 +204,11 @@ def test_a_row_equals_the_same_host_alone_through_lives_in_the_shadow() -> None:
 def test_every_blueprint_equals_itself_alone(blending: str) -> None:
     """One host for each blueprint, in the same slot at the same time, with horizons of their own: some end before the others."""
     task = small_task()
-    growth = GrowthConfig(lifecycle=Lifecycle(holding_epochs=1, blending=blending))
+    growth = GrowthConfig(lifecycle=LifecycleConfig(holding_epochs=1, blending=blending))
     config = FleetConfig(batch_size=BATCH, validation_batch=60, precision="float64")
     names = [blueprint.name for blueprint in blueprints_for(Place("", "conv", (6, 2, 2)))]
     scripts: list[Script] = [{1: [germinate("blocks.1", name)], 3: [Fossilize("blocks.1", "")]} for name in names]
-    settings = [HostSetting(seed=row, growth_seed=row, horizon=4 + row % 2, learning_rate=0.01) for row in range(len(names))]
+    settings = [HostConfig(seed=row, growth_seed=row, horizon=4 + row % 2, learning_rate=0.01) for row in range(len(names))]
     fleet = together(task, settings, scripts, growth, config)
     for row, (setting, script) in enumerate(zip(settings, scripts, strict=True)):
         assert_same(fleet, row, alone(task, setting, script, growth, config), atol=1e-9)
@@ -218,7 +218,7 @@ def test_every_blueprint_equals_itself_alone(blending: str) -> None:
 @pytest.mark.parametrize("raise_mode", ["joint", "shadow"])
 def test_a_controller_sees_the_same_of_a_row_as_of_the_host_alone(raise_mode: str) -> None:
     """Every number of every state, from the first decision to the last."""
-    lifecycle = Lifecycle(raise_mode=raise_mode, training_epochs=1, holding_epochs=1, blend_epochs=1)
+    lifecycle = LifecycleConfig(raise_mode=raise_mode, training_epochs=1, holding_epochs=1, blend_epochs=1)
     task, growth = small_task(), GrowthConfig(lifecycle=lifecycle)
     config = FleetConfig(batch_size=BATCH, validation_batch=20, precision="float64")
     script: Script = {
@@ -226,11 +226,11 @@ def test_a_controller_sees_the_same_of_a_row_as_of_the_host_alone(raise_mode: st
         2: [germinate("blocks.0", "norm"), Advance("blocks.1", "")],
         4: [Fossilize("blocks.1", ""), Prune("blocks.0", "")],
     }
-    setting = HostSetting(seed=3, growth_seed=5, horizon=7, learning_rate=0.01, rent=Rent(parameters=0.2, flops=0.1))
+    setting = HostConfig(seed=3, growth_seed=5, horizon=7, learning_rate=0.01, rent=RentConfig(parameters=0.2, flops=0.1))
     one, other = Scripted(script), Scripted(script)
     alone(task, setting, script, growth, config, one)
     fleet = Fleet(task, make_host, hosts=2, growth=growth, config=config)
-    fleet.reset({0: HostSetting(seed=1, horizon=7), 1: setting})
+    fleet.reset({0: HostConfig(seed=1, horizon=7), 1: setting})
     rows = [0, 1]
     while rows:
         fleet.decide({1: other.decide(fleet.state(1))})

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from esper.fleet import Fleet, FleetConfig, FleetError, HostSetting, Memory, memory as fleet_memory
+from esper.fleet import Fleet, FleetConfig, FleetError, HostConfig, Memory, memory as fleet_memory
 from esper.fleet.data import FleetData
 from esper.fleet.memory import check_fits, explained, free_bytes, in_words, rooms_of_groups
-from esper.growth.config import GovernorConfig, GrowthConfig, Lifecycle
+from esper.growth.config import GovernorConfig, GrowthConfig, LifecycleConfig
 from esper.growth.lifecycle.stages import Decision, Germinate
 from tests.fleet.test_fleet_equals_grower import BATCH, SLOTS, make_host, small_task
 
@@ -28,7 +28,7 @@ def make_fleet(hosts: int, growth: GrowthConfig | None = None, config: FleetConf
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 @pytest.mark.parametrize("blending", ["add", "gate"])
 def test_the_state_is_what_a_fleet_holds_for_every_host(optimizer: str, blending: str) -> None:
-    growth = GrowthConfig(lifecycle=Lifecycle(blending=blending), governor=GovernorConfig(keep=3))
+    growth = GrowthConfig(lifecycle=LifecycleConfig(blending=blending), governor=GovernorConfig(keep=3))
     fleet = make_fleet(5, growth, msgspec.structs.replace(CONFIG, optimizer=optimizer))
     held = sum(tensor.nbytes for tensor in fleet.tensors().values())
     assert held % 5 == 0
@@ -63,7 +63,7 @@ class _Peak:
 def test_a_step_keeps_about_as_much_as_is_said(is_grown: bool) -> None:
     """One step of many hosts, with and without the largest seed in every slot."""
     fleet = make_fleet(16, config=msgspec.structs.replace(CONFIG, steps_per_decision=1))
-    fleet.reset({row: HostSetting(seed=row) for row in range(16)})
+    fleet.reset({row: HostConfig(seed=row) for row in range(16)})
     if is_grown:
         grown = Decision(tuple(Germinate(slot, "", "wide_conv3x3") for slot in SLOTS))
         fleet.decide({row: grown for row in range(16)})
@@ -138,7 +138,7 @@ def test_a_device_that_runs_out_of_memory_in_training_says_how_many_hosts_would_
     memory = make_fleet(1).memory_per_host()
     monkeypatch.setattr("esper.fleet.fleet.free_bytes", lambda device: 3 * memory.most)
     fleet = make_fleet(4)
-    fleet.reset({row: HostSetting() for row in range(4)})
+    fleet.reset({row: HostConfig() for row in range(4)})
 
     def full(self: FleetData, *arguments: object) -> None:
         raise error

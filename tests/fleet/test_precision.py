@@ -11,7 +11,7 @@ from torch import Tensor
 
 from esper.fleet import Fleet, FleetConfig, optimizers as loss_scale
 from esper.fleet.optimizers import LossScales
-from esper.growth.config import GrowthConfig, Lifecycle
+from esper.growth.config import GrowthConfig, LifecycleConfig
 from esper.growth.lifecycle.stages import Decision
 from tests.fleet.test_fleet import (
     QUICK,
@@ -31,7 +31,7 @@ LIFECYCLES = pytest.mark.parametrize("lifecycle", [QUICK, SHADOW], ids=["joint",
 START = 65536.0
 
 
-def make(lifecycle: Lifecycle, config: FleetConfig = FLOAT16, hosts: int = 3) -> Fleet:
+def make(lifecycle: LifecycleConfig, config: FleetConfig = FLOAT16, hosts: int = 3) -> Fleet:
     """Seeds grow in the hosts 0 and 1."""
     fleet = make_fleet(settings_of(hosts, horizon=20), GrowthConfig(lifecycle=lifecycle, probe_steps=2), config)
     in_every_slot(fleet, 0)
@@ -62,7 +62,7 @@ SCALES = ("host scale", "host good steps", "host skipped steps")
 
 @pytest.mark.slow
 @LIFECYCLES
-def test_one_step_in_float16_agrees_with_float64(lifecycle: Lifecycle) -> None:
+def test_one_step_in_float16_agrees_with_float64(lifecycle: LifecycleConfig) -> None:
     fleet = make(lifecycle, FLOAT64)
     for _ in range(5):
         fleet.advance()
@@ -85,7 +85,7 @@ def test_one_step_in_float16_agrees_with_float64(lifecycle: Lifecycle) -> None:
 
 @pytest.mark.slow
 @LIFECYCLES
-def test_a_host_whose_gradients_overflow_skips_its_step_with_its_seeds_and_no_other_notices(lifecycle: Lifecycle) -> None:
+def test_a_host_whose_gradients_overflow_skips_its_step_with_its_seeds_and_no_other_notices(lifecycle: LifecycleConfig) -> None:
     calm, other = make(lifecycle), make(lifecycle)
     with_larger_head(other, 1)
     before = learned(other, [1])
@@ -113,7 +113,7 @@ def test_a_scale_falls_until_the_gradients_fit_and_then_the_host_learns() -> Non
 
 @pytest.mark.slow
 @LIFECYCLES
-def test_a_seed_whose_gradients_overflow_keeps_all_seeds_of_its_host_from_the_step(lifecycle: Lifecycle) -> None:
+def test_a_seed_whose_gradients_overflow_keeps_all_seeds_of_its_host_from_the_step(lifecycle: LifecycleConfig) -> None:
     calm, other = make(lifecycle), make(lifecycle)
     for fleet in (calm, other):
         fleet.advance()
@@ -155,7 +155,7 @@ def test_seeds_in_the_shadow_of_a_host_that_skips_its_step_skip_it_too() -> None
 
 @pytest.mark.slow
 @LIFECYCLES
-def test_no_host_notices_the_scale_of_another(lifecycle: Lifecycle) -> None:
+def test_no_host_notices_the_scale_of_another(lifecycle: LifecycleConfig) -> None:
     """The hosts with seeds are not the first ones."""
     fleets = [make_fleet(settings_of(3, horizon=20), GrowthConfig(lifecycle=lifecycle), FLOAT16) for _ in range(2)]
     fleets[1].host.scales.tensors["scale"][0] = 256.0
@@ -238,7 +238,7 @@ def test_scales_go_back_with_their_host_and_begin_anew_with_it() -> None:
 
 @pytest.mark.slow
 @LIFECYCLES
-def test_a_saved_fleet_in_float16_goes_on_bit_for_bit(lifecycle: Lifecycle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_saved_fleet_in_float16_goes_on_bit_for_bit(lifecycle: LifecycleConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss_scale, "_GROWTH_INTERVAL", 3)
     fleet, resumed = make(lifecycle), make(lifecycle)
     with_larger_head(fleet, 1)

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 import torch
 
-from esper.fleet import Fleet, FleetConfig, HostSetting
-from esper.growth.config import GrowthConfig, Lifecycle
+from esper.fleet import Fleet, FleetConfig, HostConfig
+from esper.growth.config import GrowthConfig, LifecycleConfig
 from esper.growth.lifecycle.stages import Decision
 from esper.tasks import ConvHost
 from tests.fleet.test_fleet import QUICK, SHADOW, in_every_slot, settings_of
@@ -21,7 +21,7 @@ ALL = FleetConfig(batch_size=BATCH, validation_batch=20, steps_per_decision=8, p
 LIFECYCLES = pytest.mark.parametrize("lifecycle", [QUICK, SHADOW], ids=["joint", "shadow"])
 
 
-def make_fleet(lifecycle: Lifecycle, config: FleetConfig = ALL) -> Fleet:
+def make_fleet(lifecycle: LifecycleConfig, config: FleetConfig = ALL) -> Fleet:
     growth = GrowthConfig(lifecycle=lifecycle, probe_steps=2)
     fleet = Fleet(small_task(), make_host, hosts=3, growth=growth, config=config, device="cuda")
     fleet.reset(dict(enumerate(settings_of(3, horizon=20))))
@@ -31,7 +31,7 @@ def make_fleet(lifecycle: Lifecycle, config: FleetConfig = ALL) -> Fleet:
 
 
 @LIFECYCLES
-def test_recorded_steps_equal_those_that_are_not(lifecycle: Lifecycle) -> None:
+def test_recorded_steps_equal_those_that_are_not(lifecycle: LifecycleConfig) -> None:
     """With a host that skips the first of them."""
     fleets = [make_fleet(lifecycle, msgspec.structs.replace(ALL, graphs=graphs)) for graphs in (True, False)]
     for fleet in fleets:
@@ -56,7 +56,7 @@ def test_recomputed_blocks_give_the_gradients_that_kept_ones_give() -> None:
 
 
 @LIFECYCLES
-def test_the_device_is_waited_for_once_in_a_decision(lifecycle: Lifecycle) -> None:
+def test_the_device_is_waited_for_once_in_a_decision(lifecycle: LifecycleConfig) -> None:
     fleet = make_fleet(lifecycle)
     for _ in range(2):  # what is loaded at its first use
         fleet.decide({2: Decision(probe=True)})
@@ -77,7 +77,7 @@ def test_the_options_take_memory_off_a_step(change: dict[str, int], share: float
         fleet = Fleet(
             small_task(), lambda seed: ConvHost(1, 10, (32,) * 6, pool=(False,) * 6), hosts=32, growth=growth, config=each, device="cuda"
         )
-        fleet.reset({row: HostSetting(seed=row) for row in range(32)})
+        fleet.reset({row: HostConfig(seed=row) for row in range(32)})
         fleet.advance()
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()

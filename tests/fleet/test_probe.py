@@ -13,9 +13,9 @@ from torch import nn
 
 import esper
 from esper.fleet import measure as probe
-from esper.fleet.config import FleetConfig, HostSetting
+from esper.fleet.config import FleetConfig, HostConfig
 from esper.fleet.fleet import Fleet
-from esper.growth.config import GovernorConfig, GrowthConfig, HeuristicConfig, Lifecycle, Rent, SeedOptimizer
+from esper.growth.config import GovernorConfig, GrowthConfig, HeuristicConfig, LifecycleConfig, RentConfig, SeedOptimizerConfig
 from esper.growth.controllers.heuristic import Heuristic
 from esper.growth.lifecycle.stages import Decision, Germinate, GrowthState, Stage
 from esper.growth.measure import probe as promise
@@ -73,7 +73,7 @@ def make_optimizer(config: FleetConfig, learning_rate: float) -> Callable[[Any],
 
 
 def alone(
-    task: Task, setting: HostSetting, growth: GrowthConfig, config: FleetConfig = CONFIG, kind: type[Noting] = Noting
+    task: Task, setting: HostConfig, growth: GrowthConfig, config: FleetConfig = CONFIG, kind: type[Noting] = Noting
 ) -> tuple[esper.Grown, dict[int, Promises]]:
     controller = kind(growth)
     grown = esper.grow(
@@ -90,7 +90,7 @@ def alone(
     return grown, controller.seen
 
 
-def make_fleet(growth: GrowthConfig, settings: list[HostSetting], config: FleetConfig = CONFIG) -> Fleet:
+def make_fleet(growth: GrowthConfig, settings: list[HostConfig], config: FleetConfig = CONFIG) -> Fleet:
     fleet = Fleet(small_task(), make_host, hosts=len(settings), growth=growth, config=config)
     fleet.reset(dict(enumerate(settings)))
     return fleet
@@ -107,9 +107,9 @@ def test_promises_equal_those_of_the_same_hosts_alone(
     optimizer: str, max_grad_norm: float | None, least: int, candidates: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(promise, "LEAST_PARAMETERS", least)
-    growth = GrowthConfig(probe_steps=3, seed_optimizer=SeedOptimizer(max_grad_norm=max_grad_norm, learning_rate_factor=0.5))
+    growth = GrowthConfig(probe_steps=3, seed_optimizer=SeedOptimizerConfig(max_grad_norm=max_grad_norm, learning_rate_factor=0.5))
     config = msgspec.structs.replace(CONFIG, optimizer=optimizer)
-    settings = [HostSetting(seed=row, growth_seed=row, horizon=3, learning_rate=0.01 * (row + 1)) for row in range(2)]
+    settings = [HostConfig(seed=row, growth_seed=row, horizon=3, learning_rate=0.01 * (row + 1)) for row in range(2)]
     fleet = make_fleet(growth, settings, config)
     controllers = [Asking(growth) for _ in settings]
     rows = fleet.training()
@@ -126,8 +126,8 @@ def test_promises_equal_those_of_the_same_hosts_alone(
 
 # Hosts in which a seed is too dear, for each way to raise it.
 DEAR = {
-    "joint": HostSetting(seed=3, growth_seed=7, horizon=14, learning_rate=0.02, rent=Rent(parameters=0.1, flops=0.1)),
-    "shadow": HostSetting(seed=2, growth_seed=9, horizon=12, learning_rate=0.005, rent=Rent(parameters=0.1, flops=0.1)),
+    "joint": HostConfig(seed=3, growth_seed=7, horizon=14, learning_rate=0.02, rent=RentConfig(parameters=0.1, flops=0.1)),
+    "shadow": HostConfig(seed=2, growth_seed=9, horizon=12, learning_rate=0.005, rent=RentConfig(parameters=0.1, flops=0.1)),
 }
 
 
@@ -137,7 +137,7 @@ def test_hosts_that_the_heuristic_decides_about_equal_the_same_hosts_alone(raise
     """They look at different times, different things grow in them, and not everything is kept."""
     growth = GrowthConfig(
         probe_steps=3,
-        lifecycle=Lifecycle(
+        lifecycle=LifecycleConfig(
             raise_mode=raise_mode,
             training_epochs=1,
             minimum_health=0.0,
@@ -150,9 +150,9 @@ def test_hosts_that_the_heuristic_decides_about_equal_the_same_hosts_alone(raise
         heuristic=HeuristicConfig(grow_at=0.2, evidence=0.05, evidence_at_the_end=0.05, plateau_epochs=1, longer_training=0.1),
     )
     settings = [
-        HostSetting(seed=1, growth_seed=7, horizon=12, learning_rate=0.01),
+        HostConfig(seed=1, growth_seed=7, horizon=12, learning_rate=0.01),
         DEAR[raise_mode],
-        HostSetting(seed=3, growth_seed=7, horizon=14, learning_rate=0.05),
+        HostConfig(seed=3, growth_seed=7, horizon=14, learning_rate=0.05),
     ]
     fleet = make_fleet(growth, settings)
     controllers = [Noting(growth) for _ in settings]
@@ -176,7 +176,7 @@ def test_hosts_that_the_heuristic_decides_about_equal_the_same_hosts_alone(raise
 
 
 GROWTH = GrowthConfig(probe_steps=3)
-TWO = [HostSetting(seed=row, growth_seed=row, horizon=4, learning_rate=0.01) for row in range(2)]
+TWO = [HostConfig(seed=row, growth_seed=row, horizon=4, learning_rate=0.01) for row in range(2)]
 
 
 def advance_asking(fleet: Fleet, asking: list[int]) -> None:
@@ -221,7 +221,7 @@ def test_a_promise_does_not_depend_on_the_blending(blending: str) -> None:
     """As in a host alone: the branch is asked, and every blending begins with it."""
     found = []
     for each in ("add", blending):
-        fleet = make_fleet(msgspec.structs.replace(GROWTH, lifecycle=Lifecycle(blending=each)), TWO[:1])
+        fleet = make_fleet(msgspec.structs.replace(GROWTH, lifecycle=LifecycleConfig(blending=each)), TWO[:1])
         advance_asking(fleet, [0])
         found.append(promises_in(fleet.state(0)))
     assert found[0] == found[1]
@@ -285,7 +285,7 @@ def test_a_probe_of_a_long_epoch_takes_at_most_the_flops_of_a_training_step_in_e
 
 @pytest.mark.slow
 def test_one_host_that_overflows_does_not_spoil_the_promises_of_another() -> None:
-    good, bad = TWO[0], HostSetting(seed=1, growth_seed=1, horizon=4, learning_rate=1e300)
+    good, bad = TWO[0], HostConfig(seed=1, growth_seed=1, horizon=4, learning_rate=1e300)
     fleet, other = make_fleet(GROWTH, [good, bad]), make_fleet(GROWTH, [good, TWO[1]])
     for each in (fleet, other):
         advance_asking(each, [0, 1])

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from esper.fleet import Fleet, FleetConfig, FleetError
 from esper.fleet.stacked.lowering import blocks_of, lower, recomputed
 from esper.fleet.stacked.rows import ModuleRows
-from esper.growth.config import GrowthConfig, Lifecycle
+from esper.growth.config import GrowthConfig, LifecycleConfig
 from esper.growth.lifecycle.stages import Advance, Decision, Fossilize
 from esper.tasks import ConvHost, Task
 from esper.tasks.gpt_host import GPTHost
@@ -72,7 +72,7 @@ def kinds() -> dict[str, tuple[Task, Callable[[int], nn.Module], tuple[str, str]
     }
 
 
-def lived(kind: str, lifecycle: Lifecycle, config: FleetConfig) -> Fleet:
+def lived(kind: str, lifecycle: LifecycleConfig, config: FleetConfig) -> Fleet:
     """Some epochs with a probe and with seeds that come, blend in and are kept."""
     task, make, slots, blueprints = kinds()[kind]
     growth = GrowthConfig(lifecycle=lifecycle, slots=slots, probe_steps=2)
@@ -96,7 +96,7 @@ def lived(kind: str, lifecycle: Lifecycle, config: FleetConfig) -> Fleet:
 @pytest.mark.slow
 @LIFECYCLES
 @pytest.mark.parametrize("kind", kinds())
-def test_a_fleet_that_recomputes_equals_one_that_keeps(kind: str, lifecycle: Lifecycle) -> None:
+def test_a_fleet_that_recomputes_equals_one_that_keeps(kind: str, lifecycle: LifecycleConfig) -> None:
     """Weights, moments, running statistics and what probes found."""
     keeps, recomputes = lived(kind, lifecycle, KEEPS), lived(kind, lifecycle, RECOMPUTES)
     assert recomputes.host.stacked.blocks

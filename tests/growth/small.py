@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 
 from esper.growth import Grower, GrowthConfig, Slotted, add_slots
-from esper.growth.config import Lifecycle
+from esper.growth.config import LifecycleConfig
 from esper.growth.lifecycle.stages import Action, Decision, GrowthState
 from esper.runs import Event
 from esper.statistics import Interval
@@ -21,8 +21,10 @@ from esper.statistics import Interval
 Batch = tuple[Tensor, Tensor]
 Data = list[Batch]
 
-QUICK = Lifecycle(training_epochs=1, blend_epochs=1, holding_epochs=1, withdraw_epochs=1, embargo_epochs=1)
-QUICK_SHADOW = Lifecycle(raise_mode="shadow", training_epochs=1, blend_epochs=1, holding_epochs=1, withdraw_epochs=1, embargo_epochs=1)
+QUICK = LifecycleConfig(training_epochs=1, blend_epochs=1, holding_epochs=1, withdraw_epochs=1, embargo_epochs=1)
+QUICK_SHADOW = LifecycleConfig(
+    raise_mode="shadow", training_epochs=1, blend_epochs=1, holding_epochs=1, withdraw_epochs=1, embargo_epochs=1
+)
 
 
 class Host(nn.Module):
@@ -55,7 +57,7 @@ def make_data(batches: int = 4, *, seed: int = 1, size: int = 8, dtype: torch.dt
     return [(x, (x[:, :3] * x[:, 3:]).argmax(dim=1)) for x in inputs]
 
 
-def config(lifecycle: Lifecycle = QUICK, **others: Any) -> GrowthConfig:
+def config(lifecycle: LifecycleConfig = QUICK, **others: Any) -> GrowthConfig:
     return GrowthConfig(lifecycle=lifecycle, **others)
 
 

@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 from esper.config import ConfigError
 from esper.growth import GrowthConfig, GrowthError, Planned, Slotted, add_slots, grow
-from esper.growth.config import Budget, Lifecycle
+from esper.growth.config import BudgetConfig, LifecycleConfig
 from esper.growth.lifecycle.governor import Diverged
 from esper.runs.folder import EVENTS, RunError
 from tests.growth.small import SLOTS, Batch, Data, assert_same, config, make_data, make_host, make_loop
@@ -81,7 +81,7 @@ def dataset() -> TensorDataset:
     return TensorDataset(*make_data(1)[0])
 
 
-TINY = Budget(max_parameters=1e-6)
+TINY = BudgetConfig(max_parameters=1e-6)
 
 CASES = {
     "no validation data": (
@@ -409,8 +409,8 @@ def test_a_wrong_example_input_is_told_and_leaves_no_hooks() -> None:
     [
         (lambda: GrowthConfig(slots=()), "slots"),
         (lambda: GrowthConfig(blueprints=("mlp", "mlp")), "blueprints"),
-        (lambda: Lifecycle(raise_mode="alone"), "raise_mode"),
-        (lambda: Budget(max_seeds=0), "max_seeds"),
+        (lambda: LifecycleConfig(raise_mode="alone"), "raise_mode"),
+        (lambda: BudgetConfig(max_seeds=0), "max_seeds"),
     ],
 )
 def test_settings_are_checked_where_they_are_made(make, words: str) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from esper.growth import GrowthError, add_slots
-from esper.growth.config import Budget, GrowthConfig, SeedOptimizer
+from esper.growth.config import BudgetConfig, GrowthConfig, SeedOptimizerConfig
 from esper.growth.controllers.heuristic import judge
 from esper.growth.host.layout import Place
 from esper.growth.lifecycle.stages import Advance, Contribution, Cost, Germinate
@@ -31,7 +31,7 @@ from tests.growth.small import (
     QUICK_SHADOW,
     SLOTS,
     Host,
-    Lifecycle,
+    LifecycleConfig,
     Loop,
     Script,
     assert_same,
@@ -46,7 +46,7 @@ from tests.growth.small import (
 BOTH = {0: [Germinate("first", "test", "mlp"), Germinate("second", "test", "low_rank")]}
 
 
-def grown(lifecycle: Lifecycle = QUICK, **options) -> Loop:
+def grown(lifecycle: LifecycleConfig = QUICK, **options) -> Loop:
     loop = make_loop(Script(BOTH), config(lifecycle), dtype=torch.float64, **options)
     loop.epoch(epochs=3)
     loop.host.eval()
@@ -303,7 +303,7 @@ def test_the_search_for_alpha_finds_the_lowest_loss_and_leaves_alpha_alone() -> 
 
 
 def test_alpha_of_a_blending_seed_does_not_change_by_a_measurement() -> None:
-    rules = Lifecycle(raise_mode="shadow", training_epochs=1, blend_epochs=4)
+    rules = LifecycleConfig(raise_mode="shadow", training_epochs=1, blend_epochs=4)
     loop = make_loop(Script({**BOTH, 1: [Advance("first", "test")]}), config(rules))
     loop.epoch(epochs=2)
     assert 0 < loop.slotted.slots["first"].alpha < 1
@@ -467,7 +467,7 @@ def test_a_step_whose_gradient_overflowed_does_not_count_for_a_promise() -> None
         keys = [("first", blueprint.name) for blueprint in blueprints_for(slotted.slots["first"].place)]
 
         def learner(slot: str, weights: nn.Module) -> SeedLearner:
-            return SeedLearner(weights, sgd(host), 0, SeedOptimizer(), None)
+            return SeedLearner(weights, sgd(host), 0, SeedOptimizerConfig(), None)
 
         probe = Probe(slotted, keys, Cost(10**9, 10**12), learner, random_seed=0, probe_steps=5)
         probe.plan(length=None)
@@ -579,8 +579,8 @@ def test_an_epoch_whose_parts_of_batches_count_as_steps_promises_no_more_than_on
 
 @pytest.mark.slow
 def test_a_promise_knows_that_gradients_of_seeds_are_clipped_and_their_rate_has_a_factor() -> None:
-    settings = config(probe_steps=3, seed_optimizer=SeedOptimizer(max_grad_norm=1e-3, learning_rate_factor=3.0))
-    free = config(probe_steps=3, seed_optimizer=SeedOptimizer(max_grad_norm=None, learning_rate_factor=3.0))
+    settings = config(probe_steps=3, seed_optimizer=SeedOptimizerConfig(max_grad_norm=1e-3, learning_rate_factor=3.0))
+    free = config(probe_steps=3, seed_optimizer=SeedOptimizerConfig(max_grad_norm=None, learning_rate_factor=3.0))
     promise, fall = promised_and_true(OPTIMIZERS["sgd"], settings)
     assert promise == pytest.approx(fall, rel=1e-2)
     assert promise < 0.1 * promised_and_true(OPTIMIZERS["sgd"], free)[0]
@@ -767,7 +767,7 @@ def test_only_the_slots_of_the_portion_at_hand_are_observed(monkeypatch: pytest.
 
 def test_what_the_budget_refuses_is_never_built(monkeypatch: pytest.MonkeyPatch) -> None:
     built = Built(monkeypatch)
-    loop = make_loop(Script(probes=[0]), config(probe_steps=3, budget=Budget(max_parameters=1.0)))
+    loop = make_loop(Script(probes=[0]), config(probe_steps=3, budget=BudgetConfig(max_parameters=1.0)))
     loop.epoch()
     fitting = {
         (name, option.name)

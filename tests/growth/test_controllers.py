@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from esper.growth import GrowthConfig, GrowthError, grow
-from esper.growth.config import BaselineConfig, Budget, Lifecycle
+from esper.growth.config import BaselineConfig, BudgetConfig, LifecycleConfig
 from esper.growth.controllers.baselines import CONTROLLERS, Never, Planned, Random, Schedule, as_controller, make_controller
 from esper.growth.lifecycle.stages import Decision, Germinate, GrowthState
 from esper.growth.run import Grown
@@ -71,7 +71,7 @@ def test_the_schedule_grows_everywhere_after_a_tenth_of_the_training() -> None:
 
 
 def test_a_plan_beyond_the_budget_is_refused_with_the_reason() -> None:
-    grown = learn(Planned([(0, "1", "mlp"), (0, "3", "mlp")]), epochs=3, config=GrowthConfig(budget=Budget(max_seeds=1)))
+    grown = learn(Planned([(0, "1", "mlp"), (0, "3", "mlp")]), epochs=3, config=GrowthConfig(budget=BudgetConfig(max_seeds=1)))
     assert len(births(grown)) == 1
     assert [refused.action for refused in grown.ledger.refused] == ["germinate"]
     assert "as many seeds as the budget allows" in grown.ledger.refused[0].reason
@@ -79,7 +79,7 @@ def test_a_plan_beyond_the_budget_is_refused_with_the_reason() -> None:
 
 @pytest.mark.slow
 def test_a_plan_in_the_shadow_goes_through_all_stages() -> None:
-    rules = Lifecycle(raise_mode="shadow", training_epochs=2, blend_epochs=1, holding_epochs=1, minimum_health=0.0)
+    rules = LifecycleConfig(raise_mode="shadow", training_epochs=2, blend_epochs=1, holding_epochs=1, minimum_health=0.0)
     grown = learn(Planned([(1, "1", "mlp")]), epochs=12, config=GrowthConfig(lifecycle=rules))
     (entry,) = grown.ledger.entries
     assert [step.stage.name for step in entry.steps][:4] == ["GERMINATED", "TRAINING", "BLENDING", "HOLDING"]

@@ -18,7 +18,7 @@ from tests.growth.small import (
     QUICK_SHADOW,
     SLOTS,
     Data,
-    Lifecycle,
+    LifecycleConfig,
     Loop,
     Script,
     adamw,
@@ -41,7 +41,7 @@ def on_gpu(data: Data) -> Data:
     return [(x.cuda(), y.cuda()) for x, y in data]
 
 
-def gpu_loop(script: Script, lifecycle: Lifecycle = QUICK, **options) -> Loop:
+def gpu_loop(script: Script, lifecycle: LifecycleConfig = QUICK, **options) -> Loop:
     host = make_host().cuda()
     optimizer = adamw(host)
     events: list = []
@@ -65,7 +65,7 @@ def test_a_seed_in_the_shadow_leaves_the_host_bit_identical_on_the_gpu(replayed:
 
 
 @pytest.mark.parametrize("lifecycle", [QUICK, QUICK_SHADOW], ids=["joint", "shadow"])
-def test_half_precision_with_a_loss_scale_grows(lifecycle: Lifecycle) -> None:
+def test_half_precision_with_a_loss_scale_grows(lifecycle: LifecycleConfig) -> None:
     scaler = torch.amp.GradScaler("cuda", init_scale=2.0**40, growth_interval=4)  # it overflows at first
     loop = gpu_loop(Script({**BOTH, 1: [Advance(slot, "test") for slot in SLOTS]}, probes=[0, 1]), lifecycle, scaler=scaler)
 
@@ -191,7 +191,7 @@ def test_grow_in_half_precision_is_the_plain_loop_with_autocast_and_a_scaler(pre
 
 
 @pytest.mark.parametrize("lifecycle", [QUICK, QUICK_SHADOW], ids=["joint", "shadow"])
-def test_grow_with_half_precision_accumulation_clipping_and_a_schedule_by_steps_keeps_a_seed(lifecycle: Lifecycle) -> None:
+def test_grow_with_half_precision_accumulation_clipping_and_a_schedule_by_steps_keeps_a_seed(lifecycle: LifecycleConfig) -> None:
     seen = set()
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:

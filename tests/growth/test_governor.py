@@ -13,7 +13,7 @@ from hypothesis import given, strategies as st
 
 from esper.growth.config import GovernorConfig
 from esper.growth.lifecycle.governor import Governor, Verdict, spike_limit, spread
-from esper.growth.lifecycle.stages import LossScale
+from esper.growth.lifecycle.stages import LossRange
 
 CHECKS = 8  # per epoch
 HEALTHY = Verdict(is_healthy=True, is_disaster=False)
@@ -76,7 +76,7 @@ def test_a_bump_of_a_schedule_never_rolls_back(noise: str, end: float, ramp: int
 @pytest.mark.parametrize("factor", [1e-4, 1 / 3, 1_000.0])
 @pytest.mark.parametrize("end", [0.0001, 0.3])
 def test_no_verdict_depends_on_the_unit_of_the_loss(factor: float, end: float) -> None:
-    one, other = Governor(GovernorConfig(), LossScale.of(2.3)), Governor(GovernorConfig(), LossScale.of(2.3 * factor))
+    one, other = Governor(GovernorConfig(), LossRange.of(2.3)), Governor(GovernorConfig(), LossRange.of(2.3 * factor))
     generator = random.Random(0)
     verdicts = []
     for epoch in range(60):
@@ -301,7 +301,7 @@ def test_the_spread_is_that_of_the_noise_whatever_the_trend() -> None:
 
 @given(st.lists(st.floats(0.0, 10), min_size=5, max_size=20), st.floats(1e-6, 1e6))
 def test_the_limit_scales_with_the_unit_of_the_losses(losses: list[float], factor: float) -> None:
-    limit = spike_limit(losses, sigmas=6.0, may_drift=False, scale=LossScale.of(2.3))
+    limit = spike_limit(losses, sigmas=6.0, may_drift=False, scale=LossRange.of(2.3))
     assert limit >= 1.9 * min(losses)
-    there = spike_limit([loss * factor for loss in losses], sigmas=6.0, may_drift=False, scale=LossScale.of(2.3 * factor))
+    there = spike_limit([loss * factor for loss in losses], sigmas=6.0, may_drift=False, scale=LossRange.of(2.3 * factor))
     assert there == pytest.approx(limit * factor)

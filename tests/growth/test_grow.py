@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import esper
 from esper.growth import Diverged, GrowthError, Planned, grow
 from esper.growth.batches import move
-from esper.growth.config import GovernorConfig, Rent
+from esper.growth.config import GovernorConfig, RentConfig
 from esper.growth.controllers.heuristic import judge
 from esper.growth.events import EpochEnded
 from esper.growth.lifecycle.stages import Contribution, Decision, Fossilize, Germinate, GrowthState
@@ -226,7 +226,7 @@ def test_a_schedule_that_follows_the_loss_is_told_the_loss() -> None:
 
 @pytest.mark.slow
 def test_a_seed_gone_mad_costs_a_rollback_and_the_run_ends_well() -> None:
-    settings = config(QUICK, governor=GovernorConfig(uninformed_loss=math.log(3)), rent=Rent(), **NAMED)
+    settings = config(QUICK, governor=GovernorConfig(uninformed_loss=math.log(3)), rent=RentConfig(), **NAMED)
     explosive = []
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from esper.config import ConfigError
 from esper.growth import Grower, GrowthError, add_slots
-from esper.growth.config import Lifecycle, SeedOptimizer
+from esper.growth.config import LifecycleConfig, SeedOptimizerConfig
 from esper.growth.lifecycle.stages import Fossilize, Germinate, GradientStats, Prune, Stage
 from tests.growth.small import (
     QUICK,
@@ -80,7 +80,7 @@ def test_a_seed_leaves_the_hosts_optimiser_and_schedule_whole_and_follows_the_sc
     groups = [{"params": host.first.parameters(), "lr": 0.02}, {"params": [*host.second.parameters(), *host.head.parameters()], "lr": 0.01}]
     optimizer = torch.optim.Adam(groups)
     schedule = LambdaLR(optimizer, [lambda epoch: 0.5**epoch, lambda epoch: 0.1**epoch])
-    settings = config(seed_optimizer=SeedOptimizer(learning_rate_factor=3.0))
+    settings = config(seed_optimizer=SeedOptimizerConfig(learning_rate_factor=3.0))
     loop = make_loop(Script(GROW), settings, host=host, make_optimizer=lambda model: optimizer)
     keys = len(optimizer.state_dict()["param_groups"][0]["params"]), len(optimizer.state_dict()["param_groups"][1]["params"])
     for epoch in range(3):
@@ -97,7 +97,7 @@ def test_a_seed_leaves_the_hosts_optimiser_and_schedule_whole_and_follows_the_sc
 
 @pytest.mark.slow
 def test_a_seed_that_joins_a_host_in_training_warms_up_over_the_epochs_that_are_set() -> None:
-    settings = config(seed_optimizer=SeedOptimizer(warmup_epochs=2.0))
+    settings = config(seed_optimizer=SeedOptimizerConfig(warmup_epochs=2.0))
     loop = make_loop(Script({1: GROW[0]}), settings, make_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.5))
     loop.epoch()
     learner = loop.grower.lifecycles.backends["first"].learner
@@ -235,7 +235,7 @@ def test_a_new_seed_in_a_used_slot_has_a_fresh_optimiser() -> None:
 
 
 def test_gradient_statistics_are_of_unclipped_global_norms_and_healthy_ones_are_near_one() -> None:
-    settings = config(seed_optimizer=SeedOptimizer(max_grad_norm=1e-3))
+    settings = config(seed_optimizer=SeedOptimizerConfig(max_grad_norm=1e-3))
     loop = make_loop(Script({0: [Germinate("first", "test", "mlp")]}), settings)
     loop.grower.begin()
     norms = []
@@ -498,7 +498,7 @@ def test_what_germinates_after_the_host_was_cast_is_cast_too(mover: str, lifecyc
 
 def test_a_target_of_alpha_above_1_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"alpha_target: expected a float > 0 and <= 1, got 1.5"):
-        Lifecycle(raise_mode="shadow", alpha_target=1.5)
+        LifecycleConfig(raise_mode="shadow", alpha_target=1.5)
 
 
 @pytest.mark.slow

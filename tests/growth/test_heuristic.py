@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from esper.growth.config import GrowthConfig, GrowthError, HeuristicConfig, Lifecycle
+from esper.growth.config import GrowthConfig, GrowthError, HeuristicConfig, LifecycleConfig
 from esper.growth.controllers.heuristic import (
     Heuristic,
     choose,
@@ -19,7 +19,7 @@ from esper.growth.controllers.heuristic import (
     starvation,
 )
 from esper.growth.host.layout import Place
-from esper.growth.lifecycle.stages import Candidate, Contribution, Cost, Decision, Germinate, GrowthState, LossScale, SlotState, Stage
+from esper.growth.lifecycle.stages import Candidate, Contribution, Cost, Decision, Germinate, GrowthState, LossRange, SlotState, Stage
 from esper.statistics import Interval
 from tests.growth.small import in_other_units
 
@@ -50,7 +50,7 @@ def state(
         parameters_left=None,
         flops_left=None,
         seeds_left=len(slots),
-        scale=LossScale.of(2.3),
+        scale=LossRange.of(2.3),
         samples_per_epoch=1_000,
         host_load=400.0,
     )
@@ -158,8 +158,8 @@ def chosen(now: GrowthState) -> list[tuple[str, str]]:
 
 # Two hosts as they were measured. A GPT of 31,744 weights that has seen 64 of 384 steps: an mlp at 12 % of its FLOPs ended 0.03 nats behind
 # longer training for the same FLOPs. Digits, 64 of 640 steps: two convolutions for 158 % ended 0.01 ahead.
-GPT = {"epochs": 12, "steps_per_epoch": 32, "train": (3.347, 2.711), "scale": LossScale.of(3.3)}
-DIGITS = {"epochs": 40, "steps_per_epoch": 16, "train": (1.9197, 1.1349, 0.5637, 0.3154), "scale": LossScale.of(2.3)}
+GPT = {"epochs": 12, "steps_per_epoch": 32, "train": (3.347, 2.711), "scale": LossRange.of(3.3)}
+DIGITS = {"epochs": 40, "steps_per_epoch": 16, "train": (1.9197, 1.1349, 0.5637, 0.3154), "scale": LossRange.of(2.3)}
 
 
 def measured(host: dict[str, Any], *, promise: float, flops: float, epochs: int | None = None) -> GrowthState:
@@ -265,13 +265,13 @@ def verdict(now: GrowthState) -> tuple[bool, ...]:
 def test_a_loss_that_can_be_negative_is_judged_from_its_floor() -> None:
     """A log-likelihood, 3.0 below a constant predictor at best: the same losses as those of any other host, 5.0 lower."""
     losses = (2.9, 2.5, 2.4, 2.35)
-    above = state(train=losses, scale=LossScale.of(3.0))
-    below = replace(above, scale=LossScale.of(-2.0, loss_range=3.0), train_losses=tuple(loss - 5.0 for loss in losses))
+    above = state(train=losses, scale=LossRange.of(3.0))
+    below = replace(above, scale=LossRange.of(-2.0, loss_range=3.0), train_losses=tuple(loss - 5.0 for loss in losses))
     below = replace(below, val_losses=below.train_losses)
     assert verdict(above) == verdict(below) == (True, False, False)
     assert chosen(above) == chosen(below) == [("a", "big")]
     with pytest.raises(GrowthError, match=r"a loss of -2\. .*loss_range"):
-        LossScale.of(-2.0)
+        LossRange.of(-2.0)
 
 
 def test_a_power_law_is_projected_exactly_and_a_rising_loss_stays() -> None:
@@ -287,8 +287,10 @@ def test_what_it_was_waiting_for_survives_a_resume() -> None:
     assert decided(second, state(4)) == decided(first, state(4)) == [("Germinate", "a")]
 
 
-@pytest.mark.parametrize(("lifecycle", "least"), [(Lifecycle(), 6), (Lifecycle(holding_epochs=1), 4), (Lifecycle(raise_mode="shadow"), 11)])
-def test_a_training_too_short_to_grow_anything_is_told_so_from_the_first_decision_on(lifecycle: Lifecycle, least: int) -> None:
+@pytest.mark.parametrize(
+    ("lifecycle", "least"), [(LifecycleConfig(), 6), (LifecycleConfig(holding_epochs=1), 4), (LifecycleConfig(raise_mode="shadow"), 11)]
+)
+def test_a_training_too_short_to_grow_anything_is_told_so_from_the_first_decision_on(lifecycle: LifecycleConfig, least: int) -> None:
     heuristic = Heuristic(GrowthConfig(lifecycle=lifecycle))
     for epoch in range(least):
         decision = heuristic.decide(state(epoch, train=(2.2,) * epoch, epochs=least - 1))
@@ -304,4 +306,4 @@ def test_nothing_grows_that_could_not_be_kept_in_the_time_left() -> None:
     early = {"train": (2.2,), "epochs": 5}
     assert not Heuristic(GrowthConfig()).decide(state(1, **early)).probe
     assert Heuristic(GrowthConfig()).decide(state(1, train=(2.2,), epochs=6)).probe
-    assert not Heuristic(GrowthConfig(lifecycle=Lifecycle(raise_mode="shadow"))).decide(state(1, train=(2.2,), epochs=6)).probe
+    assert not Heuristic(GrowthConfig(lifecycle=LifecycleConfig(raise_mode="shadow"))).decide(state(1, train=(2.2,), epochs=6)).probe

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from esper.config import save
 from esper.growth import GrowthConfig, grow
-from esper.growth.config import Lifecycle, Rent
+from esper.growth.config import LifecycleConfig, RentConfig
 from esper.growth.events import (
     ActionRefused,
     EpochEnded,
@@ -183,7 +183,7 @@ def test_the_fold_tells_what_the_ledger_tells(tmp_path: Path) -> None:
     inputs = torch.randn(64, 6, generator=generator)
     batches = [(part, part[:, :3].argmax(dim=1)) for part in inputs.split(16)]
     model = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 3))
-    config = GrowthConfig(lifecycle=Lifecycle(holding_epochs=1, withdraw_epochs=1))
+    config = GrowthConfig(lifecycle=LifecycleConfig(holding_epochs=1, withdraw_epochs=1))
     grown = grow(model, batches, batches, F.cross_entropy, epochs=6, controller=Once(), config=config, run=tmp_path / "run")
     seeds = read_story(tmp_path / "run").seeds
     assert {seed.outcome for seed in seeds} == {"kept", "pruned"}
@@ -242,16 +242,16 @@ def test_the_best_of_every_slot_is_shown_as_the_probe_saw_it_last() -> None:
         ("2", "a", "norm", "0.00100"),
         ("1", "b", "norm", "0.25000"),
     ]
-    assert "Results of the probe" in render(told([*eventful(), first]), None, title="run", config="", rent=Rent())
+    assert "Results of the probe" in render(told([*eventful(), first]), None, title="run", config="", rent=RentConfig())
 
 
 def test_the_cost_of_removal_is_named_so_and_told_from_what_growing_gained() -> None:
     story = told(eventful())
-    page = render(story, None, title="run", config="", rent=Rent())
+    page = render(story, None, title="run", config="", rent=RentConfig())
     table = next(part for part in re.findall(r"<table>.*?</table>", page, flags=re.DOTALL) if "why it ended so" in part)
     assert '<th class="number">cost of removal</th>' in table
     assert "more than the gain from growing it" in page
-    for text in (page, " ".join(about_rent(story, Rent())), " ".join(LEDGER_HEADING), " ".join(ANALYTICS_HEADING)):
+    for text in (page, " ".join(about_rent(story, RentConfig())), " ".join(LEDGER_HEADING), " ".join(ANALYTICS_HEADING)):
         assert not re.search(r"\bgives?\b|gain in nats|mean gain|\bnats\b", text)
 
 
@@ -268,11 +268,11 @@ def test_steps_that_a_seed_did_not_take_are_told() -> None:
 
 
 def test_the_rent_that_would_have_changed_a_decision_is_named() -> None:
-    kept, pruned = about_rent(told(eventful()), Rent(parameters=0.02, flops=0.04))
+    kept, pruned = about_rent(told(eventful()), RentConfig(parameters=0.02, flops=0.04))
     assert "surely 0.0400, for a rent of 0.0100" in kept
     assert "above rent.parameters 0.08 and rent.flops 0.16 it would not" in kept
     assert "below rent.parameters 0.01 and rent.flops 0.02 it would have paid" in pruned
-    assert "There is no rent" in about_rent(told(eventful()), Rent(parameters=0.0, flops=0.0))[0]
+    assert "There is no rent" in about_rent(told(eventful()), RentConfig(parameters=0.0, flops=0.0))[0]
 
 
 # The page
@@ -309,7 +309,7 @@ def test_light_and_dark_come_from_the_page(tmp_path: Path) -> None:
 
 
 def test_equal_runs_give_equal_pages() -> None:
-    pages = {render(told(eventful()), told(eventful()), title="run", config="", rent=Rent()) for _ in range(2)}
+    pages = {render(told(eventful()), told(eventful()), title="run", config="", rent=RentConfig()) for _ in range(2)}
     assert len(pages) == 1
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from esper.growth.config import Budget, Lifecycle
+from esper.growth.config import BudgetConfig, LifecycleConfig
 from esper.growth.lifecycle.slots import may_move
 from esper.growth.lifecycle.stages import (
     LIVING,
@@ -71,7 +71,7 @@ def test_a_seed_raised_in_the_shadow_trains_blends_and_holds() -> None:
 @pytest.mark.parametrize("curve", ["linear", "cosine"])
 @pytest.mark.parametrize("target", [1.0, 0.5])
 def test_alpha_rises_step_by_step_and_reaches_its_target(curve: str, target: float) -> None:
-    rules = Lifecycle(raise_mode="shadow", training_epochs=1, blend_epochs=2, alpha_curve=curve, alpha_target=target)
+    rules = LifecycleConfig(raise_mode="shadow", training_epochs=1, blend_epochs=2, alpha_curve=curve, alpha_target=target)
     loop = make_loop(Script({**GROW, 1: [Advance("first", "test")]}), config(rules))
     loop.epoch()
     alphas = []
@@ -88,7 +88,7 @@ def test_alpha_rises_step_by_step_and_reaches_its_target(curve: str, target: flo
 
 
 def test_a_seed_that_is_withdrawn_fades_and_the_slot_waits_out_its_embargo() -> None:
-    rules = Lifecycle(holding_epochs=1, withdraw_epochs=1, embargo_epochs=2)
+    rules = LifecycleConfig(holding_epochs=1, withdraw_epochs=1, embargo_epochs=2)
     again = [Germinate("first", "again", "norm")]
     loop = make_loop(Script({**GROW, 1: [Prune("first", "test")], 2: again, 3: again, 4: again}), config(rules))
     loop.epoch()
@@ -107,7 +107,7 @@ def test_a_seed_that_is_withdrawn_fades_and_the_slot_waits_out_its_embargo() -> 
 
 
 @pytest.mark.parametrize("lifecycle", [QUICK, QUICK_SHADOW], ids=["joint", "shadow"])
-def test_pruning_gives_the_outputs_of_the_host_alone_bit_for_bit(lifecycle: Lifecycle) -> None:
+def test_pruning_gives_the_outputs_of_the_host_alone_bit_for_bit(lifecycle: LifecycleConfig) -> None:
     loop = make_loop(Script({**GROW, 2: [Prune("first", "test")]}), config(lifecycle))
     loop.epoch(epochs=3)
     assert loop.slotted.slots["first"].seed is None
@@ -128,7 +128,7 @@ def test_gates_say_why_not() -> None:
             5: [Retarget("first", "test", 1.5)],
         }
     )
-    loop = make_loop(script, config(Lifecycle(holding_epochs=6)))
+    loop = make_loop(script, config(LifecycleConfig(holding_epochs=6)))
     loop.epoch(epochs=5)
     first, *rest = refusals(loop)
     assert first.startswith("'conv3x3' cannot grow there; blueprints that can: ")
@@ -145,7 +145,7 @@ def test_gates_say_why_not() -> None:
 
 
 def test_a_seed_in_the_shadow_must_have_learned_with_healthy_gradients_before_it_blends() -> None:
-    rules = Lifecycle(raise_mode="shadow", training_epochs=2)
+    rules = LifecycleConfig(raise_mode="shadow", training_epochs=2)
     loop = make_loop(Script({**GROW, 1: [Advance("first", "test")], 2: [Advance("first", "test")]}), config(rules))
     loop.epoch()
     for _ in loop.data:
@@ -161,7 +161,7 @@ def _poisoned(loop: Loop) -> torch.Tensor:
 
 
 def test_a_target_can_be_changed_while_alpha_is_on_its_way() -> None:
-    rules = Lifecycle(raise_mode="shadow", training_epochs=1, blend_epochs=2)
+    rules = LifecycleConfig(raise_mode="shadow", training_epochs=1, blend_epochs=2)
     script = Script({**GROW, 1: [Advance("first", "test")], 2: [Retarget("first", "test", 0.25)], 4: [Retarget("first", "test", 0.75)]})
     loop = make_loop(script, config(rules))
     loop.epoch(epochs=2)
@@ -178,10 +178,10 @@ def test_budgets_of_seeds_parameters_and_flops_refuse_with_the_numbers() -> None
     both = {0: [Germinate("first", "test", "low_rank"), Germinate("second", "test", "low_rank")]}
     cost = make_loop().grower.lifecycles.price("first", "low_rank")
     host = make_loop().slotted.discovery.host
-    parameters = Budget(max_parameters=1.5 * cost.parameters / host.parameters)
-    flops = Budget(max_parameters=None, max_flops=1.5 * cost.flops / host.flops)
+    parameters = BudgetConfig(max_parameters=1.5 * cost.parameters / host.parameters)
+    flops = BudgetConfig(max_parameters=None, max_flops=1.5 * cost.flops / host.flops)
     for budget, words in (
-        (Budget(max_seeds=1), "there are as many seeds as the budget allows"),
+        (BudgetConfig(max_seeds=1), "there are as many seeds as the budget allows"),
         (parameters, f"it needs {cost.parameters} parameters and the budget has "),
         (flops, f"it needs {cost.flops} FLOPs per sample and the budget has "),
     ):
@@ -194,7 +194,7 @@ def test_budgets_of_seeds_parameters_and_flops_refuse_with_the_numbers() -> None
 
 
 def test_the_parameters_of_a_gate_are_counted() -> None:
-    loop = make_loop(Script(GROW), config(Lifecycle(blending="gate")))
+    loop = make_loop(Script(GROW), config(LifecycleConfig(blending="gate")))
     loop.grower.begin()
     seed = loop.slotted.slots["first"].seed
     assert loop.grower.lifecycles.added().parameters == sum(parameter.numel() for parameter in seed.parameters())

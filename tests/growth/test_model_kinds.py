@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import esper
 from esper.growth import Grower, GrowthConfig, GrowthError, Planned, add_slots
-from esper.growth.config import Budget
+from esper.growth.config import BudgetConfig
 from esper.growth.host.causality import tensors_in
 from esper.growth.host.discover import call
 from esper.growth.host.slotted import Slotted
@@ -352,7 +352,7 @@ def living(kind: Kind, slotted: Slotted) -> Slotted:
         fitting = blueprints_for(slot.place)
         plan.append((0, name, fitting[-1 - number % len(fitting)].name))
     optimizer = torch.optim.SGD([parameter for parameter in slotted.host.parameters() if parameter.requires_grad], lr=0.01)
-    settings = GrowthConfig(budget=Budget(max_parameters=None, max_flops=None))
+    settings = GrowthConfig(budget=BudgetConfig(max_parameters=None, max_flops=None))
     grower = Grower(slotted, optimizer, controller=Planned(plan), config=settings, epochs=10)
     grower.begin()
     slotted.train()
@@ -659,7 +659,7 @@ def test_a_model_of_a_library_is_grown_saved_and_loaded(kind: Kind, tmp_path: Pa
         step_loss=lambda model, batch: model(**batch).loss,
         epochs=4,
         controller=Planned(plan),
-        config=GrowthConfig(lifecycle=QUICK, budget=Budget(max_parameters=None, max_flops=None)),
+        config=GrowthConfig(lifecycle=QUICK, budget=BudgetConfig(max_parameters=None, max_flops=None)),
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=5e-3),
         progress=False,
     )

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from esper.growth import Grower, add_slots
 from esper.growth.lifecycle.stages import Advance, Fossilize, Germinate, Prune
-from tests.growth.small import QUICK, QUICK_SHADOW, SLOTS, Data, Lifecycle, Script, config, make_data, make_host
+from tests.growth.small import QUICK, QUICK_SHADOW, SLOTS, Data, LifecycleConfig, Script, config, make_data, make_host
 from tests.processes import spawn
 
 pytestmark = pytest.mark.slow  # they start processes of their own
@@ -31,7 +31,7 @@ LIVES = {
     4: [Fossilize("first", "test")],
     6: [Germinate("second", "test", "mlp")],
 }
-CASES: dict[str, tuple[Lifecycle, bool]] = {
+CASES: dict[str, tuple[LifecycleConfig, bool]] = {
     "joint": (QUICK, False),
     "shadow": (QUICK_SHADOW, False),
     "joint with batch norm": (QUICK, True),
@@ -47,7 +47,9 @@ def validation() -> Data:
     return make_data(3, seed=2, size=12, dtype=torch.float64)
 
 
-def train(model: nn.Module, data: Data, lifecycle: Lifecycle, *, val: Data | None = None, poison_at: int | None = None) -> dict[str, Any]:
+def train(
+    model: nn.Module, data: Data, lifecycle: LifecycleConfig, *, val: Data | None = None, poison_at: int | None = None
+) -> dict[str, Any]:
     """What a training leaves behind. Every rank evaluates the same batches, unless `val` gives it its own."""
     host = model.module if isinstance(model, DistributedDataParallel) else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

@@ -15,12 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from esper.growth import grower
 from esper.growth.lifecycle.stages import Advance, Germinate
 from esper.growth.seeds import optimizer as seed_learner
-from tests.growth.small import QUICK, QUICK_SHADOW, SLOTS, Lifecycle, Loop, Script, config, make_host, make_loop
+from tests.growth.small import QUICK, QUICK_SHADOW, SLOTS, LifecycleConfig, Loop, Script, config, make_host, make_loop
 
 BOTH = {0: [Germinate("first", "test", "mlp"), Germinate("second", "test", "low_rank")], 1: [Advance(slot, "test") for slot in SLOTS]}
 
 
-def scaled_loop(lifecycle: Lifecycle, scaler: torch.amp.GradScaler | None, **options) -> Loop:
+def scaled_loop(lifecycle: LifecycleConfig, scaler: torch.amp.GradScaler | None, **options) -> Loop:
     torch.manual_seed(1)
     loop = make_loop(Script(BOTH, probes=[0]), config(lifecycle), scaler=scaler, slots=("first", "after", "second"), **options)
     loop.grower.begin()
@@ -42,7 +42,7 @@ def step(loop: Loop, scaler: torch.amp.GradScaler | None, x: Tensor, y: Tensor, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lifecycle", [QUICK, QUICK_SHADOW], ids=["joint", "shadow"])
-def test_seeds_learn_the_same_with_and_without_a_loss_scale(lifecycle: Lifecycle) -> None:
+def test_seeds_learn_the_same_with_and_without_a_loss_scale(lifecycle: LifecycleConfig) -> None:
     def trained(scaler: torch.amp.GradScaler | None) -> Loop:
         loop = scaled_loop(lifecycle, scaler, dtype=torch.float64)
         for _ in range(3):
@@ -121,7 +121,7 @@ def test_parts_of_an_accumulated_batch_are_no_skipped_steps() -> None:
 
 
 @pytest.mark.parametrize("lifecycle", [QUICK, QUICK_SHADOW], ids=["joint", "shadow"])
-def test_a_host_in_half_precision_has_seeds_in_half_precision(lifecycle: Lifecycle) -> None:
+def test_a_host_in_half_precision_has_seeds_in_half_precision(lifecycle: LifecycleConfig) -> None:
     loop = scaled_loop(lifecycle, None, host=make_host(dtype=torch.bfloat16), dtype=torch.bfloat16)
     loop.epoch(epochs=3)
     for name in SLOTS:
@@ -166,7 +166,7 @@ def far(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("lifecycle", [QUICK, QUICK_SHADOW], ids=["joint", "shadow"])
 @pytest.mark.usefixtures("far")
-def test_steps_with_a_loss_scale_read_nothing_from_the_device(lifecycle: Lifecycle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_with_a_loss_scale_read_nothing_from_the_device(lifecycle: LifecycleConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
     loop = scaled_loop(lifecycle, scaler)
     monkeypatch.setattr(scaler, "get_scale", lambda: pytest.fail("get_scale reads the device"))

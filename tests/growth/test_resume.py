@@ -26,7 +26,19 @@ from esper.runs import CheckpointStore, read
 from esper.runs.folder import EVENTS, RunError
 from esper.runs.tensors import join, split
 from esper.tasks.loader import BatchLoader
-from tests.growth.small import QUICK, QUICK_SHADOW, SLOTS, Lifecycle, Script, adamw, assert_same, config, make_data, make_host, make_loop
+from tests.growth.small import (
+    QUICK,
+    QUICK_SHADOW,
+    SLOTS,
+    LifecycleConfig,
+    Script,
+    adamw,
+    assert_same,
+    config,
+    make_data,
+    make_host,
+    make_loop,
+)
 from tests.processes import Process
 
 pytestmark = pytest.mark.slow  # whole trainings, several times over
@@ -44,7 +56,7 @@ def script() -> Script:
     return Script(LIVES, probes=[0, 2, 3])
 
 
-def settings(lifecycle: Lifecycle = QUICK, **others: Any) -> GrowthConfig:
+def settings(lifecycle: LifecycleConfig = QUICK, **others: Any) -> GrowthConfig:
     return config(lifecycle, slots=SLOTS, probe_steps=3, **others)
 
 
@@ -58,7 +70,7 @@ def shuffling() -> DataLoader:
     return DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True)
 
 
-def training(loader: Any, lifecycle: Lifecycle, *, schedule: Any = None, epochs: int = EPOCHS) -> Training:
+def training(loader: Any, lifecycle: LifecycleConfig, *, schedule: Any = None, epochs: int = EPOCHS) -> Training:
     return Training(
         make_host(),
         loader,
@@ -83,7 +95,13 @@ class Countdown:
 
 
 def run(
-    folder: Path, make_loader: Callable[[], Any], lifecycle: Lifecycle = QUICK, *, stop=lambda: False, resume=False, schedule: Any = None
+    folder: Path,
+    make_loader: Callable[[], Any],
+    lifecycle: LifecycleConfig = QUICK,
+    *,
+    stop=lambda: False,
+    resume=False,
+    schedule: Any = None,
 ) -> Grown:
     torch.manual_seed(100 if resume else 7)  # another process would not be at the same numbers
     one = training(make_loader(), lifecycle, schedule=schedule)
@@ -98,7 +116,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tup
     """Return a function that gives the result and the folder of a run that never stopped, each of which is run once."""
 
     @cache
-    def whole(make_loader: Callable[[], Any], lifecycle: Lifecycle = QUICK) -> tuple[Grown, Path]:
+    def whole(make_loader: Callable[[], Any], lifecycle: LifecycleConfig = QUICK) -> tuple[Grown, Path]:
         folder = tmp_path_factory.mktemp("runs") / "whole"
         return run(folder, make_loader, lifecycle), folder
 
@@ -134,7 +152,9 @@ def assert_same_result(one: Grown, other: Grown) -> None:
 
 @pytest.mark.parametrize("lifecycle", [QUICK, QUICK_SHADOW], ids=["joint", "shadow"])
 @pytest.mark.parametrize("make_loader", [stateful, shuffling], ids=["loader with a state", "loader without"])
-def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(make_loader, lifecycle: Lifecycle, uninterrupted, tmp_path: Path) -> None:
+def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(
+    make_loader, lifecycle: LifecycleConfig, uninterrupted, tmp_path: Path
+) -> None:
     whole, of_whole = uninterrupted(make_loader, lifecycle)
     assert len(whole.ledger.entries) == 2
     for looks in (1, 15, 22):  # within epochs, and between them

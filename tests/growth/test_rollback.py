@@ -14,7 +14,19 @@ from torch.optim.lr_scheduler import StepLR
 from esper.growth import Diverged, GrowthError
 from esper.growth.config import GovernorConfig
 from esper.growth.lifecycle.stages import Advance, Fossilize, Germinate, Prune, Stage
-from tests.growth.small import QUICK, QUICK_SHADOW, Lifecycle, Loop, Script, adamw, assert_same, config, make_host, make_loop, snapshot
+from tests.growth.small import (
+    QUICK,
+    QUICK_SHADOW,
+    LifecycleConfig,
+    Loop,
+    Script,
+    adamw,
+    assert_same,
+    config,
+    make_host,
+    make_loop,
+    snapshot,
+)
 from tests.growth.test_optimizer import SAM
 
 GROW = {0: [Germinate("first", "test", "mlp")]}
@@ -46,7 +58,7 @@ def test_a_rollback_restores_weights_buffers_both_optimisers_scaler_schedule_sta
     optimizer = adamw(host)
     scaler, schedule = torch.amp.GradScaler("cpu", init_scale=8.0), StepLR(optimizer, 1, gamma=0.5)
     scaler.scale(torch.ones(1))
-    rules = Lifecycle(raise_mode="shadow", training_epochs=1, blend_epochs=4)
+    rules = LifecycleConfig(raise_mode="shadow", training_epochs=1, blend_epochs=4)
     script = Script({**GROW, 1: [Advance("first", "test")]})
     loop = make_loop(script, config(rules), host=host, make_optimizer=lambda model: optimizer, scaler=scaler, scheduler=schedule)
     loop.grower.begin()
@@ -76,7 +88,7 @@ def test_a_rollback_restores_weights_buffers_both_optimisers_scaler_schedule_sta
 
 
 def test_a_seed_that_went_mad_goes_to_embargo_and_training_goes_on() -> None:
-    loop = make_loop(Script(BOTH), config(Lifecycle(holding_epochs=20, embargo_epochs=3)))
+    loop = make_loop(Script(BOTH), config(LifecycleConfig(holding_epochs=20, embargo_epochs=3)))
     loop.epoch(epochs=2)
     before = snapshot(loop.host, loop.optimizer)
     poison_seed(loop, "first")
@@ -122,7 +134,7 @@ def test_validation_that_is_not_finite_goes_back_at_the_end_of_the_epoch() -> No
 
 
 @pytest.mark.parametrize("lifecycle", [QUICK, QUICK_SHADOW], ids=["joint", "shadow"])
-def test_a_seed_that_germinated_since_the_snapshot_goes(lifecycle: Lifecycle) -> None:
+def test_a_seed_that_germinated_since_the_snapshot_goes(lifecycle: LifecycleConfig) -> None:
     loop = make_loop(Script({2: [Germinate("first", "test", "mlp")]}), config(lifecycle))
     loop.epoch(epochs=2)
     poison_host(loop)
@@ -135,7 +147,7 @@ def test_a_seed_that_germinated_since_the_snapshot_goes(lifecycle: Lifecycle) ->
 
 
 def test_a_seed_that_was_pruned_since_the_snapshot_comes_back_and_lives_in_the_ledger() -> None:
-    rules = Lifecycle(holding_epochs=1, withdraw_epochs=0, embargo_epochs=1)
+    rules = LifecycleConfig(holding_epochs=1, withdraw_epochs=0, embargo_epochs=1)
     loop = make_loop(Script({**GROW, 2: [Prune("first", "test")]}), config(rules))
     loop.epoch()
     loop.epoch()  # the snapshot of this epoch was taken before the decision

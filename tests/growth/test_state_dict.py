@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel as TorchAverage, get_ema_multi_a
 
 import esper
 from esper.growth import Grower, GrowthError, Slotted, add_slots
-from esper.growth.config import Lifecycle
+from esper.growth.config import LifecycleConfig
 from esper.growth.controllers.baselines import Planned
 from tests.growth.small import Host, config, make_data, make_host, make_loop, sgd
 from tests.growth.test_models import disturb, germinate, grow, is_same, run
@@ -208,7 +208,7 @@ def test_a_slotted_model_with_a_grower_is_loaded_through_it() -> None:
 def test_a_grower_is_saved_and_resumed_in_three_lines(tmp_path: Path) -> None:
     """The resumed training goes on as the one that was not interrupted, to the last bit."""
     plan = [(0, "first", "low_rank"), (1, "second", "mlp")]
-    settings = config(Lifecycle(holding_epochs=3))
+    settings = config(LifecycleConfig(holding_epochs=3))
     loop = make_loop(Planned(plan), settings, epochs=6)
     loop.epoch(epochs=2)
     loop.grower.save(tmp_path / "last")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from esper.league import League, LeagueConfig, Record
+from esper.league import League, LeagueConfig, WinRecord
 
-WIN = Record(wins=9, losses=1)
+WIN = WinRecord(wins=9, losses=1)
 
 
 def weights_of(seed: int) -> dict[str, Tensor]:

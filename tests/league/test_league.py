@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from esper.league import LEARNER, League, LeagueConfig, LeagueError, Record
+from esper.league import LEARNER, League, LeagueConfig, LeagueError, WinRecord
 from esper.league.ratings import Rating, is_available
 from esper.runs import CheckpointStore
 from tests.league.leagues import WIN, promoted, small_league, weights_of
@@ -31,8 +31,8 @@ def test_a_candidate_that_beats_the_best_becomes_the_best() -> None:
 def test_a_candidate_that_does_not_beat_the_best_is_forgotten() -> None:
     league = promoted(small_league(), "one")
     league.enter("two", 2, weights_of(2))
-    league.record("two", "one", Record(wins=50, losses=50))
-    league.record("two", "strong", Record(wins=1))
+    league.record("two", "one", WinRecord(wins=50, losses=50))
+    league.record("two", "strong", WinRecord(wins=1))
     settled = league.settle("two")
     assert not settled.is_promoted
     assert settled.reason.startswith("50.0 % [40.4, 59.6] against one, needed from 50.0 % on")
@@ -46,12 +46,12 @@ def test_a_candidate_that_does_not_beat_the_best_is_forgotten() -> None:
 @needs_openskill
 def test_a_refused_candidate_leaves_no_trace_and_a_promoted_one_moves_those_whom_it_met() -> None:
     league = promoted(small_league(), "one")
-    league.record("weak", "strong", Record(losses=10))
+    league.record("weak", "strong", WinRecord(losses=10))
     before = league.to_state()
     league.enter("two", 2, weights_of(2))
     league.record("two", "strong", WIN)
     assert league.rating("two").ordinal > Rating().ordinal  # type: ignore[union-attr]
-    league.record("two", "one", Record(losses=10))
+    league.record("two", "one", WinRecord(losses=10))
     assert not league.settle("two").is_promoted
     assert league.to_state() == before
     league.enter("three", 3, weights_of(3))
@@ -74,8 +74,8 @@ def test_a_candidate_that_has_not_met_the_best_cannot_be_settled() -> None:
 def test_a_full_league_retires_the_least_useful_and_keeps_its_results() -> None:
     league = small_league(size=2)
     promoted(promoted(league, "one"), "two")
-    league.record(LEARNER, "two", Record(wins=10))
-    league.record(LEARNER, "one", Record(losses=10))
+    league.record(LEARNER, "two", WinRecord(wins=10))
+    league.record(LEARNER, "one", WinRecord(losses=10))
     league.enter("three", 3, weights_of(3))
     league.record("three", "two", WIN)
     settled = league.settle("three")
@@ -90,7 +90,7 @@ def test_a_full_league_retires_the_least_useful_and_keeps_its_results() -> None:
 
 def test_anchors_never_leave() -> None:
     league = small_league(size=1)
-    league.record(LEARNER, "weak", Record(wins=1000))
+    league.record(LEARNER, "weak", WinRecord(wins=1000))
     for name in ("one", "two", "three", "four"):
         promoted(league, name)
     assert league.anchors == ("weak", "strong")
@@ -110,7 +110,7 @@ def test_the_weights_are_copied_and_independent_of_the_learner() -> None:
 def test_opponents_are_members_by_how_hard_they_are() -> None:
     league = promoted(promoted(small_league(), "one"), "two")
     assert league.opponents() == {"one": 0.5, "two": 0.5}
-    league.record(LEARNER, "one", Record(wins=9, losses=1))
+    league.record(LEARNER, "one", WinRecord(wins=9, losses=1))
     opponents = league.opponents()
     assert opponents["two"] > opponents["one"] > 0
     assert set(league.opponents(["one", "strong"])) == {"one", "strong"}
@@ -118,18 +118,18 @@ def test_opponents_are_members_by_how_hard_they_are() -> None:
 
 def test_old_battles_of_the_learner_fade() -> None:
     league = promoted(small_league(memory=100), "one")
-    league.record("one", LEARNER, Record(wins=100))
+    league.record("one", LEARNER, WinRecord(wins=100))
     assert league.learner_score("one") == 0
-    league.record(LEARNER, "one", Record(wins=100))
+    league.record(LEARNER, "one", WinRecord(wins=100))
     assert league.learner_score("one") == pytest.approx(1 / 2)
-    league.record(LEARNER, "one", Record(wins=100))
+    league.record(LEARNER, "one", WinRecord(wins=100))
     assert league.learner_score("one") == pytest.approx(3 / 4)
 
 
 def test_battles_of_the_learner_change_neither_table_nor_ratings() -> None:
     league = promoted(small_league(), "one")
     before = league.to_state()
-    league.record(LEARNER, "one", Record(wins=9, losses=1))
+    league.record(LEARNER, "one", WinRecord(wins=9, losses=1))
     after = league.to_state()
     assert after.pop("recent") != before.pop("recent")
     assert after == before
@@ -138,7 +138,7 @@ def test_battles_of_the_learner_change_neither_table_nor_ratings() -> None:
 @needs_openskill
 def test_ratings_do_not_depend_on_who_tells() -> None:
     told, retold = small_league(), small_league()
-    record = Record(wins=20, draws=3, losses=7)
+    record = WinRecord(wins=20, draws=3, losses=7)
     told.record("weak", "strong", record)
     retold.record("strong", "weak", record.reversed())
     assert told.to_state() == retold.to_state()
@@ -148,17 +148,17 @@ def test_ratings_do_not_depend_on_who_tells() -> None:
 @pytest.mark.parametrize("is_rated", [False, pytest.param(True, marks=needs_openskill)])
 def test_a_league_goes_on_from_its_state_as_if_never_interrupted(is_rated: bool) -> None:
     def begin(league: League) -> None:
-        league.record(LEARNER, "strong", Record(wins=1, draws=1, losses=1))
+        league.record(LEARNER, "strong", WinRecord(wins=1, draws=1, losses=1))
         for name in ("one", "two"):
             promoted(league, name)
-            league.record(name, "strong", Record(wins=7, draws=2, losses=3))
+            league.record(name, "strong", WinRecord(wins=7, draws=2, losses=3))
         league.enter("three", 3, weights_of(3))
 
     def go_on(league: League) -> None:
-        league.record("three", "two", Record(wins=300, draws=7, losses=100))
-        league.record(LEARNER, "one", Record(wins=333, losses=1))
+        league.record("three", "two", WinRecord(wins=300, draws=7, losses=100))
+        league.record(LEARNER, "one", WinRecord(wins=333, losses=1))
         league.settle("three")
-        league.record(LEARNER, "three", Record(wins=1, losses=2))
+        league.record(LEARNER, "three", WinRecord(wins=1, losses=2))
 
     whole = small_league(size=2, is_rated=is_rated)
     begin(whole)
@@ -174,7 +174,7 @@ def test_a_league_goes_on_from_its_state_as_if_never_interrupted(is_rated: bool)
 
 def test_a_checkpoint_holds_a_league(tmp_path: Path) -> None:
     league = promoted(promoted(small_league(), "one"), "two")
-    league.record(LEARNER, "one", Record(wins=1, losses=2))
+    league.record(LEARNER, "one", WinRecord(wins=1, losses=2))
     store = CheckpointStore(tmp_path, kind="test")
     store.save(1, {"league": league.to_state(), "weights": league.weights})
     state = store.load().state
@@ -199,7 +199,7 @@ def test_a_league_from_before_intervals_were_over_maps_loads_with_those_over_bat
 
 def test_a_match_on_maps_comes_back_with_them() -> None:
     league = small_league()
-    league.record("weak", "strong", Record.of_pairs([1.0, 0.0, 0.0, 0.5]))
+    league.record("weak", "strong", WinRecord.of_pairs([1.0, 0.0, 0.0, 0.5]))
     again = League.from_state(json.loads(json.dumps(league.to_state())))
     assert again.table.between("strong", "weak").maps == (0, 0, 1, 1, 0)
 
@@ -249,9 +249,9 @@ def test_battles_of_strangers_are_refused_and_change_nothing() -> None:
     league = small_league()
     before = league.to_state()
     with pytest.raises(LeagueError, match=r"no player 'nobody' in the league; it has \['strong', 'weak'\]"):
-        league.record("weak", "nobody", Record(wins=1))
+        league.record("weak", "nobody", WinRecord(wins=1))
     with pytest.raises(ValueError, match="'weak' cannot be its own opponent"):
-        league.record("weak", "weak", Record(wins=1))
+        league.record("weak", "weak", WinRecord(wins=1))
     assert league.to_state() == before
 
 

@@ -5,51 +5,54 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from esper.league.record import Record, WinTable
+from esper.league.record import WinRecord, WinTable
 from esper.statistics import wilson_interval
 
 COUNTS = st.integers(0, 1000)
-RECORDS = st.builds(Record, COUNTS, COUNTS, COUNTS)
+RECORDS = st.builds(WinRecord, COUNTS, COUNTS, COUNTS)
 PAIRS = st.lists(st.sampled_from("abcd"), min_size=2, max_size=2, unique=True)
 
 
 def test_a_draw_is_half_a_win() -> None:
-    record = Record(wins=3, draws=2, losses=5)
+    record = WinRecord(wins=3, draws=2, losses=5)
     assert (record.battles, record.points, record.score) == (10, 4.0, 0.4)
 
 
 def test_the_interval_is_wilsons_of_the_points() -> None:
-    assert Record(wins=5, losses=5).interval() == wilson_interval(5, 10)
-    assert Record(wins=4, draws=3, losses=3).interval() == wilson_interval(5.5, 10)
-    assert Record(wins=10).interval().low == pytest.approx(1 - 0.277533, abs=1e-6)
+    assert WinRecord(wins=5, losses=5).interval() == wilson_interval(5, 10)
+    assert WinRecord(wins=4, draws=3, losses=3).interval() == wilson_interval(5.5, 10)
+    assert WinRecord(wins=10).interval().low == pytest.approx(1 - 0.277533, abs=1e-6)
 
 
 def test_the_interval_of_battles_on_shared_maps_is_over_the_maps() -> None:
-    same = Record.of_pairs([1.0, 1.0, 0.0, 0.0] * 16)  # whoever wins a battle wins the other one on its map
+    same = WinRecord.of_pairs([1.0, 1.0, 0.0, 0.0] * 16)  # whoever wins a battle wins the other one on its map
     assert (same.wins, same.losses, same.maps) == (32, 32, (16, 0, 0, 0, 16))
     over_maps, over_battles = same.interval(), wilson_interval(32, 64)
     assert over_maps.estimate == over_battles.estimate == 0.5
     assert over_maps.high - over_maps.low > 1.3 * (over_battles.high - over_battles.low)
-    split = Record.of_pairs([1.0, 0.0] * 32)  # the side decides; the maps say that neither player is better
+    split = WinRecord.of_pairs([1.0, 0.0] * 32)  # the side decides; the maps say that neither player is better
     assert split.maps == (0, 0, 32, 0, 0)
     assert split.interval().high - split.interval().low < over_maps.high - over_maps.low
-    assert (Record.of_pairs([1.0, 1.0]).interval().low, Record.of_pairs([1.0, 0.5]).interval().high) == (0.0, 1.0)  # one map: anything
+    assert (WinRecord.of_pairs([1.0, 1.0]).interval().low, WinRecord.of_pairs([1.0, 0.5]).interval().high) == (
+        0.0,
+        1.0,
+    )  # one map: anything
 
 
 def test_maps_add_up_and_turn_round_with_their_battles() -> None:
-    one, other = Record.of_pairs([1.0, 0.5, 0.0, 0.0]), Record.of_pairs([1.0, 1.0])
+    one, other = WinRecord.of_pairs([1.0, 0.5, 0.0, 0.0]), WinRecord.of_pairs([1.0, 1.0])
     assert (one + other).maps == (1, 0, 0, 1, 1)
-    assert (one + other).reversed() == Record(wins=2, draws=1, losses=3, maps=(1, 1, 0, 0, 1))
-    assert (one + Record(wins=1)).maps == ()  # of one battle nothing is known of maps
-    assert (one + Record()).maps == one.maps
+    assert (one + other).reversed() == WinRecord(wins=2, draws=1, losses=3, maps=(1, 1, 0, 0, 1))
+    assert (one + WinRecord(wins=1)).maps == ()  # of one battle nothing is known of maps
+    assert (one + WinRecord()).maps == one.maps
     with pytest.raises(ValueError, match="maps"):
-        Record(wins=2, maps=(1, 0, 0, 0, 0))
+        WinRecord(wins=2, maps=(1, 0, 0, 0, 0))
     with pytest.raises(ValueError, match="pairs"):
-        Record.of_pairs([1.0])
+        WinRecord.of_pairs([1.0])
 
 
 @given(RECORDS)
-def test_both_sides_tell_the_same_of_a_match(record: Record) -> None:
+def test_both_sides_tell_the_same_of_a_match(record: WinRecord) -> None:
     other = record.reversed()
     assert other.reversed() == record
     if record.battles:
@@ -58,25 +61,25 @@ def test_both_sides_tell_the_same_of_a_match(record: Record) -> None:
 
 
 def test_a_record_says_itself_in_words() -> None:
-    words = Record(wins=410, draws=12, losses=90).in_words()
+    words = WinRecord(wins=410, draws=12, losses=90).in_words()
     assert words == "81.2 % of 512 battles, draws half (95 % sure: 77.6 to 84.4 %): 410 won, 12 drawn, 90 lost"
-    assert Record().in_words() == "no battles"
+    assert WinRecord().in_words() == "no battles"
 
 
 def test_a_record_without_battles_has_no_score() -> None:
     with pytest.raises(ValueError, match="no battles, no score"):
-        _ = Record().score
+        _ = WinRecord().score
 
 
 @pytest.mark.parametrize("wrong", [-1, 0.5, True])
 def test_counts_that_cannot_be_are_refused(wrong: int) -> None:
     with pytest.raises(ValueError, match=f"whole numbers from 0; got {wrong}"):
-        Record(wins=wrong)
+        WinRecord(wins=wrong)
 
 
 @pytest.mark.slow
 @given(st.lists(st.tuples(PAIRS, RECORDS)))
-def test_a_table_adds_up_whoever_tells(results: list[tuple[list[str], Record]]) -> None:
+def test_a_table_adds_up_whoever_tells(results: list[tuple[list[str], WinRecord]]) -> None:
     told, retold = WinTable(), WinTable()
     for (player, opponent), record in results:
         told.add(player, opponent, record)
@@ -90,12 +93,12 @@ def test_a_table_adds_up_whoever_tells(results: list[tuple[list[str], Record]]) 
 
 def test_a_removed_player_leaves_the_results_of_others() -> None:
     table = WinTable()
-    table.add("a", "b", Record(wins=1))
-    table.add("b", "c", Record(losses=1))
+    table.add("a", "b", WinRecord(wins=1))
+    table.add("b", "c", WinRecord(losses=1))
     table.remove("a")
-    assert list(table) == [("b", "c", Record(losses=1))]
+    assert list(table) == [("b", "c", WinRecord(losses=1))]
 
 
 def test_nobody_is_its_own_opponent() -> None:
     with pytest.raises(ValueError, match="'a' cannot be its own opponent"):
-        WinTable().add("a", "a", Record(wins=1))
+        WinTable().add("a", "a", WinRecord(wins=1))

@@ -7,7 +7,7 @@ import itertools
 import pytest
 from hypothesis import given, strategies as st
 
-from esper.league.record import Record
+from esper.league.record import WinRecord
 from esper.league.rules import is_promoted, least_useful, opponent_weights, retirements
 
 SCORES = st.dictionaries(st.text(min_size=1), st.none() | st.floats(0, 1), min_size=1)
@@ -19,7 +19,7 @@ def test_the_first_candidate_is_promoted() -> None:
 
 @pytest.mark.parametrize(("wins", "expected"), [(10, False), (13, False), (14, False), (15, True), (20, True)])
 def test_a_candidate_is_promoted_where_the_lower_end_of_its_interval_reaches_the_bar(wins: int, expected: bool) -> None:
-    record = Record.of_pairs([1.0, 1.0] * wins + [0.0, 0.0] * (20 - wins))  # 14 of 20 maps are 70 %, and may be luck
+    record = WinRecord.of_pairs([1.0, 1.0] * wins + [0.0, 0.0] * (20 - wins))  # 14 of 20 maps are 70 %, and may be luck
     assert is_promoted(record, promote_at=0.5) is expected
     assert is_promoted(record, promote_at=0.5) == (record.interval().low >= 0.5)
 

@@ -16,7 +16,7 @@ from esper.league.config import LeagueConfig
 from esper.league.dealing import SELF, deal
 from esper.league.events import LeagueChanged, RoundFought
 from esper.league.players import BotPlayer, PolicyPlayer
-from esper.league.record import Record
+from esper.league.record import WinRecord
 from esper.league.selfplay import SelfPlay
 from esper.league.training_config import ANCHORS, SelfPlayConfig
 from esper.runs import Event
@@ -262,7 +262,7 @@ def with_members(env: SelfPlay, *names: str) -> SelfPlay:
         best = env.league.best
         env.league.enter(name, number, a_policy(env.config, seed=number).state_dict())
         if best is not None:
-            env.league.record(name, best, Record(wins=9))
+            env.league.record(name, best, WinRecord(wins=9))
         assert env.league.settle(name).is_promoted
     return env
 

@@ -7,7 +7,7 @@ import json
 import msgspec
 import pytest
 
-from esper.league import LEARNER, League, Record, standing_rows, standings
+from esper.league import LEARNER, League, WinRecord, standing_rows, standings
 from esper.league.ratings import is_available
 from tests.league.leagues import promoted, small_league, weights_of
 
@@ -16,11 +16,11 @@ needs_openskill = pytest.mark.skipif(not is_available(), reason="openskill is mi
 
 def played(*, is_rated: bool) -> League:
     league = small_league(size=2, is_rated=is_rated)
-    league.record("strong", "weak", Record(wins=90, draws=2, losses=8))
+    league.record("strong", "weak", WinRecord(wins=90, draws=2, losses=8))
     for name in ("one", "two", "three"):
         promoted(league, name)
-    league.record("three", "strong", Record(wins=410, draws=12, losses=90))
-    league.record(LEARNER, "three", Record(wins=1, draws=1, losses=2))
+    league.record("three", "strong", WinRecord(wins=410, draws=12, losses=90))
+    league.record(LEARNER, "three", WinRecord(wins=1, draws=1, losses=2))
     league.enter("four", 12_345, weights_of(4))
     return league
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save
 
 from esper.files import with_digest
-from esper.league import LEARNER, League, LeagueError, LeagueStore, Record
+from esper.league import LEARNER, League, LeagueError, LeagueStore, WinRecord
 from tests.faults import Crash, _without_syncs, crash_at  # noqa: F401 — a fixture
 from tests.league.leagues import promoted, small_league, weights_of
 
@@ -31,7 +31,7 @@ def old_and_new() -> tuple[League, League]:
     """Two leagues, one later than the other: someone has left, someone has come, and battles were fought."""
     old, new = (promoted(promoted(small_league(size=2), "one"), "two") for _ in range(2))
     promoted(new, "three").enter("four", 4, weights_of(4))
-    new.record(LEARNER, "three", Record(wins=3, losses=4))
+    new.record(LEARNER, "three", WinRecord(wins=3, losses=4))
     assert set(old.weights) == {"one", "two"}
     assert set(new.weights) == {"two", "three", "four"}
     return old, new

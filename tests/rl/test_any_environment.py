@@ -199,12 +199,12 @@ def test_a_dense_layer_keeps_its_tanh_when_it_is_traced():
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 1.0])
 def test_the_entropy_bonus_of_a_step_does_not_depend_on_how_often_its_head_matters(share):
-    from esper.rl.distributions import Evaluation
+    from esper.rl.distributions import ActionEvaluation
 
     rows = 40
     matters = (torch.arange(rows) < share * rows).float().unsqueeze(1)
     entropy = torch.full((rows, 1), 0.5, requires_grad=True)
-    new = Evaluation(log_prob=torch.zeros(rows, 1), entropy=entropy)
+    new = ActionEvaluation(log_prob=torch.zeros(rows, 1), entropy=entropy)
     nothing = torch.zeros(rows)
     samples = Samples(torch.zeros(rows, 1), torch.zeros(rows, 1), matters, torch.ones(rows), nothing, nothing)
     counts = Counts(valid=torch.tensor(float(rows)), weight=matters.sum(0))

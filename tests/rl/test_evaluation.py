@@ -13,7 +13,7 @@ from esper.cli.main import main
 from esper.rl import TrainConfig, train_run
 from esper.rl.checkpoints import open_store
 from esper.rl.config import NetworkConfig, PPOConfig
-from esper.rl.evaluate import Evaluation
+from esper.rl.evaluate import PolicyEvaluation
 from esper.rl.events import Update
 from esper.rl.ppo import PPO
 from esper.runs import read
@@ -136,7 +136,7 @@ def test_evaluations_at_checkpoints_keep_to_their_share_of_the_steps(tmp_path: P
 def test_the_time_of_evaluations_counts_in_the_steps_per_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     def slow(*given, **settings):
         clock.sleep(0.2)
-        return Evaluation([1.0], [1])
+        return PolicyEvaluation([1.0], [1])
 
     monkeypatch.setattr("esper.rl.run_setup.evaluate", slow)
     train_run(CONFIG, tmp_path / "run")
@@ -148,7 +148,7 @@ def test_the_time_of_evaluations_counts_in_the_steps_per_second(tmp_path: Path, 
 
 def test_a_first_score_that_is_not_a_number_does_not_block_the_next_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scores = iter([float("nan"), 0.5, 0.25, 0.0])
-    monkeypatch.setattr("esper.rl.run_setup.evaluate", lambda *given, **settings: Evaluation([next(scores)], [1]))
+    monkeypatch.setattr("esper.rl.run_setup.evaluate", lambda *given, **settings: PolicyEvaluation([next(scores)], [1]))
     train_run(CONFIG, tmp_path / "run")
     assert open_store(tmp_path / "run").load("best").step == 2 * 32
 

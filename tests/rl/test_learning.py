@@ -10,8 +10,8 @@ from esper.controller.config import ControllerConfig
 from esper.league.training_config import ArenaTrainConfig
 from esper.rl.batch import pack, prepare
 from esper.rl.collector import Staging
-from esper.rl.config import NetworkConfig, PPOConfig, Thresholds
-from esper.rl.distributions import Evaluation
+from esper.rl.config import NetworkConfig, PPOConfig, ThresholdsConfig
+from esper.rl.distributions import ActionEvaluation
 from esper.rl.events import Skipped, Warned
 from esper.rl.learner import learning_rate_at
 from esper.rl.loss import Coefficients, Counts, Samples, normalize_advantages, ppo_loss
@@ -149,7 +149,7 @@ COEFFICIENTS = Coefficients(clip=0.2, value=0.5, value_clip=None, entropy=torch.
 def test_a_ratio_beyond_the_clip_has_no_gradient_where_the_advantage_is_positive():
     log_prob = torch.tensor([[0.5, 0.0]] * 4, requires_grad=True)
     terms = ppo_loss(
-        Evaluation(log_prob, torch.zeros(4, 2)),
+        ActionEvaluation(log_prob, torch.zeros(4, 2)),
         torch.zeros(4),
         samples(),
         Counts(torch.tensor(4.0), torch.tensor([4.0, 4.0])),
@@ -170,11 +170,15 @@ def test_steps_that_were_not_real_count_for_nothing():
         valid=ghost,
         target=torch.tensor([1.0, 1.0, 99.0, 99.0]),
     )
-    new = Evaluation(torch.full((4, 2), 0.1), torch.full((4, 2), 0.7))
+    new = ActionEvaluation(torch.full((4, 2), 0.1), torch.full((4, 2), 0.7))
     all_terms = ppo_loss(new, torch.zeros(4), masked, Counts(torch.tensor(2.0), torch.tensor([2.0, 2.0])), COEFFICIENTS)
     half = Samples(*(part[:2] for part in masked))
     half_terms = ppo_loss(
-        Evaluation(*(part[:2] for part in new)), torch.zeros(2), half, Counts(torch.tensor(2.0), torch.tensor([2.0, 2.0])), COEFFICIENTS
+        ActionEvaluation(*(part[:2] for part in new)),
+        torch.zeros(2),
+        half,
+        Counts(torch.tensor(2.0), torch.tensor([2.0, 2.0])),
+        COEFFICIENTS,
     )
     for one, other in zip(all_terms, half_terms, strict=True):
         assert torch.allclose(one, other)
@@ -206,7 +210,9 @@ def test_the_loss_passes_gradcheck_in_float64(joint_ratio, value_clip):
     entropy = torch.rand(6, 2, generator=generator, dtype=torch.float64)
     predicted = torch.randn(6, generator=generator, dtype=torch.float64)
     inputs = [tensor.detach().requires_grad_() for tensor in (log_prob, entropy, predicted)]
-    assert torch.autograd.gradcheck(lambda *new: ppo_loss(Evaluation(new[0], new[1]), new[2], given, counts, coefficients).loss, inputs)
+    assert torch.autograd.gradcheck(
+        lambda *new: ppo_loss(ActionEvaluation(new[0], new[1]), new[2], given, counts, coefficients).loss, inputs
+    )
 
 
 def test_the_loss_is_the_clipped_surrogate_with_the_value_loss_less_the_weighted_entropies():
@@ -215,7 +221,7 @@ def test_the_loss_is_the_clipped_surrogate_with_the_value_loss_less_the_weighted
     log_prob = given.old_log_prob + 0.3 * torch.randn(6, 2, generator=generator, dtype=torch.float64)
     entropy, predicted = (torch.rand(*shape, generator=generator, dtype=torch.float64) for shape in ((6, 2), (6,)))
     coefficients = Coefficients(clip=0.2, value=0.5, value_clip=None, entropy=torch.tensor([0.1, 0.3]), joint_ratio=False)
-    terms = ppo_loss(Evaluation(log_prob, entropy), predicted, given, counts, coefficients)
+    terms = ppo_loss(ActionEvaluation(log_prob, entropy), predicted, given, counts, coefficients)
     steps = [step for step in range(6) if given.valid[step]]
     surrogate, value, entropies = 0.0, 0.0, [0.0, 0.0]
     for step in steps:
@@ -299,7 +305,7 @@ def test_value_clipping_takes_the_larger_error():
     given = samples()._replace(old_value=torch.full((4,), 2.0))
     clipped = Coefficients(clip=0.2, value=0.5, value_clip=0.5, entropy=torch.zeros(2), joint_ratio=False)
     counts = Counts(torch.tensor(4.0), torch.tensor([4.0, 4.0]))
-    new = Evaluation(torch.zeros(4, 2), torch.zeros(4, 2))
+    new = ActionEvaluation(torch.zeros(4, 2), torch.zeros(4, 2))
     # The prediction moved from 2 to the target 0, but only half a unit of that counts: the error is that of 1.5.
     assert ppo_loss(new, torch.zeros(4), given, counts, clipped).value_loss.item() == pytest.approx(0.5 * 1.5**2)
 
@@ -413,7 +419,7 @@ def test_an_environment_that_answers_in_the_wrong_shape_is_refused_with_both_sha
 def test_a_probability_ratio_beyond_all_bounds_is_clipped_and_not_broken():
     log_prob = torch.full((4, 2), 200.0, requires_grad=True)
     counts = Counts(torch.tensor(4.0), torch.tensor([4.0, 4.0]))
-    terms = ppo_loss(Evaluation(log_prob, torch.zeros(4, 2)), torch.zeros(4), samples(), counts, COEFFICIENTS)
+    terms = ppo_loss(ActionEvaluation(log_prob, torch.zeros(4, 2)), torch.zeros(4), samples(), counts, COEFFICIENTS)
     terms.loss.backward()
     assert torch.isfinite(terms.loss)
     assert (log_prob.grad == 0).all()
@@ -457,7 +463,7 @@ def test_a_healthy_update_warns_of_nothing():
 def test_an_exploding_ratio_is_warned_of():
     env = Counting(spec=ActionSpec((Discrete("action", 40),)))  # where all are equally likely, a ratio can reach 40
     (warned,) = warned_by(PPO(env, config(learning_rate=3.0, num_epochs=4)))["ratio_explosion"]
-    assert warned.value > warned.threshold == Thresholds().ratio_explosion
+    assert warned.value > warned.threshold == ThresholdsConfig().ratio_explosion
 
 
 def test_a_collapsed_entropy_is_warned_of_with_its_head():
@@ -465,7 +471,7 @@ def test_a_collapsed_entropy_is_warned_of_with_its_head():
     with torch.no_grad():
         last_layer(ppo.policy.actor).bias.copy_(torch.tensor([20.0, -20.0]))
     (warned,) = warned_by(ppo)["entropy_collapse"]
-    assert (warned.subject, warned.threshold) == ("action", Thresholds().entropy_collapse)
+    assert (warned.subject, warned.threshold) == ("action", ThresholdsConfig().entropy_collapse)
     assert 0 <= warned.value < warned.threshold
 
 
@@ -483,7 +489,7 @@ def test_values_that_are_worse_than_a_constant_explain_less_than_nothing():
     with torch.no_grad():
         last_layer(ppo.policy.critic).weight.mul_(100.0)
     (warned,) = warned_by(ppo)["low_explained_variance"]
-    assert warned.value < warned.threshold == Thresholds().low_explained_variance
+    assert warned.value < warned.threshold == ThresholdsConfig().low_explained_variance
 
 
 def test_exploding_gradients_are_warned_of_with_their_part_and_health():
@@ -500,7 +506,7 @@ def test_vanished_gradients_are_warned_of_where_the_threshold_asks_for_it():
     env.reward_of = lambda actions, count: torch.zeros_like(count)  # nothing to learn for the actor
     settings = {"entropy_coef": 0.0, "num_epochs": 1, "num_minibatches": 1}
     assert "gradient_health" not in warned_by(PPO(env, config(**settings)))
-    ppo = PPO(Counting(), config(**settings, thresholds=Thresholds(gradient_health=0.6)))
+    ppo = PPO(Counting(), config(**settings, thresholds=ThresholdsConfig(gradient_health=0.6)))
     ppo.env.reward_of = env.reward_of
     with torch.no_grad():
         last_layer(ppo.policy.critic).weight.zero_()

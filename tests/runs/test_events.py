@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 import esper
-from esper.runs import SCHEMA, Event, EventError, EventLog, Header, Queued, Reader, Record, Resumed, SinkDropped, SinkFailed, read
+from esper.runs import SCHEMA, Event, EventError, EventLog, EventRecord, Header, Queued, Reader, Resumed, SinkDropped, SinkFailed, read
 from tests.commands import shown_in_tensorboard
 
 
@@ -36,13 +36,13 @@ class Collected:
     """A sink that keeps what it gets; it waits at the gate before each record, and breaks on demand."""
 
     def __init__(self, *, breaks_at: int | None = None) -> None:
-        self.records: list[Record] = []
+        self.records: list[EventRecord] = []
         self.gate = threading.Event()
         self.gate.set()
         self.breaks_at = breaks_at
         self.is_closed = False
 
-    def write(self, record: Record) -> None:
+    def write(self, record: EventRecord) -> None:
         self.gate.wait(10)
         if len(self.records) == self.breaks_at:
             raise RuntimeError("the cable is loose")
@@ -351,7 +351,7 @@ def test_a_hanging_sink_does_not_keep_the_run_from_ending() -> None:
     hanging.gate.clear()
     queued = Queued(hanging, 5)
     for _ in range(3):
-        queued.write(Record(time=0.0, run="run", rank=0, event=StepTaken()))
+        queued.write(EventRecord(time=0.0, run="run", rank=0, event=StepTaken()))
     queued.close(timeout_s=0.05)
     assert queued.dropped in (2, 3)
     hanging.gate.set()

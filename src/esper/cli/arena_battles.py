@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from esper.league.matches import MatchResult
-    from esper.league.record import Record
+    from esper.league.record import WinRecord
     from esper.rl.policy import Policy
 
 
@@ -145,7 +145,7 @@ def enough_memory(arena: ArenaConfig) -> Iterator[None]:
         raise CommandError(f"{what}; use fewer --battles ({' '.join(str(error).split())})", exit_code=FAILED) from error
 
 
-def record_json(record: Record) -> dict[str, Any]:
+def record_json(record: WinRecord) -> dict[str, Any]:
     """Return a record as JSON. `interval` is at 95 %, over `maps`; without maps it is Wilson's, over battles."""
     counts = {"battles": record.battles, "wins": record.wins, "draws": record.draws, "losses": record.losses}
     maps = sum(record.maps) if record.maps else None

@@ -20,7 +20,7 @@ from esper.league.events import LeagueChanged, RoundFought
 from esper.league.training_config import ANCHORS
 from esper.rl.events import Update
 from esper.rl.run_setup import RunStarted
-from esper.runs import Record, read
+from esper.runs import EventRecord, read
 from esper.runs.folder import EVENTS
 from esper.text_table import duration
 
@@ -41,7 +41,7 @@ class ArenaProgress(ppo_progress.PPOProgress):
         self._began: tuple[float, int] | None = None  # when this session began, and at which step
         self._seconds_per_step = math.nan
 
-    def take(self, record: Record) -> bool:
+    def take(self, record: EventRecord) -> bool:
         match record.event:
             case RunStarted() as started:
                 self._began = record.time, started.step
@@ -120,7 +120,7 @@ class ArenaProgress(ppo_progress.PPOProgress):
         scores = {name: {"score": score, "battles": count} for name, (score, count) in self.scores.items()}
         return {"updates": self.update.update, "steps_per_second": self.rate.value, "recently": scores, "members": self.members, **learner}
 
-    def notice(self, record: Record) -> str | None:
+    def notice(self, record: EventRecord) -> str | None:
         match record.event:
             case RunStarted() as started:
                 what = f"{started.env_id} on {started.device}: {started.num_envs:,} units learn, {started.parameters:,} parameters"

@@ -20,10 +20,10 @@ from esper.text_table import did_you_mean
 
 if TYPE_CHECKING:
     from esper.cli.arena_progress import ArenaProgress
-    from esper.league.record import Record
+    from esper.league.record import WinRecord
     from esper.league.selfplay import SelfPlay
     from esper.parallel import Group
-    from esper.rl.evaluate import Evaluation
+    from esper.rl.evaluate import PolicyEvaluation
     from esper.rl.training import RunResult
 
 
@@ -173,7 +173,7 @@ def _members(folder: Path) -> tuple[str, ...]:
         return ()
 
 
-def _evaluated(folder: Path, config: ArenaTrainConfig) -> Evaluation | None:
+def _evaluated(folder: Path, config: ArenaTrainConfig) -> PolicyEvaluation | None:
     """Evaluate the best player of a run that ended by the clock. For a run that ends by its steps, this is in the `RunResult`."""
     from esper.devices import find_device
     from esper.league.training import BotEvaluator, load_player
@@ -182,14 +182,14 @@ def _evaluated(folder: Path, config: ArenaTrainConfig) -> Evaluation | None:
     return BotEvaluator(config).score(policy, 1)
 
 
-def _record(evaluation: Evaluation) -> Record:
-    from esper.league.record import Record
+def _record(evaluation: PolicyEvaluation) -> WinRecord:
+    from esper.league.record import WinRecord
 
-    return Record.of_pairs(evaluation.returns)
+    return WinRecord.of_pairs(evaluation.returns)
 
 
 def _print_summary(
-    result: RunResult, record: Record | None, progress: ArenaProgress, config: ArenaTrainConfig, *, ended_by_clock: bool
+    result: RunResult, record: WinRecord | None, progress: ArenaProgress, config: ArenaTrainConfig, *, ended_by_clock: bool
 ) -> None:
     folder = shlex.quote(str(result.folder))
     if result.status == "had finished":
@@ -221,7 +221,7 @@ def _rounded(steps: int) -> int:
     return int(float(f"{steps:.1e}"))
 
 
-def _as_json(result: RunResult, record: Record | None, progress: ArenaProgress, config: ArenaTrainConfig) -> dict[str, Any]:
+def _as_json(result: RunResult, record: WinRecord | None, progress: ArenaProgress, config: ArenaTrainConfig) -> dict[str, Any]:
     from esper.cli.arena_battles import record_json
 
     return {

@@ -16,7 +16,7 @@ from esper.cli import ppo_progress
 from esper.cli.ppo_progress import BAR_WIDTH
 from esper.controller.events import RoundEnded
 from esper.rl.run_setup import RunStarted
-from esper.runs import Record, read
+from esper.runs import EventRecord, read
 from esper.runs.folder import EVENTS
 from esper.text_table import duration
 
@@ -47,7 +47,7 @@ class ControllerProgress(ppo_progress.PPOProgress):
         super().__init__()
         self._ended: deque[RoundEnded] = deque(maxlen=_RECENT_FLEETS)
 
-    def take(self, record: Record) -> bool:
+    def take(self, record: EventRecord) -> bool:
         if isinstance(record.event, RoundEnded):
             self._ended.append(record.event)
         return super().take(record)
@@ -114,7 +114,7 @@ class ControllerProgress(ppo_progress.PPOProgress):
         device = {"memory_per_host": self.memory_per_host, "kernels": self.kernels, "recordings": recordings}
         return {"rounds": self.update.update, **self.recent._asdict(), **learner, **speed, **device}
 
-    def notice(self, record: Record) -> str | None:
+    def notice(self, record: EventRecord) -> str | None:
         if not isinstance(record.event, RunStarted):
             return super().notice(record)
         started = record.event

@@ -20,7 +20,7 @@ from esper.growth.lifecycle.ledger import gain_in_words
 from esper.growth.lifecycle.stages import OCCUPIED, Stage
 from esper.growth.report.story import Remark
 from esper.growth.report.summary import GrowthProgress, counted
-from esper.runs import Record
+from esper.runs import EventRecord
 from esper.text_table import figure
 
 _SPARKS = "▁▂▃▄▅▆▇█"
@@ -35,14 +35,14 @@ _STYLES = {"HOLDING": "blue", "FOSSILIZED": "bold green", "EMBARGOED": "dim", "D
 class GrowProgress(GrowthProgress, progress.Progress):
     """`GrowthProgress` with a live view."""
 
-    def take(self, record: Record) -> bool:
+    def take(self, record: EventRecord) -> bool:
         self.is_over |= isinstance(record.event, GrowthFinished)
         return self.take_event(record.event)
 
-    def notice(self, record: Record) -> str | None:
+    def notice(self, record: EventRecord) -> str | None:
         return self.remark_on(record.event) or super().notice(record)
 
-    def plain_notice(self, record: Record) -> str | None:
+    def plain_notice(self, record: EventRecord) -> str | None:
         """Return a line for every change in a slot, with its reason."""
         match record.event:
             case StageEntered() as entered if entered.stage not in (Stage.EMBARGOED.name, Stage.DORMANT.name):

@@ -9,7 +9,7 @@ from rich.table import Table
 from esper.cli import progress
 from esper.rl.events import CompileFailed, EpisodesRestarted, RewardsNotFinite, Skipped, Update
 from esper.rl.run_setup import CheckpointEvaluated, RunStarted
-from esper.runs import Record
+from esper.runs import EventRecord
 from esper.statistics import Ema
 from esper.text_table import duration
 
@@ -24,7 +24,7 @@ class PPOProgress(progress.Progress):
         self.rate = Ema(_RATE_MOMENTUM)  # steps per second
         self.has_told_of_cuts = False
 
-    def take(self, record: Record) -> bool:
+    def take(self, record: EventRecord) -> bool:
         if isinstance(record.event, RunStarted):
             self.started = record.event
         elif isinstance(record.event, Update):
@@ -51,7 +51,7 @@ class PPOProgress(progress.Progress):
             return float("nan")
         return max(0, self.started.total_steps - self.update.step) / self.rate.value
 
-    def notice(self, record: Record) -> str | None:
+    def notice(self, record: EventRecord) -> str | None:
         match record.event:
             case RunStarted() as started:
                 what = f"{started.env_id}: {started.num_envs} environments on {started.device}, {started.parameters:,} parameters"

@@ -13,7 +13,7 @@ from typing import TextIO
 from rich.console import Console, RenderableType
 from rich.live import Live
 
-from esper.runs import CheckpointRefused, Record, Resumed, Sink, SinkFailed
+from esper.runs import CheckpointRefused, EventRecord, Resumed, Sink, SinkFailed
 
 PLAIN_EVERY_S = 5.0
 
@@ -24,7 +24,7 @@ class Progress(ABC):
     is_over = False  # nothing more will change
 
     @abstractmethod
-    def take(self, record: Record) -> bool:
+    def take(self, record: EventRecord) -> bool:
         """Take in an event; return whether the line and the view have changed. Both exist from the first change on."""
 
     @abstractmethod
@@ -33,7 +33,7 @@ class Progress(ABC):
     @abstractmethod
     def view(self, width: int) -> RenderableType: ...
 
-    def notice(self, record: Record) -> str | None:
+    def notice(self, record: EventRecord) -> str | None:
         """Return a line that is shown by every display, or None."""
         match record.event:
             case Resumed():
@@ -44,7 +44,7 @@ class Progress(ABC):
                 return f"{failed.sink} failed and was switched off, training goes on: {failed.error}"
         return None
 
-    def plain_notice(self, record: Record) -> str | None:
+    def plain_notice(self, record: EventRecord) -> str | None:
         """Return a line that only plain displays show, or None."""
         return None
 
@@ -63,7 +63,7 @@ class PlainLines:
         self._printed_at = time.monotonic()
         self._has_news = False
 
-    def write(self, record: Record) -> None:
+    def write(self, record: EventRecord) -> None:
         self._has_news |= self._progress.take(record)
         line = self._progress.notice(record) or self._progress.plain_notice(record)
         if line is not None:
@@ -91,7 +91,7 @@ class LiveView:
         self._console = Console(file=stream)
         self._live = Live(console=self._console, auto_refresh=False)
 
-    def write(self, record: Record) -> None:
+    def write(self, record: EventRecord) -> None:
         is_news = self._progress.take(record)
         line = self._progress.notice(record)
         if line is not None:

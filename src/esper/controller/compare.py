@@ -34,9 +34,9 @@ from esper.controller.domain import training_seeds
 from esper.controller.learned import load_controller
 from esper.controller.lives import Contestant, EvalRun, EvalSetting, live
 from esper.devices import find_device, threads
-from esper.fleet.config import HostSetting
+from esper.fleet.config import HostConfig
 from esper.fleet.data import TaskTensors
-from esper.growth.config import Rent
+from esper.growth.config import RentConfig
 from esper.growth.controllers.baselines import Never, Planned, Random
 from esper.growth.controllers.heuristic import Heuristic
 from esper.growth.host.slotted import add_slots
@@ -110,20 +110,20 @@ class _Contest:
     def _seeds(self) -> range:
         return range(self.config.seeds)
 
-    def _setting(self, seed: int, level: str | None = None, *, horizon: int | None = None) -> HostSetting:
-        rent = Rent() if level is None else RENT_LEVELS[level]
-        return HostSetting(
+    def _setting(self, seed: int, level: str | None = None, *, horizon: int | None = None) -> HostConfig:
+        rent = RentConfig() if level is None else RENT_LEVELS[level]
+        return HostConfig(
             seed=seed, growth_seed=seed, horizon=horizon or self.config.horizon, learning_rate=self.config.learning_rate, rent=rent
         )
 
-    def _maker(self, name: str) -> Callable[[HostSetting], Controller]:
+    def _maker(self, name: str) -> Callable[[HostConfig], Controller]:
         growth = self.config.growth
         if name == "heuristic":
             return lambda setting: Heuristic(msgspec.structs.replace(growth, rent=setting.rent, seed=setting.growth_seed))
         fresh = load_controller(Path(name))
         return lambda setting: fresh.anew()
 
-    def _for_all_levels(self, name: str, make: Callable[[HostSetting], Controller]) -> list[Contestant]:
+    def _for_all_levels(self, name: str, make: Callable[[HostConfig], Controller]) -> list[Contestant]:
         settings = [(level, self._setting(seed, level)) for level in self.config.levels for seed in self._seeds()]
         return [Contestant(name, setting, make(setting), level) for level, setting in settings]
 
@@ -230,6 +230,6 @@ def _shared_out(total: int, hosts: int, streams: Streams) -> list[int]:
     return [each + (place in lucky) for place in range(hosts)]
 
 
-def rent_at(run: EvalRun, rent: Rent) -> float:
+def rent_at(run: EvalRun, rent: RentConfig) -> float:
     """Return the rent of the network of a run, in nats for ten classes."""
     return rent_of(Cost(run.added_parameters, run.added_flops), Cost(run.parameters, run.flops_per_sample), rent)

@@ -19,14 +19,14 @@ from msgspec import Meta
 from esper.config import Config, ConfigError, Count, Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Threads
 from esper.controller.network_config import SlotNetworkConfig
 from esper.fleet.config import FleetConfig, Share
-from esper.growth.config import GrowthConfig, Rent
+from esper.growth.config import GrowthConfig, RentConfig
 from esper.rl.config import PPOConfig
 from esper.rl.run_config import ShownConfig
 
 RENT_LEVELS = {
-    "low": Rent(parameters=0.004, flops=0.001),  # growing pays whenever the host is starved
-    "middle": Rent(parameters=0.1, flops=0.03),  # only the best slots and blueprints pay
-    "high": Rent(parameters=10.0, flops=2.5),  # nothing pays: even the cheapest useful seed costs more than it gains
+    "low": RentConfig(parameters=0.004, flops=0.001),  # growing pays whenever the host is starved
+    "middle": RentConfig(parameters=0.1, flops=0.03),  # only the best slots and blueprints pay
+    "high": RentConfig(parameters=10.0, flops=2.5),  # nothing pays: even the cheapest useful seed costs more than it gains
 }
 
 HELD_OUT_SEEDS = 10_000  # host seeds below this are reserved for comparisons, all others are for training

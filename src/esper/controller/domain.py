@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from esper.controller.config import HELD_OUT_SEEDS, RENT_LEVELS, DomainConfig
-from esper.fleet.config import HostSetting
-from esper.growth.config import Rent
+from esper.fleet.config import HostConfig
+from esper.growth.config import RentConfig
 from esper.rng import Streams
 
 Floats = NDArray[np.float64]
@@ -32,7 +32,7 @@ class FleetSetting:
 
     task: str
     host: str  # channels of the blocks, such as "4-8-16"
-    hosts: tuple[HostSetting, ...]
+    hosts: tuple[HostConfig, ...]
 
     def __post_init__(self) -> None:
         assert len({host.horizon for host in self.hosts}) == 1
@@ -93,7 +93,7 @@ def _draw_fleet(config: DomainConfig, task: str, host: str, *, hosts: int, strea
     classes = np.where(is_plain, 1.0, _uniform(streams, "classes share", *config.classes_share, groups))
     rents, growth_seeds = _draw_rents(config, streams, hosts), _draw_seeds(streams, hosts, "growth seeds")
     drawn = [
-        HostSetting(
+        HostConfig(
             seed=seeds[number // config.hosts_per_twin],
             growth_seed=growth_seed,
             horizon=horizon,
@@ -112,7 +112,7 @@ def _draw_seeds(streams: Streams, count: int, name: str = "host seeds") -> list[
     return [int(seed) for seed in streams.numpy(name).integers(HELD_OUT_SEEDS, SEED_LIMIT, size=count)]
 
 
-def _draw_rents(config: DomainConfig, streams: Streams, hosts: int) -> list[Rent]:
+def _draw_rents(config: DomainConfig, streams: Streams, hosts: int) -> list[RentConfig]:
     """Draw a rent per host: one of the fixed levels, or log-uniform between the lowest and the highest."""
     levels = list(RENT_LEVELS.values())
     is_level = streams.numpy("is level").random(hosts) < config.rent_level_share
@@ -121,10 +121,10 @@ def _draw_rents(config: DomainConfig, streams: Streams, hosts: int) -> list[Rent
     return [levels[index] if is_one else _rent_between(float(share)) for is_one, index, share in zip(is_level, level, height, strict=True)]
 
 
-def _rent_between(share: float) -> Rent:
+def _rent_between(share: float) -> RentConfig:
     """Interpolate both prices on a log scale: share 0 is the low level, 1 the high one."""
     low, high = RENT_LEVELS["low"], RENT_LEVELS["high"]
-    return Rent(parameters=_log_between(low.parameters, high.parameters, share), flops=_log_between(low.flops, high.flops, share))
+    return RentConfig(parameters=_log_between(low.parameters, high.parameters, share), flops=_log_between(low.flops, high.flops, share))
 
 
 def _log_between(low: float, high: float, share: float) -> float:

@@ -17,10 +17,10 @@ import torch
 from esper.controller.config import ControllerConfig
 from esper.controller.domain import FleetSetting
 from esper.controller.reward import HostStanding, standing_of
-from esper.fleet.config import HostSetting
+from esper.fleet.config import HostConfig
 from esper.fleet.data import TaskTensors
 from esper.fleet.fleet import Fleet
-from esper.growth.config import Rent
+from esper.growth.config import RentConfig
 from esper.growth.lifecycle.stages import Decision, GrowthState
 from esper.runs import Event
 from esper.tasks import Task
@@ -141,14 +141,14 @@ class FleetWithTwins:
         self._states = None
 
 
-def _twins(setting: FleetSetting) -> list[HostSetting]:
+def _twins(setting: FleetSetting) -> list[HostConfig]:
     """Return the settings of the twins: one for all hosts that share initialisation, data and order."""
     return list(dict.fromkeys(map(_training_of, setting.hosts)))
 
 
-def _training_of(host: HostSetting) -> HostSetting:
+def _training_of(host: HostConfig) -> HostConfig:
     """Return the setting of the twin of a host, which has no rent and no growth."""
-    return msgspec.structs.replace(host, rent=Rent(), growth_seed=0)
+    return msgspec.structs.replace(host, rent=RentConfig(), growth_seed=0)
 
 
 def finite(state: GrowthState) -> GrowthState:

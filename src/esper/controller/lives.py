@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from esper.controller.fleet_with_twins import finite
-from esper.fleet.config import FleetConfig, HostSetting
+from esper.fleet.config import FleetConfig, HostConfig
 from esper.fleet.data import TaskTensors
 from esper.fleet.fleet import Fleet
 from esper.fleet.hosts import RowBackend
@@ -29,7 +29,7 @@ class Contestant:
     """A host to train, and the controller that decides for it."""
 
     name: str  # of the controller in the tables
-    setting: HostSetting
+    setting: HostConfig
     controller: Controller
     level: str | None = None  # rent level that the controller sees; None if it makes no difference
     is_static: bool = False  # fossilize all seeds at once, without a measurement
@@ -55,7 +55,7 @@ class EvalRun(msgspec.Struct, frozen=True, kw_only=True):
     grown: int  # number of seeds
     kept: list[tuple[str, str]]  # (slot, blueprint)
     rollbacks: int
-    unit: float = 1.0  # unit of the loss for rents, see LossScale
+    unit: float = 1.0  # unit of the loss for rents, see LossRange
     trace: list[str] = []  # one text per seed: epoch, slot, blueprint, outcome
 
 

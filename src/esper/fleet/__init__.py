@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from esper.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from esper.fleet.config import FleetConfig as FleetConfig, FleetError as FleetError, HostSetting as HostSetting
+    from esper.fleet.config import FleetConfig as FleetConfig, FleetError as FleetError, HostConfig as HostConfig
     from esper.fleet.data import TaskTensors as TaskTensors
     from esper.fleet.fleet import Fleet as Fleet
     from esper.fleet.memory import Memory as Memory

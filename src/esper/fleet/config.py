@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from msgspec import Meta
 
 from esper.config import Config, ConfigError, Count, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from esper.growth.config import Rent
+from esper.growth.config import RentConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,7 +52,7 @@ class FleetConfig(Config):
             raise ConfigError("accumulate", expected=f"a divisor of batch_size, which is {self.batch_size}", got=self.accumulate)
 
 
-class HostSetting(Config):
+class HostConfig(Config):
     """The random seeds, data, length of training and rent of one host of a fleet."""
 
     seed: NonNegativeInt = 0  # of the host's first weights and of the order of its data
@@ -62,7 +62,7 @@ class HostSetting(Config):
     label_noise: Fraction = 0.0  # share of its training labels that are wrong; the same ones in every epoch
     data_share: Share = 1.0  # share of the training data that it sees
     classes_share: Share = 1.0  # share of the task's classes that it sees
-    rent: Rent = Rent()
+    rent: RentConfig = RentConfig()
 
     def check(self) -> None:
         if self.label_noise >= 1:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from esper.fleet.config import FleetError, HostSetting
+from esper.fleet.config import FleetError, HostConfig
 from esper.fleet.device import upload
 from esper.rng import Streams
 from esper.tasks import Split, Task, shuffled_order
@@ -92,7 +92,7 @@ class FleetData:
         self._noisy: dict[int, Tensor] = {}  # row -> its labels [M], for hosts with label noise
         self._stacked: Tensor | None = None  # labels of every row [N, M] on the device, where any host has label noise
 
-    def reset(self, row: int, setting: HostSetting) -> None:
+    def reset(self, row: int, setting: HostConfig) -> None:
         """Start the data of a row anew, by this setting."""
         self.orders[row] = Order(self._chosen(setting), seed=setting.seed)
         self._noisy.pop(row, None)
@@ -118,7 +118,7 @@ class FleetData:
             self._stacked = torch.stack(rows).to(self.tensors.targets.device)
         return self._stacked
 
-    def _chosen(self, setting: HostSetting) -> Tensor:
+    def _chosen(self, setting: HostConfig) -> Tensor:
         """Return the numbers of the samples that a host sees: those of its classes, and of these its share of the data."""
         chosen = torch.arange(len(self.tensors.labels))
         streams = Streams(setting.seed)
@@ -136,7 +136,7 @@ class FleetData:
             chosen = chosen[torch.randperm(len(chosen), generator=streams.torch("data share"))[:count]].sort().values
         return chosen
 
-    def _wrong_labels(self, setting: HostSetting) -> Tensor:
+    def _wrong_labels(self, setting: HostConfig) -> Tensor:
         """Return the labels [M] of a host, some of them replaced by another class drawn at random."""
         generator = Streams(setting.seed).torch("label noise")
         is_wrong = torch.rand(len(self.tensors.labels), generator=generator) < setting.label_noise

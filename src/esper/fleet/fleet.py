@@ -1,7 +1,7 @@
 """A fleet: N hosts of one architecture that train as one tensor program, each with its own weights, data and seeds.
 
     fleet = Fleet(task, make_host, hosts=32, growth=GrowthConfig(), config=FleetConfig())
-    fleet.reset({row: HostSetting(seed=row) for row in range(32)})
+    fleet.reset({row: HostConfig(seed=row) for row in range(32)})
     rows = fleet.training()
     while rows:
         fleet.decide({row: controllers[row].decide(fleet.state(row)) for row in rows})
@@ -28,7 +28,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from esper.fleet.config import FleetConfig, FleetError, HostSetting, check_state
+from esper.fleet.config import FleetConfig, FleetError, HostConfig, check_state
 from esper.fleet.data import FleetData, TaskTensors, placed_inputs, rounded_inputs
 from esper.fleet.device import Reading, Repeater, on_gpu, upload
 from esper.fleet.hosts import Host, PendingCopies, RowBackend, RowRecovery, RowSnapshots
@@ -52,7 +52,7 @@ from esper.growth.events import Probed
 from esper.growth.host.slotted import add_slots
 from esper.growth.lifecycle.history import chunk_means
 from esper.growth.lifecycle.host_growth import HostGrowth
-from esper.growth.lifecycle.stages import Decision, GrowthState, LossScale, Stage
+from esper.growth.lifecycle.stages import Decision, GrowthState, LossRange, Stage
 from esper.growth.measure.contribution import Losses
 from esper.growth.measure.probe import Promises
 from esper.runs import Event
@@ -116,7 +116,7 @@ class Fleet:
         self._snapshots = RowSnapshots(self.tensors(), self.growth.governor.keep)
         self._pending = PendingCopies()
         self.samples = self._samples(tensors.validation, self.config.validation_samples)
-        self.rows: list[Host] = [self._host(row, HostSetting()) for row in range(hosts)]
+        self.rows: list[Host] = [self._host(row, HostConfig()) for row in range(hosts)]
         self.samples_trained = 0  # by all hosts together
 
     # Parts
@@ -176,7 +176,7 @@ class Fleet:
 
     # Resetting
 
-    def reset(self, settings: Mapping[int, HostSetting]) -> None:
+    def reset(self, settings: Mapping[int, HostConfig]) -> None:
         """Start new hosts in these rows. A row that was never reset is not trained."""
         self._check_rows(settings)
         if self.data.tensors.labels.ndim > 1 and any(setting.classes_share < 1 or setting.label_noise for setting in settings.values()):
@@ -195,11 +195,11 @@ class Fleet:
             self.rows[row].recovery.take_snapshot()
         self._pending.carry_out(self._snapshots)
 
-    def _host(self, row: int, setting: HostSetting) -> Host:
+    def _host(self, row: int, setting: HostConfig) -> Host:
         """Build the bookkeeping of a host; its tensors are not touched."""
         backends = {name: RowBackend(self.places[name], bank, row) for name, bank in self.banks.items()}
         growth = msgspec.structs.replace(self.growth, rent=setting.rent, seed=setting.growth_seed)
-        scale = LossScale.of(self.task.uninformed_loss, loss_range=growth.loss_range)
+        scale = LossRange.of(self.task.uninformed_loss, loss_range=growth.loss_range)
         host_growth = HostGrowth(backends, growth, host=self.discovery.host, load=self.discovery.load, epochs=setting.horizon, scale=scale)
         recovery = RowRecovery(row, host_growth.lifecycles, host_growth.governor, self._pending, self.growth.governor.keep)
         return Host(setting, host_growth, recovery)
@@ -404,7 +404,7 @@ class Fleet:
         """Load the state of a fleet of the same architecture, size and configuration. Raise FleetError, and change nothing, for another."""
         check_state(state, self.tensors(), hosts=self.hosts, keep=self.growth.governor.keep)
         for row, saved in enumerate(state["rows"]):
-            setting = msgspec.convert(saved["setting"], HostSetting)
+            setting = msgspec.convert(saved["setting"], HostConfig)
             self.data.reset(row, setting)
             self.rows[row] = self._host(row, setting)
             self.rows[row].load_state_dict(saved)

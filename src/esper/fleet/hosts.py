@@ -20,7 +20,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from esper.fleet.config import HostSetting
+from esper.fleet.config import HostConfig
 from esper.fleet.device import upload
 from esper.growth.host.layout import Place
 from esper.growth.lifecycle.backend import Life, SeedPlan, SlotBackend
@@ -221,7 +221,7 @@ class PendingCopies:
 class Host:
     """One host of a fleet without its tensors: setting, growth, snapshots and costs."""
 
-    setting: HostSetting
+    setting: HostConfig
     host_growth: HostGrowth[RowBackend]
     recovery: RowRecovery
     is_given_up: bool = False  # because the governor rolled it back too many times in a row

@@ -32,7 +32,7 @@ from esper.fleet.optimizers import RowOptimizer, clip_rows_
 from esper.fleet.stacked.convolutions import has_triton
 from esper.fleet.stacked.lowering import lower
 from esper.fleet.stacked.rows import Layout
-from esper.growth.config import GrowthConfig, SeedOptimizer
+from esper.growth.config import GrowthConfig, SeedOptimizerConfig
 from esper.growth.host.layout import CPU, Place
 from esper.growth.lifecycle.backend import SeedPlan
 from esper.growth.lifecycle.slots import SlotLifecycles, options_for
@@ -269,7 +269,7 @@ class SeedBatch:
         parts = zip(self.groups, self.weights(), self.alphas(now), strict=True)
         return [group.stacked(weights, alpha, hosts=hosts) for group, weights, alpha in parts]
 
-    def learn(self, gradient: Tensor, now: Tensor, rates: Tensor, config: SeedOptimizer, *, active: Tensor | None = None) -> None:
+    def learn(self, gradient: Tensor, now: Tensor, rates: Tensor, config: SeedOptimizerConfig, *, active: Tensor | None = None) -> None:
         """Take one optimiser step along the gradient [Q, P]; a seed whose gradient is not finite does not step.
 
         `rates` [A] are the learning rates of all hosts that train. Only seeds of hosts that are `active` [A] step; None: of all hosts.

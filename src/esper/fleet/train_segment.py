@@ -29,7 +29,7 @@ from esper.fleet.measure import RowProbe
 from esper.fleet.seed_groups import SeedBatch, SeedGroup, StackedSeed
 from esper.fleet.stacked.lowering import Recompute
 from esper.fleet.stacked_model import HostGroup, HostStorage, StackedModel, Watch
-from esper.growth.config import SeedOptimizer
+from esper.growth.config import SeedOptimizerConfig
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ Repeat = Callable[[Callable[[], None], int], None]  # calls a function a number 
 class TrainSegment:
     """The training of a plan's hosts and seeds up to the next decision. `run` may be called once."""
 
-    def __init__(self, host: HostStorage, data: FleetData, plan: Plan, config: SeedOptimizer, repeat: Repeat) -> None:
+    def __init__(self, host: HostStorage, data: FleetData, plan: Plan, config: SeedOptimizerConfig, repeat: Repeat) -> None:
         self.plan, self._data, self._config, self._repeat = plan, data, config, repeat
         self._group = host.group(plan.rows, plan.rates)
         self._rows = upload(plan.rows, plan.rates.device)
@@ -194,7 +194,7 @@ class _Shadow:
         places, positions = self._starts[slot]
         return h.index_copy(1, places, self._recorded[slot][part].index_select(1, positions))
 
-    def step(self, host: HostGroup, parts: Parts, now: Tensor, config: SeedOptimizer, stepping: Tensor | None) -> Tensor | None:
+    def step(self, host: HostGroup, parts: Parts, now: Tensor, config: SeedOptimizerConfig, stepping: Tensor | None) -> Tensor | None:
         """Train the seeds of the hosts that are `stepping` [A]. Return those hosts without the ones whose gradient overflowed here."""
         seeds = self.plan.in_shadow
         (gradient,) = _means(self._pass(host, number, inputs, targets, now) for number, (inputs, targets) in enumerate(parts))

@@ -11,12 +11,12 @@ from esper.lazy import lazy_names
 
 if TYPE_CHECKING:
     from esper.growth.config import (
-        Budget as Budget,
+        BudgetConfig as BudgetConfig,
         GovernorConfig as GovernorConfig,
         GrowthConfig as GrowthConfig,
         GrowthError as GrowthError,
-        Lifecycle as Lifecycle,
-        Rent as Rent,
+        LifecycleConfig as LifecycleConfig,
+        RentConfig as RentConfig,
     )
     from esper.growth.controllers.baselines import Never as Never, Planned as Planned, Random as Random, Schedule as Schedule
     from esper.growth.controllers.heuristic import Heuristic as Heuristic

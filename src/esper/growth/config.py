@@ -14,7 +14,7 @@ class GrowthError(ValueError):
     """A mistake that the user can correct. The message says what is wrong and what to do. Nothing has been changed."""
 
 
-class Rent(Config):
+class RentConfig(Config):
     """The cost of a seed, which its gain must exceed: `parameters`·log(1 + added/host) + `flops`·(added/host).
 
     The unit is nats for a loss whose constant predictor has ln 10 = 2.30, as with ten classes. Other losses are scaled accordingly.
@@ -24,7 +24,7 @@ class Rent(Config):
     flops: NonNegativeFloat = 0.01  # factor of added FLOPs / host FLOPs
 
 
-class Budget(Config):
+class BudgetConfig(Config):
     """Limits on growth."""
 
     max_seeds: PositiveInt | None = None  # seeds in the host at the same time, including fossilized ones; None: one per slot
@@ -32,7 +32,7 @@ class Budget(Config):
     max_flops: PositiveFloat | None = 8.0  # added FLOPs / host FLOPs of a forward pass; None: no limit
 
 
-class Lifecycle(Config):
+class LifecycleConfig(Config):
     """How a seed is raised, and the length of its stages in epochs."""
 
     raise_mode: Literal["joint", "shadow"] = "joint"  # joint: seeds learn with the host; shadow: the host is unchanged until blending
@@ -83,11 +83,11 @@ class HeuristicConfig(Config):
     data_change: PositiveFloat = 1.3  # a training loss this many times higher than before is taken as a change in the data
 
 
-class SeedOptimizer(Config):
+class SeedOptimizerConfig(Config):
     """How seeds learn. Their optimisers are like the host's, with the settings of the group that holds the slot's module."""
 
     learning_rate_factor: PositiveFloat = 1.0  # learning rate of a seed / learning rate of that group
-    max_grad_norm: PositiveFloat | None = 1.0  # limit of each seed's gradient norm, in the unit of Rent; None: not clipped
+    max_grad_norm: PositiveFloat | None = 1.0  # limit of each seed's gradient norm, in the unit of RentConfig; None: not clipped
     warmup_epochs: NonNegativeFloat = 2.0  # epochs over which a joint seed's learning rate rises; none if it grows before the training
 
 
@@ -106,13 +106,13 @@ class GrowthConfig(Config):
     probe_steps: PositiveInt = 8  # training steps in which a probe measures each candidate, if an epoch has enough steps
     slots: tuple[str, ...] | None = None  # names or patterns of the submodules that get a slot; None: the host's blocks
     blueprints: tuple[str, ...] | None = None  # names of the blueprints that may grow; None: all that fit
-    rent: Rent = Rent()
-    budget: Budget = Budget()
-    lifecycle: Lifecycle = Lifecycle()
+    rent: RentConfig = RentConfig()
+    budget: BudgetConfig = BudgetConfig()
+    lifecycle: LifecycleConfig = LifecycleConfig()
     governor: GovernorConfig = GovernorConfig()
     heuristic: HeuristicConfig = HeuristicConfig()
     baseline: BaselineConfig = BaselineConfig()
-    seed_optimizer: SeedOptimizer = SeedOptimizer()
+    seed_optimizer: SeedOptimizerConfig = SeedOptimizerConfig()
     patience: PositiveInt | None = None  # stop after this many epochs without a better validation loss; None: never stop early
     loss_range: PositiveFloat | None = None
     """How far the loss can fall below the uninformed loss; rents and thresholds are fractions of this range. None: down to 0. Set it for a

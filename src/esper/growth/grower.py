@@ -53,7 +53,7 @@ from esper.growth.lifecycle.governor import Diverged
 from esper.growth.lifecycle.host_growth import HostGrowth, epoch_ended
 from esper.growth.lifecycle.module_backend import ModuleBackend, in_shadow, make_backends
 from esper.growth.lifecycle.recovery import Recovery
-from esper.growth.lifecycle.stages import Controller, Decision, GrowthState, LossScale
+from esper.growth.lifecycle.stages import Controller, Decision, GrowthState, LossRange
 from esper.growth.measure.contribution import AlphaSearch, Evaluate, Measurement, search_alpha
 from esper.growth.measure.probe import ProbeRunner
 from esper.growth.seeds.optimizer import MakeOptimizer, OptimizerFollower
@@ -87,7 +87,7 @@ class Grower:
         controller: Controller | str = "heuristic",
         config: GrowthConfig | None = None,
         epochs: int | None = None,
-        scale: LossScale | None = None,
+        scale: LossRange | None = None,
         seed_optimizer: MakeOptimizer | None = None,
         on_event: Callable[[Event], None] = lambda event: None,
     ) -> None:

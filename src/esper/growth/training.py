@@ -60,7 +60,7 @@ from esper.growth.host.isolation import isolated
 from esper.growth.host.saving import save
 from esper.growth.host.slotted import add_slots
 from esper.growth.lifecycle.governor import Diverged
-from esper.growth.lifecycle.stages import Controller, LossScale, Stage
+from esper.growth.lifecycle.stages import Controller, LossRange, Stage
 from esper.growth.measure.contribution import Losses, losses_of
 from esper.growth.measure.rent import total
 from esper.growth.report.html import REPORT, write_report
@@ -408,8 +408,8 @@ class Training:
                 if grower is not None:
                     grower.count_evaluation(size_of(batch))
 
-    def _first_look(self) -> tuple[Losses, Any, LossScale | None]:
-        """Evaluate the untrained model. Return its losses, an example input, and the `LossScale` (None if unknown).
+    def _first_look(self) -> tuple[Losses, Any, LossRange | None]:
+        """Evaluate the untrained model. Return its losses, an example input, and the `LossRange` (None if unknown).
 
         The example input is what the model was called with, as a listener saw it; if it saw no call, it is made from the first batch.
         """
@@ -442,15 +442,15 @@ class Training:
         losses = losses_of(lambda: found)
         return losses, example_of(first) if listener.heard is None else listener.heard, self._scale(constant, losses)
 
-    def _scale(self, constant: ConstantPredictor | None, before: Losses) -> LossScale | None:
+    def _scale(self, constant: ConstantPredictor | None, before: Losses) -> LossRange | None:
         """Return the loss of a constant predictor if the outputs are known, else the validation loss before the training as a guess."""
         if self.config.governor.uninformed_loss is not None:
             return None  # the grower takes it from the config
         with self._autocast():
             uninformed = None if constant is None else constant.loss()
         if uninformed is not None:
-            return LossScale.of(uninformed, loss_range=self.config.loss_range)
-        return LossScale.of(before.mean, loss_range=self.config.loss_range, is_guess=True) if before.are_finite else None
+            return LossRange.of(uninformed, loss_range=self.config.loss_range)
+        return LossRange.of(before.mean, loss_range=self.config.loss_range, is_guess=True) if before.are_finite else None
 
     def _emit(self, event: Event) -> None:
         self._run.emit(event)
@@ -472,7 +472,7 @@ class Training:
             note="; ".join(filter(None, [objection(grower), *self._notes(scale, losses)])),
         )
 
-    def _notes(self, scale: LossScale | None, losses: Losses) -> Iterator[str]:
+    def _notes(self, scale: LossRange | None, losses: Losses) -> Iterator[str]:
         """Yield remarks about the losses, for the note of GrowthStarted."""
         if scale is not None and scale.is_guess:
             yield (

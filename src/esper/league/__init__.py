@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from esper.league.config import LeagueConfig as LeagueConfig
     from esper.league.league import LEARNER as LEARNER, League as League, LeagueError as LeagueError, Settled as Settled
     from esper.league.ratings import Rating as Rating
-    from esper.league.record import Record as Record, WinTable as WinTable
+    from esper.league.record import WinRecord as WinRecord, WinTable as WinTable
     from esper.league.standing_table import Standing as Standing, standing_rows as standing_rows, standings as standings
     from esper.league.store import LeagueStore as LeagueStore
     from esper.league.training import against_bot as against_bot, load_player as load_player, train_arena as train_arena

@@ -2,9 +2,9 @@
 
     league = League(anchors=["weak", "strong"])
     league.enter("step-1000", step=1000, weights=policy.state_dict())
-    league.record("step-1000", "strong", Record(wins=100, draws=4, losses=152))
+    league.record("step-1000", "strong", WinRecord(wins=100, draws=4, losses=152))
     league.settle("step-1000")                                                  # it becomes a member or is removed
-    league.record(LEARNER, "step-1000", Record(wins=20, losses=12))             # battles of the training itself
+    league.record(LEARNER, "step-1000", WinRecord(wins=20, losses=12))             # battles of the training itself
     league.opponents()                                                          # {'step-1000': 1.0}
 
 Anchors never leave. A past self enters as a candidate and plays a trial. A candidate that beats the best member becomes a member, and the
@@ -23,7 +23,7 @@ import msgspec
 from esper.league import ratings, rules
 from esper.league.config import LeagueConfig
 from esper.league.ratings import Rating
-from esper.league.record import Record, TableRow, WinTable, check_pair, in_order
+from esper.league.record import TableRow, WinRecord, WinTable, check_pair, in_order
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,7 +54,7 @@ class Recent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     points: float = 0.0
     battles: float = 0.0
 
-    def then(self, record: Record, *, memory: int) -> Recent:
+    def then(self, record: WinRecord, *, memory: int) -> Recent:
         """Return the score after more battles, scaled down so that at most `memory` battles count."""
         points, battles = self.points + record.points, self.battles + record.battles
         scale = min(1.0, memory / battles)
@@ -163,7 +163,7 @@ class League:
         self._weights[name] = {key: tensor.detach().cpu().clone() for key, tensor in weights.items()}
         self._entries[name] = Entry(name, "candidate", step)
 
-    def record(self, player: str, opponent: str, record: Record) -> None:
+    def record(self, player: str, opponent: str, record: WinRecord) -> None:
         """Add battles between two players, counted from the side of `player`. One of them may be `LEARNER`."""
         check_pair(player, opponent)
         for name in {player, opponent} - {LEARNER}:
@@ -180,7 +180,7 @@ class League:
             self._rate(first, second, ordered)
         self.table.add(first, second, ordered)
 
-    def _rate(self, first: str, second: str, record: Record) -> None:
+    def _rate(self, first: str, second: str, record: WinRecord) -> None:
         """Update the ratings of both players; only the candidate's if one of them is a candidate.
 
         The opponents of a candidate are rated when it becomes a member (`_rate_opponents`), so a rejected candidate leaves no trace.

@@ -22,7 +22,7 @@ from esper.arena.bots import Bot
 from esper.arena.config import ArenaConfig
 from esper.arena.recorder import Recorder
 from esper.league.players import BotPlayer, Player, PolicyPlayer, join, side_rows
-from esper.league.record import Record
+from esper.league.record import WinRecord
 from esper.rl.policy import Policy
 from esper.rng import Streams
 
@@ -33,10 +33,10 @@ Contender = str | Policy  # name of a bot, or a policy
 class MatchResult:
     """Result of a match against one rival, from the side of the first player."""
 
-    record: Record
+    record: WinRecord
     by_time: int  # battles that ended because the time was up
     decisions: float  # mean length of a battle, in decisions
-    by_side: tuple[Record, Record]  # records as the first team and as the second team
+    by_side: tuple[WinRecord, WinRecord]  # records as the first team and as the second team
     won: tuple[int, ...]  # indices of the battles that the first player won
     points: tuple[float, ...]  # points of each battle: 1, 1/2 or 0; battles 2i and 2i + 1 share a map
 
@@ -160,10 +160,10 @@ class Tally:
             sides = _record(points[0::2]), _record(points[1::2])
             won = tuple(theirs[halves[theirs] == 2].tolist())
             ended = int(by_time[theirs].sum()), float(length[theirs].mean())
-            found.append(MatchResult(Record.of_pairs(points), *ended, sides, won, points))
+            found.append(MatchResult(WinRecord.of_pairs(points), *ended, sides, won, points))
         return found
 
 
-def _record(points: Sequence[float]) -> Record:
+def _record(points: Sequence[float]) -> WinRecord:
     """Return the record of battles that share no map with each other."""
-    return Record(wins=points.count(1.0), draws=points.count(0.5), losses=points.count(0.0))
+    return WinRecord(wins=points.count(1.0), draws=points.count(0.5), losses=points.count(0.0))

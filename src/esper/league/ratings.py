@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from esper.league.record import Record
+from esper.league.record import WinRecord
 
 if TYPE_CHECKING:
     from openskill.models import BradleyTerryFull
@@ -54,7 +54,7 @@ def is_available() -> bool:
     return importlib.util.find_spec("openskill") is not None
 
 
-def rated(player: Rating, opponent: Rating, record: Record) -> tuple[Rating, Rating]:
+def rated(player: Rating, opponent: Rating, record: WinRecord) -> tuple[Rating, Rating]:
     """Return both ratings after a match. `record` is from the side of `player`. The same match always gives the same ratings."""
     model = _model()
     ours, theirs = (model.create_rating([rating.mu, rating.sigma]) for rating in (player, opponent))
@@ -64,11 +64,11 @@ def rated(player: Rating, opponent: Rating, record: Record) -> tuple[Rating, Rat
     return Rating(ours.mu, ours.sigma), Rating(theirs.mu, theirs.sigma)
 
 
-def shrunk(record: Record, battles: int) -> Record:
+def shrunk(record: WinRecord, battles: int) -> WinRecord:
     """Scale a record down to at most `battles` battles, rounding by largest remainders.
 
-    >>> shrunk(Record(wins=300, draws=100, losses=112), 32)
-    Record(wins=19, draws=6, losses=7)
+    >>> shrunk(WinRecord(wins=300, draws=100, losses=112), 32)
+    WinRecord(wins=19, draws=6, losses=7)
     """
     if record.battles <= battles:
         return record
@@ -78,15 +78,15 @@ def shrunk(record: Record, battles: int) -> Record:
     for index in by_fraction[: battles - sum(counts)]:
         counts[index] += 1
     wins, draws, losses = counts
-    return Record(wins, draws, losses)
+    return WinRecord(wins, draws, losses)
 
 
-def spread(record: Record) -> list[Outcome]:
+def spread(record: WinRecord) -> list[Outcome]:
     """Return the battles one by one, with each outcome spread evenly over the match.
 
     Later battles weigh more in a rating, and a record does not say in which order the battles were fought.
 
-    >>> spread(Record(wins=3, draws=1, losses=1))
+    >>> spread(WinRecord(wins=3, draws=1, losses=1))
     ['win', 'draw', 'loss', 'win', 'win']
     """
     counts: tuple[tuple[Outcome, int], ...] = (("draw", record.draws), ("loss", record.losses), ("win", record.wins))

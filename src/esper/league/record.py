@@ -13,15 +13,15 @@ from esper.statistics import Interval, clustered_interval, wilson_interval
 _PER_MAP = 2  # battles of a match per map, one from each side
 
 
-class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, repr_omit_defaults=True):
+class WinRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, repr_omit_defaults=True):
     """Wins, draws and losses of one player against another.
 
     The two battles on one map depend on each other, so the interval of a match is over its maps. A record without `maps` treats its
     battles as independent.
 
-    >>> print(Record(wins=410, draws=12, losses=90))
+    >>> print(WinRecord(wins=410, draws=12, losses=90))
     81.2 % [77.6, 84.4]
-    >>> print(Record.of_pairs([1.0, 1.0, 0.5, 1.0, 0.0, 0.0, 1.0, 0.0]).in_words())
+    >>> print(WinRecord.of_pairs([1.0, 1.0, 0.5, 1.0, 0.0, 0.0, 1.0, 0.0]).in_words())
     56.2 % of 8 battles on 4 maps, draws half (95 % sure: 11.9 to 92.4 %): 4 won, 1 drawn, 3 lost
     """
 
@@ -48,7 +48,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, repr_omit_
             )
 
     @classmethod
-    def of_pairs(cls, points: Sequence[float]) -> Record:
+    def of_pairs(cls, points: Sequence[float]) -> WinRecord:
         """Return the record of battles from their points (1, 1/2 or 0). Battles 2i and 2i + 1 share a map."""
         if len(points) % _PER_MAP:
             raise ValueError(f"battles of a match come in pairs; got {len(points)}, give an even number")
@@ -58,12 +58,12 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, repr_omit_
         wins, draws, losses = (points.count(value) for value in (1.0, 0.5, 0.0))
         return cls(wins, draws, losses, tuple(maps) if points else ())
 
-    def __add__(self, other: Record) -> Record:
+    def __add__(self, other: WinRecord) -> WinRecord:
         if not self.battles or not other.battles:
             return self if self.battles else other
         # The sum has maps only if both parts have them.
         maps = tuple(map(operator.add, self.maps, other.maps)) if self.maps and other.maps else ()
-        return Record(self.wins + other.wins, self.draws + other.draws, self.losses + other.losses, maps)
+        return WinRecord(self.wins + other.wins, self.draws + other.draws, self.losses + other.losses, maps)
 
     def __str__(self) -> str:
         if not self.battles:
@@ -96,9 +96,9 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, repr_omit_
             return clustered_interval(rates, size=_PER_MAP, confidence=confidence)
         return wilson_interval(self.points, self.battles, confidence=confidence)
 
-    def reversed(self) -> Record:
+    def reversed(self) -> WinRecord:
         """Return the same battles from the other side."""
-        return Record(self.losses, self.draws, self.wins, self.maps[::-1])
+        return WinRecord(self.losses, self.draws, self.wins, self.maps[::-1])
 
     def in_words(self) -> str:
         if not self.battles:
@@ -117,28 +117,28 @@ class TableRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     first: str
     second: str
-    record: Record
+    record: WinRecord
 
 
 class WinTable:
     """Records of all pairs of players. The order in which a pair is named does not matter.
 
     >>> table = WinTable()
-    >>> table.add("new", "old", Record(wins=3, losses=1))
-    >>> table.add("old", "new", Record(draws=1))
+    >>> table.add("new", "old", WinRecord(wins=3, losses=1))
+    >>> table.add("old", "new", WinRecord(draws=1))
     >>> table.between("new", "old")
-    Record(wins=3, draws=1, losses=1)
+    WinRecord(wins=3, draws=1, losses=1)
     """
 
     def __init__(self) -> None:
-        self._records: dict[tuple[str, str], Record] = {}
+        self._records: dict[tuple[str, str], WinRecord] = {}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, WinTable) and self._records == other._records
 
     __hash__ = None  # type: ignore[assignment]  # mutable
 
-    def __iter__(self) -> Iterator[tuple[str, str, Record]]:
+    def __iter__(self) -> Iterator[tuple[str, str, WinRecord]]:
         """Yield every pair that has met once, in alphabetical order."""
         for first, second in sorted(self._records):
             yield first, second, self._records[first, second]
@@ -147,21 +147,21 @@ class WinTable:
     def players(self) -> tuple[str, ...]:
         return tuple(sorted({name for pair in self._records for name in pair}))
 
-    def add(self, player: str, opponent: str, record: Record) -> None:
+    def add(self, player: str, opponent: str, record: WinRecord) -> None:
         check_pair(player, opponent)
         if record.battles:
             first, second, own = in_order(player, opponent, record)
-            self._records[first, second] = self._records.get((first, second), Record()) + own
+            self._records[first, second] = self._records.get((first, second), WinRecord()) + own
 
-    def between(self, player: str, opponent: str) -> Record:
+    def between(self, player: str, opponent: str) -> WinRecord:
         """Return the record from the side of `player`; empty if the two have not met."""
         if player <= opponent:
-            return self._records.get((player, opponent), Record())
-        return self._records.get((opponent, player), Record()).reversed()
+            return self._records.get((player, opponent), WinRecord())
+        return self._records.get((opponent, player), WinRecord()).reversed()
 
-    def total(self, player: str) -> Record:
+    def total(self, player: str) -> WinRecord:
         """Return the sum of all records of a player."""
-        return sum((self.between(player, other) for other in self.players if other != player), Record())
+        return sum((self.between(player, other) for other in self.players if other != player), WinRecord())
 
     def remove(self, player: str) -> None:
         """Remove all records of a player."""
@@ -180,6 +180,6 @@ def check_pair(player: str, opponent: str) -> None:
         raise ValueError(f"{player!r} cannot be its own opponent; give two different players")
 
 
-def in_order(player: str, opponent: str, record: Record) -> tuple[str, str, Record]:
+def in_order(player: str, opponent: str, record: WinRecord) -> tuple[str, str, WinRecord]:
     """Return the names in alphabetical order, with the record from the side of the first."""
     return (player, opponent, record) if player < opponent else (opponent, player, record.reversed())

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from esper.league.ratings import Rating
-from esper.league.record import Record
+from esper.league.record import WinRecord
 
 NEWCOMER = Rating().ordinal  # stands in for a missing rating
 
 
-def is_promoted(against_best: Record | None, *, promote_at: float) -> bool:
+def is_promoted(against_best: WinRecord | None, *, promote_at: float) -> bool:
     """Return whether a candidate becomes a member: if the lower end of the 95 % interval of its score against the best member is at least
     `promote_at`, or if there is no member yet (None)."""
     return against_best is None or against_best.interval().low >= promote_at

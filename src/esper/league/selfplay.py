@@ -31,7 +31,7 @@ from esper.league.league import LEARNER, League
 from esper.league.network import make_player
 from esper.league.opponent_slots import OpponentSlot, OpponentSlots
 from esper.league.players import BotPlayer, Player, PolicyPlayer, join, side_rows
-from esper.league.record import Record
+from esper.league.record import WinRecord
 from esper.league.training_config import ArenaTrainConfig
 from esper.league.trials import Trials
 from esper.parallel import ALONE, Group
@@ -195,15 +195,15 @@ class SelfPlay:
         self.results.zero_()
         self.paid.zero_()
         # Results of this rank by opponent. A past self may fill several slots; an empty slot is filled by a copy of the learner.
-        records: dict[str, Record] = {}
+        records: dict[str, WinRecord] = {}
         for index, table in enumerate(self.tables):
             name = (self.opponent_slots.name(table.name) or LEARNER) if is_seat(table.name) else table.name
             won, drawn, lost = counts[3 * index : 3 * index + 3]
-            records[name] = records.get(name, Record()) + Record(won, drawn, lost)
+            records[name] = records.get(name, WinRecord()) + WinRecord(won, drawn, lost)
         # Every rank records the results of all ranks. Battles of the learner against itself say nothing.
         for name, (won, drawn, lost) in itertools.chain(*(rank.items() for rank in self.group.gather_objects(_plain(records)))):
             if name not in (SELF, LEARNER):
-                self.league.record(LEARNER, name, Record(won, drawn, lost))
+                self.league.record(LEARNER, name, WinRecord(won, drawn, lost))
         self.on_event(
             RoundFought(
                 update=self.updates,
@@ -300,6 +300,6 @@ class SelfPlay:
         self.result = self.arena.look()._replace(ended=saved["ended"].to(self.device), is_first=False)
 
 
-def _plain(records: dict[str, Record]) -> dict[str, tuple[int, int, int]]:
+def _plain(records: dict[str, WinRecord]) -> dict[str, tuple[int, int, int]]:
     """Return (won, drawn, lost) by opponent."""
     return {name: (record.wins, record.draws, record.losses) for name, record in records.items()}

@@ -6,7 +6,7 @@ import msgspec
 
 from esper.league.league import EntryKind, League
 from esper.league.ratings import HOW_TO_INSTALL, Rating
-from esper.league.record import Record
+from esper.league.record import WinRecord
 from esper.text_table import aligned
 
 
@@ -18,7 +18,7 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     step: int | None
     rating: Rating | None  # None in a league without ratings
     games: int
-    against: dict[str, Record]  # its record against each anchor that it has met
+    against: dict[str, WinRecord]  # its record against each anchor that it has met
     learner_score: float | None  # recent score of the learner against it
 
 
@@ -56,6 +56,6 @@ def standings(league: League, *, with_retired: bool = False) -> str:
 
 def _line(row: Standing, league: League) -> list[str]:
     score = "-" if row.learner_score is None else f"{100 * row.learner_score:.1f} %"
-    against = [str(row.against.get(anchor, Record())) for anchor in league.anchors]
+    against = [str(row.against.get(anchor, WinRecord())) for anchor in league.anchors]
     kind = "best" if row.name == league.best else row.kind
     return [row.name, kind, "-" if row.step is None else f"{row.step:,}", str(row.rating or "-"), f"{row.games:,}", *against, score]

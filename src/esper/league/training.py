@@ -31,7 +31,7 @@ from esper.league.store import FOLDER, LeagueStore, read_weights
 from esper.league.training_config import ArenaTrainConfig
 from esper.parallel import ALONE, Group
 from esper.rl.checkpoints import open_store
-from esper.rl.evaluate import Evaluation
+from esper.rl.evaluate import PolicyEvaluation
 from esper.rl.policy import Policy
 from esper.rl.ppo import PPO
 from esper.rl.run_setup import Relay
@@ -85,14 +85,14 @@ class BotEvaluator:
         self.config = config
         self._kept: tuple[int, MatchArena] | None = None  # the last seed, and its arena
 
-    def score(self, policy: Policy, seed: int, should_stop: Callable[[], bool] = lambda: False) -> Evaluation | None:
+    def score(self, policy: Policy, seed: int, should_stop: Callable[[], bool] = lambda: False) -> PolicyEvaluation | None:
         config = self.config
         if not config.eval_battles:
             return None
         if self._kept is None or self._kept[0] != seed:
             self._kept = seed, evaluation_arena(config, config.eval_battles, seed, policy.device)
         result = self._kept[1].play(policy, config.eval_against)
-        return Evaluation(list(result.points), [round(result.decisions)] * len(result.points))
+        return PolicyEvaluation(list(result.points), [round(result.decisions)] * len(result.points))
 
     def close(self) -> None:
         self._kept = None

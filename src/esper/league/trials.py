@@ -14,7 +14,7 @@ import torch
 from esper.league.league import League, Settled
 from esper.league.matches import Contender, MatchArena
 from esper.league.network import make_player
-from esper.league.record import Record
+from esper.league.record import WinRecord
 from esper.league.training_config import ArenaTrainConfig
 from esper.parallel import ALONE, Group
 from esper.rl.policy import Policy
@@ -31,7 +31,7 @@ class Trials:
         self.config, self.seed, self.device, self.group = config, seed, device, group
         self._match_arena: MatchArena | None = None
 
-    def enter(self, league: League, name: str, step: int, learner: Policy) -> tuple[League, Settled, dict[str, Record]]:
+    def enter(self, league: League, name: str, step: int, learner: Policy) -> tuple[League, Settled, dict[str, WinRecord]]:
         """Enter a copy of the learner as a candidate, play its trial, and settle it.
 
         Returns the league after rank 0's decision, the decision, and the candidate's record against each rival.
@@ -40,7 +40,7 @@ class Trials:
         candidate = make_player(self.config, league.weights[name], device=self.device)
         rivals = [*league.anchors, *([league.best] if league.best is not None else [])]
         shares = self.group.gather_objects(self.fight(candidate, [self._player(league, rival) for rival in rivals], trial=name))
-        against = {rival: sum(records, Record()) for rival, *records in zip(rivals, *shares, strict=True)}
+        against = {rival: sum(records, WinRecord()) for rival, *records in zip(rivals, *shares, strict=True)}
 
         def decide() -> tuple[Settled, dict[str, Any]]:
             for rival, record in against.items():
@@ -53,7 +53,7 @@ class Trials:
             league = League.from_state(state, league.weights, config=league.config)
         return league, settled, against
 
-    def fight(self, policy: Policy, rivals: Sequence[Contender], *, trial: str) -> list[Record]:
+    def fight(self, policy: Policy, rivals: Sequence[Contender], *, trial: str) -> list[WinRecord]:
         """Play this rank's share of the battles on the maps of this trial, and return the candidate's record against each rival.
 
         Policies sample their actions, as they do in training.

@@ -28,7 +28,7 @@ class NetworkConfig(Config):
     log_std: LogStd = 0.5  # initial log standard deviation of continuous heads, before tanh; large, for exploration
 
 
-class Thresholds(Config):
+class ThresholdsConfig(Config):
     """Thresholds of warnings: an event of kind `warned` reports every diagnostic that crosses its threshold in an update."""
 
     ratio_explosion: PositiveFloat = 10.0  # warn above this largest probability ratio
@@ -83,7 +83,7 @@ class PPOConfig(Config):
     validate: bool = False  # raise errors at once on any device, at the cost of synchronisation
     max_skips: PositiveInt = 10  # non-finite gradient steps in a row after which training stops
     network: NetworkConfig = NetworkConfig()
-    thresholds: Thresholds = Thresholds()
+    thresholds: ThresholdsConfig = ThresholdsConfig()
 
     def check(self) -> None:
         if self.bptt_length is not None and self.num_steps % self.bptt_length:

@@ -43,7 +43,7 @@ class Noise(NamedTuple):
     normal: Tensor
 
 
-class Evaluation(NamedTuple):
+class ActionEvaluation(NamedTuple):
     """Log-probability [B, J] of a choice and normalised entropy [B, J], per head.
 
     An entropy of 1 is that of a uniform choice among the allowed ones, or, for a head without bounds, of a standard Gaussian.
@@ -147,7 +147,7 @@ class ActionDistribution:
         mean, log_std = self._gaussian(parameters)
         return Choice(picked, mean if noise is None else torch.addcmul(mean, log_std.exp(), noise.normal))
 
-    def evaluate(self, parameters: Tensor, choice: Choice, masks: Masks) -> Evaluation:
+    def evaluate(self, parameters: Tensor, choice: Choice, masks: Masks) -> ActionEvaluation:
         """Return log-probabilities and entropies of a choice under parameters [B, P], in float32 at least."""
         parameters = parameters.float() if parameters.dtype in (torch.bfloat16, torch.float16) else parameters
         columns = list(choice.picked.unbind(-1))
@@ -170,7 +170,7 @@ class ActionDistribution:
                         log_probs[head.name] = density[..., own].sum(-1)
                         spread = 1.0 + log_std[..., own] / _UNIT_ENTROPY
                     entropies[head.name] = spread.mean(-1)
-        return Evaluation(*(torch.stack([part[name] for name in self.head_names], dim=-1) for part in (log_probs, entropies)))
+        return ActionEvaluation(*(torch.stack([part[name] for name in self.head_names], dim=-1) for part in (log_probs, entropies)))
 
     def relevance(self, choice: Choice) -> Tensor:
         """Return which heads mattered, given the choice: [B, J] bool."""

@@ -41,7 +41,7 @@ class EvaluationStopped(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluation:
+class PolicyEvaluation:
     """Raw returns and lengths of episodes, environment by environment."""
 
     returns: list[float]
@@ -81,7 +81,7 @@ def evaluate(
     seed: int,
     max_steps: int = MAX_STEPS,
     should_stop: Callable[[], bool] = _never,
-) -> Evaluation:
+) -> PolicyEvaluation:
     """Play `episodes` episodes, the same number in each environment, or one more in the first ones.
 
     With a generator the actions are drawn at random, without one they are the most likely ones. An episode that is longer than `max_steps`
@@ -107,7 +107,7 @@ def _evaluate(
     seed: int,
     max_steps: int,
     should_stop: Callable[[], bool],
-) -> Evaluation:
+) -> PolicyEvaluation:
     device, num_envs = policy.device, env.num_envs
     share, extra = divmod(episodes, num_envs)
     left = share + (torch.arange(num_envs) < extra).to(torch.int64)  # [N] episodes still to play
@@ -147,7 +147,7 @@ def _evaluate(
             lengths.masked_fill_(ended, 0)
             starts = (ended | ~valid).to(device)
     played = [episode for row in finished for episode in row]
-    return Evaluation([row[0] for row in played], [row[1] for row in played], cut=cut, steps=steps)
+    return PolicyEvaluation([row[0] for row in played], [row[1] for row in played], cut=cut, steps=steps)
 
 
 FORMATS = {".gif": "GIF", ".webp": "WEBP", ".png": "PNG"}

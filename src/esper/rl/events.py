@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from esper.rl.config import Thresholds
+from esper.rl.config import ThresholdsConfig
 from esper.runs import Event
 
 
@@ -69,7 +69,7 @@ class Warned(Event, tag="warned"):
     """A diagnostic crossed its threshold."""
 
     step: int
-    diagnostic: str  # a field of `esper.rl.config.Thresholds`
+    diagnostic: str  # a field of `esper.rl.config.ThresholdsConfig`
     subject: str  # head or part of the policy; "" for the whole policy
     value: float
     threshold: float
@@ -101,7 +101,7 @@ def warnings(
     value_spread: float,
     return_spread: float,
     mattered: dict[str, bool],
-    thresholds: Thresholds,
+    thresholds: ThresholdsConfig,
 ) -> Iterator[Warned]:
     """Yield a warning for every diagnostic of an update that crosses its threshold.
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from esper.parallel import ALONE, Group
-from esper.rl.distributions import Evaluation
+from esper.rl.distributions import ActionEvaluation
 
 LOG_RATIO_LIMIT = 20.0  # far beyond any clip; without a limit exp and its gradient overflow
 
@@ -74,7 +74,7 @@ class Coefficients:
     joint_ratio: bool  # clip the ratio of the whole action instead of that of each head
 
 
-def ppo_loss(new: Evaluation, predicted: Tensor, samples: Samples, counts: Counts, coef: Coefficients) -> Terms:
+def ppo_loss(new: ActionEvaluation, predicted: Tensor, samples: Samples, counts: Counts, coef: Coefficients) -> Terms:
     """Return the loss: the clipped surrogate over heads, plus the value loss, minus the weighted entropy; and its diagnostics.
 
     policy: Σ over real steps and heads that mattered of -min(r·A, clip(r)·A), divided by the number of real steps

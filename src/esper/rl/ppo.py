@@ -30,7 +30,7 @@ from esper.rl.batch import Rollout
 from esper.rl.checkpoints import load_learner, save_learner
 from esper.rl.collector import Collector
 from esper.rl.config import PPOConfig
-from esper.rl.evaluate import MAX_STEPS, Evaluation, evaluate
+from esper.rl.evaluate import MAX_STEPS, PolicyEvaluation, evaluate
 from esper.rl.events import CompileFailed, EpisodesRestarted, GradientNorms, RewardsNotFinite, Skipped, Update, warnings
 from esper.rl.learner import Learner, Outcome
 from esper.rl.policy import Policy
@@ -194,7 +194,7 @@ class PPO:
         deterministic: bool = True,
         seed: int = 0,
         max_steps: int = MAX_STEPS,
-    ) -> Evaluation:
+    ) -> PolicyEvaluation:
         """Play whole episodes and return their returns and lengths. Nothing is learned, and no normaliser changes.
 
         `env` is anything that PPO takes. Without it the training environments are used, which begin new episodes afterwards. An episode

@@ -14,7 +14,7 @@ from torch import nn
 
 from esper.devices import determinism, find_device, threads
 from esper.parallel import ALONE, Group
-from esper.rl.evaluate import Evaluation, evaluate
+from esper.rl.evaluate import PolicyEvaluation, evaluate
 from esper.rl.policy import Policy
 from esper.rl.ppo import PPO
 from esper.rl.run_config import TrainConfig
@@ -77,7 +77,7 @@ class EpisodeEvaluator:
         self.max_steps = config.eval_max_steps if max_steps is None else max_steps
         self._env: VecEnv | None = None
 
-    def score(self, policy: Policy, seed: int, should_stop: Callable[[], bool] = lambda: False) -> Evaluation | None:
+    def score(self, policy: Policy, seed: int, should_stop: Callable[[], bool] = lambda: False) -> PolicyEvaluation | None:
         """Return the results of fresh episodes; the same `seed` gives the same episodes. None if the config asks for none."""
         if not self.episodes:
             return None

@@ -32,7 +32,7 @@ from esper.files import make_folder, remove
 from esper.parallel import ALONE, Group
 from esper.rl.checkpoints import open_store
 from esper.rl.collector import RECENT_EPISODES
-from esper.rl.evaluate import Evaluation, EvaluationStopped
+from esper.rl.evaluate import EvaluationStopped, PolicyEvaluation
 from esper.rl.events import OF_ALL_RANKS, Update
 from esper.rl.policy import Policy
 from esper.rl.ppo import PPO, Callback, TrainingStopped
@@ -85,7 +85,7 @@ AnyConfig = TypeVar("AnyConfig", bound=RunConfig)
 class Evaluator(Protocol):
     """Scores policies by fresh episodes. Keeps its environments until it is closed."""
 
-    def score(self, policy: Policy, seed: int, should_stop: Callable[[], bool]) -> Evaluation | None:
+    def score(self, policy: Policy, seed: int, should_stop: Callable[[], bool]) -> PolicyEvaluation | None:
         """Score a policy on the episodes of a `seed`. Raise EvaluationStopped if `should_stop()` becomes true meanwhile."""
 
     def close(self) -> None: ...
@@ -138,7 +138,7 @@ class RunResult:
     episodes: int
     mean_return: float
     mean_length: float
-    evaluation: Evaluation | None = None  # of the best policy on fresh episodes
+    evaluation: PolicyEvaluation | None = None  # of the best policy on fresh episodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -476,7 +476,7 @@ class _Session:
         self.eval_steps += event.steps
         self.store.annotate(event.step, {**summary, _EVALUATION: msgspec.structs.asdict(event)}, is_best=is_best)
 
-    def _evaluate(self) -> tuple[Evaluation | None, bool]:
+    def _evaluate(self) -> tuple[PolicyEvaluation | None, bool]:
         """Evaluate the best policy on episodes that did not choose it; return the result and whether this was stopped."""
         if not self.options.trainer.is_evaluated(self.config):
             return None, False
@@ -493,7 +493,7 @@ class _Session:
         return evaluation, False
 
 
-def _means(evaluation: Evaluation) -> dict[str, Any]:
+def _means(evaluation: PolicyEvaluation) -> dict[str, Any]:
     return {
         "episodes": len(evaluation.returns),
         "mean_return": evaluation.mean_return,

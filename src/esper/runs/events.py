@@ -86,7 +86,7 @@ def _register(event_type: type[Event]) -> None:
     _kinds[kind] = event_type
 
 
-class Record(msgspec.Struct, frozen=True):
+class EventRecord(msgspec.Struct, frozen=True):
     """An event with the time, run, rank and step at which it happened."""
 
     time: float  # unix seconds, wall clock
@@ -145,7 +145,7 @@ class SinkDropped(Event, tag="sink_dropped"):
     dropped: int
 
 
-def encode(record: Record) -> bytes:
+def encode(record: EventRecord) -> bytes:
     """Return the line for a record, newline included. Raise EventError if `decode` could not read it back."""
     event = record.event
     try:
@@ -196,16 +196,16 @@ def decode_stamp(line: bytes) -> Stamp:
     return _stamp_decoder.decode(line)
 
 
-def decode(line: bytes, stamp: Stamp, event_type: type[Event]) -> Record:
+def decode(line: bytes, stamp: Stamp, event_type: type[Event]) -> EventRecord:
     """Return the record of a line. Unknown fields are ignored, missing ones get their defaults."""
     decoder = _event_decoders.get(event_type)
     if decoder is None:
         decoder = _event_decoders[event_type] = msgspec.json.Decoder(event_type, strict=False)
     step = stamp.step if isinstance(stamp.step, int) else None
-    return Record(time=stamp.time, run=stamp.run, rank=stamp.rank, event=decoder.decode(line), step=step)
+    return EventRecord(time=stamp.time, run=stamp.run, rank=stamp.rank, event=decoder.decode(line), step=step)
 
 
-def check_header(line: bytes, source: object) -> Record:
+def check_header(line: bytes, source: object) -> EventRecord:
     """Return the header of a log, given its first line. Raise EventError if this version cannot read the log `source`."""
     try:
         stamp = decode_stamp(line)
@@ -236,7 +236,7 @@ def scalars(event: Event) -> dict[str, float]:
     return dict(_numbers(event.kind, event.shown()))
 
 
-def scalars_of(record: Record) -> dict[str, float]:
+def scalars_of(record: EventRecord) -> dict[str, float]:
     """Return the scalars of a record. Names start with `rank1/` for ranks other than 0, and with `env3/` for one environment or host."""
     place = f"rank{record.rank}/" if record.rank else ""
     place += "" if record.env is None else f"env{record.env}/"
@@ -251,7 +251,7 @@ def _numbers(name: str, value: object) -> Iterator[tuple[str, float]]:
         yield name, value
 
 
-def read(path: Path | str, *, on_skip: Callable[[str], None] | None = None) -> Iterator[Record]:
+def read(path: Path | str, *, on_skip: Callable[[str], None] | None = None) -> Iterator[EventRecord]:
     """Yield the records of a log in order, header first. An unfinished last line is ignored, because the run may still be writing.
 
     Events of a kind that no imported package defines are skipped; `on_skip` is called with each such kind.
@@ -297,7 +297,7 @@ class Reader:
         self.path = Path(path)
         self.skipped: Counter[str] = Counter()
 
-    def __iter__(self) -> Iterator[Record]:
+    def __iter__(self) -> Iterator[EventRecord]:
         self.skipped.clear()
         return read(self.path, on_skip=self._skip)
 

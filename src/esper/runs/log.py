@@ -28,8 +28,8 @@ from esper.runs.events import (
     SCHEMA,
     Event,
     EventError,
+    EventRecord,
     Header,
-    Record,
     Resumed,
     SinkDropped,
     SinkFailed,
@@ -154,8 +154,8 @@ class EventLog:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
 
-    def _append(self, event: Event, *, rank: int | None = None, at: float | None = None, step: int | None = None) -> Record:
-        record = Record(
+    def _append(self, event: Event, *, rank: int | None = None, at: float | None = None, step: int | None = None) -> EventRecord:
+        record = EventRecord(
             time=time.time() if at is None else at,
             run=self.run,
             rank=self.rank if rank is None else rank,
@@ -225,7 +225,7 @@ class EventLog:
             logging.getLogger(__name__).warning("the sink %s failed after the end of the run: %s", sink, message)
 
 
-def _cut(path: Path, offset: int) -> Record:
+def _cut(path: Path, offset: int) -> EventRecord:
     """Truncate the log at `offset`, after checking that a line ends there, and return its header."""
     with open(path, "r+b") as file:
         first = file.readline(MAX_LINE_BYTES)

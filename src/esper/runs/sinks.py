@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 from esper.files import printable
-from esper.runs.events import Header, Record, scalars_of
+from esper.runs.events import EventRecord, Header, scalars_of
 from esper.runs.folder import RunError
 
 SINK_FOLDERS = ("tensorboard", "wandb")  # folders that the sinks make in a run folder
@@ -26,7 +26,7 @@ SINK_FOLDERS = ("tensorboard", "wandb")  # folders that the sinks make in a run 
 class Sink(Protocol):
     """Something that records are written to besides the log."""
 
-    def write(self, record: Record) -> None: ...
+    def write(self, record: EventRecord) -> None: ...
 
     def close(self) -> None: ...
 
@@ -35,7 +35,7 @@ class Sink(Protocol):
 class Restartable(Protocol):
     """A sink that shows all sessions of a run as one. When a run is resumed, it must drop the events that were cut from the log."""
 
-    def restart(self, records: Iterable[Record]) -> None:
+    def restart(self, records: Iterable[EventRecord]) -> None:
         """Replace everything that earlier sessions wrote by these records."""
 
 
@@ -53,7 +53,7 @@ class Queued:
         self.on_failure = on_failure
         self._sink = sink
         self._capacity = capacity
-        self._waiting: deque[Record] = deque()
+        self._waiting: deque[EventRecord] = deque()
         self._changed = threading.Condition()
         self._dropped = 0
         self._is_closing = False
@@ -70,7 +70,7 @@ class Queued:
     def has_failed(self) -> bool:
         return self._has_failed
 
-    def write(self, record: Record) -> None:
+    def write(self, record: EventRecord) -> None:
         with self._changed:
             if self._has_failed or self._is_closing:
                 return
@@ -101,7 +101,7 @@ class Queued:
         except Exception as error:
             self._fail(error)
 
-    def _next(self) -> Record | None:
+    def _next(self) -> EventRecord | None:
         """Wait for a record and return it; None when the sink is closing and the queue is empty."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._is_closing)
@@ -155,18 +155,18 @@ class TensorBoardSink:
         _wait_for_a_later_name(Path(folder))
         self._writer: Any = SummaryWriter(str(folder))
 
-    def restart(self, records: Iterable[Record]) -> None:
+    def restart(self, records: Iterable[EventRecord]) -> None:
         """Hide everything that earlier sessions wrote, and write the records that are left in the log."""
         self._hide()
         for record in records:
             self._write_scalars(record)
 
-    def write(self, record: Record) -> None:
+    def write(self, record: EventRecord) -> None:
         if isinstance(record.event, Header):
             self._hide()
         self._write_scalars(record)
 
-    def _write_scalars(self, record: Record) -> None:
+    def _write_scalars(self, record: EventRecord) -> None:
         for name, value in scalars_of(record).items():
             self._writer.add_scalar(name, value, record.step, walltime=record.time)
 
@@ -234,7 +234,7 @@ class WandbSink:
         # Plot over our own step: W&B's step must never decrease, but an evaluation has the step of an earlier checkpoint.
         self._run.define_metric("*", step_metric=STEP)
 
-    def write(self, record: Record) -> None:
+    def write(self, record: EventRecord) -> None:
         values = scalars_of(record)
         if values:
             self._run.log({STEP: record.step, **values})

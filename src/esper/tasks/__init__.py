@@ -12,7 +12,7 @@ from esper.tasks.errors import TaskError
 from esper.tasks.gpt_host import GPTBlock, GPTHost
 from esper.tasks.loader import BatchLoader, batch_bounds, shuffled_order
 from esper.tasks.registry import TASKS, TaskEntry, load_task
-from esper.tasks.task import HOST_SIZES, Evaluation, Split, Task
+from esper.tasks.task import HOST_SIZES, Split, Task, TaskEvaluation
 
 __all__ = [
     "HOST_SIZES",
@@ -20,13 +20,13 @@ __all__ = [
     "BatchLoader",
     "ConvBlock",
     "ConvHost",
-    "Evaluation",
     "GPTBlock",
     "GPTHost",
     "Split",
     "Task",
     "TaskEntry",
     "TaskError",
+    "TaskEvaluation",
     "batch_bounds",
     "load_task",
     "shuffled_order",

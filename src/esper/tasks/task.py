@@ -33,7 +33,7 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class TaskEvaluation:
     """Loss and accuracy of a model in one pass over a loader."""
 
     loss: float  # nats, mean over all targets
@@ -135,7 +135,7 @@ class Task:
         """Return the share of targets that have the highest logit, as a scalar tensor on the device, 0 .. 1."""
         return (outputs.argmax(dim=-1) == targets).float().mean()
 
-    def evaluate(self, model: nn.Module, loader: Iterable[tuple[Tensor, Tensor]]) -> Evaluation:
+    def evaluate(self, model: nn.Module, loader: Iterable[tuple[Tensor, Tensor]]) -> TaskEvaluation:
         """Evaluate a model in one pass, in evaluation mode and without gradients. Restores the mode of every module.
 
         Waits for the device only once, at the end.
@@ -157,7 +157,7 @@ class Task:
         table = torch.stack(rows).cpu().double()  # [batches, 2]
         weights = torch.tensor(counts, dtype=torch.float64, device="cpu") / sum(counts)
         loss, accuracy = (weights @ table).tolist()
-        return Evaluation(loss=loss, accuracy=accuracy, losses=tuple(table[:, 0].tolist()))
+        return TaskEvaluation(loss=loss, accuracy=accuracy, losses=tuple(table[:, 0].tolist()))
 
     def num_parameters(self, size: str) -> int:
         """Return the number of parameters of the host of this size."""

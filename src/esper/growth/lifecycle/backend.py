@@ -71,7 +71,7 @@ class SlotBackend(ABC):
     def __init__(self, place: Place) -> None:
         self.place = place
         self.life = Life()
-        self.loss_unit = 1.0  # see LossScale
+        self.loss_unit = 1.0  # see LossRange
 
     def set_loss_unit(self, unit: float) -> None:
         self.loss_unit = unit

@@ -19,7 +19,7 @@ from statistics import fmean, median
 from typing import Any
 
 from esper.growth.config import GovernorConfig
-from esper.growth.lifecycle.stages import TEN_CLASSES, LossScale
+from esper.growth.lifecycle.stages import TEN_CLASSES, LossRange
 
 ENOUGH = 5  # number of losses before a finite loss can be a spike
 RECENT = 5  # number of losses whose median is the present level of the run
@@ -75,7 +75,7 @@ def spread(losses: Sequence[float]) -> float:
     return distances[int(_QUANTILE * len(distances))] / _QUANTILE_SIGMAS / math.sqrt(2)  # √2: a difference has twice the variance
 
 
-def spike_limit(losses: Sequence[float], *, sigmas: float, may_drift: bool, scale: LossScale) -> float:
+def spike_limit(losses: Sequence[float], *, sigmas: float, may_drift: bool, scale: LossRange) -> float:
     """Return the limit above which the next loss is a spike, given the losses before it.
 
     The limit lies `sigmas` times the spread above the level of the run. In a falling run the level is the median of the last few losses,
@@ -88,7 +88,7 @@ def spike_limit(losses: Sequence[float], *, sigmas: float, may_drift: bool, scal
     return level + sigmas * max(spread(losses), RELATIVE_FLOOR * abs(level - scale.floor), ABSOLUTE_FLOOR * scale.unit)
 
 
-def is_informed(losses: Sequence[float], scale: LossScale) -> bool:
+def is_informed(losses: Sequence[float], scale: LossRange) -> bool:
     """Return whether a run with these recent losses has learned something."""
     return scale.relative(fmean(losses)) < INFORMED
 
@@ -107,7 +107,7 @@ class Watch:
         """Whether there are enough losses to derive a limit."""
         return len(self.losses) >= min(ENOUGH, self.size)
 
-    def see(self, loss: float, scale: LossScale) -> None:
+    def see(self, loss: float, scale: LossRange) -> None:
         """Compare a loss with the limit and add it to the window."""
         self.limit = math.inf
         if self.is_enough:
@@ -137,9 +137,9 @@ class Governor:
     'the training loss 7 was above 1.52 for 3 checks in a row'
     """
 
-    def __init__(self, config: GovernorConfig, scale: LossScale | None = None) -> None:
+    def __init__(self, config: GovernorConfig, scale: LossRange | None = None) -> None:
         self.config = config
-        self.scale = scale or LossScale.of(config.uninformed_loss or TEN_CLASSES, is_guess=config.uninformed_loss is None)
+        self.scale = scale or LossRange.of(config.uninformed_loss or TEN_CLASSES, is_guess=config.uninformed_loss is None)
         self.rollbacks = 0
         self.rollbacks_in_a_row = 0  # without a healthy epoch between them
         self.forgive()

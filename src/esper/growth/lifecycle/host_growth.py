@@ -19,7 +19,7 @@ from esper.growth.lifecycle.governor import Diverged, Governor, Verdict
 from esper.growth.lifecycle.history import History
 from esper.growth.lifecycle.ledger import Ledger, Refused, Rollback
 from esper.growth.lifecycle.slots import AnyBackend, SlotLifecycles, ask_gate, carry_out, check_can_grow
-from esper.growth.lifecycle.stages import Action, Contribution, Cost, Decision, GrowthState, LossScale, Stage
+from esper.growth.lifecycle.stages import Action, Contribution, Cost, Decision, GrowthState, LossRange, Stage
 from esper.growth.measure.contribution import confidence_of_look
 from esper.growth.measure.probe import Promises, capped
 from esper.runs import Event
@@ -107,7 +107,7 @@ class HostGrowth(Generic[AnyBackend]):
         host: Cost,
         load: float,
         epochs: int | None,
-        scale: LossScale | None = None,
+        scale: LossRange | None = None,
     ) -> None:
         self.config, self.epochs, self.load = config, epochs, load
         self.ledger = Ledger(entries=[], refused=[], rollbacks=[])
@@ -117,9 +117,9 @@ class HostGrowth(Generic[AnyBackend]):
         )
         check_can_grow(self.lifecycles)
         if config.governor.uninformed_loss is not None:
-            scale = LossScale.of(config.governor.uninformed_loss, loss_range=config.loss_range)
+            scale = LossRange.of(config.governor.uninformed_loss, loss_range=config.loss_range)
         self.governor = Governor(config.governor, scale)
-        self.scale: LossScale | None = None
+        self.scale: LossRange | None = None
         if scale is not None:
             self._set_scale(scale)
         self.promises: Promises = {}
@@ -142,7 +142,7 @@ class HostGrowth(Generic[AnyBackend]):
         recent, before = ([loss for loss in some if math.isfinite(loss)] for some in (losses[-patience:], losses[:-patience]))
         return min(recent, default=math.inf) >= min(before, default=math.inf)
 
-    def _set_scale(self, scale: LossScale) -> None:
+    def _set_scale(self, scale: LossRange) -> None:
         self.scale = self.governor.scale = scale
         self.lifecycles.set_unit(scale.unit)
 
@@ -222,7 +222,7 @@ class HostGrowth(Generic[AnyBackend]):
         """Set the scale from the losses of the first epoch if it is not known yet. Every rank must call this with the same losses."""
         first = sum(chunks) / len(chunks) if chunks else val_loss
         if self.scale is None and math.isfinite(first):
-            self._set_scale(LossScale.of(first, loss_range=self.config.loss_range, is_guess=True))
+            self._set_scale(LossRange.of(first, loss_range=self.config.loss_range, is_guess=True))
 
     def verdict(self, chunks: list[float], val_loss: float) -> Verdict:
         """Return the governor's verdict on an epoch. `chunks` are the mean training losses of its parts, in order."""
@@ -316,4 +316,4 @@ class HostGrowth(Generic[AnyBackend]):
         self.lifecycles.steps_per_epoch = self.history.length or 0
         self.promises = {(slot, blueprint): value for slot, blueprint, value in state["promises"]}
         if state["scale"] is not None:
-            self._set_scale(LossScale(*state["scale"]))
+            self._set_scale(LossRange(*state["scale"]))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from esper.growth.config import SeedOptimizer
+from esper.growth.config import SeedOptimizerConfig
 from esper.growth.host.slots import Slot
 from esper.growth.host.slotted import Slotted
 from esper.growth.lifecycle.backend import Life, SeedPlan, SlotBackend
@@ -25,7 +25,7 @@ class ModuleBackend(SlotBackend):
     The constructor builds a learner for a trial, so that an optimiser that cannot train seeds fails now rather than at germination.
     """
 
-    def __init__(self, slot: Slot, slotted: Slotted, optimizer: Optimizer, config: SeedOptimizer, make: MakeOptimizer | None) -> None:
+    def __init__(self, slot: Slot, slotted: Slotted, optimizer: Optimizer, config: SeedOptimizerConfig, make: MakeOptimizer | None) -> None:
         super().__init__(slot.place)
         self.slot = slot
         self.learner: SeedLearner | None = None
@@ -106,7 +106,9 @@ class ModuleBackend(SlotBackend):
         return learner
 
 
-def make_backends(slotted: Slotted, optimizer: Optimizer, config: SeedOptimizer, make: MakeOptimizer | None) -> dict[str, ModuleBackend]:
+def make_backends(
+    slotted: Slotted, optimizer: Optimizer, config: SeedOptimizerConfig, make: MakeOptimizer | None
+) -> dict[str, ModuleBackend]:
     """Return a backend for every slot of a model, by name."""
     return {name: ModuleBackend(slot, slotted, optimizer, config, make) for name, slot in slotted.slots.items()}
 

@@ -13,7 +13,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from esper.growth.config import GrowthConfig, GrowthError, Lifecycle
+from esper.growth.config import GrowthConfig, GrowthError, LifecycleConfig
 from esper.growth.host.layout import Place
 from esper.growth.lifecycle.backend import Life, Ramp, SeedPlan, SlotBackend
 from esper.growth.lifecycle.ledger import Entry, Ledger, Outcome, Step
@@ -68,7 +68,7 @@ def may_germinate(slot: SlotState, cost: Cost, allowance: Allowance) -> Answer:
     return _refuse(refusal) if refusal else Answer(True, "the slot is free and the budget allows it")
 
 
-def may_blend(slot: SlotState, rules: Lifecycle) -> Answer:
+def may_blend(slot: SlotState, rules: LifecycleConfig) -> Answer:
     """Check that a seed raised in the shadow has trained long enough, with healthy gradients, to be connected."""
     if slot.stage is not Stage.TRAINING:
         return _refuse(f"only a seed that is TRAINING can begin to blend, and this slot is {slot.stage.name}")
@@ -81,7 +81,7 @@ def may_blend(slot: SlotState, rules: Lifecycle) -> Answer:
     return Answer(True, f"it has learned for {slot.epochs_in_stage} epochs with healthy gradients")
 
 
-def may_fossilize(slot: SlotState, rules: Lifecycle, *, epoch: int) -> Answer:
+def may_fossilize(slot: SlotState, rules: LifecycleConfig, *, epoch: int) -> Answer:
     """Check that the shortest probation is over and that the contribution, measured in this epoch, is above 0."""
     move = may_move(slot.stage, Stage.FOSSILIZED)
     if not move.passed:
@@ -138,7 +138,7 @@ class SlotLifecycles(Generic[AnyBackend]):
         self.backends, self.host, self.config, self.ledger = dict(backends), host, config, ledger
         self.epoch = 0
         self.steps_per_epoch = 0  # of the last epoch
-        self.unit = 1.0  # unit of the loss, see LossScale
+        self.unit = 1.0  # unit of the loss, see LossRange
         self._on_stage = on_stage
         self._streams = Streams(config.seed)
         self.options: dict[str, tuple[Blueprint, ...]] = {

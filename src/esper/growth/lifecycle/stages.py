@@ -1,6 +1,6 @@
 """Stages of a seed, the state that a controller sees, and the actions that it can return.
 
-The stages depend on how a seed is raised (`Lifecycle.raise_mode`):
+The stages depend on how a seed is raised (`LifecycleConfig.raise_mode`):
 
 | stage      | joint                                       | shadow                                                            |
 |------------|---------------------------------------------|-------------------------------------------------------------------|
@@ -29,7 +29,7 @@ from enum import IntEnum
 from typing import Protocol, runtime_checkable
 
 from esper.gradients import gradient_health
-from esper.growth.config import GrowthError, Lifecycle, Rent
+from esper.growth.config import GrowthError, LifecycleConfig, RentConfig
 from esper.growth.host.layout import Place
 from esper.statistics import Interval
 from esper.text_table import figure
@@ -67,10 +67,10 @@ TEN_CLASSES = math.log(10)  # loss of a constant predictor for ten equal classes
 
 
 @dataclass(frozen=True, slots=True)
-class LossScale:
+class LossRange:
     """Scale that makes losses dimensionless, so that no decision depends on their unit.
 
-    >>> LossScale.of(2.0).relative(0.5), LossScale.of(-1.0, loss_range=4.0).relative(-2.0)
+    >>> LossRange.of(2.0).relative(0.5), LossRange.of(-1.0, loss_range=4.0).relative(-2.0)
     (0.25, 0.75)
     """
 
@@ -79,7 +79,7 @@ class LossScale:
     is_guess: bool = False  # `uninformed` is only the loss at the start of the training
 
     @classmethod
-    def of(cls, uninformed: float, *, loss_range: float | None = None, is_guess: bool = False) -> LossScale:
+    def of(cls, uninformed: float, *, loss_range: float | None = None, is_guess: bool = False) -> LossRange:
         """Build a scale. Without `loss_range` the loss can fall to 0, so `uninformed` must be above 0."""
         if loss_range is None and not uninformed > 0:
             subject = "the training began with a loss of" if is_guess else "a constant predictor has a loss of"
@@ -166,7 +166,7 @@ class GradientStats:
         """Build the statistics from the norms of all steps. A norm that is not finite counts as a skipped step.
 
         `skipped` counts the further steps that were skipped although the seed's own gradient was finite. `unit` is the unit of the loss,
-        see LossScale.
+        see LossRange.
 
         >>> GradientStats.of([0.5, 1.5]).mean_norm
         1.0
@@ -212,12 +212,12 @@ class GrowthState:
     flops_left: int | None
     seeds_left: int
     rollbacks: int = 0
-    scale: LossScale | None = None  # of all losses; None: not known before the end of the first epoch
-    lifecycle: Lifecycle = field(default_factory=Lifecycle)  # the rules of the run
+    scale: LossRange | None = None  # of all losses; None: not known before the end of the first epoch
+    lifecycle: LifecycleConfig = field(default_factory=LifecycleConfig)  # the rules of the run
     learning_rate: float = 0.0  # of the first parameter group of the host's optimiser
     samples_per_epoch: int | None = None  # None: the grower was not told
     host_load: float = 0.0  # Σ over layers of weights / positions that share them
-    rent: Rent = field(default_factory=Rent)  # the price level
+    rent: RentConfig = field(default_factory=RentConfig)  # the price level
 
     @property
     def uninformed_loss(self) -> float | None:

@@ -1,6 +1,6 @@
 """Rent: the price of parameters and FLOPs in units of the loss, and the rest of the budget.
 
-`rent_of` is in nats for ten classes. Multiplied by `LossScale.unit`, it can be compared with the gain of a seed.
+`rent_of` is in nats for ten classes. Multiplied by `LossRange.unit`, it can be compared with the gain of a seed.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from esper.growth.config import Budget, Rent
+from esper.growth.config import BudgetConfig, RentConfig
 from esper.growth.lifecycle.stages import Cost
 
 
@@ -19,12 +19,12 @@ def total(costs: Iterable[Cost]) -> Cost:
     return Cost(sum(cost.parameters for cost in costs), sum(cost.flops for cost in costs))
 
 
-def rent_of(added: Cost, host: Cost, rent: Rent) -> float:
+def rent_of(added: Cost, host: Cost, rent: RentConfig) -> float:
     """Return the rent of everything that was added to a host."""
     return rent.parameters * math.log1p(added.parameters / max(host.parameters, 1)) + rent.flops * added.flops / max(host.flops, 1)
 
 
-def marginal_rent(seed: Cost, others: Cost, host: Cost, rent: Rent) -> float:
+def marginal_rent(seed: Cost, others: Cost, host: Cost, rent: RentConfig) -> float:
     """Return the rise of the total rent when one seed is added to the others."""
     both = Cost(seed.parameters + others.parameters, seed.flops + others.flops)
     return rent_of(both, host, rent) - rent_of(others, host, rent)
@@ -57,7 +57,7 @@ class Allowance:
         )
 
 
-def allowance(budget: Budget, *, host: Cost, added: Cost, seeds: int, slots: int) -> Allowance:
+def allowance(budget: BudgetConfig, *, host: Cost, added: Cost, seeds: int, slots: int) -> Allowance:
     """Return the rest of a budget for a host that already holds `seeds` seeds of cost `added` in `slots` slots."""
     return Allowance(
         seeds=(budget.max_seeds or slots) - seeds,

@@ -16,7 +16,7 @@ from typing import Any
 
 from esper.config import load_saved
 from esper.files import printable, write_file
-from esper.growth.config import Rent, TrainingConfig
+from esper.growth.config import RentConfig, TrainingConfig
 from esper.growth.lifecycle.ledger import ANALYTICS_HEADING, LEDGER_HEADING, Row, analytics_rows, ledger_rows
 from esper.growth.lifecycle.stages import Stage
 from esper.growth.report import summary
@@ -248,7 +248,7 @@ def write_report(run_folder: Path | str) -> Path:
     return path
 
 
-def render(story: Story, twin: Story | None, *, title: str, config: str, rent: Rent) -> str:
+def render(story: Story, twin: Story | None, *, title: str, config: str, rent: RentConfig) -> str:
     """Return the page as HTML. `rent` is the rent of the run, for the notes about it."""
     sections = [f'<p class="summary">{escape(summary.headline(story, twin))}</p>', _circumstances(story)]
     heading, rows = summary.comparison(story, twin)
@@ -330,6 +330,6 @@ def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8") if path.is_file() else ""
 
 
-def _rent(folder: Path) -> Rent:
+def _rent(folder: Path) -> RentConfig:
     """Return the rent in the saved configuration of a run, or the default."""
-    return load_saved(TrainingConfig, folder / CONFIG).rent if (folder / CONFIG).is_file() else Rent()
+    return load_saved(TrainingConfig, folder / CONFIG).rent if (folder / CONFIG).is_file() else RentConfig()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from esper.growth.config import Rent
+from esper.growth.config import RentConfig
 from esper.growth.events import (
     EpochEnded,
     FinalTest,
@@ -222,7 +222,7 @@ def about_skipped(story: Story) -> list[str]:
 # The role of the rent
 
 
-def about_rent(story: Story, rent: Rent) -> list[str]:
+def about_rent(story: Story, rent: RentConfig) -> list[str]:
     """Return up to two sentences on the rent at which the outcome would have changed.
 
     A seed pays if removing it would cost more than its rent.
@@ -243,7 +243,7 @@ def about_rent(story: Story, rent: Rent) -> list[str]:
     return sentences
 
 
-def _about_kept(seed: SeedStory, rent: Rent) -> str:
+def _about_kept(seed: SeedStory, rent: RentConfig) -> str:
     surely = f", surely {figure(seed.gain_low)}" if seed.gain_low is not None and _sure_ratio(seed) > 0 else ""
     costs = f"removing {seed.blueprint} after {seed.slot} would cost {figure(seed.gain or 0.0)}{surely}, for a rent of {figure(seed.rent)}"
     if _sure_ratio(seed) > 1:
@@ -253,7 +253,7 @@ def _about_kept(seed: SeedStory, rent: Rent) -> str:
     return f"{costs[0].upper()}{costs[1:]}: it does not pay for itself, and was kept all the same."
 
 
-def _about_pruned(seed: SeedStory, rent: Rent) -> str:
+def _about_pruned(seed: SeedStory, rent: RentConfig) -> str:
     return (
         f"Among the pruned seeds, {seed.blueprint} after {seed.slot} came nearest: removing it cost {figure(seed.gain or 0.0)}, for a rent "
         f"of {figure(seed.rent)}; below {_scaled(rent, _ratio(seed))} it would have paid."
@@ -271,7 +271,7 @@ def _sure_ratio(seed: SeedStory) -> float:
     return seed.gain_low / seed.rent
 
 
-def _scaled(rent: Rent, factor: float) -> str:
+def _scaled(rent: RentConfig, factor: float) -> str:
     """Return the settings of a rent that is `factor` times as high."""
     given: Sequence[tuple[str, float]] = [("rent.parameters", rent.parameters), ("rent.flops", rent.flops)]
     return " and ".join(f"{name} {value * factor:.2g}" for name, value in given if value > 0)

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from esper.devices import reading_waits
 from esper.gradients import gradient_norm, unscaled
-from esper.growth.config import GrowthError, SeedOptimizer
+from esper.growth.config import GrowthError, SeedOptimizerConfig
 from esper.growth.host.causality import tensors_in
 from esper.growth.host.forward_patch import ZeroGradPatch
 from esper.growth.lifecycle.stages import GradientStats
@@ -46,7 +46,7 @@ class SeedLearner:
     """
 
     def __init__(
-        self, seed: nn.Module, host: Optimizer, group: int, config: SeedOptimizer, make: MakeOptimizer | None, *, warmup: int = 0
+        self, seed: nn.Module, host: Optimizer, group: int, config: SeedOptimizerConfig, make: MakeOptimizer | None, *, warmup: int = 0
     ) -> None:
         self._warmup, self._steps = warmup, 0
         self.parameters = [parameter for parameter in seed.parameters() if parameter.requires_grad]
@@ -56,7 +56,7 @@ class SeedLearner:
         _check_steps_alone(self.optimizer)
         self._norms: list[Tensor] = []  # gradient norms of the steps since the last report, on the device
         self._skipped: Tensor | int = 0  # steps since the last report that were skipped because of the host's gradient
-        self.loss_unit = 1.0  # see LossScale: clipping and health are relative to it
+        self.loss_unit = 1.0  # see LossRange: clipping and health are relative to it
 
     @property
     def has_gradients(self) -> bool:
