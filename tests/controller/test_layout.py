@@ -18,7 +18,7 @@ from esper.growth.config import LifecycleConfig
 from esper.growth.lifecycle.stages import Advance, Contribution, Cost, Fossilize, Germinate, GrowthState, LossRange, Prune, Retarget, Stage
 from esper.statistics import Interval
 from tests.controller.hosts import HEALTHY, LARGE, RULES, SMALL, drawn_state, seed_on_trial, slot, state
-from tests.growth.small import in_other_units
+from tests.growth.builders import in_other_units
 
 SHADOW = LifecycleConfig(raise_mode="shadow", training_epochs=2, holding_epochs=2)
 

@@ -31,7 +31,7 @@ from esper.runs import CheckpointStore, read_tensors, write_tensors
 from tests.controller.hosts import drawn_state, slot, state
 from tests.controller.test_network import opinionated
 from tests.fleet.test_fleet_equals_grower import BATCH, alone, make_host as make_conv_host, small_task
-from tests.growth.small import SLOTS, make_data, make_host
+from tests.growth.builders import SLOTS, make_data, make_host
 
 NETWORK = SlotNetworkConfig(width=16, candidate_width=8, attention_heads=2, summary_width=16)
 

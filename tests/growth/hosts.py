@@ -480,7 +480,7 @@ FAMILIES = {
 }
 
 
-# Kinds of models beyond the families above, for the table of tests/growth/test_model_kinds.py
+# Kinds of models beyond the families above, for the table of tests/growth/host/test_model_kinds.py
 
 
 class ConvNeXtBlock(nn.Module):

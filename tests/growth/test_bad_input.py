@@ -19,7 +19,7 @@ from esper.growth import GrowthConfig, GrowthError, Planned, Slotted, add_slots,
 from esper.growth.config import BudgetConfig, LifecycleConfig
 from esper.growth.lifecycle.governor import Diverged
 from esper.runs.folder import EVENTS, RunError
-from tests.growth.small import SLOTS, Batch, Data, assert_same, config, make_data, make_host, make_loop
+from tests.growth.builders import SLOTS, Batch, Data, assert_same, config, make_data, make_host, make_loop
 
 NAMED = {"slots": SLOTS}
 

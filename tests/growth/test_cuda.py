@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from esper.growth import Grower, Planned, add_slots, grow
 from esper.growth.lifecycle.stages import Advance, Fossilize, Germinate, Prune
 from tests.conftest import sync_debug_mode
-from tests.growth.small import (
+from tests.growth.builders import (
     QUICK,
     QUICK_SHADOW,
     SLOTS,

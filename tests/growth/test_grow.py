@@ -42,7 +42,7 @@ from esper.runs.folder import EVENTS, RunError
 from esper.statistics import Interval
 from tests.commands import Terminal, shown_in_tensorboard
 from tests.conftest import Clock
-from tests.growth.small import QUICK, QUICK_SHADOW, SLOTS, Batch, Data, Script, assert_same, config, make_data, make_host
+from tests.growth.builders import QUICK, QUICK_SHADOW, SLOTS, Batch, Data, Script, assert_same, config, make_data, make_host
 
 NAMED = {"slots": SLOTS}
 STEPWISE = {"step_schedule": "step"}

@@ -15,7 +15,7 @@ from esper.config import ConfigError
 from esper.growth import Grower, GrowthError, add_slots
 from esper.growth.config import LifecycleConfig, SeedOptimizerConfig
 from esper.growth.lifecycle.stages import Fossilize, Germinate, GradientStats, Prune, Stage
-from tests.growth.small import (
+from tests.growth.builders import (
     QUICK,
     QUICK_SHADOW,
     SLOTS,

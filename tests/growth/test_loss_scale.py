@@ -15,7 +15,7 @@ from esper.growth.batches import ConstantPredictor, LossFunction
 from esper.growth.config import HeuristicConfig
 from esper.growth.report.story import read_story
 from esper.growth.run import Grown
-from tests.growth.small import QUICK, Batch, Data, Script, config, make_data, make_host, make_loop
+from tests.growth.builders import QUICK, Batch, Data, Script, config, make_data, make_host, make_loop
 
 
 class Interactions(nn.Module):

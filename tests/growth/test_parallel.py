@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from esper.growth import Grower, add_slots
 from esper.growth.lifecycle.stages import Advance, Fossilize, Germinate, Prune
-from tests.growth.small import QUICK, QUICK_SHADOW, SLOTS, Data, LifecycleConfig, Script, config, make_data, make_host
+from tests.growth.builders import QUICK, QUICK_SHADOW, SLOTS, Data, LifecycleConfig, Script, config, make_data, make_host
 from tests.processes import spawn
 
 pytestmark = pytest.mark.slow  # they start processes of their own

@@ -26,7 +26,7 @@ from esper.runs import CheckpointStore, read
 from esper.runs.folder import EVENTS, RunError
 from esper.runs.tensors import join, split
 from esper.tasks.loader import BatchLoader
-from tests.growth.small import (
+from tests.growth.builders import (
     QUICK,
     QUICK_SHADOW,
     SLOTS,

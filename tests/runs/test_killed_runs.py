@@ -36,7 +36,7 @@ from esper.runs import Checkpoint, CheckpointRefused, CheckpointStore, EventLog,
 from esper.runs.folder import CHECKPOINTS, CONFIG, EVENTS
 from tests.commands import assert_same_state, events_of
 from tests.faults import Crash, crash_at
-from tests.growth.small import QUICK
+from tests.growth.builders import QUICK
 
 PPO_CONFIG = TrainConfig(
     env="cue",

@@ -20,8 +20,8 @@ from esper.growth import GrowthError, add_slots, register_blueprint
 from esper.growth.host.layout import Place
 from esper.growth.host.slotted import Slotted
 from esper.growth.seeds import blueprints as registry
+from tests.growth.host.test_models import disturb, germinate, grow, hooks_of, is_same, run
 from tests.growth.hosts import FAMILIES, GPT, Family, ResNet
-from tests.growth.test_models import disturb, germinate, grow, hooks_of, is_same, run
 
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 RESNET = FAMILIES["resnet"]

@@ -21,7 +21,7 @@ from esper.growth.controllers.heuristic import (
 from esper.growth.host.layout import Place
 from esper.growth.lifecycle.stages import Candidate, Contribution, Cost, Decision, Germinate, GrowthState, LossRange, SlotState, Stage
 from esper.statistics import Interval
-from tests.growth.small import in_other_units
+from tests.growth.builders import in_other_units
 
 RULES = HeuristicConfig()
 HOST = Cost(parameters=2_000, flops=100_000)

@@ -26,7 +26,7 @@ from esper.growth.seeds.blueprints import blueprints_for, cost_of
 from esper.growth.seeds.optimizer import SeedLearner
 from esper.growth.seeds.seed import Seed
 from esper.statistics import Interval, student_interval, weighted_interval
-from tests.growth.small import (
+from tests.growth.builders import (
     QUICK,
     QUICK_SHADOW,
     SLOTS,

@@ -16,9 +16,9 @@ from esper.growth import Grower, add_slots
 from esper.growth.host.saving import load
 from esper.growth.host.slotted import Slotted
 from esper.growth.lifecycle.stages import Germinate
+from tests.growth.builders import Script, config, sgd
+from tests.growth.host.test_models import disturb, germinate, grow, hooks_of
 from tests.growth.hosts import FAMILIES
-from tests.growth.small import Script, config, sgd
-from tests.growth.test_models import disturb, germinate, grow, hooks_of
 
 pytestmark = pytest.mark.slow  # the compiler takes its time
 

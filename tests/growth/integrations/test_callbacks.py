@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from esper.growth import GrowthConfig, GrowthError, Planned, load, save
 from esper.growth.events import StageEntered
 from esper.growth.lifecycle.stages import Germinate
-from tests.growth.small import QUICK, QUICK_SHADOW, SLOTS, Script, assert_same, config, host_state, make_data, make_host
+from tests.growth.builders import QUICK, QUICK_SHADOW, SLOTS, Script, assert_same, config, host_state, make_data, make_host
 
 EPOCHS = 4
 PLAN = [(1, "first", "mlp")]  # after one epoch

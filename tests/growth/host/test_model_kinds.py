@@ -1,7 +1,7 @@
 """A table over kinds of models: on each of them, every property of growing that is exact holds to the last bit.
 
-    python -m tests.growth.test_model_kinds                      prints the table kind × property
-    pytest tests/growth/test_model_kinds.py -k "swin and bake"   runs one cell
+    python -m tests.growth.host.test_model_kinds                      prints the table kind × property
+    pytest tests/growth/host/test_model_kinds.py -k "swin and bake"   runs one cell
 
 Kinds of other libraries (transformers, peft) are skipped where these are missing; `make test-all` installs them. Two kinds are compared in
 float64 up to 1e-12 instead: torch computes its encoder layers by one fused kernel in evaluation, and by others where a slot is inside.
@@ -32,9 +32,9 @@ from esper.growth.host.discover import call
 from esper.growth.host.slotted import Slotted
 from esper.growth.seeds.blueprints import blueprints_for
 from tests.growth import hosts
+from tests.growth.builders import QUICK
+from tests.growth.host.test_models import Transposing, disturb, germinate, growths, hooks_of
 from tests.growth.hosts import FAMILIES, VOCABULARY
-from tests.growth.small import QUICK
-from tests.growth.test_models import Transposing, disturb, germinate, growths, hooks_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning"),  # torch says so once on processors that have to do without

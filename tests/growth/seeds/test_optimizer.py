@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from esper.growth import Grower, GrowthError, add_slots
 from esper.growth.lifecycle.stages import Germinate
 from esper.growth.seeds.seed import Seed
-from tests.growth.small import QUICK_SHADOW, Loop, Script, adamw, assert_same, config, make_host, make_loop, sgd, snapshot
+from tests.growth.builders import QUICK_SHADOW, Loop, Script, adamw, assert_same, config, make_host, make_loop, sgd, snapshot
 
 GROW = {0: [Germinate("first", "test", "mlp"), Germinate("second", "test", "low_rank")]}
 JUNK = 100 * torch.ones(8, 6)

@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from esper.growth import Grower, GrowthError, add_slots
 from esper.growth.lifecycle.stages import Germinate, Prune, Stage
-from tests.growth.small import (
+from tests.growth.builders import (
     QUICK_SHADOW,
     Script,
     adamw,

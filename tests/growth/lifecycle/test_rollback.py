@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import StepLR
 from esper.growth import Diverged, GrowthError
 from esper.growth.config import GovernorConfig
 from esper.growth.lifecycle.stages import Advance, Fossilize, Germinate, Prune, Stage
-from tests.growth.small import (
+from tests.growth.builders import (
     QUICK,
     QUICK_SHADOW,
     LifecycleConfig,
@@ -27,7 +27,7 @@ from tests.growth.small import (
     make_loop,
     snapshot,
 )
-from tests.growth.test_optimizer import SAM
+from tests.growth.seeds.test_optimizer import SAM
 
 GROW = {0: [Germinate("first", "test", "mlp")]}
 BOTH = {0: [Germinate("first", "test", "mlp"), Germinate("second", "test", "low_rank")]}

@@ -26,7 +26,7 @@ from esper.growth.lifecycle.stages import (
     Retarget,
     Stage,
 )
-from tests.growth.small import QUICK, QUICK_SHADOW, SLOTS, Loop, Script, config, make_data, make_host, make_loop
+from tests.growth.builders import QUICK, QUICK_SHADOW, SLOTS, Loop, Script, config, make_data, make_host, make_loop
 
 GROW = {0: [Germinate("first", "test", "mlp")]}
 
