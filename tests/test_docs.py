@@ -112,7 +112,7 @@ def shell_blocks(*, run: bool) -> list[Block]:
 def test_the_python_of_a_page_runs(blocks: list[Block], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)  # for modules that a block writes
-    monkeypatch.setattr(blueprints, "_registry", dict(blueprints._registry))  # pages register blueprints of their own
+    monkeypatch.setattr(blueprints, "REGISTRY", dict(blueprints.REGISTRY))  # pages register blueprints of their own
     names: dict[str, Any] = {"__name__": "__docs__"}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "nothing can grow in")  # in the few epochs of a test

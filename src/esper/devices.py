@@ -21,11 +21,6 @@ def find_device(wanted: Literal["auto", "cpu", "cuda"]) -> torch.device:
     return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def reading_waits(tensor: torch.Tensor) -> bool:
-    """Return whether reading the tensor's values waits for a device to finish its queued work."""
-    return tensor.device.type != "cpu"
-
-
 class Stopwatch:
     """Measures the seconds between marks.
 

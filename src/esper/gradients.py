@@ -1,16 +1,18 @@
-"""Gradients: their norm, and a measure of its health. Norms are global L2 norms of unscaled gradients."""
+"""Gradients: a measure of their health, statistics over training steps, and the removal of a loss scale."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.utils import get_total_norm
 
 VANISHING = 1e-7  # gradient norm
+
 EXPLODING = 100.0  # gradient norm
+
 _DECADES = 2.0  # width of the range over which health falls, in powers of ten
 
 
@@ -31,12 +33,6 @@ def gradient_health(norm: float) -> float:
     return below_exploding * (0.5 + 0.5 * above_vanishing)
 
 
-def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
-    """Return the norm of all gradients as a tensor on their device; 0 if no parameter has one."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    return get_total_norm(gradients) if gradients else torch.zeros(())
-
-
 def unscaled(gradient: Tensor, scale: Tensor | None) -> Tensor:
     """Return the gradient of the loss, given the gradient of loss · `scale`.
 
@@ -46,3 +42,29 @@ def unscaled(gradient: Tensor, scale: Tensor | None) -> Tensor:
         return gradient
     wide = gradient.float() if gradient.dtype in (torch.float16, torch.bfloat16) else gradient
     return wide / scale.to(gradient.device, non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True)
+class GradientStats:
+    """Statistics of a seed's gradients since the last epoch. Norms are global L2 norms, without loss scaling, before clipping."""
+
+    steps: int
+    mean_norm: float
+    max_norm: float
+    health: float  # in [0, 1], see esper.gradients.gradient_health
+    skipped: int  # steps not taken because a gradient of the seed or of its host was not finite
+
+    @classmethod
+    def of(cls, norms: Sequence[float], *, skipped: int = 0, unit: float = 1.0) -> GradientStats:
+        """Build the statistics from the norms of all steps. A norm that is not finite counts as a skipped step.
+
+        `skipped` counts the further steps that were skipped although the seed's own gradient was finite. `unit` is the unit of the loss,
+        see LossRange.
+
+        >>> GradientStats.of([0.5, 1.5]).mean_norm
+        1.0
+        """
+        finite = [norm for norm in norms if math.isfinite(norm)]
+        mean = sum(finite) / len(finite) if finite else 0.0
+        health = sum(gradient_health(norm / unit) for norm in finite) / len(norms) if norms else 0.0
+        return cls(len(norms), mean, max(finite, default=0.0), health, skipped + len(norms) - len(finite))

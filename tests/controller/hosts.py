@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from esper.gradients import GradientStats
 from esper.growth.config import LifecycleConfig, RentConfig
 from esper.growth.host.layout import Place
-from esper.growth.lifecycle.stages import OCCUPIED, Candidate, Contribution, Cost, GradientStats, GrowthState, LossRange, SlotState, Stage
+from esper.growth.lifecycle.governor import LossRange
+from esper.growth.lifecycle.stages import OCCUPIED, Candidate, Contribution, Cost, GrowthState, SlotState, Stage
 from esper.statistics import Interval
 
 RULES = LifecycleConfig(holding_epochs=2)

@@ -19,7 +19,8 @@ from esper.controller.reward import potential
 from esper.fleet.config import FleetConfig
 from esper.growth.config import GovernorConfig, GrowthConfig, LifecycleConfig
 from esper.growth.events import StageEntered
-from esper.growth.lifecycle.stages import Cost, GrowthState, LossRange, Stage
+from esper.growth.lifecycle.governor import LossRange
+from esper.growth.lifecycle.stages import Cost, GrowthState, Stage
 from esper.rl.collector import Staging
 from esper.rl.distributions import ActionDistribution
 from esper.runs import Event

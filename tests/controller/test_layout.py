@@ -15,7 +15,8 @@ from esper.controller.features import CANDIDATE, HOST, SLOT
 from esper.controller.layout import ALPHA_TARGETS, LAYOUT_VERSION, Op, blueprint_names, decision, observe, spec
 from esper.controller.table import Scale
 from esper.growth.config import LifecycleConfig
-from esper.growth.lifecycle.stages import Advance, Contribution, Cost, Fossilize, Germinate, GrowthState, LossRange, Prune, Retarget, Stage
+from esper.growth.lifecycle.governor import LossRange
+from esper.growth.lifecycle.stages import Advance, Contribution, Cost, Fossilize, Germinate, GrowthState, Prune, Retarget, Stage
 from esper.statistics import Interval
 from tests.controller.hosts import HEALTHY, LARGE, RULES, SMALL, drawn_state, seed_on_trial, slot, state
 from tests.growth.builders import in_other_units

@@ -20,7 +20,7 @@ from esper.controller.reward import TERMS, HostStanding, potential, rewards, sta
 from esper.growth.config import RentConfig
 from esper.growth.host.layout import Place
 from esper.growth.lifecycle.stages import LIVING, Contribution, Cost, GrowthState, SlotState, Stage
-from esper.growth.measure.rent import rent_of, total
+from esper.growth.measure.contribution import rent_of, total
 from esper.statistics import Interval
 
 HOST = Cost(parameters=1_000, flops=10_000)

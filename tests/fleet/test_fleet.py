@@ -469,7 +469,7 @@ def test_blueprints_that_do_not_fit_are_refused() -> None:
 
 
 def test_a_blueprint_with_buffers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blueprints, "_registry", dict(blueprints._registry))
+    monkeypatch.setattr(blueprints, "REGISTRY", dict(blueprints.REGISTRY))
 
     @register_blueprint("with_buffers", kinds=["conv"])
     def with_buffers(place: Place) -> nn.Module:

@@ -28,7 +28,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import esper
 from esper.growth import Diverged, GrowthError, Planned, grow
-from esper.growth.batches import move
 from esper.growth.config import GovernorConfig, RentConfig
 from esper.growth.controllers.heuristic import judge
 from esper.growth.events import EpochEnded
@@ -37,6 +36,7 @@ from esper.growth.report.html import write_report
 from esper.growth.report.story import read_story
 from esper.growth.seeds.shadow import Shadow
 from esper.growth.training import default_optimizer
+from esper.growth.training_loop import move
 from esper.runs import EventLog, read
 from esper.runs.folder import EVENTS, RunError
 from esper.statistics import Interval

@@ -12,9 +12,10 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from esper.config import ConfigError
+from esper.gradients import GradientStats
 from esper.growth import Grower, GrowthError, add_slots
 from esper.growth.config import LifecycleConfig, SeedOptimizerConfig
-from esper.growth.lifecycle.stages import Fossilize, Germinate, GradientStats, Prune, Stage
+from esper.growth.lifecycle.stages import Fossilize, Germinate, Prune, Stage
 from tests.growth.builders import (
     QUICK,
     QUICK_SHADOW,
@@ -440,12 +441,12 @@ def test_calls_with_odd_arguments_are_counted_as_far_as_they_tell() -> None:
         (({"deep": [torch.zeros(3, 1)]}, None), {"x": torch.zeros(5, 6)}, 3),
         ((object(),), {"x": torch.zeros(0, 6)}, 0),
     ]:
-        slotted.samples = 0
+        slotted.calls.samples = 0
         slotted(*arguments, **keywords)
-        assert slotted.samples == expected
+        assert slotted.calls.samples == expected
     with torch.no_grad():
         slotted("a", x=torch.zeros(5, 6))
-    assert slotted.samples == 0
+    assert slotted.calls.samples == 0
 
 
 def test_an_optimiser_of_another_model_is_refused() -> None:
@@ -453,7 +454,7 @@ def test_an_optimiser_of_another_model_is_refused() -> None:
     slotted = add_slots(host, torch.zeros(2, 6), slots=["first"])
     with pytest.raises(GrowthError, match=r"holds none of the model's parameters; make it for this model"):
         Grower(slotted, sgd(copy.deepcopy(host)))
-    assert slotted.recording is None
+    assert slotted.calls.recording is None
     Grower(slotted, torch.optim.SGD(host.head.parameters(), lr=0.1))  # one that trains a part of it is not
 
 

@@ -121,7 +121,7 @@ def mistakes(rank: int) -> dict[str, str]:
     optimizer.step()
     grower.after_step(loss)
     wrapped(x)
-    found["samples"] = str(slotted.samples)
+    found["samples"] = str(slotted.calls.samples)
     found["evaluation"] = message_of(lambda: grower.after_epoch(lambda: [1.0, 2.0 // rank]))
     found["after that"] = message_of(lambda: grower.after_epoch(lambda: [1.0, 2.0]))
     return found

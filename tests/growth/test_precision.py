@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from esper.growth import grower
 from esper.growth.lifecycle.stages import Advance, Germinate
-from esper.growth.seeds import optimizer as seed_learner
+from esper.growth.seeds import seed as seed_learner
 from tests.growth.builders import QUICK, QUICK_SHADOW, SLOTS, LifecycleConfig, Loop, Script, config, make_host, make_loop
 
 BOTH = {0: [Germinate("first", "test", "mlp"), Germinate("second", "test", "low_rank")], 1: [Advance(slot, "test") for slot in SLOTS]}

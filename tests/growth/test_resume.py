@@ -18,10 +18,10 @@ from torch.optim.lr_scheduler import MultiStepLR, OneCycleLR, ReduceLROnPlateau,
 from torch.utils.data import DataLoader, TensorDataset
 
 from esper.growth import Grown, GrowthConfig, GrowthError, grow
-from esper.growth.arguments import training_config
 from esper.growth.lifecycle.stages import Advance, Fossilize, Germinate, Prune
 from esper.growth.run import open_run
-from esper.growth.training import Training
+from esper.growth.training import training_config
+from esper.growth.training_loop import Training
 from esper.runs import CheckpointStore, read
 from esper.runs.folder import EVENTS, RunError
 from esper.runs.tensors import join, split

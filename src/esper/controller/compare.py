@@ -42,7 +42,7 @@ from esper.growth.controllers.heuristic import Heuristic
 from esper.growth.host.slotted import add_slots
 from esper.growth.lifecycle.slots import options_for
 from esper.growth.lifecycle.stages import Controller, Cost
-from esper.growth.measure.rent import rent_of
+from esper.growth.measure.contribution import rent_of
 from esper.rng import Streams
 from esper.tasks import Task
 

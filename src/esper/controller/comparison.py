@@ -13,7 +13,7 @@ from esper.controller.compare_config import CompareConfig
 from esper.controller.config import RENT_LEVELS
 from esper.controller.lives import EvalRun
 from esper.growth.lifecycle.stages import Cost
-from esper.growth.measure.rent import rent_of
+from esper.growth.measure.contribution import rent_of
 from esper.rng import Streams
 from esper.statistics import Interval, bootstrap_interval, holm, paired_interval, paired_p_value
 from esper.text_table import aligned

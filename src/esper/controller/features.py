@@ -17,7 +17,7 @@ from esper.controller.table import Feature, FeatureTable, Scale, flag, log, shar
 from esper.growth.controllers.heuristic import projected_loss
 from esper.growth.host.layout import Kind
 from esper.growth.lifecycle.stages import Candidate, GrowthState, SlotState, Stage
-from esper.growth.measure.rent import rent_of
+from esper.growth.measure.contribution import rent_of
 from esper.growth.seeds.blueprints import KINDS
 from esper.statistics import Interval
 

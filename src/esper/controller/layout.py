@@ -23,7 +23,6 @@ import torch
 from numpy.typing import NDArray
 
 from esper.controller.features import CANDIDATE, HOST, SLOT, CandidateView, HostView, SlotView
-from esper.growth.lifecycle.slots import may_blend, may_fossilize, may_germinate, may_prune, may_retarget
 from esper.growth.lifecycle.stages import (
     Action,
     Advance,
@@ -35,8 +34,13 @@ from esper.growth.lifecycle.stages import (
     Prune,
     Retarget,
     SlotState,
+    may_blend,
+    may_fossilize,
+    may_germinate,
+    may_prune,
+    may_retarget,
 )
-from esper.growth.measure.rent import Allowance, total
+from esper.growth.measure.contribution import Allowance, total
 from esper.text_table import figure
 from esper.vecenv import ActionSpec, Discrete, Masks, Obs, ObservationSpec, Relevance, TensorSpec
 
@@ -189,7 +193,7 @@ class _Allowed:
         rules = state.lifecycle
         allowance = Allowance(state.seeds_left, state.parameters_left, state.flops_left)
         self.candidates: dict[str, Candidate] = {candidate.blueprint: candidate for candidate in slot.candidates}
-        growing = {name for name, candidate in self.candidates.items() if may_germinate(slot, candidate.cost, allowance).passed}
+        growing = {name for name, candidate in self.candidates.items() if may_germinate(slot, allowance.refusal(candidate.cost)).passed}
         self.blueprints = [name in growing for name in names]
         self.alphas = [may_retarget(slot, alpha).passed for alpha in ALPHA_TARGETS]
         self.ops = {  # in the order of `Op`

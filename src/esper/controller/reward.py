@@ -32,7 +32,7 @@ from torch import Tensor
 
 from esper.controller.config import RewardConfig
 from esper.growth.lifecycle.stages import OCCUPIED, GrowthState
-from esper.growth.measure.rent import rent_of
+from esper.growth.measure.contribution import rent_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -34,7 +34,7 @@ from esper.devices import determinism, find_device, threads
 from esper.experiment.config import GrowTaskConfig
 from esper.experiment.work import Score, Work, make_work
 from esper.files import make_folder
-from esper.growth.batches import example_of, move
+from esper.growth.batches import example_of
 from esper.growth.config import GrowthError
 from esper.growth.events import FinalTest, TwinCompared
 from esper.growth.host.saving import load as load_grown
@@ -43,6 +43,7 @@ from esper.growth.lifecycle.stages import Controller
 from esper.growth.report.html import REPORT, TWIN, write_report
 from esper.growth.report.story import Story, read_story
 from esper.growth.run import MODEL, open_run
+from esper.growth.training_loop import move
 from esper.runs import Sink, check_installed, sinks_in
 from esper.runs.folder import CONFIG, EVENTS, GROW, RunError, default_folder, remove_empty
 from esper.statistics import student_interval

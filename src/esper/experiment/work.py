@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 
 from esper.experiment.config import GrowTaskConfig
 from esper.experiment.user_code import find_function, make_loaders, make_model
-from esper.growth.batches import StepLoss, move, size_of, step_loss_of
+from esper.growth.batches import StepLoss
 from esper.growth.config import GrowthError, TrainingConfig
-from esper.growth.training import Training
+from esper.growth.training_loop import Training, move, size_of, step_loss_of
 from esper.tasks import load_task
 
 

@@ -50,9 +50,9 @@ from esper.fleet.train_segment import Plan, TrainSegment
 from esper.growth.config import GrowthConfig
 from esper.growth.events import Probed
 from esper.growth.host.slotted import add_slots
-from esper.growth.lifecycle.history import chunk_means
-from esper.growth.lifecycle.host_growth import HostGrowth
-from esper.growth.lifecycle.stages import Decision, GrowthState, LossRange, Stage
+from esper.growth.lifecycle.governor import LossRange
+from esper.growth.lifecycle.host_growth import HostGrowth, chunk_means
+from esper.growth.lifecycle.stages import Decision, GrowthState, Stage
 from esper.growth.measure.contribution import Losses
 from esper.growth.measure.probe import Promises
 from esper.runs import Event

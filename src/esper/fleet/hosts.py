@@ -22,12 +22,13 @@ from torch import Tensor
 
 from esper.fleet.config import HostConfig
 from esper.fleet.device import upload
+from esper.gradients import GradientStats
 from esper.growth.host.layout import Place
 from esper.growth.lifecycle.backend import Life, SeedPlan, SlotBackend
 from esper.growth.lifecycle.governor import Governor
 from esper.growth.lifecycle.host_growth import HostGrowth
 from esper.growth.lifecycle.slots import SlotLifecycles
-from esper.growth.lifecycle.stages import Contribution, Decision, GradientStats, Stage
+from esper.growth.lifecycle.stages import Contribution, Decision, Stage
 from esper.growth.measure.contribution import Losses, gain_of
 from esper.growth.measure.probe import Promises
 from esper.growth.seeds.seed import Blending

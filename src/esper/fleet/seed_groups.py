@@ -369,10 +369,10 @@ def _alphas(lifecycles: SlotLifecycles[RowBackend], steps: int) -> Iterable[tupl
     """Return slot, blueprint, whether the host sees it, and its alpha in each of the coming steps, for every seed of a host."""
     backends = dict(lifecycles.occupied())
     alphas = {name: [backend.alpha] * steps for name, backend in backends.items()}
-    # Where a seed is blending, advance the lifecycles step by step and note every alpha on the way.
+    # Where a seed is blending, advance its alpha step by step and note every value on the way.
     if any(backend.life.ramp is not None for backend in backends.values()):
         for step in range(steps):
             for name, backend in backends.items():
                 alphas[name][step] = backend.alpha
-            lifecycles.tick()
+                backend.advance_alpha(lifecycles.config.lifecycle.alpha_curve)
     return [(name, str(backend.life.blueprint), backend.is_connected, alphas[name]) for name, backend in backends.items()]

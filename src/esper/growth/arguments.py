@@ -5,12 +5,11 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from os import PathLike
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import (
@@ -32,9 +31,8 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
-from esper.config import ConfigError
 from esper.growth.batches import with_article
-from esper.growth.config import GrowthConfig, GrowthError, TrainingConfig
+from esper.growth.config import GrowthConfig, GrowthError
 from esper.growth.host.slotted import Slotted
 from esper.growth.lifecycle.slots import AnyBackend, SlotLifecycles
 from esper.growth.measure.contribution import MOST
@@ -57,15 +55,6 @@ def check_fit_together(slotted: object, optimizer: Optimizer, config: object) ->
         raise GrowthError(
             "the optimiser holds none of the model's parameters; make it for this model, not for a copy of it: "
             "optimizer = torch.optim.AdamW(model.parameters())"
-        )
-
-
-def check_evaluate(evaluate: object) -> None:
-    if not callable(evaluate):
-        what = "nothing" if evaluate is None else f"a {type(evaluate).__name__}"
-        raise GrowthError(
-            f"after_epoch needs a function that returns the loss of every validation batch, and got {what}; pass the function itself, "
-            "which is called again for each seed on trial with the seed off: grower.after_epoch(evaluate)"
         )
 
 
@@ -92,15 +81,6 @@ def check_ranks(model: nn.Module, group: Group) -> None:
         )
 
 
-def one_number(loss: Tensor | float) -> Tensor:
-    """Return the loss as a detached tensor []. Raise a GrowthError if it has several elements."""
-    if not isinstance(loss, Tensor):
-        return torch.tensor(float(loss))
-    if loss.numel() != 1:
-        raise GrowthError(f"the loss of a step must be one number, and has the shape {list(loss.shape)}; take its mean")
-    return loss.detach().reshape(())
-
-
 def players(lifecycles: SlotLifecycles[AnyBackend], slots: Sequence[str] | None) -> list[str]:
     """Return the slots whose seeds get Shapley values: `slots`, or all slots with a living, connected seed."""
     living = [name for name in lifecycles.living() if lifecycles.backends[name].is_connected]
@@ -124,46 +104,8 @@ def check_alphas(slotted: Slotted, slot: str, alphas: Sequence[float]) -> None:
 # Arguments of grow
 
 MakeHostOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+
 MakeScheduler = Callable[[Optimizer], Any]
-
-
-def check_call(model: object, *, epochs: object, config: object, run: object) -> None:
-    """Raise a GrowthError for a wrong model, number of epochs, config or run folder, or inside inference mode."""
-    if isinstance(model, type) or not isinstance(model, nn.Module):
-        what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
-        hint = "; pass the model without slots, because grow adds them" if isinstance(model, Slotted) else ""
-        raise GrowthError(f"model must be an nn.Module, and is {what}{hint}")
-    empty = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
-    if empty is not None:
-        raise GrowthError(f"{empty} is on the meta device, so it has no values; make the model on another device, or load its weights")
-    if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
-        raise GrowthError(f"epochs must be a whole number from 1 on, and is {epochs!r}")
-    if config is not None and not isinstance(config, GrowthConfig):
-        raise GrowthError(
-            f"config must be a GrowthConfig, and is {with_article(type(config).__name__)}; write config=esper.GrowthConfig(...)"
-        )
-    if run is not None and not isinstance(run, str | PathLike):
-        raise GrowthError(f"run must be the path of a folder, and is {run!r}")
-    if torch.is_inference_mode_enabled():
-        raise GrowthError("grow was called inside torch.inference_mode, where nothing can be trained; call it outside")
-
-
-def training_config(
-    config: GrowthConfig | None = None,
-    *,
-    precision: str = "float32",
-    accumulate: int = 1,
-    max_grad_norm: float | None = None,
-    step_schedule: str = "auto",
-) -> TrainingConfig:
-    """Return all settings of a run as one config, which is stored in its folder."""
-    growth = config or GrowthConfig()
-    own: dict[str, Any] = {"precision": precision, "accumulate": accumulate, "max_grad_norm": max_grad_norm, "step_schedule": step_schedule}
-    try:
-        return TrainingConfig(**{name: getattr(growth, name) for name in GrowthConfig.__struct_fields__}, **own)
-    except ConfigError as error:
-        raise GrowthError(str(error)) from error
-
 
 # Precision
 
@@ -238,6 +180,7 @@ def scheduler_from(make: MakeScheduler | None, optimizer: Optimizer) -> Any:
 
 
 PER_STEP = (OneCycleLR, CyclicLR)  # schedules that count steps, by their documentation
+
 PER_EPOCH = (  # schedules that count epochs, by their documentation, with the attribute that says when they end or change
     (CosineAnnealingLR, "T_max"),
     (CosineAnnealingWarmRestarts, "T_0"),

@@ -1,4 +1,4 @@
-"""Handle the user's batches in `grow`: move them to the device, compute their losses, and explain errors in data, model or loss.
+"""Look at the data of `grow`: check the loaders, explain errors in data, model or loss, and find what the model is called with.
 
 `ConstantPredictor` computes the loss of a model that gives all samples the same output, with which losses are compared.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,58 +16,24 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 from esper.growth.config import GrowthError
-from esper.growth.host.causality import tensors_in
+from esper.growth.host.slots import tensors_in
 
 LossFunction = Callable[[Any, Any], Tensor]  # (outputs, targets)
 StepLoss = Callable[[nn.Module, Any], Tensor]  # (model, batch)
 
+IN_MODEL, IN_LOSS = "the model cannot run the inputs", "loss_fn fails"  # the first words of the notes of from_pair
 
-def step_loss_of(loss_fn: LossFunction | None, step_loss: StepLoss | None) -> StepLoss:
-    """Return a function from model and batch to loss, made from the one of both arguments that is given."""
-    if (loss_fn is None) == (step_loss is None):
-        raise GrowthError("pass either loss_fn, for batches of (inputs, targets), or step_loss=lambda model, batch: ..., for anything else")
-    name, given = ("loss_fn", loss_fn) if step_loss is None else ("step_loss", step_loss)
-    if isinstance(given, type):
-        raise GrowthError(f"{name} is the class {given.__name__}; pass an instance: {name}={given.__name__}()")
-    if not callable(given):
-        raise GrowthError(f"{name} is a {type(given).__name__}, and must be a function, such as torch.nn.functional.cross_entropy")
-    if step_loss is not None:
-        return step_loss
-    assert loss_fn is not None
-
-    def from_pair(model: nn.Module, batch: Any) -> Tensor:
-        inputs, targets = pair_of(batch)
-        try:
-            outputs = model(inputs)
-        except Exception as error:
-            error.add_note(f"{_IN_MODEL} ({described(inputs)})")
-            raise
-        if not isinstance(outputs, Tensor):
-            raise GrowthError(
-                f"the model returns a {type(outputs).__name__}, and loss_fn expects a tensor; "
-                "pass step_loss=lambda model, batch: ... which computes the loss from it"
-            )
-        try:
-            return loss_fn(outputs, targets)
-        except Exception as error:
-            error.add_note(f"{_IN_LOSS}, with outputs {described(outputs)} and targets {described(targets)}")
-            raise
-
-    from_pair.loss_fn = loss_fn  # type: ignore[attr-defined]
-    return from_pair
-
-
-_IN_MODEL, _IN_LOSS = "the model cannot run the inputs", "loss_fn fails"  # the first words of the notes of from_pair
 _TYPES = ("dtype", "scalar type")  # torch 2.11 says "expected scalar type Long but found Int"
+
 _HINTS = (  # (parts of torch's messages, where the error was raised, what to do)
-    (_TYPES, _IN_MODEL, "convert them to float32, as the weights are, or the model to their precision"),
-    (("missing",), _IN_MODEL, "loss_fn calls the model with the inputs alone; pass step_loss=lambda model, batch: ... for anything else"),
-    (_TYPES, _IN_LOSS, "use targets.long() if they are class numbers, targets.float() if they are values"),
-    (("out of bounds",), _IN_LOSS, "class numbers start at 0, and the outputs need one column per class"),
+    (_TYPES, IN_MODEL, "convert them to float32, as the weights are, or the model to their precision"),
+    (("missing",), IN_MODEL, "loss_fn calls the model with the inputs alone; pass step_loss=lambda model, batch: ... for anything else"),
+    (_TYPES, IN_LOSS, "use targets.long() if they are class numbers, targets.float() if they are values"),
+    (("out of bounds",), IN_LOSS, "class numbers start at 0, and the outputs need one column per class"),
 )
 
 
-def explained(error: Exception, batch: Any, where: str) -> GrowthError | None:
+def explained(error: Exception, samples: int, where: str) -> GrowthError | None:
     """Return the error as a GrowthError that says where it happened and what to do; None if it is not known to be about the data.
 
     Use it only for the first computation of a batch's loss. An error in a second pass, such as a closure, must be raised unchanged.
@@ -77,10 +43,10 @@ def explained(error: Exception, batch: Any, where: str) -> GrowthError | None:
         return GrowthError(f"{where}: {error}")
     if "more than 1 value per channel" in text:
         return GrowthError(
-            f"{where}: a training batch of {size_of(batch)} is too small for batch norm ({error}); "
+            f"{where}: a training batch of {samples} is too small for batch norm ({error}); "
             "build the DataLoader with drop_last=True, or choose a batch size that does not leave a last batch of one"
         )
-    note = next((note for note in getattr(error, "__notes__", ()) if note.startswith((_IN_MODEL, _IN_LOSS))), None)
+    note = next((note for note in getattr(error, "__notes__", ()) if note.startswith((IN_MODEL, IN_LOSS))), None)
     is_about_data = isinstance(error, RuntimeError | TypeError | ValueError | IndexError) and not isinstance(error, torch.OutOfMemoryError)
     if note is None or not is_about_data:
         return None
@@ -97,21 +63,6 @@ def described(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
     return f"a {type(value).__name__}"
-
-
-def pair_of(batch: Any) -> tuple[Any, Any]:
-    """Return inputs and targets of a batch. Raise a GrowthError if it is not a pair."""
-    if isinstance(batch, tuple | list) and len(batch) == 2:
-        return batch[0], batch[1]
-    # Describe the batch, and suggest a step_loss with its first and last key.
-    kind, names = type(batch).__name__, []
-    if isinstance(batch, Mapping):
-        names = [repr(name) for name in batch]
-        what = f"a {kind} with {', '.join(map(str, batch))}"
-    else:
-        what = f"a {kind} of {len(batch)}" if isinstance(batch, tuple | list) else f"a {kind}"
-    example = f"loss(model(batch[{names[0]}]), batch[{names[-1]}])" if names else "..."
-    raise GrowthError(f"a batch is {what}, and loss_fn needs (inputs, targets); pass step_loss=lambda model, batch: {example}")
 
 
 class Listener:
@@ -222,7 +173,7 @@ class ConstantPredictor:
         losses = []
         for shape, targets in fitting:
             outputs = constant.to(self._first.dtype).expand(shape).contiguous()
-            losses.append(shape[0] * checked(self._loss_fn(outputs, targets)).double().reshape(()))
+            losses.append(shape[0] * self._loss_fn(outputs, targets).double().reshape(()))
         return torch.stack(losses).sum() / sum(shape[0] for shape, _ in fitting)
 
 
@@ -278,31 +229,6 @@ def with_article(noun: str) -> str:
     return f"{'an' if noun[0].lower() in 'aeiou' else 'a'} {noun}"
 
 
-def move(batch: Any, device: torch.device) -> Any:
-    """Return the batch on another device. Mappings, tuples and lists without a `to` method are moved item by item."""
-    if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
-    if callable(getattr(batch, "to", None)):
-        return batch.to(device)
-    if isinstance(batch, Mapping):
-        return {key: move(value, device) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(move(value, device) for value in batch))
-    if isinstance(batch, tuple | list):
-        return type(batch)(move(value, device) for value in batch)
-    return batch
-
-
-def checked(loss: Any) -> Tensor:
-    """Return the loss of a batch. Raise a GrowthError unless it is one number in a tensor."""
-    rule = "the loss of a batch must be one number in a tensor, and is"
-    if not isinstance(loss, Tensor):
-        raise GrowthError(f"{rule} {with_article(type(loss).__name__)}; return the tensor itself, without .item() or float()")
-    if loss.numel() != 1:
-        raise GrowthError(f"{rule} a tensor of shape {list(loss.shape)}; take its mean")
-    return loss
-
-
 def check_data(batch: Any, loss: float, where: str) -> None:
     """Raise a GrowthError if the loss is not finite because of NaN or infinite values in the batch, which no rollback can repair."""
     if math.isfinite(loss):
@@ -311,12 +237,3 @@ def check_data(batch: Any, loss: float, where: str) -> None:
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             count = int((~torch.isfinite(tensor)).sum())
             raise GrowthError(f"{where} holds {count} values that are NaN or infinite, so its loss is {loss}; clean the data")
-
-
-def size_of(batch: Any) -> int:
-    """Return the number of samples in a batch: the leading size of its first tensor that has one, else 1."""
-    return next((len(tensor) for tensor in tensors_in(batch) if tensor.ndim > 0), 1)
-
-
-def device_of(model: nn.Module) -> torch.device:
-    return next((tensor.device for tensors in (model.parameters(), model.buffers()) for tensor in tensors), torch.device("cpu"))

@@ -33,34 +33,36 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from esper.devices import reading_waits
-from esper.growth.arguments import check_alphas, check_evaluate, check_fit_together, check_ranks, one_number, players, ranks_of
+from esper.growth.arguments import check_alphas, check_fit_together, check_ranks, players, ranks_of
 from esper.growth.config import GrowthConfig, GrowthError
 from esper.growth.controllers.baselines import as_controller
 from esper.growth.events import EpochEnded
 from esper.growth.host.isolation import unwrap
+from esper.growth.host.slots import OptimizerFollower
 from esper.growth.host.slotted import Slotted
-from esper.growth.lifecycle.governor import Diverged
+from esper.growth.lifecycle.governor import Diverged, LossRange
 from esper.growth.lifecycle.host_growth import HostGrowth, epoch_ended
-from esper.growth.lifecycle.module_backend import ModuleBackend, in_shadow, make_backends
 from esper.growth.lifecycle.recovery import Recovery
-from esper.growth.lifecycle.stages import Controller, Decision, GrowthState, LossRange
+from esper.growth.lifecycle.slots import ModuleBackend, make_backends
+from esper.growth.lifecycle.stages import Controller, Decision, GrowthState, Stage
 from esper.growth.measure.contribution import AlphaSearch, Evaluate, Measurement, search_alpha
-from esper.growth.measure.probe import ProbeRunner
-from esper.growth.seeds.optimizer import MakeOptimizer, OptimizerFollower
+from esper.growth.measure.probe import ProbeRunner, Promises
+from esper.growth.seeds.seed import MakeOptimizer, reading_waits
 from esper.growth.seeds.shadow import Closure, Shadow
 from esper.runs import CheckpointStore, Event
 from esper.statistics import Interval
 
+Value = TypeVar("Value")
 KIND = "grower"  # the kind of checkpoint, stored in the file
 STEPS_PER_EPOCH = 1_000_000  # more than any epoch has: checkpoints are numbered epoch * STEPS_PER_EPOCH + step
 
@@ -121,11 +123,15 @@ class Grower:
         self._has_stepped = False  # the host's optimiser has stepped since the last after_step
         self._has_stepped_in_epoch = False  # the same, since the last after_epoch
         self._has_warned = False  # about unknown sample counts
+        self._optimizer_steps = 0  # of the host in this epoch, so far
+        self._optimizer_length: int | None = None  # steps of the host's optimiser in the last epoch; None before the end of the first
+        self._shadow_seeds: list[ModuleBackend] = []  # those that learn in the shadow from now on
+        self._forward_flops = 0  # per sample, of the host and its connected seeds
         # The loss scale after the last step. `get_scale` waits for the device, which costs nothing before the training.
         self._scale_before: Tensor | float = scaler.get_scale() if scaler is not None else 1.0
         # From here on this grower follows the optimiser. A grower that was made earlier for the same slots stops.
-        if slotted.follower is not None:
-            slotted.follower.stop()
+        if slotted.calls.follower is not None:
+            slotted.calls.follower.stop()
         models = [slotted.model, unwrap(slotted.model)]
         self._follower = OptimizerFollower(
             optimizer,
@@ -135,7 +141,9 @@ class Grower:
             zero_grad=self._drop_gradients,
             is_pending=self._has_gradients,
         )
-        slotted.recording, slotted.follower, slotted.samples = self._shadow.recording, self._follower, 0
+        slotted.calls.follower = self._follower
+        self._note_seeds()
+        self._prepare_next_step()
 
     @property
     def epoch(self) -> int:
@@ -163,6 +171,7 @@ class Grower:
         check_ranks(self.slotted.model, self._group)  # again, because processes may have joined since the grower was made
         self._has_begun = True
         self._decide()
+        self._note_seeds()
         self._prepare_next_step()
         self.history.lap()
         self._emit_events()
@@ -178,23 +187,26 @@ class Grower:
         seeds in the shadow use the closure of the first call after the optimiser's step.
         """
         self._check_is_active()
-        value = one_number(loss)
+        value = loss.detach() if isinstance(loss, Tensor) else torch.tensor(float(loss))
+        if value.numel() != 1:
+            raise GrowthError(f"the loss of a step must be one number, and has the shape {list(value.shape)}; take its mean")
+        value = value.reshape(())
         if closure is None and self.config.lifecycle.raise_mode == "shadow":
             raise GrowthError(
                 'raise_mode "shadow" needs a closure for a second forward pass; '
                 'call after_step(loss, closure=lambda: loss_fn(slotted(x), y)), or use raise_mode "joint"'
             )
         # Count the samples of all ranks; their batches have the same size.
-        samples = self.slotted.samples or None if samples is None else samples
+        samples = self.slotted.calls.samples or None if samples is None else samples
         samples = None if samples is None else samples * self._group.world_size
         is_lost = self._is_lost(value)
         if not is_lost:
             self._begin()
         # Record the loss and the FLOPs, including those that the probe has spent in this step.
         self.history.note_step(value, samples=samples, flops_per_sample=self._step_flops())
-        probe_flops = self._prober.take_flops()
-        if samples is not None:
-            self.history.flops += probe_flops
+        if self._prober.probe is not None:
+            probe_flops = self._prober.take_flops()
+            self.history.flops += 0 if samples is None else probe_flops
         self._follower.forget_failed_steps()
         if is_lost:
             self._go_back(f"the training loss of step {self.history.steps} is {float(value)}")
@@ -218,18 +230,18 @@ class Grower:
 
     def _step_shadow_seeds(self, closure: Closure | None) -> None:
         """Train the seeds in the shadow by one step, if the host has stepped since the last call."""
-        learning = self._in_shadow()
-        if learning and closure is not None and self._has_stepped:
+        if self._shadow_seeds and closure is not None and self._has_stepped:
             with self._prober.paused():
-                self._shadow.step(learning, closure, scale=self._scale(), group=self._group)
+                self._shadow.step(self._shadow_seeds, closure, scale=self._scale(), group=self._group)
 
     def _tick(self) -> None:
-        """Advance the warm-up of the seeds' learning rates, and the lifecycles of the slots, by one step."""
-        is_skipped = self._has_overflowed()
+        """Advance the warm-up of the seeds' learning rates, and the alphas that move, by one step."""
+        is_skipped, curve = self._has_overflowed(), self.config.lifecycle.alpha_curve
         for backend in self.lifecycles.backends.values():
             if backend.learner is not None:
                 backend.learner.tick(is_skipped=is_skipped)
-        self.lifecycles.tick()
+            if backend.life.ramp is not None:
+                backend.advance_alpha(curve)
 
     # Called by the follower of the user's optimiser
 
@@ -238,22 +250,25 @@ class Grower:
         # A fused optimiser under a GradScaler skips its step on the device. It has `found_inf` while it steps.
         scale, found_inf = self._scale(), getattr(self._follower.optimizer, "found_inf", None)
         for backend in self.lifecycles.backends.values():
-            if backend.learner is not None and backend.is_connected:
+            if backend.learner is not None and backend.slot.is_connected:
                 backend.learner.step(scale=scale, found_inf=found_inf, group=self._group)
-        self._prober.ask(scale=scale)
+        self._optimizer_steps += 1
+        if self._prober.probe is not None:
+            self._prober.ask(scale=scale)
         self._has_stepped = self._has_stepped_in_epoch = True
 
     def _drop_gradients(self, set_to_none: bool) -> None:
         for backend in self.lifecycles.backends.values():
             if backend.learner is not None:
                 backend.learner.zero_grad(set_to_none=set_to_none)
-        self._prober.drop()
+        if self._prober.probe is not None:
+            self._prober.drop()
 
     def _has_gradients(self) -> bool:
         """Return whether a seed or the probe holds gradients of backward passes that no step has used."""
-        return self._prober.has_caught or any(
-            backend.learner is not None and backend.learner.has_gradients for backend in self.lifecycles.backends.values()
-        )
+        if self._prober.probe is not None and self._prober.probe.has_caught:
+            return True
+        return any(backend.learner is not None and backend.learner.has_gradients for backend in self.lifecycles.backends.values())
 
     def _scale(self) -> Tensor | None:
         """Return the loss scale as a tensor on its device, without waiting for it as `get_scale` would; None without a GradScaler."""
@@ -272,7 +287,7 @@ class Grower:
 
     def recording(self) -> AbstractContextManager[None]:
         """Record a forward pass that does not call the slotted model, so that seeds in the shadow need not compute all of it again."""
-        return self._shadow.recording()
+        return self._shadow.recording() if self._shadow_seeds else nullcontext()
 
     def after_epoch(self, evaluate: Evaluate) -> EpochEnded:
         """Measure the seeds, let the governor judge the epoch, and carry out the controller's decision. Call it after every epoch.
@@ -286,11 +301,15 @@ class Grower:
         Nothing is changed before all evaluations are done, so an error in `evaluate` leaves everything as it was.
         """
         self._check_is_active()
-        check_evaluate(evaluate)
+        if not callable(evaluate):
+            raise GrowthError(
+                f"after_epoch needs a function that returns the loss of every validation batch, and got "
+                f"{'nothing' if evaluate is None else f'a {type(evaluate).__name__}'}; pass the function itself, which is called again for "
+                "each seed on trial with the seed off: grower.after_epoch(evaluate)"
+            )
         self._begin()
         # Nothing but the connected seeds may run in the model during the evaluation.
-        self._prober.rest()
-        self._shadow.rest()
+        self._stop_watching()
         chunks = self._averaged(self.history.chunks())
         self._check_has_stepped()
         # Measure. These numbers, and so the verdict, are the same on all ranks.
@@ -298,10 +317,9 @@ class Grower:
         val_loss = measured.losses.mean
         self.host_growth.find_scale(chunks, val_loss)
         verdict = self.host_growth.verdict(chunks, val_loss)
-        # Close the epoch. All ranks use the probe's result of rank 0.
+        # Close the epoch.
         self._has_stepped_in_epoch = False
-        probe_result = self._prober.end_epoch(steps=self.history.steps)
-        self.host_growth.end_epoch(chunks, val_loss, measured.contributions, self._group.first(lambda: probe_result))
+        self.host_growth.end_epoch(chunks, val_loss, measured.contributions, self._end_probe())
         self._warn_of_unknown_samples()
         # Restore a snapshot after a disaster; otherwise let the controller decide.
         if verdict.is_disaster:
@@ -310,6 +328,7 @@ class Grower:
         else:
             self.host_growth.settle(verdict, chunks, self._recovery)
             decision = self._decide()
+        self._note_seeds()
         self._prepare_next_step()
         ended = epoch_ended(self.lifecycles, self.history, decision, learning_rate=self._learning_rate())
         self.host_growth.emit(ended)
@@ -318,19 +337,17 @@ class Grower:
 
     def bake(self) -> nn.Module:
         """Return the model with its fossilized seeds built in and all slots removed. If baking fails, the grower stays usable."""
-        self._prober.discard()
-        self._shadow.rest()
+        self._stop_watching(discard=True)
         model = self.slotted.bake()
         self.stop()
         return model
 
     def stop(self) -> None:
         """Remove all hooks from the model and its optimiser. Connected seeds stay in the model and no longer learn."""
-        self._prober.discard()
-        self._shadow.rest()
+        self._stop_watching(discard=True)
         self._follower.stop()
-        if self.slotted.follower is self._follower:
-            self.slotted.recording = self.slotted.follower = None
+        if self.slotted.calls.follower is self._follower:
+            self.slotted.calls.recording = self.slotted.calls.follower = None
 
     def _check_is_active(self) -> None:
         if not self.slotted.is_attached:
@@ -372,7 +389,7 @@ class Grower:
 
     def count_evaluation(self, samples: int) -> None:
         """Add the FLOPs of a forward pass over this many samples per rank. Optional; call it inside `evaluate`."""
-        self.history.flops += samples * self._group.world_size * (self.slotted.discovery.host.flops + self.lifecycles.connected().flops)
+        self.history.flops += samples * self._group.world_size * self._forward_flops
 
     # Measurements that need extra evaluations
 
@@ -399,7 +416,7 @@ class Grower:
 
     def _decide(self) -> Decision:
         """Ask the controller of rank 0, and carry out its decision on all ranks."""
-        decision = self._group.first(lambda: self.controller.decide(self.state()))
+        decision = self._from_first_rank(lambda: self.controller.decide(self.state()))
         for action in decision.actions:
             self.slotted.slot(action.slot)  # raises an error that lists the slots, if this one does not exist
         self.host_growth.carry_out(decision, by=self.controller.name)
@@ -411,37 +428,68 @@ class Grower:
 
     def _go_back(self, reason: str) -> None:
         """Restore a snapshot. Raise Diverged if that has happened too often."""
-        self._prober.discard()
-        self._shadow.rest()
+        self._stop_watching(discard=True)
         self.host_growth.go_back(reason, self._recovery)
+        self._note_seeds()
         try:
             self.host_growth.check_not_diverged(reason)
         except Diverged:
             self._emit_events()
             raise
 
+    def _note_seeds(self) -> None:
+        """Note which seeds take part in the coming steps. Call it after every change of the slots."""
+        self._forward_flops = self.slotted.discovery.host.flops + self.lifecycles.connected().flops
+        learning = [backend for backend in self.lifecycles.backends.values() if backend.life.stage is Stage.TRAINING]
+        if self._shadow_seeds and not learning:
+            self._shadow.rest()
+        self._shadow_seeds = learning
+
     def _prepare_next_step(self) -> None:
         """Attach the probe and the recording for the next forward pass, and start to count its samples."""
-        self._prober.get_ready()
-        self._shadow.prepare(self._in_shadow())
-        self.slotted.samples = 0
+        calls = self.slotted.calls
+        calls.samples, calls.recording = 0, None
+        if self._prober.probe is not None:
+            self._prober.get_ready(self._optimizer_steps, self._optimizer_length)
+        if self._shadow_seeds:
+            self._shadow.prepare(self._shadow_seeds)
+            calls.recording = self._shadow.recording
+
+    def _stop_watching(self, *, discard: bool = False) -> None:
+        """Remove the probe and the recording from the model. With `discard`, drop the probe and its results."""
+        if self._prober.probe is not None:
+            (self._prober.discard if discard else self._prober.rest)()
+        if self._shadow_seeds:
+            self._shadow.rest()
+
+    def _end_probe(self) -> Promises | None:
+        """Return the results of this epoch's probe, those of rank 0 on all ranks, and count the optimiser's steps from 0 again."""
+        steps, self._optimizer_steps = self._optimizer_steps, 0
+        self._optimizer_length = steps
+        own = None if self._prober.probe is None else self._prober.end_epoch(steps=steps, reported=self.history.steps)
+        return self._from_first_rank(lambda: own)
+
+    def _from_first_rank(self, make: Callable[[], Value]) -> Value:
+        """Return `make()` of rank 0 on all ranks."""
+        return make() if self._group.world_size == 1 else self._group.first(make)
 
     def _emit_events(self) -> None:
         self.host_growth.tell(self._on_event)
 
     def _averaged(self, chunks: list[float]) -> list[float]:
         """Return the training losses averaged over the ranks; those of rank 0 if ranks differ in their number of chunks."""
+        if self._group.world_size == 1:
+            return chunks
         by_rank = self._group.gather_objects(chunks)
         return [fmean(values) for values in zip(*by_rank, strict=True)] if len({len(some) for some in by_rank}) == 1 else by_rank[0]
 
     def _step_flops(self) -> int:
         """Return the FLOPs per sample of one training step: 3 forward passes' worth, and the second pass of seeds in the shadow."""
-        shadow = self._in_shadow() if self._has_stepped else []
-        second = self._shadow.flops(shadow, [self.lifecycles.cost(backend.place.name) for backend in shadow])
-        return 3 * (self.slotted.discovery.host.flops + self.lifecycles.connected().flops) + second
-
-    def _in_shadow(self) -> list[ModuleBackend]:
-        return in_shadow(list(self.lifecycles.backends.values()))
+        second = 0
+        if self._shadow_seeds and self._has_stepped:
+            costs = [self.lifecycles.cost(backend.place.name) for backend in self._shadow_seeds]
+            second = self._shadow.flops(self._shadow_seeds, costs)
+        return 3 * self._forward_flops + second
 
     # Resuming
 
@@ -465,7 +513,7 @@ class Grower:
             "controller": {"name": self.controller.name, "state": self.controller.state_dict()},
             "plot": self.host_growth.state_dict(),
             "has_begun": self._has_begun,
-            "probe": self._prober.state_dict(),
+            "probe": {"steps": self._optimizer_steps, "length": self._optimizer_length, "probe": self._prober.state_dict()},
             "measurement": self._measurement.state_dict(),
             "shadow": self._shadow.state_dict(),
         }
@@ -476,8 +524,7 @@ class Grower:
             raise GrowthError(
                 f"the saved state is of a run with the controller {saved!r}, not {self.controller.name!r}; resume it with that controller"
             )
-        self._prober.discard()
-        self._shadow.rest()
+        self._stop_watching(discard=True)
         self._recovery.load_state_dict(state["recovery"])
         self.host_growth.load_state_dict(state["plot"])
         self.controller.load_state_dict(state["controller"]["state"])
@@ -485,5 +532,7 @@ class Grower:
         self._has_stepped_in_epoch = self.history.steps > 0
         self._measurement.load_state_dict(state["measurement"])
         self._shadow.load_state_dict(state["shadow"])
-        self._prober.load_state_dict(state["probe"])
+        self._prober.load_state_dict(state["probe"]["probe"])
+        self._optimizer_steps, self._optimizer_length = state["probe"]["steps"], state["probe"]["length"]
+        self._note_seeds()
         self._prepare_next_step()

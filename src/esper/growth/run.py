@@ -96,40 +96,17 @@ KIND = "growth"  # the kind of checkpoint, stored in the file
 
 
 class GrowthRun:
-    """The run that a training reports to. This base class writes nothing and never stops the training."""
+    """The folder of a run, which a training writes events and checkpoints to.
 
-    folder: Path | None = None
-    is_resumed = False
-
-    def emit(self, event: Event) -> None:
-        pass
-
-    def flush(self) -> None:
-        """Write all events that were emitted to the disk."""
-
-    def should_stop(self) -> bool:
-        return False
-
-    def restore(self, grower: Grower, loader: Iterable[Any], val_loss_before: float) -> float:
-        """Restore grower, loader and random states of a resumed run. Return the validation loss before all training."""
-        return val_loss_before
-
-    def save(self, grower: Grower, loader: Iterable[Any], val_loss_before: float, *, at_end_of_epoch: bool) -> None:
-        """Write a checkpoint between two steps. Within an epoch this needs a loader with a `state_dict`; without one nothing is written."""
-
-
-NO_RUN = GrowthRun()
-
-
-class SavedGrowthRun(GrowthRun):
-    """A run with a folder. `checkpoint` is the one to resume from, None for a new run."""
+    `checkpoint` is the one to resume from, None for a new run. `should_stop()` is asked after every step.
+    """
 
     def __init__(
         self, folder: Path, log: EventLog, checkpoint: Checkpoint | None, *, keep: int = 3, should_stop: Callable[[], bool] = lambda: False
     ) -> None:
         self.folder, self._model = folder, folder / MODEL
         self.is_resumed = checkpoint is not None
-        self._log, self._checkpoint, self._should_stop = log, checkpoint, should_stop
+        self._log, self._checkpoint, self.should_stop = log, checkpoint, should_stop
         self._store = CheckpointStore(folder / CHECKPOINTS, kind=KIND, keep=keep)
         self._best = float("inf")
         self.epochs_saved = 0  # by this process
@@ -142,12 +119,11 @@ class SavedGrowthRun(GrowthRun):
         self._log.emit(event)
 
     def flush(self) -> None:
+        """Write all events that were emitted to the disk."""
         self._log.flush()
 
-    def should_stop(self) -> bool:
-        return self._should_stop()
-
     def restore(self, grower: Grower, loader: Iterable[Any], val_loss_before: float) -> float:
+        """Restore grower, loader and random states of a resumed run. Return the validation loss before all training."""
         if self._checkpoint is None:
             return val_loss_before
         state = self._checkpoint.state
@@ -171,6 +147,7 @@ class SavedGrowthRun(GrowthRun):
         return before
 
     def save(self, grower: Grower, loader: Iterable[Any], val_loss_before: float, *, at_end_of_epoch: bool) -> None:
+        """Write a checkpoint between two steps. Within an epoch this needs a loader with a `state_dict`; without one nothing is written."""
         if not at_end_of_epoch and not isinstance(loader, Stateful):
             return
         losses = grower.history.val_losses
@@ -192,7 +169,7 @@ class SavedGrowthRun(GrowthRun):
 
 @contextlib.contextmanager
 def open_run(
-    folder: Path | str | None,
+    folder: Path | str,
     *,
     resume: bool,
     config: GrowthConfig,
@@ -201,17 +178,12 @@ def open_run(
     sinks: Callable[[], Sequence[Sink]] = tuple,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[GrowthRun]:
-    """Open a new or resumed run in a folder; without a folder, a run that writes nothing.
+    """Open a new or resumed run in a folder.
 
     `sinks()` opens further outputs of events; it is called when the folder exists and is locked. `files` (name -> content) are written
     before the config, as part of the run. `results` are the names of the files that a finished run leaves; a new run is refused in a folder
     that holds one of them.
     """
-    if folder is None:
-        if resume:
-            raise GrowthError("resume needs the folder of the run: run=...")
-        yield NO_RUN
-        return
     place = Path(folder)
     if resume:
         check_holds_a_run(place, "growth")
@@ -224,7 +196,7 @@ def open_run(
         return
     with new_folder(place, results=results) as new:
         new.others |= {name for name in (*(files or {}), *SINK_FOLDERS) if not (place / name).exists()}
-        run: SavedGrowthRun | None = None
+        run: GrowthRun | None = None
         try:
             with _opened(place, config, files or {}, None, sinks, should_stop) as run:
                 yield run
@@ -246,7 +218,7 @@ def _opened(
     checkpoint: Checkpoint | None,
     sinks: Callable[[], Sequence[Sink]],
     should_stop: Callable[[], bool],
-) -> Iterator[SavedGrowthRun]:
+) -> Iterator[GrowthRun]:
     """Write the files and the config of a run, and open its event log."""
     opened = sinks()  # first, because it may fail, and the folder must then still be unused
     # Write the config last: a folder with a config is a complete run.
@@ -254,7 +226,7 @@ def _opened(
         write_file(place / name, content)
     save(config, place / CONFIG)
     with _log(place, checkpoint, opened) as log:
-        run = SavedGrowthRun(place, log, checkpoint, should_stop=should_stop)
+        run = GrowthRun(place, log, checkpoint, should_stop=should_stop)
         del checkpoint  # so that `restore` can free its memory
         yield run
 

@@ -1,4 +1,4 @@
-"""Train a model and grow it: `grow` is a whole training loop for a model, two data loaders and a loss.
+"""Train a model and grow it: `grow` is a whole training for a model, two data loaders and a loss.
 
 grown = esper.grow(model, train_loader, val_loader, loss_fn=F.cross_entropy, epochs=30)
 print(grown.report())
@@ -8,70 +8,31 @@ torch.save(grown.model.state_dict(), "model.pt")
 from __future__ import annotations
 
 import copy
-import math
 import sys
-import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from itertools import islice
-from operator import length_hint
+from collections.abc import Iterable
+from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 import torch
-from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
-from torch.nn.utils import clip_grad_norm_
+from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from esper.growth.arguments import (
-    MakeHostOptimizer,
-    MakeScheduler,
-    check_call,
-    check_precision,
-    is_stepped_per_step,
-    optimizer_from,
-    scheduler_from,
-    training_config,
-)
-from esper.growth.batches import (
-    ConstantPredictor,
-    Listener,
-    LossFunction,
-    StepLoss,
-    check_data,
-    check_loader,
-    checked,
-    device_of,
-    example_of,
-    explained,
-    move,
-    pair_of,
-    size_of,
-    step_loss_of,
-)
+from esper.config import ConfigError
+from esper.growth.arguments import MakeHostOptimizer, MakeScheduler
+from esper.growth.batches import LossFunction, StepLoss, with_article
 from esper.growth.config import GrowthConfig, GrowthError, TrainingConfig
-from esper.growth.events import GrowthStarted
-from esper.growth.grower import Grower
-from esper.growth.host.isolation import isolated
 from esper.growth.host.saving import save
-from esper.growth.host.slotted import add_slots
+from esper.growth.host.slotted import Slotted
 from esper.growth.lifecycle.governor import Diverged
-from esper.growth.lifecycle.stages import Controller, LossRange, Stage
-from esper.growth.measure.contribution import Losses, losses_of
-from esper.growth.measure.rent import total
+from esper.growth.lifecycle.stages import Controller
 from esper.growth.report.html import REPORT, write_report
 from esper.growth.report.summary import ProgressLines
-from esper.growth.run import MODEL, NO_RUN, Grown, GrowthRun, Status, finished, open_run
-from esper.runs import Event, Sink, WandbMode, check_installed, sinks_in
-
-ONE_BATCH = (
-    "the validation data come in one batch, or nearly so, and give no confidence interval for a gain: seeds are judged only at the end; "
-    "use a smaller validation batch size"
-)
+from esper.growth.run import MODEL, Grown, GrowthRun, open_run
+from esper.growth.training_loop import Training, objection, step_loss_of
+from esper.runs import Sink, WandbMode, check_installed, sinks_in
 
 
 def default_optimizer(parameters: Iterable[nn.Parameter]) -> Optimizer:
@@ -130,6 +91,8 @@ def grow(
     check_call(model, epochs=epochs, config=config, run=run)
     if (tensorboard or wandb) and run is None:
         raise GrowthError("tensorboard and wandb write into the folder of a run; pass the folder as run=...")
+    if resume and run is None:
+        raise GrowthError("resume needs the folder of the run: run=...")
     check_installed(tensorboard=tensorboard, wandb=wandb)
     training = Training(
         copy.deepcopy(model),
@@ -149,16 +112,17 @@ def grow(
     if why := objection(grower):
         warnings.warn(why, stacklevel=2)
 
+    if run is None:
+        return training.run(controller, may_interrupt=True)
+
     def sinks() -> list[Sink]:
-        settings = msgspec.to_builtins(training.config)
-        return [] if run is None else sinks_in(Path(run), tensorboard=tensorboard, wandb=wandb, config=settings)
+        return sinks_in(Path(run), tensorboard=tensorboard, wandb=wandb, config=msgspec.to_builtins(training.config))
 
     with open_run(run, resume=resume, config=training.config, results=(MODEL, REPORT), sinks=sinks) as opened:
         try:
             grown = training.run(controller, opened, may_interrupt=True)
         except Diverged as error:
-            model_or_none = error.model if isinstance(error.model, nn.Module) else None
-            _write_result(opened, model_or_none, otherwise="the model is the attribute `model` of the error that follows")
+            _write_result(opened, error.model, otherwise="the model is the attribute `model` of the error that follows")
             raise
         _write_result(opened, grown.model, otherwise="save the model by grown.save(path)")
         return grown
@@ -166,8 +130,6 @@ def grow(
 
 def _write_result(run: GrowthRun, model: object, *, otherwise: str) -> None:
     """Write the model and the report into the run folder. A failure only warns, so that the result of the training is not lost."""
-    if run.folder is None:
-        return
     try:
         if isinstance(model, nn.Module):
             save(model, run.folder / MODEL)
@@ -181,348 +143,39 @@ def _write_result(run: GrowthRun, model: object, *, otherwise: str) -> None:
         )
 
 
-class Training:
-    """Data, optimiser, schedule and GradScaler for one training of a model, which is changed in place. Call `run` once."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        train_loader: Iterable[Any],
-        val_loader: Iterable[Any],
-        step_loss: StepLoss,
-        *,
-        epochs: int,
-        make_optimizer: MakeHostOptimizer,
-        make_scheduler: MakeScheduler | None,
-        config: TrainingConfig,
-    ) -> None:
-        self.model, self.train_loader, self.val_loader, self.step_loss = model, train_loader, val_loader, step_loss
-        self.epochs, self.config = epochs, config
-        self._prepared: tuple[Grower, Losses] | None = None
-        self._run = NO_RUN
-        self.on_event: Callable[[Event], None] = lambda event: None  # called with every event, after the run has written it
-        check_loader(train_loader, "training")
-        check_loader(val_loader, "validation")
-        self.device = device_of(model)
-        check_precision(model, config.precision, self.device)
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        if not trained:
-            raise GrowthError("all parameters of the model are frozen (requires_grad is False); there is nothing to train")
-        self.optimizer = optimizer_from(make_optimizer, trained)
-        self.scheduler = scheduler_from(make_scheduler, self.optimizer)
-        if self.scheduler is None and config.step_schedule != "auto":
-            raise GrowthError(
-                f"step_schedule={config.step_schedule!r} needs a schedule, and there is none; pass scheduler=lambda optimizer: ..."
-            )
-        steps = math.ceil(length_hint(train_loader) / config.accumulate) or None  # per epoch; None if the loader has no length
-        self._is_stepped_per_step = is_stepped_per_step(self.scheduler, config.step_schedule, epochs=epochs, steps=steps)
-        self.scaler = GradScaler(self.device.type) if config.precision == "float16" else None
-        self._has_stepped = False  # in the last call of _step_optimizer: a GradScaler may skip the step
-        self.optimizer.register_step_post_hook(self._note_step)
-
-    def prepare(self, controller: Controller | str) -> Grower:
-        """Evaluate the model once, add slots and make the grower. Mistakes in the arguments are raised here, before anything is written."""
-        if self._prepared is not None:
-            return self._prepared[0]
-        before, example, scale = self._first_look()
-        slotted = add_slots(self.model, example, slots=self.config.slots)
-        try:
-            grower = Grower(
-                slotted,
-                self.optimizer,
-                scaler=self.scaler,
-                scheduler=self.scheduler,
-                controller=controller,
-                config=self.config,
-                epochs=self.epochs,
-                scale=scale,
-                on_event=self._emit,
-            )
-        except BaseException:
-            slotted.remove()
-            raise
-        self._prepared = grower, before
-        return grower
-
-    def run(self, controller: Controller | str, run: GrowthRun = NO_RUN, *, may_interrupt: bool = False) -> Grown:
-        """Train the model and return the result. With `may_interrupt`, Ctrl-C stops the training; otherwise it raises."""
-        began = time.perf_counter()
-        self.prepare(controller)
-        assert self._prepared is not None
-        (grower, first), self._run = self._prepared, run
-        # `before` is the validation loss before any training; a resumed run has it in its checkpoint.
-        try:
-            before = run.restore(grower, self.train_loader, first.mean)
-            had_finished = run.is_resumed and self._is_over(grower)
-            self._emit(self._started(grower, first))
-            status = self._train(grower, run, before, may_interrupt=may_interrupt)
-        except Diverged as error:
-            error.model = grower.bake()
-            raise
-        except BaseException:
-            grower.stop()
-            grower.slotted.remove()
-            raise
-        return self._finish(grower, run, status, before, time.perf_counter() - began, had_finished=had_finished)
-
-    def _train(self, grower: Grower, run: GrowthRun, before: float, *, may_interrupt: bool) -> Status:
-        """Train all epochs that are left, with a checkpoint after each."""
-        try:
-            if not run.is_resumed:
-                grower.begin()
-                run.save(grower, self.train_loader, before, at_end_of_epoch=True)
-            while not self._is_over(grower):
-                if run.should_stop() or not self._train_epoch(grower, run, before):
-                    return "stopped"
-                self._end_epoch(grower)
-                run.save(grower, self.train_loader, before, at_end_of_epoch=True)
-        except KeyboardInterrupt:
-            # The interrupt came in the middle of a step. A checkpoint of that state would be useless, so keep the last one.
-            if not may_interrupt:
-                raise
-            return "stopped"
-        return "finished" if grower.epoch >= self.epochs else "stopped early"
-
-    def _is_over(self, grower: Grower) -> bool:
-        """Return whether no epoch is under way and none is to follow, by number or by lack of improvement."""
-        return grower.history.steps == 0 and (grower.epoch >= self.epochs or grower.host_growth.is_stuck())
-
-    def _train_epoch(self, grower: Grower, run: GrowthRun, before: float) -> bool:
-        """Train one epoch, or the rest of one after a resume. Return False if the run was asked to stop."""
-        self.model.train()
-        batches, number = iter(self.train_loader), grower.history.steps * self.config.accumulate + 1
-        grower.history.watch(self.device)
-        while group := self._next_batches(batches, grower):
-            self._train_step(group, grower, first=number)
-            number += len(group)
-            if run.should_stop():
-                run.save(grower, self.train_loader, before, at_end_of_epoch=False)
-                return False
-        if not grower.history.steps:
-            raise GrowthError("the training loader yields nothing; it needs at least one batch")
-        grower.history.watched()
-        return True
-
-    def _next_batches(self, batches: Iterator[Any], grower: Grower) -> list[Any]:
-        """Return the batches of the next step, empty at the end of the epoch, and record how long the loader took."""
-        began = time.perf_counter()
-        group = list(islice(batches, self.config.accumulate))
-        grower.history.data_wait = (grower.history.data_wait or 0.0) + time.perf_counter() - began
-        return group
-
-    def _train_step(self, raw: Sequence[Any], grower: Grower, *, first: int) -> None:
-        """Make one step of the optimiser by the mean loss over the samples of the batches. `first` is the number of the first batch."""
-        # Weight each batch by its share of the samples.
-        sizes = [size_of(batch) for batch in raw]
-        shares = [size / sum(sizes) if any(sizes) else 1 / len(sizes) for size in sizes]
-        batches, losses = [], []
-        for number, (part, share) in enumerate(zip(raw, shares, strict=True), start=first):
-            batch = move(part, self.device)
-            # Seeds in the shadow can reuse one recorded forward pass, so record only if the step has a single batch.
-            loss = self._train_loss(batch, grower if len(raw) == 1 else None, f"batch {number} of the training loader")
-            loss = loss if len(raw) == 1 else loss * share
-            torch.autograd.backward(loss if self.scaler is None else self.scaler.scale(loss))
-            batches.append(batch)
-            losses.append(loss.detach())
-        self._step_optimizer(grower.history.steps + 1)
-        grower.history.skipped += not self._has_stepped
-        # If this step leads to a rollback, look for NaN or infinite values in its batches and name them in an error.
-        rollbacks = grower.rollbacks
-        total = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
-        grower.after_step(total, closure=lambda: self._mean_loss(batches, shares), samples=sum(sizes))
-        if grower.rollbacks > rollbacks:
-            for number, batch in enumerate(batches, start=first):
-                check_data(batch, math.nan, f"batch {number} of the training loader")
-
-    def _step_optimizer(self, step: int) -> None:
-        """Clip the gradient, step the optimiser through the GradScaler, clear the gradients, and step the schedule if it counts steps."""
-        if self.config.max_grad_norm is not None:
-            if self.scaler is not None:
-                self.scaler.unscale_(self.optimizer)
-            clip_grad_norm_(
-                [parameter for group in self.optimizer.param_groups for parameter in group["params"]], self.config.max_grad_norm
-            )
-        self._has_stepped = False
-        if self.scaler is None:
-            self.optimizer.step()
-        else:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-        self.optimizer.zero_grad()
-        if self._is_stepped_per_step and self._has_stepped:
-            try:
-                self.scheduler.step()
-            except ValueError as error:
-                raise GrowthError(f"the schedule failed at step {step} of the epoch: {error}") from error
-
-    def _note_step(self, *_: Any) -> None:
-        self._has_stepped = True
-
-    def _end_epoch(self, grower: Grower) -> None:
-        """Evaluate, let the grower decide, and step a schedule that counts epochs."""
-        # Step the schedule before `after_epoch`, so that its snapshot holds the learning rate of the next epoch. ReduceLROnPlateau needs
-        # the validation loss and has to be stepped afterwards.
-        is_plateau = isinstance(self.scheduler, ReduceLROnPlateau)
-        if self.scheduler is not None and not self._is_stepped_per_step and not is_plateau:
-            self.scheduler.step()
-        ended = grower.after_epoch(lambda: list(self._evaluate(grower)))
-        if is_plateau:
-            self.scheduler.step(ended.val_loss)
-
-    def _train_loss(self, batch: Any, grower: Grower | None, where: str) -> Tensor:
-        """Return the loss of a training batch, named `where` in errors. If a grower is given, it records the forward pass."""
-        try:
-            with nullcontext() if grower is None else grower.recording():
-                loss = self._loss(batch)
-        except Exception as error:
-            if explanation := explained(error, batch, where):
-                raise explanation from error
-            raise
-        if not loss.requires_grad:
-            raise GrowthError(
-                "the training loss has no gradient; compute it from the model's outputs, without detach(), no_grad() or argmax()"
-            )
-        return loss
-
-    def _mean_loss(self, batches: Sequence[Any], shares: Sequence[float]) -> Tensor:
-        """Compute the loss of a step again: the closure for seeds in the shadow."""
-        if len(batches) == 1:
-            return self._loss(batches[0])
-        return torch.stack([self._loss(batch) * share for batch, share in zip(batches, shares, strict=True)]).sum()
-
-    def _loss(self, batch: Any) -> Tensor:
-        with self._autocast():
-            return checked(self.step_loss(self.model, batch))
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        precision = self.config.precision
-        return nullcontext() if precision == "float32" else torch.autocast(self.device.type, dtype=getattr(torch, precision))
-
-    def _evaluate(self, grower: Grower | None) -> Iterator[tuple[Tensor, int]]:
-        """Yield the loss and the number of samples of every validation batch. The random streams of the training are not advanced."""
-        with isolated(self.model), torch.no_grad():
-            self.model.eval()
-            for raw in self.val_loader:
-                batch = move(raw, self.device)
-                yield self._loss(batch).detach(), size_of(batch)
-                if grower is not None:
-                    grower.count_evaluation(size_of(batch))
-
-    def _first_look(self) -> tuple[Losses, Any, LossRange | None]:
-        """Evaluate the untrained model. Return its losses, an example input, and the `LossRange` (None if unknown).
-
-        The example input is what the model was called with, as a listener saw it; if it saw no call, it is made from the first batch.
-        """
-        loss_fn = getattr(self.step_loss, "loss_fn", None)
-        constant = None if loss_fn is None else ConstantPredictor(loss_fn)
-        found: list[tuple[float, int]] = []
-        first = None
-        listener = Listener(self.model)
-        try:
-            with isolated(self.model), torch.no_grad():
-                self.model.eval()
-                for number, raw in enumerate(self.val_loader, start=1):
-                    batch = move(raw, self.device)
-                    first = batch if first is None else first
-                    where = f"batch {number} of the validation loader"
-                    try:
-                        loss = float(self._loss(batch))
-                    except Exception as error:
-                        if explanation := explained(error, batch, where):
-                            raise explanation from error
-                        raise
-                    check_data(batch, loss, where)
-                    found.append((loss, size_of(batch)))
-                    if constant is not None:
-                        constant.note(listener.outputs, pair_of(batch)[1])
-        finally:
-            listener.stop()
-        if not found:
-            raise GrowthError("the validation loader yields nothing; it needs at least one batch")
-        losses = losses_of(lambda: found)
-        return losses, example_of(first) if listener.heard is None else listener.heard, self._scale(constant, losses)
-
-    def _scale(self, constant: ConstantPredictor | None, before: Losses) -> LossRange | None:
-        """Return the loss of a constant predictor if the outputs are known, else the validation loss before the training as a guess."""
-        if self.config.governor.uninformed_loss is not None:
-            return None  # the grower takes it from the config
-        with self._autocast():
-            uninformed = None if constant is None else constant.loss()
-        if uninformed is not None:
-            return LossRange.of(uninformed, loss_range=self.config.loss_range)
-        return LossRange.of(before.mean, loss_range=self.config.loss_range, is_guess=True) if before.are_finite else None
-
-    def _emit(self, event: Event) -> None:
-        self._run.emit(event)
-        self.on_event(event)
-
-    def _started(self, grower: Grower, losses: Losses) -> Event:
-        host, scale = grower.slotted.discovery.host, grower.host_growth.scale
-        return GrowthStarted(
-            epoch=grower.epoch,
-            epochs=self.epochs,
-            controller=grower.controller.name,
-            raise_mode=self.config.lifecycle.raise_mode,
-            slots=list(grower.slotted.slots),
-            parameters=host.parameters,
-            flops=host.flops,
-            optimizer=describe_optimizer(self.optimizer),
-            device=str(self.device),
-            uninformed_loss=None if scale is None else scale.uninformed,
-            note="; ".join(filter(None, [objection(grower), *self._notes(scale, losses)])),
+def check_call(model: object, *, epochs: object, config: object, run: object) -> None:
+    """Raise a GrowthError for a wrong model, number of epochs, config or run folder, or inside inference mode."""
+    if isinstance(model, type) or not isinstance(model, nn.Module):
+        what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        hint = "; pass the model without slots, because grow adds them" if isinstance(model, Slotted) else ""
+        raise GrowthError(f"model must be an nn.Module, and is {what}{hint}")
+    empty = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
+    if empty is not None:
+        raise GrowthError(f"{empty} is on the meta device, so it has no values; make the model on another device, or load its weights")
+    if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
+        raise GrowthError(f"epochs must be a whole number from 1 on, and is {epochs!r}")
+    if config is not None and not isinstance(config, GrowthConfig):
+        raise GrowthError(
+            f"config must be a GrowthConfig, and is {with_article(type(config).__name__)}; write config=esper.GrowthConfig(...)"
         )
-
-    def _notes(self, scale: LossRange | None, losses: Losses) -> Iterator[str]:
-        """Yield remarks about the losses, for the note of GrowthStarted."""
-        if scale is not None and scale.is_guess:
-            yield (
-                f"losses are compared with {scale.uninformed:.4g}, the validation loss before the training, because the loss of a constant "
-                "predictor cannot be computed from step_loss; if you know it, set governor.uninformed_loss"
-            )
-        if not losses.have_spread:
-            yield ONE_BATCH
-
-    def _finish(self, grower: Grower, run: GrowthRun, status: Status, before: float, seconds: float, *, had_finished: bool) -> Grown:
-        """Prune the seeds that are not fossilized, bake the model, evaluate it and return the result."""
-        lifecycles = grower.lifecycles
-        # A stopped training may be resumed; its seeds are not entered into the ledger as pruned.
-        if status != "stopped":
-            for name in lifecycles.living():
-                lifecycles.prune(name, "the training is over and it has not earned its place")
-        model = grower.bake()
-        grown = Grown(
-            model=model,
-            status=status,
-            epochs=grower.epoch,
-            val_loss_before=before,
-            val_loss=losses_of(lambda: list(self._evaluate(None))).mean,
-            train_losses=tuple(grower.history.train_losses),
-            val_losses=tuple(grower.history.val_losses),
-            host=grower.slotted.discovery.host,
-            added=total(
-                lifecycles.cost(name) for name, backend in lifecycles.backends.items() if backend.life.stage is Stage.FOSSILIZED
-            ),  # the cost of the seeds that bake() keeps
-            gflops=grower.history.flops / 1e9,
-            rollbacks=grower.rollbacks,
-            ledger=grower.ledger,
-            controller=grower.controller.name,
-            optimizer=describe_optimizer(self.optimizer),
-            seconds=seconds,
-            folder=run.folder,
-            had_finished=had_finished,
-            note=objection(grower),
-        )
-        self._emit(finished(grown))
-        return grown
+    if run is not None and not isinstance(run, str | PathLike):
+        raise GrowthError(f"run must be the path of a folder, and is {run!r}")
+    if torch.is_inference_mode_enabled():
+        raise GrowthError("grow was called inside torch.inference_mode, where nothing can be trained; call it outside")
 
 
-def objection(grower: Grower) -> str:
-    """Return the controller's reason why nothing can grow in this training, or "" if something can or the controller cannot say."""
-    ask = getattr(grower.controller, "why_nothing_can_grow", None)
-    return "" if ask is None else str(ask(grower.epochs))
-
-
-def describe_optimizer(optimizer: Optimizer) -> str:
-    """Return a text such as "AdamW, learning rate 0.001", with the initial learning rate."""
-    rates = sorted({float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups})
-    return f"{type(optimizer).__name__}, learning rate {' / '.join(f'{rate:g}' for rate in rates)}"
+def training_config(
+    config: GrowthConfig | None = None,
+    *,
+    precision: str = "float32",
+    accumulate: int = 1,
+    max_grad_norm: float | None = None,
+    step_schedule: str = "auto",
+) -> TrainingConfig:
+    """Return all settings of a run as one config, which is stored in its folder."""
+    growth = config or GrowthConfig()
+    own: dict[str, Any] = {"precision": precision, "accumulate": accumulate, "max_grad_norm": max_grad_norm, "step_schedule": step_schedule}
+    try:
+        return TrainingConfig(**{name: getattr(growth, name) for name in GrowthConfig.__struct_fields__}, **own)
+    except ConfigError as error:
+        raise GrowthError(str(error)) from error

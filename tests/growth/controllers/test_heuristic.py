@@ -19,7 +19,8 @@ from esper.growth.controllers.heuristic import (
     starvation,
 )
 from esper.growth.host.layout import Place
-from esper.growth.lifecycle.stages import Candidate, Contribution, Cost, Decision, Germinate, GrowthState, LossRange, SlotState, Stage
+from esper.growth.lifecycle.governor import LossRange
+from esper.growth.lifecycle.stages import Candidate, Contribution, Cost, Decision, Germinate, GrowthState, SlotState, Stage
 from esper.statistics import Interval
 from tests.growth.builders import in_other_units
 

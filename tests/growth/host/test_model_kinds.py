@@ -27,8 +27,8 @@ from torch import Tensor, nn
 import esper
 from esper.growth import Grower, GrowthConfig, GrowthError, Planned, add_slots
 from esper.growth.config import BudgetConfig
-from esper.growth.host.causality import tensors_in
 from esper.growth.host.discover import call
+from esper.growth.host.slots import tensors_in
 from esper.growth.host.slotted import Slotted
 from esper.growth.seeds.blueprints import blueprints_for
 from tests.growth import hosts

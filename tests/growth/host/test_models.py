@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from esper.growth import add_slots
-from esper.growth.host.causality import tensors_in
 from esper.growth.host.layout import Place
 from esper.growth.host.saving import load
+from esper.growth.host.slots import tensors_in
 from esper.growth.host.slotted import Slotted
 from esper.growth.seeds.blueprints import blueprints_for, flop_counter
 from esper.growth.seeds.seed import Blending, Seed

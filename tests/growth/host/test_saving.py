@@ -29,10 +29,10 @@ RESNET = FAMILIES["resnet"]
 
 @pytest.fixture(autouse=True)
 def _blueprints_restored() -> Iterator[None]:
-    before = dict(registry._registry)
+    before = dict(registry.REGISTRY)
     yield
-    registry._registry.clear()
-    registry._registry.update(before)
+    registry.REGISTRY.clear()
+    registry.REGISTRY.update(before)
 
 
 def grown_model(family: Family = RESNET, *names: str) -> nn.Module:
@@ -192,7 +192,7 @@ def test_a_blueprint_of_ones_own_must_be_there_as_it_was() -> None:
     assert is_same(run(esper.load(model.state_dict(), model=RESNET.model()), RESNET.batch()), run(model, RESNET.batch()))
     own_blueprint(bias=False)
     unchanged(RESNET.model(), model.state_dict(), r"only in the file: layer1.0.esper_seed.branch.bias")
-    del registry._registry["mine"]
+    del registry.REGISTRY["mine"]
     message = r"seed after 'layer1.0' cannot be built: no blueprint named 'mine'; .*register the same one before loading"
     unchanged(RESNET.model(), model.state_dict(), message)
 

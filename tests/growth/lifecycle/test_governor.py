@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from esper.growth.config import GovernorConfig
-from esper.growth.lifecycle.governor import Governor, Verdict, spike_limit, spread
-from esper.growth.lifecycle.stages import LossRange
+from esper.growth.lifecycle.governor import Governor, LossRange, Verdict, spike_limit, spread
 
 CHECKS = 8  # per epoch
 HEALTHY = Verdict(is_healthy=True, is_disaster=False)

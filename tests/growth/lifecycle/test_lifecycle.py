@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from esper.growth.config import BudgetConfig, LifecycleConfig
-from esper.growth.lifecycle.slots import may_move
 from esper.growth.lifecycle.stages import (
     LIVING,
     MOVES,
@@ -25,6 +24,7 @@ from esper.growth.lifecycle.stages import (
     Prune,
     Retarget,
     Stage,
+    may_move,
 )
 from tests.growth.builders import QUICK, QUICK_SHADOW, SLOTS, Loop, Script, config, make_data, make_host, make_loop
 

@@ -23,8 +23,7 @@ from esper.growth.measure import probe as promise
 from esper.growth.measure.contribution import Losses, Measurement, confidence_of_look, gain_of, losses_of
 from esper.growth.measure.probe import Probe, portions
 from esper.growth.seeds.blueprints import blueprints_for, cost_of
-from esper.growth.seeds.optimizer import SeedLearner
-from esper.growth.seeds.seed import Seed
+from esper.growth.seeds.seed import Seed, SeedLearner
 from esper.statistics import Interval, student_interval, weighted_interval
 from tests.growth.builders import (
     QUICK,

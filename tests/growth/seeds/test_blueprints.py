@@ -54,10 +54,10 @@ every_blueprint = pytest.mark.parametrize(("blueprint", "place"), EVERY, ids=[f"
 
 @pytest.fixture(autouse=True)
 def _registry_as_before() -> Iterator[None]:
-    before = dict(blueprints._registry)
+    before = dict(blueprints.REGISTRY)
     yield
-    blueprints._registry.clear()
-    blueprints._registry.update(before)
+    blueprints.REGISTRY.clear()
+    blueprints.REGISTRY.update(before)
 
 
 def draw(place: Place, batch: int = 4, seed: int = 0) -> Tensor:

@@ -430,7 +430,7 @@ def test_a_copy_of_the_slotted_model_can_be_grown_and_taken_apart_by_itself() ->
     grower = Grower(twin, optimizer, controller=Script({}), config=config())
     before = weights(loop)
     loss = cross_entropy(twin.model(loop.data[1][0]), loop.data[1][1])
-    assert twin.samples == 8
+    assert twin.calls.samples == 8
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -449,7 +449,7 @@ def test_a_second_grower_for_the_same_slots_takes_over() -> None:
         loop.grower.after_step(torch.tensor(1.0))
     loop.grower.stop()
     second.after_step(torch.tensor(1.0))
-    assert loop.slotted.follower is not None
+    assert loop.slotted.calls.follower is not None
 
 
 def test_two_growers_share_an_optimiser_and_each_can_stop_first() -> None:
@@ -575,7 +575,7 @@ def test_calls_of_the_model_are_counted_as_calls_of_the_slotted_model_are_and_ca
     slotted = add_slots(host, torch.zeros(2, 6), slots=["first"])
     host(torch.zeros(5, 6))
     slotted(torch.zeros(4, 6))
-    assert slotted.samples == 9
+    assert slotted.calls.samples == 9
     twin = copy.deepcopy(host)
     twin(torch.zeros(3, 6))
-    assert slotted.samples == 9
+    assert slotted.calls.samples == 9

@@ -39,7 +39,7 @@ from esper.growth.lifecycle.stages import (
     SlotState,
     Stage,
 )
-from esper.growth.measure.rent import Allowance
+from esper.growth.measure.contribution import Allowance
 from esper.text_table import figure
 
 FIRST_LOOK = 2  # earliest epoch of the first check

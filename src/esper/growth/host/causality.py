@@ -22,12 +22,17 @@ import torch
 from torch import Tensor
 
 from esper.growth.host.layout import Place
+from esper.growth.host.slots import tensors_in
 
 Outputs = Mapping[str, Tensor]  # submodule -> its output
+
 # Runs the host on an example input. Returns the outputs of all submodules that ran once; None if the host cannot run the example.
 RunExample = Callable[[Any], Outputs | None]
+
 Nudge = tuple[str, int, int]  # (place, dimension, index): the part of the place's output that is changed during the forward pass
+
 RunNudged = Callable[[Any, Nudge | None], Outputs | None]
+
 NEGLIGIBLE = 1e-6  # relative to the largest change: a mask of large finite numbers lets such small changes through
 
 
@@ -37,21 +42,6 @@ class Effect(NamedTuple):
     at: int
     first: int
     last: int
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield all tensors in a tree of mappings, tuples, lists and dataclasses."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from tensors_in(item)
-    elif is_dataclass(value):
-        for part in fields(value):
-            yield from tensors_in(getattr(value, part.name))
 
 
 # The batch

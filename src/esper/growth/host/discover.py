@@ -21,15 +21,16 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from esper.growth.config import GrowthError
-from esper.growth.host.causality import Nudge, Outputs, batch_axes, causal_places, hides, tensors_in
-from esper.growth.host.forward_patch import Forward, forward_replaced, keep_running, own_forward
+from esper.growth.host.causality import Nudge, Outputs, batch_axes, causal_places, hides
 from esper.growth.host.isolation import isolated
 from esper.growth.host.layout import Call, FeatureAxes, Kind, Place, Refusal
+from esper.growth.host.slots import Forward, forward_replaced, keep_running, own_forward, tensors_in
 from esper.growth.lifecycle.stages import Cost
 from esper.growth.seeds.blueprints import flop_counter
 from esper.growth.seeds.seed import Seed
 
 _FITTING = "[B, C, H, W], [B, C, L], [B, T, D], [T, B, D], [B, H, W, D] and [B, D]"
+
 _WIDTHS = ("out_channels", "num_features", "num_channels", "out_features", "embedding_dim")  # attributes for the width of a layer's output
 
 
@@ -108,11 +109,6 @@ def batch_size_of(batch: Any) -> int:
         if tensor.ndim > 0 and len(tensor) > 0:
             return len(tensor)
     raise GrowthError(f"the example input holds no batch: {_describe(batch)}; pass a batch as the model gets it in training, such as x[:2]")
-
-
-def samples_in(arguments: Any) -> int:
-    """Return the leading size of the first tensor that has one, or 0 if there is none, which is allowed in a call of a model."""
-    return next((tensor.size(0) for tensor in tensors_in(arguments) if tensor.ndim > 0), 0)
 
 
 def _check_weights(model: nn.Module) -> None:
@@ -367,9 +363,13 @@ def weights_of(model: nn.Module, module: nn.Module) -> Weights:
 # cache. Both are recognised by words in the names of arguments, attributes and buffers.
 
 _MASKS = {"mask", "masks", "padding", "pad", "pads", "length", "lengths", "lens", "seqlen", "seqlens"}
+
 _CACHES = {"past", "cache", "caches", "kv", "incremental", "mems"}
+
 _CACHE_NAMES = {"start_pos", "input_pos", "inference_params"}  # whole names
+
 _STATES = {"state", "states", "hidden", "hiddens", "hx"}  # only in arguments of the host: layers have such arguments anyway
+
 _NO_CACHES = {"cos", "sin", "rope", "rotary", "freq", "freqs"}  # caches of position encodings, which hold no activations
 
 

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from esper.growth.host.forward_patch import forward_replaced
+from esper.growth.host.slots import forward_replaced
 
 SMALL_BYTES = 64 * 1024  # buffers up to this size, such as the statistics of norms, are always copied
 

@@ -29,10 +29,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from esper.growth.host.causality import tensors_in
-from esper.growth.host.forward_patch import Forward, forward_replaced, own_forward
 from esper.growth.host.isolation import is_compiled, is_eager, unwrap
 from esper.growth.host.layout import Call
+from esper.growth.host.slots import Forward, forward_replaced, own_forward, tensors_in
 
 MAX_BYTES = 256 * 1024**2
 Shapes = tuple[torch.Size, ...]

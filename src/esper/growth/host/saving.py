@@ -17,8 +17,9 @@ from esper.files import FileError, reason_of
 from esper.growth.config import GrowthError
 from esper.growth.host.isolation import is_compiled, unwrap
 from esper.growth.host.layout import Place
-from esper.growth.host.slots import SeedHome, attach, build_seed, specs_in
+from esper.growth.host.slots import SeedHome
 from esper.growth.host.slotted import AveragedModel, Slotted, check_has_no_slots
+from esper.growth.host.state_dict import attach, build_seed, specs_in
 from esper.growth.seeds.seed import Seed, SeedSpec
 from esper.runs.checkpoints import plain_names
 from esper.runs.tensors import NotTensorsError, read_tensors, write_tensors

@@ -1,40 +1,183 @@
-"""Slots, and seeds in the host's module tree and state dict.
+"""Everything that Esper hooks into a user's model and optimiser: slots, patches of `forward` and `zero_grad`, and the follower.
 
-A slot is the place after a submodule of the host where a seed may grow. It wraps the submodule's `forward` and adds the seed to the output;
-an idle slot only calls the submodule.
+A `Slot` is the place after a submodule of the host where a seed may grow. It patches the submodule's `forward` and applies the seed to the
+output; an idle slot only calls the submodule. A seed in a slot is not registered in the host, so the user's optimiser, gradient clipping
+and parameter counts do not see it. It is in the host's state dict, though: see `host/state_dict.py`.
 
-- Module tree. A seed in a slot is not registered in the host, so the user's optimiser, gradient clipping and parameter counts do not see
-  it. Baking registers it, in the module whose output it changes: `block.esper_seed`. A container, or any module that runs or counts its
-  children, must not get a new child. There the seed is registered in the first layer inside the module, and its spec says how many levels
-  up the changed module is.
-- State dict. A seed is in the host's state dict from the beginning, under the name it has when it is baked: `block.esper_seed.alpha`. So a
-  model that is saved in the middle of training keeps its seeds. A state dict with other seeds than the model's is refused.
-- Copies. A copy of the host has copies of its slots. A copy that holds averaged weights does not grow with the original; it warns if it is
-  used after the original has grown.
+Patches. `forward` is set on the instance, where `module(...)` finds it. A forward hook of torch would work too, but a module with a hook
+takes a slower path in every call: 7 µs for a hook that does nothing; a patch costs a tenth of it (docs/log.md).
+
+Copies. A copy of the host has copies of its slots. A copy that holds averaged weights does not grow with the original; it warns if it is
+used after the original has grown.
+
+`OptimizerFollower` makes seeds do what the host does. They step whenever the user's optimiser steps. Their gradients are cleared whenever
+the host's are: by `zero_grad` of the optimiser or the model, or by setting `.grad` of all trained parameters to None. So skipped batches,
+gradient accumulation, closures, several optimisers and SAM need no extra code. Gradients that the user zeroes in place are not noticed.
 """
 
 from __future__ import annotations
 
-import contextlib
+import inspect
+import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from esper.growth.config import GrowthError
-from esper.growth.host.causality import tensors_in
-from esper.growth.host.discover import call
-from esper.growth.host.forward_patch import ForwardPatch, keep_running
-from esper.growth.host.isolation import isolated
 from esper.growth.host.layout import Place
-from esper.growth.seeds.seed import SPEC_KEYS, Seed, SeedSpec
+from esper.growth.seeds.seed import Seed, innermost, nested
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield all tensors in a tree of mappings, tuples, lists and dataclasses."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from tensors_in(item)
+    elif is_dataclass(value):
+        for part in fields(value):
+            yield from tensors_in(getattr(value, part.name))
+
+
+def samples_in(arguments: Any) -> int:
+    """Return the leading size of the first tensor that has one, or 0 if there is none, which is allowed in a call of a model."""
+    return next((tensor.size(0) for tensor in tensors_in(arguments) if tensor.ndim > 0), 0)
+
+
+Forward = Callable[..., Any]
+
+
+def keep_running(module: nn.Module, arguments: Any) -> None:
+    """Do nothing. As a forward pre-hook of a submodule, it keeps the modules around it from computing the submodule by a fused kernel."""
+
+
+class ForwardPatch:
+    """Replacement of a module's forward, which calls the original one as `inner`.
+
+    Its `forward` is a bound method, so that a copy of the module gets a copy of the patch.
+    """
+
+    module: nn.Module
+    inner: Forward
+
+    def attach(self, module: nn.Module) -> None:
+        self.module, self.inner = module, module.forward
+        self._was_replaced = "forward" in vars(module)  # by the user, on this instance
+        vars(module)["forward"] = self.forward
+
+    def detach(self) -> None:
+        """Restore the module's original forward."""
+        if self._was_replaced:
+            vars(self.module)["forward"] = self.inner
+        else:
+            del vars(self.module)["forward"]
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        return self.inner(*arguments, **named)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out `inner` if it is the module's own method: pickle would look it up by name, and find the patch."""
+        return {name: value for name, value in self.__dict__.items() if name != "inner" or self._was_replaced}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if "module" in state and "inner" not in state:
+            self.inner = types.MethodType(type(self.module).forward, self.module)
+
+
+class ModelPatch(ForwardPatch):
+    """Patch of the forward of a whole model. It counts the samples of the calls with gradients, and lets a grower record and follow them.
+
+    The patch object itself is set as `forward`, with the signature of the original: libraries read the signature of a model's forward to
+    decide which inputs it takes. A copy of the model has no grower.
+    """
+
+    def __init__(self) -> None:
+        self.samples = 0  # in all calls with gradients since a grower last set it to 0
+        self.recording: Callable[[], AbstractContextManager[None]] | None = None  # entered around every call with gradients
+        self.follower: OptimizerFollower | None = None  # of the grower that is active
+        self._is_running = False  # a call of the model is under way
+
+    def attach(self, module: nn.Module) -> None:
+        super().attach(module)
+        vars(module)["forward"] = self
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return self.run(self.inner, arguments, named)
+
+    def run(self, forward: Forward, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Run a forward pass. With gradients, count its samples, record it, and let the follower watch its backward pass."""
+        # Skip calls inside a call, calls without gradients, and compilation: a counter in compiled code would recompile it for every value.
+        if self._is_running or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return forward(*arguments, **named)
+        self.samples += samples_in((arguments, named))
+        self._is_running = True
+        try:
+            with nullcontext() if self.recording is None else self.recording():
+                output = forward(*arguments, **named)
+        finally:
+            self._is_running = False
+        if self.follower is not None:
+            self.follower.watch_backward(output)
+        return output
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.inner)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the grower."""
+        return {**super().__getstate__(), "recording": None, "follower": None, "samples": 0, "_is_running": False}
+
+
+def around(module: nn.Module) -> ForwardPatch | None:
+    """Return the patch of a module's forward, or None."""
+    forward = vars(module).get("forward")
+    owner = getattr(forward, "__self__", forward)
+    return owner if isinstance(owner, ForwardPatch) else None
+
+
+def own_forward(module: nn.Module) -> Forward:
+    """Return the module's forward without a patch."""
+    wrapper = around(module)
+    return module.forward if wrapper is None else wrapper.inner
+
+
+@contextmanager
+def forward_replaced(module: nn.Module, forward: Forward) -> Iterator[None]:
+    """Replace the module's own forward inside the `with` block. Its hooks and its patch, such as a slot, still run."""
+    wrapper = around(module)
+    if wrapper is not None:
+        own = wrapper.inner
+        wrapper.inner = forward
+        try:
+            yield
+        finally:
+            wrapper.inner = own
+        return
+    attributes = vars(module)
+    before = attributes.get("forward")  # None unless the user has replaced it on this instance
+    attributes["forward"] = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del attributes["forward"]
+        else:
+            attributes["forward"] = before
 
 
 class SeedHome(NamedTuple):
@@ -160,7 +303,7 @@ class Slot(ForwardPatch):
         self._alpha = value
         self.seed.alpha.fill_(value)
 
-    @contextlib.contextmanager
+    @contextmanager
     def held_at(self, alpha: float) -> Iterator[None]:
         """Connect the seed with this alpha inside the `with` block, and restore both afterwards."""
         was_connected, before = self.is_connected, self.alpha
@@ -248,224 +391,141 @@ class _LoadSeed:
             slot.alpha = float(slot.seed.alpha)
 
 
-# A saved seed up to this width is built without comparing the width with its weights: a user's blueprint may have no weight of that size.
-SMALL_WIDTH = 4096
-BAKED = "esper_seed"  # name of a seed in the module it is registered in, and so in the state dict
+class ZeroGradPatch:
+    """Patch of `zero_grad` of a model or optimiser, which calls `after(set_to_none)` afterwards; torch has no hook for it.
 
-
-def attach(module: nn.Module, seed: Seed, home: SeedHome) -> RemovableHandle:
-    """Make a seed part of the host: register it in its home, and apply it by a forward hook of `module`."""
-    # Run before the user's own hooks on the module, as a slot does, but after the hooks of seeds that were baked earlier.
-    is_first = not any(isinstance(getattr(hook, "__self__", None), Seed) for hook in module._forward_hooks.values())
-    seed.baked_as = home.baked_as
-    home.module.add_module(home.name, seed.train(module.training))
-    return module.register_forward_hook(seed.after, prepend=is_first)
-
-
-def find_homes(host: nn.Module, names: Sequence[str], example_input: Any) -> dict[str, SeedHome]:
-    """Return the home of the seed of each of these submodules: the submodule itself, unless it runs or counts its children."""
-    # Containers are known by their type. Other modules with children are tried out: first all at once, then one by one if that fails.
-    counting = {name for name in names if _counts_children(host.get_submodule(name))}
-    untested = [name for name in names if name not in counting and _children_of(host.get_submodule(name))]
-    if untested and not _tolerates_children(host, untested, example_input):
-        counting |= {name for name in untested if not _tolerates_children(host, [name], example_input)}
-    # Give every seed a name that is free in its home: esper_seed, esper_seed_2, ...
-    homes: dict[str, SeedHome] = {}
-    taken: set[tuple[int, str]] = set()
-    for name in names:
-        module = host.get_submodule(name)
-        path = _first_layer(module) if name in counting else ""
-        home = module.get_submodule(path)
-        count, own_name = 1, BAKED
-        while hasattr(home, own_name) or (id(home), own_name) in taken:
-            count += 1
-            own_name = f"{BAKED}_{count}"
-        taken.add((id(home), own_name))
-        homes[name] = SeedHome(home, path, own_name)
-    return homes
-
-
-def _children_of(module: nn.Module) -> list[nn.Module]:
-    return [child for name, child in module.named_children() if name != "parametrizations" and not isinstance(child, Seed)]
-
-
-def _counts_children(module: nn.Module) -> bool:
-    """Return whether a module with children is a container, or of a class that can be iterated or indexed."""
-    is_container = isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
-    return bool(_children_of(module)) and (
-        is_container or any(hasattr(type(module), name) for name in ("__len__", "__iter__", "__getitem__"))
-    )
-
-
-def _first_layer(module: nn.Module) -> str:
-    """Return the name of the first submodule without children of its own."""
-    for name, part in module.named_modules():
-        if name and "parametrizations" not in name.split(".") and not _children_of(part) and not isinstance(part, Seed):
-            return str(name)
-    raise AssertionError("a module with children has one without children inside")
-
-
-class _TrialChild(nn.Module):
-    """Stand-in for a registered seed, which records whether the host runs it."""
-
-    was_run = False
-
-    def forward(self, *arguments: Any, **named: Any) -> Any:
-        self.was_run = True
-        return arguments[0] if arguments else None
-
-
-def _tolerates_children(host: nn.Module, names: Sequence[str], example_input: Any) -> bool:
-    """Return whether the host computes the same with one more child in each of these submodules, and does not run that child."""
-    child = _TrialChild()
-    modules = [host.get_submodule(name) for name in names]
-    with isolated(host), torch.no_grad():
-        host.eval()
-        before = [tensor.clone() for tensor in tensors_in(call(host, example_input))]
-    try:
-        for module in modules:
-            module._modules["esper_trial_child"] = child
-        with isolated(host), torch.no_grad():
-            host.eval()
-            after = list(tensors_in(call(host, example_input)))
-    except Exception:  # the host may raise anything if it finds a child that it does not know
-        return False
-    finally:
-        for module in modules:
-            module._modules.pop("esper_trial_child", None)
-    return not child.was_run and agree(before, after)
-
-
-def agree(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """Return whether outputs are equal up to rounding errors, as another order of operations makes them."""
-    if len(some) != len(others):
-        return False
-    for one, other in zip(some, others, strict=True):
-        if one.shape != other.shape or one.dtype != other.dtype:
-            return False
-        if one.is_floating_point():
-            noise = 2e-2 if one.element_size() < 4 else 1e-4
-            largest = one.abs().nan_to_num(0.0, 0.0, 0.0).max() if one.numel() else 0.0
-            if not torch.allclose(one, other, rtol=0.0, atol=float(largest) * noise, equal_nan=True):
-                return False
-        elif not torch.equal(one, other):
-            return False
-    return True
-
-
-def as_model_takes_it(value: Any, device: torch.device, to_device: torch.device, dtype: torch.dtype, to_dtype: torch.dtype) -> Any:
-    """Return an example input converted as the model was: tensors on `device` move to `to_device`, those of `dtype` become `to_dtype`."""
-    if isinstance(value, Tensor):
-        value = value.to(to_device) if value.device == device else value
-        return value.to(to_dtype) if value.dtype == dtype else value
-    if isinstance(value, Mapping):
-        return {key: as_model_takes_it(item, device, to_device, dtype, to_dtype) for key, item in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(as_model_takes_it(item, device, to_device, dtype, to_dtype) for item in value)
-    return value
-
-
-def specs_in(state: Mapping[str, Any]) -> dict[str, SeedSpec]:
-    """Return the spec of every seed in a state dict, by name. Seeds of the same module are in the order in which they were baked."""
-    found = {}
-    for key, tensor in state.items():
-        name, _, last = key.rpartition(".")
-        if last in SPEC_KEYS and name.rpartition(".")[2].startswith(BAKED):
-            try:
-                found[name] = SeedSpec.from_tensor(tensor)
-                _check_shape(found[name], [value for key, value in state.items() if key.startswith(f"{name}.") and value is not tensor])
-            except (msgspec.MsgspecError, AttributeError, TypeError, ValueError) as error:
-                raise GrowthError(
-                    f"{key!r} does not describe a seed ({error}); the file is damaged, or was written by another version"
-                ) from error
-    # Shorter names first: esper_seed_2 before esper_seed_10.
-    return {name: found[name] for name in sorted(found, key=lambda name: (len(name), name))}
-
-
-def _check_shape(spec: SeedSpec, weights: Sequence[Any]) -> None:
-    """Raise ValueError if the spec cannot belong to these weights. Building a seed of a damaged spec could exhaust the memory."""
-    if len(spec.shape) not in {"dense": (1,), "token": (2, 3), "conv": (2, 3)}[spec.kind] or min(spec.shape) < 1 or spec.levels_up < 0:
-        raise ValueError(f"a {spec.kind} seed of the shape {list(spec.shape)}")
-    width = spec.shape[0] if spec.kind == "conv" else spec.shape[-1]
-    widest = max((size for weight in weights for size in getattr(weight, "shape", ())), default=0)
-    if width > max(widest, SMALL_WIDTH):
-        raise ValueError(f"a seed for {width:,} features, whose weights have at most {widest:,}")
-
-
-def build_seed(place: Place, spec: SeedSpec) -> Seed:
-    """Build a seed of a saved model. Its weights are still to be loaded."""
-    place = replace(place, kind=spec.kind, shape=spec.shape, is_causal=spec.is_causal, batch_axis=spec.batch_axis, alone="")
-    try:
-        seed = Seed(place, spec.blueprint, random_seed=0, blending=spec.blending)
-        seed.spec = spec
-        return seed
-    except ValueError as error:
-        raise GrowthError(
-            f"the seed after {place.name!r} cannot be built: {error}. "
-            f"If {spec.blueprint!r} is your own blueprint, register the same one before loading"
-        ) from error
-
-
-class CheckStructure:
-    """Hook before a state dict is loaded into the host: raises an error if its seeds are not those of the model."""
-
-    def __init__(self, host: nn.Module, slots: Mapping[str, Slot]) -> None:
-        self.host, self.slots = host, slots
-
-    def __call__(self, module: nn.Module, state_dict: Any, prefix: str, *others: Any) -> None:
-        if any(slot.ignores_loads for slot in self.slots.values()):
-            return
-        # Compare the seeds in the state dict with those in slots (`living`) and those that are baked.
-        saved = specs_in({key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)})
-        living = {
-            f"{name}.{slot.home.baked_as}" if name else slot.home.baked_as: slot.seed.spec
-            for name, slot in self.slots.items()
-            if slot.seed is not None
-        }
-        living |= {name: seed.spec for name, seed in self.host.named_modules() if isinstance(seed, Seed)}
-        surplus, lacking = sorted(saved.keys() - living.keys()), sorted(living.keys() - saved.keys())
-        other = sorted(name for name in saved.keys() & living.keys() if not saved[name].builds_same(living[name]))
-        if not surplus and not lacking and not other:
-            return
-        if surplus:
-            what = f"the state dict has the seed {surplus[0]!r}, and the model has nothing there"
-        elif lacking:
-            what = f"the model has the seed {lacking[0]!r}, and the state dict does not: it was saved before the seed grew, or from a copy"
-        else:
-            what = (
-                f"the seed {other[0]!r} is a {saved[other[0]].blueprint} in the state dict and a {living[other[0]].blueprint} in the model"
-            )
-        raise GrowthError(
-            f"{what}; nothing was loaded. To restore an earlier state of a growing model, use grower.save and grower.load; "
-            "to use the saved model, load it into a new one: esper.load(state_dict, model=Net())"
-        )
-
-
-class SeedsIgnored:
-    """Until `stop`, loading a state dict into `module` neither changes its seeds nor uses those of the state dict.
-
-    For callbacks, which restore seeds with their stages and optimisers from their own state.
+    In a copy of the owner, `after` is None and only the original `zero_grad` is called.
     """
 
-    def __init__(self, module: nn.Module, slots: Iterable[Slot]) -> None:
-        self._slots = list(slots)
-        self._handle = on_load(module, _DropUnknownSeeds())
-        self._set(True)
+    def __init__(self, owner: nn.Module | Optimizer, after: Callable[[bool], None]) -> None:
+        self.owner = owner
+        self.after: Callable[[bool], None] | None = after
+        drop_copied_zero_grad(owner)
+        self._before = vars(owner).get("zero_grad")  # None unless the user has replaced it on this instance
+        vars(owner)["zero_grad"] = self
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        result = self._inner(*arguments, **named)
+        if self.after is not None:
+            self.after(bool(named.get("set_to_none", arguments[0] if arguments else True)))
+        return result
+
+    @property
+    def _inner(self) -> Callable[..., Any]:
+        inner: Callable[..., Any] = type(self.owner).zero_grad.__get__(self.owner) if self._before is None else self._before
+        return inner
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._inner)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "after": None}
+
+    def detach(self) -> None:
+        """Restore the original `zero_grad`. If another patch was put over this one, this one stays and does nothing."""
+        self.after = None
+        if vars(self.owner).get("zero_grad") is self:
+            if self._before is None:
+                del vars(self.owner)["zero_grad"]
+            else:
+                vars(self.owner)["zero_grad"] = self._before
+
+
+def drop_copied_zero_grad(owner: nn.Module | Optimizer) -> None:
+    """Remove a patch that was copied with the owner and does nothing."""
+    found = vars(owner).get("zero_grad")
+    if isinstance(found, ZeroGradPatch) and found.after is None:
+        found.detach()
+
+
+class OptimizerFollower:
+    """Hooks on the user's optimiser and model that report its steps, and when the host's gradients are cleared.
+
+    `before_step()` is called before each step, `step()` after each step that had a gradient, and `zero_grad(set_to_none)` when the host's
+    gradients are cleared. `is_pending()` returns whether seeds have gradients to clear. `models` are the module that the user calls and the
+    module inside its wrappers. Copies of optimiser and model are not followed. `stop` removes all hooks.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        models: Sequence[nn.Module],
+        *,
+        before_step: Callable[[], None],
+        step: Callable[[], None],
+        zero_grad: Callable[[bool], None],
+        is_pending: Callable[[], bool],
+    ) -> None:
+        self._outer, self.optimizer = optimizer, innermost(optimizer)
+        self._before, self._step, self._zero_grad, self._is_pending = before_step, step, zero_grad, is_pending
+        self.is_active = True
+        self._depth = 0  # nested calls of `step` under way: a `step` that calls that of its base class runs all hooks twice
+        self._has_gradient = True  # the host had a gradient when the current step began
+        self._backward = -1  # id of the last backward pass that was seen
+        self._hooks = [self.optimizer.register_step_pre_hook(self._before_step), self.optimizer.register_step_post_hook(self._after_step)]
+        owners: list[nn.Module | Optimizer] = [*nested(optimizer), *dict.fromkeys(models)]
+        self._wrappers = [ZeroGradPatch(owner, self._after_zero_grad) for owner in owners]
 
     def stop(self) -> None:
-        self._handle.remove()
-        self._set(False)
+        """Remove all hooks and patches from optimiser and model."""
+        self.is_active = False
+        for hook in self._hooks:
+            hook.remove()
+        for wrapper in reversed(self._wrappers):
+            wrapper.detach()
 
-    def _set(self, is_ignored: bool) -> None:
-        for slot in self._slots:
-            slot.ignores_loads = is_ignored
+    def forget_failed_steps(self) -> None:
+        """Reset the depth of nested steps; call it between two steps. A step that raised an error has not run its post hook."""
+        self._depth = 0
 
+    def watch_backward(self, output: Any) -> None:
+        """Check, when the backward pass of this output begins, whether the user has set the host's gradients to None by hand.
 
-class _DropUnknownSeeds:
-    """Hook before a state dict is loaded: removes the seeds that the module does not have."""
+        The forward pass would be too early: many loops clear the gradients between the two passes.
+        """
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(self._begin_backward)  # type: ignore[no-untyped-call]
 
-    def __call__(self, module: nn.Module, state_dict: Any, prefix: str, *others: Any) -> None:
-        own = module.state_dict(prefix=prefix)
-        for name in specs_in(state_dict):
-            for key in [key for key in state_dict if key.startswith(f"{name}.") and key not in own]:
-                del state_dict[key]
+    def _begin_backward(self, gradient: Tensor) -> None:
+        # Check only once per backward pass: later in it, seeds may have got gradients and the host none yet.
+        number = torch._C._current_graph_task_id()
+        if number != self._backward:
+            self._backward = number
+            self._drop_if_host_has_none()
+
+    # Keep these hooks out of a compiled optimiser step: traced, they would be recompiled in every step. The decorator is the one that
+    # torch's optimisers use; the public one imports the compiler at once.
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def _before_step(self, optimizer: Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        self._depth += 1
+        if self._depth == 1 and self.is_active:
+            self._before()
+            has_closure = named.get("closure") is not None or (len(arguments) > 1 and arguments[1] is not None)
+            self._has_gradient = has_closure or self._drop_if_host_has_none()
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def _after_step(self, optimizer: Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        self._depth -= 1
+        if self._depth == 0 and self.is_active and self._has_gradient:
+            self._step()
+
+    def _after_zero_grad(self, set_to_none: bool) -> None:
+        if self.is_active:
+            self._zero_grad(set_to_none)
+
+    def _drop_if_host_has_none(self) -> bool:
+        """Return whether a trained parameter has a gradient; True if all are frozen. If none has, clear the seeds' gradients too."""
+        trained = (parameter for group in self._outer.param_groups for parameter in group["params"] if parameter.requires_grad)
+        parameter = next(trained, None)
+        if parameter is None or parameter.grad is not None or any(other.grad is not None for other in trained):
+            return True
+        if self.is_active and self._is_pending():
+            self._zero_grad(True)
+        return False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave everything out: a copy, as some optimisers make with their hooks, follows nothing."""
+        return {"is_active": False, "_depth": 0, "_has_gradient": False, "_backward": -1, "_hooks": [], "_wrappers": []}

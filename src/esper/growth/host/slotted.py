@@ -22,20 +22,28 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from esper.growth.config import GrowthError
-from esper.growth.host.causality import tensors_in
 from esper.growth.host.default_slots import choose
-from esper.growth.host.discover import Discovery, call, discover, samples_in, weights_of
-from esper.growth.host.forward_patch import Forward, ModelPatch, around, drop_copied_zero_grad, forward_replaced, own_forward
+from esper.growth.host.discover import Discovery, call, discover, weights_of
 from esper.growth.host.isolation import eager, is_compiled, isolated, unwrap
 from esper.growth.host.layout import Place
-from esper.growth.host.slots import CheckStructure, Slot, agree, as_model_takes_it, attach, build_seed, find_homes, on_load, specs_in
+from esper.growth.host.slots import (
+    ModelPatch,
+    Slot,
+    around,
+    drop_copied_zero_grad,
+    forward_replaced,
+    on_load,
+    own_forward,
+    tensors_in,
+)
+from esper.growth.host.state_dict import CheckStructure, agree, as_model_takes_it, attach, build_seed, find_homes, specs_in
 from esper.growth.seeds.blueprints import KINDS, blueprints_for, blueprints_of, cost_of, reason_against
 from esper.growth.seeds.seed import Seed
 from esper.runs.checkpoints import plain_name, plain_names
@@ -69,14 +77,6 @@ def _eagerly(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*arguments, **named)
 
     return call
-
-
-class Follower(Protocol):
-    """Follows the user's optimiser for the seeds; see `OptimizerFollower`."""
-
-    def watch_backward(self, output: Any) -> None: ...
-
-    def stop(self) -> None: ...
 
 
 def add_slots(model: nn.Module, example_input: Any, *, slots: Sequence[str] | None = None) -> Slotted:
@@ -115,17 +115,13 @@ def check_has_no_slots(host: nn.Module) -> None:
 class Slotted:
     """A host and its slots. `model` is the module that the user passed, `host` the same module without wrappers.
 
-    Calls of `model` are counted and recorded as calls of this object are. `samples` is the number of samples in all calls with gradients
-    since a grower last set it to 0.
+    `calls` is the patch of the model's forward: calls of `model` are counted and recorded as calls of this object are.
     """
 
     def __init__(self, model: nn.Module, host: nn.Module, discovery: Discovery, names: Sequence[str], example_input: Any) -> None:
         self.model, self.host, self.discovery, self.example_input = model, host, discovery, example_input
         self.slots = {name: Slot(discovery.places[name]) for name in names}
-        self.recording: Callable[[], contextlib.AbstractContextManager[None]] | None = None  # entered around every call
-        self.follower: Follower | None = None  # of the grower that is active
-        self.samples = 0
-        self._is_running = False  # a call of the model is under way
+        self.calls = ModelPatch()
         self.is_attached = True
         self._weights = {name: weights_of(host, host.get_submodule(name)) for name in names}  # dtype and device at the discovery
         self._eager: contextlib.ExitStack | None = None  # open while a compiled model runs eagerly
@@ -137,48 +133,27 @@ class Slotted:
 
     @property
     def has_grower(self) -> bool:
-        return self.follower is not None
+        return self.calls.follower is not None
 
     def _attach_slots(self) -> RemovableHandle:
         """Attach all slots, wrap the model's forward pass, and return the handle of the state dict check."""
         # Wrap the model first, because a slot may be after the whole model.
-        self._around = ModelPatch()
-        self._around.attach(self.model if is_compiled(self.model) else self.host)
-        self._around.run = self._run
+        self.calls.attach(self.model if is_compiled(self.model) else self.host)
         for name, slot in self.slots.items():
             slot.attach_to(self.host.get_submodule(name), self._homes[name])
         return on_load(self.host, CheckStructure(self.host, self.slots))
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        return self._run(self.model, arguments, keywords)
-
-    def _run(self, forward: Forward, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """Run a forward pass. With gradients, count its samples, record it, and let the follower watch its backward pass."""
-        # Skip calls inside a call, calls without gradients, and compilation: a counter in compiled code would recompile it for every value.
-        if self._is_running or not torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return forward(*arguments, **keywords)
-        self.samples += samples_in((arguments, keywords))
-        self._is_running = True
-        try:
-            with contextlib.nullcontext() if self.recording is None else self.recording():
-                output = forward(*arguments, **keywords)
-        finally:
-            self._is_running = False
-        if self.follower is not None:
-            self.follower.watch_backward(output)
-        return output
+        return self.calls.run(self.model, arguments, keywords)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the grower's hooks around calls: a copy has no grower."""
-        return {**self.__dict__, "recording": None, "follower": None, "samples": 0, "_is_running": False, "_eager": None}
+        return {**self.__dict__, "_eager": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         # torch gives a copy of a compiled model its own forward, so wrap it again.
         if self.is_attached and is_compiled(self.model) and around(self.model) is None:
-            self._around = ModelPatch()
-            self._around.attach(self.model)
-        self._around.run = self._run
+            self.calls.attach(self.model)
         for module in (self.model, self.host):
             drop_copied_zero_grad(module)
 
@@ -287,7 +262,7 @@ class Slotted:
         self.run_eagerly(False)
         for slot in self.slots.values():
             slot.detach()
-        self._around.detach()
+        self.calls.detach()
         self._check_handle.remove()
         self.is_attached = False
         if is_compiled(self.model):
@@ -295,10 +270,10 @@ class Slotted:
 
     def _release(self) -> None:
         """Stop the grower's follower, and forget the grower."""
-        self.recording = None
-        if self.follower is not None:
-            self.follower.stop()
-            self.follower = None
+        self.calls.recording = None
+        if self.calls.follower is not None:
+            self.calls.follower.stop()
+            self.calls.follower = None
 
     def bake(self) -> nn.Module:
         """Make the fossilized seeds part of the model, remove all slots and other seeds, and return the model without wrappers.

@@ -26,13 +26,13 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
-from esper.growth.batches import checked, size_of
 from esper.growth.config import GrowthConfig, GrowthError
 from esper.growth.grower import Grower
 from esper.growth.host.isolation import isolated
-from esper.growth.host.slots import SeedsIgnored
 from esper.growth.host.slotted import Slotted, add_slots
+from esper.growth.host.state_dict import SeedsIgnored
 from esper.growth.lifecycle.stages import Controller
+from esper.growth.training_loop import checked, size_of
 from esper.runs import CheckpointStore, Event
 
 FOLDER, KIND = "growth", "growth in transformers"

@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from esper.growth.batches import StepLoss, checked, move, size_of
+from esper.growth.batches import StepLoss
 from esper.growth.config import GrowthConfig, GrowthError
 from esper.growth.grower import Grower
 from esper.growth.host.isolation import isolated
-from esper.growth.host.slots import SeedsIgnored
 from esper.growth.host.slotted import Slotted, add_slots
+from esper.growth.host.state_dict import SeedsIgnored
 from esper.growth.lifecycle.stages import Controller
+from esper.growth.training_loop import checked, move, size_of
 from esper.runs import Event
 
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import msgspec
 
+from esper.gradients import GradientStats
 from esper.growth.host.layout import Place
-from esper.growth.lifecycle.stages import Contribution, GradientStats, Stage
+from esper.growth.lifecycle.stages import Contribution, Stage
 from esper.growth.seeds.seed import Blending
 
 
@@ -75,6 +76,13 @@ class SlotBackend(ABC):
 
     def set_loss_unit(self, unit: float) -> None:
         self.loss_unit = unit
+
+    def advance_alpha(self, curve: str) -> None:
+        """Move alpha by one training step along its ramp, if there is one that has not reached its end."""
+        ramp = self.life.ramp
+        if ramp is not None and ramp.done < ramp.steps:
+            ramp.done += 1
+            self.alpha = ramp.alpha(curve)
 
     @property
     @abstractmethod

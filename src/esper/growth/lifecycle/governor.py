@@ -5,8 +5,9 @@ Three events are disasters:
 - a lasting spike: several losses in a row above a limit that is derived from the run's own recent losses;
 - a collapse: a run that had learned something is back at the loss of a model that knows nothing.
 
-The rules are pure functions of numbers. A `Governor` holds the recent losses of one run and its counts of rollbacks. It watches two lists
-of losses: training losses, several per epoch, each the mean of a chunk of the epoch; and validation losses, one per epoch.
+The rules are pure functions of numbers. `LossRange` makes losses dimensionless for them, and for rents and thresholds. A `Governor` holds
+the recent losses of one run and its counts of rollbacks. It watches two lists of losses: training losses, several per epoch, each the mean
+of a chunk of the epoch; and validation losses, one per epoch.
 """
 
 from __future__ import annotations
@@ -18,10 +19,54 @@ from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
 
-from esper.growth.config import GovernorConfig
-from esper.growth.lifecycle.stages import TEN_CLASSES, LossRange
+from esper.growth.config import GovernorConfig, GrowthError
+
+TEN_CLASSES = math.log(10)  # loss of a constant predictor for ten equal classes, in nats; rents and thresholds were chosen for it
+
+
+@dataclass(frozen=True, slots=True)
+class LossRange:
+    """Scale that makes losses dimensionless, so that no decision depends on their unit.
+
+    >>> LossRange.of(2.0).relative(0.5), LossRange.of(-1.0, loss_range=4.0).relative(-2.0)
+    (0.25, 0.75)
+    """
+
+    uninformed: float  # loss of the best constant predictor
+    range: float  # how far the loss can fall below `uninformed`
+    is_guess: bool = False  # `uninformed` is only the loss at the start of the training
+
+    @classmethod
+    def of(cls, uninformed: float, *, loss_range: float | None = None, is_guess: bool = False) -> LossRange:
+        """Build a scale. Without `loss_range` the loss can fall to 0, so `uninformed` must be above 0."""
+        if loss_range is None and not uninformed > 0:
+            subject = "the training began with a loss of" if is_guess else "a constant predictor has a loss of"
+            raise GrowthError(
+                f"{subject} {uninformed:.4g}. Gains are judged as shares of that loss, so it must be above 0; say how far the loss can "
+                "fall below it with GrowthConfig(loss_range=...), such as 3.0 for a log-likelihood"
+            )
+        return cls(uninformed, uninformed if loss_range is None else loss_range, is_guess)
+
+    @property
+    def floor(self) -> float:
+        """Lowest possible loss."""
+        return self.uninformed - self.range
+
+    @property
+    def unit(self) -> float:
+        """Difference of losses that is worth as much as one nat is for ten classes."""
+        return self.range / TEN_CLASSES
+
+    def relative(self, loss: float) -> float:
+        """Return the loss on a scale from 0 (floor) to 1 (uninformed)."""
+        return (loss - self.floor) / self.range
+
+    def above_floor(self, losses: Sequence[float]) -> tuple[float, ...]:
+        return tuple(loss - self.floor for loss in losses)
+
 
 ENOUGH = 5  # number of losses before a finite loss can be a spike
+
 RECENT = 5  # number of losses whose median is the present level of the run
 
 # Lower bounds of the spread: relative to the level, and absolute in units of the loss scale (nats for ten classes). At convergence the
@@ -29,9 +74,11 @@ RECENT = 5  # number of losses whose median is the present level of the run
 # explosion. With six sigmas a loss must nearly double before it is a spike, and a loss below 0.003 units never is one. Ten times the level
 # is still a spike at every level from 0.0004 units upwards.
 RELATIVE_FLOOR = 0.15
+
 ABSOLUTE_FLOOR = 5e-4
 
 INFORMED = 0.8  # share of the uninformed loss; a window with a lower mean has learned something
+
 COLLAPSED = 0.97  # share of the uninformed loss; a model with a higher loss knows nothing
 
 # In a normal distribution, this share of the values lies within this many sigmas of the middle.

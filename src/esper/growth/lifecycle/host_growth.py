@@ -1,28 +1,170 @@
-"""Growth of one host: the lifecycles of its slots, its losses, its ledger and its governor; everything about growing except tensors.
+"""Growth of one host, epoch by epoch: its losses, the lifecycles of its slots, its ledger and its governor; everything except tensors.
 
-`HostGrowth` joins these parts. A `Grower` has one for the user's model, and a fleet has one per host, so both follow the same rules. The
-functions before it build the events for the end of an epoch.
+`HostGrowth` joins these parts. A `Grower` has one for the user's model, and a fleet has one per host, so both follow the same rules.
+`History` holds losses, samples, FLOPs and seconds; losses stay on the device and are read once per epoch. The functions between them build
+the events for the end of an epoch; those at the end of the file check and execute the actions of a controller.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, Protocol
 
 import msgspec
+import torch
+from torch import Tensor
 
 from esper.growth.config import GrowthConfig, GrowthError
 from esper.growth.events import ActionRefused, EpochEnded, Measured, Probed, RolledBack, SlotView, StageEntered
-from esper.growth.lifecycle.governor import Diverged, Governor, Verdict
-from esper.growth.lifecycle.history import History
+from esper.growth.lifecycle.governor import Diverged, Governor, LossRange, Verdict
 from esper.growth.lifecycle.ledger import Ledger, Refused, Rollback
-from esper.growth.lifecycle.slots import AnyBackend, SlotLifecycles, ask_gate, carry_out, check_can_grow
-from esper.growth.lifecycle.stages import Action, Contribution, Cost, Decision, GrowthState, LossRange, Stage
+from esper.growth.lifecycle.slots import AnyBackend, SlotLifecycles
+from esper.growth.lifecycle.stages import (
+    Action,
+    Advance,
+    Answer,
+    Contribution,
+    Cost,
+    Decision,
+    Fossilize,
+    Germinate,
+    GrowthState,
+    Prune,
+    Retarget,
+    Stage,
+    may_blend,
+    may_fossilize,
+    may_germinate,
+    may_prune,
+    may_retarget,
+)
 from esper.growth.measure.contribution import confidence_of_look
 from esper.growth.measure.probe import Promises, capped
 from esper.runs import Event
+
+
+class History:
+    """Losses, counts and times of one run. `checks_per_epoch` is the number of chunks into which the losses of an epoch are split."""
+
+    def __init__(self, checks_per_epoch: int) -> None:
+        self.train_losses: list[float] = []  # mean per epoch
+        self.val_losses: list[float] = []
+        self.flops = 0  # spent so far, over the steps whose number of samples is known
+        self.length: int | None = None  # steps in the last epoch; None before the end of the first
+        self.samples: int | None = None  # samples in the last epoch; None if unknown
+        self.steps = 0  # of this epoch, so far
+        self._checks = checks_per_epoch
+        self._losses: list[Tensor] = []  # losses of this epoch, on the device
+        self._loaded = torch.empty(0)  # losses of this epoch from before the run was resumed
+        self._samples = 0  # of this epoch, so far
+        self._lap_samples = 0  # since the last call of `lap`
+        self._began = time.perf_counter()
+        self.data_wait: float | None = None  # seconds spent waiting for data in this epoch; None: not measured
+        self.skipped = 0  # steps that the host's optimiser skipped since the last report of an epoch
+        self.step_seconds: float | None = None  # mean seconds per step of the last epoch; None: not measured
+        self._clock_began: float | None = None  # when the first measured step of this epoch began
+        self._timed_steps = 0
+
+    def start_clock(self) -> None:
+        """Start to measure the training steps of an epoch, or the rest of it after a resume. `chunks` ends the measurement."""
+        # Count down by the steps that were taken before; `chunks` adds all steps of the epoch.
+        self._clock_began, self._timed_steps, self.data_wait = time.perf_counter(), -self.steps, 0.0
+
+    def note_step(self, loss: Tensor, *, samples: int | None, flops_per_sample: int) -> None:
+        """Note one training step. `loss` is not read before the end of the epoch."""
+        self.steps += 1
+        self._losses.append(loss)
+        if samples is not None:
+            self._samples += samples
+            self._lap_samples += samples
+            self.flops += samples * flops_per_sample
+
+    def note_steps(self, steps: int, *, samples: int, flops: int) -> None:
+        """Note several steps at once, whose losses are kept elsewhere."""
+        self.steps += steps
+        self._samples += samples
+        self._lap_samples += samples
+        self.flops += flops
+
+    def forget_losses(self) -> None:
+        """Drop the losses of this epoch. After a rollback, they say nothing about the restored state."""
+        self._losses, self._loaded = [], torch.empty(0)
+
+    def chunks(self) -> list[float]:
+        """Return the mean training losses of the chunks of this epoch; empty if all losses were dropped."""
+        if not self.steps:
+            raise GrowthError(
+                "an epoch is over without a single after_step: the training loader yields nothing, or after_step is not called"
+            )
+        losses = self._read()
+        # All steps are done now: reading their losses has waited for the device.
+        if self._clock_began is not None:
+            self._timed_steps += self.steps
+            seconds, self._clock_began = time.perf_counter() - self._clock_began, None
+            self.step_seconds = seconds / self._timed_steps if self._timed_steps else None
+        means: list[float] = chunk_means(losses, self._checks).tolist() if len(losses) else []
+        return means
+
+    def _read(self) -> Tensor:
+        """Return the losses of this epoch [steps] on the CPU."""
+        if not self._losses:
+            return self._loaded
+        # Keep float64 losses exact, because the scale of all losses is derived from them.
+        losses = torch.stack([loss if loss.dtype == torch.float64 else loss.float() for loss in self._losses])
+        return torch.cat([self._loaded.double(), losses.cpu().double()])
+
+    def end_epoch(self, chunks: list[float], val_loss: float) -> None:
+        """Append the losses of an epoch and start the next. Without chunks, the previous training loss is repeated."""
+        self.train_losses.append(sum(chunks) / len(chunks) if chunks else (self.train_losses or [val_loss])[-1])
+        self.val_losses.append(val_loss)
+        self.length, self.steps = self.steps, 0
+        self.samples, self._samples = self._samples or None, 0
+        self.forget_losses()
+
+    def take_skipped(self) -> int:
+        """Return the number of skipped steps and reset it."""
+        taken, self.skipped = self.skipped, 0
+        return taken
+
+    def lap(self) -> tuple[float, int]:
+        """Return the seconds and samples since the last call."""
+        now = time.perf_counter()
+        seconds, self._began = now - self._began, now
+        samples, self._lap_samples = self._lap_samples, 0
+        return seconds, samples
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "train_losses": list(self.train_losses),
+            "val_losses": list(self.val_losses),
+            "flops": self.flops,
+            "length": self.length,
+            "samples_per_epoch": self.samples,
+            "steps": self.steps,
+            "losses": self._read(),
+            "samples": self._samples,
+            "skipped": self.skipped,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.train_losses, self.val_losses = list(state["train_losses"]), list(state["val_losses"])
+        self.flops, self.length, self.steps, self._samples = state["flops"], state["length"], state["steps"], state["samples"]
+        self.samples = state["samples_per_epoch"]
+        self.skipped = state.get("skipped", 0)  # missing in files of earlier versions
+        self._losses, self._loaded = [], state["losses"].cpu()
+        self._began = time.perf_counter()
+
+
+def chunk_means(losses: Tensor, checks: int) -> Tensor:
+    """Split losses [T, ...] into `checks` consecutive parts and return their means [min(checks, T), ...].
+
+    >>> chunk_means(torch.tensor([1.0, 2.0, 3.0, 5.0]), 2).tolist()
+    [1.5, 4.0]
+    """
+    return torch.stack([part.mean(dim=0) for part in losses.tensor_split(min(len(losses), checks))])
 
 
 def epoch_ended(lifecycles: SlotLifecycles[AnyBackend], history: History, decision: Decision, *, learning_rate: float) -> EpochEnded:
@@ -42,7 +184,7 @@ def epoch_ended(lifecycles: SlotLifecycles[AnyBackend], history: History, decisi
         seconds=seconds,
         samples_per_second=samples / seconds if samples else None,
         total_gflops=history.flops / 1e9 if history.flops else None,
-        step_seconds=history.step_seconds(),
+        step_seconds=history.step_seconds,
         data_wait_seconds=history.data_wait,
         skipped=history.take_skipped(),
     )
@@ -242,7 +384,7 @@ class HostGrowth(Generic[AnyBackend]):
             self.lifecycles.note_contribution(name, contribution)
             gain, rent = contribution.gain, self.lifecycles.rent(name)
             self.emit(Measured(epoch=self.epoch, slot=name, gain=gain.estimate, gain_low=gain.low, gain_high=gain.high, rent=rent))
-        self.promises = capped(promises or {}, loss=self._loss_left(), steps=self.history.length or 0)
+        self.promises = capped(promises, loss=self._loss_left(), steps=self.history.length or 0) if promises else {}
         if promises is not None:
             self.emit(probed(self.epoch, self.promises))
 
@@ -317,3 +459,53 @@ class HostGrowth(Generic[AnyBackend]):
         self.promises = {(slot, blueprint): value for slot, blueprint, value in state["promises"]}
         if state["scale"] is not None:
             self._set_scale(LossRange(*state["scale"]))
+
+
+def ask_gate(lifecycles: SlotLifecycles[AnyBackend], action: Action) -> Answer:
+    """Return the answer of the gate that `action` has to pass."""
+    slot, rules = lifecycles.view(action.slot, {}), lifecycles.config.lifecycle
+    match action:
+        case Germinate():
+            names = [option.name for option in lifecycles.options[action.slot]]
+            if action.blueprint not in names:
+                return Answer(False, f"{action.blueprint!r} cannot grow there; blueprints that can: {', '.join(names) or 'none'}")
+            return may_germinate(slot, lifecycles.allowance().refusal(lifecycles.price(action.slot, action.blueprint)))
+        case Advance():
+            return may_blend(slot, rules)
+        case Retarget():
+            return may_retarget(slot, action.alpha)
+        case Fossilize():
+            return may_fossilize(slot, rules, epoch=lifecycles.epoch)
+        case Prune():
+            return may_prune(slot)
+    raise GrowthError(f"{type(action).__name__} is not an action of a controller; use Germinate, Advance, Retarget, Fossilize or Prune")
+
+
+def carry_out(lifecycles: SlotLifecycles[AnyBackend], action: Action, *, is_over: bool) -> None:
+    """Execute an action that has passed its gate.
+
+    A connected seed is pruned gradually, unless the training is over: then no epochs are left in which alpha could fall.
+    """
+    match action:
+        case Germinate():
+            lifecycles.germinate(action.slot, action.blueprint, action.reason)
+        case Advance():
+            lifecycles.blend(action.slot, action.reason)
+        case Retarget():
+            lifecycles.blend(action.slot, action.reason, alpha=action.alpha)
+        case Fossilize():
+            lifecycles.fossilize(action.slot, action.reason)
+        case Prune():
+            (lifecycles.prune if is_over else lifecycles.withdraw)(action.slot, action.reason)
+
+
+def check_can_grow(lifecycles: SlotLifecycles[AnyBackend]) -> None:
+    """Raise GrowthError unless at least one blueprint fits at least one slot and the budget."""
+    options = [(name, option.name) for name, options in lifecycles.options.items() for option in options]
+    if not options:
+        raise GrowthError(f"none of the blueprints {lifecycles.config.blueprints} fits into any slot; see describe()")
+    allowed = lifecycles.allowance()
+    refusals = [(name, option, allowed.refusal(lifecycles.price(name, option))) for name, option in options]
+    if all(refusal is not None for _, _, refusal in refusals):
+        name, option, refusal = refusals[0]
+        raise GrowthError(f"the budget is smaller than any blueprint; {option} after {name!r}: {refusal}. Raise the budget")

@@ -96,7 +96,7 @@ class Ledger(msgspec.Struct):
 # Tables
 
 
-class Life(Protocol):
+class SeedLife(Protocol):
     """A seed as the tables show it."""
 
     @property
@@ -123,7 +123,7 @@ class Life(Protocol):
     def why(self) -> str: ...
 
 
-def ledger_rows(lives: Iterable[Life], *, is_short: bool = False) -> list[Row]:
+def ledger_rows(lives: Iterable[SeedLife], *, is_short: bool = False) -> list[Row]:
     """Return one row per seed, with the columns of LEDGER_HEADING."""
     return [
         (
@@ -141,7 +141,7 @@ def ledger_rows(lives: Iterable[Life], *, is_short: bool = False) -> list[Row]:
     ]
 
 
-def analytics_rows(lives: Sequence[Life]) -> list[Row]:
+def analytics_rows(lives: Sequence[SeedLife]) -> list[Row]:
     """Return one row per blueprint, with the columns of ANALYTICS_HEADING."""
     rows: list[Row] = []
     for name in dict.fromkeys(life.blueprint for life in lives):

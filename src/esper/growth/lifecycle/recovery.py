@@ -36,9 +36,8 @@ from esper.growth.config import GrowthError
 from esper.growth.host.isolation import is_expanded
 from esper.growth.host.slotted import Slotted
 from esper.growth.lifecycle.governor import Governor
-from esper.growth.lifecycle.module_backend import ModuleBackend
-from esper.growth.lifecycle.slots import SlotLifecycles
-from esper.growth.seeds.optimizer import nested
+from esper.growth.lifecycle.slots import ModuleBackend, SlotLifecycles
+from esper.growth.seeds.seed import nested
 from esper.runs.tensors import Tree
 
 
@@ -203,6 +202,7 @@ class Recovery:
     ) -> None:
         self.host, self.optimizer, self.lifecycles, self.governor = slotted.host, optimizer, lifecycles, governor
         self.scaler, self.scheduler = scaler, scheduler
+        self._optimizers = nested(optimizer)  # the user's optimiser and those that it wraps
         self._snapshots = Snapshots(keep)
         self._held: set[int] = set()  # ids of parameters that are in the snapshots, or that do not belong to the host
         self._moving: set[str] = set()  # names of frozen parameters that change nevertheless
@@ -299,7 +299,7 @@ class Recovery:
     def _state(self, parameters: dict[str, nn.Parameter]) -> State:
         """Return the present state without the seeds, with these parameters of the host."""
         buffers = list(_buffers(self.host))
-        outer, *inner = nested(self.optimizer)
+        outer, *inner = self._optimizers
         return {
             "parameters": {name: parameter.detach() for name, parameter in parameters.items()},
             "buffers": {one.name: one.tensor for one in buffers if one.tensor is not None},
@@ -325,7 +325,7 @@ class Recovery:
                     f"there is no way back to an earlier state: the parameter {name} is {here} now and was {list(saved.shape)}"
                 )
         buffers = _BufferPlan(self.host, state, may_lack=may_lack_buffers)
-        optimizers = nested(self.optimizer)
+        optimizers = self._optimizers
         saved_states = [state["optimizer"], *state.get("inner_optimizers", [])]
         merged = [_merged(one, saved) for one, saved in zip(optimizers, saved_states, strict=False)]
 

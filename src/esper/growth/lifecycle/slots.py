@@ -1,120 +1,46 @@
-"""Lifecycles of the slots of one host: the gates, the moves from stage to stage, and the execution of a controller's actions.
+"""Lifecycles of the slots of one host: the moves of seeds from stage to stage, their costs, and the slots as a controller sees them.
 
-- Gates (`may_...`) are pure functions. They return whether a seed may make a move, with the reason.
-- `SlotLifecycles` holds all slots of a host and makes the moves. It does not check whether a move is allowed or useful: the gates
-  decide the first, the controller the second.
-- `ask_gate` finds the gate for an action of a controller, and `carry_out` executes an action that has passed.
+`SlotLifecycles` makes the moves. It does not check whether a move is allowed or useful: the gates (`stages.may_...`) decide the first, the
+controller the second. It holds its seeds through a `SlotBackend` per slot. `ModuleBackend` is the one for a single model: the seed is a
+module behind a submodule of the host, with an optimiser of its own. A fleet has another one, whose seeds are rows of stacked tensors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
+import torch
+from torch import nn
+from torch.optim import Optimizer
 
-from esper.growth.config import GrowthConfig, GrowthError, LifecycleConfig
+from esper.gradients import GradientStats
+from esper.growth.config import GrowthConfig, SeedOptimizerConfig
 from esper.growth.host.layout import Place
+from esper.growth.host.slots import Slot
+from esper.growth.host.slotted import Slotted
 from esper.growth.lifecycle.backend import Life, Ramp, SeedPlan, SlotBackend
 from esper.growth.lifecycle.ledger import Entry, Ledger, Outcome, Step
 from esper.growth.lifecycle.stages import (
     LIVING,
-    MOVES,
     OCCUPIED,
-    Action,
-    Advance,
     Candidate,
     Contribution,
     Cost,
-    Fossilize,
-    Germinate,
-    Prune,
-    Retarget,
     SlotState,
     Stage,
+    may_move,
 )
-from esper.growth.measure.rent import Allowance, allowance, marginal_rent, total
-from esper.growth.seeds.blueprints import Blueprint, blueprints_for, cost_of, get_blueprint
-from esper.growth.seeds.seed import GATE_WIDTH
+from esper.growth.measure.contribution import Allowance, allowance, marginal_rent, total
+from esper.growth.seeds.blueprints import REGISTRY, Blueprint, blueprints_for, check_branch, cost_of, get_blueprint, is_built_in
+from esper.growth.seeds.seed import GATE_WIDTH, Blending, MakeOptimizer, Seed, SeedLearner, group_of
 from esper.rng import Streams
 
-
-class Answer(NamedTuple):
-    """Answer of a gate. `reason` says why the move is allowed or refused."""
-
-    passed: bool
-    reason: str
-
-
-def _refuse(reason: str) -> Answer:
-    return Answer(False, reason)
-
-
-def may_move(stage: Stage, to: Stage) -> Answer:
-    """Check a move against the table of legal moves."""
-    if to in MOVES[stage]:
-        return Answer(True, f"{stage.name} leads to {to.name}")
-    legal = ", ".join(sorted(move.name for move in MOVES[stage])) or "nothing"
-    return _refuse(f"from {stage.name} a seed can go to {legal}, not to {to.name}")
-
-
-def may_germinate(slot: SlotState, cost: Cost, allowance: Allowance) -> Answer:
-    """Check that the slot is free and that the rest of the budget covers the cost of a seed."""
-    if slot.stage is Stage.EMBARGOED:
-        return _refuse("the slot is under embargo after a pruned seed")
-    if slot.stage is not Stage.DORMANT:
-        return _refuse(f"the slot holds a seed that is {slot.stage.name}")
-    refusal = allowance.refusal(cost)
-    return _refuse(refusal) if refusal else Answer(True, "the slot is free and the budget allows it")
-
-
-def may_blend(slot: SlotState, rules: LifecycleConfig) -> Answer:
-    """Check that a seed raised in the shadow has trained long enough, with healthy gradients, to be connected."""
-    if slot.stage is not Stage.TRAINING:
-        return _refuse(f"only a seed that is TRAINING can begin to blend, and this slot is {slot.stage.name}")
-    if slot.epochs_in_stage < rules.training_epochs:
-        return _refuse(f"it has learned for {slot.epochs_in_stage} of {rules.training_epochs} epochs")
-    if slot.gradients is None or slot.gradients.steps == 0:
-        return _refuse("its gradients have not been measured")
-    if slot.gradients.health < rules.minimum_health:
-        return _refuse(f"the health of its gradients is {slot.gradients.health:.2f}, below {rules.minimum_health:g}")
-    return Answer(True, f"it has learned for {slot.epochs_in_stage} epochs with healthy gradients")
-
-
-def may_fossilize(slot: SlotState, rules: LifecycleConfig, *, epoch: int) -> Answer:
-    """Check that the shortest probation is over and that the contribution, measured in this epoch, is above 0."""
-    move = may_move(slot.stage, Stage.FOSSILIZED)
-    if not move.passed:
-        return move
-    if slot.epochs_in_stage < rules.holding_epochs:
-        return _refuse(f"it has been on probation for {slot.epochs_in_stage} of {rules.holding_epochs} epochs")
-    if slot.contribution is None or slot.contribution.epoch != epoch:
-        return _refuse("its contribution has not been measured in this epoch")
-    return Answer(slot.contribution.gain.estimate > 0, slot.contribution.in_words())
-
-
-def may_prune(slot: SlotState) -> Answer:
-    """Check that the slot holds a seed that is neither fossilized nor already being withdrawn."""
-    if slot.stage not in LIVING:
-        return _refuse(f"there is nothing to prune: the slot is {slot.stage.name}")
-    if slot.is_withdrawing:
-        return _refuse("it is already being withdrawn")
-    return Answer(True, "it is not part of the host yet")
-
-
-def may_retarget(slot: SlotState, alpha: float) -> Answer:
-    """Check that the seed is connected, is not being withdrawn, and that `alpha` is a valid target."""
-    if slot.stage not in (Stage.BLENDING, Stage.HOLDING):
-        return _refuse(f"alpha moves only in BLENDING and HOLDING, and the seed is {slot.stage.name}")
-    if slot.is_withdrawing:
-        return _refuse("it is being withdrawn")
-    if not 0 < alpha <= 1:
-        return _refuse(f"alpha must be above 0 and at most 1, not {alpha:g}; to get rid of a seed, prune it")
-    return Answer(True, "it is connected")
-
-
 Promised = Mapping[tuple[str, str], float]  # (slot, blueprint) -> fall of the loss per step, as estimated by the probe
+
 OnStage = Callable[[str, str, Stage, str], None]  # slot, blueprint, stage, reason
+
 AnyBackend = TypeVar("AnyBackend", bound=SlotBackend)
 
 
@@ -145,6 +71,7 @@ class SlotLifecycles(Generic[AnyBackend]):
             name: options_for(backend.place, config) for name, backend in self.backends.items()
         }
         self._prices: dict[tuple[str, str], tuple[Blueprint, Cost]] = {}  # cache of `price`, by slot and blueprint
+        self._positions = {name: backend.place.positions for name, backend in self.backends.items()}
 
     # Moves
 
@@ -276,14 +203,6 @@ class SlotLifecycles(Generic[AnyBackend]):
 
     # Time
 
-    def tick(self) -> None:
-        """Advance all moving alphas by one training step."""
-        for backend in self.backends.values():
-            ramp = backend.life.ramp
-            if ramp is not None and ramp.done < ramp.steps:
-                ramp.done += 1
-                backend.alpha = ramp.alpha(self.config.lifecycle.alpha_curve)
-
     def _ramp(self, backend: AnyBackend, target: float, epochs: int) -> None:
         """Let alpha move to `target` over `epochs` epochs; at once if that is 0."""
         steps = epochs * max(self.steps_per_epoch, 1)
@@ -340,9 +259,9 @@ class SlotLifecycles(Generic[AnyBackend]):
 
     def price(self, name: str, blueprint: str) -> Cost:
         """Return the cost of a seed of this blueprint in a slot."""
-        current = get_blueprint(blueprint)
         known = self._prices.get((name, blueprint))
-        if known is None or known[0] is not current:  # a user may have registered another blueprint under this name
+        if known is None or known[0] is not REGISTRY.get(blueprint):  # a user may have registered another blueprint under this name
+            current = get_blueprint(blueprint)
             known = self._prices[name, blueprint] = current, self._priced(current, self.backends[name].place)
         return known[1]
 
@@ -408,7 +327,7 @@ class SlotLifecycles(Generic[AnyBackend]):
 
     def _candidates(self, name: str, promises: Promised, added: Cost, allowed: Allowance) -> tuple[Candidate, ...]:
         """Return the blueprints that fit the slot and the rest of the budget."""
-        positions = self.backends[name].place.positions
+        positions = self._positions[name]
         found = []
         for blueprint in self.options[name]:
             cost = self.price(name, blueprint.name)
@@ -449,51 +368,95 @@ class SlotLifecycles(Generic[AnyBackend]):
             backend.life = life
 
 
-def ask_gate(lifecycles: SlotLifecycles[AnyBackend], action: Action) -> Answer:
-    """Return the answer of the gate that `action` has to pass."""
-    slot, rules = lifecycles.view(action.slot, {}), lifecycles.config.lifecycle
-    match action:
-        case Germinate():
-            names = [option.name for option in lifecycles.options[action.slot]]
-            if action.blueprint not in names:
-                return Answer(False, f"{action.blueprint!r} cannot grow there; blueprints that can: {', '.join(names) or 'none'}")
-            return may_germinate(slot, lifecycles.price(action.slot, action.blueprint), lifecycles.allowance())
-        case Advance():
-            return may_blend(slot, rules)
-        case Retarget():
-            return may_retarget(slot, action.alpha)
-        case Fossilize():
-            return may_fossilize(slot, rules, epoch=lifecycles.epoch)
-        case Prune():
-            return may_prune(slot)
-    raise GrowthError(f"{type(action).__name__} is not an action of a controller; use Germinate, Advance, Retarget, Fossilize or Prune")
+class ModuleBackend(SlotBackend):
+    """A slot of a model, whose seed is an `nn.Module`. `learner` trains the seed; it is None without a seed.
 
-
-def carry_out(lifecycles: SlotLifecycles[AnyBackend], action: Action, *, is_over: bool) -> None:
-    """Execute an action that has passed its gate.
-
-    A connected seed is pruned gradually, unless the training is over: then no epochs are left in which alpha could fall.
+    The constructor builds a learner for a trial, so that an optimiser that cannot train seeds fails now rather than at germination.
     """
-    match action:
-        case Germinate():
-            lifecycles.germinate(action.slot, action.blueprint, action.reason)
-        case Advance():
-            lifecycles.blend(action.slot, action.reason)
-        case Retarget():
-            lifecycles.blend(action.slot, action.reason, alpha=action.alpha)
-        case Fossilize():
-            lifecycles.fossilize(action.slot, action.reason)
-        case Prune():
-            (lifecycles.prune if is_over else lifecycles.withdraw)(action.slot, action.reason)
+
+    def __init__(self, slot: Slot, slotted: Slotted, optimizer: Optimizer, config: SeedOptimizerConfig, make: MakeOptimizer | None) -> None:
+        super().__init__(slot.place)
+        self.slot = slot
+        self.learner: SeedLearner | None = None
+        self._slotted, self._optimizer, self._config, self._make = slotted, optimizer, config, make
+        self._learner(nn.ParameterList([torch.zeros(2, 2), torch.zeros(2)]))
+
+    @property
+    def is_connected(self) -> bool:
+        return self.slot.is_connected
+
+    @property
+    def alpha(self) -> float:
+        return self.slot.alpha
+
+    @alpha.setter
+    def alpha(self, value: float) -> None:
+        self.slot.alpha = value
+
+    def plant(self, plan: SeedPlan) -> None:
+        # Check and build everything that may fail before the slot changes.
+        if not is_built_in(get_blueprint(plan.blueprint)):
+            check_branch(get_blueprint(plan.blueprint), self.place)
+        seed = Seed(self._slotted.place(self.place.name), plan.blueprint, random_seed=plan.random_seed, blending=plan.blending)
+        learner = self._learner(seed, warmup=plan.warmup)
+        self.slot.plant(seed, connected=plan.is_connected)
+        self.slot.alpha = plan.alpha
+        self.learner = learner
+
+    def uproot(self) -> None:
+        self.slot.plant(None)
+        self.learner = None
+
+    def connect(self) -> None:
+        self.slot.connect(True)
+
+    def keep(self) -> None:
+        self.slot.is_kept = True
+
+    def set_loss_unit(self, unit: float) -> None:
+        super().set_loss_unit(unit)
+        if self.learner is not None:
+            self.learner.loss_unit = unit
+
+    def gradients(self) -> GradientStats | None:
+        return None if self.learner is None else self.learner.report()
+
+    def seed_state(self) -> dict[str, Any]:
+        return {
+            "seed": None if self.slot.seed is None else dict(self.slot.seed.state_dict()),
+            "learner": None if self.learner is None else self.learner.state_dict(),
+            "alpha": self.slot.alpha,
+            "is_connected": self.slot.is_connected,
+        }
+
+    def load_seed_state(self, state: dict[str, Any], life: Life, blending: Blending) -> None:
+        if state["seed"] is None:
+            self.uproot()
+            return
+        # Build a new seed unless the slot still holds the same one. The weights are loaded below.
+        if self.life.number != life.number or self.slot.seed is None:
+            assert life.blueprint is not None
+            seed = Seed(self._slotted.place(self.place.name), life.blueprint, random_seed=0, blending=blending)
+            self.slot.plant(seed)
+            self.learner = self._learner(seed)
+        assert self.slot.seed is not None
+        assert self.learner is not None
+        self.slot.seed.load_state_dict(state["seed"])
+        self.learner.load_state_dict(state["learner"])
+        self.slot.alpha = state["alpha"]
+        self.slot.is_kept = life.stage is Stage.FOSSILIZED
+        self.slot.connect(state["is_connected"])
+
+    def _learner(self, seed: nn.Module, *, warmup: int = 0) -> SeedLearner:
+        """Build a learner with the settings of the optimiser's group that owns the module before the slot."""
+        group = group_of(self._optimizer, self._slotted.host.get_submodule(self.place.name), self._slotted.host)
+        learner = SeedLearner(seed, self._optimizer, group, self._config, self._make, warmup=warmup)
+        learner.loss_unit = self.loss_unit
+        return learner
 
 
-def check_can_grow(lifecycles: SlotLifecycles[AnyBackend]) -> None:
-    """Raise GrowthError unless at least one blueprint fits at least one slot and the budget."""
-    options = [(name, option.name) for name, options in lifecycles.options.items() for option in options]
-    if not options:
-        raise GrowthError(f"none of the blueprints {lifecycles.config.blueprints} fits into any slot; see describe()")
-    allowed = lifecycles.allowance()
-    refusals = [(name, option, allowed.refusal(lifecycles.price(name, option))) for name, option in options]
-    if all(refusal is not None for _, _, refusal in refusals):
-        name, option, refusal = refusals[0]
-        raise GrowthError(f"the budget is smaller than any blueprint; {option} after {name!r}: {refusal}. Raise the budget")
+def make_backends(
+    slotted: Slotted, optimizer: Optimizer, config: SeedOptimizerConfig, make: MakeOptimizer | None
+) -> dict[str, ModuleBackend]:
+    """Return a backend for every slot of a model, by name."""
+    return {name: ModuleBackend(slot, slotted, optimizer, config, make) for name, slot in slotted.slots.items()}

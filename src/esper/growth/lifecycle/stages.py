@@ -1,4 +1,4 @@
-"""Stages of a seed, the state that a controller sees, and the actions that it can return.
+"""Stages of a seed, the state that a controller sees, the actions that it can return, and the gates that the actions must pass.
 
 The stages depend on how a seed is raised (`LifecycleConfig.raise_mode`):
 
@@ -16,21 +16,20 @@ The stages depend on how a seed is raised (`LifecycleConfig.raise_mode`):
 | EMBARGOED  | the slot waits before a seed may grow in it | the same                                                          |
 
 At the end of an epoch, a controller gets a `GrowthState`: plain numbers, nothing of the model itself. It returns a `Decision`: a set of
-actions, at most one per slot, with reasons in words. A gate may refuse an action; then it is not executed, and the ledger says why. A
-decision may also ask for a probe: the next state then holds an estimate of the gain of every candidate.
+actions, at most one per slot, with reasons in words. A gate (`may_...`) may refuse an action; then it is not executed, and the ledger says
+why. A decision may also ask for a probe: the next state then holds an estimate of the gain of every candidate.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
-from esper.gradients import gradient_health
-from esper.growth.config import GrowthError, LifecycleConfig, RentConfig
+from esper.gradients import GradientStats
+from esper.growth.config import LifecycleConfig, RentConfig
 from esper.growth.host.layout import Place
+from esper.growth.lifecycle.governor import LossRange
 from esper.statistics import Interval
 from esper.text_table import figure
 
@@ -60,51 +59,8 @@ MOVES: dict[Stage, frozenset[Stage]] = {
 }
 
 LIVING = frozenset({Stage.GERMINATED, Stage.TRAINING, Stage.BLENDING, Stage.HOLDING})  # may still be pruned
+
 OCCUPIED = LIVING | {Stage.FOSSILIZED}  # the slot holds a seed
-
-
-TEN_CLASSES = math.log(10)  # loss of a constant predictor for ten equal classes, in nats; rents and thresholds were chosen for it
-
-
-@dataclass(frozen=True, slots=True)
-class LossRange:
-    """Scale that makes losses dimensionless, so that no decision depends on their unit.
-
-    >>> LossRange.of(2.0).relative(0.5), LossRange.of(-1.0, loss_range=4.0).relative(-2.0)
-    (0.25, 0.75)
-    """
-
-    uninformed: float  # loss of the best constant predictor
-    range: float  # how far the loss can fall below `uninformed`
-    is_guess: bool = False  # `uninformed` is only the loss at the start of the training
-
-    @classmethod
-    def of(cls, uninformed: float, *, loss_range: float | None = None, is_guess: bool = False) -> LossRange:
-        """Build a scale. Without `loss_range` the loss can fall to 0, so `uninformed` must be above 0."""
-        if loss_range is None and not uninformed > 0:
-            subject = "the training began with a loss of" if is_guess else "a constant predictor has a loss of"
-            raise GrowthError(
-                f"{subject} {uninformed:.4g}. Gains are judged as shares of that loss, so it must be above 0; say how far the loss can "
-                "fall below it with GrowthConfig(loss_range=...), such as 3.0 for a log-likelihood"
-            )
-        return cls(uninformed, uninformed if loss_range is None else loss_range, is_guess)
-
-    @property
-    def floor(self) -> float:
-        """Lowest possible loss."""
-        return self.uninformed - self.range
-
-    @property
-    def unit(self) -> float:
-        """Difference of losses that is worth as much as one nat is for ten classes."""
-        return self.range / TEN_CLASSES
-
-    def relative(self, loss: float) -> float:
-        """Return the loss on a scale from 0 (floor) to 1 (uninformed)."""
-        return (loss - self.floor) / self.range
-
-    def above_floor(self, losses: Sequence[float]) -> tuple[float, ...]:
-        return tuple(loss - self.floor for loss in losses)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,32 +105,6 @@ class Contribution:
         # Where removal lowers the loss, say by how much: a positive number with a mirrored interval.
         verb, ends = ("raise", (gain.low, gain.high)) if gain.estimate >= 0 else ("lower", (-gain.high, -gain.low))
         return f"removing it now would {verb} the loss by {figure(abs(gain.estimate))} [{figure(ends[0])}, {figure(ends[1])}]"
-
-
-@dataclass(frozen=True, slots=True)
-class GradientStats:
-    """Statistics of a seed's gradients since the last epoch. Norms are global L2 norms, without loss scaling, before clipping."""
-
-    steps: int
-    mean_norm: float
-    max_norm: float
-    health: float  # in [0, 1], see esper.gradients.gradient_health
-    skipped: int  # steps not taken because a gradient of the seed or of its host was not finite
-
-    @classmethod
-    def of(cls, norms: Sequence[float], *, skipped: int = 0, unit: float = 1.0) -> GradientStats:
-        """Build the statistics from the norms of all steps. A norm that is not finite counts as a skipped step.
-
-        `skipped` counts the further steps that were skipped although the seed's own gradient was finite. `unit` is the unit of the loss,
-        see LossRange.
-
-        >>> GradientStats.of([0.5, 1.5]).mean_norm
-        1.0
-        """
-        finite = [norm for norm in norms if math.isfinite(norm)]
-        mean = sum(finite) / len(finite) if finite else 0.0
-        health = sum(gradient_health(norm / unit) for norm in finite) / len(norms) if norms else 0.0
-        return cls(len(norms), mean, max(finite, default=0.0), health, skipped + len(norms) - len(finite))
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,3 +222,79 @@ class CompleteController(Controller, Protocol):
     def state_dict(self) -> dict[str, object]: ...
 
     def load_state_dict(self, state: dict[str, object]) -> None: ...
+
+
+# Gates
+
+
+class Answer(NamedTuple):
+    """Answer of a gate. `reason` says why the move is allowed or refused."""
+
+    passed: bool
+    reason: str
+
+
+def _refuse(reason: str) -> Answer:
+    return Answer(False, reason)
+
+
+def may_move(stage: Stage, to: Stage) -> Answer:
+    """Check a move against the table of legal moves."""
+    if to in MOVES[stage]:
+        return Answer(True, f"{stage.name} leads to {to.name}")
+    legal = ", ".join(sorted(move.name for move in MOVES[stage])) or "nothing"
+    return _refuse(f"from {stage.name} a seed can go to {legal}, not to {to.name}")
+
+
+def may_germinate(slot: SlotState, refusal: str | None) -> Answer:
+    """Check that the slot is free and that the budget does not refuse the seed; see `Allowance.refusal`."""
+    if slot.stage is Stage.EMBARGOED:
+        return _refuse("the slot is under embargo after a pruned seed")
+    if slot.stage is not Stage.DORMANT:
+        return _refuse(f"the slot holds a seed that is {slot.stage.name}")
+    return _refuse(refusal) if refusal else Answer(True, "the slot is free and the budget allows it")
+
+
+def may_blend(slot: SlotState, rules: LifecycleConfig) -> Answer:
+    """Check that a seed raised in the shadow has trained long enough, with healthy gradients, to be connected."""
+    if slot.stage is not Stage.TRAINING:
+        return _refuse(f"only a seed that is TRAINING can begin to blend, and this slot is {slot.stage.name}")
+    if slot.epochs_in_stage < rules.training_epochs:
+        return _refuse(f"it has learned for {slot.epochs_in_stage} of {rules.training_epochs} epochs")
+    if slot.gradients is None or slot.gradients.steps == 0:
+        return _refuse("its gradients have not been measured")
+    if slot.gradients.health < rules.minimum_health:
+        return _refuse(f"the health of its gradients is {slot.gradients.health:.2f}, below {rules.minimum_health:g}")
+    return Answer(True, f"it has learned for {slot.epochs_in_stage} epochs with healthy gradients")
+
+
+def may_fossilize(slot: SlotState, rules: LifecycleConfig, *, epoch: int) -> Answer:
+    """Check that the shortest probation is over and that the contribution, measured in this epoch, is above 0."""
+    move = may_move(slot.stage, Stage.FOSSILIZED)
+    if not move.passed:
+        return move
+    if slot.epochs_in_stage < rules.holding_epochs:
+        return _refuse(f"it has been on probation for {slot.epochs_in_stage} of {rules.holding_epochs} epochs")
+    if slot.contribution is None or slot.contribution.epoch != epoch:
+        return _refuse("its contribution has not been measured in this epoch")
+    return Answer(slot.contribution.gain.estimate > 0, slot.contribution.in_words())
+
+
+def may_prune(slot: SlotState) -> Answer:
+    """Check that the slot holds a seed that is neither fossilized nor already being withdrawn."""
+    if slot.stage not in LIVING:
+        return _refuse(f"there is nothing to prune: the slot is {slot.stage.name}")
+    if slot.is_withdrawing:
+        return _refuse("it is already being withdrawn")
+    return Answer(True, "it is not part of the host yet")
+
+
+def may_retarget(slot: SlotState, alpha: float) -> Answer:
+    """Check that the seed is connected, is not being withdrawn, and that `alpha` is a valid target."""
+    if slot.stage not in (Stage.BLENDING, Stage.HOLDING):
+        return _refuse(f"alpha moves only in BLENDING and HOLDING, and the seed is {slot.stage.name}")
+    if slot.is_withdrawing:
+        return _refuse("it is being withdrawn")
+    if not 0 < alpha <= 1:
+        return _refuse(f"alpha must be above 0 and at most 1, not {alpha:g}; to get rid of a seed, prune it")
+    return Answer(True, "it is connected")

@@ -1,4 +1,6 @@
-"""Contribution of a seed: the validation loss with the seed off minus the loss with it on, over the same batches.
+"""Contribution of a seed, and the rent that it must exceed.
+
+The contribution is the validation loss with the seed off minus the loss with it on, over the same batches.
 
 Settings. With k seeds, k + 1 settings are evaluated: all on, and each one off. The layers before a slot compute the same values with its
 seed on and off, so their outputs are recorded while all seeds are on, and replayed. A check, once per slot, makes sure that the replay
@@ -14,6 +16,9 @@ of a single look; see `confidence_of_look`.
 Shapley values divide the joint gain of several seeds among them. A contribution is measured beside all other seeds, so two seeds that do
 the same work each contribute nothing, although one of them is needed. The Shapley value of a seed is the mean of its gain over all orders
 in which the seeds could be added. The values of all seeds sum to the whole gain. With k seeds this takes 2^k evaluations.
+
+Rent is the price of parameters and FLOPs. `rent_of` is in nats for ten classes; multiplied by `LossRange.unit`, it can be compared with the
+gain of a seed. `Allowance` is the rest of the budget.
 """
 
 from __future__ import annotations
@@ -21,22 +26,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from itertools import combinations, zip_longest
 from typing import Any, NamedTuple, SupportsFloat
 
 import torch
 from torch import Tensor
 
-from esper.growth.config import GrowthError
+from esper.growth.config import BudgetConfig, GrowthError, RentConfig
 from esper.growth.host.prefix_cache import PrefixCache
 from esper.growth.host.slotted import Slotted
-from esper.growth.lifecycle.stages import Contribution
+from esper.growth.lifecycle.stages import Contribution, Cost
 from esper.parallel import ALONE, Group
 from esper.statistics import LEAST_COUNT, Interval, effective_count, weighted_interval
 
 MISJUDGED = 0.05  # chance that at least one of all intervals of a seed misses its true gain
 
 Loss = float | Tensor
+
 # Returns the loss of every validation batch, or pairs of (loss, number of samples); always in the same order.
 Evaluate = Callable[[], Sequence[Loss] | Sequence[tuple[Loss, float]] | Tensor]
 
@@ -311,3 +318,56 @@ def _value(losses: LossesWithout, name: str, others: Sequence[str]) -> list[floa
         gains = [without - with_it for without, with_it in zip(losses[off | {name}], losses[off], strict=True)]
         value = [so_far + weight * gain for so_far, gain in zip(value, gains, strict=True)]
     return value
+
+
+def total(costs: Iterable[Cost]) -> Cost:
+    """Return the sum of several costs."""
+    costs = list(costs)
+    return Cost(sum(cost.parameters for cost in costs), sum(cost.flops for cost in costs))
+
+
+def rent_of(added: Cost, host: Cost, rent: RentConfig) -> float:
+    """Return the rent of everything that was added to a host."""
+    return rent.parameters * math.log1p(added.parameters / max(host.parameters, 1)) + rent.flops * added.flops / max(host.flops, 1)
+
+
+def marginal_rent(seed: Cost, others: Cost, host: Cost, rent: RentConfig) -> float:
+    """Return the rise of the total rent when one seed is added to the others."""
+    both = Cost(seed.parameters + others.parameters, seed.flops + others.flops)
+    return rent_of(both, host, rent) - rent_of(others, host, rent)
+
+
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """The rest of a budget: seeds, parameters and FLOPs that may still be added."""
+
+    seeds: int
+    parameters: int | None  # None: no limit
+    flops: int | None
+
+    def refusal(self, cost: Cost) -> str | None:
+        """Return why a seed of this cost may not be added; None if it may."""
+        if self.seeds < 1:
+            return "there are as many seeds as the budget allows"
+        if self.parameters is not None and cost.parameters > self.parameters:
+            return f"it needs {cost.parameters:,} parameters and the budget has {self.parameters:,} left"
+        if self.flops is not None and cost.flops > self.flops:
+            return f"it needs {cost.flops:,} FLOPs per sample and the budget has {self.flops:,} left"
+        return None
+
+    def after(self, cost: Cost) -> Allowance:
+        """Return the rest of the budget after a seed of this cost has been added."""
+        return Allowance(
+            seeds=self.seeds - 1,
+            parameters=None if self.parameters is None else self.parameters - cost.parameters,
+            flops=None if self.flops is None else self.flops - cost.flops,
+        )
+
+
+def allowance(budget: BudgetConfig, *, host: Cost, added: Cost, seeds: int, slots: int) -> Allowance:
+    """Return the rest of a budget for a host that already holds `seeds` seeds of cost `added` in `slots` slots."""
+    return Allowance(
+        seeds=(budget.max_seeds or slots) - seeds,
+        parameters=None if budget.max_parameters is None else int(budget.max_parameters * host.parameters) - added.parameters,
+        flops=None if budget.max_flops is None else int(budget.max_flops * host.flops) - added.flops,
+    )

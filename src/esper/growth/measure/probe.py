@@ -44,11 +44,10 @@ from torch.optim import Optimizer
 from esper.gradients import unscaled
 from esper.growth.host.slots import Slot
 from esper.growth.host.slotted import Slotted
-from esper.growth.lifecycle.module_backend import ModuleBackend
-from esper.growth.lifecycle.slots import SlotLifecycles
+from esper.growth.lifecycle.slots import ModuleBackend, SlotLifecycles
 from esper.growth.lifecycle.stages import Cost, Stage
 from esper.growth.seeds.blueprints import build_branch, cost_of, get_blueprint, live_parameters
-from esper.growth.seeds.optimizer import MakeOptimizer, SeedLearner, group_of
+from esper.growth.seeds.seed import MakeOptimizer, SeedLearner, group_of
 
 STEPS_ALONG = 32  # optimiser steps along the same gradient; a momentum of 0.9 is then within 4 % of its limit
 LEAST_ANSWERS = 2  # least number of steps per candidate; with one, signal and noise cannot be separated
@@ -382,9 +381,7 @@ class ProbeRunner:
         self, slotted: Slotted, lifecycles: SlotLifecycles[ModuleBackend], optimizer: Optimizer, make: MakeOptimizer | None = None
     ) -> None:
         self.slotted, self.lifecycles, self.optimizer, self.make = slotted, lifecycles, optimizer, make
-        self._probe: Probe | None = None
-        self._steps = 0  # steps of the host's optimiser in this epoch, so far
-        self._length: int | None = None  # steps of the host's optimiser in the last epoch
+        self.probe: Probe | None = None  # None unless one was requested for this epoch
 
     def request(self) -> None:
         """Request a probe of all candidates that fit a dormant slot and the rest of the budget."""
@@ -397,47 +394,45 @@ class ProbeRunner:
             if allowed.refusal(self.lifecycles.price(name, option.name)) is None
         ]
         config = self.lifecycles.config
-        self._probe = (
+        self.probe = (
             Probe(self.slotted, wanted, self.lifecycles.host, self._learner, random_seed=config.seed, probe_steps=config.probe_steps)
             if wanted
             else None
         )
 
-    @property
-    def is_watching(self) -> bool:
-        return self._probe is not None and self._probe.is_watching
-
     def take_flops(self) -> int:
         """Return the FLOPs spent since the last call."""
-        if self._probe is None:
+        if self.probe is None:
             return 0
-        flops, self._probe.flops = self._probe.flops, 0
+        flops, self.probe.flops = self.probe.flops, 0
         return flops
 
     @property
     def has_caught(self) -> bool:
         """Whether there are captured gradients that no optimiser step has used yet."""
-        return self._probe is not None and self._probe.has_caught
+        return self.probe is not None and self.probe.has_caught
 
     def drop(self) -> None:
         """Discard captured gradients that no optimiser step has used."""
-        if self._probe is not None:
-            self._probe.drop()
+        if self.probe is not None:
+            self.probe.drop()
 
     def ask(self, *, scale: Tensor | None) -> None:
         """Evaluate candidates after a step of the host's optimiser. `scale` is the loss scale of the captured gradients."""
-        self._steps += 1
-        if self._probe is not None and self._probe.is_watching:
-            self._probe.ask(scale=scale)
+        if self.probe is not None and self.probe.is_watching:
+            self.probe.ask(scale=scale)
 
-    def get_ready(self) -> None:
-        """Start or stop the probe if that is due. Call it before a forward pass."""
-        probe = self._probe
+    def get_ready(self, steps: int, length: int | None) -> None:
+        """Start or stop the probe if that is due. Call it before a forward pass.
+
+        `steps` is the number of steps of the host's optimiser in this epoch so far, `length` that in the last epoch; None if unknown.
+        """
+        probe = self.probe
         if probe is None:
             return
         if not probe.is_planned:
-            probe.plan(length=self._length)
-        is_due = self._length is None or self._steps >= self._length - probe.steps
+            probe.plan(length=length)
+        is_due = length is None or steps >= length - probe.steps
         if probe.is_over:
             self.rest()
         elif is_due and not probe.is_watching:
@@ -448,7 +443,7 @@ class ProbeRunner:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Do not capture forward passes inside this context, because they are not part of the user's training."""
-        probe = self._probe
+        probe = self.probe
         if probe is None:
             yield
             return
@@ -460,28 +455,27 @@ class ProbeRunner:
 
     def rest(self) -> None:
         """Stop the probe; keep the results so far."""
-        if self._probe is not None and self._probe.is_watching:
-            self._probe.stop()
+        if self.probe is not None and self.probe.is_watching:
+            self.probe.stop()
             self.slotted.run_eagerly(False)
 
     def discard(self) -> None:
         """Stop the probe and drop the request and the results."""
         self.rest()
-        self._probe = None
+        self.probe = None
 
-    def end_epoch(self, *, steps: int) -> Promises | None:
+    def end_epoch(self, *, steps: int, reported: int) -> Promises | None:
         """Return the estimates of the probe; None if none was requested.
 
-        `steps` is the number of training steps that the user reported for the epoch. The host's optimiser may have made fewer, for example
-        with accumulation, so estimates per optimiser step are converted to estimates per reported step.
+        `steps` is the number of steps of the host's optimiser in the epoch, `reported` the number of training steps that the user reported.
+        With accumulation there are more of these, so estimates per optimiser step are converted to estimates per reported step.
         """
-        self._length, self._steps = self._steps, 0
         self.rest()
-        probe, self._probe = self._probe, None
+        probe, self.probe = self.probe, None
         if probe is None:
             return None
         groups = self.optimizer.param_groups
-        factor = self.lifecycles.config.seed_optimizer.learning_rate_factor * self._length / max(steps, 1)
+        factor = self.lifecycles.config.seed_optimizer.learning_rate_factor * steps / max(reported, 1)
         return probe.promises({name: factor * float(groups[self._group(name)]["lr"]) for name in self.lifecycles.backends})
 
     def _group(self, slot: str) -> int:
@@ -490,13 +484,12 @@ class ProbeRunner:
     def _learner(self, slot: str, weights: nn.Module) -> SeedLearner:
         return SeedLearner(weights, self.optimizer, self._group(slot), self.lifecycles.config.seed_optimizer, self.make)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"steps": self._steps, "length": self._length, "probe": None if self._probe is None else self._probe.state_dict()}
+    def state_dict(self) -> dict[str, Any] | None:
+        return None if self.probe is None else self.probe.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
         self.discard()
-        self._steps, self._length = state["steps"], state["length"]
-        if state["probe"] is not None:
+        if state is not None:
             self.request()
-            if self._probe is not None:
-                self._probe.load_state_dict(state["probe"])
+            if self.probe is not None:
+                self.probe.load_state_dict(state)

@@ -54,7 +54,7 @@ class Blueprint:
 
 
 AHEAD = "it would look ahead, but a position there depends only on those before it"
-_registry: dict[str, Blueprint] = {}
+REGISTRY: dict[str, Blueprint] = {}
 
 
 def register_blueprint(
@@ -71,10 +71,10 @@ def register_blueprint(
         raise GrowthError(f"kinds of blueprint {name!r} must be a list of some of {list(KINDS)}, not {sorted(chosen)}")
 
     def register(build: Build) -> Build:
-        if name in _registry and not replace:
+        if name in REGISTRY and not replace:
             raise GrowthError(f"a blueprint named {name!r} already exists; choose another name, or pass replace=True")
         first_line = (build.__doc__ or "").strip().partition("\n")[0]
-        _registry[name] = Blueprint(name, chosen, build, description or first_line, fits)
+        REGISTRY[name] = Blueprint(name, chosen, build, description or first_line, fits)
         return build
 
     return register
@@ -82,10 +82,10 @@ def register_blueprint(
 
 def get_blueprint(name: str) -> Blueprint:
     """Return the blueprint of this name. Raise a GrowthError that lists all blueprints if there is none."""
-    if name not in _registry:
-        hint = did_you_mean(name, _registry, cutoff=0.5)
-        raise GrowthError(f"no blueprint named {name!r}; {hint and f'{hint} '}the blueprints are {', '.join(_registry)}")
-    return _registry[name]
+    if name not in REGISTRY:
+        hint = did_you_mean(name, REGISTRY, cutoff=0.5)
+        raise GrowthError(f"no blueprint named {name!r}; {hint and f'{hint} '}the blueprints are {', '.join(REGISTRY)}")
+    return REGISTRY[name]
 
 
 def blueprints_for(place: Place, names: Sequence[str] | None = None) -> tuple[Blueprint, ...]:
@@ -93,14 +93,14 @@ def blueprints_for(place: Place, names: Sequence[str] | None = None) -> tuple[Bl
     wanted = None if names is None else {get_blueprint(name).name for name in names}
     return tuple(
         blueprint
-        for blueprint in _registry.values()
+        for blueprint in REGISTRY.values()
         if (wanted is None or blueprint.name in wanted) and reason_against(blueprint, place) is None
     )
 
 
 def blueprints_of(kind: Kind) -> tuple[Blueprint, ...]:
     """Return the blueprints for places of this kind, including those that do not fit every such place."""
-    return tuple(blueprint for blueprint in _registry.values() if kind in blueprint.kinds)
+    return tuple(blueprint for blueprint in REGISTRY.values() if kind in blueprint.kinds)
 
 
 def is_built_in(blueprint: Blueprint) -> bool:

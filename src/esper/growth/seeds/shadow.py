@@ -18,7 +18,7 @@ from esper.growth.config import GrowthError
 from esper.growth.host.isolation import Isolation
 from esper.growth.host.prefix_cache import PrefixCache, PrefixCacheMismatch
 from esper.growth.host.slotted import Slotted
-from esper.growth.lifecycle.module_backend import ModuleBackend
+from esper.growth.lifecycle.slots import ModuleBackend
 from esper.growth.lifecycle.stages import Cost
 from esper.parallel import Group
 
