@@ -27,6 +27,7 @@ from esper.growth.host.layout import Place
 from esper.growth.lifecycle.backend import Life, SeedPlan, SlotBackend
 from esper.growth.lifecycle.governor import Governor
 from esper.growth.lifecycle.host_growth import HostGrowth
+from esper.growth.lifecycle.recovery import Snapshot, SnapshotHistory
 from esper.growth.lifecycle.slots import SlotLifecycles
 from esper.growth.lifecycle.stages import Contribution, Decision, Stage
 from esper.growth.measure.contribution import Losses, gain_of
@@ -147,60 +148,54 @@ def _by_copy(places: Mapping[int, int]) -> Iterable[tuple[int, list[int]]]:
         yield number, [row for row, place in places.items() if place == number]
 
 
-class RowRecovery:
+class RowRecovery(SnapshotHistory):
     """The snapshots of one host: which copy each uses, and its state that is not tensors.
 
     Copies on the device are only requested here, in `pending`; `PendingCopies.carry_out` makes them.
     """
 
     def __init__(self, row: int, lifecycles: SlotLifecycles[RowBackend], governor: Governor, pending: PendingCopies, keep: int) -> None:
-        self.row, self.lifecycles, self.governor, self.pending, self.keep = row, lifecycles, governor, pending, keep
+        super().__init__(keep)
+        self.row, self.lifecycles, self.governor, self.pending = row, lifecycles, governor, pending
         self.is_finite = True  # whether all trained weights are finite; the fleet writes it
         self.clock = 0  # decisions counted by the learning-rate schedule; a rollback sets it back
-        self._entries: list[dict[str, Any]] = []  # one per snapshot, oldest first
 
     @property
     def has_begun(self) -> bool:
         """Whether there is a snapshot to go back to. A host has one from its first reset on."""
-        return bool(self._entries)
+        return len(self) > 0
 
     def take_snapshot(self) -> None:
         # Losses can look healthy while weights are not finite. A snapshot of such a state would be no use.
-        if not self.is_finite:
-            return
-        # Keep one snapshot per epoch, the last. When all copies are taken, the oldest is overwritten.
-        if self._entries and self._entries[-1]["epoch"] == self.lifecycles.epoch:
-            self._entries.pop()
-        oldest = self._entries.pop(0) if len(self._entries) == self.keep else None
-        taken = {entry["copy"] for entry in self._entries}
-        copy = oldest["copy"] if oldest else next(number for number in range(self.keep) if number not in taken)
-        self._entries.append(
-            {
-                "copy": copy,
-                "epoch": self.lifecycles.epoch,
-                "garden": self.lifecycles.state_dict(),
-                "governor": self.governor.loss_state(),
-                "clock": self.clock,
-            }
-        )
+        if self.is_finite:
+            state = {"garden": self.lifecycles.state_dict(), "governor": self.governor.loss_state(), "clock": self.clock}
+            self.take(state, epoch=self.lifecycles.epoch)
+
+    def _store(self, state: dict[str, Any], over: dict[str, Any] | None) -> dict[str, Any]:
+        """Request a copy of the host's rows, over the oldest one or into one that is free."""
+        taken = {entry.state["copy"] for entry in self._entries}
+        copy = over["copy"] if over else next(number for number in range(self.keep) if number not in taken)
         self.pending.snapshots[self.row] = copy
+        return {**state, "copy": copy}
 
     def go_back(self, *, is_repeated: bool) -> int:
         """Return to the newest snapshot, or to the one before it where the rollback `is_repeated`. Return the epoch of the snapshot."""
-        if is_repeated and len(self._entries) > 1:
-            self._entries.pop()
-        entry = self._entries[-1]
-        self.lifecycles.load_state_dict(entry["garden"])
-        self.governor.load_loss_state(entry["governor"])
-        self.clock = entry["clock"]
-        self.pending.restores[self.row] = entry["copy"]
-        return int(entry["epoch"])
+        snapshot = self.to_restore(is_repeated=is_repeated)
+        self.lifecycles.load_state_dict(snapshot.state["garden"])
+        self.governor.load_loss_state(snapshot.state["governor"])
+        self.clock = snapshot.state["clock"]
+        self.pending.restores[self.row] = snapshot.state["copy"]
+        self.drop_after(snapshot)
+        return snapshot.epoch
 
     def state_dict(self) -> dict[str, Any]:
-        return {"entries": list(self._entries), "clock": self.clock, "is_finite": self.is_finite}
+        entries = [{"epoch": entry.epoch, **entry.state} for entry in self._entries]
+        return {"entries": entries, "clock": self.clock, "is_finite": self.is_finite}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._entries = [dict(entry) for entry in state["entries"]]
+        self._entries = [
+            Snapshot(entry["epoch"], {name: value for name, value in entry.items() if name != "epoch"}) for entry in state["entries"]
+        ]
         self.clock, self.is_finite = state["clock"], state["is_finite"]
 
 

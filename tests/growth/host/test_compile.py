@@ -309,7 +309,7 @@ def test_a_copy_that_is_made_while_the_probe_looks_runs_compiled() -> None:
     twin = copy.deepcopy(slotted)
     assert torch.equal(out(twin, batch), out(slotted, batch))
     twin.model(batch)
-    assert twin.samples == len(batch)
+    assert twin.calls.samples == len(batch)
     twin.remove()
     train_step(slotted, grower, batch)
     assert torch.equal(out(twin.model, batch), out(FAMILY.model(), batch))

@@ -184,29 +184,27 @@ def test_a_seed_that_comes_changes_shape_and_goes_is_in_the_snapshots_of_its_tim
         assert snapshots.nbytes == sum(tensor.nbytes for tensor in tensors(tree))
 
 
-def test_dropping_the_latest_goes_back_further() -> None:
+def test_a_repeated_disaster_goes_back_further_and_drops_the_latest() -> None:
     snapshots = Snapshots(keep=2)
     for epoch in (4, 5):
         snapshots.take({"weight": torch.full((2,), float(epoch))}, epoch=epoch)
-    snapshots.drop_latest()
-    snapshot = snapshots.latest()
-    assert snapshot is not None
+    assert snapshots.to_restore(is_repeated=False).epoch == 5
+    snapshot = snapshots.to_restore(is_repeated=True)
     assert snapshot.epoch == 4
     assert snapshot.state["weight"].tolist() == [4.0, 4.0]
+    snapshots.drop_after(snapshot)
+    assert snapshots.epochs == (4,)
+    assert snapshots.to_restore(is_repeated=True).epoch == 4, "there is no earlier one"
     snapshots.take({"weight": torch.full((2,), 6.0)}, epoch=6)
     assert snapshots.epochs == (4, 6)
-    snapshots.drop_latest()
-    snapshots.drop_latest()
-    assert snapshots.latest() is None
-    with pytest.raises(IndexError, match="no snapshot to drop"):
-        snapshots.drop_latest()
 
 
-def test_nothing_is_held_after_clearing() -> None:
-    snapshots = Snapshots(keep=2)
-    snapshots.take({"weight": torch.zeros(2)}, epoch=0)
-    snapshots.clear()
-    assert (len(snapshots), snapshots.nbytes, snapshots.latest()) == (0, 0, None)
+def test_there_is_one_snapshot_per_epoch_the_last() -> None:
+    snapshots = Snapshots(keep=3)
+    for value in (1.0, 2.0):
+        snapshots.take({"weight": torch.full((2,), value)}, epoch=7)
+    assert snapshots.epochs == (7,)
+    assert snapshots.to_restore(is_repeated=False).state["weight"].tolist() == [2.0, 2.0]
 
 
 def test_a_snapshot_that_fails_leaves_the_others_whole() -> None:

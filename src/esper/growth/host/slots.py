@@ -116,7 +116,7 @@ class ModelPatch(ForwardPatch):
         vars(module)["forward"] = self
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        return self.run(self.inner, arguments, named)
+        return self.run(self.forward, arguments, named)  # `recording` may replace `inner`
 
     def run(self, forward: Forward, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Run a forward pass. With gradients, count its samples, record it, and let the follower watch its backward pass."""

@@ -23,7 +23,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise, zip_longest
 from typing import Any, NamedTuple
 
@@ -49,16 +49,11 @@ class Snapshot:
     state: Tree
 
 
-class Snapshots:
-    """The latest snapshots, at most `keep`; a new one replaces the oldest.
+class SnapshotHistory:
+    """The latest snapshots of one host: at most `keep`, one per epoch. Models and fleets share these rules, and differ in the storage.
 
-    >>> weight = torch.ones(2)
-    >>> snapshots = Snapshots(keep=2)
-    >>> snapshots.take({"weight": weight}, epoch=1)
-    >>> weight.mul_(float("nan"))
-    tensor([nan, nan])
-    >>> snapshots.latest()
-    Snapshot(epoch=1, state={'weight': tensor([1., 1.])})
+    `_store(state, over)` returns what is kept of a state. `over` is the oldest snapshot's, which the new one replaces; None if none is
+    replaced.
     """
 
     def __init__(self, keep: int) -> None:
@@ -75,15 +70,47 @@ class Snapshots:
         """Epochs of the snapshots, oldest first."""
         return tuple(entry.epoch for entry in self._entries)
 
+    def take(self, state: Tree, *, epoch: int) -> None:
+        """Store `state`. It replaces a snapshot of the same epoch, or else the oldest one if there are `keep`.
+
+        If storing fails, the snapshot that was being replaced is lost and the others are intact.
+        """
+        if self.epochs[-1:] == (epoch,):
+            self._entries.pop()
+        oldest = self._entries.pop(0).state if len(self._entries) == self.keep else None
+        self._entries.append(Snapshot(epoch, self._store(state, oldest)))
+
+    def _store(self, state: Tree, over: Tree) -> Tree:
+        raise NotImplementedError
+
+    def to_restore(self, *, is_repeated: bool) -> Snapshot:
+        """Return the snapshot to go back to: the latest, or the one before it if the latest has led to another disaster (`is_repeated`)."""
+        return self._entries[-2 if is_repeated and len(self._entries) > 1 else -1]
+
+    def drop_after(self, snapshot: Snapshot) -> None:
+        """Remove the snapshots that are newer than this one. Call it when this one has been restored."""
+        self._entries = [entry for entry in self._entries if entry.epoch <= snapshot.epoch]
+
+
+class Snapshots(SnapshotHistory):
+    """Snapshots in CPU memory.
+
+    >>> weight = torch.ones(2)
+    >>> snapshots = Snapshots(keep=2)
+    >>> snapshots.take({"weight": weight}, epoch=1)
+    >>> weight.mul_(float("nan"))
+    tensor([nan, nan])
+    >>> snapshots.latest()
+    Snapshot(epoch=1, state={'weight': tensor([1., 1.])})
+    """
+
     @property
     def nbytes(self) -> int:
         """Bytes of all stored tensors."""
         return sum(tensor.nbytes for entry in self._entries for tensor in _tensors(entry.state))
 
-    def take(self, state: Tree, *, epoch: int) -> None:
-        """Copy `state`. If that fails half-way, the snapshot that was being overwritten is lost and the others are intact."""
-        oldest = self._entries.pop(0).state if len(self._entries) == self.keep else None
-        self._entries.append(Snapshot(epoch, _copy(state, over=oldest)))
+    def _store(self, state: Tree, over: Tree) -> Tree:
+        return _copy(state, over=over)
 
     def add(self, place: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
         """Copy tensors into the dict at path `place` of every snapshot, except under names that it already has."""
@@ -102,25 +129,9 @@ class Snapshots:
             found = found[key]
         return found
 
-    def latest(self, *, skip: int = 0) -> Snapshot | None:
-        """Return a copy of the latest snapshot, or of the one `skip` places before it; None if there is none.
-
-        A copy is needed because `load_state_dict` of an optimiser keeps the tensors it is given where device and dtype fit. Its next step
-        would write into the stored snapshot.
-        """
-        if len(self._entries) <= skip:
-            return None
-        entry = self._entries[-1 - skip]
-        return Snapshot(entry.epoch, _copy(entry.state))
-
-    def drop_latest(self) -> None:
-        """Remove the latest snapshot. Use it when a rollback to that snapshot has led to another disaster."""
-        if not self._entries:
-            raise IndexError("there is no snapshot to drop; check len() first")
-        self._entries.pop()
-
-    def clear(self) -> None:
-        self._entries.clear()
+    def latest(self) -> Snapshot | None:
+        """Return a copy of the latest snapshot; None if there is none."""
+        return replace(self._entries[-1], state=_copy(self._entries[-1].state)) if self._entries else None
 
     def state_dict(self) -> dict[str, Tree]:
         """Return the stored snapshots without copying them. Write them to disk before the next one is taken."""
@@ -215,8 +226,6 @@ class Recovery:
         self.hold_moving()
         if not self.has_finite_weights():
             return
-        if self._snapshots.epochs[-1:] == (self.lifecycles.epoch,):
-            self._snapshots.drop_latest()  # keep one snapshot per epoch, the last
         changing = {name: parameter for name, parameter in self.host.named_parameters() if self._changes(name, parameter)}
         state = {**self._state(changing), "garden": self.lifecycles.state_dict()}
         self._snapshots.take({"now": state, "governor": self.governor.loss_state()}, epoch=self.lifecycles.epoch)
@@ -270,14 +279,14 @@ class Recovery:
 
         `is_repeated` means that the latest snapshot has already led to another disaster. It is dropped then, if there is an earlier one.
         """
-        drops = is_repeated and len(self._snapshots) > 1
-        snapshot = self._snapshots.latest(skip=1 if drops else 0)
-        assert snapshot is not None
-        self._check_others_are_finite(snapshot.state["now"])
-        self.restore(snapshot.state["now"])
-        self.governor.load_loss_state(snapshot.state["governor"])
-        if drops:
-            self._snapshots.drop_latest()
+        snapshot = self._snapshots.to_restore(is_repeated=is_repeated)
+        # Restore a copy: `load_state_dict` of an optimiser keeps the tensors it is given where device and dtype fit. Its next step would
+        # write into the stored snapshot.
+        state = copy_of(snapshot.state)
+        self._check_others_are_finite(state["now"])
+        self.restore(state["now"])
+        self.governor.load_loss_state(state["governor"])
+        self._snapshots.drop_after(snapshot)
         return snapshot.epoch
 
     def _check_others_are_finite(self, state: State) -> None:

@@ -161,7 +161,8 @@ class Measurement:
     def _can_trust(self, evaluate: Evaluate, name: str, with_all: Losses) -> bool:
         """Return whether the layers before a slot may be replayed. The first time, compare a replay with all seeds on to `with_all`."""
         replay = self._replays.get(name)
-        if self._group.any(name in self._distrusted or replay is None or not replay.is_usable or not replay.nbytes):
+        is_unusable = name in self._distrusted or replay is None or not replay.is_usable or not replay.nbytes
+        if is_unusable if self._group.world_size == 1 else self._group.any(is_unusable):
             return False
         assert replay is not None
         if name not in self._trusted:
