@@ -172,7 +172,7 @@ class RowRecovery(SnapshotHistory):
             self.take(state, epoch=self.lifecycles.epoch)
 
     def _store(self, state: dict[str, Any], over: dict[str, Any] | None) -> dict[str, Any]:
-        """Request a copy of the host's rows, over the oldest one or into one that is free."""
+        """Request a copy of the host's rows: over that of the snapshot that is replaced, else into one that is free."""
         taken = {entry.state["copy"] for entry in self._entries}
         copy = over["copy"] if over else next(number for number in range(self.keep) if number not in taken)
         self.pending.snapshots[self.row] = copy

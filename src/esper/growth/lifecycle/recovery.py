@@ -52,8 +52,7 @@ class Snapshot:
 class SnapshotHistory:
     """The latest snapshots of one host: at most `keep`, one per epoch. Models and fleets share these rules, and differ in the storage.
 
-    `_store(state, over)` returns what is kept of a state. `over` is the oldest snapshot's, which the new one replaces; None if none is
-    replaced.
+    `_store(state, over)` returns what is kept of a state. `over` was kept of the snapshot that the new one replaces; None if there is none.
     """
 
     def __init__(self, keep: int) -> None:
@@ -75,10 +74,12 @@ class SnapshotHistory:
 
         If storing fails, the snapshot that was being replaced is lost and the others are intact.
         """
+        replaced = None
         if self.epochs[-1:] == (epoch,):
-            self._entries.pop()
-        oldest = self._entries.pop(0).state if len(self._entries) == self.keep else None
-        self._entries.append(Snapshot(epoch, self._store(state, oldest)))
+            replaced = self._entries.pop().state
+        elif len(self._entries) == self.keep:
+            replaced = self._entries.pop(0).state
+        self._entries.append(Snapshot(epoch, self._store(state, replaced)))
 
     def _store(self, state: Tree, over: Tree) -> Tree:
         raise NotImplementedError
