@@ -59,7 +59,7 @@ class EpochEnded(Event, tag="epoch_ended"):
     seconds: float = 0.0  # duration of the epoch, including the decision
     samples_per_second: float | None = None
     total_gflops: float | None = None  # used so far; None if batch sizes are unknown
-    step_seconds: float | None = None  # mean duration of a training step on the device's clock, including the wait for data
+    step_seconds: float | None = None  # mean duration of a training step, including the wait for data
     data_wait_seconds: float | None = None  # total wait for the training loader; this and step_seconds are None in a user's own loop
     skipped: int = 0
     """Steps that the host's optimiser skipped because a gradient overflowed under its loss scale. Skipped steps of seeds are in `slots`.
