@@ -30,7 +30,7 @@ from esper.rl.policy import Policy
 from esper.runs import CheckpointStore, read_tensors, write_tensors
 from tests.controller.hosts import drawn_state, slot, state
 from tests.controller.test_network import opinionated
-from tests.fleet.test_fleet_equals_grower import BATCH, alone, make_host as make_conv_host, small_task
+from tests.fleet.builders import BATCH, make_host as make_conv_host, small_task, train_alone
 from tests.growth.builders import SLOTS, make_data, make_host
 
 NETWORK = SlotNetworkConfig(width=16, candidate_width=8, attention_heads=2, summary_width=16)
@@ -110,7 +110,7 @@ def test_a_host_looks_the_same_in_a_fleet_and_in_grow_and_no_gate_refuses_a_deci
     growth, config = GrowthConfig(lifecycle=rules), FleetConfig(batch_size=BATCH, validation_batch=20, precision="float64")
     setting = HostConfig(seed=3, growth_seed=5, horizon=9, learning_rate=0.01, rent=RentConfig(parameters=0.2, flops=0.1))
     one, other = (Watched(load_controller(path, seed=4)) for _ in range(2))
-    grown = alone(task, setting, {}, growth, config, one)
+    grown = train_alone(task, setting, growth, config, one)
     fleet = Fleet(task, make_conv_host, hosts=1, growth=growth, config=config)
     fleet.reset({0: setting})
     rows = [0]

@@ -12,18 +12,31 @@ from esper.fleet import Fleet, FleetConfig, HostConfig
 from esper.growth.config import GrowthConfig, LifecycleConfig
 from esper.growth.grower import Grower
 from esper.growth.host.slotted import add_slots
-from esper.growth.lifecycle.stages import Advance, Decision, Fossilize
+from esper.growth.lifecycle.stages import Decision, Fossilize
 from esper.tasks import BatchLoader
-from tests.fleet.test_fleet import QUICK, SHADOW, in_every_slot, settings_of
-from tests.fleet.test_fleet_equals_grower import BATCH, Scripted, assert_alike, germinate, make_host, small_task
+from tests.fleet.builders import (
+    BATCH,
+    JOINT,
+    LIFECYCLES,
+    Scripted,
+    advance_and_fossilize,
+    assert_fields_close,
+    build_seeded,
+    germinate,
+    germinate_in_every_slot,
+    host_settings,
+    make_fleet,
+    make_host,
+    small_task,
+)
 
 WHOLE = FleetConfig(batch_size=BATCH, validation_batch=20, precision="float64")
 IN_PARTS = msgspec.structs.replace(WHOLE, accumulate=5)
 SLOTS = ("body.0", "body.1")
 
 
-class Plain(nn.Module):
-    """Without a batch norm no sample knows of another."""
+class NormFree(nn.Module):
+    """A host without batch norms, in which no sample depends on another."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,30 +47,23 @@ class Plain(nn.Module):
         return self.head(self.body(x))
 
 
-def plain(seed: int) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        return Plain().double()
+def make_norm_free(seed: int) -> nn.Module:
+    return build_seeded(seed, NormFree)
 
 
 def lived(config: FleetConfig, lifecycle: LifecycleConfig) -> Fleet:
     """Some epochs with seeds that come, blend in and are kept."""
     growth = GrowthConfig(lifecycle=lifecycle, slots=SLOTS)
-    fleet = Fleet(small_task(), plain, hosts=3, growth=growth, config=config)
-    fleet.reset(dict(enumerate(settings_of(3, horizon=20))))
+    fleet = make_fleet(host_settings(3, horizon=20), growth, config, make_host=make_norm_free)
     fleet.decide({0: Decision((germinate("body.0", "mlp"), germinate("body.1", "low_rank"))), 2: Decision((germinate("body.0", "mlp"),))})
     for _ in range(3):
         fleet.advance()
-    fleet.decide({0: Decision((Advance("body.0", ""),))})
-    for _ in range(3):
-        fleet.advance()
-    fleet.decide({0: Decision((Fossilize("body.0", ""),))})
-    fleet.advance()
+    advance_and_fossilize(fleet, 0, "body.0", epochs=3)
     return fleet
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lifecycle", [QUICK, SHADOW], ids=["joint", "shadow"])
+@LIFECYCLES
 def test_hosts_without_a_batch_norm_learn_from_the_parts_what_they_learn_from_the_whole(lifecycle: LifecycleConfig) -> None:
     whole, in_parts = lived(WHOLE, lifecycle), lived(IN_PARTS, lifecycle)
     assert any(entry.outcome == "kept" for entry in whole.rows[0].host_growth.ledger.entries)
@@ -73,7 +79,7 @@ def test_hosts_without_a_batch_norm_learn_from_the_parts_what_they_learn_from_th
 @pytest.mark.slow
 def test_a_row_equals_the_same_host_alone_with_accumulated_gradients() -> None:
     """Of hosts with batch norms, which see the parts."""
-    task, growth = small_task(), GrowthConfig(lifecycle=QUICK)
+    task, growth = small_task(), GrowthConfig(lifecycle=JOINT)
     setting = HostConfig(seed=3, growth_seed=5, horizon=5, learning_rate=0.01)
     script = {1: [germinate("blocks.1", "conv3x3"), germinate("blocks.2", "bottleneck")], 3: [Fossilize("blocks.1", "")]}
     fleet = Fleet(task, make_host, hosts=2, growth=growth, config=msgspec.structs.replace(IN_PARTS, schedule="none"))
@@ -104,7 +110,7 @@ def test_a_row_equals_the_same_host_alone_with_accumulated_gradients() -> None:
 
     host_growth = fleet.rows[1].host_growth
     assert [entry.outcome for entry in host_growth.ledger.entries] == [entry.outcome for entry in grower.ledger.entries]
-    assert_alike(host_growth.history.train_losses, list(grower.history.train_losses))
+    assert_fields_close(host_growth.history.train_losses, list(grower.history.train_losses))
     state = host.state_dict()
     for name, tensor in fleet.host.rows.state_dict_of(1).items():
         torch.testing.assert_close(tensor, state[name], atol=1e-9, rtol=0)
@@ -129,8 +135,7 @@ def test_a_probe_takes_every_part_for_a_step() -> None:
     growth = GrowthConfig(slots=SLOTS, probe_steps=1)
     sums = []
     for config in (WHOLE, IN_PARTS):
-        fleet = Fleet(small_task(), plain, hosts=2, growth=growth, config=config)
-        fleet.reset(dict(enumerate(settings_of(2))))
+        fleet = make_fleet(host_settings(2), growth, config, make_host=make_norm_free)
         fleet.decide({1: Decision(probe=True)})
         plan = fleet.plan([0, 1])
         fleet.segment(plan).run(fleet.data.batches(1, BATCH, rows=[0, 1]))
@@ -154,8 +159,8 @@ def test_no_more_than_a_part_is_kept_at_once() -> None:
     largest = []
     for config in (WHOLE, IN_PARTS):
         fleet = Fleet(small_task(), make_host, hosts=2, config=msgspec.structs.replace(config, steps_per_decision=1))
-        fleet.reset(dict(enumerate(settings_of(2))))
-        in_every_slot(fleet, 0)
+        fleet.reset(dict(enumerate(host_settings(2))))
+        germinate_in_every_slot(fleet, 0)
         seen: list[int] = []
 
         def note(tensor: Tensor, seen: list[int] = seen) -> Tensor:

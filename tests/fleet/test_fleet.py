@@ -12,79 +12,67 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from esper.fleet import Fleet, FleetConfig, FleetError, HostConfig, TaskTensors
+from esper.fleet import Fleet, FleetError, HostConfig, TaskTensors
 from esper.fleet.device import Reading
 from esper.fleet.measure import losses_of
 from esper.growth import GrowthError, register_blueprint
 from esper.growth.config import GovernorConfig, GrowthConfig, LifecycleConfig, SeedOptimizerConfig
 from esper.growth.events import ActionRefused, StageEntered
 from esper.growth.host.layout import Place
-from esper.growth.lifecycle.stages import Action, Advance, Decision, Fossilize, Germinate, Stage
+from esper.growth.lifecycle.stages import Advance, Decision, Fossilize, Germinate, Stage
 from esper.growth.seeds import blueprints
 from esper.runs import Event
-from esper.tasks import ConvHost, Split, Task, load_task, shuffled_order
+from esper.tasks import ConvHost, Split, shuffled_order
 from esper.tasks.gpt_host import GPTHost
-from tests.fleet.test_fleet_equals_grower import BATCH, SLOTS, alone, assert_same, germinate, make_host, small_task, together
-
-CONFIG = FleetConfig(batch_size=BATCH, validation_batch=20, precision="float64")
-QUICK = LifecycleConfig(holding_epochs=1, embargo_epochs=1)
-SHADOW = LifecycleConfig(raise_mode="shadow", training_epochs=2, minimum_health=0.0, blend_epochs=1, holding_epochs=1)
-State = dict[str, Tensor]
-
-
-def settings_of(count: int, **changes: Any) -> list[HostConfig]:
-    return [HostConfig(**{"seed": row, "growth_seed": row, "horizon": 8, "learning_rate": 0.01, **changes}) for row in range(count)]
-
-
-def make_fleet(
-    settings: list[HostConfig], growth: GrowthConfig | None = None, config: FleetConfig = CONFIG, task: Task | None = None
-) -> Fleet:
-    fleet = Fleet(task or small_task(), make_host, hosts=len(settings), growth=growth or GrowthConfig(lifecycle=QUICK), config=config)
-    fleet.reset(dict(enumerate(settings)))
-    return fleet
-
-
-def rows_of(fleet: Fleet, rows: list[int]) -> State:
-    """Everything that these hosts are made of, copied."""
-    return {name: tensor[rows].clone() for name, tensor in fleet.tensors().items()}
-
-
-def assert_identical(first: State, second: State) -> None:
-    assert first.keys() == second.keys()
-    for name, tensor in first.items():
-        assert torch.equal(tensor, second[name]), name
-
-
-def decide(fleet: Fleet, row: int, *actions: Action) -> None:
-    fleet.decide({row: Decision(actions)})
-
-
-def in_every_slot(fleet: Fleet, row: int, blueprints: tuple[str, str, str] = ("conv3x3", "bottleneck", "norm")) -> None:
-    decide(fleet, row, *(germinate(slot, blueprint) for slot, blueprint in zip(SLOTS, blueprints, strict=True)))
-
+from tests.fleet.builders import (
+    BATCH,
+    CONFIG,
+    JOINT,
+    LIFECYCLES,
+    SHADOW,
+    SLOTS,
+    Script,
+    Scripted,
+    assert_identical,
+    assert_row_equals,
+    build_seeded,
+    copy_rows,
+    decide,
+    germinate,
+    germinate_in_every_slot,
+    host_settings,
+    make_fleet,
+    make_gpt_host,
+    make_host,
+    small_task,
+    step_in_two_precisions,
+    text_task,
+    train_alone,
+    train_fleet,
+)
 
 # Disasters
 
 
 @pytest.mark.slow
 def test_a_host_whose_loss_is_not_finite_goes_back_and_no_other_notices() -> None:
-    explodes = settings_of(3)
+    explodes = host_settings(3)
     explodes[1] = msgspec.structs.replace(explodes[1], learning_rate=1e300)
-    calm, other = make_fleet(settings_of(3)), make_fleet(explodes)
+    calm, other = make_fleet(host_settings(3)), make_fleet(explodes)
     for fleet in (calm, other):
-        in_every_slot(fleet, 0)
+        germinate_in_every_slot(fleet, 0)
         for _ in range(3):
             fleet.advance()
-    assert_identical(rows_of(calm, [0, 2]), rows_of(other, [0, 2]))
+    assert_identical(copy_rows(calm, [0, 2]), copy_rows(other, [0, 2]))
     assert [host.host_growth.governor.rollbacks for host in other.rows] == [0, 3, 0]
     beginning = make_fleet(explodes)
-    assert_identical(rows_of(other, [1]), rows_of(beginning, [1]))
+    assert_identical(copy_rows(other, [1]), copy_rows(beginning, [1]))
     assert "is nan" in other.rows[1].host_growth.ledger.rollbacks[0].reason
 
 
 @pytest.mark.slow
 def test_a_host_that_fails_again_and_again_is_given_up_and_the_others_go_on() -> None:
-    settings = settings_of(2)
+    settings = host_settings(2)
     settings[0] = msgspec.structs.replace(settings[0], learning_rate=1e300)
     fleet = make_fleet(settings, GrowthConfig(governor=GovernorConfig(max_rollbacks=1)))
     fleet.advance()
@@ -98,35 +86,35 @@ def test_a_host_that_fails_again_and_again_is_given_up_and_the_others_go_on() ->
 def test_a_seed_that_explodes_is_rolled_back_as_in_a_host_alone() -> None:
     """The loss stays finite, so that a host alone is judged at the end of the epoch too."""
     task = small_task()
-    growth = GrowthConfig(lifecycle=QUICK, seed_optimizer=SeedOptimizerConfig(learning_rate_factor=3000.0, warmup_epochs=0.0))
+    growth = GrowthConfig(lifecycle=JOINT, seed_optimizer=SeedOptimizerConfig(learning_rate_factor=3000.0, warmup_epochs=0.0))
     scripts = [{}, {4: [germinate("blocks.2", "conv3x3")], 7: [germinate("blocks.0", "norm")]}, {}]
-    settings = settings_of(3, horizon=9, learning_rate=0.001)
-    fleet = together(task, settings, scripts, growth, CONFIG)
+    settings = host_settings(3, horizon=9, learning_rate=0.001)
+    fleet = train_fleet(task, settings, scripts, growth, CONFIG)
     assert [host.host_growth.governor.rollbacks > 0 for host in fleet.rows] == [False, True, False]
     assert fleet.rows[1].host_growth.ledger.entries[0].outcome == "rolled back"
     for row, (setting, script) in enumerate(zip(settings, scripts, strict=True)):
-        grown = alone(task, setting, script, growth, CONFIG)
+        grown = train_alone(task, setting, growth, CONFIG, Scripted(script))
         assert grown.rollbacks == fleet.rows[row].host_growth.governor.rollbacks
         assert grown.ledger.rollbacks == fleet.rows[row].host_growth.ledger.rollbacks
-        assert_same(fleet, row, grown, atol=1e-9)
+        assert_row_equals(fleet, row, grown, atol=1e-9)
 
 
 @pytest.mark.slow
 def test_going_back_brings_seeds_weights_moments_and_alphas_of_that_time() -> None:
     growth = GrowthConfig(lifecycle=msgspec.structs.replace(SHADOW, blend_epochs=3))
-    fleet = make_fleet(settings_of(2), growth)
-    in_every_slot(fleet, 0)
+    fleet = make_fleet(host_settings(2), growth)
+    germinate_in_every_slot(fleet, 0)
     for _ in range(3):
         fleet.advance()
     decide(fleet, 0, Advance("blocks.0", ""))
     fleet.advance()
-    before, lifecycles = rows_of(fleet, [0]), copy.deepcopy(fleet.rows[0].host_growth.lifecycles.state_dict())
+    before, lifecycles = copy_rows(fleet, [0]), copy.deepcopy(fleet.rows[0].host_growth.lifecycles.state_dict())
     fleet.advance()  # a snapshot of a healthy epoch
     host = fleet.rows[0]
     host.host_growth.governor.note_rollback()  # so that the one before it is asked for
     assert host.recovery.go_back(is_repeated=True) == 4
     fleet._pending.carry_out(fleet._snapshots)
-    assert_identical(before, rows_of(fleet, [0]))
+    assert_identical(before, copy_rows(fleet, [0]))
     assert host.host_growth.lifecycles.state_dict() == lifecycles
     assert 0 < host.host_growth.lifecycles.backends["blocks.0"].alpha < 1
 
@@ -136,17 +124,17 @@ def test_going_back_brings_seeds_weights_moments_and_alphas_of_that_time() -> No
 
 @pytest.mark.slow
 def test_a_host_that_is_over_stays_bit_identical_while_others_train() -> None:
-    settings = [msgspec.structs.replace(setting, horizon=horizon) for setting, horizon in zip(settings_of(3), (2, 5, 4), strict=True)]
+    settings = [msgspec.structs.replace(setting, horizon=horizon) for setting, horizon in zip(host_settings(3), (2, 5, 4), strict=True)]
     fleet = make_fleet(settings)
-    in_every_slot(fleet, 0)
+    germinate_in_every_slot(fleet, 0)
     fleet.advance()
     fleet.advance()
-    before, position = rows_of(fleet, [0]), (fleet.data.orders[0].epoch, fleet.data.orders[0].position)
+    before, position = copy_rows(fleet, [0]), (fleet.data.orders[0].epoch, fleet.data.orders[0].position)
     samples = fleet.samples_trained
     assert fleet.advance() == [1, 2]
     assert fleet.samples_trained - samples == 2 * 4 * BATCH
     fleet.advance()
-    assert_identical(before, rows_of(fleet, [0]))
+    assert_identical(before, copy_rows(fleet, [0]))
     assert position == (fleet.data.orders[0].epoch, fleet.data.orders[0].position)
     assert len(fleet.rows[0].host_growth.history.val_losses) == 2
     while fleet.training():
@@ -156,13 +144,13 @@ def test_a_host_that_is_over_stays_bit_identical_while_others_train() -> None:
 
 @pytest.mark.slow
 def test_a_reset_host_lives_as_in_a_new_fleet_and_the_others_go_on() -> None:
-    fleet, straight = make_fleet(settings_of(2)), make_fleet(settings_of(2))
+    fleet, straight = make_fleet(host_settings(2)), make_fleet(host_settings(2))
     again = HostConfig(seed=5, growth_seed=6, horizon=8, learning_rate=0.02)
     for each in (fleet, straight):
-        in_every_slot(each, 0)
+        germinate_in_every_slot(each, 0)
         each.advance()
     fleet.reset({0: again})
-    new = make_fleet([again, settings_of(2)[1]])
+    new = make_fleet([again, host_settings(2)[1]])
     for each in (fleet, straight, new):
         each.advance()
     # What others grow may change the order in which the numbers of a host are summed up, and nothing else.
@@ -184,7 +172,7 @@ def test_a_host_that_was_never_reset_does_not_train() -> None:
 
 
 def test_every_host_sees_all_training_samples_in_an_order_of_its_own() -> None:
-    fleet = make_fleet(settings_of(3))
+    fleet = make_fleet(host_settings(3))
     first = fleet.data.batches(4, BATCH, rows=[0, 1, 2]).reshape(-1, 3)
     second = fleet.data.batches(4, BATCH, rows=[0, 2]).reshape(-1, 2)
     for row in range(3):
@@ -197,7 +185,7 @@ def test_every_host_sees_all_training_samples_in_an_order_of_its_own() -> None:
 def test_hosts_see_the_labels_and_the_part_of_the_data_of_their_setting() -> None:
     task = small_task()
     train, test = task.train.targets.clone(), task.test.targets.clone()
-    settings = settings_of(4)
+    settings = host_settings(4)
     changes: list[dict[str, float]] = [{}, {"label_noise": 0.3}, {"data_share": 0.25}, {"classes_share": 0.3}]
     settings = [msgspec.structs.replace(setting, **change) for setting, change in zip(settings, changes, strict=True)]
     fleet = make_fleet(settings, task=task)
@@ -221,10 +209,10 @@ def test_hosts_see_the_labels_and_the_part_of_the_data_of_their_setting() -> Non
 def test_nobody_reads_the_test_part_until_it_is_asked_for() -> None:
     task = small_task()
     poisoned = replace(task, test=Split(torch.full_like(task.test.inputs, math.nan), task.test.targets))
-    clean, other = make_fleet(settings_of(1), task=task), make_fleet(settings_of(1), task=poisoned)
+    clean, other = make_fleet(host_settings(1), task=task), make_fleet(host_settings(1), task=poisoned)
     for fleet in (clean, other):
         fleet.advance()
-    assert_identical(rows_of(clean, [0]), rows_of(other, [0]))
+    assert_identical(copy_rows(clean, [0]), copy_rows(other, [0]))
     assert clean.losses(task.test).isfinite().all()
     assert other.losses(poisoned.test).isnan().all()
 
@@ -232,12 +220,12 @@ def test_nobody_reads_the_test_part_until_it_is_asked_for() -> None:
 @pytest.mark.slow
 def test_losses_are_those_of_the_host_with_what_it_has_kept() -> None:
     task = small_task()
-    settings = settings_of(2, horizon=4)
-    growth = GrowthConfig(lifecycle=QUICK)
+    settings = host_settings(2, horizon=4)
+    growth = GrowthConfig(lifecycle=JOINT)
     scripts = [{0: [germinate("blocks.1", "conv3x3")], 2: [Fossilize("blocks.1", "")], 3: [germinate("blocks.0", "norm")]}, {}]
-    fleet = together(task, settings, scripts, growth, CONFIG)
+    fleet = train_fleet(task, settings, scripts, growth, CONFIG)
     for row, (setting, script) in enumerate(zip(settings, scripts, strict=True)):
-        model = alone(task, setting, script, growth, CONFIG).model.eval()
+        model = train_alone(task, setting, growth, CONFIG, Scripted(script)).model.eval()
         expected = nn.functional.cross_entropy(model(task.test.inputs), task.test.targets)
         torch.testing.assert_close(fleet.losses(task.test)[row], expected.detach(), atol=1e-9, rtol=0)
 
@@ -245,10 +233,10 @@ def test_losses_are_those_of_the_host_with_what_it_has_kept() -> None:
 # Saving
 
 
-@pytest.mark.parametrize("lifecycle", [QUICK, pytest.param(SHADOW, marks=pytest.mark.slow)], ids=["joint", "shadow"])
+@pytest.mark.parametrize("lifecycle", [JOINT, pytest.param(SHADOW, marks=pytest.mark.slow)], ids=["joint", "shadow"])
 def test_a_saved_fleet_goes_on_bit_for_bit_with_seeds_alive(lifecycle: LifecycleConfig) -> None:
     growth = GrowthConfig(lifecycle=lifecycle)
-    settings = settings_of(3, horizon=9)
+    settings = host_settings(3, horizon=9)
     settings[2] = msgspec.structs.replace(settings[2], label_noise=0.2, data_share=0.5)
     fleet = make_fleet(settings, growth)
 
@@ -259,16 +247,16 @@ def test_a_saved_fleet_goes_on_bit_for_bit_with_seeds_alive(lifecycle: Lifecycle
         fleet.decide({0: Decision((Fossilize("blocks.0", ""),))})
         fleet.finish(range(3))
 
-    in_every_slot(fleet, 0)
+    germinate_in_every_slot(fleet, 0)
     fleet.advance()
     fleet.advance()
     saved = copy.deepcopy(fleet.state_dict())
-    resumed = make_fleet(settings_of(3), growth)  # whose hosts were others
+    resumed = make_fleet(host_settings(3), growth)  # whose hosts were others
     resumed.advance()
     resumed.load_state_dict(saved)
     for each in (fleet, resumed):
         go_on(each)
-    assert_identical(rows_of(fleet, [0, 1, 2]), rows_of(resumed, [0, 1, 2]))
+    assert_identical(copy_rows(fleet, [0, 1, 2]), copy_rows(resumed, [0, 1, 2]))
     for own, other in zip(fleet.rows, resumed.rows, strict=True):
         assert own.host_growth.ledger == other.host_growth.ledger
         assert own.host_growth.history.val_losses == other.host_growth.history.val_losses
@@ -280,47 +268,26 @@ def test_a_saved_fleet_goes_on_bit_for_bit_with_seeds_alive(lifecycle: Lifecycle
 
 @pytest.mark.slow
 def test_a_state_of_another_fleet_is_refused_before_anything_changes() -> None:
-    fleet, larger = make_fleet(settings_of(2)), make_fleet(settings_of(3))
-    before = rows_of(fleet, [0, 1])
+    fleet, larger = make_fleet(host_settings(2)), make_fleet(host_settings(3))
+    before = copy_rows(fleet, [0, 1])
     with pytest.raises(FleetError, match="has 3 hosts, and this one 2"):
         fleet.load_state_dict(larger.state_dict())
-    other = make_fleet(settings_of(2), config=msgspec.structs.replace(CONFIG, optimizer="sgd"))
+    other = make_fleet(host_settings(2), config=msgspec.structs.replace(CONFIG, optimizer="sgd"))
     with pytest.raises(FleetError, match="make one of the same hosts"):
         fleet.load_state_dict(other.state_dict())
     with pytest.raises(FleetError, match=r"make one with the same governor\.keep"):
         fleet.load_state_dict({**fleet.state_dict(), "snapshots": {str(number): {} for number in range(9)}})
-    assert_identical(before, rows_of(fleet, [0, 1]))
+    assert_identical(before, copy_rows(fleet, [0, 1]))
 
 
 # Precision
 
 
-def named_as(state: Any, dtype: torch.dtype) -> Any:
-    """The state of a fleet in float64, named as one of another dtype is."""
-    if not isinstance(state, dict):
-        return state
-    return {name.replace("torch.float64", str(dtype)): named_as(value, dtype) for name, value in state.items()}
-
-
 @pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-5), pytest.param("bfloat16", 2e-2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("lifecycle", [QUICK, pytest.param(SHADOW, marks=pytest.mark.slow)], ids=["joint", "shadow"])
+@pytest.mark.parametrize("lifecycle", [JOINT, pytest.param(SHADOW, marks=pytest.mark.slow)], ids=["joint", "shadow"])
 def test_one_step_in_lower_precision_agrees_with_float64(precision: str, tolerance: float, lifecycle: LifecycleConfig) -> None:
-    growth = GrowthConfig(lifecycle=lifecycle)
-    config = msgspec.structs.replace(CONFIG, steps_per_decision=1)
-    fleet = make_fleet(settings_of(3, horizon=20), growth, config)
-    in_every_slot(fleet, 0)
-    in_every_slot(fleet, 1, ("squeeze_excite", "depthwise", "wide_conv3x3"))
-    for _ in range(5):
-        fleet.advance()
-    other = make_fleet(settings_of(3), growth, msgspec.structs.replace(config, precision=precision))
-    other.load_state_dict(named_as(copy.deepcopy(fleet.state_dict()), torch.float32))
-    for each in (fleet, other):
-        each.advance()
-    for name, tensor in fleet.host.rows.tensors().items():
-        torch.testing.assert_close(other.host.rows.tensors()[name].to(tensor.dtype), tensor, atol=tolerance, rtol=tolerance)
-    for slot, bank in fleet.banks.items():
-        torch.testing.assert_close(other.banks[slot].tensors["weights"].double(), bank.tensors["weights"], atol=tolerance, rtol=tolerance)
-    for own, there in zip(fleet.rows, other.rows, strict=True):
+    exact, lower = step_in_two_precisions(lifecycle, precision, epochs=5, tolerance=tolerance)
+    for own, there in zip(exact.rows, lower.rows, strict=True):
         assert there.host_growth.history.train_losses[-1] == pytest.approx(own.host_growth.history.train_losses[-1], rel=tolerance)
         assert there.host_growth.history.val_losses[-1] == pytest.approx(own.host_growth.history.val_losses[-1], rel=tolerance)
 
@@ -331,8 +298,8 @@ def test_one_step_in_lower_precision_agrees_with_float64(precision: str, toleran
 @pytest.mark.slow
 def test_the_device_is_read_once_in_a_decision(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever would wait for a device is forbidden until the one read."""
-    fleet = make_fleet(settings_of(2), GrowthConfig(lifecycle=QUICK, probe_steps=2))
-    in_every_slot(fleet, 0)
+    fleet = make_fleet(host_settings(2), GrowthConfig(lifecycle=JOINT, probe_steps=2))
+    germinate_in_every_slot(fleet, 0)
     fleet.advance()
     fleet.decide({1: Decision(probe=True)})
     reads: list[int] = []
@@ -368,16 +335,8 @@ def test_the_device_is_read_once_in_a_decision(monkeypatch: pytest.MonkeyPatch) 
 # Other hosts
 
 
-def text_task() -> Task:
-    task = load_task("text", sequence_length=8, batch_size=BATCH)
-    parts = {name: Split(split.inputs[:count], split.targets[:count]) for name, split, count in (
-        ("train", task.train, 100), ("validation", task.validation, 60), ("test", task.test, 60)
-    )}  # fmt: skip
-    return replace(task, **parts)
-
-
-class Own(nn.Module):
-    """A user's own module, which no lowering knows: its layers are, what it does with them is not."""
+class Custom(nn.Module):
+    """A user's own module: its layers can be lowered, its forward method cannot."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -391,45 +350,33 @@ class Own(nn.Module):
         return self.head(hidden + self.second(hidden).sin())
 
 
-def own_host(seed: int) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        return Own().double()
+def make_custom_host(seed: int) -> nn.Module:
+    return build_seeded(seed, Custom)
+
+
+def sequence_loss(outputs: Tensor, targets: Tensor, **named: Any) -> Tensor:
+    return nn.functional.cross_entropy(outputs.flatten(0, -2), targets.flatten(), **named)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lifecycle", [QUICK, SHADOW], ids=["joint", "shadow"])
-@pytest.mark.parametrize("kind", ["own", "text"])
-def test_hosts_of_other_kinds_equal_themselves_alone(kind: str, lifecycle: LifecycleConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    task = small_task() if kind == "own" else text_task()
-
-    def gpt_host(seed: int) -> nn.Module:
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)
-            return GPTHost(task.num_classes, sequence_length=8, width=8, layers=2, heads=2).double()
-
-    slots = ("norm", "second") if kind == "own" else ("blocks.0", "blocks.1")
-    module = "tests.fleet.test_fleet_equals_grower"
-    monkeypatch.setattr(f"{module}.make_host", own_host if kind == "own" else gpt_host)
-    monkeypatch.setattr(f"{module}.nn.functional.cross_entropy", _sequence_loss)
+@LIFECYCLES
+@pytest.mark.parametrize("kind", ["custom", "text"])
+def test_hosts_of_other_kinds_equal_themselves_alone(kind: str, lifecycle: LifecycleConfig) -> None:
+    task = small_task() if kind == "custom" else text_task()
+    slots = ("norm", "second") if kind == "custom" else ("blocks.0", "blocks.1")
+    make = make_custom_host if kind == "custom" else make_gpt_host
     # A single run measures the loss of a constant predictor, with noise of its own.
     growth = GrowthConfig(lifecycle=lifecycle, slots=slots, governor=GovernorConfig(uninformed_loss=task.uninformed_loss))
-    scripts = [
+    scripts: list[Script] = [
         {},
         {0: [germinate(slots[0], "mlp")], 3: [Advance(slots[0], ""), germinate(slots[1], "low_rank")], 5: [Fossilize(slots[0], "")]},
         {1: [germinate(slots[1], "norm" if kind == "text" else "mlp")]},
     ]
-    settings = settings_of(3, horizon=6)
-    fleet = together(task, settings, scripts, growth, CONFIG)
+    settings = host_settings(3, horizon=6)
+    fleet = train_fleet(task, settings, scripts, growth, CONFIG, make_host=make)
     for row, (setting, script) in enumerate(zip(settings, scripts, strict=True)):
-        assert_same(fleet, row, alone(task, setting, script, growth, CONFIG), atol=1e-9)
-
-
-_cross_entropy = nn.functional.cross_entropy
-
-
-def _sequence_loss(outputs: Tensor, targets: Tensor, **named: Any) -> Tensor:
-    return _cross_entropy(outputs.flatten(0, -2), targets.flatten(), **named)
+        grown = train_alone(task, setting, growth, CONFIG, Scripted(script), make_host=make, loss_fn=sequence_loss)
+        assert_row_equals(fleet, row, grown, atol=1e-9)
 
 
 # What cannot be done
@@ -444,14 +391,14 @@ def test_a_fleet_without_hosts_is_refused() -> None:
 def test_slots_that_do_not_exist_are_refused() -> None:
     with pytest.raises(GrowthError, match=r"blocks\.7"):
         Fleet(small_task(), make_host, hosts=1, growth=GrowthConfig(slots=("blocks.7",)), config=CONFIG)
-    fleet = make_fleet(settings_of(1))
+    fleet = make_fleet(host_settings(1))
     with pytest.raises(FleetError, match=r"no slot named 'blocks\.7'.*blocks\.0, blocks\.1, blocks\.2"):
         decide(fleet, 0, germinate("blocks.0", "norm"), Germinate("blocks.7", "", "norm"))
     assert not fleet.rows[0].host_growth.ledger.entries
 
 
 def test_hosts_that_do_not_exist_are_refused() -> None:
-    fleet = make_fleet(settings_of(2))
+    fleet = make_fleet(host_settings(2))
     for row in (2, -1):
         with pytest.raises(FleetError, match=f"no host {row}; a fleet of 2 has the hosts 0 to 1"):
             decide(fleet, row)
@@ -463,7 +410,7 @@ def test_hosts_that_do_not_exist_are_refused() -> None:
 def test_blueprints_that_do_not_fit_are_refused() -> None:
     with pytest.raises(FleetError, match=r"none of the blueprints \('mlp',\) fits any of the slots blocks\.0"):
         Fleet(small_task(), make_host, hosts=1, growth=GrowthConfig(blueprints=("mlp",)), config=CONFIG)
-    fleet = make_fleet(settings_of(1))
+    fleet = make_fleet(host_settings(1))
     decide(fleet, 0, germinate("blocks.0", "mlp"))
     assert "'mlp' cannot grow there" in fleet.rows[0].host_growth.ledger.refused[0].reason
 
@@ -506,8 +453,8 @@ def test_data_on_the_device_are_shared_by_fleets() -> None:
 @pytest.mark.slow
 def test_the_life_of_every_host_is_told_with_its_row() -> None:
     events: list[Event] = []
-    settings = settings_of(3, horizon=3)
-    fleet = Fleet(small_task(), make_host, hosts=3, growth=GrowthConfig(lifecycle=QUICK), config=CONFIG, on_event=events.append)
+    settings = host_settings(3, horizon=3)
+    fleet = Fleet(small_task(), make_host, hosts=3, growth=GrowthConfig(lifecycle=JOINT), config=CONFIG, on_event=events.append)
     fleet.reset(dict(enumerate(settings)))
     decide(fleet, 1, germinate(SLOTS[0], "norm"))
     decide(fleet, 2, germinate(SLOTS[1], "conv3x3"), Fossilize(SLOTS[2], "too soon"))
@@ -525,7 +472,7 @@ def test_the_life_of_every_host_is_told_with_its_row() -> None:
 
 @pytest.mark.slow
 def test_validation_runs_in_inference_mode() -> None:
-    fleet = make_fleet(settings_of(2))
+    fleet = make_fleet(host_settings(2))
     losses = losses_of(fleet.stacked_model(range(2)), fleet.samples)
     assert losses.is_inference()
     fleet.advance()  # and nothing of it is in the way of training

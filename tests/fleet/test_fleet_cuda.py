@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from typing import Any
 
@@ -12,44 +11,43 @@ import torch
 
 from esper.fleet import Fleet, FleetConfig, FleetError, HostConfig
 from esper.growth.config import GrowthConfig, LifecycleConfig
-from esper.growth.lifecycle.stages import Advance, Decision, Fossilize
+from esper.growth.lifecycle.stages import Decision
 from esper.tasks import ConvHost
 from tests.conftest import sync_debug_mode
-from tests.fleet.test_fleet import in_every_slot, named_as
-from tests.fleet.test_fleet_equals_grower import BATCH, germinate, make_host, small_task
+from tests.fleet.builders import (
+    CONFIG,
+    LIFECYCLES,
+    advance_and_fossilize,
+    germinate,
+    germinate_in_every_slot,
+    host_settings,
+    make_fleet,
+    make_host,
+    small_task,
+    step_in_two_precisions,
+)
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
-CONFIG = FleetConfig(batch_size=BATCH, validation_batch=20, precision="float64")
-JOINT = LifecycleConfig(holding_epochs=1, embargo_epochs=1)
-SHADOW = LifecycleConfig(raise_mode="shadow", training_epochs=2, minimum_health=0.0, blend_epochs=1, holding_epochs=1)
 
-
-def make_fleet(hosts: int, lifecycle: LifecycleConfig, config: FleetConfig = CONFIG, device: str = "cuda") -> Fleet:
-    growth = GrowthConfig(lifecycle=lifecycle, probe_steps=2)
-    fleet = Fleet(small_task(), make_host, hosts=hosts, growth=growth, config=config, device=device)
-    fleet.reset({row: HostConfig(seed=row, growth_seed=row, horizon=20, learning_rate=0.01) for row in range(hosts)})
-    return fleet
+def make_gpu_fleet(lifecycle: LifecycleConfig, config: FleetConfig = CONFIG, device: str = "cuda") -> Fleet:
+    return make_fleet(host_settings(3, horizon=20), GrowthConfig(lifecycle=lifecycle, probe_steps=2), config, device=device)
 
 
 def live(fleet: Fleet) -> None:
     """Some epochs with seeds that come, are kept, and are taken out."""
-    in_every_slot(fleet, 0)
+    germinate_in_every_slot(fleet, 0)
     fleet.decide({2: Decision(probe=True)})
     fleet.advance()
     fleet.decide({1: Decision((germinate("blocks.1", "wide_conv3x3"),))})
     fleet.advance()
-    fleet.decide({0: Decision((Advance("blocks.0", ""),))})
-    for _ in range(3):
-        fleet.advance()
-    fleet.decide({0: Decision((Fossilize("blocks.0", ""),))})
-    fleet.advance()
+    advance_and_fossilize(fleet, 0, "blocks.0", epochs=3)
 
 
-@pytest.mark.parametrize("lifecycle", [JOINT, SHADOW], ids=["joint", "shadow"])
+@LIFECYCLES
 def test_a_fleet_on_a_gpu_equals_the_same_on_a_cpu(lifecycle: LifecycleConfig) -> None:
     """In float64, by another lowering."""
-    fleets = [make_fleet(3, lifecycle, device=device) for device in ("cpu", "cuda")]
+    fleets = [make_gpu_fleet(lifecycle, device=device) for device in ("cpu", "cuda")]
     for fleet in fleets:
         live(fleet)
     for name, tensor in fleets[0].tensors().items():
@@ -60,14 +58,14 @@ def test_a_fleet_on_a_gpu_equals_the_same_on_a_cpu(lifecycle: LifecycleConfig) -
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("float64", 1e-9), ("float32", 1e-5), ("bfloat16", 2e-2)])
-@pytest.mark.parametrize("lifecycle", [JOINT, SHADOW], ids=["joint", "shadow"])
+@LIFECYCLES
 def test_steps_that_are_recorded_and_replayed_equal_steps_that_are_not(
     lifecycle: LifecycleConfig, precision: str, tolerance: float
 ) -> None:
     config = msgspec.structs.replace(CONFIG, steps_per_decision=8, precision=precision)
-    fleets = [make_fleet(3, lifecycle, msgspec.structs.replace(config, graphs=graphs)) for graphs in (False, True)]
+    fleets = [make_gpu_fleet(lifecycle, msgspec.structs.replace(config, graphs=graphs)) for graphs in (False, True)]
     for fleet in fleets:
-        in_every_slot(fleet, 0)
+        germinate_in_every_slot(fleet, 0)
         fleet.decide({2: Decision(probe=True)})
         fleet.advance()
         if precision == "float64":
@@ -77,11 +75,11 @@ def test_steps_that_are_recorded_and_replayed_equal_steps_that_are_not(
         torch.testing.assert_close(fleets[1].tensors()[name], tensor, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("lifecycle", [JOINT, SHADOW], ids=["joint", "shadow"])
+@LIFECYCLES
 def test_recorded_training_on_a_lagging_gpu_equals_training_that_is_waited_for(lifecycle: LifecycleConfig) -> None:
     """Sleeps on the current stream before and after every stretch: a step that did not wait for its data would read the old ones."""
     config = msgspec.structs.replace(CONFIG, steps_per_decision=8)
-    waited, lagging = (make_fleet(3, lifecycle, msgspec.structs.replace(config, graphs=graphs)) for graphs in (False, True))
+    waited, lagging = (make_gpu_fleet(lifecycle, msgspec.structs.replace(config, graphs=graphs)) for graphs in (False, True))
     for fleet in (waited, lagging):
         advance = fleet.advance
 
@@ -110,11 +108,11 @@ def assert_waits_once(fleet: Fleet) -> None:
     assert len(waits) == 1, [f"{warning.filename}:{warning.lineno}" for warning in waits]
 
 
-@pytest.mark.parametrize("lifecycle", [JOINT, SHADOW], ids=["joint", "shadow"])
+@LIFECYCLES
 def test_the_device_is_waited_for_once_in_a_decision(lifecycle: LifecycleConfig) -> None:
-    fleet = make_fleet(3, lifecycle)
+    fleet = make_gpu_fleet(lifecycle)
     live(fleet)
-    in_every_slot(fleet, 2)
+    germinate_in_every_slot(fleet, 2)
     fleet.decide({1: Decision(probe=True)})
     fleet.advance()  # what is loaded at its first use
     fleet.decide({1: Decision(probe=True)})
@@ -122,22 +120,9 @@ def test_the_device_is_waited_for_once_in_a_decision(lifecycle: LifecycleConfig)
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-5), ("bfloat16", 2e-2)])
-@pytest.mark.parametrize("lifecycle", [JOINT, SHADOW], ids=["joint", "shadow"])
+@LIFECYCLES
 def test_one_step_in_lower_precision_agrees_with_float64(precision: str, tolerance: float, lifecycle: LifecycleConfig) -> None:
-    config = msgspec.structs.replace(CONFIG, steps_per_decision=1)
-    fleet = make_fleet(3, lifecycle, config)
-    in_every_slot(fleet, 0)
-    in_every_slot(fleet, 1, ("squeeze_excite", "depthwise", "wide_conv3x3"))
-    for _ in range(8):
-        fleet.advance()
-    other = make_fleet(3, lifecycle, msgspec.structs.replace(config, precision=precision))
-    other.load_state_dict(named_as(copy.deepcopy(fleet.state_dict()), torch.float32))
-    for each in (fleet, other):
-        each.advance()
-    for name, tensor in fleet.host.rows.tensors().items():
-        torch.testing.assert_close(other.host.rows.tensors()[name].to(tensor.dtype), tensor, atol=tolerance, rtol=tolerance)
-    for slot, bank in fleet.banks.items():
-        torch.testing.assert_close(other.banks[slot].tensors["weights"].double(), bank.tensors["weights"], atol=tolerance, rtol=tolerance)
+    step_in_two_precisions(lifecycle, precision, epochs=8, tolerance=tolerance, device="cuda")
 
 
 @pytest.mark.usefixtures("alone_with_device_memory")

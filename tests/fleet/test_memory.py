@@ -14,13 +14,13 @@ from esper.fleet.data import FleetData
 from esper.fleet.memory import check_fits, explained, free_bytes, in_words, rooms_of_groups
 from esper.growth.config import GovernorConfig, GrowthConfig, LifecycleConfig
 from esper.growth.lifecycle.stages import Decision, Germinate
-from tests.fleet.test_fleet_equals_grower import BATCH, SLOTS, make_host, small_task
+from tests.fleet.builders import BATCH, SLOTS, make_host, small_task
 
 CPU = torch.device("cpu")
 CONFIG = FleetConfig(batch_size=BATCH, precision="float64")
 
 
-def make_fleet(hosts: int, growth: GrowthConfig | None = None, config: FleetConfig = CONFIG) -> Fleet:
+def make_untrained_fleet(hosts: int, growth: GrowthConfig | None = None, config: FleetConfig = CONFIG) -> Fleet:
     return Fleet(small_task(), make_host, hosts=hosts, growth=growth, config=config)
 
 
@@ -29,7 +29,7 @@ def make_fleet(hosts: int, growth: GrowthConfig | None = None, config: FleetConf
 @pytest.mark.parametrize("blending", ["add", "gate"])
 def test_the_state_is_what_a_fleet_holds_for_every_host(optimizer: str, blending: str) -> None:
     growth = GrowthConfig(lifecycle=LifecycleConfig(blending=blending), governor=GovernorConfig(keep=3))
-    fleet = make_fleet(5, growth, msgspec.structs.replace(CONFIG, optimizer=optimizer))
+    fleet = make_untrained_fleet(5, growth, msgspec.structs.replace(CONFIG, optimizer=optimizer))
     held = sum(tensor.nbytes for tensor in fleet.tensors().values())
     assert held % 5 == 0
     assert fleet.memory_per_host().state == held // 5 * (1 + 1 + 3)  # as they are, as they train, and the snapshots
@@ -62,7 +62,7 @@ class _Peak:
 @pytest.mark.parametrize("is_grown", [False, True])
 def test_a_step_keeps_about_as_much_as_is_said(is_grown: bool) -> None:
     """One step of many hosts, with and without the largest seed in every slot."""
-    fleet = make_fleet(16, config=msgspec.structs.replace(CONFIG, steps_per_decision=1))
+    fleet = make_untrained_fleet(16, config=msgspec.structs.replace(CONFIG, steps_per_decision=1))
     fleet.reset({row: HostConfig(seed=row) for row in range(16)})
     if is_grown:
         grown = Decision(tuple(Germinate(slot, "", "wide_conv3x3") for slot in SLOTS))
@@ -77,7 +77,7 @@ def test_a_step_keeps_about_as_much_as_is_said(is_grown: bool) -> None:
 @pytest.mark.slow
 def test_memory_grows_with_the_batch_and_not_with_the_hosts() -> None:
     small, large, many = (
-        make_fleet(hosts, config=msgspec.structs.replace(CONFIG, batch_size=batch)).memory_per_host()
+        make_untrained_fleet(hosts, config=msgspec.structs.replace(CONFIG, batch_size=batch)).memory_per_host()
         for hosts, batch in ((1, 10), (1, 40), (8, 10))
     )
     assert small == many
@@ -106,16 +106,16 @@ def test_measuring_draws_no_random_numbers_and_changes_nothing() -> None:
 
 @pytest.mark.slow
 def test_a_fleet_that_does_not_fit_says_how_many_would_and_allocates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    each = make_fleet(1).memory_per_host().least
+    each = make_untrained_fleet(1).memory_per_host().least
     monkeypatch.setattr("esper.fleet.fleet.free_bytes", lambda device: 7 * each + 1)
-    make_fleet(7)
+    make_untrained_fleet(7)
 
     def too_late(*arguments: object, **named: object) -> None:
         raise AssertionError("allocated before it was checked")
 
     monkeypatch.setattr("esper.fleet.fleet.HostStorage", too_late)
     with pytest.raises(FleetError, match=r"9 hosts do not fit: one takes about .* 7 would fit. Take fewer hosts, a smaller batch_size"):
-        make_fleet(9)
+        make_untrained_fleet(9)
 
 
 def test_a_device_without_room_for_one_host_says_so() -> None:
@@ -127,7 +127,7 @@ def test_a_device_without_room_for_one_host_says_so() -> None:
 
 def test_an_absurd_number_of_hosts_is_refused_at_once() -> None:
     with pytest.raises(FleetError, match="1000000000 hosts do not fit"):
-        make_fleet(10**9)
+        make_untrained_fleet(10**9)
 
 
 @pytest.mark.slow
@@ -135,9 +135,9 @@ def test_an_absurd_number_of_hosts_is_refused_at_once() -> None:
 def test_a_device_that_runs_out_of_memory_in_training_says_how_many_hosts_would_fit(
     error: RuntimeError, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    memory = make_fleet(1).memory_per_host()
+    memory = make_untrained_fleet(1).memory_per_host()
     monkeypatch.setattr("esper.fleet.fleet.free_bytes", lambda device: 3 * memory.most)
-    fleet = make_fleet(4)
+    fleet = make_untrained_fleet(4)
     fleet.reset({row: HostConfig() for row in range(4)})
 
     def full(self: FleetData, *arguments: object) -> None:

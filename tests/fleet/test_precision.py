@@ -13,29 +13,30 @@ from esper.fleet import Fleet, FleetConfig, optimizers as loss_scale
 from esper.fleet.optimizers import LossScales
 from esper.growth.config import GrowthConfig, LifecycleConfig
 from esper.growth.lifecycle.stages import Decision
-from tests.fleet.test_fleet import (
-    QUICK,
+from tests.fleet.builders import (
+    BATCH,
+    JOINT,
+    LIFECYCLES,
     SHADOW,
     assert_identical,
-    in_every_slot,
+    copy_rows,
+    germinate,
+    germinate_in_every_slot,
+    host_settings,
     make_fleet,
-    named_as,
-    rows_of,
-    settings_of,
+    rename_dtype,
 )
-from tests.fleet.test_fleet_equals_grower import BATCH, germinate
 
 FLOAT64 = FleetConfig(batch_size=BATCH, validation_batch=20, validation_samples=20, precision="float64", steps_per_decision=1)
 FLOAT16 = msgspec.structs.replace(FLOAT64, precision="float16")
-LIFECYCLES = pytest.mark.parametrize("lifecycle", [QUICK, SHADOW], ids=["joint", "shadow"])
 START = 65536.0
 
 
 def make(lifecycle: LifecycleConfig, config: FleetConfig = FLOAT16, hosts: int = 3) -> Fleet:
     """Seeds grow in the hosts 0 and 1."""
-    fleet = make_fleet(settings_of(hosts, horizon=20), GrowthConfig(lifecycle=lifecycle, probe_steps=2), config)
-    in_every_slot(fleet, 0)
-    in_every_slot(fleet, 1, ("squeeze_excite", "depthwise", "wide_conv3x3"))
+    fleet = make_fleet(host_settings(hosts, horizon=20), GrowthConfig(lifecycle=lifecycle, probe_steps=2), config)
+    germinate_in_every_slot(fleet, 0)
+    germinate_in_every_slot(fleet, 1, ("squeeze_excite", "depthwise", "wide_conv3x3"))
     return fleet
 
 
@@ -51,7 +52,7 @@ def with_larger_head(fleet: Fleet, row: int) -> None:
 
 def learned(fleet: Fleet, rows: list[int]) -> dict[str, Tensor]:
     """What a step changes by its gradients."""
-    return {name: tensor for name, tensor in rows_of(fleet, rows).items() if "constants" not in name and name not in SCALES}
+    return {name: tensor for name, tensor in copy_rows(fleet, rows).items() if "constants" not in name and name not in SCALES}
 
 
 SCALES = ("host scale", "host good steps", "host skipped steps")
@@ -66,7 +67,7 @@ def test_one_step_in_float16_agrees_with_float64(lifecycle: LifecycleConfig) -> 
     fleet = make(lifecycle, FLOAT64)
     for _ in range(5):
         fleet.advance()
-    state = named_as(copy.deepcopy(fleet.state_dict()), torch.float32)
+    state = rename_dtype(copy.deepcopy(fleet.state_dict()), torch.float32)
     other = make(lifecycle)
     for tensors in (state["tensors"], *state["snapshots"].values()):
         tensors |= {name: tensor for name, tensor in other.tensors().items() if name in SCALES}
@@ -92,7 +93,7 @@ def test_a_host_whose_gradients_overflow_skips_its_step_with_its_seeds_and_no_ot
     for fleet in (calm, other):
         fleet.advance()
     assert_identical(learned(other, [1]), before)
-    assert_identical(rows_of(other, [0, 2]), rows_of(calm, [0, 2]))
+    assert_identical(copy_rows(other, [0, 2]), copy_rows(calm, [0, 2]))
     assert scales_of(calm) == [START, START, START]
     assert scales_of(other) == [START, START / 2, START]
     assert other.tensors()["host good steps"].tolist() == [1, 0, 1]
@@ -102,7 +103,7 @@ def test_a_host_whose_gradients_overflow_skips_its_step_with_its_seeds_and_no_ot
 
 @pytest.mark.slow
 def test_a_scale_falls_until_the_gradients_fit_and_then_the_host_learns() -> None:
-    fleet = make(QUICK)
+    fleet = make(JOINT)
     with_larger_head(fleet, 1)
     before = fleet.tensors()["host weights"][1].clone()
     for _ in range(12):
@@ -129,13 +130,13 @@ def test_a_seed_whose_gradients_overflow_keeps_all_seeds_of_its_host_from_the_st
     assert all(torch.equal(after[name], before[name]) for name in before if not name.startswith("host"))
     has_stepped = not torch.equal(after["host weights"], before["host weights"])
     assert has_stepped == (lifecycle is SHADOW)  # before the second pass
-    assert_identical(rows_of(other, [1, 2]), rows_of(calm, [1, 2]))
+    assert_identical(copy_rows(other, [1, 2]), copy_rows(calm, [1, 2]))
 
 
 @pytest.mark.slow
 def test_seeds_in_the_shadow_of_a_host_that_skips_its_step_skip_it_too() -> None:
     """Their own gradients are finite: only what lies before their slot overflows."""
-    fleet = make_fleet(settings_of(2, horizon=20), GrowthConfig(lifecycle=SHADOW), FLOAT16)
+    fleet = make_fleet(host_settings(2, horizon=20), GrowthConfig(lifecycle=SHADOW), FLOAT16)
     fleet.decide({row: Decision((germinate("blocks.2", "bottleneck"),)) for row in range(2)})
     fleet.advance()
     with torch.no_grad():
@@ -157,13 +158,13 @@ def test_seeds_in_the_shadow_of_a_host_that_skips_its_step_skip_it_too() -> None
 @LIFECYCLES
 def test_no_host_notices_the_scale_of_another(lifecycle: LifecycleConfig) -> None:
     """The hosts with seeds are not the first ones."""
-    fleets = [make_fleet(settings_of(3, horizon=20), GrowthConfig(lifecycle=lifecycle), FLOAT16) for _ in range(2)]
+    fleets = [make_fleet(host_settings(3, horizon=20), GrowthConfig(lifecycle=lifecycle), FLOAT16) for _ in range(2)]
     fleets[1].host.scales.tensors["scale"][0] = 256.0
     for fleet in fleets:
-        in_every_slot(fleet, 1)
-        in_every_slot(fleet, 2)
+        germinate_in_every_slot(fleet, 1)
+        germinate_in_every_slot(fleet, 2)
         fleet.advance()
-    assert_identical(rows_of(fleets[0], [1, 2]), rows_of(fleets[1], [1, 2]))
+    assert_identical(copy_rows(fleets[0], [1, 2]), copy_rows(fleets[1], [1, 2]))
     norms = [
         [backend.life.gradients for host in fleet.rows[1:] for backend in host.host_growth.lifecycles.backends.values()] for fleet in fleets
     ]
@@ -212,7 +213,7 @@ def test_gradients_are_divided_by_the_scale_of_their_host_and_each_looks_at_all_
 def test_a_probe_sees_gradients_without_their_scale() -> None:
     promises = []
     for config in (FLOAT64, FLOAT16):
-        fleet = make_fleet(settings_of(2), GrowthConfig(probe_steps=2), msgspec.structs.replace(config, steps_per_decision=2))
+        fleet = make_fleet(host_settings(2), GrowthConfig(probe_steps=2), msgspec.structs.replace(config, steps_per_decision=2))
         fleet.decide({1: Decision(probe=True)})
         fleet.advance()
         promises.append(fleet.rows[1].host_growth.promises)
@@ -222,16 +223,16 @@ def test_a_probe_sees_gradients_without_their_scale() -> None:
 
 @pytest.mark.slow
 def test_scales_go_back_with_their_host_and_begin_anew_with_it() -> None:
-    fleet = make(QUICK)
+    fleet = make(JOINT)
     fleet.advance()  # a snapshot of a healthy epoch
-    before = rows_of(fleet, [1])
+    before = copy_rows(fleet, [1])
     with torch.no_grad():
         fleet.tensors()["host weights"][1] = float("inf")
     fleet.advance()
     assert fleet.rows[1].host_growth.governor.rollbacks == 1
-    assert_identical(rows_of(fleet, [1]), before)
+    assert_identical(copy_rows(fleet, [1]), before)
     fleet.tensors()["host scale"].fill_(2.0)
-    fleet.reset({1: settings_of(2)[1]})
+    fleet.reset({1: host_settings(2)[1]})
     assert scales_of(fleet) == [2, START, 2]
     assert fleet.tensors()["host good steps"].tolist() == [2, 0, 2]
 
@@ -250,17 +251,17 @@ def test_a_saved_fleet_in_float16_goes_on_bit_for_bit(lifecycle: LifecycleConfig
         for _ in range(2):
             each.advance()
     assert scales_of(fleet)[0] == 2 * START  # the count of good steps went along
-    assert_identical(rows_of(fleet, [0, 1, 2]), rows_of(resumed, [0, 1, 2]))
+    assert_identical(copy_rows(fleet, [0, 1, 2]), copy_rows(resumed, [0, 1, 2]))
 
 
 @pytest.mark.slow
 def test_other_precisions_have_no_scales() -> None:
-    fleet = make(QUICK, FLOAT64)
+    fleet = make(JOINT, FLOAT64)
     assert not any(name in fleet.tensors() for name in SCALES)
 
 
 @pytest.mark.slow
 def test_scales_are_part_of_the_memory_of_a_host() -> None:
-    fleet = make(QUICK)
+    fleet = make(JOINT)
     held = sum(tensor.nbytes for tensor in fleet.tensors().values())
     assert fleet.memory_per_host().state == held // 3 * (2 + fleet.growth.governor.keep)

@@ -10,30 +10,27 @@ from esper.fleet import Fleet, FleetConfig, HostConfig
 from esper.growth.config import GrowthConfig, LifecycleConfig
 from esper.growth.lifecycle.stages import Decision
 from esper.tasks import ConvHost
-from tests.fleet.test_fleet import QUICK, SHADOW, in_every_slot, settings_of
+from tests.fleet.builders import BATCH, JOINT, LIFECYCLES, germinate_in_every_slot, host_settings, make_fleet, small_task
 from tests.fleet.test_fleet_cuda import assert_waits_once
-from tests.fleet.test_fleet_equals_grower import BATCH, make_host, small_task
 from tests.fleet.test_precision import with_larger_head
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 ALL = FleetConfig(batch_size=BATCH, validation_batch=20, steps_per_decision=8, precision="float16", accumulate=5, checkpoint=True)
-LIFECYCLES = pytest.mark.parametrize("lifecycle", [QUICK, SHADOW], ids=["joint", "shadow"])
 
 
-def make_fleet(lifecycle: LifecycleConfig, config: FleetConfig = ALL) -> Fleet:
-    growth = GrowthConfig(lifecycle=lifecycle, probe_steps=2)
-    fleet = Fleet(small_task(), make_host, hosts=3, growth=growth, config=config, device="cuda")
-    fleet.reset(dict(enumerate(settings_of(3, horizon=20))))
-    in_every_slot(fleet, 0)
-    in_every_slot(fleet, 1, ("squeeze_excite", "depthwise", "wide_conv3x3"))
+def make_growing_fleet(lifecycle: LifecycleConfig, config: FleetConfig = ALL) -> Fleet:
+    """Make a fleet on the GPU with seeds in the hosts 0 and 1."""
+    fleet = make_fleet(host_settings(3, horizon=20), GrowthConfig(lifecycle=lifecycle, probe_steps=2), config, device="cuda")
+    germinate_in_every_slot(fleet, 0)
+    germinate_in_every_slot(fleet, 1, ("squeeze_excite", "depthwise", "wide_conv3x3"))
     return fleet
 
 
 @LIFECYCLES
 def test_recorded_steps_equal_those_that_are_not(lifecycle: LifecycleConfig) -> None:
     """With a host that skips the first of them."""
-    fleets = [make_fleet(lifecycle, msgspec.structs.replace(ALL, graphs=graphs)) for graphs in (True, False)]
+    fleets = [make_growing_fleet(lifecycle, msgspec.structs.replace(ALL, graphs=graphs)) for graphs in (True, False)]
     for fleet in fleets:
         with_larger_head(fleet, 1)
         fleet.decide({2: Decision(probe=True)})
@@ -48,7 +45,7 @@ def test_recorded_steps_equal_those_that_are_not(lifecycle: LifecycleConfig) -> 
 
 def test_recomputed_blocks_give_the_gradients_that_kept_ones_give() -> None:
     config = FleetConfig(batch_size=BATCH, validation_batch=20, precision="float64")
-    fleets = [make_fleet(QUICK, each) for each in (config, msgspec.structs.replace(config, checkpoint=True))]
+    fleets = [make_growing_fleet(JOINT, each) for each in (config, msgspec.structs.replace(config, checkpoint=True))]
     for fleet in fleets:
         fleet.advance()
     for name, tensor in fleets[0].tensors().items():
@@ -57,7 +54,7 @@ def test_recomputed_blocks_give_the_gradients_that_kept_ones_give() -> None:
 
 @LIFECYCLES
 def test_the_device_is_waited_for_once_in_a_decision(lifecycle: LifecycleConfig) -> None:
-    fleet = make_fleet(lifecycle)
+    fleet = make_growing_fleet(lifecycle)
     for _ in range(2):  # what is loaded at its first use
         fleet.decide({2: Decision(probe=True)})
         fleet.advance()

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import Any
 
 import msgspec
 import pytest
 import torch
-from torch import nn
 
 import esper
 from esper.fleet import measure as probe
@@ -19,10 +16,9 @@ from esper.growth.config import GovernorConfig, GrowthConfig, HeuristicConfig, L
 from esper.growth.controllers.heuristic import Heuristic
 from esper.growth.lifecycle.stages import Decision, Germinate, GrowthState, Stage
 from esper.growth.measure import probe as promise
-from esper.tasks import BatchLoader, Task
-from tests.fleet.test_fleet_equals_grower import BATCH, SLOTS, assert_same, make_host, small_task
+from esper.tasks import Task
+from tests.fleet.builders import BATCH, CONFIG, SLOTS, assert_row_equals, make_fleet, make_host, small_task, train_alone
 
-CONFIG = FleetConfig(batch_size=BATCH, validation_batch=20, precision="float64")
 Promises = dict[tuple[str, str], float]
 
 
@@ -66,34 +62,12 @@ class Asking(Noting):
         return Decision(probe=True)
 
 
-def make_optimizer(config: FleetConfig, learning_rate: float) -> Callable[[Any], torch.optim.Optimizer]:
-    if config.optimizer == "sgd":
-        return lambda parameters: torch.optim.SGD(parameters, lr=learning_rate, momentum=config.momentum, weight_decay=config.weight_decay)
-    return lambda parameters: torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=config.weight_decay)
-
-
-def alone(
+def train_noting(
     task: Task, setting: HostConfig, growth: GrowthConfig, config: FleetConfig = CONFIG, kind: type[Noting] = Noting
 ) -> tuple[esper.Grown, dict[int, Promises]]:
+    """Train one host alone and return what its controller was promised."""
     controller = kind(growth)
-    grown = esper.grow(
-        make_host(setting.seed),
-        BatchLoader(task.train.inputs, task.train.targets, batch_size=BATCH, seed=setting.seed),
-        BatchLoader(task.validation.inputs, task.validation.targets, batch_size=CONFIG.validation_batch),
-        loss_fn=nn.functional.cross_entropy,
-        epochs=setting.horizon,
-        optimizer=make_optimizer(config, setting.learning_rate),
-        scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=setting.horizon),
-        controller=controller,
-        config=msgspec.structs.replace(growth, seed=setting.growth_seed, rent=setting.rent),
-    )
-    return grown, controller.seen
-
-
-def make_fleet(growth: GrowthConfig, settings: list[HostConfig], config: FleetConfig = CONFIG) -> Fleet:
-    fleet = Fleet(small_task(), make_host, hosts=len(settings), growth=growth, config=config)
-    fleet.reset(dict(enumerate(settings)))
-    return fleet
+    return train_alone(task, setting, growth, config, controller), controller.seen
 
 
 # Weights in a portion: all candidates fit into one, into two, or the smaller ones alone fit into the two that four steps have room for.
@@ -110,14 +84,14 @@ def test_promises_equal_those_of_the_same_hosts_alone(
     growth = GrowthConfig(probe_steps=3, seed_optimizer=SeedOptimizerConfig(max_grad_norm=max_grad_norm, learning_rate_factor=0.5))
     config = msgspec.structs.replace(CONFIG, optimizer=optimizer)
     settings = [HostConfig(seed=row, growth_seed=row, horizon=3, learning_rate=0.01 * (row + 1)) for row in range(2)]
-    fleet = make_fleet(growth, settings, config)
+    fleet = make_fleet(settings, growth, config)
     controllers = [Asking(growth) for _ in settings]
     rows = fleet.training()
     while rows:
         fleet.decide({row: controllers[row].decide(fleet.state(row)) for row in rows})
         rows = fleet.advance()
     for row, setting in enumerate(settings):
-        grown, seen = alone(fleet.task, setting, growth, config, Asking)
+        grown, seen = train_noting(fleet.task, setting, growth, config, Asking)
         assert len(seen[2]) == candidates
         for epoch in (1, 2):
             assert controllers[row].seen[epoch] == pytest.approx(seen[epoch], rel=1e-7)  # a grower's losses are in float32
@@ -154,7 +128,7 @@ def test_hosts_that_the_heuristic_decides_about_equal_the_same_hosts_alone(raise
         DEAR[raise_mode],
         HostConfig(seed=3, growth_seed=7, horizon=14, learning_rate=0.05),
     ]
-    fleet = make_fleet(growth, settings)
+    fleet = make_fleet(settings, growth)
     controllers = [Noting(growth) for _ in settings]
     rows = fleet.training()
     while rows:
@@ -162,13 +136,13 @@ def test_hosts_that_the_heuristic_decides_about_equal_the_same_hosts_alone(raise
         rows = fleet.advance()
     fleet.finish(range(len(settings)))
     for row, setting in enumerate(settings):
-        grown, seen = alone(fleet.task, setting, growth)
+        grown, seen = train_noting(fleet.task, setting, growth)
         assert {epoch: set(found) for epoch, found in controllers[row].seen.items()} == {epoch: set(found) for epoch, found in seen.items()}
         for epoch, promises in seen.items():
             for key, value in promises.items():
                 assert controllers[row].seen[epoch][key] == pytest.approx(value, rel=1e-7)  # a grower's losses are in float32
         assert any(seen.values())
-        assert_same(fleet, row, grown, atol=1e-9)
+        assert_row_equals(fleet, row, grown, atol=1e-9)
     grew = [[(entry.slot, entry.blueprint, entry.born) for entry in host.host_growth.ledger.entries] for host in fleet.rows]
     assert all(grew), grew
     assert len({tuple(some) for some in grew}) == len(grew)
@@ -186,7 +160,7 @@ def advance_asking(fleet: Fleet, asking: list[int]) -> None:
 
 @pytest.mark.slow
 def test_a_probe_leaves_every_host_bit_identical() -> None:
-    plain, probed = (make_fleet(GROWTH, TWO) for _ in range(2))
+    plain, probed = (make_fleet(TWO, GROWTH) for _ in range(2))
     for asking in ([0], [0, 1], [1]):
         plain.advance()
         advance_asking(probed, asking)
@@ -196,7 +170,7 @@ def test_a_probe_leaves_every_host_bit_identical() -> None:
 
 @pytest.mark.slow
 def test_only_those_who_asked_are_answered_and_only_once() -> None:
-    fleet = make_fleet(GROWTH, TWO)
+    fleet = make_fleet(TWO, GROWTH)
     advance_asking(fleet, [1])
     assert [len(promises_in(fleet.state(row))) for row in range(2)] == [0, len(SLOTS) * 8]
     fleet.advance()
@@ -205,7 +179,7 @@ def test_only_those_who_asked_are_answered_and_only_once() -> None:
 
 @pytest.mark.slow
 def test_what_is_there_is_not_probed_and_a_host_whose_training_is_over_gets_no_probe() -> None:
-    fleet = make_fleet(GROWTH, TWO)
+    fleet = make_fleet(TWO, GROWTH)
     fleet.decide({0: Decision((Germinate("blocks.1", "", "norm"),), probe=True)})
     fleet.advance()
     assert {slot for slot, _ in promises_in(fleet.state(0))} == {"blocks.0", "blocks.2"}
@@ -221,7 +195,7 @@ def test_a_promise_does_not_depend_on_the_blending(blending: str) -> None:
     """As in a host alone: the branch is asked, and every blending begins with it."""
     found = []
     for each in ("add", blending):
-        fleet = make_fleet(msgspec.structs.replace(GROWTH, lifecycle=LifecycleConfig(blending=each)), TWO[:1])
+        fleet = make_fleet(TWO[:1], msgspec.structs.replace(GROWTH, lifecycle=LifecycleConfig(blending=each)))
         advance_asking(fleet, [0])
         found.append(promises_in(fleet.state(0)))
     assert found[0] == found[1]
@@ -249,7 +223,7 @@ def test_hosts_that_look_at_different_steps_are_answered_as_alone() -> None:
 
 @pytest.mark.slow
 def test_a_probe_that_was_asked_for_is_saved() -> None:
-    fleet, resumed = (make_fleet(GROWTH, TWO) for _ in range(2))
+    fleet, resumed = (make_fleet(TWO, GROWTH) for _ in range(2))
     fleet.decide({1: Decision(probe=True)})
     resumed.load_state_dict(copy.deepcopy(fleet.state_dict()))
     fleet.advance()
@@ -259,7 +233,7 @@ def test_a_probe_that_was_asked_for_is_saved() -> None:
 
 @pytest.mark.slow
 def test_what_a_probe_costs_is_counted() -> None:
-    plain, probed = (make_fleet(GROWTH, TWO[:1]) for _ in range(2))
+    plain, probed = (make_fleet(TWO[:1], GROWTH) for _ in range(2))
     plain.advance()
     advance_asking(probed, [0])
     state = plain.state(0)
@@ -270,7 +244,7 @@ def test_what_a_probe_costs_is_counted() -> None:
 
 @pytest.mark.slow
 def test_a_probe_of_a_long_epoch_takes_at_most_the_flops_of_a_training_step_in_each_of_its_steps() -> None:
-    fleet = make_fleet(GROWTH, TWO[:1], msgspec.structs.replace(CONFIG, steps_per_decision=40))
+    fleet = make_fleet(TWO[:1], GROWTH, msgspec.structs.replace(CONFIG, steps_per_decision=40))
     fleet.advance()
     fleet.decide({0: Decision(probe=True)})
     plan = fleet.plan([0])
@@ -286,7 +260,7 @@ def test_a_probe_of_a_long_epoch_takes_at_most_the_flops_of_a_training_step_in_e
 @pytest.mark.slow
 def test_one_host_that_overflows_does_not_spoil_the_promises_of_another() -> None:
     good, bad = TWO[0], HostConfig(seed=1, growth_seed=1, horizon=4, learning_rate=1e300)
-    fleet, other = make_fleet(GROWTH, [good, bad]), make_fleet(GROWTH, [good, TWO[1]])
+    fleet, other = make_fleet([good, bad], GROWTH), make_fleet([good, TWO[1]], GROWTH)
     for each in (fleet, other):
         advance_asking(each, [0, 1])
     assert promises_in(fleet.state(0)) == promises_in(other.state(0))

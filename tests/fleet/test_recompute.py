@@ -20,21 +20,28 @@ from esper.fleet import Fleet, FleetConfig, FleetError
 from esper.fleet.stacked.lowering import blocks_of, lower, recomputed
 from esper.fleet.stacked.rows import ModuleRows
 from esper.growth.config import GrowthConfig, LifecycleConfig
-from esper.growth.lifecycle.stages import Advance, Decision, Fossilize
+from esper.growth.lifecycle.stages import Decision
 from esper.tasks import ConvHost, Task
 from esper.tasks.gpt_host import GPTHost
-from tests.fleet.test_fleet import QUICK, SHADOW, assert_identical, in_every_slot, make_fleet, rows_of, settings_of, text_task
-from tests.fleet.test_fleet_equals_grower import BATCH, germinate, make_host, small_task
+from tests.fleet.builders import (
+    BATCH,
+    LIFECYCLES,
+    advance_and_fossilize,
+    assert_identical,
+    build_seeded,
+    copy_rows,
+    germinate,
+    germinate_in_every_slot,
+    host_settings,
+    make_fleet,
+    make_gpt_host,
+    make_host,
+    small_task,
+    text_task,
+)
 
 KEEPS = FleetConfig(batch_size=BATCH, validation_batch=30, precision="float64", steps_per_decision=2)
 RECOMPUTES = msgspec.structs.replace(KEEPS, checkpoint=True)
-LIFECYCLES = pytest.mark.parametrize("lifecycle", [QUICK, SHADOW], ids=["joint", "shadow"])
-
-
-def drawn(seed: int, make: Callable[[], nn.Module]) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        return make().double()
 
 
 class Dropping(nn.Module):
@@ -58,17 +65,11 @@ def chained() -> nn.Module:
 @cache
 def kinds() -> dict[str, tuple[Task, Callable[[int], nn.Module], tuple[str, str], tuple[str, str]]]:
     """Task, host, slots, blueprints."""
-    text = text_task()
     return {
         "conv": (small_task(), make_host, ("blocks.0", "blocks.2"), ("conv3x3", "bottleneck")),
         "conv, slots inside": (small_task(), make_host, ("blocks.0.norm", "blocks.1"), ("conv3x3", "norm")),
-        "text": (
-            text,
-            lambda seed: drawn(seed, lambda: GPTHost(text.num_classes, sequence_length=8, width=8, layers=2, heads=2)),
-            ("blocks.0", "blocks.1"),
-            ("mlp", "low_rank"),
-        ),
-        "dropout": (small_task(), lambda seed: drawn(seed, chained), ("0", "1"), ("mlp", "low_rank")),
+        "text": (text_task(), make_gpt_host, ("blocks.0", "blocks.1"), ("mlp", "low_rank")),
+        "dropout": (small_task(), lambda seed: build_seeded(seed, chained), ("0", "1"), ("mlp", "low_rank")),
     }
 
 
@@ -76,8 +77,7 @@ def lived(kind: str, lifecycle: LifecycleConfig, config: FleetConfig) -> Fleet:
     """Some epochs with a probe and with seeds that come, blend in and are kept."""
     task, make, slots, blueprints = kinds()[kind]
     growth = GrowthConfig(lifecycle=lifecycle, slots=slots, probe_steps=2)
-    fleet = Fleet(task, make, hosts=3, growth=growth, config=config)
-    fleet.reset(dict(enumerate(settings_of(3, horizon=20))))
+    fleet = make_fleet(host_settings(3, horizon=20), growth, config, task=task, make_host=make)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(1)  # of dropout
         fleet.decide({0: Decision(tuple(germinate(*pair) for pair in zip(slots, blueprints, strict=True))), 2: Decision(probe=True)})
@@ -85,11 +85,7 @@ def lived(kind: str, lifecycle: LifecycleConfig, config: FleetConfig) -> Fleet:
         assert fleet.rows[2].host_growth.promises
         fleet.decide({2: Decision((germinate(slots[1], blueprints[1]),))})
         fleet.advance()
-        fleet.decide({0: Decision((Advance(slots[0], ""),))})
-        for _ in range(3):
-            fleet.advance()
-        fleet.decide({0: Decision((Fossilize(slots[0], ""),))})
-        fleet.advance()
+        advance_and_fossilize(fleet, 0, slots[0], epochs=3)
     return fleet
 
 
@@ -112,10 +108,10 @@ def test_half_precision_and_parts_are_recomputed_as_they_were() -> None:
     config = FleetConfig(batch_size=BATCH, validation_batch=60, precision="float16", accumulate=5, steps_per_decision=1)
     fleets = []
     for each in (config, msgspec.structs.replace(config, checkpoint=True)):
-        fleet = make_fleet(settings_of(2), config=each)
-        in_every_slot(fleet, 0)
+        fleet = make_fleet(host_settings(2), config=each)
+        germinate_in_every_slot(fleet, 0)
         fleet.advance()
-        fleets.append(rows_of(fleet, [0, 1]))
+        fleets.append(copy_rows(fleet, [0, 1]))
     assert_identical(*fleets)
 
 
@@ -177,12 +173,12 @@ class _Live(TorchDispatchMode):
 
 
 def deep(seed: int) -> nn.Module:
-    return drawn(seed, lambda: ConvHost(1, 10, (8,) * 6, pool=(False,) * 6))
+    return build_seeded(seed, lambda: ConvHost(1, 10, (8,) * 6, pool=(False,) * 6))
 
 
 def deep_fleet(config: FleetConfig) -> Fleet:
     fleet = Fleet(small_task(), deep, hosts=4, growth=GrowthConfig(slots=("blocks.2",)), config=config)
-    fleet.reset(dict(enumerate(settings_of(4))))
+    fleet.reset(dict(enumerate(host_settings(4))))
     return fleet
 
 
