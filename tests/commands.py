@@ -1,4 +1,4 @@
-"""What tests of commands share: their output as JSON, signals, and whether two runs are the same."""
+"""Helpers for tests of commands: read their output, send signals, compare runs, check views and refusals."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from rich.console import Console
 
+from esper.cli.main import main
+from esper.cli.progress import LiveView, Progress
 from esper.runs import Sink, Tree, read
 from esper.runs.folder import CHECKPOINTS, EVENTS
 from esper.runs.tensors import split
@@ -47,6 +51,39 @@ def show(folder: Path, sink: Sink) -> None:
     for record in read(folder / EVENTS):
         sink.write(record)
     sink.close()
+
+
+def last_view(folder: Path, progress: Progress) -> str:
+    """Return all that a live view of the run writes to a terminal."""
+    stream = Terminal()
+    show(folder, LiveView(progress, stream))
+    return stream.getvalue()
+
+
+def render(progress: Progress, width: int) -> str:
+    """Return the live view of a state at this width, after checking that no line is wider."""
+    console = Console(record=True, width=width, file=io.StringIO())
+    console.print(progress.view(width))
+    shown = console.export_text()
+    assert all(len(line) <= width for line in shown.splitlines())
+    return shown
+
+
+def assert_explains(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Check that a command ends with the code of a user's mistake, and explains it in words and as JSON, without a traceback."""
+    assert main([*argv, "--json"]) == 2
+    captured = capsys.readouterr()
+    assert message in " ".join(captured.err.replace("│", " ").split())
+    assert "Traceback" not in captured.err
+    assert message in last_line(captured.out)["error"]
+
+
+def assert_refuses_to_overwrite(folder: Path, train: Callable[[], int], capsys: pytest.CaptureFixture[str]) -> None:
+    """Check that training into the folder of a finished run is refused and leaves its events alone."""
+    before = (folder / EVENTS).read_bytes()
+    assert train() == 2
+    assert "--resume" in capsys.readouterr().err
+    assert (folder / EVENTS).read_bytes() == before
 
 
 def assert_same_state(one: Tree, other: Tree) -> None:

@@ -16,6 +16,7 @@ from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import IO, Any
 
+import torch
 import torch.distributed.run
 import torch.multiprocessing
 
@@ -35,6 +36,12 @@ def spawn(function: Callable[..., None], arguments: tuple[Any, ...], nprocs: int
     """Run `function(rank, *arguments)` in `nprocs` processes, as torch.multiprocessing.spawn does."""
     _ensure_forkserver()
     torch.multiprocessing.start_processes(function, arguments, nprocs, start_method="forkserver")  # type: ignore[attr-defined,no-untyped-call]
+
+
+def results_of_ranks(function: Callable[..., None], folder: Path, ranks: int) -> list[dict[str, Any]]:
+    """Run `function(rank, folder)` in a process per rank and return what each has saved as `results RANK`."""
+    spawn(function, (folder,), ranks)
+    return [torch.load(folder / f"results {rank}", weights_only=False) for rank in range(ranks)]
 
 
 class Process:

@@ -13,7 +13,7 @@ from esper.arena.decision import PHASES, StepEvents, decide
 from esper.arena.sensing import sense
 from esper.arena.specs import CLASSES, WEAPONS, Material
 from esper.arena.state import cloned
-from tests.arena.worlds import WEAPON, assert_same, build, field, flat_arena, place, put, told
+from tests.arena.worlds import WEAPON, assert_same, build, field, flat_arena, make_duel, place, put, told
 
 Order = dict[int, dict[str, Any]]
 
@@ -22,14 +22,6 @@ def decided(arena: Arena, orders: Order | None = None, times: int = 1) -> StepEv
     for _ in range(times):
         arena.state, step_events = decide(arena.state, told(arena, orders), arena.tables)
     return step_events
-
-
-def duel(name: str = "medium", metres: float = 5.0, **settings: Any) -> Arena:
-    """Two that look at each other."""
-    arena = flat_arena(name, **settings)
-    place(arena, 0, -metres / 2, 0)
-    place(arena, 1, metres / 2, 0, heading=math.pi)
-    return arena
 
 
 def test_a_decision_is_a_quarter_of_a_second() -> None:
@@ -42,7 +34,7 @@ def test_a_decision_is_a_quarter_of_a_second() -> None:
 
 
 def test_a_decision_leaves_the_state_before_it_as_it_was() -> None:
-    arena = duel()
+    arena = make_duel()
     before, copy = arena.state, cloned(arena.state)
     decided(arena, {0: {"fire": "autocannon", "target": 1, "forward": 1.0}})
     assert_same(before, copy)
@@ -50,7 +42,7 @@ def test_a_decision_leaves_the_state_before_it_as_it_was() -> None:
 
 @pytest.mark.slow
 def test_a_laser_held_down_for_a_second_and_a_quarter_strikes_three_times() -> None:
-    arena = duel()
+    arena = make_duel()
     for _ in range(5):
         put(arena, 0, heat=0.0)
         decided(arena, {0: {"fire": "laser", "target": 1}})
@@ -58,13 +50,13 @@ def test_a_laser_held_down_for_a_second_and_a_quarter_strikes_three_times() -> N
 
 
 def test_an_autocannon_fires_in_the_first_and_the_fifth_tick() -> None:
-    arena = duel(metres=9.0)
+    arena = make_duel(metres=9.0)
     decided(arena, {0: {"fire": "autocannon", "target": 1}})
     assert field(arena, "heat", 0) == pytest.approx(2 * 6 - 11 * 0.25, abs=1e-3)
 
 
 def test_a_shot_heats_and_what_it_heats_cools_in_the_same_tick() -> None:
-    arena = duel()
+    arena = make_duel()
     step_events = decided(arena, {0: {"fire": "laser", "target": 1}})
     assert step_events.fired[0].tolist() == [True, False]
     assert step_events.taken[0, 0, 1] == pytest.approx(14 / 150)
@@ -73,7 +65,7 @@ def test_a_shot_heats_and_what_it_heats_cools_in_the_same_tick() -> None:
 
 
 def test_two_units_can_kill_each_other_in_one_tick() -> None:
-    arena = duel()
+    arena = make_duel()
     for unit in (0, 1):
         put(arena, unit, hit_points=10.0)
     decided(arena, {0: {"fire": "laser", "target": 1}, 1: {"fire": "laser", "target": 0}})
@@ -82,7 +74,7 @@ def test_two_units_can_kill_each_other_in_one_tick() -> None:
 
 @pytest.mark.slow
 def test_who_dies_in_a_tick_does_nothing_in_the_next() -> None:
-    arena = duel(metres=9.0)
+    arena = make_duel(metres=9.0)
     put(arena, 1, hit_points=10.0)
     place(arena, 1, 2.5, 0, heading=math.pi)
     decided(arena, {0: {"fire": "laser", "target": 1}, 1: {"fire": "autocannon", "target": 0, "forward": 1.0}})
@@ -93,7 +85,7 @@ def test_who_dies_in_a_tick_does_nothing_in_the_next() -> None:
 
 
 def test_venting_locks_weapons_in_the_tick_in_which_it_begins() -> None:
-    arena = duel()
+    arena = make_duel()
     step_events = decided(arena, {0: {"fire": "laser", "target": 1, "vent": True}})
     assert not step_events.fired.any()
     assert decided(arena, {0: {"fire": "laser", "target": 1}}).fired[0, 0]
@@ -101,7 +93,7 @@ def test_venting_locks_weapons_in_the_tick_in_which_it_begins() -> None:
 
 @pytest.mark.slow
 def test_too_much_fire_shuts_a_unit_down_until_it_has_cooled_to_half() -> None:
-    arena = duel("heavy", metres=6.0)
+    arena = make_duel("heavy", metres=6.0)
     put(arena, 0, heat=120.0)
     decided(arena, {0: {"fire": "missile", "target": 1, "forward": 1.0}})
     assert field(arena, "is_shut_down", 0)
@@ -119,7 +111,7 @@ def test_too_much_fire_shuts_a_unit_down_until_it_has_cooled_to_half() -> None:
 
 @pytest.mark.slow
 def test_a_gauss_hit_makes_a_shaken_unit_fall_and_it_lies_until_it_gets_up() -> None:
-    arena = duel("heavy", metres=8.0)
+    arena = make_duel("heavy", metres=8.0)
     put(arena, 1, stability=55.0)
     decided(arena, {0: {"fire": "gauss", "target": 1}}, times=2)
     assert 60 - 10 <= field(arena, "fallen", 1) <= 60
@@ -132,7 +124,7 @@ def test_a_gauss_hit_makes_a_shaken_unit_fall_and_it_lies_until_it_gets_up() -> 
 
 
 def test_autocannon_fire_suppresses_who_is_hit() -> None:
-    arena = duel(metres=6.0)
+    arena = make_duel(metres=6.0)
     decided(arena, {0: {"fire": "autocannon", "target": 1}}, times=2)
     assert 20 <= field(arena, "suppressed", 1) <= 24
 
@@ -149,7 +141,7 @@ def test_a_painted_target_far_away_is_hit_by_a_missile() -> None:
 
 
 def test_a_gauss_shot_leads_a_target_that_runs_across() -> None:
-    arena = duel("heavy", metres=16.0)
+    arena = make_duel("heavy", metres=16.0)
     place(arena, 1, 8, -2, heading=math.pi / 2)
     put(arena, 1, velocity=[0.0, 2.5, 0.0])
     decided(arena, {0: {"fire": "gauss", "target": 1}, 1: {"forward": 1.0}})
@@ -170,7 +162,7 @@ def test_a_friend_in_the_line_of_fire_is_hurt() -> None:
 
 @pytest.mark.slow
 def test_smoke_that_is_shot_hides_and_thins_out_after_ten_seconds() -> None:
-    arena = duel("scout", metres=16.0, size=32)
+    arena = make_duel("scout", metres=16.0, size=32)
     decided(arena, {0: {"fire": "smoke", "target": 1}})
     decided(arena, times=5)
     left = int(arena.state.clouds.left.max())
@@ -190,7 +182,7 @@ def test_smoke_that_is_shot_hides_and_thins_out_after_ten_seconds() -> None:
 
 
 def test_shots_wear_down_a_wall_after_the_ticks_of_a_decision() -> None:
-    arena = duel(metres=8.0)
+    arena = make_duel(metres=8.0)
     build(arena, (0, 1), (-12, 12), Material.SOLID, height=3.0)
     decided(arena, {0: {"fire": "autocannon", "target": 1}}, times=2)
     assert int(arena.state.world.hit_points[0, 12].min()) <= 100 - 2 * 8
@@ -230,7 +222,7 @@ def test_a_unit_that_is_absent_takes_no_part() -> None:
 @pytest.mark.parametrize("name", WEAPONS)
 def test_every_weapon_can_be_fired_by_a_class_that_owns_it_and_takes_what_it_should(name: str) -> None:
     owner = next(unit for unit, spec in CLASSES.items() if name in spec.weapons)
-    arena = duel(owner, metres=4.0)
+    arena = make_duel(owner, metres=4.0)
     assert decided(arena, {0: {"fire": name, "target": 1}}).fired[0, 0]
     decided(arena, times=2)
     assert (field(arena, "hit_points", 1) < CLASSES[owner].hit_points) == (WEAPONS[name].damage > 0)

@@ -8,18 +8,11 @@ import torch
 from esper.arena.arena import no_actions
 from esper.arena.env import ArenaEnv, observation_spec
 from esper.arena.layout import observation_width, state_width
-from esper.arena.specs import Material
 from esper.arena.state import state_hash
 from esper.vecenv import Saveable, VecEnv, check_env, check_timestep
-from tests.arena.worlds import build, put, random_actions, small_config
+from tests.arena.worlds import doom, random_actions, small_config
 
 TINY = small_config(battles=2, team_size=2, pack=("medium", "light"), size=16, maps=2, seconds=1.0)  # four decisions
-
-
-def doomed(env, unit):
-    """The unit dies in the next decision, in all battles: its ground burns, and it has nothing left to lose."""
-    build(env.arena, (-8, 8), (-8, 8), Material.LAVA)
-    put(env.arena, unit, hit_points=1e-4)
 
 
 def played(env, decisions):
@@ -51,7 +44,7 @@ def test_every_unit_of_every_battle_is_a_row():
 def test_a_death_ends_the_unit_once_and_its_row_waits_for_the_next_battle():
     env = ArenaEnv(TINY)
     env.reset(seed=0)
-    doomed(env, unit=1)
+    doom(env.arena, unit=1)
     steps = played(env, 5)
     rows = {"dead": 1, "alive": 0}
     ends = {name: [bool(step.terminated[row]) for step in steps] for name, row in rows.items()}
@@ -97,7 +90,7 @@ def test_who_takes_no_part_in_a_battle_is_never_valid_in_it():
 def test_after_a_reset_every_row_begins():
     env = ArenaEnv(TINY)
     env.reset(seed=0)
-    doomed(env, unit=1)
+    doom(env.arena, unit=1)
     played(env, 1)
     timestep = env.reset()
     assert timestep.valid is None

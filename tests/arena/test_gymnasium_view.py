@@ -10,9 +10,8 @@ from gymnasium.vector import AutoresetMode
 
 from esper.arena.config import ArenaConfig
 from esper.arena.env import ArenaEnv
-from esper.arena.specs import Material
 from esper.vecenv.gymnasium import ToGymnasium
-from tests.arena.worlds import build, put
+from tests.arena.worlds import doom
 
 TINY = ArenaConfig(battles=2, team_size=2, size=16, maps=2, seconds=1.0, contacts=2, allies=1)
 
@@ -20,11 +19,6 @@ TINY = ArenaConfig(battles=2, team_size=2, size=16, maps=2, seconds=1.0, contact
 @pytest.fixture
 def view():
     return ToGymnasium(ArenaEnv(TINY))
-
-
-def doomed(view, unit):
-    build(view.vec_env.arena, (-8, 8), (-8, 8), Material.LAVA)
-    put(view.vec_env.arena, unit, hit_points=1e-4)
 
 
 def test_rows_are_the_units_of_all_battles(view):
@@ -49,7 +43,7 @@ def test_sampled_actions_are_taken(view):
 @pytest.mark.slow
 def test_the_dead_are_not_valid_until_their_next_battle(view):
     view.reset(seed=0)
-    doomed(view, unit=1)  # in both battles
+    doom(view.vec_env.arena, unit=1)  # in both battles
     actions = {name: np.zeros_like(value) for name, value in view.action_space.sample().items()}  # nobody moves out of it
     ends, valid = [], []
     for _ in range(5):  # a battle has four decisions

@@ -11,22 +11,19 @@ from esper.arena.arena import Arena
 from esper.arena.layout import CELL_M, MATERIAL_SIGNALS, STATE_UNIT, VIEW, slices, width
 from esper.arena.specs import CLASSES, PHYSICS, ROLES, WEAPONS, Material
 from tests.arena.views import look, observed, piece, terrain
-from tests.arena.worlds import WEAPON, build, flat_arena, place, put, small_config, turned
+from tests.arena.worlds import WEAPON, build, flat_arena, make_duel, place, put, small_config, turned
 
 CENTRE = VIEW // 2
 
 
+@pytest.fixture
+def duel() -> Arena:
+    """A medium unit of each team on open ground, 8 m apart; the first looks along the x axis."""
+    return make_duel(metres=8.0, y=0.5, heading=math.pi / 2)
+
+
 def close(values, expected):
     assert values == pytest.approx(expected, abs=1e-5)
-
-
-@pytest.fixture
-def duel():
-    """A medium unit of each team on open ground, 8 m apart; the first looks along the x axis."""
-    arena = flat_arena("medium")
-    place(arena, 0, -4.0, 0.5)
-    place(arena, 1, 4.0, 0.5, heading=math.pi / 2)
-    return arena
 
 
 # Oneself

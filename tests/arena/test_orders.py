@@ -5,21 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from esper.arena.arena import no_actions
+from esper.arena.arena import Arena, no_actions
 from esper.arena.orders import FIRE, MOTION, action_spec, read_orders
 from esper.arena.specs import CLASSES, WEAPONS, Material
 from esper.arena.state import state_hash
 from tests.arena.views import look
-from tests.arena.worlds import WEAPON, acted, build, flat_arena, place, put, small_config
+from tests.arena.worlds import WEAPON, acted, build, flat_arena, make_duel, place, put, small_config
 
 
 @pytest.fixture
-def duel():
+def duel() -> Arena:
     """A medium unit of each team, 6 m apart on open ground: all its weapons reach."""
-    arena = flat_arena("medium")
-    place(arena, 0, -3.0, 0.5)
-    place(arena, 1, 3.0, 0.5)
-    return arena
+    return make_duel(metres=6.0, y=0.5, heading=0.0)
 
 
 def may_fire(arena, unit=0):

@@ -13,10 +13,9 @@ from pettingzoo.test import parallel_api_test, parallel_seed_test
 from esper.arena.config import ArenaConfig
 from esper.arena.layout import observation_width, state_width
 from esper.arena.pettingzoo import ArenaParallelEnv, parallel_env
-from esper.arena.specs import Material
 from esper.arena.state import state_hash
 from esper.config import ConfigError
-from tests.arena.worlds import build, place, put
+from tests.arena.worlds import doom, place, put
 
 SETTINGS = {"team_size": 2, "size": 16, "maps": 2, "seconds": 1.0, "contacts": 2, "allies": 1}  # four decisions
 
@@ -36,11 +35,6 @@ def drawn(env, observations=None):
 def still(env):
     action = {"fire": 0, "target": 0, "vent": 0, "motion": np.zeros(4, dtype=np.float32)}
     return {agent: dict(action) for agent in env.agents}
-
-
-def doomed(env, unit):
-    build(env._battle, (-8, 8), (-8, 8), Material.LAVA)
-    put(env._battle, unit, hit_points=1e-4)
 
 
 @pytest.mark.slow
@@ -100,7 +94,7 @@ def test_a_space_can_be_copied(env):
 
 @pytest.mark.slow
 def test_who_dies_leaves_and_the_others_go_on(env):
-    doomed(env, unit=1)
+    doom(env._battle, unit=1)
     observations, rewards, terminations, truncations, infos = env.step(still(env))
     assert terminations == {"red_0_medium": False, "red_1_light": True, "blue_0_medium": False, "blue_1_light": False}
     assert not any(truncations.values())
@@ -112,7 +106,7 @@ def test_who_dies_leaves_and_the_others_go_on(env):
 
 
 def test_everybody_leaves_at_the_end_and_learns_who_won(env):
-    doomed(env, unit=2)
+    doom(env._battle, unit=2)
     put(env._battle, 3, hit_points=1e-4)
     _, rewards, terminations, _, infos = env.step(still(env))
     assert all(terminations.values())

@@ -95,6 +95,20 @@ def put(arena: Arena, unit: int, **values: Any) -> None:
     arena.state = arena.state._replace(units=units._replace(**changed))
 
 
+def doom(arena: Arena, unit: int) -> None:
+    """Let a unit die in the next decision, in all battles: lava burns under it, and it has almost no hit points left."""
+    build(arena, (-8, 8), (-8, 8), Material.LAVA)
+    put(arena, unit, hit_points=1e-4)
+
+
+def make_duel(name: str = "medium", *, metres: float = 5.0, y: float = 0.0, heading: float = math.pi, **settings: Any) -> Arena:
+    """Two units on open ground, so many metres apart; the first looks along the x axis at the second, the second towards `heading`."""
+    arena = flat_arena(name, **settings)
+    place(arena, 0, -metres / 2, y)
+    place(arena, 1, metres / 2, y, heading=heading)
+    return arena
+
+
 def field(arena: Arena, name: str, unit: int) -> Any:
     """What a unit of the first battle has now: a number, or a list of them."""
     return getattr(arena.state.units, name)[0, unit].tolist()

@@ -11,7 +11,7 @@ from esper.cli.main import main
 from esper.config import save
 from esper.league.training_config import ArenaTrainConfig
 from tests.cli.arena_runs import train
-from tests.commands import last_line
+from tests.commands import assert_explains, last_line
 
 SMALL = ["--team-size", "1", "--size", "16", "--battles", "2", "--device", "cpu"]
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
@@ -46,11 +46,7 @@ def test_a_mistake_is_explained(argv: list[str], message: str, capsys: pytest.Ca
         (tmp_path / name).mkdir()
     (tmp_path / "other/config.toml").write_text('env = "cue"\n')
     save(ArenaTrainConfig(), tmp_path / "young/config.toml")
-    assert main(["arena", *argv, "--json"]) == 2
-    captured = capsys.readouterr()
-    assert message in " ".join(captured.err.replace("│", " ").split())
-    assert "Traceback" not in captured.err
-    assert message in last_line(captured.out)["error"]
+    assert_explains(["arena", *argv], message, capsys)
 
 
 @pytest.mark.slow

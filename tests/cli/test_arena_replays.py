@@ -15,7 +15,7 @@ import pytest
 
 from esper.cli.main import main
 from esper.replay_file import read_replay, write_replay
-from tests.commands import last_line
+from tests.commands import assert_explains, last_line
 from tests.replays import staged_battle
 
 MATCH = ["arena", "match", "strong", "weak", "--team-size", "1", "--size", "16", "--battles", "2", "--device", "cpu"]
@@ -57,10 +57,7 @@ def test_a_mistake_is_explained(argv: list[str], message: str, staged: Path, tmp
         pytest.importorskip("nicegui")
     (tmp_path / "empty").mkdir()
     (tmp_path / "text").write_text("a text")
-    assert main(["arena", *argv, "--json"]) == 2
-    captured = capsys.readouterr()
-    assert message in " ".join(captured.err.replace("│", " ").split())
-    assert message in last_line(captured.out)["error"]
+    assert_explains(["arena", *argv], message, capsys)
 
 
 def test_a_page_without_nicegui_is_refused_with_how_to_get_it(

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from rich.console import Console
 
 from esper.cli.arena_progress import ArenaProgress, read_progress
 from esper.cli.main import main
-from esper.cli.progress import LiveView, PlainLines
+from esper.cli.progress import PlainLines
 from esper.config import load
 from esper.league.events import LeagueChanged, RoundFought
 from esper.league.training_config import ArenaTrainConfig
@@ -22,7 +21,7 @@ from esper.rl.checkpoints import open_store
 from esper.rl.events import Update
 from esper.runs import Event, EventRecord, read
 from tests.cli.arena_runs import LEARNING_UNITS, OPTIONS, UPDATE_STEPS, train
-from tests.commands import Terminal, events_of, last_line, show, signal_at_checkpoint
+from tests.commands import assert_explains, assert_refuses_to_overwrite, events_of, last_line, last_view, render, show, signal_at_checkpoint
 from tests.processes import torchrun
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
@@ -63,11 +62,7 @@ def recorded(event: Event) -> EventRecord:
 def test_a_mistake_is_explained_and_leaves_nothing_behind(
     argv: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert main(["arena", "train", *argv, "--json"]) == 2
-    captured = capsys.readouterr()
-    assert message in " ".join(captured.err.replace("│", " ").split())
-    assert "Traceback" not in captured.err
-    assert message in last_line(captured.out)["error"]
+    assert_explains(["arena", "train", *argv], message, capsys)
     assert not list(tmp_path.iterdir())
 
 
@@ -80,10 +75,7 @@ def test_a_folder_with_another_kind_of_run_is_not_gone_on_with(tmp_path: Path, c
 
 @pytest.mark.slow
 def test_a_folder_that_holds_a_run_is_not_trained_in_again(arena_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = (arena_run / "events.jsonl").read_bytes()
-    assert train(arena_run, 2) == 2
-    assert "--resume" in capsys.readouterr().err
-    assert (arena_run / "events.jsonl").read_bytes() == before
+    assert_refuses_to_overwrite(arena_run, lambda: train(arena_run, 2), capsys)
 
 
 # Where values come from
@@ -252,10 +244,7 @@ def test_what_is_left_counts_the_battles_at_checkpoints_too(arena_run: Path) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_live_view_fits_the_terminal(arena_run: Path, width: int) -> None:
-    console = Console(record=True, width=width, file=io.StringIO())
-    console.print(read_progress(arena_run).view(width))
-    shown = console.export_text()
-    assert all(len(line) <= width for line in shown.splitlines())
+    shown = render(read_progress(arena_run), width)
     assert "update 2/2" in shown
     assert "1 past self, the best is update-1" in shown
     assert "…" not in shown
@@ -264,6 +253,4 @@ def test_the_live_view_fits_the_terminal(arena_run: Path, width: int) -> None:
 @pytest.mark.slow
 def test_the_live_view_ends_with_the_last_state(arena_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-    stream = Terminal()
-    show(arena_run, LiveView(ArenaProgress(), stream))
-    assert "done" in stream.getvalue().rpartition("update 2/2")[2]
+    assert "done" in last_view(arena_run, ArenaProgress()).rpartition("update 2/2")[2]

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 import esper
@@ -21,7 +20,7 @@ from esper.cli.controller_compare import CompareProgress
 from esper.cli.controller_progress import ControllerProgress, read_progress
 from esper.cli.grow_progress import GrowProgress
 from esper.cli.main import main
-from esper.cli.progress import LiveView, PlainLines
+from esper.cli.progress import PlainLines
 from esper.config import load
 from esper.controller.config import ControllerConfig
 from esper.controller.events import RoundEnded
@@ -40,7 +39,20 @@ from esper.rl.events import Update
 from esper.runs import Sink, read, read_tensors, write_tensors
 from esper.runs.folder import CHECKPOINTS
 from esper.tasks import load_task
-from tests.commands import Terminal, assert_same_state, events_of, last_line, show, shown_in_tensorboard, signal_at_checkpoint, wait_for
+from tests.commands import (
+    Terminal,
+    assert_explains,
+    assert_refuses_to_overwrite,
+    assert_same_state,
+    events_of,
+    last_line,
+    last_view,
+    render,
+    show,
+    shown_in_tensorboard,
+    signal_at_checkpoint,
+    wait_for,
+)
 from tests.processes import start, torchrun
 
 SMALL = [
@@ -111,11 +123,7 @@ def living_seeds(folder: Path) -> int:
 def test_a_mistake_is_explained_and_leaves_nothing_behind(
     argv: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert main(["controller", *argv, "--json"]) == 2
-    captured = capsys.readouterr()
-    assert message in " ".join(captured.err.replace("│", " ").split())
-    assert "Traceback" not in captured.err
-    assert message in last_line(captured.out)["error"]
+    assert_explains(["controller", *argv], message, capsys)
     assert not list(tmp_path.iterdir())
 
 
@@ -129,10 +137,7 @@ def test_a_folder_with_another_kind_of_run_is_not_gone_on_with(tmp_path: Path, c
 
 @pytest.mark.slow
 def test_a_folder_that_holds_a_run_is_not_trained_in_again(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = (finished / "events.jsonl").read_bytes()
-    assert train(finished, 2) == 2
-    assert "--resume" in capsys.readouterr().err
-    assert (finished / "events.jsonl").read_bytes() == before
+    assert_refuses_to_overwrite(finished, lambda: train(finished, 2), capsys)
 
 
 # What a run leaves behind
@@ -303,10 +308,7 @@ def test_samples_per_second_are_those_of_all_hosts_and_twins(finished: Path) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_live_view_fits_the_terminal(finished: Path, width: int) -> None:
-    console = Console(record=True, width=width, file=io.StringIO())
-    console.print(read_progress(finished).view(width))
-    shown = console.export_text()
-    assert all(len(line) <= width for line in shown.splitlines())
+    shown = render(read_progress(finished), width)
     assert "round 2/2" in shown
     assert "samples/s" in shown
     assert "…" not in shown
@@ -315,9 +317,7 @@ def test_the_live_view_fits_the_terminal(finished: Path, width: int) -> None:
 @pytest.mark.slow
 def test_the_live_view_ends_with_the_last_state(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-    stream = Terminal()
-    show(finished, LiveView(ControllerProgress(), stream))
-    assert "done" in stream.getvalue().rpartition("round 2/2")[2]
+    assert "done" in last_view(finished, ControllerProgress()).rpartition("round 2/2")[2]
 
 
 # Comparing

@@ -31,7 +31,17 @@ from esper.rl.run_setup import Evaluated
 from esper.runs import Checkpoint, CheckpointRefused, CheckpointStore, EventRecord, SinkFailed, Tree, read
 from esper.runs.folder import CHECKPOINTS
 from esper.vecenv import make
-from tests.commands import Terminal, assert_same_state, events_of, last_line, show, shown_in_tensorboard, signal_at_checkpoint, wait_for
+from tests.commands import (
+    Terminal,
+    assert_refuses_to_overwrite,
+    assert_same_state,
+    events_of,
+    last_line,
+    show,
+    shown_in_tensorboard,
+    signal_at_checkpoint,
+    wait_for,
+)
 from tests.processes import start
 
 UPDATE_STEPS = 4 * 16
@@ -98,10 +108,7 @@ def test_a_run_is_trained_evaluated_and_evaluated_again(capsys: pytest.CaptureFi
 
 @pytest.mark.slow
 def test_a_folder_that_holds_a_run_is_not_trained_in_again(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = (finished / "events.jsonl").read_bytes()
-    assert train(finished, 10) == 2
-    assert "--resume" in capsys.readouterr().err
-    assert (finished / "events.jsonl").read_bytes() == before
+    assert_refuses_to_overwrite(finished, lambda: train(finished, 10), capsys)
 
 
 def test_a_run_without_a_folder_gets_one_of_its_own(tmp_path: Path) -> None:

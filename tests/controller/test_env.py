@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from esper.controller.config import RENT_LEVELS, ControllerConfig, DomainConfig, RewardConfig
+from esper.controller.config import ControllerConfig, DomainConfig, RewardConfig
 from esper.controller.domain import FleetSetting
 from esper.controller.env import GrowthEnv
 from esper.controller.events import RoundEnded
@@ -306,12 +306,6 @@ def test_losses_that_are_not_finite_are_seen_as_those_before_them() -> None:
     )
     assert finite(state).train_losses == (1.0, 1.0, 0.5)
     assert finite(state).val_losses == (2.3, 2.0, 2.0)
-
-
-def test_the_levels_of_rent_rise() -> None:
-    low, middle, high = RENT_LEVELS.values()
-    assert low.parameters < middle.parameters < high.parameters
-    assert low.flops < middle.flops < high.flops
 
 
 @pytest.mark.slow

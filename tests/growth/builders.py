@@ -217,3 +217,35 @@ def assert_same(one: Any, other: Any, *, place: str = "") -> None:
         assert torch.equal(one, other), place
     else:
         assert one == other, place
+
+
+class SAM(Optimizer):
+    """Sharpness-aware minimisation as it is commonly written: two passes, the second at perturbed weights."""
+
+    def __init__(self, parameters: Any, base: type[Optimizer], rho: float = 0.05, **settings: Any) -> None:
+        super().__init__(parameters, {"rho": rho, **settings})
+        self.base_optimizer = base(self.param_groups, **settings)
+        self.param_groups = self.base_optimizer.param_groups
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        parameters = [parameter for group in self.param_groups for parameter in group["params"] if parameter.grad is not None]
+        norm = torch.stack([parameter.grad.norm() for parameter in parameters]).norm()
+        for parameter in parameters:
+            self.state[parameter]["old"] = parameter.detach().clone()
+            parameter.add_(parameter.grad * self.param_groups[0]["rho"] / norm)
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.copy_(self.state[parameter]["old"])
+        self.base_optimizer.step()
+        self.zero_grad()
+
+    def step(self, closure: Callable[[], Any]) -> None:
+        self.first_step()
+        with torch.enable_grad():
+            closure()
+        self.second_step()

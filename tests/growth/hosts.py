@@ -375,6 +375,16 @@ class PaddedEncoder(nn.Module):
         return result
 
 
+class Transposing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Encoder(batch_first=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.inner(x.transpose(0, 1))
+        return result
+
+
 class FunctionalMLP(nn.Module):
     def __init__(self) -> None:
         super().__init__()

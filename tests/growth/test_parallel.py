@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from esper.growth import Grower, add_slots
 from esper.growth.lifecycle.stages import Advance, Fossilize, Germinate, Prune
 from tests.growth.builders import QUICK, QUICK_SHADOW, SLOTS, Data, LifecycleConfig, Script, config, make_data, make_host
-from tests.processes import spawn
+from tests.processes import results_of_ranks
 
 pytestmark = pytest.mark.slow  # they start processes of their own
 
@@ -150,9 +150,7 @@ def run_rank(rank: int, folder: Path) -> None:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Of each of two ranks. Starting processes is slow, so all tests share two."""
-    folder = tmp_path_factory.mktemp("ranks")
-    spawn(run_rank, (folder,), RANKS)
-    return [torch.load(folder / f"results {rank}", weights_only=False) for rank in range(RANKS)]
+    return results_of_ranks(run_rank, tmp_path_factory.mktemp("ranks"), RANKS)
 
 
 def assert_close(one: Any, other: Any, *, atol: float) -> None:

@@ -2,6 +2,7 @@
 
 import torch
 
+from esper.rl import PPO
 from esper.vecenv import ActionSpec, Discrete, TensorSpec, Timestep
 
 
@@ -36,3 +37,8 @@ class Counting:
 
     def close(self):
         pass
+
+
+def weights(ppo: PPO) -> torch.Tensor:
+    """Return all weights of a learner as one vector."""
+    return torch.cat([weight.detach().flatten() for weight in ppo.learner.weights])

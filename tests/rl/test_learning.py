@@ -18,7 +18,7 @@ from esper.rl.loss import Coefficients, Counts, Samples, normalize_advantages, p
 from esper.rl.ppo import PPO, TrainingStopped
 from esper.rl.run_config import TrainConfig
 from esper.vecenv import ActionSpec, Continuous, Discrete, Relevance
-from tests.rl.counting import Counting
+from tests.rl.counting import Counting, weights
 
 SMALL = NetworkConfig(hidden_size=8, encoder_sizes=(6,))
 MIXED = ActionSpec((Discrete("op", 3), Discrete("slot", 2), Continuous("aim", 2)), (Relevance("slot", given="op", choices=(1,)),))
@@ -26,10 +26,6 @@ MIXED = ActionSpec((Discrete("op", 3), Discrete("slot", 2), Continuous("aim", 2)
 
 def config(**changes) -> PPOConfig:
     return PPOConfig(**{"num_steps": 16, "num_epochs": 4, "num_minibatches": 3, "network": SMALL, **changes})
-
-
-def weights(ppo: PPO) -> torch.Tensor:
-    return torch.cat([weight.detach().flatten() for weight in ppo.learner.weights])
 
 
 def test_a_time_limit_bootstraps_from_the_final_observation_with_the_state_after_the_action():

@@ -26,7 +26,7 @@ from esper.runs.tensors import split
 from esper.statistics import RunningMoments, sums_of
 from esper.vecenv import ActionSpec, Continuous, Discrete, Relevance, make
 from tests.commands import last_line, wait_for
-from tests.processes import Process, spawn, torchrun
+from tests.processes import Process, results_of_ranks, torchrun
 from tests.rl.counting import Counting
 
 pytestmark = pytest.mark.slow  # they start processes of their own
@@ -190,9 +190,7 @@ def run_rank(rank: int, folder: Path) -> None:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     """Of each of two ranks. Starting processes is slow, so all tests share two."""
-    folder = tmp_path_factory.mktemp("ranks")
-    spawn(run_rank, (folder,), RANKS)
-    return [torch.load(folder / f"results {rank}", weights_only=False) for rank in range(RANKS)]
+    return results_of_ranks(run_rank, tmp_path_factory.mktemp("ranks"), RANKS)
 
 
 def assert_close(one, other, *, atol: float) -> None:

@@ -12,7 +12,7 @@ from esper.rl.loss import LARGEST, PATIENCE, START, LossScale
 from esper.rl.ppo import PPO
 from esper.runs import CheckpointStore
 from esper.vecenv import make
-from tests.rl.counting import Counting
+from tests.rl.counting import Counting, weights
 
 CPU = torch.device("cpu")
 YES, NO = torch.tensor(True), torch.tensor(False)
@@ -21,10 +21,6 @@ YES, NO = torch.tensor(True), torch.tensor(False)
 def config(**changes) -> PPOConfig:
     network = NetworkConfig(hidden_size=8, encoder_sizes=(6,))
     return PPOConfig(**{"num_steps": 16, "num_epochs": 4, "num_minibatches": 3, "precision": "float16", "network": network, **changes})
-
-
-def weights(ppo: PPO) -> torch.Tensor:
-    return torch.cat([weight.detach().flatten() for weight in ppo.learner.weights])
 
 
 @pytest.mark.slow

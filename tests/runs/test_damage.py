@@ -25,7 +25,7 @@ from esper.replay_file import ReplayError, read_replay, write_replay
 from esper.rl.run_config import TrainConfig
 from esper.runs import CheckpointError, CheckpointStore, EventError, EventLog, read
 from tests.faults import damaged
-from tests.growth.host.test_models import grow
+from tests.growth.host.helpers import grow
 from tests.league.leagues import promoted, small_league
 from tests.replays import staged_battle
 

@@ -17,7 +17,7 @@ from esper.growth.host.saving import load
 from esper.growth.host.slotted import Slotted
 from esper.growth.lifecycle.stages import Germinate
 from tests.growth.builders import Script, config, sgd
-from tests.growth.host.test_models import disturb, germinate, grow, hooks_of
+from tests.growth.host.helpers import disturb, germinate, grow, hooks_of
 from tests.growth.hosts import FAMILIES
 
 pytestmark = pytest.mark.slow  # the compiler takes its time

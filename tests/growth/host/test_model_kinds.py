@@ -33,8 +33,8 @@ from esper.growth.host.slotted import Slotted
 from esper.growth.seeds.blueprints import blueprints_for
 from tests.growth import hosts
 from tests.growth.builders import QUICK
-from tests.growth.host.test_models import Transposing, disturb, germinate, growths, hooks_of
-from tests.growth.hosts import FAMILIES, VOCABULARY
+from tests.growth.host.helpers import disturb, germinate, growths, hooks_of
+from tests.growth.hosts import FAMILIES, VOCABULARY, Transposing
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning"),  # torch says so once on processors that have to do without

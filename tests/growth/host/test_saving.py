@@ -20,10 +20,9 @@ from esper.growth import GrowthError, add_slots, register_blueprint
 from esper.growth.host.layout import Place
 from esper.growth.host.slotted import Slotted
 from esper.growth.seeds import blueprints as registry
-from tests.growth.host.test_models import disturb, germinate, grow, hooks_of, is_same, run
+from tests.growth.host.helpers import disturb, every_family, germinate, grow, hooks_of, is_same, run
 from tests.growth.hosts import FAMILIES, GPT, Family, ResNet
 
-every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 RESNET = FAMILIES["resnet"]
 
 

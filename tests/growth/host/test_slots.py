@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations
 from esper.growth import GrowthError, add_slots
 from esper.growth.host.slotted import Slotted
 from esper.growth.seeds.blueprints import cost_of, get_blueprint
-from tests.growth.host.test_models import disturb, germinate, grow, hooks_of, is_same, run
+from tests.growth.host.helpers import disturb, germinate, grow, hooks_of, is_same, run
 from tests.growth.hosts import FAMILIES, GPT, DoubleConv, ResNet, Returning, Swin, ViT
 
 RESNET = FAMILIES["resnet"]

@@ -21,7 +21,7 @@ from esper.growth import Grower, GrowthError, Slotted, add_slots
 from esper.growth.config import LifecycleConfig
 from esper.growth.controllers.baselines import Planned
 from tests.growth.builders import Host, config, make_data, make_host, make_loop, sgd
-from tests.growth.host.test_models import disturb, germinate, grow, is_same, run
+from tests.growth.host.helpers import disturb, germinate, grow, is_same, run
 
 
 class Branches(nn.Module):

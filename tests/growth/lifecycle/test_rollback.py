@@ -17,6 +17,7 @@ from esper.growth.lifecycle.stages import Advance, Fossilize, Germinate, Prune, 
 from tests.growth.builders import (
     QUICK,
     QUICK_SHADOW,
+    SAM,
     LifecycleConfig,
     Loop,
     Script,
@@ -27,7 +28,6 @@ from tests.growth.builders import (
     make_loop,
     snapshot,
 )
-from tests.growth.seeds.test_optimizer import SAM
 
 GROW = {0: [Germinate("first", "test", "mlp")]}
 BOTH = {0: [Germinate("first", "test", "mlp"), Germinate("second", "test", "low_rank")]}

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from esper.growth import Grower, GrowthError, add_slots
 from esper.growth.lifecycle.stages import Germinate
 from esper.growth.seeds.seed import Seed
-from tests.growth.builders import QUICK_SHADOW, Loop, Script, adamw, assert_same, config, make_host, make_loop, sgd, snapshot
+from tests.growth.builders import QUICK_SHADOW, SAM, Loop, Script, adamw, assert_same, config, make_host, make_loop, sgd, snapshot
 
 GROW = {0: [Germinate("first", "test", "mlp"), Germinate("second", "test", "low_rank")]}
 JUNK = 100 * torch.ones(8, 6)
@@ -186,38 +186,6 @@ def test_a_closure_in_the_optimisers_step_is_followed(kind: str) -> None:
     assert len(calls) == (1 if kind == "SGD" else 3)
     for now, then, gradient in zip(seed_of(loop).parameters(), before, calls[-1], strict=True):
         torch.testing.assert_close(now.detach(), then - 0.1 * gradient)
-
-
-class SAM(Optimizer):
-    """Sharpness-aware minimisation as it is commonly written: two passes, the second at perturbed weights."""
-
-    def __init__(self, parameters: Any, base: type[Optimizer], rho: float = 0.05, **settings: Any) -> None:
-        super().__init__(parameters, {"rho": rho, **settings})
-        self.base_optimizer = base(self.param_groups, **settings)
-        self.param_groups = self.base_optimizer.param_groups
-
-    @torch.no_grad()
-    def first_step(self) -> None:
-        parameters = [parameter for group in self.param_groups for parameter in group["params"] if parameter.grad is not None]
-        norm = torch.stack([parameter.grad.norm() for parameter in parameters]).norm()
-        for parameter in parameters:
-            self.state[parameter]["old"] = parameter.detach().clone()
-            parameter.add_(parameter.grad * self.param_groups[0]["rho"] / norm)
-        self.zero_grad()
-
-    @torch.no_grad()
-    def second_step(self) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.copy_(self.state[parameter]["old"])
-        self.base_optimizer.step()
-        self.zero_grad()
-
-    def step(self, closure: Callable[[], Any]) -> None:
-        self.first_step()
-        with torch.enable_grad():
-            closure()
-        self.second_step()
 
 
 @pytest.mark.parametrize("given", ["SAM", "its base"])
