@@ -64,7 +64,7 @@ def lived(config: FleetConfig, lifecycle: LifecycleConfig) -> Fleet:
 
 @pytest.mark.slow
 @LIFECYCLES
-def test_hosts_without_a_batch_norm_learn_from_the_parts_what_they_learn_from_the_whole(lifecycle: LifecycleConfig) -> None:
+def test_accumulated_parts_equal_the_whole_batch_for_hosts_without_batch_norm(lifecycle: LifecycleConfig) -> None:
     whole, in_parts = lived(WHOLE, lifecycle), lived(IN_PARTS, lifecycle)
     assert any(entry.outcome == "kept" for entry in whole.rows[0].host_growth.ledger.entries)
     for name, tensor in whole.tensors().items():
@@ -130,7 +130,7 @@ def validation_losses(model: nn.Module, inputs: Tensor, targets: Tensor) -> list
 
 
 @pytest.mark.slow
-def test_a_probe_takes_every_part_for_a_step() -> None:
+def test_a_probe_counts_every_accumulated_part_as_a_step() -> None:
     """So their mean is that of the whole batches, and there are as many answers as parts."""
     growth = GrowthConfig(slots=SLOTS, probe_steps=1)
     sums = []
@@ -147,7 +147,7 @@ def test_a_probe_takes_every_part_for_a_step() -> None:
 
 
 @pytest.mark.slow
-def test_a_step_in_parts_takes_a_part_of_the_memory() -> None:
+def test_accumulation_reduces_the_memory_of_a_step() -> None:
     whole, in_parts = (Fleet(small_task(), make_host, hosts=1, config=config).memory_per_host() for config in (WHOLE, IN_PARTS))
     assert in_parts.state == whole.state
     assert 4.5 * in_parts.step < whole.step < 5.5 * in_parts.step
@@ -155,7 +155,7 @@ def test_a_step_in_parts_takes_a_part_of_the_memory() -> None:
 
 
 @pytest.mark.slow
-def test_no_more_than_a_part_is_kept_at_once() -> None:
+def test_accumulation_keeps_the_activations_of_one_part_at_a_time() -> None:
     largest = []
     for config in (WHOLE, IN_PARTS):
         fleet = Fleet(small_task(), make_host, hosts=2, config=msgspec.structs.replace(config, steps_per_decision=1))

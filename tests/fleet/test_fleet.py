@@ -55,7 +55,7 @@ from tests.fleet.builders import (
 
 
 @pytest.mark.slow
-def test_a_host_whose_loss_is_not_finite_goes_back_and_no_other_notices() -> None:
+def test_a_host_whose_loss_is_not_finite_is_rolled_back_and_the_others_are_unchanged() -> None:
     explodes = host_settings(3)
     explodes[1] = msgspec.structs.replace(explodes[1], learning_rate=1e300)
     calm, other = make_fleet(host_settings(3)), make_fleet(explodes)
@@ -71,7 +71,7 @@ def test_a_host_whose_loss_is_not_finite_goes_back_and_no_other_notices() -> Non
 
 
 @pytest.mark.slow
-def test_a_host_that_fails_again_and_again_is_given_up_and_the_others_go_on() -> None:
+def test_a_host_that_fails_repeatedly_is_given_up_and_the_others_continue() -> None:
     settings = host_settings(2)
     settings[0] = msgspec.structs.replace(settings[0], learning_rate=1e300)
     fleet = make_fleet(settings, GrowthConfig(governor=GovernorConfig(max_rollbacks=1)))
@@ -100,7 +100,7 @@ def test_a_seed_that_explodes_is_rolled_back_as_in_a_host_alone() -> None:
 
 
 @pytest.mark.slow
-def test_going_back_brings_seeds_weights_moments_and_alphas_of_that_time() -> None:
+def test_a_rollback_restores_seeds_weights_moments_and_alphas() -> None:
     growth = GrowthConfig(lifecycle=msgspec.structs.replace(SHADOW, blend_epochs=3))
     fleet = make_fleet(host_settings(2), growth)
     germinate_in_every_slot(fleet, 0)
@@ -123,7 +123,7 @@ def test_going_back_brings_seeds_weights_moments_and_alphas_of_that_time() -> No
 
 
 @pytest.mark.slow
-def test_a_host_that_is_over_stays_bit_identical_while_others_train() -> None:
+def test_a_finished_host_stays_bit_identical_while_others_train() -> None:
     settings = [msgspec.structs.replace(setting, horizon=horizon) for setting, horizon in zip(host_settings(3), (2, 5, 4), strict=True)]
     fleet = make_fleet(settings)
     germinate_in_every_slot(fleet, 0)
@@ -143,7 +143,7 @@ def test_a_host_that_is_over_stays_bit_identical_while_others_train() -> None:
 
 
 @pytest.mark.slow
-def test_a_reset_host_lives_as_in_a_new_fleet_and_the_others_go_on() -> None:
+def test_a_reset_host_equals_one_in_a_new_fleet_and_the_others_continue() -> None:
     fleet, straight = make_fleet(host_settings(2)), make_fleet(host_settings(2))
     again = HostConfig(seed=5, growth_seed=6, horizon=8, learning_rate=0.02)
     for each in (fleet, straight):
@@ -171,7 +171,7 @@ def test_a_host_that_was_never_reset_does_not_train() -> None:
 # Data
 
 
-def test_every_host_sees_all_training_samples_in_an_order_of_its_own() -> None:
+def test_every_host_sees_all_training_samples_in_its_own_order() -> None:
     fleet = make_fleet(host_settings(3))
     first = fleet.data.batches(4, BATCH, rows=[0, 1, 2]).reshape(-1, 3)
     second = fleet.data.batches(4, BATCH, rows=[0, 2]).reshape(-1, 2)
@@ -182,7 +182,7 @@ def test_every_host_sees_all_training_samples_in_an_order_of_its_own() -> None:
 
 
 @pytest.mark.slow
-def test_hosts_see_the_labels_and_the_part_of_the_data_of_their_setting() -> None:
+def test_hosts_train_on_the_labels_and_the_share_of_data_of_their_setting() -> None:
     task = small_task()
     train, test = task.train.targets.clone(), task.test.targets.clone()
     settings = host_settings(4)
@@ -206,7 +206,7 @@ def test_hosts_see_the_labels_and_the_part_of_the_data_of_their_setting() -> Non
 
 
 @pytest.mark.slow
-def test_nobody_reads_the_test_part_until_it_is_asked_for() -> None:
+def test_the_test_split_is_not_read_during_training() -> None:
     task = small_task()
     poisoned = replace(task, test=Split(torch.full_like(task.test.inputs, math.nan), task.test.targets))
     clean, other = make_fleet(host_settings(1), task=task), make_fleet(host_settings(1), task=poisoned)
@@ -218,7 +218,7 @@ def test_nobody_reads_the_test_part_until_it_is_asked_for() -> None:
 
 
 @pytest.mark.slow
-def test_losses_are_those_of_the_host_with_what_it_has_kept() -> None:
+def test_losses_of_a_row_equal_those_of_the_host_with_its_kept_seeds() -> None:
     task = small_task()
     settings = host_settings(2, horizon=4)
     growth = GrowthConfig(lifecycle=JOINT)
@@ -451,7 +451,7 @@ def test_data_on_the_device_are_shared_by_fleets() -> None:
 
 
 @pytest.mark.slow
-def test_the_life_of_every_host_is_told_with_its_row() -> None:
+def test_events_of_every_host_have_its_row() -> None:
     events: list[Event] = []
     settings = host_settings(3, horizon=3)
     fleet = Fleet(small_task(), make_host, hosts=3, growth=GrowthConfig(lifecycle=JOINT), config=CONFIG, on_event=events.append)

@@ -59,9 +59,7 @@ def test_a_fleet_on_a_gpu_equals_the_same_on_a_cpu(lifecycle: LifecycleConfig) -
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("float64", 1e-9), ("float32", 1e-5), ("bfloat16", 2e-2)])
 @LIFECYCLES
-def test_steps_that_are_recorded_and_replayed_equal_steps_that_are_not(
-    lifecycle: LifecycleConfig, precision: str, tolerance: float
-) -> None:
+def test_recorded_and_replayed_steps_equal_plain_steps(lifecycle: LifecycleConfig, precision: str, tolerance: float) -> None:
     config = msgspec.structs.replace(CONFIG, steps_per_decision=8, precision=precision)
     fleets = [make_gpu_fleet(lifecycle, msgspec.structs.replace(config, graphs=graphs)) for graphs in (False, True)]
     for fleet in fleets:
@@ -76,7 +74,7 @@ def test_steps_that_are_recorded_and_replayed_equal_steps_that_are_not(
 
 
 @LIFECYCLES
-def test_recorded_training_on_a_lagging_gpu_equals_training_that_is_waited_for(lifecycle: LifecycleConfig) -> None:
+def test_recorded_training_on_a_lagging_gpu_equals_synchronised_training(lifecycle: LifecycleConfig) -> None:
     """Sleeps on the current stream before and after every stretch: a step that did not wait for its data would read the old ones."""
     config = msgspec.structs.replace(CONFIG, steps_per_decision=8)
     waited, lagging = (make_gpu_fleet(lifecycle, msgspec.structs.replace(config, graphs=graphs)) for graphs in (False, True))
@@ -109,7 +107,7 @@ def assert_waits_once(fleet: Fleet) -> None:
 
 
 @LIFECYCLES
-def test_the_device_is_waited_for_once_in_a_decision(lifecycle: LifecycleConfig) -> None:
+def test_the_device_is_synchronised_once_per_decision(lifecycle: LifecycleConfig) -> None:
     fleet = make_gpu_fleet(lifecycle)
     live(fleet)
     germinate_in_every_slot(fleet, 2)
@@ -126,7 +124,7 @@ def test_one_step_in_lower_precision_agrees_with_float64(precision: str, toleran
 
 
 @pytest.mark.usefixtures("alone_with_device_memory")
-def test_a_step_takes_about_as_much_memory_as_is_said() -> None:
+def test_the_estimate_of_memory_per_step_is_close_to_the_measured_use() -> None:
     config = FleetConfig(batch_size=100, steps_per_decision=1, validation_samples=10)
 
     def host(seed: int) -> torch.nn.Module:
@@ -146,13 +144,13 @@ def test_a_step_takes_about_as_much_memory_as_is_said() -> None:
 
 
 @pytest.mark.usefixtures("alone_with_device_memory")
-def test_a_fleet_that_does_not_fit_says_how_many_would() -> None:
+def test_a_fleet_too_large_for_the_gpu_is_refused_with_the_number_that_fits() -> None:
     with pytest.raises(FleetError, match=r"1000000000 hosts do not fit.*cuda:0 had .* would fit"):
         Fleet(small_task(), make_host, hosts=10**9, config=CONFIG, device="cuda")
 
 
 @pytest.mark.usefixtures("alone_with_device_memory")
-def test_running_out_of_memory_in_training_says_how_many_would_fit() -> None:
+def test_running_out_of_gpu_memory_in_training_says_how_many_hosts_fit() -> None:
     config = FleetConfig(batch_size=100, steps_per_decision=1)
     fleet = Fleet(small_task(), lambda seed: ConvHost(1, 10, (32, 64, 64)), hosts=16, config=config, device="cuda")
     fleet.reset({row: HostConfig(seed=row) for row in range(16)})

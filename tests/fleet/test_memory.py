@@ -27,7 +27,7 @@ def make_untrained_fleet(hosts: int, growth: GrowthConfig | None = None, config:
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 @pytest.mark.parametrize("blending", ["add", "gate"])
-def test_the_state_is_what_a_fleet_holds_for_every_host(optimizer: str, blending: str) -> None:
+def test_the_estimated_state_equals_the_tensors_of_a_fleet(optimizer: str, blending: str) -> None:
     growth = GrowthConfig(lifecycle=LifecycleConfig(blending=blending), governor=GovernorConfig(keep=3))
     fleet = make_untrained_fleet(5, growth, msgspec.structs.replace(CONFIG, optimizer=optimizer))
     held = sum(tensor.nbytes for tensor in fleet.tensors().values())
@@ -60,7 +60,7 @@ class _Peak:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_grown", [False, True])
-def test_a_step_keeps_about_as_much_as_is_said(is_grown: bool) -> None:
+def test_the_estimate_of_kept_memory_is_close_to_the_measured_use(is_grown: bool) -> None:
     """One step of many hosts, with and without the largest seed in every slot."""
     fleet = make_untrained_fleet(16, config=msgspec.structs.replace(CONFIG, steps_per_decision=1))
     fleet.reset({row: HostConfig(seed=row) for row in range(16)})
@@ -105,7 +105,7 @@ def test_measuring_draws_no_random_numbers_and_changes_nothing() -> None:
 
 
 @pytest.mark.slow
-def test_a_fleet_that_does_not_fit_says_how_many_would_and_allocates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fleet_too_large_for_memory_is_refused_before_allocation_with_the_number_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     each = make_untrained_fleet(1).memory_per_host().least
     monkeypatch.setattr("esper.fleet.fleet.free_bytes", lambda device: 7 * each + 1)
     make_untrained_fleet(7)
@@ -118,7 +118,7 @@ def test_a_fleet_that_does_not_fit_says_how_many_would_and_allocates_nothing(mon
         make_untrained_fleet(9)
 
 
-def test_a_device_without_room_for_one_host_says_so() -> None:
+def test_a_device_without_room_for_one_host_is_refused() -> None:
     with pytest.raises(FleetError, match="not even one would fit"):
         check_fits(1, 10, room=9, device=CPU)
     check_fits(1, 10, room=10, device=CPU)
@@ -132,9 +132,7 @@ def test_an_absurd_number_of_hosts_is_refused_at_once() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("out of memory"), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
-def test_a_device_that_runs_out_of_memory_in_training_says_how_many_hosts_would_fit(
-    error: RuntimeError, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_running_out_of_memory_in_training_says_how_many_hosts_fit(error: RuntimeError, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = make_untrained_fleet(1).memory_per_host()
     monkeypatch.setattr("esper.fleet.fleet.free_bytes", lambda device: 3 * memory.most)
     fleet = make_untrained_fleet(4)
@@ -148,7 +146,7 @@ def test_a_device_that_runs_out_of_memory_in_training_says_how_many_hosts_would_
         fleet.advance()
 
 
-def test_where_there_is_no_room_to_find_out_what_a_host_takes_the_least_is_told() -> None:
+def test_a_lower_bound_is_reported_where_the_memory_of_a_host_cannot_be_measured() -> None:
     def no_room() -> Memory:
         raise torch.OutOfMemoryError
 
@@ -189,6 +187,6 @@ def test_without_control_groups_there_is_no_limit(tmp_path: Path) -> None:
     assert not list(rooms_of_groups(tmp_path / "cgroup", tmp_path / "membership"))
 
 
-def test_memory_is_told_in_words() -> None:
+def test_memory_is_formatted_with_units() -> None:
     assert str(Memory(state=1_500_000, step=20_000, seeds=0)) == "1.5 MB of state, 20 kB for a step and up to 0 B for its seeds"
     assert in_words(12_345_678_901) == "12.3 GB"

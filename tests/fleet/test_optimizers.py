@@ -29,7 +29,7 @@ Kind = tuple[Callable[..., RowOptimizer], Callable[..., torch.optim.Optimizer], 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind[0].__name__}{kind[2] or ''}")
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-def test_every_row_is_where_torch_brings_it_alone(kind: Kind, dtype: torch.dtype, tolerance: float) -> None:
+def test_every_row_equals_a_torch_optimiser_on_that_row_alone(kind: Kind, dtype: torch.dtype, tolerance: float) -> None:
     ours, theirs, settings = kind
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(ROWS, WIDTH, dtype=dtype, generator=generator)
@@ -68,7 +68,7 @@ def test_rows_outside_a_step_stay_bit_identical_whatever_their_gradient(kind: Ki
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind[0].__name__}{kind[2] or ''}")
-def test_the_move_along_one_gradient_is_that_of_a_fresh_optimiser_without_decay(kind: Kind) -> None:
+def test_the_update_along_one_gradient_equals_that_of_a_fresh_optimiser_without_decay(kind: Kind) -> None:
     gradient = torch.randn(ROWS, WIDTH, dtype=torch.float64)
     weights = torch.zeros_like(gradient)
     optimizer = kind[0](weights, lr=1.0, **kind[2])

@@ -86,7 +86,7 @@ def test_one_step_in_float16_agrees_with_float64(lifecycle: LifecycleConfig) -> 
 
 @pytest.mark.slow
 @LIFECYCLES
-def test_a_host_whose_gradients_overflow_skips_its_step_with_its_seeds_and_no_other_notices(lifecycle: LifecycleConfig) -> None:
+def test_a_host_whose_gradients_overflow_skips_its_step_and_leaves_the_others_alone(lifecycle: LifecycleConfig) -> None:
     calm, other = make(lifecycle), make(lifecycle)
     with_larger_head(other, 1)
     before = learned(other, [1])
@@ -114,7 +114,7 @@ def test_a_scale_falls_until_the_gradients_fit_and_then_the_host_learns() -> Non
 
 @pytest.mark.slow
 @LIFECYCLES
-def test_a_seed_whose_gradients_overflow_keeps_all_seeds_of_its_host_from_the_step(lifecycle: LifecycleConfig) -> None:
+def test_an_overflow_in_one_seed_skips_the_step_of_all_seeds_of_its_host(lifecycle: LifecycleConfig) -> None:
     calm, other = make(lifecycle), make(lifecycle)
     for fleet in (calm, other):
         fleet.advance()
@@ -156,7 +156,7 @@ def test_seeds_in_the_shadow_of_a_host_that_skips_its_step_skip_it_too() -> None
 
 @pytest.mark.slow
 @LIFECYCLES
-def test_no_host_notices_the_scale_of_another(lifecycle: LifecycleConfig) -> None:
+def test_the_loss_scale_of_a_host_does_not_affect_the_others(lifecycle: LifecycleConfig) -> None:
     """The hosts with seeds are not the first ones."""
     fleets = [make_fleet(host_settings(3, horizon=20), GrowthConfig(lifecycle=lifecycle), FLOAT16) for _ in range(2)]
     fleets[1].host.scales.tensors["scale"][0] = 256.0
@@ -187,7 +187,7 @@ def test_scales_halve_at_once_and_double_after_many_good_steps(monkeypatch: pyte
     assert places == [tensor.data_ptr() for tensor in scales.tensors.values()]  # a recorded step finds them again
 
 
-def test_a_host_that_never_fits_has_a_scale_by_which_one_can_divide() -> None:
+def test_a_loss_scale_never_falls_to_zero() -> None:
     scales = LossScales.fresh(1, "cpu")
     for _ in range(300):
         scales.update_(torch.tensor([False]))
@@ -195,7 +195,7 @@ def test_a_host_that_never_fits_has_a_scale_by_which_one_can_divide() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_gradients_are_divided_by_the_scale_of_their_host_and_each_looks_at_all_of_its_own(bad: float) -> None:
+def test_gradients_are_unscaled_and_checked_per_host(bad: float) -> None:
     scales = LossScales(torch.tensor([2.0, 4.0, 8.0]), *torch.zeros(2, 3, dtype=torch.int64))
     host, seeds = torch.full((3, 5), 8.0), torch.full((2, 4), 8.0)
     seeds[1, 3] = bad
@@ -222,7 +222,7 @@ def test_a_probe_sees_gradients_without_their_scale() -> None:
 
 
 @pytest.mark.slow
-def test_scales_go_back_with_their_host_and_begin_anew_with_it() -> None:
+def test_loss_scales_are_restored_and_reset_with_their_host() -> None:
     fleet = make(JOINT)
     fleet.advance()  # a snapshot of a healthy epoch
     before = copy_rows(fleet, [1])
@@ -255,7 +255,7 @@ def test_a_saved_fleet_in_float16_goes_on_bit_for_bit(lifecycle: LifecycleConfig
 
 
 @pytest.mark.slow
-def test_other_precisions_have_no_scales() -> None:
+def test_only_float16_has_loss_scales() -> None:
     fleet = make(JOINT, FLOAT64)
     assert not any(name in fleet.tensors() for name in SCALES)
 

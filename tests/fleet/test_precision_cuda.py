@@ -28,7 +28,7 @@ def make_growing_fleet(lifecycle: LifecycleConfig, config: FleetConfig = ALL) ->
 
 
 @LIFECYCLES
-def test_recorded_steps_equal_those_that_are_not(lifecycle: LifecycleConfig) -> None:
+def test_recorded_steps_equal_plain_steps(lifecycle: LifecycleConfig) -> None:
     """With a host that skips the first of them."""
     fleets = [make_growing_fleet(lifecycle, msgspec.structs.replace(ALL, graphs=graphs)) for graphs in (True, False)]
     for fleet in fleets:
@@ -53,7 +53,7 @@ def test_recomputed_blocks_give_the_gradients_that_kept_ones_give() -> None:
 
 
 @LIFECYCLES
-def test_the_device_is_waited_for_once_in_a_decision(lifecycle: LifecycleConfig) -> None:
+def test_the_device_is_synchronised_once_per_decision(lifecycle: LifecycleConfig) -> None:
     fleet = make_growing_fleet(lifecycle)
     for _ in range(2):  # what is loaded at its first use
         fleet.decide({2: Decision(probe=True)})
@@ -66,7 +66,7 @@ def test_the_device_is_waited_for_once_in_a_decision(lifecycle: LifecycleConfig)
 @pytest.mark.usefixtures("alone_with_device_memory")
 @pytest.mark.parametrize("precision", ["float32", "float16"])
 @pytest.mark.parametrize(("change", "share"), [({"accumulate": 5}, 0.6), ({"checkpoint": True}, 0.75)], ids=["parts", "recomputed"])
-def test_the_options_take_memory_off_a_step(change: dict[str, int], share: float, precision: str) -> None:
+def test_accumulation_and_recomputation_reduce_the_memory_of_a_step(change: dict[str, int], share: float, precision: str) -> None:
     config = FleetConfig(batch_size=100, steps_per_decision=1, validation_samples=10, precision=precision)
     taken, said = [], []
     for each in (config, msgspec.structs.replace(config, **change)):

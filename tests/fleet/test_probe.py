@@ -169,7 +169,7 @@ def test_a_probe_leaves_every_host_bit_identical() -> None:
 
 
 @pytest.mark.slow
-def test_only_those_who_asked_are_answered_and_only_once() -> None:
+def test_only_hosts_that_asked_are_probed_and_only_once() -> None:
     fleet = make_fleet(TWO, GROWTH)
     advance_asking(fleet, [1])
     assert [len(promises_in(fleet.state(row))) for row in range(2)] == [0, len(SLOTS) * 8]
@@ -178,7 +178,7 @@ def test_only_those_who_asked_are_answered_and_only_once() -> None:
 
 
 @pytest.mark.slow
-def test_what_is_there_is_not_probed_and_a_host_whose_training_is_over_gets_no_probe() -> None:
+def test_occupied_slots_and_finished_hosts_are_not_probed() -> None:
     fleet = make_fleet(TWO, GROWTH)
     fleet.decide({0: Decision((Germinate("blocks.1", "", "norm"),), probe=True)})
     fleet.advance()
@@ -202,7 +202,7 @@ def test_a_promise_does_not_depend_on_the_blending(blending: str) -> None:
 
 
 @pytest.mark.slow
-def test_hosts_that_look_at_different_steps_are_answered_as_alone() -> None:
+def test_hosts_probed_at_different_steps_equal_the_same_hosts_alone() -> None:
     """A host in its first epoch is looked at in the first steps of it, the others in their last."""
     task = small_task()
     both, young, old = (Fleet(task, make_host, hosts=hosts, growth=GROWTH, config=CONFIG) for hosts in (2, 1, 1))
@@ -222,7 +222,7 @@ def test_hosts_that_look_at_different_steps_are_answered_as_alone() -> None:
 
 
 @pytest.mark.slow
-def test_a_probe_that_was_asked_for_is_saved() -> None:
+def test_a_requested_probe_survives_saving_and_loading() -> None:
     fleet, resumed = (make_fleet(TWO, GROWTH) for _ in range(2))
     fleet.decide({1: Decision(probe=True)})
     resumed.load_state_dict(copy.deepcopy(fleet.state_dict()))
@@ -232,7 +232,7 @@ def test_a_probe_that_was_asked_for_is_saved() -> None:
 
 
 @pytest.mark.slow
-def test_what_a_probe_costs_is_counted() -> None:
+def test_the_flops_of_a_probe_are_counted() -> None:
     plain, probed = (make_fleet(TWO[:1], GROWTH) for _ in range(2))
     plain.advance()
     advance_asking(probed, [0])
@@ -258,7 +258,7 @@ def test_a_probe_of_a_long_epoch_takes_at_most_the_flops_of_a_training_step_in_e
 
 
 @pytest.mark.slow
-def test_one_host_that_overflows_does_not_spoil_the_promises_of_another() -> None:
+def test_an_overflow_in_one_host_does_not_change_the_promises_of_another() -> None:
     good, bad = TWO[0], HostConfig(seed=1, growth_seed=1, horizon=4, learning_rate=1e300)
     fleet, other = make_fleet([good, bad], GROWTH), make_fleet([good, TWO[1]], GROWTH)
     for each in (fleet, other):

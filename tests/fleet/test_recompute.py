@@ -92,7 +92,7 @@ def lived(kind: str, lifecycle: LifecycleConfig, config: FleetConfig) -> Fleet:
 @pytest.mark.slow
 @LIFECYCLES
 @pytest.mark.parametrize("kind", kinds())
-def test_a_fleet_that_recomputes_equals_one_that_keeps(kind: str, lifecycle: LifecycleConfig) -> None:
+def test_a_fleet_that_recomputes_activations_equals_one_that_keeps_them(kind: str, lifecycle: LifecycleConfig) -> None:
     """Weights, moments, running statistics and what probes found."""
     keeps, recomputes = lived(kind, lifecycle, KEEPS), lived(kind, lifecycle, RECOMPUTES)
     assert recomputes.host.stacked.blocks
@@ -104,7 +104,7 @@ def test_a_fleet_that_recomputes_equals_one_that_keeps(kind: str, lifecycle: Lif
 
 
 @pytest.mark.slow
-def test_half_precision_and_parts_are_recomputed_as_they_were() -> None:
+def test_recomputed_activations_in_half_precision_and_in_parts_equal_kept_ones() -> None:
     config = FleetConfig(batch_size=BATCH, validation_batch=60, precision="float16", accumulate=5, steps_per_decision=1)
     fleets = []
     for each in (config, msgspec.structs.replace(config, checkpoint=True)):
@@ -199,7 +199,7 @@ def test_a_host_that_recomputes_takes_less_memory_and_says_so() -> None:
 
 
 @pytest.mark.slow
-def test_what_was_computed_is_gone_without_a_collection_of_garbage() -> None:
+def test_activations_are_freed_without_garbage_collection() -> None:
     host = deep(0)
     rows, stacked = ModuleRows.of([host]), lower(host)
     x = small_task().train.inputs[:6].unsqueeze(1)

@@ -307,7 +307,7 @@ CASES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_a_mistake_is_told_and_leaves_no_run_behind(case: str, tmp_path: Path) -> None:
+def test_a_mistake_is_explained_and_leaves_no_run_behind(case: str, tmp_path: Path) -> None:
     attempt, kind, words = CASES[case]
     with pytest.raises(kind, match=words):
         attempt(tmp_path / "run")
@@ -324,7 +324,7 @@ def test_after_a_mistake_in_the_data_the_same_folder_can_be_used_again(folder: s
 
 
 @pytest.mark.slow
-def test_a_folder_that_was_there_before_stays_with_what_was_in_it(tmp_path: Path) -> None:
+def test_an_existing_folder_keeps_its_files_after_a_mistake(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(GrowthError, match="NaN"):
         start(folder=tmp_path, train=spoiled(make_data()))
@@ -346,7 +346,7 @@ class Worse:
 
 
 @pytest.mark.slow
-def test_an_error_after_the_first_epoch_leaves_the_run_to_go_on_with(tmp_path: Path) -> None:
+def test_an_error_after_the_first_epoch_leaves_a_run_that_can_be_resumed(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="disk is gone"):
         start(folder=tmp_path / "run", train=Worse())
     with pytest.raises(RunError, match=r"already holds a run .* continue it with resume=True \(--resume on the command line\)"):
@@ -354,7 +354,7 @@ def test_an_error_after_the_first_epoch_leaves_the_run_to_go_on_with(tmp_path: P
     assert start(folder=tmp_path / "run", resume=True).epochs == 2
 
 
-def test_a_training_that_diverged_at_once_keeps_the_folder_that_tells_how(tmp_path: Path) -> None:
+def test_a_training_that_diverged_at_once_keeps_its_folder(tmp_path: Path) -> None:
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
         value = cross_entropy(outputs, targets)
         return value * math.nan if torch.is_grad_enabled() else value
@@ -365,14 +365,14 @@ def test_a_training_that_diverged_at_once_keeps_the_folder_that_tells_how(tmp_pa
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_on_keeps_its_folder_whatever_happens(tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_its_folder_after_an_error(tmp_path: Path) -> None:
     start(folder=tmp_path / "run", epochs=1)
     with pytest.raises(GrowthError, match="NaN"):
         start(folder=tmp_path / "run", resume=True, train=spoiled(make_data()))
     assert start(folder=tmp_path / "run", resume=True).epochs == 2
 
 
-def test_a_loss_function_that_fails_comes_through_and_nothing_of_ours_stays_anywhere() -> None:
+def test_an_error_of_the_loss_function_is_raised_and_leaves_no_hooks() -> None:
     host, calls, slotted = make_host(), [], []
     before = copy.deepcopy(host.state_dict())
 
@@ -397,7 +397,7 @@ def is_touched(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
-def test_a_wrong_example_input_is_told_and_leaves_no_hooks() -> None:
+def test_a_wrong_example_input_is_refused_and_leaves_no_hooks() -> None:
     host = make_host()
     with pytest.raises(GrowthError, match=r"cannot run the example input \(\[2, 7\] float32\)"):
         add_slots(host, torch.zeros(2, 7))
@@ -413,13 +413,13 @@ def test_a_wrong_example_input_is_told_and_leaves_no_hooks() -> None:
         (lambda: BudgetConfig(max_seeds=0), "max_seeds"),
     ],
 )
-def test_settings_are_checked_where_they_are_made(make, words: str) -> None:
+def test_settings_are_checked_when_they_are_built(make, words: str) -> None:
     with pytest.raises((ConfigError, ValueError), match=words):
         make()
 
 
 @pytest.mark.parametrize("given", [0.5, [0.5, 0.4], None], ids=["a loss", "losses", "nothing"])
-def test_after_epoch_without_a_function_says_what_it_takes_and_changes_nothing(given: object) -> None:
+def test_after_epoch_without_a_function_is_refused_and_changes_nothing(given: object) -> None:
     loop = make_loop()
     loop.step(*loop.data[0])
     with pytest.raises(GrowthError, match=r"after_epoch needs a function .* and got .*: grower.after_epoch\(evaluate\)"):
@@ -437,7 +437,7 @@ def test_after_epoch_without_a_function_says_what_it_takes_and_changes_nothing(g
         (["low"], r"evaluate\(\) gave a str for a batch"),
     ],
 )
-def test_an_evaluation_that_gives_no_losses_says_what_it_should_give(answer: object, words: str) -> None:
+def test_an_evaluation_without_losses_is_refused_with_the_expected_result(answer: object, words: str) -> None:
     loop = make_loop()
     loop.step(*loop.data[0])
     with pytest.raises(GrowthError, match=words):

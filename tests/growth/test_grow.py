@@ -91,7 +91,7 @@ def plain(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", [None, lambda optimizer: CosineAnnealingLR(optimizer, 4)], ids=["constant", "cosine"])
-def test_never_growing_is_the_plain_loop_with_a_loader_that_shuffles_by_the_global_generator(schedule) -> None:
+def test_never_growing_equals_the_plain_loop_with_a_loader_shuffled_by_the_global_generator(schedule) -> None:
     loader, validation = DataLoader(dataset(), batch_size=8, shuffle=True), DataLoader(dataset(2), batch_size=8, shuffle=True)
     host = make_host()
     torch.manual_seed(11)
@@ -105,7 +105,7 @@ def test_never_growing_is_the_plain_loop_with_a_loader_that_shuffles_by_the_glob
     assert "AdamW, learning rate 0.001" in grown.report()
 
 
-def test_the_model_itself_is_not_touched() -> None:
+def test_grow_does_not_change_the_given_model() -> None:
     host = make_host()
     host.second.eval()
     host.first.weight.grad = torch.ones_like(host.first.weight)
@@ -124,7 +124,7 @@ def plan() -> Planned:
 
 
 @pytest.mark.slow
-def test_what_was_kept_is_in_the_model_the_ledger_and_the_report() -> None:
+def test_kept_seeds_are_in_the_model_the_ledger_and_the_report() -> None:
     data = make_data(6)
     grown = grow(make_host(), data, data, cross_entropy, epochs=14, controller=plan(), config=config(**NAMED))
     (entry,) = grown.ledger.entries
@@ -138,7 +138,7 @@ def test_what_was_kept_is_in_the_model_the_ledger_and_the_report() -> None:
 
 
 @pytest.mark.slow
-def test_nothing_was_worth_keeping_is_a_result() -> None:
+def test_a_run_that_keeps_no_seed_returns_a_result() -> None:
     """The validation data are noise, so no seed does them any good, and everything is taken out in the end."""
     script = Script({1: [Germinate("first", "test", "mlp")]})
     grown = grow(make_host(), make_data(), make_data(2, seed=5), cross_entropy, epochs=5, controller=script, config=config(**NAMED))
@@ -165,7 +165,7 @@ def test_training_stops_early_when_nothing_gets_better() -> None:
 
 
 @pytest.mark.slow
-def test_a_living_seed_holds_off_the_early_stop() -> None:
+def test_a_seed_on_trial_delays_the_early_stop() -> None:
     frozen = lambda parameters: torch.optim.SGD(parameters, lr=1e-12)  # noqa: E731
     settings = config(patience=1, **NAMED)
     grown = grow(make_host(), make_data(), make_data(2), cross_entropy, epochs=6, optimizer=frozen, controller=plan_at(0), config=settings)
@@ -187,7 +187,7 @@ class Answers(nn.Module):
         return {"logits": self.host(inputs) * scale}
 
 
-def test_step_loss_takes_any_batch_and_any_output_and_the_slots_are_found_all_the_same() -> None:
+def test_step_loss_takes_any_batch_and_output_and_slots_are_still_found() -> None:
     batches = [{"image": x, "label": y, "name": ["a"] * len(x)} for x, y in make_data()]
     grown = grow(
         Answers(),
@@ -201,7 +201,7 @@ def test_step_loss_takes_any_batch_and_any_output_and_the_slots_are_found_all_th
     assert len(grown.ledger.entries) == 1
 
 
-def test_a_schedule_that_follows_the_loss_is_told_the_loss() -> None:
+def test_a_schedule_on_plateau_gets_the_validation_loss() -> None:
     rates = []
 
     def schedule(optimizer):
@@ -225,7 +225,7 @@ def test_a_schedule_that_follows_the_loss_is_told_the_loss() -> None:
 
 
 @pytest.mark.slow
-def test_a_seed_gone_mad_costs_a_rollback_and_the_run_ends_well() -> None:
+def test_a_diverging_seed_causes_a_rollback_and_the_run_finishes() -> None:
     settings = config(QUICK, governor=GovernorConfig(uninformed_loss=math.log(3)), rent=RentConfig(), **NAMED)
     explosive = []
 
@@ -242,7 +242,7 @@ def test_a_seed_gone_mad_costs_a_rollback_and_the_run_ends_well() -> None:
     assert grown.ledger.entries[0].outcome == "rolled back"
 
 
-def test_the_schedule_after_a_rollback_within_an_epoch_is_the_one_of_that_epoch() -> None:
+def test_a_rollback_within_an_epoch_keeps_the_schedule_of_that_epoch() -> None:
     rates, calls = [], []
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -279,7 +279,7 @@ def test_the_flops_of_a_run_are_three_forward_passes_for_a_training_step_and_one
 @pytest.mark.parametrize("controller", ["heuristic", "random", "schedule"])
 @pytest.mark.parametrize("poisoned", [None, 9, 14])
 @pytest.mark.slow
-def test_every_controller_comes_to_an_end_with_and_without_a_disaster(controller: str, poisoned: int | None) -> None:
+def test_every_controller_finishes_a_run_with_and_without_a_rollback(controller: str, poisoned: int | None) -> None:
     calls = []  # whether each was of training
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -335,7 +335,7 @@ def test_one_validation_batch_is_noted_and_its_interval_is_infinite_everywhere(b
     assert all((event.gain_low == -math.inf) == is_noted for event in measured)
 
 
-def test_a_gain_of_which_nobody_knows_how_sure_it_is_decides_at_the_end_only() -> None:
+def test_a_gain_with_an_infinite_interval_decides_only_at_the_end() -> None:
     measured = Contribution(Interval(0.5, -math.inf, math.inf), epoch=3)
     assert judge("first", measured, 0.1, may_prune=True, is_last=False) == []
     assert judge("first", measured, 0.9, may_prune=True, is_last=False) == []
@@ -359,7 +359,7 @@ class Interrupted:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 3])
-def test_ctrl_c_gives_back_what_is_fossilized(batch: int) -> None:
+def test_ctrl_c_returns_a_model_with_the_fossilized_seeds(batch: int) -> None:
     data = make_data(6)
     loader = Interrupted(data, epoch=12, batch=batch)
     grown = grow(make_host(), loader, data, cross_entropy, epochs=14, controller=plan(), config=config(**NAMED))
@@ -369,7 +369,7 @@ def test_ctrl_c_gives_back_what_is_fossilized(batch: int) -> None:
     assert math.isfinite(grown.val_loss)
 
 
-def test_ctrl_c_takes_out_a_seed_on_trial_and_all_that_is_ours() -> None:
+def test_ctrl_c_removes_a_seed_on_trial_and_all_hooks() -> None:
     data = make_data()
     loader = Interrupted(data, epoch=3, batch=2)
     grown = grow(make_host(), loader, data, cross_entropy, epochs=9, controller=plan_at(1), config=config(**NAMED))
@@ -381,7 +381,7 @@ def test_ctrl_c_takes_out_a_seed_on_trial_and_all_that_is_ours() -> None:
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_after_ctrl_c_as_if_nothing_had_happened(tmp_path: Path) -> None:
+def test_a_run_resumed_after_ctrl_c_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     def run(folder: str, loader, **options):
         torch.manual_seed(5)
         settings = {"controller": plan_at(1), "config": config(**NAMED), "run": tmp_path / folder, **options}
@@ -487,14 +487,14 @@ def test_one_cycle_is_stepped_after_every_step_also_inside_another_schedule() ->
     ],
     ids=["lambda", "cosine", "linear", "chained"],
 )
-def test_a_schedule_that_may_count_steps_is_warned_of_unless_it_was_said_what_it_counts(schedule, words: str) -> None:
+def test_an_ambiguous_schedule_warns_unless_its_unit_is_given(schedule, words: str) -> None:
     with pytest.warns(UserWarning, match=f'{words}.*pass step_schedule="step" .* or step_schedule="epoch"'):
         rates_seen(schedule)
     rates_seen(schedule, step_schedule="epoch")  # where a warning would be an error
     rates_seen(schedule, step_schedule="step")
 
 
-def test_a_cosine_over_the_epochs_is_not_warned_of() -> None:
+def test_a_cosine_schedule_over_the_epochs_does_not_warn() -> None:
     rates_seen(lambda optimizer: CosineAnnealingLR(optimizer, T_max=3))
     rates_seen(lambda optimizer: CosineAnnealingLR(optimizer, T_max=6))  # half of it, on purpose
 
@@ -518,7 +518,7 @@ def test_the_gradient_of_the_host_is_clipped_as_in_the_plain_loop() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("max_grad_norm", [None, 0.1])
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
-def test_half_precision_is_the_plain_loop_with_autocast_and_a_scaler(precision: str, max_grad_norm: float | None) -> None:
+def test_half_precision_equals_the_plain_loop_with_autocast_and_a_scaler(precision: str, max_grad_norm: float | None) -> None:
     options = {"precision": precision, "max_grad_norm": max_grad_norm, "controller": "never", "config": config(**NAMED)}
     torch.manual_seed(11)
     grown = grow(make_host(), make_data(), make_data(2), cross_entropy, epochs=3, **options)
@@ -547,7 +547,7 @@ def test_seeds_grow_and_validation_runs_in_half_precision(precision: str) -> Non
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("error")
-def test_an_epoch_in_which_every_step_overflows_is_counted_and_no_reason_to_warn(tmp_path: Path) -> None:
+def test_an_epoch_in_which_every_step_overflows_is_counted_without_a_warning(tmp_path: Path) -> None:
     """The first scale of a GradScaler is often too high, and the seed has missed nothing that the host has not."""
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -578,7 +578,7 @@ class SlowLoader:
 
 
 @pytest.mark.slow
-def test_the_time_of_a_step_and_the_wait_for_data_are_told(tmp_path: Path, clock: Clock) -> None:
+def test_events_have_the_time_of_a_step_and_the_wait_for_data(tmp_path: Path, clock: Clock) -> None:
     def ended(loader: object, folder: Path) -> list[EpochEnded]:
         grow(make_host(), loader, make_data(2), cross_entropy, epochs=2, controller="never", config=config(**NAMED), run=folder)
         return epochs_told(folder)
@@ -733,7 +733,7 @@ def loaded(folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.slow
-def test_a_run_leaves_the_model_and_the_report_and_its_folder_can_be_loaded(tmp_path: Path) -> None:
+def test_a_run_writes_the_model_and_the_report_and_its_folder_can_be_loaded(tmp_path: Path) -> None:
     grown = kept_run(tmp_path / "run")
     assert [entry.outcome for entry in grown.ledger.entries] == ["kept"]
     assert_same(loaded(tmp_path / "run"), dict(grown.model.state_dict()))
@@ -744,7 +744,7 @@ def test_a_run_leaves_the_model_and_the_report_and_its_folder_can_be_loaded(tmp_
 
 
 @pytest.mark.slow
-def test_a_stopped_run_leaves_what_it_gives_back_until_it_has_gone_on_to_its_end(tmp_path: Path) -> None:
+def test_a_stopped_run_writes_its_model_and_a_finished_one_replaces_it(tmp_path: Path) -> None:
     stopped = kept_run(tmp_path / "run", Interrupted(make_data(6), epoch=2, batch=4))
     assert stopped.status == "stopped"
     assert_same(loaded(tmp_path / "run"), dict(stopped.model.state_dict()))
@@ -755,7 +755,7 @@ def test_a_stopped_run_leaves_what_it_gives_back_until_it_has_gone_on_to_its_end
     assert finished.model.state_dict().keys() > stopped.model.state_dict().keys()
 
 
-def test_a_run_that_diverged_leaves_the_model_that_it_went_back_to(tmp_path: Path) -> None:
+def test_a_diverged_run_writes_the_model_of_its_last_rollback(tmp_path: Path) -> None:
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
         return cross_entropy(outputs, targets) * (math.nan if torch.is_grad_enabled() else 1.0)
 
@@ -775,7 +775,7 @@ class Failing(Interrupted):
 
 
 @pytest.mark.slow
-def test_the_folder_of_a_run_that_failed_says_how_to_get_the_model(tmp_path: Path) -> None:
+def test_loading_the_folder_of_a_failed_run_explains_how_to_get_the_model(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="the disk is gone"):
         kept_run(tmp_path / "run", Failing(make_data(6), epoch=3, batch=4))
     with pytest.raises(GrowthError, match=r"the run in .*run has no model yet, .* esper.grow\(..., run='.*run', resume=True\)"):
@@ -784,7 +784,7 @@ def test_the_folder_of_a_run_that_failed_says_how_to_get_the_model(tmp_path: Pat
     assert_same(loaded(tmp_path / "run"), dict(finished.model.state_dict()))
 
 
-def test_a_folder_that_holds_no_run_of_growth_says_so(tmp_path: Path) -> None:
+def test_loading_a_folder_without_a_growth_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(GrowthError, match=r"holds no model: there is no model.safetensors in it"):
         loaded(tmp_path)
     EventLog(tmp_path / EVENTS, run="cue").close()
@@ -802,7 +802,7 @@ def test_a_file_of_the_user_is_not_overwritten_by_a_new_run(name: str, tmp_path:
 
 
 @pytest.mark.slow
-def test_a_model_that_cannot_be_written_is_given_back_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_cannot_be_written_is_still_returned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(model: nn.Module, path: Path) -> None:
         raise OSError(28, "No space left on device", str(path))
 
@@ -825,7 +825,7 @@ class Graph:
         return Graph(self.nodes.to(device))
 
 
-def test_a_batch_that_knows_how_to_move_goes_to_the_device_of_the_model() -> None:
+def test_a_batch_with_a_to_method_is_moved_to_the_device_of_the_model() -> None:
     moved = move([Graph(torch.zeros(3)), {"x": torch.zeros(2)}], torch.device("meta"))
     assert moved[0].nodes.is_meta
     assert moved[1]["x"].is_meta

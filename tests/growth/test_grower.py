@@ -36,7 +36,7 @@ GROW = {0: [Germinate("first", "test", "mlp"), Germinate("second", "test", "low_
 
 
 @pytest.mark.parametrize("make_optimizer", [sgd, adamw])
-def test_never_growing_is_the_plain_loop_to_the_last_bit(make_optimizer) -> None:
+def test_a_grower_that_never_grows_equals_the_plain_loop_bit_for_bit(make_optimizer) -> None:
     plain = make_host()
     optimizer = make_optimizer(plain)
     torch.manual_seed(7)
@@ -48,7 +48,7 @@ def test_never_growing_is_the_plain_loop_to_the_last_bit(make_optimizer) -> None
     assert_same(snapshot(loop.host, loop.optimizer), snapshot(plain, optimizer))
 
 
-def test_a_model_in_mid_training_with_adam_and_one_cycle_goes_on_unchanged() -> None:
+def test_a_grower_added_in_mid_training_leaves_adam_and_one_cycle_unchanged() -> None:
     def trained(grows: bool) -> tuple[nn.Module, torch.optim.Optimizer, OneCycleLR, list[float]]:
         host = make_host()
         optimizer = torch.optim.Adam(host.parameters(), lr=0.01)
@@ -76,7 +76,7 @@ def test_a_model_in_mid_training_with_adam_and_one_cycle_goes_on_unchanged() -> 
 
 
 @pytest.mark.slow
-def test_a_seed_leaves_the_hosts_optimiser_and_schedule_whole_and_follows_the_schedule() -> None:
+def test_a_seed_follows_the_hosts_schedule_and_changes_neither_it_nor_the_optimiser() -> None:
     host = make_host()
     groups = [{"params": host.first.parameters(), "lr": 0.02}, {"params": [*host.second.parameters(), *host.head.parameters()], "lr": 0.01}]
     optimizer = torch.optim.Adam(groups)
@@ -111,7 +111,7 @@ def test_a_seed_that_joins_a_host_in_training_warms_up_over_the_epochs_that_are_
     assert rates == pytest.approx([0.5 * min(step / 9, 1.0) for step in range(1, 13)])
 
 
-def test_a_slot_whose_module_is_frozen_or_without_parameters_follows_some_group_and_learns() -> None:
+def test_a_seed_learns_in_a_slot_whose_module_is_frozen_or_has_no_parameters() -> None:
     host = make_host()
     host.first.requires_grad_(False)
     trained = [parameter for parameter in host.parameters() if parameter.requires_grad]
@@ -129,7 +129,7 @@ def test_a_slot_whose_module_is_frozen_or_without_parameters_follows_some_group_
         assert backend.learner.optimizer.param_groups[0]["lr"] == 0.05
 
 
-def test_clipping_by_the_models_parameters_does_not_see_seeds() -> None:
+def test_clipping_over_the_models_parameters_excludes_seeds() -> None:
     loop = make_loop(Script(GROW))
     x, y = loop.data[0]
     loop.grower.begin()
@@ -143,7 +143,7 @@ def test_clipping_by_the_models_parameters_does_not_see_seeds() -> None:
 
 
 @pytest.mark.parametrize("lifecycle", [QUICK, QUICK_SHADOW], ids=["joint", "shadow"])
-def test_accumulated_gradients_are_those_of_one_large_batch(lifecycle) -> None:
+def test_accumulated_gradients_equal_those_of_one_large_batch(lifecycle) -> None:
     x, y = make_data(1, size=16, dtype=torch.float64)[0]
 
     def trained(parts: int) -> tuple[dict, dict]:
@@ -209,7 +209,7 @@ class Demanding(torch.optim.SGD):
     ("make", "words"),
     [(lambda host: torch.optim.LBFGS(host.parameters()), "LBFGS"), (lambda host: Demanding(host.parameters(), host), "Demanding")],
 )
-def test_an_optimiser_that_seeds_cannot_have_is_refused_at_once_and_another_can_be_given(make, words: str) -> None:
+def test_an_optimiser_that_cannot_train_seeds_is_refused_and_another_can_be_given(make, words: str) -> None:
     host = make_host()
     slotted = add_slots(host, torch.zeros(2, 6), slots=["first"])
     with pytest.raises(GrowthError, match=f"{words}.*seed_optimizer=lambda"):
@@ -302,7 +302,7 @@ def test_an_evaluation_that_fails_changes_nothing_and_can_be_repeated() -> None:
     assert loop.grower.history.val_losses == other.grower.history.val_losses
 
 
-def test_a_listener_that_fails_finds_everything_done() -> None:
+def test_an_error_in_a_listener_is_raised_after_the_epochs_work_is_done() -> None:
     def listen(event) -> None:
         if event.kind == "stage_entered":
             raise RuntimeError("nobody home")
@@ -319,7 +319,7 @@ def test_a_listener_that_fails_finds_everything_done() -> None:
     assert backend.slot.alpha == 1.0
 
 
-def test_a_controller_that_decides_about_an_unknown_slot_or_twice_is_told_so() -> None:
+def test_a_decision_about_an_unknown_slot_or_a_slot_twice_is_refused() -> None:
     loop = make_loop(Script({0: [Germinate("frist", "test", "mlp")]}))
     with pytest.raises(GrowthError, match="no slot is named 'frist'; the slots of this model are first, second"):
         loop.grower.begin()
@@ -328,7 +328,7 @@ def test_a_controller_that_decides_about_an_unknown_slot_or_twice_is_told_so() -
         loop.grower.begin()
 
 
-def test_a_loss_that_is_not_one_number_and_an_epoch_without_steps_are_told() -> None:
+def test_a_loss_that_is_not_a_scalar_and_an_epoch_without_steps_are_refused() -> None:
     loop = make_loop()
     with pytest.raises(GrowthError, match=r"shape \[3\]; take its mean"):
         loop.grower.after_step(torch.ones(3))
@@ -349,7 +349,7 @@ def test_baking_leaves_nothing_of_the_grower_in_the_model() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lifecycle", [QUICK, QUICK_SHADOW], ids=["joint", "shadow"])
-def test_a_loop_that_does_not_tell_its_samples_grows_and_counts_as_one_that_does(lifecycle) -> None:
+def test_samples_are_counted_without_being_passed_by_the_loop(lifecycle) -> None:
     def grown(tells: bool) -> Grower:
         torch.manual_seed(5)
         host = make_host()
@@ -411,7 +411,7 @@ def test_a_loop_that_calls_the_model_grows_as_one_that_calls_the_slotted_model(l
     assert_same(weights, others)  # what is recorded for the shadow is the same too
 
 
-def test_an_epoch_whose_samples_nobody_knows_is_told_once() -> None:
+def test_an_epoch_with_an_unknown_number_of_samples_is_reported_once() -> None:
     loop = make_loop("never")
     for _ in loop.data:
         loop.grower.after_step(1.0)
@@ -433,7 +433,7 @@ class Odd(nn.Module):
         return self.body(torch.ones(4, 6) if x is None else x)
 
 
-def test_calls_with_odd_arguments_are_counted_as_far_as_they_tell() -> None:
+def test_samples_are_counted_in_calls_with_unusual_arguments() -> None:
     slotted = add_slots(Odd(), {"kind": "a", "x": torch.zeros(2, 6)}, slots=["body"])
     for arguments, keywords, expected in [
         (("a",), {}, 0),
@@ -468,7 +468,7 @@ def test_a_model_without_slots_and_settings_that_are_no_config_are_refused() -> 
 
 
 @pytest.mark.parametrize("how", ["bake", "remove", "bake by the grower"])
-def test_a_grower_whose_slots_have_been_taken_out_says_so_and_does_nothing(how: str) -> None:
+def test_a_grower_whose_slots_were_removed_is_refused_and_does_nothing(how: str) -> None:
     loop = make_loop(Script(GROW))
     loop.epoch()
     {"bake": loop.slotted.bake, "remove": loop.slotted.remove, "bake by the grower": loop.grower.bake}[how]()
@@ -483,7 +483,7 @@ def test_a_grower_whose_slots_have_been_taken_out_says_so_and_does_nothing(how: 
 @pytest.mark.slow
 @pytest.mark.parametrize("mover", ["slotted", "model"])
 @pytest.mark.parametrize("lifecycle", [QUICK, QUICK_SHADOW], ids=["joint", "shadow"])
-def test_what_germinates_after_the_host_was_cast_is_cast_too(mover: str, lifecycle) -> None:
+def test_a_seed_that_germinates_after_a_cast_of_the_host_has_its_dtype(mover: str, lifecycle) -> None:
     actions = {0: [Germinate("first", "test", "mlp")], 1: [Germinate("after", "test", "norm")]}
     loop = make_loop(Script(actions, probes=[0, 1]), config(lifecycle, probe_steps=2), slots=["first", "after", "second"])
     (loop.slotted if mover == "slotted" else loop.host).to(torch.float64)

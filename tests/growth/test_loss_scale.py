@@ -105,7 +105,7 @@ def fast(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 @pytest.mark.slow
-def test_without_outputs_the_loss_before_the_training_is_the_scale_and_the_run_says_so(tmp_path: Path) -> None:
+def test_the_loss_before_training_is_the_scale_where_outputs_are_unknown_and_the_run_says_so(tmp_path: Path) -> None:
     def step_loss(model: nn.Module, batch: Batch) -> Tensor:
         return cross_entropy(model(batch[0]), batch[1])
 
@@ -133,14 +133,16 @@ def test_without_outputs_the_loss_before_the_training_is_the_scale_and_the_run_s
         (torch.randn(8, 5, 3), torch.arange(40).reshape(8, 5) % 2, lambda x, y: cross_entropy(x.mT, y), lambda y: math.log(2)),
     ],
 )
-def test_the_constant_predictor_is_the_best_one(outputs: Tensor, targets: Tensor, loss_fn: LossFunction, expected) -> None:
+def test_the_uninformed_loss_is_that_of_the_best_constant_predictor(
+    outputs: Tensor, targets: Tensor, loss_fn: LossFunction, expected
+) -> None:
     predictor = ConstantPredictor(loss_fn)
     for part, some in zip(outputs.split(8), targets.split(8), strict=True):
         predictor.note(part, some)
     assert predictor.loss() == pytest.approx(float(expected(targets)), abs=1e-3)
 
 
-def test_a_loop_with_a_negative_loss_is_told_after_its_first_epoch_and_left_as_it_was() -> None:
+def test_a_loop_with_a_negative_loss_is_refused_after_its_first_epoch_and_left_unchanged() -> None:
     loop = make_loop(Script(), config(QUICK), epochs=6)
     for x, y in loop.data:
         (cross_entropy(loop.slotted(x), y) - 5.0).backward()
@@ -153,7 +155,7 @@ def test_a_loop_with_a_negative_loss_is_told_after_its_first_epoch_and_left_as_i
     assert loop.grower.host_growth.scale is None
 
 
-def test_the_first_epoch_is_the_scale_of_a_loop_and_a_resumed_one_remembers_it() -> None:
+def test_the_first_epoch_sets_the_loss_scale_of_a_loop_and_a_resumed_loop_keeps_it() -> None:
     whole = make_loop(Script(), config(QUICK), epochs=6)
     whole.epoch()
     first = whole.grower.host_growth.scale

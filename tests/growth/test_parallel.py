@@ -182,7 +182,7 @@ def test_both_ranks_have_the_same_host_seeds_and_ledger_bit_for_bit(name: str, r
 
 
 @pytest.mark.parametrize("name", ["joint", "shadow"])
-def test_two_ranks_are_one_process_with_the_batches_of_both(name: str, results: list[dict[str, Any]]) -> None:
+def test_two_ranks_equal_one_process_with_the_batches_of_both(name: str, results: list[dict[str, Any]]) -> None:
     lifecycle, norm = CASES[name]
     alone = train(make_host(dtype=torch.float64, dropout=0.0, norm=norm), whole_data(), lifecycle)
     assert len(alone["ledger"]["entries"]) == 3
@@ -190,7 +190,7 @@ def test_two_ranks_are_one_process_with_the_batches_of_both(name: str, results: 
         assert_close(rank[name], alone, atol=1e-9)
 
 
-def test_ranks_that_evaluate_parts_of_every_batch_are_one_process_that_evaluates_the_whole(results: list[dict[str, Any]]) -> None:
+def test_ranks_that_evaluate_parts_of_every_batch_equal_one_process_that_evaluates_the_whole(results: list[dict[str, Any]]) -> None:
     """Parts of 8 and 4 samples, which weigh as many."""
     lifecycle, norm = CASES["joint"]
     alone = train(make_host(dtype=torch.float64, dropout=0.0, norm=norm), whole_data(), lifecycle)
@@ -212,7 +212,7 @@ def test_data_parallelism_over_some_of_the_ranks_is_refused(results: list[dict[s
         assert "over 1 of 2 processes" in rank["mistakes"]["a group of one"]
 
 
-def test_an_evaluation_that_fails_on_one_rank_is_told_on_all_and_can_be_repeated(results: list[dict[str, Any]]) -> None:
+def test_an_evaluation_that_fails_on_one_rank_fails_on_all_and_can_be_repeated(results: list[dict[str, Any]]) -> None:
     assert results[0]["mistakes"]["evaluation"].startswith("ZeroDivisionError")
     assert results[1]["mistakes"]["evaluation"].startswith("GrowthError: evaluate() failed on rank 0: ZeroDivisionError")
     assert [rank["mistakes"]["after that"] for rank in results] == ["no error", "no error"]

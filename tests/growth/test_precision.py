@@ -64,7 +64,7 @@ def test_seeds_learn_the_same_with_and_without_a_loss_scale(lifecycle: Lifecycle
         assert found[slot] == pytest.approx(promises, rel=1e-4)
 
 
-def test_an_overflow_in_the_seed_skips_the_seeds_step_alone_and_is_counted() -> None:
+def test_an_overflow_in_a_seed_skips_only_its_own_step_and_is_counted() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
     loop = scaled_loop(QUICK, scaler)
     x, y = loop.data[0]
@@ -107,7 +107,7 @@ def test_an_overflow_in_the_host_skips_the_steps_of_host_and_seed() -> None:
     assert report.skipped == 2
 
 
-def test_parts_of_an_accumulated_batch_are_no_skipped_steps() -> None:
+def test_parts_of_an_accumulated_batch_do_not_count_as_skipped_steps() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
     loop = scaled_loop(QUICK, scaler)
     x, y = loop.data[0]

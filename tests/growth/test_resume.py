@@ -179,7 +179,7 @@ def test_a_run_may_be_stopped_and_resumed_many_times(looks: int, uninterrupted, 
 
 
 @pytest.mark.parametrize("make_loader", [stateful, shuffling], ids=["loader with a state", "loader without"])
-def test_a_run_that_an_error_ended_goes_on_from_its_last_checkpoint(make_loader, uninterrupted, tmp_path: Path) -> None:
+def test_a_run_ended_by_an_error_resumes_from_its_last_checkpoint(make_loader, uninterrupted, tmp_path: Path) -> None:
     whole, of_whole = uninterrupted(make_loader)
 
     class Broken:
@@ -260,7 +260,7 @@ MISFITS = {
 
 
 @pytest.mark.parametrize("what", MISFITS)
-def test_a_run_goes_on_only_as_it_was_started(what: str, tmp_path: Path) -> None:
+def test_a_run_resumes_only_with_the_settings_it_was_started_with(what: str, tmp_path: Path) -> None:
     start(tmp_path / "run", epochs=1)
     options, words = MISFITS[what]
     with pytest.raises(GrowthError, match=words):
@@ -292,7 +292,7 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path: Path) -> None:
         start(tmp_path / "run")
 
 
-def test_an_interrupt_comes_through_a_training_that_was_not_told_to_stop_by_it_and_leaves_the_run(tmp_path: Path) -> None:
+def test_an_interrupt_is_raised_and_leaves_a_run_that_can_be_resumed(tmp_path: Path) -> None:
     class Impatient(list):
         def __iter__(self):
             yield self[0]
@@ -307,9 +307,7 @@ def test_an_interrupt_comes_through_a_training_that_was_not_told_to_stop_by_it_a
         assert again.run(script(), opened).epochs == 2
 
 
-def test_a_run_that_is_interrupted_while_it_tidies_up_after_its_first_checkpoint_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_interrupted_after_its_first_checkpoint_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(store: CheckpointStore) -> None:
         raise KeyboardInterrupt
 
@@ -357,7 +355,7 @@ def linger() -> bool:
 
 
 @pytest.mark.slow
-def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(uninterrupted, tmp_path: Path) -> None:
+def test_a_killed_run_resumes_as_an_uninterrupted_one(uninterrupted, tmp_path: Path) -> None:
     whole, of_whole = uninterrupted(stateful, QUICK_SHADOW)
     folder = tmp_path / "run"
     for attempt in range(2):

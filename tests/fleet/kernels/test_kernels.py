@@ -97,7 +97,7 @@ def test_inputs_that_all_hosts_share_are_not_copied_for_each() -> None:
         torch.testing.assert_close(outputs[:, row], host(x[:, row]), atol=TOLERANCE, rtol=TOLERANCE)
 
 
-def test_something_that_grows_inside_a_block_sees_what_flows_there() -> None:
+def test_a_seed_inside_a_fused_block_gets_the_inner_activations() -> None:
     host = ConvHost(1, 3, (2, 4), pool=(True, False)).to(DEVICE)
     seen: list[str] = []
 
@@ -136,7 +136,7 @@ def test_a_block_in_half_precision_is_near_the_same_in_float32(dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("pools", [True, False])
-def test_what_is_not_a_number_stays_one(pools: bool) -> None:
+def test_nan_values_stay_nan_in_the_kernels(pools: bool) -> None:
     """A host whose weights are lost must show it in its loss."""
     y = torch.ones(2, 1, 2, 4, 4, device=DEVICE)
     y[0, 0, 0, 1, 1] = torch.nan
@@ -145,7 +145,7 @@ def test_what_is_not_a_number_stays_one(pools: bool) -> None:
     assert outputs.isnan().sum() == 1
 
 
-def test_of_equal_pixels_the_first_gets_the_gradient() -> None:
+def test_the_first_of_equal_pixels_gets_the_gradient_of_the_pool() -> None:
     y = torch.tensor([[1.0, 2.0, 0.5, 0.5], [2.0, 2.0, 0.5, 0.5]], device=DEVICE).view(1, 1, 1, 2, 4)
     own, theirs = y.clone().requires_grad_(), y.clone().requires_grad_()
     one, zero = torch.ones(1, 1, device=DEVICE), torch.zeros(1, 1, device=DEVICE)
@@ -158,7 +158,7 @@ def test_of_equal_pixels_the_first_gets_the_gradient() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_hosts_are_taken_out_and_what_is_added_is_put_back(dtype: torch.dtype) -> None:
+def test_rows_of_hosts_are_gathered_and_their_deltas_scatter_added(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     h, delta = (torch.randn(3, hosts, 5, 2, generator=generator, dtype=dtype).to(DEVICE) for hosts in (4, 2))
     index, alpha = torch.tensor([3, 1], device=DEVICE), torch.tensor([0.5, 2.0], dtype=dtype, device=DEVICE)

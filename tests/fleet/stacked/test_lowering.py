@@ -123,7 +123,7 @@ PLACES = [
 BRANCHES = [pytest.param(place, name.name, id=f"{place.name}-{name.name}") for place in PLACES for name in blueprints_for(place)]
 
 
-def test_every_kind_of_place_is_tested() -> None:
+def test_all_kinds_of_places_are_among_the_tested_ones() -> None:
     assert {place.kind for place in PLACES} == set(KINDS)
 
 
@@ -226,7 +226,7 @@ class Mixer(nn.Module):
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
-def test_a_row_equals_a_module_of_ones_own_alone(training: bool) -> None:
+def test_a_row_equals_a_custom_module_alone(training: bool) -> None:
     hosts = different(lambda: nn.Sequential(nn.Linear(3, 4), Mixer(), nn.Flatten(), nn.Linear(8, 2)))
     assert_rows_equal_hosts(hosts, inputs_for((2, 3), requires_grad=True), training=training)
 
@@ -251,7 +251,7 @@ def grow(weights: Tensor, calls: list[str]) -> At:
     ],
     ids=["conv", "gpt", "gpt through vmap", "own"],
 )
-def test_what_acts_behind_a_slot_learns_as_it_does_alone(make: Callable[[], nn.Module], slots: list[str], x: Tensor) -> None:
+def test_a_seed_in_a_stacked_slot_learns_as_it_does_alone(make: Callable[[], nn.Module], slots: list[str], x: Tensor) -> None:
     hosts = different(make)
     rows = ModuleRows.of(hosts)
     strengths = torch.tensor([0.5, -0.3, 2.0], dtype=torch.float64, requires_grad=True)
@@ -272,7 +272,7 @@ def test_what_acts_behind_a_slot_learns_as_it_does_alone(make: Callable[[], nn.M
         assert_gradients_equal(rows, row, host, close)
 
 
-def test_without_anyone_to_act_a_slot_changes_nothing() -> None:
+def test_a_slot_without_seeds_changes_nothing() -> None:
     hosts = different(conv_2d)
     tensors, x = ModuleRows.of(hosts).tensors(), inputs_for((1, 8, 8))
     assert torch.equal(lower(hosts[0], slots=["blocks.0"])(tensors, x, training=False), lower(hosts[0])(tensors, x, training=False))
@@ -300,7 +300,7 @@ def test_a_bfloat16_row_is_close_to_the_gpt_host_alone() -> None:
 
 
 @pytest.mark.parametrize("kind", [GPTHost, DerivedGPT])
-def test_what_acts_behind_a_slot_acts_without_gradients_too(kind: type[GPTHost]) -> None:
+def test_a_seed_in_a_stacked_slot_acts_without_gradients(kind: type[GPTHost]) -> None:
     host = kind(11, sequence_length=6, width=8, heads=2, layers=2)
     tensors = ModuleRows.of([host] * HOSTS).tensors()
     stacked = lower(host, slots=["blocks.1"])
@@ -309,7 +309,7 @@ def test_what_acts_behind_a_slot_acts_without_gradients_too(kind: type[GPTHost])
         assert torch.equal(silenced, torch.zeros_like(silenced))  # the norm of nothing, times a head without bias
 
 
-def test_some_hosts_alone_compute_what_they_compute_among_all() -> None:
+def test_a_subset_of_hosts_computes_the_same_as_among_all() -> None:
     hosts = different(conv_2d)
     rows, x, chosen = ModuleRows.of(hosts), inputs_for((1, 8, 8)), torch.tensor([2, 0])
     stacked = lower(hosts[0])
@@ -337,7 +337,7 @@ def test_the_module_that_was_lowered_stays_as_it_was() -> None:
         assert torch.equal(tensor, before[name])
 
 
-def test_a_class_derived_from_a_known_one_is_not_taken_for_it() -> None:
+def test_a_subclass_is_not_lowered_as_its_base_class() -> None:
     class Doubled(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             return 2 * super().forward(x)
@@ -346,7 +346,7 @@ def test_a_class_derived_from_a_known_one_is_not_taken_for_it() -> None:
     assert_rows_equal_hosts(different(lambda: Doubled(3, 2)), inputs_for((3,)))
 
 
-def test_a_forward_hook_of_the_hosts_own_is_not_passed_by() -> None:
+def test_a_forward_hook_of_the_host_is_called() -> None:
     def hooked() -> nn.Module:
         layer = nn.Linear(3, 2)
         layer.register_forward_hook(lambda module, given, output: output * 3)
@@ -355,7 +355,7 @@ def test_a_forward_hook_of_the_hosts_own_is_not_passed_by() -> None:
     assert_rows_equal_hosts(different(hooked), inputs_for((3,)))
 
 
-def test_a_lowering_of_ones_own_is_used_and_reaches_its_children() -> None:
+def test_a_custom_lowering_is_used_and_reaches_its_children() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -375,7 +375,7 @@ def test_a_lowering_of_ones_own_is_used_and_reaches_its_children() -> None:
     assert seen == ["", ""]
 
 
-def test_a_slot_that_is_not_there_is_refused_with_those_that_are() -> None:
+def test_a_missing_stacked_slot_is_refused_with_the_existing_ones() -> None:
     with pytest.raises(ValueError, match=r"no submodule named 'blocks.7'.*'blocks.0'"):
         lower(conv_2d(), slots=["blocks.7"])
 

@@ -34,7 +34,7 @@ def test_a_layout_names_every_number_of_a_row_once() -> None:
     assert views["blocks.0.norm.weight"].tolist() == [[18, 19]]  # behind 2·1·3·3 of the first convolution
 
 
-def test_views_share_storage_with_the_flat_tensor_and_hand_it_their_gradient() -> None:
+def test_views_share_storage_and_gradients_with_the_flat_tensor() -> None:
     rows = Rows(Layout.of(nn.Linear(3, 2)), 4, requires_grad=True)
     views = rows.views()
     (views["bias"][1].sum() * 5).backward()  # type: ignore[no-untyped-call]
@@ -74,7 +74,7 @@ def test_a_rollback_of_some_hosts_restores_their_rows_alone() -> None:
         assert torch.equal(part.flat[[0, 2]], old[[0, 2]] + 1)
 
 
-def test_copies_of_some_rows_hand_their_gradient_to_these_rows() -> None:
+def test_gradients_of_copied_rows_reach_the_original_rows() -> None:
     rows = ModuleRows.of([nn.Linear(2, 1) for _ in range(3)])
     rows.tensors(torch.tensor([2]))["weight"].sum().backward()  # type: ignore[no-untyped-call]
     assert torch.equal(rows.parameters.flat.grad, torch.tensor([[0.0, 0, 0], [0, 0, 0], [1, 1, 0]]))  # type: ignore[arg-type]
@@ -87,7 +87,7 @@ def test_a_tied_weight_lies_in_a_row_once_and_has_both_names_in_the_state() -> N
     assert_same_state(rows.state_dict_of(1), host)
 
 
-def test_a_frozen_parameter_is_no_part_of_what_is_trained() -> None:
+def test_frozen_parameters_are_not_among_the_trained_ones() -> None:
     host = nn.Linear(2, 2)
     host.bias.requires_grad_(False)
     rows = ModuleRows.of([host])

@@ -35,7 +35,7 @@ def births(grown: Grown) -> list[tuple[int, str, str]]:
     return [(entry.born, entry.slot, entry.blueprint) for entry in grown.ledger.entries]
 
 
-def test_never_tries_nothing() -> None:
+def test_the_never_controller_grows_nothing() -> None:
     grown = learn("never", epochs=3)
     assert births(grown) == []
     assert grown.added.parameters == 0
@@ -43,7 +43,7 @@ def test_never_tries_nothing() -> None:
 
 
 @pytest.mark.slow
-def test_a_plan_is_kept_from_before_the_first_epoch_to_the_end() -> None:
+def test_a_plan_is_followed_from_before_the_first_epoch_to_the_last() -> None:
     plan = [(0, "1", "mlp"), (3, "3", "low_rank")]
     grown = learn(Planned(plan), epochs=9)
     assert births(grown) == plan
@@ -87,13 +87,13 @@ def test_a_plan_in_the_shadow_goes_through_all_stages() -> None:
 
 
 @pytest.mark.parametrize("make", [Never, lambda: Random(seed=1), Schedule, lambda: Planned([(1, "1", "mlp")])])
-def test_a_controller_goes_on_where_it_was(make: Callable[[], Planned]) -> None:
+def test_a_controller_resumes_from_its_saved_state(make: Callable[[], Planned]) -> None:
     first, second = make(), make()
     second.load_state_dict(first.state_dict())
     assert second.state_dict() == first.state_dict()
 
 
-def test_names_of_controllers() -> None:
+def test_controllers_are_made_by_name() -> None:
     assert {make_controller(name, GrowthConfig()).name for name in CONTROLLERS} == {"heuristic", "never", "random", "schedule"}
     with pytest.raises(GrowthError, match="no controller is named 'wise'; there are heuristic, never"):
         make_controller("wise", GrowthConfig())
@@ -132,14 +132,14 @@ class Forgetful(Eager):
 
 
 @pytest.mark.slow
-def test_a_controller_is_one_method() -> None:
+def test_any_object_with_a_decide_method_is_a_controller() -> None:
     grown = learn(Eager(), epochs=4)
     assert births(grown) == [(1, "1", "mlp")]
     assert grown.controller == "Eager"
 
 
 @pytest.mark.slow
-def test_a_controller_of_ones_own_is_saved_and_resumed(tmp_path: Path) -> None:
+def test_a_custom_controller_is_saved_and_resumed(tmp_path: Path) -> None:
     for make in (Eager, Remembering):
         whole = learn(make(), epochs=4)
         folder = tmp_path / make.__name__
@@ -159,7 +159,7 @@ def test_a_controller_of_ones_own_is_saved_and_resumed(tmp_path: Path) -> None:
         (Forgetful(), "Forgetful has only state_dict of state_dict and load_state_dict"),
     ],
 )
-def test_what_is_no_controller_is_told(controller: object, words: str) -> None:
+def test_an_object_that_is_no_controller_is_refused(controller: object, words: str) -> None:
     with pytest.raises(GrowthError, match=words):
         as_controller(controller, GrowthConfig())  # type: ignore[arg-type]
     with pytest.raises(GrowthError, match=words):

@@ -81,7 +81,7 @@ def test_a_starved_host_is_probed_before_a_tenth_of_the_training_and_grows_after
         ((2.2, 2.0, 1.5, 0.9), 2.5, "overfits"),
     ],
 )
-def test_a_host_that_is_large_enough_is_let_alone(train: tuple[float, ...], val: float, reason: str) -> None:
+def test_a_host_that_is_large_enough_does_not_grow(train: tuple[float, ...], val: float, reason: str) -> None:
     now = state(4, train=train, val_losses=(*train[:-1], val))
     verdict = starvation(now, RULES)
     assert not verdict.is_starved
@@ -91,7 +91,7 @@ def test_a_host_that_is_large_enough_is_let_alone(train: tuple[float, ...], val:
     assert not heuristic.decide(now).actions
 
 
-def test_a_loss_that_will_end_low_is_no_hunger_where_the_data_could_not_teach_more() -> None:
+def test_a_large_host_whose_loss_is_projected_to_end_low_is_not_starved() -> None:
     falling = (2.0, 1.0, 0.5, 0.25)
     assert starvation(state(4, train=falling, host_load=400.0), RULES).is_starved  # few weights for so many samples
     verdict = starvation(state(4, train=falling, host_load=40_000.0), RULES)
@@ -106,7 +106,7 @@ def test_nothing_new_grows_after_half_of_the_training() -> None:
     assert heuristic.decide(state(15, train=flat[:15])).probe  # a plateau, with time left
 
 
-def test_a_plateau_and_a_jump_of_the_loss_are_seen() -> None:
+def test_a_plateau_and_a_jump_of_the_loss_are_detected() -> None:
     assert has_stopped_falling(state(train=(2.0, 1.5, 1.5, 1.49, 1.49, 1.48)), RULES)
     assert not has_stopped_falling(state(train=(2.0, 1.5, 1.4, 1.3, 1.2, 1.1)), RULES)
     assert has_jumped(state(train=(1.0, 0.9, 0.8, 0.8, 1.6, 1.5)), RULES)
@@ -140,7 +140,7 @@ def test_seeds_are_kept_by_contribution_against_rent(
     assert decided(Heuristic(GrowthConfig()), state(epoch, train=(0.01,) * epoch, slots=(seed,))) == expected
 
 
-def test_an_old_measurement_decides_nothing() -> None:
+def test_an_outdated_measurement_leads_to_no_decision() -> None:
     gain = Contribution(Interval(0.5, 0.4, 0.6), 9)
     seed = slot(stage=Stage.HOLDING, blueprint="big", rent=0.01, epochs_in_stage=5, contribution=gain, candidates=())
     assert decided(Heuristic(GrowthConfig()), state(10, train=(0.01,) * 10, slots=(seed,))) == []
@@ -175,7 +175,7 @@ def looked_at(now: GrowthState) -> Decision:
     return heuristic.decide(now)
 
 
-def test_an_undertrained_host_is_let_alone_and_a_starved_one_grows() -> None:
+def test_an_undertrained_host_does_not_grow_and_a_starved_one_does() -> None:
     gpt, digits = measured(GPT, promise=0.00181, flops=0.117), measured(DIGITS, promise=0.01935, flops=1.58)
     assert starvation(gpt, RULES).is_starved, "by its losses alone it could be either"
     assert not looked_at(gpt).actions
@@ -217,7 +217,7 @@ def test_the_best_candidate_of_every_slot_is_chosen_within_the_budget() -> None:
     assert chosen(replace(now, seeds_left=1)) == [("b", "big")]
 
 
-def test_trifles_what_was_tried_and_what_the_data_cannot_teach_are_not_chosen() -> None:
+def test_tiny_tried_and_useless_candidates_are_not_chosen() -> None:
     assert chosen(state(slots=(slot(candidates=(TRIFLE, SMALL)),))) == [("a", "small")]
     assert chosen(state(slots=(slot(tried=("big",)),))) == [("a", "small")]
     assert chosen(state(samples_per_epoch=100)) == [("a", "small")]
@@ -263,7 +263,7 @@ def verdict(now: GrowthState) -> tuple[bool, ...]:
     return starvation(now, RULES).is_starved, bool(has_jumped(now, RULES)), bool(has_stopped_falling(now, RULES))
 
 
-def test_a_loss_that_can_be_negative_is_judged_from_its_floor() -> None:
+def test_a_loss_that_can_be_negative_is_measured_from_its_lower_bound() -> None:
     """A log-likelihood, 3.0 below a constant predictor at best: the same losses as those of any other host, 5.0 lower."""
     losses = (2.9, 2.5, 2.4, 2.35)
     above = state(train=losses, scale=LossRange.of(3.0))
@@ -275,13 +275,13 @@ def test_a_loss_that_can_be_negative_is_judged_from_its_floor() -> None:
         LossRange.of(-2.0)
 
 
-def test_a_power_law_is_projected_exactly_and_a_rising_loss_stays() -> None:
+def test_a_power_law_is_projected_exactly_and_a_rising_loss_is_projected_as_constant() -> None:
     assert projected_loss([2 / t**0.5 for t in (1, 2, 3, 4)], 100) == pytest.approx(0.2)
     assert projected_loss([1.0, 1.2], 100) == 1.2
     assert projected_loss([1.0], 100) == 1.0
 
 
-def test_what_it_was_waiting_for_survives_a_resume() -> None:
+def test_the_state_of_the_heuristic_survives_a_resume() -> None:
     first, second = Heuristic(GrowthConfig()), Heuristic(GrowthConfig())
     assert first.decide(state(3, train=(2.2, 2.0, 1.9))).probe
     second.load_state_dict(first.state_dict())
@@ -291,7 +291,7 @@ def test_what_it_was_waiting_for_survives_a_resume() -> None:
 @pytest.mark.parametrize(
     ("lifecycle", "least"), [(LifecycleConfig(), 6), (LifecycleConfig(holding_epochs=1), 4), (LifecycleConfig(raise_mode="shadow"), 11)]
 )
-def test_a_training_too_short_to_grow_anything_is_told_so_from_the_first_decision_on(lifecycle: LifecycleConfig, least: int) -> None:
+def test_a_training_too_short_to_grow_anything_says_so_from_the_first_decision(lifecycle: LifecycleConfig, least: int) -> None:
     heuristic = Heuristic(GrowthConfig(lifecycle=lifecycle))
     for epoch in range(least):
         decision = heuristic.decide(state(epoch, train=(2.2,) * epoch, epochs=least - 1))
@@ -303,7 +303,7 @@ def test_a_training_too_short_to_grow_anything_is_told_so_from_the_first_decisio
     assert heuristic.decide(state(1, train=(2.2,), epochs=least)).probe
 
 
-def test_nothing_grows_that_could_not_be_kept_in_the_time_left() -> None:
+def test_no_seed_germinates_too_late_to_be_kept() -> None:
     early = {"train": (2.2,), "epochs": 5}
     assert not Heuristic(GrowthConfig()).decide(state(1, **early)).probe
     assert Heuristic(GrowthConfig()).decide(state(1, train=(2.2,), epochs=6)).probe

@@ -60,7 +60,7 @@ def eager_output(slotted: Slotted, batch: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ["resnet", "unet", "vit", "gpt", "functional mlp", "conv1d"])
-def test_idle_slots_break_no_graph(name: str) -> None:
+def test_idle_slots_cause_no_graph_breaks(name: str) -> None:
     family = FAMILIES[name]
     model, batch = family.model(), family.batch()
     slotted = add_slots(model, batch)
@@ -74,7 +74,7 @@ def test_idle_slots_break_no_graph(name: str) -> None:
 
 @pytest.mark.parametrize("is_in_place", [False, True], ids=["torch.compile", "module.compile"])
 @pytest.mark.parametrize("is_called_before", [False, True], ids=["fresh", "called before"])
-def test_what_germinates_after_compilation_equals_eager_and_compiles_once(is_in_place: bool, is_called_before: bool) -> None:
+def test_a_seed_that_germinates_after_compilation_equals_eager_and_compiles_once(is_in_place: bool, is_called_before: bool) -> None:
     model, host, counter = compiled_host(is_in_place=is_in_place)
     batch = FAMILY.batch()
     if is_called_before:
@@ -101,7 +101,7 @@ def test_what_germinates_after_compilation_equals_eager_and_compiles_once(is_in_
             torch.testing.assert_close(out(slotted, batch), before)
 
 
-def test_alpha_and_what_a_seed_learns_compile_nothing() -> None:
+def test_changes_of_alpha_and_weights_cause_no_recompilation() -> None:
     model, _, counter = compiled_host()
     batch = FAMILY.batch()
     slotted = add_slots(model, batch)
@@ -133,7 +133,7 @@ def test_two_seeds_of_one_blueprint_compile_once_each_at_most() -> None:
     assert not torch.allclose(first, both)
 
 
-def test_a_seed_that_follows_another_in_a_slot_is_the_one_that_runs() -> None:
+def test_a_compiled_model_runs_the_latest_seed_of_a_slot() -> None:
     model, _, _ = compiled_host()
     batch = FAMILY.batch()
     slotted = add_slots(model, batch)
@@ -150,7 +150,7 @@ def test_a_seed_that_follows_another_in_a_slot_is_the_one_that_runs() -> None:
 
 
 @pytest.mark.parametrize("is_in_place", [False, True], ids=["torch.compile", "module.compile"])
-def test_removing_and_baking_reach_a_compiled_model(is_in_place: bool) -> None:
+def test_removing_and_baking_take_effect_in_a_compiled_model(is_in_place: bool) -> None:
     model, host, _ = compiled_host(is_in_place=is_in_place)
     batch = FAMILY.batch()
     before = out(model, batch)
@@ -169,7 +169,7 @@ def test_removing_and_baking_reach_a_compiled_model(is_in_place: bool) -> None:
     torch.testing.assert_close(out(copy.deepcopy(host), batch), expected)
 
 
-def test_a_model_compiled_after_slots_were_added_forgets_them_when_they_go() -> None:
+def test_a_model_compiled_with_slots_runs_without_them_after_removal() -> None:
     host, batch = FAMILY.model(), FAMILY.batch()
     slotted = add_slots(host, batch)
     before = out(host, batch)
@@ -205,7 +205,7 @@ def test_a_baked_model_compiles_as_a_whole() -> None:
     torch.testing.assert_close(out(torch.compile(baked, backend="aot_eager"), batch), expected)
 
 
-def test_what_was_saved_loads_into_a_compiled_model_that_has_run() -> None:
+def test_a_saved_model_loads_into_a_compiled_model_that_has_run() -> None:
     batch = FAMILY.batch()
     slotted = add_slots(FAMILY.model(), batch)
     grow(slotted, "first")
@@ -235,7 +235,7 @@ def test_gradients_of_a_compiled_seed_equal_eager_ones() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what the compiler itself imports
-def test_the_default_compiler_gives_what_eager_gives_before_and_after_germination() -> None:
+def test_the_default_compiler_equals_eager_before_and_after_germination() -> None:
     family = FAMILIES["resnet"]
     batch = family.batch()
     model: Any = torch.compile(family.model())
@@ -263,7 +263,7 @@ def train_step(call: Any, grower: Grower, batch: Tensor) -> None:
 
 @pytest.mark.parametrize("is_in_place", [False, True], ids=["torch.compile", "module.compile"])
 @pytest.mark.parametrize("is_called_by_slotted", [False, True], ids=["model(x)", "slotted(x)"])
-def test_steps_that_the_probe_looks_at_compile_nothing_and_those_after_run_compiled(is_in_place: bool, is_called_by_slotted: bool) -> None:
+def test_probed_steps_compile_nothing_and_later_steps_run_compiled(is_in_place: bool, is_called_by_slotted: bool) -> None:
     model, _, counter = compiled_host(is_in_place=is_in_place)
     batch = FAMILY.batch()
     slotted, grower = watched(model, batch)
@@ -279,7 +279,7 @@ def test_steps_that_the_probe_looks_at_compile_nothing_and_those_after_run_compi
 
 @pytest.mark.parametrize("is_in_place", [False, True], ids=["torch.compile", "module.compile"])
 @pytest.mark.parametrize("end", ["remove", "bake"])
-def test_a_loop_that_is_abandoned_while_the_probe_looks_leaves_compiling_as_it_was(is_in_place: bool, end: str) -> None:
+def test_a_loop_abandoned_during_a_probe_leaves_compilation_enabled(is_in_place: bool, end: str) -> None:
     model, _, counter = compiled_host(is_in_place=is_in_place)
     other, _, other_counter = compiled_host()
     batch = FAMILY.batch()
@@ -292,7 +292,7 @@ def test_a_loop_that_is_abandoned_while_the_probe_looks_leaves_compiling_as_it_w
         out(model, batch)
 
 
-def test_a_stance_of_the_users_own_outlives_the_probe() -> None:
+def test_a_compiler_stance_set_by_the_user_survives_a_probe() -> None:
     model, _, counter = compiled_host()
     batch = FAMILY.batch()
     with torch.compiler.set_stance("force_eager"), compilations(counter, 0):
@@ -303,7 +303,7 @@ def test_a_stance_of_the_users_own_outlives_the_probe() -> None:
         train_step(slotted, grower, batch)
 
 
-def test_a_copy_that_is_made_while_the_probe_looks_runs_compiled() -> None:
+def test_a_copy_made_during_a_probe_runs_compiled() -> None:
     host, batch = FAMILY.model(), FAMILY.batch()
     slotted, grower = watched(torch.compile(host, backend="eager"), batch)
     twin = copy.deepcopy(slotted)
@@ -336,7 +336,7 @@ def test_seeds_follow_a_compiled_step_of_the_optimiser_and_compile_nothing_in_it
 
 
 @pytest.mark.parametrize("when", ["before", "after", "in place before", "in place after"])
-def test_calls_are_counted_wherever_the_compiler_does_not_hide_them(when: str) -> None:
+def test_calls_are_counted_wherever_the_compiler_allows_it(when: str) -> None:
     """A model that is compiled after it got its slots is counted by calls of the slotted model alone; so is one compiled in place."""
     host, batch = FAMILY.model(), FAMILY.batch()
     model = torch.compile(host, backend="eager") if when == "before" else host
@@ -355,7 +355,7 @@ def test_calls_are_counted_wherever_the_compiler_does_not_hide_them(when: str) -
 
 
 @pytest.mark.filterwarnings("ignore:Using `torch.compile:UserWarning")  # torch's, of the counter of FLOPs
-def test_a_part_that_is_compiled_on_its_own_runs_as_written_while_the_probe_looks() -> None:
+def test_a_part_compiled_on_its_own_runs_eagerly_during_a_probe() -> None:
     family = FAMILIES["resnet"]
     model, batch, counter = family.model(), family.batch(), CompileCounter()
     model.layer1 = torch.compile(model.layer1, backend=counter)

@@ -117,7 +117,7 @@ def test_training_with_isolated_second_passes_is_the_same_to_the_last_bit() -> N
     assert min(norms) > 0
 
 
-def test_without_isolation_the_second_pass_is_seen() -> None:
+def test_without_isolation_the_second_pass_changes_the_training() -> None:
     host = seeded_host()
 
     def second(x: Tensor, y: Tensor) -> None:
@@ -126,7 +126,7 @@ def test_without_isolation_the_second_pass_is_seen() -> None:
     assert not all(torch.equal(*pair) for pair in zip(train(seeded_host(), None), train(host, second), strict=True))
 
 
-def test_the_seed_gets_its_gradient_without_waking_the_hooks_of_the_host() -> None:
+def test_the_seed_gets_its_gradient_without_calling_the_hooks_of_the_host() -> None:
     host, seed = Host(), nn.Linear(8, 8)
     host.stem.register_forward_hook(lambda module, inputs, output: output + seed(output))
     woken = []
@@ -140,7 +140,7 @@ def test_the_seed_gets_its_gradient_without_waking_the_hooks_of_the_host() -> No
     assert all(parameter.grad is None for parameter in host.parameters())
 
 
-def test_an_exception_inside_leaves_no_trace_either() -> None:
+def test_an_exception_inside_an_isolated_pass_restores_the_host() -> None:
     host = seeded_host()
     before, state = copy.deepcopy(host.state_dict()), torch.get_rng_state()
 
@@ -168,7 +168,7 @@ def test_each_module_keeps_its_own_training_flag() -> None:
     assert [module.training for module in host.modules()] == flags
 
 
-def test_a_buffer_that_is_replaced_comes_back_with_its_identity_and_value() -> None:
+def test_a_replaced_buffer_is_restored_with_its_identity_and_value() -> None:
     class Replacing(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -244,7 +244,7 @@ def test_a_large_buffer_that_changes_late_is_warned_of_once_and_then_put_back() 
         assert float(host.mask[0, 0]) == 2
 
 
-def test_a_backward_that_is_still_to_come_is_not_disturbed() -> None:
+def test_an_isolated_pass_does_not_disturb_a_pending_backward_pass() -> None:
     host = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8)).eval()  # the norm saves its statistics for backward
     loss = host(torch.ones(2, 6)).sum()
     with isolated(host):
@@ -271,7 +271,7 @@ def test_buffers_made_in_inference_mode_shared_and_sparse_ones_are_put_back() ->
         assert host.part.shared is host.sparse
 
 
-def test_a_module_apart_keeps_what_its_buffers_became() -> None:
+def test_an_excluded_module_keeps_the_new_values_of_its_buffers() -> None:
     host = Host()
     with isolated(host, apart_from=[host.stem]):
         host(torch.randn(4, 6, generator=torch.Generator().manual_seed(0)))
@@ -358,7 +358,7 @@ def compare_wrapped(rank: int, ranks: int, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_second_passes_through_ddp_leave_the_exchange_of_two_ranks_as_it_was(tmp_path: Path) -> None:
+def test_second_passes_through_ddp_leave_the_gradient_exchange_unchanged(tmp_path: Path) -> None:
     spawn(compare_wrapped, (2, tmp_path), 2)
 
 

@@ -98,7 +98,7 @@ def test_an_instance_norm_has_its_channels_second() -> None:
         assert axes.axis_of(norm(CONV(PLANES)), norm) == 1
 
 
-def test_no_label_is_left_behind() -> None:
+def test_no_axis_label_stays_on_a_tensor() -> None:
     x = torch.randn(4, 4)
     with torch.no_grad(), FeatureAxes() as axes:
         kept = LINEAR(x)

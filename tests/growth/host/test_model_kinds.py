@@ -629,7 +629,7 @@ def test_no_seed_sees_padding(kind: Kind) -> None:
 
 
 @pytest.mark.slow
-def test_a_cache_gives_the_same_whatever_grows() -> None:
+def test_a_cache_gives_the_same_outputs_with_every_blueprint() -> None:
     kind = OWN_KINDS["gpt with cache"]
     slotted, batch = kind.slotted(), kind.batch()
     for growth in learned_growths(slotted):
@@ -641,7 +641,7 @@ def test_a_cache_gives_the_same_whatever_grows() -> None:
 
 
 @kinds_with(lambda kind: bool(kind.needs) and kind.causal == "input_ids")
-def test_text_is_generated_alike_with_and_without_a_cache_whatever_grows(kind: Kind) -> None:
+def test_generated_text_is_the_same_with_and_without_a_cache(kind: Kind) -> None:
     slotted, prompt = kind.slotted(), tokens(2, 4, seed=5)
     options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 6, "do_sample": False}
     for growth in learned_growths(slotted):

@@ -105,7 +105,7 @@ def test_a_baked_model_keeps_its_names_and_outputs_and_survives_pickle_copy_and_
     assert is_same(run(load(twice.state_dict(), model=family.model()), batch), expected)
 
 
-def test_baking_nothing_gives_the_model_without_hooks() -> None:
+def test_baking_without_seeds_gives_the_model_without_hooks() -> None:
     family = FAMILIES["resnet"]
     model, batch = family.model(), family.batch()
     slotted = add_slots(model, batch)
@@ -147,7 +147,7 @@ def test_a_seed_in_a_block_that_runs_all_of_its_children_acts_once_when_it_is_ba
 
 
 @pytest.mark.slow
-def test_a_copy_with_a_living_seed_is_independent() -> None:
+def test_a_copy_with_a_seed_on_trial_is_independent() -> None:
     family = FAMILIES["resnet"]
     model, batch = family.model(), family.batch()
     slotted = add_slots(model, batch)
@@ -163,7 +163,7 @@ def test_a_copy_with_a_living_seed_is_independent() -> None:
     assert is_same(run(twin, batch), grown)
 
 
-def test_a_copy_of_what_add_slots_gave_can_be_grown_and_undone_on_its_own() -> None:
+def test_a_copy_of_a_slotted_model_grows_and_is_undone_independently() -> None:
     family = FAMILIES["gpt"]
     batch = family.batch()
     slotted = add_slots(family.model(), batch)
@@ -198,7 +198,7 @@ def flows_back(model: Any, batch: Tensor) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_float", [False, True], ids=["tokens", "embeddings"])
-def test_a_causal_host_stays_causal_whatever_grows(is_float: bool) -> None:
+def test_a_causal_host_stays_causal_with_every_blueprint(is_float: bool) -> None:
     family = FAMILIES["gpt"]
     batch = torch.randn(3, 8, 16, generator=torch.Generator().manual_seed(0)) if is_float else family.batch()
     slotted = add_slots(family.model(), batch[:2])
@@ -229,7 +229,7 @@ class TwoStreams(nn.Module):
 
 
 @pytest.mark.slow
-def test_causality_is_seen_in_each_input_on_its_own() -> None:
+def test_causality_is_detected_separately_for_each_input() -> None:
     batch = torch.randint(VOCABULARY, (2, 6), generator=torch.Generator().manual_seed(0))
     slotted = add_slots(TwoStreams(), {"source": batch, "target": batch.flip(0)})
     assert {name: slot.place.is_causal for name, slot in slotted.slots.items()} == {
@@ -255,7 +255,7 @@ SHIFTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHIFTS)
-def test_a_host_that_shifts_its_inputs_stays_causal_whatever_grows(name: str) -> None:
+def test_a_host_that_shifts_its_inputs_stays_causal_with_every_blueprint(name: str) -> None:
     slotted = add_slots(Shifting(SHIFTS[name]).eval(), IDS[:2])
     assert list(slotted.slots) == ["blocks.0", "blocks.1"]
     assert all(slot.place.is_causal for slot in slotted.slots.values())
@@ -293,7 +293,7 @@ def test_a_host_that_looks_ahead_in_a_prefix_counts_as_causal() -> None:
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_causality_is_seen_through_patches(is_causal: bool) -> None:
+def test_causality_is_detected_through_patches(is_causal: bool) -> None:
     slotted = add_slots(Patches(is_causal=is_causal), torch.randn(2, 1, 32, generator=torch.Generator().manual_seed(0)))
     assert {name: slot.place.is_causal for name, slot in slotted.slots.items()} == dict.fromkeys(("blocks.0", "blocks.1"), is_causal)
 
@@ -318,7 +318,7 @@ class Deaf(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reason", ["sees nothing", "changes", "refuses"])
-def test_a_host_of_which_nothing_is_known_counts_as_causal(reason: str) -> None:
+def test_a_host_of_unknown_causality_counts_as_causal(reason: str) -> None:
     assert add_slots(Deaf(reason), IDS[:2]).slots["block"].place.is_causal
     assert not add_slots(Deaf("is well"), IDS[:2]).slots["block"].place.is_causal
 
@@ -330,7 +330,7 @@ class Prefixed(GPT):
         return super().forward(torch.cat([torch.zeros_like(x[:, :1]), x], 1))
 
 
-def test_causality_is_seen_where_the_host_changes_the_length() -> None:
+def test_causality_is_detected_where_the_host_changes_the_length() -> None:
     slotted = add_slots(Prefixed(), torch.randint(VOCABULARY, (2, 6), generator=torch.Generator().manual_seed(0)))
     assert all(slot.place.is_causal and slot.place.shape == (7, 16) for slot in slotted.slots.values())
 
@@ -365,7 +365,7 @@ def looks_ahead(model: Any, batch: Tensor, index: int, line: int) -> bool:
     return not torch.equal(before.narrow(line, 0, index), after.narrow(line, 0, index))
 
 
-def test_what_grows_in_causal_convolutions_looks_back_only() -> None:
+def test_seeds_in_causal_convolutions_see_no_later_position() -> None:
     batch = torch.randn(2, 4, 12, generator=torch.Generator().manual_seed(0))
     slotted = add_slots(Wave().eval(), batch)
     assert {name: slot.place.is_causal for name, slot in slotted.slots.items()} == {"first": True, "second": True}
@@ -397,7 +397,7 @@ def test_causal_convolutions_that_leave_out_the_last_position_stay_causal(channe
     assert all(slot.place.is_causal for slot in slotted.slots.values())
 
 
-def test_what_grows_in_a_host_that_draws_pixel_by_pixel_sees_no_pixel_to_come() -> None:
+def test_seeds_in_an_autoregressive_image_model_see_no_later_pixel() -> None:
     batch = torch.randn(2, 1, 6, 6, generator=torch.Generator().manual_seed(0))
     slotted = add_slots(PixelCNN().eval(), batch)
     assert {blueprint for _, blueprint in growths(slotted)} == {"conv1x1"}
@@ -409,7 +409,7 @@ def test_what_grows_in_a_host_that_draws_pixel_by_pixel_sees_no_pixel_to_come() 
         germinate(slotted, "first", "conv3x3")
 
 
-def test_time_first_is_refused_with_what_to_do() -> None:
+def test_inputs_with_time_first_are_refused_with_advice() -> None:
     batch = torch.randn(7, 3, 4)
     with pytest.raises(ValueError, match=r"'embed' has no batch as its first dimension.*batch_first=True"):
         add_slots(Encoder(batch_first=False), batch)
@@ -418,7 +418,7 @@ def test_time_first_is_refused_with_what_to_do() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [7, 3, 1], ids=["another length", "as long as the batch", "one step"])
 @pytest.mark.parametrize("samples", [3, 1])
-def test_time_first_inside_a_model_is_found_whatever_the_sizes(length: int, samples: int) -> None:
+def test_time_first_layout_inside_a_model_is_detected_for_all_sizes(length: int, samples: int) -> None:
     torch.manual_seed(0)
     slotted = add_slots(Transposing().eval(), torch.randn(samples, length, 4))
     assert {name: (slot.place.kind, slot.place.shape, slot.place.batch_axis) for name, slot in slotted.slots.items()} == {
@@ -428,7 +428,7 @@ def test_time_first_inside_a_model_is_found_whatever_the_sizes(length: int, samp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("blending", ["add", "multiply", "gate"])
-def test_what_grows_in_a_time_first_sequence_keeps_samples_apart(blending: Blending) -> None:
+def test_seeds_in_a_time_first_sequence_do_not_mix_samples(blending: Blending) -> None:
     torch.manual_seed(0)
     model, batch = Transposing().eval(), torch.randn(3, 7, 4)
     slotted = add_slots(model, batch)
@@ -458,7 +458,7 @@ def offered(slotted: Slotted) -> set[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("has_attribute", [False, True], ids=["of the caller", "of the host"])
-def test_reading_with_a_cache_gives_the_same_whatever_grows(has_attribute: bool) -> None:
+def test_decoding_with_a_cache_gives_the_same_outputs_with_every_blueprint(has_attribute: bool) -> None:
     torch.manual_seed(0)
     model, ids = Remembering(has_attribute=has_attribute).eval(), IDS[:, :8]
     slotted = add_slots(model, ids)
@@ -490,7 +490,7 @@ def test_reading_with_a_cache_gives_the_same_whatever_grows(has_attribute: bool)
     ],
     ids=["an embedding knows", "the example shows"],
 )
-def test_padding_that_a_host_finds_by_itself_stays_unseen(has_index: bool, has_padding: bool, reason: str) -> None:
+def test_seeds_do_not_see_padding_that_the_host_masks_itself(has_index: bool, has_padding: bool, reason: str) -> None:
     torch.manual_seed(0)
     ids = IDS[:, :8].clamp(min=1)
     padded = ids.clone()
@@ -506,14 +506,14 @@ def test_padding_that_a_host_finds_by_itself_stays_unseen(has_index: bool, has_p
 
 
 @pytest.mark.slow
-def test_the_mask_of_the_future_hides_no_padding() -> None:
+def test_a_causal_mask_does_not_count_as_a_padding_mask() -> None:
     batch = torch.randint(VOCABULARY, (6, 6), generator=torch.Generator().manual_seed(0))  # as many samples as tokens
     slotted = add_slots(TwoStreams(), (batch, batch.flip(0)))
     assert len(slotted.slots) == 3
     assert all("attention" in {blueprint.name for blueprint in blueprints_for(slot.place)} for slot in slotted.slots.values())
 
 
-def test_a_gate_stays_closed_where_padding_would_pass_it() -> None:
+def test_a_gate_is_refused_where_padding_would_reach_it() -> None:
     slotted = add_slots(PadToken(has_index=True), IDS[:, :8])
     with pytest.raises(
         ValueError, match=r"the gate looks at the mean of the whole sequence, and 'blocks.1' must not: the host takes padding"
@@ -553,7 +553,7 @@ def test_slots_inside_an_encoder_layer_act_in_evaluation() -> None:
 @pytest_nested
 @pytest.mark.parametrize("slots", [None, ["encoder.layers.*.linear2", "encoder.layers.1"]], ids=["layers", "inside"])
 @pytest.mark.parametrize("nested", [True, False])
-def test_an_encoder_with_padding_takes_slots_and_what_grows_does_not_see_the_padding(nested: bool, slots: list[str] | None) -> None:
+def test_seeds_in_an_encoder_with_padding_do_not_see_the_padding(nested: bool, slots: list[str] | None) -> None:
     torch.manual_seed(0)
     model, is_padding = PaddedEncoder(nested=nested).eval(), torch.zeros(3, 8, dtype=torch.bool)
     is_padding[1, 5:], is_padding[2, 3:] = True, True
@@ -587,7 +587,7 @@ class Fused(nn.Module):
         return F.linear(x, self.inner.weight, self.inner.bias)
 
 
-def test_a_place_that_evaluation_passes_by_is_refused() -> None:
+def test_a_place_that_evaluation_skips_is_refused() -> None:
     model = nn.Sequential(Fused(), nn.ReLU(), nn.Linear(8, 2))
     with pytest.raises(ValueError, match=r"nothing can grow after '0.inner': it does not run in evaluation"):
         add_slots(model, torch.randn(3, 8), slots=["0.inner"])
@@ -651,7 +651,7 @@ class MixedPrecision(nn.Module):
         return result
 
 
-def test_a_seed_has_the_precision_of_what_flows_at_its_place() -> None:
+def test_a_seed_has_the_precision_of_the_activations_at_its_place() -> None:
     batch = torch.randn(3, 6).bfloat16()
     slotted = add_slots(MixedPrecision(), batch)
     assert {name: slot.place.dtype for name, slot in slotted.slots.items()} == {"first": torch.bfloat16, "norm": torch.float32}
@@ -720,7 +720,7 @@ def test_the_gate_refuses_a_causal_place_and_opens_elsewhere() -> None:
 
 
 @pytest.mark.slow
-def test_places_know_their_depth_and_what_lies_behind() -> None:
+def test_places_have_their_depth_and_the_flops_after_them() -> None:
     family = FAMILIES["resnet"]
     found = add_slots(family.model(), family.batch()).discovery
     inner = [found.places[name] for name in family.slots]
@@ -762,13 +762,13 @@ def test_flops_of_torchs_own_attention_are_counted(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("kernel", ["flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention"])
-def test_flops_of_queries_that_share_keys_are_counted_whatever_kernel_computes_them(kernel: str) -> None:
+def test_flops_of_grouped_query_attention_are_counted_with_every_kernel(kernel: str) -> None:
     counted = flop_counter().flop_registry[getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}")]
     queries, keys, values = torch.empty(2, 4, 5, 8), torch.empty(2, 2, 7, 8), torch.empty(2, 2, 7, 6)
     assert counted(queries, keys, values, out_val=values) == 2 * 2 * 4 * 5 * 7 * (8 + 6)
 
 
-def test_flops_of_fused_kernels_are_those_of_what_they_compute() -> None:
+def test_flops_of_fused_kernels_equal_those_of_the_plain_computation() -> None:
     x, other = torch.randn(3, 7, 16), torch.randn(3, 5, 16)
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
     counts = []

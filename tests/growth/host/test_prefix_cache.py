@@ -223,7 +223,7 @@ HOSTS = [
 @pytest.mark.parametrize(("build", "slot", "inputs", "replayed"), HOSTS)
 @pytest.mark.parametrize("guard", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("is_recorded_on", [False, True])
-def test_a_replayed_pass_is_the_computed_one_to_the_last_bit(
+def test_a_replayed_pass_equals_the_computed_one_bit_for_bit(
     build: Callable[[], nn.Module],
     slot: str,
     inputs: tuple[Tensor, ...],
@@ -297,7 +297,7 @@ def test_outputs_that_hold_several_tensors_are_replayed(make: Callable[..., Any]
     assert ran.names == ["head"]
 
 
-def test_a_module_whose_output_cannot_be_stored_gives_way_to_its_children() -> None:
+def test_a_module_whose_output_cannot_be_stored_is_replayed_by_its_children() -> None:
     model = made(lambda: Branches(Opaque, lambda opaque: opaque.parts))
     x = ROWS[0]
     replay, ran = PrefixCache(model, calls_of(model, x), "slot"), Ran(model)
@@ -376,7 +376,7 @@ def test_several_slots_are_recorded_in_the_same_passes() -> None:
             seed.is_on = True
 
 
-def test_more_passes_than_recorded_are_refused_in_words() -> None:
+def test_replaying_more_passes_than_recorded_is_refused() -> None:
     model = made(ResNet)
     replay = PrefixCache(model, calls_of(model, IMAGES[0]), "blocks.1")
     with replay.recording():
@@ -387,7 +387,7 @@ def test_more_passes_than_recorded_are_refused_in_words() -> None:
             model(IMAGES[1])
 
 
-def test_a_batch_of_another_shape_is_refused_in_words() -> None:
+def test_replaying_a_batch_of_another_shape_is_refused() -> None:
     model = made(ResNet)
     replay = PrefixCache(model, calls_of(model, IMAGES[0]), "blocks.1")
     with replay.recording():
@@ -512,7 +512,7 @@ class Moody(nn.Module):
         ("is random", "different results"),
     ],
 )
-def test_verifying_disables_what_would_be_wrong(mood: str, reason: str) -> None:
+def test_verification_disables_a_replay_that_gives_other_outputs(mood: str, reason: str) -> None:
     model = made(lambda: Moody(mood))
     x = ROWS[0]
     replay = PrefixCache(model, calls_of(model, x), "slot")
@@ -526,7 +526,7 @@ def test_verifying_disables_what_would_be_wrong(mood: str, reason: str) -> None:
 
 
 @pytest.mark.parametrize(("build", "slot", "inputs", "replayed"), HOSTS)
-def test_verifying_passes_where_replay_is_right(
+def test_verification_accepts_a_replay_that_gives_the_same_outputs(
     build: Callable[[], nn.Module], slot: str, inputs: tuple[Tensor, ...], replayed: set[str]
 ) -> None:
     model = made(build)
@@ -535,7 +535,7 @@ def test_verifying_passes_where_replay_is_right(
     assert replay.nbytes == 0
 
 
-def test_not_a_number_is_no_reason_to_give_up() -> None:
+def test_equal_nans_do_not_disable_the_replay() -> None:
     model = made(Shared)
     assert PrefixCache(model, calls_of(model, ROWS[0]), "slot").verify(lambda: model(ROWS[0]).sum() * float("nan"))
 

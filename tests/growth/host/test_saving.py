@@ -52,7 +52,7 @@ def unchanged(model: nn.Module, source: Any, message: str) -> None:
 
 @pytest.mark.slow
 @every_family
-def test_what_was_saved_comes_back(family: Family, tmp_path: Path) -> None:
+def test_a_saved_model_loads_with_equal_outputs(family: Family, tmp_path: Path) -> None:
     batch = family.batch()
     model = grown_model(family)
     expected = run(model, batch)
@@ -85,7 +85,7 @@ def test_a_model_on_which_nothing_grew_is_saved_and_loaded_too(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_alpha_and_blending_come_back() -> None:
+def test_alpha_and_blending_are_saved_and_loaded() -> None:
     slotted = add_slots(RESNET.model(), RESNET.batch())
     disturb(germinate(slotted, "layer1.0", "conv3x3", blending="gate"))
     disturb(germinate(slotted, "layer1.1", "conv1x1", blending="multiply"))
@@ -140,7 +140,7 @@ def test_an_instance_that_has_grown_already_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_what_is_no_safetensors_file_is_refused_with_what_to_do(tmp_path: Path) -> None:
+def test_a_file_that_is_no_safetensors_file_is_refused_with_advice(tmp_path: Path) -> None:
     torch.save(grown_model().state_dict(), tmp_path / "model.pt")
     unchanged(
         RESNET.model(),
@@ -183,7 +183,7 @@ def own_blueprint(bias: bool = True) -> None:
 
 
 @pytest.mark.slow
-def test_a_blueprint_of_ones_own_must_be_there_as_it_was() -> None:
+def test_a_custom_blueprint_must_be_registered_unchanged_to_load() -> None:
     own_blueprint()
     slotted = add_slots(RESNET.model(), RESNET.batch())
     grow(slotted, "layer1.0")

@@ -41,7 +41,7 @@ def refused(model: nn.Module, example_input: Any, message: str, **arguments: Any
 
 
 @pytest.mark.slow
-def test_patterns_mean_what_they_match_in_the_order_of_the_forward_pass() -> None:
+def test_patterns_select_slots_in_the_order_of_the_forward_pass() -> None:
     assert slots_of("layer?.0") == ["layer1.0", "layer2.0"]
     assert slots_of("layer2.*", "layer1.0") == ["layer1.0", *(name for name in slots_of("layer2.*"))]
     assert slots_of("layer2.1", "layer1.0") == ["layer1.0", "layer2.1"]
@@ -49,7 +49,7 @@ def test_patterns_mean_what_they_match_in_the_order_of_the_forward_pass() -> Non
 
 
 @pytest.mark.slow
-def test_a_pattern_gives_one_slot_for_a_tensor_that_has_two_names_and_both_may_be_named() -> None:
+def test_a_pattern_gives_one_slot_for_a_tensor_with_two_names_and_both_names_work() -> None:
     assert slots_of("layer1", "layer1.1") == ["layer1.1", "layer1"]
     assert slots_of("layer1*") == [name for name in slots_of("*") if name.startswith("layer1")]
     assert "layer1" in slots_of("layer1*")
@@ -57,18 +57,18 @@ def test_a_pattern_gives_one_slot_for_a_tensor_that_has_two_names_and_both_may_b
     assert slots_of("layer1.1", "layer?") == ["layer1.1", "layer2"]
 
 
-def test_a_pattern_leaves_out_what_is_refused() -> None:
+def test_a_pattern_skips_places_that_are_refused() -> None:
     assert not any(name.endswith("0.relu") for name in slots_of("layer1.*"))
 
 
 @pytest.mark.slow
-def test_an_unknown_name_is_answered_with_near_ones() -> None:
+def test_an_unknown_slot_name_is_refused_with_similar_names() -> None:
     refused(RESNET.model(), RESNET.batch(), r"no submodule is named 'layer1.3'; near to it: layer1.\d, layer1", slots=["layer1.3"])
     refused(RESNET.model(), RESNET.batch(), "no submodule is named '7'; near to it: conv1, bn1", slots=["layer1.0", "7"])
 
 
 @pytest.mark.slow
-def test_a_refused_place_that_is_named_is_answered_with_the_reason() -> None:
+def test_naming_a_refused_place_gives_the_reason() -> None:
     model, batch = RESNET.model(), RESNET.batch()
     refused(model, batch, "nothing can grow after 'layer1.0.relu': it runs 2 times in a forward pass", slots=["layer1.0.relu"])
     refused(model, batch, "nothing can grow after 'layer1.0.relu': it runs 2", slots=["layer1.0", "layer?.?.relu"])
@@ -86,7 +86,7 @@ def test_slots_are_a_list_of_different_names(slots: Any, message: str) -> None:
     refused(RESNET.model(), RESNET.batch(), message, slots=slots)
 
 
-def test_a_slot_that_does_not_exist_is_answered_with_those_that_do() -> None:
+def test_a_missing_slot_is_refused_with_the_existing_ones() -> None:
     slotted = add_slots(RESNET.model(), RESNET.batch(), slots=["layer1", "layer2"])
     with pytest.raises(GrowthError, match="no slot is named 'layer3'; the slots of this model are layer1, layer2"):
         slotted.slot("layer3")
@@ -109,7 +109,7 @@ def test_a_slot_that_does_not_exist_is_answered_with_those_that_do() -> None:
     ],
     ids=["channels", "integers", "too many", "keyword", "no tensor", "empty", "scalar", "nothing"],
 )
-def test_a_wrong_example_input_is_answered_with_what_to_do(example: Any, message: str) -> None:
+def test_a_wrong_example_input_is_refused_with_advice(example: Any, message: str) -> None:
     refused(RESNET.model().train(), example, message)
 
 
@@ -128,7 +128,7 @@ class FailsLate(nn.Module):
         return result.reshape(7, 7, 7)
 
 
-def test_a_failed_probe_draws_nothing_and_moves_nothing() -> None:
+def test_a_failed_discovery_draws_no_random_numbers() -> None:
     model = FailsLate().train()
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()[2]  # noqa: NPY002
     refused(model, torch.randn(3, 4, generator=torch.Generator()), "cannot run the example input")
@@ -136,7 +136,7 @@ def test_a_failed_probe_draws_nothing_and_moves_nothing() -> None:
     assert (random.getstate(), np.random.get_state()[2]) == states[1:]  # noqa: NPY002
 
 
-def test_a_probe_draws_nothing_and_moves_nothing() -> None:
+def test_a_discovery_draws_no_random_numbers_and_changes_no_state() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(), nn.Linear(8, 2)).train()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     state = torch.get_rng_state()
@@ -147,7 +147,7 @@ def test_a_probe_draws_nothing_and_moves_nothing() -> None:
 
 
 @pytest.mark.slow
-def test_a_batch_of_one_will_do() -> None:
+def test_a_batch_of_one_sample_is_enough_to_find_slots() -> None:
     for name in ("resnet", "vit", "gpt", "sequential mlp", "encoder"):
         family = FAMILIES[name]
         model = family.model().train()
@@ -162,7 +162,7 @@ def test_examples_may_be_arguments_or_keywords() -> None:
         assert [slot.place.is_causal for slot in slotted.slots.values()] == [True, True]
 
 
-def test_a_lazy_layer_is_answered_with_what_to_do() -> None:
+def test_a_lazy_layer_is_refused_with_advice() -> None:
     model = nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.Linear(8, 2))
     with pytest.raises(GrowthError, match=r"'0.weight' of a lazy layer has no size yet; run the model once"):
         add_slots(model, torch.randn(2, 4))
@@ -173,7 +173,7 @@ def test_a_lazy_layer_is_answered_with_what_to_do() -> None:
 
 
 @pytest.mark.slow
-def test_slots_are_added_once_at_a_time() -> None:
+def test_slots_cannot_be_added_twice() -> None:
     model = RESNET.model()
     slotted = add_slots(model, RESNET.batch())
     with pytest.raises(GrowthError, match=r"already has slots \(after 'layer1.0'\); remove them first"):
@@ -184,7 +184,7 @@ def test_slots_are_added_once_at_a_time() -> None:
     assert list(add_slots(model, RESNET.batch(), slots=["layer1"]).slots) == ["layer1"]
 
 
-def test_what_is_no_model_is_refused() -> None:
+def test_an_object_that_is_no_model_is_refused() -> None:
     slotted = add_slots(RESNET.model(), RESNET.batch())
     with pytest.raises(GrowthError, match=r"add_slots needs an nn.Module, and got a Slotted"):
         add_slots(slotted, RESNET.batch())  # type: ignore[arg-type]
@@ -263,7 +263,7 @@ class ConvNeXtBlock(nn.Module):
         return x + inner.permute(0, 3, 1, 2)
 
 
-def test_channels_that_come_back_to_the_front_are_found() -> None:
+def test_channels_moved_back_to_the_front_are_found() -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 4, 4), ConvNeXtBlock(8), ConvNeXtBlock(8), nn.Flatten(), nn.Linear(128, 5))
     slotted = add_slots(model, torch.randn(2, 3, 16, 16))
     assert {name: (slot.place.kind, slot.place.shape) for name, slot in slotted.slots.items()} == {
@@ -338,7 +338,7 @@ def test_blocks_of_windows_get_slots() -> None:
     assert "attention cannot grow in token 12×12×8, token 12×12×16, token 6×6×32, token 6×6×16" in slotted.describe()
 
 
-def test_samples_that_meet_in_a_norm_take_no_places_away() -> None:
+def test_a_norm_over_the_batch_changes_no_slots() -> None:
     def make(*, is_tracking: bool) -> nn.Module:
         norm = nn.BatchNorm1d(8, track_running_stats=is_tracking)
         return nn.Sequential(nn.Conv1d(8, 8, 3, padding=1), norm, nn.ReLU(), nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -381,7 +381,7 @@ def test_as_many_tokens_as_channels_are_still_tokens() -> None:
     assert add_slots(model, torch.randn(2, 3, 8, 8)).discovery.places["0"].kind == "token"
 
 
-def test_weights_that_are_made_by_modules_are_no_places() -> None:
+def test_weights_computed_by_modules_are_not_slots() -> None:
     model = nn.Sequential(
         parametrizations.weight_norm(nn.Linear(6, 8)), nn.ReLU(), parametrizations.weight_norm(nn.Linear(8, 8)), nn.ReLU()
     )
@@ -401,11 +401,11 @@ class Output:
     [lambda logits, features: Output(logits), lambda logits, features: logits.squeeze(-1), lambda logits, features: [{"a": (logits,)}]],
     ids=["dataclass", "squeezed", "nested"],
 )
-def test_predictions_are_not_written_into_whatever_form_they_have(form: Callable[[Tensor, Tensor], Any]) -> None:
+def test_the_outputs_of_a_model_are_not_slots_in_any_format(form: Callable[[Tensor, Tensor], Any]) -> None:
     assert list(add_slots(Returning(form), torch.randn(3, 6)).slots) == ["body.1", "body.3"]
 
 
-def test_features_that_a_model_gives_away_are_left_alone_where_there_is_something_else() -> None:
+def test_returned_features_are_not_default_slots_where_inner_places_exist() -> None:
     both = Returning(lambda logits, features: (logits, features))
     assert list(add_slots(both, torch.randn(3, 6)).slots) == ["body.1"]
 
@@ -423,16 +423,16 @@ class HiddenStates(nn.Module):
         return self.head(two), one, two
 
 
-def test_a_model_that_gives_everything_away_still_gets_slots_inside() -> None:
+def test_a_model_that_returns_all_features_gets_inner_slots() -> None:
     assert list(add_slots(HiddenStates(), torch.randn(3, 6)).slots) == ["first", "second"]
 
 
-def test_a_model_without_an_inside_is_refused_with_what_could_be_chosen() -> None:
+def test_a_model_without_inner_places_is_refused_with_the_possible_slots() -> None:
     refused(nn.Sequential(nn.Linear(6, 2)), torch.randn(3, 6), r"no place for a slot inside this model: .*can be chosen: 0")
     assert list(add_slots(nn.Sequential(nn.Linear(6, 2)), torch.randn(3, 6), slots=["0"]).slots) == ["0"]
 
 
-def test_a_model_of_one_layer_is_told_why_nothing_can_grow_and_what_to_do() -> None:
+def test_a_model_of_one_layer_is_refused_with_the_reason_and_advice() -> None:
     refused(
         nn.Linear(6, 2),
         torch.randn(3, 6),
@@ -452,7 +452,7 @@ def conv(inputs: int, width: int, *others: nn.Module) -> list[nn.Module]:
     return [nn.Conv2d(inputs, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(inplace=True), *others]
 
 
-def test_a_slot_stands_behind_the_pool() -> None:
+def test_a_slot_is_placed_after_the_pool() -> None:
     head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2)]
     model = nn.Sequential(*conv(3, 8, nn.MaxPool2d(2)), *conv(8, 8, nn.Dropout(), nn.AvgPool2d(2), nn.Dropout()), *conv(8, 8), *head)
     slotted = add_slots(model, torch.randn(2, 3, 16, 16))
@@ -481,15 +481,15 @@ class Tutorial(nn.Module):
         return result
 
 
-def test_a_slot_stands_behind_the_pool_where_activations_are_no_modules() -> None:
+def test_a_slot_is_placed_after_the_pool_where_activations_are_functions() -> None:
     assert list(add_slots(Tutorial(), torch.randn(2, 3, 16, 16)).slots) == ["pool1", "pool2", "fc"]
 
 
-def test_a_slot_stays_before_a_pool_that_is_not_all_that_uses_it() -> None:
+def test_a_slot_stays_before_a_pool_that_is_not_its_only_consumer() -> None:
     assert list(add_slots(Tutorial(has_skip=True), torch.randn(2, 3, 16, 16)).slots) == ["conv1", "conv2", "fc"]
 
 
-def test_a_slot_behind_a_block_moves_behind_its_pool_too() -> None:
+def test_a_slot_after_a_block_moves_after_its_pool() -> None:
     model = nn.Sequential(DoubleConv(1, 4), nn.MaxPool2d(2), DoubleConv(4, 8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2))
     assert list(add_slots(model, torch.randn(2, 1, 8, 8)).slots) == ["1", "2"]
 
@@ -512,7 +512,7 @@ def test_the_description_lists_every_submodule_once(make: Callable[[], nn.Module
     assert sorted(described(add_slots(model, family.batch()))) == sorted(names)
 
 
-def test_the_description_tells_what_is_where_and_what_it_costs() -> None:
+def test_the_description_shows_slots_with_their_places_and_costs() -> None:
     slotted = add_slots(RESNET.model(), RESNET.batch())
     disturb(germinate(slotted, "layer1.0", "conv3x3"))
     slotted.slot("layer1.0").alpha = 0.25

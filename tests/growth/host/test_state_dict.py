@@ -161,7 +161,7 @@ def test_a_state_dict_of_another_structure_is_refused_before_anything_is_changed
         assert is_same(list(state.values()), list(kept.values()))
 
 
-def test_a_part_of_another_structure_is_refused_too() -> None:
+def test_a_part_with_another_structure_is_refused() -> None:
     slotted = growing_host()
     with pytest.raises(RuntimeError, match="the model has a seed after 'first', and the state dict has none"):
         slotted.host.get_submodule("first").load_state_dict(make_host(1).first.state_dict())
@@ -244,7 +244,7 @@ def test_pickled_slots_work_whatever_is_pickled_first(what: str) -> None:
         assert is_same(run(model, inputs()), expected)
 
 
-def test_an_average_of_weights_warns_when_it_lacks_what_has_grown() -> None:
+def test_an_average_of_weights_without_the_seeds_warns() -> None:
     slotted = add_slots(make_host().eval(), inputs(2), slots=["first", "second"])
     average = TorchAverage(slotted.model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
     average.update_parameters(slotted.model)

@@ -244,7 +244,7 @@ def test_a_callback_that_has_grown_a_model_fits_again_only_from_a_checkpoint(pl:
     assert [entry.blueprint for entry in growth.grower.ledger.entries] == ["mlp"]
 
 
-def test_what_lightning_cannot_grow_is_refused_and_left_as_it_was(pl: ModuleType, tmp_path: Path) -> None:
+def test_a_module_that_lightning_cannot_grow_is_refused_and_left_unchanged(pl: ModuleType, tmp_path: Path) -> None:
     module = make_module(pl)
     names = list(module.state_dict())
     with pytest.raises(GrowthError, match="nothing has grown yet"):
@@ -419,7 +419,7 @@ def test_the_last_checkpoint_of_transformers_is_found_and_one_without_growth_is_
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-10"))
 
 
-def test_what_transformers_cannot_grow_is_refused(huggingface: ModuleType, tmp_path: Path) -> None:
+def test_a_model_that_transformers_cannot_grow_is_refused(huggingface: ModuleType, tmp_path: Path) -> None:
     transformers = importlib.import_module("transformers")
     with pytest.raises(GrowthError, match="nothing has grown yet"):
         make_callback(huggingface).bake()

@@ -129,7 +129,7 @@ def test_spikes_in_a_row_are_counted_across_epochs() -> None:
     assert not verdict.is_healthy
 
 
-def test_a_run_that_becomes_noisier_for_good_is_healthy_again_in_time() -> None:
+def test_a_run_that_stays_noisier_becomes_healthy_again() -> None:
     governor = settled()
     verdicts = [governor.judge([1.0, 3.0], None) for _ in range(20)]
     assert not verdicts[0].is_healthy
@@ -152,7 +152,7 @@ def test_a_loss_that_is_not_finite_is_not_remembered() -> None:
     assert governor.state_dict() == before
 
 
-def test_before_there_are_enough_losses_nothing_finite_is_wrong() -> None:
+def test_a_finite_loss_is_healthy_until_there_are_enough_losses() -> None:
     governor = Governor(GovernorConfig())
     assert governor.judge([1.0, 100.0, 1e6, 1e30, 1e38], 1.0) == HEALTHY
 
@@ -202,7 +202,7 @@ def test_a_validation_loss_that_jumped_once_is_forgiven_with_the_next_one() -> N
     assert not governor.judge([1.0] * CHECKS, 30.0).is_disaster
 
 
-def test_overfitting_is_no_disaster() -> None:
+def test_overfitting_is_not_a_disaster() -> None:
     governor = Governor(GovernorConfig())
     for epoch in range(60):
         train = [falling(epoch * CHECKS + check) for check in range(CHECKS)]
@@ -212,7 +212,7 @@ def test_overfitting_is_no_disaster() -> None:
 UNINFORMED = math.log(10)
 
 
-def test_a_run_that_falls_back_to_knowing_nothing_is_a_disaster() -> None:
+def test_a_loss_that_returns_to_the_uninformed_loss_is_a_disaster() -> None:
     """From 75 % of the uninformed loss: too little of a jump for a spike."""
     config = GovernorConfig(uninformed_loss=UNINFORMED)
     governor = settled(0.75 * UNINFORMED, config)
@@ -235,7 +235,7 @@ def test_a_collapse_that_is_a_spike_too_is_named_a_collapse_with_any_window(wind
     )
 
 
-def test_a_slow_way_back_to_knowing_nothing_is_a_disaster_too() -> None:
+def test_a_slow_return_to_the_uninformed_loss_is_a_disaster() -> None:
     config = GovernorConfig(uninformed_loss=UNINFORMED)
     shares = [0.7 + 0.3 * min(max(check - 80, 0) / 200, 1) for check in range(400)]
     assert first_disaster([share * UNINFORMED for share in shares]) is None
@@ -247,7 +247,7 @@ def test_an_epoch_that_touches_the_uninformed_loss_and_ends_below_it_is_healthy(
     assert governor.judge([UNINFORMED] * 3 + [0.75 * UNINFORMED], None) == HEALTHY
 
 
-def test_a_run_that_never_learned_is_no_disaster() -> None:
+def test_a_run_that_never_learned_is_not_a_disaster() -> None:
     losses = [UNINFORMED * (1 + 0.01 * (-1) ** check) for check in range(400)]
     assert first_disaster(losses, GovernorConfig(uninformed_loss=UNINFORMED)) is None
     settled(UNINFORMED, GovernorConfig(uninformed_loss=UNINFORMED))
@@ -262,7 +262,7 @@ def test_after_a_rollback_the_losses_after_the_snapshot_are_forgotten() -> None:
     assert governor.judge([50.0] * CHECKS, None).is_disaster
 
 
-def test_a_forgiven_run_starts_from_nothing() -> None:
+def test_a_governor_that_forgives_forgets_all_losses() -> None:
     governor = settled(config=GovernorConfig(uninformed_loss=20.0))
     governor.forgive()
     assert governor.judge([50.0] * CHECKS, 50.0) == HEALTHY
@@ -270,7 +270,7 @@ def test_a_forgiven_run_starts_from_nothing() -> None:
 
 
 @given(st.lists(st.floats(0.01, 10), min_size=1, max_size=60), st.lists(st.floats(0.01, 10), min_size=1, max_size=60))
-def test_a_governor_that_was_saved_goes_on_as_if_it_had_not_been(before: list[float], after: list[float]) -> None:
+def test_a_saved_governor_resumes_exactly(before: list[float], after: list[float]) -> None:
     config = GovernorConfig(uninformed_loss=2.0)
     one, other = Governor(config), Governor(config)
     for chunk in epochs(before, 4):

@@ -40,13 +40,13 @@ def test_the_table_has_a_line_for_a_seed() -> None:
     assert cells(others[2])[4:6] == ("rolled back", "not measured")
 
 
-def test_columns_stand_below_their_names() -> None:
+def test_table_columns_are_aligned_with_their_names() -> None:
     heading, *lines = some().table().splitlines()
     for name in ("outcome", "rent", "parameters"):
         assert all(line[heading.index(name) - 1] == " " != line[heading.index(name)] for line in lines), name
 
 
-def test_a_seed_is_gone_for_the_reason_it_was_withdrawn_for() -> None:
+def test_the_reason_of_a_removed_seed_is_that_of_its_withdrawal() -> None:
     seed = entry(1, "conv3x3", "pruned")
     seed.steps += [Step(6, Stage.BLENDING, "it does not pay; alpha falls to 0"), Step(8, Stage.PRUNED, "alpha has fallen to 0")]
     assert seed.why == "it does not pay; alpha falls to 0"
@@ -64,6 +64,6 @@ def test_blueprints_are_summed_up() -> None:
     assert cells(norm) == ("norm", "2", "0", "0", "1", "–", "1,000")
 
 
-def test_nothing_tried_is_said_in_words() -> None:
+def test_an_empty_ledger_says_that_nothing_was_tried() -> None:
     assert Ledger().table() == "no seed was tried"
     assert Ledger().analytics() == "no blueprint was tried"

@@ -39,7 +39,7 @@ def refusals(loop: Loop) -> list[str]:
     return [refused.reason for refused in loop.grower.ledger.refused]
 
 
-def test_the_table_of_moves_is_the_one_that_gates_ask() -> None:
+def test_gates_allow_exactly_the_moves_of_the_table() -> None:
     for stage in Stage:
         for to in Stage:
             answer = may_move(stage, to)
@@ -117,7 +117,7 @@ def test_pruning_gives_the_outputs_of_the_host_alone_bit_for_bit(lifecycle: Life
     assert torch.equal(loop.slotted.eval()(x), alone.eval()(x))
 
 
-def test_gates_say_why_not() -> None:
+def test_gates_give_the_reason_of_a_refusal() -> None:
     script = Script(
         {
             0: [Germinate("first", "test", "conv3x3"), Advance("second", "test")],
@@ -160,7 +160,7 @@ def _poisoned(loop: Loop) -> torch.Tensor:
     return loop.slotted(loop.data[0][0]).sum() * math.nan
 
 
-def test_a_target_can_be_changed_while_alpha_is_on_its_way() -> None:
+def test_the_target_of_alpha_can_be_changed_during_blending() -> None:
     rules = LifecycleConfig(raise_mode="shadow", training_epochs=1, blend_epochs=2)
     script = Script({**GROW, 1: [Advance("first", "test")], 2: [Retarget("first", "test", 0.25)], 4: [Retarget("first", "test", 0.75)]})
     loop = make_loop(script, config(rules))
@@ -261,7 +261,7 @@ def check_consistent(loop: Loop) -> None:
 @settings(max_examples=12)
 @given(seed=st.integers(0, 10_000), is_shadow=st.booleans(), poison=st.sampled_from([None, 3, 7]))
 @pytest.mark.slow
-def test_no_controller_can_bring_stage_slot_seed_learner_and_ledger_out_of_step(seed: int, is_shadow: bool, poison: int | None) -> None:
+def test_stage_slot_seed_learner_and_ledger_agree_under_any_controller(seed: int, is_shadow: bool, poison: int | None) -> None:
     loop = make_loop(Wild(seed), config(QUICK_SHADOW if is_shadow else QUICK, seed=seed, probe_steps=2))
     loop.data = loop.data[:2]
     for epoch in range(14):

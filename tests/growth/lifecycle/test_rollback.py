@@ -87,7 +87,7 @@ def test_a_rollback_restores_weights_buffers_both_optimisers_scaler_schedule_sta
     assert all(parameter.grad is None for parameter in host.parameters())
 
 
-def test_a_seed_that_went_mad_goes_to_embargo_and_training_goes_on() -> None:
+def test_a_diverging_seed_is_put_under_embargo_and_training_continues() -> None:
     loop = make_loop(Script(BOTH), config(LifecycleConfig(holding_epochs=20, embargo_epochs=3)))
     loop.epoch(epochs=2)
     before = snapshot(loop.host, loop.optimizer)
@@ -106,7 +106,7 @@ def test_a_seed_that_went_mad_goes_to_embargo_and_training_goes_on() -> None:
     assert {backend.life.stage for backend in loop.grower.lifecycles.backends.values()} == {Stage.DORMANT}
 
 
-def test_a_disaster_in_the_last_step_of_an_epoch_is_no_second_one_at_its_end() -> None:
+def test_a_disaster_in_the_last_step_of_an_epoch_causes_one_rollback() -> None:
     loop = make_loop("never")
     loop.epoch()
     for x, y in loop.data[:-1]:
@@ -119,7 +119,7 @@ def test_a_disaster_in_the_last_step_of_an_epoch_is_no_second_one_at_its_end() -
     assert all(map(math.isfinite, loop.grower.history.train_losses))
 
 
-def test_validation_that_is_not_finite_goes_back_at_the_end_of_the_epoch() -> None:
+def test_a_validation_loss_that_is_not_finite_causes_a_rollback_at_the_end_of_the_epoch() -> None:
     loop = make_loop("never")
     loop.epoch(epochs=2)
     before = snapshot(loop.host, loop.optimizer)
@@ -134,7 +134,7 @@ def test_validation_that_is_not_finite_goes_back_at_the_end_of_the_epoch() -> No
 
 
 @pytest.mark.parametrize("lifecycle", [QUICK, QUICK_SHADOW], ids=["joint", "shadow"])
-def test_a_seed_that_germinated_since_the_snapshot_goes(lifecycle: LifecycleConfig) -> None:
+def test_a_rollback_removes_a_seed_that_germinated_after_the_snapshot(lifecycle: LifecycleConfig) -> None:
     loop = make_loop(Script({2: [Germinate("first", "test", "mlp")]}), config(lifecycle))
     loop.epoch(epochs=2)
     poison_host(loop)
@@ -146,7 +146,7 @@ def test_a_seed_that_germinated_since_the_snapshot_goes(lifecycle: LifecycleConf
     assert loop.grower.lifecycles.backends["first"].life.stage is expected
 
 
-def test_a_seed_that_was_pruned_since_the_snapshot_comes_back_and_lives_in_the_ledger() -> None:
+def test_a_rollback_restores_a_seed_that_was_pruned_after_the_snapshot() -> None:
     rules = LifecycleConfig(holding_epochs=1, withdraw_epochs=0, embargo_epochs=1)
     loop = make_loop(Script({**GROW, 2: [Prune("first", "test")]}), config(rules))
     loop.epoch()
@@ -167,7 +167,7 @@ def test_a_seed_that_was_pruned_since_the_snapshot_comes_back_and_lives_in_the_l
 
 
 @pytest.mark.slow
-def test_a_seed_that_was_kept_since_the_snapshot_is_on_probation_again() -> None:
+def test_a_rollback_puts_a_seed_kept_after_the_snapshot_on_trial_again() -> None:
     loop = make_loop(Script({**GROW, 8: [Fossilize("first", "test")]}))
     loop.val = loop.data
     loop.epoch(epochs=8)
@@ -179,7 +179,7 @@ def test_a_seed_that_was_kept_since_the_snapshot_is_on_probation_again() -> None
     assert loop.grower.ledger.entries[0].outcome == "living"
 
 
-def test_a_run_that_fails_again_and_again_is_given_up_with_a_usable_model() -> None:
+def test_repeated_failures_end_the_run_with_a_usable_model() -> None:
     settings = config(governor=GovernorConfig(max_rollbacks=2))
     loop = make_loop("never", settings)
     loop.epoch()
@@ -201,7 +201,7 @@ def test_a_run_that_fails_again_and_again_is_given_up_with_a_usable_model() -> N
 
 
 @pytest.mark.slow
-def test_a_gradient_that_was_on_its_way_does_not_outlive_the_rollback() -> None:
+def test_a_rollback_drops_pending_gradients() -> None:
     loop = make_loop(Script({**GROW, 8: [Fossilize("first", "test")]}))
     loop.val = loop.data
     loop.epoch(epochs=9)
@@ -216,7 +216,7 @@ def test_a_gradient_that_was_on_its_way_does_not_outlive_the_rollback() -> None:
 
 
 @pytest.mark.slow
-def test_a_change_in_the_data_is_gone_back_from_once_and_then_accepted() -> None:
+def test_a_lasting_change_in_the_data_is_rolled_back_once_and_then_accepted() -> None:
     loop = make_loop(Script({}), config(QUICK))
     loop.epoch(epochs=12)
     assert loop.grower.rollbacks == 0
@@ -240,7 +240,7 @@ def plain_step(loop: Loop, x: torch.Tensor, y: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("script", [{}, GROW], ids=["nothing grows", "something grows at once"])
-def test_a_first_batch_that_breaks_the_weights_is_gone_back_from(script: dict) -> None:
+def test_a_first_batch_that_breaks_the_weights_is_rolled_back(script: dict) -> None:
     loop = make_loop(Script(script))
     before = snapshot(loop.host)
     x, y = loop.data[0]
@@ -258,7 +258,7 @@ def test_a_first_batch_that_breaks_the_weights_is_gone_back_from(script: dict) -
 
 
 @pytest.mark.parametrize("whose", ["host", "seed"])
-def test_weights_that_are_not_finite_are_no_state_to_go_back_to_however_healthy_the_losses(whose: str) -> None:
+def test_weights_that_are_not_finite_are_never_kept_as_a_snapshot(whose: str) -> None:
     loop = make_loop(Script(GROW))
     loop.epoch(epochs=2)
     before = snapshot(loop.host, loop.optimizer)
@@ -281,7 +281,7 @@ def test_a_model_that_is_broken_before_the_training_is_refused() -> None:
         make_loop(host=host)
 
 
-def test_what_was_loaded_before_the_training_begins_is_what_is_gone_back_to() -> None:
+def test_the_first_snapshot_holds_weights_loaded_before_training() -> None:
     loop = make_loop("never")
     loop.host.load_state_dict(make_host(seed=8).state_dict())
     loop.grower.begin()
@@ -349,7 +349,7 @@ def test_a_buffer_that_a_forward_pass_resized_or_replaced_since_the_snapshot_is_
 
 
 @pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, torch.optim.AdamW])
-def test_a_group_that_was_added_since_the_snapshot_stays_and_begins_anew(make_optimizer: type[torch.optim.Optimizer]) -> None:
+def test_a_parameter_group_added_after_the_snapshot_stays_with_a_fresh_state(make_optimizer: type[torch.optim.Optimizer]) -> None:
     host = make_host(dropout=0.0)
     host.first.requires_grad_(False)
     trained = [parameter for parameter in host.parameters() if parameter.requires_grad]
@@ -372,7 +372,7 @@ def test_a_group_that_was_added_since_the_snapshot_stays_and_begins_anew(make_op
     assert loop.grower.rollbacks == 1
 
 
-def test_a_parameter_that_was_unfrozen_since_the_snapshot_goes_back_to_what_it_was_before_its_first_step() -> None:
+def test_a_parameter_unfrozen_after_the_snapshot_is_restored_to_its_frozen_value() -> None:
     host = make_host(dropout=0.0)
     host.first.requires_grad_(False)
     loop = make_loop(Script({}), host=host)  # the optimiser holds the frozen ones too
@@ -427,7 +427,7 @@ def test_tied_weights_are_held_once() -> None:
 
 
 @pytest.mark.parametrize("moves", [lambda weight: weight.data.mul_(0.9), lambda weight: setattr(weight, "data", 0.9 * weight.data)])
-def test_frozen_weights_that_the_loop_moves_by_hand_go_back_too(moves) -> None:
+def test_frozen_weights_changed_by_hand_are_restored(moves) -> None:
     """As those of a momentum encoder, which no gradient reaches."""
     loop = frozen_loop()
     for x, y in loop.data:
@@ -440,7 +440,7 @@ def test_frozen_weights_that_the_loop_moves_by_hand_go_back_too(moves) -> None:
     assert_same(snapshot(loop.host), before)
 
 
-def test_frozen_weights_that_move_in_the_first_steps_go_back_to_what_they_were_after_the_first() -> None:
+def test_frozen_weights_changed_in_the_first_steps_are_restored_to_their_value_after_the_first() -> None:
     loop = frozen_loop()
     moved = []
     for x, y in loop.data[:3]:
@@ -451,7 +451,7 @@ def test_frozen_weights_that_move_in_the_first_steps_go_back_to_what_they_were_a
     assert torch.equal(loop.host.frozen.weight, moved[0])
 
 
-def test_frozen_weights_that_are_not_finite_and_in_no_snapshot_are_told() -> None:
+def test_frozen_weights_that_are_not_finite_and_in_no_snapshot_are_reported() -> None:
     loop = frozen_loop()
     loop.epoch()
     before = snapshot(loop.host, loop.optimizer)
@@ -535,7 +535,7 @@ def test_a_saved_run_whose_optimiser_got_a_group_needs_the_same_group() -> None:
     assert_same(snapshot(twin.host, twin.optimizer), snapshot(loop.host, loop.optimizer))
 
 
-def test_an_optimiser_inside_the_users_goes_back_too_and_shares_its_groups_still() -> None:
+def test_a_rollback_restores_an_inner_optimiser_that_shares_its_groups() -> None:
     """Of SAM, the base optimiser holds the momentum; a schedule sets the rates of the groups that both share."""
     host = make_host(dropout=0.0)
     sam = SAM(host.parameters(), torch.optim.SGD, lr=0.05, momentum=0.9)

@@ -74,7 +74,7 @@ def latest(snapshots: Snapshots) -> Any:
     return snapshot.state
 
 
-def test_what_was_taken_comes_back_and_training_goes_on_as_it_did() -> None:
+def test_training_from_a_restored_snapshot_equals_the_original_training() -> None:
     training, snapshots = Training(), Snapshots(keep=2)
     training.step(3)
     snapshots.take(training.state_dict(), epoch=3)
@@ -139,7 +139,7 @@ def test_plain_values_that_change_in_place_do_not_reach_the_snapshot() -> None:
 
 
 @pytest.mark.slow
-def test_a_thousand_snapshots_lie_in_the_memory_of_the_first_ones() -> None:
+def test_a_thousand_snapshots_reuse_the_memory_of_the_first_ones() -> None:
     training, snapshots = Training(), Snapshots(keep=2)
     training.step()  # Adam has no state before
     for epoch in range(2):
@@ -154,7 +154,7 @@ def test_a_thousand_snapshots_lie_in_the_memory_of_the_first_ones() -> None:
     assert nbytes == 2 * sum(tensor.nbytes for tensor in tensors(training.state_dict()))
 
 
-def test_only_the_last_ones_are_kept() -> None:
+def test_only_the_last_snapshots_are_kept() -> None:
     snapshots = Snapshots(keep=3)
     for epoch in range(5):
         snapshots.take({"weight": torch.full((2,), float(epoch))}, epoch=epoch)
@@ -163,7 +163,7 @@ def test_only_the_last_ones_are_kept() -> None:
     assert [state["weight"].tolist() for state in held(snapshots)] == [[2.0, 2.0], [3.0, 3.0], [4.0, 4.0]]
 
 
-def test_a_seed_that_comes_changes_shape_and_goes_is_in_the_snapshots_of_its_time() -> None:
+def test_snapshots_follow_a_seed_that_appears_changes_shape_and_disappears() -> None:
     host = torch.arange(3.0)
     trees: list[dict[str, Any]] = [
         {"host": host, "seeds": []},
@@ -184,7 +184,7 @@ def test_a_seed_that_comes_changes_shape_and_goes_is_in_the_snapshots_of_its_tim
         assert snapshots.nbytes == sum(tensor.nbytes for tensor in tensors(tree))
 
 
-def test_a_repeated_disaster_goes_back_further_and_drops_the_latest() -> None:
+def test_a_repeated_disaster_restores_an_older_snapshot_and_drops_the_latest() -> None:
     snapshots = Snapshots(keep=2)
     for epoch in (4, 5):
         snapshots.take({"weight": torch.full((2,), float(epoch))}, epoch=epoch)
@@ -260,7 +260,7 @@ def test_parameters_strided_and_empty_tensors_are_copied_as_plain_ones() -> None
         assert state["image"].is_contiguous(memory_format=torch.channels_last)
 
 
-def test_what_a_module_notes_beside_its_weights_is_kept() -> None:
+def test_the_extra_state_of_a_module_is_kept() -> None:
     snapshots = Snapshots(keep=1)
     state = nn.BatchNorm1d(2).state_dict()
     snapshots.take(state, epoch=0)
@@ -268,7 +268,7 @@ def test_what_a_module_notes_beside_its_weights_is_kept() -> None:
 
 
 @pytest.mark.parametrize("keep", [0, -1])
-def test_at_least_one_must_be_kept(keep: int) -> None:
+def test_keeping_no_snapshot_is_refused(keep: int) -> None:
     with pytest.raises(ValueError, match=f"at least 1.*got {keep}"):
         Snapshots(keep)
 
@@ -291,7 +291,7 @@ def test_a_state_on_the_gpu_is_held_in_pinned_memory_that_is_reused() -> None:
 
 
 @needs_cuda
-def test_memory_that_a_checkpoint_brought_is_replaced_by_pinned_memory() -> None:
+def test_memory_loaded_from_a_checkpoint_is_replaced_by_pinned_memory() -> None:
     training, snapshots = Training("cuda"), Snapshots(keep=1)
     snapshots.take(training.state_dict(), epoch=0)
     snapshots.load_state_dict(join(*split(snapshots.state_dict())))

@@ -75,7 +75,7 @@ def by_hand(loop: Loop, off: str) -> list[float]:
     return losses
 
 
-def test_the_contribution_is_the_paired_difference_of_on_and_off() -> None:
+def test_the_contribution_is_the_paired_difference_of_losses_with_and_without_the_seed() -> None:
     loop = grown()
     (losses, samples), contributions = Measurement(loop.slotted).measure(loop.evaluate, SLOTS, epoch=4)
     assert losses == [float(loss) for loss in loop.evaluate()]
@@ -87,7 +87,7 @@ def test_the_contribution_is_the_paired_difference_of_on_and_off() -> None:
         assert expected.estimate != 0
 
 
-def test_replayed_and_computed_contributions_are_the_same_bits() -> None:
+def test_replayed_and_computed_contributions_are_bit_identical() -> None:
     loop = grown()
     replayed, computed = Measurement(loop.slotted), Measurement(loop.slotted)
     computed._distrusted.update(SLOTS)
@@ -118,7 +118,7 @@ class Moody(Host):
         return super().forward(x) * (1 + 0.1 * self.passes)
 
 
-def test_a_replay_that_gives_other_losses_is_not_trusted_and_not_tried_again() -> None:
+def test_a_replay_with_other_losses_is_discarded_and_not_tried_again() -> None:
     torch.manual_seed(0)
     loop = grown(host=Moody().double())
     measurement, counted = Measurement(loop.slotted), Counted(loop)
@@ -129,7 +129,7 @@ def test_a_replay_that_gives_other_losses_is_not_trusted_and_not_tried_again() -
     assert counted.calls == 2
 
 
-def test_one_batch_tells_nothing_about_how_sure_its_gain_is() -> None:
+def test_a_gain_measured_on_one_batch_has_an_infinite_interval() -> None:
     assert gain_of(Losses([3.0], [1.0]), Losses([1.0], [1.0])) == Interval(2.0, -math.inf, math.inf)
 
 
@@ -146,14 +146,14 @@ def verdicts_over_all_looks(rng: np.random.Generator, *, looks: int, batches: in
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("looks", "batches"), [(1, 6), (12, 6), (20, 15)])
-def test_the_chance_of_a_wrong_verdict_over_all_looks_at_a_seed_stays_below_5_percent(looks: int, batches: int) -> None:
+def test_the_chance_of_a_wrong_decision_over_all_looks_stays_below_5_percent(looks: int, batches: int) -> None:
     assert sum(1 - confidence_of_look(look, looks) for look in range(1, looks + 1)) == pytest.approx(0.05)
     rng = np.random.default_rng(0)
     wrong = sum(verdicts_over_all_looks(rng, looks=looks, batches=batches) for _ in range(300))
     assert wrong / 300 < 0.05 + 2 * math.sqrt(0.05 * 0.95 / 300)
 
 
-def test_looks_without_a_known_end_never_spend_more_than_5_percent() -> None:
+def test_an_open_number_of_looks_never_exceeds_an_error_of_5_percent() -> None:
     assert 0.0499 < sum(1 - confidence_of_look(look, None) for look in range(1, 1_000)) < 0.05
 
 
@@ -170,7 +170,7 @@ def test_a_seed_on_trial_is_measured_at_the_confidence_of_its_planned_looks() ->
     assert [pytest.approx(expected, abs=1e-6) for _, expected in seen] == [found for found, _ in seen]
 
 
-def test_every_sample_counts_alike_where_the_sizes_of_batches_are_told() -> None:
+def test_every_sample_counts_alike_where_batch_sizes_are_given() -> None:
     with_all, without = Losses([1.0, 1.0], [160, 1]), Losses([1.5, 82.0], [160, 1])
     assert without.mean == pytest.approx((160 * 1.5 + 82.0) / 161)
     gain = gain_of(without, with_all)
@@ -226,7 +226,7 @@ def test_a_weighted_interval_covers_the_mean_of_batches_with_a_rest() -> None:
     assert 0.92 <= covered / 400 <= 0.98
 
 
-def test_batches_that_make_no_sense_are_told() -> None:
+def test_impossible_batch_sizes_are_refused() -> None:
     with pytest.raises(GrowthError, match="a validation batch with 0 samples"):
         losses_of(lambda: [(1.0, 2), (1.0, 0)])
     loop = grown()
@@ -237,7 +237,7 @@ def test_batches_that_make_no_sense_are_told() -> None:
         measurement.measure(lambda: next(answers), ["first"], epoch=1)
 
 
-def test_losses_that_differ_in_number_are_told() -> None:
+def test_differing_numbers_of_losses_are_refused() -> None:
     loop = grown()
     lengths = iter([3, 3, 2])
     with pytest.raises(GrowthError, match="gave 3 losses and then 2; it must go through the same batches"):
@@ -421,7 +421,7 @@ def test_a_probe_leaves_the_host_bit_identical_and_finds_promises_for_free_slots
 
 
 @pytest.mark.slow
-def test_a_second_pass_in_the_shadow_is_not_taken_for_the_users_step() -> None:
+def test_a_second_pass_in_the_shadow_does_not_count_as_a_training_step() -> None:
     def promises(closure_again: int) -> dict:
         loop = make_loop(Script({0: [Germinate("first", "test", "mlp")]}, probes=[0]), config(QUICK_SHADOW), dtype=torch.float64)
         loop.grower.begin()
@@ -446,7 +446,7 @@ def test_a_second_pass_in_the_shadow_is_not_taken_for_the_users_step() -> None:
 
 
 @pytest.mark.slow
-def test_promising_candidates_fall_faster() -> None:
+def test_candidates_with_a_higher_promise_lower_the_loss_faster() -> None:
     """A branch after a layer that everything depends on promises more than one whose output hardly matters."""
     host = make_host(dtype=torch.float64)
     with torch.no_grad():
@@ -553,7 +553,7 @@ def test_a_promise_is_the_fall_of_the_loss_in_a_step_of_the_optimiser_in_use(kin
     assert promise == pytest.approx(fall, rel=1e-2)
 
 
-def test_an_epoch_whose_parts_of_batches_count_as_steps_promises_no_more_than_one_of_whole_batches() -> None:
+def test_counting_parts_of_batches_as_steps_does_not_raise_promises() -> None:
     found = []
     for parts in (1, 4):
         host = make_host(dtype=torch.float64, dropout=0.0, norm=False)
@@ -577,7 +577,7 @@ def test_an_epoch_whose_parts_of_batches_count_as_steps_promises_no_more_than_on
 
 
 @pytest.mark.slow
-def test_a_promise_knows_that_gradients_of_seeds_are_clipped_and_their_rate_has_a_factor() -> None:
+def test_a_promise_accounts_for_clipping_and_the_learning_rate_factor_of_seeds() -> None:
     settings = config(probe_steps=3, seed_optimizer=SeedOptimizerConfig(max_grad_norm=1e-3, learning_rate_factor=3.0))
     free = config(probe_steps=3, seed_optimizer=SeedOptimizerConfig(max_grad_norm=None, learning_rate_factor=3.0))
     promise, fall = promised_and_true(OPTIMIZERS["sgd"], settings)
@@ -585,13 +585,13 @@ def test_a_promise_knows_that_gradients_of_seeds_are_clipped_and_their_rate_has_
     assert promise < 0.1 * promised_and_true(OPTIMIZERS["sgd"], free)[0]
 
 
-def test_a_promise_is_that_of_the_optimiser_that_the_user_makes_for_seeds() -> None:
+def test_a_promise_uses_the_optimiser_given_for_seeds() -> None:
     promise, fall = promised_and_true(OPTIMIZERS["sgd"], config(probe_steps=3), lambda parameters, rate: SignSteps(parameters, lr=rate))
     assert promise == pytest.approx(fall, rel=1e-2)
 
 
 @pytest.mark.slow
-def test_an_epoch_at_the_promised_speed_never_takes_more_than_the_loss_and_the_order_stays() -> None:
+def test_a_promise_over_an_epoch_never_exceeds_the_loss_and_keeps_the_order() -> None:
     """The rate is so high that the first-order fall is many times the loss."""
     found = []
     for rate in (1e-5, 20.0):
@@ -707,7 +707,7 @@ def test_a_short_epoch_takes_more_flops_in_a_step_and_then_leaves_out_the_larges
     assert candidates(1, 0) == [["1"]]
 
 
-def test_random_plans_hold_their_limits_and_give_everybody_two_answers() -> None:
+def test_random_plans_keep_their_limits_and_answer_every_candidate_twice() -> None:
     generator = np.random.default_rng(0)
     for _ in range(200):
         host = Cost(int(generator.integers(1, 10**7)), int(generator.integers(0, 10**9)))
@@ -732,7 +732,7 @@ def test_random_plans_hold_their_limits_and_give_everybody_two_answers() -> None
 
 
 @pytest.mark.slow
-def test_a_candidate_promises_the_same_in_whichever_portion_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_promise_of_a_candidate_does_not_depend_on_its_portion(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step sees the same batch, and the host hardly moves."""
     found = []
     for least in (2**20, 0):
@@ -764,7 +764,7 @@ def test_only_the_slots_of_the_portion_at_hand_are_observed(monkeypatch: pytest.
     assert not any(slot.observer for slot in loop.slotted.slots.values())
 
 
-def test_what_the_budget_refuses_is_never_built(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_candidates_over_the_budget_are_never_built(monkeypatch: pytest.MonkeyPatch) -> None:
     built = Built(monkeypatch)
     loop = make_loop(Script(probes=[0]), config(probe_steps=3, budget=BudgetConfig(max_parameters=1.0)))
     loop.epoch()
@@ -804,7 +804,7 @@ def test_a_probe_is_resumed_between_any_two_steps(monkeypatch: pytest.MonkeyPatc
         assert run(stop) == expected
 
 
-def test_what_a_candidate_promises_does_not_depend_on_how_many_others_are_asked_in_a_short_epoch() -> None:
+def test_a_promise_does_not_depend_on_the_number_of_candidates_in_a_short_epoch() -> None:
     """Behind a batch norm, a part of the samples would not do: what they leave out cancels most of what they say."""
     found = []
     for blueprints in (("low_rank",), None):

@@ -153,7 +153,7 @@ def test_a_seed_that_a_rollback_brings_back_lives_on() -> None:
     assert [seed.outcome for seed in told(events).seeds] == ["living", "rolled back"]
 
 
-def test_the_same_remark_epoch_after_epoch_is_one() -> None:
+def test_a_remark_repeated_every_epoch_is_shown_once() -> None:
     story = told([epoch(number) for number in (1, 2, 3)])
     assert [(remark.first, remark.last, remark.text) for remark in story.remarks] == [(1, 3, "waits")]
 
@@ -178,7 +178,7 @@ class Once:
         pass
 
 
-def test_the_fold_tells_what_the_ledger_tells(tmp_path: Path) -> None:
+def test_the_summary_of_the_events_agrees_with_the_ledger(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(64, 6, generator=generator)
     batches = [(part, part[:, :3].argmax(dim=1)) for part in inputs.split(16)]
@@ -203,7 +203,7 @@ def test_the_fold_tells_what_the_ledger_tells(tmp_path: Path) -> None:
 # Tables and sentences
 
 
-def test_before_after_and_cost_stand_beside_the_twin() -> None:
+def test_a_twin_that_has_not_finished_has_no_figures_in_the_comparison() -> None:
     story, twin = told(eventful()), told(eventful()[:2])
     heading, rows = comparison(story, twin)
     assert heading == ("", "grown − never", "grown", "never grown", "before", "change")
@@ -214,7 +214,7 @@ def test_before_after_and_cost_stand_beside_the_twin() -> None:
     assert headline(story).startswith("kept 1 of 3 seeds · validation loss 2.300 -> 0.400 · +30.0% parameters")
 
 
-def test_the_grown_model_is_held_against_its_twin() -> None:
+def test_the_report_compares_the_grown_model_with_its_twin() -> None:
     finished = GrowthFinished(
         epoch=6, why="finished", tried=0, kept=0, rollbacks=0, val_loss_before=2.3, val_loss=0.6, parameters=1_000,
         parameters_added=0, flops=8_000, flops_added=0, total_gflops=1.0, seconds=3.0,
@@ -232,7 +232,7 @@ def test_the_grown_model_is_held_against_its_twin() -> None:
     assert not about_chance(told(eventful()[:2])), "it has not finished"
 
 
-def test_the_best_of_every_slot_is_shown_as_the_probe_saw_it_last() -> None:
+def test_the_report_shows_the_best_candidate_of_every_slot_in_the_last_probe() -> None:
     first = Probed(epoch=1, promises={"a": {"norm": 0.5}, "b": {"norm": 0.25}})
     promises = {"norm": 0.001, "conv3x3": 0.02, "film": 0.003, "attention": 0.0001}
     story = told([first, Probed(epoch=2, promises={"a": promises})])
@@ -245,7 +245,7 @@ def test_the_best_of_every_slot_is_shown_as_the_probe_saw_it_last() -> None:
     assert "Results of the probe" in render(told([*eventful(), first]), None, title="run", config="", rent=RentConfig())
 
 
-def test_the_cost_of_removal_is_named_so_and_told_from_what_growing_gained() -> None:
+def test_the_report_separates_the_cost_of_removal_from_the_gain_of_growing() -> None:
     story = told(eventful())
     page = render(story, None, title="run", config="", rent=RentConfig())
     table = next(part for part in re.findall(r"<table>.*?</table>", page, flags=re.DOTALL) if "why it ended so" in part)
@@ -261,7 +261,7 @@ def test_a_small_unit_of_the_loss_is_not_rounded_to_nothing() -> None:
     assert "validation loss 2.300 -> 2.6e-05" in result_in_words(finished)
 
 
-def test_steps_that_a_seed_did_not_take_are_told() -> None:
+def test_the_report_counts_skipped_steps_of_a_seed() -> None:
     skipping = msgspec.structs.replace(view("a", "HOLDING", "conv3x3"), skipped=1, grad_norm=3.0)
     story = told([entered(1, "a", "GERMINATED"), epoch(1, skipping), epoch(2, skipping), epoch(3, view("a", "HOLDING", "conv3x3"))])
     assert about_skipped(story) == ["Seed 1, conv3x3 after a, skipped 2 steps, because its gradient or that of its host was not finite."]
@@ -278,7 +278,7 @@ def test_the_rent_that_would_have_changed_a_decision_is_named() -> None:
 # The page
 
 
-def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
+def test_the_page_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
     page = write_report(written(tmp_path, eventful())).read_text()
     tags = Tags(page)
     assert not {"script", "link", "img", "iframe", "object", "embed"} & tags.names
@@ -289,7 +289,7 @@ def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
     assert page.count("<svg") == 3
 
 
-def test_what_users_have_named_is_text_and_nothing_else(tmp_path: Path) -> None:
+def test_names_given_by_users_are_escaped_in_the_page(tmp_path: Path) -> None:
     page = write_report(written(tmp_path, eventful())).read_text()
     tags = Tags(page)
     assert "script" not in tags.names
@@ -298,7 +298,7 @@ def test_what_users_have_named_is_text_and_nothing_else(tmp_path: Path) -> None:
     assert "<b>bold</b>" in tags.text
 
 
-def test_light_and_dark_come_from_the_page(tmp_path: Path) -> None:
+def test_drawings_take_their_colours_from_a_light_and_a_dark_theme(tmp_path: Path) -> None:
     page = write_report(written(tmp_path, eventful())).read_text()
     drawings = "".join(re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL))
     used = set(re.findall(r"var\(--(\w+)\)", drawings))

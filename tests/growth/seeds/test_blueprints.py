@@ -128,7 +128,7 @@ def test_all_parameters_learn_once_the_last_layer_is_not_zero(blueprint: Bluepri
 
 
 @every_blueprint
-def test_a_trained_branch_does_the_same_in_training_and_evaluation_and_for_each_sample_alone(blueprint: Blueprint, place: Place) -> None:
+def test_a_trained_branch_computes_the_same_in_both_modes_and_for_each_sample_alone(blueprint: Blueprint, place: Place) -> None:
     branch, h = build_branch(blueprint, place, seed=1), draw(place)
     for parameter in last_layer(branch):
         nn.init.normal_(parameter, generator=torch.Generator().manual_seed(0))
@@ -164,7 +164,7 @@ def test_a_branch_is_zero_at_birth_under_autocast(blueprint: Blueprint, place: P
     assert all(is_live(parameter) for parameter in last_layer(branch))
 
 
-def test_a_norm_has_no_place_where_there_is_a_single_value() -> None:
+def test_a_norm_is_not_offered_where_a_feature_has_a_single_value() -> None:
     assert "norm" not in {name for place in SINGLE for name in names(place)}
     assert "norm" in names(Place("two", "conv", (1, 2)))
     with pytest.raises(
@@ -194,7 +194,7 @@ def trained_attention(*, is_causal: bool) -> nn.Module:
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_attention_looks_ahead_only_where_the_host_does(is_causal: bool) -> None:
+def test_attention_sees_later_positions_only_where_the_host_does(is_causal: bool) -> None:
     branch, h = trained_attention(is_causal=is_causal), draw(Place("body", "token", (6, 32)), batch=2)
     changed = h.clone()
     changed[:, 3] = -h[:, 3]
@@ -203,7 +203,7 @@ def test_attention_looks_ahead_only_where_the_host_does(is_causal: bool) -> None
     assert difference[:3].max() == 0 if is_causal else difference[:3].min() > 1e-3
 
 
-def test_branches_of_a_causal_place_look_back_only() -> None:
+def test_branches_of_a_causal_place_see_no_later_position() -> None:
     for place in (place for place in PLACES if place.is_causal and place.shape[-2 if place.kind == "token" else 1] > 2):
         line = 1 if place.kind == "token" else 2
         for blueprint in blueprints_for(place):
@@ -258,7 +258,7 @@ def test_cost_counts_the_parameters_that_are_built() -> None:
             assert cost_of(blueprint, place).parameters == sum(parameter.numel() for parameter in branch.parameters()) > 0
 
 
-def test_flops_are_those_of_the_products() -> None:
+def test_flops_count_the_multiplications_of_a_branch() -> None:
     channels, positions = 16, 30
     expected = {
         "norm": 0,
@@ -278,7 +278,7 @@ def test_flops_are_those_of_the_products() -> None:
     assert cost_of(get_blueprint("attention"), TOKEN).flops == attention
 
 
-def test_like_places_share_a_cost_and_replacing_a_blueprint_renews_it() -> None:
+def test_equal_places_share_a_cached_cost_until_the_blueprint_is_replaced() -> None:
     calls: list[Place] = []
 
     def of_width(width: int) -> Callable[[Place], nn.Module]:
@@ -308,7 +308,7 @@ class NeedsNumbers(nn.Module):
         return result
 
 
-def test_a_branch_that_needs_real_numbers_is_counted_too() -> None:
+def test_the_cost_of_a_branch_that_reads_values_is_counted() -> None:
     register_blueprint("needs_numbers", kinds=["token"])(lambda place: NeedsNumbers(place.width))
     cost = cost_of(get_blueprint("needs_numbers"), TOKEN)
     assert (cost.parameters, cost.flops) == (33 * 32, 2 * 32**2 * 7 + 2 * 2 * 7**2 * 32)
@@ -334,7 +334,7 @@ def test_weights_depend_on_the_seed_alone(blueprint: Blueprint, place: Place) ->
 
 
 @every_blueprint
-def test_the_callers_modes_do_not_reach_a_branch(blueprint: Blueprint, place: Place) -> None:
+def test_a_branch_is_built_independently_of_the_callers_torch_modes(blueprint: Blueprint, place: Place) -> None:
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
         blueprints._check.__wrapped__(blueprint, place)
         branch = build_branch(blueprint, place, seed=1)
@@ -385,7 +385,7 @@ def test_a_branch_is_trainable_even_if_its_blueprint_froze_it() -> None:
     assert all(parameter.requires_grad for parameter in build_branch(get_blueprint("frozen"), DENSE, seed=0).parameters())
 
 
-def test_a_name_is_taken_once_unless_replaced() -> None:
+def test_a_blueprint_name_is_registered_once_unless_replaced() -> None:
     with pytest.raises(ValueError, match=r"'mlp' already.*replace=True"):
         register_blueprint("mlp", kinds=["dense"])(lambda place: nn.Identity())
     before = names(DENSE)
@@ -395,7 +395,7 @@ def test_a_name_is_taken_once_unless_replaced() -> None:
     assert not is_built_in(get_blueprint("mlp"))
 
 
-def test_names_and_kinds_are_checked() -> None:
+def test_names_and_kinds_of_blueprints_are_checked() -> None:
     with pytest.raises(ValueError, match=r"one word.*'my conv'"):
         register_blueprint("my conv", kinds=["conv"])
     for kinds in ([], ["image"], "conv"):
@@ -403,7 +403,7 @@ def test_names_and_kinds_are_checked() -> None:
             register_blueprint("mine", kinds=kinds)  # type: ignore[arg-type]
 
 
-def test_an_unknown_name_is_answered_with_the_nearest_and_all() -> None:
+def test_an_unknown_blueprint_is_refused_with_the_nearest_name_and_all_names() -> None:
     with pytest.raises(ValueError, match=r"'conv_3x3'; did you mean 'conv3x3'\? the blueprints are norm, squeeze_excite, .*attention"):
         get_blueprint("conv_3x3")
     with pytest.raises(ValueError, match=r"'film'; the blueprints are norm"):
@@ -486,7 +486,7 @@ class Mixed(nn.Module):
         return result
 
 
-def test_a_users_blueprint_grows_where_it_sees_what_it_may() -> None:
+def test_a_custom_blueprint_grows_only_where_its_mixing_of_positions_is_allowed() -> None:
     register_blueprint("mean", kinds=["token"])(lambda place: Mixed(place.width, is_causal=False))
     register_blueprint("sum", kinds=["token"])(lambda place: Mixed(place.width, is_causal=True))
     register_blueprint("each", kinds=["token"])(lambda place: zeroed(nn.Linear(place.width, place.width)))
@@ -504,13 +504,13 @@ def test_a_users_blueprint_grows_where_it_sees_what_it_may() -> None:
         build_branch(get_blueprint("sum"), alone, seed=0)
 
 
-def test_only_what_treats_positions_alone_grows_where_it_must() -> None:
+def test_only_blueprints_without_mixing_of_positions_grow_in_places_that_forbid_it() -> None:
     alone = "the host takes 'mask'"
     assert names(replace(TOKEN, alone=alone)) == ["norm", "low_rank", "mlp"]
     assert names(Place("line", "conv", (16, 9), alone=alone)) == ["conv1x1"]
 
 
-def test_a_check_is_made_once_for_like_places() -> None:
+def test_a_blueprint_is_checked_once_for_equal_places() -> None:
     calls: list[Place] = []
 
     @register_blueprint("counted", kinds=["dense"])

@@ -68,7 +68,7 @@ WAYS: dict[str, Callable[[Loop], None]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
-def test_a_batch_that_is_thrown_away_leaves_nothing_in_the_seed(way: str) -> None:
+def test_a_discarded_batch_leaves_no_gradient_in_the_seed(way: str) -> None:
     def trained(*, skips: bool) -> list[Tensor]:
         loop = still_loop(adamw)
         for x, y in loop.data:
@@ -82,7 +82,7 @@ def test_a_batch_that_is_thrown_away_leaves_nothing_in_the_seed(way: str) -> Non
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_gradients_that_are_dropped_between_forward_and_backward_are_dropped_in_the_seed(way: str) -> None:
+def test_gradients_dropped_between_forward_and_backward_are_dropped_in_the_seed(way: str) -> None:
     def trained(drop: Callable[[Loop], None]) -> list[Tensor]:
         loop = still_loop()
         for x, y in loop.data:
@@ -118,7 +118,7 @@ def test_a_seed_keeps_its_gradient_where_only_some_of_the_hosts_are_set_to_none(
     assert loop.grower.lifecycles.backends["first"].learner.report().steps == 1
 
 
-def test_a_step_that_is_repeated_without_a_new_gradient_is_repeated_for_the_seed() -> None:
+def test_a_step_repeated_without_a_new_gradient_is_repeated_for_the_seed() -> None:
     loop = still_loop(lambda model: torch.optim.SGD(model.parameters(), lr=0.5))
     before = copy.deepcopy(seed_of(loop).state_dict())
     loss_of(loop, *loop.data[0]).backward()
@@ -130,7 +130,7 @@ def test_a_step_that_is_repeated_without_a_new_gradient_is_repeated_for_the_seed
 
 
 @pytest.mark.slow
-def test_after_step_for_every_part_of_an_accumulated_batch_trains_the_same_as_one_for_the_whole() -> None:
+def test_calling_after_step_for_every_accumulated_part_equals_calling_it_once() -> None:
     def trained(*, per_part: bool) -> list[Tensor]:
         loop = still_loop(adamw)
         for x, y in loop.data * 2:
@@ -149,7 +149,7 @@ def test_after_step_for_every_part_of_an_accumulated_batch_trains_the_same_as_on
     assert same(trained(per_part=True), trained(per_part=False))
 
 
-def test_where_after_step_is_never_called_seeds_learn_and_the_end_of_the_epoch_says_so() -> None:
+def test_seeds_learn_without_after_step_and_the_end_of_the_epoch_reports_it() -> None:
     loop = still_loop()
     before = weights(loop)
     for x, y in loop.data:
@@ -322,7 +322,7 @@ def ways_out(loop: Loop) -> dict[str, Callable[[], Any]]:
 
 
 @pytest.mark.parametrize("way", ["stop", "bake", "slotted.bake", "slotted.remove"])
-def test_nothing_of_the_grower_stays_in_optimiser_and_model(way: str) -> None:
+def test_closing_a_grower_leaves_nothing_in_the_optimiser_and_the_model(way: str) -> None:
     host = make_host()
     optimizer = sgd(host)
     before = set(vars(host)), set(vars(optimizer))
@@ -337,7 +337,7 @@ def test_nothing_of_the_grower_stays_in_optimiser_and_model(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["stop", "slotted.remove"])
-def test_a_zero_grad_that_the_user_had_replaced_is_back(way: str) -> None:
+def test_a_zero_grad_that_the_user_replaced_is_restored(way: str) -> None:
     host = make_host()
     optimizer = sgd(host)
     calls: list[str] = []
@@ -371,7 +371,7 @@ class Whole(torch.optim.SGD):
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, Whole])
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))], ids=["deepcopy", "pickle"])
-def test_copies_of_optimiser_and_model_leave_the_seeds_alone(kind: type[Optimizer], copied: Callable[[Any], Any]) -> None:
+def test_copies_of_optimiser_and_model_do_not_step_the_seeds(kind: type[Optimizer], copied: Callable[[Any], Any]) -> None:
     loop = still_loop(lambda model: kind(model.parameters(), lr=0.1))
     loss_of(loop, *loop.data[0]).backward()
     before, gradients = weights(loop), [parameter.grad.clone() for parameter in seed_of(loop).parameters()]
@@ -388,7 +388,7 @@ def test_copies_of_optimiser_and_model_leave_the_seeds_alone(kind: type[Optimize
     assert loop.grower.lifecycles.backends["first"].learner.report().steps == 1
 
 
-def test_a_copy_of_the_slotted_model_can_be_grown_and_taken_apart_by_itself() -> None:
+def test_a_copy_of_the_slotted_model_grows_and_is_baked_independently() -> None:
     loop = still_loop()
     loop.step(*loop.data[0])
     copy.deepcopy(loop.slotted).remove()
@@ -445,7 +445,7 @@ def test_two_growers_share_an_optimiser_and_each_can_stop_first() -> None:
         assert not optimizer._optimizer_step_post_hooks
 
 
-def test_an_optimiser_that_never_steps_is_told_at_the_end_of_the_epoch() -> None:
+def test_an_optimiser_that_never_steps_is_reported_at_the_end_of_the_epoch() -> None:
     loop = still_loop()
     stranger = sgd(loop.host)
     for x, y in loop.data:
@@ -523,7 +523,7 @@ def test_gradients_that_the_user_unscales_and_clips_are_unscaled_once_in_the_see
 
 
 @pytest.mark.slow
-def test_a_batch_that_is_thrown_away_leaves_nothing_in_the_probe() -> None:
+def test_a_discarded_batch_leaves_nothing_in_the_probe() -> None:
     def promises(*, skips: bool) -> Any:
         loop = make_loop(Script({}, probes=[0]), config(probe_steps=3), host=make_host(dropout=0.0, norm=False))
         loop.grower.begin()
@@ -538,7 +538,7 @@ def test_a_batch_that_is_thrown_away_leaves_nothing_in_the_probe() -> None:
     assert promises(skips=True) == promises(skips=False)
 
 
-def test_calls_of_the_model_are_counted_as_calls_of_the_slotted_model_are_and_calls_of_a_copy_are_not() -> None:
+def test_calls_of_the_model_are_counted_and_calls_of_a_copy_are_not() -> None:
     host = make_host()
     slotted = add_slots(host, torch.zeros(2, 6), slots=["first"])
     host(torch.zeros(5, 6))

@@ -110,7 +110,7 @@ def test_shadow_without_a_closure_is_refused_before_anything_happens() -> None:
 
 
 @pytest.mark.parametrize("wrong", [lambda: 1.0, lambda: torch.tensor(1.0), lambda: torch.ones(3, requires_grad=True)])
-def test_a_closure_that_gives_no_loss_is_told_so(wrong) -> None:
+def test_a_closure_without_a_loss_is_refused(wrong) -> None:
     loop = make_loop(Script(GROW), config(QUICK_SHADOW))
     loop.step_host()
     with pytest.raises(GrowthError, match="must compute the loss of the batch again"):
@@ -135,7 +135,7 @@ def test_a_closure_that_fails_leaves_the_host_as_it_was_and_training_goes_on() -
     assert all(backend.life.gradients.health > 0 for backend in loop.grower.lifecycles.backends.values())
 
 
-def test_a_closure_that_runs_the_model_in_another_way_is_computed_as_a_whole() -> None:
+def test_a_closure_that_calls_the_model_differently_is_computed_without_the_prefix_cache() -> None:
     loop = make_loop(Script({0: [Germinate("second", "test", "mlp")]}), config(QUICK_SHADOW))
     for x, y in loop.data:
         loss = cross_entropy(loop.slotted(x), y)
@@ -173,7 +173,7 @@ def test_the_gradient_in_the_shadow_is_that_of_the_host_with_the_seed_in_it() ->
 @pytest.mark.parametrize(
     "error", [torch.OutOfMemoryError("out of memory"), RuntimeError("a mistake of the user's")], ids=["memory", "user"]
 )
-def test_an_error_in_the_closure_comes_through_at_once_and_the_replay_stays(error: RuntimeError) -> None:
+def test_an_error_in_the_closure_is_raised_at_once_and_replay_stays_enabled(error: RuntimeError) -> None:
     loop = make_loop(Script({0: [Germinate("second", "test", "mlp")]}), config(QUICK_SHADOW))
     loop.step(*loop.data[0])
     loop.step_host()
@@ -190,7 +190,7 @@ def test_an_error_in_the_closure_comes_through_at_once_and_the_replay_stays(erro
     assert loop.grower._shadow._can_replay
 
 
-def test_a_closure_of_another_batch_than_the_last_is_computed_as_a_whole() -> None:
+def test_a_closure_on_another_batch_is_computed_without_the_prefix_cache() -> None:
     """A batch of the same shape, such as another part of an accumulated one, would be replayed without anyone noticing."""
 
     def trained(*, can_replay: bool) -> dict:
