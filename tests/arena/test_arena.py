@@ -168,7 +168,7 @@ def test_the_same_seed_and_actions_lead_to_the_same_battles_bit_for_bit() -> Non
     assert hashes[0][0] != hashes[0][1]
 
 
-def test_a_hash_tells_every_change() -> None:
+def test_the_state_hash_changes_with_every_field() -> None:
     arena = flat_arena()
     before = state_hash(arena.state, 0)
     put(arena, 1, heat=1e-6)
@@ -176,7 +176,7 @@ def test_a_hash_tells_every_change() -> None:
 
 
 @pytest.mark.slow
-def test_what_was_saved_in_the_middle_goes_on_in_the_same_way() -> None:
+def test_a_battle_saved_in_the_middle_continues_in_the_same_way() -> None:
     config = small_config(battles=2, team_size=2, pack=("medium", "light"), maps=3, seconds=2.0)
     arena, generator = Arena(config, seed=1), torch.Generator().manual_seed(0)
     for _ in range(4):
@@ -235,7 +235,7 @@ def test_a_battle_that_ends_begins_anew_in_its_place_and_the_others_go_on() -> N
         assert torch.equal(part[2], maps[arena.state.contest.map[2]])
 
 
-def test_what_is_destroyed_stays_destroyed_for_that_battle_alone() -> None:
+def test_destroyed_terrain_stays_destroyed_in_that_battle_only() -> None:
     arena = Arena(small_config(battles=2, landscapes=("city",)))
     original = arena.atlas.worlds.hit_points.clone()
     world = arena.state.world
@@ -248,7 +248,7 @@ def test_what_is_destroyed_stays_destroyed_for_that_battle_alone() -> None:
 
 
 @pytest.mark.slow
-def test_a_battle_in_which_nobody_does_anything_ends_by_time_as_a_draw() -> None:
+def test_a_battle_without_actions_ends_by_time_as_a_draw() -> None:
     arena = Arena(small_config(seconds=2.0))
     for decision in range(1, 9):
         result = arena.step(no_actions(arena.config))
@@ -271,7 +271,7 @@ def test_a_team_alone_in_the_zone_wins_after_half_of_the_seconds() -> None:
     assert result.last[0].tolist() == pytest.approx([8, 0, 2.0, 1, 1])
 
 
-def test_two_who_kill_each_other_have_drawn() -> None:
+def test_two_units_that_kill_each_other_draw() -> None:
     arena = flat_arena()
     place(arena, 0, -2, 0)
     place(arena, 1, 2, 0, heading=math.pi)
@@ -285,7 +285,7 @@ def test_two_who_kill_each_other_have_drawn() -> None:
 
 
 @pytest.mark.slow
-def test_units_that_are_absent_stay_so_and_no_battle_ends_for_that() -> None:
+def test_absent_units_stay_absent_and_end_no_battle() -> None:
     arena = Arena(small_config(battles=6, team_size=2, pack=("medium", "scout"), smallest_team=1, seconds=2.0, maps=2), seed=2)
     generator = torch.Generator().manual_seed(0)
     assert not arena.state.units.present.all()
@@ -420,7 +420,7 @@ def test_actions_of_a_wrong_shape_or_type_are_refused_and_change_nothing() -> No
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1.01, -1.01])
-def test_a_motion_that_cannot_be_is_refused_with_battle_and_unit(value: float) -> None:
+def test_an_impossible_motion_is_refused_with_battle_and_unit(value: float) -> None:
     arena = flat_arena("medium", "scout", battles=3)
     motion = torch.zeros(12, 4)
     motion[2 * 4 + 3, 1] = value
@@ -459,7 +459,7 @@ def test_the_ends_of_the_ranges_are_accepted() -> None:
         ({"seconds": 0.1}, "at least one decision"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(settings: dict[str, object], message: str) -> None:
+def test_impossible_arena_settings_are_refused(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=re.compile(message)):
         small_config(**settings)
 

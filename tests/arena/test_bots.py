@@ -31,7 +31,7 @@ def test_a_bot_gives_actions_that_are_allowed(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["weak", "middle", "strong"])
-def test_what_a_unit_does_not_sense_changes_nothing_that_its_bot_does(name):
+def test_a_bot_ignores_units_that_it_does_not_sense(name):
     arena = Arena(small_config(team_size=2, battles=4, size=48, seconds=30.0))
     arena.reset()
     bot = Bot(name, arena)
@@ -53,7 +53,7 @@ def test_what_a_unit_does_not_sense_changes_nothing_that_its_bot_does(name):
         arena.step(before)
 
 
-def test_an_unknown_bot_is_told_from_those_there_are():
+def test_an_unknown_bot_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match="no bot is named 'stronk'; there are random, weak, middle, strong"):
         Bot("stronk", Arena(small_config()))
 

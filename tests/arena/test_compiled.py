@@ -30,7 +30,7 @@ def played(arena: Arena) -> Arena:
     return arena
 
 
-def test_where_the_compiler_fails_the_battles_go_on_without_it(monkeypatch):
+def test_battles_continue_without_the_compiler_where_it_fails(monkeypatch):
     def fails(part, **keywords):
         def broken(*arguments, **more):
             raise RuntimeError("no compiler here")

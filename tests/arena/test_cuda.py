@@ -20,7 +20,7 @@ def assert_equal(one: Arena, other: Arena) -> None:
         assert torch.equal(first, second), name
 
 
-def test_a_recorded_step_equals_one_that_is_not_recorded():
+def test_a_recorded_step_equals_a_plain_step():
     config = small_config(team_size=3, battles=4, seconds=10.0)
     recorded, plain = Arena(config, device="cuda"), Arena(config, device="cuda", record=False)
     bot = Bot("strong", plain)
@@ -65,7 +65,7 @@ def test_a_recorded_arena_that_is_opened_with_another_seed_equals_a_new_one_of_i
         assert_equal(arena, new)
 
 
-def test_recorded_steps_on_a_lagging_gpu_equal_steps_that_are_waited_for():
+def test_recorded_steps_on_a_lagging_gpu_equal_synchronised_steps():
     """Actions are made on another stream, and scenes are read there, while the GPU has other work."""
     config = small_config(team_size=3, battles=4, seconds=10.0)
     recorded, plain = Arena(config, device="cuda"), Arena(config, device="cuda", record=False)

@@ -32,7 +32,7 @@ def struck(arena: Arena, hits: Hits) -> torch.Tensor:
     return taken[0]
 
 
-def test_damage_is_taken_and_told_as_a_share_of_the_full_hit_points() -> None:
+def test_damage_is_reported_as_a_fraction_of_the_full_hit_points() -> None:
     arena = flat_arena()
     taken = struck(arena, hits_on(arena, {(0, 1): 30.0}))
     assert field(arena, "hit_points", 1) == 120
@@ -41,7 +41,7 @@ def test_damage_is_taken_and_told_as_a_share_of_the_full_hit_points() -> None:
     assert taken.sum() == pytest.approx(0.2)
 
 
-def test_no_more_is_taken_than_there_was_and_it_is_shared_among_those_who_struck() -> None:
+def test_damage_is_limited_to_the_hit_points_left_and_shared_among_attackers() -> None:
     arena = flat_arena("medium", "medium")
     put(arena, 2, hit_points=15.0)
     taken = struck(arena, hits_on(arena, {(0, 2): 40.0, (1, 2): 20.0}))
@@ -49,7 +49,7 @@ def test_no_more_is_taken_than_there_was_and_it_is_shared_among_those_who_struck
     assert taken[:, 2].tolist() == pytest.approx([15 / 150 * 2 / 3, 15 / 150 / 3, 0, 0])
 
 
-def test_nothing_is_taken_from_the_dead() -> None:
+def test_dead_units_take_no_damage() -> None:
     arena = flat_arena()
     put(arena, 1, hit_points=0.0, stability=50.0)
     taken = struck(arena, hits_on(arena, {(0, 1): 40.0}, heat=10.0, stability=20.0))
@@ -73,14 +73,14 @@ def test_legs_and_stability_break_and_do_not_go_below_zero() -> None:
     assert field(arena, "hit_points", 1) == 150
 
 
-def test_the_longer_of_two_suppressions_and_of_two_paints_holds() -> None:
+def test_the_longer_of_two_suppressions_and_of_two_paints_counts() -> None:
     arena = flat_arena()
     put(arena, 1, suppressed=10, painted=60)
     struck(arena, hits_on(arena, suppressed=24, painted=20))
     assert (field(arena, "suppressed", 1), field(arena, "painted", 1)) == (24, 60)
 
 
-def test_heat_strikes_besides_damage() -> None:
+def test_weapons_can_add_heat_besides_damage() -> None:
     arena = flat_arena()
     struck(arena, hits_on(arena, heat=15.0))
     assert field(arena, "heat", 1) == 15

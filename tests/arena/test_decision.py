@@ -55,7 +55,7 @@ def test_an_autocannon_fires_in_the_first_and_the_fifth_tick() -> None:
     assert field(arena, "heat", 0) == pytest.approx(2 * 6 - 11 * 0.25, abs=1e-3)
 
 
-def test_a_shot_heats_and_what_it_heats_cools_in_the_same_tick() -> None:
+def test_a_shot_heats_the_unit_that_fires_and_cooling_follows_in_the_same_tick() -> None:
     arena = make_duel()
     step_events = decided(arena, {0: {"fire": "laser", "target": 1}})
     assert step_events.fired[0].tolist() == [True, False]
@@ -73,7 +73,7 @@ def test_two_units_can_kill_each_other_in_one_tick() -> None:
 
 
 @pytest.mark.slow
-def test_who_dies_in_a_tick_does_nothing_in_the_next() -> None:
+def test_a_unit_that_dies_in_a_tick_does_nothing_in_the_next() -> None:
     arena = make_duel(metres=9.0)
     put(arena, 1, hit_points=10.0)
     place(arena, 1, 2.5, 0, heading=math.pi)
@@ -123,7 +123,7 @@ def test_a_gauss_hit_makes_a_shaken_unit_fall_and_it_lies_until_it_gets_up() -> 
         assert (field(arena, "position", 1)[0] == x) == is_lying
 
 
-def test_autocannon_fire_suppresses_who_is_hit() -> None:
+def test_autocannon_fire_suppresses_the_unit_it_hits() -> None:
     arena = make_duel(metres=6.0)
     decided(arena, {0: {"fire": "autocannon", "target": 1}}, times=2)
     assert 20 <= field(arena, "suppressed", 1) <= 24
@@ -197,7 +197,7 @@ def test_holding_the_zone_for_a_decision_scores_a_quarter_of_a_second() -> None:
     assert int(arena.state.contest.holder[0]) == 0
 
 
-def test_the_phases_are_told_once_each() -> None:
+def test_every_phase_of_a_tick_is_listed_once() -> None:
     names = [name for name, _ in PHASES]
     assert len(set(names)) == len(names)
 

@@ -20,7 +20,7 @@ def played(env, decisions):
 
 
 @pytest.mark.slow
-def test_it_keeps_the_contract():
+def test_the_arena_environment_keeps_the_contract():
     settings = {"pack": ("medium", "light"), "size": 16, "maps": 2, "seconds": 1.5, "state_view": True}
     env = ArenaEnv(small_config(battles=2, team_size=2, smallest_team=1, **settings))
     assert isinstance(env, VecEnv)
@@ -56,7 +56,7 @@ def test_a_death_ends_the_unit_once_and_its_row_waits_for_the_next_battle():
 
 
 @pytest.mark.slow
-def test_time_is_a_real_end_for_everybody():
+def test_the_end_of_time_terminates_every_unit():
     env = ArenaEnv(TINY)
     env.reset(seed=0)
     *before, last = played(env, 4)
@@ -76,7 +76,7 @@ def test_a_battle_that_ended_begins_anew_in_the_same_step():
     assert torch.equal(last.obs["obs"], env.arena.look().observation.flatten(0, 1))
 
 
-def test_who_takes_no_part_in_a_battle_is_never_valid_in_it():
+def test_absent_units_are_never_valid():
     env = ArenaEnv(small_config(battles=4, team_size=2, smallest_team=1, pack=("medium", "light"), size=16, maps=2))
     env.reset(seed=0)
     present = env.arena.state.units.present
@@ -122,7 +122,7 @@ def test_a_saved_battle_goes_on_in_another_arena():
     assert [state_hash(other.arena.state, battle) for battle in range(2)] == [state_hash(env.arena.state, battle) for battle in range(2)]
 
 
-def test_what_was_saved_does_not_change_afterwards():
+def test_a_saved_state_does_not_change_afterwards():
     env = ArenaEnv(TINY)
     env.reset(seed=0)
     saved = env.state_dict()

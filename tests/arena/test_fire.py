@@ -77,7 +77,7 @@ def test_a_weapon_fires_again_exactly_after_its_cooldown(name: str, every: int) 
     assert fired == [0, every, 2 * every][:shots]
 
 
-def test_a_weapon_that_loads_does_not_keep_the_others_from_firing() -> None:
+def test_a_loading_weapon_does_not_keep_the_others_from_firing() -> None:
     arena = facing_each_other("missile", 4)
     assert shot(arena, "missile").fired[0, 0]
     assert not fires(arena, "missile")
@@ -124,21 +124,21 @@ def test_paint_makes_no_other_weapon_reach_further(name: str) -> None:
 
 
 @pytest.mark.parametrize("values", [{"fallen": 1}, {"is_shut_down": True}, {"is_venting": True}, {"hit_points": 0.0}])
-def test_who_lies_or_is_shut_down_or_vents_or_is_dead_does_not_fire(values: dict[str, Any]) -> None:
+def test_a_unit_that_lies_is_shut_down_vents_or_is_dead_does_not_fire(values: dict[str, Any]) -> None:
     arena = facing_each_other("laser", 4)
     assert fires(arena, "laser")
     put(arena, 0, **values)
     assert not fires(arena, "laser")
 
 
-def test_nobody_fires_at_the_dead() -> None:
+def test_dead_units_are_not_fired_at() -> None:
     arena = facing_each_other("laser", 4)
     put(arena, 1, hit_points=0.0)
     assert not fires(arena, "laser")
 
 
 @pytest.mark.parametrize("name", WEAPONS)
-def test_firing_heats_who_fires_and_nothing_else_does(name: str) -> None:
+def test_a_shot_heats_the_shooter_and_a_loading_weapon_does_not(name: str) -> None:
     arena = facing_each_other(name, 4)
     shot(arena, name)
     assert field(arena, "heat", 0) == WEAPONS[name].heat
@@ -147,7 +147,7 @@ def test_firing_heats_who_fires_and_nothing_else_does(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "legs"), [("laser", 0.0), ("flamer", 2.0), ("painter", 0.0)])
-def test_what_hits_at_once_hurts_and_heats_whom_it_is_aimed_at_and_nobody_else(name: str, legs: float) -> None:
+def test_a_direct_weapon_hurts_and_heats_only_its_target(name: str, legs: float) -> None:
     arena = facing_each_other(name, 4)
     hits = struck(arena, name)
     weapon = WEAPONS[name]
@@ -159,7 +159,7 @@ def test_what_hits_at_once_hurts_and_heats_whom_it_is_aimed_at_and_nobody_else(n
 
 
 @pytest.mark.parametrize("name", [name for name, weapon in WEAPONS.items() if weapon.flight_mps])
-def test_what_flies_hits_nobody_in_the_moment_in_which_it_is_fired(name: str) -> None:
+def test_a_projectile_hits_nothing_in_the_tick_in_which_it_is_fired(name: str) -> None:
     hits = struck(facing_each_other(name, 4), name)
     assert all(not part.any() for part in hits)
 
@@ -171,7 +171,7 @@ def test_a_hit_from_behind_hurts_half_as_much_again(off_the_nose: float, factor:
     assert float(struck(arena, "laser").damage[0, 0, 1]) == pytest.approx(14 * factor)
 
 
-def test_a_hit_from_behind_and_above_is_one_from_behind() -> None:
+def test_a_hit_from_behind_and_above_counts_as_one_from_behind() -> None:
     arena = facing_each_other("laser", 2)
     place(arena, 0, -30, 0, 6.0)
     put(arena, 1, heading=0.0)
@@ -179,7 +179,7 @@ def test_a_hit_from_behind_and_above_is_one_from_behind() -> None:
 
 
 @pytest.mark.parametrize("name", ["missile", "gauss", "autocannon", "smoke"])
-def test_what_flies_leaves_the_muzzle_at_its_speed_over_ground(name: str) -> None:
+def test_a_projectile_leaves_the_muzzle_at_its_speed(name: str) -> None:
     arena = facing_each_other(name, 8)
     position, velocity = launched(arena, name)
     assert position.tolist() == pytest.approx([-30, 0, PHYSICS.muzzle_m])
@@ -187,7 +187,7 @@ def test_what_flies_leaves_the_muzzle_at_its_speed_over_ground(name: str) -> Non
     assert (float(velocity[2]) > 0) == WEAPONS[name].is_ballistic
 
 
-def test_only_what_is_ballistic_leads_a_target_that_moves() -> None:
+def test_only_ballistic_weapons_lead_a_moving_target() -> None:
     for name in ("gauss", "autocannon"):
         arena = facing_each_other(name, 10)
         put(arena, 1, velocity=[0.0, 2.0, 0.0])
@@ -199,7 +199,7 @@ def test_only_what_is_ballistic_leads_a_target_that_moves() -> None:
 
 
 @pytest.mark.slow
-def test_what_hits_at_once_needs_a_target_that_is_seen_and_what_flies_one_that_is_sensed() -> None:
+def test_direct_weapons_need_a_seen_target_and_projectiles_a_sensed_one() -> None:
     arena = facing_each_other("missile", 6)
     build(arena, (-28, -27), (-10, 10), Material.REINFORCED, height=6.0)
     arena.state = arena._sensed(arena.state)
@@ -212,7 +212,7 @@ def test_what_hits_at_once_needs_a_target_that_is_seen_and_what_flies_one_that_i
         assert bool(result.step_events.fired[0, 0]) == does_fire, name
 
 
-def test_nobody_fires_at_whom_they_do_not_sense() -> None:
+def test_units_do_not_fire_at_targets_they_do_not_sense() -> None:
     arena = facing_each_other("gauss", 15)
     build(arena, (-28, -27), (-10, 10), Material.REINFORCED, height=6.0)  # and a heavy's radar does not reach that far
     arena.state = arena._sensed(arena.state)
@@ -236,7 +236,7 @@ def test_a_unit_fires_nothing_that_it_does_not_own() -> None:
 
 
 @pytest.mark.parametrize("ticks", [130, pytest.param(1200, marks=pytest.mark.slow)])
-def test_every_unit_has_slots_for_all_that_it_can_have_in_the_air(ticks: int) -> None:
+def test_every_unit_has_a_shell_slot_for_each_shot_it_can_have_in_the_air(ticks: int) -> None:
     """All weapons as fast as they load, without heat, and nothing is ever met: every projectile flies for all of its time."""
     arena = flat_arena(*CLASSES, size=128)
     units, shells, tables = arena.state.units, arena.state.shells, arena.tables

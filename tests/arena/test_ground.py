@@ -31,7 +31,7 @@ def test_columns_are_found_from_the_centre_and_places_outside_belong_to_the_oute
     assert found == [0, 11 * 24 + 12, 12 * 24 + 11, 23 * 24 + 23, AT, 23, 23 * 24]
 
 
-def test_reading_gives_what_stands_there_for_any_shape_of_places() -> None:
+def test_terrain_is_read_at_places_of_any_shape() -> None:
     grid = torch.arange(2 * 16).view(2, 4, 4)
     assert read(grid, torch.tensor([[[0, 5], [15, 1]], [[0, 5], [15, 1]]])).tolist() == [[[0, 5], [15, 1]], [[16, 21], [31, 17]]]
 
@@ -47,7 +47,7 @@ def test_units_are_looked_up_in_their_own_battle() -> None:
     ("material", "carries", "hides"),
     [(Material.OPEN, 3, 3), (Material.SOLID, 3, 3), (Material.REINFORCED, 3, 3), (Material.GLASS, 3, 0), (Material.FOLIAGE, 0, 3)],
 )
-def test_glass_is_seen_through_and_foliage_carries_nobody(material: Material, carries: float, hides: float) -> None:
+def test_glass_blocks_no_sight_and_foliage_carries_no_unit(material: Material, carries: float, hides: float) -> None:
     table = flat_arena().tables.materials
     height, kind = torch.full((1, 1, 1), 3.0), torch.full((1, 1, 1), int(material), dtype=torch.int8)
     assert float(floors(height, kind, table)) == carries
@@ -70,7 +70,7 @@ def test_hits_of_one_decision_add_up() -> None:
 
 
 @pytest.mark.parametrize("material", [Material.REINFORCED, Material.OPEN, Material.WATER, Material.LAVA])
-def test_what_cannot_be_destroyed_stays_as_it_is(material: Material) -> None:
+def test_indestructible_columns_stay_unchanged(material: Material) -> None:
     before = walled(material)
     after = shot(before, 1_000_000)
     assert all(torch.equal(part, was) for part, was in zip(after, before, strict=True))
@@ -85,7 +85,7 @@ def test_nothing_but_the_column_that_was_hit_changes() -> None:
 
 
 @pytest.mark.slow
-def test_who_stands_on_a_wall_that_is_shot_away_falls() -> None:
+def test_a_unit_on_a_destroyed_wall_falls() -> None:
     arena = flat_arena()
     build(arena, (2, 3), (0, 1), Material.SOLID, height=4.0)
     place(arena, 0, 2.5, 0.5, 4.0)

@@ -23,7 +23,7 @@ def test_slices_follow_one_another_without_a_gap(name):
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_every_field_says_what_it_means(name):
+def test_every_field_of_the_layout_has_a_meaning(name):
     assert all(field.meaning and field.width > 0 for field in TABLES[name])
 
 

@@ -90,7 +90,7 @@ def test_hundreds_of_maps_of_every_landscape_are_connected(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_flood_agrees_with_one_column_at_a_time() -> None:
+def test_the_batched_flood_fill_equals_one_column_at_a_time() -> None:
     made = generate_maps(range(10), size=32)
     # Unmended noise, so that both answers occur: about half of these are cut off.
     chance = Chance(torch.arange(60), size=16)
@@ -104,7 +104,7 @@ def test_the_flood_agrees_with_one_column_at_a_time() -> None:
 
 
 @pytest.mark.slow
-def test_a_winding_way_is_found_and_a_wall_across_it_is_seen() -> None:
+def test_a_winding_way_is_found_and_a_wall_across_it_is_detected() -> None:
     size = 32
     height = torch.zeros(1, size, size)
     for number, row in enumerate(range(1, size - 1, 2)):  # walls with a gap at alternating ends
@@ -120,7 +120,7 @@ def test_a_winding_way_is_found_and_a_wall_across_it_is_seen() -> None:
     assert not are_connected(maps).item()
 
 
-def test_a_team_that_is_walled_in_on_one_side_alone_is_noticed() -> None:
+def test_a_team_walled_in_on_one_side_is_detected() -> None:
     maps = generate_maps([1], size=32, landscapes=("forest",))
     maps.height[0, 20] = 9.0
     maps.material[0, 20] = Material.REINFORCED
@@ -143,7 +143,7 @@ def test_a_way_is_opened_through_solid_rock(size: int) -> None:
 
 
 @pytest.mark.slow
-def test_maps_that_are_connected_are_not_touched_by_the_mending() -> None:
+def test_connected_maps_are_not_changed_by_the_repair() -> None:
     maps = generate_maps(range(20))
     again = _with_ways(HeightMap(maps.height, maps.material), Chance(torch.arange(20), size=64))
     assert torch.equal(again.height, maps.height)
@@ -192,7 +192,7 @@ def test_different_seeds_give_different_maps(name: str, by_landscape: dict[str, 
 
 
 @pytest.mark.slow
-def test_all_landscapes_are_drawn_and_those_not_asked_for_are_not() -> None:
+def test_exactly_the_requested_landscapes_are_drawn() -> None:
     assert set(BUILDERS) == set(LANDSCAPES)
     drawn = generate_maps(range(300), size=16).landscape
     assert drawn.bincount(minlength=len(LANDSCAPES)).min() > 30
@@ -211,7 +211,7 @@ def test_most_of_a_map_is_walked_on_but_not_all_of_it_is_bare(name: str, by_land
 
 
 @pytest.mark.parametrize("name", LANDSCAPES)
-def test_far_columns_mostly_do_not_see_one_another_and_near_ones_often_do(name: str, by_landscape: dict[str, Maps]) -> None:
+def test_distant_columns_rarely_see_each_other_and_near_ones_often_do(name: str, by_landscape: dict[str, Maps]) -> None:
     maps = by_landscape[name]
     size = maps.height.shape[1]
     tops = maps.height.masked_fill(maps.material == Material.GLASS, 0.0)

@@ -118,14 +118,14 @@ def test_the_heading_goes_round_and_stays_within_half_a_turn_of_zero() -> None:
         ({"hit_points": 0.0}, 0.0),
     ],
 )
-def test_what_slows_a_unit_down(values: dict[str, Any], factor: float) -> None:
+def test_damage_suppression_and_venting_reduce_the_top_speed(values: dict[str, Any], factor: float) -> None:
     arena = flat_arena()
     place(arena, 0, 0, 0)
     put(arena, 0, **values)
     assert fastest(arena) == pytest.approx(5.5 * factor)
 
 
-def test_water_slows_those_who_wade_through_it_and_not_those_above() -> None:
+def test_water_slows_units_in_it_and_not_units_above_it() -> None:
     arena = flat_arena("scout")
     build(arena, (-2, 2), (-2, 2), Material.WATER)
     place(arena, 0, 0.5, 0.5)
@@ -142,7 +142,7 @@ def test_broken_legs_do_not_matter_in_the_air() -> None:
 
 
 @pytest.mark.parametrize("values", [{"fallen": 1}, {"is_shut_down": True}, {"hit_points": 0.0}])
-def test_who_cannot_act_neither_turns_nor_drives_nor_flies(values: dict[str, Any]) -> None:
+def test_a_unit_that_cannot_act_neither_turns_nor_drives_nor_flies(values: dict[str, Any]) -> None:
     arena = flat_arena("scout")
     place(arena, 0, 0, 0, heading=1.0)
     put(arena, 0, **values)
@@ -164,7 +164,7 @@ def test_jets_lift_by_what_they_have_over_gravity_and_burn_fuel_and_heat() -> No
     assert field(arena, "heat", 0) == pytest.approx(0.5 * PHYSICS.jets_heat_per_s, rel=1e-4)
 
 
-def test_half_the_jets_burn_half_the_fuel_and_lift_nobody() -> None:
+def test_half_jets_burn_half_the_fuel_and_lift_no_unit() -> None:
     arena = flat_arena("scout")
     place(arena, 0, 0, 0)
     moved(arena, {0: {"jets": 0.5}}, ticks=10)
@@ -173,7 +173,7 @@ def test_half_the_jets_burn_half_the_fuel_and_lift_nobody() -> None:
 
 
 @pytest.mark.parametrize("name", ["medium", "heavy"])
-def test_who_has_no_jets_stays_on_the_ground_and_cool(name: str) -> None:
+def test_a_unit_without_jets_stays_on_the_ground_and_cool(name: str) -> None:
     arena = flat_arena(name)
     place(arena, 0, 0, 0)
     moved(arena, {0: {"jets": 1.0}}, ticks=10)
@@ -181,7 +181,7 @@ def test_who_has_no_jets_stays_on_the_ground_and_cool(name: str) -> None:
     assert field(arena, "heat", 0) == 0
 
 
-def test_jets_without_fuel_do_nothing_and_who_flew_falls() -> None:
+def test_jets_without_fuel_do_nothing_and_a_flying_unit_falls() -> None:
     arena = flat_arena("scout")
     place(arena, 0, 0, 0, 5.0)
     put(arena, 0, fuel=0.0)
@@ -206,7 +206,7 @@ def test_fuel_lasts_two_seconds_and_comes_back_on_the_ground_alone() -> None:
     assert field(arena, "fuel", 0) == PHYSICS.fuel_s
 
 
-def test_nobody_rises_above_the_ceiling() -> None:
+def test_no_unit_rises_above_the_ceiling() -> None:
     arena = flat_arena("scout")
     place(arena, 0, 0, 0, 11.0)
     put(arena, 0, velocity=[0.0, 0.0, 9.0])
@@ -247,7 +247,7 @@ def test_a_step_up_of_two_metres_stops_a_unit_at_its_radius(material: Material) 
     assert field(arena, "velocity", 0)[0] == 0
 
 
-def test_who_is_stopped_along_one_axis_slides_along_the_other() -> None:
+def test_a_unit_stopped_along_one_axis_slides_along_the_other() -> None:
     arena = flat_arena()
     build(arena, (2, 6), (-12, 12), Material.REINFORCED, height=3.0)
     place(arena, 0, 1.2, 0.5, heading=math.pi / 4)
@@ -257,7 +257,7 @@ def test_who_is_stopped_along_one_axis_slides_along_the_other() -> None:
     assert y > 2
 
 
-def test_jets_carry_over_what_stops_those_on_foot() -> None:
+def test_jets_carry_a_unit_over_walls_that_stop_it_on_foot() -> None:
     arena = flat_arena("scout")
     build(arena, (2, 4), (-12, 12), Material.REINFORCED, height=2.0)
     place(arena, 0, 0, 0.5, 3.0)
@@ -294,7 +294,7 @@ def test_a_step_down_of_one_metre_is_walked_and_a_higher_one_is_a_fall() -> None
 
 
 @pytest.mark.parametrize(("height", "is_hard"), [(1.5, False), (4.0, True)])
-def test_a_fall_is_hard_from_where_it_is_faster_than_legs_bear(height: float, is_hard: bool) -> None:
+def test_a_landing_is_hard_above_the_speed_that_legs_bear(height: float, is_hard: bool) -> None:
     arena = flat_arena()
     place(arena, 0, 0, 0, height)
     hardest = moved(arena, {}, ticks=30)
@@ -316,7 +316,7 @@ def test_a_hard_landing_costs_legs_and_no_hit_points() -> None:
 
 
 @pytest.mark.parametrize(("heading", "axis", "sign"), [(0.0, 0, 1), (math.pi, 0, -1), (math.pi / 2, 1, 1), (-math.pi / 2, 1, -1)])
-def test_nobody_leaves_the_map(heading: float, axis: int, sign: int) -> None:
+def test_no_unit_leaves_the_map(heading: float, axis: int, sign: int) -> None:
     arena = flat_arena()
     start = [0.0, 0.0]
     start[axis] = sign * 10.5
@@ -349,7 +349,7 @@ def test_units_that_run_into_one_another_never_share_a_place() -> None:
         assert torch.linalg.vector_norm(apart) >= 2 * PHYSICS.radius_m - 2 * 0.35 - 1e-4
 
 
-def test_neither_the_dead_nor_who_is_high_above_are_in_the_way() -> None:
+def test_dead_units_and_units_high_above_are_no_obstacles() -> None:
     for values in ({"hit_points": 0.0}, {"position": [0.2, 0.0, 2.0], "is_grounded": False}):
         arena = flat_arena()
         place(arena, 0, -0.2, 0)

@@ -30,7 +30,7 @@ def close(values, expected):
 
 
 @pytest.mark.slow
-def test_class_and_role_are_told():
+def test_class_and_role_are_observed():
     arena = flat_arena("scout", "light", "medium", "heavy", size=32)
     for unit, name in enumerate(CLASSES):
         assert observed(arena, "own", unit, "class") == [float(other == name) for other in CLASSES]
@@ -38,7 +38,7 @@ def test_class_and_role_are_told():
         assert observed(arena, "own", unit, "has_weapon") == [float(weapon in CLASSES[name].weapons) for weapon in WEAPONS]
 
 
-def test_the_own_condition_is_told_in_shares():
+def test_the_own_condition_is_observed_in_fractions():
     arena = flat_arena("light")
     light = CLASSES["light"]
     put(arena, 0, hit_points=light.hit_points / 4, legs=light.leg_points / 2, heat=1.25 * light.heat_cap, stability=30.0, fuel=1.5)
@@ -52,11 +52,11 @@ def test_the_own_condition_is_told_in_shares():
     assert observed(arena, "own", 1, "is_grounded") == [1.0]
 
 
-def test_who_has_no_jets_has_no_fuel(duel):
+def test_a_unit_without_jets_observes_no_fuel(duel):
     assert observed(duel, "own", 0, "fuel") == [0.0]
 
 
-def test_loading_is_the_share_of_the_cooldown_that_is_left(duel):
+def test_loading_is_the_remaining_fraction_of_the_cooldown(duel):
     cooldown = torch.zeros(len(WEAPONS))
     cooldown[WEAPON["missile"]] = 45  # of 60 ticks
     put(duel, 0, cooldown=cooldown)
@@ -71,7 +71,7 @@ def test_heading_and_position_are_in_the_frame_of_the_team(duel):
     close(observed(duel, "own", 1, "position"), [-4.0 / 12, -0.5 / 12])
 
 
-def test_height_is_told_above_the_lowest_ground_and_above_the_ground_below(duel):
+def test_height_is_observed_above_the_lowest_ground_and_above_the_ground_below(duel):
     build(duel, (-5, -3), (0, 1), Material.OPEN, height=2.0)
     place(duel, 0, -4.0, 0.5, 5.0)
     close(observed(duel, "own", 0, "height"), [0.5, 0.3])
@@ -82,7 +82,7 @@ def test_velocity_is_ahead_left_and_up(duel):
     close(observed(duel, "own", 1, "velocity"), [0.3, -0.2, -0.1])
 
 
-def test_the_zone_is_told_from_where_one_stands(duel):
+def test_the_zone_is_observed_relative_to_the_unit(duel):
     radius = float(duel.state.world.zone_radius[0])
     ahead, left, edge, is_inside = observed(duel, "own", 0, "zone")
     close([ahead, left], [4.0 / 12, -0.5 / 12])
@@ -106,7 +106,7 @@ def test_the_next_step_of_the_way_to_the_zone_turns_with_the_unit():
     assert observed(arena, "own", 0, "route") == [0.0, 0.0, 0.0]
 
 
-def test_the_state_of_the_contest_is_told_from_the_own_side():
+def test_the_score_is_observed_from_the_own_side():
     arena = flat_arena("medium", "light", seconds=100.0)
     contest = arena.state.contest
     arena.state = arena.state._replace(
@@ -137,7 +137,7 @@ def test_turning_a_unit_turns_what_it_sees(duel):
     close(observed(duel, "contacts", 0, "heading"), [1.0, 0.0])
 
 
-def test_a_contact_is_told_with_its_condition(duel):
+def test_a_contact_is_observed_with_its_condition(duel):
     medium = CLASSES["medium"]
     put(duel, 1, hit_points=medium.hit_points / 2, heat=medium.heat_cap / 4, velocity=[1.0, -2.0, 0.0], fallen=10, painted=5)
     put(duel, 1, position=[4.0, 0.5, 3.0])
@@ -176,7 +176,7 @@ def test_allies_are_sorted_from_near_to_far_without_oneself_and_the_dead():
     assert not piece(look(arena), arena.config, "allies")[0, 0, 2].any()
 
 
-def test_where_a_team_is_smaller_than_the_room_for_it_nobody_is_there():
+def test_missing_team_members_are_observed_as_zeros():
     arena = flat_arena("medium", allies=4, contacts=5)
     assert not piece(look(arena), arena.config, "allies").any()
     assert not piece(look(arena), arena.config, "contacts")[:, :, 1:].any()
@@ -215,7 +215,7 @@ def test_an_enemy_that_is_not_sensed_changes_nothing(hidden, change):
     assert all(torch.equal(before.masks[name][:2], after.masks[name][:2]) for name in before.masks)
 
 
-def test_what_is_sensed_and_not_seen_is_told_as_such(hidden):
+def test_a_contact_that_is_sensed_but_not_seen_is_marked(hidden):
     put(hidden, 2, is_venting=True)  # known by its heat, behind the wall
     assert [observed(hidden, "contacts", 0, "is_seen", index=slot) for slot in range(2)] == [[1.0], [0.0]]
     assert observed(hidden, "contacts", 0, "is_there", index=1) == [1.0]
@@ -248,7 +248,7 @@ def test_terrain_ahead_and_to_the_left_lies_there_in_the_view(duel, quarters):
     torch.testing.assert_close(terrain(duel, 0, "cover"), expected)
 
 
-def test_glass_is_no_cover_and_foliage_carries_nobody(duel):
+def test_glass_gives_no_cover_and_foliage_carries_no_unit(duel):
     place(duel, 0, 0.5, 0.5)
     build(duel, (2, 3), (0, 1), Material.GLASS, height=2.0)
     build(duel, (-1, 0), (0, 1), Material.FOLIAGE, height=3.0)
@@ -257,7 +257,7 @@ def test_glass_is_no_cover_and_foliage_carries_nobody(duel):
     assert (rise[CENTRE - 1, CENTRE], cover[CENTRE - 1, CENTRE]) == (0.0, 0.75)
 
 
-def test_terrain_is_told_from_the_feet_up(duel):
+def test_terrain_heights_are_observed_relative_to_the_feet(duel):
     place(duel, 0, 0.5, 0.5, 3.0)
     assert (terrain(duel, 0, "rise") == -0.75).all()
     assert (terrain(duel, 0, "cover") == 0.0).all()
@@ -308,11 +308,11 @@ def test_the_view_of_the_whole_battle_has_the_own_team_first(melee):
     torch.testing.assert_close(whole[0, 0, :, place_of["heat"]].squeeze(-1), heat)
 
 
-def test_everything_observed_is_of_a_size_that_a_network_likes(melee):
+def test_all_observations_stay_in_a_small_range(melee):
     assert look(melee).observation.abs().max() < 5.0
     assert look(melee).whole.abs().max() < 5.0
 
 
-def test_a_unit_that_leaves_the_ceiling_behind_still_observes_numbers(duel):
+def test_a_unit_above_the_ceiling_observes_finite_numbers(duel):
     put(duel, 0, position=[11.4, 11.4, PHYSICS.ceiling_m])
     assert look(duel).observation.isfinite().all()

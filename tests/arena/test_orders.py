@@ -50,7 +50,7 @@ def test_without_a_contact_nothing_may_be_fired(duel):
     assert may_aim_at(duel, "laser") == [0]  # does not matter, and still something is allowed
 
 
-def test_what_does_not_reach_may_not_be_fired(duel):
+def test_a_weapon_out_of_range_is_masked(duel):
     place(duel, 1, 6.5, 0.5)  # 9.5 m away: the laser reaches 8
     assert may_fire(duel) == {"autocannon", "missile"}
     place(duel, 1, 9.5, 0.5)
@@ -63,14 +63,14 @@ def test_paint_lets_missiles_reach_further(duel):
     assert may_fire(duel) == {"missile"}
 
 
-def test_what_hits_at_once_needs_a_target_that_is_seen(duel):
+def test_a_direct_weapon_is_masked_without_a_seen_target(duel):
     build(duel, (0, 1), (-3, 4), Material.REINFORCED, height=8.0)
     assert not look(duel).masks["fire"][0, 1 + WEAPON["laser"]]
     assert may_fire(duel) == {"autocannon", "missile"}  # on radar
 
 
 @pytest.mark.parametrize("state", [{"is_shut_down": True}, {"fallen": 10}, {"hit_points": 0.0}])
-def test_who_cannot_act_may_fire_nothing(duel, state):
+def test_a_unit_that_cannot_act_may_fire_nothing(duel, state):
     put(duel, 0, **state)
     assert may_fire(duel) == set()
     assert may_fire(duel, unit=1) == (set() if "hit_points" in state else set(CLASSES["medium"].weapons))
@@ -89,7 +89,7 @@ def test_every_row_of_a_mask_allows_something(duel):
         assert all(mask.any(-1).all() for mask in masks.values())
 
 
-def test_only_who_lives_and_is_warm_may_vent(duel):
+def test_only_living_warm_units_may_vent(duel):
     assert look(duel).masks["vent"].tolist() == [[True, False], [True, False]]
     put(duel, 0, heat=1.0)
     assert look(duel).masks["vent"].tolist() == [[True, True], [True, False]]
@@ -120,7 +120,7 @@ def test_an_empty_slot_is_not_fired_at(duel):
     assert not orders.is_firing.any()
 
 
-def test_the_dead_order_nothing(duel):
+def test_dead_units_give_no_orders(duel):
     look(duel)
     actions = acted(duel, {0: {"fire": "laser", "target": 1, "vent": True, "forward": 1.0}})
     put(duel, 0, hit_points=0.0)
@@ -136,12 +136,12 @@ def test_a_laser_through_a_wall_is_not_fired(duel):
     assert obeyed(duel, {0: {"fire": "missile", "target": 1}}).is_firing[0, 0]
 
 
-def test_what_the_masks_allow_is_obeyed(duel):
+def test_allowed_actions_are_carried_out(duel):
     for weapon in may_fire(duel):
         assert obeyed(duel, {0: {"fire": weapon, "target": 1}}).is_firing[0, 0]
 
 
-def test_a_target_matters_only_to_who_fires():
+def test_a_target_matters_only_when_a_unit_fires():
     rule = action_spec(small_config()).relevance[0]
     assert (rule.head, rule.given) == ("target", "fire")
     assert [FIRE[choice] for choice in rule.choices] == list(WEAPONS)

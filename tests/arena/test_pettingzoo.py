@@ -38,7 +38,7 @@ def still(env):
 
 
 @pytest.mark.slow
-def test_it_passes_the_tests_of_pettingzoo():
+def test_the_arena_passes_the_tests_of_pettingzoo():
     parallel_api_test(parallel_env(**SETTINGS), num_cycles=10)
     parallel_seed_test(lambda: parallel_env(**SETTINGS), num_cycles=3)
 
@@ -93,7 +93,7 @@ def test_a_space_can_be_copied(env):
 
 
 @pytest.mark.slow
-def test_who_dies_leaves_and_the_others_go_on(env):
+def test_a_dead_agent_leaves_and_the_others_continue(env):
     doom(env._battle, unit=1)
     observations, rewards, terminations, truncations, infos = env.step(still(env))
     assert terminations == {"red_0_medium": False, "red_1_light": True, "blue_0_medium": False, "blue_1_light": False}
@@ -105,7 +105,7 @@ def test_who_dies_leaves_and_the_others_go_on(env):
     assert set(observations) == set(env.agents)
 
 
-def test_everybody_leaves_at_the_end_and_learns_who_won(env):
+def test_all_agents_leave_at_the_end_with_the_result_of_the_battle(env):
     doom(env._battle, unit=2)
     put(env._battle, 3, hit_points=1e-4)
     _, rewards, terminations, _, infos = env.step(still(env))
@@ -149,7 +149,7 @@ def test_the_seed_of_the_first_reset_is_that_of_the_environment():
 
 
 @pytest.mark.slow
-def test_only_those_who_are_there_are_agents():
+def test_only_present_units_are_agents():
     env = parallel_env(**{**SETTINGS, "smallest_team": 1})
     sizes = set()
     for _ in range(6):
@@ -195,7 +195,7 @@ def test_a_wrong_action_names_its_agent_and_changes_nothing(env, change, message
     assert state_hash(env._battle.state, 0) == before
 
 
-def test_every_agent_needs_an_action_and_nobody_else_has_one(env):
+def test_actions_are_needed_for_exactly_the_agents(env):
     actions = still(env)
     del actions["blue_0_medium"]
     with pytest.raises(ValueError, match="no action for 'blue_0_medium'"):

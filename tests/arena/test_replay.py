@@ -97,7 +97,7 @@ def test_a_battle_alone_is_the_same_as_in_a_batch_bit_for_bit(battles: int, team
                 assert torch.equal(tensor[0], together[name][battle]), (name, step, battle)
 
 
-def test_frames_show_what_the_arena_was(fought: Fought, path: Path) -> None:
+def test_frames_show_the_state_of_the_arena(fought: Fought, path: Path) -> None:
     replay = read_replay(path)
     frames, units = replay.tensors["frames/units"], CONFIG.units
     assert replay.frames == len(fought.results) + 1
@@ -127,7 +127,7 @@ def test_the_last_frame_is_of_the_battle_that_ended_and_not_of_the_next(fought: 
     assert fought.states[-1].contest.decision[PLACE] == 0  # the arena is in the next
 
 
-def test_the_feed_tells_every_death_once_and_ends_with_the_end(fought: Fought, path: Path) -> None:
+def test_the_feed_reports_every_death_once_and_ends_with_the_result(fought: Fought, path: Path) -> None:
     replay = read_replay(path)
     points = replay.tensors["frames/units"][..., COLUMN["hit_points"]]
     died = ((points[:-1] > 0) & (points[1:] <= 0)).nonzero()
@@ -142,7 +142,7 @@ def test_the_feed_tells_every_death_once_and_ends_with_the_end(fought: Fought, p
     assert [item.kind for item in replay.info.feed].count("end") == 1
 
 
-def test_actions_are_kept_as_they_were_chosen_and_targets_as_units_too(fought: Fought, path: Path) -> None:
+def test_recorded_actions_equal_the_chosen_ones_and_targets_are_units(fought: Fought, path: Path) -> None:
     tensors = read_replay(path).tensors
     rows = slice(PLACE * CONFIG.units, (PLACE + 1) * CONFIG.units)
     aimed = 0
@@ -157,7 +157,7 @@ def test_actions_are_kept_as_they_were_chosen_and_targets_as_units_too(fought: F
     assert aimed
 
 
-def test_shots_are_told_with_weapon_and_target(fought: Fought, path: Path) -> None:
+def test_recorded_shots_have_weapon_and_target(fought: Fought, path: Path) -> None:
     tensors = read_replay(path).tensors
     shots = tensors["frames/shots"]
     assert (shots[0] == -1).all()
@@ -171,7 +171,7 @@ def test_shots_are_told_with_weapon_and_target(fought: Fought, path: Path) -> No
 
 
 @pytest.mark.slow
-def test_columns_that_were_destroyed_are_told_when_it_happened(tmp_path: Path) -> None:
+def test_destroyed_columns_are_recorded_with_their_time(tmp_path: Path) -> None:
     arena = flat_arena("medium", battles=2, seconds=3.0)
     place(arena, 0, -3.0, 0.5)
     place(arena, 1, 3.0, 0.5, heading=math.pi)
@@ -211,7 +211,7 @@ def test_the_next_battle_in_a_place_and_one_with_small_teams_are_verified_too(tm
 
 @pytest.mark.slow
 @pytest.mark.parametrize("frame", [0, 7])
-def test_another_action_is_found_where_it_matters(path: Path, frame: int) -> None:
+def test_a_changed_action_is_detected_where_it_matters(path: Path, frame: int) -> None:
     motion = read_replay(path).tensors["actions/motion"].clone()
     alive = read_replay(path).tensors["frames/units"][frame, :, COLUMN["hit_points"]] > 0
     unit = int(alive.int().argmax())
@@ -223,7 +223,7 @@ def test_another_action_is_found_where_it_matters(path: Path, frame: int) -> Non
 
 
 @pytest.mark.slow
-def test_another_picture_is_found(path: Path) -> None:
+def test_a_changed_frame_is_detected(path: Path) -> None:
     units = read_replay(path).tensors["frames/units"].clone()
     units[9, 0, 0] += 1e-3
     found = verify(changed(path, "picture.safetensors", tensors={"frames/units": units}))
@@ -231,7 +231,7 @@ def test_another_picture_is_found(path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_another_keyframe_or_seed_or_place_is_found_on_any_device(path: Path) -> None:
+def test_a_changed_keyframe_seed_or_place_is_detected_on_any_device(path: Path) -> None:
     replay = read_replay(path)
     heat = replay.tensors["keyframes/units/heat"].clone()
     heat[1, 0] += 1.0
@@ -320,7 +320,7 @@ TAMPERINGS: dict[str, tuple[Change, int | None, str]] = {  # how, first wrong fr
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TAMPERINGS)
-def test_whatever_follows_from_seed_and_actions_cannot_be_changed(path: Path, name: str) -> None:
+def test_a_change_of_any_computed_tensor_is_detected(path: Path, name: str) -> None:
     change, frame, told = TAMPERINGS[name]
     replay = read_replay(path)
     found = verify(changed(path, "tampered.safetensors", **change(replay)))
@@ -332,7 +332,7 @@ def test_whatever_follows_from_seed_and_actions_cannot_be_changed(path: Path, na
         assert found.first_wrong_frame == replay.frames - 1
 
 
-def test_a_battle_that_was_cut_off_is_told(path: Path) -> None:
+def test_a_truncated_battle_is_reported(path: Path) -> None:
     replay = read_replay(path)
     last = 2 * KEYFRAME_EVERY
     lengths = {"frames": last + 1, "actions": last, "keyframes": 3}
@@ -384,14 +384,14 @@ def with_keyframes(name: str, change: Callable[[Tensor], Tensor]) -> Change:
         (with_origin(config={"team_size": "many"}), "team_size: expected an int >= 1 and <= 16, got 'many'"),
     ],
 )
-def test_what_cannot_be_a_battle_is_an_error_that_names_it(path: Path, change: Change, told: str) -> None:
+def test_a_replay_with_impossible_values_is_refused_by_name(path: Path, change: Change, told: str) -> None:
     damaged = changed(path, "damaged.safetensors", **change(read_replay(path)))
     with pytest.raises(ReplayError, match=rf"damaged\.safetensors cannot be computed again: .*{told}.*; it was changed or damaged"):
         verify(damaged)
 
 
 @pytest.mark.slow
-def test_the_battle_in_the_documentation_is_still_what_happened_by_the_rules() -> None:
+def test_the_battle_in_the_documentation_verifies_with_the_current_rules() -> None:
     battle = load_battle(WON)
     found = verify(WON)
     assert found.device_matches == (device_kind("cpu") == battle.info.device)
@@ -403,7 +403,7 @@ def test_the_battle_in_the_documentation_is_still_what_happened_by_the_rules() -
 
 
 @pytest.mark.slow
-def test_another_kind_of_device_can_play_it_and_says_how_close_it_comes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replay_of_another_device_is_played_and_its_deviation_reported(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     elsewhere = changed(path, "elsewhere.safetensors", device="NVIDIA H200, torch 2.13.0")
     same_bits = verify(elsewhere)
     assert (same_bits.ok, same_bits.device_matches) == (True, False)
@@ -456,7 +456,7 @@ def test_a_replay_without_an_origin_or_with_impossible_actions_is_an_error(path:
 
 
 @pytest.mark.slow
-def test_a_recorder_that_is_used_wrongly_says_so(tmp_path: Path) -> None:
+def test_wrong_use_of_a_recorder_is_refused(tmp_path: Path) -> None:
     arena = Arena(CONFIG, seed=3)
     with pytest.raises(ValueError, match="battles 0 to 2"):
         Recorder(arena, 3)

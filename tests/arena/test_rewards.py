@@ -72,21 +72,21 @@ def test_damage_pays_for_enemies_and_costs_for_friends_and_oneself(pairs):
     assert paid == pytest.approx([0.3, -0.1, -0.3, 0.0])
 
 
-def test_who_took_most_of_the_dead_is_paid_for_the_kill(pairs):
+def test_the_unit_that_did_most_damage_is_paid_for_the_kill(pairs):
     table = kill_table(died(2), taken((0, 2, 0.1), (1, 2, 0.3), (3, 2, 0.6)), pairs.tables)  # its friend took most
     assert table[0].nonzero().tolist() == [[1, 2]]
 
 
-def test_nobody_is_paid_for_a_death_by_ground_or_friend(pairs):
+def test_no_unit_is_paid_for_a_death_by_ground_or_friend(pairs):
     assert not kill_table(died(2), taken(), pairs.tables).any()
     assert not kill_table(died(2), taken((3, 2, 1.0), (2, 2, 0.5)), pairs.tables).any()
 
 
-def test_nobody_is_paid_for_who_lives_on(pairs):
+def test_no_unit_is_paid_a_kill_for_a_living_enemy(pairs):
     assert not kill_table(died(), taken((0, 2, 0.9)), pairs.tables).any()
 
 
-def test_an_assist_is_for_enemies_that_one_hurt_lately_and_did_not_kill(pairs):
+def test_an_assist_is_paid_for_enemies_hurt_recently_and_killed_by_others(pairs):
     harm = torch.zeros(4, 4, dtype=torch.int32)
     harm[0, 2], harm[1, 2], harm[3, 2], harm[0, 3] = 1, 200, 30, 50
     for unit in range(4):
@@ -130,7 +130,7 @@ def test_approach_is_gamma_times_the_new_potential_less_the_old(pairs):
     assert approach(before, pairs.state, ended(0), gamma=0.9)[0, 0] == pytest.approx(-old)
 
 
-def test_standing_still_is_not_approached_for(pairs):
+def test_standing_still_earns_no_approach_reward(pairs):
     """With a discount of 1. Below 1 the potential's own interest is paid, which is what leaves the best policy as it is."""
     assert not approach(pairs.state, pairs.state, GOES_ON, gamma=1.0).any()
 
@@ -138,7 +138,7 @@ def test_standing_still_is_not_approached_for(pairs):
 # Together
 
 
-def test_who_was_dead_is_paid_nothing(pairs):
+def test_dead_units_are_paid_nothing(pairs):
     put(pairs, 0, hit_points=0.0)
     before = pairs.state
     put(pairs, 2, hit_points=0.0)
@@ -167,7 +167,7 @@ def test_parts_are_weighted_by_the_config(pairs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
-def test_sharing_moves_what_was_earned_and_loses_nothing_of_it(share):
+def test_sharing_redistributes_rewards_and_keeps_their_sum(share):
     arena = flat_arena("medium", "light", reward=RewardConfig(team_share=share))
     ones = torch.ones(1, 4)
     parts = Rewards(*(ones * 0 for _ in Rewards._fields))._replace(damage=torch.tensor([[0.6, 0.2, 0.0, -0.4]]), death=-ones)
@@ -180,7 +180,7 @@ def test_sharing_moves_what_was_earned_and_loses_nothing_of_it(share):
     assert shared(parts, arena.state.units, arena.config)[0].tolist() == pytest.approx([0.6, 0, 0, 0])
 
 
-def test_a_shot_is_paid_by_what_it_takes():
+def test_a_shot_is_paid_by_the_damage_it_does():
     arena = flat_arena("medium", reward=RewardConfig(approach=0.0, zone=0.0))
     place(arena, 0, -3.0, 0.5)
     place(arena, 1, 3.0, 0.5, heading=math.pi)
@@ -246,7 +246,7 @@ def test_killing_oneself_never_pays():
 
 
 @pytest.mark.slow
-def test_dying_saves_nobody_from_losing_the_zone():
+def test_dying_does_not_avoid_the_cost_of_a_lost_zone():
     """With the weights as they are, living on while the other side holds the zone costs nothing, and dying does."""
     arena = flat_arena("medium", reward=RewardConfig(approach=0.0))
     place(arena, 0, -11.0, -11.0)
@@ -265,7 +265,7 @@ def test_a_burst_at_ones_own_feet_costs(pairs):
 
 
 @pytest.mark.slow
-def test_approach_sums_to_what_was_owed_at_the_start_of_every_battle():
+def test_the_discounted_approach_rewards_of_a_unit_sum_to_minus_its_initial_potential():
     """Discounted, over a unit's life, it is the potential of the start with its sign changed, whatever the unit does."""
     config = small_config(team_size=2, pack=("medium", "scout"), seconds=2.5, size=16)
     arena = Arena(config)

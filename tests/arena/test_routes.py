@@ -40,7 +40,7 @@ def test_from_both_corners_the_way_leads_to_the_zone_in_steps_that_can_be_walked
         assert (i + 0.5 - SIZE / 2) ** 2 + (j + 0.5 - SIZE / 2) ** 2 <= float(MAPS.zone_radius[which]) ** 2
 
 
-def test_the_maps_looked_at_are_of_several_landscapes() -> None:
+def test_the_tested_maps_have_several_landscapes() -> None:
     assert len(set(MAPS.landscape.tolist())) >= len(LANDSCAPES) - 1
 
 
@@ -52,7 +52,7 @@ def test_every_step_comes_nearer() -> None:
         assert lengths[-1] == 0
 
 
-def test_the_way_is_turned_with_the_map() -> None:
+def test_the_way_turns_with_the_map() -> None:
     turned = WAY.flip(1, 2)
     opposite = torch.where(turned == ARRIVED, ARRIVED, (turned + 4) % 8)
     assert torch.equal(WAY, opposite)
@@ -68,7 +68,7 @@ def nothing() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.zeros(16, 16, dtype=torch.int8), torch.zeros(16, 16)
 
 
-def test_on_open_ground_the_way_is_straight_and_as_long_as_it_is() -> None:
+def test_the_way_on_open_ground_is_straight_and_has_its_length() -> None:
     way, route = on_flat_ground(*nothing())
     assert int(way[2, 7]) == 0  # along x
     assert int(way[13, 7]) == 4
@@ -110,7 +110,7 @@ def test_lava_is_avoided_and_water_costs_more_than_open_ground() -> None:
     assert float(wet[2, 7]) == pytest.approx(float(plain[2, 7]) + 1 / 0.6 - 1, rel=1e-5)
 
 
-def test_from_where_no_way_leads_the_length_is_infinite() -> None:
+def test_the_route_length_is_infinite_where_no_way_leads_to_the_zone() -> None:
     material, floor = nothing()
     floor[:3, 2] = 9.0
     floor[2, :3] = 9.0

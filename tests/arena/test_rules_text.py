@@ -35,7 +35,7 @@ def test_the_rule_book_is_up_to_date(text):
     assert COMMITTED.read_text(encoding="utf-8") == text, "renew it: python -m esper.arena.rules_text > docs/arena_rules.md"
 
 
-def test_it_is_the_same_every_time(text):
+def test_the_rule_book_is_the_same_every_time(text):
     assert rules_text() == text
 
 
@@ -49,13 +49,13 @@ def test_every_line_of_a_table_has_as_many_cells_as_its_head(text):
         assert line.count("|") == cells, line
 
 
-def test_phases_are_in_their_order(text):
+def test_the_rule_book_lists_the_phases_in_order(text):
     numbered = [row[1] for row in rows(text) if row[0].isdigit() and len(row) == 3]
     assert numbered == [name for name, _ in (*PHASES, *AFTER_TICKS)]
 
 
 @pytest.mark.parametrize("kind", [Physics, Weapon, UnitClass, MaterialSpec, RewardConfig, ArenaConfig])
-def test_everything_that_can_be_looked_up_says_what_it_means(kind):
+def test_every_entry_of_the_rule_book_has_a_meaning(kind):
     said = field_comments(kind)
     assert [name for name in kind.__struct_fields__ if not said.get(name) and name != "reward"] == []
 

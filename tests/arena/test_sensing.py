@@ -47,7 +47,7 @@ def smoke(arena: Arena, x: float, y: float, ticks: int = 200) -> None:
     arena.state = arena.state._replace(clouds=clouds._replace(position=position, left=left))
 
 
-def test_in_the_open_one_sees_as_far_as_sight_reaches() -> None:
+def test_a_unit_in_the_open_sees_as_far_as_its_sight_reaches() -> None:
     assert sees(apart(29.9))
     assert not sees(apart(30.1))
     assert not knows(apart(30.1))
@@ -73,13 +73,13 @@ def test_sight_is_mutual() -> None:
         (Material.GLASS, 6.0, True),
     ],
 )
-def test_what_stands_between_hides_unless_it_is_low_or_glass(material: Material, height: float, is_seen: bool) -> None:
+def test_terrain_between_two_units_hides_them_unless_it_is_low_or_glass(material: Material, height: float, is_seen: bool) -> None:
     arena = apart(20)
     wall(arena, material, height)
     assert sees(arena) == is_seen
 
 
-def test_who_stands_in_foliage_neither_sees_nor_is_seen() -> None:
+def test_a_unit_in_foliage_neither_sees_nor_is_seen() -> None:
     arena = apart(20)
     build(arena, (-11, -9), (-2, 2), Material.FOLIAGE, height=3.0)
     assert not sees(arena, 0, 1)
@@ -87,7 +87,7 @@ def test_who_stands_in_foliage_neither_sees_nor_is_seen() -> None:
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_radar_knows_through_walls_as_far_as_its_quality(name: str) -> None:
+def test_radar_senses_through_walls_up_to_its_range(name: str) -> None:
     reach = PHYSICS.radar_m * CLASSES[name].radar_quality
     for metres, is_known in ((reach - 0.1, True), (reach + 0.1, False)):
         arena = apart(metres, name)
@@ -96,7 +96,7 @@ def test_radar_knows_through_walls_as_far_as_its_quality(name: str) -> None:
         assert not sees(arena)
 
 
-def test_the_better_radar_knows_who_does_not_know_it() -> None:
+def test_a_unit_with_better_radar_senses_units_that_do_not_sense_it() -> None:
     arena = apart(18, "scout", "heavy")
     wall(arena)
     place(arena, 3, 9, 0.5)
@@ -106,7 +106,7 @@ def test_the_better_radar_knows_who_does_not_know_it() -> None:
     assert not knows(arena, 3, 0)  # a heavy's 11.2 m
 
 
-def test_who_is_hot_or_vents_is_known_through_walls() -> None:
+def test_hot_or_venting_units_are_sensed_through_walls() -> None:
     arena = apart(24)
     wall(arena)
     put(arena, 1, heat=79.0)
@@ -121,7 +121,7 @@ def test_who_is_hot_or_vents_is_known_through_walls() -> None:
     assert not knows(arena)
 
 
-def test_whom_one_painted_the_whole_team_knows_wherever_they_are() -> None:
+def test_a_painted_unit_is_sensed_by_the_whole_team_anywhere() -> None:
     arena = apart(60, "scout", "medium")
     put(arena, 1, hit_points=50.0)
     assert not knows(arena, 0, 2)
@@ -145,7 +145,7 @@ def test_smoke_blocks_sight_through_it_and_while_it_lasts() -> None:
     assert sees(arena)
 
 
-def test_smoke_behind_somebody_hides_nobody_and_smoke_around_somebody_does() -> None:
+def test_smoke_around_a_unit_hides_it_and_smoke_behind_it_does_not() -> None:
     arena = apart(20)
     smoke(arena, 10 + PHYSICS.cloud_m + 0.1, 0.5)
     assert sees(arena)
@@ -160,7 +160,7 @@ def test_smoke_does_not_blind_radar() -> None:
     assert not sees(arena)
 
 
-def test_nobody_senses_friends_the_dead_or_themselves_and_the_dead_sense_nothing() -> None:
+def test_units_sense_only_living_enemies_and_dead_units_sense_nothing() -> None:
     arena = flat_arena("medium", "medium")
     for unit in range(4):
         place(arena, unit, 3.0 * unit - 4, 0)

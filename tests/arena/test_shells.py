@@ -79,7 +79,7 @@ def test_a_flight_takes_as_long_as_its_speed_says(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "seconds"), [("autocannon", 0.6), ("missile", 5.2), ("smoke", 1.65)])
-def test_what_meets_nothing_ends_after_its_time_and_hurts_nobody(name: str, seconds: float) -> None:
+def test_a_projectile_that_meets_nothing_expires_without_damage(name: str, seconds: float) -> None:
     arena = flat_arena(size=128)
     place(arena, 0, -60, 0)
     put(arena, 1, hit_points=0.0)
@@ -98,7 +98,7 @@ def test_a_homing_projectile_hits_a_target_that_runs_across() -> None:
     assert shot_at(arena, "autocannon", moves=True).damage[1] == 0
 
 
-def test_what_homes_keeps_its_speed_and_flies_straight_on_when_its_target_is_dead() -> None:
+def test_a_homing_projectile_keeps_its_speed_and_flies_straight_when_its_target_is_dead() -> None:
     arena = flat_arena(size=64)
     place(arena, 1, 4, 8)
     shells = in_the_air(arena, "missile", [0.0, 0.0, 5.0], [12.0, 0.0, 0.0])
@@ -109,7 +109,7 @@ def test_what_homes_keeps_its_speed_and_flies_straight_on_when_its_target_is_dea
     assert steer(shells, arena.state.units, arena.tables).velocity[0, 0, 0].tolist() == [12, 0, 0]
 
 
-def test_what_is_ballistic_falls_and_what_is_not_does_not() -> None:
+def test_only_ballistic_projectiles_fall() -> None:
     arena = flat_arena(size=64)
     for name, drop in (("gauss", PHYSICS.gravity_mps2 * TICK), ("autocannon", 0.0), ("smoke", 0.0)):
         shells = in_the_air(arena, name, [0.0, 0.0, 5.0], [10.0, 0.0, 0.0])
@@ -117,7 +117,7 @@ def test_what_is_ballistic_falls_and_what_is_not_does_not() -> None:
         assert after == pytest.approx([10, 0, -drop], rel=1e-5)
 
 
-def test_a_wall_stops_what_flies_straight_and_is_what_it_hits() -> None:
+def test_a_wall_stops_a_straight_projectile_and_is_hit() -> None:
     arena = flat_arena()
     build(arena, (2, 3), (-12, 12), Material.SOLID, height=4.0)
     place(arena, 0, -3, 0.5)
@@ -144,7 +144,7 @@ def test_a_lob_clears_a_wall_that_stops_a_straight_shot() -> None:
 
 
 @pytest.mark.parametrize("material", [Material.GLASS, Material.SOLID, Material.REINFORCED, Material.OPEN])
-def test_everything_that_carries_stops_a_shot(material: Material) -> None:
+def test_every_solid_material_stops_a_shot(material: Material) -> None:
     arena = flat_arena()
     build(arena, (2, 3), (-12, 12), material, height=4.0)
     place(arena, 0, -3, 0.5)
@@ -172,7 +172,7 @@ def test_the_edge_of_the_map_and_the_ground_end_a_flight() -> None:
     assert ground.point[2] <= 0
 
 
-def test_what_leaves_the_map_above_a_wall_does_not_wear_it_down() -> None:
+def test_a_projectile_that_leaves_the_map_above_a_wall_does_not_damage_it() -> None:
     arena = flat_arena()
     build(arena, (10, 12), (-12, 12), Material.SOLID, height=1.0)
     place(arena, 0, 4, 0.5)
@@ -182,7 +182,7 @@ def test_what_leaves_the_map_above_a_wall_does_not_wear_it_down() -> None:
     assert not terrain_hits(flight.impact, arena.tables, 24)[1].any()
 
 
-def test_a_friend_in_the_way_is_hit_and_who_fires_is_not() -> None:
+def test_a_friend_in_the_way_is_hit_and_the_shooter_is_not() -> None:
     arena = flat_arena("medium", "medium")
     place(arena, 0, -3, 0)
     place(arena, 1, 0, 0, heading=math.pi)
@@ -192,7 +192,7 @@ def test_a_friend_in_the_way_is_hit_and_who_fires_is_not() -> None:
     assert flight.damage == [0, 8, 0, 0]
 
 
-def test_the_first_of_two_on_its_way_is_hit() -> None:
+def test_the_first_of_two_units_in_the_way_is_hit() -> None:
     arena = flat_arena("medium", "medium")
     place(arena, 0, -9, 0)
     place(arena, 1, -9, 9)
@@ -202,7 +202,7 @@ def test_the_first_of_two_on_its_way_is_hit() -> None:
     assert int(flight.impact.victim[0, 0, 0]) == 3
 
 
-def test_what_flies_over_a_head_or_under_feet_hits_nobody() -> None:
+def test_a_projectile_above_or_below_a_unit_does_not_hit_it() -> None:
     arena = flat_arena()
     place(arena, 0, -3, 0)
     place(arena, 1, 2, 0)
@@ -243,7 +243,7 @@ def burst(arena: Arena, name: str, point: list[float], *, victim: int | None = N
     return Impact(here, here, which, none if victim is None else here, at, at * 0 + 1.0, torch.full_like(which, WEAPON[name]))
 
 
-def test_splash_falls_off_to_nothing_at_its_edge_and_hurts_who_fired_it_too() -> None:
+def test_splash_falls_off_to_zero_at_its_edge_and_hurts_the_shooter_too() -> None:
     arena = flat_arena()
     place(arena, 0, 1.0, 0)
     place(arena, 1, -2.0, 0)
@@ -256,7 +256,7 @@ def test_splash_falls_off_to_nothing_at_its_edge_and_hurts_who_fired_it_too() ->
     assert explode(burst(arena, "missile", [0.0, 0.0, middle]), arena.state.units, arena.tables).damage[0, 0, 1] == 0
 
 
-def test_whom_a_burst_hit_takes_the_hit_and_no_splash_besides() -> None:
+def test_a_unit_that_is_hit_directly_takes_no_splash() -> None:
     arena = flat_arena()
     place(arena, 0, -8, 0)
     place(arena, 1, 0, 0, heading=-3 * math.pi / 4)
@@ -265,13 +265,13 @@ def test_whom_a_burst_hit_takes_the_hit_and_no_splash_besides() -> None:
 
 
 @pytest.mark.parametrize("name", ["autocannon", "smoke"])
-def test_what_has_no_splash_hurts_nobody_beside(name: str) -> None:
+def test_a_projectile_without_splash_hurts_only_its_target(name: str) -> None:
     arena = flat_arena()
     place(arena, 1, 0, 0)
     assert not splash_share(burst(arena, name, [0.1, 0.0, 1.0]), arena.state.units, arena.tables.weapons).any()
 
 
-def test_a_missile_at_arms_length_hurts_who_fires_it() -> None:
+def test_a_missile_at_close_range_hurts_the_shooter() -> None:
     arena = flat_arena()
     place(arena, 0, 0, 0)
     place(arena, 1, 1.3, 0, heading=math.pi)
@@ -298,7 +298,7 @@ def test_nothing_but_smoke_leaves_clouds() -> None:
     assert not smoke(arena.state.clouds, burst(arena, "missile", [1.0, 2.0, 3.0]), arena.tables).left.any()
 
 
-def test_smoke_hurts_nobody_and_no_terrain() -> None:
+def test_smoke_damages_neither_units_nor_terrain() -> None:
     arena = flat_arena()
     place(arena, 0, -5, 0)
     place(arena, 1, 4, 0)

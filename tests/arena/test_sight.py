@@ -146,7 +146,7 @@ def test_both_ends_and_both_sides_of_the_map_see_the_same_bit_for_bit(are_level:
     [((-3.5, 0.5), (-0.1, 0.5), (3.5, 0.5)), ((0.5, -3.5), (0.5, -0.1), (0.5, 3.5)), ((-3.5, -3.5), (-0.1, -0.1), (3.5, 3.5))],
     ids=["along x", "along y", "diagonal"],
 )
-def test_a_wall_hides_what_is_behind_it_and_not_what_is_above_or_before_it(
+def test_a_wall_hides_points_behind_it_and_not_above_or_before_it(
     eye: tuple[float, float], before: tuple[float, float], behind: tuple[float, float]
 ):
     wall = flat(c44=1.25)
@@ -215,7 +215,7 @@ def test_a_point_sees_itself_unless_it_lies_inside_a_column():
         assert not sees(torch.full((8, 8), 1.5), (*place, 1.0), (*place, 1.0), reach_m=0.0)
 
 
-def test_who_stands_in_foliage_neither_sees_nor_is_seen():
+def test_a_unit_in_foliage_neither_sees_nor_is_seen():
     assert not sees(flat(c11=3.0), (-2.5, -2.5, 1.5), (2.5, 1.5, 1.5))
     assert sees(flat(c11=3.0), (-2.5, -2.5, 3.5), (2.5, 1.5, 3.5))
 
@@ -228,21 +228,21 @@ def test_a_line_ends_at_the_reach_and_its_height_counts():
 
 
 @pytest.mark.parametrize("reach_m", [1.0, 2.5, 7.0])
-def test_no_slab_is_missed_at_the_end_of_the_reach(reach_m: float):
+def test_no_column_is_missed_at_the_end_of_the_reach(reach_m: float):
     for start in (-3.75, -3.5, -3.25, -3.0):
         end = start + reach_m
         for number in range(math.floor(start) + 4, math.ceil(end) + 4):
             assert not sees(flat(**{f"c{number}4": 5.0}), (start, 0.5, 1.0), (end, 0.5, 1.0), reach_m=reach_m)
 
 
-def test_ends_outside_are_taken_to_the_border():
+def test_line_ends_outside_the_map_are_moved_to_the_border():
     tops, eyes, aims = random_world(3, side=8, per_metre=4)
     beyond = (eyes * 2, aims * 2)
     border = tuple(torch.cat((ends[..., :2].clamp(-4, 4), ends[..., 2:]), -1) for ends in beyond)
     assert lines_are_clear(tops, *beyond, reach_m=FAR).equal(lines_are_clear(tops, *border, reach_m=FAR))
 
 
-def test_almost_vertical_lines_are_answered_like_vertical_ones():
+def test_almost_vertical_lines_behave_like_vertical_ones():
     for step in (1e-3, 1e-6, 1e-12, 1e-30, 1e-44):
         assert sees(flat(c44=2.0), (0.5, 0.5, 2.0), (0.5 + step, 0.5, 5.0))
         assert not sees(flat(c44=2.0), (0.5, 0.5, 1.5), (0.5, 0.5 + step, 5.0))
@@ -256,12 +256,12 @@ def test_no_operation_depends_on_the_data():
     assert lines_are_clear(tops, ends, ends, reach_m=10.0).shape == (4, 5)
 
 
-def test_no_lines_are_no_answers():
+def test_an_empty_set_of_lines_gives_an_empty_result():
     assert lines_are_clear(torch.zeros(3, 8, 8), torch.zeros(3, 0, 3), torch.zeros(3, 0, 3), reach_m=10.0).shape == (3, 0)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_cuda_graph_takes_it_whole_and_answers_as_the_processor():
+def test_a_cuda_graph_of_the_sight_test_equals_the_cpu():
     worlds = [random_world(seed, side=16, per_metre=4) for seed in (1, 2)]
     inputs = [tensor.cuda() for tensor in worlds[0]]
     lines_are_clear(*inputs, reach_m=10.0)

@@ -27,7 +27,7 @@ def begun(places: list[int], episodes: list[int], *, seed: int = 3, largest_team
     )
 
 
-def test_a_battle_follows_from_its_place_and_number_and_not_from_the_others() -> None:
+def test_a_battle_depends_on_its_place_and_number_only() -> None:
     alone = begun([2], [5])
     among = begun([0, 2, 2, 9], [0, 5, 4, 5])
     assert_same(alone, rows_of(among, torch.tensor([1])))
@@ -40,7 +40,7 @@ def test_places_and_numbers_lead_to_different_maps_and_all_maps_are_fought_on() 
     assert not torch.equal(begun(list(range(64)), [0] * 64).contest.map, begun(list(range(64)), [0] * 64, seed=4).contest.map)
 
 
-def test_a_world_is_the_map_that_it_says() -> None:
+def test_a_world_has_the_terrain_of_its_map() -> None:
     state = begun(list(range(8)), [1] * 8)
     for part, maps in zip(state.world, ARENA.atlas.worlds, strict=True):
         assert torch.equal(part, maps[state.contest.map])
@@ -60,14 +60,14 @@ def test_no_team_is_larger_than_is_allowed_now(largest: int, sizes: set[int]) ->
     assert set(present[:, :3].sum(1).tolist()) == sizes
 
 
-def test_who_is_absent_has_no_hit_points_and_who_is_there_has_all() -> None:
+def test_absent_units_have_no_hit_points_and_present_ones_have_all() -> None:
     units = begun(list(range(16)), [0] * 16).units
     assert torch.equal(units.is_alive, units.present)
     assert torch.equal(units.hit_points, ARENA.tables.units.hit_points * units.present)
     assert torch.equal(units.legs, ARENA.tables.units.legs * units.present)
 
 
-def test_everybody_starts_rested_on_flat_open_ground_with_the_zone_ahead() -> None:
+def test_all_units_start_at_rest_on_flat_open_ground_facing_the_zone() -> None:
     state = begun([0, 1, 2, 3], [0] * 4)
     units = state.units
     for name in ("velocity", "heat", "fallen", "suppressed", "painted", "cooldown", "is_shut_down", "is_venting", "harm"):
@@ -93,7 +93,7 @@ def test_nothing_is_in_the_air_and_no_score_is_kept() -> None:
     assert not state.contest.decision.any()
 
 
-def test_a_beginning_is_the_same_after_half_a_turn() -> None:
+def test_the_start_of_a_battle_is_symmetric_under_half_a_turn() -> None:
     state = begun([0, 1, 2, 3], [0] * 4)
     other = turned(state)
     assert torch.allclose(other.units.position, state.units.position)

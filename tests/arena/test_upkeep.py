@@ -36,7 +36,7 @@ def test_every_timer_loses_a_tick_and_stops_at_zero() -> None:
 
 
 @pytest.mark.slow
-def test_who_hurt_whom_is_remembered_for_ten_seconds() -> None:
+def test_damage_between_units_is_remembered_for_ten_seconds() -> None:
     arena = flat_arena()
     put(arena, 0, harm=[0, 200])
     kept_up(arena, ticks=199)
@@ -82,7 +82,7 @@ def test_venting_lasts_as_long_as_it_is_ordered() -> None:
 
 
 @pytest.mark.parametrize("values", [{"is_shut_down": True, "heat": 90.0}, {"hit_points": 0.0}])
-def test_neither_the_dead_nor_who_is_shut_down_vent(values: dict[str, Any]) -> None:
+def test_dead_units_and_units_shut_down_do_not_vent(values: dict[str, Any]) -> None:
     arena = flat_arena()
     put(arena, 0, **values)
     kept_up(arena, {0: {"vent": True}})
@@ -121,7 +121,7 @@ def test_the_dead_are_not_shut_down() -> None:
     assert not field(arena, "is_shut_down", 0)
 
 
-def test_lava_heats_and_hurts_body_and_legs_of_those_who_stand_in_it() -> None:
+def test_lava_heats_and_hurts_body_and_legs_of_units_in_it() -> None:
     arena = flat_arena()
     build(arena, (-2, 2), (-2, 2), Material.LAVA)
     place(arena, 0, 0.5, 0.5)
@@ -133,7 +133,7 @@ def test_lava_heats_and_hurts_body_and_legs_of_those_who_stand_in_it() -> None:
     assert (field(arena, "heat", 1), field(arena, "hit_points", 1), field(arena, "legs", 1)) == (0, 150, 75)
 
 
-def test_lava_kills_and_nobody_is_told_to_have_done_it() -> None:
+def test_lava_kills_without_an_attacker() -> None:
     arena = flat_arena()
     build(arena, (-2, 2), (-2, 2), Material.LAVA)
     place(arena, 0, 0.5, 0.5)
@@ -143,7 +143,7 @@ def test_lava_kills_and_nobody_is_told_to_have_done_it() -> None:
     assert not arena.state.units.harm.any()
 
 
-def test_water_cools_those_who_stand_in_it() -> None:
+def test_water_cools_units_in_it() -> None:
     arena = flat_arena()
     build(arena, (-2, 2), (-2, 2), Material.WATER)
     place(arena, 0, 0.5, 0.5)
@@ -160,7 +160,7 @@ def test_a_hard_landing_costs_legs_by_how_hard_it_was() -> None:
     assert units.hit_points[0].tolist() == [150, 150]
 
 
-def test_who_has_no_stability_left_falls_for_three_seconds_and_gets_up_with_all_of_it() -> None:
+def test_a_unit_without_stability_lies_for_three_seconds_and_gets_up_with_all_of_it() -> None:
     arena = flat_arena()
     put(arena, 0, stability=0.0)
     kept_up(arena)
@@ -175,7 +175,7 @@ def test_who_has_no_stability_left_falls_for_three_seconds_and_gets_up_with_all_
     assert field(arena, "stability", 0) == PHYSICS.stability
 
 
-def test_whoever_lies_already_does_not_fall_for_longer() -> None:
+def test_a_lying_unit_does_not_lie_longer_after_another_hit() -> None:
     arena = flat_arena()
     put(arena, 0, stability=0.0, fallen=10)
     kept_up(arena)
@@ -183,7 +183,7 @@ def test_whoever_lies_already_does_not_fall_for_longer() -> None:
     assert field(arena, "stability", 0) == PHYSICS.stability
 
 
-def test_everybody_else_steadies_up_to_the_full() -> None:
+def test_standing_units_recover_stability_up_to_the_maximum() -> None:
     arena = flat_arena()
     put(arena, 0, stability=40.0)
     put(arena, 1, stability=99.5)

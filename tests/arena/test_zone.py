@@ -93,7 +93,7 @@ def test_both_at_the_winning_score_is_a_draw() -> None:
 
 
 @pytest.mark.parametrize(("dead", "outcome"), [((0, 1), (True, 1)), ((2, 3), (True, 0)), ((0, 1, 2, 3), (True, -1))])
-def test_the_only_ones_left_have_won_and_nobody_left_is_a_draw(dead: tuple[int, ...], outcome: tuple[bool, int]) -> None:
+def test_the_last_team_alive_wins_and_no_team_alive_is_a_draw(dead: tuple[int, ...], outcome: tuple[bool, int]) -> None:
     arena = flat_arena("medium", "medium")
     for unit in dead:
         put(arena, unit, hit_points=0.0)
@@ -107,7 +107,7 @@ def test_one_death_ends_no_battle_of_two() -> None:
     assert not judged(arena)[0]
 
 
-def test_to_win_the_zone_and_to_be_the_only_ones_left_at_once_is_a_draw_of_the_two() -> None:
+def test_winning_the_zone_while_the_other_team_is_the_last_alive_is_a_draw() -> None:
     arena = flat_arena(seconds=40.0)
     put(arena, 0, hit_points=0.0)
     assert judged(arena, score=(20.0, 0.0)) == (True, -1, False)
@@ -121,7 +121,7 @@ def test_at_the_last_second_the_higher_score_wins(score: tuple[float, float], wi
     assert judged(arena, score=score, decision=160) == (True, winner, True)
 
 
-def test_what_is_decided_in_the_last_second_is_not_decided_by_time() -> None:
+def test_a_win_in_the_last_second_is_not_decided_by_time() -> None:
     arena = flat_arena(seconds=40.0)
     put(arena, 0, hit_points=0.0)
     assert judged(arena, score=(3.0, 2.0), decision=160) == (True, 1, False)

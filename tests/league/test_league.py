@@ -28,7 +28,7 @@ def test_a_candidate_that_beats_the_best_becomes_the_best() -> None:
     assert (league.best, league.members) == ("two", ("one", "two"))
 
 
-def test_a_candidate_that_does_not_beat_the_best_is_forgotten() -> None:
+def test_a_candidate_that_does_not_beat_the_best_is_refused() -> None:
     league = promoted(small_league(), "one")
     league.enter("two", 2, weights_of(2))
     league.record("two", "one", WinRecord(wins=50, losses=50))
@@ -44,7 +44,7 @@ def test_a_candidate_that_does_not_beat_the_best_is_forgotten() -> None:
 
 
 @needs_openskill
-def test_a_refused_candidate_leaves_no_trace_and_a_promoted_one_moves_those_whom_it_met() -> None:
+def test_only_a_promoted_candidate_changes_the_ratings_of_its_opponents() -> None:
     league = promoted(small_league(), "one")
     league.record("weak", "strong", WinRecord(losses=10))
     before = league.to_state()
@@ -71,7 +71,7 @@ def test_a_candidate_that_has_not_met_the_best_cannot_be_settled() -> None:
         league.settle("two")
 
 
-def test_a_full_league_retires_the_least_useful_and_keeps_its_results() -> None:
+def test_a_full_league_retires_the_least_useful_player_and_keeps_its_results() -> None:
     league = small_league(size=2)
     promoted(promoted(league, "one"), "two")
     league.record(LEARNER, "two", WinRecord(wins=10))
@@ -88,7 +88,7 @@ def test_a_full_league_retires_the_least_useful_and_keeps_its_results() -> None:
         league.record("two", "one", WIN)
 
 
-def test_anchors_never_leave() -> None:
+def test_anchors_never_retire() -> None:
     league = small_league(size=1)
     league.record(LEARNER, "weak", WinRecord(wins=1000))
     for name in ("one", "two", "three", "four"):
@@ -107,7 +107,7 @@ def test_the_weights_are_copied_and_independent_of_the_learner() -> None:
     assert torch.equal(league.weights["one"]["layer.weight"], before)
 
 
-def test_opponents_are_members_by_how_hard_they_are() -> None:
+def test_harder_opponents_are_drawn_more_often() -> None:
     league = promoted(promoted(small_league(), "one"), "two")
     assert league.opponents() == {"one": 0.5, "two": 0.5}
     league.record(LEARNER, "one", WinRecord(wins=9, losses=1))
@@ -116,7 +116,7 @@ def test_opponents_are_members_by_how_hard_they_are() -> None:
     assert set(league.opponents(["one", "strong"])) == {"one", "strong"}
 
 
-def test_old_battles_of_the_learner_fade() -> None:
+def test_old_battles_of_the_learner_lose_weight() -> None:
     league = promoted(small_league(memory=100), "one")
     league.record("one", LEARNER, WinRecord(wins=100))
     assert league.learner_score("one") == 0
@@ -136,7 +136,7 @@ def test_battles_of_the_learner_change_neither_table_nor_ratings() -> None:
 
 
 @needs_openskill
-def test_ratings_do_not_depend_on_who_tells() -> None:
+def test_ratings_do_not_depend_on_which_side_reports_a_match() -> None:
     told, retold = small_league(), small_league()
     record = WinRecord(wins=20, draws=3, losses=7)
     told.record("weak", "strong", record)
@@ -146,7 +146,7 @@ def test_ratings_do_not_depend_on_who_tells() -> None:
 
 
 @pytest.mark.parametrize("is_rated", [False, pytest.param(True, marks=needs_openskill)])
-def test_a_league_goes_on_from_its_state_as_if_never_interrupted(is_rated: bool) -> None:
+def test_a_resumed_league_equals_an_uninterrupted_one(is_rated: bool) -> None:
     def begin(league: League) -> None:
         league.record(LEARNER, "strong", WinRecord(wins=1, draws=1, losses=1))
         for name in ("one", "two"):
@@ -181,7 +181,7 @@ def test_a_checkpoint_holds_a_league(tmp_path: Path) -> None:
     assert League.from_state(state["league"], state["weights"]).to_state() == league.to_state()
 
 
-def test_a_smaller_league_takes_effect_with_the_next_member() -> None:
+def test_a_smaller_capacity_takes_effect_with_the_next_player() -> None:
     league = promoted(promoted(promoted(small_league(size=3), "one"), "two"), "three")
     smaller = League.from_state(league.to_state(), league.weights, config=LeagueConfig(size=2))
     assert len(smaller.members) == 3
@@ -197,7 +197,7 @@ def test_a_league_from_before_intervals_were_over_maps_loads_with_those_over_bat
     assert League.from_state(old).table.between("two", "one").interval() == WIN.interval()
 
 
-def test_a_match_on_maps_comes_back_with_them() -> None:
+def test_a_match_is_saved_and_loaded_with_its_maps() -> None:
     league = small_league()
     league.record("weak", "strong", WinRecord.of_pairs([1.0, 0.0, 0.0, 0.5]))
     again = League.from_state(json.loads(json.dumps(league.to_state())))
@@ -212,7 +212,7 @@ def test_a_state_is_a_copy() -> None:
     assert state == before
 
 
-def test_a_state_without_the_weights_of_a_member_is_refused() -> None:
+def test_a_state_without_the_weights_of_a_player_is_refused() -> None:
     league = promoted(small_league(), "one")
     with pytest.raises(LeagueError, match="the weights of 'one' are missing"):
         League.from_state(league.to_state(), {})
@@ -245,7 +245,7 @@ def test_a_name_is_given_once(name: str, owner: str) -> None:
         promoted(small_league(), "one").enter(name, 1, weights_of(1))
 
 
-def test_battles_of_strangers_are_refused_and_change_nothing() -> None:
+def test_battles_of_unknown_players_are_refused_and_change_nothing() -> None:
     league = small_league()
     before = league.to_state()
     with pytest.raises(LeagueError, match=r"no player 'nobody' in the league; it has \['strong', 'weak'\]"):

@@ -49,7 +49,7 @@ def test_a_match_of_a_bot_that_draws_nothing_against_itself_is_even_on_every_map
 
 
 @pytest.mark.slow
-def test_all_rivals_of_one_match_meet_the_player_on_the_same_maps_as_alone() -> None:
+def test_every_rival_in_a_match_meets_the_player_on_the_same_maps_as_alone() -> None:
     config = small_arena(battles=4, seconds=2.0)
     together = MatchArena(config, seed=1, device="cpu", rivals=2).play_all("middle", ["weak", "middle"])
     place = MatchArena(config, seed=1, device="cpu")
@@ -85,7 +85,7 @@ def test_the_same_match_is_the_same_again_and_the_other_way_round_its_mirror() -
 
 
 @pytest.mark.slow
-def test_a_policy_plays_and_does_not_change_by_it() -> None:
+def test_a_match_does_not_change_a_policy() -> None:
     config = small_training(arena={"seconds": 4.0})
     policy = a_policy(config)
     before = {name: value.clone() for name, value in policy.state_dict().items()}
@@ -138,7 +138,7 @@ def test_the_replay_of_a_place_names_the_players_by_their_side(battle: int, team
 
 @pytest.mark.slow
 @pytest.mark.parametrize("watched", [8, 0])
-def test_a_battle_that_was_won_is_looked_for(watched: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_replay_of_a_match_is_a_battle_that_was_won(watched: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recording, "_WATCHED", watched)  # none: the match is played once more
     kept = play_and_record(CONFIG, "strong", "random", seed=2, path=tmp_path / "won.safetensors", names=("learner", "bot"))
     assert kept.path is not None
@@ -150,7 +150,7 @@ def test_a_battle_that_was_won_is_looked_for(watched: int, tmp_path: Path, monke
 
 
 @pytest.mark.slow
-def test_where_nothing_was_won_no_replay_is_written(tmp_path: Path) -> None:
+def test_no_replay_is_written_where_no_battle_was_won(tmp_path: Path) -> None:
     kept = play_and_record(small_arena(battles=2, seconds=0.5), "random", "random", seed=2, path=tmp_path / "won.safetensors")
     assert kept.result.won == ()
     assert (kept.path, kept.battle) == (None, None)

@@ -48,7 +48,7 @@ def test_a_policy_acts_on_what_units_of_any_arena_see(settings: dict[str, int], 
     assert masks["fire"].gather(1, actions["fire"].unsqueeze(1)).all()
 
 
-def test_the_actor_knows_nothing_of_the_whole_battle_and_the_critic_does() -> None:
+def test_only_the_critic_sees_the_whole_battle() -> None:
     arena = small_arena(state_view=True)
     policy = policy_of(arena)
     obs = noise_like(arena, 6, requires_grad=True)
@@ -81,7 +81,7 @@ def reversed_block(obs: Tensor, arena: ArenaConfig, name: str) -> Tensor:
     return changed
 
 
-def test_the_order_of_comrades_means_nothing_and_that_of_contacts_is_aimed_by() -> None:
+def test_the_order_of_allies_does_not_matter_and_that_of_contacts_gives_the_targets() -> None:
     arena = small_arena(team_size=4, contacts=3, allies=3)
     policy = policy_of(arena)
     obs = noise_like(arena, 5)["obs"]
@@ -90,7 +90,7 @@ def test_the_order_of_comrades_means_nothing_and_that_of_contacts_is_aimed_by() 
     assert not torch.allclose(policy.encoder(reversed_block(obs, arena, "contacts")), encoded)
 
 
-def test_the_seed_alone_says_how_a_network_begins() -> None:
+def test_the_initial_weights_depend_on_the_seed_only() -> None:
     torch.manual_seed(1)
     before = torch.get_rng_state()
     one = policy_of(small_arena()).state_dict()

@@ -21,12 +21,12 @@ def arena() -> Arena:
     return Arena(CONFIG.arena, seed=0)
 
 
-def test_the_rows_of_a_side_are_those_of_its_units() -> None:
+def test_the_rows_of_a_side_are_its_units() -> None:
     assert ROWS.tolist() == [0, 1, 6, 7, 8, 9]
     assert side_rows(torch.tensor([2]), torch.tensor([1]), team_size=5).tolist() == [25, 26, 27, 28, 29]
 
 
-def test_joined_actions_have_everyones_in_their_place() -> None:
+def test_joined_actions_hold_the_actions_of_every_player_in_its_rows() -> None:
     one = (torch.tensor([3, 0]), {"fire": torch.tensor([1, 2]), "motion": torch.ones(2, 4)})
     other = (torch.tensor([1, 2]), {"fire": torch.tensor([5, 6]), "motion": torch.zeros(2, 4)})
     joined = join([one, other], 4)
@@ -34,7 +34,7 @@ def test_joined_actions_have_everyones_in_their_place() -> None:
     assert joined["motion"][:, 0].tolist() == [1.0, 0.0, 0.0, 1.0]
 
 
-def test_a_bot_drives_its_rows_and_goes_on_where_it_was_saved(arena: Arena) -> None:
+def test_a_bot_acts_for_its_rows_and_resumes_from_its_saved_state(arena: Arena) -> None:
     result = arena.reset()
     player, again = (BotPlayer(Bot("random", arena, seed=3), ROWS) for _ in range(2))
     player.act(result)
@@ -57,7 +57,7 @@ def remembered(player: PolicyPlayer, result: StepResult, rows: slice) -> torch.T
         return player.policy.step(obs, player.policy.initial_state(len(obs["obs"])))[1]
 
 
-def test_memories_begin_anew_where_a_battle_ended_and_nowhere_else(arena: Arena) -> None:
+def test_memories_are_reset_only_where_a_battle_ended(arena: Arena) -> None:
     result = arena.reset()
     player = PolicyPlayer(a_policy(CONFIG), ROWS, units=UNITS)
     player.act(result)
@@ -70,7 +70,7 @@ def test_memories_begin_anew_where_a_battle_ended_and_nowhere_else(arena: Arena)
         assert not torch.equal(player.state[others], before[others])
 
 
-def test_after_a_reset_all_memories_begin_anew(arena: Arena) -> None:
+def test_a_reset_clears_all_memories(arena: Arena) -> None:
     result = arena.reset()
     player = PolicyPlayer(a_policy(CONFIG), ROWS, units=UNITS)
     player.act(result)
@@ -92,7 +92,7 @@ def test_without_a_generator_actions_are_the_likeliest_and_with_one_they_are_dra
         assert (actions["motion"].abs() <= 1).all()
 
 
-def test_a_player_goes_on_with_the_memories_that_were_saved_and_forgets_when_told(arena: Arena) -> None:
+def test_a_player_resumes_with_saved_memories_and_can_be_reset(arena: Arena) -> None:
     result = arena.reset()
     policy = a_policy(CONFIG)
     player, again = (PolicyPlayer(policy, ROWS, units=UNITS) for _ in range(2))
@@ -106,7 +106,7 @@ def test_a_player_goes_on_with_the_memories_that_were_saved_and_forgets_when_tol
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
-def test_a_policy_on_the_gpu_plays_in_an_arena_on_the_cpu_as_one_beside_it(arena: Arena) -> None:
+def test_a_policy_on_the_gpu_acts_in_an_arena_on_the_cpu(arena: Arena) -> None:
     result = arena.reset()
     near = PolicyPlayer(a_policy(CONFIG), ROWS, units=UNITS)
     far = PolicyPlayer(a_policy(CONFIG).to("cuda"), ROWS, units=UNITS)

@@ -38,7 +38,7 @@ def test_outcomes_are_spread_evenly_over_a_match(record: WinRecord) -> None:
 
 
 @needs_openskill
-def test_the_winner_rises_the_loser_falls_and_both_are_surer() -> None:
+def test_a_win_raises_the_winner_lowers_the_loser_and_reduces_both_uncertainties() -> None:
     winner, loser = rated(Rating(), Rating(), WinRecord(wins=1))
     assert winner.mu > 25 > loser.mu
     assert winner.sigma < Rating().sigma > loser.sigma
@@ -64,7 +64,7 @@ def test_a_long_match_weighs_no_more_than_its_bound() -> None:
 
 @pytest.mark.slow
 @needs_openskill
-def test_nobody_becomes_surer_than_the_floor() -> None:
+def test_the_uncertainty_of_a_rating_has_a_floor() -> None:
     player, opponent = Rating(), Rating()
     for _ in range(200):
         player, opponent = rated(player, opponent, WinRecord(wins=32, losses=32))
@@ -75,7 +75,7 @@ def test_nobody_becomes_surer_than_the_floor() -> None:
 
 @pytest.mark.slow
 @needs_openskill
-def test_ratings_find_the_order_and_the_chances_of_a_known_field() -> None:
+def test_ratings_recover_the_order_and_the_chances_of_known_players() -> None:
     strengths = {"a": 20.0, "b": 24.0, "c": 27.0, "d": 33.0}
     field = dict.fromkeys(strengths, Rating())
     means = dict.fromkeys(strengths, 0.0)  # over the later rounds: a single rating is known to about its sigma only

@@ -52,7 +52,7 @@ def test_maps_add_up_and_turn_round_with_their_battles() -> None:
 
 
 @given(RECORDS)
-def test_both_sides_tell_the_same_of_a_match(record: WinRecord) -> None:
+def test_both_sides_have_mirrored_records_of_a_match(record: WinRecord) -> None:
     other = record.reversed()
     assert other.reversed() == record
     if record.battles:
@@ -60,7 +60,7 @@ def test_both_sides_tell_the_same_of_a_match(record: WinRecord) -> None:
         assert other.interval().low == pytest.approx(1 - record.interval().high)
 
 
-def test_a_record_says_itself_in_words() -> None:
+def test_a_record_is_formatted_in_words() -> None:
     words = WinRecord(wins=410, draws=12, losses=90).in_words()
     assert words == "81.2 % of 512 battles, draws half (95 % sure: 77.6 to 84.4 %): 410 won, 12 drawn, 90 lost"
     assert WinRecord().in_words() == "no battles"
@@ -72,14 +72,14 @@ def test_a_record_without_battles_has_no_score() -> None:
 
 
 @pytest.mark.parametrize("wrong", [-1, 0.5, True])
-def test_counts_that_cannot_be_are_refused(wrong: int) -> None:
+def test_impossible_counts_are_refused(wrong: int) -> None:
     with pytest.raises(ValueError, match=f"whole numbers from 0; got {wrong}"):
         WinRecord(wins=wrong)
 
 
 @pytest.mark.slow
 @given(st.lists(st.tuples(PAIRS, RECORDS)))
-def test_a_table_adds_up_whoever_tells(results: list[tuple[list[str], WinRecord]]) -> None:
+def test_results_add_up_whichever_side_reports_them(results: list[tuple[list[str], WinRecord]]) -> None:
     told, retold = WinTable(), WinTable()
     for (player, opponent), record in results:
         told.add(player, opponent, record)
@@ -99,6 +99,6 @@ def test_a_removed_player_leaves_the_results_of_others() -> None:
     assert list(table) == [("b", "c", WinRecord(losses=1))]
 
 
-def test_nobody_is_its_own_opponent() -> None:
+def test_a_player_cannot_be_its_own_opponent() -> None:
     with pytest.raises(ValueError, match="'a' cannot be its own opponent"):
         WinTable().add("a", "a", WinRecord(wins=1))

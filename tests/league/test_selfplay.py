@@ -39,7 +39,7 @@ def driven(env: SelfPlay, timestep: Timestep, count: int, *, seed: int = 0) -> T
     return list(steps(env, timestep, count, seed=seed))[-1]
 
 
-def test_the_learner_has_one_side_by_parity_and_both_where_it_fights_itself() -> None:
+def test_the_learner_has_one_side_by_parity_and_both_sides_in_self_play() -> None:
     env = seated(small_training())
     teams, units = env.config.arena.team_size, env.config.arena.units
     expected = []
@@ -62,7 +62,7 @@ def test_every_unit_is_driven_by_exactly_one_player() -> None:
 
 
 @pytest.mark.slow
-def test_what_the_learner_says_reaches_its_own_rows_and_bots_say_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_actions_of_the_learner_reach_its_own_rows_and_bots_act_in_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     env = seated(small_training(selfplay={"bots": ("middle",), "bot_share": 0.5, "past_share": 0.0}))
     heard: list[Actions] = []
     step = env.arena.step
@@ -79,7 +79,7 @@ def test_what_the_learner_says_reaches_its_own_rows_and_bots_say_the_rest(monkey
 
 
 @pytest.mark.slow
-def test_rows_are_those_of_the_arena_and_the_dead_are_neither_paid_nor_valid() -> None:
+def test_rows_are_the_units_of_the_arena_and_dead_ones_are_neither_paid_nor_valid() -> None:
     env = seated(small_training(arena={"seconds": 30.0}, selfplay={"bots": ("strong",), "enter_every": 1000}))
     dead = 0
     for timestep in steps(env, env.reset(), 30):
@@ -132,7 +132,7 @@ def test_another_self_play_goes_on_where_the_first_was_saved() -> None:
 
 
 @pytest.mark.slow
-def test_results_are_those_that_an_onlooker_counts() -> None:
+def test_counted_results_equal_those_of_an_independent_count() -> None:
     events: list[Event] = []
     env = seated(small_training(), events=events)
     counted: dict[str, list[int]] = {table.name: [0, 0, 0] for table in env.tables}
@@ -158,7 +158,7 @@ def test_results_are_those_that_an_onlooker_counts() -> None:
 
 
 @pytest.mark.slow
-def test_the_parts_of_the_reward_are_those_that_the_learner_was_paid() -> None:
+def test_reported_parts_of_the_reward_sum_to_the_learners_reward() -> None:
     events: list[Event] = []
     config = small_training()
     env = seated(config, events=events)
@@ -206,7 +206,7 @@ def test_teams_grow_with_the_updates() -> None:
 
 
 @pytest.mark.slow
-def test_the_first_to_enter_is_promoted_and_sits_down_without_the_memories_of_who_sat_there() -> None:
+def test_the_first_candidate_is_promoted_and_takes_its_opponent_slot_with_fresh_memories() -> None:
     events: list[Event] = []
     env = seated(small_training(), events=events)
     timestep = driven(env, env.reset(), 16)  # two rollouts; the second is told with the next step
@@ -231,7 +231,7 @@ def test_the_first_to_enter_is_promoted_and_sits_down_without_the_memories_of_wh
 
 
 @pytest.mark.slow
-def test_a_seat_without_a_past_self_holds_the_learner_of_today() -> None:
+def test_an_opponent_slot_without_a_past_self_holds_the_current_learner() -> None:
     env = seated(small_training())
     timestep = driven(env, env.reset(), 8)
     assert env.learner is not None
@@ -247,7 +247,7 @@ def test_a_seat_without_a_past_self_holds_the_learner_of_today() -> None:
 
 
 @pytest.mark.slow
-def test_the_league_hears_of_battles_against_its_players_and_of_no_others() -> None:
+def test_only_battles_against_players_of_the_league_are_recorded_in_it() -> None:
     env = seated(small_training(selfplay={"enter_every": 1000}))
     driven(env, env.reset(), 17)
     assert env.league.learner_score("random") is not None
@@ -268,7 +268,7 @@ def with_members(env: SelfPlay, *names: str) -> SelfPlay:
 
 
 @pytest.mark.slow
-def test_a_past_self_stays_in_its_seat_until_a_battle_can_be_over() -> None:
+def test_a_past_self_keeps_its_opponent_slot_for_at_least_one_battle() -> None:
     rollouts_of_4 = {"num_steps": 4}
     config = small_training(arena={"seconds": 2.5}, selfplay={"enter_every": 1000, "past_seats": 1}, ppo=rollouts_of_4)  # 10 decisions
     env = with_members(seated(config), "one", "two", "three", "four")
@@ -285,7 +285,7 @@ def test_a_past_self_stays_in_its_seat_until_a_battle_can_be_over() -> None:
 
 
 @pytest.mark.slow
-def test_who_leaves_the_league_leaves_its_seat() -> None:
+def test_a_retired_player_leaves_its_opponent_slot() -> None:
     selfplay = {"enter_every": 1000, "seat_rollouts": 100, "past_seats": 1}
     env = with_members(seated(small_training(selfplay=selfplay, league=LeagueConfig(size=1))), "one")
     timestep = driven(env, env.reset(), 9)
@@ -321,7 +321,7 @@ def test_only_battles_that_a_past_self_began_are_credited_to_it() -> None:
 
 
 @pytest.mark.slow
-def test_shots_that_found_no_slot_are_told_once() -> None:
+def test_shots_without_a_free_slot_are_reported_once() -> None:
     events: list[Event] = []
     env = seated(small_training(selfplay={"enter_every": 1000}, ppo={"num_steps": 4}), events=events)
     timestep = env.reset()
@@ -330,11 +330,11 @@ def test_shots_that_found_no_slot_are_told_once() -> None:
     assert [event.overflow for event in events if isinstance(event, RoundFought)] == [3, 0, 0]
 
 
-def test_the_anchors_of_configs_are_all_bots_that_there_are() -> None:
+def test_the_anchors_of_a_config_are_all_existing_bots() -> None:
     assert ANCHORS == BOTS == seated(small_training()).league.anchors
 
 
-def test_a_config_that_deals_more_than_there_is_says_so() -> None:
+def test_a_config_that_deals_more_than_all_battles_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"past_share: expected at most 1 - bot_share \(0.3\), got 0.5"):
         SelfPlayConfig(bot_share=0.7, past_share=0.5)
     with pytest.raises(ConfigError, match="at least one bot, or bot_share 0"):
@@ -347,7 +347,7 @@ def test_a_config_that_deals_more_than_there_is_says_so() -> None:
         small_training(ppo={"normalize_observations": True})
 
 
-def test_too_few_battles_for_the_tables_are_an_error_that_names_them() -> None:
+def test_too_few_battles_for_the_opponent_groups_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"1 battles cannot be dealt to .*'middle': 0.*use at least 5 battles"):
         seated(small_training(arena={"battles": 1}))
     with pytest.raises(ValueError, match=r"3 battles cannot be dealt to .*use at least 4 battles"):
@@ -358,7 +358,7 @@ def test_too_few_battles_for_the_tables_are_an_error_that_names_them() -> None:
         )
 
 
-def test_no_opponent_is_left_out_and_what_it_takes_is_said() -> None:
+def test_battles_too_few_for_all_opponents_are_refused_with_the_number_needed() -> None:
     config = SelfPlayConfig(bots=("weak", "strong", "strong"), bot_share=0.6, past_share=0.1, past_seats=2)
     with pytest.raises(ValueError, match=r"'seat 0': 0.*at least one to each opponent; use at least 11 battles"):
         deal(config, 8)
@@ -368,14 +368,14 @@ def test_no_opponent_is_left_out_and_what_it_takes_is_said() -> None:
         assert {"weak", "strong", "seat 0", "seat 1"} <= set(dealt)
 
 
-def test_without_bots_and_past_selves_everybody_learns() -> None:
+def test_all_units_learn_without_bots_and_past_selves() -> None:
     env = seated(small_training(selfplay={"bot_share": 0.0, "past_share": 0.0}))
     assert env.num_envs == 8 * 4
     assert [table.name for table in env.tables] == [SELF]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
-def test_past_selves_may_sit_on_another_device() -> None:
+def test_past_selves_may_be_on_another_device() -> None:
     """The arena on the GPU, its past selves on the CPU."""
     config = small_training(selfplay={"opponent_device": "cpu", "enter_every": 1, "entry_battles": 2})
     env = SelfPlay(config, device=torch.device("cuda"), seed=0)

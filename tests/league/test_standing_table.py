@@ -38,7 +38,7 @@ def test_without_ratings_the_standings_are_scores_with_intervals() -> None:
     ]
 
 
-def test_those_who_left_are_shown_on_request() -> None:
+def test_retired_players_are_shown_on_request() -> None:
     lines = standings(played(is_rated=False), with_retired=True).splitlines()
     assert [line.split()[:5] for line in lines if "retired" in line] == [["one", "retired", "2", "-", "10"]]
     assert not any("left the league" in line for line in lines)
@@ -50,7 +50,7 @@ def test_an_empty_league_has_standings_too() -> None:
 
 
 @needs_openskill
-def test_a_rating_is_shown_with_how_sure_it_is() -> None:
+def test_a_rating_is_shown_with_its_uncertainty() -> None:
     league = played(is_rated=True)
     line = next(line for line in standings(league).splitlines() if line.startswith("three"))
     rating = league.rating("three")
@@ -59,7 +59,7 @@ def test_a_rating_is_shown_with_how_sure_it_is() -> None:
 
 
 @needs_openskill
-def test_the_strongest_stand_first() -> None:
+def test_the_strongest_players_come_first() -> None:
     rows = standing_rows(played(is_rated=True))
     ordinals = [row.rating.ordinal for row in rows if row.rating]
     assert len(ordinals) == len(rows) == 5

@@ -41,7 +41,7 @@ def files_in(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
-def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
+def test_a_saved_league_is_loaded_unchanged(tmp_path: Path) -> None:
     _, league = old_and_new()
     LeagueStore(tmp_path / "run" / "league").save(league)
     assert equal(LeagueStore(tmp_path / "run" / "league").load(), league)
@@ -127,7 +127,7 @@ def test_a_resumed_run_that_enters_other_weights_under_an_old_name_never_mixes_t
     assert files_in(folder) == {"league.json", "members/one~2.safetensors"}
 
 
-def test_files_of_others_stay(tmp_path: Path) -> None:
+def test_files_not_written_by_the_league_stay(tmp_path: Path) -> None:
     (tmp_path / "members" / "mine").mkdir(parents=True)
     (tmp_path / "members" / "notes.txt").write_text("three is good at bridges")
     (tmp_path / "members" / "gone.safetensors").write_bytes(b"")
@@ -147,7 +147,7 @@ def test_weights_are_written_once(tmp_path: Path) -> None:
     assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 
-def test_a_member_file_that_someone_removed_is_written_again(tmp_path: Path) -> None:
+def test_a_removed_file_of_a_player_is_written_again(tmp_path: Path) -> None:
     store, league = LeagueStore(tmp_path), promoted(small_league(), "one")
     store.save(league)
     (tmp_path / "members" / "one.safetensors").unlink()
@@ -155,7 +155,7 @@ def test_a_member_file_that_someone_removed_is_written_again(tmp_path: Path) -> 
     assert equal(store.load(), league)
 
 
-def test_a_reader_that_is_overtaken_by_a_save_reads_again(tmp_path: Path) -> None:
+def test_a_reader_repeats_its_read_after_a_concurrent_save(tmp_path: Path) -> None:
     old, new = old_and_new()
     LeagueStore(tmp_path).save(old)
 
@@ -215,7 +215,7 @@ def test_a_league_of_a_newer_format_is_refused(tmp_path: Path) -> None:
         LeagueStore(tmp_path).load()
 
 
-def test_a_league_from_before_there_was_a_digest_loads(tmp_path: Path) -> None:
+def test_a_league_without_a_digest_loads(tmp_path: Path) -> None:
     league = promoted(small_league(), "one")
     LeagueStore(tmp_path).save(league)
     values = json.loads((tmp_path / "league.json").read_text())

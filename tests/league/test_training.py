@@ -118,7 +118,7 @@ def test_self_play_that_was_killed_and_resumed_equals_one_that_was_not_bit_for_b
 
 
 @pytest.mark.slow
-def test_a_run_leaves_a_league_for_people_and_a_player_for_matches(tmp_path: Path) -> None:
+def test_a_run_writes_its_league_and_its_player(tmp_path: Path) -> None:
     config = config_for()
     result = train_arena(config, tmp_path / "run")
     assert result.status == "finished"
@@ -139,7 +139,7 @@ def test_a_run_leaves_a_league_for_people_and_a_player_for_matches(tmp_path: Pat
     assert against_bot(policy, config, "random", battles=2, seed=5).record.battles == 2
 
 
-def test_mistakes_of_a_config_are_told_before_anything_is_written(tmp_path: Path) -> None:
+def test_mistakes_in_a_config_are_refused_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"1 battles cannot be dealt to .*use at least 5 battles"):
         train_arena(config_for(arena={"battles": 1}), tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -201,7 +201,7 @@ def test_the_arena_of_the_evaluations_is_released_with_the_run(tmp_path: Path, m
 
 
 @pytest.mark.slow
-def test_weights_that_are_missing_or_do_not_fit_are_told(tmp_path: Path) -> None:
+def test_missing_or_unfitting_weights_are_refused(tmp_path: Path) -> None:
     with (
         pytest.raises(RunError, match=r"no weights at .*nothing\.safetensors"),
         prepare_arena(small_training(start_from="nothing.safetensors")),
@@ -219,7 +219,7 @@ def test_weights_that_are_missing_or_do_not_fit_are_told(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_with_a_centralised_critic_training_goes_on_as_well(tmp_path: Path) -> None:
+def test_training_updates_a_centralised_critic(tmp_path: Path) -> None:
     config = config_for(arena={"state_view": True}, eval_battles=0)
     with prepare_arena(config) as (ppo, _):
         battle = ppo.policy.encoder.battle
@@ -305,7 +305,7 @@ def test_memory_does_not_grow_over_many_updates() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="resident sizes are read from /proc")
-def test_the_benchmark_of_memory_tells_what_is_held_and_how_fast_it_grows(
+def test_the_memory_benchmark_reports_held_memory_and_its_growth(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
