@@ -50,14 +50,14 @@ def test_a_mistake_is_explained(argv: list[str], message: str, capsys: pytest.Ca
 
 
 @pytest.mark.slow
-def test_a_member_that_there_is_not_is_answered_with_those_that_there_are(arena_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_player_of_a_league_is_refused_with_the_nearest_one(arena_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["arena", "match", f"{arena_run}:update-2", "weak"]) == 2
     assert "has no member 'update-2'; did you mean 'update-1'?" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("field", "value"), [("contacts", "3"), ("allies", "2"), ("state_view", "true")])
-def test_runs_of_arenas_that_look_different_cannot_meet(
+def test_players_with_different_observations_cannot_meet(
     field: str, value: str, arena_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train("other", 1, "--enter-every", "9", "--eval-battles", "0", f"--{field.replace('_', '-')}", *_flag_value(value)) == 0
@@ -96,7 +96,7 @@ def test_an_evaluation_counts_every_battle_once_from_both_sides(arena_run: Path,
 
 
 @pytest.mark.slow
-def test_policies_draw_their_actions_only_if_asked_to(arena_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_policies_sample_their_actions_only_on_request(arena_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for argv, actions in (
         (["eval", str(arena_run), "--against", "random", "--draw"], "drawn"),
         (["match", "random", str(arena_run)], "likeliest"),
@@ -120,7 +120,7 @@ def test_the_same_seed_gives_the_same_battles_and_another_one_others(capsys: pyt
 
 @pytest.mark.slow
 @pytest.mark.parametrize("who", ["{run}", "{run}:latest", "{run}:best", "{run}:update-1", "{run}/league/members/update-1.safetensors"])
-def test_a_player_is_a_run_its_last_checkpoint_or_a_member_of_its_league(
+def test_a_player_is_given_as_a_run_its_last_checkpoint_or_a_player_of_its_league(
     who: str, arena_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = who.format(run=arena_run)
@@ -140,7 +140,7 @@ def test_players_may_meet_in_larger_teams_than_they_were_trained_in(arena_run: P
 
 
 @pytest.mark.slow
-def test_a_damaged_file_of_a_member_is_explained(arena_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_file_of_a_player_is_explained(arena_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     copy = shutil.copytree(arena_run, tmp_path / "copy")
     path = copy / "league/members/update-1.safetensors"
     path.write_bytes(path.read_bytes()[:100])
@@ -154,7 +154,7 @@ def test_a_damaged_file_of_a_member_is_explained(arena_run: Path, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_standings_name_members_and_anchors(arena_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_standings_name_past_selves_and_anchors(arena_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["arena", "league", str(arena_run), "--json"]) == 0
     shown = capsys.readouterr().out
     result = last_line(shown)
@@ -184,7 +184,7 @@ def test_a_round_robin_lets_all_pairs_meet_and_changes_no_file(arena_run: Path, 
 
 
 @pytest.mark.slow
-def test_the_bench_tells_steps_as_training_counts_them_those_of_the_living_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_bench_reports_training_steps_steps_of_living_units_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--battles", "2", "--team-size", "1", "--decisions", "2", "--warm-up", "1", "--device", "cpu", "--threads", "1", "--json"]
     assert main(["arena", "bench", *argv]) == 0
     shown = capsys.readouterr().out

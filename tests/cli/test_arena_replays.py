@@ -68,7 +68,7 @@ def test_a_page_without_nicegui_is_refused_with_how_to_get_it(
     assert "pip install 'esper-grow[dashboard]'" in capsys.readouterr().err
 
 
-def test_a_replay_says_who_fought_who_won_and_what_happened(staged: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_replay_is_described_with_players_winner_and_feed(staged: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = staged / "replays/staged.safetensors"
     info = read_replay(path).info
     assert main(["arena", "replay", str(path), "--json"]) == 0
@@ -123,7 +123,7 @@ def test_a_replay_that_was_tampered_with_fails_to_verify(won: Path, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_replays_of_a_run_are_put_where_watch_finds_them(arena_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replays_of_a_run_are_written_where_watch_finds_them(arena_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = shutil.copytree(arena_run, tmp_path / "run")
     assert main([*MATCH, "--replay", "run", "--json"]) == 0
     result = last_line(capsys.readouterr().out)

@@ -66,7 +66,7 @@ def test_a_mistake_is_explained_and_leaves_nothing_behind(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_with_another_kind_of_run_is_not_gone_on_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_with_another_kind_of_run_is_not_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run/config.toml").write_text('env = "cue"\n')
     assert main(["arena", "train", "--resume", "--run", "run"]) == 2
@@ -74,7 +74,7 @@ def test_a_folder_with_another_kind_of_run_is_not_gone_on_with(tmp_path: Path, c
 
 
 @pytest.mark.slow
-def test_a_folder_that_holds_a_run_is_not_trained_in_again(arena_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_holds_a_run_is_not_overwritten_by_a_new_training(arena_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert_refuses_to_overwrite(arena_run, lambda: train(arena_run, 2), capsys)
 
 
@@ -82,7 +82,7 @@ def test_a_folder_that_holds_a_run_is_not_trained_in_again(arena_run: Path, caps
 
 
 @pytest.mark.slow
-def test_a_dry_run_says_what_would_be_done_and_touches_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["arena", "train", *OPTIONS, "--seed", "7", "--total-steps", "100", "--dry-run", "--json"]) == 0
     result = last_line(capsys.readouterr().out)
     plan = result["plan"]
@@ -108,9 +108,7 @@ def test_the_command_line_wins_over_the_file_and_gamma_is_that_of_learner_and_re
 
 
 @pytest.mark.slow
-def test_a_finished_run_says_how_good_it_is_and_what_to_do_next(
-    arena_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_finished_run_prints_its_scores_and_the_next_command(arena_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     copy = shutil.copytree(arena_run, tmp_path / "copy")
     assert main(["arena", "train", "--resume", "--run", "copy", "--total-steps", str(3 * UPDATE_STEPS), "--json"]) == 0
     shown = capsys.readouterr().out
@@ -139,7 +137,7 @@ def test_a_run_that_goes_on_keeps_its_settings(arena_run: Path, capsys: pytest.C
 
 
 @pytest.mark.slow
-def test_a_lost_file_of_the_league_does_not_keep_a_run_from_going_on(arena_run: Path, tmp_path: Path) -> None:
+def test_a_run_resumes_without_a_lost_file_of_the_league(arena_run: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(arena_run, tmp_path / "copy")
     (copy / "league/league.json").write_text("{")
     assert main(["arena", "train", "--resume", "--run", "copy", "--total-steps", str(3 * UPDATE_STEPS)]) == 0
@@ -165,7 +163,7 @@ def test_a_signal_stops_after_the_update_with_a_checkpoint(
 
 
 @pytest.mark.slow
-def test_minutes_end_a_run_with_an_evaluation_and_say_what_its_schedule_missed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_time_limit_ends_a_run_with_an_evaluation_and_reports_the_missed_schedule(capsys: pytest.CaptureFixture[str]) -> None:
     assert train("run", 10_000, "--minutes", "0.001", "--json") == 0
     shown = capsys.readouterr().out
     result = last_line(shown)
@@ -189,7 +187,7 @@ def test_two_ranks_train_one_player() -> None:
 
 
 @pytest.mark.slow
-def test_plain_lines_are_a_start_the_league_and_where_it_stands(arena_run: Path) -> None:
+def test_plain_progress_has_lines_of_the_start_the_league_and_the_state(arena_run: Path) -> None:
     stream = io.StringIO()
     show(arena_run, PlainLines(ArenaProgress(), stream, every_s=1e9))
     first, joined, last = stream.getvalue().splitlines()
@@ -210,7 +208,7 @@ def test_scores_are_those_of_recent_battles_and_past_selves_are_one_opponent() -
     assert progress.against == "strong 50 %  past selves 75 %"
 
 
-def test_the_league_is_counted_from_what_it_was_when_the_run_goes_on() -> None:
+def test_progress_of_a_resumed_run_counts_the_league_from_its_saved_state() -> None:
     progress = ArenaProgress(["update-1", "update-2"])
     for name, is_promoted, retired in (("update-3", True, ["update-1"]), ("update-4", False, [])):
         progress.take(recorded(LeagueChanged(update=1, name=name, is_promoted=is_promoted, reason="", retired=retired, against={})))
@@ -219,7 +217,7 @@ def test_the_league_is_counted_from_what_it_was_when_the_run_goes_on() -> None:
 
 
 @pytest.mark.slow
-def test_what_is_left_is_the_shorter_of_steps_and_clock(arena_run: Path) -> None:
+def test_the_time_left_is_the_shorter_of_steps_and_clock(arena_run: Path) -> None:
     timed, free = ArenaProgress(ends_at=time.monotonic() + 5), ArenaProgress()
     for record in read(arena_run / "events.jsonl"):
         for progress in (timed, free):
@@ -231,7 +229,7 @@ def test_what_is_left_is_the_shorter_of_steps_and_clock(arena_run: Path) -> None
 
 
 @pytest.mark.slow
-def test_what_is_left_counts_the_battles_at_checkpoints_too(arena_run: Path) -> None:
+def test_the_time_left_includes_the_battles_at_checkpoints(arena_run: Path) -> None:
     progress = ArenaProgress()
     for record in read(arena_run / "events.jsonl"):
         number = record.event.update if isinstance(record.event, Update) else 0

@@ -127,7 +127,7 @@ def test_a_mistake_is_explained_and_leaves_nothing_behind(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_with_another_kind_of_run_is_not_gone_on_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_with_another_kind_of_run_is_not_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run/config.toml").write_text('env = "cue"\n')
     assert main(["controller", "train", "--resume", "--run", "run"]) == 2
@@ -136,7 +136,7 @@ def test_a_folder_with_another_kind_of_run_is_not_gone_on_with(tmp_path: Path, c
 
 
 @pytest.mark.slow
-def test_a_folder_that_holds_a_run_is_not_trained_in_again(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_holds_a_run_is_not_overwritten_by_a_new_training(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert_refuses_to_overwrite(finished, lambda: train(finished, 2), capsys)
 
 
@@ -144,7 +144,7 @@ def test_a_folder_that_holds_a_run_is_not_trained_in_again(finished: Path, capsy
 
 
 @pytest.mark.slow
-def test_a_run_leaves_a_controller_and_says_how_to_use_it(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_writes_a_controller_and_prints_how_to_use_it(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["controller", "train", "--resume", "--run", str(finished), "--json"]) == 0
     shown = capsys.readouterr().out
     path = finished / "controller.safetensors"
@@ -161,7 +161,7 @@ def test_a_run_leaves_a_controller_and_says_how_to_use_it(finished: Path, capsys
 
 
 @pytest.mark.slow
-def test_a_controller_file_that_was_lost_is_written_again(finished: Path, tmp_path: Path) -> None:
+def test_a_lost_controller_file_is_written_again(finished: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(finished, tmp_path / "copy")
     (copy / "controller.safetensors").unlink()
     assert main(["controller", "train", "--resume", "--run", "copy"]) == 0
@@ -187,7 +187,7 @@ def test_tensorboard_gets_utility_rent_and_the_parts_of_the_reward(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_dry_run_says_what_would_be_done_and_touches_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["controller", "train", *OPTIONS, "--seed", "7", "--rounds", "3", "--dry-run", "--json"]) == 0
     result = last_line(capsys.readouterr().out)
     plan = result["plan"]
@@ -201,9 +201,7 @@ def test_a_dry_run_says_what_would_be_done_and_touches_nothing(tmp_path: Path, c
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_on_may_get_more_rounds_but_no_other_setting(
-    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_resumed_run_may_get_more_rounds_but_no_other_setting(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     copy = shutil.copytree(finished, tmp_path / "copy")
     assert main(["controller", "train", "--resume", "--run", "copy", "--hosts", "8"]) == 2
     assert "hosts is 4 in the saved run and cannot become 8 now" in capsys.readouterr().err
@@ -275,7 +273,7 @@ def test_two_ranks_train_one_controller_and_stop_together(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_plain_lines_are_a_start_a_line_after_a_round_and_an_end(finished: Path) -> None:
+def test_plain_progress_has_a_start_a_line_per_round_and_an_end(finished: Path) -> None:
     stream = io.StringIO()
     show(finished, PlainLines(ControllerProgress(), stream, every_s=1e9))
     first, last = stream.getvalue().splitlines()
@@ -296,7 +294,7 @@ def test_plain_lines_are_a_start_a_line_after_a_round_and_an_end(finished: Path)
 
 
 @pytest.mark.slow
-def test_samples_per_second_are_those_of_all_hosts_and_twins(finished: Path) -> None:
+def test_samples_per_second_count_all_hosts_and_twins(finished: Path) -> None:
     progress = read_progress(finished)
     ends = [record.event for record in read(finished / "events.jsonl") if isinstance(record.event, RoundEnded)]
     # Four hosts that share a twin train on 5 x 2 steps of 16 samples between decisions; there is one more decision than stretches.
@@ -339,7 +337,7 @@ def test_controllers_are_compared_and_all_runs_are_json(finished: Path, capsys: 
     assert {run["seed"] for run in result["runs"]} == {0, 1, 2}
 
 
-def test_what_a_comparison_is_at_is_a_line_that_changes_on_a_terminal_and_lines_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_of_a_comparison_is_one_changing_line_on_a_terminal_and_lines_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     for stream, expected in ((io.StringIO(), ["first  5 decisions", "second  7 decisions"]), (Terminal(), ["second  7 decisions"])):
         with CompareProgress(stream) as progress:
@@ -395,7 +393,7 @@ def test_a_trained_controller_grows_a_model_in_python(eager: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_the_controller_that_it_began_with(eager: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_resumes_with_the_controller_it_was_started_with(eager: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rules = LifecycleConfig(holding_epochs=1)
     settings: dict[str, Any] = {"epochs": 3, "threads": 1, "device": "cpu", "lifecycle": rules, "blueprints": ("norm",)}
     config = GrowTaskConfig(task="digits", controller=str(eager), **settings)

@@ -85,7 +85,7 @@ def test_a_command_names_the_kind_of_a_run_that_it_does_not_take(given: str, com
 
 @pytest.mark.slow
 @pytest.mark.parametrize("argv", [["grow", "--task", "digits", "--controller", "./x"], ["controller", "compare", "--controllers", "./x"]])
-def test_a_folder_in_place_of_a_controllers_file_is_answered_with_the_file(
+def test_a_folder_in_place_of_a_controller_file_is_refused_with_the_file_inside(
     given: str, argv: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(argv) == 2
@@ -96,7 +96,7 @@ def test_a_folder_in_place_of_a_controllers_file_is_answered_with_the_file(
         assert f"x is {NAMED[given]} and not a controller; give the file RUN/controller.safetensors of a controller run" in error
 
 
-def test_a_growth_run_that_python_began_is_answered_with_python(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_growth_run_started_in_python_is_refused_with_the_python_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "x").mkdir()
     save(GrowthConfig(), tmp_path / "x/config.toml")
     for argv in (["ppo", "eval", "x"], ["grow", "--resume", "--run", "x"]):
@@ -115,20 +115,22 @@ CALLS: list[tuple[str, Callable[[str], object]]] = [
 @pytest.mark.parametrize(
     ("given", "wanted", "call"), [(kind, wanted, call) for wanted, call in CALLS for kind in CONFIGS if kind != wanted], indirect=["given"]
 )
-def test_the_libraries_name_the_kind_too(given: str, wanted: str, call: Callable[[str], object]) -> None:
+def test_the_python_functions_name_the_kind_of_a_run(given: str, wanted: str, call: Callable[[str], object]) -> None:
     with pytest.raises(RunError, match=f"x is {NAMED[given]} and not {NAMED[wanted]}; use it with: "):
         call("x")
 
 
 @pytest.mark.parametrize("given", [kind for kind in CONFIGS if kind != "growth"], indirect=True)
-def test_growing_does_not_go_on_with_a_run_of_another_kind(given: str) -> None:
+def test_grow_does_not_resume_a_run_of_another_kind(given: str) -> None:
     model, data = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)), [(torch.randn(4, 2), torch.zeros(4, dtype=torch.long))]
     with pytest.raises(RunError, match=f"x is {NAMED[given]} and not a growth run"):
         esper.grow(model, data, data, loss_fn=nn.functional.cross_entropy, epochs=6, run="x", resume=True)
 
 
 @pytest.mark.parametrize("argv", [["ppo", "eval"], ["ppo", "train", "--resume", "--run"], ["arena", "eval"], ["grow", "--resume", "--run"]])
-def test_a_folder_of_runs_is_answered_with_the_newest_of_them(argv: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_of_several_runs_is_refused_with_the_newest_one(
+    argv: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in ("old", "new"):
         (tmp_path / "runs" / name).mkdir(parents=True)
         save(CONFIGS["ppo"], tmp_path / "runs" / name / "config.toml")
@@ -138,7 +140,7 @@ def test_a_folder_of_runs_is_answered_with_the_newest_of_them(argv: list[str], t
     assert "runs/new/config.toml is a file; give the folder of a run" in capsys.readouterr().err
 
 
-def test_a_config_that_is_not_of_a_run_is_answered_by_what_is_wrong_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_config_that_belongs_to_no_run_is_refused_with_its_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "x").mkdir()
     (tmp_path / "x/config.toml").write_text("colour = 3\n")
     assert kind_of(tmp_path / "x") is None

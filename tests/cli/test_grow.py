@@ -144,7 +144,7 @@ def test_tensorboard_gets_losses_and_slots_of_a_growing_host_and_goes_on_when_it
 
 
 @pytest.mark.slow
-def test_a_missing_tensorboard_is_said_before_a_host_is_trained(
+def test_a_missing_tensorboard_is_refused_before_a_host_is_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -214,7 +214,7 @@ def test_a_mistake_is_explained_and_leaves_nothing_behind(
     assert not list(tmp_path.iterdir())
 
 
-def test_what_a_machine_reads_says_what_is_wrong_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_json_output_contains_an_error_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["grow", "--task", "digits", "--host", "foo", "--json"]) == 2
     assert last_line(capsys.readouterr().out)["error"].startswith("invalid choice 'foo' for argument '--host'. Expected one of")
 
@@ -226,7 +226,7 @@ def test_a_wrong_key_in_the_file_names_the_right_one(tmp_path: Path, capsys: pyt
 
 
 @pytest.mark.slow
-def test_a_dry_run_says_what_would_be_done_and_touches_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["grow", *OPTIONS, "--host", "right", "--epochs", "1", "--raise", "shadow", "--max-seeds", "2", "--dry-run", "--json"]) == 0
     shown = capsys.readouterr().out
     result = last_line(shown)
@@ -248,7 +248,7 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults(tmp_
     assert config["rent.parameters"] == GrowTaskConfig().rent.parameters
 
 
-def test_precision_accumulation_clipping_and_schedule_are_those_of_the_training() -> None:
+def test_precision_accumulation_clipping_and_schedule_reach_the_training() -> None:
     options = {"precision": "bfloat16", "accumulate": 3, "max_grad_norm": 0.5, "schedule": "cosine", "epochs": 4}
     for when, periods in (("auto", 4), ("epoch", 4), ("step", 4 * 7)):  # 20 batches, three to a step and two in the last
         config = GrowTaskConfig(task="digits", step_schedule=when, batch_size=50, **options)
@@ -261,7 +261,7 @@ def test_precision_accumulation_clipping_and_schedule_are_those_of_the_training(
 
 
 @pytest.mark.usefixtures("user_code")
-def test_a_schedule_by_steps_needs_a_loader_that_tells_its_length(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_schedule_by_steps_needs_a_loader_with_a_length(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model", "mycode:make_model", "--data", "mycode:endless", "--epochs", "1", "--schedule", "cosine", "--step-schedule", "step"]
     assert main(["grow", *words]) == 2
     assert "the training loader does not tell how many batches it has; leave --step-schedule out" in capsys.readouterr().err
@@ -269,7 +269,7 @@ def test_a_schedule_by_steps_needs_a_loader_that_tells_its_length(capsys: pytest
 
 @pytest.mark.slow
 @pytest.mark.parametrize("option", [("precision", "bfloat16"), ("accumulate", "2"), ("max-grad-norm", "1.0")])
-def test_a_run_does_not_go_on_with_other_settings(option: tuple[str, str], finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_does_not_resume_with_other_settings(option: tuple[str, str], finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name, value = option
     assert main(["grow", "--resume", "--run", str(finished), f"--{name}", value]) == 2
     assert f"{name.replace('-', '_')} is " in capsys.readouterr().err
@@ -334,14 +334,14 @@ def test_the_twin_is_compared_sample_by_sample(finished: Path, capsys: pytest.Ca
 
 
 @pytest.mark.slow
-def test_nothing_worth_keeping_is_a_normal_end(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_keeps_no_seed_ends_normally(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["grow", "--task", "digits", "--controller", "never", "--epochs", "1", "--threads", "1", "--json"]) == 0
     shown = capsys.readouterr().out
     assert "nothing was grown" in shown
     assert last_line(shown)["seeds"] == 0
 
 
-def test_runs_of_the_same_second_get_folders_of_their_own() -> None:
+def test_runs_started_in_the_same_second_get_different_folders() -> None:
     folders = set()
     for _ in range(3):
         with run_folder(GrowTaskConfig(task="digits"), None) as folder:
@@ -350,7 +350,7 @@ def test_runs_of_the_same_second_get_folders_of_their_own() -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_cannot_begin_leaves_no_folder_but_one_that_was_there(tmp_path: Path) -> None:
+def test_a_run_that_cannot_start_removes_only_folders_it_made(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("keep me")
     assert grow("mine", 1, "--slots", "nosuch") == 2
@@ -358,7 +358,7 @@ def test_a_run_that_cannot_begin_leaves_no_folder_but_one_that_was_there(tmp_pat
 
 
 @pytest.mark.slow
-def test_a_folder_that_holds_a_run_is_not_trained_in_again(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_holds_a_run_is_not_overwritten_by_a_new_training(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert_refuses_to_overwrite(finished, lambda: grow(finished, EPOCHS), capsys)
 
 
@@ -453,7 +453,7 @@ def test_a_run_that_is_interrupted_and_resumed_equals_one_that_was_not(tmp_path:
 
 
 @pytest.mark.slow
-def test_a_run_that_had_finished_says_so_and_goes_on_for_more_epochs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_run_can_be_resumed_with_more_epochs(capsys: pytest.CaptureFixture[str]) -> None:
     assert grow("run", 2) == 0
     before = Path("run/events.jsonl").read_bytes()
     capsys.readouterr()
@@ -477,7 +477,9 @@ def test_a_run_that_had_finished_says_so_and_goes_on_for_more_epochs(capsys: pyt
         (["--epochs", "4"], "is made for 1 epochs"),
     ],
 )
-def test_what_a_run_was_made_with_cannot_change(more: list[str], message: str, scheduled: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_settings_that_define_a_run_cannot_change(
+    more: list[str], message: str, scheduled: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["grow", "--resume", "--run", str(scheduled), *more]) == 2
     assert message in capsys.readouterr().err
 
@@ -509,7 +511,7 @@ def test_a_twin_without_an_accuracy_has_no_interval(capsys: pytest.CaptureFixtur
     assert "This is one run" in shown
 
 
-def test_the_length_of_sequences_reaches_the_task(tmp_path: Path) -> None:
+def test_the_option_for_the_sequence_length_reaches_the_task(tmp_path: Path) -> None:
     (tmp_path / "input.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
     config = GrowTaskConfig(task="text", data_dir=tmp_path, sequence_length=16)
     inputs, _ = next(iter(make_work(config, torch.device("cpu")).train_loader))
@@ -519,7 +521,7 @@ def test_the_length_of_sequences_reaches_the_task(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("user_code")
 @pytest.mark.parametrize("more", [["--loss", "mycode:squared"], ["--step-loss", "mycode:step_loss"]])
-def test_a_loss_of_ones_own_has_no_accuracy(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_custom_loss_has_no_accuracy(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     own = ["--model", "mycode:make_model", "--data", "mycode:make_loaders", "--controller", "never", "--epochs", "1", "--run", "run"]
     assert main(["grow", *own, *more, "--json"]) == 0
     result = last_line(capsys.readouterr().out)
@@ -529,7 +531,7 @@ def test_a_loss_of_ones_own_has_no_accuracy(more: list[str], capsys: pytest.Capt
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("user_code")
-def test_without_a_test_part_there_is_no_number_for_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_task_without_a_test_split_has_no_test_result(capsys: pytest.CaptureFixture[str]) -> None:
     own = ["--model", "mycode:make_model", "--data", "mycode:two_loaders", "--controller", "never", "--epochs", "1", "--run", "run"]
     assert main(["grow", *own, "--json"]) == 0
     shown = capsys.readouterr().out
@@ -560,7 +562,7 @@ def test_without_a_test_part_there_is_no_number_for_it(capsys: pytest.CaptureFix
         ("mycode:make_model", "mycode:iterators", 2, "is an iterator, used up after one epoch"),
     ],
 )
-def test_what_is_wrong_with_the_users_code_is_said_in_one_line(
+def test_an_error_in_the_users_code_is_reported_in_one_line(
     model: str, data: str, code: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["grow", "--model", model, "--data", data]) == code
@@ -597,7 +599,7 @@ def test_the_live_view_fits_the_terminal(finished: Path, width: int) -> None:
     assert "as planned" in shown
 
 
-def test_long_names_and_many_slots_still_fit() -> None:
+def test_the_live_view_fits_with_long_names_and_many_slots() -> None:
     progress = GrowProgress("large")
     slots = [f"encoder.layers.{index}.attention.output.projection" for index in range(40)]
     started = GrowthStarted(epoch=0, epochs=9, controller="never", raise_mode="joint", slots=slots, parameters=10, flops=10)
@@ -614,7 +616,7 @@ def test_long_names_and_many_slots_still_fit() -> None:
 
 
 @pytest.mark.slow
-def test_plain_lines_tell_every_change_with_its_reason(finished: Path) -> None:
+def test_plain_progress_reports_every_change_with_its_reason(finished: Path) -> None:
     stream = io.StringIO()
     show(finished, PlainLines(GrowProgress("digits"), stream, every_s=1e9))
     shown = stream.getvalue()
@@ -624,7 +626,7 @@ def test_plain_lines_tell_every_change_with_its_reason(finished: Path) -> None:
     assert shown.count(f"epoch {EPOCHS}/{EPOCHS}") == 1
 
 
-def test_what_the_probe_saw_is_a_line() -> None:
+def test_plain_progress_has_a_line_for_a_probe() -> None:
     stream = io.StringIO()
     promises = {"a": {"norm": 0.001, "conv3x3": 0.02}, "b": {"norm": 0.03}}
     PlainLines(GrowProgress("digits"), stream).write(EventRecord(time=0.0, run="run", rank=0, event=Probed(epoch=4, promises=promises)))

@@ -65,7 +65,7 @@ def read_until(stream: IO[str], text: str) -> str:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_second_signal_ends_with_the_code_of_its_own(number: signal.Signals, code: int) -> None:
+def test_a_second_signal_ends_with_its_own_code(number: signal.Signals, code: int) -> None:
     def train() -> None:
         with failures(Path("run"), "ppo train"), StopSignals():
             os.kill(os.getpid(), signal.SIGINT)
@@ -120,7 +120,7 @@ def test_a_full_disk_behind_the_output_is_named_in_one_line(argv: list[str], unb
 
 @pytest.mark.slow
 @pytest.mark.parametrize("argv", ALL_THAT_PRINT, ids=" ".join)
-def test_a_reader_that_has_left_is_no_news(argv: list[str]) -> None:
+def test_a_closed_output_pipe_is_not_an_error(argv: list[str]) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     finished = run(*argv, stdout=writing)
@@ -132,7 +132,7 @@ def test_a_reader_that_has_left_is_no_news(argv: list[str]) -> None:
 
 
 @pytest.mark.slow
-def test_errors_that_nobody_takes_do_not_change_the_exit_code() -> None:
+def test_a_closed_error_pipe_does_not_change_the_exit_code() -> None:
     with open("/dev/full", "w") as full:
         assert run("ppo", "nonsense", stderr=full).returncode == 2
     closed = {stream: subprocess.run(f"{sys.executable} -m esper.cli.main --version {stream}", shell=True) for stream in (">&-", "2>&-")}
@@ -275,7 +275,7 @@ def test_a_training_on_a_full_disk_says_what_to_free_and_how_to_go_on(
 
 
 @pytest.mark.slow
-def test_a_folder_that_is_removed_during_its_training_is_said_to_be_lost(
+def test_a_folder_removed_during_its_training_is_reported_as_lost(
     short_training: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "elsewhere").mkdir()
@@ -294,7 +294,7 @@ def test_a_folder_that_is_removed_during_its_training_is_said_to_be_lost(
 
 
 @pytest.mark.slow
-def test_a_disk_that_was_full_from_the_start_is_no_mistake_of_the_name(
+def test_a_disk_full_from_the_start_is_not_reported_as_a_wrong_name(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def full() -> None:

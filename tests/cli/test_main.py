@@ -28,7 +28,7 @@ print(time.process_time() - began)
 
 
 @pytest.mark.slow
-def test_help_at_every_level_comes_at_once_without_torch_and_numpy() -> None:
+def test_help_at_every_level_imports_neither_torch_nor_numpy() -> None:
     finished = subprocess.run([sys.executable, "-c", HELP_AT_EVERY_LEVEL], capture_output=True, text=True, check=True)
     assert float(finished.stdout.splitlines()[-1]) < 5, "together they take well under a second of CPU time"
 
@@ -133,7 +133,7 @@ def test_a_lack_of_memory_is_named_with_what_was_asked_for(monkeypatch: pytest.M
         assert "unexpected" not in error
 
 
-def test_ctrl_c_before_anything_ends_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_before_any_work_ends_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def interrupted(argv: list[str], prog: str) -> None:
         raise KeyboardInterrupt
 
@@ -142,7 +142,7 @@ def test_ctrl_c_before_anything_ends_with_130(monkeypatch: pytest.MonkeyPatch, c
     assert last_line(capsys.readouterr().out) == {"error": "interrupted"}
 
 
-def test_the_doctor_finds_what_these_tests_run_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_doctor_reports_the_version_of_torch_and_a_writable_folder(capsys: pytest.CaptureFixture[str]) -> None:
     import torch
 
     assert main(["doctor", "--json"]) == 0
@@ -170,7 +170,7 @@ def plan_of(argv: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, An
     return last_line(capsys.readouterr().out)
 
 
-def test_a_dry_run_says_what_would_be_done_and_touches_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_dry_run_prints_the_plan_and_writes_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     argv = ["cue", "--num-envs", "8", "--num-steps", "32", "--total-steps", "1000", "--device", "cpu", "--bptt-length", "16"]
     plan = plan_of(argv, capsys)["plan"]
     assert plan["steps_per_update"] == 8 * 32

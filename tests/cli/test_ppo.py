@@ -107,7 +107,7 @@ def test_a_run_is_trained_evaluated_and_evaluated_again(capsys: pytest.CaptureFi
 
 
 @pytest.mark.slow
-def test_a_folder_that_holds_a_run_is_not_trained_in_again(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_holds_a_run_is_not_overwritten_by_a_new_training(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert_refuses_to_overwrite(finished, lambda: train(finished, 10), capsys)
 
 
@@ -119,7 +119,9 @@ def test_a_run_without_a_folder_gets_one_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_on_keeps_no_second_copy_of_what_it_loaded(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_keeps_no_second_copy_of_the_loaded_checkpoint(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     copy = shutil.copytree(finished, tmp_path / "copy")
     loaded: list[weakref.ref[torch.Tensor]] = []
     latest = training._latest
@@ -142,7 +144,7 @@ def test_a_run_that_goes_on_keeps_no_second_copy_of_what_it_loaded(finished: Pat
     assert alive[0] == 0
 
 
-def test_a_folder_that_another_process_trains_in_is_refused(finished: Path, tmp_path: Path) -> None:
+def test_a_folder_in_use_by_another_process_is_refused(finished: Path, tmp_path: Path) -> None:
     from esper.runs.folder import locked
 
     copy = shutil.copytree(finished, tmp_path / "copy")
@@ -161,7 +163,7 @@ def test_training_that_diverges_ends_with_1_and_no_traceback(capsys: pytest.Capt
 
 
 @pytest.mark.slow
-def test_training_that_stops_itself_leaves_a_checkpoint_and_says_where(
+def test_training_that_stops_itself_writes_a_checkpoint_and_prints_its_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("esper.rl.batch.gae", lambda rewards, *rest, **settings: torch.full_like(rewards, math.nan))
@@ -187,7 +189,7 @@ def test_tensorboard_gets_the_updates_and_every_evaluation(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_thresholds_of_alarms_come_from_the_command_line_or_a_file_and_may_change_when_a_run_goes_on(tmp_path: Path) -> None:
+def test_warning_thresholds_come_from_the_command_line_or_a_file_and_may_change_on_resume(tmp_path: Path) -> None:
     (tmp_path / "alarms.toml").write_text("[ppo.thresholds]\nratio_explosion = 0.5\n")
     assert train("run", 1, "--config", "alarms.toml", "--value-collapse", "1e9") == 0
     warned = {record.event.diagnostic: record.event for record in read("run/events.jsonl") if isinstance(record.event, Warned)}
@@ -200,7 +202,7 @@ def test_thresholds_of_alarms_come_from_the_command_line_or_a_file_and_may_chang
 
 
 @pytest.mark.parametrize("is_asked", [True, False])
-def test_a_run_is_deterministic_where_it_is_asked_to_be_and_else_lets_cudnn_choose(is_asked: bool) -> None:
+def test_a_run_is_deterministic_on_request_and_otherwise_uses_cudnn_benchmarks(is_asked: bool) -> None:
     seen = []
 
     def look() -> bool:
@@ -223,7 +225,7 @@ def steps_in_tensorboard(folder: Path) -> list[int]:
 
 
 @pytest.mark.slow
-def test_a_resumed_run_goes_on_writing_for_tensorboard_until_it_is_told_not_to(
+def test_a_resumed_run_keeps_writing_for_tensorboard_unless_switched_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("tensorboard")
@@ -245,7 +247,7 @@ def test_a_resumed_run_goes_on_writing_for_tensorboard_until_it_is_told_not_to(
 
 
 @pytest.mark.slow
-def test_a_run_that_is_resumed_with_tensorboard_writes_all_of_it(tmp_path: Path) -> None:
+def test_a_run_resumed_with_tensorboard_writes_all_earlier_events(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     train_run(msgspec.structs.replace(CONFIG, total_steps=UPDATE_STEPS), tmp_path / "run")
     train_run(msgspec.structs.replace(CONFIG, total_steps=2 * UPDATE_STEPS), tmp_path / "run", resume=True, tensorboard=True)
@@ -253,7 +255,7 @@ def test_a_run_that_is_resumed_with_tensorboard_writes_all_of_it(tmp_path: Path)
     assert steps_in_tensorboard(tmp_path / "run") == [UPDATE_STEPS, 2 * UPDATE_STEPS, 3 * UPDATE_STEPS]
 
 
-def test_a_missing_tensorboard_is_said_before_anything_is_made(
+def test_a_missing_tensorboard_is_refused_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -277,7 +279,7 @@ def test_a_policy_is_loaded_without_an_environment(finished: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_policy_with_an_encoder_of_ones_own_is_trained_resumed_and_loaded(tmp_path: Path) -> None:
+def test_a_policy_with_a_custom_encoder_is_trained_resumed_and_loaded(tmp_path: Path) -> None:
     class Wide(torch.nn.Module):
         output_size = 12
 
@@ -320,7 +322,7 @@ def test_without_evaluation_the_best_checkpoint_is_that_of_the_highest_return_on
 
 
 @pytest.mark.slow
-def test_a_run_stopped_and_resumed_equals_one_that_was_not(finished: Path, tmp_path: Path) -> None:
+def test_a_stopped_and_resumed_run_equals_an_uninterrupted_run(finished: Path, tmp_path: Path) -> None:
     stopped = train_run(CONFIG, tmp_path / "run", should_stop=after_update(4))
     assert (stopped.status, stopped.step) == ("stopped", 4 * UPDATE_STEPS)
     assert train_run(None, tmp_path / "run", resume=True).status == "finished"
@@ -329,7 +331,7 @@ def test_a_run_stopped_and_resumed_equals_one_that_was_not(finished: Path, tmp_p
 
 
 @pytest.mark.slow
-def test_a_run_that_died_before_its_first_checkpoint_starts_over(finished: Path, tmp_path: Path) -> None:
+def test_a_run_killed_before_its_first_checkpoint_starts_over(finished: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(finished, tmp_path / "copy")
     shutil.rmtree(copy / CHECKPOINTS)
     train_run(None, copy, resume=True)
@@ -337,7 +339,7 @@ def test_a_run_that_died_before_its_first_checkpoint_starts_over(finished: Path,
     assert_same_learner(copy, finished)
 
 
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(finished: Path, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_skipped_for_the_one_before(finished: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(finished, tmp_path / "copy")
     newest = open_store(copy).list()[-1]
     (newest / "tensors.safetensors").write_bytes(b"")
@@ -359,7 +361,7 @@ def test_a_run_that_lost_its_events_fails_with_their_name(finished: Path, tmp_pa
         assert f"{name}/events.jsonl" in error
 
 
-def test_a_finished_run_is_left_as_it_is(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resuming_a_finished_run_changes_nothing(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = (finished / "events.jsonl").read_bytes()
     assert main(["ppo", "train", "--resume", "--run", str(finished)]) == 0
     assert "had already finished" in capsys.readouterr().out
@@ -450,7 +452,7 @@ def test_a_run_killed_at_any_moment_and_resumed_equals_one_that_was_not(tmp_path
 # What is shown meanwhile
 
 
-def test_plain_progress_is_a_start_lines_in_time_and_an_end(finished: Path) -> None:
+def test_plain_progress_has_a_start_lines_at_intervals_and_an_end(finished: Path) -> None:
     stream = io.StringIO()
     show(finished, PlainLines(PPOProgress(), stream, every_s=1e9))
     lines = stream.getvalue().splitlines()
@@ -467,7 +469,7 @@ def test_plain_progress_is_a_start_lines_in_time_and_an_end(finished: Path) -> N
     assert "evaluating  100%" in often.getvalue()
 
 
-def test_a_sink_that_was_switched_off_is_shown() -> None:
+def test_plain_progress_reports_a_sink_that_was_switched_off() -> None:
     stream = io.StringIO()
     event = SinkFailed(sink="WandbSink", error="no route to host")
     PlainLines(PPOProgress(), stream).write(EventRecord(time=0.0, run="run", rank=0, event=event))

@@ -45,7 +45,7 @@ def runs_of(controller: str, level: str | None = None) -> list[EvalRun]:
     return [run for run in found().runs if run.controller == controller and level in (None, run.level)]
 
 
-def test_everyone_has_a_run_for_every_seed_and_level() -> None:
+def test_every_controller_has_a_run_for_every_seed_and_rent_level() -> None:
     assert {run.seed for run in runs_of("never")} == {0, 1, 2}
     for name in ("random", "schedule", "longer", "final size"):
         assert sorted((run.level, run.seed) for run in runs_of(name)) == [(level, seed) for level in ("high", "low") for seed in range(3)]
@@ -53,7 +53,7 @@ def test_everyone_has_a_run_for_every_seed_and_level() -> None:
         assert len(runs_of(f"static {host}")) == 3
 
 
-def test_a_sweep_finds_the_best_size_by_validation_and_rent_and_costs_all_of_them() -> None:
+def test_a_sweep_picks_the_best_width_by_validation_and_rent_and_pays_for_all() -> None:
     sizes = ["never", *(f"static {size}" for size in CONFIG.sweep)]
     for level in CONFIG.levels:
         for score in found().scores("sweep", level):
@@ -63,7 +63,7 @@ def test_a_sweep_finds_the_best_size_by_validation_and_rent_and_costs_all_of_the
     assert [score.rent for score in found().scores("sweep", "high")] == [0.0] * 3  # there nothing larger than the host pays
 
 
-def test_the_same_seed_is_the_same_host_whoever_decides() -> None:
+def test_the_same_seed_gives_the_same_host_under_every_controller() -> None:
     """Who grows nothing ends exactly where never ends."""
     never = {run.seed: run.test_loss for run in runs_of("never")}
     idle = [run for run in found().runs if not run.grown and run.horizon == CONFIG.horizon and run.host == "3-4-6"]
@@ -78,7 +78,7 @@ def test_random_uses_as_many_seeds_as_the_compared_controller() -> None:
         assert sum(run.grown for run in runs_of("random", level)) == wanted
 
 
-def test_controls_train_for_the_flops_of_what_they_stand_beside_and_pay_for_no_validation() -> None:
+def test_controls_train_for_the_flops_of_the_compared_run_without_validation() -> None:
     for name in ("longer", "final size"):
         for run in runs_of(name):
             other = next(one for one in runs_of("schedule", run.level) if one.seed == run.seed)
@@ -95,7 +95,7 @@ def test_the_final_size_is_what_the_compared_controller_kept() -> None:
         assert run.added_parameters == other.added_parameters
 
 
-def test_pruned_seeds_cost_flops_though_nothing_of_them_is_left() -> None:
+def test_pruned_seeds_cost_flops() -> None:
     never = next(iter(runs_of("never"))).total_flops
     pruned = [run for run in found().runs if run.grown > len(run.kept) and run.horizon == CONFIG.horizon and run.host == "3-4-6"]
     assert all(run.total_flops > never for run in pruned)
@@ -125,7 +125,7 @@ def test_intervals_are_paired_and_p_values_corrected() -> None:
     assert all(0 < standing.p_value <= 1 for standing in standings.values() if standing.p_value is not None)
 
 
-def test_tables_and_json_tell_everything() -> None:
+def test_tables_and_json_contain_all_results() -> None:
     text = found().tables()
     for part in ("rent low", "rent high", "schedule − never, all levels", "schedule − sweep, all levels"):
         assert part in text
@@ -135,6 +135,6 @@ def test_tables_and_json_tell_everything() -> None:
 
 
 @pytest.mark.parametrize(("change", "message"), [({"controllers": ()}, "controllers"), ({"tasks": ("digits", "digits")}, "tasks")])
-def test_a_comparison_of_nothing_or_of_one_thing_twice_is_refused(change: dict[str, object], message: str) -> None:
+def test_a_comparison_without_controllers_or_with_duplicates_is_refused(change: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         CompareConfig(**change)

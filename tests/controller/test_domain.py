@@ -103,7 +103,7 @@ def test_the_plain_share_of_the_hosts_trains_on_the_task_as_it_is() -> None:
     assert share(1) == 1
 
 
-def test_rents_are_levels_or_lie_between_low_and_high() -> None:
+def test_rents_are_levels_or_values_between_low_and_high() -> None:
     rents = [host.rent for host in hosts_of(drawn())]
     levels = list(RENT_LEVELS.values())
     counts = [rents.count(level) for level in levels]
@@ -116,7 +116,7 @@ def test_rents_are_levels_or_lie_between_low_and_high() -> None:
     assert sum(rent.parameters < middle for rent in between) / len(between) == pytest.approx(0.5, abs=0.1)
 
 
-def test_hosts_that_share_a_twin_share_all_but_the_rent_and_what_their_seeds_begin_with() -> None:
+def test_hosts_that_share_a_twin_differ_only_in_rent_and_growth_seed() -> None:
     for fleet in drawn(DomainConfig(hosts_per_twin=3), rounds=5):
         for start in range(0, len(fleet.hosts), 3):
             group = fleet.hosts[start : start + 3]
@@ -141,7 +141,7 @@ def test_a_round_without_hosts_is_refused() -> None:
 @pytest.mark.slow
 @settings(max_examples=30)
 @given(seed=seeds, number=st.integers(0, 10_000))
-def test_training_never_sees_what_is_held_out(seed: int, number: int) -> None:
+def test_held_out_hosts_are_never_trained_on(seed: int, number: int) -> None:
     for fleet in draw_round(CONFIG, round_number=number, hosts=64, seed=seed):
         assert fleet.host not in CONFIG.held_out_hosts
         assert all(host.seed >= HELD_OUT_SEEDS for host in fleet.hosts)
@@ -169,7 +169,7 @@ def test_seeds_for_tuning_are_not_held_out(seed: int) -> None:
         ({"data_share": [0.0, 1.0]}, "data_share: expected"),
     ],
 )
-def test_a_domain_that_cannot_be_is_refused(mapping: dict[str, object], message: str) -> None:
+def test_an_impossible_domain_is_refused(mapping: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         from_mapping(DomainConfig, mapping)
 
@@ -183,7 +183,7 @@ def test_a_config_survives_its_file_and_the_command_line(tmp_path: Path) -> None
     assert tyro.cli(ControllerConfig, args=arguments, default=ControllerConfig()) == config
 
 
-def test_nothing_is_discounted_by_default_and_a_horizon_is_an_end() -> None:
+def test_gamma_is_1_by_default_and_the_horizon_terminates() -> None:
     ppo = ControllerConfig().ppo
     assert ppo.gamma == 1
     assert ppo.time_limit_is_end

@@ -56,7 +56,7 @@ class RandomPolicy:
 
 
 @pytest.mark.slow
-def test_a_fleet_is_gone_before_there_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fleet_is_released_before_the_next_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of them may not fit."""
     env = make_env(msgspec.structs.replace(CONFIG, domain=msgspec.structs.replace(CONFIG.domain, fleets=1)))
     env.reset(seed=0)
@@ -73,7 +73,7 @@ def test_a_fleet_is_gone_before_there_is_another(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
-def test_hosts_of_the_same_architecture_begin_in_the_fleet_of_those_before_as_in_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reused_fleet_equals_a_new_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
     one_kind = msgspec.structs.replace(CONFIG.domain, tasks=("digits",), hosts=("2-3-4",), fleets=1)
 
     def lives(is_new: bool) -> tuple[list[Timestep], list[object], list[Event]]:
@@ -112,12 +112,12 @@ def waiting(env: GrowthEnv) -> Actions:
 
 
 @pytest.mark.slow
-def test_it_keeps_the_contract_of_environments() -> None:
+def test_the_growth_environment_keeps_the_contract() -> None:
     check_env(make_env(), steps=HORIZON + 3)
 
 
 @pytest.mark.slow
-def test_what_is_sent_in_one_transfer_is_what_was_observed() -> None:
+def test_one_transfer_sends_the_observations_unchanged() -> None:
     plain, sent = make_env(), make_env()
     sent._staging = Staging(torch.device("cpu"))
     policy, steps = RandomPolicy(plain), (plain.reset(3), sent.reset(3))
@@ -135,7 +135,7 @@ def _flat(step: Timestep) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-def test_a_life_has_a_decision_before_every_stretch_and_one_after_the_last() -> None:
+def test_an_episode_has_a_decision_before_every_segment_and_one_after_the_last() -> None:
     env = make_env()
     step = env.reset(0)
     policy = RandomPolicy(env)
@@ -148,7 +148,7 @@ def test_a_life_has_a_decision_before_every_stretch_and_one_after_the_last() -> 
 
 
 @pytest.mark.slow
-def test_who_never_grows_earns_nothing_and_ends_as_its_twin() -> None:
+def test_a_host_that_never_grows_earns_nothing_and_ends_as_its_twin() -> None:
     env = make_env()
     env.reset(0)
     total = torch.zeros(env.num_envs)
@@ -163,7 +163,7 @@ def test_who_never_grows_earns_nothing_and_ends_as_its_twin() -> None:
 
 @pytest.mark.parametrize("family", ["loss", pytest.param("contribution", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("is_sparse", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_rewards_add_up_to_what_a_host_is_worth_at_the_end(family: str, is_sparse: bool) -> None:
+def test_rewards_sum_to_the_final_worth_of_a_host(family: str, is_sparse: bool) -> None:
     env = make_env(msgspec.structs.replace(CONFIG, reward=RewardConfig(family=family, is_sparse=is_sparse)))
     step, policy = env.reset(1), RandomPolicy(env, seed=1)
     total = torch.zeros(env.num_envs, dtype=torch.float64)
@@ -179,7 +179,7 @@ def test_rewards_add_up_to_what_a_host_is_worth_at_the_end(family: str, is_spars
 
 
 @pytest.mark.slow
-def test_a_twin_serves_the_hosts_that_share_its_training() -> None:
+def test_hosts_with_the_same_training_share_a_twin() -> None:
     env = make_env()
     env.reset(0)
     for twinned in env.twinned_fleets:
@@ -199,7 +199,7 @@ def test_rent_is_observed_and_charged() -> None:
 
 
 @pytest.mark.slow
-def test_new_hosts_are_drawn_when_all_of_a_squad_have_ended_and_without_host_events_nothing_else_is_told() -> None:
+def test_new_hosts_are_drawn_when_all_hosts_of_a_fleet_have_ended() -> None:
     env, told = make_env(msgspec.structs.replace(CONFIG, host_events=False)), []
     env.on_event = told.append
     step, policy = env.reset(0), RandomPolicy(env)
@@ -212,7 +212,7 @@ def test_new_hosts_are_drawn_when_all_of_a_squad_have_ended_and_without_host_eve
 
 
 @pytest.mark.slow
-def test_it_goes_on_from_a_saved_state_bit_for_bit_with_seeds_alive() -> None:
+def test_the_environment_resumes_bit_for_bit_with_seeds_on_trial() -> None:
     env = make_env()
     step, policy = env.reset(0), RandomPolicy(env)
     for _ in range(2):
@@ -235,7 +235,7 @@ def test_it_goes_on_from_a_saved_state_bit_for_bit_with_seeds_alive() -> None:
 
 
 @pytest.mark.slow
-def test_the_lives_of_all_hosts_are_told_with_their_numbers() -> None:
+def test_events_of_all_hosts_have_their_numbers() -> None:
     events: list[Event] = []
     env = make_env(on_event=events.append)
     step, policy = env.reset(seed=0), RandomPolicy(env)
@@ -271,7 +271,7 @@ def test_ops_that_are_switched_off_are_never_allowed() -> None:
 
 
 @pytest.mark.slow
-def test_a_host_that_is_given_up_ends_at_once_and_its_later_steps_are_not_real() -> None:
+def test_a_host_that_is_given_up_ends_at_once_and_its_later_steps_are_invalid() -> None:
     growth = msgspec.structs.replace(CONFIG.growth, governor=GovernorConfig(max_rollbacks=0))
     env = make_env(msgspec.structs.replace(CONFIG, growth=growth))
     env.reset(0)
@@ -289,7 +289,7 @@ def test_a_host_that_is_given_up_ends_at_once_and_its_later_steps_are_not_real()
     assert not step.terminated.any()
 
 
-def test_losses_that_are_not_finite_are_seen_as_those_before_them() -> None:
+def test_losses_that_are_not_finite_are_observed_as_the_last_finite_ones() -> None:
     state = GrowthState(
         3,
         5,
@@ -334,7 +334,7 @@ def test_a_decision_may_have_several_actions_and_training_comes_after_the_last()
 
 
 @pytest.mark.slow
-def test_what_a_kept_seed_gives_is_measured_at_the_end_and_not_when_it_was_kept() -> None:
+def test_the_gain_of_a_kept_seed_is_measured_at_the_end() -> None:
     """Otherwise a seed could be kept at its best moment, whatever becomes of it."""
     env = make_env(msgspec.structs.replace(CONFIG, reward=RewardConfig(family="contribution")))
     step, policy = env.reset(3), RandomPolicy(env, seed=3)
@@ -414,7 +414,7 @@ def share_of_seeds(twinned_fleets: list[FleetWithTwins], segments: int) -> torch
     ],
     ids=["germinating and pruning in a loop", "waiting for ever"],
 )
-def test_seeds_that_are_not_kept_cost_what_was_spent_on_them(family: str, ops: list[Op], seeds: int, segments: int) -> None:
+def test_seeds_that_are_not_kept_cost_their_training(family: str, ops: list[Op], seeds: int, segments: int) -> None:
     growth = GrowthConfig(blueprints=("conv3x3",), lifecycle=UNSEEN)
     env = make_env(msgspec.structs.replace(FEW, growth=growth, reward=RewardConfig(family=family)))
     total, twinned_fleets = lived(env, ops)
@@ -426,7 +426,7 @@ def test_seeds_that_are_not_kept_cost_what_was_spent_on_them(family: str, ops: l
 
 @pytest.mark.slow
 @BOTH_FAMILIES
-def test_a_seed_that_is_kept_just_before_it_is_ruined_pays_what_is_left_of_it(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_seed_ruined_after_it_was_kept_pays_only_its_final_gain(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     env = make_env(msgspec.structs.replace(FEW, reward=RewardConfig(family=family, most=50)))
     finish = FleetWithTwins.finish
 

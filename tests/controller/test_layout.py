@@ -51,7 +51,7 @@ def test_observations_and_masks_are_what_the_spec_says():
         assert masks[head.name].dtype == torch.bool
 
 
-def test_everything_lies_between_minus_one_and_one_and_a_half_whatever_the_state():
+def test_observations_lie_between_minus_one_and_one_and_a_half_for_any_state():
     rng = np.random.default_rng(1)
     obs, _ = observe([drawn_state(rng) for _ in range(100)], slots=3, blueprints=5)
     for value in obs.values():
@@ -59,7 +59,7 @@ def test_everything_lies_between_minus_one_and_one_and_a_half_whatever_the_state
         assert value.abs().max() <= 1.5
 
 
-def test_absurd_numbers_stay_finite():
+def test_extreme_values_give_finite_observations():
     broken = (1.0, math.nan)
     endless = Contribution(Interval(0.1, -math.inf, math.inf), 4)
     now = state(seed_on_trial(contribution=endless), slot(), train_losses=broken, val_losses=(2.0, math.inf))
@@ -90,7 +90,7 @@ def test_a_row_of_a_table_is_scaled_as_it_says():
             assert low[column] == pytest.approx(-1.0)
 
 
-def test_what_a_controller_is_charged_for_is_observed():
+def test_rent_contribution_and_budget_are_observed():
     now = state(slot(), seed_on_trial(gain=0.05))
     assert seen(now, "host", "rent_of_parameters") < seen(replace(now, rent=replace_rent(4.0)), "host", "rent_of_parameters")
     assert seen(now, "candidates", "rent", 0, 1) > seen(now, "candidates", "rent", 0, 0) > 0  # double_conv3x3, conv1x1
@@ -104,7 +104,7 @@ def replace_rent(parameters: float):
     return type(state().rent)(parameters=parameters, flops=0.03)
 
 
-def test_losses_are_seen_relative_to_a_model_that_knows_nothing():
+def test_losses_are_observed_relative_to_the_uninformed_loss():
     now = state(slot())
     assert seen(now, "host", "val_loss") == pytest.approx(1.3 / 2.3)
     assert seen(replace(now, scale=LossRange.of(-0.7, loss_range=3.0)), "host", "val_loss") == 1.5, "far above the uninformed loss"
@@ -135,7 +135,7 @@ def test_the_rules_of_the_run_are_observed_and_decide_what_is_allowed():
         assert seen(longer, "host", name) > seen(now, "host", name)
 
 
-def test_a_blueprint_that_was_not_probed_says_so_and_promises_nothing():
+def test_a_blueprint_without_a_probe_is_marked_and_has_no_promise():
     now = state(slot())
     small, large = 0, 1
     assert blueprint_names(now) == ("conv1x1", "double_conv3x3")
@@ -158,7 +158,7 @@ def test_padding_is_all_zero_and_nothing_is_allowed_in_it():
     assert torch.equal(masks["slot"][:, :, :2], tight_masks["slot"])
 
 
-def test_what_is_allowed_is_what_the_gates_let_pass():
+def test_the_masks_allow_exactly_what_the_gates_allow():
     young = seed_on_trial("young", epochs_in_stage=1)
     now = state(slot("free"), young, seed_on_trial("ripe"))
     assert allowed(now) == {
@@ -175,7 +175,7 @@ def test_what_is_allowed_is_what_the_gates_let_pass():
     assert allowed(state()) == {"WAIT": set()}
 
 
-def test_what_the_budget_does_not_allow_cannot_be_chosen():
+def test_candidates_over_the_budget_are_masked():
     now = state(slot(), parameters_left=100)
     _, masks = observe([now], slots=1, blueprints=2)
     assert masks["blueprint"][0, 0].tolist() == [True, False]  # conv1x1 needs 72 parameters, double_conv3x3 1,200
@@ -208,7 +208,7 @@ def test_a_choice_becomes_the_decision_it_stands_for_with_a_reason(op, place, ex
         assert "0.0500" in action.reason
 
 
-def test_to_wait_decides_nothing_and_may_ask_for_a_probe():
+def test_waiting_gives_an_empty_decision_that_may_request_a_probe():
     now = state(slot())
     waited = decision(now, [{"op": 0, "slot": 0, "blueprint": 0, "alpha": 0}], probe=True)
     assert not waited.actions
@@ -216,14 +216,14 @@ def test_to_wait_decides_nothing_and_may_ask_for_a_probe():
     assert not decision(now, [{"op": 0, "slot": 0, "blueprint": 0, "alpha": 0}]).probe
 
 
-def test_a_host_with_more_than_there_is_room_for_is_refused_with_the_numbers():
+def test_a_host_that_exceeds_the_layout_is_refused_with_the_numbers():
     with pytest.raises(ValueError, match=r"2 slots and there is room for 1; observe it with slots=2 or more"):
         observe([state(slot("a"), slot("b"))], slots=1, blueprints=4)
     with pytest.raises(ValueError, match=r"2 blueprints and there is room for 1"):
         observe([state(slot())], slots=1, blueprints=1)
 
 
-def test_blueprints_that_grow_or_were_tried_keep_their_column_when_they_are_no_candidates():
+def test_growing_and_tried_blueprints_keep_their_column():
     now = state(slot("gone", stage=Stage.EMBARGOED, candidates=(), tried=(SMALL.blueprint,)), seed_on_trial(blueprint=LARGE.blueprint))
     assert blueprint_names(now) == ("conv1x1", "double_conv3x3")
     assert seen(now, "candidates", "was_tried", 0, 0) == 1
@@ -255,14 +255,14 @@ def test_several_actions_of_one_decision_are_about_different_slots_and_within_th
     assert decision(now, [wait, germinate]).actions == (), "who waits is done"
 
 
-def test_a_decision_is_the_same_whatever_was_chosen_first() -> None:
+def test_a_decision_does_not_depend_on_the_order_of_its_actions() -> None:
     now = state(slot("a"), slot("b"), seeds_left=2)
     first = {"op": int(Op.GERMINATE), "slot": 0, "blueprint": 1, "alpha": 0}
     second = {"op": int(Op.GERMINATE), "slot": 1, "blueprint": 0, "alpha": 0}
     assert decision(now, [second, first]) == decision(now, [first, second])
 
 
-def test_what_was_chosen_already_in_a_decision_is_observed() -> None:
+def test_actions_already_chosen_in_a_decision_are_observed() -> None:
     """A second seed is chosen, and valued, knowing the first."""
     now = state(slot("a"), slot("b"), seeds_left=2)
     germinate = {"op": int(Op.GERMINATE), "slot": 0, "blueprint": 1, "alpha": 0}

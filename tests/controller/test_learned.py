@@ -66,7 +66,7 @@ def test_a_controller_from_a_file_decides_as_the_policy_that_was_saved(memory: N
         assert controller.decide(now) == layout.decision(now, [{head: int(choice) for head, choice in actions.items()}])
 
 
-def test_it_is_a_complete_controller_that_growth_takes_as_it_is(path: Path) -> None:
+def test_a_learned_controller_is_accepted_by_grow(path: Path) -> None:
     controller = load_controller(path)
     assert isinstance(controller, CompleteController)
     assert as_controller(controller, GrowthConfig()) is controller
@@ -75,7 +75,7 @@ def test_it_is_a_complete_controller_that_growth_takes_as_it_is(path: Path) -> N
 
 
 @pytest.mark.parametrize("mode", ["joint", pytest.param("shadow", marks=pytest.mark.slow)])
-def test_it_grows_a_real_model_and_no_gate_refuses_what_it_decides(path: Path, mode: Literal["joint", "shadow"]) -> None:
+def test_a_learned_controller_grows_a_model_without_refused_actions(path: Path, mode: Literal["joint", "shadow"]) -> None:
     rules = LifecycleConfig(raise_mode=mode, training_epochs=1, blend_epochs=1, holding_epochs=1, withdraw_epochs=1, embargo_epochs=1)
     settings = GrowthConfig(slots=SLOTS, lifecycle=rules)
     kinds = set()
@@ -103,7 +103,7 @@ class Watched:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["joint", "shadow"])
-def test_a_host_looks_the_same_in_a_fleet_and_in_grow_and_no_gate_refuses_a_decision(path: Path, mode: Literal["joint", "shadow"]) -> None:
+def test_a_host_is_observed_alike_in_a_fleet_and_in_grow(path: Path, mode: Literal["joint", "shadow"]) -> None:
     """As controllers are trained, and as they are used: nobody tells grow the uninformed loss, nor the controller the rules."""
     task = small_task()
     rules = LifecycleConfig(raise_mode=mode, training_epochs=2, blend_epochs=1, holding_epochs=2, withdraw_epochs=1, embargo_epochs=1)
@@ -140,7 +140,7 @@ def test_a_host_with_more_slots_and_blueprints_than_seen_is_no_error(path: Path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [None, 7])
-def test_it_goes_on_where_it_was_saved(path: Path, seed: int | None, tmp_path: Path) -> None:
+def test_a_learned_controller_resumes_from_its_saved_state(path: Path, seed: int | None, tmp_path: Path) -> None:
     states = life(epochs=12)
     whole = load_controller(path, seed=seed)
     expected = [whole.decide(now) for now in states]
@@ -164,7 +164,7 @@ def forgetful_memory(controller: learned.Learned, states: list[GrowthState]) -> 
 
 
 @pytest.mark.slow
-def test_a_seed_draws_and_no_seed_takes_the_likeliest(path: Path) -> None:
+def test_a_controller_samples_with_a_seed_and_takes_the_likeliest_action_without(path: Path) -> None:
     states = life(epochs=8)
 
     def decisions(seed: int | None) -> list[object]:
@@ -193,7 +193,7 @@ def test_a_controller_trained_with_probes_asks_for_them_where_something_can_grow
     assert not controller.decide(state(slot(candidates=()))).probe
 
 
-def test_a_damaged_file_says_so(path: Path) -> None:
+def test_a_damaged_controller_file_is_refused(path: Path) -> None:
     content = path.read_bytes()
     flipped = bytearray(content)
     flipped[-5] ^= 1
@@ -209,7 +209,7 @@ def test_a_damaged_file_says_so(path: Path) -> None:
             load_controller(path)
 
 
-def test_a_file_from_before_there_was_a_digest_of_everything_loads_and_its_weights_are_checked(path: Path) -> None:
+def test_a_file_without_a_digest_of_everything_loads_with_checked_weights(path: Path) -> None:
     rewrite(path)
     assert load_controller(path).description.info["rounds"] == 3
     content = bytearray(path.read_bytes())
@@ -232,7 +232,7 @@ def test_a_file_from_before_there_was_a_digest_of_everything_loads_and_its_weigh
         ("memory", "encoder_sizes", [-1]),
     ],
 )
-def test_a_description_of_absurd_sizes_is_refused_before_a_network_is_built(path: Path, part: str, name: str, value: object) -> None:
+def test_a_description_of_impossible_sizes_is_refused_before_a_network_is_built(path: Path, part: str, name: str, value: object) -> None:
     weights, metadata = read_tensors(path)
     described = json.loads(metadata["esper controller"])
     described[part][name] = value
@@ -241,7 +241,7 @@ def test_a_description_of_absurd_sizes_is_refused_before_a_network_is_built(path
         load_controller(path)
 
 
-def test_a_file_that_is_something_else_says_so(tmp_path: Path) -> None:
+def test_a_file_that_is_no_controller_is_refused(tmp_path: Path) -> None:
     save_file({"weight": torch.ones(2)}, tmp_path / "other.safetensors")
     with pytest.raises(ControllerError, match="holds tensors, but no controller"):
         load_controller(tmp_path / "other.safetensors")
@@ -259,13 +259,13 @@ def rewrite(path: Path, **changes: object) -> None:
     save_file(load_file(path), path, {"esper controller": json.dumps({**header, **changes})})
 
 
-def test_a_file_of_another_layout_names_both_and_what_to_do(path: Path) -> None:
+def test_a_file_of_another_layout_is_refused_with_both_versions(path: Path) -> None:
     rewrite(path, layout="0-old", esper="0.0.1")
     with pytest.raises(ControllerError, match=rf"layout 0-old of .* has layout {layout.LAYOUT_VERSION}; use it with esper 0.0.1, or train"):
         load_controller(path)
 
 
-def test_a_description_that_does_not_fit_the_weights_says_so(path: Path) -> None:
+def test_a_description_that_does_not_fit_the_weights_is_refused(path: Path) -> None:
     rewrite(path, network={"width": 64})
     with pytest.raises(ControllerError, match="do not fit their own description"):
         load_controller(path)

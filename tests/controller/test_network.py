@@ -111,7 +111,7 @@ def test_padding_changes_nothing() -> None:
     assert torch.allclose(wide_memory, memory, atol=1e-5)
 
 
-def test_the_same_weights_serve_a_host_with_more_slots_and_blueprints_than_at_training_time() -> None:
+def test_the_same_weights_work_on_a_host_with_more_slots_and_blueprints() -> None:
     policy = same_weights(policy_for(), slots=12, blueprints=15)
     rng = np.random.default_rng(2)
     obs, masks = observe([drawn_state(rng, slots=12, blueprints=15) for _ in range(8)], slots=12, blueprints=15)
@@ -143,7 +143,7 @@ def test_no_masked_choice_is_ever_drawn() -> None:
     assert len(op.unique()) >= 5
 
 
-def test_a_new_policy_is_nearly_indifferent() -> None:
+def test_a_new_policy_is_nearly_uniform() -> None:
     policy = make_policy(SlotNetworkConfig(prune_bias=0.0), MEMORY, slots=SLOTS, blueprints=BLUEPRINTS, generator=generator())
     obs, masks = seen()
     with torch.no_grad():
@@ -155,7 +155,7 @@ def test_a_new_policy_is_nearly_indifferent() -> None:
 
 
 @pytest.mark.parametrize(("name", "op"), [("fossilize_bias", Op.FOSSILIZE), ("prune_bias", Op.PRUNE)])
-def test_a_new_policy_leans_as_its_biases_say(name: str, op: Op) -> None:
+def test_a_new_policy_follows_its_configured_biases(name: str, op: Op) -> None:
     config = msgspec.structs.replace(SlotNetworkConfig(wait_bias=1.0), **{name: -2.0})
     policy = make_policy(config, MEMORY, slots=SLOTS, blueprints=BLUEPRINTS, generator=generator())
     obs, masks = seen()
@@ -205,7 +205,7 @@ def film_ppo(env: Film, **settings: object) -> PPO:
 
 
 @pytest.mark.slow
-def test_what_learning_computes_is_what_acting_computed() -> None:
+def test_learning_recomputes_the_outputs_of_acting() -> None:
     ppo = film_ppo(Film(8), learning_rate=1e-12, num_epochs=1)
     opinionated(ppo.policy)
     for _ in range(2):
@@ -215,7 +215,7 @@ def test_what_learning_computes_is_what_acting_computed() -> None:
 
 
 @pytest.mark.slow
-def test_the_network_learns_what_is_paid() -> None:
+def test_the_network_learns_a_rewarded_choice() -> None:
     ppo = film_ppo(Film(16), learning_rate=1e-2, gamma=0.5, num_epochs=4, num_minibatches=4)
     for _ in ppo.train(total_steps=8 * ppo.steps_per_update):
         pass

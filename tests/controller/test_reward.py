@@ -195,7 +195,7 @@ def any_lives(draw: st.DrawFn) -> Life:
 @all_forms
 @few
 @given(life=any_lives())
-def test_the_return_is_what_the_host_is_worth_at_the_end_whatever_the_path(config: RewardConfig, life: Life) -> None:
+def test_the_return_equals_the_final_worth_for_any_path(config: RewardConfig, life: Life) -> None:
     end = potential(standings([life])[-1], config)
     assert returned(life, config) == pytest.approx(end.item(), abs=1e-9)
 
@@ -213,7 +213,7 @@ def test_with_the_learners_gamma_the_discounted_return_is_the_discounted_end(con
 @pytest.mark.slow
 @few
 @given(lives=st.lists(any_lives(), min_size=2, max_size=3))
-def test_hosts_are_paid_as_if_they_were_alone(lives: list[Life]) -> None:
+def test_the_reward_of_a_host_does_not_depend_on_the_others(lives: list[Life]) -> None:
     for config in ALL:
         together = paid(*lives, config=config)
         for host, life in enumerate(lives):
@@ -253,7 +253,7 @@ def test_the_contributions_of_all_slots_count() -> None:
     assert standings([life.end()])[-1].contributions.item() == pytest.approx(0.7)
 
 
-def test_a_host_that_blew_up_is_no_worse_than_the_most_that_one_can_owe() -> None:
+def test_the_loss_of_a_diverged_host_is_bounded() -> None:
     life = Life()
     life.harm = 1e6
     config = RewardConfig(most=2)
@@ -265,7 +265,7 @@ def test_a_host_that_blew_up_is_no_worse_than_the_most_that_one_can_owe() -> Non
 
 @all_forms
 @pytest.mark.parametrize("rounds", [1, 2, 4])
-def test_germinating_and_pruning_in_a_loop_does_not_pay(config: RewardConfig, rounds: int) -> None:
+def test_germinating_and_pruning_repeatedly_earns_nothing(config: RewardConfig, rounds: int) -> None:
     life = Life()
     for _ in range(rounds):
         life.germinate(0, 0.5)  # a gain that is there at once and goes with the seed
@@ -305,7 +305,7 @@ def test_fossilizing_just_before_a_regression_pays_what_the_host_is_worth_after_
 
 
 @both_families
-def test_to_fossilize_pays_nothing_by_itself(config: RewardConfig) -> None:
+def test_fossilizing_alone_pays_nothing(config: RewardConfig) -> None:
     life = Life()
     life.germinate(0, 0.3)
     life.wait(4)
@@ -351,7 +351,7 @@ def waiting(gain: float, *, until: int = HORIZON, then: str = "") -> Life:
 @all_forms
 @few
 @given(gain=st.floats(-1, 1), moment=st.integers(1, HORIZON - 1))
-def test_waiting_for_ever_is_never_better_than_pruning(config: RewardConfig, gain: float, moment: int) -> None:
+def test_waiting_forever_is_never_better_than_pruning(config: RewardConfig, gain: float, moment: int) -> None:
     waited = returned(waiting(gain), config)
     assert waited == pytest.approx(-config.spent * 0.4), "the whole life of the seed is spent for nothing"
     assert waited < returned(waiting(gain, until=moment, then="prune"), config)
@@ -361,7 +361,7 @@ def test_waiting_for_ever_is_never_better_than_pruning(config: RewardConfig, gai
 @all_forms
 @few
 @given(gain=st.floats(0.05, 1), moment=st.integers(1, HORIZON - 1))
-def test_waiting_for_ever_with_a_seed_that_pays_is_worse_than_keeping_it(config: RewardConfig, gain: float, moment: int) -> None:
+def test_waiting_forever_with_a_useful_seed_is_worse_than_keeping_it(config: RewardConfig, gain: float, moment: int) -> None:
     kept = returned(waiting(gain, until=moment, then="fossilize"), config)
     assert kept == pytest.approx(gain - rent_of_seeds(1), abs=1e-9)
     assert returned(waiting(gain), config) < 0 < kept
@@ -381,7 +381,7 @@ def test_rent_is_paid_from_germination_on_connected_or_not(config: RewardConfig,
 
 
 @both_families
-def test_pruning_gives_the_rent_back_and_keeps_what_was_spent(config: RewardConfig) -> None:
+def test_pruning_ends_the_rent_but_not_the_cost_of_training(config: RewardConfig) -> None:
     life = Life()
     life.germinate(0, 0.0)
     life.germinate(1, 0.0)
@@ -393,7 +393,7 @@ def test_pruning_gives_the_rent_back_and_keeps_what_was_spent(config: RewardConf
 
 
 @all_forms
-def test_a_rollback_costs_and_is_not_forgotten(config: RewardConfig) -> None:
+def test_a_rollback_has_a_lasting_cost(config: RewardConfig) -> None:
     life = Life()
     life.wait(3)
     life.rollbacks += 2
@@ -403,7 +403,7 @@ def test_a_rollback_costs_and_is_not_forgotten(config: RewardConfig) -> None:
 # Size, and reports
 
 
-def test_a_ruin_by_rent_is_one_whatever_its_size() -> None:
+def test_the_loss_by_rent_is_bounded() -> None:
     worth = potential(
         HostStanding(*(torch.tensor([0.1, 0.1], dtype=torch.float64) * scale for scale in (1, 0, torch.tensor([5, 500.0]), 0, 0))),
         RewardConfig(most=0.3),

@@ -42,7 +42,7 @@ def learner_of(result: RunResult) -> Tree:
 
 
 @pytest.mark.slow
-def test_a_training_that_stops_and_goes_on_is_as_if_it_had_never_stopped(tmp_path: Path) -> None:
+def test_a_stopped_and_resumed_training_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     whole = train_controller(CONFIG, tmp_path / "whole")
     stopped = train_controller(CONFIG, tmp_path / "stopped", should_stop=lambda: True)
     assert (whole.status, stopped.status, stopped.step) == ("finished", "stopped", 4 * 6)
@@ -58,14 +58,14 @@ def test_a_training_that_stops_and_goes_on_is_as_if_it_had_never_stopped(tmp_pat
 
 
 @pytest.mark.slow
-def test_a_training_that_ends_before_any_host_does_leaves_a_controller(tmp_path: Path) -> None:
+def test_a_training_that_ends_before_any_host_writes_a_controller(tmp_path: Path) -> None:
     domain = msgspec.structs.replace(CONFIG.domain, horizon=(8, 8))
     result = train_controller(msgspec.structs.replace(CONFIG, rounds=1, domain=domain), tmp_path / "short")
     assert isinstance(load_controller(result.folder / CONTROLLER), Learned)
 
 
 @pytest.mark.slow
-def test_a_finished_training_is_left_as_it_is_and_its_lost_file_is_written_again(tmp_path: Path) -> None:
+def test_resuming_a_finished_training_only_rewrites_a_lost_file(tmp_path: Path) -> None:
     short = msgspec.structs.replace(CONFIG, rounds=1)
     path = train_controller(short, tmp_path / "run").folder / CONTROLLER
     first, written_at = path.read_bytes(), path.stat().st_mtime_ns
