@@ -111,7 +111,7 @@ def test_every_kind_of_field_says_what_it_expects(build: Callable[[], object], e
 
 
 @pytest.mark.parametrize("field", ["seed", "num_envs"])
-def test_a_bool_is_no_number(field: str) -> None:
+def test_a_bool_is_refused_as_a_number(field: str) -> None:
     assert mistake(Run, **{field: True}).path == field
     assert mistake(Learner, learning_rate=True).path == "learning_rate"
 
@@ -225,7 +225,7 @@ def test_toml_gives_the_same_config_back(run: Run) -> None:
     assert from_mapping(Run, tomllib.loads(to_toml(run))) == run
 
 
-def test_an_empty_field_is_left_out_unless_its_default_is_something() -> None:
+def test_a_field_that_is_none_is_left_out_unless_its_default_is_not_none() -> None:
     text = to_toml(Learner(max_grad_norm=None))
     assert "warmup" not in text
     assert 'max_grad_norm = "None"' in text
@@ -251,7 +251,7 @@ def test_a_text_in_a_toml_file_is_taken_as_it_is_written(tmp_path: Path) -> None
     assert load(Named, tmp_path / "mine.toml") == Named(name="None", options={"mode": "None", "other": None})
 
 
-def test_the_text_none_is_none_in_the_config_of_a_run_that_was_saved_when_it_meant_that(tmp_path: Path) -> None:
+def test_the_text_none_means_none_in_configs_of_the_old_format(tmp_path: Path) -> None:
     text = 'name = "None"\n[options]\nmode = "None"\n'
     (tmp_path / "config.toml").write_text(text)
     assert load_saved(Named, tmp_path / "config.toml") == Named(name=None, options={"mode": None})
@@ -287,7 +287,7 @@ def test_the_config_of_a_run_comes_back_and_one_that_was_changed_is_refused(tmp_
         load(Run, path)
 
 
-def test_a_config_from_before_there_was_a_digest_loads(tmp_path: Path) -> None:
+def test_a_config_without_a_digest_loads(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text(to_toml(Run(seed=3)))
     assert load_saved(Run, tmp_path / "config.toml") == Run(seed=3)
 

@@ -244,7 +244,7 @@ def test_links_of_the_readme_lead_to_files() -> None:
     assert not [link for link in missing if link != "docs/command_line.md"]
 
 
-def test_the_animation_is_small_enough_for_a_page() -> None:
+def test_the_animation_of_the_documentation_is_small() -> None:
     assert (DOCS / "images" / "growing_network.gif").stat().st_size <= 400_000
 
 

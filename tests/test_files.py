@@ -45,7 +45,7 @@ def test_file_and_new_folders_are_synced_before_the_writer_returns(tmp_path: Pat
     assert synced[3:] == [str(tmp_path / "a" / "b")], "the name of the file"
 
 
-def test_the_mode_is_that_of_other_files_and_stays(tmp_path: Path) -> None:
+def test_a_written_file_has_the_usual_mode_and_keeps_a_changed_one(tmp_path: Path) -> None:
     (tmp_path / "ordinary").write_bytes(b"")
     path = tmp_path / "file"
     write_file(path, b"first")
@@ -85,13 +85,13 @@ def test_a_full_disk_names_the_file_and_leaves_nothing(tmp_path: Path, monkeypat
     assert (tmp_path / "file").read_bytes() == b"old"
 
 
-def test_only_folders_that_were_missing_are_said_to_be_made(tmp_path: Path) -> None:
+def test_only_created_folders_are_reported_as_made(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     assert make_folder(tmp_path / "there" / "a" / "b") == [tmp_path / "there" / "a" / "b", tmp_path / "there" / "a"]
     assert make_folder(tmp_path / "there" / "a" / "b") == []
 
 
-def test_a_removed_folder_takes_links_along_and_not_what_they_lead_to(tmp_path: Path) -> None:
+def test_removing_a_folder_removes_links_and_not_their_targets(tmp_path: Path) -> None:
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "file").write_bytes(b"")
     (tmp_path / "doomed" / "inner").mkdir(parents=True)
@@ -158,7 +158,7 @@ def test_a_file_that_another_program_wrote_again_keeps_its_digest(tmp_path: Path
 
 
 @pytest.mark.parametrize("metadata", [None, {"format": "pt"}, {"esper controller": "{}"}])
-def test_files_from_before_there_were_digests_are_read(tmp_path: Path, metadata: dict[str, str] | None) -> None:
+def test_files_without_a_digest_are_read(tmp_path: Path, metadata: dict[str, str] | None) -> None:
     save_file({"w": torch.ones(2)}, tmp_path / "a.safetensors", metadata)
     found, kept = read_tensors(tmp_path / "a.safetensors")
     assert torch.equal(found["w"], torch.ones(2))
@@ -166,7 +166,7 @@ def test_files_from_before_there_were_digests_are_read(tmp_path: Path, metadata:
 
 
 @pytest.mark.parametrize("missing", ["sha256", "esper"])
-def test_a_digest_that_is_lost_is_noticed(tmp_path: Path, missing: str) -> None:
+def test_a_lost_digest_is_detected(tmp_path: Path, missing: str) -> None:
     path = tmp_path / "a.safetensors"
     write_tensors(path, {"w": torch.ones(2)})
     content = path.read_bytes()

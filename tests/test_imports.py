@@ -206,7 +206,7 @@ def test_the_computing_packages_import_with_torch_numpy_and_msgspec_alone() -> N
 
 
 @pytest.mark.slow
-def test_the_import_of_a_package_from_the_edge_would_be_noticed() -> None:
+def test_an_import_of_an_edge_package_is_detected() -> None:
     finished = _import_with_little(["esper.cli.parse"])
     assert finished.returncode == 1
     assert "No module named 'tyro'" in finished.stderr

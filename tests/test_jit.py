@@ -30,7 +30,7 @@ def run_kernels(folder: Path) -> list[int]:
 
 
 @pytest.mark.slow  # compiles in processes of their own
-def test_an_edit_in_a_file_that_a_kernel_calls_into_is_compiled_anew(tmp_path):
+def test_an_edit_in_a_file_called_by_a_kernel_recompiles_it(tmp_path):
     pytest.importorskip("numba")
     (tmp_path / "kernels.py").write_text(KERNELS)
     (tmp_path / "helper.py").write_text(HELPER.format(bonus=10))
@@ -67,7 +67,7 @@ def test_kernels_can_be_switched_off(name, value, monkeypatch):
     assert jit.has_numba.__wrapped__() is False
 
 
-def test_a_numba_that_cannot_be_imported_is_told_and_not_used(tmp_path, monkeypatch):
+def test_a_broken_numba_is_reported_and_not_used(tmp_path, monkeypatch):
     (tmp_path / "numba.py").write_text("raise ImportError('Numba needs NumPy 2.4 or less')")
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in [name for name in sys.modules if name.split(".")[0] == "numba"]:
@@ -77,7 +77,7 @@ def test_a_numba_that_cannot_be_imported_is_told_and_not_used(tmp_path, monkeypa
 
 
 @pytest.mark.slow  # imports torch in a process of its own
-def test_kernels_are_not_what_makes_an_import_slow():
+def test_importing_the_learner_does_not_import_numba():
     """The learner is imported without Numba, which comes with the first packed sequence."""
     code = "import sys, esper.rl.ppo; sys.exit('numba' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

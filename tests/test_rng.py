@@ -30,7 +30,7 @@ def test_streams_are_the_same_in_another_process() -> None:
     assert answer.split() == [str(Streams(3).integer("env")), str(Streams(3).numpy("x").integers(10**9))]
 
 
-def test_names_seeds_and_families_give_different_streams() -> None:
+def test_different_names_seeds_and_families_give_different_streams() -> None:
     root = Streams(0)
     families = [root, root.spawn("a"), root.spawn("b"), root.spawn("a").spawn("a"), Streams(1), Streams(1).spawn("a")]
     seen = [draws(family, name) for family in families for name in ("a", "b", "")]
@@ -46,7 +46,7 @@ def test_streams_of_different_names_are_not_correlated() -> None:
     assert np.abs(correlation).max() < 5 / np.sqrt(4000)
 
 
-def test_asking_does_not_disturb_other_streams() -> None:
+def test_creating_a_stream_does_not_change_others() -> None:
     alone, crowded = Streams(5), Streams(5)
     crowded.numpy("other").random(100)
     crowded.torch("other")
@@ -108,7 +108,7 @@ def through_json(tree: object) -> object:
     return json.loads(json.dumps(tree))
 
 
-def test_loaded_streams_continue_exactly_where_they_were_not_yet_created() -> None:
+def test_streams_created_after_loading_continue_exactly() -> None:
     streams = used_streams()
     state = through_json(streams.state_dict())
     fresh = Streams(11)

@@ -202,7 +202,7 @@ def test_explained_variance_of_constant_targets_is_zero() -> None:
     assert explained_variance(torch.zeros(0), torch.zeros(0)) == 0
 
 
-def test_explained_variance_ignores_rows_that_are_not_real() -> None:
+def test_explained_variance_ignores_invalid_rows() -> None:
     targets, valid = rows(10, ()), torch.arange(10) < 6
     predictions = targets * 0.5
     expected = explained_variance(predictions[valid], targets[valid])
@@ -254,7 +254,7 @@ def test_intervals_cover_the_truth_about_as_often_as_they_say() -> None:
     assert 0.85 < coverage(lambda sample, _: student_interval(sample, confidence=0.9), lambda rng: rng.normal(size=5), 0) < 0.95
 
 
-def test_a_paired_interval_ignores_what_both_share() -> None:
+def test_a_paired_interval_ignores_shared_variation() -> None:
     rng = np.random.default_rng(0)
     luck = rng.normal(0, 100, size=40)
     interval = paired_interval(luck + rng.normal(1, 0.1, size=40), luck, rng=rng)
@@ -304,7 +304,7 @@ def test_impossible_success_rates_are_refused(successes: int, trials: int) -> No
         wilson_interval(successes, trials)
 
 
-def test_intervals_refuse_what_they_cannot_answer() -> None:
+def test_impossible_intervals_are_refused() -> None:
     rng = np.random.default_rng(0)
     with pytest.raises(ValueError, match="at least two finite numbers"):
         student_interval([1.0])
@@ -319,7 +319,7 @@ def test_intervals_refuse_what_they_cannot_answer() -> None:
 # Tests
 
 
-def test_five_pairs_that_agree_have_the_smallest_p_value_there_is() -> None:
+def test_five_pairs_that_agree_have_the_smallest_possible_p_value() -> None:
     rng = np.random.default_rng(0)
     assert paired_p_value([1, 2, 3, 4, 5], [0, 0, 0, 0, 0], rng=rng) == 2 / 2**5
     # sign patterns of (1, 2, 3) with |sum| >= 4: 6, 4 and their negatives
@@ -372,7 +372,7 @@ def test_the_clustered_interval_covers_the_rate_however_alike_the_trials_of_a_cl
         assert np.mean([interval.low <= rate <= interval.high for interval in plain]) < 0.88
 
 
-def test_a_clustered_interval_of_one_cluster_says_that_anything_is_possible() -> None:
+def test_a_clustered_interval_of_one_cluster_covers_all_rates() -> None:
     assert clustered_interval([1.0], size=2) == Interval(1.0, 0.0, 1.0)
     with pytest.raises(ValueError, match="rates from 0 to 1"):
         clustered_interval([1.5, 0.0], size=2)

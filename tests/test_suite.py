@@ -17,7 +17,7 @@ from tests.conftest import sync_debug_mode
 ROOT = Path(__file__).parents[1]
 
 
-def test_a_mode_that_torch_warns_of_after_it_was_set_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_mode_whose_setter_warns_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     modes = ["default"]
 
     def as_torch_does(mode: str) -> None:
@@ -43,7 +43,7 @@ def test_two_processes_never_measure_the_memory_of_a_device_at_once(tmp_path_fac
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def test_all_tests_are_run_with_every_extra_and_each_in_a_version_that_is_pinned() -> None:
+def test_the_makefile_installs_every_extra_and_every_requirement_is_pinned() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     makefile = (ROOT / "Makefile").read_text()
     own, more = (re.search(rf"^{name} := (\S+)$", makefile, re.MULTILINE) for name in ("EXTRAS", "ALL_EXTRAS"))

@@ -24,7 +24,7 @@ TINY = ["--hosts", "3", "--batch", "4", "--steps", "2", "--repeats", "2", "--thr
 pytestmark = [pytest.mark.slow, pytest.mark.extra()]  # benchmarks are checked by `make test-all`
 
 
-def test_every_way_is_measured_with_every_kind_of_seeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_method_is_measured_with_every_kind_of_seeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "fleet.jsonl"
     fleet_benchmark.main([*TINY, "--shape", "1x8x8", "--output", str(path)])
     first, *records = [json.loads(line) for line in path.read_text().splitlines()]
@@ -52,7 +52,7 @@ def test_nothing_is_written_unless_asked(tmp_path: Path, monkeypatch: pytest.Mon
     assert ways == [("sequential", 1), ("fleet", 1), ("sequential", 3), ("fleet", 3)]
 
 
-def test_the_ways_train_the_same_hosts_on_the_same_batches_with_the_same_seeds() -> None:
+def test_all_methods_train_the_same_hosts_on_the_same_batches_with_the_same_seeds() -> None:
     task = fleet_benchmark.synthetic_task((1, 8, 8), batch=4)
     tensors = TaskTensors.of(task, device=torch.device("cpu"), dtype=torch.float32)
     plans = fleet_benchmark.plans("one per slot", 3, ["blocks.0", "blocks.1"], ["norm", "conv3x3"])
@@ -106,7 +106,7 @@ def test_the_whole_loop_is_measured_with_about_one_seed_in_every_host(tmp_path: 
     assert all(seconds > 0 for seconds in found["seconds_by_part"].values())
 
 
-def test_the_time_of_a_part_within_another_is_its_own() -> None:
+def test_the_time_of_a_nested_part_is_not_counted_twice() -> None:
     class Work:
         def outer(self) -> None:
             self.inner()

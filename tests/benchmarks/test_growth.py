@@ -64,7 +64,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_loop_that_is_looked_into_trains_as_grow_does(small: Task) -> None:
+def test_the_instrumented_loop_trains_as_grow_does(small: Task) -> None:
     setting = growth_runs.Setting(epochs=6)
     by_grow = growth_runs.train(setting, small.make_host("starved", seed=3), Planned(PLAN), seed=3)
     loop = growth_runs.Loop(setting, small.make_host("starved", seed=3), Planned(PLAN), setting.config(3), seed=3)
@@ -137,7 +137,7 @@ def test_a_sweep_takes_the_best_by_validation_and_pays_for_all(tmp_path: Path) -
     assert summary["rows"]["sweep"]["train_gflops"] > summary["rows"]["width 8"]["train_gflops"]
 
 
-def test_events_happen_and_the_shadow_is_not_noticed(tmp_path: Path) -> None:
+def test_germinating_in_the_shadow_causes_no_jump_of_the_loss(tmp_path: Path) -> None:
     path = tmp_path / "jumps.jsonl"
     timeline = ["--first", "1", "--gap", "2", "--window", "6"]
     growth_jumps.main([*timeline, "--seeds", "2", "--jobs", "1", "--out", str(path)])
@@ -153,7 +153,7 @@ def test_events_happen_and_the_shadow_is_not_noticed(tmp_path: Path) -> None:
     assert all((row["difference"]["low"] > 0) == row["is_above"] for row in summary["rows"])
 
 
-def test_a_seed_whose_records_were_cut_off_counts_for_nothing() -> None:
+def test_a_seed_with_truncated_records_is_not_counted() -> None:
     views = growth_jumps.VIEWS
     whole = [
         {"seed": 0, "raise": mode, "event": event, "view": view}
@@ -166,7 +166,7 @@ def test_a_seed_whose_records_were_cut_off_counts_for_nothing() -> None:
     assert growth_jumps.whole_seed(whole[:-1], 0) == []
 
 
-def test_a_straight_through_seed_learns_and_its_host_does_not_notice(small: Task) -> None:
+def test_a_straight_through_seed_learns_and_leaves_its_host_unchanged(small: Task) -> None:
     setting = growth_runs.Setting(epochs=8)
     loops = []
     for plan in ([], PLAN[:1]):
@@ -209,7 +209,7 @@ def test_the_cost_of_the_shadow_is_measured_with_and_without_replay(tmp_path: Pa
 
 
 @pytest.mark.parametrize("is_recorded", [True, False])
-def test_only_what_was_recorded_is_replayed(is_recorded: bool) -> None:
+def test_only_recorded_passes_are_replayed(is_recorded: bool) -> None:
     options = argparse.Namespace(blocks=3, width=4, size=4, batch=2, device="cpu", blueprint="conv3x3")
     side = growth_shadow_cost.Side(options, 1)
     calls: list[int] = []
@@ -237,7 +237,7 @@ def test_longer_training_costs_what_growing_does_and_the_speed_is_the_one_that_t
     assert "test loss, grown − longer" in capsys.readouterr().out
 
 
-def test_promises_are_compared_with_what_the_candidates_did(small: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_promises_are_compared_with_the_gains_of_the_candidates(small: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(growth_promise, "load_task", lambda *arguments, **named: small)
     monkeypatch.setattr(growth_promise, "AFTER", (1,))
     monkeypatch.setattr(growth_promise, "KINDS", (("sgd", 0.0, 0.05),))

@@ -44,7 +44,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 @needs_sb3
-def test_the_adapter_shows_what_the_environment_does() -> None:
+def test_the_adapter_passes_on_the_steps_of_the_environment() -> None:
     env, twin = (CartPoleHidden(4, max_steps=9, reward_scale=0.5) for _ in range(2))
     adapter = sb3_env.Sb3VecEnv(env)
     adapter.seed(3)
@@ -102,7 +102,7 @@ def test_both_sides_have_the_same_layers_and_the_same_optimiser() -> None:
     assert ours.steps_per_update // ours.config.num_minibatches == theirs.batch_size
 
 
-def test_entropy_and_value_weights_are_the_same_in_effect() -> None:
+def test_entropy_and_value_weights_have_the_same_effect_on_both_sides() -> None:
     env = CartPoleHidden(4)
     config = sides.our_config(env, TINY, seed=0)
     uniform_entropy_in_our_units = 1.0
@@ -123,7 +123,7 @@ def test_speed_is_measured_on_all_sides(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 @pytest.mark.slow
-def test_returns_at_the_checkpoints_are_in_steps_balanced() -> None:
+def test_returns_are_recorded_at_the_given_steps_in_order() -> None:
     run = recurrent_ppo.learn_once("ours", 0, [2048, 1024])
     assert list(run["mean_return_at"]) == ["1024", "2048"]
     assert all(8 < value < 200 for value in run["mean_return_at"].values())
@@ -154,14 +154,14 @@ def test_a_torn_line_in_the_middle_is_an_error(tmp_path: Path) -> None:
         records.Output(path, resume=True)
 
 
-def test_what_is_not_a_number_is_written_as_null(tmp_path: Path) -> None:
+def test_nan_is_written_as_null(tmp_path: Path) -> None:
     records.Output(tmp_path / "out.jsonl").write({"nested": [{"mean": float("nan")}, 0.123456789]})
     assert lines(tmp_path / "out.jsonl")[1] == {"nested": [{"mean": None}, 0.123457]}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("core", ["lstm", "none"])
-def test_the_cue_is_run_and_counted(core: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cue_benchmark_counts_successes(core: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_tasks, "CUE_DELAY", 3)
     monkeypatch.setattr(memory_tasks, "EVALUATION_EPISODES", 100)
     run = memory_tasks.run_cue(core, 0, 1)
@@ -179,7 +179,7 @@ def test_pendulum_returns_are_in_the_units_of_the_task(monkeypatch: pytest.Monke
     assert -2000 < memory_tasks.run_pendulum("ours", 0, 1)["mean_return"] < -600
 
 
-def test_a_line_is_fitted() -> None:
+def test_a_straight_line_is_fitted_exactly() -> None:
     line = ppo_memory.fit([1, 2, 4], [12, 14, 18])
     assert line == pytest.approx((2.0, 10.0, 1.0))
 

@@ -100,7 +100,7 @@ def test_the_battle_is_drawn_and_changes_with_the_time(page: Page) -> None:
     page.wait(lambda: bool((stage_of(page) != before).any()), "the picture did not change")
 
 
-def test_play_goes_on_until_it_is_paused(page: Page) -> None:
+def test_playback_continues_until_it_is_paused(page: Page) -> None:
     page.click_on("[data-play]")
     page.wait(lambda: page.frame >= 2, "the battle did not play")
     page.click_on("[data-play]")
@@ -127,7 +127,7 @@ def test_keys_play_step_and_jump(page: Page) -> None:
     page.wait(lambda: page.driver.execute_script("return document.querySelector('[data-speed]').value") == "2", "not faster")
 
 
-def test_a_click_on_the_time_line_goes_there(page: Page, battle: tuple[dict[str, Tensor], ReplayInfo]) -> None:
+def test_a_click_on_the_time_line_moves_to_that_time(page: Page, battle: tuple[dict[str, Tensor], ReplayInfo]) -> None:
     line = page.box("[data-scrub]")
     page.click(line["x"] + 0.75 * line["width"], line["y"] + line["height"] / 2)
     page.wait(lambda: abs(page.frame - 0.75 * LAST) <= 1, "the time was not reached")
@@ -137,7 +137,7 @@ def test_a_click_on_the_time_line_goes_there(page: Page, battle: tuple[dict[str,
     assert page.text("[data-clock]") == f"0:{int(seconds):02d}"
 
 
-def test_a_click_on_a_unit_shows_its_numbers_and_what_it_senses_and_wants(page: Page, battle: tuple[dict[str, Tensor], ReplayInfo]) -> None:
+def test_a_click_on_a_unit_shows_its_state_contacts_and_orders(page: Page, battle: tuple[dict[str, Tensor], ReplayInfo]) -> None:
     tensors, info = battle
     unit, frame = 0, LAST // 2
     for _ in range(frame):
@@ -171,7 +171,7 @@ def test_a_click_beside_every_unit_closes_the_panel(page: Page) -> None:
     page.wait(lambda: not page.texts("[data-panel]"), "the panel did not close")
 
 
-def test_the_feed_tells_kills_when_they_have_happened(page: Page, battle: tuple[dict[str, Tensor], ReplayInfo]) -> None:
+def test_the_feed_shows_kills_at_their_time(page: Page, battle: tuple[dict[str, Tensor], ReplayInfo]) -> None:
     assert page.texts("[data-kind='kill']") == []
     page.press("\ue010")  # end
     page.wait(lambda: page.frame == LAST, "the end was not reached")
@@ -198,7 +198,7 @@ def test_another_replay_of_the_run_can_be_chosen_and_a_broken_one_says_what_is_w
     assert page.text(".problem") == ""
 
 
-def test_a_battle_that_was_recorded_is_played(page: Page) -> None:
+def test_a_recorded_battle_is_played(page: Page) -> None:
     from selenium.webdriver.support.select import Select
 
     won = read_replay(WON)
@@ -229,9 +229,7 @@ def asked(page: Page, script: str, *arguments: object) -> object:
     return page.driver.execute_async_script(whole, *arguments)
 
 
-def test_shots_that_burst_within_their_decision_are_told_from_those_that_fly(
-    page: Page, battle: tuple[dict[str, Tensor], ReplayInfo]
-) -> None:
+def test_the_page_distinguishes_shots_that_burst_from_shots_in_flight(page: Page, battle: tuple[dict[str, Tensor], ReplayInfo]) -> None:
     script = "fetchReplay(args[0]).then((replay) => args[1].map(([frame, unit]) => replay.shotFlies(frame, unit)))"
     tensors, info = battle
     flying = torch.isin(
@@ -267,7 +265,7 @@ def test_the_page_gets_only_what_it_reads_and_only_replays(address: str) -> None
         urllib.request.urlopen(f"{address}replays/other.safetensors", timeout=60)
 
 
-def test_a_page_that_reaches_the_server_by_another_name_is_refused(address: str) -> None:
+def test_a_request_with_another_host_name_is_refused(address: str) -> None:
     request = urllib.request.Request(address, headers={"Host": "rebound.example"})
     with pytest.raises(urllib.error.HTTPError, match="400"):
         urllib.request.urlopen(request, timeout=60)

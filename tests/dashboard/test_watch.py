@@ -30,7 +30,7 @@ def replay(tmp_path: Path) -> Path:
     return write_replay(tmp_path / "replays" / "one.safetensors", *staged_battle(team_size=2, size=16, frames=12))
 
 
-def test_a_file_is_played_itself_and_a_run_by_its_replays(replay: Path) -> None:
+def test_a_file_or_the_replays_of_a_run_are_played(replay: Path) -> None:
     assert list_replays(replay) == [replay]
     assert list_replays(replay.parent.parent) == [replay]
 
@@ -63,7 +63,7 @@ def test_without_nicegui_the_extra_is_named(replay: Path, monkeypatch: pytest.Mo
         serve(replay, show=False)
 
 
-def test_the_page_gets_of_a_recorded_battle_what_it_reads_in_types_that_it_knows() -> None:
+def test_the_page_gets_the_tensors_of_a_battle_in_known_types() -> None:
     pytest.importorskip("nicegui")
     from esper.dashboard.page import HERE, for_the_browser
 
@@ -87,7 +87,7 @@ def test_a_port_that_is_taken_is_refused_with_what_to_do(replay: Path) -> None:
 # Replays that are not there
 
 
-def test_a_link_that_leads_nowhere_does_not_hide_the_other_replays(replay: Path) -> None:
+def test_a_broken_link_does_not_hide_the_other_replays(replay: Path) -> None:
     lost = replay.with_name("lost.safetensors")
     lost.symlink_to("nowhere.safetensors")
     assert set(list_replays(replay.parent.parent)) == {lost, replay}
@@ -156,7 +156,7 @@ FOREIGN = ["http://evil.example", "https://127.0.0.1.evil.example", "null", "htt
 
 @pytest.mark.slow
 @pytest.mark.parametrize("origin", FOREIGN)
-def test_the_page_of_another_site_gets_neither_a_websocket_nor_anything_else(port: int, origin: str) -> None:
+def test_pages_of_other_sites_get_neither_a_websocket_nor_files(port: int, origin: str) -> None:
     assert handshake(port, Origin=origin) == 403
     assert ask(port, f"{SOCKET}polling", Origin=origin)[0] == 403
     assert ask(port, "/replays/one.safetensors", Origin=origin)[0] == 403
@@ -174,7 +174,7 @@ def test_the_page_itself_gets_a_websocket_and_its_files(port: int, host: str) ->
 
 
 @pytest.mark.slow
-def test_a_name_of_another_site_that_leads_here_is_refused(port: int) -> None:
+def test_a_foreign_host_name_that_resolves_here_is_refused(port: int) -> None:
     rebound = {"Host": f"evil.example:{port}", "Origin": f"http://evil.example:{port}"}
     assert handshake(port, **rebound) in (400, 403)
     assert ask(port, "/", **rebound)[0] in (400, 403)
@@ -182,7 +182,7 @@ def test_a_name_of_another_site_that_leads_here_is_refused(port: int) -> None:
 
 
 @pytest.mark.slow
-def test_the_page_of_a_run_with_a_link_that_leads_nowhere_lists_the_others_and_names_it(port: int) -> None:
+def test_the_page_lists_replays_beside_a_broken_link_and_names_it(port: int) -> None:
     status, page = ask(port, "/")
     assert status == 200
     assert "/replays/one.safetensors" in page

@@ -116,7 +116,7 @@ class SometimesMasked(Counting):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_masked", [lambda step: step % 3 == 0, lambda step: step >= 20, lambda step: step in (1, 40)])
-def test_a_run_whose_masks_come_and_go_is_the_same_after_a_restart(is_masked):
+def test_a_run_with_changing_masks_resumes_exactly(is_masked):
     first = PPO(SometimesMasked(is_masked), config())
     for _ in range(2):
         first.update(first.collect())
@@ -269,7 +269,7 @@ def test_bytes_that_are_no_image_are_normalised_by_their_own_spread_and_images_a
     assert policy.normalize(shown)["obs"] is shown["obs"]
 
 
-def test_an_encoder_of_ones_own_gets_bytes_as_they_are(bandit):
+def test_a_custom_encoder_gets_unscaled_bytes(bandit):
     class Seen(nn.Module):
         output_size = 147
 
@@ -281,7 +281,7 @@ def test_an_encoder_of_ones_own_gets_bytes_as_they_are(bandit):
 
 
 @pytest.mark.slow
-def test_a_policy_that_learned_bytes_divided_by_255_goes_on_seeing_them_so(bandit):
+def test_an_old_policy_trained_on_bytes_divided_by_255_keeps_that_scaling(bandit):
     from esper.rl.checkpoints import MIGRATIONS
 
     ppo = PPO(make(bandit, 4), config())

@@ -47,7 +47,7 @@ def test_one_update_on_the_gpu_equals_the_same_update_on_the_cpu():
         assert torch.allclose(left, right.cpu(), atol=2e-3), name
 
 
-def test_a_gpu_that_lags_behind_collects_what_one_that_is_waited_for_collects():
+def test_a_lagging_gpu_collects_the_same_as_a_synchronised_one():
     """Transfers between environments on the CPU and a learner on the GPU overlap with whatever the GPU still has to do."""
 
     def rollouts(*, waits: bool) -> list[dict[str, torch.Tensor]]:

@@ -128,7 +128,7 @@ def test_the_derivative_of_tanh_is_exact_far_beyond_saturation():
     assert torch.allclose(log_derivative_of_tanh(latent).double(), exact, rtol=1e-5)
 
 
-def test_an_action_gives_back_the_choice_it_came_from():
+def test_unsquashing_an_action_restores_the_choice():
     distribution = ActionDistribution(MIXED)
     _, _, choice = draw(distribution, 100)
     again = distribution.choice(distribution.actions(choice))
@@ -163,7 +163,7 @@ def test_masked_logits_stay_finite_in_half_precision():
     assert torch.log_softmax(masked.float(), -1)[0, 0].item() == 0.0
 
 
-def test_a_mask_that_depends_on_another_head_is_the_row_of_what_that_head_chose():
+def test_a_dependent_mask_is_the_row_of_the_parents_choice():
     distribution = ActionDistribution(ActionSpec((Discrete("kind", 2), Discrete("item", 2, parent="kind"))))
     masks = {"item": torch.tensor([[[True, False], [False, True]]])}
     for kind, logits in ((0, [9.0, 0.0, 0.0, 5.0]), (1, [0.0, 9.0, 5.0, 0.0])):
@@ -188,7 +188,7 @@ def test_a_row_with_nothing_allowed_is_an_error_that_names_environment_and_head(
         raise_on_empty_rows(distribution, distribution.empty_rows(masks, choice))
 
 
-def test_an_empty_row_of_a_head_that_does_not_matter_is_no_error():
+def test_an_empty_mask_row_of_an_irrelevant_head_is_no_error():
     distribution = ActionDistribution(MIXED)
     masks = {"slot": torch.zeros(1, 3, 4, dtype=torch.bool)}
     choice = Choice(torch.tensor([[0, 0, 0]]), torch.zeros(1, 2))
@@ -301,7 +301,7 @@ def test_gradients_of_own_logits_pass_gradcheck_and_reach_only_the_row_that_held
         ((Discrete("a", 2), Discrete("b", 2)), (Relevance("b", given="a", choices=(2,)),), r"0\.\.1"),
     ],
 )
-def test_a_specification_that_makes_no_sense_is_refused(heads, relevance, message):
+def test_an_inconsistent_action_specification_is_refused(heads, relevance, message):
     with pytest.raises(ValueError, match=message):
         ActionSpec(heads, relevance)
 

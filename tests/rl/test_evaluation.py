@@ -104,7 +104,7 @@ def test_the_checkpoint_is_on_the_disk_before_its_policy_is_evaluated(tmp_path: 
 
 
 @pytest.mark.slow
-def test_eval_plays_other_episodes_than_those_that_chose_the_best_checkpoint(tmp_path: Path, capsys) -> None:
+def test_eval_plays_other_episodes_than_the_selection_of_the_best_checkpoint(tmp_path: Path, capsys) -> None:
     from esper.rl import run_setup
 
     seeds = []
@@ -154,9 +154,7 @@ def test_a_first_score_that_is_not_a_number_does_not_block_the_next_best(tmp_pat
 
 
 @pytest.mark.slow
-def test_a_wish_to_stop_waits_for_no_evaluation_and_the_run_evaluates_when_it_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stop_request_skips_the_evaluation_until_the_run_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = train_run(CONFIG, tmp_path / "whole")
     from esper.rl import run_setup
 
@@ -170,7 +168,7 @@ def test_a_wish_to_stop_waits_for_no_evaluation_and_the_run_evaluates_when_it_go
     assert events_of(tmp_path / "run") == events_of(tmp_path / "whole")
 
 
-def test_a_wish_to_stop_ends_an_evaluation_that_takes_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_request_ends_a_long_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("gymnasium")
     monkeypatch.setattr("esper.rl.evaluate._ASK_EVERY_S", -1.0)  # at every step
     endless = msgspec.structs.replace(CONFIG, env="CliffWalking-v1", eval_max_steps=10**9)

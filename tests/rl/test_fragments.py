@@ -26,7 +26,7 @@ def starts_and_valid(seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("length", [1, 4, 12])
 @pytest.mark.parametrize("seed", range(3))
-def test_every_real_step_is_dealt_once_and_no_other(length, seed):
+def test_every_valid_step_is_in_exactly_one_minibatch(length, seed):
     starts, valid = starts_and_valid(seed)
     dealt = list(minibatches(starts, length=length, parts=3, rng=np.random.default_rng(0), valid=valid))
     rows = np.concatenate([fragments.rows for fragments in dealt])
@@ -37,14 +37,14 @@ def test_every_real_step_is_dealt_once_and_no_other(length, seed):
 
 
 @pytest.mark.parametrize("length", [1, 4])
-def test_a_minibatch_without_a_real_step_is_not_empty(length):
+def test_a_minibatch_without_a_valid_step_is_not_empty(length):
     nothing = np.zeros((4, 2), dtype=bool)
     fragments = pack(~nothing, np.arange(2), length=length, valid=nothing)
     assert fragments.sizes == [1]
     assert len(fragments.rows) == len(fragments.states) == 1
 
 
-def test_leaving_out_steps_that_were_not_real_does_not_change_the_gradient():
+def test_leaving_out_invalid_steps_does_not_change_the_gradient():
     ppo = PPO(Counting(num_envs=6, length=5), config())
     rollout = ppo.collect()
     ghost = rollout.starts & (torch.arange(16)[:, None] > 0)

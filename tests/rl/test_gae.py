@@ -33,7 +33,7 @@ def test_advantages_stay_correct_over_a_very_long_rollout():
     assert torch.allclose(gae(rewards, values, next_values, ended, gamma=0.999, lam=0.99).double(), expected, atol=1e-3)
 
 
-def test_a_real_end_counts_nothing_that_follows_and_a_cut_counts_its_value():
+def test_a_terminated_step_ignores_the_next_value_and_a_truncated_one_uses_it():
     ended = torch.tensor([[True], [False]])
     advantage = gae(torch.ones(2, 1), torch.zeros(2, 1), torch.tensor([[10.0], [0.0]]), ended, gamma=0.5, lam=1.0)
     assert advantage[:, 0].tolist() == [6.0, 1.0]

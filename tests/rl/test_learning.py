@@ -50,7 +50,7 @@ def test_a_time_limit_bootstraps_from_the_final_observation_with_the_state_after
 
 
 @pytest.mark.parametrize(("truncates", "time_limit_is_end"), [(False, False), (True, True)])
-def test_nothing_follows_a_real_end(truncates, time_limit_is_end):
+def test_no_value_follows_a_terminated_episode(truncates, time_limit_is_end):
     ppo = PPO(Counting(length=5, truncates=truncates), config(time_limit_is_end=time_limit_is_end))
     rollout = ppo.collect()
     assert bool(rollout.ended.any())
@@ -82,7 +82,7 @@ def test_the_ratio_is_one_before_the_first_gradient_step():
         assert outcome.total_kl < 1e-6
 
 
-def test_a_critic_with_a_memory_of_its_own_leaves_the_actors_alone():
+def test_the_memory_of_a_separate_critic_does_not_change_the_actors():
     network = NetworkConfig(hidden_size=8, encoder_sizes=(), critic_memory="own")
     ppo = PPO(Counting(length=5), config(network=network))
     rollout = ppo.collect()
@@ -93,7 +93,7 @@ def test_a_critic_with_a_memory_of_its_own_leaves_the_actors_alone():
     assert (ppo.policy.core.critic.weight_ih.grad != 0).any()
 
 
-def test_a_head_that_did_not_matter_gets_no_gradient():
+def test_an_irrelevant_head_gets_no_gradient():
     spec = ActionSpec((Discrete("op", 2), Discrete("slot", 3)), (Relevance("slot", given="op", choices=(1,)),))
     masks = {"op": torch.tensor([[True, False]]).expand(3, 2)}  # op is always 0, so slot never matters
     ppo = PPO(Counting(spec=spec, masks=masks), config(num_epochs=1))
@@ -157,7 +157,7 @@ def test_a_ratio_beyond_the_clip_has_no_gradient_where_the_advantage_is_positive
     assert terms.clip_fraction.item() == 0.5
 
 
-def test_steps_that_were_not_real_count_for_nothing():
+def test_invalid_steps_do_not_count():
     real = samples()
     ghost = torch.tensor([1.0, 1.0, 0.0, 0.0])
     masked = real._replace(
@@ -256,7 +256,7 @@ def test_the_weight_of_an_entropy_is_the_schedule_and_the_push_of_the_floor_time
 
 
 @pytest.mark.slow
-def test_rollouts_lie_in_the_same_memory():
+def test_rollouts_reuse_the_same_memory():
     ppo = PPO(Counting(spec=MIXED), config())
     places = []
     for _ in range(2):
@@ -317,7 +317,7 @@ def test_advantages_are_centred_where_a_head_mattered_and_scaled_alike():
 
 
 @pytest.mark.parametrize("rows", [0, 1])
-def test_normalising_an_empty_or_single_step_is_defined(rows):
+def test_normalised_advantages_of_zero_or_one_step_are_zero(rows):
     normalized = normalize_advantages(torch.ones(rows), torch.ones(rows, 1), torch.ones(rows))
     assert normalized.shape == (rows, 1)
     assert (normalized == 0).all()
@@ -412,7 +412,7 @@ def test_an_environment_that_answers_in_the_wrong_shape_is_refused_with_both_sha
         PPO(env, config()).collect()
 
 
-def test_a_probability_ratio_beyond_all_bounds_is_clipped_and_not_broken():
+def test_an_overflowing_probability_ratio_is_clipped():
     log_prob = torch.full((4, 2), 200.0, requires_grad=True)
     counts = Counts(torch.tensor(4.0), torch.tensor([4.0, 4.0]))
     terms = ppo_loss(ActionEvaluation(log_prob, torch.zeros(4, 2)), torch.zeros(4), samples(), counts, COEFFICIENTS)
@@ -512,7 +512,7 @@ def test_vanished_gradients_are_warned_of_where_the_threshold_asks_for_it():
 
 
 @pytest.mark.slow
-def test_an_entropy_floor_keeps_a_head_open_until_it_sinks():
+def test_an_entropy_floor_keeps_the_entropy_of_a_head_up():
     def entropies(updates: int = 12, **changes) -> list[float]:
         env = Counting()
         env.reward_of = lambda actions, count: actions["action"].float()
@@ -545,7 +545,7 @@ def test_a_learning_rate_rises_and_falls_as_its_schedule_says():
 
 
 @pytest.mark.slow
-def test_a_function_of_ones_own_sets_the_learning_rate_from_the_share_of_training_that_is_left():
+def test_a_custom_schedule_gets_the_remaining_fraction_of_training():
     ppo = PPO(Counting(), config(), learning_rate=lambda left: 0.25 * left**2)
     assert [update.learning_rate for update in ppo.train(total_steps=16 * 3 * 4)] == [0.25, 0.25 * 0.75**2, 0.25 * 0.5**2, 0.25 * 0.25**2]
     with pytest.raises(ValueError, match=r"the schedule gave -1\.0 at 0\.0% of training"):
@@ -563,7 +563,7 @@ def test_bfloat16_learns_nearly_the_same():
 
 
 @pytest.mark.parametrize("num_envs", [1, 3])
-def test_a_rollout_of_few_sequences_gives_a_minibatch_of_each(num_envs):
+def test_a_rollout_of_few_sequences_gives_one_minibatch_per_sequence(num_envs):
     ppo = PPO(Counting(num_envs=num_envs), config(num_epochs=2, num_minibatches=4))
     assert ppo.update(ppo.collect()).steps_taken == 2 * num_envs
 

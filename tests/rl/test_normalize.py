@@ -13,7 +13,7 @@ SMALL = NetworkConfig(hidden_size=8, encoder_sizes=(6,))
 
 
 @pytest.mark.slow
-def test_the_observation_normalizer_stands_still_in_a_rollout_and_moves_after_it():
+def test_the_observation_normalizer_changes_only_between_rollouts():
     ppo = PPO(Counting(), PPOConfig(num_steps=16, num_minibatches=2, network=SMALL))
     for _ in range(2):
         before = {name: value.clone() for name, value in ppo.policy.normalizer.state_dict().items()}
@@ -32,7 +32,7 @@ def normalizer(momentum: float | None) -> ObservationNormalizer:
     return ObservationNormalizer({"obs": TensorSpec((1,))}, momentum=momentum, device=torch.device("cpu"))
 
 
-def test_without_a_momentum_every_observation_counts_alike():
+def test_every_observation_has_equal_weight_without_a_momentum():
     running = normalizer(None)
     for batch in (torch.tensor([[[0.0]], [[2.0]]]), torch.tensor([[[10.0]], [[12.0]], [[14.0]], [[16.0]]])):
         running.update({"obs": batch}, None)
@@ -42,7 +42,7 @@ def test_without_a_momentum_every_observation_counts_alike():
 
 
 @pytest.mark.slow
-def test_with_a_momentum_old_rollouts_fade_whatever_their_size():
+def test_old_rollouts_lose_weight_with_a_momentum():
     fading = normalizer(0.99)
     for number in range(400):
         fading.update(

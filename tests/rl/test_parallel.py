@@ -210,7 +210,7 @@ def assert_close(one, other, *, atol: float) -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_two_ranks_learn_what_one_with_both_halves_learns(name: str, results: list[dict]) -> None:
+def test_two_ranks_equal_one_process_with_both_halves_of_the_environments(name: str, results: list[dict]) -> None:
     alone = learn(name, slice(None), Shuffles(CONFIGS[name], RANKS), ALONE)
     for rank in results:
         found = rank["updates"][name]
@@ -219,7 +219,7 @@ def test_two_ranks_learn_what_one_with_both_halves_learns(name: str, results: li
         assert_close(found["outcome"], alone["outcome"], atol=1e-5)  # read in float32
 
 
-def test_those_updates_learned_something_and_stopped_and_skipped_where_they_should(results: list[dict]) -> None:
+def test_the_compared_updates_contain_learning_early_stops_and_skipped_steps(results: list[dict]) -> None:
     for name, found in results[0]["updates"].items():
         before = start(name)[0].state_dict()
         has_moved = any(not torch.equal(before[key], value) for key, value in found["policy"].items() if key.startswith("core"))
@@ -244,7 +244,7 @@ def test_resuming_two_ranks_equals_never_having_stopped_bit_for_bit(results: lis
         assert found["returns"][0] == found["returns"][1]
 
 
-def test_every_rank_has_chances_of_its_own_and_reports_what_all_have_done(results: list[dict]) -> None:
+def test_every_rank_has_its_own_random_stream_and_reports_joint_results(results: list[dict]) -> None:
     one, other = (rank["resume"] for rank in results)
     assert one["seed"] != other["seed"]
     assert one["returns"] != other["returns"]

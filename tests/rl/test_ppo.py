@@ -112,7 +112,7 @@ def test_a_truncated_episode_is_bootstrapped_alike_on_both_devices(device, monke
 
 
 @pytest.mark.slow
-def test_evaluation_moves_nothing_and_gives_every_environment_its_share():
+def test_evaluation_changes_no_state_and_gives_every_environment_its_share():
     ppo = trained(PPO(make("cue", 4, delay=3), config()), 1)
     before = json.dumps(ppo.policy.normalizer.training_state()["obs"]["mean"].tolist())
     result = ppo.evaluate(make("cue", 4, delay=3), episodes=10)
@@ -131,7 +131,7 @@ def test_training_goes_on_after_evaluating_in_the_training_environments():
 
 
 @pytest.mark.slow
-def test_acting_one_observation_at_a_time_equals_what_the_rollout_did():
+def test_acting_step_by_step_equals_the_rollout():
     ppo = trained(PPO(Counting(num_envs=4), config()), 2)
     rollout = ppo.collect()
     state = ppo.policy.initial_state(4)
@@ -145,7 +145,7 @@ def test_acting_one_observation_at_a_time_equals_what_the_rollout_did():
         assert torch.equal(actions["action"][known], likeliest[known])
 
 
-def test_acting_refuses_what_does_not_fit_with_both_shapes():
+def test_acting_refuses_observations_of_another_shape_with_both_shapes():
     policy = PPO(Counting(num_envs=4), config()).policy
     with pytest.raises(ValueError, match=r"should have shape \(2, 2\); got \(2, 3\)"):
         policy.act(torch.zeros(2, 3))
@@ -164,7 +164,7 @@ class Doubling(nn.Module):
         return obs * 2
 
 
-def test_an_encoder_of_ones_own_takes_the_place_of_the_built_in_one():
+def test_a_custom_encoder_replaces_the_built_in_one():
     ppo = trained(PPO(Counting(num_envs=4), config(), encoder=Doubling()), 1)
     assert isinstance(ppo.policy.encoder, Doubling)
 
@@ -203,7 +203,7 @@ def test_an_environment_may_write_to_its_state_and_to_what_it_is_given():
     trained(ppo, 1)
 
 
-def test_an_encoder_that_does_not_say_its_width_is_refused():
+def test_an_encoder_without_a_width_is_refused():
     with pytest.raises(ValueError, match="Sequential needs an attribute `output_size`"):
         PPO(Counting(num_envs=4), config(), encoder=nn.Sequential(nn.Linear(2, 2)))
 
@@ -225,7 +225,7 @@ CORES = [("lstm", "shared"), ("lstm", "own"), ("gru", "own"), ("none", "shared")
 
 
 @pytest.mark.parametrize(("core", "memory"), CORES)
-def test_what_goes_around_the_core_reaches_actor_and_critic_as_it_is(core, memory):
+def test_features_that_bypass_the_core_reach_actor_and_critic_unchanged(core, memory):
     network = NetworkConfig(core=core, critic_memory=memory, hidden_size=8)
     policy = PPO(Counting(num_envs=4), config(network=network, normalize_observations=False), encoder=Forked()).policy
     seen = {}
@@ -242,7 +242,7 @@ def test_what_goes_around_the_core_reaches_actor_and_critic_as_it_is(core, memor
 
 
 @pytest.mark.parametrize(("core", "memory"), CORES)
-def test_with_a_way_around_the_core_the_ratio_is_one_before_the_first_gradient_step(core, memory):
+def test_the_ratio_is_one_before_the_first_gradient_step_with_a_bypass_of_the_core(core, memory):
     network = NetworkConfig(core=core, critic_memory=memory, hidden_size=8)
     ppo = PPO(Counting(num_envs=4), config(network=network, learning_rate=1e-12, num_epochs=1), encoder=Forked())
     for _ in range(2):
@@ -252,7 +252,7 @@ def test_with_a_way_around_the_core_the_ratio_is_one_before_the_first_gradient_s
 
 
 @pytest.mark.slow
-def test_an_actor_and_a_critic_of_ones_own_keep_their_weights_and_are_trained():
+def test_a_custom_actor_and_critic_keep_their_weights_and_are_trained():
     actor, critic = nn.Linear(8 + 2, 2), nn.Sequential(nn.Linear(8 + 2, 3), nn.Tanh(), nn.Linear(3, 1))
     before = [weight.detach().clone() for module in (actor, critic) for weight in module.parameters()]
     ppo = PPO(Counting(num_envs=4), config(network=NetworkConfig(hidden_size=8)), encoder=Forked(), actor=actor, critic=critic)
@@ -344,7 +344,7 @@ class Pictures(gymnasium.Env):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", list(gymnasium.vector.AutoresetMode)[:2])
-def test_pictures_vectors_and_mixed_actions_train_in_both_autoreset_modes(mode):
+def test_images_vectors_and_mixed_actions_train_in_both_autoreset_modes(mode):
     env = from_gymnasium(gymnasium.vector.SyncVectorEnv([Pictures] * 4, autoreset_mode=mode))
     ppo = PPO(env, config())
     updates = list(ppo.train(total_steps=3 * ppo.steps_per_update))
@@ -421,7 +421,7 @@ def test_a_task_whose_second_mask_depends_on_the_first_choice_is_solved():
 
 
 @pytest.mark.slow
-def test_the_wait_for_the_environments_is_told_and_is_part_of_collecting(clock: Clock, monkeypatch: pytest.MonkeyPatch):
+def test_the_wait_for_environments_is_reported_as_part_of_collecting(clock: Clock, monkeypatch: pytest.MonkeyPatch):
     class SlowCounting(Counting):
         def step(self, actions):
             clock.sleep(0.005)
@@ -461,7 +461,7 @@ class FakeEvents:
         return Event()
 
 
-def test_time_on_a_gpu_is_that_between_events_of_its_stream(monkeypatch: pytest.MonkeyPatch):
+def test_time_on_a_gpu_is_measured_by_events_of_its_stream(monkeypatch: pytest.MonkeyPatch):
     events = FakeEvents()
     monkeypatch.setattr(torch.cuda, "Event", events.make)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
@@ -474,7 +474,7 @@ def test_time_on_a_gpu_is_that_between_events_of_its_stream(monkeypatch: pytest.
     assert len(events.waited_for) == 1
 
 
-def test_time_on_the_cpu_is_that_of_the_process():
+def test_time_on_the_cpu_is_wall_clock_time():
     watch = Stopwatch(torch.device("cpu"))
     watch.mark()
     time.sleep(0.01)
@@ -483,7 +483,7 @@ def test_time_on_the_cpu_is_that_of_the_process():
     assert 0.01 <= seconds < 5
 
 
-def test_values_of_steps_and_of_what_follows_them_are_computed_in_inference_mode(monkeypatch: pytest.MonkeyPatch):
+def test_values_of_steps_and_next_steps_are_computed_in_inference_mode(monkeypatch: pytest.MonkeyPatch):
     ppo, modes = PPO(Counting(), config()), []
     compute = ppo.policy.value
     monkeypatch.setattr(ppo.policy, "value", lambda features: (modes.append(torch.is_inference_mode_enabled()), compute(features))[1])
@@ -495,7 +495,7 @@ def test_values_of_steps_and_of_what_follows_them_are_computed_in_inference_mode
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # the compiler has some of its own
-def test_episodes_of_changing_lengths_do_not_compile_again_and_again(monkeypatch: pytest.MonkeyPatch):
+def test_episodes_of_changing_lengths_cause_no_recompilation(monkeypatch: pytest.MonkeyPatch):
     torch.compiler.reset()
     compiled: list[object] = []
 

@@ -50,7 +50,7 @@ def test_gradients_are_unscaled_before_they_are_measured_and_clipped() -> None:
 
 
 @pytest.mark.slow
-def test_an_overflow_is_not_taken_halves_the_scale_and_is_no_skip() -> None:
+def test_an_overflow_halves_the_scale_and_does_not_count_as_a_skipped_step() -> None:
     events = []
     ppo = PPO(Counting(), config(max_skips=1), on_event=events.append)
     ppo.learner.loss_scale.scale.fill_(2.0**40)  # far too high
@@ -68,7 +68,7 @@ def test_an_overflow_is_not_taken_halves_the_scale_and_is_no_skip() -> None:
     assert not any(isinstance(event, Skipped) for event in events)
 
 
-def test_a_loss_that_is_not_finite_is_a_skip_and_leaves_the_scale_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_that_is_not_finite_skips_the_step_and_keeps_the_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("esper.rl.batch.gae", lambda rewards, *rest, **settings: torch.full_like(rewards, math.nan))
     ppo = PPO(Counting(), config(normalize_rewards=False, normalize_values=False))
     outcome = ppo.update(ppo.collect())
@@ -94,7 +94,7 @@ def test_the_scale_grows_with_patience_and_within_bounds() -> None:
     assert scale.scale.item() == LARGEST
 
 
-def test_what_overflows_at_a_scale_of_one_is_a_skip() -> None:
+def test_an_overflow_at_a_scale_of_one_counts_as_a_skipped_step() -> None:
     """Otherwise a gradient that never will be finite would be waited for without end."""
     scale = LossScale(CPU)
     loss, norm = torch.tensor(1.0), torch.tensor(math.inf)

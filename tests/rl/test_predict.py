@@ -121,7 +121,7 @@ def test_tensors_lists_and_numbers_are_observations_too():
     assert 2 <= learner(spaces.Discrete(4), spaces.Discrete(2, start=2)).predict(3)[0] <= 3
 
 
-def test_what_does_not_fit_is_refused_with_both_shapes():
+def test_observations_of_another_shape_are_refused_with_both_shapes():
     ppo = learner(KINDS["tuple"], spaces.Discrete(3))
     with pytest.raises(ValueError, match=r"observation '0' has shape \(2,\); expected \(3,\) for one observation"):
         ppo.predict((np.zeros(2), 1))
@@ -170,7 +170,7 @@ def test_drawn_actions_follow_the_seed_and_leave_the_mode_of_the_policy_alone():
     assert ppo.policy.training
 
 
-def test_actions_may_be_written_to():
+def test_predicted_actions_are_writable():
     actions, state = learner(BOX, spaces.Box(-2, 2, (1,))).policy.act(torch.zeros(1, 3))
     actions["action"].mul_(2.0)
     state.zero_()
@@ -219,7 +219,7 @@ def test_a_learner_that_was_saved_and_loaded_goes_on_as_if_it_never_stopped(tmp_
     assert_same_state(second.state_dict(), straight.state_dict())
 
 
-def test_a_learner_goes_on_with_another_number_of_environments_and_refuses_others(tmp_path: Path):
+def test_a_loaded_learner_accepts_another_number_of_environments_but_no_other_kind(tmp_path: Path):
     ppo = PPO(make("cue", 4, delay=3), RECURRENT)
     next(ppo.train(1))
     ppo.save(tmp_path / "cue.safetensors")
@@ -243,7 +243,7 @@ class Doubled(torch.nn.Module):
         return self.factor * obs
 
 
-def test_a_file_with_an_encoder_of_ones_own_needs_a_fresh_one(tmp_path: Path):
+def test_loading_a_policy_with_a_custom_encoder_needs_a_new_instance_of_it(tmp_path: Path):
     env = make("Pendulum-v1", 2)
     ppo = PPO(env, SMALL, Doubled())
     with torch.no_grad():

@@ -171,7 +171,7 @@ def test_a_number_that_is_not_finite_reaches_the_output_and_no_other_fragment(wa
         assert not torch.equal(output[4], right[4])
 
 
-def test_a_fragment_that_starts_an_episode_does_not_feel_the_episode_before(rollout):
+def test_a_fragment_that_starts_an_episode_does_not_depend_on_the_episode_before(rollout):
     inputs, starts = rollout
     built = core(LSTM)
     starts[10] = True
@@ -219,7 +219,7 @@ def test_recurrent_weights_are_orthogonal_per_gate():
         assert torch.allclose(gate @ gate.T, torch.eye(HIDDEN, dtype=torch.float64), atol=1e-6)
 
 
-def test_a_gate_hears_few_inputs_as_loudly_as_many():
+def test_initial_gate_inputs_have_unit_spread_for_any_number_of_inputs():
     for inputs in (2, 64):
         built = LSTM(inputs, 64)
         built.initialize(torch.Generator().manual_seed(0))

@@ -78,11 +78,11 @@ trees = st.recursive(
 
 @pytest.mark.slow
 @given(state=trees)
-def test_any_tree_comes_back_bit_for_bit(tmp_path_factory: pytest.TempPathFactory, state: Any) -> None:
+def test_any_state_tree_is_saved_and_loaded_bit_for_bit(tmp_path_factory: pytest.TempPathFactory, state: Any) -> None:
     assert same(round_trip(tmp_path_factory.mktemp("store"), state), state)
 
 
-def test_look_alike_names_stay_apart(tmp_path: Path) -> None:
+def test_similar_names_are_not_confused(tmp_path: Path) -> None:
     state = {"a/b": torch.tensor(1), "a": {"b": torch.tensor(2)}, 0: torch.tensor(3), "0": torch.tensor(4), "__metadata__": torch.tensor(5)}
     state |= {"a/b#2": torch.tensor(6), "tensor": "a/b", "x": {"tensor": "a/b"}, "": torch.tensor(7)}
     assert same(round_trip(tmp_path, state), state)
@@ -155,7 +155,7 @@ Point = namedtuple("Point", "x y")
         ({True: 3}, "key True"),
     ],
 )
-def test_what_cannot_be_held_is_refused_with_its_place_before_anything_is_written(tmp_path: Path, value: Any, message: str) -> None:
+def test_an_unsupported_value_is_refused_with_its_path_before_anything_is_written(tmp_path: Path, value: Any, message: str) -> None:
     with pytest.raises(TypeError, match=rf"state\['deep'\]\[1\].*{message}"):
         store_at(tmp_path).save(1, {"deep": [0, value]})
     assert list(tmp_path.iterdir()) == []
@@ -183,7 +183,7 @@ def test_a_loaded_state_does_not_depend_on_the_file(tmp_path: Path) -> None:
     assert loaded.sum() == 1000
 
 
-def test_an_empty_store_says_so(tmp_path: Path) -> None:
+def test_loading_from_an_empty_store_is_refused(tmp_path: Path) -> None:
     store = store_at(tmp_path / "nowhere")
     assert not store.has_any()
     assert store.list() == ()
@@ -197,7 +197,7 @@ def test_an_empty_store_says_so(tmp_path: Path) -> None:
         store.load("newest")  # type: ignore[arg-type]
 
 
-def test_the_last_few_and_the_best_are_kept(tmp_path: Path) -> None:
+def test_the_last_and_the_best_checkpoints_are_kept(tmp_path: Path) -> None:
     store = store_at(tmp_path, keep=2)
     for step in range(6):
         store.save(step, {"step": step}, is_best=step == 1)
@@ -209,7 +209,7 @@ def test_the_last_few_and_the_best_are_kept(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "latest", "step-000000000005", "step-000000000006"]
 
 
-def test_a_run_that_goes_back_keeps_what_it_saves_last(tmp_path: Path) -> None:
+def test_a_run_that_returns_to_an_earlier_step_keeps_its_latest_checkpoint(tmp_path: Path) -> None:
     store = store_at(tmp_path, keep=2)
     for step in (10, 20, 5):
         store.save(step, {"step": step})
@@ -343,7 +343,7 @@ def test_lost_or_broken_pointers_do_not_hide_the_latest(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, b"", b"step-000000000003\nsha256 0\n"])
-def test_the_best_checkpoint_outlives_its_pointer(tmp_path: Path, content: bytes | None) -> None:
+def test_the_best_checkpoint_survives_the_loss_of_its_pointer(tmp_path: Path, content: bytes | None) -> None:
     store = store_at(tmp_path, keep=1)
     for step in (1, 2, 3):
         store.save(step, {"step": step}, is_best=step < 3)
@@ -366,7 +366,7 @@ def as_before_digests(root: Path) -> None:
         path.write_bytes(path.read_bytes().partition(b"\n")[0] + b"\n")
 
 
-def test_checkpoints_from_before_there_were_digests_load(tmp_path: Path) -> None:
+def test_checkpoints_without_a_digest_load(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     for step in (1, 2):
         store.save(step, {"step": step}, is_best=step == 1)
@@ -415,7 +415,7 @@ def test_a_gap_in_the_migrations_is_named(tmp_path: Path) -> None:
         store_at(tmp_path, schema_version=3, migrations={3: count_per_environment})
 
 
-def test_a_migration_that_fails_is_a_reason_to_fall_back(tmp_path: Path) -> None:
+def test_a_failing_migration_falls_back_to_the_checkpoint_before(tmp_path: Path) -> None:
     store_at(tmp_path, schema_version=2).save(1, {"steps": 10})
     store_at(tmp_path).save(2, {"other": 10})
     current = store_at(tmp_path, schema_version=2, migrations={1: name_the_seed})
@@ -495,7 +495,7 @@ def test_tied_weights_stay_tied(tmp_path: Path) -> None:
     assert same(dict(receiving.state_dict()), dict(saved.state_dict()))
 
 
-def test_all_misfits_are_named_at_once_and_nothing_is_changed() -> None:
+def test_all_mismatches_are_named_at_once_and_nothing_is_changed() -> None:
     model = network()
     before = copy.deepcopy(dict(model.state_dict()))
     weights = dict(network().state_dict()) | {"extra.bias": torch.zeros(1), "head.weight": torch.zeros(5, 4), "norm.weight": "text"}

@@ -155,7 +155,7 @@ KINDS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
-def test_damage_is_refused_or_changes_nothing(name: str, tmp_path: Path) -> None:
+def test_a_damaged_file_is_refused_or_loads_unchanged(name: str, tmp_path: Path) -> None:
     kind, random = KINDS[name], np.random.default_rng(sum(name.encode()))
     kind.make(tmp_path)
     path = tmp_path / kind.file
@@ -175,7 +175,7 @@ def test_damage_is_refused_or_changes_nothing(name: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("file", ["manifest.json", "state.json", "tensors.safetensors"])
-def test_the_latest_checkpoint_that_was_damaged_falls_back_to_the_one_before(file: str, tmp_path: Path) -> None:
+def test_a_damaged_latest_checkpoint_falls_back_to_the_one_before(file: str, tmp_path: Path) -> None:
     random = np.random.default_rng(3)
     make_checkpoints(tmp_path)
     content = (tmp_path / LAST / file).read_bytes()
@@ -187,7 +187,7 @@ def test_the_latest_checkpoint_that_was_damaged_falls_back_to_the_one_before(fil
         assert [refused.path.name for refused in loaded.skipped] == ([LAST] if loaded.step == 18 else [])
 
 
-def test_damage_to_the_log_is_refused_or_shown_as_it_is_but_never_an_error_of_its_own(tmp_path: Path) -> None:
+def test_a_damaged_log_is_refused_or_read_without_an_internal_error(tmp_path: Path) -> None:
     """Its lines have no digest: they are for people to look at, and a run that goes on does not read them."""
     random = np.random.default_rng(0)
     path = tmp_path / "events.jsonl"

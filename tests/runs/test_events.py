@@ -67,7 +67,7 @@ def events_in(path: Path) -> list[Event]:
     return [record.event for record in read(path)]
 
 
-def test_what_is_emitted_is_read_back_with_its_stamp(path: Path) -> None:
+def test_emitted_events_are_read_back_with_their_stamp(path: Path) -> None:
     with EventLog(path, "maze-7", rank=2) as log:
         log.emit(UpdateDone(step=3, loss=0.1, parts={"value": 1e-300}, env=5))
     header, record = read(path)
@@ -131,7 +131,7 @@ def test_events_are_frozen() -> None:
 
 
 @pytest.mark.parametrize("wrong", [UpdateDone(step=1.5, loss=0.0), UpdateDone(step=1, loss=object()), UpdateDone(step=None, loss=0.0)])  # type: ignore[arg-type]
-def test_an_event_that_could_not_be_read_back_raises_where_it_is_emitted(path: Path, wrong: Event) -> None:
+def test_an_event_that_cannot_be_read_back_raises_when_emitted(path: Path, wrong: Event) -> None:
     with EventLog(path, "run") as log:
         with pytest.raises(EventError, match="cannot be written"):
             log.emit(wrong)
@@ -263,7 +263,7 @@ def test_a_torn_last_line_is_survived_by_reading_and_by_resuming(path: Path) -> 
     assert [type(event) for event in events_in(path)] == [Header, StepTaken, Resumed]
 
 
-def test_noise_at_the_end_of_the_file_is_a_torn_line(path: Path) -> None:
+def test_garbage_at_the_end_of_the_file_counts_as_a_torn_line(path: Path) -> None:
     EventLog(path, "run").close()
     with open(path, "ab") as file:
         file.write(b"\0\0\xff\0\n")
@@ -330,7 +330,7 @@ def test_sinks_get_every_record_and_are_closed(path: Path) -> None:
         assert sink.is_closed
 
 
-def test_a_slow_sink_drops_and_counts_while_the_file_keeps_all(path: Path) -> None:
+def test_a_slow_sink_drops_and_counts_events_while_the_file_keeps_all(path: Path) -> None:
     slow = Collected()
     slow.gate.clear()
     queued = Queued(slow, 5)
@@ -425,7 +425,7 @@ def test_a_resumed_log_goes_on_counting_steps_where_the_checkpoint_was(path: Pat
     assert [record.step for record in read(path)] == [0, 10, 10, 10]
 
 
-def test_a_line_from_before_lines_had_steps_is_read_without_one(path: Path) -> None:
+def test_a_line_of_the_format_without_steps_is_read(path: Path) -> None:
     with EventLog(path, "run"):
         pass
     with open(path, "a") as file:
@@ -498,7 +498,7 @@ def test_tensorboard_hides_what_a_resumed_run_has_cut(tmp_path: Path) -> None:
     assert shown_in_tensorboard(tmp_path)["test_update/loss"] == [(10, 4.0)]
 
 
-def test_a_disk_that_is_still_full_when_the_program_ends_is_a_warning_and_no_traceback(
+def test_a_disk_still_full_at_exit_gives_a_warning_without_traceback(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     at_exit: list[Callable[[], None]] = []

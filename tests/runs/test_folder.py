@@ -40,7 +40,7 @@ def test_a_new_run_that_fails_removes_only_what_it_made(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["new", "notes.txt", "other run", "run"]
 
 
-def test_a_folder_that_was_there_stays(tmp_path: Path) -> None:
+def test_an_existing_folder_is_not_removed_after_a_failure(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     with pytest.raises(ValueError, match="data are wrong"):
         fail_in(tmp_path / "run")
@@ -56,7 +56,7 @@ def test_a_folder_with_a_file_that_the_run_would_replace_is_refused(tmp_path: Pa
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
-def test_a_run_that_came_in_between_is_noticed_when_the_lock_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_concurrent_run_is_detected_under_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both processes found the folder free; the other one has trained in it and is gone."""
     import esper.runs.folder
 
@@ -72,7 +72,7 @@ def test_a_run_that_came_in_between_is_noticed_when_the_lock_is_held(tmp_path: P
     assert (tmp_path / "run" / "config.toml").read_text() == "theirs"
 
 
-def test_a_lock_whose_file_was_removed_is_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_on_a_removed_file_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that gives a folder up removes the lock's file, and another one may have opened it just before."""
     import fcntl
 
@@ -116,7 +116,7 @@ def fight(place: Path) -> None:
 
 
 @pytest.mark.slow
-def test_processes_that_fight_for_new_folders_never_meet_in_one_and_leave_nothing(tmp_path: Path) -> None:
+def test_competing_processes_never_share_a_new_folder_and_leave_nothing_behind(tmp_path: Path) -> None:
     processes = [Process(fight, tmp_path) for _ in range(FIGHTERS)]
     for process in processes:
         _, said = process.communicate(timeout=120)

@@ -67,7 +67,7 @@ def killed_everywhere(start: Callable[[], object], *, first: int) -> Iterator[in
 
 
 @pytest.mark.slow
-def test_a_ppo_run_that_is_killed_at_any_call_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
+def test_a_ppo_run_killed_at_any_call_resumes_as_an_uninterrupted_one(tmp_path: Path) -> None:
     whole = tmp_path / "whole"
     expected = train_run(PPO_CONFIG, whole)
     folder = tmp_path / "run"
@@ -100,7 +100,7 @@ def make_loaders():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_an_empty_folder")
-def test_a_growing_run_that_is_killed_at_any_call_goes_on_as_if_it_had_not_been(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_growing_run_killed_at_any_call_resumes_as_an_uninterrupted_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
     Path("killed_user_code.py").write_text(USER_CODE)
     own = ["--model", "killed_user_code:make_model", "--data", "killed_user_code:make_loaders", "--controller", "never", "--epochs", "1"]
@@ -196,7 +196,7 @@ def test_the_files_of_the_league_are_those_of_the_latest_checkpoint_whenever_the
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint_is_passed_over_and_what_lies_beside_it_belongs_to_the_one_before(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_skipped_and_files_match_the_one_before(tmp_path: Path) -> None:
     from tests.controller.test_training import CONFIG as WHOLE
 
     config = msgspec.structs.replace(WHOLE, rounds=2, checkpoint_every=1)
@@ -237,7 +237,7 @@ class Watched:
         return {name for name, tensor in self.tensors.items() if tensor() is not None}
 
 
-def test_a_resumed_ppo_run_lets_the_loaded_checkpoint_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_ppo_run_releases_the_loaded_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train_run(PPO_CONFIG, tmp_path / "run", should_stop=lambda: True)
     watched, seen = Watched(monkeypatch), []
     train_run(None, tmp_path / "run", resume=True, should_stop=lambda: bool(seen.append(watched.alive())))
@@ -248,7 +248,7 @@ def test_a_resumed_ppo_run_lets_the_loaded_checkpoint_go(tmp_path: Path, monkeyp
 
 
 @pytest.mark.slow
-def test_a_resumed_growing_run_lets_the_loaded_checkpoint_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_growing_run_releases_the_loaded_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.growth.test_resume import Countdown, script, stateful, training
 
     def run(stop: Callable[[], bool], *, resume: bool) -> None:
@@ -293,7 +293,7 @@ def test_a_longer_training_that_is_killed_leaves_no_model_of_its_earlier_end(tmp
 
 
 @pytest.mark.slow
-def test_a_growing_run_passes_over_a_damaged_checkpoint_and_says_so(tmp_path: Path) -> None:
+def test_a_growing_run_skips_a_damaged_checkpoint_and_reports_it(tmp_path: Path) -> None:
     from tests.growth.test_resume import start
 
     start(tmp_path / "run", epochs=2)

@@ -129,7 +129,7 @@ def test_an_event_log_of_one_endless_line_is_refused_unread(tmp_path: Path) -> N
             call()
 
 
-def test_a_wrong_value_of_absurd_length_is_shown_by_its_beginning(tmp_path: Path) -> None:
+def test_a_very_long_wrong_value_is_shown_by_its_beginning(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text(f'a = "{"x" * 100_000}"')
     with pytest.raises(ConfigError, match=r"got 'xxx.*… \(100,002 characters\)") as caught:
         load(Anything, tmp_path / "a.toml")
@@ -137,7 +137,7 @@ def test_a_wrong_value_of_absurd_length_is_shown_by_its_beginning(tmp_path: Path
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_what_is_no_regular_file_is_refused_and_not_waited_for(reader: str, tmp_path: Path) -> None:
+def test_a_file_that_is_not_regular_is_refused_without_waiting(reader: str, tmp_path: Path) -> None:
     name, call, error = READERS[reader]
     for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
         make(tmp_path / name)
@@ -160,7 +160,7 @@ def test_a_file_that_the_system_refuses_is_refused_with_the_reason(reader: str, 
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_a_file_of_absurd_size_is_refused_unread(reader: str, tmp_path: Path) -> None:
+def test_a_file_of_impossible_size_is_refused_unread(reader: str, tmp_path: Path) -> None:
     name, call, error = READERS[reader]
     (tmp_path / name).touch()
     os.truncate(tmp_path / name, 2**43)  # takes no room on the disk
@@ -173,7 +173,7 @@ SHAPES = {"beyond torch": [2**64 - 1, 0], "empty but huge": [0, 2**62], "many di
 
 @pytest.mark.parametrize("reader", TENSOR_READERS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_tensor_of_an_absurd_shape_is_refused_by_name(reader: str, shape: str, tmp_path: Path) -> None:
+def test_a_tensor_of_an_impossible_shape_is_refused_by_name(reader: str, shape: str, tmp_path: Path) -> None:
     call, error = TENSOR_READERS[reader]
     size = 0 if 0 in SHAPES[shape] else 4
     metadata = {"info": "{}", "esper controller": "{}"}

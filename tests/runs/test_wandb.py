@@ -65,7 +65,7 @@ class Measured(Event, tag="test_measured"):
     nested: dict[str, dict[str, int]] = msgspec.field(default_factory=dict)
 
 
-def test_the_scalars_of_an_event_are_its_finite_numbers_also_those_in_dictionaries() -> None:
+def test_the_scalars_of_an_event_are_its_finite_numbers_including_nested_ones() -> None:
     event = Measured(step=3, env=1, loss=0.5, norms={"core": 2.0, "actor": math.inf}, nested={"a": {"b": 7}})
     assert scalars(event) == {"test_measured/loss": 0.5, "test_measured/norms/core": 2.0, "test_measured/nested/a/b": 7}
 
@@ -173,7 +173,7 @@ def test_a_missing_wandb_names_the_extra(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("without_wandb")
-def test_a_missing_wandb_is_said_before_anything_is_made(
+def test_a_missing_wandb_is_refused_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -182,7 +182,7 @@ def test_a_missing_wandb_is_said_before_anything_is_made(
     assert not list(tmp_path.iterdir())
 
 
-def test_another_mode_than_offline_and_online_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_wandb_mode_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"'offline', 'online'.*not 'onlin'"):
         WandbSink(tmp_path, run="run", mode="onlin")  # type: ignore[arg-type]
 
@@ -194,7 +194,7 @@ def isolated(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.extra("wandb")
-def test_offline_the_numbers_lie_in_the_run_folder_and_no_network_is_asked(tmp_path: Path) -> None:
+def test_offline_mode_writes_into_the_run_folder_without_network_access(tmp_path: Path) -> None:
     finished = subprocess.run([sys.executable, "-c", OFFLINE], cwd=tmp_path, env=isolated(tmp_path), capture_output=True, text=True)
     assert (finished.returncode, finished.stdout, finished.stderr) == (0, "", "")
     (kept,) = (tmp_path / "run/wandb").glob("offline-run-*/*.wandb")

@@ -257,7 +257,7 @@ def test_a_starved_language_host_learns_a_simple_text(tmp_path: Path) -> None:
     assert found.accuracy > 0.8
 
 
-def test_texts_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+def test_unusable_texts_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match=r"no input\.txt in .*; pass a text file"):
         load_task("text", data_dir=tmp_path)
     with pytest.raises(TaskError, match=r"no file .*missing\.txt"):

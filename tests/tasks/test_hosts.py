@@ -60,7 +60,7 @@ def test_pooling_halves_the_size_where_asked_for() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"spatial": 3}, {"pool": (True,)}])
-def test_a_convolutional_host_that_cannot_be_is_refused(wrong: dict[str, object]) -> None:
+def test_an_impossible_convolutional_host_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         ConvHost(1, 10, **wrong)  # type: ignore[arg-type]
 

@@ -78,7 +78,7 @@ def test_without_a_seed_the_order_never_changes() -> None:
 
 
 @pytest.mark.parametrize("seed", [0, None])
-def test_what_is_done_to_a_batch_leaves_the_data_as_they_are(seed: int | None) -> None:
+def test_changing_a_batch_leaves_the_data_unchanged(seed: int | None) -> None:
     loader = loader_of(10, 4, seed=seed)
     for inputs, targets in loader:
         inputs.zero_()
@@ -107,7 +107,7 @@ def test_a_loader_resumes_exactly_from_any_place(given_batches: int, noisy: bool
     assert seen == expected
 
 
-def test_a_state_taken_while_the_last_batch_is_at_work_has_no_rest() -> None:
+def test_a_state_saved_during_the_last_batch_has_no_batches_left() -> None:
     loader = loader_of(12, 4)
     states = [loader.state_dict() for _ in loader]
     resumed = loader_of(12, 4)
@@ -116,7 +116,7 @@ def test_a_state_taken_while_the_last_batch_is_at_work_has_no_rest() -> None:
     assert inputs_of(resumed) == inputs_of(loader)
 
 
-def test_an_iteration_that_was_broken_off_is_followed_by_a_new_epoch() -> None:
+def test_an_aborted_iteration_is_followed_by_a_new_epoch() -> None:
     loader, whole = loader_of(12, 4), loader_of(12, 4)
     next(iter(loader))
     list(whole)
@@ -153,7 +153,7 @@ def test_a_state_of_other_data_is_refused_by_name(name: str, other: object) -> N
 
 
 @pytest.mark.parametrize("batch_size", [0, -1, 2.0, True])
-def test_a_batch_size_that_is_none_is_refused(batch_size: int) -> None:
+def test_an_impossible_batch_size_is_refused(batch_size: int) -> None:
     with pytest.raises(TaskError, match="batch size"):
         loader_of(10, batch_size)
 

@@ -61,7 +61,7 @@ def test_the_parts_do_not_depend_on_the_seed_of_the_run(name: str) -> None:
         assert torch.equal(one.targets, other.targets)
 
 
-def test_the_parts_of_the_digits_are_the_same_for_ever() -> None:
+def test_the_splits_of_the_digits_have_a_fixed_digest() -> None:
     labels = load_digit_labels()
     parts = stratified_parts(labels, (1_000, 397, 400), seed=1_797)
     digests = [hashlib.sha256(part.astype("<i8").tobytes()).hexdigest()[:12] for part in parts]
@@ -181,7 +181,7 @@ def test_a_name_that_is_no_task_is_refused_with_the_nearest() -> None:
 
 
 @pytest.mark.parametrize("name", OWN_DATA)
-def test_what_a_task_would_ignore_is_refused(name: str) -> None:
+def test_an_option_that_a_task_would_ignore_is_refused(name: str) -> None:
     with pytest.raises(TaskError, match="leave out --data-dir"):
         load_task(name, data_dir="somewhere")
     with pytest.raises(TaskError, match="sequence length"):
@@ -193,7 +193,7 @@ def test_what_a_task_would_ignore_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("options", [{"batch_size": 0}, {"batch_size": 2.5}, {"seed": -1}, {"seed": True}])
-def test_a_number_that_cannot_be_is_refused_before_anything_is_read(options: dict[str, int]) -> None:
+def test_an_impossible_option_is_refused_before_anything_is_read(options: dict[str, int]) -> None:
     with pytest.raises(TaskError, match="is an int"):
         load_task("digits", **options)  # type: ignore[arg-type]
 

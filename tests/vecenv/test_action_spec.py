@@ -46,6 +46,6 @@ def test_a_spec_survives_being_written_and_read():
         ((Discrete("a", 2), Discrete("b", 2)), (Relevance("b", "a", (0,)), Relevance("b", "a", (1,))), "given twice"),
     ],
 )
-def test_a_spec_that_makes_no_sense_says_why(heads, relevance, complaint):
+def test_an_inconsistent_spec_is_refused_with_the_reason(heads, relevance, complaint):
     with pytest.raises(ValueError, match=complaint):
         ActionSpec(heads, relevance)

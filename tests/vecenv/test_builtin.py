@@ -180,7 +180,7 @@ def test_jitter_makes_episodes_of_every_length_between():
     assert lengths == {3, 4, 5, 6}
 
 
-def test_a_forbidden_item_is_wrong_and_the_item_of_a_pass_does_not_matter():
+def test_a_masked_item_is_wrong_and_the_item_of_a_pass_is_ignored():
     env = make("conditional", 256)
     timestep = env.reset(seed=0)
     kind = timestep.obs["obs"][:, :3].argmax(1)
@@ -309,12 +309,12 @@ class Broken:
         (lambda t: {"final_obs": {"obs": t.obs["obs"][:4]}}, r"final observation 'obs' has shape \(4, 8\)"),
     ],
 )
-def test_what_breaks_the_contract_is_named_with_both_shapes(change, complaint):
+def test_a_violation_of_the_contract_is_named_with_both_shapes(change, complaint):
     with pytest.raises(ValueError, match=complaint):
         check_env(Broken(change))
 
 
-def test_an_environment_that_writes_to_what_it_handed_out_is_found():
+def test_an_environment_that_overwrites_returned_tensors_is_detected():
     buffer = torch.zeros(8, 8)
 
     def reuse(timestep):

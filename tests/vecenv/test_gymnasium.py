@@ -95,7 +95,7 @@ def test_every_way_of_resetting_gives_the_same_real_transitions(mode, copy):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_step_that_only_resets_is_marked_and_starts_an_episode(mode):
+def test_a_reset_step_is_marked_invalid_and_starts_an_episode(mode):
     env = from_gymnasium(sync(Counter, mode=mode))
     env.reset()
     steps = [env.step({"action": torch.zeros(3, dtype=torch.int64)}) for _ in range(4)]
@@ -118,7 +118,7 @@ def test_adapted_environments_keep_the_contract_even_where_buffers_are_reused(mo
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # how Gymnasium starts its workers on Linux
 @pytest.mark.parametrize("mode", MODES)
-def test_environments_in_processes_of_their_own_give_what_those_in_this_one_give(mode):
+def test_environments_in_subprocesses_equal_those_in_this_process(mode):
     env = from_gymnasium(AsyncVectorEnv([lambda row=row: Counter(row) for row in range(2)], autoreset_mode=mode))
     try:
         assert transitions(env, 20) == transitions(from_gymnasium(sync(Counter, 2, mode)), 20)
@@ -132,7 +132,7 @@ def test_gymnasiums_own_environments_keep_the_contract(name):
     check_env(make(name, 3), steps=60)
 
 
-def test_an_environment_that_does_not_say_how_it_resets_is_refused():
+def test_an_environment_without_an_autoreset_mode_is_refused():
     vector_env = sync(Counter)
     del vector_env.metadata["autoreset_mode"]
     with pytest.raises(ValueError, match="autoreset_mode"):
@@ -242,7 +242,7 @@ def test_tuples_and_single_numbers_arrive_as_tensors(mode):
     check_env(env, steps=20)
 
 
-def test_a_space_without_a_fixed_shape_says_what_is_understood():
+def test_a_space_without_a_fixed_shape_is_refused_with_the_supported_ones():
     class Many(Counter):
         def __init__(self, row):
             super().__init__(row, spaces.Dict({"seen": spaces.Sequence(spaces.Discrete(2))}))
@@ -286,7 +286,7 @@ def test_masks_in_the_infos_belong_to_the_next_action(mode):
     check_env(env, steps=30)
 
 
-def test_an_environment_without_a_mask_is_free():
+def test_an_environment_without_a_mask_allows_everything():
     class OnlyTheFirst(Masked):
         how = "sometimes"
 
@@ -366,7 +366,7 @@ def test_a_nested_action_space_of_any_name_has_heads_of_its_own():
     assert set(env.action_spec.heads) == {Discrete("action/a", 2), Discrete("a", 3)}
 
 
-def test_every_kind_of_action_space_gets_what_its_heads_chose():
+def test_every_kind_of_action_space_gets_the_choices_of_its_heads():
     low, high = np.array([0.0, -2.0], dtype=np.float32), np.array([10.0, 2.0], dtype=np.float32)
     env, inner = recording(
         spaces.Dict(
@@ -425,7 +425,7 @@ def test_a_box_with_an_open_side_takes_numbers_in_its_own_units():
     assert not recording(spaces.Box(-largest, largest, (2,)))[0].action_spec.heads[0].is_bounded
 
 
-def test_only_an_environment_whose_inside_can_be_saved_can_be_saved():
+def test_an_adapted_environment_can_be_saved_only_if_the_inner_one_can():
     assert not isinstance(from_gymnasium(sync(Counter)), Saveable)
     inner = make("cartpole-hidden", 3)
     env = from_gymnasium(ToGymnasium(inner))
@@ -437,7 +437,7 @@ ROUND_TRIPS = {"cue": {"delay": 4}, "conditional": {}, "cartpole-hidden": {"max_
 
 
 @pytest.mark.parametrize("name", ROUND_TRIPS)
-def test_there_and_back_again_changes_nothing(name):
+def test_converting_to_gymnasium_and_back_changes_nothing(name):
     direct, around = make(name, 4, **ROUND_TRIPS[name]), from_gymnasium(ToGymnasium(make(name, 4, **ROUND_TRIPS[name])))
     assert around.action_spec == direct.action_spec
     assert around.observation_spec == direct.observation_spec
@@ -454,7 +454,7 @@ def test_there_and_back_again_changes_nothing(name):
         one, other = direct.step(actions), around.step(actions)
 
 
-def test_the_gymnasium_view_says_what_it_returns():
+def test_the_gymnasium_view_declares_the_spaces_of_its_results():
     env = ToGymnasium(make("conditional", 4))
     obs, infos = env.reset(seed=0)
     assert env.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP
@@ -493,7 +493,7 @@ def test_an_unknown_name_is_answered_with_the_nearest_known_ones(wanted, near):
 
 
 @pytest.mark.slow
-def test_without_gymnasium_the_built_in_environments_work_and_the_others_say_what_to_install():
+def test_built_in_environments_work_without_gymnasium_and_others_name_the_extra():
     script = """
 import sys
 sys.modules["gymnasium"] = None

@@ -36,7 +36,7 @@ class Film(gymnasium.Env):
         return self.look(), 1.0, False, self.count == 7, {}
 
 
-def test_a_resized_pixel_is_the_mean_of_the_area_that_it_stands_for():
+def test_a_resized_pixel_is_the_mean_of_its_area():
     rng = np.random.default_rng(0)
     picture = rng.integers(0, 256, (6, 8, 3), dtype=np.uint8)
     env = ResizeImage(Film((6, 8, 3)), size=(3, 2), grey=False)
@@ -51,7 +51,7 @@ def test_a_resized_pixel_is_the_mean_of_the_area_that_it_stands_for():
     assert (red.shape, red.dtype, red[0, 0, 0]) == ((84, 84, 1), np.uint8, 60)  # 0.299 · 200
 
 
-def test_frames_are_stacked_newest_last_and_begin_anew_with_an_episode():
+def test_frames_are_stacked_newest_last_and_restart_with_an_episode():
     env = make(Film, 2, wrappers=[ResizeImage, StackFrames])
     assert env.observation_spec["obs"].shape == (84, 84, 4)
     assert env.reset().obs["obs"][0, 0, 0].tolist() == [3, 3, 3, 3]

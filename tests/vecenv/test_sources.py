@@ -95,7 +95,7 @@ def test_functions_names_environments_and_batches_make_the_same_environments(wal
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # how Gymnasium starts its workers on Linux
-def test_a_function_fills_processes_of_their_own_too(walk):
+def test_a_function_makes_environments_in_subprocesses(walk):
     env = make(walk.make_env, 2, vectorization_mode="async", wrappers=[walk.Doubled])
     try:
         assert isinstance(env.vector_env, AsyncVectorEnv)
@@ -104,7 +104,7 @@ def test_a_function_fills_processes_of_their_own_too(walk):
         env.close()
 
 
-def test_an_environment_that_is_given_is_itself_trained_in(walk):
+def test_a_given_environment_is_used_directly(walk):
     env = walk.Walk()
     ppo = PPO(env, SMALL)
     assert ppo.env.num_envs == 1
@@ -132,12 +132,12 @@ def test_wrappers_go_around_every_single_environment(walk):
         ("walking:make_env", {"vectorization_mode": "threads"}, "'sync' or 'async'"),
     ],
 )
-def test_what_makes_no_environment_is_refused_with_its_name(walk, source, options, message):
+def test_an_invalid_environment_source_is_refused_by_name(walk, source, options, message):
     with pytest.raises(ValueError, match=message):
         make(source, 2, **options)
 
 
-def test_an_environment_that_cannot_be_copied_says_to_give_a_function(walk):
+def test_an_environment_that_cannot_be_copied_is_refused_with_the_advice_to_give_a_function(walk):
     class Stuck(walk.Walk):
         def __deepcopy__(self, memory):
             raise TypeError("cannot pickle a window")
@@ -188,7 +188,7 @@ def test_masks_of_the_method_action_masks_come_from_other_processes_too():
 
 
 @pytest.mark.parametrize("core", ["none", "lstm"])
-def test_one_environment_is_enough(core):
+def test_a_policy_trains_in_a_single_environment(core):
     network = NetworkConfig(core=core, hidden_size=8, encoder_sizes=(8,))
     ppo = PPO("cue", PPOConfig(num_steps=8, num_epochs=1, network=network), num_envs=1)
     updates = list(ppo.train(16))
@@ -205,7 +205,7 @@ def test_a_callback_sees_every_update_and_ends_training(walk):
 
 
 @pytest.mark.slow
-def test_a_run_trains_in_a_given_environment_and_calls_back(walk, tmp_path: Path):
+def test_a_run_trains_in_a_given_environment_and_calls_the_callback(walk, tmp_path: Path):
     config = TrainConfig(env="walk", num_envs=1, total_steps=32, eval_episodes=2, checkpoint_every=2, device="cpu", ppo=SMALL)
     env, seen = walk.Walk(), []
     result = train_run(config, tmp_path / "run", env=env, callback=lambda ppo, update: seen.append(ppo.env.vector_env.envs[0] is env))
@@ -273,7 +273,7 @@ def test_an_evaluation_on_another_device_leaves_a_video(walk, tmp_path: Path, ca
     assert "must end in .gif" in capsys.readouterr().err
 
 
-def test_evaluation_takes_what_training_takes(walk):
+def test_evaluation_accepts_the_same_environments_as_training(walk):
     ppo = PPO(walk.make_env, SMALL, num_envs=2)
     assert ppo.evaluate(walk.Walk(), episodes=2).lengths == [4, 4]
     assert ppo.evaluate("walking:make_env", episodes=3).lengths == [4, 4, 4]
