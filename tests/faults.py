@@ -1,4 +1,4 @@
-"""Faults for tests of files: a program that dies at a chosen moment, and bytes that change on the disk."""
+"""Faults for tests of files: a process that dies at a chosen call, and damaged bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A battle that nobody fought: two teams walk to the centre, shoot, fall and die by a simple plan, for tests of replays and their page."""
+"""A staged battle for tests of replays and their page: two teams walk to the centre, shoot, fall and die by a simple plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configs: strict wherever they are built, readable errors, TOML there and back, and the command line on top."""
+"""Configs: strict validation, readable errors, TOML round trips, and the command line."""
 
 from __future__ import annotations
 

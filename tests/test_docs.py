@@ -1,4 +1,4 @@
-"""The documentation is true: its Python runs, its commands are commands of the program, and its site builds.
+"""The documentation is tested: its Python runs, its commands exist, and its site builds.
 
 A comment on the line before a code block says how to test it:
 

@@ -1,4 +1,4 @@
-"""Files are whole or not there, on the disk when they are said to be, and refused when they were changed."""
+"""Files are written atomically and durably, and refused when they were changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The layers of the design: who may import whom, and what the computing packages need to be imported."""
+"""The layers of the design: allowed imports, and the requirements of the computing packages."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""Compiled kernels: their cache, and the fallback without Numba."""
+
 import subprocess
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The file of a replay: it comes back as it was written, is never half there, and what is wrong with another file is said."""
+"""The file of a replay: exact round trips, atomic writing, and refused files."""
 
 from __future__ import annotations
 

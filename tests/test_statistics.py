@@ -1,4 +1,4 @@
-"""Statistics: moments of a stream equal those of all its rows, and intervals and tests say what the textbooks say."""
+"""Statistics: moments of a stream equal those of all its rows, and intervals and tests agree with the textbooks."""
 
 from __future__ import annotations
 

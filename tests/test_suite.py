@@ -1,4 +1,4 @@
-"""Settings of the suite itself: what tests must leave behind on a GPU, and which extras `make test-all` installs."""
+"""Settings of the suite: modes restored on a GPU, and the extras that `make test-all` installs."""
 
 from __future__ import annotations
 

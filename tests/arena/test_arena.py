@@ -1,4 +1,4 @@
-"""Batches of battles: they are fair, reproducible, apart from one another, and refuse what cannot be."""
+"""Batches of battles: fairness, reproducibility, independence, and refused settings and actions."""
 
 from __future__ import annotations
 

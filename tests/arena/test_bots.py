@@ -1,4 +1,4 @@
-"""The scripted players: what they can know, what tells their strengths apart, and that they are fair."""
+"""The scripted players: legal actions, no hidden knowledge, and the order of their strengths."""
 
 from __future__ import annotations
 

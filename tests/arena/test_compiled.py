@@ -1,4 +1,4 @@
-"""The phases as torch's compiler fuses them, and what happens where it cannot."""
+"""The phases fused by torch's compiler, and the fallback where it fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What hits take, and who is told to have taken it."""
+"""Damage of hits, and its attribution to attackers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Five ticks of all phases: what only shows when they come together."""
+"""One decision of five ticks: effects of several phases together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arena as a vecenv: rows are units, death ends a unit once, and rows of the dead wait for the next battle."""
+"""The arena as a vecenv: rows are units, death ends a unit once, and rows of dead units wait for the next battle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When weapons go off, whom they strike at once, and what they send on its way."""
+"""Weapons: when they fire, what they hit at once, and the projectiles they launch."""
 
 from __future__ import annotations
 

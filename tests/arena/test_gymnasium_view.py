@@ -1,4 +1,4 @@
-"""The arena as a Gymnasium vector environment: every unit a row, and what is said of those that wait for their next battle."""
+"""The arena as a Gymnasium vector environment: every unit is a row, and rows of dead units are marked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table that says what is where in an observation."""
+"""The table of the fields of an observation."""
 
 from __future__ import annotations
 

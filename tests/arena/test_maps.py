@@ -1,4 +1,4 @@
-"""Maps of the arena: mirrored, connected, a function of their seed alone, and what their landscapes promise."""
+"""Maps of the arena: symmetric, connected, a function of their seed alone, and true to their landscape."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How units turn, drive, jump, fall, and what stands in their way."""
+"""Motion: turning, driving, jumping, falling, and obstacles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What units observe is what the layout says, in their own frame, the same for both sides, and nothing that they cannot know."""
+"""Observations follow the layout, in the frame of the unit, alike for both sides, without hidden knowledge."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Actions: what a unit may choose, what becomes of it, and what is refused."""
+"""Actions: masks, orders read from actions, and refused actions."""
 
 from __future__ import annotations
 

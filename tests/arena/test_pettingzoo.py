@@ -1,4 +1,4 @@
-"""A battle for those who are used to PettingZoo."""
+"""The arena as a PettingZoo parallel environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A replay is the battle that was fought, and anyone with the same kind of device can see that it is."""
+"""Replays: recorded battles are verified by computing them again, and changes are detected."""
 
 from __future__ import annotations
 

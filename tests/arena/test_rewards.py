@@ -1,4 +1,4 @@
-"""What is paid, for what, and what is never paid."""
+"""Rewards: their parts, and behaviour that must never pay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The way to the zone: who follows it arrives."""
+"""The way to the zone: following it leads to the zone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rule book says what the simulation does, because it is made from the same tables."""
+"""The rule book agrees with the simulation, because it is made from the same tables."""
 
 from __future__ import annotations
 

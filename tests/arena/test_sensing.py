@@ -1,4 +1,4 @@
-"""Who knows where which enemy is."""
+"""Sensing of enemies by sight, radar, heat and paint."""
 
 from __future__ import annotations
 

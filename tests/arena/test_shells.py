@@ -1,4 +1,4 @@
-"""Projectiles: how they fly, what they meet, and what a burst does."""
+"""Projectiles: flight, collisions and bursts."""
 
 from __future__ import annotations
 

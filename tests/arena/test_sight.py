@@ -1,4 +1,4 @@
-"""Line of sight against a reference in whole fractions that looks at each piece of a line between two planes of the grid."""
+"""Line of sight, compared with an exact reference in fractions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How battles begin."""
+"""The start of battles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who holds the zone, and how a battle ends."""
+"""Holding the zone, and the end of a battle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading observations by the names of the layout."""
+"""Read observations by the names of the layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flat arenas on which a test puts units and terrain where it wants them, and orders without the detour over actions."""
+"""Flat arenas with units and terrain placed by the test, and orders without the way through actions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""That the benchmark of controllers trains one and compares it, in one process and with its settings. Nothing here measures anything."""
+"""The benchmark of controllers trains one and compares it. Nothing here measures anything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""That the benchmark of fleets runs and trains the same seeds in every way. Nothing here measures anything."""
+"""The benchmark of fleets runs and trains the same seeds with every method. Nothing here measures anything."""
 
 from __future__ import annotations
 

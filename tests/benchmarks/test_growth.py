@@ -1,4 +1,4 @@
-"""That the growth benchmarks run, pair like with like, and give every control its due. Nothing here measures anything."""
+"""The growth benchmarks run, pair runs correctly, and give every control its budget. Nothing here measures anything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""That the benchmarks run at all, compare like with like, and keep what they have written. Nothing here measures anything."""
+"""The benchmarks run, compare equal settings, and keep written results. Nothing here measures anything."""
 
 from __future__ import annotations
 

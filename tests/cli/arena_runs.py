@@ -1,4 +1,4 @@
-"""A training in the arena that is as small as one can be, and the commands that make it."""
+"""The smallest training in the arena, and the options that make it."""
 
 from __future__ import annotations
 

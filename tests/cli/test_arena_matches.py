@@ -1,4 +1,4 @@
-"""`esper arena eval`, `match`, `league` and `bench`: who may fight whom, what is told of it, and mistakes."""
+"""`esper arena eval`, `match`, `league` and `bench`: players, results and mistakes."""
 
 from __future__ import annotations
 

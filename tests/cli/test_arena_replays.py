@@ -1,4 +1,4 @@
-"""`esper arena replay` and `esper arena watch`, and the replays that `eval` and `match` keep."""
+"""`esper arena replay` and `esper arena watch`, and the replays written by `eval` and `match`."""
 
 from __future__ import annotations
 

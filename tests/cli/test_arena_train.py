@@ -1,4 +1,4 @@
-"""`esper arena train`: mistakes, what is left behind, how it stops and goes on, what is shown."""
+"""`esper arena train`: mistakes, files of a run, stopping, resuming and progress."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`esper controller` and trained controllers in `esper grow`: mistakes, what is left behind, how it stops and goes on, what is shown."""
+"""`esper controller` and trained controllers in `esper grow`: mistakes, files of a run, stopping, resuming and progress."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that is given to a command of another kind: the answer names what it is and which commands take it."""
+"""Runs given to a command of another kind: the error names the kind and the commands that take it."""
 
 from __future__ import annotations
 

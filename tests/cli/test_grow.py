@@ -1,4 +1,4 @@
-"""`esper grow`: help, mistakes, what a run leaves behind, how it stops and goes on, the user's own code, and what is shown meanwhile."""
+"""`esper grow`: help, mistakes, files of a run, stopping, resuming, the user's own code, and progress."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands as real processes where something is against them: signals, full disks, lost folders, odd names, outputs that take nothing."""
+"""Commands as real processes under faults: signals, full disks, lost folders, odd names, closed outputs."""
 
 from __future__ import annotations
 

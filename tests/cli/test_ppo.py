@@ -1,4 +1,4 @@
-"""Training through the command line: what a run leaves behind, how it stops, and that going on is as if it had never stopped."""
+"""Training through the command line: files of a run, stopping, and exact resuming."""
 
 from __future__ import annotations
 

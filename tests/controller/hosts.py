@@ -1,4 +1,4 @@
-"""States of hosts, written down by hand or drawn, that the tests of the controller share."""
+"""States of hosts, written by hand or drawn, for the tests of the controller."""
 
 from __future__ import annotations
 

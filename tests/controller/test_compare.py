@@ -1,4 +1,4 @@
-"""The comparison: everyone on the same hosts, everything counted, and numbers that follow from the runs."""
+"""The comparison: the same hosts for every controller, all costs counted, and statistics of the runs."""
 
 from __future__ import annotations
 

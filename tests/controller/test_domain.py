@@ -1,4 +1,4 @@
-"""The hosts of a round: drawn from what the config allows, the same for the same seed, and never those that are held out."""
+"""The hosts of a round: drawn within the config, reproducible, and never the held-out ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Growth as an environment: the contract holds, rewards add up to what a host is worth, and it goes on from a saved state."""
+"""Growth as an environment: the contract, rewards that sum to the final worth, and exact resuming."""
 
 from __future__ import annotations
 

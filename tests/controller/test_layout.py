@@ -1,4 +1,4 @@
-"""What a controller sees and may do, from states written down by hand."""
+"""Observations, masks and decisions of a controller, from states written by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reward: what it adds up to, and that the known ways to be paid for nothing do not pay.
+"""The reward: its sum, and known exploits that must not pay.
 
 Lives are simulated: a script of events becomes what a controller would see after each decision, and goes through the real functions.
 """

@@ -1,4 +1,4 @@
-"""Training a controller from Python: stopping, going on, and the file that is left."""
+"""Training a controller from Python: stopping, resuming, and the controller file."""
 
 from __future__ import annotations
 

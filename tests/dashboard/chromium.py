@@ -1,4 +1,4 @@
-"""A headless Chromium that asks nobody on the internet for anything, and what a test wants to know of a page in it."""
+"""A headless Chromium without network access, and queries about a page in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page that plays replays, in a real browser: what is seen, and that play, time line, keys and clicks do what they say."""
+"""The page that plays replays, in a real browser: drawing, playback, time line, keys and clicks."""
 
 from __future__ import annotations
 

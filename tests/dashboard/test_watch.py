@@ -1,4 +1,4 @@
-"""`esper arena watch` without a browser: what is said before a page is served, and which requests the server answers."""
+"""`esper arena watch` without a browser: refused replays, and the requests the server answers."""
 
 from __future__ import annotations
 

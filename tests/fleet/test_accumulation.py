@@ -1,4 +1,4 @@
-"""Batches that are cut into parts: the same step with a part of the activations."""
+"""Gradient accumulation in a fleet: the same step with fewer activations in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A fleet: hosts that do not disturb one another, their data, their snapshots, their precision, and what is wrong with what is asked."""
+"""A fleet: independence of its hosts, data, snapshots, precision, and refused requests."""
 
 from __future__ import annotations
 

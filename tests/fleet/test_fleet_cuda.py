@@ -1,4 +1,4 @@
-"""What only a GPU can show of a fleet; skipped where there is none."""
+"""Fleets on a GPU; skipped where there is none."""
 
 from __future__ import annotations
 

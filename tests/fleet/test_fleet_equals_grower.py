@@ -1,4 +1,4 @@
-"""A row of a fleet is the same host trained alone through `Grower`, whatever is decided."""
+"""A row of a fleet equals the same host trained alone through `Grower`, for any decisions."""
 
 from __future__ import annotations
 

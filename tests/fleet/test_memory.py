@@ -1,4 +1,4 @@
-"""How much memory a host takes, and what is said where a fleet does not fit."""
+"""The memory of a host, and errors where a fleet does not fit."""
 
 from __future__ import annotations
 

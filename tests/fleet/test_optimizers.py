@@ -1,4 +1,4 @@
-"""Optimisers over rows: each row is where torch.optim would have brought it alone."""
+"""Optimisers over rows: each row equals torch.optim on that row alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hosts in float16, each with a loss scale of its own."""
+"""Hosts in float16, each with its own loss scale."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loss scales, parts of batches and recomputed blocks in steps that a GPU records and replays; skipped where there is none."""
+"""Loss scales, accumulation and recomputed blocks in steps recorded by a GPU; skipped where there is none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The probe of a fleet finds what the probe of a host alone finds, and leaves the training as it is."""
+"""The probe of a fleet finds the promises of a host alone, and does not change the training."""
 
 from __future__ import annotations
 

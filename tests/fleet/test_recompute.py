@@ -1,4 +1,4 @@
-"""Activations that are computed again in the backward pass: everything stays the same but the memory."""
+"""Activations recomputed in the backward pass: equal results with less memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small hosts, data and loops that the tests of growth share."""
+"""Small hosts, data and loops for the tests of growth."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small hosts of the families that people train, written as people write them, each with a batch that it takes.
+"""Small hosts of common model families, each with a batch.
 
 Shapes: B = batch, C = channels, H, W, L = positions in space, T = positions in a sequence, D = features.
 """

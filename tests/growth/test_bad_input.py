@@ -1,4 +1,4 @@
-"""What a user gets wrong is told with the value and what to do, and nothing is left half done."""
+"""Mistakes of a user are explained with the value and advice, and nothing is left half done."""
 
 from __future__ import annotations
 

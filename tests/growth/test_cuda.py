@@ -1,4 +1,4 @@
-"""What only a GPU can show of growing; skipped where there is none."""
+"""Growth on a GPU; skipped where there is none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`grow`: a copy of the model is trained as a plain loop would, and grown where that pays."""
+"""`grow` trains a copy of the model as a plain loop would, and grows it where that pays."""
 
 from __future__ import annotations
 

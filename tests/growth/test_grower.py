@@ -1,4 +1,4 @@
-"""A grower beside a user's own loop: what it leaves alone, what it follows, and what it survives."""
+"""A grower in a user's own loop: optimiser, schedule, samples, errors and resuming."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What losses are relative to: no decision depends on the unit of a loss, and one without a scale is refused."""
+"""The scale of losses: no decision depends on the unit of a loss, and a loss without a scale is refused."""
 
 from __future__ import annotations
 

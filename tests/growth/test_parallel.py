@@ -1,4 +1,4 @@
-"""Two ranks with growth stay identical, and are the same as one process with the batches of both."""
+"""Two ranks with growth stay identical, and equal one process with the batches of both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loss scaling and half precision: the seed's gradients are unscaled, and a step that the host skips is skipped for the seed."""
+"""Loss scaling and half precision: gradients of seeds are unscaled, and skipped steps are skipped for seeds too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A growing run that was stopped or killed and goes on equals one that never stopped, bit for bit."""
+"""A growing run that was stopped or killed and resumed equals an uninterrupted one, bit for bit."""
 
 from __future__ import annotations
 

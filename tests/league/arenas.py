@@ -1,4 +1,4 @@
-"""Self-play that is small enough to be over in a moment."""
+"""Self-play small enough for tests."""
 
 from __future__ import annotations
 

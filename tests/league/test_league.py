@@ -1,4 +1,4 @@
-"""A league as it is used: past selves enter, play, are settled, leave; and its state comes back exactly."""
+"""A league: past selves enter, play, are settled and retire; its state is restored exactly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Matches count every battle once, from both sides, and can be kept."""
+"""Matches count every battle once, from both sides, and can be recorded."""
 
 from __future__ import annotations
 

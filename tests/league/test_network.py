@@ -1,4 +1,4 @@
-"""The network of a unit, and the distribution of what it does."""
+"""The network of a unit, and the distribution of its actions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who drives units, and with which memories."""
+"""Players act for units, and keep their memories."""
 
 from __future__ import annotations
 

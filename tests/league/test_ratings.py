@@ -1,4 +1,4 @@
-"""Ratings: that they find the order, are sure only of what they can be sure of, and do not depend on who tells."""
+"""Ratings find the order of players, keep their uncertainty, and do not depend on which side reports a match."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rules: who becomes a member, who leaves, who is drawn."""
+"""The rules of promotion, retirement and the choice of opponents."""
 
 from __future__ import annotations
 

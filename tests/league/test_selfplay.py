@@ -1,4 +1,4 @@
-"""Rows that learn, opponents that do not, and what happens between rollouts."""
+"""Self-play: rows of the learner, opponents, and changes between rollouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The standings as people and programs see them."""
+"""The standings as a table and as JSON."""
 
 from __future__ import annotations
 

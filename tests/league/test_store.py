@@ -1,4 +1,4 @@
-"""The league's folder: what is saved is what loads, whenever the power fails and whatever lies in the folder."""
+"""The folder of a league: exact loading after crashes and beside other files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training by self-play as a run: stopped and gone on with, on several ranks, looked at from outside, for a long time."""
+"""Training by self-play as a run: resuming, several ranks, evaluation, and memory over many updates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tiny environment whose every number is known, for tests of the learner."""
+"""A tiny environment with known observations and rewards, for tests of the learner."""
 
 import torch
 

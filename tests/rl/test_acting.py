@@ -1,3 +1,5 @@
+"""Acting in a rollout: the fused step equals the step of the policy."""
+
 import pytest
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""The learner on environments that are not tidy: broken rewards, masks that come and go, layers with modes, bytes that are no image."""
+"""The learner on irregular environments: broken rewards, changing masks, layers with modes, bytes that are no images."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only a GPU can show; skipped where there is none."""
+"""The learner on a GPU; skipped where there is none."""
 
 import pytest
 import torch

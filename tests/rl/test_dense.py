@@ -1,3 +1,5 @@
+"""The dense layer equals torch's in outputs and gradients."""
+
 import pytest
 import torch
 from torch import nn

@@ -1,3 +1,5 @@
+"""Distributions over actions: masks, log-probabilities, entropies and gradients."""
+
 import math
 
 import numpy as np

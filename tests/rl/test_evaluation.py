@@ -1,4 +1,4 @@
-"""Evaluation: which episodes count, when it stops, and what it leaves alone."""
+"""Evaluation: its episodes, its limits, and the state it leaves unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How rollouts are cut: every real step is in exactly one minibatch, and steps that were not real are in none."""
+"""Cutting rollouts: every valid step is in exactly one minibatch, and invalid steps are in none."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""Generalised advantage estimation."""
+
 import pytest
 import torch
 from hypothesis import given, strategies as st

@@ -1,4 +1,4 @@
-"""The learner: what it collects, what it computes, and what it does when things go wrong."""
+"""The learner: collecting, the loss, schedules, warnings, and recovery from values that are not finite."""
 
 import math
 import statistics

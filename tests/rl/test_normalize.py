@@ -1,4 +1,4 @@
-"""Normalisers: what moves them, when, and what they leave alone."""
+"""Normalisers of observations and rewards: what updates them, and when."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Two ranks are the same as one with the environments of both."""
+"""Two ranks equal one process with the environments of both."""
 
 import copy
 import dataclasses

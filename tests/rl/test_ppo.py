@@ -1,4 +1,4 @@
-"""The learner as its users meet it: training, evaluation, deployment, saving."""
+"""The learner for its users: training, evaluation, deployment, saving."""
 
 import functools
 import json

@@ -1,4 +1,4 @@
-"""Half precision in the update, and what float16 does when its gradients overflow."""
+"""Half precision in the update, and overflows in float16."""
 
 import math
 from pathlib import Path

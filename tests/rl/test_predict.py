@@ -1,4 +1,4 @@
-"""A policy and a learner as users of Stable-Baselines3 expect them: predict in the environment's own form, save, load."""
+"""A policy and a learner for users of Stable-Baselines3: predict in the environment's own units, save, load."""
 
 from __future__ import annotations
 

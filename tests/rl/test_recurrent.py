@@ -1,3 +1,5 @@
+"""Recurrent cores over packed fragments of episodes."""
+
 import numpy as np
 import pytest
 import torch

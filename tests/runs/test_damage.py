@@ -1,4 +1,4 @@
-"""Files that were damaged: of 500 random damages per kind of file, each is refused with a reason, or changed nothing that is loaded."""
+"""Damaged files: each of 500 random damages per kind of file is refused with a reason or changes nothing."""
 
 from __future__ import annotations
 

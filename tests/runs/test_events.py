@@ -1,4 +1,4 @@
-"""The event log: what is emitted is read back, whatever crashes, and no sink can hurt the run."""
+"""The event log: emitted events are read back after any crash, and no sink can stop the run."""
 
 from __future__ import annotations
 

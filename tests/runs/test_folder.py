@@ -1,4 +1,4 @@
-"""The folder of a run: one process at a time, and nobody removes what another one made."""
+"""The folder of a run: one process at a time, and no process removes files of another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that are killed at any call that touches the disk, and go on: nothing is lost, and nothing that lies in the folder is stale."""
+"""Runs killed at any call that touches the disk, and resumed: nothing is lost or stale."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files from elsewhere that are too deep, too large, of absurd shapes or no files at all: each reader refuses them in one sentence."""
+"""Files that are too deep, too large, of impossible shapes or not regular: each reader refuses them in one sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights & Biases as a sink: offline unless told, silent, and missed only by those who ask for it."""
+"""Weights & Biases as a sink: offline by default, silent, and required only on request."""
 
 from __future__ import annotations
 

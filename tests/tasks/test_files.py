@@ -1,4 +1,4 @@
-"""Tasks that read files: what they make of good ones, and what they say of missing, damaged and pickled ones."""
+"""Tasks that read files: good, missing, damaged and pickled ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hosts: their shapes, their parameter counts, and where their weights come from."""
+"""Hosts: their shapes, parameter counts and seeds."""
 
 from __future__ import annotations
 

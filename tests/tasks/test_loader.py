@@ -1,4 +1,4 @@
-"""Batches: whole epochs, orders that depend on the seed alone, and exact resumption."""
+"""Batches: whole epochs, orders that depend on the seed alone, and exact resuming."""
 
 from __future__ import annotations
 

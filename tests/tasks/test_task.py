@@ -1,4 +1,4 @@
-"""Tasks that need no files: their parts, their losses, and that they can be learned."""
+"""Tasks without files: their splits, their losses, and a check that they can be learned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Action specs say what is wrong with them, and travel as data."""
+"""Action specs are validated, and can be written and read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The built-in environments keep the contract, are what they say they are, and can be solved by a script that sees what a learner sees."""
+"""The built-in environments keep the contract, move as documented, and are solved by a script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gymnasium environments become ours with true final observations, and ours become Gymnasium's and come back the same."""
+"""Adapters from and to Gymnasium: final observations, masks, spaces and round trips."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images become small, grey and stacked, and the convolutions made for them see them the same either way round."""
+"""Images are resized, made grey and stacked for the convolutions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Environments from whatever a user has: functions, names of functions, environments, wrappers, and masks as a method."""
+"""Environments from functions, names of functions, environments and wrappers, and masks given as a method."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our own kernels: a row of hosts that are computed by them equals the host alone.
+"""Kernels of the fleet: a row of hosts computed by them equals the host alone.
 
 On a GPU they run there; without one they run in Triton's interpreter, which computes the same slowly.
 """

@@ -1,4 +1,4 @@
-"""Rows: the state of N modules, read, written, loaded and given back."""
+"""Rows: the state of N modules, read, written and loaded."""
 
 from __future__ import annotations
 

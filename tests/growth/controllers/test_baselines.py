@@ -1,4 +1,4 @@
-"""Controllers without wisdom: never, a drawn plan, a schedule."""
+"""Baseline controllers: never, a random plan, a schedule."""
 
 from __future__ import annotations
 

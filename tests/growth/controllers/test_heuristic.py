@@ -1,4 +1,4 @@
-"""What the heuristic decides, from states written down by hand."""
+"""Decisions of the heuristic, from states written by hand."""
 
 from __future__ import annotations
 

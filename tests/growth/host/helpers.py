@@ -1,4 +1,4 @@
-"""Plant seeds in slots by hand, without a grower, and compare what models compute."""
+"""Plant seeds in slots by hand, without a grower, and compare the outputs of models."""
 
 from __future__ import annotations
 

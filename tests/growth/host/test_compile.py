@@ -1,4 +1,4 @@
-"""Compiled models with slots: whatever grows after compilation takes effect, and while nothing grows nothing is compiled anew."""
+"""Compiled models with slots: growth takes effect after compilation, and nothing recompiles while nothing grows."""
 
 from __future__ import annotations
 

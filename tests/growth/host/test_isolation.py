@@ -1,4 +1,4 @@
-"""A second pass leaves no trace in the host."""
+"""An isolated second pass leaves the host unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Features are followed from the layers that make them to wherever they are moved, and what is not certain is not guessed.
+"""Feature axes are followed through all operations, and an uncertain axis is not guessed.
 
 Every tensor here has the same size in all its dimensions, so that sizes tell nothing.
 """

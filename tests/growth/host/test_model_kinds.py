@@ -1,4 +1,4 @@
-"""A table over kinds of models: on each of them, every property of growing that is exact holds to the last bit.
+"""Exact properties of growing on a table of kinds of models.
 
     python -m tests.growth.host.test_model_kinds                      prints the table kind × property
     pytest tests/growth/host/test_model_kinds.py -k "swin and bake"   runs one cell

@@ -1,4 +1,4 @@
-"""Models of every family take slots as they are: nothing changes until something has grown and learned, and everything can be undone."""
+"""Models of every family take slots: nothing changes until a seed has learned, and everything can be undone."""
 
 from __future__ import annotations
 

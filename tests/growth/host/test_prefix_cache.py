@@ -1,4 +1,4 @@
-"""What lies before a slot is replayed instead of computed, and nobody can tell the difference."""
+"""The prefix before a slot is replayed instead of computed, with identical results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grown models in files and in other programs: what was saved comes back, what does not fit is refused before anything is changed."""
+"""Saving, loading and exporting grown models; files that do not fit are refused before anything is changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which slots a user gets, what a mistake is answered with, and that a mistake leaves no trace."""
+"""Discovery of slots, errors for wrong slots and inputs, and no state changed after an error."""
 
 from __future__ import annotations
 

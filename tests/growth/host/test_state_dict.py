@@ -1,4 +1,4 @@
-"""State dicts of models that are growing: seeds are in them, another structure is refused, and copies say what they lack."""
+"""State dicts of growing models: they hold the seeds, another structure is refused, and incomplete copies warn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Growing inside the training loops of Lightning and of Hugging Face transformers, where these are installed."""
+"""Growth in the training loops of Lightning and Hugging Face transformers, where these are installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The governor leaves noisy, bumpy and overfitting runs alone, and finds the disasters among them."""
+"""The governor accepts noisy, bumpy and overfitting runs, and finds disasters."""
 
 from __future__ import annotations
 

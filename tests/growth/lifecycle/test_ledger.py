@@ -1,4 +1,4 @@
-"""The ledger's tables: what a person reads about seeds and blueprints."""
+"""The ledger's tables of seeds and blueprints."""
 
 from __future__ import annotations
 

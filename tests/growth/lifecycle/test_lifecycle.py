@@ -1,4 +1,4 @@
-"""The life of a seed: only legal moves, gates that say why not, budgets, ramps and embargoes."""
+"""The stages of a seed: legal moves, reasons of gates, budgets, ramps and embargoes."""
 
 from __future__ import annotations
 

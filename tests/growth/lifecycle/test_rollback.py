@@ -1,4 +1,4 @@
-"""After a disaster everything is as it was in a healthy state, and training goes on."""
+"""A rollback restores a healthy state, and training continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Snapshots hold exactly what was there, share memory with nobody, and take no more of it however many are taken."""
+"""Snapshots are exact copies, share no memory with the model, and use constant memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a seed contributes, and what a candidate promises."""
+"""Contributions of seeds and promises of candidates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report of a run: a fold over its events that is one page of its own."""
+"""The report of a run: a summary of its events as one self-contained page."""
 
 from __future__ import annotations
 

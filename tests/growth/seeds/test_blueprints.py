@@ -1,4 +1,4 @@
-"""Blueprints: every branch is the identity at birth and learns at once, costs what is counted, and depends on its seed alone."""
+"""Blueprints: every branch is the identity at birth, learns at once, has the counted cost, and depends on its seed alone."""
 
 from __future__ import annotations
 

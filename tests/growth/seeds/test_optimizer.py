@@ -1,4 +1,4 @@
-"""Seeds follow the user's optimiser: they step when it steps, and drop their gradients when it drops the host's."""
+"""Seeds follow the user's optimiser: they step with it and drop gradients with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A seed that is raised in the shadow leaves no trace in the host."""
+"""A seed raised in the shadow leaves the host unchanged."""
 
 from __future__ import annotations
 
