@@ -34,20 +34,20 @@ class Terminal(io.StringIO):
 
 
 def last_line(text: str) -> dict[str, Any]:
-    """What --json printed."""
+    """Return the result printed by --json."""
     result: dict[str, Any] = json.loads(text.splitlines()[-1])
     return result
 
 
 def events_of(folder: Path) -> list[dict[str, Any]]:
-    """Everything that happened, without clocks and without what tells a resumed run from another."""
+    """Return all events of a run, without clocks and without events of sessions."""
     lines = [json.loads(line) for line in (folder / EVENTS).read_text().splitlines()]
     kept = [line for line in lines if line["kind"] not in _OF_SESSIONS]
     return [{key: value for key, value in line.items() if key not in _CLOCKS | {"run"}} for line in kept]
 
 
 def show(folder: Path, sink: Sink) -> None:
-    """The whole run, from its first event to its end."""
+    """Write all events of a run to a sink, and close it."""
     for record in read(folder / EVENTS):
         sink.write(record)
     sink.close()
@@ -107,7 +107,7 @@ def wait_for(path: Path, timeout_s: float = 60.0) -> None:
 
 @contextlib.contextmanager
 def signal_at_checkpoint(number: signal.Signals, folder: Path) -> Iterator[None]:
-    """This process gets the signal as soon as the run in this folder has its first checkpoint."""
+    """Send this process a signal as soon as the run in this folder has its first checkpoint."""
 
     def interrupt() -> None:
         wait_for(folder / CHECKPOINTS / "latest")
@@ -120,7 +120,7 @@ def signal_at_checkpoint(number: signal.Signals, folder: Path) -> Iterator[None]
 
 
 def shown_in_tensorboard(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """What TensorBoard's own reader finds in the run folder, of all sessions: name -> (step, value)."""
+    """Return the scalars that TensorBoard reads from the run folder, over all sessions: name -> (step, value)."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     board = EventAccumulator(str(folder / "tensorboard"))

@@ -24,24 +24,24 @@ from esper.config import ConfigError
 from esper.vecenv import Actions
 from tests.arena.worlds import (
     WEAPON,
-    acted,
-    assert_same,
+    assert_identical,
     flat_arena,
-    in_double,
+    half_turned,
+    make_actions,
     place,
     put,
     random_actions,
-    rows_of,
+    select_battles,
     small_config,
     tables_in_double,
-    turned,
+    to_double,
 )
 
 ALL = tuple(CLASSES)
 
 
-def scattered(arena: Arena, generator: torch.Generator) -> None:
-    """Everybody somewhere in the middle of the map, so that there is something to shoot at."""
+def scatter_units(arena: Arena, generator: torch.Generator) -> None:
+    """Scatter all units in the middle of the map, so that they have targets."""
     units, size = arena.state.units, arena.config.size
     place_of = (torch.rand(*units.heat.shape, 2, generator=generator) - 0.5) * 0.7 * size
     z = read(arena.state.world.floor, columns(place_of[..., 0], place_of[..., 1], size))
@@ -50,7 +50,7 @@ def scattered(arena: Arena, generator: torch.Generator) -> None:
     arena.state = arena._sensed(arena.state._replace(units=units))
 
 
-def fierce_actions(arena: Arena, generator: torch.Generator) -> Actions:
+def attacking_actions(arena: Arena, generator: torch.Generator) -> Actions:
     """Random, but forward, and firing whatever can be fired."""
     actions = random_actions(arena, generator)
     actions["motion"][:, 0] = actions["motion"][:, 0].abs()
@@ -68,7 +68,7 @@ def with_teams_swapped(actions: Actions, config: ArenaConfig) -> Actions:
 
 
 def assert_near(state: State, expected: State, *, tolerance: float) -> None:
-    """Up to rounding. What lies in free slots does not matter."""
+    """Compare up to rounding, without free slots."""
     wanted = dict(named_tensors(expected))
     flies = state.shells.life > 0
     for name, tensor in named_tensors(state):
@@ -90,8 +90,8 @@ def assert_fair(config: ArenaConfig, seed: int, decisions: int) -> None:
     """
     generator = torch.Generator().manual_seed(seed)
     arena = Arena(config, seed=seed)
-    scattered(arena, generator)
-    arena.tables, arena.state = tables_in_double(arena.tables), in_double(arena.state)
+    scatter_units(arena, generator)
+    arena.tables, arena.state = tables_in_double(arena.tables), to_double(arena.state)
 
     def decided(state: State, actions: Actions) -> tuple[State, Rewards]:
         orders = read_orders(actions, state.senses, state.units, arena.tables, battles=config.battles)
@@ -99,13 +99,13 @@ def assert_fair(config: ArenaConfig, seed: int, decisions: int) -> None:
         parts = pay(state, after, step_events, judge(after.contest, after.units, config), arena.tables, config)
         return arena._sensed(after), parts
 
-    other = turned(arena.state)
+    other = half_turned(arena.state)
     for _ in range(decisions):
-        actions = fierce_actions(arena, generator)
+        actions = attacking_actions(arena, generator)
         actions["motion"] = actions["motion"].double()
         arena.state, paid = decided(arena.state, actions)
         other, paid_other = decided(other, with_teams_swapped(actions, config))
-        assert_near(other, turned(arena.state), tolerance=1e-8)
+        assert_near(other, half_turned(arena.state), tolerance=1e-8)
         for name, part in paid._asdict().items():
             assert torch.allclose(getattr(paid_other, name).roll(config.team_size, 1), part, atol=1e-8), name
     units = arena.state.units
@@ -131,14 +131,14 @@ def test_a_battle_does_not_depend_on_the_others_in_its_batch() -> None:
     config = small_config(battles=8, team_size=2, pack=("medium", "scout"), maps=4)
     generator = torch.Generator().manual_seed(0)
     arena, mixed = Arena(config), Arena(config)
-    scattered(arena, generator)
+    scatter_units(arena, generator)
     order = torch.randperm(8, generator=generator)
-    mixed.state = rows_of(arena.state, order)
+    mixed.state = select_battles(arena.state, order)
     for _ in range(6):
-        actions = fierce_actions(arena, generator)
+        actions = attacking_actions(arena, generator)
         arena.step(actions)
         mixed.step({name: value.view(8, 4, *value.shape[1:])[order].reshape(value.shape) for name, value in actions.items()})
-    assert_same(mixed.state, rows_of(arena.state, order))
+    assert_identical(mixed.state, select_battles(arena.state, order))
 
 
 @pytest.mark.slow
@@ -147,10 +147,10 @@ def test_a_battle_alone_is_fought_as_in_a_batch() -> None:
     many, alone = Arena(small_config(battles=4, **settings), seed=5), Arena(small_config(battles=1, **settings), seed=5)
     generator = torch.Generator().manual_seed(0)
     for _ in range(6):
-        actions = fierce_actions(many, generator)
+        actions = attacking_actions(many, generator)
         many.step(actions)
         alone.step({name: value[:4] for name, value in actions.items()})
-    assert_near(alone.state, rows_of(many.state, torch.tensor([0])), tolerance=1e-4)
+    assert_near(alone.state, select_battles(many.state, torch.tensor([0])), tolerance=1e-4)
 
 
 @pytest.mark.slow
@@ -180,9 +180,9 @@ def test_a_battle_saved_in_the_middle_continues_in_the_same_way() -> None:
     config = small_config(battles=2, team_size=2, pack=("medium", "light"), maps=3, seconds=2.0)
     arena, generator = Arena(config, seed=1), torch.Generator().manual_seed(0)
     for _ in range(4):
-        arena.step(fierce_actions(arena, generator))
+        arena.step(attacking_actions(arena, generator))
     saved = arena.state_dict()
-    later = [fierce_actions(arena, generator) for _ in range(6)]
+    later = [attacking_actions(arena, generator) for _ in range(6)]
     for actions in later:
         arena.step(actions)
     other = Arena(config, seed=99)
@@ -190,7 +190,7 @@ def test_a_battle_saved_in_the_middle_continues_in_the_same_way() -> None:
     for actions in later:
         other.step(actions)
     assert other.seed == 1
-    assert_same(other.state, arena.state)
+    assert_identical(other.state, arena.state)
     assert arena.state.contest.episode.tolist() == [1, 1]
 
 
@@ -200,11 +200,11 @@ def test_a_reset_begins_the_same_battles_again_and_another_seed_others() -> None
     start = arena.state
     arena.step(no_actions(arena.config))
     arena.reset()
-    assert_same(arena.state, start)
+    assert_identical(arena.state, start)
     arena.reset(seed=2)
     assert not torch.equal(arena.state.world.height, start.world.height)
     arena.reset(seed=1)
-    assert_same(arena.state, start)
+    assert_identical(arena.state, start)
 
 
 @pytest.mark.slow
@@ -228,9 +228,9 @@ def test_a_battle_that_ends_begins_anew_in_its_place_and_the_others_go_on() -> N
     assert not result.by_time.any()
     assert result.last[2].tolist()[3:] == [0, 2]
     next_battle = fresh(torch.tensor([2]), torch.tensor([1]), config, arena.tables, arena.atlas, seed=1, largest_team=arena.largest_team)
-    assert_same(rows_of(arena.state, torch.tensor([2])), arena._sensed(next_battle))
+    assert_identical(select_battles(arena.state, torch.tensor([2])), arena._sensed(next_battle))
     rest = torch.tensor([0, 1, 3])
-    assert_same(rows_of(arena.state, rest), rows_of(other.state, rest))
+    assert_identical(select_battles(arena.state, rest), select_battles(other.state, rest))
     for part, maps in zip(arena.state.world, arena.atlas.worlds, strict=True):
         assert torch.equal(part[2], maps[arena.state.contest.map[2]])
 
@@ -278,7 +278,7 @@ def test_two_units_that_kill_each_other_draw() -> None:
     for unit in (0, 1):
         put(arena, unit, hit_points=5.0)
     arena.state = arena._sensed(arena.state)
-    result = arena.step(acted(arena, {0: {"fire": "laser", "target": 1}, 1: {"fire": "laser", "target": 0}}))
+    result = arena.step(make_actions(arena, {0: {"fire": "laser", "target": 1}, 1: {"fire": "laser", "target": 0}}))
     assert result.ended[0]
     assert int(result.winner[0]) == -1
     assert result.died[0].tolist() == [True, True]
@@ -339,9 +339,9 @@ def assert_in_range(arena: Arena) -> None:
     assert not (units.is_shut_down & ~units.is_alive).any()
 
 
-def played_at_random(arena: Arena, agent_steps: int) -> None:
+def play_at_random(arena: Arena, agent_steps: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    scattered(arena, generator)
+    scatter_units(arena, generator)
     done = ended = 0
     while done < agent_steps:
         actions = random_actions(arena, generator)
@@ -359,13 +359,13 @@ def played_at_random(arena: Arena, agent_steps: int) -> None:
 
 @pytest.mark.slow
 def test_everything_stays_in_its_range_in_random_play() -> None:
-    played_at_random(Arena(small_config(battles=128, team_size=4, pack=ALL, maps=8, contacts=3, seconds=2.0)), agent_steps=20_000)
+    play_at_random(Arena(small_config(battles=128, team_size=4, pack=ALL, maps=8, contacts=3, seconds=2.0)), agent_steps=20_000)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_everything_stays_in_its_range_in_many_random_agent_steps() -> None:
-    played_at_random(Arena(ArenaConfig(battles=96, team_size=5, maps=24, size=32, seconds=25.0)), agent_steps=100_000)
+    play_at_random(Arena(ArenaConfig(battles=96, team_size=5, maps=24, size=32, seconds=25.0)), agent_steps=100_000)
 
 
 @pytest.mark.slow
@@ -382,7 +382,7 @@ def test_no_shot_is_lost_when_everybody_fires_for_a_minute() -> None:
         arena.state = arena._sensed(arena.state._replace(units=start._replace(cooldown=now.cooldown, painted=now.painted)))
         ready = [[name for name in kit if int(now.cooldown[0, row, WEAPON[name]]) < 5] for row, kit in enumerate(kits)]
         loaded = {row: {"fire": names[-1], "target": (row + 5) % 10} for row, names in enumerate(ready) if names}
-        orders = read_orders(acted(arena, loaded), arena.state.senses, arena.state.units, arena.tables, battles=1)
+        orders = read_orders(make_actions(arena, loaded), arena.state.senses, arena.state.units, arena.tables, battles=1)
         arena.state, step_events = decide(arena.state, orders, arena.tables)
         fired += int(step_events.fired.sum())
         assert not arena.state.contest.overflow.any()
@@ -398,7 +398,7 @@ def refused(arena: Arena, actions: Actions) -> str:
     with pytest.raises(ValueError) as error:
         arena.step(actions)
     assert arena.state is before
-    assert_same(arena.state, copy)
+    assert_identical(arena.state, copy)
     return str(error.value)
 
 

@@ -25,7 +25,7 @@ def test_a_compiled_arena_fights_the_same_battles_up_to_rounding():
     assert torch.equal(plain.state.contest.decision, compiled.state.contest.decision)
 
 
-def played(arena: Arena) -> Arena:
+def play(arena: Arena) -> Arena:
     arena.step(Bot("weak", arena).act())
     return arena
 
@@ -40,5 +40,5 @@ def test_battles_continue_without_the_compiler_where_it_fails(monkeypatch):
     monkeypatch.setattr(torch, "compile", fails)
     config = small_config(team_size=1, battles=1)
     with pytest.warns(RuntimeWarning, match="no compiler here.*runs uncompiled"):
-        arena = played(Arena(config, compile=True))
+        arena = play(Arena(config, compile=True))
     assert int(arena.state.contest.decision[0]) == 1

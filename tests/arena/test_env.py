@@ -15,7 +15,7 @@ from tests.arena.worlds import doom, random_actions, small_config
 TINY = small_config(battles=2, team_size=2, pack=("medium", "light"), size=16, maps=2, seconds=1.0)  # four decisions
 
 
-def played(env, decisions):
+def play(env, decisions):
     return [env.step(no_actions(env.config)) for _ in range(decisions)]
 
 
@@ -45,7 +45,7 @@ def test_a_death_ends_the_unit_once_and_its_row_waits_for_the_next_battle():
     env = ArenaEnv(TINY)
     env.reset(seed=0)
     doom(env.arena, unit=1)
-    steps = played(env, 5)
+    steps = play(env, 5)
     rows = {"dead": 1, "alive": 0}
     ends = {name: [bool(step.terminated[row]) for step in steps] for name, row in rows.items()}
     valid = {name: [bool(step.valid[row]) for step in steps] for name, row in rows.items()}
@@ -59,7 +59,7 @@ def test_a_death_ends_the_unit_once_and_its_row_waits_for_the_next_battle():
 def test_the_end_of_time_terminates_every_unit():
     env = ArenaEnv(TINY)
     env.reset(seed=0)
-    *before, last = played(env, 4)
+    *before, last = play(env, 4)
     assert not any(step.terminated.any() for step in before)
     assert last.terminated.all()
     assert env.result.by_time.all()
@@ -70,7 +70,7 @@ def test_the_end_of_time_terminates_every_unit():
 def test_a_battle_that_ended_begins_anew_in_the_same_step():
     env = ArenaEnv(TINY)
     env.reset(seed=0)
-    last = played(env, 4)[-1]
+    last = play(env, 4)[-1]
     assert env.arena.state.contest.decision.tolist() == [0, 0]
     assert env.arena.state.contest.episode.tolist() == [1, 1]
     assert torch.equal(last.obs["obs"], env.arena.look().observation.flatten(0, 1))
@@ -82,7 +82,7 @@ def test_absent_units_are_never_valid():
     present = env.arena.state.units.present
     assert not present.all()  # some battles are smaller
     assert torch.equal(present[:, :2], present[:, 2:])  # for both sides
-    timestep = played(env, 1)[0]
+    timestep = play(env, 1)[0]
     assert torch.equal(timestep.valid.view(4, 4), present)
     assert not timestep.terminated.any()
 
@@ -91,7 +91,7 @@ def test_after_a_reset_every_row_begins():
     env = ArenaEnv(TINY)
     env.reset(seed=0)
     doom(env.arena, unit=1)
-    played(env, 1)
+    play(env, 1)
     timestep = env.reset()
     assert timestep.valid is None
     assert not timestep.reward.any()

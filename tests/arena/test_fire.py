@@ -15,7 +15,7 @@ from esper.arena.fire import Shots, hit_at_once, launch, pull_triggers, take_aim
 from esper.arena.orders import FIRE
 from esper.arena.specs import CLASSES, PHYSICS, WEAPONS, Material
 from esper.arena.upkeep import count_down
-from tests.arena.worlds import WEAPON, acted, build, field, flat_arena, place, put, told
+from tests.arena.worlds import WEAPON, build, flat_arena, make_actions, make_orders, place, put, unit_field
 
 OWNER = {name: next(unit for unit, spec in CLASSES.items() if name in spec.weapons) for name in WEAPONS}
 
@@ -29,9 +29,9 @@ def facing_each_other(name: str, metres: float, *, bearing_deg: float = 0.0) -> 
     return arena
 
 
-def shot(arena: Arena, name: str, **order: Any) -> Shots:
+def fire_once(arena: Arena, name: str, **order: Any) -> Shots:
     """One tick's triggers; the state has what firing did to who fired."""
-    orders = told(arena, {0: {"fire": name, "target": 1, **order}})
+    orders = make_orders(arena, {0: {"fire": name, "target": 1, **order}})
     units, shots = pull_triggers(arena.state.units, take_aim(orders, arena.state.units, arena.tables))
     arena.state = arena.state._replace(units=units)
     return shots
@@ -39,20 +39,20 @@ def shot(arena: Arena, name: str, **order: Any) -> Shots:
 
 def fires(arena: Arena, name: str, **order: Any) -> bool:
     before = arena.state
-    fired = bool(shot(arena, name, **order).fired[0, 0])
+    fired = bool(fire_once(arena, name, **order).fired[0, 0])
     arena.state = before
     return fired
 
 
-def struck(arena: Arena, name: str) -> Hits:
-    aim = take_aim(told(arena, {0: {"fire": name, "target": 1}}), arena.state.units, arena.tables)
+def hit_directly(arena: Arena, name: str) -> Hits:
+    aim = take_aim(make_orders(arena, {0: {"fire": name, "target": 1}}), arena.state.units, arena.tables)
     units, shots = pull_triggers(arena.state.units, aim)
     return hit_at_once(units, aim, shots)
 
 
 def launched(arena: Arena, name: str) -> tuple[Tensor, Tensor]:
     """Where the projectile of unit 0 is and how fast, right after it left the muzzle."""
-    aim = take_aim(told(arena, {0: {"fire": name, "target": 1}}), arena.state.units, arena.tables)
+    aim = take_aim(make_orders(arena, {0: {"fire": name, "target": 1}}), arena.state.units, arena.tables)
     units, shots = pull_triggers(arena.state.units, aim)
     shells, overflow = launch(units, arena.state.shells, aim, shots)
     assert not overflow.any()
@@ -70,16 +70,16 @@ def test_a_weapon_fires_again_exactly_after_its_cooldown(name: str, every: int) 
     shots = 3 if every <= 20 else 2
     for tick in range((shots - 1) * every + 1):
         put(arena, 0, heat=0.0)
-        units = count_down(arena.state.units, told(arena))
+        units = count_down(arena.state.units, make_orders(arena))
         arena.state = arena.state._replace(units=units)
-        if bool(shot(arena, name).fired[0, 0]):
+        if bool(fire_once(arena, name).fired[0, 0]):
             fired.append(tick)
     assert fired == [0, every, 2 * every][:shots]
 
 
 def test_a_loading_weapon_does_not_keep_the_others_from_firing() -> None:
     arena = facing_each_other("missile", 4)
-    assert shot(arena, "missile").fired[0, 0]
+    assert fire_once(arena, "missile").fired[0, 0]
     assert not fires(arena, "missile")
     assert fires(arena, "laser")
 
@@ -140,16 +140,16 @@ def test_dead_units_are_not_fired_at() -> None:
 @pytest.mark.parametrize("name", WEAPONS)
 def test_a_shot_heats_the_shooter_and_a_loading_weapon_does_not(name: str) -> None:
     arena = facing_each_other(name, 4)
-    shot(arena, name)
-    assert field(arena, "heat", 0) == WEAPONS[name].heat
-    shot(arena, name)  # it still loads
-    assert field(arena, "heat", 0) == WEAPONS[name].heat
+    fire_once(arena, name)
+    assert unit_field(arena, "heat", 0) == WEAPONS[name].heat
+    fire_once(arena, name)  # it still loads
+    assert unit_field(arena, "heat", 0) == WEAPONS[name].heat
 
 
 @pytest.mark.parametrize(("name", "legs"), [("laser", 0.0), ("flamer", 2.0), ("painter", 0.0)])
 def test_a_direct_weapon_hurts_and_heats_only_its_target(name: str, legs: float) -> None:
     arena = facing_each_other(name, 4)
-    hits = struck(arena, name)
+    hits = hit_directly(arena, name)
     weapon = WEAPONS[name]
     assert hits.damage[0].tolist() == [[0, weapon.damage], [0, 0]]
     assert hits.heat[0].tolist() == [0, weapon.target_heat]
@@ -160,7 +160,7 @@ def test_a_direct_weapon_hurts_and_heats_only_its_target(name: str, legs: float)
 
 @pytest.mark.parametrize("name", [name for name, weapon in WEAPONS.items() if weapon.flight_mps])
 def test_a_projectile_hits_nothing_in_the_tick_in_which_it_is_fired(name: str) -> None:
-    hits = struck(facing_each_other(name, 4), name)
+    hits = hit_directly(facing_each_other(name, 4), name)
     assert all(not part.any() for part in hits)
 
 
@@ -168,14 +168,14 @@ def test_a_projectile_hits_nothing_in_the_tick_in_which_it_is_fired(name: str) -
 def test_a_hit_from_behind_hurts_half_as_much_again(off_the_nose: float, factor: float) -> None:
     arena = facing_each_other("laser", 4)
     put(arena, 1, heading=math.remainder(math.pi - math.radians(off_the_nose), 2 * math.pi))
-    assert float(struck(arena, "laser").damage[0, 0, 1]) == pytest.approx(14 * factor)
+    assert float(hit_directly(arena, "laser").damage[0, 0, 1]) == pytest.approx(14 * factor)
 
 
 def test_a_hit_from_behind_and_above_counts_as_one_from_behind() -> None:
     arena = facing_each_other("laser", 2)
     place(arena, 0, -30, 0, 6.0)
     put(arena, 1, heading=0.0)
-    assert float(struck(arena, "laser").damage[0, 0, 1]) == pytest.approx(14 * 1.5)
+    assert float(hit_directly(arena, "laser").damage[0, 0, 1]) == pytest.approx(14 * 1.5)
 
 
 @pytest.mark.parametrize("name", ["missile", "gauss", "autocannon", "smoke"])
@@ -207,7 +207,7 @@ def test_direct_weapons_need_a_seen_target_and_projectiles_a_sensed_one() -> Non
     assert bool(senses.sensed[0, 0, 1])
     assert not bool(senses.seen[0, 0, 1])
     for name, does_fire in (("laser", False), ("missile", True), ("autocannon", True)):
-        result = arena.step(acted(arena, {0: {"fire": name, "target": 1}}))
+        result = arena.step(make_actions(arena, {0: {"fire": name, "target": 1}}))
         assert result.step_events is not None
         assert bool(result.step_events.fired[0, 0]) == does_fire, name
 
@@ -227,10 +227,10 @@ def test_units_do_not_fire_at_targets_they_do_not_sense() -> None:
 def test_a_unit_fires_nothing_that_it_does_not_own() -> None:
     arena = facing_each_other("gauss", 4)
     arena.state = arena._sensed(arena.state)
-    result = arena.step(acted(arena, {0: {"fire": "autocannon", "target": 1}}))
+    result = arena.step(make_actions(arena, {0: {"fire": "autocannon", "target": 1}}))
     assert result.step_events is not None
     assert not result.step_events.fired.any()
-    result = arena.step(acted(arena, {0: {"fire": "laser", "target": 1}}))
+    result = arena.step(make_actions(arena, {0: {"fire": "laser", "target": 1}}))
     assert result.step_events is not None
     assert result.step_events.fired[0].tolist() == [True, False]
 
@@ -242,7 +242,7 @@ def test_every_unit_has_a_shell_slot_for_each_shot_it_can_have_in_the_air(ticks:
     units, shells, tables = arena.state.units, arena.state.shells, arena.tables
     units = units._replace(position=units.position * 0.01, painted=units.painted + 10_000)
     kits = [spec.weapons for spec in CLASSES.values()]
-    choices = [told(arena, {unit: {"fire": kit[which], "target": 4 + unit} for unit, kit in enumerate(kits)}) for which in range(3)]
+    choices = [make_orders(arena, {unit: {"fire": kit[which], "target": 4 + unit} for unit, kit in enumerate(kits)}) for which in range(3)]
     aims = [take_aim(orders, units, tables) for orders in choices]
     most = torch.zeros(4)
     for _ in range(ticks):
@@ -260,7 +260,7 @@ def test_every_unit_has_a_shell_slot_for_each_shot_it_can_have_in_the_air(ticks:
 def test_a_shot_without_a_free_slot_is_counted() -> None:
     arena = facing_each_other("missile", 4)
     full = arena.state.shells._replace(life=torch.ones_like(arena.state.shells.life))
-    aim = take_aim(told(arena, {0: {"fire": "missile", "target": 1}}), arena.state.units, arena.tables)
+    aim = take_aim(make_orders(arena, {0: {"fire": "missile", "target": 1}}), arena.state.units, arena.tables)
     units, shots = pull_triggers(arena.state.units, aim)
     shells, overflow = launch(units, full, aim, shots)
     assert overflow[0].tolist() == [True, False]

@@ -11,7 +11,7 @@ from esper.arena.arena import Arena
 from esper.arena.layout import CELL_M, MATERIAL_SIGNALS, STATE_UNIT, VIEW, slices, width
 from esper.arena.specs import CLASSES, PHYSICS, ROLES, WEAPONS, Material
 from tests.arena.views import look, observed, piece, terrain
-from tests.arena.worlds import WEAPON, build, flat_arena, make_duel, place, put, small_config, turned
+from tests.arena.worlds import WEAPON, build, flat_arena, half_turned, make_duel, place, put, small_config
 
 CENTRE = VIEW // 2
 
@@ -290,7 +290,7 @@ def melee():
 def test_both_sides_see_the_same_of_a_battle_that_is_turned_around(melee):
     before = look(melee)
     assert melee.state.senses.is_contact.any()
-    other = turned(melee.state)
+    other = half_turned(melee.state)
     other = melee._sensed(other)
     seen = melee.observer.observe(other).roll(3, 1)
     torch.testing.assert_close(seen, before.observation, atol=1e-4, rtol=0)

@@ -10,7 +10,7 @@ from esper.arena.orders import FIRE, MOTION, action_spec, read_orders
 from esper.arena.specs import CLASSES, WEAPONS, Material
 from esper.arena.state import state_hash
 from tests.arena.views import look
-from tests.arena.worlds import WEAPON, acted, build, flat_arena, make_duel, place, put, small_config
+from tests.arena.worlds import WEAPON, build, flat_arena, make_actions, make_duel, place, put, small_config
 
 
 @pytest.fixture
@@ -31,10 +31,10 @@ def may_aim_at(arena, weapon, unit=0):
     return torch.nonzero(look(arena).masks["target"][unit, 1 + WEAPON[weapon]]).flatten().tolist()
 
 
-def obeyed(arena, orders):
+def orders_from_actions(arena, orders):
     """Orders as the phases get them."""
     look(arena)
-    return read_orders(acted(arena, orders), arena.state.senses, arena.state.units, arena.tables, battles=arena.config.battles)
+    return read_orders(make_actions(arena, orders), arena.state.senses, arena.state.units, arena.tables, battles=arena.config.battles)
 
 
 # Masks
@@ -101,7 +101,9 @@ def test_only_living_warm_units_may_vent(duel):
 
 
 def test_orders_are_what_was_chosen(duel):
-    orders = obeyed(duel, {0: {"forward": 0.5, "strafe": -0.25, "yaw": 1.0, "jets": -1.0, "fire": "laser", "target": 1, "vent": True}})
+    orders = orders_from_actions(
+        duel, {0: {"forward": 0.5, "strafe": -0.25, "yaw": 1.0, "jets": -1.0, "fire": "laser", "target": 1, "vent": True}}
+    )
     assert orders.motion[0, 0].tolist() == [0.5, -0.25, 1.0, -1.0]
     assert (int(orders.weapon[0, 0]), int(orders.target[0, 0])) == (WEAPON["laser"], 1)
     assert orders.is_firing[0].tolist() == [True, False]
@@ -109,12 +111,12 @@ def test_orders_are_what_was_chosen(duel):
 
 
 def test_a_unit_without_the_weapon_fires_nothing(duel):
-    assert not obeyed(duel, {0: {"fire": "gauss", "target": 1}}).is_firing.any()
+    assert not orders_from_actions(duel, {0: {"fire": "gauss", "target": 1}}).is_firing.any()
 
 
 def test_an_empty_slot_is_not_fired_at(duel):
     look(duel)
-    actions = acted(duel, {0: {"fire": "missile", "target": 1}})
+    actions = make_actions(duel, {0: {"fire": "missile", "target": 1}})
     actions["target"][0] = 1  # there is one enemy, and it is in slot 0
     orders = read_orders(actions, duel.state.senses, duel.state.units, duel.tables, battles=1)
     assert not orders.is_firing.any()
@@ -122,7 +124,7 @@ def test_an_empty_slot_is_not_fired_at(duel):
 
 def test_dead_units_give_no_orders(duel):
     look(duel)
-    actions = acted(duel, {0: {"fire": "laser", "target": 1, "vent": True, "forward": 1.0}})
+    actions = make_actions(duel, {0: {"fire": "laser", "target": 1, "vent": True, "forward": 1.0}})
     put(duel, 0, hit_points=0.0)
     look(duel)
     orders = read_orders(actions, duel.state.senses, duel.state.units, duel.tables, battles=1)
@@ -132,13 +134,13 @@ def test_dead_units_give_no_orders(duel):
 
 def test_a_laser_through_a_wall_is_not_fired(duel):
     build(duel, (0, 1), (-3, 4), Material.REINFORCED, height=8.0)
-    assert not obeyed(duel, {0: {"fire": "laser", "target": 1}}).is_firing.any()
-    assert obeyed(duel, {0: {"fire": "missile", "target": 1}}).is_firing[0, 0]
+    assert not orders_from_actions(duel, {0: {"fire": "laser", "target": 1}}).is_firing.any()
+    assert orders_from_actions(duel, {0: {"fire": "missile", "target": 1}}).is_firing[0, 0]
 
 
 def test_allowed_actions_are_carried_out(duel):
     for weapon in may_fire(duel):
-        assert obeyed(duel, {0: {"fire": weapon, "target": 1}}).is_firing[0, 0]
+        assert orders_from_actions(duel, {0: {"fire": weapon, "target": 1}}).is_firing[0, 0]
 
 
 def test_a_target_matters_only_when_a_unit_fires():

@@ -27,12 +27,12 @@ def env():
     return env
 
 
-def drawn(env, observations=None):
+def draw_actions(env, observations=None):
     masks = {agent: None if observations is None else observations[agent]["action_mask"] for agent in env.agents}
     return {agent: env.action_space(agent).sample(mask) for agent, mask in masks.items()}
 
 
-def still(env):
+def no_actions_of(env):
     action = {"fire": 0, "target": 0, "vent": 0, "motion": np.zeros(4, dtype=np.float32)}
     return {agent: dict(action) for agent in env.agents}
 
@@ -95,20 +95,20 @@ def test_a_space_can_be_copied(env):
 @pytest.mark.slow
 def test_a_dead_agent_leaves_and_the_others_continue(env):
     doom(env._battle, unit=1)
-    observations, rewards, terminations, truncations, infos = env.step(still(env))
+    observations, rewards, terminations, truncations, infos = env.step(no_actions_of(env))
     assert terminations == {"red_0_medium": False, "red_1_light": True, "blue_0_medium": False, "blue_1_light": False}
     assert not any(truncations.values())
     assert rewards["red_1_light"] < rewards["red_0_medium"]
     assert set(observations) == set(infos) == set(terminations)
     assert env.agents == ["red_0_medium", "blue_0_medium", "blue_1_light"]
-    observations, *_ = env.step(still(env))
+    observations, *_ = env.step(no_actions_of(env))
     assert set(observations) == set(env.agents)
 
 
 def test_all_agents_leave_at_the_end_with_the_result_of_the_battle(env):
     doom(env._battle, unit=2)
     put(env._battle, 3, hit_points=1e-4)
-    _, rewards, terminations, _, infos = env.step(still(env))
+    _, rewards, terminations, _, infos = env.step(no_actions_of(env))
     assert all(terminations.values())
     assert {info["winner"] for info in infos.values()} == {"red"}
     assert rewards["red_0_medium"] > 0 > rewards["blue_0_medium"]
@@ -120,7 +120,7 @@ def test_all_agents_leave_at_the_end_with_the_result_of_the_battle(env):
 @pytest.mark.slow
 def test_the_last_observation_is_of_the_battle_that_ended(env):
     for _ in range(4):
-        observations, _, terminations, _, infos = env.step(still(env))
+        observations, _, terminations, _, infos = env.step(no_actions_of(env))
     assert all(terminations.values())
     assert infos["red_0_medium"]["winner"] == "draw"
     assert int(env._battle.state.contest.decision[0]) == 4
@@ -131,7 +131,7 @@ def test_the_last_observation_is_of_the_battle_that_ended(env):
 
 def test_a_reset_without_a_seed_begins_the_next_battle_and_one_with_it_the_first(env):
     hashes = [state_hash(env._battle.state, 0)]
-    env.step(still(env))
+    env.step(no_actions_of(env))
     env.reset()
     hashes.append(state_hash(env._battle.state, 0))
     assert len(env.agents) == 4
@@ -155,7 +155,7 @@ def test_only_present_units_are_agents():
     for _ in range(6):
         env.reset()
         sizes.add(len(env.agents))
-        env.step(still(env))
+        env.step(no_actions_of(env))
     assert sizes == {2, 4}
 
 
@@ -163,7 +163,7 @@ def test_the_state_is_the_whole_battle(env):
     state = env.state()
     assert env.state_space.contains(state)
     assert state.shape == (state_width(env.config),)
-    env.step(drawn(env))
+    env.step(draw_actions(env))
     assert not np.array_equal(state, env.state())
 
 
@@ -188,7 +188,7 @@ def test_one_battle_is_fought_whatever_the_config_says():
 )
 def test_a_wrong_action_names_its_agent_and_changes_nothing(env, change, message):
     before = state_hash(env._battle.state, 0)
-    actions = still(env)
+    actions = no_actions_of(env)
     actions["red_1_light"] |= change
     with pytest.raises(ValueError, match=message):
         env.step(actions)
@@ -196,14 +196,14 @@ def test_a_wrong_action_names_its_agent_and_changes_nothing(env, change, message
 
 
 def test_actions_are_needed_for_exactly_the_agents(env):
-    actions = still(env)
+    actions = no_actions_of(env)
     del actions["blue_0_medium"]
     with pytest.raises(ValueError, match="no action for 'blue_0_medium'"):
         env.step(actions)
     with pytest.raises(ValueError, match=r"'green_0' takes no part.*'red_0_medium'"):
-        env.step({**still(env), "green_0": {}})
+        env.step({**no_actions_of(env), "green_0": {}})
     with pytest.raises(ValueError, match=r"red_0_medium: an action is a dictionary .*; got int"):
-        env.step({**still(env), "red_0_medium": 3})
+        env.step({**no_actions_of(env), "red_0_medium": 3})
 
 
 def test_settings_that_do_not_exist_are_named():

@@ -23,7 +23,7 @@ from esper.arena.specs import RULES_VERSION, Material
 from esper.arena.state import Clouds, Score, Senses, Shells, State, Units, World, cloned, named_tensors, state_hash
 from esper.replay_file import UNIT_COLUMNS, FeedItem, ReplayError, ReplayFile, StateHash, read_replay, write_replay
 from esper.vecenv import Actions
-from tests.arena.worlds import acted, build, flat_arena, place, random_actions, rows_of
+from tests.arena.worlds import build, flat_arena, make_actions, place, random_actions, select_battles
 from tests.replays import WON
 
 PLACE = 1
@@ -73,7 +73,7 @@ def test_a_recorded_battle_is_verified_on_the_device_that_fought_it(path: Path) 
     found = verify(path)
     assert found.ok, found.message
     assert (found.first_wrong_frame, found.device_matches) == (None, True)
-    assert found.checked == read_replay(path).frames > 3 * KEYFRAME_EVERY  # several stretches
+    assert found.checked == read_replay(path).frames > 3 * KEYFRAME_EVERY  # several keyframe intervals
 
 
 @pytest.mark.slow
@@ -90,7 +90,7 @@ def test_a_battle_alone_is_the_same_as_in_a_batch_bit_for_bit(battles: int, team
         for battle in range(battles):
             if bool(result.ended[battle]):
                 continue
-            alone = rows_of(before, torch.tensor([battle]))
+            alone = select_battles(before, torch.tensor([battle]))
             after, _, _ = advanced(alone, {name: value[rows[battle]] for name, value in actions.items()}, arena.tables, config)
             together = dict(named_tensors(arena.state))
             for name, tensor in named_tensors(after):
@@ -181,7 +181,7 @@ def test_destroyed_columns_are_recorded_with_their_time(tmp_path: Path) -> None:
     recorder.begin()
     materials = [arena.state.world.material[PLACE].clone()]
     while not recorder.is_over:
-        actions = acted(arena, {0: {"fire": "autocannon", "target": 1}})
+        actions = make_actions(arena, {0: {"fire": "autocannon", "target": 1}})
         recorder.add(actions, arena.step(actions))
         materials.append(arena.state.world.material[PLACE].clone())
     tensors = read_replay(recorder.write(tmp_path / "glass.safetensors")).tensors

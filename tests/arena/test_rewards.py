@@ -28,7 +28,7 @@ from esper.arena.rewards import (
 from esper.arena.specs import CLASSES, Material
 from esper.arena.zone import Ending
 from tests.arena.views import look
-from tests.arena.worlds import acted, build, flat_arena, place, put, small_config
+from tests.arena.worlds import build, flat_arena, make_actions, place, put, small_config
 
 GOES_ON = Ending(ended=torch.tensor([False]), winner=torch.tensor([-1]), by_time=torch.tensor([False]))
 
@@ -39,19 +39,19 @@ def pairs():
     return flat_arena("medium", "light")
 
 
-def taken(*step_events):
-    """What was taken by whom from whom: (attacker, victim, share)."""
+def damage_table(*step_events):
+    """Build a damage table from (attacker, victim, fraction)."""
     table = torch.zeros(1, 4, 4)
     for attacker, victim, share in step_events:
         table[0, attacker, victim] = share
     return StepEvents(taken=table, fired=torch.zeros(1, 4, dtype=torch.bool))
 
 
-def died(*units):
+def deaths(*units):
     return torch.tensor([[unit in units for unit in range(4)]])
 
 
-def ended(winner):
+def ending(winner):
     return Ending(ended=torch.tensor([True]), winner=torch.tensor([winner]), by_time=torch.tensor([False]))
 
 
@@ -67,23 +67,23 @@ def test_the_zone_pays_its_seconds_to_one_side_and_costs_the_other_what_the_conf
 
 def test_damage_pays_for_enemies_and_costs_for_friends_and_oneself(pairs):
     config = RewardConfig(damage=0.5, friendly_fire=1.0)
-    step_events = taken((0, 2, 0.4), (0, 3, 0.2), (1, 0, 0.1), (2, 2, 0.3))
+    step_events = damage_table((0, 2, 0.4), (0, 3, 0.2), (1, 0, 0.1), (2, 2, 0.3))
     paid = damage_dealt(step_events, pairs.tables, config)[0].tolist()
     assert paid == pytest.approx([0.3, -0.1, -0.3, 0.0])
 
 
 def test_the_unit_that_did_most_damage_is_paid_for_the_kill(pairs):
-    table = kill_table(died(2), taken((0, 2, 0.1), (1, 2, 0.3), (3, 2, 0.6)), pairs.tables)  # its friend took most
+    table = kill_table(deaths(2), damage_table((0, 2, 0.1), (1, 2, 0.3), (3, 2, 0.6)), pairs.tables)  # its friend took most
     assert table[0].nonzero().tolist() == [[1, 2]]
 
 
 def test_no_unit_is_paid_for_a_death_by_ground_or_friend(pairs):
-    assert not kill_table(died(2), taken(), pairs.tables).any()
-    assert not kill_table(died(2), taken((3, 2, 1.0), (2, 2, 0.5)), pairs.tables).any()
+    assert not kill_table(deaths(2), damage_table(), pairs.tables).any()
+    assert not kill_table(deaths(2), damage_table((3, 2, 1.0), (2, 2, 0.5)), pairs.tables).any()
 
 
 def test_no_unit_is_paid_a_kill_for_a_living_enemy(pairs):
-    assert not kill_table(died(), taken((0, 2, 0.9)), pairs.tables).any()
+    assert not kill_table(deaths(), damage_table((0, 2, 0.9)), pairs.tables).any()
 
 
 def test_an_assist_is_paid_for_enemies_hurt_recently_and_killed_by_others(pairs):
@@ -91,8 +91,8 @@ def test_an_assist_is_paid_for_enemies_hurt_recently_and_killed_by_others(pairs)
     harm[0, 2], harm[1, 2], harm[3, 2], harm[0, 3] = 1, 200, 30, 50
     for unit in range(4):
         put(pairs, unit, harm=harm[unit])
-    gone = died(2)
-    killed_by = kill_table(gone, taken((1, 2, 0.2)), pairs.tables)
+    gone = deaths(2)
+    killed_by = kill_table(gone, damage_table((1, 2, 0.2)), pairs.tables)
     assert assists(gone, killed_by, pairs.state.units, pairs.tables).tolist() == [[1.0, 0.0, 0.0, 0.0]]
 
 
@@ -107,7 +107,7 @@ def test_dying_is_noticed_once(pairs):
 @pytest.mark.parametrize(("winner", "paid"), [(0, [1.0, 0.0, 0.0, 0.0]), (1, [0.0, 0.0, 1.0, 1.0]), (-1, [0.5, 0.0, 0.5, 0.5])])
 def test_the_outcome_is_paid_to_the_living_of_the_winner_or_half_to_all_at_a_draw(pairs, winner, paid):
     put(pairs, 1, hit_points=0.0)
-    assert outcomes(ended(winner), pairs.state.units, pairs.tables).tolist() == [paid]
+    assert outcomes(ending(winner), pairs.state.units, pairs.tables).tolist() == [paid]
     assert not outcomes(GOES_ON, pairs.state.units, pairs.tables).any()
 
 
@@ -127,7 +127,7 @@ def test_approach_is_gamma_times_the_new_potential_less_the_old(pairs):
     place(pairs, 0, -8.5, 0.5)
     old, new = (float(nearness(state.units, state.world)[0, 0]) for state in (before, pairs.state))
     assert approach(before, pairs.state, GOES_ON, gamma=0.9)[0, 0] == pytest.approx(0.9 * new - old)
-    assert approach(before, pairs.state, ended(0), gamma=0.9)[0, 0] == pytest.approx(-old)
+    assert approach(before, pairs.state, ending(0), gamma=0.9)[0, 0] == pytest.approx(-old)
 
 
 def test_standing_still_earns_no_approach_reward(pairs):
@@ -144,8 +144,8 @@ def test_dead_units_are_paid_nothing(pairs):
     put(pairs, 2, hit_points=0.0)
     contest = pairs.state.contest._replace(score=torch.tensor([[1.0, 0.0]]))
     after = pairs.state._replace(contest=contest)
-    step_events = taken((0, 2, 1.0), (0, 1, 0.2))  # by what was still in the air
-    parts = pay(before, after, step_events, ended(0), pairs.tables, pairs.config)
+    step_events = damage_table((0, 2, 1.0), (0, 1, 0.2))  # by what was still in the air
+    parts = pay(before, after, step_events, ending(0), pairs.tables, pairs.config)
     assert all(part[0, 0] == 0 for part in parts)
     assert shared(parts, before.units, pairs.config)[0, 0] == 0
 
@@ -155,7 +155,7 @@ def test_parts_are_weighted_by_the_config(pairs):
     put(pairs, 2, hit_points=0.0)
     contest = pairs.state.contest._replace(score=torch.tensor([[2.0, 0.0]]))
     after = pairs.state._replace(contest=contest)
-    parts = pay(before, after, taken((0, 2, 0.5)), ended(0), pairs.tables, pairs.config)
+    parts = pay(before, after, damage_table((0, 2, 0.5)), ending(0), pairs.tables, pairs.config)
     weights = pairs.config.reward
     assert parts.zone[0].tolist() == pytest.approx([2 * weights.zone] * 2 + [-2 * weights.zone_lost] * 2)
     assert parts.damage[0].tolist() == pytest.approx([0.5 * weights.damage, 0, 0, 0])
@@ -186,7 +186,7 @@ def test_a_shot_is_paid_by_the_damage_it_does():
     place(arena, 1, 3.0, 0.5, heading=math.pi)
     look(arena)
     before = float(arena.state.units.hit_points[0, 1])
-    result = arena.step(acted(arena, {0: {"fire": "laser", "target": 1}}))
+    result = arena.step(make_actions(arena, {0: {"fire": "laser", "target": 1}}))
     lost = before - float(arena.state.units.hit_points[0, 1])
     assert lost == 14.0
     weights, share = arena.config.reward, lost / CLASSES["medium"].hit_points
@@ -200,14 +200,14 @@ def test_the_last_shot_pays_damage_kill_and_outcome():
     place(arena, 1, 3.0, 0.5, heading=math.pi)
     put(arena, 1, hit_points=7.5)
     look(arena)
-    result = arena.step(acted(arena, {0: {"fire": "laser", "target": 1}}))
+    result = arena.step(make_actions(arena, {0: {"fire": "laser", "target": 1}}))
     assert (bool(result.ended[0]), int(result.winner[0])) == (True, 0)
     weights, share = arena.config.reward, 7.5 / 150
     won = weights.damage * share + weights.kill + weights.outcome
     assert result.reward[0].tolist() == pytest.approx([won, -weights.hurt * share - weights.death])
 
 
-# What never pays
+# Behaviour that never pays
 
 
 def test_friendly_fire_never_pays():
@@ -219,7 +219,7 @@ def test_friendly_fire_never_pays():
     place(arena, 3, 10.0, 10.0)
     put(arena, 1, hit_points=1.0)
     look(arena)
-    result = arena.step(acted(arena, {0: {"fire": "autocannon", "target": 2}}))
+    result = arena.step(make_actions(arena, {0: {"fire": "autocannon", "target": 2}}))
     assert result.died[0].tolist() == [False, True, False, False]
     assert float(result.step_events.taken[0, 0, 1]) > 0
     assert result.parts.damage[0, 0] < 0
@@ -229,14 +229,14 @@ def test_friendly_fire_never_pays():
 
 
 def test_killing_oneself_never_pays():
-    """Whatever approach adds at a death was owed before: without it only costs are left, and with it nobody earns more than by living."""
+    """The approach reward at a death only pays back earlier ones: without it only costs are left, and no unit earns more than by living."""
     arena = flat_arena("medium")
     place(arena, 0, -11.0, -11.0)
     put(arena, 0, hit_points=0.1)
     build(arena, (-12, -10), (-12, -10), Material.LAVA)
     look(arena)
     before = arena.state
-    result = arena.step(acted(arena))
+    result = arena.step(make_actions(arena))
     assert bool(result.died[0, 0])
     without = result.parts._replace(approach=torch.zeros(1, 2))
     assert shared(without, before.units, arena.config)[0, 0] == pytest.approx(-arena.config.reward.death)
@@ -252,14 +252,14 @@ def test_dying_does_not_avoid_the_cost_of_a_lost_zone():
     place(arena, 0, -11.0, -11.0)
     place(arena, 1, 0.5, 0.5)
     look(arena)
-    paid = [float(arena.step(acted(arena)).reward[0, 0]) for _ in range(8)]
+    paid = [float(arena.step(make_actions(arena)).reward[0, 0]) for _ in range(8)]
     assert arena.state.contest.score[0].tolist() == pytest.approx([0.0, 2.0])
     assert paid == [0.0] * 8
 
 
 def test_a_burst_at_ones_own_feet_costs(pairs):
     """Even where it hurts an enemy as much."""
-    burst, weights = taken((0, 0, 0.3), (0, 2, 0.3)), pairs.config.reward
+    burst, weights = damage_table((0, 0, 0.3), (0, 2, 0.3)), pairs.config.reward
     paid = damage_dealt(burst, pairs.tables, weights) - weights.hurt * damage_suffered(burst)
     assert paid[0, 0] < 0
 

@@ -19,7 +19,7 @@ FLOOR = floors(MAPS.height, MAPS.material, flat_arena().tables.materials)
 WAY, ROUTE = find_ways(FLOOR, MAPS.material, MAPS.zone_radius)
 
 
-def followed(way: torch.Tensor, i: int, j: int) -> list[tuple[int, int]]:
+def follow_way(way: torch.Tensor, i: int, j: int) -> list[tuple[int, int]]:
     """All columns on the way from one to the zone."""
     path = [(i, j)]
     while int(way[i, j]) != ARRIVED:
@@ -33,7 +33,7 @@ def followed(way: torch.Tensor, i: int, j: int) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("which", range(10))
 def test_from_both_corners_the_way_leads_to_the_zone_in_steps_that_can_be_walked(which: int) -> None:
     for corner in (2, SIZE - 3):
-        path = followed(WAY[which], corner, corner)
+        path = follow_way(WAY[which], corner, corner)
         levels = [float(FLOOR[which, i, j]) for i, j in path]
         assert all(after - before <= CLIMB_M for before, after in itertools.pairwise(levels))
         i, j = path[-1]
@@ -46,7 +46,7 @@ def test_the_tested_maps_have_several_landscapes() -> None:
 
 def test_every_step_comes_nearer() -> None:
     for which in range(10):
-        path = followed(WAY[which], 2, 2)
+        path = follow_way(WAY[which], 2, 2)
         lengths = [float(ROUTE[which, i, j]) for i, j in path]
         assert all(after < before for before, after in itertools.pairwise(lengths))
         assert lengths[-1] == 0
@@ -82,7 +82,7 @@ def test_the_way_leads_round_a_wall_and_over_a_step() -> None:
         material, floor = nothing()
         floor[4, 2:14] = height
         way, _ = on_flat_ground(material, floor)
-        rows = [j for i, j in followed(way, 2, 7) if i == 4]
+        rows = [j for i, j in follow_way(way, 2, 7) if i == 4]
         assert all(j < 2 or j > 13 for j in rows) == is_round
 
 
@@ -104,7 +104,7 @@ def test_lava_is_avoided_and_water_costs_more_than_open_ground() -> None:
     _, plain = on_flat_ground(material, floor)
     material[4, 1:15] = int(Material.LAVA)
     way, _ = on_flat_ground(material, floor)
-    assert all(int(material[i, j]) != int(Material.LAVA) for i, j in followed(way, 2, 3))
+    assert all(int(material[i, j]) != int(Material.LAVA) for i, j in follow_way(way, 2, 3))
     material[4, :] = int(Material.WATER)
     _, wet = on_flat_ground(material, floor)
     assert float(wet[2, 7]) == pytest.approx(float(plain[2, 7]) + 1 / 0.6 - 1, rel=1e-5)

@@ -17,7 +17,7 @@ def sensed(arena: Arena) -> Senses:
     return sense(state.units, state.world, state.clouds, arena.tables, contacts=arena.config.contacts)
 
 
-def knows(arena: Arena, who: int = 0, whom: int = 1) -> bool:
+def is_sensed(arena: Arena, who: int = 0, whom: int = 1) -> bool:
     return bool(sensed(arena).sensed[0, who, whom])
 
 
@@ -25,7 +25,7 @@ def sees(arena: Arena, who: int = 0, whom: int = 1) -> bool:
     return bool(sensed(arena).seen[0, who, whom])
 
 
-def apart(metres: float, *pack: str) -> Arena:
+def place_apart(metres: float, *pack: str) -> Arena:
     """Unit 0 and the first enemy, so far apart along x; everybody else is dead."""
     arena = flat_arena(*(pack or ("medium",)), size=64)
     for unit in range(arena.config.units):
@@ -48,13 +48,13 @@ def smoke(arena: Arena, x: float, y: float, ticks: int = 200) -> None:
 
 
 def test_a_unit_in_the_open_sees_as_far_as_its_sight_reaches() -> None:
-    assert sees(apart(29.9))
-    assert not sees(apart(30.1))
-    assert not knows(apart(30.1))
+    assert sees(place_apart(29.9))
+    assert not sees(place_apart(30.1))
+    assert not is_sensed(place_apart(30.1))
 
 
 def test_sight_is_mutual() -> None:
-    arena = apart(20)
+    arena = place_apart(20)
     assert sees(arena, 0, 1)
     assert sees(arena, 1, 0)
     wall(arena)
@@ -74,13 +74,13 @@ def test_sight_is_mutual() -> None:
     ],
 )
 def test_terrain_between_two_units_hides_them_unless_it_is_low_or_glass(material: Material, height: float, is_seen: bool) -> None:
-    arena = apart(20)
+    arena = place_apart(20)
     wall(arena, material, height)
     assert sees(arena) == is_seen
 
 
 def test_a_unit_in_foliage_neither_sees_nor_is_seen() -> None:
-    arena = apart(20)
+    arena = place_apart(20)
     build(arena, (-11, -9), (-2, 2), Material.FOLIAGE, height=3.0)
     assert not sees(arena, 0, 1)
     assert not sees(arena, 1, 0)
@@ -90,50 +90,50 @@ def test_a_unit_in_foliage_neither_sees_nor_is_seen() -> None:
 def test_radar_senses_through_walls_up_to_its_range(name: str) -> None:
     reach = PHYSICS.radar_m * CLASSES[name].radar_quality
     for metres, is_known in ((reach - 0.1, True), (reach + 0.1, False)):
-        arena = apart(metres, name)
+        arena = place_apart(metres, name)
         wall(arena)
-        assert knows(arena) == is_known
+        assert is_sensed(arena) == is_known
         assert not sees(arena)
 
 
 def test_a_unit_with_better_radar_senses_units_that_do_not_sense_it() -> None:
-    arena = apart(18, "scout", "heavy")
+    arena = place_apart(18, "scout", "heavy")
     wall(arena)
     place(arena, 3, 9, 0.5)
     put(arena, 3, hit_points=50.0)
     put(arena, 2, hit_points=0.0)
-    assert knows(arena, 0, 3)  # a scout's radar reaches 21 m
-    assert not knows(arena, 3, 0)  # a heavy's 11.2 m
+    assert is_sensed(arena, 0, 3)  # a scout's radar reaches 21 m
+    assert not is_sensed(arena, 3, 0)  # a heavy's 11.2 m
 
 
 def test_hot_or_venting_units_are_sensed_through_walls() -> None:
-    arena = apart(24)
+    arena = place_apart(24)
     wall(arena)
     put(arena, 1, heat=79.0)
-    assert not knows(arena)
+    assert not is_sensed(arena)
     put(arena, 1, heat=81.0)
-    assert knows(arena)
+    assert is_sensed(arena)
     assert not sees(arena)
-    assert not knows(arena, 1, 0)  # it does not make the other hot
+    assert not is_sensed(arena, 1, 0)  # it does not make the other hot
     put(arena, 1, heat=0.0, is_venting=True)
-    assert knows(arena)
+    assert is_sensed(arena)
     place(arena, 1, 13.1, 0.5)  # 25.1 m
-    assert not knows(arena)
+    assert not is_sensed(arena)
 
 
 def test_a_painted_unit_is_sensed_by_the_whole_team_anywhere() -> None:
-    arena = apart(60, "scout", "medium")
+    arena = place_apart(60, "scout", "medium")
     put(arena, 1, hit_points=50.0)
-    assert not knows(arena, 0, 2)
+    assert not is_sensed(arena, 0, 2)
     put(arena, 2, painted=1)
-    assert knows(arena, 0, 2)
-    assert knows(arena, 1, 2)
+    assert is_sensed(arena, 0, 2)
+    assert is_sensed(arena, 1, 2)
     assert not sees(arena, 0, 2)
-    assert not knows(arena, 2, 0)
+    assert not is_sensed(arena, 2, 0)
 
 
 def test_smoke_blocks_sight_through_it_and_while_it_lasts() -> None:
-    arena = apart(20)
+    arena = place_apart(20)
     smoke(arena, 0.0, 0.5)
     assert not sees(arena, 0, 1)
     assert not sees(arena, 1, 0)
@@ -146,7 +146,7 @@ def test_smoke_blocks_sight_through_it_and_while_it_lasts() -> None:
 
 
 def test_smoke_around_a_unit_hides_it_and_smoke_behind_it_does_not() -> None:
-    arena = apart(20)
+    arena = place_apart(20)
     smoke(arena, 10 + PHYSICS.cloud_m + 0.1, 0.5)
     assert sees(arena)
     smoke(arena, 10 + PHYSICS.cloud_m - 0.1, 0.5)
@@ -154,9 +154,9 @@ def test_smoke_around_a_unit_hides_it_and_smoke_behind_it_does_not() -> None:
 
 
 def test_smoke_does_not_blind_radar() -> None:
-    arena = apart(10)
+    arena = place_apart(10)
     smoke(arena, 0.0, 0.5)
-    assert knows(arena)
+    assert is_sensed(arena)
     assert not sees(arena)
 
 

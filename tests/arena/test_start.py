@@ -10,12 +10,12 @@ import torch
 from esper.arena.arena import Arena
 from esper.arena.start import fresh
 from esper.arena.state import State, cloned, replace_rows, select
-from tests.arena.worlds import assert_same, rows_of, small_config, turned
+from tests.arena.worlds import assert_identical, half_turned, select_battles, small_config
 
 ARENA = Arena(small_config(battles=4, team_size=3, maps=4, pack=("heavy", "scout"), smallest_team=1), seed=3)
 
 
-def begun(places: list[int], episodes: list[int], *, seed: int = 3, largest_team: int = 3) -> State:
+def start_battles(places: list[int], episodes: list[int], *, seed: int = 3, largest_team: int = 3) -> State:
     return fresh(
         torch.tensor(places),
         torch.tensor(episodes),
@@ -28,26 +28,28 @@ def begun(places: list[int], episodes: list[int], *, seed: int = 3, largest_team
 
 
 def test_a_battle_depends_on_its_place_and_number_only() -> None:
-    alone = begun([2], [5])
-    among = begun([0, 2, 2, 9], [0, 5, 4, 5])
-    assert_same(alone, rows_of(among, torch.tensor([1])))
+    alone = start_battles([2], [5])
+    among = start_battles([0, 2, 2, 9], [0, 5, 4, 5])
+    assert_identical(alone, select_battles(among, torch.tensor([1])))
 
 
 def test_places_and_numbers_lead_to_different_maps_and_all_maps_are_fought_on() -> None:
-    for contest in (begun(list(range(64)), [0] * 64).contest, begun([1] * 64, list(range(64))).contest):
+    for contest in (start_battles(list(range(64)), [0] * 64).contest, start_battles([1] * 64, list(range(64))).contest):
         counts = torch.bincount(contest.map, minlength=4)
         assert (counts >= 4).all()
-    assert not torch.equal(begun(list(range(64)), [0] * 64).contest.map, begun(list(range(64)), [0] * 64, seed=4).contest.map)
+    assert not torch.equal(
+        start_battles(list(range(64)), [0] * 64).contest.map, start_battles(list(range(64)), [0] * 64, seed=4).contest.map
+    )
 
 
 def test_a_world_has_the_terrain_of_its_map() -> None:
-    state = begun(list(range(8)), [1] * 8)
+    state = start_battles(list(range(8)), [1] * 8)
     for part, maps in zip(state.world, ARENA.atlas.worlds, strict=True):
         assert torch.equal(part, maps[state.contest.map])
 
 
 def test_teams_are_as_large_as_one_another_and_of_all_allowed_sizes() -> None:
-    present = begun(list(range(64)), [0] * 64).units.present
+    present = start_battles(list(range(64)), [0] * 64).units.present
     first, second = present[:, :3].sum(1), present[:, 3:].sum(1)
     assert torch.equal(first, second)
     assert set(first.tolist()) == {1, 2, 3}
@@ -56,19 +58,19 @@ def test_teams_are_as_large_as_one_another_and_of_all_allowed_sizes() -> None:
 
 @pytest.mark.parametrize(("largest", "sizes"), [(1, {1}), (2, {1, 2})])
 def test_no_team_is_larger_than_is_allowed_now(largest: int, sizes: set[int]) -> None:
-    present = begun(list(range(64)), [0] * 64, largest_team=largest).units.present
+    present = start_battles(list(range(64)), [0] * 64, largest_team=largest).units.present
     assert set(present[:, :3].sum(1).tolist()) == sizes
 
 
 def test_absent_units_have_no_hit_points_and_present_ones_have_all() -> None:
-    units = begun(list(range(16)), [0] * 16).units
+    units = start_battles(list(range(16)), [0] * 16).units
     assert torch.equal(units.is_alive, units.present)
     assert torch.equal(units.hit_points, ARENA.tables.units.hit_points * units.present)
     assert torch.equal(units.legs, ARENA.tables.units.legs * units.present)
 
 
 def test_all_units_start_at_rest_on_flat_open_ground_facing_the_zone() -> None:
-    state = begun([0, 1, 2, 3], [0] * 4)
+    state = start_battles([0, 1, 2, 3], [0] * 4)
     units = state.units
     for name in ("velocity", "heat", "fallen", "suppressed", "painted", "cooldown", "is_shut_down", "is_venting", "harm"):
         assert not getattr(units, name).any(), name
@@ -84,7 +86,7 @@ def test_all_units_start_at_rest_on_flat_open_ground_facing_the_zone() -> None:
 
 
 def test_nothing_is_in_the_air_and_no_score_is_kept() -> None:
-    state = begun([0, 1], [7, 8])
+    state = start_battles([0, 1], [7, 8])
     assert not state.shells.life.any()
     assert not state.clouds.left.any()
     assert not state.contest.score.any()
@@ -94,8 +96,8 @@ def test_nothing_is_in_the_air_and_no_score_is_kept() -> None:
 
 
 def test_the_start_of_a_battle_is_symmetric_under_half_a_turn() -> None:
-    state = begun([0, 1, 2, 3], [0] * 4)
-    other = turned(state)
+    state = start_battles([0, 1, 2, 3], [0] * 4)
+    other = half_turned(state)
     assert torch.allclose(other.units.position, state.units.position)
     assert torch.allclose(other.units.heading, state.units.heading, atol=1e-6)
     for name in ("height", "material", "hit_points", "floor", "tops", "way"):
@@ -104,13 +106,13 @@ def test_the_start_of_a_battle_is_symmetric_under_half_a_turn() -> None:
 
 def test_battles_are_replaced_alike_by_choosing_and_by_writing_over_them() -> None:
     """A recorded step does the one, a step on the CPU the other."""
-    old, new = begun([0, 1, 2, 3], [0] * 4), begun([0, 1, 2, 3], [1] * 4)
+    old, new = start_battles([0, 1, 2, 3], [0] * 4), start_battles([0, 1, 2, 3], [1] * 4)
     chosen = select(torch.tensor([False, True, False, True]), new, old)
     rows = torch.tensor([1, 3])
-    written = replace_rows(cloned(old), rows, rows_of(new, rows))
-    assert_same(written, chosen)
-    assert_same(rows_of(chosen, torch.tensor([0, 2])), begun([0, 2], [0, 0]))
-    assert_same(rows_of(chosen, rows), begun([1, 3], [1, 1]))
+    written = replace_rows(cloned(old), rows, select_battles(new, rows))
+    assert_identical(written, chosen)
+    assert_identical(select_battles(chosen, torch.tensor([0, 2])), start_battles([0, 2], [0, 0]))
+    assert_identical(select_battles(chosen, rows), start_battles([1, 3], [1, 1]))
 
 
 def test_a_map_without_room_for_the_teams_is_refused_with_a_size_that_has_it() -> None:

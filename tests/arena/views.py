@@ -10,13 +10,13 @@ from esper.arena.layout import VIEW, Part, parts, slices, width
 
 
 def look(arena: Arena) -> StepResult:
-    """What units see of a state that a test has changed."""
+    """Sense and observe the state after a test has changed it."""
     arena.state = arena._sensed(arena.state)
     return arena.look()
 
 
 def piece(result: StepResult, config: ArenaConfig, name: str) -> Tensor:
-    """One part of what everybody observes [B, U, times, width]."""
+    """Return one part of all observations [B, U, times, width]."""
     start = 0
     for part in parts(config):
         if part.name == name:
@@ -26,14 +26,14 @@ def piece(result: StepResult, config: ArenaConfig, name: str) -> Tensor:
 
 
 def observed(arena: Arena, part: str, unit: int, name: str, *, index: int = 0) -> list[float]:
-    """One field of what a unit of the first battle observes."""
+    """Return one field of the observation of a unit of the first battle."""
     fields = _part(arena.config, part).fields
     values: list[float] = piece(look(arena), arena.config, part)[0, unit, index, slices(fields)[name]].tolist()
     return values
 
 
 def terrain(arena: Arena, unit: int, name: str) -> Tensor:
-    """What a unit of the first battle sees around itself [VIEW, VIEW]: rows from behind to ahead, in each from right to left."""
+    """Return the terrain view of a unit of the first battle [VIEW, VIEW]: rows from behind to ahead, in each from right to left."""
     fields = _part(arena.config, "terrain").fields
     cells = piece(look(arena), arena.config, "terrain")[0, unit, :, slices(fields)[name]]
     return cells.view(VIEW, VIEW)

@@ -34,7 +34,7 @@ def flat_arena(*pack: str, seed: int = 0, **settings: Any) -> Arena:
     """Open ground without a step. Each team has the units of `pack`, and they stand in their corners."""
     pack = pack or ("medium",)
     arena = copy.copy(_made(small_config(**{"pack": pack, "team_size": len(pack), **settings}), seed))
-    # What is written in place.
+    # Copy the tensors that are written in place.
     arena.state, arena.largest_team = cloned(arena.state), arena.largest_team.clone()
     return arena
 
@@ -109,13 +109,13 @@ def make_duel(name: str = "medium", *, metres: float = 5.0, y: float = 0.0, head
     return arena
 
 
-def field(arena: Arena, name: str, unit: int) -> Any:
-    """What a unit of the first battle has now: a number, or a list of them."""
+def unit_field(arena: Arena, name: str, unit: int) -> Any:
+    """Return a field of a unit of the first battle: a number, or a list of them."""
     return getattr(arena.state.units, name)[0, unit].tolist()
 
 
-def told(arena: Arena, orders: dict[int, dict[str, Any]] | None = None) -> Orders:
-    """Orders to units by index: {0: {"forward": 1.0, "fire": "laser", "target": 1, "vent": True}}. Everybody else stands still."""
+def make_orders(arena: Arena, orders: dict[int, dict[str, Any]] | None = None) -> Orders:
+    """Orders to units by index: {0: {"forward": 1.0, "fire": "laser", "target": 1, "vent": True}}. All other units stand still."""
     shape = arena.state.units.heat.shape
     motion = torch.zeros(*shape, len(MOTION))
     weapon, target = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
@@ -130,8 +130,8 @@ def told(arena: Arena, orders: dict[int, dict[str, Any]] | None = None) -> Order
     return Orders(motion, weapon, is_firing, target, is_venting)
 
 
-def acted(arena: Arena, orders: dict[int, dict[str, Any]] | None = None) -> Actions:
-    """The actions that lead to such orders: targets are looked up among the contacts of the first battle."""
+def make_actions(arena: Arena, orders: dict[int, dict[str, Any]] | None = None) -> Actions:
+    """Return the actions that lead to such orders: targets are looked up among the contacts of the first battle."""
     actions = no_actions(arena.config)
     battles, units = arena.config.battles, arena.config.units
     for unit, order in (orders or {}).items():
@@ -146,15 +146,15 @@ def acted(arena: Arena, orders: dict[int, dict[str, Any]] | None = None) -> Acti
 
 
 def random_actions(arena: Arena, generator: torch.Generator) -> Actions:
-    """Anything that the action spec has, whether it makes sense or not."""
+    """Draw any actions of the action spec."""
     rows = arena.config.battles * arena.config.units
     motion = torch.rand(rows, len(MOTION), generator=generator) * 2 - 1
     choices = {head.name: torch.randint(head.size, (rows,), generator=generator) for head in arena.action_spec.discrete}
     return {**choices, "motion": motion}
 
 
-def turned(state: State) -> State:
-    """The state after half a turn of the world, with the teams in one another's place."""
+def half_turned(state: State) -> State:
+    """Return the state after half a turn of the world, with the teams swapped."""
     world, units, shells, clouds, contest, senses = state
     half = units.heat.shape[1] // 2
 
@@ -193,8 +193,8 @@ def turned(state: State) -> State:
     )
 
 
-def in_double(state: State) -> State:
-    """With twice the digits, so that rounding cannot be taken for something else."""
+def to_double(state: State) -> State:
+    """Convert a state to float64, so that rounding does not hide a mistake."""
     return State(*(type(group)(*(_doubled(tensor) for tensor in group)) for group in state))
 
 
@@ -210,13 +210,13 @@ def _doubled(tensor: Tensor) -> Tensor:
     return tensor.double() if tensor.dtype == torch.float32 else tensor
 
 
-def rows_of(state: State, rows: Tensor) -> State:
-    """These battles of a state, in this order."""
+def select_battles(state: State, rows: Tensor) -> State:
+    """Select battles of a state, in this order."""
     return State(*(type(group)(*(tensor[rows] for tensor in group)) for group in state))
 
 
-def assert_same(state: State, expected: State) -> None:
-    """Bit for bit."""
+def assert_identical(state: State, expected: State) -> None:
+    """Compare all tensors bit for bit."""
     wanted = dict(named_tensors(expected))
     for name, tensor in named_tensors(state):
         assert torch.equal(tensor, wanted[name]), f"{name} differs"

@@ -11,7 +11,7 @@ from tests.cli.arena_runs import train
 
 @pytest.fixture(scope="session")
 def arena_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two updates in the arena that were never interrupted, with a league of one member. Tests that change it work on a copy."""
+    """Two updates in the arena that were never interrupted, with a league of one past self. Tests that change it work on a copy."""
     folder = tmp_path_factory.mktemp("runs") / "first"
     assert train(folder, 2) == 0
     return folder

@@ -32,7 +32,7 @@ def won(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def staged(tmp_path: Path) -> Path:
-    """A folder with one replay of a battle that nobody fought."""
+    """A folder with one replay of a staged battle."""
     tensors, info = staged_battle(team_size=2, size=32, frames=40)
     write_replay(tmp_path / "run/replays/staged.safetensors", tensors, info)
     return tmp_path / "run"

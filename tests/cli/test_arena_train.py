@@ -104,7 +104,7 @@ def test_the_command_line_wins_over_the_file_and_gamma_is_that_of_learner_and_re
     assert config["ppo.gamma"] == config["arena.reward.gamma"] == 0.9
 
 
-# What a run leaves behind
+# Files of a run
 
 
 @pytest.mark.slow
@@ -183,7 +183,7 @@ def test_two_ranks_train_one_player() -> None:
     assert (result["status"], result["updates"], result["evaluation"]["battles"]) == ("finished", 2, 2)
 
 
-# What is shown meanwhile
+# Progress
 
 
 @pytest.mark.slow

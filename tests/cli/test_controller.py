@@ -79,7 +79,7 @@ def train(folder: str | Path, rounds: int, *more: str) -> int:
 
 
 def living_seeds(folder: Path) -> int:
-    """In all hosts of the latest checkpoint."""
+    """Count the seeds on trial in all hosts of the latest checkpoint."""
     environment = open_store(folder).load("latest").state["ppo"]["environment"]
     backends = [backend for twinned in environment["squads"] for host in twinned["fleet"]["rows"] for backend in host["garden"].values()]
     return sum(backend["has_seed"] and backend["life"]["stage"] != Stage.FOSSILIZED for backend in backends)
@@ -140,7 +140,7 @@ def test_a_folder_that_holds_a_run_is_not_overwritten_by_a_new_training(finished
     assert_refuses_to_overwrite(finished, lambda: train(finished, 2), capsys)
 
 
-# What a run leaves behind
+# Files of a run
 
 
 @pytest.mark.slow
@@ -269,7 +269,7 @@ def test_two_ranks_train_one_controller_and_stop_together(tmp_path: Path) -> Non
     assert controller.exists(), "it is written when all has come to its end"
 
 
-# What is shown meanwhile
+# Progress
 
 
 @pytest.mark.slow
@@ -297,7 +297,7 @@ def test_plain_progress_has_a_start_a_line_per_round_and_an_end(finished: Path) 
 def test_samples_per_second_count_all_hosts_and_twins(finished: Path) -> None:
     progress = read_progress(finished)
     ends = [record.event for record in read(finished / "events.jsonl") if isinstance(record.event, RoundEnded)]
-    # Four hosts that share a twin train on 5 x 2 steps of 16 samples between decisions; there is one more decision than stretches.
+    # Four hosts that share a twin train on 5 x 2 steps of 16 samples between decisions; there is one more decision than segments.
     assert all(end.samples == 5 * 2 * 16 * end.horizon for end in ends)
     per_decision = sum(end.samples for end in ends) / sum(4 * (end.horizon + 1) for end in ends)
     assert progress.samples_per_second == pytest.approx(progress.rate.value * per_decision)

@@ -275,7 +275,7 @@ def test_a_run_does_not_resume_with_other_settings(option: tuple[str, str], fini
     assert f"{name.replace('-', '_')} is " in capsys.readouterr().err
 
 
-# What a run leaves behind
+# Files of a run
 
 
 @pytest.mark.slow
@@ -578,7 +578,7 @@ def test_the_traceback_of_the_users_code_is_shown_on_request(capsys: pytest.Capt
     assert 'return {}["missing"]' in capsys.readouterr().err
 
 
-# What is shown meanwhile
+# Progress
 
 
 def view_of(folder: Path, width: int) -> str:

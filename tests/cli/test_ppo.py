@@ -84,7 +84,7 @@ def after_update(count: int) -> Callable[[], bool]:
     return lambda: next(calls, count) == count
 
 
-# What a run leaves behind
+# Files of a run
 
 
 @pytest.mark.slow
@@ -449,7 +449,7 @@ def test_a_run_killed_at_any_moment_and_resumed_equals_one_that_was_not(tmp_path
     assert_same_learner(tmp_path / "killed", tmp_path / "whole")
 
 
-# What is shown meanwhile
+# Progress
 
 
 def test_plain_progress_has_a_start_lines_at_intervals_and_an_end(finished: Path) -> None:

@@ -64,7 +64,7 @@ def test_a_sweep_picks_the_best_width_by_validation_and_rent_and_pays_for_all() 
 
 
 def test_the_same_seed_gives_the_same_host_under_every_controller() -> None:
-    """Who grows nothing ends exactly where never ends."""
+    """A controller that grows nothing ends exactly as `never` does."""
     never = {run.seed: run.test_loss for run in runs_of("never")}
     idle = [run for run in found().runs if not run.grown and run.horizon == CONFIG.horizon and run.host == "3-4-6"]
     assert len(idle) > len(never)

@@ -68,7 +68,7 @@ def test_a_fleet_is_released_before_the_next_is_built(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(env, "_squad", watched)
     for _ in range(HORIZON + 1):
-        env.step(waiting(env))
+        env.step(wait_everywhere(env))
     assert alive == [False]
 
 
@@ -107,7 +107,7 @@ def test_a_closed_environment_holds_nothing_on_the_device() -> None:
     assert [reference() for reference in held] == [None] * len(held)
 
 
-def waiting(env: GrowthEnv) -> Actions:
+def wait_everywhere(env: GrowthEnv) -> Actions:
     return {head.name: torch.zeros(env.num_envs, dtype=torch.int64) for head in env.action_spec.discrete}
 
 
@@ -154,7 +154,7 @@ def test_a_host_that_never_grows_earns_nothing_and_ends_as_its_twin() -> None:
     total = torch.zeros(env.num_envs)
     for _ in range(HORIZON + 1):
         twinned_fleets = list(env.twinned_fleets)
-        total += env.step(waiting(env)).reward
+        total += env.step(wait_everywhere(env)).reward
     assert total.abs().max() < 1e-4
     for twinned in twinned_fleets:
         losses = twinned.fleet.losses(twinned.task.test)
@@ -275,15 +275,15 @@ def test_a_host_that_is_given_up_ends_at_once_and_its_later_steps_are_invalid() 
     growth = msgspec.structs.replace(CONFIG.growth, governor=GovernorConfig(max_rollbacks=0))
     env = make_env(msgspec.structs.replace(CONFIG, growth=growth))
     env.reset(0)
-    step = env.step(waiting(env))
+    step = env.step(wait_everywhere(env))
     with torch.no_grad():
         env.twinned_fleets[0].fleet.host.rows.parameters.flat[0].fill_(torch.nan)
-    step = env.step(waiting(env))
+    step = env.step(wait_everywhere(env))
     assert step.terminated.tolist() == [True] + [False] * 5
     assert step.valid is None
     assert torch.isfinite(step.reward).all()
     assert all(torch.isfinite(part).all() for part in step.obs.values())
-    step = env.step(waiting(env))
+    step = env.step(wait_everywhere(env))
     assert step.valid is not None
     assert step.valid.tolist() == [False] + [True] * 5
     assert not step.terminated.any()
@@ -368,19 +368,19 @@ FEW = msgspec.structs.replace(CONFIG, hosts=2, domain=msgspec.structs.replace(CO
 BOTH_FAMILIES = pytest.mark.parametrize("family", ["loss", "contribution"])
 
 
-def choosing(env: GrowthEnv, step: Timestep, op: Op) -> Actions:
+def choose_op(env: GrowthEnv, step: Timestep, op: Op) -> Actions:
     """The same op in the first slot of every host, with the first blueprint that is allowed there; to wait where the op is not allowed."""
     blueprint = step.masks["blueprint"][:, 0].int().argmax(-1)
-    return {**waiting(env), "op": torch.where(step.masks["op"][:, op], op, Op.WAIT), "blueprint": blueprint}
+    return {**wait_everywhere(env), "op": torch.where(step.masks["op"][:, op], op, Op.WAIT), "blueprint": blueprint}
 
 
-def lived(env: GrowthEnv, ops: list[Op]) -> tuple[torch.Tensor, list[FleetWithTwins]]:
-    """What each host was paid for one life of these decisions, and the squads as they ended."""
+def play_episode(env: GrowthEnv, ops: list[Op]) -> tuple[torch.Tensor, list[FleetWithTwins]]:
+    """Play one episode of these decisions; return the reward of each host, and the fleets at the end."""
     step = env.reset(0)
     total = torch.zeros(env.num_envs, dtype=torch.float64)
     for op in ops:
         twinned_fleets = list(env.twinned_fleets)
-        step = env.step(choosing(env, step, op))
+        step = env.step(choose_op(env, step, op))
         total += step.reward.double()
     assert step.terminated.all()
     return total, twinned_fleets
@@ -395,7 +395,7 @@ def outcomes(twinned_fleets: list[FleetWithTwins]) -> list[list[str]]:
 
 
 def share_of_seeds(twinned_fleets: list[FleetWithTwins], segments: int) -> torch.Tensor:
-    """FLOPs of a first seed over so many stretches, as a share of the training of its host."""
+    """Return the FLOPs of a first seed over so many segments, as a fraction of the training of its host."""
     shares = []
     for twinned in twinned_fleets:
         for host in twinned.fleet.rows[: twinned.hosts]:
@@ -417,7 +417,7 @@ def share_of_seeds(twinned_fleets: list[FleetWithTwins], segments: int) -> torch
 def test_seeds_that_are_not_kept_cost_their_training(family: str, ops: list[Op], seeds: int, segments: int) -> None:
     growth = GrowthConfig(blueprints=("conv3x3",), lifecycle=UNSEEN)
     env = make_env(msgspec.structs.replace(FEW, growth=growth, reward=RewardConfig(family=family)))
-    total, twinned_fleets = lived(env, ops)
+    total, twinned_fleets = play_episode(env, ops)
     assert outcomes(twinned_fleets) == [["pruned"] * seeds] * env.num_envs
     spent = env.config.reward.spent * share_of_seeds(twinned_fleets, segments)
     assert spent.min() > 0
@@ -437,11 +437,11 @@ def test_a_seed_ruined_after_it_was_kept_pays_only_its_final_gain(family: str, m
         finish(twinned)
 
     ops = [Op.GERMINATE, Op.FOSSILIZE, Op.FOSSILIZE, Op.FOSSILIZE]  # as soon as it may be
-    before, twinned_fleets = lived(env, ops)
+    before, twinned_fleets = play_episode(env, ops)
     kept = torch.tensor([found == ["kept"] for found in outcomes(twinned_fleets)])
     assert kept.any()
     monkeypatch.setattr(FleetWithTwins, "finish", ruined)
-    paid, twinned_fleets = lived(env, ops)
+    paid, twinned_fleets = play_episode(env, ops)
     standings = [twinned.last_standing() for twinned in twinned_fleets]
     measured = torch.cat([standing.gain if family == "loss" else standing.contributions for standing in standings])
     assert torch.allclose(paid[kept], (measured - torch.cat([standing.rent for standing in standings]))[kept], atol=1e-4)

@@ -24,7 +24,7 @@ from tests.growth.builders import in_other_units
 SHADOW = LifecycleConfig(raise_mode="shadow", training_epochs=2, holding_epochs=2)
 
 
-def seen(now: GrowthState, part: str, name: str, *index: int) -> float:
+def observed_field(now: GrowthState, part: str, name: str, *index: int) -> float:
     obs, _ = observe([now], slots=3, blueprints=4)
     table = {"host": HOST, "slots": SLOT, "candidates": CANDIDATE}[part]
     return float(obs[part][(0, *index, table.column(name))])
@@ -75,7 +75,7 @@ def test_extreme_values_give_finite_observations():
         obs, masks = observe([one], slots=2, blueprints=2)
         assert all(value.isfinite().all() for value in obs.values())
         assert masks["op"][0, Op.WAIT]
-    assert seen(now, "host", "train_loss") == 1.5
+    assert observed_field(now, "host", "train_loss") == 1.5
 
 
 def test_a_row_of_a_table_is_scaled_as_it_says():
@@ -92,12 +92,14 @@ def test_a_row_of_a_table_is_scaled_as_it_says():
 
 def test_rent_contribution_and_budget_are_observed():
     now = state(slot(), seed_on_trial(gain=0.05))
-    assert seen(now, "host", "rent_of_parameters") < seen(replace(now, rent=replace_rent(4.0)), "host", "rent_of_parameters")
-    assert seen(now, "candidates", "rent", 0, 1) > seen(now, "candidates", "rent", 0, 0) > 0  # double_conv3x3, conv1x1
-    assert seen(now, "slots", "contribution", 1) > seen(now, "slots", "contribution_after_rent", 1) > 0
-    assert seen(state(slot(), seed_on_trial(gain=0.05, rent=0.2)), "slots", "contribution_after_rent", 1) < 0
-    assert seen(now, "host", "parameters_left") > 0
-    assert seen(replace(now, parameters_left=None), "host", "has_parameter_budget") == 0
+    assert observed_field(now, "host", "rent_of_parameters") < observed_field(
+        replace(now, rent=replace_rent(4.0)), "host", "rent_of_parameters"
+    )
+    assert observed_field(now, "candidates", "rent", 0, 1) > observed_field(now, "candidates", "rent", 0, 0) > 0  # double_conv3x3, conv1x1
+    assert observed_field(now, "slots", "contribution", 1) > observed_field(now, "slots", "contribution_after_rent", 1) > 0
+    assert observed_field(state(slot(), seed_on_trial(gain=0.05, rent=0.2)), "slots", "contribution_after_rent", 1) < 0
+    assert observed_field(now, "host", "parameters_left") > 0
+    assert observed_field(replace(now, parameters_left=None), "host", "has_parameter_budget") == 0
 
 
 def replace_rent(parameters: float):
@@ -106,12 +108,14 @@ def replace_rent(parameters: float):
 
 def test_losses_are_observed_relative_to_the_uninformed_loss():
     now = state(slot())
-    assert seen(now, "host", "val_loss") == pytest.approx(1.3 / 2.3)
-    assert seen(replace(now, scale=LossRange.of(-0.7, loss_range=3.0)), "host", "val_loss") == 1.5, "far above the uninformed loss"
-    assert seen(replace(now, scale=None), "host", "val_loss") == 0, "not known yet"
-    assert seen(now, "host", "train_slope") < 0
-    assert seen(now, "host", "gap") > 0
-    assert seen(now, "host", "above_best") == 0
+    assert observed_field(now, "host", "val_loss") == pytest.approx(1.3 / 2.3)
+    assert observed_field(replace(now, scale=LossRange.of(-0.7, loss_range=3.0)), "host", "val_loss") == 1.5, (
+        "far above the uninformed loss"
+    )
+    assert observed_field(replace(now, scale=None), "host", "val_loss") == 0, "not known yet"
+    assert observed_field(now, "host", "train_slope") < 0
+    assert observed_field(now, "host", "gap") > 0
+    assert observed_field(now, "host", "above_best") == 0
 
 
 @pytest.mark.parametrize("factor", [1 / 1024, 1_000.0])
@@ -132,16 +136,16 @@ def test_the_rules_of_the_run_are_observed_and_decide_what_is_allowed():
     assert "ADVANCE" not in allowed(slower, slower.lifecycle)
     for name in ("training_epochs", "blend_epochs", "holding_epochs", "withdraw_epochs", "embargo_epochs"):
         longer = replace(now, lifecycle=msgspec.structs.replace(SHADOW, **{name: 9}))
-        assert seen(longer, "host", name) > seen(now, "host", name)
+        assert observed_field(longer, "host", name) > observed_field(now, "host", name)
 
 
 def test_a_blueprint_without_a_probe_is_marked_and_has_no_promise():
     now = state(slot())
     small, large = 0, 1
     assert blueprint_names(now) == ("conv1x1", "double_conv3x3")
-    assert (seen(now, "candidates", "is_probed", 0, small), seen(now, "candidates", "promise", 0, small)) == (0, 0)
-    assert seen(now, "candidates", "is_probed", 0, large) == 1
-    assert seen(now, "candidates", "promise", 0, large) > 0
+    assert (observed_field(now, "candidates", "is_probed", 0, small), observed_field(now, "candidates", "promise", 0, small)) == (0, 0)
+    assert observed_field(now, "candidates", "is_probed", 0, large) == 1
+    assert observed_field(now, "candidates", "promise", 0, large) > 0
 
 
 def test_padding_is_all_zero_and_nothing_is_allowed_in_it():
@@ -226,8 +230,8 @@ def test_a_host_that_exceeds_the_layout_is_refused_with_the_numbers():
 def test_growing_and_tried_blueprints_keep_their_column():
     now = state(slot("gone", stage=Stage.EMBARGOED, candidates=(), tried=(SMALL.blueprint,)), seed_on_trial(blueprint=LARGE.blueprint))
     assert blueprint_names(now) == ("conv1x1", "double_conv3x3")
-    assert seen(now, "candidates", "was_tried", 0, 0) == 1
-    assert seen(now, "candidates", "grows_here", 1, 1) == 1
+    assert observed_field(now, "candidates", "was_tried", 0, 0) == 1
+    assert observed_field(now, "candidates", "grows_here", 1, 1) == 1
 
 
 def test_the_version_names_the_layout():
@@ -237,7 +241,7 @@ def test_the_version_names_the_layout():
 
 
 def test_several_actions_of_one_decision_are_about_different_slots_and_within_the_budget() -> None:
-    """What was chosen closes its slot and takes its share of the budget; who waits can choose nothing more."""
+    """A chosen action closes its slot and takes its share of the budget; after waiting, nothing more can be chosen."""
     now = state(slot("a"), slot("b"), seeds_left=1)
     germinate = {"op": int(Op.GERMINATE), "slot": 0, "blueprint": 0, "alpha": 0}
     wait = {"op": int(Op.WAIT), "slot": 1, "blueprint": 0, "alpha": 0}

@@ -29,7 +29,7 @@ from esper.rl.config import NetworkConfig
 from esper.rl.policy import Policy
 from esper.runs import CheckpointStore, read_tensors, write_tensors
 from tests.controller.hosts import drawn_state, slot, state
-from tests.controller.test_network import opinionated
+from tests.controller.test_network import perturbed_policy
 from tests.fleet.builders import BATCH, make_host as make_conv_host, small_task, train_alone
 from tests.growth.builders import SLOTS, make_data, make_host
 
@@ -37,7 +37,7 @@ NETWORK = SlotNetworkConfig(width=16, candidate_width=8, attention_heads=2, summ
 
 
 def trained_policy(memory: NetworkConfig = NetworkConfig(hidden_size=12)) -> Policy:  # noqa: B008 — frozen
-    return opinionated(make_policy(NETWORK, memory, slots=3, blueprints=4, generator=torch.Generator().manual_seed(0)))
+    return perturbed_policy(make_policy(NETWORK, memory, slots=3, blueprints=4, generator=torch.Generator().manual_seed(0)))
 
 
 @pytest.fixture

@@ -28,8 +28,8 @@ def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def opinionated(policy: Policy, seed: int = 1) -> Policy:
-    """Its first logits are nearly uniform, which would hide mistakes; so all its weights move."""
+def perturbed_policy(policy: Policy, seed: int = 1) -> Policy:
+    """Return a policy with perturbed weights: nearly uniform first logits would hide mistakes."""
     draws = generator(seed)
     with torch.no_grad():
         for weight in policy.parameters():
@@ -38,7 +38,7 @@ def opinionated(policy: Policy, seed: int = 1) -> Policy:
 
 
 def policy_for(memory: NetworkConfig = MEMORY, *, slots: int = SLOTS, blueprints: int = BLUEPRINTS) -> Policy:
-    return opinionated(make_policy(SlotNetworkConfig(), memory, slots=slots, blueprints=blueprints, generator=generator()))
+    return perturbed_policy(make_policy(SlotNetworkConfig(), memory, slots=slots, blueprints=blueprints, generator=generator()))
 
 
 def same_weights(policy: Policy, *, slots: int, blueprints: int) -> Policy:
@@ -47,13 +47,13 @@ def same_weights(policy: Policy, *, slots: int, blueprints: int) -> Policy:
     return other
 
 
-def seen(count: int = 16, *, seed: int = 0, slots: int = SLOTS, blueprints: int = BLUEPRINTS) -> tuple[Obs, Masks]:
+def observe_states(count: int = 16, *, seed: int = 0, slots: int = SLOTS, blueprints: int = BLUEPRINTS) -> tuple[Obs, Masks]:
     rng = np.random.default_rng(seed)
     states = [drawn_state(rng, slots=SLOTS, blueprints=BLUEPRINTS) for _ in range(count)]
     return observe(states, slots=slots, blueprints=blueprints)
 
 
-def judged(policy: Policy, obs: Obs, masks: Masks) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
+def evaluate_policy(policy: Policy, obs: Obs, masks: Masks) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
     """Probabilities of each head as the specification shapes its logits, value, and state of the core."""
     with torch.no_grad():
         features, memory = policy.step(obs, policy.initial_state(len(obs["host"])))
@@ -67,14 +67,14 @@ def judged(policy: Policy, obs: Obs, masks: Masks) -> tuple[dict[str, torch.Tens
 
 @pytest.mark.parametrize("memory", MEMORIES)
 def test_permuting_slots_permutes_the_decision_and_changes_neither_value_nor_memory(memory: NetworkConfig) -> None:
-    policy, (obs, masks) = policy_for(memory), seen()
+    policy, (obs, masks) = policy_for(memory), observe_states()
     order = torch.tensor([2, 0, 1])
     turned = {"host": obs["host"], "slots": obs["slots"][:, order], "candidates": obs["candidates"][:, order]}
     turned_masks = {
         "op": masks["op"], "slot": masks["slot"][:, :, order], "blueprint": masks["blueprint"][:, order], "alpha": masks["alpha"][:, order],
     }  # fmt: skip
-    before, value, memory_before = judged(policy, obs, masks)
-    after, value_after, memory_after = judged(policy, turned, turned_masks)
+    before, value, memory_before = evaluate_policy(policy, obs, masks)
+    after, value_after, memory_after = evaluate_policy(policy, turned, turned_masks)
     assert torch.allclose(after["op"], before["op"], atol=1e-5)
     assert torch.allclose(after["slot"], before["slot"][:, :, order], atol=1e-5)
     assert torch.allclose(after["blueprint"], before["blueprint"][:, order], atol=1e-5)
@@ -86,11 +86,11 @@ def test_permuting_slots_permutes_the_decision_and_changes_neither_value_nor_mem
 
 @pytest.mark.parametrize("memory", MEMORIES)
 def test_permuting_blueprints_permutes_their_probabilities_and_nothing_else(memory: NetworkConfig) -> None:
-    policy, (obs, masks) = policy_for(memory), seen()
+    policy, (obs, masks) = policy_for(memory), observe_states()
     order = torch.tensor([3, 1, 0, 2])
-    before, value, memory_before = judged(policy, obs, masks)
+    before, value, memory_before = evaluate_policy(policy, obs, masks)
     turned = {**obs, "candidates": obs["candidates"][:, :, order]}
-    after, value_after, memory_after = judged(policy, turned, {**masks, "blueprint": masks["blueprint"][:, :, order]})
+    after, value_after, memory_after = evaluate_policy(policy, turned, {**masks, "blueprint": masks["blueprint"][:, :, order]})
     assert torch.allclose(after["blueprint"], before["blueprint"][:, :, order], atol=1e-5)
     for head in ("op", "slot", "alpha"):
         assert torch.allclose(after[head], before[head], atol=1e-5)
@@ -101,8 +101,8 @@ def test_permuting_blueprints_permutes_their_probabilities_and_nothing_else(memo
 
 def test_padding_changes_nothing() -> None:
     policy = policy_for()
-    tight, value, memory = judged(policy, *seen())
-    wide, wide_value, wide_memory = judged(same_weights(policy, slots=7, blueprints=9), *seen(slots=7, blueprints=9))
+    tight, value, memory = evaluate_policy(policy, *observe_states())
+    wide, wide_value, wide_memory = evaluate_policy(same_weights(policy, slots=7, blueprints=9), *observe_states(slots=7, blueprints=9))
     assert torch.allclose(wide["op"], tight["op"], atol=1e-5)
     assert torch.allclose(wide["slot"][:, :, :SLOTS], tight["slot"], atol=1e-5)
     assert torch.allclose(wide["blueprint"][:, :SLOTS, :BLUEPRINTS], tight["blueprint"], atol=1e-5)
@@ -132,7 +132,7 @@ def test_a_host_without_slots_can_wait_and_nothing_else() -> None:
 @pytest.mark.slow
 def test_no_masked_choice_is_ever_drawn() -> None:
     policy = policy_for(slots=4, blueprints=6)
-    obs, masks = seen(500, slots=4, blueprints=6)
+    obs, masks = observe_states(500, slots=4, blueprints=6)
     actions, _ = policy.act(obs, masks=masks, generator=generator())
     rows, op, slot = torch.arange(500), actions["op"], actions["slot"]
     assert masks["op"][rows, op].all()
@@ -145,7 +145,7 @@ def test_no_masked_choice_is_ever_drawn() -> None:
 
 def test_a_new_policy_is_nearly_uniform() -> None:
     policy = make_policy(SlotNetworkConfig(prune_bias=0.0), MEMORY, slots=SLOTS, blueprints=BLUEPRINTS, generator=generator())
-    obs, masks = seen()
+    obs, masks = observe_states()
     with torch.no_grad():
         features, _ = policy.step(obs, policy.initial_state(16))
         choice = policy.distribution.choose(policy.decide(features), masks, None)
@@ -158,8 +158,8 @@ def test_a_new_policy_is_nearly_uniform() -> None:
 def test_a_new_policy_follows_its_configured_biases(name: str, op: Op) -> None:
     config = msgspec.structs.replace(SlotNetworkConfig(wait_bias=1.0), **{name: -2.0})
     policy = make_policy(config, MEMORY, slots=SLOTS, blueprints=BLUEPRINTS, generator=generator())
-    obs, masks = seen()
-    probability = judged(policy, obs, masks)[0]["op"]
+    obs, masks = observe_states()
+    probability = evaluate_policy(policy, obs, masks)[0]["op"]
     is_legal = masks["op"][:, op]
     assert is_legal.any()
     odds = probability[is_legal, op] / probability[is_legal, Op.WAIT]
@@ -172,13 +172,13 @@ def test_building_a_network_leaves_the_global_generator_alone() -> None:
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-class Film:
+class RecordedStates:
     """States of hosts as they were drawn, whatever is decided; 1 is paid for every germination."""
 
     def __init__(self, num_envs: int, *, length: int = 10) -> None:
         self.num_envs, self.length, self.device = num_envs, length, torch.device("cpu")
         self.observation_spec, self.action_spec = spec(SLOTS, BLUEPRINTS)
-        self.pictures = [seen(num_envs, seed=index) for index in range(length)]
+        self.pictures = [observe_states(num_envs, seed=index) for index in range(length)]
         self.step_number = 0
 
     def reset(self, seed: int | None = None) -> Timestep:
@@ -198,7 +198,7 @@ class Film:
         pass
 
 
-def film_ppo(env: Film, **settings: object) -> PPO:
+def recorded_states_ppo(env: RecordedStates, **settings: object) -> PPO:
     config = PPOConfig(**{"num_steps": 10, "normalize_observations": False, "network": MEMORY, **settings})  # type: ignore[arg-type]
     parts = make_parts(SlotNetworkConfig(), MEMORY, slots=SLOTS, blueprints=BLUEPRINTS, generator=generator())
     return PPO(env, config, parts.encoder, actor=parts.actor, critic=parts.critic)
@@ -206,8 +206,8 @@ def film_ppo(env: Film, **settings: object) -> PPO:
 
 @pytest.mark.slow
 def test_learning_recomputes_the_outputs_of_acting() -> None:
-    ppo = film_ppo(Film(8), learning_rate=1e-12, num_epochs=1)
-    opinionated(ppo.policy)
+    ppo = recorded_states_ppo(RecordedStates(8), learning_rate=1e-12, num_epochs=1)
+    perturbed_policy(ppo.policy)
     for _ in range(2):
         outcome = ppo.update(ppo.collect())
     assert outcome.ratio_max == pytest.approx(1.0, abs=1e-3)
@@ -216,7 +216,7 @@ def test_learning_recomputes_the_outputs_of_acting() -> None:
 
 @pytest.mark.slow
 def test_the_network_learns_a_rewarded_choice() -> None:
-    ppo = film_ppo(Film(16), learning_rate=1e-2, gamma=0.5, num_epochs=4, num_minibatches=4)
+    ppo = recorded_states_ppo(RecordedStates(16), learning_rate=1e-2, gamma=0.5, num_epochs=4, num_minibatches=4)
     for _ in ppo.train(total_steps=8 * ppo.steps_per_update):
         pass
     possible = sum(float(masks["op"][:, Op.GERMINATE].float().sum()) for _, masks in ppo.env.pictures) / 16
@@ -225,9 +225,9 @@ def test_the_network_learns_a_rewarded_choice() -> None:
 
 @pytest.mark.slow
 def test_an_update_on_64_hosts_takes_well_under_two_seconds_of_one_core() -> None:
-    warm_up = film_ppo(Film(4), num_epochs=1)  # compiles kernels
+    warm_up = recorded_states_ppo(RecordedStates(4), num_epochs=1)  # compiles kernels
     warm_up.update(warm_up.collect())
-    ppo = film_ppo(Film(64), num_steps=40)
+    ppo = recorded_states_ppo(RecordedStates(64), num_steps=40)
     rollout = ppo.collect()
     began = time.process_time()
     ppo.update(rollout)

@@ -52,7 +52,7 @@ class Grown:
 
 @dataclass(frozen=True)
 class Seen:
-    """What is known of a host after one decision."""
+    """The state of a host after one decision."""
 
     state: GrowthState
     spent: float  # on pruned seeds, as a share of the host's training
@@ -164,14 +164,14 @@ def rent_of_seeds(count: int) -> float:
     return rent_of(total([SEED] * count), HOST, RENT)
 
 
-# What it adds up to
+# The sum of rewards
 
 nats = st.floats(-3, 3)
 
 
 @st.composite
 def any_lives(draw: st.DrawFn) -> Life:
-    """Whatever can happen to a host."""
+    """Draw any course of a host."""
     life = Life()
     for _ in range(HORIZON):
         slot = draw(st.integers(0, 2))

@@ -58,7 +58,7 @@ def start_chromium(profile: Path) -> WebDriver:
 
 
 class Page:
-    """One page in the browser, as who watches sees and uses it."""
+    """One page in the browser, as a user sees it."""
 
     def __init__(self, driver: WebDriver) -> None:
         self.driver = driver
@@ -105,17 +105,17 @@ class Page:
         self.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
 
     def picture(self) -> np.ndarray:
-        """What is on the screen, [height, width, 3] of 0 to 255."""
+        """Return the pixels of the screen, [height, width, 3] of 0 to 255."""
         from PIL import Image
 
         return np.asarray(Image.open(io.BytesIO(self.driver.get_screenshot_as_png())).convert("RGB"))
 
     def errors(self) -> list[str]:
-        """What the browser complained about since it was asked last."""
+        """Return the messages of the browser since the last call."""
         return [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] == "SEVERE"]
 
     def hosts(self) -> set[str]:
-        """Who was asked for something since last time. The browser's own pages have other schemes than the web."""
+        """Return the hosts that were requested since the last call. The browser's own pages have other schemes than the web."""
         found = set()
         for entry in self.driver.get_log("performance"):
             message = json.loads(entry["message"])["message"]

@@ -41,7 +41,7 @@ def battle() -> tuple[dict[str, Tensor], ReplayInfo]:
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory, battle: tuple[dict[str, Tensor], ReplayInfo]) -> Iterator[str]:
-    """Of a server that plays the replays of a run; it must end by itself when it is interrupted."""
+    """The address of a server that plays the replays of a run; it must end by itself when it is interrupted."""
     skip_without_a_browser()
     run = tmp_path_factory.mktemp("run")
     for age, (name, (tensors, info)) in enumerate({"newest": battle, "older": staged_battle(team_size=2, size=16, frames=8)}.items()):
@@ -221,7 +221,7 @@ def test_a_recorded_battle_is_played(page: Page) -> None:
 
 
 def asked(page: Page, script: str, *arguments: object) -> object:
-    """What a script makes of the page's own `fetchReplay`, or the message of its error."""
+    """Return the result of a script on the page's own `fetchReplay`, or the message of its error."""
     whole = f"""
         const [done, args] = [arguments[arguments.length - 1], arguments];
         import("esper-player").then(({{ fetchReplay }}) => {script}).then(done, (error) => done(error.message));

@@ -116,7 +116,7 @@ SOCKET = "/_nicegui_ws/socket.io/?EIO=4&transport="
 
 @pytest.fixture(scope="module")
 def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """Of a server that plays the replays of a run: the newest is a link that leads nowhere, and one has a name that is not UTF-8."""
+    """The port of a server that plays the replays of a run: the newest is a broken link, and one has a name that is not UTF-8."""
     pytest.importorskip("nicegui")
     run = tmp_path_factory.mktemp("run")
     path = write_replay(run / "replays" / "one.safetensors", *staged_battle(team_size=2, size=16, frames=12))

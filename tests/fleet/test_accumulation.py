@@ -51,8 +51,8 @@ def make_norm_free(seed: int) -> nn.Module:
     return build_seeded(seed, NormFree)
 
 
-def lived(config: FleetConfig, lifecycle: LifecycleConfig) -> Fleet:
-    """Some epochs with seeds that come, blend in and are kept."""
+def train_through_lifecycle(config: FleetConfig, lifecycle: LifecycleConfig) -> Fleet:
+    """Train some epochs with seeds that germinate, blend and are kept."""
     growth = GrowthConfig(lifecycle=lifecycle, slots=SLOTS)
     fleet = make_fleet(host_settings(3, horizon=20), growth, config, make_host=make_norm_free)
     fleet.decide({0: Decision((germinate("body.0", "mlp"), germinate("body.1", "low_rank"))), 2: Decision((germinate("body.0", "mlp"),))})
@@ -65,7 +65,7 @@ def lived(config: FleetConfig, lifecycle: LifecycleConfig) -> Fleet:
 @pytest.mark.slow
 @LIFECYCLES
 def test_accumulated_parts_equal_the_whole_batch_for_hosts_without_batch_norm(lifecycle: LifecycleConfig) -> None:
-    whole, in_parts = lived(WHOLE, lifecycle), lived(IN_PARTS, lifecycle)
+    whole, in_parts = train_through_lifecycle(WHOLE, lifecycle), train_through_lifecycle(IN_PARTS, lifecycle)
     assert any(entry.outcome == "kept" for entry in whole.rows[0].host_growth.ledger.entries)
     for name, tensor in whole.tensors().items():
         torch.testing.assert_close(in_parts.tensors()[name], tensor, atol=1e-9, rtol=1e-9)
@@ -78,7 +78,7 @@ def test_accumulated_parts_equal_the_whole_batch_for_hosts_without_batch_norm(li
 
 @pytest.mark.slow
 def test_a_row_equals_the_same_host_alone_with_accumulated_gradients() -> None:
-    """Of hosts with batch norms, which see the parts."""
+    """Hosts have batch norms, which see the parts."""
     task, growth = small_task(), GrowthConfig(lifecycle=JOINT)
     setting = HostConfig(seed=3, growth_seed=5, horizon=5, learning_rate=0.01)
     script = {1: [germinate("blocks.1", "conv3x3"), germinate("blocks.2", "bottleneck")], 3: [Fossilize("blocks.1", "")]}
@@ -131,7 +131,7 @@ def validation_losses(model: nn.Module, inputs: Tensor, targets: Tensor) -> list
 
 @pytest.mark.slow
 def test_a_probe_counts_every_accumulated_part_as_a_step() -> None:
-    """So their mean is that of the whole batches, and there are as many answers as parts."""
+    """The mean over parts is that of the whole batches, and there are as many answers as parts."""
     growth = GrowthConfig(slots=SLOTS, probe_steps=1)
     sums = []
     for config in (WHOLE, IN_PARTS):

@@ -84,7 +84,7 @@ def test_a_host_that_fails_repeatedly_is_given_up_and_the_others_continue() -> N
 
 @pytest.mark.slow
 def test_a_seed_that_explodes_is_rolled_back_as_in_a_host_alone() -> None:
-    """The loss stays finite, so that a host alone is judged at the end of the epoch too."""
+    """The loss stays finite, so that a host alone is checked at the end of the epoch too."""
     task = small_task()
     growth = GrowthConfig(lifecycle=JOINT, seed_optimizer=SeedOptimizerConfig(learning_rate_factor=3000.0, warmup_epochs=0.0))
     scripts = [{}, {4: [germinate("blocks.2", "conv3x3")], 7: [germinate("blocks.0", "norm")]}, {}]
@@ -153,7 +153,7 @@ def test_a_reset_host_equals_one_in_a_new_fleet_and_the_others_continue() -> Non
     new = make_fleet([again, host_settings(2)[1]])
     for each in (fleet, straight, new):
         each.advance()
-    # What others grow may change the order in which the numbers of a host are summed up, and nothing else.
+    # Seeds of other hosts may change only the order of summation.
     for row, other in ((0, new), (1, straight)):
         for name, tensor in fleet.host.tensors.items():
             torch.testing.assert_close(tensor[row], other.host.tensors[name][row], atol=1e-12, rtol=1e-12)
@@ -297,7 +297,7 @@ def test_one_step_in_lower_precision_agrees_with_float64(precision: str, toleran
 
 @pytest.mark.slow
 def test_the_device_is_read_once_in_a_decision(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever would wait for a device is forbidden until the one read."""
+    """Calls that wait for a device are forbidden until the one read."""
     fleet = make_fleet(host_settings(2), GrowthConfig(lifecycle=JOINT, probe_steps=2))
     germinate_in_every_slot(fleet, 0)
     fleet.advance()
@@ -379,7 +379,7 @@ def test_hosts_of_other_kinds_equal_themselves_alone(kind: str, lifecycle: Lifec
         assert_row_equals(fleet, row, grown, atol=1e-9)
 
 
-# What cannot be done
+# Refused requests
 
 
 def test_a_fleet_without_hosts_is_refused() -> None:

@@ -34,8 +34,8 @@ def make_gpu_fleet(lifecycle: LifecycleConfig, config: FleetConfig = CONFIG, dev
     return make_fleet(host_settings(3, horizon=20), GrowthConfig(lifecycle=lifecycle, probe_steps=2), config, device=device)
 
 
-def live(fleet: Fleet) -> None:
-    """Some epochs with seeds that come, are kept, and are taken out."""
+def train_through_lifecycle(fleet: Fleet) -> None:
+    """Train some epochs with seeds that germinate, blend and are kept."""
     germinate_in_every_slot(fleet, 0)
     fleet.decide({2: Decision(probe=True)})
     fleet.advance()
@@ -49,7 +49,7 @@ def test_a_fleet_on_a_gpu_equals_the_same_on_a_cpu(lifecycle: LifecycleConfig) -
     """In float64, by another lowering."""
     fleets = [make_gpu_fleet(lifecycle, device=device) for device in ("cpu", "cuda")]
     for fleet in fleets:
-        live(fleet)
+        train_through_lifecycle(fleet)
     for name, tensor in fleets[0].tensors().items():
         torch.testing.assert_close(fleets[1].tensors()[name].cpu(), tensor, atol=1e-8, rtol=1e-8)
     for host, there in zip(fleets[0].rows, fleets[1].rows, strict=True):
@@ -67,7 +67,7 @@ def test_recorded_and_replayed_steps_equal_plain_steps(lifecycle: LifecycleConfi
         fleet.decide({2: Decision(probe=True)})
         fleet.advance()
         if precision == "float64":
-            live(fleet)
+            train_through_lifecycle(fleet)
     assert [fleet.recordings > 0 for fleet in fleets] == [False, True]
     for name, tensor in fleets[0].tensors().items():
         torch.testing.assert_close(fleets[1].tensors()[name], tensor, atol=tolerance, rtol=tolerance)
@@ -75,7 +75,7 @@ def test_recorded_and_replayed_steps_equal_plain_steps(lifecycle: LifecycleConfi
 
 @LIFECYCLES
 def test_recorded_training_on_a_lagging_gpu_equals_synchronised_training(lifecycle: LifecycleConfig) -> None:
-    """Sleeps on the current stream before and after every stretch: a step that did not wait for its data would read the old ones."""
+    """Sleeps on the current stream before and after every segment: a step that did not wait for its data would read the old ones."""
     config = msgspec.structs.replace(CONFIG, steps_per_decision=8)
     waited, lagging = (make_gpu_fleet(lifecycle, msgspec.structs.replace(config, graphs=graphs)) for graphs in (False, True))
     for fleet in (waited, lagging):
@@ -89,7 +89,7 @@ def test_recorded_training_on_a_lagging_gpu_equals_synchronised_training(lifecyc
             return result
 
         fleet.advance = at_leisure  # type: ignore[method-assign]
-        live(fleet)
+        train_through_lifecycle(fleet)
         fleet.advance()
     assert lagging.recordings > 0
     for name, tensor in waited.tensors().items():
@@ -97,7 +97,7 @@ def test_recorded_training_on_a_lagging_gpu_equals_synchronised_training(lifecyc
 
 
 def assert_waits_once(fleet: Fleet) -> None:
-    """For the device, in the training up to the next decision."""
+    """Check that training up to the next decision synchronises with the device once."""
     torch.cuda.synchronize()
     with sync_debug_mode("warn"), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -109,7 +109,7 @@ def assert_waits_once(fleet: Fleet) -> None:
 @LIFECYCLES
 def test_the_device_is_synchronised_once_per_decision(lifecycle: LifecycleConfig) -> None:
     fleet = make_gpu_fleet(lifecycle)
-    live(fleet)
+    train_through_lifecycle(fleet)
     germinate_in_every_slot(fleet, 2)
     fleet.decide({1: Decision(probe=True)})
     fleet.advance()  # what is loaded at its first use

@@ -36,7 +36,7 @@ def test_the_estimated_state_equals_the_tensors_of_a_fleet(optimizer: str, blend
 
 
 class _Peak:
-    """What autograd holds at most while something runs, over all graphs, by the storages that it saves."""
+    """Measure the peak memory saved by autograd, over all graphs, by storages."""
 
     def __enter__(self) -> _Peak:
         self.saved: dict[int, int] = {}

@@ -32,8 +32,8 @@ FLOAT16 = msgspec.structs.replace(FLOAT64, precision="float16")
 START = 65536.0
 
 
-def make(lifecycle: LifecycleConfig, config: FleetConfig = FLOAT16, hosts: int = 3) -> Fleet:
-    """Seeds grow in the hosts 0 and 1."""
+def make_growing_fleet(lifecycle: LifecycleConfig, config: FleetConfig = FLOAT16, hosts: int = 3) -> Fleet:
+    """Make a fleet with seeds in the hosts 0 and 1."""
     fleet = make_fleet(host_settings(hosts, horizon=20), GrowthConfig(lifecycle=lifecycle, probe_steps=2), config)
     germinate_in_every_slot(fleet, 0)
     germinate_in_every_slot(fleet, 1, ("squeeze_excite", "depthwise", "wide_conv3x3"))
@@ -44,14 +44,14 @@ def scales_of(fleet: Fleet) -> list[float]:
     return list(fleet.tensors()["host scale"].tolist())
 
 
-def with_larger_head(fleet: Fleet, row: int) -> None:
-    """So large that the gradients behind it overflow at the first scale, and nothing in the forward pass does."""
+def enlarge_head(fleet: Fleet, row: int) -> None:
+    """Enlarge the head until gradients overflow at the first scale, and nothing in the forward pass does."""
     with torch.no_grad():
         fleet.host.rows.tensors()["head.weight"][row] *= 1000
 
 
-def learned(fleet: Fleet, rows: list[int]) -> dict[str, Tensor]:
-    """What a step changes by its gradients."""
+def trained_tensors(fleet: Fleet, rows: list[int]) -> dict[str, Tensor]:
+    """Return the tensors that a step changes by its gradients."""
     return {name: tensor for name, tensor in copy_rows(fleet, rows).items() if "constants" not in name and name not in SCALES}
 
 
@@ -64,11 +64,11 @@ SCALES = ("host scale", "host good steps", "host skipped steps")
 @pytest.mark.slow
 @LIFECYCLES
 def test_one_step_in_float16_agrees_with_float64(lifecycle: LifecycleConfig) -> None:
-    fleet = make(lifecycle, FLOAT64)
+    fleet = make_growing_fleet(lifecycle, FLOAT64)
     for _ in range(5):
         fleet.advance()
     state = rename_dtype(copy.deepcopy(fleet.state_dict()), torch.float32)
-    other = make(lifecycle)
+    other = make_growing_fleet(lifecycle)
     for tensors in (state["tensors"], *state["snapshots"].values()):
         tensors |= {name: tensor for name, tensor in other.tensors().items() if name in SCALES}
     other.load_state_dict(state)
@@ -87,12 +87,12 @@ def test_one_step_in_float16_agrees_with_float64(lifecycle: LifecycleConfig) -> 
 @pytest.mark.slow
 @LIFECYCLES
 def test_a_host_whose_gradients_overflow_skips_its_step_and_leaves_the_others_alone(lifecycle: LifecycleConfig) -> None:
-    calm, other = make(lifecycle), make(lifecycle)
-    with_larger_head(other, 1)
-    before = learned(other, [1])
+    calm, other = make_growing_fleet(lifecycle), make_growing_fleet(lifecycle)
+    enlarge_head(other, 1)
+    before = trained_tensors(other, [1])
     for fleet in (calm, other):
         fleet.advance()
-    assert_identical(learned(other, [1]), before)
+    assert_identical(trained_tensors(other, [1]), before)
     assert_identical(copy_rows(other, [0, 2]), copy_rows(calm, [0, 2]))
     assert scales_of(calm) == [START, START, START]
     assert scales_of(other) == [START, START / 2, START]
@@ -103,8 +103,8 @@ def test_a_host_whose_gradients_overflow_skips_its_step_and_leaves_the_others_al
 
 @pytest.mark.slow
 def test_a_scale_falls_until_the_gradients_fit_and_then_the_host_learns() -> None:
-    fleet = make(JOINT)
-    with_larger_head(fleet, 1)
+    fleet = make_growing_fleet(JOINT)
+    enlarge_head(fleet, 1)
     before = fleet.tensors()["host weights"][1].clone()
     for _ in range(12):
         fleet.advance()
@@ -115,16 +115,16 @@ def test_a_scale_falls_until_the_gradients_fit_and_then_the_host_learns() -> Non
 @pytest.mark.slow
 @LIFECYCLES
 def test_an_overflow_in_one_seed_skips_the_step_of_all_seeds_of_its_host(lifecycle: LifecycleConfig) -> None:
-    calm, other = make(lifecycle), make(lifecycle)
+    calm, other = make_growing_fleet(lifecycle), make_growing_fleet(lifecycle)
     for fleet in (calm, other):
         fleet.advance()
         fleet.advance()
     with torch.no_grad():
         other.banks["blocks.2"].tensors["weights"][0] *= 10000
-    before = learned(other, [0])
+    before = trained_tensors(other, [0])
     for fleet in (calm, other):
         fleet.advance()
-    after = learned(other, [0])
+    after = trained_tensors(other, [0])
     assert scales_of(calm) == [START, START, START]
     assert scales_of(other) == [START / 2, START, START]
     assert all(torch.equal(after[name], before[name]) for name in before if not name.startswith("host"))
@@ -142,7 +142,7 @@ def test_seeds_in_the_shadow_of_a_host_that_skips_its_step_skip_it_too() -> None
     with torch.no_grad():
         fleet.host.rows.tensors()["blocks.0.conv.weight"][1] *= 1e-4  # the norm behind it makes its gradients large
     fleet.host.scales.tensors["scale"][1] *= 4
-    before = learned(fleet, [1])
+    before = trained_tensors(fleet, [1])
     fleet.advance()
     assert scales_of(fleet) == [START, 2 * START]
     gradients = fleet.rows[1].host_growth.lifecycles.backends["blocks.2"].life.gradients
@@ -151,7 +151,7 @@ def test_seeds_in_the_shadow_of_a_host_that_skips_its_step_skip_it_too() -> None
     calm = fleet.rows[0].host_growth.lifecycles.backends["blocks.2"].life.gradients
     assert calm is not None
     assert calm.skipped == 0
-    assert_identical(learned(fleet, [1]), before)
+    assert_identical(trained_tensors(fleet, [1]), before)
 
 
 @pytest.mark.slow
@@ -223,7 +223,7 @@ def test_a_probe_sees_gradients_without_their_scale() -> None:
 
 @pytest.mark.slow
 def test_loss_scales_are_restored_and_reset_with_their_host() -> None:
-    fleet = make(JOINT)
+    fleet = make_growing_fleet(JOINT)
     fleet.advance()  # a snapshot of a healthy epoch
     before = copy_rows(fleet, [1])
     with torch.no_grad():
@@ -241,8 +241,8 @@ def test_loss_scales_are_restored_and_reset_with_their_host() -> None:
 @LIFECYCLES
 def test_a_saved_fleet_in_float16_goes_on_bit_for_bit(lifecycle: LifecycleConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss_scale, "_GROWTH_INTERVAL", 3)
-    fleet, resumed = make(lifecycle), make(lifecycle)
-    with_larger_head(fleet, 1)
+    fleet, resumed = make_growing_fleet(lifecycle), make_growing_fleet(lifecycle)
+    enlarge_head(fleet, 1)
     for _ in range(2):
         fleet.advance()
     assert scales_of(fleet)[1] < START
@@ -256,12 +256,12 @@ def test_a_saved_fleet_in_float16_goes_on_bit_for_bit(lifecycle: LifecycleConfig
 
 @pytest.mark.slow
 def test_only_float16_has_loss_scales() -> None:
-    fleet = make(JOINT, FLOAT64)
+    fleet = make_growing_fleet(JOINT, FLOAT64)
     assert not any(name in fleet.tensors() for name in SCALES)
 
 
 @pytest.mark.slow
 def test_scales_are_part_of_the_memory_of_a_host() -> None:
-    fleet = make(JOINT)
+    fleet = make_growing_fleet(JOINT)
     held = sum(tensor.nbytes for tensor in fleet.tensors().values())
     assert fleet.memory_per_host().state == held // 3 * (2 + fleet.growth.governor.keep)

@@ -12,7 +12,7 @@ from esper.growth.lifecycle.stages import Decision
 from esper.tasks import ConvHost
 from tests.fleet.builders import BATCH, JOINT, LIFECYCLES, germinate_in_every_slot, host_settings, make_fleet, small_task
 from tests.fleet.test_fleet_cuda import assert_waits_once
-from tests.fleet.test_precision import with_larger_head
+from tests.fleet.test_precision import enlarge_head
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -32,7 +32,7 @@ def test_recorded_steps_equal_plain_steps(lifecycle: LifecycleConfig) -> None:
     """With a host that skips the first of them."""
     fleets = [make_growing_fleet(lifecycle, msgspec.structs.replace(ALL, graphs=graphs)) for graphs in (True, False)]
     for fleet in fleets:
-        with_larger_head(fleet, 1)
+        enlarge_head(fleet, 1)
         fleet.decide({2: Decision(probe=True)})
         fleet.advance()
     assert [fleet._repeat.recordings > 0 for fleet in fleets] == [True, False]

@@ -57,7 +57,7 @@ class Dropping(nn.Module):
         return self.head(self.second(self.first(x)))
 
 
-def chained() -> nn.Module:
+def make_chain() -> nn.Module:
     parts = Dropping()
     return nn.Sequential(parts.first, parts.second, parts.head)
 
@@ -69,12 +69,12 @@ def kinds() -> dict[str, tuple[Task, Callable[[int], nn.Module], tuple[str, str]
         "conv": (small_task(), make_host, ("blocks.0", "blocks.2"), ("conv3x3", "bottleneck")),
         "conv, slots inside": (small_task(), make_host, ("blocks.0.norm", "blocks.1"), ("conv3x3", "norm")),
         "text": (text_task(), make_gpt_host, ("blocks.0", "blocks.1"), ("mlp", "low_rank")),
-        "dropout": (small_task(), lambda seed: build_seeded(seed, chained), ("0", "1"), ("mlp", "low_rank")),
+        "dropout": (small_task(), lambda seed: build_seeded(seed, make_chain), ("0", "1"), ("mlp", "low_rank")),
     }
 
 
-def lived(kind: str, lifecycle: LifecycleConfig, config: FleetConfig) -> Fleet:
-    """Some epochs with a probe and with seeds that come, blend in and are kept."""
+def train_through_lifecycle(kind: str, lifecycle: LifecycleConfig, config: FleetConfig) -> Fleet:
+    """Train some epochs with a probe and with seeds that germinate, blend and are kept."""
     task, make, slots, blueprints = kinds()[kind]
     growth = GrowthConfig(lifecycle=lifecycle, slots=slots, probe_steps=2)
     fleet = make_fleet(host_settings(3, horizon=20), growth, config, task=task, make_host=make)
@@ -94,7 +94,7 @@ def lived(kind: str, lifecycle: LifecycleConfig, config: FleetConfig) -> Fleet:
 @pytest.mark.parametrize("kind", kinds())
 def test_a_fleet_that_recomputes_activations_equals_one_that_keeps_them(kind: str, lifecycle: LifecycleConfig) -> None:
     """Weights, moments, running statistics and what probes found."""
-    keeps, recomputes = lived(kind, lifecycle, KEEPS), lived(kind, lifecycle, RECOMPUTES)
+    keeps, recomputes = train_through_lifecycle(kind, lifecycle, KEEPS), train_through_lifecycle(kind, lifecycle, RECOMPUTES)
     assert recomputes.host.stacked.blocks
     for name, tensor in keeps.tensors().items():
         torch.testing.assert_close(recomputes.tensors()[name], tensor, atol=1e-12, rtol=0)
@@ -115,7 +115,7 @@ def test_recomputed_activations_in_half_precision_and_in_parts_equal_kept_ones()
     assert_identical(*fleets)
 
 
-# What is recomputed
+# Recomputed blocks
 
 
 def test_the_blocks_of_a_host_are_its_largest_parts_without_slots_inside() -> None:
@@ -172,12 +172,12 @@ class _Live(TorchDispatchMode):
         return outcome
 
 
-def deep(seed: int) -> nn.Module:
+def make_deep_host(seed: int) -> nn.Module:
     return build_seeded(seed, lambda: ConvHost(1, 10, (8,) * 6, pool=(False,) * 6))
 
 
-def deep_fleet(config: FleetConfig) -> Fleet:
-    fleet = Fleet(small_task(), deep, hosts=4, growth=GrowthConfig(slots=("blocks.2",)), config=config)
+def make_deep_fleet(config: FleetConfig) -> Fleet:
+    fleet = Fleet(small_task(), make_deep_host, hosts=4, growth=GrowthConfig(slots=("blocks.2",)), config=config)
     fleet.reset(dict(enumerate(host_settings(4))))
     return fleet
 
@@ -186,7 +186,7 @@ def deep_fleet(config: FleetConfig) -> Fleet:
 def test_a_host_that_recomputes_takes_less_memory_and_says_so() -> None:
     peaks, said = [], []
     for config in (KEEPS, RECOMPUTES):
-        fleet = deep_fleet(config)
+        fleet = make_deep_fleet(config)
         run, batches = fleet.segment(fleet.plan([0, 1, 2, 3])), fleet.data.batches(1, BATCH, rows=[0, 1, 2, 3])
         with _Live() as live:
             run.run(batches)
@@ -200,7 +200,7 @@ def test_a_host_that_recomputes_takes_less_memory_and_says_so() -> None:
 
 @pytest.mark.slow
 def test_activations_are_freed_without_garbage_collection() -> None:
-    host = deep(0)
+    host = make_deep_host(0)
     rows, stacked = ModuleRows.of([host]), lower(host)
     x = small_task().train.inputs[:6].unsqueeze(1)
     gc.collect()

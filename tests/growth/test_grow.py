@@ -606,7 +606,7 @@ def exact(raise_mode: str, batches: Data, **options):
 @pytest.mark.slow
 @pytest.mark.parametrize("raise_mode", ["joint", "shadow"])
 def test_two_half_batches_per_step_equal_whole_batches(raise_mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To rounding: a seed grows, learns, is judged and kept on the way."""
+    """Equal up to rounding; a seed grows, learns, is measured and kept on the way."""
     monkeypatch.setattr(Shadow, "recording", lambda shadow: nullcontext())  # one forward pass is recorded, several are computed again
     data = make_data(6, dtype=torch.float64)
     whole, halves = exact(raise_mode, data), exact(raise_mode, in_halves(data), accumulate=2)
@@ -665,7 +665,7 @@ def test_a_run_in_float16_with_accumulation_and_clipping_goes_on_bit_for_bit(tmp
     assert_same(dict(resumed.model.state_dict()), dict(whole.model.state_dict()))
 
 
-# What is shown meanwhile
+# Progress
 
 
 def shown_run(**options):
@@ -719,7 +719,7 @@ def test_a_terminal_that_is_gone_does_not_stop_the_training(monkeypatch: pytest.
     assert shown_run().epochs == 3
 
 
-# What a run leaves in its folder
+# Files of a run
 
 
 def kept_run(folder: Path, loader=None, *, epochs: int = 6, **options):

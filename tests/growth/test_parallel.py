@@ -50,7 +50,7 @@ def validation() -> Data:
 def train(
     model: nn.Module, data: Data, lifecycle: LifecycleConfig, *, val: Data | None = None, poison_at: int | None = None
 ) -> dict[str, Any]:
-    """What a training leaves behind. Every rank evaluates the same batches, unless `val` gives it its own."""
+    """Train and return the host, the seeds and the ledger. Every rank evaluates the same batches, unless `val` gives it its own."""
     host = model.module if isinstance(model, DistributedDataParallel) else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     slotted = add_slots(model, data[0][0][:2], slots=list(SLOTS))
@@ -100,7 +100,7 @@ def message_of(action: Callable[[], object]) -> str:
 
 
 def mistakes(rank: int) -> dict[str, str]:
-    """What is said of models that would drift apart, and of an evaluation that fails on one rank."""
+    """Collect the errors for models that would drift apart, and for an evaluation that fails on one rank."""
     data = whole_data()
     found = {}
     slotted = add_slots(make_host(dtype=torch.float64), data[0][0][:2], slots=list(SLOTS))
@@ -149,7 +149,7 @@ def run_rank(rank: int, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Of each of two ranks. Starting processes is slow, so all tests share two."""
+    """Results of two ranks. Starting processes is slow, so all tests share them."""
     return results_of_ranks(run_rank, tmp_path_factory.mktemp("ranks"), RANKS)
 
 

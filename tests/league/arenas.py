@@ -24,7 +24,7 @@ def small_arena(**settings: Any) -> ArenaConfig:
 def small_training(
     *, arena: dict[str, Any] | None = None, selfplay: dict[str, Any] | None = None, ppo: dict[str, Any] | None = None, **settings: Any
 ) -> ArenaTrainConfig:
-    """Eight battles of two seconds: two against each of two bots, one in each of two seats, two against oneself."""
+    """Eight battles of two seconds: two against each of two bots, one in each of two opponent slots, two of self-play."""
     learner = {"num_steps": 8, "num_epochs": 1, "num_minibatches": 2, "bptt_length": 4, "normalize_observations": False}
     return ArenaTrainConfig(
         arena=small_arena(**(arena or {})),
@@ -37,13 +37,13 @@ def small_training(
     )
 
 
-def a_policy(config: ArenaTrainConfig, seed: int = 0) -> Policy:
+def small_policy(config: ArenaTrainConfig, seed: int = 0) -> Policy:
     generator = torch.Generator().manual_seed(seed)
     return make_policy(config.unit, config.ppo.network, config.arena, generator=generator, device=torch.device("cpu"))
 
 
-def seated(config: ArenaTrainConfig, *, seed: int = 0, events: list[Event] | None = None) -> SelfPlay:
+def make_selfplay(config: ArenaTrainConfig, *, seed: int = 0, events: list[Event] | None = None) -> SelfPlay:
     """Self-play with a learner that never learns."""
     env = SelfPlay(config, device=torch.device("cpu"), seed=seed, on_event=(events if events is not None else []).append)
-    env.attach(a_policy(config))
+    env.attach(small_policy(config))
     return env

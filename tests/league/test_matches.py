@@ -13,7 +13,7 @@ from esper.league import recording
 from esper.league.matches import MatchArena, Tally
 from esper.league.recording import play_and_record
 from esper.replay_file import read_replay
-from tests.league.arenas import a_policy, small_arena, small_training
+from tests.league.arenas import small_arena, small_policy, small_training
 
 
 def match_arena(**settings: object) -> MatchArena:
@@ -87,7 +87,7 @@ def test_the_same_match_is_the_same_again_and_the_other_way_round_its_mirror() -
 @pytest.mark.slow
 def test_a_match_does_not_change_a_policy() -> None:
     config = small_training(arena={"seconds": 4.0})
-    policy = a_policy(config)
+    policy = small_policy(config)
     before = {name: value.clone() for name, value in policy.state_dict().items()}
     result = MatchArena(config.arena, seed=0, device="cpu").play(policy, "random")
     assert result.record.battles == 8

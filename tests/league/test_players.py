@@ -9,7 +9,7 @@ from esper.arena.arena import Arena, StepResult
 from esper.arena.bots import Bot
 from esper.arena.env import unit_rows
 from esper.league.players import BotPlayer, PolicyPlayer, join, side_rows
-from tests.league.arenas import a_policy, small_training
+from tests.league.arenas import small_policy, small_training
 
 CONFIG = small_training(arena={"battles": 3, "seconds": 30.0})
 UNITS = CONFIG.arena.units
@@ -59,7 +59,7 @@ def remembered(player: PolicyPlayer, result: StepResult, rows: slice) -> torch.T
 
 def test_memories_are_reset_only_where_a_battle_ended(arena: Arena) -> None:
     result = arena.reset()
-    player = PolicyPlayer(a_policy(CONFIG), ROWS, units=UNITS)
+    player = PolicyPlayer(small_policy(CONFIG), ROWS, units=UNITS)
     player.act(result)
     player.act(with_ends(result))
     before = player.state.clone()
@@ -72,7 +72,7 @@ def test_memories_are_reset_only_where_a_battle_ended(arena: Arena) -> None:
 
 def test_a_reset_clears_all_memories(arena: Arena) -> None:
     result = arena.reset()
-    player = PolicyPlayer(a_policy(CONFIG), ROWS, units=UNITS)
+    player = PolicyPlayer(small_policy(CONFIG), ROWS, units=UNITS)
     player.act(result)
     player.act(with_ends(result))
     player.act(result)
@@ -81,7 +81,7 @@ def test_a_reset_clears_all_memories(arena: Arena) -> None:
 
 def test_without_a_generator_actions_are_the_likeliest_and_with_one_they_are_drawn_within_the_masks(arena: Arena) -> None:
     result = arena.reset()
-    policy = a_policy(CONFIG)
+    policy = small_policy(CONFIG)
     sure = [PolicyPlayer(policy, ROWS, units=UNITS).act(result) for _ in range(2)]
     assert all(torch.equal(value, sure[1][name]) for name, value in sure[0].items())
     drawing = PolicyPlayer(policy, ROWS, units=UNITS, generator=torch.Generator().manual_seed(0))
@@ -94,7 +94,7 @@ def test_without_a_generator_actions_are_the_likeliest_and_with_one_they_are_dra
 
 def test_a_player_resumes_with_saved_memories_and_can_be_reset(arena: Arena) -> None:
     result = arena.reset()
-    policy = a_policy(CONFIG)
+    policy = small_policy(CONFIG)
     player, again = (PolicyPlayer(policy, ROWS, units=UNITS) for _ in range(2))
     player.act(result)
     again.load_state_dict(player.state_dict())
@@ -108,8 +108,8 @@ def test_a_player_resumes_with_saved_memories_and_can_be_reset(arena: Arena) -> 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 def test_a_policy_on_the_gpu_acts_in_an_arena_on_the_cpu(arena: Arena) -> None:
     result = arena.reset()
-    near = PolicyPlayer(a_policy(CONFIG), ROWS, units=UNITS)
-    far = PolicyPlayer(a_policy(CONFIG).to("cuda"), ROWS, units=UNITS)
+    near = PolicyPlayer(small_policy(CONFIG), ROWS, units=UNITS)
+    far = PolicyPlayer(small_policy(CONFIG).to("cuda"), ROWS, units=UNITS)
     for _ in range(3):
         one, other = near.act(result), far.act(result)
         assert other["motion"].device.type == "cpu"

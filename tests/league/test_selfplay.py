@@ -23,7 +23,7 @@ from esper.runs import Event
 from esper.runs.events import scalars
 from esper.vecenv import Actions, Timestep
 from esper.vecenv.check import check_env, sample_actions
-from tests.league.arenas import a_policy, seated, small_training
+from tests.league.arenas import make_selfplay, small_policy, small_training
 
 
 def steps(env: SelfPlay, timestep: Timestep, count: int, *, seed: int = 0) -> Iterator[Timestep]:
@@ -34,13 +34,13 @@ def steps(env: SelfPlay, timestep: Timestep, count: int, *, seed: int = 0) -> It
         yield timestep
 
 
-def driven(env: SelfPlay, timestep: Timestep, count: int, *, seed: int = 0) -> Timestep:
-    """What the last of so many steps led to."""
+def drive(env: SelfPlay, timestep: Timestep, count: int, *, seed: int = 0) -> Timestep:
+    """Take some steps and return the last result."""
     return list(steps(env, timestep, count, seed=seed))[-1]
 
 
 def test_the_learner_has_one_side_by_parity_and_both_sides_in_self_play() -> None:
-    env = seated(small_training())
+    env = make_selfplay(small_training())
     teams, units = env.config.arena.team_size, env.config.arena.units
     expected = []
     for table in env.tables:
@@ -55,7 +55,7 @@ def test_the_learner_has_one_side_by_parity_and_both_sides_in_self_play() -> Non
 
 
 def test_every_unit_is_driven_by_exactly_one_player() -> None:
-    env = seated(small_training())
+    env = make_selfplay(small_training())
     theirs = [row for table in env.tables if table.opponent is not None for row in table.opponent.rows.tolist()]
     everybody = Counter(theirs + env.rows.tolist())
     assert everybody == Counter(range(env.config.arena.battles * env.config.arena.units))
@@ -63,7 +63,7 @@ def test_every_unit_is_driven_by_exactly_one_player() -> None:
 
 @pytest.mark.slow
 def test_actions_of_the_learner_reach_its_own_rows_and_bots_act_in_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    env = seated(small_training(selfplay={"bots": ("middle",), "bot_share": 0.5, "past_share": 0.0}))
+    env = make_selfplay(small_training(selfplay={"bots": ("middle",), "bot_share": 0.5, "past_share": 0.0}))
     heard: list[Actions] = []
     step = env.arena.step
     monkeypatch.setattr(env.arena, "step", lambda actions: (heard.append(actions), step(actions))[1])
@@ -80,7 +80,7 @@ def test_actions_of_the_learner_reach_its_own_rows_and_bots_act_in_the_others(mo
 
 @pytest.mark.slow
 def test_rows_are_the_units_of_the_arena_and_dead_ones_are_neither_paid_nor_valid() -> None:
-    env = seated(small_training(arena={"seconds": 30.0}, selfplay={"bots": ("strong",), "enter_every": 1000}))
+    env = make_selfplay(small_training(arena={"seconds": 30.0}, selfplay={"bots": ("strong",), "enter_every": 1000}))
     dead = 0
     for timestep in steps(env, env.reset(), 30):
         result = env.result
@@ -97,28 +97,28 @@ def test_rows_are_the_units_of_the_arena_and_dead_ones_are_neither_paid_nor_vali
 
 @pytest.mark.slow
 def test_each_observation_is_built_once_for_learner_bots_and_past_selves_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    env = with_members(seated(small_training(arena={"state_view": True}, selfplay={"enter_every": 1000})), "one")
+    env = with_members(make_selfplay(small_training(arena={"state_view": True}, selfplay={"enter_every": 1000})), "one")
     built: list[int] = []
     for owner, name in ((env.arena, "_observe"), (env.arena.observer, "whole_battle")):
         view = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda state, view=view: (built.append(len(state.units.heat)), view(state))[1])
     timestep = env.reset()
     assert built == [8, 8]  # of all battles: what the units see, and what a centralised critic sees
-    driven(env, timestep, 10)  # beyond a rollout, where past selves sit down, and the end of battles
+    drive(env, timestep, 10)  # beyond a rollout, where past selves sit down, and the end of battles
     assert env.opponent_slots.names == ["one", "one"]
     assert built == [8, 8] * 11
 
 
 @pytest.mark.slow
 def test_self_play_keeps_the_contract_of_environments_and_repeats_itself_once_it_is_loaded() -> None:
-    check_env(seated(small_training()), steps=12)
+    check_env(make_selfplay(small_training()), steps=12)
 
 
 @pytest.mark.slow
 def test_another_self_play_goes_on_where_the_first_was_saved() -> None:
     config = small_training(selfplay={"enter_every": 1, "entry_battles": 2})
-    one, other = seated(config), seated(config)
-    last = driven(one, one.reset(), 11)  # a league member sits in the seats, and battles have ended
+    one, other = make_selfplay(config), make_selfplay(config)
+    last = drive(one, one.reset(), 11)  # a league member sits in the seats, and battles have ended
     assert None not in one.opponent_slots.names
     other.load_state_dict(one.state_dict())
     assert other.opponent_slots.state_dict() == one.opponent_slots.state_dict()
@@ -134,7 +134,7 @@ def test_another_self_play_goes_on_where_the_first_was_saved() -> None:
 @pytest.mark.slow
 def test_counted_results_equal_those_of_an_independent_count() -> None:
     events: list[Event] = []
-    env = seated(small_training(), events=events)
+    env = make_selfplay(small_training(), events=events)
     counted: dict[str, list[int]] = {table.name: [0, 0, 0] for table in env.tables}
     for number, _ in enumerate(steps(env, env.reset(), 3 * 8 + 1)):
         if number == 3 * 8:
@@ -161,7 +161,7 @@ def test_counted_results_equal_those_of_an_independent_count() -> None:
 def test_reported_parts_of_the_reward_sum_to_the_learners_reward() -> None:
     events: list[Event] = []
     config = small_training()
-    env = seated(config, events=events)
+    env = make_selfplay(config, events=events)
     paid, parts = torch.zeros(env.num_envs), dict.fromkeys(Rewards._fields, 0.0)
     for timestep in steps(env, env.reset(), 8):
         assert env.result is not None
@@ -169,10 +169,10 @@ def test_reported_parts_of_the_reward_sum_to_the_learners_reward() -> None:
         paid += timestep.reward
         for name, part in env.result.parts._asdict().items():
             parts[name] += float(part.flatten()[env.rows].sum()) / env.num_envs
-    driven(env, timestep, 1)
+    drive(env, timestep, 1)
     (told,) = (event for event in events if isinstance(event, RoundFought))
     assert told.reward == pytest.approx(parts, abs=1e-6)
-    # What units share stays in the team, and where every side learns or none of a battle does, in the rows.
+    # Shared rewards stay in the team; where both sides or no side of a battle learn, they stay in the rows.
     assert sum(told.reward.values()) == pytest.approx(float(paid.mean()), abs=1e-5)
     assert any(told.reward.values())
 
@@ -194,11 +194,11 @@ def test_teams_grow_with_the_updates() -> None:
     events: list[Event] = []
     selfplay = {"first_team": 1, "team_grows": 2, "enter_every": 1000}
     config = small_training(arena={"team_size": 3, "seconds": 1.0}, selfplay=selfplay, ppo={"num_steps": 4})
-    env = seated(config, events=events)
+    env = make_selfplay(config, events=events)
     timestep = env.reset()
     sizes = [int(env.arena.state.units.present[0, :3].sum())]
     for _ in range(6):
-        timestep = driven(env, timestep, 4)
+        timestep = drive(env, timestep, 4)
         sizes.append(int(env.arena.state.units.present[0, :3].sum()))
     told = [event.team for event in events if isinstance(event, RoundFought)]
     assert told == [1, 2, 2, 3, 3]
@@ -208,8 +208,8 @@ def test_teams_grow_with_the_updates() -> None:
 @pytest.mark.slow
 def test_the_first_candidate_is_promoted_and_takes_its_opponent_slot_with_fresh_memories() -> None:
     events: list[Event] = []
-    env = seated(small_training(), events=events)
-    timestep = driven(env, env.reset(), 16)  # two rollouts; the second is told with the next step
+    env = make_selfplay(small_training(), events=events)
+    timestep = drive(env, env.reset(), 16)  # two rollouts; the second is told with the next step
     player = next(table.opponent for table in env.tables if table.name == "seat 0")
     assert isinstance(player, PolicyPlayer)
     assert env.opponent_slots.names == [None, None]
@@ -217,7 +217,7 @@ def test_the_first_candidate_is_promoted_and_takes_its_opponent_slot_with_fresh_
     memories: list[Any] = []
     forget = player.forget
     player.forget = lambda: (forget(), memories.append(player.state.clone()))[0]  # type: ignore[method-assign]
-    driven(env, timestep, 1)
+    drive(env, timestep, 1)
     changes = [event for event in events if isinstance(event, LeagueChanged)]
     assert [(event.name, event.is_promoted) for event in changes] == [("update-2", True)]
     assert set(changes[0].against) == set(BOTS)
@@ -226,14 +226,14 @@ def test_the_first_candidate_is_promoted_and_takes_its_opponent_slot_with_fresh_
     assert all(torch.equal(value, env.league.weights["update-2"][name]) for name, value in player.policy.state_dict().items())
     assert len(memories) == 1
     assert not memories[0].any()
-    timestep = driven(env, timestep, 8)
+    timestep = drive(env, timestep, 8)
     assert len(memories) == 1  # it stays, and so do its memories
 
 
 @pytest.mark.slow
 def test_an_opponent_slot_without_a_past_self_holds_the_current_learner() -> None:
-    env = seated(small_training())
-    timestep = driven(env, env.reset(), 8)
+    env = make_selfplay(small_training())
+    timestep = drive(env, env.reset(), 8)
     assert env.learner is not None
     with torch.no_grad():
         for parameter in env.learner.parameters():
@@ -241,15 +241,15 @@ def test_an_opponent_slot_without_a_past_self_holds_the_current_learner() -> Non
     player = next(table.opponent for table in env.tables if table.name == "seat 1")
     assert isinstance(player, PolicyPlayer)
     before = player.policy.log_std.clone()
-    driven(env, timestep, 1)
+    drive(env, timestep, 1)
     assert torch.equal(player.policy.log_std, env.learner.log_std)
     assert not torch.equal(player.policy.log_std, before)
 
 
 @pytest.mark.slow
 def test_only_battles_against_players_of_the_league_are_recorded_in_it() -> None:
-    env = seated(small_training(selfplay={"enter_every": 1000}))
-    driven(env, env.reset(), 17)
+    env = make_selfplay(small_training(selfplay={"enter_every": 1000}))
+    drive(env, env.reset(), 17)
     assert env.league.learner_score("random") is not None
     assert env.league.learner_score("middle") is not None
     assert env.league.learner_score("weak") is None
@@ -260,7 +260,7 @@ def with_members(env: SelfPlay, *names: str) -> SelfPlay:
     """Past selves have joined the league."""
     for number, name in enumerate(names):
         best = env.league.best
-        env.league.enter(name, number, a_policy(env.config, seed=number).state_dict())
+        env.league.enter(name, number, small_policy(env.config, seed=number).state_dict())
         if best is not None:
             env.league.record(name, best, WinRecord(wins=9))
         assert env.league.settle(name).is_promoted
@@ -271,30 +271,30 @@ def with_members(env: SelfPlay, *names: str) -> SelfPlay:
 def test_a_past_self_keeps_its_opponent_slot_for_at_least_one_battle() -> None:
     rollouts_of_4 = {"num_steps": 4}
     config = small_training(arena={"seconds": 2.5}, selfplay={"enter_every": 1000, "past_seats": 1}, ppo=rollouts_of_4)  # 10 decisions
-    env = with_members(seated(config), "one", "two", "three", "four")
+    env = with_members(make_selfplay(config), "one", "two", "three", "four")
     assert env.opponent_slots.rollouts == 3
     timestep, names, draws = env.reset(), [], []
     for rollout in range(13):
-        timestep = driven(env, timestep, 4, seed=rollout)
+        timestep = drive(env, timestep, 4, seed=rollout)
         names.append(env.opponent_slots.names[0])
         draws.append(env.opponent_slots.state_dict()[0]["drawn"])
     assert names[0] is None  # nobody had joined when it began
     assert draws == [0, 1, 1, 1, 4, 4, 4, 7, 7, 7, 10, 10, 10]
     assert len(set(names[1:])) > 1
-    assert seated(small_training(selfplay={"seat_rollouts": 5})).opponent_slots.rollouts == 5
+    assert make_selfplay(small_training(selfplay={"seat_rollouts": 5})).opponent_slots.rollouts == 5
 
 
 @pytest.mark.slow
 def test_a_retired_player_leaves_its_opponent_slot() -> None:
     selfplay = {"enter_every": 1000, "seat_rollouts": 100, "past_seats": 1}
-    env = with_members(seated(small_training(selfplay=selfplay, league=LeagueConfig(size=1))), "one")
-    timestep = driven(env, env.reset(), 9)
+    env = with_members(make_selfplay(small_training(selfplay=selfplay, league=LeagueConfig(size=1))), "one")
+    timestep = drive(env, env.reset(), 9)
     assert env.opponent_slots.names == ["one"]
     with_members(env, "two")
     assert env.league.entry("one").kind == "retired"
     env._draw_opponents()
     assert env.opponent_slots.names == ["two"]
-    driven(env, timestep, 8)  # and battles of "two" alone are told
+    drive(env, timestep, 8)  # and battles of "two" alone are told
 
 
 @pytest.mark.slow
@@ -303,7 +303,7 @@ def test_only_battles_that_a_past_self_began_are_credited_to_it() -> None:
     events: list[Event] = []
     selfplay = {"enter_every": 1000, "seat_rollouts": 100, "past_seats": 1}
     config = small_training(arena={"seconds": 1.5}, selfplay=selfplay, ppo={"num_steps": 4})
-    env = with_members(seated(config, events=events), "one")
+    env = with_members(make_selfplay(config, events=events), "one")
     place = next(table.battles for table in env.tables if table.name == "seat 0").tolist()
     whole, cut = 0, 0
     began = dict.fromkeys(place, 0)
@@ -323,15 +323,15 @@ def test_only_battles_that_a_past_self_began_are_credited_to_it() -> None:
 @pytest.mark.slow
 def test_shots_without_a_free_slot_are_reported_once() -> None:
     events: list[Event] = []
-    env = seated(small_training(selfplay={"enter_every": 1000}, ppo={"num_steps": 4}), events=events)
+    env = make_selfplay(small_training(selfplay={"enter_every": 1000}, ppo={"num_steps": 4}), events=events)
     timestep = env.reset()
     env.arena.state.contest.overflow[2] += 3
-    driven(env, timestep, 4 * 3 + 1)
+    drive(env, timestep, 4 * 3 + 1)
     assert [event.overflow for event in events if isinstance(event, RoundFought)] == [3, 0, 0]
 
 
 def test_the_anchors_of_a_config_are_all_existing_bots() -> None:
-    assert ANCHORS == BOTS == seated(small_training()).league.anchors
+    assert ANCHORS == BOTS == make_selfplay(small_training()).league.anchors
 
 
 def test_a_config_that_deals_more_than_all_battles_is_refused() -> None:
@@ -349,9 +349,9 @@ def test_a_config_that_deals_more_than_all_battles_is_refused() -> None:
 
 def test_too_few_battles_for_the_opponent_groups_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"1 battles cannot be dealt to .*'middle': 0.*use at least 5 battles"):
-        seated(small_training(arena={"battles": 1}))
+        make_selfplay(small_training(arena={"battles": 1}))
     with pytest.raises(ValueError, match=r"3 battles cannot be dealt to .*use at least 4 battles"):
-        seated(
+        make_selfplay(
             small_training(
                 arena={"battles": 3}, selfplay={"bots": ("random", "weak", "middle", "strong"), "bot_share": 0.9, "past_share": 0.0}
             )
@@ -369,7 +369,7 @@ def test_battles_too_few_for_all_opponents_are_refused_with_the_number_needed() 
 
 
 def test_all_units_learn_without_bots_and_past_selves() -> None:
-    env = seated(small_training(selfplay={"bot_share": 0.0, "past_share": 0.0}))
+    env = make_selfplay(small_training(selfplay={"bot_share": 0.0, "past_share": 0.0}))
     assert env.num_envs == 8 * 4
     assert [table.name for table in env.tables] == [SELF]
 
@@ -379,7 +379,7 @@ def test_past_selves_may_be_on_another_device() -> None:
     """The arena on the GPU, its past selves on the CPU."""
     config = small_training(selfplay={"opponent_device": "cpu", "enter_every": 1, "entry_battles": 2})
     env = SelfPlay(config, device=torch.device("cuda"), seed=0)
-    env.attach(a_policy(config).to("cuda"))
+    env.attach(small_policy(config).to("cuda"))
     timestep = env.reset()
     chance = torch.Generator(device="cuda").manual_seed(0)
     for _ in range(20):

@@ -32,7 +32,7 @@ from esper.rl.run_setup import CheckpointEvaluated, RunStarted
 from esper.runs import Event, Resumed, read
 from esper.runs.folder import EVENTS, RunError
 from esper.runs.tensors import split
-from tests.league.arenas import a_policy, small_training
+from tests.league.arenas import small_policy, small_training
 from tests.processes import spawn
 
 RANKS = 2
@@ -42,7 +42,7 @@ ROWS = 6 * 2 + 2 * 4  # that learn, in eight battles of two against two
 
 
 def config_for(updates: int = UPDATES, **settings: Any) -> ArenaTrainConfig:
-    """A member enters the league after every update and sits in both seats from then on."""
+    """A player enters the league after every update and takes both opponent slots."""
     given = {
         "arena": {"seconds": 1.5},
         "selfplay": {"enter_every": 1, "entry_battles": 2},
@@ -70,7 +70,7 @@ def killed_after(updates: int) -> Callable[[], bool]:
     return asked
 
 
-def told(folder: Path) -> list[Event]:
+def reported(folder: Path) -> list[Event]:
     """Everything but times and the starts of sessions."""
     events = [record.event for record in read(folder / EVENTS)]
     timeless = dict.fromkeys(("steps_per_second", "collect_seconds", "update_seconds", "other_seconds", "env_seconds"), 0.0)
@@ -85,7 +85,7 @@ def assert_same_run(one: Path, other: Path) -> None:
     assert first[1].keys() == second[1].keys()
     for name, tensor in first[1].items():
         assert torch.equal(tensor, second[1][name]), name
-    left, right = told(one), told(other)
+    left, right = reported(one), reported(other)
     assert len(left) == len(right)
     for before, after in zip(left, right, strict=True):
         assert msgspec.json.encode(before) == msgspec.json.encode(after)
@@ -112,8 +112,8 @@ def test_self_play_that_was_killed_and_resumed_equals_one_that_was_not_bit_for_b
     result = train_arena(None, tmp_path / "killed", resume=True)
     assert (result.status, result.step) == ("finished", UPDATES * STEPS * ROWS)
     assert_same_run(tmp_path / "whole", tmp_path / "killed")
-    rounds = [event for event in told(tmp_path / "killed") if isinstance(event, RoundFought)]
-    changes = [event for event in told(tmp_path / "killed") if isinstance(event, LeagueChanged)]
+    rounds = [event for event in reported(tmp_path / "killed") if isinstance(event, RoundFought)]
+    changes = [event for event in reported(tmp_path / "killed") if isinstance(event, LeagueChanged)]
     assert [event.update for event in rounds] == [event.update for event in changes] == [1, 2, 3]  # the last is told with the next step
 
 
@@ -131,7 +131,7 @@ def test_a_run_writes_its_league_and_its_player(tmp_path: Path) -> None:
     assert league.to_state() == League.from_state(environment["league"], environment["members"]).to_state()
     assert "update-1" in league.members
     assert all(torch.equal(value, environment["members"]["update-1"][name]) for name, value in league.weights["update-1"].items())
-    promoted = [event.name for event in told(tmp_path / "run") if isinstance(event, LeagueChanged) and event.is_promoted]
+    promoted = [event.name for event in reported(tmp_path / "run") if isinstance(event, LeagueChanged) and event.is_promoted]
     assert promoted == list(league.members)  # nobody was retired in so short a time
 
     policy, saved = load_player(tmp_path / "run", which="latest")
@@ -150,7 +150,7 @@ def test_mistakes_in_a_config_are_refused_before_anything_is_written(tmp_path: P
 @pytest.mark.slow
 def test_a_training_may_start_from_the_weights_of_another(tmp_path: Path) -> None:
     config = small_training()
-    weights = {name: value.clone() for name, value in a_policy(config, seed=5).state_dict().items()}
+    weights = {name: value.clone() for name, value in small_policy(config, seed=5).state_dict().items()}
     save_file(weights, tmp_path / "player.safetensors")
     with prepare_arena(small_training(start_from=str(tmp_path / "player.safetensors"))) as (ppo, _):
         assert all(torch.equal(value, weights[name]) for name, value in ppo.policy.state_dict().items())
@@ -159,7 +159,7 @@ def test_a_training_may_start_from_the_weights_of_another(tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_a_run_goes_on_when_the_weights_that_it_started_from_are_gone(tmp_path: Path) -> None:
     start = tmp_path / "player.safetensors"
-    save_file({name: value.clone() for name, value in a_policy(small_training(), seed=5).state_dict().items()}, start)
+    save_file({name: value.clone() for name, value in small_policy(small_training(), seed=5).state_dict().items()}, start)
     config = config_for(2, start_from=str(start), checkpoint_every=1, eval_battles=0)
     train_arena(config, tmp_path / "run", should_stop=lambda: True)
     start.unlink()
@@ -171,7 +171,7 @@ def test_a_run_goes_on_when_the_weights_that_it_started_from_are_gone(tmp_path: 
 @pytest.mark.slow
 def test_evaluations_of_a_run_are_fought_in_one_arena_whose_maps_no_small_seed_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     config = small_training(eval_battles=2)
-    policy = a_policy(config)
+    policy = small_policy(config)
     made = []
     monkeypatch.setattr(training, "MatchArena", lambda *given, **named: made.append(MatchArena(*given, **named)) or made[-1])
     evaluator = training.BotEvaluator(config)

@@ -224,7 +224,7 @@ def tables(distribution: ActionDistribution, parameters: torch.Tensor) -> dict[s
 
 
 def row_logits(distribution: ActionDistribution, parameters: torch.Tensor, picked: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What holds for each head of CHAIN, picked by plain indexing."""
+    """Return the row of each head of CHAIN, picked by plain indexing."""
     op, slot, _, _ = picked.unbind(-1)
     rows = torch.arange(len(op))
     logits = tables(distribution, parameters)

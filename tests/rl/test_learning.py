@@ -252,7 +252,7 @@ def test_the_weight_of_an_entropy_is_the_schedule_and_the_push_of_the_floor_time
     assert late == pytest.approx([2 * 0.01, 0.0, 0.01], rel=1e-5)
 
 
-# What is collected
+# Collecting
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ def test_the_observation_normalizer_changes_only_between_rollouts():
         rollout = ppo.collect()
         assert all(torch.equal(value, before[name]) for name, value in ppo.policy.normalizer.state_dict().items())
         with torch.no_grad():
-            # What acting saw is what learning sees: the same steps from the same states give the same features.
+            # Acting and learning see the same features: the same steps from the same states.
             state = rollout.states[0]
             seen, _ = ppo.policy.step(ppo.policy.normalize({"obs": rollout.obs["obs"][0]}), state)
         assert torch.allclose(seen, rollout.features[0], atol=1e-6)

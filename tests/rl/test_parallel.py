@@ -155,7 +155,7 @@ def resume(rank: int) -> dict:
 
 
 def exchange(rank: int) -> dict:
-    """What the group itself does."""
+    """Check the operations of a group."""
     group = Ranks()
     rows = torch.arange(10.0, dtype=torch.float64).reshape(5, 2) ** 2
     own = rows[:2] if rank == 0 else rows[2:]
@@ -189,7 +189,7 @@ def run_rank(rank: int, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    """Of each of two ranks. Starting processes is slow, so all tests share two."""
+    """Results of two ranks. Starting processes is slow, so all tests share them."""
     return results_of_ranks(run_rank, tmp_path_factory.mktemp("ranks"), RANKS)
 
 

@@ -26,7 +26,7 @@ def rollout():
 
 
 def step_through(built: Core, inputs: torch.Tensor, starts: torch.Tensor, length: int):
-    """What acting does: one step at a time, the state cleared where an episode starts; also the states that a rollout stores."""
+    """Step as acting does: one step at a time, the state cleared where an episode starts; also return the states that a rollout stores."""
     state = torch.randn(ENVS, built.state_size, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     outputs, stored = [], []
     for step in range(len(inputs)):

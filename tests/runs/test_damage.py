@@ -25,7 +25,7 @@ from esper.replay_file import ReplayError, read_replay, write_replay
 from esper.rl.run_config import TrainConfig
 from esper.runs import CheckpointError, CheckpointStore, EventError, EventLog, read
 from tests.faults import damaged
-from tests.growth.host.helpers import grow
+from tests.growth.host.helpers import plant_kept_seeds
 from tests.league.leagues import promoted, small_league
 from tests.replays import staged_battle
 
@@ -80,7 +80,7 @@ def host() -> nn.Module:
 
 def make_model(folder: Path) -> None:
     slotted = add_slots(host(), torch.zeros(2, 4), slots=["0"])
-    grow(slotted, "0")
+    plant_kept_seeds(slotted, "0")
     esper.save(slotted.bake(), folder / "model.safetensors")
 
 

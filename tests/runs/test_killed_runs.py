@@ -124,7 +124,7 @@ def test_a_growing_run_killed_at_any_call_resumes_as_an_uninterrupted_one(tmp_pa
     assert kills > 16
 
 
-# What lies beside the checkpoints
+# Files beside the checkpoints
 
 
 @contextlib.contextmanager

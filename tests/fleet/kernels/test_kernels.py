@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from esper.fleet.stacked.lowering import lower
 from esper.fleet.stacked.rows import ModuleRows
 from esper.tasks.conv_host import ConvBlock, ConvHost
-from tests.fleet.stacked.test_lowering import assert_rows_equal_hosts, different, inputs_for
+from tests.fleet.stacked.test_lowering import assert_rows_equal_hosts, inputs_for, make_different
 
 pytest.importorskip("triton")
 
@@ -40,7 +40,7 @@ LAYERS: list[tuple[Callable[[], nn.Module], tuple[int, ...]]] = [
     (lambda: nn.Conv1d(4, 5, 3, padding=1), (4, 12)),
     (lambda: nn.Conv2d(3, 4, 3), (3, 5, 6)),
     (lambda: _frozen(nn.Conv2d(3, 4, 3, padding=1)), (3, 5, 6)),
-    # Those that are left to others, in the same host.
+    # Layers that other lowerings compute, in the same host.
     (lambda: nn.Conv2d(4, 6, 3, stride=2, padding=1), (4, 6, 6)),
     (lambda: nn.Conv2d(4, 4, 3, padding=1, groups=4), (4, 6, 6)),
     (lambda: nn.Conv2d(4, 4, 3, padding=3), (4, 3, 3)),
@@ -60,7 +60,7 @@ def on_device(hosts: list[nn.Module]) -> list[nn.Module]:
 @pytest.mark.parametrize(("make", "shape"), LAYERS, ids=[str(make()) for make, _ in LAYERS])
 def test_a_row_equals_the_convolution_alone(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
     x = inputs_for(shape, torch.float32).to(DEVICE).requires_grad_()
-    assert_rows_equal_hosts(on_device(different(make, torch.float32)), x, tolerance=TOLERANCE, convolution="tiled")
+    assert_rows_equal_hosts(on_device(make_different(make, torch.float32)), x, tolerance=TOLERANCE, convolution="tiled")
 
 
 @pytest.mark.parametrize(
@@ -75,11 +75,11 @@ def test_a_row_equals_the_convolution_alone(make: Callable[[], nn.Module], shape
 )
 def test_a_row_equals_the_conv_host_alone(make: Callable[[], nn.Module], shape: tuple[int, ...], training: bool) -> None:
     x = inputs_for(shape, torch.float32).to(DEVICE)
-    assert_rows_equal_hosts(on_device(different(make, torch.float32)), x, tolerance=5e-5, training=training, convolution="tiled")
+    assert_rows_equal_hosts(on_device(make_different(make, torch.float32)), x, tolerance=5e-5, training=training, convolution="tiled")
 
 
 def test_hosts_in_evaluation_need_no_gradient_to_be_fused() -> None:
-    hosts = on_device(different(partial(ConvHost, 1, 3, (2, 4), pool=(True, False)), torch.float32))
+    hosts = on_device(make_different(partial(ConvHost, 1, 3, (2, 4), pool=(True, False)), torch.float32))
     x = inputs_for((1, 8, 8), torch.float32).to(DEVICE)
     rows = ModuleRows.of(hosts, device=DEVICE)
     with torch.no_grad():
@@ -90,7 +90,7 @@ def test_hosts_in_evaluation_need_no_gradient_to_be_fused() -> None:
 
 def test_inputs_that_all_hosts_share_are_not_copied_for_each() -> None:
     layer = nn.Conv2d(3, 4, 3, padding=1)
-    hosts = on_device(different(lambda: nn.Conv2d(3, 4, 3, padding=1), torch.float32))
+    hosts = on_device(make_different(lambda: nn.Conv2d(3, 4, 3, padding=1), torch.float32))
     x = inputs_for((3, 5, 6), torch.float32).to(DEVICE)[:, :1].expand(-1, 3, -1, -1, -1)
     outputs = lower(layer, convolution="tiled")(ModuleRows.of(hosts, device=DEVICE).tensors(), x, training=True)
     for row, host in enumerate(hosts):
@@ -127,7 +127,7 @@ NO_BFLOAT16 = pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter has no
 def test_a_block_in_half_precision_is_near_the_same_in_float32(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(8, 2, 3, 8, 8, generator=generator).to(DEVICE, dtype)
-    hosts = on_device(different(lambda: ConvBlock(3, 8), torch.float32, count=2))
+    hosts = on_device(make_different(lambda: ConvBlock(3, 8), torch.float32, count=2))
     rows = ModuleRows.of(hosts, device=DEVICE)
     outputs = lower(hosts[0], convolution="tiled")(rows.tensors(), x, training=True)
     assert outputs.dtype == dtype

@@ -28,7 +28,7 @@ conv_1d = partial(ConvHost, 1, 3, (2, 4), pool=(True, True), spatial=1)
 CONV_HOSTS = [(conv_2d, (1, 8, 8)), (conv_1d, (1, 12))]
 
 
-def different(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float64, count: int = HOSTS) -> list[nn.Module]:
+def make_different(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float64, count: int = HOSTS) -> list[nn.Module]:
     """Hosts none of whose tensors equals that of another, those that are zero at birth included."""
     generator = torch.Generator().manual_seed(1)
     hosts = [make().to(dtype) for _ in range(count)]
@@ -45,7 +45,7 @@ def inputs_for(shape: Sequence[int], dtype: torch.dtype = torch.float64, *, requ
 
 
 def loss_of(outputs: Tensor) -> Tensor:
-    """Of one host, [B, ...]; of no symmetry that a norm would hide."""
+    """Return the loss of one host, outputs [B, ...], without a symmetry that a norm would hide."""
     weights = torch.linspace(-1, 2, outputs.numel(), dtype=torch.float64, device=outputs.device).view(outputs.shape)
     return (outputs.double() * weights).sum() / len(outputs) + outputs.double().pow(2).mean()
 
@@ -99,7 +99,7 @@ def assert_gradients_equal(rows: ModuleRows, row: int, host: nn.Module, close: C
 def test_a_row_equals_the_conv_host_alone(
     make: Callable[[], nn.Module], shape: tuple[int, ...], convolution: Convolution, training: bool
 ) -> None:
-    assert_rows_equal_hosts(different(make), inputs_for(shape), training=training, convolution=convolution)
+    assert_rows_equal_hosts(make_different(make), inputs_for(shape), training=training, convolution=convolution)
 
 
 class DerivedGPT(GPTHost):
@@ -109,7 +109,7 @@ class DerivedGPT(GPTHost):
 @pytest.mark.parametrize("tie_head", [True, False])
 @pytest.mark.parametrize("kind", [GPTHost, DerivedGPT])
 def test_a_row_equals_the_gpt_host_alone(kind: type[GPTHost], tie_head: bool) -> None:
-    hosts = different(lambda: kind(11, sequence_length=6, width=8, heads=2, layers=2, tie_head=tie_head))
+    hosts = make_different(lambda: kind(11, sequence_length=6, width=8, heads=2, layers=2, tie_head=tie_head))
     assert_rows_equal_hosts(hosts, IDS)
 
 
@@ -130,7 +130,7 @@ def test_all_kinds_of_places_are_among_the_tested_ones() -> None:
 @pytest.mark.parametrize(("place", "name"), BRANCHES)
 def test_a_row_equals_the_branch_of_a_seed_alone(place: Place, name: str) -> None:
     (blueprint,) = blueprints_for(place, [name])
-    branches = different(lambda: build_branch(blueprint, place, seed=0))
+    branches = make_different(lambda: build_branch(blueprint, place, seed=0))
     assert_rows_equal_hosts(branches, inputs_for(place.shape, requires_grad=True))
 
 
@@ -179,7 +179,7 @@ def test_a_row_equals_the_layer_alone(make: Callable[[], nn.Module], shape: tupl
     x = inputs_for(shape)
     if samples_are == "innermost":
         x = x.movedim(0, -1).contiguous().movedim(-1, 0)
-    assert_rows_equal_hosts(different(make), x.requires_grad_(), training=training)
+    assert_rows_equal_hosts(make_different(make), x.requires_grad_(), training=training)
 
 
 class Words(nn.Module):
@@ -196,7 +196,7 @@ class Words(nn.Module):
 @pytest.mark.parametrize("padding_idx", [None, 2])
 @pytest.mark.parametrize("make", [partial(nn.Embedding, 6, 3), Words])
 def test_a_row_equals_the_embedding_alone(make: Callable[..., nn.Module], padding_idx: int | None) -> None:
-    assert_rows_equal_hosts(different(lambda: make(padding_idx=padding_idx)), IDS % 6)
+    assert_rows_equal_hosts(make_different(lambda: make(padding_idx=padding_idx)), IDS % 6)
 
 
 @pytest.mark.parametrize("settings", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}], ids=str)
@@ -227,11 +227,11 @@ class Mixer(nn.Module):
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 def test_a_row_equals_a_custom_module_alone(training: bool) -> None:
-    hosts = different(lambda: nn.Sequential(nn.Linear(3, 4), Mixer(), nn.Flatten(), nn.Linear(8, 2)))
+    hosts = make_different(lambda: nn.Sequential(nn.Linear(3, 4), Mixer(), nn.Flatten(), nn.Linear(8, 2)))
     assert_rows_equal_hosts(hosts, inputs_for((2, 3), requires_grad=True), training=training)
 
 
-def grow(weights: Tensor, calls: list[str]) -> At:
+def add_to_slots(weights: Tensor, calls: list[str]) -> At:
     """A seed behind every slot: host n adds tanh(h)·weights[n]. Acts on one host, too."""
 
     def at(name: str, h: Tensor) -> Tensor:
@@ -252,11 +252,11 @@ def grow(weights: Tensor, calls: list[str]) -> At:
     ids=["conv", "gpt", "gpt through vmap", "own"],
 )
 def test_a_seed_in_a_stacked_slot_learns_as_it_does_alone(make: Callable[[], nn.Module], slots: list[str], x: Tensor) -> None:
-    hosts = different(make)
+    hosts = make_different(make)
     rows = ModuleRows.of(hosts)
     strengths = torch.tensor([0.5, -0.3, 2.0], dtype=torch.float64, requires_grad=True)
     calls: list[str] = []
-    outputs = lower(hosts[0], slots=slots)(rows.tensors(), x, training=True, at=grow(strengths, calls))
+    outputs = lower(hosts[0], slots=slots)(rows.tensors(), x, training=True, at=add_to_slots(strengths, calls))
     assert sorted(calls) == sorted(slots)
     torch.autograd.backward([sum((loss_of(outputs[:, row]) for row in range(HOSTS)), torch.zeros(()))])
     assert strengths.grad is not None
@@ -273,7 +273,7 @@ def test_a_seed_in_a_stacked_slot_learns_as_it_does_alone(make: Callable[[], nn.
 
 
 def test_a_slot_without_seeds_changes_nothing() -> None:
-    hosts = different(conv_2d)
+    hosts = make_different(conv_2d)
     tensors, x = ModuleRows.of(hosts).tensors(), inputs_for((1, 8, 8))
     assert torch.equal(lower(hosts[0], slots=["blocks.0"])(tensors, x, training=False), lower(hosts[0])(tensors, x, training=False))
 
@@ -283,18 +283,20 @@ def test_a_slot_without_seeds_changes_nothing() -> None:
 @pytest.mark.parametrize("convolution", ["grouped", "unfolded"])
 def test_a_float32_row_is_close_to_the_host_alone(make: Callable[[], nn.Module], shape: tuple[int, ...], convolution: Convolution) -> None:
     x = inputs_for(shape, torch.float32)
-    assert_rows_equal_hosts(different(make, torch.float32), x, tolerance=1e-5, convolution=convolution)
+    assert_rows_equal_hosts(make_different(make, torch.float32), x, tolerance=1e-5, convolution=convolution)
 
 
 @pytest.mark.parametrize(("make", "shape"), CONV_HOSTS, ids=["images", "series"])
 @pytest.mark.parametrize("convolution", ["grouped", "unfolded"])
 def test_a_bfloat16_row_is_close_to_the_host_alone(make: Callable[[], nn.Module], shape: tuple[int, ...], convolution: Convolution) -> None:
     with torch.autocast("cpu", torch.bfloat16):
-        assert_rows_equal_hosts(different(make, torch.float32), inputs_for(shape, torch.float32), tolerance=2e-2, convolution=convolution)
+        assert_rows_equal_hosts(
+            make_different(make, torch.float32), inputs_for(shape, torch.float32), tolerance=2e-2, convolution=convolution
+        )
 
 
 def test_a_bfloat16_row_is_close_to_the_gpt_host_alone() -> None:
-    hosts = different(lambda: GPTHost(11, sequence_length=6, width=8, heads=2, layers=2), torch.float32)
+    hosts = make_different(lambda: GPTHost(11, sequence_length=6, width=8, heads=2, layers=2), torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         assert_rows_equal_hosts(hosts, IDS, tolerance=2e-2)
 
@@ -310,7 +312,7 @@ def test_a_seed_in_a_stacked_slot_acts_without_gradients(kind: type[GPTHost]) ->
 
 
 def test_a_subset_of_hosts_computes_the_same_as_among_all() -> None:
-    hosts = different(conv_2d)
+    hosts = make_different(conv_2d)
     rows, x, chosen = ModuleRows.of(hosts), inputs_for((1, 8, 8)), torch.tensor([2, 0])
     stacked = lower(hosts[0])
     some = stacked(rows.tensors(chosen), x[:, chosen], training=False)
@@ -343,7 +345,7 @@ def test_a_subclass_is_not_lowered_as_its_base_class() -> None:
             return 2 * super().forward(x)
 
     assert lowering_of(Doubled(2, 2), training=True) is None
-    assert_rows_equal_hosts(different(lambda: Doubled(3, 2)), inputs_for((3,)))
+    assert_rows_equal_hosts(make_different(lambda: Doubled(3, 2)), inputs_for((3,)))
 
 
 def test_a_forward_hook_of_the_host_is_called() -> None:
@@ -352,7 +354,7 @@ def test_a_forward_hook_of_the_host_is_called() -> None:
         layer.register_forward_hook(lambda module, given, output: output * 3)
         return layer
 
-    assert_rows_equal_hosts(different(hooked), inputs_for((3,)))
+    assert_rows_equal_hosts(make_different(hooked), inputs_for((3,)))
 
 
 def test_a_custom_lowering_is_used_and_reaches_its_children() -> None:
@@ -371,7 +373,7 @@ def test_a_custom_lowering_is_used_and_reaches_its_children() -> None:
         seen.append(scope.name)
         return 2 * scope.child("layer", x)
 
-    assert_rows_equal_hosts(different(Twice), inputs_for((3,)))
+    assert_rows_equal_hosts(make_different(Twice), inputs_for((3,)))
     assert seen == ["", ""]
 
 

@@ -58,7 +58,7 @@ def state(
     return replace(base, **fields)  # type: ignore[arg-type]
 
 
-def decided(heuristic: Heuristic, now: GrowthState) -> list[tuple[str, str]]:
+def decisions_of(heuristic: Heuristic, now: GrowthState) -> list[tuple[str, str]]:
     return [(type(action).__name__, action.slot) for action in heuristic.decide(now).actions]
 
 
@@ -137,20 +137,20 @@ def test_seeds_are_kept_by_contribution_against_rent(
 ) -> None:
     gain = Contribution(Interval((low + high) / 2, low, high), epoch)
     seed = slot(stage=Stage.HOLDING, blueprint="big", rent=0.01, epochs_in_stage=held, contribution=gain, candidates=())
-    assert decided(Heuristic(GrowthConfig()), state(epoch, train=(0.01,) * epoch, slots=(seed,))) == expected
+    assert decisions_of(Heuristic(GrowthConfig()), state(epoch, train=(0.01,) * epoch, slots=(seed,))) == expected
 
 
 def test_an_outdated_measurement_leads_to_no_decision() -> None:
     gain = Contribution(Interval(0.5, 0.4, 0.6), 9)
     seed = slot(stage=Stage.HOLDING, blueprint="big", rent=0.01, epochs_in_stage=5, contribution=gain, candidates=())
-    assert decided(Heuristic(GrowthConfig()), state(10, train=(0.01,) * 10, slots=(seed,))) == []
+    assert decisions_of(Heuristic(GrowthConfig()), state(10, train=(0.01,) * 10, slots=(seed,))) == []
 
 
 def test_a_seed_in_the_shadow_is_blended_when_it_has_learned_long_enough() -> None:
     seed = slot(stage=Stage.TRAINING, blueprint="big", epochs_in_stage=2, candidates=())
     heuristic = Heuristic(GrowthConfig())
-    assert decided(heuristic, state(10, train=(0.01,) * 10, slots=(seed,))) == []
-    assert decided(heuristic, state(11, train=(0.01,) * 11, slots=(replace(seed, epochs_in_stage=3),))) == [("Advance", "a")]
+    assert decisions_of(heuristic, state(10, train=(0.01,) * 10, slots=(seed,))) == []
+    assert decisions_of(heuristic, state(11, train=(0.01,) * 11, slots=(replace(seed, epochs_in_stage=3),))) == [("Advance", "a")]
 
 
 def chosen(now: GrowthState) -> list[tuple[str, str]]:
@@ -169,7 +169,7 @@ def measured(host: dict[str, Any], *, promise: float, flops: float, epochs: int 
     return state(len(host["train"]), **settings)
 
 
-def looked_at(now: GrowthState) -> Decision:
+def with_looks(now: GrowthState) -> Decision:
     heuristic = Heuristic(GrowthConfig())
     heuristic.load_state_dict({"looks_at": now.epoch})
     return heuristic.decide(now)
@@ -178,10 +178,10 @@ def looked_at(now: GrowthState) -> Decision:
 def test_an_undertrained_host_does_not_grow_and_a_starved_one_does() -> None:
     gpt, digits = measured(GPT, promise=0.00181, flops=0.117), measured(DIGITS, promise=0.01935, flops=1.58)
     assert starvation(gpt, RULES).is_starved, "by its losses alone it could be either"
-    assert not looked_at(gpt).actions
-    assert "undertrained" in looked_at(gpt).reason
-    assert "train longer" in looked_at(gpt).reason
-    assert len(looked_at(digits).actions) == 1
+    assert not with_looks(gpt).actions
+    assert "undertrained" in with_looks(gpt).reason
+    assert "train longer" in with_looks(gpt).reason
+    assert len(with_looks(digits).actions) == 1
     assert speed_over_longer_training(gpt, choices(gpt)) == pytest.approx(17, abs=1)
     assert speed_over_longer_training(digits, choices(digits)) == pytest.approx(970, abs=30)
 
@@ -191,20 +191,20 @@ def choices(now: GrowthState) -> list[Candidate]:
 
 
 def test_the_longer_the_training_the_less_is_left_to_learn_at_its_end() -> None:
-    speeds = [speed_over_longer_training(now, choices(now)) for epochs in (6, 12, 24, 96) if (now := at_length(epochs))]
+    speeds = [speed_over_longer_training(now, choices(now)) for epochs in (6, 12, 24, 96) if (now := with_horizon(epochs))]
     assert speeds == sorted(speeds)
-    assert not looked_at(at_length(12)).actions
-    assert looked_at(at_length(96)).actions
+    assert not with_looks(with_horizon(12)).actions
+    assert with_looks(with_horizon(96)).actions
 
 
-def at_length(epochs: int) -> GrowthState:
+def with_horizon(epochs: int) -> GrowthState:
     return measured(GPT, promise=0.00181, flops=0.117, epochs=epochs)
 
 
 def test_a_host_that_has_stopped_learning_is_not_undertrained() -> None:
     flat = measured({**GPT, "train": (2.5, 2.5)}, promise=0.00181, flops=0.117)
     assert fall_at_the_end(flat.train_losses, 12) == 0
-    assert looked_at(flat).actions
+    assert with_looks(flat).actions
 
 
 def test_the_best_candidate_of_every_slot_is_chosen_within_the_budget() -> None:
@@ -285,7 +285,7 @@ def test_the_state_of_the_heuristic_survives_a_resume() -> None:
     first, second = Heuristic(GrowthConfig()), Heuristic(GrowthConfig())
     assert first.decide(state(3, train=(2.2, 2.0, 1.9))).probe
     second.load_state_dict(first.state_dict())
-    assert decided(second, state(4)) == decided(first, state(4)) == [("Germinate", "a")]
+    assert decisions_of(second, state(4)) == decisions_of(first, state(4)) == [("Germinate", "a")]
 
 
 @pytest.mark.parametrize(

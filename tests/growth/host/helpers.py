@@ -38,7 +38,7 @@ def is_close(some: list[Tensor], others: list[Tensor]) -> bool:
 
 
 def germinate(slotted: Slotted, name: str, blueprint: str, *, blending: Blending = "add") -> Seed:
-    """A seed as it is born, at full strength."""
+    """Plant a new seed at full strength."""
     slot = slotted.slot(name)
     seed = Seed(slot.place, blueprint, random_seed=1, blending=blending)
     slot.plant(seed, connected=True)
@@ -46,21 +46,21 @@ def germinate(slotted: Slotted, name: str, blueprint: str, *, blending: Blending
     return seed
 
 
-def disturb(seed: Seed) -> None:
-    """As if it had learned something."""
+def perturb(seed: Seed) -> None:
+    """Move the weights of a seed, as training would."""
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in seed.parameters():
             parameter += 0.1 * torch.randn(parameter.shape, generator=generator).to(parameter)
 
 
-def grow(slotted: Slotted, *names: str) -> None:
-    """Something that has learned and is kept in each of these slots."""
+def plant_kept_seeds(slotted: Slotted, *names: str) -> None:
+    """Plant a seed with moved weights in each of these slots, and keep it."""
     for name in names:
         slot = slotted.slot(name)
-        disturb(germinate(slotted, name, blueprints_for(slot.place)[-1].name))
+        perturb(germinate(slotted, name, blueprints_for(slot.place)[-1].name))
         slot.is_kept = True
 
 
-def growths(slotted: Slotted) -> Iterator[tuple[str, str]]:
+def possible_growths(slotted: Slotted) -> Iterator[tuple[str, str]]:
     return ((name, blueprint.name) for name, slot in slotted.slots.items() for blueprint in blueprints_for(slot.place))

@@ -17,7 +17,7 @@ from esper.growth.host.saving import load
 from esper.growth.host.slotted import Slotted
 from esper.growth.lifecycle.stages import Germinate
 from tests.growth.builders import Script, config, sgd
-from tests.growth.host.helpers import disturb, germinate, grow, hooks_of
+from tests.growth.host.helpers import germinate, hooks_of, perturb, plant_kept_seeds
 from tests.growth.hosts import FAMILIES
 
 pytestmark = pytest.mark.slow  # the compiler takes its time
@@ -92,7 +92,7 @@ def test_a_seed_that_germinates_after_compilation_equals_eager_and_compiles_once
             seed_ = germinate(slotted, name, "mlp")
             torch.testing.assert_close(out(slotted, batch), before)
         with compilations(counter, 0):
-            disturb(seed_)
+            perturb(seed_)
             grown = out(slotted, batch)
             assert not torch.allclose(grown, before)
             torch.testing.assert_close(grown, eager_output(slotted, batch))
@@ -105,7 +105,7 @@ def test_changes_of_alpha_and_weights_cause_no_recompilation() -> None:
     model, _, counter = compiled_host()
     batch = FAMILY.batch()
     slotted = add_slots(model, batch)
-    disturb(germinate(slotted, "first", "mlp"))
+    perturb(germinate(slotted, "first", "mlp"))
     slot, seen = slotted.slot("first"), []
     out(slotted, batch)
     with compilations(counter, 0):
@@ -124,10 +124,10 @@ def test_two_seeds_of_one_blueprint_compile_once_each_at_most() -> None:
     slotted = add_slots(model, batch)
     out(slotted, batch)
     with compilations(counter, 1):
-        disturb(germinate(slotted, "first", "low_rank"))
+        perturb(germinate(slotted, "first", "low_rank"))
         first = out(slotted, batch)
     with compilations(counter, 1):
-        disturb(germinate(slotted, "second", "low_rank"))
+        perturb(germinate(slotted, "second", "low_rank"))
         both = out(slotted, batch)
     torch.testing.assert_close(both, eager_output(slotted, batch))
     assert not torch.allclose(first, both)
@@ -138,14 +138,14 @@ def test_a_compiled_model_runs_the_latest_seed_of_a_slot() -> None:
     batch = FAMILY.batch()
     slotted = add_slots(model, batch)
     before = out(slotted, batch)
-    disturb(germinate(slotted, "first", "mlp"))
+    perturb(germinate(slotted, "first", "mlp"))
     out(slotted, batch)
     slotted.slot("first").plant(None)
     assert torch.equal(out(slotted, batch), before)
     successor = germinate(slotted, "first", "mlp")
     torch.testing.assert_close(out(slotted, batch), before)
-    disturb(successor)
-    disturb(successor)
+    perturb(successor)
+    perturb(successor)
     torch.testing.assert_close(out(slotted, batch), eager_output(slotted, batch))
 
 
@@ -155,13 +155,13 @@ def test_removing_and_baking_take_effect_in_a_compiled_model(is_in_place: bool) 
     batch = FAMILY.batch()
     before = out(model, batch)
     slotted = add_slots(model, batch)
-    disturb(germinate(slotted, "first", "mlp"))
+    perturb(germinate(slotted, "first", "mlp"))
     assert not torch.allclose(out(model, batch), before)
     assert slotted.remove() is model
     assert torch.equal(out(model, batch), before)
 
     slotted = add_slots(model, batch)
-    grow(slotted, "second")
+    plant_kept_seeds(slotted, "second")
     expected = out(slotted, batch)
     assert slotted.bake() is host
     torch.testing.assert_close(out(model, batch), expected)
@@ -173,7 +173,7 @@ def test_a_model_compiled_with_slots_runs_without_them_after_removal() -> None:
     host, batch = FAMILY.model(), FAMILY.batch()
     slotted = add_slots(host, batch)
     before = out(host, batch)
-    disturb(germinate(slotted, "first", "mlp"))
+    perturb(germinate(slotted, "first", "mlp"))
     model: Any = torch.compile(host, backend="eager")
     torch.testing.assert_close(out(model, batch), out(host, batch))
     slotted.remove()
@@ -187,7 +187,7 @@ def test_a_part_that_is_compiled_on_its_own_takes_slots() -> None:
     model.get_submodule("layer1").compile(backend=counter)
     before = out(model, batch)
     slotted = add_slots(model, batch)
-    disturb(germinate(slotted, "layer1.0", "conv1x1"))
+    perturb(germinate(slotted, "layer1.0", "conv1x1"))
     grown = out(slotted, batch)
     assert not torch.allclose(grown, before)
     torch.testing.assert_close(grown, eager_output(slotted, batch))
@@ -197,7 +197,7 @@ def test_a_part_that_is_compiled_on_its_own_takes_slots() -> None:
 def test_a_baked_model_compiles_as_a_whole() -> None:
     batch = FAMILY.batch()
     slotted = add_slots(FAMILY.model(), batch)
-    grow(slotted, "first", "second")
+    plant_kept_seeds(slotted, "first", "second")
     baked = slotted.bake()
     expected = out(baked, batch)
     explained = torch._dynamo.explain(baked)(batch)
@@ -208,7 +208,7 @@ def test_a_baked_model_compiles_as_a_whole() -> None:
 def test_a_saved_model_loads_into_a_compiled_model_that_has_run() -> None:
     batch = FAMILY.batch()
     slotted = add_slots(FAMILY.model(), batch)
-    grow(slotted, "first")
+    plant_kept_seeds(slotted, "first")
     baked = slotted.bake()
     expected = out(baked, batch)
     state: Any = torch.compile(baked, backend="eager").state_dict()
@@ -227,7 +227,7 @@ def test_gradients_of_a_compiled_seed_equal_eager_ones() -> None:
         slotted = add_slots(model, batch)
         slotted(batch).square().mean().backward()  # compiled before anything grew
         seed = germinate(slotted, "first", "mlp")
-        disturb(seed)
+        perturb(seed)
         slotted(batch).square().mean().backward()
         gradients.append([parameter.grad for parameter in (*seed.parameters(), *host.parameters())])
     torch.testing.assert_close(*gradients)
@@ -241,7 +241,7 @@ def test_the_default_compiler_equals_eager_before_and_after_germination() -> Non
     model: Any = torch.compile(family.model())
     slotted = add_slots(model, batch)
     torch.testing.assert_close(out(slotted, batch), out(family.model(), batch))
-    disturb(germinate(slotted, "layer1.0", "conv3x3"))
+    perturb(germinate(slotted, "layer1.0", "conv3x3"))
     torch.testing.assert_close(out(slotted, batch), eager_output(slotted, batch))
 
 

@@ -33,7 +33,7 @@ from esper.growth.host.slotted import Slotted
 from esper.growth.seeds.blueprints import blueprints_for
 from tests.growth import hosts
 from tests.growth.builders import QUICK
-from tests.growth.host.helpers import disturb, germinate, growths, hooks_of
+from tests.growth.host.helpers import germinate, hooks_of, perturb, possible_growths
 from tests.growth.hosts import FAMILIES, VOCABULARY, Transposing
 
 pytestmark = [
@@ -158,7 +158,7 @@ OWN_KINDS = {
 }
 
 
-# Models that nobody here wrote, built from small configurations
+# Models of other libraries, built from small configurations
 
 
 def of_transformers(model: str, config: str, **settings: Any) -> Callable[[], nn.Module]:
@@ -422,10 +422,10 @@ def check_identity(kind: Kind) -> None:
     """Every blueprint in every default slot leaves the output as the host without slots gives it, and is removed without a trace."""
     with shared_fresh(kind) as (slotted, before, names):
         assert kind.is_same(kind.run(slotted), before)
-        for name, blueprint in growths(slotted):  # a trace of one would be seen in the next
+        for name, blueprint in possible_growths(slotted):  # a trace of one would be seen in the next
             seed = germinate(slotted, name, blueprint)
             assert kind.is_same(kind.run(slotted), before), (name, blueprint)
-            disturb(seed)
+            perturb(seed)
             assert not kind.is_same(kind.run(slotted), before), (name, blueprint)
             slotted.slot(name).plant(None)
             assert list(slotted.host.state_dict()) == list(names["state"]), (name, blueprint)
@@ -437,7 +437,7 @@ def check_gradients(kind: Kind) -> None:
     with shared_fresh(kind) as (slotted, _, _):
         buffers = {name: buffer.clone() for name, buffer in slotted.host.named_buffers()}
         before = [None if gradient is None else gradient.clone() for gradient in gradients(kind, slotted)]
-        for name, blueprint in growths(slotted):
+        for name, blueprint in possible_growths(slotted):
             slotted.host.load_state_dict(buffers, strict=False)
             seed = germinate(slotted, name, blueprint)
             after = gradients(kind, slotted)
@@ -482,7 +482,7 @@ def check_deepcopy(kind: Kind) -> None:
     assert kind.is_same(kind.run(copied), before)
     for slot in twin.slots.values():
         assert slot.seed is not None
-        disturb(slot.seed)
+        perturb(slot.seed)
     assert not kind.is_same(kind.run(twin), before)
     assert kind.is_same(kind.run(slotted), before)
     for slot in twin.slots.values():
@@ -568,7 +568,7 @@ def test_growing_is_exact(kind: str, title: str) -> None:
     PROPERTIES[title](KINDS[kind])
 
 
-# What only some kinds have: a direction of time, padding, a cache, a loss of their own
+# Properties of some kinds: a direction of time, padding, a cache, their own loss
 
 
 def kinds_with(has: Callable[[Kind], bool]) -> pytest.MarkDecorator:
@@ -587,8 +587,8 @@ def with_input(batch: Any, key: str | int, change: Callable[[Tensor], Tensor]) -
 
 def learned_growths(slotted: Slotted) -> Iterator[tuple[str, str]]:
     """Put every blueprint into every slot, one at a time and as if it had learned something."""
-    for name, blueprint in growths(slotted):
-        disturb(germinate(slotted, name, blueprint))
+    for name, blueprint in possible_growths(slotted):
+        perturb(germinate(slotted, name, blueprint))
         yield name, blueprint
         slotted.slot(name).plant(None)
 
@@ -703,7 +703,7 @@ def main(*names: str) -> int:
             failures.append(f"{name}: {error}")
             print(f"| {name} | – | – |{' – |' * len(PROPERTIES)}")
             continue
-        counts = len(slotted.slots), len({blueprint for _, blueprint in growths(slotted)})
+        counts = len(slotted.slots), len({blueprint for _, blueprint in possible_growths(slotted)})
         slotted.remove()
         row = []
         for title, check in PROPERTIES.items():

@@ -19,7 +19,7 @@ from esper.growth.host.slots import tensors_in
 from esper.growth.host.slotted import Slotted
 from esper.growth.seeds.blueprints import blueprints_for, flop_counter
 from esper.growth.seeds.seed import Blending
-from tests.growth.host.helpers import disturb, every_family, germinate, grow, growths, hooks_of, is_close, is_same, run
+from tests.growth.host.helpers import every_family, germinate, hooks_of, is_close, is_same, perturb, plant_kept_seeds, possible_growths, run
 from tests.growth.hosts import (
     FAMILIES,
     GPT,
@@ -82,7 +82,7 @@ def test_a_baked_model_keeps_its_names_and_outputs_and_survives_pickle_copy_and_
     model, batch = family.model(), family.batch()
     names = list(model.state_dict())
     slotted = add_slots(model, batch[:2])
-    grow(slotted, family.slots[0])
+    plant_kept_seeds(slotted, family.slots[0])
     expected = run(slotted, batch)
     baked = slotted.bake()
     assert baked is model
@@ -97,7 +97,7 @@ def test_a_baked_model_keeps_its_names_and_outputs_and_survives_pickle_copy_and_
 
     again = add_slots(baked, batch[:2])
     assert tuple(again.slots) == family.slots
-    grow(again, family.slots[0], family.slots[-1])
+    plant_kept_seeds(again, family.slots[0], family.slots[-1])
     expected = run(again, batch)
     twice = again.bake()
     assert is_same(run(twice, batch), expected)
@@ -109,7 +109,7 @@ def test_baking_without_seeds_gives_the_model_without_hooks() -> None:
     family = FAMILIES["resnet"]
     model, batch = family.model(), family.batch()
     slotted = add_slots(model, batch)
-    disturb(germinate(slotted, "layer1.0", "conv3x3"))  # which nobody kept
+    perturb(germinate(slotted, "layer1.0", "conv3x3"))  # which nobody kept
     assert slotted.bake() is model
     assert not hooks_of(model)
     assert is_same(run(model, batch), run(family.model(), batch))
@@ -119,7 +119,7 @@ def test_a_seed_after_a_container_acts_once_when_it_is_baked() -> None:
     family = FAMILIES["resnet"]
     batch = family.batch()
     slotted = add_slots(family.model(), batch, slots=["layer1", "layer2.0.downsample"])
-    grow(slotted, "layer1", "layer2.0.downsample")
+    plant_kept_seeds(slotted, "layer1", "layer2.0.downsample")
     expected = run(slotted, batch)
     assert is_same(run(slotted.bake(), batch), expected)
 
@@ -138,7 +138,7 @@ class RunsItsChildren(nn.Module):
 def test_a_seed_in_a_block_that_runs_all_of_its_children_acts_once_when_it_is_baked() -> None:
     model, batch = nn.Sequential(RunsItsChildren(), nn.Linear(8, 2)), torch.randn(3, 8)
     slotted = add_slots(model, batch)
-    grow(slotted, "0")
+    plant_kept_seeds(slotted, "0")
     expected = run(slotted, batch)
     assert is_same(run(slotted.bake(), batch), expected)
 
@@ -152,11 +152,11 @@ def test_a_copy_with_a_seed_on_trial_is_independent() -> None:
     model, batch = family.model(), family.batch()
     slotted = add_slots(model, batch)
     seed = germinate(slotted, "layer1.1", "conv3x3")
-    disturb(seed)
+    perturb(seed)
     grown = run(model, batch)
     twin = copy.deepcopy(model)
     assert is_same(run(twin, batch), grown)
-    disturb(seed)
+    perturb(seed)
     assert is_same(run(twin, batch), grown)
     assert not is_close(run(model, batch), grown)
     slotted.slot("layer1.1").plant(None)
@@ -172,11 +172,11 @@ def test_a_copy_of_a_slotted_model_grows_and_is_undone_independently() -> None:
     twin = copy.deepcopy(slotted)
     slotted.slot("blocks.0").observe(None)
     assert is_same(run(twin, batch), before)  # nobody looks at the copy
-    disturb(germinate(twin, "blocks.1", "attention"))
+    perturb(germinate(twin, "blocks.1", "attention"))
     assert is_same(run(slotted, batch), before)
     grown = run(twin, batch)
     assert not is_close(grown, before)
-    disturb(germinate(slotted, "blocks.1", "mlp"))
+    perturb(germinate(slotted, "blocks.1", "mlp"))
     assert is_same(run(twin, batch), grown)
     twin.remove()
     assert not hooks_of(twin.host)
@@ -203,8 +203,8 @@ def test_a_causal_host_stays_causal_with_every_blueprint(is_float: bool) -> None
     batch = torch.randn(3, 8, 16, generator=torch.Generator().manual_seed(0)) if is_float else family.batch()
     slotted = add_slots(family.model(), batch[:2])
     assert all(place.is_causal for place in slotted.discovery.places.values())
-    for name, blueprint in growths(slotted):
-        disturb(germinate(slotted, name, blueprint))
+    for name, blueprint in possible_growths(slotted):
+        perturb(germinate(slotted, name, blueprint))
         assert not flows_back(slotted, batch)
         slotted.slot(name).plant(None)
     assert "causal" in slotted.describe()
@@ -262,8 +262,8 @@ def test_a_host_that_shifts_its_inputs_stays_causal_with_every_blueprint(name: s
     changed = IDS.clone()
     changed[:, 6] = (changed[:, 6] + 1) % VOCABULARY
     first = int((SHIFTS[name](IDS) != SHIFTS[name](changed)).any(0).nonzero()[0])  # the position that sees the change
-    for slot, blueprint in growths(slotted):
-        disturb(germinate(slotted, slot, blueprint))
+    for slot, blueprint in possible_growths(slotted):
+        perturb(germinate(slotted, slot, blueprint))
         (before,), (after,) = run(slotted, IDS), run(slotted, changed)
         assert torch.equal(before[:, :first], after[:, :first])
         assert not torch.equal(before[:, first:], after[:, first:])
@@ -369,10 +369,10 @@ def test_seeds_in_causal_convolutions_see_no_later_position() -> None:
     batch = torch.randn(2, 4, 12, generator=torch.Generator().manual_seed(0))
     slotted = add_slots(Wave().eval(), batch)
     assert {name: slot.place.is_causal for name, slot in slotted.slots.items()} == {"first": True, "second": True}
-    grown = {blueprint for _, blueprint in growths(slotted)}
+    grown = {blueprint for _, blueprint in possible_growths(slotted)}
     assert grown == {"conv1x1", "conv3x3", "double_conv3x3", "wide_conv3x3", "bottleneck", "depthwise"}
-    for name, blueprint in growths(slotted):
-        disturb(germinate(slotted, name, blueprint))
+    for name, blueprint in possible_growths(slotted):
+        perturb(germinate(slotted, name, blueprint))
         assert not looks_ahead(slotted, batch, 5, line=2)
         slotted.slot(name).plant(None)
 
@@ -400,9 +400,9 @@ def test_causal_convolutions_that_leave_out_the_last_position_stay_causal(channe
 def test_seeds_in_an_autoregressive_image_model_see_no_later_pixel() -> None:
     batch = torch.randn(2, 1, 6, 6, generator=torch.Generator().manual_seed(0))
     slotted = add_slots(PixelCNN().eval(), batch)
-    assert {blueprint for _, blueprint in growths(slotted)} == {"conv1x1"}
-    for name, blueprint in growths(slotted):
-        disturb(germinate(slotted, name, blueprint))
+    assert {blueprint for _, blueprint in possible_growths(slotted)} == {"conv1x1"}
+    for name, blueprint in possible_growths(slotted):
+        perturb(germinate(slotted, name, blueprint))
         assert not looks_ahead(slotted, batch, 3, line=2)
         slotted.slot(name).plant(None)
     with pytest.raises(ValueError, match="'conv3x3' does not fit"):
@@ -434,16 +434,16 @@ def test_seeds_in_a_time_first_sequence_do_not_mix_samples(blending: Blending) -
     slotted = add_slots(model, batch)
     before = run(model, batch)
     assert offered(slotted) == {"norm", "low_rank", "mlp", "attention"}
-    for name, blueprint in growths(slotted):
+    for name, blueprint in possible_growths(slotted):
         seed = germinate(slotted, name, blueprint, blending=blending)
         assert is_same(run(model, batch), before)
-        disturb(seed)
+        perturb(seed)
         (together,) = run(model, batch)
         assert not torch.allclose(together, before[0], atol=1e-4)
         for row in range(3):
             torch.testing.assert_close(run(model, batch[row : row + 1])[0][0], together[row], rtol=1e-4, atol=1e-5)
         slotted.slot(name).plant(None)
-    grow(slotted, "inner.encoder.layers.0")
+    plant_kept_seeds(slotted, "inner.encoder.layers.0")
     expected = run(model, batch)
     torch.manual_seed(0)
     assert is_same(run(load(slotted.bake().state_dict(), model=Transposing().eval()), batch), expected)
@@ -453,7 +453,7 @@ def test_seeds_in_a_time_first_sequence_do_not_mix_samples(blending: Blending) -
 
 
 def offered(slotted: Slotted) -> set[str]:
-    return {blueprint for _, blueprint in growths(slotted)}
+    return {blueprint for _, blueprint in possible_growths(slotted)}
 
 
 @pytest.mark.slow
@@ -467,8 +467,8 @@ def test_decoding_with_a_cache_gives_the_same_outputs_with_every_blueprint(has_a
     name = "a cache ('kv_cache')" if has_attribute else "'past'"
     assert "attention cannot grow in token 8×16 causal" in slotted.describe()
     assert f": the host takes {name}, and a seed would miss positions that only it holds" in slotted.describe()
-    for slot, blueprint in growths(slotted):
-        disturb(germinate(slotted, slot, blueprint))
+    for slot, blueprint in possible_growths(slotted):
+        perturb(germinate(slotted, slot, blueprint))
         with torch.no_grad():
             whole, cache = model(ids), list[Tensor]()
             if has_attribute:
@@ -498,8 +498,8 @@ def test_seeds_do_not_see_padding_that_the_host_masks_itself(has_index: bool, ha
     slotted = add_slots(PadToken(has_index=has_index).eval(), padded if has_padding else ids)
     assert offered(slotted) == {"norm", "low_rank", "mlp"}
     assert reason in slotted.describe()
-    for slot, blueprint in growths(slotted):
-        disturb(germinate(slotted, slot, blueprint))
+    for slot, blueprint in possible_growths(slotted):
+        perturb(germinate(slotted, slot, blueprint))
         (together,) = run(slotted, padded)
         torch.testing.assert_close(run(slotted, padded[2:, :3])[0], together[2:], rtol=1e-4, atol=1e-5)
         slotted.slot(slot).plant(None)
@@ -535,7 +535,7 @@ def test_slots_inside_an_encoder_layer_act_in_evaluation() -> None:
     slotted = add_slots(model, batch[:2], slots=["encoder.layers.*.linear1", "encoder.layers.0.norm1"])
     assert len(slotted.slots) == 3
     assert is_close(run(slotted, batch), before)
-    grow(slotted, "encoder.layers.1.linear1")
+    plant_kept_seeds(slotted, "encoder.layers.1.linear1")
     expected = [tensor.detach() for tensor in tensors_in(slotted(batch))]  # with gradients, for which there is no such kernel
     assert not is_close(expected, before)
     assert is_close(run(slotted, batch), expected)
@@ -564,8 +564,8 @@ def test_seeds_in_an_encoder_with_padding_do_not_see_the_padding(nested: bool, s
     assert len(slotted.slots) == (2 if slots is None else 3)
     with torch.no_grad():
         torch.testing.assert_close(slotted(ids, is_padding), before, rtol=0, atol=0 if slots is None else 1e-5)
-        for name, blueprint in growths(slotted):
-            disturb(germinate(slotted, name, blueprint))
+        for name, blueprint in possible_growths(slotted):
+            perturb(germinate(slotted, name, blueprint))
             together = slotted(ids, is_padding)
             assert not torch.allclose(together, before, atol=1e-4)
             for row, length in enumerate((8, 5, 3)):
@@ -606,12 +606,12 @@ def test_seeds_have_the_precision_of_the_host(name: str, dtype: torch.dtype) -> 
     model = family.model().to(dtype)
     before = run(model, batch)
     slotted = add_slots(model, batch[:2])
-    for slot, blueprint in growths(slotted):
+    for slot, blueprint in possible_growths(slotted):
         seed = germinate(slotted, slot, blueprint)
         assert {tensor.dtype for tensor in (*seed.parameters(), seed.alpha)} == {dtype}
         assert is_same(run(slotted, batch), before)
         slotted.slot(slot).plant(None)
-    grow(slotted, family.slots[0])
+    plant_kept_seeds(slotted, family.slots[0])
     expected = run(slotted, batch)
     baked = slotted.bake()
     assert is_same(run(load(baked.state_dict(), model=family.model().to(dtype)), batch), expected)
@@ -631,7 +631,7 @@ def test_identity_at_birth_is_exact_under_autocast(name: str, is_inside: bool) -
         slotted = add_slots(model, batch)
     assert all(slot.place.dtype == torch.float32 for slot in slotted.slots.values())
     with torch.autocast("cpu", torch.bfloat16):
-        for slot, blueprint in growths(slotted):
+        for slot, blueprint in possible_growths(slotted):
             seed = germinate(slotted, slot, blueprint)
             assert is_same(run(slotted, batch), before)
             next(tensors_in(slotted(batch))).square().mean().backward()
@@ -655,7 +655,7 @@ def test_a_seed_has_the_precision_of_the_activations_at_its_place() -> None:
     batch = torch.randn(3, 6).bfloat16()
     slotted = add_slots(MixedPrecision(), batch)
     assert {name: slot.place.dtype for name, slot in slotted.slots.items()} == {"first": torch.bfloat16, "norm": torch.float32}
-    for name, blueprint in growths(slotted):
+    for name, blueprint in possible_growths(slotted):
         germinate(slotted, name, blueprint)
         run(slotted, batch)
 
@@ -675,7 +675,7 @@ def test_channels_last_is_kept() -> None:
     assert all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in seen)
 
 
-# What flows elsewhere
+# Memory formats and precisions
 
 
 def test_frozen_parts_stay_frozen_and_seeds_in_them_learn() -> None:
@@ -692,7 +692,7 @@ def test_frozen_parts_stay_frozen_and_seeds_in_them_learn() -> None:
 def test_a_tied_head_stays_tied_through_growth() -> None:
     family = FAMILIES["gpt"]
     slotted = add_slots(family.model(), family.batch())
-    grow(slotted, "blocks.1")
+    plant_kept_seeds(slotted, "blocks.1")
     baked = slotted.bake()
     assert baked.get_submodule("head").weight is baked.get_submodule("tokens").weight
     twin = copy.deepcopy(baked)
@@ -715,7 +715,7 @@ def test_the_gate_refuses_a_causal_place_and_opens_elsewhere() -> None:
         for blending in ("gate", "multiply"):
             seed = germinate(slotted, first, blueprint, blending=blending)
             assert is_same(run(slotted, batch), before)
-            disturb(seed)
+            perturb(seed)
             assert not is_close(run(slotted, batch), before)
 
 

@@ -143,7 +143,7 @@ class Opaque:
         self.parts = (left, right)
 
 
-def drawn(*shape: int, seed: int = 0) -> Tensor:
+def random_input(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -157,7 +157,7 @@ def made(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def calls_of(model: nn.Module, x: Tensor) -> list[Call]:
-    """What a probe records of one forward pass."""
+    """Record the calls of one forward pass."""
     calls, starts, ticks = [], [], iter(range(10_000))
     handles = []
     for name, module in model.named_modules():
@@ -199,8 +199,8 @@ class Ran:
         return run
 
 
-IMAGES = tuple(drawn(4, 3, 8, 8, seed=seed) for seed in range(3))
-ROWS = tuple(drawn(4, 6, seed=seed) for seed in range(3))
+IMAGES = tuple(random_input(4, 3, 8, 8, seed=seed) for seed in range(3))
+ROWS = tuple(random_input(4, 6, seed=seed) for seed in range(3))
 TOKENS = tuple(torch.randint(20, (4, 12), generator=torch.Generator().manual_seed(seed)) for seed in range(3))
 
 BLOCK_3 = [f"blocks.3.{name}" for name in ("conv1", "norm1", "relu", "dropout", "conv2", "norm2", "relu")]
@@ -481,7 +481,7 @@ def test_calls_outside_a_forward_pass_are_computed() -> None:
         model(IMAGES[0])
 
 
-class Moody(nn.Module):
+class Misbehaving(nn.Module):
     """Does what `mood` says before the slot."""
 
     def __init__(self, mood: str = "plain") -> None:
@@ -513,7 +513,7 @@ class Moody(nn.Module):
     ],
 )
 def test_verification_disables_a_replay_that_gives_other_outputs(mood: str, reason: str) -> None:
-    model = made(lambda: Moody(mood))
+    model = made(lambda: Misbehaving(mood))
     x = ROWS[0]
     replay = PrefixCache(model, calls_of(model, x), "slot")
     with torch.random.fork_rng(devices=[]):
@@ -542,7 +542,7 @@ def test_equal_nans_do_not_disable_the_replay() -> None:
 
 @pytest.mark.parametrize("mode", ["recording", "replaying"])
 def test_a_pass_with_other_calls_than_the_probe_disables_it(mode: str) -> None:
-    model = made(lambda: Moody("repeats a module"))
+    model = made(lambda: Misbehaving("repeats a module"))
     x = ROWS[0]
     replay = PrefixCache(model, calls_of(model, x), "slot")
     with replay.recording():

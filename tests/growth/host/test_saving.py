@@ -20,7 +20,7 @@ from esper.growth import GrowthError, add_slots, register_blueprint
 from esper.growth.host.layout import Place
 from esper.growth.host.slotted import Slotted
 from esper.growth.seeds import blueprints as registry
-from tests.growth.host.helpers import disturb, every_family, germinate, grow, hooks_of, is_same, run
+from tests.growth.host.helpers import every_family, germinate, hooks_of, is_same, perturb, plant_kept_seeds, run
 from tests.growth.hosts import FAMILIES, GPT, Family, ResNet
 
 RESNET = FAMILIES["resnet"]
@@ -36,7 +36,7 @@ def _blueprints_restored() -> Iterator[None]:
 
 def grown_model(family: Family = RESNET, *names: str) -> nn.Module:
     slotted = add_slots(family.model(), family.batch()[:2])
-    grow(slotted, *(names or family.slots))
+    plant_kept_seeds(slotted, *(names or family.slots))
     return slotted.bake()
 
 
@@ -87,8 +87,8 @@ def test_a_model_on_which_nothing_grew_is_saved_and_loaded_too(tmp_path: Path) -
 @pytest.mark.slow
 def test_alpha_and_blending_are_saved_and_loaded() -> None:
     slotted = add_slots(RESNET.model(), RESNET.batch())
-    disturb(germinate(slotted, "layer1.0", "conv3x3", blending="gate"))
-    disturb(germinate(slotted, "layer1.1", "conv1x1", blending="multiply"))
+    perturb(germinate(slotted, "layer1.0", "conv3x3", blending="gate"))
+    perturb(germinate(slotted, "layer1.1", "conv1x1", blending="multiply"))
     for name in ("layer1.0", "layer1.1"):
         slotted.slot(name).alpha, slotted.slot(name).is_kept = 0.5, True
     model = slotted.bake()
@@ -113,7 +113,7 @@ def test_a_loaded_model_trains_and_grows_on() -> None:
     assert tuple(add_slots(model, RESNET.batch()).slots) == RESNET.slots
 
 
-# What does not fit
+# Refused files and hosts
 
 
 @pytest.mark.slow
@@ -186,7 +186,7 @@ def own_blueprint(bias: bool = True) -> None:
 def test_a_custom_blueprint_must_be_registered_unchanged_to_load() -> None:
     own_blueprint()
     slotted = add_slots(RESNET.model(), RESNET.batch())
-    grow(slotted, "layer1.0")
+    plant_kept_seeds(slotted, "layer1.0")
     model = slotted.bake()
     assert is_same(run(esper.load(model.state_dict(), model=RESNET.model()), RESNET.batch()), run(model, RESNET.batch()))
     own_blueprint(bias=False)
@@ -213,7 +213,7 @@ def test_a_seed_with_dropout_follows_the_mode_of_the_host_in_a_slot_and_baked() 
     family = FAMILIES["sequential mlp"]
     batch = family.batch()
     slotted = add_slots(family.model(), batch)
-    disturb(germinate(slotted, "1", "dropping"))
+    perturb(germinate(slotted, "1", "dropping"))
     slotted.slot("1").is_kept = True
     assert is_same(run(slotted, batch), run(slotted, batch))
     slotted.host.train()
@@ -253,7 +253,7 @@ assert not any(name.split(".")[0] == "esper" for name in sys.modules)
 def two_kinds_grown(name: str) -> Slotted:
     family = FAMILIES[name]
     slotted = add_slots(family.model(), family.batch())
-    grow(slotted, *family.slots)
+    plant_kept_seeds(slotted, *family.slots)
     return slotted
 
 

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations
 from esper.growth import GrowthError, add_slots
 from esper.growth.host.slotted import Slotted
 from esper.growth.seeds.blueprints import cost_of, get_blueprint
-from tests.growth.host.helpers import disturb, germinate, grow, hooks_of, is_same, run
+from tests.growth.host.helpers import germinate, hooks_of, is_same, perturb, plant_kept_seeds, run
 from tests.growth.hosts import FAMILIES, GPT, DoubleConv, ResNet, Returning, Swin, ViT
 
 RESNET = FAMILIES["resnet"]
@@ -324,7 +324,7 @@ def test_channels_last_are_not_taken_for_rows(batch: int) -> None:
             for blueprint in ("norm", "low_rank", "mlp"):
                 seed = germinate(slotted, name, blueprint, blending=blending)
                 assert is_same(run(model, larger), before)
-                disturb(seed)
+                perturb(seed)
                 (together,), (alone,) = run(model, larger), run(model, larger[1:2])
                 assert not torch.equal(together, before[0])
                 torch.testing.assert_close(alone[0], together[1], rtol=1e-4, atol=1e-5)
@@ -514,9 +514,9 @@ def test_the_description_lists_every_submodule_once(make: Callable[[], nn.Module
 
 def test_the_description_shows_slots_with_their_places_and_costs() -> None:
     slotted = add_slots(RESNET.model(), RESNET.batch())
-    disturb(germinate(slotted, "layer1.0", "conv3x3"))
+    perturb(germinate(slotted, "layer1.0", "conv3x3"))
     slotted.slot("layer1.0").alpha = 0.25
-    grow(slotted, "layer2.1")
+    plant_kept_seeds(slotted, "layer2.1")
     lines = {line.split("  ")[0]: line for line in slotted.describe().splitlines()}
     assert lines["layer1.0"].split("  ")[-1].strip() == "conv3x3, alpha 0.25"
     assert lines["layer2.1"].split("  ")[-1].strip() == "depthwise, kept"

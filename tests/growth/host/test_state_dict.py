@@ -21,7 +21,7 @@ from esper.growth import Grower, GrowthError, Slotted, add_slots
 from esper.growth.config import LifecycleConfig
 from esper.growth.controllers.baselines import Planned
 from tests.growth.builders import Host, config, make_data, make_host, make_loop, sgd
-from tests.growth.host.helpers import disturb, germinate, grow, is_same, run
+from tests.growth.host.helpers import germinate, is_same, perturb, plant_kept_seeds, run
 
 
 class Branches(nn.Module):
@@ -104,7 +104,7 @@ def inputs(size: int = 5) -> Tensor:
 def growing_host() -> Slotted:
     """A host with a living seed that has learned something, and one in the shadow."""
     slotted = add_slots(make_host().eval(), inputs(2), slots=["first", "second"])
-    disturb(germinate(slotted, "first", "low_rank"))
+    perturb(germinate(slotted, "first", "low_rank"))
     slotted.slot("first").alpha = 0.5
     return slotted
 
@@ -170,7 +170,7 @@ def test_a_part_with_another_structure_is_refused() -> None:
 def test_the_state_dict_of_the_same_structure_loads_with_its_alpha() -> None:
     slotted = growing_host()
     saved, expected = copy.deepcopy(slotted.model.state_dict()), run(slotted, inputs())
-    disturb(slotted.slot("first").seed)  # type: ignore[arg-type]
+    perturb(slotted.slot("first").seed)  # type: ignore[arg-type]
     slotted.slot("first").alpha = 1.0
     assert not is_same(run(slotted, inputs()), expected)
     slotted.model.load_state_dict(saved)
@@ -180,7 +180,7 @@ def test_the_state_dict_of_the_same_structure_loads_with_its_alpha() -> None:
 
 def test_a_slotted_model_is_saved_and_loaded_in_three_lines() -> None:
     saved = growing_host()
-    grow(saved, "second")
+    plant_kept_seeds(saved, "second")
     slotted = add_slots(make_host(1).eval(), inputs(2), slots=["first", "second"])
     slotted.load_state_dict(saved.state_dict())
     assert is_same(run(slotted, inputs()), run(saved, inputs()))
@@ -191,7 +191,7 @@ def test_a_slotted_model_is_saved_and_loaded_in_three_lines() -> None:
 
 def test_baking_a_loaded_model_keeps_the_seeds_that_were_loaded() -> None:
     saved = growing_host()
-    grow(saved, "second")
+    plant_kept_seeds(saved, "second")
     slotted = add_slots(make_host(1).eval(), inputs(2), slots=["first", "second"])
     slotted.load_state_dict(saved.state_dict())
     before = run(slotted, inputs())
@@ -249,7 +249,7 @@ def test_an_average_of_weights_without_the_seeds_warns() -> None:
     average = TorchAverage(slotted.model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
     average.update_parameters(slotted.model)
     run(average, inputs())  # nothing has grown yet
-    disturb(germinate(slotted, "first", "low_rank"))
+    perturb(germinate(slotted, "first", "low_rank"))
     average.update_parameters(slotted.model)
     with pytest.warns(RuntimeWarning, match=r"lacks the seed that grew after 'first'.*slotted\.averaged"):
         run(average, inputs())
@@ -261,7 +261,7 @@ def test_a_copy_that_is_no_average_does_not_warn() -> None:
     slotted = add_slots(make_host().eval(), inputs(2), slots=["first", "second"])
     best = copy.deepcopy(slotted.model)
     expected = run(best, inputs())
-    disturb(germinate(slotted, "first", "low_rank"))
+    perturb(germinate(slotted, "first", "low_rank"))
     assert is_same(run(best, inputs()), expected)
     del slotted
     gc.collect()
@@ -274,7 +274,7 @@ def test_an_average_that_grows_with_the_model_is_the_average_of_host_and_seeds()
     slotted = add_slots(make_host().eval(), inputs(2), slots=["first", "second"])
     same, average = slotted.averaged(decay=0.0), slotted.averaged(decay=0.75)
     seed = germinate(slotted, "first", "low_rank")
-    disturb(seed)
+    perturb(seed)
     same.update()
     average.update()
     assert is_same(run(same, inputs()), run(slotted, inputs()))
@@ -292,7 +292,7 @@ def test_an_average_that_grows_with_the_model_is_the_average_of_host_and_seeds()
     slotted.slot("first").plant(None)
     same.update()
     assert is_same(run(same, inputs()), run(slotted, inputs()))
-    grow(slotted, "second")
+    plant_kept_seeds(slotted, "second")
     same.update()
     baked = same.bake()
     assert is_same(run(baked, inputs()), run(slotted, inputs()))
@@ -300,7 +300,7 @@ def test_an_average_that_grows_with_the_model_is_the_average_of_host_and_seeds()
 
 def test_averaging_the_buffers_of_a_baked_model_leaves_its_structure_readable() -> None:
     slotted = add_slots(make_host().eval(), inputs(2), slots=["first"])
-    grow(slotted, "first")
+    plant_kept_seeds(slotted, "first")
     baked = slotted.bake()
     average = TorchAverage(baked, multi_avg_fn=get_ema_multi_avg_fn(0.999), use_buffers=True)
     for _ in range(3):
@@ -316,7 +316,7 @@ def test_baking_changes_neither_the_function_nor_the_children_of_a_container(mak
     model = Net(make_block())
     children = list(model.block.children())
     slotted = add_slots(model, inputs(2), slots=["block"])
-    grow(slotted, "block")
+    plant_kept_seeds(slotted, "block")
     expected, state = run(slotted, inputs()), copy.deepcopy(slotted.state_dict())
     baked = slotted.bake()
     assert is_same(run(baked, inputs()), expected)
@@ -331,9 +331,9 @@ def test_baking_changes_neither_the_function_nor_the_children_of_a_container(mak
 def test_positions_in_a_sequential_are_the_same_after_baking() -> None:
     model = Net(LastLayerFirst())
     slotted = add_slots(model, inputs(2), slots=["block.block"])
-    grow(slotted, "block.block")
+    plant_kept_seeds(slotted, "block.block")
     inner = add_slots(slotted.bake(), inputs(2), slots=["head"])  # and grown again
-    grow(inner, "head")
+    plant_kept_seeds(inner, "head")
     expected = run(inner, inputs())
     block = model.block.block
     assert isinstance(block, nn.Sequential)
@@ -346,15 +346,15 @@ def test_positions_in_a_sequential_are_the_same_after_baking() -> None:
 def test_a_seed_whose_layer_is_replaced_says_so() -> None:
     model = Net(nn.Sequential(nn.Linear(6, 6), nn.Tanh()))
     slotted = add_slots(model, inputs(2), slots=["block"])
-    grow(slotted, "block")
+    plant_kept_seeds(slotted, "block")
     slotted.bake()
     model.block[0] = nn.Linear(6, 6)  # type: ignore[operator]
     with pytest.raises(GrowthError, match=r"held the seed '0\.esper_seed' of this Sequential was replaced"):
         model(inputs())
 
 
-class Moody(nn.Module):
-    """Counts the modules of its block only once it is told to."""
+class CountsLater(nn.Module):
+    """Counts the modules of its block only after `counts` is set."""
 
     is_counting = False
 
@@ -368,9 +368,9 @@ class Moody(nn.Module):
 
 
 def test_a_model_that_baking_would_change_is_left_as_it_was() -> None:
-    model = Net(Moody()).eval()
+    model = Net(CountsLater()).eval()
     slotted = add_slots(model, inputs(2), slots=["block.block.left"])
-    grow(slotted, "block.block.left")
+    plant_kept_seeds(slotted, "block.block.left")
     model.block.is_counting = True
     expected, names = run(slotted, inputs()), list(model.state_dict())
     with pytest.raises(GrowthError, match=r"baking would change the model's outputs.*block\.block\.left"):
@@ -383,7 +383,7 @@ def test_a_model_that_baking_would_change_is_left_as_it_was() -> None:
 
 
 def test_a_grown_run_can_be_trained_on_from_a_state_dict_in_its_middle() -> None:
-    """What a user does who saved only `model.state_dict()`: the seeds are ordinary parameters of the loaded model."""
+    """With only `model.state_dict()` saved, the seeds are ordinary parameters of the loaded model."""
     slotted = growing_host()
     model = esper.load(slotted.state_dict(), model=make_host(1))
     optimizer = sgd(model)

@@ -274,7 +274,7 @@ def huggingface(request: pytest.FixtureRequest) -> ModuleType:
 
 
 class Sentences(Dataset):
-    """Of eight letters, each the one before plus one or two."""
+    """Sequences of eight letters, each the one before plus one or two."""
 
     def __init__(self, size: int) -> None:
         generator = torch.Generator().manual_seed(1)

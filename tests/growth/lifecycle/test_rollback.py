@@ -536,7 +536,7 @@ def test_a_saved_run_whose_optimiser_got_a_group_needs_the_same_group() -> None:
 
 
 def test_a_rollback_restores_an_inner_optimiser_that_shares_its_groups() -> None:
-    """Of SAM, the base optimiser holds the momentum; a schedule sets the rates of the groups that both share."""
+    """The base optimiser of SAM holds the momentum; a schedule sets the rates of the groups that both share."""
     host = make_host(dropout=0.0)
     sam = SAM(host.parameters(), torch.optim.SGD, lr=0.05, momentum=0.9)
     loop = make_loop("never", host=host, make_optimizer=lambda model: sam)

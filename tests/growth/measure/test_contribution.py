@@ -108,7 +108,7 @@ def test_k_seeds_take_k_plus_1_evaluations_and_one_more_for_each_slot_the_first_
     assert counted.calls == 1
 
 
-class Moody(Host):
+class ChangesBetweenPasses(Host):
     """Does something else in every pass, which no recording of its modules can know."""
 
     passes = 0
@@ -120,7 +120,7 @@ class Moody(Host):
 
 def test_a_replay_with_other_losses_is_discarded_and_not_tried_again() -> None:
     torch.manual_seed(0)
-    loop = grown(host=Moody().double())
+    loop = grown(host=ChangesBetweenPasses().double())
     measurement, counted = Measurement(loop.slotted), Counted(loop)
     measurement.measure(counted, ["second"], epoch=1)
     assert measurement._distrusted == {"second"}
@@ -515,7 +515,7 @@ OPTIMIZERS = {
 
 
 def promised_and_true(make_optimizer, settings: GrowthConfig, make_seed_optimizer=None) -> tuple[float, float]:
-    """What a seed after the second layer promises, and how much the loss falls in one of its steps. Every step sees the same batch."""
+    """Return the promise of a seed after the second layer, and the fall of the loss in one of its steps, on one batch."""
     blueprint = "low_rank"
     host = make_host(dtype=torch.float64, dropout=0.0, norm=False)
     x, y = make_data(1, dtype=torch.float64)[0]

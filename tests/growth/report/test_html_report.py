@@ -58,7 +58,7 @@ def entered(number: int, slot: str, stage: str, reason: str = "a reason", bluepr
     return StageEntered(epoch=number, slot=slot, blueprint=blueprint, stage=stage, reason=reason)
 
 
-def eventful() -> list[Event]:
+def eventful_run() -> list[Event]:
     """A run in which everything happens: one seed is kept, one pruned, one rolled back."""
     return [
         GrowthStarted(epoch=0, epochs=6, controller="heuristic", raise_mode="joint", slots=["a", "b"], parameters=1_000, flops=8_000),
@@ -92,14 +92,14 @@ def eventful() -> list[Event]:
     ]  # fmt: skip
 
 
-def told(events: list[Event]) -> Story:
+def summarise(events: list[Event]) -> Story:
     story = Story()
     for event in events:
         story.take(event)
     return story
 
 
-def written(folder: Path, events: list[Event]) -> Path:
+def write_run(folder: Path, events: list[Event]) -> Path:
     with EventLog(folder / "events.jsonl", run=folder.name) as log:
         for event in events:
             log.emit(event)
@@ -108,7 +108,7 @@ def written(folder: Path, events: list[Event]) -> Path:
 
 
 class Tags(HTMLParser):
-    """What a browser would see: the names of all elements, what they point at, and the text."""
+    """Collect what a browser would see: the names of all elements, their links, and the text."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class Tags(HTMLParser):
 
 
 def test_every_seed_gets_its_outcome_and_its_reason() -> None:
-    seeds = told(eventful()).seeds
+    seeds = summarise(eventful_run()).seeds
     assert [(seed.slot, seed.outcome, seed.born, seed.ended) for seed in seeds] == [
         ("a", "kept", 2, 3),
         ("b", "pruned", 2, 5),
@@ -144,17 +144,17 @@ def test_every_seed_gets_its_outcome_and_its_reason() -> None:
 
 def test_a_seed_that_a_rollback_brings_back_lives_on() -> None:
     events = [
-        *eventful()[:6],
+        *eventful_run()[:6],
         epoch(2, view("a", "HOLDING", "conv3x3"), view("b", "HOLDING", "conv3x3")),
         entered(3, "a", "PRUNED"),
         RolledBack(epoch=3, to_epoch=2, reason="a spike", embargoed=["b"]),
         epoch(3, view("a", "HOLDING", "conv3x3"), view("b", "EMBARGOED")),
     ]
-    assert [seed.outcome for seed in told(events).seeds] == ["living", "rolled back"]
+    assert [seed.outcome for seed in summarise(events).seeds] == ["living", "rolled back"]
 
 
 def test_a_remark_repeated_every_epoch_is_shown_once() -> None:
-    story = told([epoch(number) for number in (1, 2, 3)])
+    story = summarise([epoch(number) for number in (1, 2, 3)])
     assert [(remark.first, remark.last, remark.text) for remark in story.remarks] == [(1, 3, "waits")]
 
 
@@ -204,7 +204,7 @@ def test_the_summary_of_the_events_agrees_with_the_ledger(tmp_path: Path) -> Non
 
 
 def test_a_twin_that_has_not_finished_has_no_figures_in_the_comparison() -> None:
-    story, twin = told(eventful()), told(eventful()[:2])
+    story, twin = summarise(eventful_run()), summarise(eventful_run()[:2])
     heading, rows = comparison(story, twin)
     assert heading == ("", "grown − never", "grown", "never grown", "before", "change")
     table = {row[0]: row[1:] for row in rows}
@@ -221,7 +221,7 @@ def test_the_report_compares_the_grown_model_with_its_twin() -> None:
     )  # fmt: skip
     tested = FinalTest(loss_before=2.3, loss=0.7, accuracy_before=0.1, accuracy=0.88)
     compared = TwinCompared(samples=360, accuracy_difference=0.02, low=0.005, high=0.035)
-    story, twin = told(eventful()), told([*eventful()[:2], finished, tested, compared])
+    story, twin = summarise(eventful_run()), summarise([*eventful_run()[:2], finished, tested, compared])
     table = {row[0]: row[1:4] for row in comparison(story, twin)[1]}
     assert table["validation loss"] == ("-0.2000", "0.4000", "0.6000")
     assert table["test accuracy"] == ("+2.00 ±1.50 points", "90.00%", "88.00%")
@@ -229,24 +229,24 @@ def test_the_report_compares_the_grown_model_with_its_twin() -> None:
     first = "validation loss 0.2000 below its twin's: 0.400 against 0.600 · kept 1 of 3 seeds · "
     assert headline(story, twin).startswith(first), "what growing gained comes first"
     assert "360 test samples: a difference in accuracy below 1.50 points may be chance" in about_chance(twin)[0]
-    assert not about_chance(told(eventful()[:2])), "it has not finished"
+    assert not about_chance(summarise(eventful_run()[:2])), "it has not finished"
 
 
 def test_the_report_shows_the_best_candidate_of_every_slot_in_the_last_probe() -> None:
     first = Probed(epoch=1, promises={"a": {"norm": 0.5}, "b": {"norm": 0.25}})
     promises = {"norm": 0.001, "conv3x3": 0.02, "film": 0.003, "attention": 0.0001}
-    story = told([first, Probed(epoch=2, promises={"a": promises})])
+    story = summarise([first, Probed(epoch=2, promises={"a": promises})])
     assert probe_rows(story) == [
         ("2", "a", "conv3x3", "0.02000"),
         ("2", "a", "film", "0.00300"),
         ("2", "a", "norm", "0.00100"),
         ("1", "b", "norm", "0.25000"),
     ]
-    assert "Results of the probe" in render(told([*eventful(), first]), None, title="run", config="", rent=RentConfig())
+    assert "Results of the probe" in render(summarise([*eventful_run(), first]), None, title="run", config="", rent=RentConfig())
 
 
 def test_the_report_separates_the_cost_of_removal_from_the_gain_of_growing() -> None:
-    story = told(eventful())
+    story = summarise(eventful_run())
     page = render(story, None, title="run", config="", rent=RentConfig())
     table = next(part for part in re.findall(r"<table>.*?</table>", page, flags=re.DOTALL) if "why it ended so" in part)
     assert '<th class="number">cost of removal</th>' in table
@@ -257,29 +257,29 @@ def test_the_report_separates_the_cost_of_removal_from_the_gain_of_growing() -> 
 
 def test_a_small_unit_of_the_loss_is_not_rounded_to_nothing() -> None:
     assert gain_in_words(3.2e-6, 1.1e-6, 5.3e-6) == "+3.2e-06 [+1.1e-06, +5.3e-06]"
-    finished = msgspec.structs.replace(next(event for event in eventful() if isinstance(event, GrowthFinished)), val_loss=2.64e-5)
+    finished = msgspec.structs.replace(next(event for event in eventful_run() if isinstance(event, GrowthFinished)), val_loss=2.64e-5)
     assert "validation loss 2.300 -> 2.6e-05" in result_in_words(finished)
 
 
 def test_the_report_counts_skipped_steps_of_a_seed() -> None:
     skipping = msgspec.structs.replace(view("a", "HOLDING", "conv3x3"), skipped=1, grad_norm=3.0)
-    story = told([entered(1, "a", "GERMINATED"), epoch(1, skipping), epoch(2, skipping), epoch(3, view("a", "HOLDING", "conv3x3"))])
+    story = summarise([entered(1, "a", "GERMINATED"), epoch(1, skipping), epoch(2, skipping), epoch(3, view("a", "HOLDING", "conv3x3"))])
     assert about_skipped(story) == ["Seed 1, conv3x3 after a, skipped 2 steps, because its gradient or that of its host was not finite."]
 
 
 def test_the_rent_that_would_have_changed_a_decision_is_named() -> None:
-    kept, pruned = about_rent(told(eventful()), RentConfig(parameters=0.02, flops=0.04))
+    kept, pruned = about_rent(summarise(eventful_run()), RentConfig(parameters=0.02, flops=0.04))
     assert "surely 0.0400, for a rent of 0.0100" in kept
     assert "above rent.parameters 0.08 and rent.flops 0.16 it would not" in kept
     assert "below rent.parameters 0.01 and rent.flops 0.02 it would have paid" in pruned
-    assert "There is no rent" in about_rent(told(eventful()), RentConfig(parameters=0.0, flops=0.0))[0]
+    assert "There is no rent" in about_rent(summarise(eventful_run()), RentConfig(parameters=0.0, flops=0.0))[0]
 
 
 # The page
 
 
 def test_the_page_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
-    page = write_report(written(tmp_path, eventful())).read_text()
+    page = write_report(write_run(tmp_path, eventful_run())).read_text()
     tags = Tags(page)
     assert not {"script", "link", "img", "iframe", "object", "embed"} & tags.names
     assert all(target.startswith("#") for target in tags.targets), "only what is in the page itself"
@@ -290,32 +290,32 @@ def test_the_page_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
 
 
 def test_names_given_by_users_are_escaped_in_the_page(tmp_path: Path) -> None:
-    page = write_report(written(tmp_path, eventful())).read_text()
+    page = write_report(write_run(tmp_path, eventful_run())).read_text()
     tags = Tags(page)
     assert "script" not in tags.names
     assert "b" not in tags.names
-    assert tags.text.count(NASTY) >= 4, "in the plot, the ledger, the blueprints and the decisions"
+    assert tags.text.count(NASTY) >= 4, "in the chart, the ledger, the blueprints and the decisions"
     assert "<b>bold</b>" in tags.text
 
 
 def test_drawings_take_their_colours_from_a_light_and_a_dark_theme(tmp_path: Path) -> None:
-    page = write_report(written(tmp_path, eventful())).read_text()
+    page = write_report(write_run(tmp_path, eventful_run())).read_text()
     drawings = "".join(re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL))
     used = set(re.findall(r"var\(--(\w+)\)", drawings))
     assert {"ink", "validation", "fossilized", "trouble"} <= used
     light, _, dark = page.partition("prefers-color-scheme: dark")
     assert all(f"--{name}:" in light and f"--{name}:" in dark for name in used)
-    assert not re.search(r"(fill|stroke): #", drawings), "a plot has no colours of its own"
+    assert not re.search(r"(fill|stroke): #", drawings), "a chart has no colours of its own"
 
 
 def test_equal_runs_give_equal_pages() -> None:
-    pages = {render(told(eventful()), told(eventful()), title="run", config="", rent=RentConfig()) for _ in range(2)}
+    pages = {render(summarise(eventful_run()), summarise(eventful_run()), title="run", config="", rent=RentConfig()) for _ in range(2)}
     assert len(pages) == 1
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 17, 23])
 def test_a_run_that_was_killed_has_a_report_too(tmp_path: Path, count: int) -> None:
-    page = write_report(written(tmp_path, eventful()[:count])).read_text()
+    page = write_report(write_run(tmp_path, eventful_run()[:count])).read_text()
     assert "</html>" in page
     assert "Before, after, cost" not in page
 
@@ -324,4 +324,4 @@ def test_a_folder_without_a_training_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="there is no run"):
         write_report(tmp_path)
     with pytest.raises(RunError, match="has not begun"):
-        write_report(written(tmp_path, []))
+        write_report(write_run(tmp_path, []))

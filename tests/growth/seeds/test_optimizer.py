@@ -25,7 +25,7 @@ GROW = {0: [Germinate("first", "test", "mlp"), Germinate("second", "test", "low_
 JUNK = 100 * torch.ones(8, 6)
 
 
-def still_loop(make_optimizer: Callable[[nn.Module], Optimizer] = sgd, **options: Any) -> Loop:
+def make_loop_without_dropout(make_optimizer: Callable[[nn.Module], Optimizer] = sgd, **options: Any) -> Loop:
     """Without dropout, so that a pass that is thrown away draws no random numbers; batch norms would remember it."""
     loop = make_loop(Script(GROW), host=make_host(dropout=0.0, norm=False), make_optimizer=make_optimizer, **options)
     loop.grower.begin()
@@ -43,7 +43,7 @@ def seed_of(loop: Loop, name: str = "first") -> Seed:
 
 
 def weights(loop: Loop) -> list[Tensor]:
-    """Of the host and of all seeds."""
+    """Return the weights of the host and of all seeds."""
     modules = [loop.host, *(slot.seed for slot in loop.slotted.slots.values() if slot.seed is not None)]
     return [parameter.detach().clone() for module in modules for parameter in module.parameters()]
 
@@ -70,7 +70,7 @@ WAYS: dict[str, Callable[[Loop], None]] = {
 @pytest.mark.parametrize("way", WAYS)
 def test_a_discarded_batch_leaves_no_gradient_in_the_seed(way: str) -> None:
     def trained(*, skips: bool) -> list[Tensor]:
-        loop = still_loop(adamw)
+        loop = make_loop_without_dropout(adamw)
         for x, y in loop.data:
             if skips:
                 loss_of(loop, JUNK, y).backward()
@@ -84,7 +84,7 @@ def test_a_discarded_batch_leaves_no_gradient_in_the_seed(way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_dropped_between_forward_and_backward_are_dropped_in_the_seed(way: str) -> None:
     def trained(drop: Callable[[Loop], None]) -> list[Tensor]:
-        loop = still_loop()
+        loop = make_loop_without_dropout()
         for x, y in loop.data:
             loss = loss_of(loop, x, y)
             drop(loop)
@@ -97,7 +97,7 @@ def test_gradients_dropped_between_forward_and_backward_are_dropped_in_the_seed(
 
 
 def test_a_step_after_all_gradients_were_set_to_none_steps_nothing() -> None:
-    loop = still_loop(adamw)
+    loop = make_loop_without_dropout(adamw)
     loop.step(*loop.data[0])
     before = weights(loop)
     loss_of(loop, JUNK, loop.data[0][1]).backward()
@@ -108,7 +108,7 @@ def test_a_step_after_all_gradients_were_set_to_none_steps_nothing() -> None:
 
 
 def test_a_seed_keeps_its_gradient_where_only_some_of_the_hosts_are_set_to_none() -> None:
-    loop = still_loop()
+    loop = make_loop_without_dropout()
     loss_of(loop, *loop.data[0]).backward()
     loop.host.head.weight.grad = None
     loss_of(loop, *loop.data[1]).backward()
@@ -119,7 +119,7 @@ def test_a_seed_keeps_its_gradient_where_only_some_of_the_hosts_are_set_to_none(
 
 
 def test_a_step_repeated_without_a_new_gradient_is_repeated_for_the_seed() -> None:
-    loop = still_loop(lambda model: torch.optim.SGD(model.parameters(), lr=0.5))
+    loop = make_loop_without_dropout(lambda model: torch.optim.SGD(model.parameters(), lr=0.5))
     before = copy.deepcopy(seed_of(loop).state_dict())
     loss_of(loop, *loop.data[0]).backward()
     loop.optimizer.step()
@@ -132,7 +132,7 @@ def test_a_step_repeated_without_a_new_gradient_is_repeated_for_the_seed() -> No
 @pytest.mark.slow
 def test_calling_after_step_for_every_accumulated_part_equals_calling_it_once() -> None:
     def trained(*, per_part: bool) -> list[Tensor]:
-        loop = still_loop(adamw)
+        loop = make_loop_without_dropout(adamw)
         for x, y in loop.data * 2:
             for part_x, part_y in zip(x.chunk(4), y.chunk(4), strict=True):
                 loss = loss_of(loop, part_x, part_y) / 4
@@ -150,7 +150,7 @@ def test_calling_after_step_for_every_accumulated_part_equals_calling_it_once() 
 
 
 def test_seeds_learn_without_after_step_and_the_end_of_the_epoch_reports_it() -> None:
-    loop = still_loop()
+    loop = make_loop_without_dropout()
     before = weights(loop)
     for x, y in loop.data:
         loss_of(loop, x, y).backward()
@@ -168,7 +168,7 @@ def test_a_closure_in_the_optimisers_step_is_followed(kind: str) -> None:
     def make(model: nn.Module) -> Optimizer:
         return torch.optim.SGD(model.parameters(), lr=0.1) if kind == "SGD" else torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
 
-    loop = still_loop(make, seed_optimizer=lambda parameters, rate: torch.optim.SGD(parameters, lr=0.1))
+    loop = make_loop_without_dropout(make, seed_optimizer=lambda parameters, rate: torch.optim.SGD(parameters, lr=0.1))
     x, y = loop.data[0]
     calls: list[list[Tensor]] = []
     before = [parameter.detach().clone() for parameter in seed_of(loop).parameters()]
@@ -227,7 +227,7 @@ def test_under_sam_the_seed_learns_by_the_gradient_of_the_perturbed_weights_alon
 
 def test_the_step_of_another_optimiser_does_not_step_the_seed() -> None:
     """A generator grows; the discriminator's loss goes through it as well."""
-    loop = still_loop()
+    loop = make_loop_without_dropout()
     critic = nn.Linear(3, 1)
     other = torch.optim.SGD(critic.parameters(), lr=0.1)
     before = copy.deepcopy(seed_of(loop).state_dict())
@@ -245,7 +245,7 @@ def test_the_step_of_another_optimiser_does_not_step_the_seed() -> None:
 
 
 def test_a_gradient_penalty_leaves_nothing_behind() -> None:
-    loop = still_loop()
+    loop = make_loop_without_dropout()
     x, y = loop.data[0]
     inputs = x.clone().requires_grad_()
     (slope,) = torch.autograd.grad(loop.slotted(inputs).sum(), inputs, create_graph=True)
@@ -267,7 +267,7 @@ class Twice(torch.optim.SGD):
 
 def test_an_optimiser_whose_step_calls_that_of_its_base_class_steps_seeds_once() -> None:
     torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
-    loop = still_loop(lambda model: Twice(model.parameters(), lr=0.1))
+    loop = make_loop_without_dropout(lambda model: Twice(model.parameters(), lr=0.1))
     loop.step(*loop.data[0])
     assert loop.grower.lifecycles.backends["first"].learner.report().steps == 1
 
@@ -282,7 +282,7 @@ class Fails(torch.optim.SGD):
 
 
 def test_after_a_step_that_failed_seeds_go_on_with_the_next() -> None:
-    loop = still_loop(lambda model: Fails(model.parameters(), lr=0.1))
+    loop = make_loop_without_dropout(lambda model: Fails(model.parameters(), lr=0.1))
     loop.optimizer.should_fail = True
     with pytest.raises(OSError, match="no step"):
         loop.step(*loop.data[0])
@@ -314,7 +314,7 @@ def test_a_schedule_made_before_or_after_the_grower_steps_seeds_once_at_the_rate
     assert learner.report().steps == len(loop.data)
 
 
-# What is left alone
+# State that stays unchanged
 
 
 def ways_out(loop: Loop) -> dict[str, Callable[[], Any]]:
@@ -372,7 +372,7 @@ class Whole(torch.optim.SGD):
 @pytest.mark.parametrize("kind", [torch.optim.SGD, Whole])
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))], ids=["deepcopy", "pickle"])
 def test_copies_of_optimiser_and_model_do_not_step_the_seeds(kind: type[Optimizer], copied: Callable[[Any], Any]) -> None:
-    loop = still_loop(lambda model: kind(model.parameters(), lr=0.1))
+    loop = make_loop_without_dropout(lambda model: kind(model.parameters(), lr=0.1))
     loss_of(loop, *loop.data[0]).backward()
     before, gradients = weights(loop), [parameter.grad.clone() for parameter in seed_of(loop).parameters()]
     model, optimizer = copied((loop.host, loop.optimizer))
@@ -389,7 +389,7 @@ def test_copies_of_optimiser_and_model_do_not_step_the_seeds(kind: type[Optimize
 
 
 def test_a_copy_of_the_slotted_model_grows_and_is_baked_independently() -> None:
-    loop = still_loop()
+    loop = make_loop_without_dropout()
     loop.step(*loop.data[0])
     copy.deepcopy(loop.slotted).remove()
     twin = copy.deepcopy(loop.slotted)
@@ -411,7 +411,7 @@ def test_a_copy_of_the_slotted_model_grows_and_is_baked_independently() -> None:
 
 
 def test_a_second_grower_for_the_same_slots_takes_over() -> None:
-    loop = still_loop()
+    loop = make_loop_without_dropout()
     second = Grower(loop.slotted, loop.optimizer, controller="never", config=config())
     with pytest.raises(GrowthError, match="another Grower was made for the same slots"):
         loop.grower.after_step(torch.tensor(1.0))
@@ -446,7 +446,7 @@ def test_two_growers_share_an_optimiser_and_each_can_stop_first() -> None:
 
 
 def test_an_optimiser_that_never_steps_is_reported_at_the_end_of_the_epoch() -> None:
-    loop = still_loop()
+    loop = make_loop_without_dropout()
     stranger = sgd(loop.host)
     for x, y in loop.data:
         loss = loss_of(loop, x, y)
@@ -475,7 +475,7 @@ def scaled_step(loop: Loop, scaler: torch.amp.GradScaler, *, spoil: Callable[[],
 @pytest.mark.parametrize("is_fused", [False, True])
 def test_a_step_that_the_scaler_skips_is_skipped_for_the_seed_and_the_next_is_not(is_fused: bool) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
-    loop = still_loop(lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, fused=is_fused), scaler=scaler)
+    loop = make_loop_without_dropout(lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, fused=is_fused), scaler=scaler)
     scaled_step(loop, scaler)
     before, state = weights(loop), snapshot(loop.grower.lifecycles.backends["first"].learner.optimizer)
     scaled_step(loop, scaler, spoil=lambda: loop.host.head.weight.grad.fill_(math.inf))
@@ -502,7 +502,7 @@ def test_a_step_that_the_scaler_skips_is_skipped_for_a_seed_in_the_shadow() -> N
 
 def test_gradients_that_the_user_unscales_and_clips_are_unscaled_once_in_the_seed() -> None:
     def trained(scaler: torch.amp.GradScaler | None) -> list[Tensor]:
-        loop = still_loop(lambda model: torch.optim.SGD(model.parameters(), lr=0.5), scaler=scaler)
+        loop = make_loop_without_dropout(lambda model: torch.optim.SGD(model.parameters(), lr=0.5), scaler=scaler)
         for x, y in loop.data:
             loss = loss_of(loop, x, y)
             (loss if scaler is None else scaler.scale(loss)).backward()
