@@ -675,7 +675,7 @@ def test_channels_last_is_kept() -> None:
     assert all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in seen)
 
 
-# Memory formats and precisions
+# Frozen and tied weights, places and FLOPs
 
 
 def test_frozen_parts_stay_frozen_and_seeds_in_them_learn() -> None:

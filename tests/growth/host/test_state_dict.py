@@ -354,7 +354,7 @@ def test_a_seed_whose_layer_is_replaced_says_so() -> None:
 
 
 class CountsLater(nn.Module):
-    """Counts the modules of its block only after `counts` is set."""
+    """Counts the modules of its block only while `is_counting` is set."""
 
     is_counting = False
 
