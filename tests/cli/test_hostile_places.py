@@ -24,7 +24,7 @@ from tests.cli import arena_runs
 from tests.cli.test_controller import OPTIONS as CONTROLLER
 from tests.cli.test_ppo import OPTIONS as PPO
 from tests.commands import last_line
-from tests.controller.test_learned import trained_policy
+from tests.controller.policies import trained_policy
 from tests.processes import start
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")

@@ -17,8 +17,6 @@ from esper.controller import layout, learned
 from esper.controller.features import HOST
 from esper.controller.layout import observe
 from esper.controller.learned import ControllerError, load_controller, save_controller
-from esper.controller.network import make_policy
-from esper.controller.network_config import SlotNetworkConfig
 from esper.fleet.config import FleetConfig, HostConfig
 from esper.fleet.fleet import Fleet
 from esper.growth import grow
@@ -29,15 +27,9 @@ from esper.rl.config import NetworkConfig
 from esper.rl.policy import Policy
 from esper.runs import CheckpointStore, read_tensors, write_tensors
 from tests.controller.hosts import drawn_state, slot, state
-from tests.controller.test_network import perturbed_policy
+from tests.controller.policies import trained_policy
 from tests.fleet.builders import BATCH, make_host as make_conv_host, small_task, train_alone
 from tests.growth.builders import SLOTS, make_data, make_host
-
-NETWORK = SlotNetworkConfig(width=16, candidate_width=8, attention_heads=2, summary_width=16)
-
-
-def trained_policy(memory: NetworkConfig = NetworkConfig(hidden_size=12)) -> Policy:  # noqa: B008 — frozen
-    return perturbed_policy(make_policy(NETWORK, memory, slots=3, blueprints=4, generator=torch.Generator().manual_seed(0)))
 
 
 @pytest.fixture

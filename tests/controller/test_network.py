@@ -18,6 +18,7 @@ from esper.rl.policy import Policy
 from esper.runs import load_module
 from esper.vecenv import Masks, Obs, Timestep
 from tests.controller.hosts import drawn_state, state
+from tests.controller.policies import perturbed_policy
 
 MEMORY = NetworkConfig(hidden_size=24)
 SLOTS, BLUEPRINTS = 3, 4
@@ -26,15 +27,6 @@ MEMORIES = [MEMORY, NetworkConfig(core="none"), NetworkConfig(core="gru", critic
 
 def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
-
-
-def perturbed_policy(policy: Policy, seed: int = 1) -> Policy:
-    """Return a policy with perturbed weights: nearly uniform first logits would hide mistakes."""
-    draws = generator(seed)
-    with torch.no_grad():
-        for weight in policy.parameters():
-            weight.add_(0.1 * torch.randn(weight.shape, generator=draws))
-    return policy
 
 
 def policy_for(memory: NetworkConfig = MEMORY, *, slots: int = SLOTS, blueprints: int = BLUEPRINTS) -> Policy:

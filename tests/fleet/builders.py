@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,7 @@ from esper.growth.config import GrowthConfig, LifecycleConfig
 from esper.growth.lifecycle.stages import Action, Advance, Decision, Fossilize, Germinate, GrowthState
 from esper.tasks import BatchLoader, ConvHost, Split, Task, load_task
 from esper.tasks.gpt_host import GPTHost
+from tests.conftest import sync_debug_mode
 
 SLOTS = ("blocks.0", "blocks.1", "blocks.2")
 BATCH = 25
@@ -147,6 +149,22 @@ def rename_dtype(state: Any, dtype: torch.dtype) -> Any:
     if not isinstance(state, dict):
         return state
     return {name.replace("torch.float64", str(dtype)): rename_dtype(value, dtype) for name, value in state.items()}
+
+
+def enlarge_head(fleet: Fleet, row: int) -> None:
+    """Enlarge the head until gradients overflow at the first scale, and nothing in the forward pass does."""
+    with torch.no_grad():
+        fleet.host.rows.tensors()["head.weight"][row] *= 1000
+
+
+def assert_waits_once(fleet: Fleet) -> None:
+    """Check that training up to the next decision synchronises with the device once."""
+    torch.cuda.synchronize()
+    with sync_debug_mode("warn"), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fleet.advance()
+    waits = [warning for warning in caught if "synchroniz" in str(warning.message)]
+    assert len(waits) == 1, [f"{warning.filename}:{warning.lineno}" for warning in waits]
 
 
 def step_in_two_precisions(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import msgspec
@@ -13,11 +12,11 @@ from esper.fleet import Fleet, FleetConfig, FleetError, HostConfig
 from esper.growth.config import GrowthConfig, LifecycleConfig
 from esper.growth.lifecycle.stages import Decision
 from esper.tasks import ConvHost
-from tests.conftest import sync_debug_mode
 from tests.fleet.builders import (
     CONFIG,
     LIFECYCLES,
     advance_and_fossilize,
+    assert_waits_once,
     germinate,
     germinate_in_every_slot,
     host_settings,
@@ -94,16 +93,6 @@ def test_recorded_training_on_a_lagging_gpu_equals_synchronised_training(lifecyc
     assert lagging.recordings > 0
     for name, tensor in waited.tensors().items():
         torch.testing.assert_close(lagging.tensors()[name], tensor, atol=1e-9, rtol=1e-9)
-
-
-def assert_waits_once(fleet: Fleet) -> None:
-    """Check that training up to the next decision synchronises with the device once."""
-    torch.cuda.synchronize()
-    with sync_debug_mode("warn"), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fleet.advance()
-    waits = [warning for warning in caught if "synchroniz" in str(warning.message)]
-    assert len(waits) == 1, [f"{warning.filename}:{warning.lineno}" for warning in waits]
 
 
 @LIFECYCLES

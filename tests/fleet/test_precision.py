@@ -20,6 +20,7 @@ from tests.fleet.builders import (
     SHADOW,
     assert_identical,
     copy_rows,
+    enlarge_head,
     germinate,
     germinate_in_every_slot,
     host_settings,
@@ -42,12 +43,6 @@ def make_growing_fleet(lifecycle: LifecycleConfig, config: FleetConfig = FLOAT16
 
 def scales_of(fleet: Fleet) -> list[float]:
     return list(fleet.tensors()["host scale"].tolist())
-
-
-def enlarge_head(fleet: Fleet, row: int) -> None:
-    """Enlarge the head until gradients overflow at the first scale, and nothing in the forward pass does."""
-    with torch.no_grad():
-        fleet.host.rows.tensors()["head.weight"][row] *= 1000
 
 
 def trained_tensors(fleet: Fleet, rows: list[int]) -> dict[str, Tensor]:

@@ -10,9 +10,17 @@ from esper.fleet import Fleet, FleetConfig, HostConfig
 from esper.growth.config import GrowthConfig, LifecycleConfig
 from esper.growth.lifecycle.stages import Decision
 from esper.tasks import ConvHost
-from tests.fleet.builders import BATCH, JOINT, LIFECYCLES, germinate_in_every_slot, host_settings, make_fleet, small_task
-from tests.fleet.test_fleet_cuda import assert_waits_once
-from tests.fleet.test_precision import enlarge_head
+from tests.fleet.builders import (
+    BATCH,
+    JOINT,
+    LIFECYCLES,
+    assert_waits_once,
+    enlarge_head,
+    germinate_in_every_slot,
+    host_settings,
+    make_fleet,
+    small_task,
+)
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

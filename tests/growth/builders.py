@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from esper.growth import Grower, GrowthConfig, Slotted, add_slots
 from esper.growth.config import LifecycleConfig
 from esper.growth.lifecycle.stages import Action, Decision, GrowthState
+from esper.growth.training import default_optimizer
 from esper.runs import Event
 from esper.statistics import Interval
 
@@ -249,3 +250,39 @@ class SAM(Optimizer):
         with torch.enable_grad():
             closure()
         self.second_step()
+
+
+def plain_training(
+    host: nn.Module,
+    loader,
+    *,
+    epochs: int,
+    schedule=None,
+    optimizer=default_optimizer,
+    precision: torch.dtype | None = None,
+    max_grad_norm: float | None = None,
+    per_step: bool = False,
+) -> nn.Module:
+    """Train a copy of the host by a plain loop of torch, and return it."""
+    host = copy.deepcopy(host)
+    device = next(host.parameters()).device.type
+    optimizer = optimizer(host.parameters())
+    scheduler = None if schedule is None else schedule(optimizer)
+    scaler = torch.amp.GradScaler(device, enabled=precision is torch.float16)
+    for _ in range(epochs):
+        host.train()
+        for x, y in loader:
+            optimizer.zero_grad()
+            with torch.autocast(device, dtype=precision, enabled=precision is not None):
+                loss = cross_entropy(host(x.to(device)), y.to(device))
+            scaler.scale(loss).backward()
+            if max_grad_norm is not None:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(host.parameters(), max_grad_norm)
+            scaler.step(optimizer)
+            scaler.update()
+            if scheduler is not None and per_step:
+                scheduler.step()
+        if scheduler is not None and not per_step:
+            scheduler.step()
+    return host

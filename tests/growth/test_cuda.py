@@ -28,9 +28,9 @@ from tests.growth.builders import (
     make_host,
     make_loop,
     plain_losses,
+    plain_training,
     snapshot,
 )
-from tests.growth.test_grow import plain
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -186,7 +186,7 @@ def test_half_precision_on_the_gpu_equals_the_plain_loop_with_autocast_and_a_sca
     torch.manual_seed(11)
     grown = grow(make_host().cuda(), make_data(), make_data(2), cross_entropy, epochs=3, **options)  # the data are moved
     torch.manual_seed(11)
-    expected = plain(make_host().cuda(), make_data(), epochs=3, precision=getattr(torch, precision), max_grad_norm=max_grad_norm)
+    expected = plain_training(make_host().cuda(), make_data(), epochs=3, precision=getattr(torch, precision), max_grad_norm=max_grad_norm)
     assert_same(dict(grown.model.state_dict()), dict(expected.state_dict()))
 
 

@@ -35,14 +35,13 @@ from esper.growth.lifecycle.stages import Contribution, Decision, Fossilize, Ger
 from esper.growth.report.html import write_report
 from esper.growth.report.story import read_story
 from esper.growth.seeds.shadow import Shadow
-from esper.growth.training import default_optimizer
 from esper.growth.training_loop import move
 from esper.runs import EventLog, read
 from esper.runs.folder import EVENTS, RunError
 from esper.statistics import Interval
 from tests.commands import Terminal, shown_in_tensorboard
 from tests.conftest import Clock
-from tests.growth.builders import QUICK, QUICK_SHADOW, SLOTS, Batch, Data, Script, assert_same, config, make_data, make_host
+from tests.growth.builders import QUICK, QUICK_SHADOW, SLOTS, Batch, Data, Script, assert_same, config, make_data, make_host, plain_training
 
 NAMED = {"slots": SLOTS}
 STEPWISE = {"step_schedule": "step"}
@@ -53,49 +52,13 @@ def dataset(seed: int = 1, samples: int = 40) -> TensorDataset:
     return TensorDataset(x, y)
 
 
-def plain(
-    host: nn.Module,
-    loader,
-    *,
-    epochs: int,
-    schedule=None,
-    optimizer=default_optimizer,
-    precision: torch.dtype | None = None,
-    max_grad_norm: float | None = None,
-    per_step: bool = False,
-) -> nn.Module:
-    """A training loop as the manual of torch has it."""
-    host = copy.deepcopy(host)
-    device = next(host.parameters()).device.type
-    optimizer = optimizer(host.parameters())
-    scheduler = None if schedule is None else schedule(optimizer)
-    scaler = torch.amp.GradScaler(device, enabled=precision is torch.float16)
-    for _ in range(epochs):
-        host.train()
-        for x, y in loader:
-            optimizer.zero_grad()
-            with torch.autocast(device, dtype=precision, enabled=precision is not None):
-                loss = cross_entropy(host(x.to(device)), y.to(device))
-            scaler.scale(loss).backward()
-            if max_grad_norm is not None:
-                scaler.unscale_(optimizer)
-                nn.utils.clip_grad_norm_(host.parameters(), max_grad_norm)
-            scaler.step(optimizer)
-            scaler.update()
-            if scheduler is not None and per_step:
-                scheduler.step()
-        if scheduler is not None and not per_step:
-            scheduler.step()
-    return host
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", [None, lambda optimizer: CosineAnnealingLR(optimizer, 4)], ids=["constant", "cosine"])
 def test_never_growing_equals_the_plain_loop_with_a_loader_shuffled_by_the_global_generator(schedule) -> None:
     loader, validation = DataLoader(dataset(), batch_size=8, shuffle=True), DataLoader(dataset(2), batch_size=8, shuffle=True)
     host = make_host()
     torch.manual_seed(11)
-    expected = plain(host, loader, epochs=4, schedule=schedule)
+    expected = plain_training(host, loader, epochs=4, schedule=schedule)
     after = torch.rand(2)
     torch.manual_seed(11)
     grown = grow(host, loader, validation, cross_entropy, epochs=4, scheduler=schedule, controller="never", config=config(**NAMED))
@@ -461,7 +424,7 @@ def test_a_schedule_that_counts_steps_equals_the_plain_loop_to_the_last_bit() ->
     torch.manual_seed(11)
     grown = grow(make_host(), make_data(), make_data(2), cross_entropy, epochs=4, **options)
     torch.manual_seed(11)
-    expected = plain(make_host(), make_data(), epochs=4, schedule=schedule, per_step=True)
+    expected = plain_training(make_host(), make_data(), epochs=4, schedule=schedule, per_step=True)
     assert_same(dict(grown.model.state_dict()), dict(expected.state_dict()))
 
 
@@ -508,10 +471,10 @@ def test_the_gradient_of_the_host_is_clipped_as_in_the_plain_loop() -> None:
     torch.manual_seed(11)
     grown = grow(make_host(), make_data(), make_data(2), cross_entropy, epochs=3, **options)
     torch.manual_seed(11)
-    expected = plain(make_host(), make_data(), epochs=3, max_grad_norm=0.1)
+    expected = plain_training(make_host(), make_data(), epochs=3, max_grad_norm=0.1)
     assert_same(dict(grown.model.state_dict()), dict(expected.state_dict()))
     torch.manual_seed(11)
-    unclipped = plain(make_host(), make_data(), epochs=3)
+    unclipped = plain_training(make_host(), make_data(), epochs=3)
     assert not torch.equal(grown.model.head.weight, unclipped.head.weight)
 
 
@@ -523,7 +486,7 @@ def test_half_precision_equals_the_plain_loop_with_autocast_and_a_scaler(precisi
     torch.manual_seed(11)
     grown = grow(make_host(), make_data(), make_data(2), cross_entropy, epochs=3, **options)
     torch.manual_seed(11)
-    expected = plain(make_host(), make_data(), epochs=3, precision=getattr(torch, precision), max_grad_norm=max_grad_norm)
+    expected = plain_training(make_host(), make_data(), epochs=3, precision=getattr(torch, precision), max_grad_norm=max_grad_norm)
     assert_same(dict(grown.model.state_dict()), dict(expected.state_dict()))
     assert grown.model.head.weight.dtype is torch.float32
 

@@ -85,7 +85,7 @@ def make_model(folder: Path) -> None:
 
 
 def make_controller(folder: Path) -> None:
-    from tests.controller.test_learned import trained_policy
+    from tests.controller.policies import trained_policy
 
     save_controller(folder / "controller.safetensors", trained_policy(), {"rounds": 3})
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,79 +18,22 @@ from esper.growth.host.layout import Place
 from esper.growth.seeds.blueprints import KINDS, blueprints_for, build_branch
 from esper.tasks.conv_host import ConvHost
 from esper.tasks.gpt_host import GPTHost
+from tests.fleet.stacked.comparison import (
+    EXACT,
+    HOSTS,
+    SAMPLES,
+    assert_gradients_equal,
+    assert_rows_equal_hosts,
+    inputs_for,
+    loss_of,
+    make_different,
+)
 
-HOSTS, SAMPLES = 3, 5
-EXACT = 1e-12
 IDS = torch.randint(11, (SAMPLES, HOSTS, 6), generator=torch.Generator().manual_seed(3))
 
 conv_2d = partial(ConvHost, 1, 3, (2, 4, 3), pool=(True, True, False))
 conv_1d = partial(ConvHost, 1, 3, (2, 4), pool=(True, True), spatial=1)
 CONV_HOSTS = [(conv_2d, (1, 8, 8)), (conv_1d, (1, 12))]
-
-
-def make_different(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float64, count: int = HOSTS) -> list[nn.Module]:
-    """Hosts none of whose tensors equals that of another, those that are zero at birth included."""
-    generator = torch.Generator().manual_seed(1)
-    hosts = [make().to(dtype) for _ in range(count)]
-    for host in hosts:
-        for parameter in host.parameters():
-            with torch.no_grad():
-                parameter += 0.2 * torch.randn(parameter.shape, generator=generator, dtype=dtype)
-    return hosts
-
-
-def inputs_for(shape: Sequence[int], dtype: torch.dtype = torch.float64, *, requires_grad: bool = False) -> Tensor:
-    generator = torch.Generator().manual_seed(2)
-    return torch.randn(SAMPLES, HOSTS, *shape, generator=generator, dtype=dtype).requires_grad_(requires_grad)
-
-
-def loss_of(outputs: Tensor) -> Tensor:
-    """Return the loss of one host, outputs [B, ...], without a symmetry that a norm would hide."""
-    weights = torch.linspace(-1, 2, outputs.numel(), dtype=torch.float64, device=outputs.device).view(outputs.shape)
-    return (outputs.double() * weights).sum() / len(outputs) + outputs.double().pow(2).mean()
-
-
-def assert_rows_equal_hosts(
-    hosts: Sequence[nn.Module],
-    x: Tensor,
-    *,
-    tolerance: float = EXACT,
-    training: bool = True,
-    convolution: Convolution | None = None,
-) -> None:
-    """Outputs, gradients of weights and inputs, and buffers, after two passes."""
-    rows = ModuleRows.of(hosts, device=x.device)
-    stacked = lower(hosts[0], convolution=convolution)
-    close = partial(torch.testing.assert_close, rtol=tolerance, atol=tolerance)
-    for _ in range(2):
-        outputs = stacked(rows.tensors(), x, training=training)
-    losses = [loss_of(outputs[:, row]) for row in range(len(hosts))]
-    torch.autograd.backward([sum(losses[1:], losses[0])])
-    for row, host in enumerate(hosts):
-        own = x.detach()[:, row].clone().requires_grad_(x.requires_grad)
-        host.train(training)
-        for _ in range(2):
-            expected = host(own)
-        close(outputs[:, row], expected)
-        if list(host.parameters()) or x.requires_grad:
-            torch.autograd.backward([loss_of(expected)])
-        assert_gradients_equal(rows, row, host, close)
-        if x.requires_grad:
-            close(x.grad[:, row] if x.grad is not None else None, own.grad)
-        state = rows.state_dict_of(row)
-        for name, tensor in host.state_dict().items():
-            close(state[name], tensor, msg=lambda text, name=name: f"{name}: {text}")
-
-
-def assert_gradients_equal(rows: ModuleRows, row: int, host: nn.Module, close: Callable[..., None]) -> None:
-    assert rows.parameters.flat.grad is not None or not list(host.parameters())
-    if rows.parameters.flat.grad is None:
-        return
-    gradients = rows.parameters.layout.unflatten(rows.parameters.flat.grad)
-    for name, parameter in host.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        close(gradients[name][row], parameter.grad, msg=lambda text, name=name: f"gradient of {name}: {text}")
 
 
 @pytest.mark.parametrize(("make", "shape"), CONV_HOSTS, ids=["images", "series"])

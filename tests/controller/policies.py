@@ -1,0 +1,25 @@
+"""Policies of controllers with weights that are not those of birth."""
+
+from __future__ import annotations
+
+import torch
+
+from esper.controller.network import make_policy
+from esper.controller.network_config import SlotNetworkConfig
+from esper.rl.config import NetworkConfig
+from esper.rl.policy import Policy
+
+NETWORK = SlotNetworkConfig(width=16, candidate_width=8, attention_heads=2, summary_width=16)
+
+
+def perturbed_policy(policy: Policy, seed: int = 1) -> Policy:
+    """Perturb all weights of a policy: nearly uniform first logits would hide mistakes."""
+    draws = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in policy.parameters():
+            weight.add_(0.1 * torch.randn(weight.shape, generator=draws))
+    return policy
+
+
+def trained_policy(memory: NetworkConfig = NetworkConfig(hidden_size=12)) -> Policy:  # noqa: B008 — frozen
+    return perturbed_policy(make_policy(NETWORK, memory, slots=3, blueprints=4, generator=torch.Generator().manual_seed(0)))
