@@ -40,6 +40,7 @@ from esper.arena.start import fresh, make_atlas, within_bits
 from esper.arena.state import Score, State, cloned, copy_into, from_named, named_tensors, replace_rows, select
 from esper.arena.tables import make_tables
 from esper.arena.zone import Ending, judge
+from esper.devices import GraphRecorder
 from esper.vecenv import Actions, Masks
 
 
@@ -278,17 +279,18 @@ class _Recording:
         self.actions = {name: value.clone() for name, value in actions.items()}
         self.state = cloned(arena.state)
         problem = arena._problem.clone()
-        stream = torch.cuda.Stream(arena.device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(arena.device))
-        with torch.cuda.stream(stream):  # run once before the capture, to load kernels and make workspaces
-            arena._advance(self.state, self.actions)
-        torch.cuda.current_stream(arena.device).wait_stream(stream)
-        arena._problem.copy_(problem)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            state, self.result = arena._advance(self.state, self.actions)
-            copy_into(self.state, state)
+        recorder = GraphRecorder(arena.device)
+        with recorder.stream():
+            arena._advance(self.state, self.actions)  # run once before the recording, to load kernels and make workspaces
+            arena._problem.copy_(problem)
+            torch.cuda.empty_cache()  # the recording has memory of its own: give back that of the first run
+            self.graph, self.result = recorder.record(lambda: self._advance(arena))
         arena.state = self.state
+
+    def _advance(self, arena: Arena) -> StepResult:
+        state, result = arena._advance(self.state, self.actions)
+        copy_into(self.state, state)
+        return result
 
     def replay(self, arena: Arena, actions: Actions) -> StepResult:
         if arena.state is not self.state:  # the caller has set another state
