@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from esper.fleet import Fleet, FleetConfig, optimizers as loss_scale
-from esper.fleet.optimizers import LossScales
+from esper import gradients
+from esper.fleet import Fleet, FleetConfig
+from esper.gradients import LossScales
 from esper.growth.config import GrowthConfig, LifecycleConfig
 from esper.growth.lifecycle.stages import Decision
 from tests.fleet.test_fleet import (
@@ -175,7 +176,7 @@ def test_no_host_notices_the_scale_of_another(lifecycle: LifecycleConfig) -> Non
 
 
 def test_scales_halve_at_once_and_double_after_many_good_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_scale, "_GROWTH_INTERVAL", 3)
+    monkeypatch.setattr(gradients, "GROWTH_INTERVAL", 3)
     scales = LossScales.fresh(2, "cpu")
     places = [tensor.data_ptr() for tensor in scales.tensors.values()]
     seen = []
@@ -239,7 +240,7 @@ def test_scales_go_back_with_their_host_and_begin_anew_with_it() -> None:
 @pytest.mark.slow
 @LIFECYCLES
 def test_a_saved_fleet_in_float16_goes_on_bit_for_bit(lifecycle: LifecycleConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_scale, "_GROWTH_INTERVAL", 3)
+    monkeypatch.setattr(gradients, "GROWTH_INTERVAL", 3)
     fleet, resumed = make(lifecycle), make(lifecycle)
     with_larger_head(fleet, 1)
     for _ in range(2):

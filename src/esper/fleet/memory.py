@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from esper.fleet.config import FleetError
-from esper.fleet.optimizers import LossScales
 from esper.fleet.seed_groups import MakeRowOptimizer, SeedKind, SeedKinds
 from esper.fleet.stacked.lowering import Compute, Recompute, lower
 from esper.fleet.stacked.rows import ModuleRows
 from esper.fleet.stacked_model import StackedModel
+from esper.gradients import LossScales
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from esper.fleet.device import upload
-from esper.fleet.optimizers import LossScales, NoLossScales
 from esper.fleet.seed_groups import MakeRowOptimizer, StackedSeed, act
 from esper.fleet.stacked.lowering import Recompute, Stacked, lower
 from esper.fleet.stacked.rows import Layout, ModuleRows
+from esper.gradients import LossScales, NoLossScales
 
 
 class HostStorage:
