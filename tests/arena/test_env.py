@@ -7,7 +7,7 @@ import torch
 
 from esper.arena.arena import no_actions
 from esper.arena.env import ArenaEnv, observation_spec
-from esper.arena.layout import observation_width, state_width
+from esper.arena.observe import observation_width, state_width
 from esper.arena.specs import Material
 from esper.arena.state import state_hash
 from esper.vecenv import Saveable, VecEnv, check_env, check_timestep

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from esper.arena.arena import Arena
-from esper.arena.layout import CELL_M, MATERIAL_SIGNALS, STATE_UNIT, VIEW, slices, width
+from esper.arena.observe import CELL_M, MATERIAL_SIGNALS, STATE_UNIT, VIEW, slices, width
 from esper.arena.specs import CLASSES, PHYSICS, ROLES, WEAPONS, Material
 from tests.arena.views import look, observed, piece, terrain
 from tests.arena.worlds import WEAPON, build, flat_arena, place, put, small_config, turned

@@ -11,7 +11,7 @@ pytest.importorskip("pettingzoo")
 from pettingzoo.test import parallel_api_test, parallel_seed_test
 
 from esper.arena.config import ArenaConfig
-from esper.arena.layout import observation_width, state_width
+from esper.arena.observe import observation_width, state_width
 from esper.arena.pettingzoo import ArenaParallelEnv, parallel_env
 from esper.arena.specs import Material
 from esper.arena.state import state_hash

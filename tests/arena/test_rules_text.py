@@ -8,7 +8,7 @@ import pytest
 
 from esper.arena.config import ArenaConfig, RewardConfig
 from esper.arena.decision import AFTER_TICKS, PHASES
-from esper.arena.layout import observation_width, parts
+from esper.arena.observe import observation_width, parts
 from esper.arena.rules_text import rules_text
 from esper.arena.specs import CLASSES, MATERIALS, PHYSICS, WEAPONS, MaterialSpec, Physics, UnitClass, Weapon
 from esper.config import describe, field_comments

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from esper.arena.config import ArenaConfig
 from esper.arena.env import observation_spec
-from esper.arena.layout import parts, state_width
+from esper.arena.observe import parts, state_width
 from esper.arena.orders import action_spec
 from esper.league.training_config import ArenaTrainConfig, UnitNetworkConfig
 from esper.rl.config import NetworkConfig
