@@ -57,8 +57,9 @@ def run(argv: list[str], prog: str) -> CommandResult:
 def _evaluate(arguments: EvalArguments) -> CommandResult:
     from esper.config import load_saved
     from esper.devices import find_device
-    from esper.rl.checkpoints import load_checkpoint, policy_from
+    from esper.rl.checkpoints import load_checkpoint, policy_state
     from esper.rl.evaluate import check_video_path
+    from esper.rl.policy import Policy
     from esper.rl.run_config import TrainConfig
     from esper.rl.run_setup import EpisodeEvaluator
     from esper.runs.folder import CONFIG, check_holds_a_run
@@ -69,7 +70,7 @@ def _evaluate(arguments: EvalArguments) -> CommandResult:
     check_holds_a_run(arguments.run, "ppo")
     config = load_saved(TrainConfig, arguments.run / CONFIG)
     checkpoint = load_checkpoint(arguments.run, arguments.checkpoint)
-    policy = policy_from(checkpoint, device=find_device(arguments.device or config.device))
+    policy = Policy.from_state(policy_state(checkpoint), device=find_device(arguments.device or config.device))
     player = EpisodeEvaluator(config, episodes=arguments.episodes, deterministic=not arguments.stochastic, max_steps=arguments.max_steps)
     with contextlib.closing(player) as evaluator:
         evaluation = evaluator.score(policy, 1 + arguments.seed)  # number 0 are the episodes that chose the best checkpoint

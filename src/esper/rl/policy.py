@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from esper.rl.checkpoints import POLICY_KIND, POLICY_SCHEMA, read_policy
 from esper.rl.config import NetworkConfig
 from esper.rl.distributions import ActionDistribution
 from esper.rl.networks import Dense, Encoder, initialize, mlp
@@ -27,8 +28,6 @@ from esper.runs import load_module, plain_names, write_state
 from esper.vecenv import Actions, ActionSpec, Masks, Obs, ObservationSpec
 from esper.vecenv.info_masks import KEY as MASK_KEY, split_masks
 from esper.vecenv.spaces import Spaces, action_part_for, first_of, observation_parts, read_observation, spaces_of_specs
-
-FILE_KIND, FILE_SCHEMA = "policy", 1  # kind and version of the files that `Policy.save` writes
 
 _ACTOR_GAIN = 0.01  # small, so that the first actions are nearly uniform
 _CRITIC_GAIN = 1.0
@@ -290,7 +289,7 @@ class Policy(nn.Module):
             "normalize_values": self.value_normalizer is not None,
         }
         state = {**msgspec.to_builtins(about), "weights": plain_names(self.state_dict())}
-        write_state(path, state, kind=FILE_KIND, schema=FILE_SCHEMA)
+        write_state(path, state, kind=POLICY_KIND, schema=POLICY_SCHEMA)
 
     @staticmethod
     def load(
@@ -305,8 +304,6 @@ class Policy(nn.Module):
 
         A policy that was trained with custom parts needs fresh instances of them. Nothing in the file is executed.
         """
-        from esper.rl.checkpoints import load_policy
-
         return load_policy(path, encoder=encoder, actor=actor, critic=critic, device=device)
 
     @staticmethod
@@ -352,6 +349,22 @@ class Policy(nn.Module):
             if value.dtype != self.observation_spec[name].torch_dtype:
                 raise ValueError(f"observation {name!r} should be of type {self.observation_spec[name].dtype}; got {value.dtype}{_HINT}")
         return rows
+
+
+def load_policy(
+    source: Path | str,
+    which: Literal["best", "latest"] = "best",
+    encoder: nn.Module | None = None,
+    *,
+    actor: nn.Module | None = None,
+    critic: nn.Sequential | None = None,
+    device: torch.device | str = "cpu",
+) -> Policy:
+    """Return the policy of a run's folder, of a checkpoint's folder, or of a file of `Policy.save` or `PPO.save`, ready to act.
+
+    `which` only matters for runs. A policy that was trained with custom parts needs fresh instances of them.
+    """
+    return Policy.from_state(read_policy(source, which), device=device, encoder=encoder, actor=actor, critic=critic)
 
 
 class _ExportableStep(nn.Module):
