@@ -9,6 +9,7 @@ from esper.arena.arena import Arena, StepResult
 from esper.arena.bots import Bot
 from esper.arena.env import unit_rows
 from esper.league.players import BotPlayer, PolicyPlayer, join, side_rows
+from esper.rl.policy import Policy
 from tests.league.arenas import a_policy, small_training
 
 CONFIG = small_training(arena={"battles": 3, "seconds": 30.0})
@@ -42,6 +43,18 @@ def test_a_bot_drives_its_rows_and_goes_on_where_it_was_saved(arena: Arena) -> N
     one, other = player.act(result), again.act(result)
     assert all(len(value) == len(ROWS) for value in one.values())
     assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def test_a_policy_on_another_device_waits_for_that_device(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    player = PolicyPlayer(a_policy(CONFIG), ROWS, units=UNITS)
+    player.act(arena.reset())
+    assert not waited
+    player.is_elsewhere = True
+    monkeypatch.setattr(Policy, "device", torch.device("cuda", 1))
+    player.act(arena.reset())
+    assert waited == [torch.device("cuda", 1)]
 
 
 def with_ends(result: StepResult, *battles: int) -> StepResult:

@@ -76,7 +76,10 @@ class PolicyPlayer:
         if not self.is_elsewhere:
             return actions
         moved = self._back.move(actions)
-        torch.cuda.synchronize()  # wait, because the next transfer reuses these buffers
+        # Wait for the transfers, because the next ones reuse their buffers.
+        for device in (self.policy.device, self.rows.device):
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
         return moved
 
     @torch.no_grad()
