@@ -359,8 +359,8 @@ def test_what_a_kept_seed_gives_is_measured_at_the_end_and_not_when_it_was_kept(
     assert kept
     with torch.no_grad():  # what they have learned is lost
         for twinned, _ in kept:
-            for bank in twinned.fleet.banks.values():
-                bank.tensors["weights"].zero_()
+            for storage in twinned.fleet.seed_storages.values():
+                storage.tensors["weights"].zero_()
     for twinned, row in kept:
         assert twinned.last_standing().contributions[row].abs() < 1e-6
 
@@ -438,8 +438,8 @@ def test_a_seed_that_is_kept_just_before_it_is_ruined_pays_what_is_left_of_it(fa
 
     def ruined(twinned: FleetWithTwins) -> None:
         with torch.no_grad():
-            for bank in twinned.fleet.banks.values():
-                bank.tensors["weights"].add_(1)
+            for storage in twinned.fleet.seed_storages.values():
+                storage.tensors["weights"].add_(1)
         finish(twinned)
 
     ops = [Op.GERMINATE, Op.FOSSILIZE, Op.FOSSILIZE, Op.FOSSILIZE]  # as soon as it may be

@@ -318,8 +318,10 @@ def test_one_step_in_lower_precision_agrees_with_float64(precision: str, toleran
         each.advance()
     for name, tensor in fleet.host.rows.tensors().items():
         torch.testing.assert_close(other.host.rows.tensors()[name].to(tensor.dtype), tensor, atol=tolerance, rtol=tolerance)
-    for slot, bank in fleet.banks.items():
-        torch.testing.assert_close(other.banks[slot].tensors["weights"].double(), bank.tensors["weights"], atol=tolerance, rtol=tolerance)
+    for slot, storage in fleet.seed_storages.items():
+        torch.testing.assert_close(
+            other.seed_storages[slot].tensors["weights"].double(), storage.tensors["weights"], atol=tolerance, rtol=tolerance
+        )
     for own, there in zip(fleet.rows, other.rows, strict=True):
         assert there.host_growth.history.train_losses[-1] == pytest.approx(own.host_growth.history.train_losses[-1], rel=tolerance)
         assert there.host_growth.history.val_losses[-1] == pytest.approx(own.host_growth.history.val_losses[-1], rel=tolerance)

@@ -79,7 +79,7 @@ def test_steps_that_are_recorded_and_replayed_equal_steps_that_are_not(
 
 @pytest.mark.parametrize("lifecycle", [JOINT, SHADOW], ids=["joint", "shadow"])
 def test_recorded_training_on_a_lagging_gpu_equals_training_that_is_waited_for(lifecycle: LifecycleConfig) -> None:
-    """Sleeps on the current stream before and after every stretch: a step that did not wait for its data would read the old ones."""
+    """Sleeps on the current stream before and after every training segment: a step that did not wait would read old data."""
     config = msgspec.structs.replace(CONFIG, steps_per_decision=8)
     waited, lagging = (make_fleet(3, lifecycle, msgspec.structs.replace(config, graphs=graphs)) for graphs in (False, True))
     for fleet in (waited, lagging):
@@ -136,8 +136,10 @@ def test_one_step_in_lower_precision_agrees_with_float64(precision: str, toleran
         each.advance()
     for name, tensor in fleet.host.rows.tensors().items():
         torch.testing.assert_close(other.host.rows.tensors()[name].to(tensor.dtype), tensor, atol=tolerance, rtol=tolerance)
-    for slot, bank in fleet.banks.items():
-        torch.testing.assert_close(other.banks[slot].tensors["weights"].double(), bank.tensors["weights"], atol=tolerance, rtol=tolerance)
+    for slot, storage in fleet.seed_storages.items():
+        torch.testing.assert_close(
+            other.seed_storages[slot].tensors["weights"].double(), storage.tensors["weights"], atol=tolerance, rtol=tolerance
+        )
 
 
 @pytest.mark.usefixtures("alone_with_device_memory")

@@ -110,8 +110,8 @@ def assert_same(fleet: Fleet, row: int, grown: esper.Grown, *, atol: float) -> N
     for name, tensor in fleet.host.rows.state_dict_of(row).items():
         torch.testing.assert_close(tensor, state[name], atol=atol, rtol=0)
     for slot, backend in host_growth.lifecycles.occupied():
-        seed_kind = fleet.banks[slot].seed_kind[str(backend.life.blueprint)]
-        flat = fleet.banks[slot].tensors["weights"][row : row + 1, : seed_kind.layout.width]
+        seed_kind = fleet.seed_storages[slot].seed_kinds[str(backend.life.blueprint)]
+        flat = fleet.seed_storages[slot].tensors["weights"][row : row + 1, : seed_kind.layout.width]
         for name, weight in seed_kind.layout.unflatten(flat).items():
             (grown_weight,) = (state[key] for key in state if key.startswith(f"{slot}.") and key.endswith(f".esper_seed.{name}"))
             torch.testing.assert_close(weight[0], grown_weight, atol=atol, rtol=0)

@@ -77,8 +77,8 @@ def test_one_step_in_float16_agrees_with_float64(lifecycle: LifecycleConfig) -> 
     assert other.tensors()["host good steps"].tolist() == [1, 1, 1]
     for name, tensor in fleet.host.rows.tensors().items():
         torch.testing.assert_close(other.host.rows.tensors()[name].to(tensor.dtype), tensor, atol=1e-2, rtol=1e-2)
-    for slot, bank in fleet.banks.items():
-        torch.testing.assert_close(other.banks[slot].tensors["weights"].double(), bank.tensors["weights"], atol=1e-2, rtol=1e-2)
+    for slot, storage in fleet.seed_storages.items():
+        torch.testing.assert_close(other.seed_storages[slot].tensors["weights"].double(), storage.tensors["weights"], atol=1e-2, rtol=1e-2)
     for own, there in zip(fleet.rows, other.rows, strict=True):
         assert there.host_growth.history.train_losses[-1] == pytest.approx(own.host_growth.history.train_losses[-1], rel=1e-2)
         assert there.host_growth.history.val_losses[-1] == pytest.approx(own.host_growth.history.val_losses[-1], rel=1e-2)
@@ -120,7 +120,7 @@ def test_a_seed_whose_gradients_overflow_keeps_all_seeds_of_its_host_from_the_st
         fleet.advance()
         fleet.advance()
     with torch.no_grad():
-        other.banks["blocks.2"].tensors["weights"][0] *= 10000
+        other.seed_storages["blocks.2"].tensors["weights"][0] *= 10000
     before = learned(other, [0])
     for fleet in (calm, other):
         fleet.advance()
