@@ -205,7 +205,8 @@ def explained(hosts: int, memory: Callable[[], Memory], least: int, *, room: int
     try:
         yield
     except RuntimeError as error:
-        if not _is_out_of_memory(error):
+        # On a CPU, an error about memory has no class of its own, only a text.
+        if not (isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)):
             raise
         traceback.clear_frames(error.__traceback__)  # free the tensors that the failed frames hold
         if device.type == "cuda":
@@ -216,11 +217,6 @@ def explained(hosts: int, memory: Callable[[], Memory], least: int, *, room: int
             each = least
         room = room or 0
         raise FleetError(_too_many(hosts, each, min(room // each, hosts - 1), room, device)) from error
-
-
-def _is_out_of_memory(error: RuntimeError) -> bool:
-    """Return whether the error is about memory. On a CPU it has no class of its own, only a text."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def _too_many(hosts: int, each: int, fitting: int, room: int, device: torch.device) -> str:

@@ -67,8 +67,10 @@ class SeedKind:
         if self.blending == "multiply":
             return h * branch.tanh()
         if self._gate is not None:
-            # The gate sees h averaged over space (conv) or over the sequence, and gives one number per sample.
-            pooled = h if self.place.kind == "dense" else h.mean(dim=self._pooled_dims(h))
+            # The gate sees h averaged over space (the dimensions after [B, R, C] of a conv) or over the sequence (those between [B, R] and
+            # the features), and gives one number per sample.
+            averaged = range(3, h.ndim) if self.place.kind == "conv" else range(2, h.ndim - 1)
+            pooled = h if self.place.kind == "dense" else h.mean(dim=tuple(averaged))
             opening = self._gate(_without_prefix("gate.", weights), pooled, training=True).sigmoid()  # [B, R, 1]
             return opening.reshape(*h.shape[:2], *([1] * (h.ndim - 2))) * branch
         return branch
@@ -76,10 +78,6 @@ class SeedKind:
     def branch(self, weights: Mapping[str, Tensor], h: Tensor) -> Tensor:
         """Return the output of the branches for h [B, R, ...], without gate or blending. `weights` are named as in `branch_layout`."""
         return self._branch(weights, h, training=True)
-
-    def _pooled_dims(self, h: Tensor) -> tuple[int, ...]:
-        """Return the dimensions of h that the gate averages over: those after [B, R, C] of a conv, or between [B, R] and the features."""
-        return tuple(range(3, h.ndim)) if self.place.kind == "conv" else tuple(range(2, h.ndim - 1))
 
 
 def _without_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -96,7 +96,10 @@ class Policy(nn.Module):
             )  # input width of actor and of critic
             self.actor: nn.Module = self._head(self.distribution.num_outputs) if actor is None else actor
             self.critic = self._head(1) if critic is None else critic
-        self.log_std = nn.Parameter(_first_log_std(action_spec, network.log_std))
+        # One log standard deviation per continuous number. A head without bounds starts with a spread of at most 1.
+        bounds = [head.is_bounded for head in action_spec.continuous for _ in range(head.size)]
+        log_std = [network.log_std if is_bounded else min(network.log_std, 0.0) for is_bounded in bounds]
+        self.log_std = nn.Parameter(torch.tensor(log_std, dtype=torch.get_default_dtype()))
         self._initialize(generator, given=(encoder, actor, critic))
         self.to(device)
 
@@ -379,12 +382,6 @@ class _ExportableStep(nn.Module):
         features, state = policy.step(policy.normalize({"obs": obs} if isinstance(obs, Tensor) else obs), state)
         choice = policy.distribution.choose(policy.decide(features), {}, None)
         return policy.distribution.actions(choice), state
-
-
-def _first_log_std(spec: ActionSpec, log_std: float) -> Tensor:
-    """Return the initial log standard deviation of every continuous number. A head without bounds starts with a spread of at most 1."""
-    first = [log_std if head.is_bounded else min(log_std, 0.0) for head in spec.continuous for _ in range(head.size)]
-    return torch.tensor(first, dtype=torch.get_default_dtype())
 
 
 def _global_generator(device: torch.device) -> torch.Generator:
