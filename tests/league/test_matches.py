@@ -9,9 +9,8 @@ import torch
 
 from esper.arena.config import ArenaConfig
 from esper.arena.replay import Recorder, verify
-from esper.league import recording
-from esper.league.matches import MatchArena, Tally
-from esper.league.recording import play_and_record
+from esper.league import matches
+from esper.league.matches import MatchArena, Tally, play_and_record
 from esper.replay_file import read_replay
 from tests.league.arenas import a_policy, small_arena, small_training
 
@@ -139,7 +138,7 @@ def test_the_replay_of_a_place_names_the_players_by_their_side(battle: int, team
 @pytest.mark.slow
 @pytest.mark.parametrize("watched", [8, 0])
 def test_a_battle_that_was_won_is_looked_for(watched: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording, "_WATCHED", watched)  # none: the match is played once more
+    monkeypatch.setattr(matches, "_RECORDED", watched)  # none: the match is played once more
     kept = play_and_record(CONFIG, "strong", "random", seed=2, path=tmp_path / "won.safetensors", names=("learner", "bot"))
     assert kept.path is not None
     assert kept.battle in kept.result.won

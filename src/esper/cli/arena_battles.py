@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from esper.arena.config import DECISION_S, ArenaConfig
 from esper.cli.command import FAILED, CommandError
 from esper.files import reason_of
-from esper.league.training_config import ANCHORS, ArenaTrainConfig
+from esper.league.config import ANCHORS, ArenaTrainConfig
 from esper.text_table import did_you_mean
 
 if TYPE_CHECKING:
@@ -171,17 +171,16 @@ def fight(
     """Play a match, and record one battle if a file or folder for it is given.
 
     Policies take the likeliest actions, as in the evaluations of their training; with `draw`, they draw them."""
-    from esper.league.matches import MatchArena, unseen
-    from esper.league.recording import play_and_record
+    from esper.league.matches import MatchArena, play_and_record, seed_of_unseen_maps
 
     path = None if replay is None else _replay_file(replay, first, second)
     has_policy = not isinstance(first.player, str) or not isinstance(second.player, str)
     actions: Actions | None = None if not has_policy else "drawn" if draw else "likeliest"
-    ground_seed = unseen(COMMANDS, seed)
+    ground_seed = seed_of_unseen_maps(COMMANDS, seed)
     with enough_memory(arena), sign_of_life("battles", arena.decisions) as on_step:
         if path is None:
             match_arena = MatchArena(arena, seed=ground_seed, device=device)
-            result = match_arena.play(first.player, second.player, on_step=on_step, draws=draw)
+            result = match_arena.play(first.player, second.player, on_step=on_step, sample=draw)
             return Fought(result, wants_replay=False, replay=None, actions=actions)
         try:
             recorded = play_and_record(
@@ -193,7 +192,7 @@ def fight(
                 names=_names(first, second),
                 device=device,
                 on_step=on_step,
-                draws=draw,
+                sample=draw,
             )
         except OSError as error:
             raise CommandError(f"the replay cannot be written to {path}: {reason_of(error)}", exit_code=FAILED) from error

@@ -29,8 +29,7 @@ from esper.cli.arena_battles import (
 from esper.cli.command import CommandError, CommandResult
 from esper.cli.parse import parse
 from esper.config import Config, NonNegativeInt
-from esper.league.config import EvenCount, PairedBattles
-from esper.league.training_config import Anchor, ArenaTrainConfig
+from esper.league.config import Anchor, ArenaTrainConfig, EvenCount, PairedBattles
 
 if TYPE_CHECKING:
     from esper.league.league import League
@@ -180,7 +179,7 @@ def run_league(argv: list[str], prog: str) -> CommandResult:
 def _round_robin(league: League, config: ArenaTrainConfig, arguments: LeagueArguments) -> None:
     """Play every member and anchor against every other on the same maps. Members draw their actions, as in their training."""
     from esper.devices import find_device
-    from esper.league.matches import MatchArena, unseen
+    from esper.league.matches import MatchArena, seed_of_unseen_maps
     from esper.league.network import make_player
 
     device = find_device(arguments.device)
@@ -193,9 +192,9 @@ def _round_robin(league: League, config: ArenaTrainConfig, arguments: LeagueArgu
     print(f"{len(names)} players, {len(pairs)} matches of {arguments.battles} battles on {device}", flush=True)
     began = time.monotonic()
     with enough_memory(arena):
-        match_arena = MatchArena(arena, seed=unseen(COMMANDS, arguments.seed), device=device)
+        match_arena = MatchArena(arena, seed=seed_of_unseen_maps(COMMANDS, arguments.seed), device=device)
         for number, (first, second) in enumerate(pairs, 1):
-            record = match_arena.play(players[first], players[second], draws=True).record
+            record = match_arena.play(players[first], players[second], sample=True).record
             try:
                 league.record(first, second, record)
             except ImportError as error:
