@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from esper.controller.config import RENT_LEVELS, ControllerConfig, DomainConfig, RewardConfig
+from esper.controller.config import RENT_LEVELS, ControllerConfig, ControllerRewardConfig, DomainConfig
 from esper.controller.domain import FleetSetting
 from esper.controller.env import GrowthEnv
 from esper.controller.events import RoundEnded
@@ -164,7 +164,7 @@ def test_who_never_grows_earns_nothing_and_ends_as_its_twin() -> None:
 @pytest.mark.parametrize("family", ["loss", pytest.param("contribution", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("is_sparse", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_rewards_add_up_to_what_a_host_is_worth_at_the_end(family: str, is_sparse: bool) -> None:
-    env = make_env(msgspec.structs.replace(CONFIG, reward=RewardConfig(family=family, is_sparse=is_sparse)))
+    env = make_env(msgspec.structs.replace(CONFIG, reward=ControllerRewardConfig(family=family, is_sparse=is_sparse)))
     step, policy = env.reset(1), RandomPolicy(env, seed=1)
     total = torch.zeros(env.num_envs, dtype=torch.float64)
     for number in range(HORIZON + 1):
@@ -342,7 +342,7 @@ def test_a_decision_may_have_several_actions_and_training_comes_after_the_last()
 @pytest.mark.slow
 def test_what_a_kept_seed_gives_is_measured_at_the_end_and_not_when_it_was_kept() -> None:
     """Otherwise a seed could be kept at its best moment, whatever becomes of it."""
-    env = make_env(msgspec.structs.replace(CONFIG, reward=RewardConfig(family="contribution")))
+    env = make_env(msgspec.structs.replace(CONFIG, reward=ControllerRewardConfig(family="contribution")))
     step, policy = env.reset(3), RandomPolicy(env, seed=3)
     for _ in range(HORIZON):
         step = env.step(policy(step))
@@ -422,7 +422,7 @@ def share_of_seeds(twinned_fleets: list[FleetWithTwins], segments: int) -> torch
 )
 def test_seeds_that_are_not_kept_cost_what_was_spent_on_them(family: str, ops: list[Op], seeds: int, segments: int) -> None:
     growth = GrowthConfig(blueprints=("conv3x3",), lifecycle=UNSEEN)
-    env = make_env(msgspec.structs.replace(FEW, growth=growth, reward=RewardConfig(family=family)))
+    env = make_env(msgspec.structs.replace(FEW, growth=growth, reward=ControllerRewardConfig(family=family)))
     total, twinned_fleets = lived(env, ops)
     assert outcomes(twinned_fleets) == [["pruned"] * seeds] * env.num_envs
     spent = env.config.reward.spent * share_of_seeds(twinned_fleets, segments)
@@ -433,7 +433,7 @@ def test_seeds_that_are_not_kept_cost_what_was_spent_on_them(family: str, ops: l
 @pytest.mark.slow
 @BOTH_FAMILIES
 def test_a_seed_that_is_kept_just_before_it_is_ruined_pays_what_is_left_of_it(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    env = make_env(msgspec.structs.replace(FEW, reward=RewardConfig(family=family, most=50)))
+    env = make_env(msgspec.structs.replace(FEW, reward=ControllerRewardConfig(family=family, most=50)))
     finish = FleetWithTwins.finish
 
     def ruined(twinned: FleetWithTwins) -> None:

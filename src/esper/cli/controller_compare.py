@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, TextIO
 from esper.cli.command import CommandError, CommandResult
 from esper.cli.parse import gathered, parse, take_option
 from esper.config import ConfigError, load
-from esper.controller.compare_config import NAMES, CompareConfig
-from esper.controller.config import ControllerConfig, DomainConfig
+from esper.controller.config import BUILTIN_CONTROLLERS, CompareConfig, ControllerConfig, DomainConfig
 from esper.experiment.config import is_file_name
 from esper.text_table import did_you_mean
 
@@ -86,7 +85,9 @@ def _checked(config: CompareConfig) -> Callable[[str], Task]:
 
     for name in config.files:
         if not is_file_name(name):
-            hint = did_you_mean(name, NAMES, otherwise=f"there are {', '.join(NAMES)}, and paths of controller files")
+            hint = did_you_mean(
+                name, BUILTIN_CONTROLLERS, otherwise=f"there are {', '.join(BUILTIN_CONTROLLERS)}, and paths of controller files"
+            )
             raise CommandError(f"no controller is named {name!r}; {hint}")
         load_controller(name)
     load = functools.cache(functools.partial(load_from, config.data_dir))

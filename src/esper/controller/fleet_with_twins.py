@@ -16,7 +16,7 @@ import torch
 
 from esper.controller.config import ControllerConfig
 from esper.controller.domain import FleetSetting
-from esper.controller.reward import HostStanding, standing_of
+from esper.controller.reward import HostStanding, standing_after
 from esper.fleet.config import HostConfig
 from esper.fleet.data import TaskTensors
 from esper.fleet.fleet import Fleet
@@ -126,7 +126,7 @@ class FleetWithTwins:
         return standing
 
     def _standing(self, states: Sequence[GrowthState], twin_losses: Sequence[float]) -> HostStanding:
-        return standing_of(states, twin_losses=twin_losses, spent=[self._spent(row) for row in range(self.hosts)])
+        return standing_after(states, twin_losses=twin_losses, spent=[self._spent(row) for row in range(self.hosts)])
 
     def _spent(self, row: int) -> float:
         """Return the FLOPs spent on seeds that are gone, as a share of those of the host's whole training."""

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from esper.controller.features import CANDIDATE, HOST, SLOT, CandidateView, HostView, SlotView
+from esper.controller.features import CANDIDATE, HOST, SLOT, ObservedCandidate, ObservedHost, ObservedSlot
 from esper.growth.lifecycle.stages import (
     Action,
     Advance,
@@ -122,15 +122,15 @@ def observe(
         names = blueprint_names(whole)
         busy, state = _so_far(whole, chosen[row] if chosen else ())
         _check_room(state, names, slots=slots, blueprints=blueprints)
-        host[row] = HOST.values(HostView(state))
+        host[row] = HOST.values(ObservedHost(state))
         for place, one in enumerate(state.slots):
             allowed = _Allowed(state, one, names, is_busy=one.place.name in busy)
             may_op[row, :, place] = list(allowed.ops.values())
             may_grow[row, place, : len(names)] = allowed.blueprints
             may_move[row, place] = allowed.alphas
-            slot[row, place] = SLOT.values(SlotView(state, one, dict(zip(OPS, allowed.ops.values(), strict=True))))
+            slot[row, place] = SLOT.values(ObservedSlot(state, one, dict(zip(OPS, allowed.ops.values(), strict=True))))
             for column, name in enumerate(names):
-                view = CandidateView(state, one, name, allowed.candidates.get(name), allowed.blueprints[column])
+                view = ObservedCandidate(state, one, name, allowed.candidates.get(name), allowed.blueprints[column])
                 candidate[row, place, column] = CANDIDATE.values(view)
 
     # Mask the ops that are switched off.
@@ -244,8 +244,8 @@ def _action(state: GrowthState, slot: SlotState, op: Op, action: Mapping[str, in
 
 
 def _why_grow(candidate: Candidate) -> str:
-    promise = "" if candidate.promise is None else f" and an estimated fall of the loss by {candidate.promise:.2g} per step"
-    return f"the policy grows it here: it adds {candidate.cost.parameters:,} parameters for a rent of {figure(candidate.rent)}{promise}"
+    estimate = "" if candidate.promise is None else f" and an estimated fall of the loss by {candidate.promise:.2g} per step"
+    return f"the policy grows it here: it adds {candidate.cost.parameters:,} parameters for a rent of {figure(candidate.rent)}{estimate}"
 
 
 def _worth(slot: SlotState) -> str:

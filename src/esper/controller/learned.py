@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 import esper
+from esper.controller.config import SlotNetworkConfig
 from esper.controller.layout import LAYOUT_VERSION, OPS, blueprint_names, decision, observe, spec
 from esper.controller.network import SlotEncoder, make_policy
-from esper.controller.network_config import SlotNetworkConfig
 from esper.files import FileError, parse_json, reason_of, write_file
 from esper.growth.lifecycle.stages import Decision, GrowthState
 from esper.rl.config import NetworkConfig

@@ -19,9 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from esper.controller.config import SlotNetworkConfig
 from esper.controller.features import CANDIDATE, HOST, SLOT
 from esper.controller.layout import ALPHA_TARGETS, Op, spec
-from esper.controller.network_config import SlotNetworkConfig
 from esper.rl.config import NetworkConfig
 from esper.rl.networks import Dense, initialize, mlp
 from esper.rl.policy import Policy
@@ -51,7 +51,7 @@ def point(wanted: Tensor, offered: Tensor) -> Tensor:
     return (wanted * offered).sum(-1) / math.sqrt(offered.shape[-1])
 
 
-class Attention(nn.Module):
+class SlotAttention(nn.Module):
     """Transformer block over the slots: self-attention, then an MLP per slot, both residual."""
 
     def __init__(self, width: int, heads: int) -> None:
@@ -89,7 +89,7 @@ class SlotEncoder(nn.Module):
         self.host = mlp((HOST.width, width), _ACTIVATION)
         self.candidate = mlp((CANDIDATE.width, 2 * config.candidate_width, config.candidate_width), _ACTIVATION)
         self.slot = mlp((SLOT.width + 2 * config.candidate_width + width, width, width), _ACTIVATION)
-        self.attention = nn.ModuleList(Attention(width, config.attention_heads) for _ in range(config.blocks))
+        self.attention = nn.ModuleList(SlotAttention(width, config.attention_heads) for _ in range(config.blocks))
         self.norm = nn.LayerNorm(width)
         self.summary = mlp((3 * width, config.summary_width), _ACTIVATION)
 
@@ -150,7 +150,7 @@ class Front(nn.Module):
         return features[:, : self.width]
 
 
-class Parts(NamedTuple):
+class ControllerNetworkParts(NamedTuple):
     """Custom parts of a controller's policy: `PPO(env, config, parts.encoder, actor=parts.actor, critic=parts.critic)`."""
 
     encoder: SlotEncoder
@@ -158,7 +158,9 @@ class Parts(NamedTuple):
     critic: nn.Sequential
 
 
-def make_parts(config: SlotNetworkConfig, memory: NetworkConfig, *, slots: int, blueprints: int, generator: torch.Generator) -> Parts:
+def make_parts(
+    config: SlotNetworkConfig, memory: NetworkConfig, *, slots: int, blueprints: int, generator: torch.Generator
+) -> ControllerNetworkParts:
     """Build encoder, actor and critic for at most `slots` slots and `blueprints` blueprints. The weights do not depend on these numbers."""
     # torch's layers draw initial weights from the global generator. Fork it, so that it stays as it is; `initialize` overwrites them.
     with torch.random.fork_rng(devices=[]):
@@ -176,7 +178,7 @@ def make_parts(config: SlotNetworkConfig, memory: NetworkConfig, *, slots: int, 
         for op, bias in ((Op.WAIT, config.wait_bias), (Op.FOSSILIZE, config.fossilize_bias), (Op.PRUNE, config.prune_bias)):
             actor.op.bias[op] = bias
     initialize(critic[-1], generator, gain=1.0)
-    return Parts(encoder, actor, critic)
+    return ControllerNetworkParts(encoder, actor, critic)
 
 
 def make_policy(
