@@ -34,7 +34,7 @@ def test_every_battle_is_counted_once_and_both_sides_are_played() -> None:
 def test_every_pair_of_battles_has_a_map_of_its_own_and_swapped_sides() -> None:
     place = match_arena(battles=6, maps=2, seconds=0.5)
     maps = []
-    place.play("weak", "middle", on_step=lambda result: maps.append(place.arena.state.contest.map.clone()))
+    place.play("weak", "middle", on_step=lambda result: maps.append(place.arena.state.status.map.clone()))
     assert maps[0].tolist() == [0, 0, 1, 1, 2, 2]
     heights = place.arena.atlas.worlds.height
     assert all(not torch.equal(heights[one], heights[other]) for one, other in ((0, 1), (0, 2), (1, 2)))

@@ -325,7 +325,7 @@ def test_shots_that_found_no_slot_are_told_once() -> None:
     events: list[Event] = []
     env = attached(small_training(selfplay={"enter_every": 1000}, ppo={"num_steps": 4}), events=events)
     timestep = env.reset()
-    env.arena.state.contest.overflow[2] += 3
+    env.arena.state.status.overflow[2] += 3
     driven(env, timestep, 4 * 3 + 1)
     assert [event.overflow for event in events if isinstance(event, RoundFought)] == [3, 0, 0]
 

@@ -182,7 +182,7 @@ class SelfPlay:
         self.updates += 1
         self.arena.check()
         # Read all numbers in one transfer: parts of the reward, overflow, and won / drawn / lost of every group.
-        parts = (self.paid / self.num_envs, self.arena.state.contest.overflow.sum().view(1), self.results.view(-1))
+        parts = (self.paid / self.num_envs, self.arena.state.status.overflow.sum().view(1), self.results.view(-1))
         numbers = torch.cat([part.double() for part in parts]).tolist()
         overflow, *counts = map(int, numbers[len(Rewards._fields) :])
         self.results.zero_()
