@@ -60,13 +60,13 @@ def test_a_fleet_is_gone_before_there_is_another(monkeypatch: pytest.MonkeyPatch
     """Two of them may not fit."""
     env = make_env(msgspec.structs.replace(CONFIG, domain=msgspec.structs.replace(CONFIG.domain, fleets=1)))
     env.reset(seed=0)
-    old, make, alive = weakref.ref(env.twinned_fleets[0].fleet), env._squad, []
+    old, make, alive = weakref.ref(env.twinned_fleets[0].fleet), env._build_fleet, []
 
     def watched(setting: FleetSetting, number: int) -> FleetWithTwins:
         alive.append(old() is not None)
         return make(setting, number)
 
-    monkeypatch.setattr(env, "_squad", watched)
+    monkeypatch.setattr(env, "_build_fleet", watched)
     for _ in range(HORIZON + 1):
         env.step(waiting(env))
     assert alive == [False]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from esper.cli.arena_battles import enough_memory
+from esper.cli.arena_battles import memory_errors
 from esper.cli.command import OK, CommandError, CommandResult, failures, how_to_resume, in_group, show_plan
 from esper.cli.parse import parse, saved_config, settings_of, short_names, take_option, train_defaults
 from esper.config import PositiveFloat, describe
@@ -103,7 +103,7 @@ def run(argv: list[str], prog: str) -> CommandResult:
         description=DESCRIPTION,
     )
     config = arguments.settings()
-    with in_group(config.device) as group, enough_memory(config.arena):
+    with in_group(config.device) as group, memory_errors(config.arena):
         return _dry_run(config, group, begins=not arguments.resume) if arguments.dry_run else _train(config, arguments, group)
 
 

@@ -32,7 +32,7 @@ from torch import nn
 from esper.config import load_saved, saved_text
 from esper.devices import determinism, find_device, threads
 from esper.experiment.config import GrowTaskConfig
-from esper.experiment.work import Score, Work, make_work
+from esper.experiment.work import ModelScore, Work, make_work
 from esper.files import make_folder
 from esper.growth.batches import example_of
 from esper.growth.config import GrowthError
@@ -205,7 +205,7 @@ def _shown(folder: Path, config: GrowTaskConfig, *, is_twin: bool) -> list[Sink]
     return sinks_in(folder, tensorboard=config.tensorboard, wandb=config.wandb, config=msgspec.to_builtins(config), run=name)
 
 
-def _tested(before: Score, after: Score) -> FinalTest:
+def _tested(before: ModelScore, after: ModelScore) -> FinalTest:
     return FinalTest(loss_before=before.loss, loss=after.loss, accuracy_before=before.accuracy, accuracy=after.accuracy)
 
 

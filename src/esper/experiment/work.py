@@ -25,7 +25,7 @@ from esper.growth.training_loop import Training, move, size_of, step_loss_of
 from esper.tasks import load_task
 
 
-class Score(NamedTuple):
+class ModelScore(NamedTuple):
     """Score of a model on the test part."""
 
     loss: float
@@ -44,7 +44,7 @@ class Work:
     train_loader: Iterable[Any]
     val_loader: Iterable[Any]
     step_loss: StepLoss
-    score: Callable[[nn.Module], Score] | None  # on the test part; None: there is none
+    score: Callable[[nn.Module], ModelScore] | None  # on the test part; None: there is none
     compare: Compare | None  # on the test part; None: there is none
     growth: TrainingConfig
 
@@ -73,9 +73,9 @@ def _from_task(config: GrowTaskConfig, device: torch.device) -> Work:
     )
     test_loader = task.test_loader(device=device)
 
-    def score(model: nn.Module) -> Score:
+    def score(model: nn.Module) -> ModelScore:
         result = task.evaluate(model, test_loader)
-        return Score(result.loss, result.accuracy)
+        return ModelScore(result.loss, result.accuracy)
 
     return Work(
         model=task.make_host(config.host).to(device),
@@ -113,7 +113,7 @@ def _seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _score(loader: Iterable[Any], step_loss: StepLoss, device: torch.device, is_classifier: bool, model: nn.Module) -> Score:
+def _score(loader: Iterable[Any], step_loss: StepLoss, device: torch.device, is_classifier: bool, model: nn.Module) -> ModelScore:
     """Return the mean loss over samples, and the accuracy of a classifier."""
     losses, hits, counts = [], [], []
     with torch.inference_mode():
@@ -126,9 +126,9 @@ def _score(loader: Iterable[Any], step_loss: StepLoss, device: torch.device, is_
             hits.append(math.nan if is_right is None else float(is_right.float().mean()))
     total = sum(counts)
     if not total:
-        return Score(math.nan, None)
+        return ModelScore(math.nan, None)
     loss, share = (sum(value * count for value, count in zip(values, counts, strict=True)) / total for values in (losses, hits))
-    return Score(loss, share if math.isfinite(share) else None)
+    return ModelScore(loss, share if math.isfinite(share) else None)
 
 
 def _compare(loader: Iterable[Any], device: torch.device, classes: int, grown: nn.Module, never: nn.Module) -> Tensor | None:
