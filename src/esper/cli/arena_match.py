@@ -170,7 +170,8 @@ def run_league(argv: list[str], prog: str) -> CommandResult:
     if arguments.battles:
         print(f"\nscore of the row against the column, in percent\n{_pairs(league)}")
     rows = [msgspec.to_builtins(row) for row in standing_rows(league, with_retired=arguments.retired)]
-    return CommandResult({"run": str(arguments.run), "best": league.best, "standings": rows, "pairs": _pairs_json(league)})
+    pairs = [{"first": first, "second": second, **record_json(record)} for first, second, record in league.table]
+    return CommandResult({"run": str(arguments.run), "best": league.best, "standings": rows, "pairs": pairs})
 
 
 def _round_robin(league: League, config: ArenaTrainConfig, arguments: LeagueArguments) -> None:
@@ -223,7 +224,3 @@ def _pairs(league: League) -> str:
         return f"{100 * record.score:.0f}" if row != column and record.battles else "-"
 
     return aligned([["", *names], *([row, *(cell(row, column) for column in names)] for row in names)], numbers=True)
-
-
-def _pairs_json(league: League) -> list[dict[str, Any]]:
-    return [{"first": first, "second": second, **record_json(record)} for first, second, record in league.table]

@@ -79,7 +79,10 @@ def _checked(config: CompareConfig) -> Callable[[str], Task]:
     """Check files, tasks and hosts before anything is trained; return the function that loads the tasks."""
     if config.seeds * len(config.tasks) * len(config.hosts) < 2:
         raise CommandError("one pair has no interval; ask for 2 --seeds at least, better for 20")
-    _check_horizon(config)
+    try:  # the horizon must fit the rule for training a controller
+        ControllerConfig(growth=config.growth, domain=DomainConfig(horizon=(config.horizon, config.horizon)))
+    except ConfigError as error:
+        raise CommandError(f"--horizon: expected {error.expected}, got {config.horizon}") from error
     from esper.controller.learned import load_controller
     from esper.controller.training import load_from
 
@@ -95,14 +98,6 @@ def _checked(config: CompareConfig) -> Callable[[str], Task]:
         for host in (*config.hosts, *config.sweep):
             task.make_host(host, seed=0)
     return load
-
-
-def _check_horizon(config: CompareConfig) -> None:
-    """Check the horizon by the rule for training a controller."""
-    try:
-        ControllerConfig(growth=config.growth, domain=DomainConfig(horizon=(config.horizon, config.horizon)))
-    except ConfigError as error:
-        raise CommandError(f"--horizon: expected {error.expected}, got {config.horizon}") from error
 
 
 @contextlib.contextmanager

@@ -91,15 +91,17 @@ class _SettingRuns:
 
     def __init__(self, config: CompareConfig, eval_setting: EvalSetting, on_progress: OnProgress) -> None:
         self.config, self.eval_setting, self._on_progress = config, eval_setting, on_progress
-        self.files, self.compared = config.files, config.compared
+        self.files, self.compared, self.seeds = config.files, config.compared, range(config.seeds)
         self.chosen: dict[str, str] = {}  # rent level -> description of the chosen fixed schedule
         self.notes: list[str] = []
 
     def run(self) -> list[EvalRun]:
         """Return the runs of all controllers and controls."""
-        runs = self._run_cases("never", [EvalCase("never", self._setting(seed), Never(), is_measured=False) for seed in self._seeds()])
+        runs = self._run_cases("never", [EvalCase("never", self._setting(seed), Never(), is_measured=False) for seed in self.seeds])
         for name in (*self.files, *(["heuristic"] if "heuristic" in self.config.controllers else [])):
-            runs += self._run_cases(name, self._cases_at_all_levels(name, self._maker(name)))
+            make = self._maker(name)
+            settings = [(level, self._setting(seed, level)) for level in self.config.levels for seed in self.seeds]
+            runs += self._run_cases(name, [EvalCase(name, setting, make(setting), level) for level, setting in settings])
         if "schedule" in self.config.controllers:
             runs += self._run_schedule()
         if "random" in self.config.controllers:
@@ -109,9 +111,6 @@ class _SettingRuns:
         return runs
 
     # Cases
-
-    def _seeds(self) -> range:
-        return range(self.config.seeds)
 
     def _setting(self, seed: int, level: str | None = None, *, horizon: int | None = None) -> HostConfig:
         rent = RentConfig() if level is None else RENT_LEVELS[level]
@@ -126,10 +125,6 @@ class _SettingRuns:
         fresh = load_controller(Path(name))
         return lambda setting: fresh.anew()
 
-    def _cases_at_all_levels(self, name: str, make: Callable[[HostConfig], Controller]) -> list[EvalCase]:
-        settings = [(level, self._setting(seed, level)) for level in self.config.levels for seed in self._seeds()]
-        return [EvalCase(name, setting, make(setting), level) for level, setting in settings]
-
     def _random_cases(self, runs: Sequence[EvalRun]) -> list[EvalCase]:
         """Return the random plans, with as many seeds in total as the compared controller has grown at that level.
 
@@ -140,8 +135,8 @@ class _SettingRuns:
         for level in self.config.levels:
             used = [run.grown for run in runs if run.controller == self.compared and run.level in (level, None)]
             streams = Streams(self.config.seed).spawn(f"random plans {where} {level}")
-            counts = _distribute(sum(used), len(self._seeds()), streams) if used else [None] * len(self._seeds())
-            for seed, count in zip(self._seeds(), counts, strict=True):
+            counts = _distribute(sum(used), self.config.seeds, streams) if used else [None] * self.config.seeds
+            for seed, count in zip(self.seeds, counts, strict=True):
                 plan = Random(seed=streams.integer(f"plan {seed}"), seeds=count)
                 cases.append(EvalCase("random", self._setting(seed, level), plan, level))
         return cases
@@ -151,10 +146,11 @@ class _SettingRuns:
 
         Both spend the FLOPs of that run, including its measurements, on training alone, because they need no measurements.
         """
-        cases = []
+        cases, fleet = [], self.config.fleet
+        samples_per_segment = fleet.steps_for(len(self.eval_setting.task.train)) * fleet.batch_size
         for run in [run for run in runs if run.controller == self.compared]:
             # Convert the FLOPs into a number of training segments; a larger network gets fewer of them.
-            decisions = run.total_flops / self._training_flops(run.flops_per_sample)
+            decisions = run.total_flops / (3 * run.flops_per_sample * samples_per_segment)
             setting = self._setting(run.seed, run.level, horizon=math.ceil(decisions))
             cases.append(EvalCase("longer", setting, Never(), run.level, is_measured=False))
             share = 1 + run.added_flops / run.flops_per_sample
@@ -162,11 +158,6 @@ class _SettingRuns:
             plan = Planned([(0, slot, blueprint) for slot, blueprint in run.kept])
             cases.append(EvalCase("final size", setting, plan, run.level, is_static=True, is_measured=False))
         return cases
-
-    def _training_flops(self, flops_per_sample: int) -> int:
-        """Return the FLOPs of training a host between two decisions."""
-        fleet = self.config.fleet
-        return 3 * flops_per_sample * fleet.steps_for(len(self.eval_setting.task.train)) * fleet.batch_size
 
     # The best fixed schedule
 
@@ -194,7 +185,7 @@ class _SettingRuns:
             ]
             best = plans[max(range(len(plans)), key=worth.__getitem__)]
             self.chosen[level] = ", ".join(f"{blueprint} after {slot} at {epoch}" for epoch, slot, blueprint in best) or "grow nothing"
-            cases += [EvalCase("schedule", self._setting(seed, level), Planned(best), level) for seed in self._seeds()]
+            cases += [EvalCase("schedule", self._setting(seed, level), Planned(best), level) for seed in self.seeds]
         return self._run_cases("schedule", cases)
 
     def _plans(self) -> list[Plan]:
@@ -217,7 +208,7 @@ class _SettingRuns:
         found: list[EvalRun] = []
         for host in self.config.sweep:
             eval_setting = dataclasses.replace(self.eval_setting, host=host)
-            cases = [EvalCase(f"static {host}", self._setting(seed), Never(), is_measured=False) for seed in self._seeds()]
+            cases = [EvalCase(f"static {host}", self._setting(seed), Never(), is_measured=False) for seed in self.seeds]
             found += run_cases(eval_setting, cases, partial(self._on_progress, f"{self.eval_setting.task.name}: sweep"))
         return found
 

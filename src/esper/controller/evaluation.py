@@ -17,9 +17,7 @@ from esper.controller.fleet_with_twins import finite
 from esper.fleet.config import FleetConfig, HostConfig
 from esper.fleet.data import TaskTensors
 from esper.fleet.fleet import Fleet
-from esper.fleet.hosts import RowBackend
 from esper.growth.config import GrowthConfig
-from esper.growth.lifecycle.slots import SlotLifecycles
 from esper.growth.lifecycle.stages import Controller, Stage
 from esper.tasks import Task
 
@@ -103,29 +101,21 @@ def _run_in_one_fleet(eval_setting: EvalSetting, cases: Sequence[EvalCase], on_p
     while True:
         fleet.decide({row: cases[row].controller.decide(finite(fleet.state(row))) for row in rows if not fleet.rows[row].is_given_up})
         for row in rows:
-            if cases[row].is_static:
-                _fossilize_at_once(fleet.rows[row].host_growth.lifecycles)
+            if cases[row].is_static:  # fossilize its seeds at once, without the gate that needs a measurement
+                lifecycles = fleet.rows[row].host_growth.lifecycles
+                for name in [name for name in lifecycles.living() if lifecycles.backends[name].life.stage is Stage.HOLDING]:
+                    lifecycles.fossilize(name, "a part of the network from the start")
         on_progress(len(rows))
         rows = fleet.advance()
         if not rows:
             break
-    return _runs(eval_setting, fleet, cases)
-
-
-def _fossilize_at_once(lifecycles: SlotLifecycles[RowBackend]) -> None:
-    """Fossilize the seeds of a static network at once, without the gate that needs a measurement."""
-    for name in [name for name in lifecycles.living() if lifecycles.backends[name].life.stage is Stage.HOLDING]:
-        lifecycles.fossilize(name, "a part of the network from the start")
-
-
-def _runs(eval_setting: EvalSetting, fleet: Fleet, cases: Sequence[EvalCase]) -> list[EvalRun]:
-    """Finish a fleet and measure its hosts on test and validation data."""
+    # Prune the seeds that were not kept, and measure the hosts on test and validation data.
     fleet.finish(range(len(cases)))
     test, validation = fleet.losses(eval_setting.task.test).tolist(), fleet.losses(eval_setting.task.validation).tolist()
-    return [_run(eval_setting, fleet, row, case, test[row], validation[row]) for row, case in enumerate(cases)]
+    return [_result(eval_setting, fleet, row, case, test[row], validation[row]) for row, case in enumerate(cases)]
 
 
-def _run(eval_setting: EvalSetting, fleet: Fleet, row: int, case: EvalCase, test_loss: float, val_loss: float) -> EvalRun:
+def _result(eval_setting: EvalSetting, fleet: Fleet, row: int, case: EvalCase, test_loss: float, val_loss: float) -> EvalRun:
     host_growth = fleet.rows[row].host_growth
     added, entries = host_growth.lifecycles.added(), host_growth.ledger.entries
     return EvalRun(

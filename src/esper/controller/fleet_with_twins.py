@@ -126,12 +126,11 @@ class FleetWithTwins:
         return standing
 
     def _standing(self, states: Sequence[GrowthState], twin_losses: Sequence[float]) -> HostStanding:
-        return standing_after(states, twin_losses=twin_losses, spent=[self._spent(row) for row in range(self.hosts)])
-
-    def _spent(self, row: int) -> float:
-        """Return the FLOPs spent on seeds that are gone, as a share of those of the host's whole training."""
+        # FLOPs spent on seeds that are gone, as a share of those of the host's whole training.
         samples = self.fleet.config.batch_size * self.fleet.steps_per_decision * self.setting.horizon
-        return self.fleet.rows[row].spent_flops / (3 * samples * self.fleet.discovery.host.flops)
+        whole = 3 * samples * self.fleet.discovery.host.flops
+        spent = [host.spent_flops / whole for host in self.fleet.rows[: self.hosts]]
+        return standing_after(states, twin_losses=twin_losses, spent=spent)
 
     def state_dict(self) -> dict[str, Any]:
         return {"fleet": self.fleet.state_dict()}

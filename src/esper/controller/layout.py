@@ -136,8 +136,11 @@ def observe(
     # Mask the ops that are switched off.
     for op in Op:
         may_op[:, op] &= op is Op.WAIT or op.name.lower() in ops
+    # An op is allowed if at least one slot allows it; waiting always, even in a host without slots.
+    some_slot: NDArray[np.bool_] = np.any(may_op, axis=2)
+    some_slot[:, Op.WAIT] = True
     obs = {"host": HOST.scaled(host), "slots": SLOT.scaled(slot), "candidates": CANDIDATE.scaled(candidate)}
-    masks = {"op": _ops(may_op), "slot": may_op, "blueprint": may_grow, "alpha": may_move}
+    masks = {"op": some_slot, "slot": may_op, "blueprint": may_grow, "alpha": may_move}
     return {name: torch.from_numpy(part) for name, part in obs.items()}, {name: torch.from_numpy(mask) for name, mask in masks.items()}
 
 
@@ -207,13 +210,6 @@ class _Allowed:
         if is_busy:
             self.blueprints, self.alphas = [False] * len(names), [False] * len(ALPHA_TARGETS)
             self.ops = {op: op is Op.WAIT for op in Op}
-
-
-def _ops(may_op: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Return the mask of ops [N, ops]: those that at least one slot allows, and waiting, even in a host without slots."""
-    allowed: NDArray[np.bool_] = np.any(may_op, axis=2)
-    allowed[:, Op.WAIT] = True
-    return allowed
 
 
 def _check_room(state: GrowthState, names: Sequence[str], *, slots: int, blueprints: int) -> None:

@@ -92,7 +92,9 @@ def _from_user_code(config: GrowTaskConfig, device: torch.device) -> Work:
     """Make the work from the user's own functions. They draw from the global generators, which are seeded first."""
     assert config.model is not None
     assert config.data is not None
-    _seed_everything(config.seed)
+    random.seed(config.seed)
+    np.random.seed(config.seed % 2**32)  # noqa: NPY002
+    torch.manual_seed(config.seed)
     model = make_model(config.model).to(device)
     train_loader, val_loader, test_loader = make_loaders(config.data)
     is_classifier = config.loss is None and config.step_loss is None
@@ -105,12 +107,6 @@ def _from_user_code(config: GrowTaskConfig, device: torch.device) -> Work:
 
 def _growth_part(config: GrowTaskConfig) -> TrainingConfig:
     return TrainingConfig(**{name: getattr(config, name) for name in TrainingConfig.__struct_fields__})
-
-
-def _seed_everything(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002
-    torch.manual_seed(seed)
 
 
 def _score(loader: Iterable[Any], step_loss: StepLoss, device: torch.device, is_classifier: bool, model: nn.Module) -> ModelScore:

@@ -273,7 +273,10 @@ class League:
         league._ratings, league._recent = dict(saved.ratings), dict(saved.recent)
         if weights is not None:
             playing = [entry.name for entry in saved.entries if entry.kind in ("candidate", "member")]
-            league._weights = {name: _weights_of(name, weights) for name in playing}
+            missing = [name for name in playing if name not in weights]
+            if missing:
+                raise LeagueError(f"the weights of {missing[0]!r} are missing; only those of {sorted(weights)} are given")
+            league._weights = {name: dict(weights[name]) for name in playing}
         return league
 
     def _names(self, kind: EntryKind) -> tuple[str, ...]:
@@ -348,12 +351,6 @@ def opponent_weights(scores: Mapping[str, float | None], *, power: float, floor:
     if total == 0:  # the learner beats all of them always, and the floor is 0
         return dict.fromkeys(weights, 1 / len(weights)) if weights else {}
     return {name: weight / total for name, weight in weights.items()}
-
-
-def _weights_of(name: str, weights: Mapping[str, Weights]) -> dict[str, Tensor]:
-    if name not in weights:
-        raise LeagueError(f"the weights of {name!r} are missing; only those of {sorted(weights)} are given")
-    return dict(weights[name])
 
 
 def _with_article(kind: EntryKind) -> str:

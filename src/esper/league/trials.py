@@ -39,7 +39,10 @@ class Trials:
         league.enter(name, step, learner.state_dict())
         candidate = make_player(self.config, league.weights[name], device=self.device)
         rivals = [*league.anchors, *([league.best] if league.best is not None else [])]
-        shares = self.group.gather_objects(self.fight(candidate, [self._player(league, rival) for rival in rivals], trial=name))
+        players = [
+            rival if rival in league.anchors else make_player(self.config, league.weights[rival], device=self.device) for rival in rivals
+        ]
+        shares = self.group.gather_objects(self.fight(candidate, players, trial=name))
         against = {rival: sum(records, WinRecord()) for rival, *records in zip(rivals, *shares, strict=True)}
 
         def decide() -> tuple[TrialResult, dict[str, Any]]:
@@ -65,6 +68,3 @@ class Trials:
             self._match_arena = MatchArena(arena, seed=seed, device=self.device, rivals=len(rivals))
         self._match_arena.open(seed)
         return [result.record for result in self._match_arena.play_all(policy, rivals, sample=True)]
-
-    def _player(self, league: League, name: str) -> Contender:
-        return name if name in league.anchors else make_player(self.config, league.weights[name], device=self.device)
