@@ -52,9 +52,9 @@ class HostStanding:
         return (self.gain, self.contributions, self.rent, self.spent, self.rollbacks)
 
     @classmethod
-    def start(cls, hosts: int, *, device: str | torch.device = "cpu") -> HostStanding:
+    def start(cls, hosts: int) -> HostStanding:
         """Return the standing before the first decision: all zero."""
-        return cls(*(torch.zeros(hosts, dtype=torch.float64, device=device) for _ in range(5)))
+        return cls(*(torch.zeros(hosts, dtype=torch.float64) for _ in range(5)))
 
 
 def standing_after(states: Sequence[GrowthState], *, twin_losses: Sequence[float], spent: Sequence[float]) -> HostStanding:
