@@ -193,9 +193,9 @@ def compare_one(config: CompareConfig) -> dict[str, Any]:
 @cache
 def loaded(name: str, data_dir: str | None) -> Any:
     """A task; to decode photographs takes a while."""
-    from esper.controller.training import load_from
+    from esper.controller.training import load_task_from
 
-    return load_from(data_dir, name)
+    return load_task_from(data_dir, name)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -13,7 +13,7 @@ from esper.controller.config import RENT_LEVELS, ControllerConfig, ControllerRew
 from esper.controller.domain import FleetSetting
 from esper.controller.env import GrowthEnv
 from esper.controller.events import RoundEnded
-from esper.controller.fleet_with_twins import FleetWithTwins, finite
+from esper.controller.fleet_with_twins import FleetWithTwins, with_finite_losses
 from esper.controller.layout import Op
 from esper.controller.reward import potential
 from esper.fleet.config import FleetConfig
@@ -304,8 +304,8 @@ def test_losses_that_are_not_finite_are_seen_as_those_before_them() -> None:
         0,
         scale=LossRange.of(2.3),
     )
-    assert finite(state).train_losses == (1.0, 1.0, 0.5)
-    assert finite(state).val_losses == (2.3, 2.0, 2.0)
+    assert with_finite_losses(state).train_losses == (1.0, 1.0, 0.5)
+    assert with_finite_losses(state).val_losses == (2.3, 2.0, 2.0)
 
 
 def test_the_levels_of_rent_rise() -> None:

@@ -63,7 +63,7 @@ def test_all_rivals_of_one_match_meet_the_player_on_the_same_maps_as_alone() -> 
 def test_other_maps_make_another_match_on_the_same_ground() -> None:
     place = match_arena(battles=2, seconds=0.5)
     first = place.arena.atlas.worlds.height.clone()
-    place.open(7)
+    place.use_maps(7)
     assert not torch.equal(place.arena.atlas.worlds.height, first)
     assert place.play("weak", "random") == MatchArena(place.config, seed=7, device="cpu").play("weak", "random")
 

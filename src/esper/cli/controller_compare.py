@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from esper.cli.command import CommandError, CommandResult
-from esper.cli.parse import gathered, parse, take_option
+from esper.cli.parse import gather_option, parse, take_option
 from esper.config import ConfigError, load
 from esper.controller.config import BUILTIN_CONTROLLERS, CompareConfig, ControllerConfig, DomainConfig
 from esper.experiment.config import is_file_name
@@ -42,7 +42,7 @@ def compare_words(argv: list[str]) -> list[str]:
             words += [name, *values.split(",")]
         else:
             words += word.split(",") if words[-1:] == ["--controllers"] else [word]
-    return gathered(gathered(words, "--task", "--tasks"), "--host", "--hosts")
+    return gather_option(gather_option(words, "--task", "--tasks"), "--host", "--hosts")
 
 
 def compare_defaults(argv: list[str]) -> CompareArguments:
@@ -65,7 +65,7 @@ hosts trained longer and the final size from the start, both at the same FLOPs, 
 def run(argv: list[str], prog: str) -> CommandResult:
     words = compare_words(argv)
     config = parse(CompareArguments, words, prog, default=compare_defaults(words), description=DESCRIPTION).settings()
-    with _mistakes():
+    with _user_errors():
         load = _checked(config)
         from esper.controller.compare import compare
 
@@ -84,7 +84,7 @@ def _checked(config: CompareConfig) -> Callable[[str], Task]:
     except ConfigError as error:
         raise CommandError(f"--horizon: expected {error.expected}, got {config.horizon}") from error
     from esper.controller.learned import load_controller
-    from esper.controller.training import load_from
+    from esper.controller.training import load_task_from
 
     for name in config.files:
         if not is_file_name(name):
@@ -93,7 +93,7 @@ def _checked(config: CompareConfig) -> Callable[[str], Task]:
             )
             raise CommandError(f"no controller is named {name!r}; {hint}")
         load_controller(name)
-    load = functools.cache(functools.partial(load_from, config.data_dir))
+    load = functools.cache(functools.partial(load_task_from, config.data_dir))
     for task in map(load, config.tasks):
         for host in (*config.hosts, *config.sweep):
             task.make_host(host, seed=0)
@@ -101,7 +101,7 @@ def _checked(config: CompareConfig) -> Callable[[str], Task]:
 
 
 @contextlib.contextmanager
-def _mistakes() -> Iterator[None]:
+def _user_errors() -> Iterator[None]:
     """Turn errors that the user has to put right into one line."""
     from esper.controller.learned import ControllerError
     from esper.fleet.config import FleetError

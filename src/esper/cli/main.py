@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not isinstance(error, BrokenPipeError):  # the reader has gone, so nobody would see a message
             from esper.files import reason_of
 
-            _say(f"error: the output cannot be written: {reason_of(error)}; send it elsewhere, or free some space")
+            _print_error(f"error: the output cannot be written: {reason_of(error)}; send it elsewhere, or free some space")
         return FAILED
 
 
@@ -95,11 +95,11 @@ def _result_of(arguments: list[str], *, wants_debug: bool) -> tuple[dict[str, An
             traceback.print_exc()
         message, code = _explain(error)
         if not getattr(error, "is_printed", False):
-            _say(f"error: {message}")
+            _print_error(f"error: {message}")
         return {"error": message}, code
 
 
-def _say(text: str) -> None:
+def _print_error(text: str) -> None:
     with contextlib.suppress(OSError):  # the exit code still reports the failure
         print(text, file=sys.stderr, flush=True)
 

@@ -123,7 +123,7 @@ class _SettingRuns:
         if name == "heuristic":
             return lambda setting: Heuristic(msgspec.structs.replace(growth, rent=setting.rent, seed=setting.growth_seed))
         fresh = load_controller(Path(name))
-        return lambda setting: fresh.anew()
+        return lambda setting: fresh.new_copy()
 
     def _random_cases(self, runs: Sequence[EvalRun]) -> list[EvalCase]:
         """Return the random plans, with as many seeds in total as the compared controller has grown at that level.
@@ -333,7 +333,7 @@ class Comparison:
         """Return all tables and notes as text."""
         parts = [self._table(level) for level in self.config.levels]
         others = [name for name in self.controllers() if name != self.compared]
-        pooled = [f"{self.compared} − {name}, all levels: {shown(self.pooled(name))} nats" for name in others]
+        pooled = [f"{self.compared} − {name}, all levels: {interval_text(self.pooled(name))} nats" for name in others]
         return "\n\n".join([*parts, "\n".join(pooled), *self.notes]).strip()
 
     def _table(self, level: str) -> str:
@@ -349,10 +349,10 @@ class Comparison:
                     f"{fmean(score.run.test_loss for score in scores):.4f}",
                     f"{fmean(score.gain for score in scores):+.4f}",
                     f"{fmean(score.rent for score in scores):.4f}",
-                    shown(standing.utility),
+                    interval_text(standing.utility),
                     f"{fmean(score.run.parameters + score.run.added_parameters for score in scores):,.0f}",
                     f"{flops:.2f}×",
-                    "" if standing.ahead is None else shown(standing.ahead),
+                    "" if standing.ahead is None else interval_text(standing.ahead),
                     "" if standing.p_value is None else f"{standing.p_value:.3f}",
                 )
             )
@@ -374,5 +374,5 @@ class Comparison:
         }
 
 
-def shown(interval: Interval) -> str:
+def interval_text(interval: Interval) -> str:
     return f"{interval.estimate:+.4f} [{interval.low:+.4f}, {interval.high:+.4f}]"

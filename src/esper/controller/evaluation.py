@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import torch
 
-from esper.controller.fleet_with_twins import finite
+from esper.controller.fleet_with_twins import with_finite_losses
 from esper.fleet.config import FleetConfig, HostConfig
 from esper.fleet.data import TaskTensors
 from esper.fleet.fleet import Fleet
@@ -99,7 +99,9 @@ def _run_in_one_fleet(eval_setting: EvalSetting, cases: Sequence[EvalCase], on_p
     fleet.reset({row: case.setting for row, case in enumerate(cases)})
     rows = list(range(len(cases)))
     while True:
-        fleet.decide({row: cases[row].controller.decide(finite(fleet.state(row))) for row in rows if not fleet.rows[row].is_given_up})
+        fleet.decide(
+            {row: cases[row].controller.decide(with_finite_losses(fleet.state(row))) for row in rows if not fleet.rows[row].is_given_up}
+        )
         for row in rows:
             if cases[row].is_static:  # fossilize its seeds at once, without the gate that needs a measurement
                 lifecycles = fleet.rows[row].host_growth.lifecycles

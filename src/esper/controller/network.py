@@ -45,7 +45,7 @@ def pool(values: Tensor, exists: Tensor) -> Tensor:
     return torch.cat((mean, most.masked_fill(~there.any(-2), 0.0)), dim=-1)
 
 
-def point(wanted: Tensor, offered: Tensor) -> Tensor:
+def pointer_logits(wanted: Tensor, offered: Tensor) -> Tensor:
     """Return logits [...]: the scaled dot products of queries `wanted` [..., F] with keys `offered` [..., F]."""
     # A batched matrix product would be slower: torch goes through the batch one by one for products this small.
     return (wanted * offered).sum(-1) / math.sqrt(offered.shape[-1])
@@ -132,14 +132,14 @@ class PointerActor(nn.Module):
         # Queries for slots come from core and summary; queries for candidates and the logits of alpha also see their slot.
         trunk = self.trunk(front)  # [B, D]
         wanted = self.wanted_slots(trunk).view(count, len(Op), -1)  # [B, ops, D]
-        slot_logits = point(wanted.unsqueeze(2), slots.unsqueeze(1))  # [B, ops, S]
+        slot_logits = pointer_logits(wanted.unsqueeze(2), slots.unsqueeze(1))  # [B, ops, S]
         context = apply_to_rows(self.context, torch.cat((trunk.unsqueeze(1).expand_as(slots), slots), dim=2))  # [B, S, D]
-        candidate_logits = point(apply_to_rows(self.wanted_candidates, context).unsqueeze(2), candidates)  # [B, S, K]
+        candidate_logits = pointer_logits(apply_to_rows(self.wanted_candidates, context).unsqueeze(2), candidates)  # [B, S, K]
         alpha_logits = apply_to_rows(self.alpha, context)  # [B, S, alphas]
         return torch.cat([part.flatten(1) for part in (self.op(trunk), slot_logits, candidate_logits, alpha_logits)], dim=1)
 
 
-class Front(nn.Module):
+class FirstColumns(nn.Module):
     """Returns the first `width` columns: core output and summary, the input of the critic, which does not need single slots."""
 
     def __init__(self, width: int) -> None:
@@ -168,7 +168,7 @@ def make_parts(
         core_width = encoder.output_size if memory.core == "none" else memory.hidden_size
         actor = PointerActor(config, core_width=core_width, slots=slots, blueprints=blueprints)
         front = actor.sizes[0]
-        critic = nn.Sequential(Front(front), *mlp((front, config.width), _ACTIVATION), Dense(config.width, 1))
+        critic = nn.Sequential(FirstColumns(front), *mlp((front, config.width), _ACTIVATION), Dense(config.width, 1))
     # A nearly uniform policy to start with, except for the biases of the config.
     for part in (encoder, actor, critic):
         initialize(part, generator)

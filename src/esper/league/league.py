@@ -186,7 +186,7 @@ class League:
 
         The opponents of a candidate are rated when it becomes a member (`_rate_opponents`), so a rejected candidate leaves no trace.
         """
-        after = ratings.rated(self._ratings.get(first, Rating()), self._ratings.get(second, Rating()), record)
+        after = ratings.rate_match(self._ratings.get(first, Rating()), self._ratings.get(second, Rating()), record)
         candidates = [name for name in (first, second) if self.entry(name).kind == "candidate"]
         for name, rating in zip((first, second), after, strict=True):
             if not candidates or name in candidates:
@@ -198,7 +198,7 @@ class League:
         for other in (entry.name for entry in self.entries if entry.kind in ("anchor", "member") and entry.name != name):
             record = self.table.between(name, other)
             if record.battles:
-                self._ratings[other] = ratings.rated(own, self._ratings.get(other, Rating()), record)[1]
+                self._ratings[other] = ratings.rate_match(own, self._ratings.get(other, Rating()), record)[1]
 
     def settle(self, name: str) -> TrialResult:
         """Decide on a candidate after its trial: promote it to member, or remove it.

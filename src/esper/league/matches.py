@@ -22,7 +22,7 @@ from esper.arena.arena import Arena, StepResult
 from esper.arena.bots import Bot
 from esper.arena.config import ArenaConfig
 from esper.arena.recorder import Recorder
-from esper.league.players import BotPlayer, Player, PolicyPlayer, join, side_rows
+from esper.league.players import BotPlayer, Player, PolicyPlayer, join_actions, side_rows
 from esper.league.record import WinRecord
 from esper.rl.policy import Policy
 from esper.rng import Streams
@@ -65,7 +65,7 @@ class MatchArena:
         paired = msgspec.structs.replace(config, battles=rivals * config.battles, maps=config.battles // 2, battles_per_map=2 * rivals)
         self.arena = Arena(paired, seed=seed, device=device)
 
-    def open(self, seed: int) -> None:
+    def use_maps(self, seed: int) -> None:
         """Use the maps of another seed from now on."""
         self.seed = seed
         self.arena.reset(seed)
@@ -112,7 +112,7 @@ class MatchArena:
         for recorder in recorders:
             recorder.begin()
         for decision in range(config.decisions):
-            actions = join([(player.rows, player.act(result)) for player in players], config.battles * config.units)
+            actions = join_actions([(player.rows, player.act(result)) for player in players], config.battles * config.units)
             result = arena.step(actions)
             tally.add(result, side)
             for recorder in recorders:

@@ -125,7 +125,7 @@ class OpponentSlots:
             slot.player.policy.load_state_dict(learner.state_dict() if name is None else league.weights[name])
             slot.drawn = update
             if name != slot.name:
-                slot.player.forget()
+                slot.player.reset_memory()
                 slot.name, slot.since = name, decision
                 self.since[slot.battles] = decision
 

@@ -29,7 +29,7 @@ from esper.league.events import LeagueChanged, RoundFought
 from esper.league.league import LEARNER, League
 from esper.league.network import make_player
 from esper.league.opponents import SELF, OpponentGroup, OpponentSlot, OpponentSlots, divide_battles, is_slot
-from esper.league.players import BotPlayer, Player, PolicyPlayer, join, side_rows
+from esper.league.players import BotPlayer, Player, PolicyPlayer, join_actions, side_rows
 from esper.league.record import WinRecord
 from esper.league.trials import Trials
 from esper.parallel import ALONE, Group
@@ -142,7 +142,7 @@ class SelfPlay:
         # Join the learner's actions with those of all opponents, so that every unit has one.
         chosen = [(self.rows, actions)]
         chosen += [(group.opponent.rows, group.opponent.act(self.result)) for group in self.opponent_groups if group.opponent is not None]
-        result = self.arena.step(join(chosen, self.config.arena.battles * self.config.arena.units))
+        result = self.arena.step(join_actions(chosen, self.config.arena.battles * self.config.arena.units))
         self.decisions += 1
         self._count(result)
         assert result.parts is not None  # it is None only after a reset

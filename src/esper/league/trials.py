@@ -42,7 +42,7 @@ class Trials:
         players = [
             rival if rival in league.anchors else make_player(self.config, league.weights[rival], device=self.device) for rival in rivals
         ]
-        shares = self.group.gather_objects(self.fight(candidate, players, trial=name))
+        shares = self.group.gather_objects(self.play(candidate, players, trial=name))
         against = {rival: sum(records, WinRecord()) for rival, *records in zip(rivals, *shares, strict=True)}
 
         def decide() -> tuple[TrialResult, dict[str, Any]]:
@@ -56,7 +56,7 @@ class Trials:
             league = League.from_state(state, league.weights, config=league.config)
         return league, result, against
 
-    def fight(self, policy: Policy, rivals: Sequence[Contender], *, trial: str) -> list[WinRecord]:
+    def play(self, policy: Policy, rivals: Sequence[Contender], *, trial: str) -> list[WinRecord]:
         """Play this rank's share of the battles on the maps of this trial, and return the candidate's record against each rival.
 
         Policies sample their actions, as they do in training.
@@ -66,5 +66,5 @@ class Trials:
             pairs = -(-self.config.selfplay.entry_battles // (2 * self.group.world_size))
             arena = msgspec.structs.replace(self.config.arena, battles=2 * pairs, smallest_team=None)
             self._match_arena = MatchArena(arena, seed=seed, device=self.device, rivals=len(rivals))
-        self._match_arena.open(seed)
+        self._match_arena.use_maps(seed)
         return [result.record for result in self._match_arena.play_all(policy, rivals, sample=True)]
