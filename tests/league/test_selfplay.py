@@ -206,7 +206,7 @@ def test_teams_grow_with_the_updates() -> None:
 
 
 @pytest.mark.slow
-def test_the_first_to_enter_is_promoted_and_sits_down_without_the_memories_of_who_sat_there() -> None:
+def test_the_first_to_enter_is_promoted_and_fills_a_slot_without_the_memories_of_its_last_player() -> None:
     events: list[Event] = []
     env = attached(small_training(), events=events)
     timestep = driven(env, env.reset(), 16)  # two rollouts; the second is told with the next step
@@ -215,8 +215,8 @@ def test_the_first_to_enter_is_promoted_and_sits_down_without_the_memories_of_wh
     assert env.opponent_slots.names == [None, None]
     assert player.state.any()
     memories: list[Any] = []
-    forget = player.forget
-    player.forget = lambda: (forget(), memories.append(player.state.clone()))[0]  # type: ignore[method-assign]
+    reset_memory = player.reset_memory
+    player.reset_memory = lambda: (reset_memory(), memories.append(player.state.clone()))[0]  # type: ignore[method-assign]
     driven(env, timestep, 1)
     changes = [event for event in events if isinstance(event, LeagueChanged)]
     assert [(event.name, event.is_promoted) for event in changes] == [("update-2", True)]
