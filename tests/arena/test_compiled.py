@@ -22,7 +22,7 @@ def test_a_compiled_arena_fights_the_same_battles_up_to_rounding():
         expected, got = plain.step(actions), compiled.step(actions)
         assert torch.allclose(expected.observation, got.observation, atol=1e-3)
         assert torch.allclose(expected.reward, got.reward, atol=1e-4)
-    assert torch.equal(plain.state.contest.decision, compiled.state.contest.decision)
+    assert torch.equal(plain.state.status.decision, compiled.state.status.decision)
 
 
 def played(arena: Arena) -> Arena:
@@ -41,4 +41,4 @@ def test_where_the_compiler_fails_the_battles_go_on_without_it(monkeypatch):
     config = small_config(team_size=1, battles=1)
     with pytest.warns(RuntimeWarning, match="no compiler here.*runs uncompiled"):
         arena = played(Arena(config, compile=True))
-    assert int(arena.state.contest.decision[0]) == 1
+    assert int(arena.state.status.decision[0]) == 1

@@ -78,8 +78,8 @@ def test_a_battle_that_ended_begins_anew_in_the_same_step():
     env = ArenaEnv(TINY)
     env.reset(seed=0)
     last = played(env, 4)[-1]
-    assert env.arena.state.contest.decision.tolist() == [0, 0]
-    assert env.arena.state.contest.episode.tolist() == [1, 1]
+    assert env.arena.state.status.decision.tolist() == [0, 0]
+    assert env.arena.state.status.episode.tolist() == [1, 1]
     assert torch.equal(last.obs["obs"], env.arena.look().observation.flatten(0, 1))
 
 

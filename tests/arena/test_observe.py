@@ -111,9 +111,9 @@ def test_the_next_step_of_the_way_to_the_zone_turns_with_the_unit():
 
 def test_the_state_of_the_contest_is_told_from_the_own_side():
     arena = flat_arena("medium", "light", seconds=100.0)
-    contest = arena.state.contest
+    status = arena.state.status
     arena.state = arena.state._replace(
-        contest=contest._replace(score=torch.tensor([[10.0, 20.0]]), holder=torch.tensor([1]), decision=torch.tensor([100]))
+        status=status._replace(score=torch.tensor([[10.0, 20.0]]), holder=torch.tensor([1]), decision=torch.tensor([100]))
     )
     put(arena, 1, hit_points=0.0)
     for unit, score, holder, living in ((0, [0.2, 0.4], [0.0, 1.0], [0.5, 1.0]), (2, [0.4, 0.2], [1.0, 0.0], [1.0, 0.5])):
@@ -285,7 +285,7 @@ def melee():
             heading=(draw[..., 6] - 0.5) * 6.0,
             heat=draw[..., 7] * 60,
         ),
-        contest=arena.state.contest._replace(score=torch.tensor([[3.0, 8.0], [1.0, 0.0]]), holder=torch.tensor([1, -1])),
+        status=arena.state.status._replace(score=torch.tensor([[3.0, 8.0], [1.0, 0.0]]), holder=torch.tensor([1, -1])),
     )
     return arena
 

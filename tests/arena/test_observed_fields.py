@@ -60,11 +60,11 @@ def arena() -> Arena:
         is_venting=draw(0, 1) > 0.5,
         is_grounded=draw(0, 1) > 0.4,
     )
-    contest = arena.state.contest._replace(
+    status = arena.state.status._replace(
         score=torch.tensor([[3.0, 8.0], [1.0, 2.5]]), holder=torch.tensor([0, 1]), decision=torch.tensor([7, 31])
     )
     floor = 2 * torch.rand(arena.state.world.floor.shape, generator=generator)
-    arena.state = arena.state._replace(units=units, contest=contest, world=arena.state.world._replace(floor=floor))
+    arena.state = arena.state._replace(units=units, status=status, world=arena.state.world._replace(floor=floor))
     look(arena)
     return arena
 
@@ -90,7 +90,7 @@ def column(arena: Arena, x: float, y: float) -> tuple[int, int, int]:
 
 
 def own_fields(arena: Arena, unit: int) -> Fields:
-    me, spec, world, contest = unit_of(arena, unit), CLASSES[class_of(arena, unit)], arena.state.world, arena.state.contest
+    me, spec, world, status = unit_of(arena, unit), CLASSES[class_of(arena, unit)], arena.state.world, arena.state.status
     (x, y, z), (velocity_x, velocity_y, velocity_z) = me["position"], me["velocity"]
     half, side, team = arena.config.size / 2, 1 if unit < 4 else -1, unit // 4
     here = column(arena, x, y)
@@ -98,7 +98,7 @@ def own_fields(arena: Arena, unit: int) -> Fields:
     step = [*STEPS, (0, 0)][int(world.way[here])]
     length = math.hypot(*step) or 1.0
     alive = [[unit_of(arena, 4 * own + each)["hit_points"] > 0 for each in range(4)] for own in (team, 1 - team)]
-    score, holder = contest.score[BATTLE].tolist(), int(contest.holder[BATTLE])
+    score, holder = status.score[BATTLE].tolist(), int(status.holder[BATTLE])
     return {
         "class": [float(name == class_of(arena, unit)) for name in CLASSES],
         "role": [float(role == spec.role) for role in ROLES],
@@ -127,7 +127,7 @@ def own_fields(arena: Arena, unit: int) -> Fields:
         "zone_radius": [float(world.zone_radius[BATTLE]) / 10],
         "zone_holder": [float(holder == team), float(holder == 1 - team)],
         "score": [score[own] / (arena.config.seconds * PHYSICS.win_share) for own in (team, 1 - team)],
-        "clock": [1 - int(contest.decision[BATTLE]) / arena.config.decisions],
+        "clock": [1 - int(status.decision[BATTLE]) / arena.config.decisions],
         "living": [sum(flags) / 4 for flags in alive],
     }
 

@@ -129,7 +129,7 @@ def test_the_last_observation_is_of_the_battle_that_ended(env):
         observations, _, terminations, _, infos = env.step(still(env))
     assert all(terminations.values())
     assert infos["red_0_medium"]["winner"] == "draw"
-    assert int(env._battle.state.contest.decision[0]) == 4
+    assert int(env._battle.state.status.decision[0]) == 4
     last = observations["red_0_medium"]["observation"]
     observations, _ = env.reset()
     assert not np.array_equal(last, observations["red_0_medium"]["observation"])

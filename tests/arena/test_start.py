@@ -34,16 +34,16 @@ def test_a_battle_follows_from_its_place_and_number_and_not_from_the_others() ->
 
 
 def test_places_and_numbers_lead_to_different_maps_and_all_maps_are_fought_on() -> None:
-    for contest in (begun(list(range(64)), [0] * 64).contest, begun([1] * 64, list(range(64))).contest):
-        counts = torch.bincount(contest.map, minlength=4)
+    for status in (begun(list(range(64)), [0] * 64).status, begun([1] * 64, list(range(64))).status):
+        counts = torch.bincount(status.map, minlength=4)
         assert (counts >= 4).all()
-    assert not torch.equal(begun(list(range(64)), [0] * 64).contest.map, begun(list(range(64)), [0] * 64, seed=4).contest.map)
+    assert not torch.equal(begun(list(range(64)), [0] * 64).status.map, begun(list(range(64)), [0] * 64, seed=4).status.map)
 
 
 def test_a_world_is_the_map_that_it_says() -> None:
     state = begun(list(range(8)), [1] * 8)
     for part, maps in zip(state.world, ARENA.atlas.worlds, strict=True):
-        assert torch.equal(part, maps[state.contest.map])
+        assert torch.equal(part, maps[state.status.map])
 
 
 def test_teams_are_as_large_as_one_another_and_of_all_allowed_sizes() -> None:
@@ -87,10 +87,10 @@ def test_nothing_is_in_the_air_and_no_score_is_kept() -> None:
     state = begun([0, 1], [7, 8])
     assert not state.shells.life.any()
     assert not state.clouds.left.any()
-    assert not state.contest.score.any()
-    assert state.contest.holder.tolist() == [-1, -1]
-    assert state.contest.episode.tolist() == [7, 8]
-    assert not state.contest.decision.any()
+    assert not state.status.score.any()
+    assert state.status.holder.tolist() == [-1, -1]
+    assert state.status.episode.tolist() == [7, 8]
+    assert not state.status.decision.any()
 
 
 def test_a_beginning_is_the_same_after_half_a_turn() -> None:

@@ -9,11 +9,11 @@ import msgspec
 import pytest
 import torch
 
-from esper.controller.config import RENT_LEVELS, ControllerConfig, DomainConfig, RewardConfig
+from esper.controller.config import RENT_LEVELS, ControllerConfig, ControllerRewardConfig, DomainConfig
 from esper.controller.domain import FleetSetting
 from esper.controller.env import GrowthEnv
 from esper.controller.events import RoundEnded
-from esper.controller.fleet_with_twins import FleetWithTwins, finite
+from esper.controller.fleet_with_twins import FleetWithTwins, with_finite_losses
 from esper.controller.layout import Op
 from esper.controller.reward import potential
 from esper.fleet.config import FleetConfig
@@ -60,13 +60,13 @@ def test_a_fleet_is_gone_before_there_is_another(monkeypatch: pytest.MonkeyPatch
     """Two of them may not fit."""
     env = make_env(msgspec.structs.replace(CONFIG, domain=msgspec.structs.replace(CONFIG.domain, fleets=1)))
     env.reset(seed=0)
-    old, make, alive = weakref.ref(env.twinned_fleets[0].fleet), env._squad, []
+    old, make, alive = weakref.ref(env.twinned_fleets[0].fleet), env._build_fleet, []
 
     def watched(setting: FleetSetting, number: int) -> FleetWithTwins:
         alive.append(old() is not None)
         return make(setting, number)
 
-    monkeypatch.setattr(env, "_squad", watched)
+    monkeypatch.setattr(env, "_build_fleet", watched)
     for _ in range(HORIZON + 1):
         env.step(waiting(env))
     assert alive == [False]
@@ -164,7 +164,7 @@ def test_who_never_grows_earns_nothing_and_ends_as_its_twin() -> None:
 @pytest.mark.parametrize("family", ["loss", pytest.param("contribution", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("is_sparse", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_rewards_add_up_to_what_a_host_is_worth_at_the_end(family: str, is_sparse: bool) -> None:
-    env = make_env(msgspec.structs.replace(CONFIG, reward=RewardConfig(family=family, is_sparse=is_sparse)))
+    env = make_env(msgspec.structs.replace(CONFIG, reward=ControllerRewardConfig(family=family, is_sparse=is_sparse)))
     step, policy = env.reset(1), RandomPolicy(env, seed=1)
     total = torch.zeros(env.num_envs, dtype=torch.float64)
     for number in range(HORIZON + 1):
@@ -304,8 +304,8 @@ def test_losses_that_are_not_finite_are_seen_as_those_before_them() -> None:
         0,
         scale=LossRange.of(2.3),
     )
-    assert finite(state).train_losses == (1.0, 1.0, 0.5)
-    assert finite(state).val_losses == (2.3, 2.0, 2.0)
+    assert with_finite_losses(state).train_losses == (1.0, 1.0, 0.5)
+    assert with_finite_losses(state).val_losses == (2.3, 2.0, 2.0)
 
 
 def test_the_levels_of_rent_rise() -> None:
@@ -342,7 +342,7 @@ def test_a_decision_may_have_several_actions_and_training_comes_after_the_last()
 @pytest.mark.slow
 def test_what_a_kept_seed_gives_is_measured_at_the_end_and_not_when_it_was_kept() -> None:
     """Otherwise a seed could be kept at its best moment, whatever becomes of it."""
-    env = make_env(msgspec.structs.replace(CONFIG, reward=RewardConfig(family="contribution")))
+    env = make_env(msgspec.structs.replace(CONFIG, reward=ControllerRewardConfig(family="contribution")))
     step, policy = env.reset(3), RandomPolicy(env, seed=3)
     for _ in range(HORIZON):
         step = env.step(policy(step))
@@ -422,7 +422,7 @@ def share_of_seeds(twinned_fleets: list[FleetWithTwins], segments: int) -> torch
 )
 def test_seeds_that_are_not_kept_cost_what_was_spent_on_them(family: str, ops: list[Op], seeds: int, segments: int) -> None:
     growth = GrowthConfig(blueprints=("conv3x3",), lifecycle=UNSEEN)
-    env = make_env(msgspec.structs.replace(FEW, growth=growth, reward=RewardConfig(family=family)))
+    env = make_env(msgspec.structs.replace(FEW, growth=growth, reward=ControllerRewardConfig(family=family)))
     total, twinned_fleets = lived(env, ops)
     assert outcomes(twinned_fleets) == [["pruned"] * seeds] * env.num_envs
     spent = env.config.reward.spent * share_of_seeds(twinned_fleets, segments)
@@ -433,7 +433,7 @@ def test_seeds_that_are_not_kept_cost_what_was_spent_on_them(family: str, ops: l
 @pytest.mark.slow
 @BOTH_FAMILIES
 def test_a_seed_that_is_kept_just_before_it_is_ruined_pays_what_is_left_of_it(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    env = make_env(msgspec.structs.replace(FEW, reward=RewardConfig(family=family, most=50)))
+    env = make_env(msgspec.structs.replace(FEW, reward=ControllerRewardConfig(family=family, most=50)))
     finish = FleetWithTwins.finish
 
     def ruined(twinned: FleetWithTwins) -> None:

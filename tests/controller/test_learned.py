@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 
 from esper.controller import layout, learned
+from esper.controller.config import SlotNetworkConfig
 from esper.controller.features import HOST
 from esper.controller.layout import observe
 from esper.controller.learned import ControllerError, load_controller, save_controller
 from esper.controller.network import make_policy
-from esper.controller.network_config import SlotNetworkConfig
 from esper.fleet.config import FleetConfig, HostConfig
 from esper.fleet.fleet import Fleet
 from esper.growth import grow

@@ -8,7 +8,7 @@ import torch
 from esper.arena.arena import Arena, StepResult
 from esper.arena.bots import Bot
 from esper.arena.env import unit_rows
-from esper.league.players import BotPlayer, PolicyPlayer, join, side_rows
+from esper.league.players import BotPlayer, PolicyPlayer, join_actions, side_rows
 from esper.rl.policy import Policy
 from tests.league.arenas import a_policy, small_training
 
@@ -30,7 +30,7 @@ def test_the_rows_of_a_side_are_those_of_its_units() -> None:
 def test_joined_actions_have_everyones_in_their_place() -> None:
     one = (torch.tensor([3, 0]), {"fire": torch.tensor([1, 2]), "motion": torch.ones(2, 4)})
     other = (torch.tensor([1, 2]), {"fire": torch.tensor([5, 6]), "motion": torch.zeros(2, 4)})
-    joined = join([one, other], 4)
+    joined = join_actions([one, other], 4)
     assert joined["fire"].tolist() == [2, 5, 6, 1]
     assert joined["motion"][:, 0].tolist() == [1.0, 0.0, 0.0, 1.0]
 
@@ -114,7 +114,7 @@ def test_a_player_goes_on_with_the_memories_that_were_saved_and_forgets_when_tol
     going_on = with_ends(result)
     one, other = player.act(going_on), again.act(going_on)
     assert all(torch.equal(value, other[name]) for name, value in one.items())
-    player.forget()
+    player.reset_memory()
     assert not player.state.any()
 
 

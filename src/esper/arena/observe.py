@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from esper.arena.config import ArenaConfig, ticks
-from esper.arena.ground import columns, read, unit_at
+from esper.arena.map_columns import columns, read, unit_at
 from esper.arena.routes import STEPS
 from esper.arena.sensing import nearest_first
 from esper.arena.specs import CLASSES, PHYSICS, ROLES, WEAPONS, Material
-from esper.arena.state import Score, State, Units, World
+from esper.arena.state import BattleStatus, State, Units, World
 from esper.arena.tables import Tables, UnitTable
 
 VIEW = 11  # cells on a side of the terrain that a unit observes around itself
@@ -86,7 +86,7 @@ class OwnView(NamedTuple):
 
     units: Units
     world: World
-    contest: Score
+    status: BattleStatus
     table: UnitTable
     config: ArenaConfig
     half: float  # half a side of the map, in metres
@@ -173,17 +173,15 @@ OWN: tuple[Field[OwnView], ...] = (
         "zone_holder",
         2,
         "0 or 1: held by the own team, by the other",
-        lambda own: own.by_side(torch.stack((own.contest.holder == 0, own.contest.holder == 1), 1).float()),
+        lambda own: own.by_side(torch.stack((own.status.holder == 0, own.status.holder == 1), 1).float()),
     ),
     Field(
         "score",
         2,
         "of the own team and of the other, as a share of the score that wins",
-        lambda own: own.by_side(own.contest.score / (own.config.seconds * PHYSICS.win_share)),
+        lambda own: own.by_side(own.status.score / (own.config.seconds * PHYSICS.win_share)),
     ),
-    Field(
-        "clock", 1, "share of the battle's time that is left", lambda own: own.for_all(1.0 - own.contest.decision / own.config.decisions)
-    ),
+    Field("clock", 1, "share of the battle's time that is left", lambda own: own.for_all(1.0 - own.status.decision / own.config.decisions)),
     Field(
         "living",
         2,
@@ -394,7 +392,7 @@ class Observer:
         view = OwnView(
             units=units,
             world=world,
-            contest=state.contest,
+            status=state.status,
             table=self.tables.units,
             config=self.config,
             half=self.half,

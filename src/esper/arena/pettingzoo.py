@@ -179,7 +179,7 @@ class _Battle(Arena):
         return after
 
     def next(self) -> StepResult:
-        self.state = self._sensed(self._fresh(self.place, self.state.contest.episode + 1))
+        self.state = self._sensed(self._fresh(self.place, self.state.status.episode + 1))
         return self.look()
 
 

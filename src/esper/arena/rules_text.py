@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from esper.arena.config import DECISION_S, LARGEST, SMALLEST, ArenaConfig, RewardConfig, in_flight
+from esper.arena.config import DECISION_S, LARGEST, SMALLEST, ArenaConfig, ArenaRewardConfig, in_flight
 from esper.arena.decision import AFTER_TICKS, PHASES
 from esper.arena.observe import CELL_M, STATE_UNIT, VIEW, Field, Part, observation_width, parts, slices, state_width, width
 from esper.arena.orders import FIRE, MOTION, action_spec
@@ -223,7 +223,7 @@ def _part_text(part: Part) -> list[str]:
 
 
 def _rewards() -> list[str]:
-    rows = [(f"`{name}`", f"{value:g}", meaning) for name, value, meaning in describe(RewardConfig())]
+    rows = [(f"`{name}`", f"{value:g}", meaning) for name, value, meaning in describe(ArenaRewardConfig())]
     return [
         "## Rewards",
         "",

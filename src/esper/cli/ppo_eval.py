@@ -21,7 +21,7 @@ MAX_VIDEO_STEPS = 1000  # steps of the episode in a video
 DESCRIPTION = "Plays fresh episodes with the policy of a run, in the environment that it was trained in."
 
 
-class EvalArguments(Config):
+class PPOEvalArguments(Config):
     run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
     """folder of the run"""
     episodes: PositiveInt = 100
@@ -41,7 +41,7 @@ class EvalArguments(Config):
 
 
 def run(argv: list[str], prog: str) -> CommandResult:
-    arguments = parse(EvalArguments, argv, prog, description=DESCRIPTION)
+    arguments = parse(PPOEvalArguments, argv, prog, description=DESCRIPTION)
     from esper.rl.evaluate import VideoError
     from esper.runs import CheckpointError
     from esper.runs.folder import RunError
@@ -54,7 +54,7 @@ def run(argv: list[str], prog: str) -> CommandResult:
         raise CommandError(str(error), exit_code=FAILED) from error
 
 
-def _evaluate(arguments: EvalArguments) -> CommandResult:
+def _evaluate(arguments: PPOEvalArguments) -> CommandResult:
     from esper.config import load_saved
     from esper.devices import find_device
     from esper.rl.checkpoints import load_checkpoint, policy_state
@@ -103,7 +103,7 @@ def _evaluate(arguments: EvalArguments) -> CommandResult:
     return CommandResult(result)
 
 
-def _record(policy: Policy, config: TrainConfig, arguments: EvalArguments) -> str:
+def _record(policy: Policy, config: TrainConfig, arguments: PPOEvalArguments) -> str:
     """Write a video of one episode, and print its return."""
     from esper.rl.evaluate import VideoError, record_video
 
