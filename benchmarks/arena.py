@@ -24,8 +24,8 @@ from clock import now
 from esper.arena.config import ArenaConfig
 from esper.arena.speed import WARM_UP, measure_speed
 from esper.devices import find_device, threads
+from esper.league.config import ArenaTrainConfig
 from esper.league.training import prepare_arena
-from esper.league.training_config import ArenaTrainConfig
 from fleet import CudaMemory, ResidentMemory
 from records import Output, Record
 

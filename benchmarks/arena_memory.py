@@ -27,10 +27,9 @@ import numpy as np
 import torch
 
 from esper.arena.config import ArenaConfig
-from esper.league.config import LeagueConfig
+from esper.league.config import ArenaTrainConfig, LeagueConfig, SelfPlayConfig, UnitNetworkConfig
 from esper.league.selfplay import SelfPlay
 from esper.league.training import BotEvaluator, prepare_arena
-from esper.league.training_config import ArenaTrainConfig, SelfPlayConfig, UnitNetworkConfig
 from esper.rl.config import NetworkConfig, PPOConfig
 
 EVERY = 250  # updates between two lines

@@ -34,8 +34,7 @@ from typing import Any
 import msgspec
 
 from esper.config import save
-from esper.controller.compare_config import NAMES, CompareConfig
-from esper.controller.config import ControllerConfig, DomainConfig
+from esper.controller.config import BUILTIN_CONTROLLERS, CompareConfig, ControllerConfig, DomainConfig
 from esper.fleet.config import FleetConfig
 from esper.growth.config import GrowthConfig, LifecycleConfig
 from esper.rl.config import NetworkConfig, PPOConfig
@@ -194,9 +193,9 @@ def compare_one(config: CompareConfig) -> dict[str, Any]:
 @cache
 def loaded(name: str, data_dir: str | None) -> Any:
     """A task; to decode photographs takes a while."""
-    from esper.controller.training import load_from
+    from esper.controller.training import load_task_from
 
-    return load_from(data_dir, name)
+    return load_task_from(data_dir, name)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -243,14 +242,14 @@ def run(setting: Setting, output: Output, options: argparse.Namespace) -> None:
             output.write({"kind": "training", "seconds": round(seconds, 1), "status": status, **health(folder, setting.ranks)})
             controller = folder / "controller.safetensors"
         began = time.perf_counter()
-        config = msgspec.structs.replace(setting.comparison, controllers=(*NAMES, str(controller)))
+        config = msgspec.structs.replace(setting.comparison, controllers=(*BUILTIN_CONTROLLERS, str(controller)))
         report(compare_all(config, setting.ranks), config, output)
         output.write({"kind": "comparison", "seconds": round(time.perf_counter() - began, 1)})
 
 
 def report(results: list[dict[str, Any]], config: CompareConfig, output: Output) -> None:
-    from esper.controller.comparison import Comparison
-    from esper.controller.lives import EvalRun
+    from esper.controller.compare import Comparison
+    from esper.controller.evaluation import EvalRun
 
     runs = [msgspec.convert(run, EvalRun) for some in results for run in some["runs"]]
     notes = list(dict.fromkeys(note for some in results for note in some["notes"]))

@@ -66,7 +66,7 @@ class Watched(GrowthEnv):
 
     def begin(self) -> None:
         self.samples = self.decided_samples = self.segments = 0
-        self.living: list[float] = []  # per host, of every stretch of training
+        self.living: list[float] = []  # per host, of every training segment
         self.given_up = 0
 
     def step(self, actions: Actions) -> Timestep:

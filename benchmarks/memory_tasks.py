@@ -43,8 +43,7 @@ from esper.rl.distributions import ActionDistribution
 from esper.rl.ppo import PPO
 from esper.statistics import student_interval, wilson_interval
 from esper.vecenv import Actions, ActionSpec, Discrete
-from esper.vecenv.builtin import CartPoleHidden, Conditional, Cue, PendulumHidden
-from esper.vecenv.builtin.base import Outcome, State
+from esper.vecenv.builtin import CartPoleHidden, Conditional, Cue, Outcome, PendulumHidden, State
 from records import RESULTS, Output, Record
 from sides import Hyper, Ours, Sb3, Side
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from esper.arena import ArenaConfig
-from esper.league import ArenaTrainConfig, LeagueStore, SelfPlayConfig, against_bot, load_player, standings, train_arena
+from esper.league import ArenaTrainConfig, LeagueStore, SelfPlayConfig, load_player, play_against_bot, standings, train_arena
 from esper.rl import PPO, Update
 
 
@@ -44,7 +44,7 @@ def main() -> None:
         print(standings(LeagueStore(run / "league").load()))
         player, config = load_player(run)
 
-    match = against_bot(player, config, "random", battles=16, seed=1)
+    match = play_against_bot(player, config, "random", battles=16, seed=1)
     print(f"against the random bot: {match.record.wins} won, {match.record.draws} drawn, {match.record.losses} lost")
 
 

@@ -17,7 +17,7 @@ import pytest
 import esper
 
 SOURCE = Path(esper.__file__).parent
-GROUND = frozenset(
+SHARED = frozenset(
     {
         "config",
         "devices",
@@ -36,9 +36,9 @@ GROUND = frozenset(
 )
 LIBRARIES = frozenset({"rl", "growth", "tasks", "arena"})
 
-# Part of the package -> the parts above the ground that it may import. Everything may import the ground, and itself.
-ABOVE_GROUND: dict[str, frozenset[str]] = {
-    **dict.fromkeys(GROUND | LIBRARIES | {"dashboard"}, frozenset()),
+# Part of the package -> the parts that it may import, besides the shared modules and itself.
+MAY_IMPORT: dict[str, frozenset[str]] = {
+    **dict.fromkeys(SHARED | LIBRARIES | {"dashboard"}, frozenset()),
     "fleet": frozenset({"growth", "tasks"}),
     "controller": frozenset({"rl", "fleet", "growth", "tasks"}),
     "league": frozenset({"rl", "arena"}),
@@ -64,7 +64,7 @@ def imported_modules(source: str, module: str, *, is_package: bool) -> Iterator[
 def part_of(module: str) -> str:
     """`esper.rl.ppo` -> `rl`; `esper` itself and names defined in it (`esper.__version__`) -> the empty string."""
     part = [*module.split("."), ""][1]
-    return part if part in ABOVE_GROUND else ""
+    return part if part in MAY_IMPORT else ""
 
 
 def violations(source: str, module: str, *, is_package: bool = False) -> list[str]:
@@ -72,7 +72,7 @@ def violations(source: str, module: str, *, is_package: bool = False) -> list[st
     found = []
     for name in imported_modules(source, module, is_package=is_package):
         part = part_of(name)
-        is_allowed = part in ("", own) or part in GROUND or part in ABOVE_GROUND[own]
+        is_allowed = part in ("", own) or part in SHARED or part in MAY_IMPORT[own]
         if name.split(".")[0] == "esper" and not is_allowed:
             found.append(f"{module} imports {name}")
     return found
@@ -94,7 +94,7 @@ def test_every_import_follows_the_layers() -> None:
 
 def test_every_part_of_the_package_has_its_place_in_the_layers() -> None:
     parts = {module.split(".")[1] for module, _ in modules() if module != "esper"}
-    assert parts <= set(ABOVE_GROUND)
+    assert parts <= set(MAY_IMPORT)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_an_import_along_the_layers_is_no_violation(module: str, source: str) ->
     assert not violations(source, module)
 
 
-COMPUTING = (*sorted(GROUND), "rl", "growth", "tasks", "fleet", "controller", "arena", "league")
+COMPUTING = (*sorted(SHARED), "rl", "growth", "tasks", "fleet", "controller", "arena", "league")
 EDGES = (
     *("esper.vecenv.gymnasium", "esper.vecenv.to_gymnasium", "esper.vecenv.images"),  # need Gymnasium
     "esper.arena.pettingzoo",  # needs PettingZoo

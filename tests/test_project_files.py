@@ -95,3 +95,9 @@ def test_type_checkers_find_the_annotations_in_the_package_that_becomes_the_whee
     assert (ROOT / package).samefile(Path(esper.__file__).parent)
     assert (ROOT / package / "py.typed").is_file()
     assert "py.typed" not in (ROOT / ".gitignore").read_text()
+
+
+def test_the_source_distribution_has_the_documentation_and_the_files_that_it_mentions() -> None:
+    included = PROJECT["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
+    assert not [path for path in included if not (ROOT / path.removeprefix("/")).exists()]
+    assert {"/docs", "/examples", "/CHANGELOG.md", "/CONTRIBUTING.md", "/CITATION.cff"} <= set(included)

@@ -222,7 +222,8 @@ def _build(config_type: type[ConfigT], mapping: Mapping[str, object], *, default
     mapping = {renamed.get(key, key): given for key, given in mapping.items()}
     for key, given in mapping.items():
         if key not in fields:
-            raise _unknown(key, given, known=list(fields))
+            hint = did_you_mean(key, fields, otherwise=f"known keys are {', '.join(fields)}")
+            raise ConfigError(key, expected=f"one of {', '.join(fields)}", got=given, problem=f"unknown key; {hint}")
     defaults = _defaults(config_type, default)
     values = dict(defaults)
     for name, given in mapping.items():
@@ -253,11 +254,6 @@ def _parse(info: Type, given: object, *, default: object) -> object:
 def _parse_item(info: Type, given: object, name: str) -> object:
     with _under(name):
         return _parse(info, given, default=None)
-
-
-def _unknown(key: str, given: object, *, known: list[str]) -> ConfigError:
-    hint = did_you_mean(key, known, otherwise=f"known keys are {', '.join(known)}")
-    return ConfigError(key, expected=f"one of {', '.join(known)}", got=given, problem=f"unknown key; {hint}")
 
 
 @contextlib.contextmanager

@@ -1,17 +1,19 @@
-"""Devices: choose one, measure time on it, and set the number of threads and deterministic kernels for a block of code."""
+"""Devices: choose one, measure time on it, record CUDA graphs, and set threads and deterministic kernels for a block of code."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
 from esper.runs.folder import RunError
+
+Result = TypeVar("Result")
 
 
 def find_device(wanted: Literal["auto", "cpu", "cuda"]) -> torch.device:
@@ -46,6 +48,56 @@ class Stopwatch:
             return [after - before for before, after in pairwise(self._marks)]
         self._marks[-1].synchronize()
         return [before.elapsed_time(after) / 1000 for before, after in pairwise(self._marks)]
+
+
+class GraphRecorder:
+    """Records the kernels that a function launches as a CUDA graph, which launches them again without Python.
+
+        recorder = GraphRecorder(device)
+        with recorder.stream():
+            step()                                # not recorded: it loads kernels, chooses algorithms and makes workspaces
+            graph, result = recorder.record(step)
+            graph.replay()                        # also possible after the block, on any stream
+
+    The function must read and write only memory that stays where it is; a replay reads the values that are there by then and overwrites
+    `result`. With `reuse_memory`, a recording takes over the memory of the one before it, which must not be replayed any more, nor its
+    result be read. Without it, every recording has memory of its own for as long as its graph exists.
+    """
+
+    def __init__(self, device: torch.device, *, reuse_memory: bool = False) -> None:
+        self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._reuse_memory = reuse_memory
+        self._last: torch.cuda.CUDAGraph | None = None  # kept alive until the next recording has taken over its memory
+
+    @contextlib.contextmanager
+    def stream(self) -> Iterator[None]:
+        """Launch kernels on the stream of the recorder: after those of the current stream, and before those that follow there."""
+        current = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            current.wait_stream(self._stream)
+
+    def record(self, function: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
+        """Call the function inside of `stream()`. Return the graph of its kernels, which have not run, and its result, not yet computed.
+
+        `torch.cuda.graph` is not used because it first waits for the device and frees all cached memory.
+        """
+        assert torch.cuda.current_stream(self._stream.device) == self._stream
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=None if self._last is None else self._last.pool(), capture_error_mode="thread_local")
+        try:
+            result = function()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # ending a failed recording may fail too; the first error is the one to report
+                graph.capture_end()
+            raise
+        graph.capture_end()
+        if self._reuse_memory:
+            self._last = graph
+        return graph, result
 
 
 @contextlib.contextmanager

@@ -67,12 +67,12 @@ def write_file(path: Path | str, *parts: bytes | memoryview) -> None:
         os.replace(temporary, target)
         sync(target.parent)
     except OSError as error:
-        _forget(temporary)
+        _remove_temporary(temporary)
         if error.errno is None:
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error  # name the file that the caller knows, not the temporary one
     except BaseException:
-        _forget(temporary)
+        _remove_temporary(temporary)
         raise
 
 
@@ -102,7 +102,7 @@ def _write_new(path: Path, parts: tuple[bytes | memoryview, ...], mode: int | No
         os.close(descriptor)
 
 
-def _forget(temporary: Path) -> None:
+def _remove_temporary(temporary: Path) -> None:
     with contextlib.suppress(OSError):
         os.unlink(temporary)
 

@@ -68,7 +68,8 @@ def cache_folder(sources: tuple[Path, ...]) -> Path:
     for source in sources:
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     name, stem = f"{sources[0].stem}-numba-{digest.hexdigest()[:16]}", f"{sources[0].stem}-numba-"
-    for parent in (sources[0].parent / "__pycache__", _user_cache() / "esper"):
+    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    for parent in (sources[0].parent / "__pycache__", user_cache / "esper"):
         try:
             (parent / name).mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=parent / name):
@@ -80,7 +81,3 @@ def cache_folder(sources: tuple[Path, ...]) -> Path:
                 shutil.rmtree(other, ignore_errors=True)
         return parent / name
     return Path(tempfile.mkdtemp(prefix=f"{name}-"))  # nothing else is writable; this folder serves only this process
-
-
-def _user_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

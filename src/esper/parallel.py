@@ -32,7 +32,7 @@ class GroupError(ValueError):
     """The group of ranks cannot be formed. The message says why and what to do."""
 
 
-class FirstFailed(RuntimeError):
+class FirstRankFailed(RuntimeError):
     """Raised on all other ranks when rank 0 failed at something they depend on. Rank 0 raises and reports the original error."""
 
 
@@ -66,7 +66,7 @@ class Group:
         """Overwrite the tensors with those of rank 0."""
 
     def first(self, make: Callable[[], Value]) -> Value:
-        """Run `make()` on rank 0 only, and return its result on all ranks. If it raises, the other ranks raise FirstFailed."""
+        """Run `make()` on rank 0 only, and return its result on all ranks. If it raises, the other ranks raise FirstRankFailed."""
         return make()
 
     def any(self, flag: bool) -> bool:
@@ -137,7 +137,7 @@ class Ranks(Group):
         if self.rank > 0:
             dist.broadcast_object_list(answer, src=0, group=self.patient)
             if answer[1]:
-                raise FirstFailed(answer[1])
+                raise FirstRankFailed(answer[1])
         else:
             try:
                 answer[0] = make()

@@ -68,9 +68,9 @@ class Moments(ABC):
     elsewhere, such as those of all ranks together. Not thread-safe.
     """
 
-    def __init__(self, shape: Sequence[int], device: torch.device | str = "cpu", *, dtype: torch.dtype = torch.float64) -> None:
+    def __init__(self, shape: Sequence[int], device: torch.device | str = "cpu") -> None:
         self.shape = tuple(shape)
-        zeros = torch.zeros(self.shape, dtype=dtype, device=device)
+        zeros = torch.zeros(self.shape, dtype=torch.float64, device=device)
         self.sums = Sums(zeros.new_zeros(()), zeros, zeros.clone())
 
     def update(self, batch: Tensor, valid: Tensor | None = None) -> None:
@@ -128,10 +128,8 @@ class ExponentialMoments(Moments):
     Weights are divided by their sum, which corrects the start: after one batch, these are the moments of that batch.
     """
 
-    def __init__(
-        self, shape: Sequence[int], device: torch.device | str = "cpu", *, momentum: float = 0.99, dtype: torch.dtype = torch.float64
-    ) -> None:
-        super().__init__(shape, device, dtype=dtype)
+    def __init__(self, shape: Sequence[int], device: torch.device | str = "cpu", *, momentum: float = 0.99) -> None:
+        super().__init__(shape, device)
         self.momentum = _checked_momentum(momentum)
 
     def absorb(self, batch: Sums) -> None:

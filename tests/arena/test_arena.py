@@ -12,14 +12,14 @@ from torch import Tensor
 from esper.arena.arena import Arena, no_actions
 from esper.arena.config import ArenaConfig, Landscape
 from esper.arena.decision import decide
-from esper.arena.ground import columns, read
+from esper.arena.map_columns import columns, read
 from esper.arena.orders import action_masks, read_orders
 from esper.arena.rewards import Rewards, pay
 from esper.arena.specs import CLASSES, PHYSICS
 from esper.arena.start import fresh
 from esper.arena.state import State, cloned, named_tensors, state_hash
 from esper.arena.terrain import LANDSCAPES
-from esper.arena.zone import judge
+from esper.arena.zone import find_ended
 from esper.config import ConfigError
 from esper.vecenv import Actions
 from tests.arena.worlds import (
@@ -96,7 +96,7 @@ def assert_fair(config: ArenaConfig, seed: int, decisions: int) -> None:
     def decided(state: State, actions: Actions) -> tuple[State, Rewards]:
         orders = read_orders(actions, state.senses, state.units, arena.tables, battles=config.battles)
         after, step_events = decide(state, orders, arena.tables)
-        parts = pay(state, after, step_events, judge(after.contest, after.units, config), arena.tables, config)
+        parts = pay(state, after, step_events, find_ended(after.status, after.units, config), arena.tables, config)
         return arena._sensed(after), parts
 
     other = half_turned(arena.state)
@@ -115,7 +115,7 @@ def assert_fair(config: ArenaConfig, seed: int, decisions: int) -> None:
 @pytest.mark.slow
 def test_neither_side_is_favoured() -> None:
     config = small_config(battles=10, team_size=4, pack=ALL, maps=10, contacts=3)
-    assert len(set(Arena(config, seed=1).state.contest.map.tolist())) >= 5
+    assert len(set(Arena(config, seed=1).state.status.map.tolist())) >= 5
     assert_fair(config, seed=1, decisions=12)
 
 
@@ -161,7 +161,7 @@ def test_the_same_seed_and_actions_lead_to_the_same_battles_bit_for_bit() -> Non
         arena, generator = Arena(config, seed=seed), torch.Generator().manual_seed(0)
         for _ in range(6):  # past the end of the first battles
             arena.step(random_actions(arena, generator))
-        assert arena.state.contest.episode.tolist() == [1, 1]
+        assert arena.state.status.episode.tolist() == [1, 1]
         hashes.append([state_hash(arena.state, battle) for battle in range(2)])
     assert hashes[0] == hashes[1]
     assert hashes[0] != hashes[2]
@@ -191,7 +191,7 @@ def test_a_battle_saved_in_the_middle_continues_in_the_same_way() -> None:
         other.step(actions)
     assert other.seed == 1
     assert_identical(other.state, arena.state)
-    assert arena.state.contest.episode.tolist() == [1, 1]
+    assert arena.state.status.episode.tolist() == [1, 1]
 
 
 @pytest.mark.slow
@@ -232,7 +232,7 @@ def test_a_battle_that_ends_begins_anew_in_its_place_and_the_others_go_on() -> N
     rest = torch.tensor([0, 1, 3])
     assert_identical(select_battles(arena.state, rest), select_battles(other.state, rest))
     for part, maps in zip(arena.state.world, arena.atlas.worlds, strict=True):
-        assert torch.equal(part[2], maps[arena.state.contest.map[2]])
+        assert torch.equal(part[2], maps[arena.state.status.map[2]])
 
 
 def test_destroyed_terrain_stays_destroyed_in_that_battle_only() -> None:
@@ -255,8 +255,8 @@ def test_a_battle_without_actions_ends_by_time_as_a_draw() -> None:
         assert bool(result.ended[0]) == (decision == 8)
     assert result.by_time[0]
     assert int(result.winner[0]) == -1
-    assert arena.state.contest.episode.tolist() == [1]
-    assert arena.state.contest.decision.tolist() == [0]
+    assert arena.state.status.episode.tolist() == [1]
+    assert arena.state.status.decision.tolist() == [0]
 
 
 @pytest.mark.slow
@@ -334,8 +334,8 @@ def assert_in_range(arena: Arena) -> None:
     within(units.cooldown, 0, arena.tables.weapons.cooldown, "cooldown")
     within(units.harm, 0, 200, "harm")
     within(world.hit_points, 0, 100, "hit points of columns")
-    within(arena.state.contest.score, 0.0, arena.config.seconds, "score")
-    assert not arena.state.contest.overflow.any()
+    within(arena.state.status.score, 0.0, arena.config.seconds, "score")
+    assert not arena.state.status.overflow.any()
     assert not (units.is_shut_down & ~units.is_alive).any()
 
 
@@ -385,7 +385,7 @@ def test_no_shot_is_lost_when_everybody_fires_for_a_minute() -> None:
         orders = read_orders(make_actions(arena, loaded), arena.state.senses, arena.state.units, arena.tables, battles=1)
         arena.state, step_events = decide(arena.state, orders, arena.tables)
         fired += int(step_events.fired.sum())
-        assert not arena.state.contest.overflow.any()
+        assert not arena.state.status.overflow.any()
     assert fired > 600
 
 

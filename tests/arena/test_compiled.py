@@ -22,7 +22,7 @@ def test_a_compiled_arena_fights_the_same_battles_up_to_rounding():
         expected, got = plain.step(actions), compiled.step(actions)
         assert torch.allclose(expected.observation, got.observation, atol=1e-3)
         assert torch.allclose(expected.reward, got.reward, atol=1e-4)
-    assert torch.equal(plain.state.contest.decision, compiled.state.contest.decision)
+    assert torch.equal(plain.state.status.decision, compiled.state.status.decision)
 
 
 def play(arena: Arena) -> Arena:
@@ -41,4 +41,4 @@ def test_battles_continue_without_the_compiler_where_it_fails(monkeypatch):
     config = small_config(team_size=1, battles=1)
     with pytest.warns(RuntimeWarning, match="no compiler here.*runs uncompiled"):
         arena = play(Arena(config, compile=True))
-    assert int(arena.state.contest.decision[0]) == 1
+    assert int(arena.state.status.decision[0]) == 1

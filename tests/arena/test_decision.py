@@ -30,7 +30,7 @@ def test_a_decision_is_a_quarter_of_a_second() -> None:
     put(arena, 0, velocity=[5.5, 0.0, 0.0])
     run_decisions(arena, {0: {"forward": 1.0}})
     assert unit_field(arena, "position", 0)[0] == pytest.approx(-4 + 5.5 * 0.25, abs=1e-4)
-    assert int(arena.state.contest.decision[0]) == 1
+    assert int(arena.state.status.decision[0]) == 1
 
 
 def test_a_decision_leaves_the_state_before_it_as_it_was() -> None:
@@ -193,8 +193,8 @@ def test_holding_the_zone_for_a_decision_scores_a_quarter_of_a_second() -> None:
     arena = flat_arena()
     place(arena, 0, 0, 0)
     run_decisions(arena)
-    assert arena.state.contest.score[0].tolist() == pytest.approx([0.25, 0.0])
-    assert int(arena.state.contest.holder[0]) == 0
+    assert arena.state.status.score[0].tolist() == pytest.approx([0.25, 0.0])
+    assert int(arena.state.status.holder[0]) == 0
 
 
 def test_every_phase_of_a_tick_is_listed_once() -> None:
@@ -214,7 +214,7 @@ def test_a_unit_that_is_absent_takes_no_part() -> None:
     step_events = run_decisions(arena, {0: {"fire": "laser", "target": 2}, 1: {"fire": "laser", "target": 2}, 3: {"forward": 1.0}})
     assert step_events.fired[0].tolist() == [True, False, False, False]
     assert unit_field(arena, "position", 3) == before
-    assert arena.state.contest.holder.tolist() == [-1]
+    assert arena.state.status.holder.tolist() == [-1]
     assert not step_events.taken[0, :, 1].any()
 
 
@@ -228,4 +228,4 @@ def test_every_weapon_can_be_fired_by_a_class_that_owns_it_and_takes_what_it_sho
     assert (unit_field(arena, "hit_points", 1) < CLASSES[owner].hit_points) == (WEAPONS[name].damage > 0)
     assert (unit_field(arena, "painted", 1) > 0) == (name == "painter")
     assert bool(arena.state.clouds.left.any()) == (name == "smoke")
-    assert torch.equal(arena.state.contest.overflow, torch.zeros(1, dtype=torch.int64))
+    assert torch.equal(arena.state.status.overflow, torch.zeros(1, dtype=torch.int64))

@@ -7,7 +7,7 @@ import torch
 
 from esper.arena.arena import no_actions
 from esper.arena.env import ArenaEnv, observation_spec
-from esper.arena.layout import observation_width, state_width
+from esper.arena.observe import observation_width, state_width
 from esper.arena.state import state_hash
 from esper.vecenv import Saveable, VecEnv, check_env, check_timestep
 from tests.arena.worlds import doom, random_actions, small_config
@@ -71,8 +71,8 @@ def test_a_battle_that_ended_begins_anew_in_the_same_step():
     env = ArenaEnv(TINY)
     env.reset(seed=0)
     last = play(env, 4)[-1]
-    assert env.arena.state.contest.decision.tolist() == [0, 0]
-    assert env.arena.state.contest.episode.tolist() == [1, 1]
+    assert env.arena.state.status.decision.tolist() == [0, 0]
+    assert env.arena.state.status.episode.tolist() == [1, 1]
     assert torch.equal(last.obs["obs"], env.arena.look().observation.flatten(0, 1))
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from esper.arena.arena import Arena
 from esper.arena.config import ArenaConfig
-from esper.arena.layout import ALLY, CONTACT, OWN, STATE_UNIT, TERRAIN, VIEW, observation_width, parts, slices, state_width, width
+from esper.arena.observe import ALLY, CONTACT, OWN, STATE_UNIT, TERRAIN, VIEW, observation_width, parts, slices, state_width, width
 from esper.arena.specs import MATERIALS, PHYSICS, WEAPONS, Material
 from tests.arena.worlds import small_config
 

@@ -131,12 +131,12 @@ def test_a_team_walled_in_on_one_side_is_detected() -> None:
 @pytest.mark.parametrize("size", [16, 34, 64])
 def test_a_way_is_opened_through_solid_rock(size: int) -> None:
     shape = (12, size, size)
-    ground = HeightMap(torch.full(shape, 9.0), torch.full(shape, Material.REINFORCED, dtype=torch.int8))
+    height_map = HeightMap(torch.full(shape, 9.0), torch.full(shape, Material.REINFORCED, dtype=torch.int8))
     side = corner_side(size)
-    ground.height[:, :side, :side] = ground.height[:, -side:, -side:] = 0.0
-    ground.height[:, size // 2 - 1 : size // 2 + 1, size // 2 - 1 : size // 2 + 1] = 0.0
-    assert not has_a_wide_way(*ground).any()
-    opened = _with_ways(ground, Chance(torch.arange(12), size=size))
+    height_map.height[:, :side, :side] = height_map.height[:, -side:, -side:] = 0.0
+    height_map.height[:, size // 2 - 1 : size // 2 + 1, size // 2 - 1 : size // 2 + 1] = 0.0
+    assert not has_a_wide_way(*height_map).any()
+    opened = _with_ways(height_map, Chance(torch.arange(12), size=size))
     assert has_a_wide_way(*opened).all()
     assert shares(opened.height == 0).max() < 0.6  # a way, and not a clearing
     assert torch.equal(opened.height, opened.height.flip(1, 2))

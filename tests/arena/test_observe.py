@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from esper.arena.arena import Arena
-from esper.arena.layout import CELL_M, MATERIAL_SIGNALS, STATE_UNIT, VIEW, slices, width
+from esper.arena.observe import CELL_M, MATERIAL_SIGNALS, STATE_UNIT, VIEW, slices, width
 from esper.arena.specs import CLASSES, PHYSICS, ROLES, WEAPONS, Material
 from tests.arena.views import look, observed, piece, terrain
 from tests.arena.worlds import WEAPON, build, flat_arena, half_turned, make_duel, place, put, small_config
@@ -108,9 +108,9 @@ def test_the_next_step_of_the_way_to_the_zone_turns_with_the_unit():
 
 def test_the_score_is_observed_from_the_own_side():
     arena = flat_arena("medium", "light", seconds=100.0)
-    contest = arena.state.contest
+    status = arena.state.status
     arena.state = arena.state._replace(
-        contest=contest._replace(score=torch.tensor([[10.0, 20.0]]), holder=torch.tensor([1]), decision=torch.tensor([100]))
+        status=status._replace(score=torch.tensor([[10.0, 20.0]]), holder=torch.tensor([1]), decision=torch.tensor([100]))
     )
     put(arena, 1, hit_points=0.0)
     for unit, score, holder, living in ((0, [0.2, 0.4], [0.0, 1.0], [0.5, 1.0]), (2, [0.4, 0.2], [1.0, 0.0], [1.0, 0.5])):
@@ -282,7 +282,7 @@ def melee():
             heading=(draw[..., 6] - 0.5) * 6.0,
             heat=draw[..., 7] * 60,
         ),
-        contest=arena.state.contest._replace(score=torch.tensor([[3.0, 8.0], [1.0, 0.0]]), holder=torch.tensor([1, -1])),
+        status=arena.state.status._replace(score=torch.tensor([[3.0, 8.0], [1.0, 0.0]]), holder=torch.tensor([1, -1])),
     )
     return arena
 

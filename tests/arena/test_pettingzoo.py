@@ -11,7 +11,7 @@ pytest.importorskip("pettingzoo")
 from pettingzoo.test import parallel_api_test, parallel_seed_test
 
 from esper.arena.config import ArenaConfig
-from esper.arena.layout import observation_width, state_width
+from esper.arena.observe import observation_width, state_width
 from esper.arena.pettingzoo import ArenaParallelEnv, parallel_env
 from esper.arena.state import state_hash
 from esper.config import ConfigError
@@ -123,7 +123,7 @@ def test_the_last_observation_is_of_the_battle_that_ended(env):
         observations, _, terminations, _, infos = env.step(no_actions_of(env))
     assert all(terminations.values())
     assert infos["red_0_medium"]["winner"] == "draw"
-    assert int(env._battle.state.contest.decision[0]) == 4
+    assert int(env._battle.state.status.decision[0]) == 4
     last = observations["red_0_medium"]["observation"]
     observations, _ = env.reset()
     assert not np.array_equal(last, observations["red_0_medium"]["observation"])

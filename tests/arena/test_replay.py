@@ -20,7 +20,7 @@ from esper.arena.config import ArenaConfig
 from esper.arena.recorder import advanced
 from esper.arena.replay import Recorder, device_kind, load_battle, verify
 from esper.arena.specs import RULES_VERSION, Material
-from esper.arena.state import Clouds, Score, Senses, Shells, State, Units, World, cloned, named_tensors, state_hash
+from esper.arena.state import BattleStatus, Clouds, Senses, Shells, State, Units, World, cloned, named_tensors, state_hash
 from esper.replay_file import UNIT_COLUMNS, FeedItem, ReplayError, ReplayFile, StateHash, read_replay, write_replay
 from esper.vecenv import Actions
 from tests.arena.worlds import build, flat_arena, make_actions, place, random_actions, select_battles
@@ -29,7 +29,7 @@ from tests.replays import WON
 PLACE = 1
 KEYFRAME_EVERY = 6
 CONFIG = ArenaConfig(battles=3, team_size=2, size=24, maps=4, seconds=8.0, contacts=2, allies=1)
-GROUPS: dict[str, Any] = {"world": World, "units": Units, "shells": Shells, "clouds": Clouds, "contest": Score, "senses": Senses}
+GROUPS: dict[str, Any] = {"world": World, "units": Units, "shells": Shells, "clouds": Clouds, "contest": BattleStatus, "senses": Senses}
 COLUMN = {name: index for index, name in enumerate(UNIT_COLUMNS)}
 
 
@@ -108,8 +108,8 @@ def test_frames_show_the_state_of_the_arena(fought: Fought, path: Path) -> None:
             assert torch.equal(drawn[:, COLUMN[name]], getattr(now, name)[PLACE])
         for name, flag in (("fallen", now.fallen > 0), ("venting", now.is_venting), ("painted", now.painted > 0)):
             assert torch.equal(drawn[:, COLUMN[name]] > 0, flag[PLACE])
-        assert torch.equal(replay.tensors["frames/score"][frame], state.contest.score[PLACE])
-        assert int(replay.tensors["frames/holder"][frame]) == int(state.contest.holder[PLACE])
+        assert torch.equal(replay.tensors["frames/score"][frame], state.status.score[PLACE])
+        assert int(replay.tensors["frames/holder"][frame]) == int(state.status.holder[PLACE])
         assert torch.equal(replay.tensors["frames/sensed"][frame] > 0, state.senses.sensed[PLACE])
         assert torch.equal(replay.tensors["frames/sensed"][frame] == 2, state.senses.seen[PLACE])
         flying = replay.tensors["frames/projectiles"][frame]
@@ -124,7 +124,7 @@ def test_the_last_frame_is_of_the_battle_that_ended_and_not_of_the_next(fought: 
     assert replay.tensors["frames/score"][-1].tolist() == score
     assert alive.view(2, -1).sum(1).tolist() == last.last[PLACE, 3:].tolist()
     assert replay.info.winner == (None if int(last.winner[PLACE]) < 0 else int(last.winner[PLACE]))
-    assert fought.states[-1].contest.decision[PLACE] == 0  # the arena is in the next
+    assert fought.states[-1].status.decision[PLACE] == 0  # the arena is in the next
 
 
 def test_the_feed_reports_every_death_once_and_ends_with_the_result(fought: Fought, path: Path) -> None:
@@ -199,7 +199,7 @@ def test_destroyed_columns_are_recorded_with_their_time(tmp_path: Path) -> None:
 def test_the_next_battle_in_a_place_and_one_with_small_teams_are_verified_too(tmp_path: Path) -> None:
     arena = Arena(msgspec.structs.replace(CONFIG, seconds=2.0), seed=8)
     arena.set_largest_team(1)
-    while int(arena.state.contest.episode[PLACE]) < 1 or int(arena.state.contest.decision[PLACE]):
+    while int(arena.state.status.episode[PLACE]) < 1 or int(arena.state.status.decision[PLACE]):
         arena.step(no_actions(arena.config))
     fought = Fought(arena)
     path = fought.recorder.write(tmp_path / "second.safetensors")
@@ -296,8 +296,8 @@ TAMPERINGS: dict[str, tuple[Change, int | None, str]] = {  # how, first wrong fr
     "material": (with_tensor("terrain/material", lambda material: material[0].fill_(2)), 0, "terrain/material is not that of the map"),
     "open change": (with_change(3, Material.OPEN), 3, "lead to (terrain/changes)"),
     "solid change": (with_change(3, Material.SOLID), 6, "terrain/changes does not lead to the terrain of the keyframe at frame 6"),
-    "late change": (with_change(999, Material.SOLID), 0, "terrain/changes tells of frames or columns that are not there"),
-    "outer change": (with_change(3), 0, "terrain/changes tells of frames or columns that are not there"),
+    "late change": (with_change(999, Material.SOLID), 0, "terrain/changes names frames or columns that are not there"),
+    "outer change": (with_change(3), 0, "terrain/changes names frames or columns that are not there"),
     "target": (with_tensor("actions/target", lambda target: target[8].fill_(3)), 9, "lead to (actions/target)"),
     "senses": (with_senses, 0, "lead to (keyframes/senses)"),
     "classes": (with_info("unit_classes", lambda names: ["heavy", *names[1:]]), 0, "unit_classes is not that of"),
@@ -308,13 +308,13 @@ TAMPERINGS: dict[str, tuple[Change, int | None, str]] = {  # how, first wrong fr
     "zone radius": (with_info("zone_radius", lambda radius: radius + 1), 0, "zone_radius is"),
     "winner": (with_info("winner", lambda winner: 1 if winner is None else None), None, "the winner is not"),
     "hashes": (with_info("hashes", lambda hashes: [*hashes, hashes[0]]), 0, "the hashes are not those of the keyframes"),
-    "team names": (with_info("teams", lambda _: ("other", "names")), None, "the feed tells of frame"),
+    "team names": (with_info("teams", lambda _: ("other", "names")), None, "the feed is wrong at frame"),
     "feed": (
         with_info("feed", lambda feed: [FeedItem(frame=1, kind="fall", unit=0, text="it falls"), *feed]),
         None,
-        "the feed tells of frame",
+        "the feed is wrong at frame",
     ),
-    "no feed": (with_info("feed", lambda _: []), None, "the feed tells of frame"),
+    "no feed": (with_info("feed", lambda _: []), None, "the feed is wrong at frame"),
 }
 
 

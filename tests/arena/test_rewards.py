@@ -9,7 +9,7 @@ import torch
 
 from esper.arena.arena import Arena
 from esper.arena.bots import Bot
-from esper.arena.config import RewardConfig
+from esper.arena.config import ArenaRewardConfig
 from esper.arena.decision import StepEvents
 from esper.arena.rewards import (
     Rewards,
@@ -59,14 +59,14 @@ def ending(winner):
 
 
 def test_the_zone_pays_its_seconds_to_one_side_and_costs_the_other_what_the_config_says(pairs):
-    before = pairs.state.contest
+    before = pairs.state.status
     after = before._replace(score=torch.tensor([[1.25, 0.5]]))
-    config = RewardConfig(zone=1.0, zone_lost=0.5)
+    config = ArenaRewardConfig(zone=1.0, zone_lost=0.5)
     assert zone_gain(before, after, pairs.tables, config).tolist() == [[1.0, 1.0, -0.125, -0.125]]
 
 
 def test_damage_pays_for_enemies_and_costs_for_friends_and_oneself(pairs):
-    config = RewardConfig(damage=0.5, friendly_fire=1.0)
+    config = ArenaRewardConfig(damage=0.5, friendly_fire=1.0)
     step_events = damage_table((0, 2, 0.4), (0, 3, 0.2), (1, 0, 0.1), (2, 2, 0.3))
     paid = damage_dealt(step_events, pairs.tables, config)[0].tolist()
     assert paid == pytest.approx([0.3, -0.1, -0.3, 0.0])
@@ -142,8 +142,8 @@ def test_dead_units_are_paid_nothing(pairs):
     put(pairs, 0, hit_points=0.0)
     before = pairs.state
     put(pairs, 2, hit_points=0.0)
-    contest = pairs.state.contest._replace(score=torch.tensor([[1.0, 0.0]]))
-    after = pairs.state._replace(contest=contest)
+    status = pairs.state.status._replace(score=torch.tensor([[1.0, 0.0]]))
+    after = pairs.state._replace(status=status)
     step_events = damage_table((0, 2, 1.0), (0, 1, 0.2))  # by what was still in the air
     parts = pay(before, after, step_events, ending(0), pairs.tables, pairs.config)
     assert all(part[0, 0] == 0 for part in parts)
@@ -153,8 +153,8 @@ def test_dead_units_are_paid_nothing(pairs):
 def test_parts_are_weighted_by_the_config(pairs):
     before = pairs.state
     put(pairs, 2, hit_points=0.0)
-    contest = pairs.state.contest._replace(score=torch.tensor([[2.0, 0.0]]))
-    after = pairs.state._replace(contest=contest)
+    status = pairs.state.status._replace(score=torch.tensor([[2.0, 0.0]]))
+    after = pairs.state._replace(status=status)
     parts = pay(before, after, damage_table((0, 2, 0.5)), ending(0), pairs.tables, pairs.config)
     weights = pairs.config.reward
     assert parts.zone[0].tolist() == pytest.approx([2 * weights.zone] * 2 + [-2 * weights.zone_lost] * 2)
@@ -168,7 +168,7 @@ def test_parts_are_weighted_by_the_config(pairs):
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 def test_sharing_redistributes_rewards_and_keeps_their_sum(share):
-    arena = flat_arena("medium", "light", reward=RewardConfig(team_share=share))
+    arena = flat_arena("medium", "light", reward=ArenaRewardConfig(team_share=share))
     ones = torch.ones(1, 4)
     parts = Rewards(*(ones * 0 for _ in Rewards._fields))._replace(damage=torch.tensor([[0.6, 0.2, 0.0, -0.4]]), death=-ones)
     paid = shared(parts, arena.state.units, arena.config)
@@ -181,7 +181,7 @@ def test_sharing_redistributes_rewards_and_keeps_their_sum(share):
 
 
 def test_a_shot_is_paid_by_the_damage_it_does():
-    arena = flat_arena("medium", reward=RewardConfig(approach=0.0, zone=0.0))
+    arena = flat_arena("medium", reward=ArenaRewardConfig(approach=0.0, zone=0.0))
     place(arena, 0, -3.0, 0.5)
     place(arena, 1, 3.0, 0.5, heading=math.pi)
     look(arena)
@@ -195,7 +195,7 @@ def test_a_shot_is_paid_by_the_damage_it_does():
 
 
 def test_the_last_shot_pays_damage_kill_and_outcome():
-    arena = flat_arena("medium", reward=RewardConfig(approach=0.0, zone=0.0))
+    arena = flat_arena("medium", reward=ArenaRewardConfig(approach=0.0, zone=0.0))
     place(arena, 0, -3.0, 0.5)
     place(arena, 1, 3.0, 0.5, heading=math.pi)
     put(arena, 1, hit_points=7.5)
@@ -212,7 +212,7 @@ def test_the_last_shot_pays_damage_kill_and_outcome():
 
 def test_friendly_fire_never_pays():
     """Shots into the back of a friend who stands before the target."""
-    arena = flat_arena("medium", "medium", reward=RewardConfig(approach=0.0, zone=0.0))
+    arena = flat_arena("medium", "medium", reward=ArenaRewardConfig(approach=0.0, zone=0.0))
     place(arena, 0, -6.0, 0.5)
     place(arena, 1, -3.0, 0.5)  # in the line of fire
     place(arena, 2, 3.0, 0.5)
@@ -248,12 +248,12 @@ def test_killing_oneself_never_pays():
 @pytest.mark.slow
 def test_dying_does_not_avoid_the_cost_of_a_lost_zone():
     """With the weights as they are, living on while the other side holds the zone costs nothing, and dying does."""
-    arena = flat_arena("medium", reward=RewardConfig(approach=0.0))
+    arena = flat_arena("medium", reward=ArenaRewardConfig(approach=0.0))
     place(arena, 0, -11.0, -11.0)
     place(arena, 1, 0.5, 0.5)
     look(arena)
     paid = [float(arena.step(make_actions(arena)).reward[0, 0]) for _ in range(8)]
-    assert arena.state.contest.score[0].tolist() == pytest.approx([0.0, 2.0])
+    assert arena.state.status.score[0].tolist() == pytest.approx([0.0, 2.0])
     assert paid == [0.0] * 8
 
 

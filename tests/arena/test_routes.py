@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from esper.arena.ground import floors
+from esper.arena.map_columns import floors
 from esper.arena.maps import LANDSCAPES, generate_maps
 from esper.arena.routes import ARRIVED, STEPS, find_ways
 from esper.arena.specs import CLIMB_M, Material

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from esper.arena.config import ArenaConfig, RewardConfig
+from esper.arena.config import ArenaConfig, ArenaRewardConfig
 from esper.arena.decision import AFTER_TICKS, PHASES
-from esper.arena.layout import observation_width, parts
+from esper.arena.observe import observation_width, parts
 from esper.arena.rules_text import rules_text
 from esper.arena.specs import CLASSES, MATERIALS, PHYSICS, WEAPONS, MaterialSpec, Physics, UnitClass, Weapon
 from esper.config import describe, field_comments
@@ -54,7 +54,7 @@ def test_the_rule_book_lists_the_phases_in_order(text):
     assert numbered == [name for name, _ in (*PHASES, *AFTER_TICKS)]
 
 
-@pytest.mark.parametrize("kind", [Physics, Weapon, UnitClass, MaterialSpec, RewardConfig, ArenaConfig])
+@pytest.mark.parametrize("kind", [Physics, Weapon, UnitClass, MaterialSpec, ArenaRewardConfig, ArenaConfig])
 def test_every_entry_of_the_rule_book_has_a_meaning(kind):
     said = field_comments(kind)
     assert [name for name in kind.__struct_fields__ if not said.get(name) and name != "reward"] == []
@@ -65,7 +65,7 @@ def test_every_constant_and_weight_has_a_row_with_its_value(text):
     for name in Physics.__struct_fields__:
         assert float(constants[f"`{name}`"]) == getattr(PHYSICS, name)
     weights = {row[0]: row[1] for row in rows(section(text, "Rewards"))}
-    for name, value, _ in describe(RewardConfig()):
+    for name, value, _ in describe(ArenaRewardConfig()):
         assert float(weights[f"`{name}`"]) == value
 
 

@@ -34,18 +34,16 @@ def test_a_battle_depends_on_its_place_and_number_only() -> None:
 
 
 def test_places_and_numbers_lead_to_different_maps_and_all_maps_are_fought_on() -> None:
-    for contest in (start_battles(list(range(64)), [0] * 64).contest, start_battles([1] * 64, list(range(64))).contest):
-        counts = torch.bincount(contest.map, minlength=4)
+    for status in (start_battles(list(range(64)), [0] * 64).status, start_battles([1] * 64, list(range(64))).status):
+        counts = torch.bincount(status.map, minlength=4)
         assert (counts >= 4).all()
-    assert not torch.equal(
-        start_battles(list(range(64)), [0] * 64).contest.map, start_battles(list(range(64)), [0] * 64, seed=4).contest.map
-    )
+    assert not torch.equal(start_battles(list(range(64)), [0] * 64).status.map, start_battles(list(range(64)), [0] * 64, seed=4).status.map)
 
 
 def test_a_world_has_the_terrain_of_its_map() -> None:
     state = start_battles(list(range(8)), [1] * 8)
     for part, maps in zip(state.world, ARENA.atlas.worlds, strict=True):
-        assert torch.equal(part, maps[state.contest.map])
+        assert torch.equal(part, maps[state.status.map])
 
 
 def test_teams_are_as_large_as_one_another_and_of_all_allowed_sizes() -> None:
@@ -89,10 +87,10 @@ def test_nothing_is_in_the_air_and_no_score_is_kept() -> None:
     state = start_battles([0, 1], [7, 8])
     assert not state.shells.life.any()
     assert not state.clouds.left.any()
-    assert not state.contest.score.any()
-    assert state.contest.holder.tolist() == [-1, -1]
-    assert state.contest.episode.tolist() == [7, 8]
-    assert not state.contest.decision.any()
+    assert not state.status.score.any()
+    assert state.status.holder.tolist() == [-1, -1]
+    assert state.status.episode.tolist() == [7, 8]
+    assert not state.status.decision.any()
 
 
 def test_the_start_of_a_battle_is_symmetric_under_half_a_turn() -> None:

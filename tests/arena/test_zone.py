@@ -7,20 +7,20 @@ import torch
 
 from esper.arena.arena import Arena
 from esper.arena.specs import PHYSICS
-from esper.arena.zone import Ending, hold, is_in_zone, judge
+from esper.arena.zone import Ending, find_ended, hold, is_in_zone
 from tests.arena.worlds import flat_arena, place, put
 
 AWAY = 9.0  # of a zone of at most a sixth of the map's 24
 
 
 def hold_zone(arena: Arena) -> tuple[int, list[float]]:
-    contest = hold(arena.state.contest, arena.state.units, arena.state.world, arena.tables)
-    return int(contest.holder[0]), contest.score[0].tolist()
+    status = hold(arena.state.status, arena.state.units, arena.state.world, arena.tables)
+    return int(status.holder[0]), status.score[0].tolist()
 
 
-def outcome_of(arena: Arena, *, score: tuple[float, float] = (0.0, 0.0), decision: int = 1) -> tuple[bool, int, bool]:
-    contest = arena.state.contest._replace(score=torch.tensor([score]), decision=torch.tensor([decision]))
-    ending: Ending = judge(contest, arena.state.units, arena.config)
+def ended_by(arena: Arena, *, score: tuple[float, float] = (0.0, 0.0), decision: int = 1) -> tuple[bool, int, bool]:
+    status = arena.state.status._replace(score=torch.tensor([score]), decision=torch.tensor([decision]))
+    ending: Ending = find_ended(status, arena.state.units, arena.config)
     return bool(ending.ended[0]), int(ending.winner[0]), bool(ending.by_time[0])
 
 
@@ -62,17 +62,17 @@ def test_the_score_counts_seconds() -> None:
     arena = flat_arena()
     place(arena, 0, 0, 0)
     place(arena, 1, AWAY, 0)
-    contest = arena.state.contest
+    status = arena.state.status
     for _ in range(40):
-        contest = hold(contest, arena.state.units, arena.state.world, arena.tables)
-    assert contest.score[0].tolist() == pytest.approx([2.0, 0.0])
+        status = hold(status, arena.state.units, arena.state.world, arena.tables)
+    assert status.score[0].tolist() == pytest.approx([2.0, 0.0])
 
 
 def test_half_of_the_battles_seconds_in_the_zone_win_it() -> None:
     arena = flat_arena(seconds=40.0)
-    assert outcome_of(arena, score=(19.95, 0.0)) == (False, 0, False)
-    assert outcome_of(arena, score=(20.0, 19.95)) == (True, 0, False)
-    assert outcome_of(arena, score=(0.0, 20.0)) == (True, 1, False)
+    assert ended_by(arena, score=(19.95, 0.0)) == (False, 0, False)
+    assert ended_by(arena, score=(20.0, 19.95)) == (True, 0, False)
+    assert ended_by(arena, score=(0.0, 20.0)) == (True, 1, False)
 
 
 @pytest.mark.slow
@@ -80,16 +80,16 @@ def test_the_score_that_wins_is_reached_in_exactly_as_many_ticks() -> None:
     arena = flat_arena(seconds=125.0)
     place(arena, 0, 0, 0)
     place(arena, 1, AWAY, 0)
-    contest = arena.state.contest
+    status = arena.state.status
     for _ in range(1249):
-        contest = hold(contest, arena.state.units, arena.state.world, arena.tables)
-    assert not judge(contest, arena.state.units, arena.config).ended.any()
-    contest = hold(contest, arena.state.units, arena.state.world, arena.tables)
-    assert judge(contest, arena.state.units, arena.config).ended.all()
+        status = hold(status, arena.state.units, arena.state.world, arena.tables)
+    assert not find_ended(status, arena.state.units, arena.config).ended.any()
+    status = hold(status, arena.state.units, arena.state.world, arena.tables)
+    assert find_ended(status, arena.state.units, arena.config).ended.all()
 
 
 def test_both_at_the_winning_score_is_a_draw() -> None:
-    assert outcome_of(flat_arena(seconds=40.0), score=(20.0, 20.0)) == (True, -1, False)
+    assert ended_by(flat_arena(seconds=40.0), score=(20.0, 20.0)) == (True, -1, False)
 
 
 @pytest.mark.parametrize(("dead", "outcome"), [((0, 1), (True, 1)), ((2, 3), (True, 0)), ((0, 1, 2, 3), (True, -1))])
@@ -97,31 +97,31 @@ def test_the_last_team_alive_wins_and_no_team_alive_is_a_draw(dead: tuple[int, .
     arena = flat_arena("medium", "medium")
     for unit in dead:
         put(arena, unit, hit_points=0.0)
-    assert outcome_of(arena) == (*outcome, False)
+    assert ended_by(arena) == (*outcome, False)
 
 
 def test_one_death_ends_no_battle_of_two() -> None:
     arena = flat_arena("medium", "medium")
     put(arena, 0, hit_points=0.0)
     put(arena, 3, hit_points=0.0)
-    assert not outcome_of(arena)[0]
+    assert not ended_by(arena)[0]
 
 
 def test_winning_the_zone_while_the_other_team_is_the_last_alive_is_a_draw() -> None:
     arena = flat_arena(seconds=40.0)
     put(arena, 0, hit_points=0.0)
-    assert outcome_of(arena, score=(20.0, 0.0)) == (True, -1, False)
-    assert outcome_of(arena, score=(0.0, 20.0)) == (True, 1, False)
+    assert ended_by(arena, score=(20.0, 0.0)) == (True, -1, False)
+    assert ended_by(arena, score=(0.0, 20.0)) == (True, 1, False)
 
 
 @pytest.mark.parametrize(("score", "winner"), [((3.0, 2.0), 0), ((2.0, 3.0), 1), ((2.0, 2.0), -1), ((0.0, 0.0), -1)])
 def test_at_the_last_second_the_higher_score_wins(score: tuple[float, float], winner: int) -> None:
     arena = flat_arena(seconds=40.0)
-    assert not outcome_of(arena, score=score, decision=159)[0]
-    assert outcome_of(arena, score=score, decision=160) == (True, winner, True)
+    assert not ended_by(arena, score=score, decision=159)[0]
+    assert ended_by(arena, score=score, decision=160) == (True, winner, True)
 
 
 def test_a_win_in_the_last_second_is_not_decided_by_time() -> None:
     arena = flat_arena(seconds=40.0)
     put(arena, 0, hit_points=0.0)
-    assert outcome_of(arena, score=(3.0, 2.0), decision=160) == (True, 1, False)
+    assert ended_by(arena, score=(3.0, 2.0), decision=160) == (True, 1, False)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from esper.arena.arena import Arena, StepResult
 from esper.arena.config import ArenaConfig
-from esper.arena.layout import VIEW, Part, parts, slices, width
+from esper.arena.observe import VIEW, Part, parts, slices, width
 
 
 def look(arena: Arena) -> StepResult:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from esper.arena.arena import Arena, no_actions
 from esper.arena.config import ArenaConfig
-from esper.arena.ground import floors, sight_tops
+from esper.arena.map_columns import floors, sight_tops
 from esper.arena.orders import FIRE, MOTION, Orders
 from esper.arena.routes import find_ways
 from esper.arena.specs import WEAPONS, Material
@@ -154,8 +154,8 @@ def random_actions(arena: Arena, generator: torch.Generator) -> Actions:
 
 
 def half_turned(state: State) -> State:
-    """Return the state after half a turn of the world, with the teams swapped."""
-    world, units, shells, clouds, contest, senses = state
+    """The state after half a turn of the world, with the teams in one another's place."""
+    world, units, shells, clouds, status, senses = state
     half = units.heat.shape[1] // 2
 
     def swapped(tensor: Tensor) -> Tensor:
@@ -183,7 +183,7 @@ def half_turned(state: State) -> State:
         units=moved,
         shells=flown,
         clouds=type(clouds)(position=flipped(clouds.position), left=swapped(clouds.left)),
-        contest=contest._replace(score=contest.score.flip(1), holder=torch.where(contest.holder < 0, contest.holder, 1 - contest.holder)),
+        status=status._replace(score=status.score.flip(1), holder=torch.where(status.holder < 0, status.holder, 1 - status.holder)),
         senses=type(senses)(
             sensed=senses.sensed.roll((half, half), (1, 2)),
             seen=senses.seen.roll((half, half), (1, 2)),

@@ -9,7 +9,7 @@ import pytest
 
 from esper.cli.main import main
 from esper.config import save
-from esper.league.training_config import ArenaTrainConfig
+from esper.league.config import ArenaTrainConfig
 from tests.cli.arena_runs import train
 from tests.commands import assert_explains, last_line
 

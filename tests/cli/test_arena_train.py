@@ -15,8 +15,8 @@ from esper.cli.arena_progress import ArenaProgress, read_progress
 from esper.cli.main import main
 from esper.cli.progress import PlainLines
 from esper.config import load
+from esper.league.config import ArenaTrainConfig
 from esper.league.events import LeagueChanged, RoundFought
-from esper.league.training_config import ArenaTrainConfig
 from esper.rl.checkpoints import open_store
 from esper.rl.events import Update
 from esper.runs import Event, EventRecord, read
@@ -51,7 +51,7 @@ def recorded(event: Event) -> EventRecord:
         (["--first-team", "6"], "expected at most arena.team_size (5), got 6"),
         (["--arena.reward.gamma", "0.5"], "expected that of the learner, ppo.gamma (0.99), got 0.5"),
         (["--eval-against", "storng"], "strong"),
-        ([*OPTIONS, "--battles", "1"], "1 battles cannot be dealt to"),
+        ([*OPTIONS, "--battles", "1"], "1 battles cannot be divided into"),
         ([*OPTIONS, "--run", "/dev/null/run"], "no run can be made in /dev/null/run"),
         (["--config", "none.toml"], "no such config file: none.toml"),
         (["--resume"], "--resume needs the folder of the run"),

@@ -22,12 +22,11 @@ from esper.cli.grow_progress import GrowProgress
 from esper.cli.main import main
 from esper.cli.progress import PlainLines
 from esper.config import load
-from esper.controller.config import ControllerConfig
+from esper.controller.config import ControllerConfig, SlotNetworkConfig
 from esper.controller.events import RoundEnded
 from esper.controller.layout import LAYOUT_VERSION, Op
 from esper.controller.learned import Learned, load_controller, save_controller
 from esper.controller.network import make_policy
-from esper.controller.network_config import SlotNetworkConfig
 from esper.experiment import grow_task
 from esper.experiment.config import GrowTaskConfig
 from esper.growth.config import GrowthConfig, LifecycleConfig

@@ -16,8 +16,8 @@ from esper.controller.config import ControllerConfig
 from esper.controller.training import train_controller
 from esper.experiment.config import GrowTaskConfig
 from esper.growth.config import GrowthConfig
+from esper.league.config import ArenaTrainConfig
 from esper.league.training import load_player, train_arena
-from esper.league.training_config import ArenaTrainConfig
 from esper.rl import TrainConfig, train_run
 from esper.runs.folder import RunError, kind_of
 from tests.commands import last_line

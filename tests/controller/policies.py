@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from esper.controller.config import SlotNetworkConfig
 from esper.controller.network import make_policy
-from esper.controller.network_config import SlotNetworkConfig
 from esper.rl.config import NetworkConfig
 from esper.rl.policy import Policy
 

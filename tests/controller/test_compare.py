@@ -10,11 +10,9 @@ import msgspec
 import pytest
 
 from esper.config import ConfigError
-from esper.controller.compare import compare, rent_at
-from esper.controller.compare_config import CompareConfig
-from esper.controller.comparison import Comparison
-from esper.controller.config import RENT_LEVELS
-from esper.controller.lives import EvalRun
+from esper.controller.compare import Comparison, compare, rent_at
+from esper.controller.config import RENT_LEVELS, CompareConfig
+from esper.controller.evaluation import EvalRun
 from esper.fleet.config import FleetConfig
 from esper.growth.config import GrowthConfig, LifecycleConfig
 from esper.tasks import load_task

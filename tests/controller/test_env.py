@@ -9,11 +9,11 @@ import msgspec
 import pytest
 import torch
 
-from esper.controller.config import ControllerConfig, DomainConfig, RewardConfig
+from esper.controller.config import ControllerConfig, ControllerRewardConfig, DomainConfig
 from esper.controller.domain import FleetSetting
 from esper.controller.env import GrowthEnv
 from esper.controller.events import RoundEnded
-from esper.controller.fleet_with_twins import FleetWithTwins, finite
+from esper.controller.fleet_with_twins import FleetWithTwins, with_finite_losses
 from esper.controller.layout import Op
 from esper.controller.reward import potential
 from esper.fleet.config import FleetConfig
@@ -60,13 +60,13 @@ def test_a_fleet_is_released_before_the_next_is_built(monkeypatch: pytest.Monkey
     """Two of them may not fit."""
     env = make_env(msgspec.structs.replace(CONFIG, domain=msgspec.structs.replace(CONFIG.domain, fleets=1)))
     env.reset(seed=0)
-    old, make, alive = weakref.ref(env.twinned_fleets[0].fleet), env._squad, []
+    old, make, alive = weakref.ref(env.twinned_fleets[0].fleet), env._build_fleet, []
 
     def watched(setting: FleetSetting, number: int) -> FleetWithTwins:
         alive.append(old() is not None)
         return make(setting, number)
 
-    monkeypatch.setattr(env, "_squad", watched)
+    monkeypatch.setattr(env, "_build_fleet", watched)
     for _ in range(HORIZON + 1):
         env.step(wait_everywhere(env))
     assert alive == [False]
@@ -164,7 +164,7 @@ def test_a_host_that_never_grows_earns_nothing_and_ends_as_its_twin() -> None:
 @pytest.mark.parametrize("family", ["loss", pytest.param("contribution", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("is_sparse", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_rewards_sum_to_the_final_worth_of_a_host(family: str, is_sparse: bool) -> None:
-    env = make_env(msgspec.structs.replace(CONFIG, reward=RewardConfig(family=family, is_sparse=is_sparse)))
+    env = make_env(msgspec.structs.replace(CONFIG, reward=ControllerRewardConfig(family=family, is_sparse=is_sparse)))
     step, policy = env.reset(1), RandomPolicy(env, seed=1)
     total = torch.zeros(env.num_envs, dtype=torch.float64)
     for number in range(HORIZON + 1):
@@ -304,8 +304,8 @@ def test_losses_that_are_not_finite_are_observed_as_the_last_finite_ones() -> No
         0,
         scale=LossRange.of(2.3),
     )
-    assert finite(state).train_losses == (1.0, 1.0, 0.5)
-    assert finite(state).val_losses == (2.3, 2.0, 2.0)
+    assert with_finite_losses(state).train_losses == (1.0, 1.0, 0.5)
+    assert with_finite_losses(state).val_losses == (2.3, 2.0, 2.0)
 
 
 @pytest.mark.slow
@@ -336,7 +336,7 @@ def test_a_decision_may_have_several_actions_and_training_comes_after_the_last()
 @pytest.mark.slow
 def test_the_gain_of_a_kept_seed_is_measured_at_the_end() -> None:
     """Otherwise a seed could be kept at its best moment, whatever becomes of it."""
-    env = make_env(msgspec.structs.replace(CONFIG, reward=RewardConfig(family="contribution")))
+    env = make_env(msgspec.structs.replace(CONFIG, reward=ControllerRewardConfig(family="contribution")))
     step, policy = env.reset(3), RandomPolicy(env, seed=3)
     for _ in range(HORIZON):
         step = env.step(policy(step))
@@ -353,8 +353,8 @@ def test_the_gain_of_a_kept_seed_is_measured_at_the_end() -> None:
     assert kept
     with torch.no_grad():  # what they have learned is lost
         for twinned, _ in kept:
-            for bank in twinned.fleet.banks.values():
-                bank.tensors["weights"].zero_()
+            for storage in twinned.fleet.seed_storages.values():
+                storage.tensors["weights"].zero_()
     for twinned, row in kept:
         assert twinned.last_standing().contributions[row].abs() < 1e-6
 
@@ -416,7 +416,7 @@ def share_of_seeds(twinned_fleets: list[FleetWithTwins], segments: int) -> torch
 )
 def test_seeds_that_are_not_kept_cost_their_training(family: str, ops: list[Op], seeds: int, segments: int) -> None:
     growth = GrowthConfig(blueprints=("conv3x3",), lifecycle=UNSEEN)
-    env = make_env(msgspec.structs.replace(FEW, growth=growth, reward=RewardConfig(family=family)))
+    env = make_env(msgspec.structs.replace(FEW, growth=growth, reward=ControllerRewardConfig(family=family)))
     total, twinned_fleets = play_episode(env, ops)
     assert outcomes(twinned_fleets) == [["pruned"] * seeds] * env.num_envs
     spent = env.config.reward.spent * share_of_seeds(twinned_fleets, segments)
@@ -427,13 +427,13 @@ def test_seeds_that_are_not_kept_cost_their_training(family: str, ops: list[Op],
 @pytest.mark.slow
 @BOTH_FAMILIES
 def test_a_seed_ruined_after_it_was_kept_pays_only_its_final_gain(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    env = make_env(msgspec.structs.replace(FEW, reward=RewardConfig(family=family, most=50)))
+    env = make_env(msgspec.structs.replace(FEW, reward=ControllerRewardConfig(family=family, most=50)))
     finish = FleetWithTwins.finish
 
     def ruined(twinned: FleetWithTwins) -> None:
         with torch.no_grad():
-            for bank in twinned.fleet.banks.values():
-                bank.tensors["weights"].add_(1)
+            for storage in twinned.fleet.seed_storages.values():
+                storage.tensors["weights"].add_(1)
         finish(twinned)
 
     ops = [Op.GERMINATE, Op.FOSSILIZE, Op.FOSSILIZE, Op.FOSSILIZE]  # as soon as it may be

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from esper.controller.config import SlotNetworkConfig
 from esper.controller.layout import Op, observe, spec
 from esper.controller.network import make_parts, make_policy
-from esper.controller.network_config import SlotNetworkConfig
 from esper.rl import PPO, PPOConfig
 from esper.rl.config import NetworkConfig
 from esper.rl.policy import Policy

@@ -15,8 +15,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from esper.controller.config import RENT_LEVELS, RewardConfig
-from esper.controller.reward import TERMS, HostStanding, potential, rewards, standing_of
+from esper.controller.config import RENT_LEVELS, ControllerRewardConfig
+from esper.controller.reward import TERMS, HostStanding, potential, rewards, standing_after
 from esper.growth.config import RentConfig
 from esper.growth.host.layout import Place
 from esper.growth.lifecycle.stages import LIVING, Contribution, Cost, GrowthState, SlotState, Stage
@@ -29,7 +29,7 @@ RENT = RentConfig(parameters=0.05, flops=0.01)
 HORIZON = 12
 TWIN_LOSS = 1.0
 
-DENSE = [RewardConfig(family="loss", most=50), RewardConfig(family="contribution", most=50)]
+DENSE = [ControllerRewardConfig(family="loss", most=50), ControllerRewardConfig(family="contribution", most=50)]
 ALL = [*DENSE, *(msgspec.structs.replace(config, is_sparse=True) for config in DENSE)]
 
 few = settings(max_examples=20)
@@ -138,11 +138,11 @@ def standings(lives: Sequence[Life]) -> list[HostStanding]:
     found = [HostStanding.start(len(lives))]
     for moment in zip(*(life.seen for life in lives), strict=True):
         states, spent = [seen.state for seen in moment], [seen.spent for seen in moment]
-        found.append(standing_of(states, twin_losses=[TWIN_LOSS] * len(lives), spent=spent))
+        found.append(standing_after(states, twin_losses=[TWIN_LOSS] * len(lives), spent=spent))
     return found
 
 
-def paid(*lives: Life, config: RewardConfig, gamma: float = 1.0) -> Tensor:
+def paid(*lives: Life, config: ControllerRewardConfig, gamma: float = 1.0) -> Tensor:
     """The reward of every decision [T, N]."""
     path = standings(lives)
     is_last = torch.arange(1, len(path)) == len(path) - 1
@@ -152,7 +152,7 @@ def paid(*lives: Life, config: RewardConfig, gamma: float = 1.0) -> Tensor:
     ])  # fmt: skip
 
 
-def returned(life: Life, config: RewardConfig) -> float:
+def returned(life: Life, config: ControllerRewardConfig) -> float:
     return float(paid(life, config=config).sum())
 
 
@@ -195,7 +195,7 @@ def any_lives(draw: st.DrawFn) -> Life:
 @all_forms
 @few
 @given(life=any_lives())
-def test_the_return_equals_the_final_worth_for_any_path(config: RewardConfig, life: Life) -> None:
+def test_the_return_equals_the_final_worth_for_any_path(config: ControllerRewardConfig, life: Life) -> None:
     end = potential(standings([life])[-1], config)
     assert returned(life, config) == pytest.approx(end.item(), abs=1e-9)
 
@@ -204,7 +204,9 @@ def test_the_return_equals_the_final_worth_for_any_path(config: RewardConfig, li
 @all_forms
 @few
 @given(life=any_lives(), gamma=st.floats(0.5, 1))
-def test_with_the_learners_gamma_the_discounted_return_is_the_discounted_end(config: RewardConfig, life: Life, gamma: float) -> None:
+def test_with_the_learners_gamma_the_discounted_return_is_the_discounted_end(
+    config: ControllerRewardConfig, life: Life, gamma: float
+) -> None:
     discounts = gamma ** torch.arange(HORIZON, dtype=torch.float64)
     end = gamma**HORIZON * potential(standings([life])[-1], config).item()
     assert (discounts * paid(life, config=config, gamma=gamma)[:, 0]).sum().item() == pytest.approx(end, abs=1e-9)
@@ -221,7 +223,7 @@ def test_the_reward_of_a_host_does_not_depend_on_the_others(lives: list[Life]) -
 
 
 @all_forms
-def test_a_host_that_never_grows_is_paid_nothing(config: RewardConfig) -> None:
+def test_a_host_that_never_grows_is_paid_nothing(config: ControllerRewardConfig) -> None:
     assert not paid(nothing(), config=config).any()
 
 
@@ -229,18 +231,18 @@ def test_a_host_that_never_grows_is_paid_nothing(config: RewardConfig) -> None:
 @pytest.mark.parametrize("config", ALL[2:], ids=lambda config: config.family)
 @few
 @given(life=any_lives())
-def test_the_sparse_form_pays_at_the_last_decision_only(config: RewardConfig, life: Life) -> None:
+def test_the_sparse_form_pays_at_the_last_decision_only(config: ControllerRewardConfig, life: Life) -> None:
     assert not paid(life, config=config)[:-1].any()
 
 
 def test_each_term_is_its_weight_times_its_number() -> None:
     numbers = {"gain": 0.5, "contributions": 0.7, "rent": 0.3, "spent": 0.2, "rollbacks": 3.0}
     standing = HostStanding(**{name: torch.tensor([value], dtype=torch.float64) for name, value in numbers.items()})
-    config = RewardConfig(gain=2, rent=3, spent=5, rollback=7, most=50)
+    config = ControllerRewardConfig(gain=2, rent=3, spent=5, rollback=7, most=50)
     assert {name: term(standing, config).item() for name, term in TERMS.items()} == pytest.approx(
         {"gain": 1.0, "rent": -0.9, "spent": -1.0, "rollback": -21.0}
     )
-    by_contribution = RewardConfig(family="contribution", gain=2, rent=3, spent=5, rollback=7, most=50)
+    by_contribution = ControllerRewardConfig(family="contribution", gain=2, rent=3, spent=5, rollback=7, most=50)
     assert potential(standing, config).item() == pytest.approx(-22.9 + 1.0)
     assert potential(standing, by_contribution).item() == pytest.approx(-22.9 + 1.4)
 
@@ -256,7 +258,7 @@ def test_the_contributions_of_all_slots_count() -> None:
 def test_the_loss_of_a_diverged_host_is_bounded() -> None:
     life = Life()
     life.harm = 1e6
-    config = RewardConfig(most=2)
+    config = ControllerRewardConfig(most=2)
     assert returned(life.end(), config) == -2
 
 
@@ -265,7 +267,7 @@ def test_the_loss_of_a_diverged_host_is_bounded() -> None:
 
 @all_forms
 @pytest.mark.parametrize("rounds", [1, 2, 4])
-def test_germinating_and_pruning_repeatedly_earns_nothing(config: RewardConfig, rounds: int) -> None:
+def test_germinating_and_pruning_repeatedly_earns_nothing(config: ControllerRewardConfig, rounds: int) -> None:
     life = Life()
     for _ in range(rounds):
         life.germinate(0, 0.5)  # a gain that is there at once and goes with the seed
@@ -281,7 +283,9 @@ def test_germinating_and_pruning_repeatedly_earns_nothing(config: RewardConfig, 
 @all_forms
 @few
 @given(harm=st.floats(0, 1), gain=st.floats(-0.5, 0.5))
-def test_fossilizing_just_before_a_regression_pays_what_the_host_is_worth_after_it(config: RewardConfig, harm: float, gain: float) -> None:
+def test_fossilizing_just_before_a_regression_pays_what_the_host_is_worth_after_it(
+    config: ControllerRewardConfig, harm: float, gain: float
+) -> None:
     def life(*, is_before: bool) -> Life:
         life = Life()
         life.germinate(1, gain)
@@ -305,7 +309,7 @@ def test_fossilizing_just_before_a_regression_pays_what_the_host_is_worth_after_
 
 
 @both_families
-def test_fossilizing_alone_pays_nothing(config: RewardConfig) -> None:
+def test_fossilizing_alone_pays_nothing(config: ControllerRewardConfig) -> None:
     life = Life()
     life.germinate(0, 0.3)
     life.wait(4)
@@ -318,7 +322,7 @@ def test_fossilizing_alone_pays_nothing(config: RewardConfig) -> None:
 @all_forms
 @few
 @given(alphas=st.lists(st.floats(0, 1), min_size=1, max_size=8))
-def test_moving_alpha_up_and_down_earns_nothing(config: RewardConfig, alphas: list[float]) -> None:
+def test_moving_alpha_up_and_down_earns_nothing(config: ControllerRewardConfig, alphas: list[float]) -> None:
     def life(path: list[float]) -> Life:
         life = Life()
         life.germinate(2, 0.4)
@@ -351,7 +355,7 @@ def waiting(gain: float, *, until: int = HORIZON, then: str = "") -> Life:
 @all_forms
 @few
 @given(gain=st.floats(-1, 1), moment=st.integers(1, HORIZON - 1))
-def test_waiting_forever_is_never_better_than_pruning(config: RewardConfig, gain: float, moment: int) -> None:
+def test_waiting_forever_is_never_better_than_pruning(config: ControllerRewardConfig, gain: float, moment: int) -> None:
     waited = returned(waiting(gain), config)
     assert waited == pytest.approx(-config.spent * 0.4), "the whole life of the seed is spent for nothing"
     assert waited < returned(waiting(gain, until=moment, then="prune"), config)
@@ -361,7 +365,7 @@ def test_waiting_forever_is_never_better_than_pruning(config: RewardConfig, gain
 @all_forms
 @few
 @given(gain=st.floats(0.05, 1), moment=st.integers(1, HORIZON - 1))
-def test_waiting_forever_with_a_useful_seed_is_worse_than_keeping_it(config: RewardConfig, gain: float, moment: int) -> None:
+def test_waiting_forever_with_a_useful_seed_is_worse_than_keeping_it(config: ControllerRewardConfig, gain: float, moment: int) -> None:
     kept = returned(waiting(gain, until=moment, then="fossilize"), config)
     assert kept == pytest.approx(gain - rent_of_seeds(1), abs=1e-9)
     assert returned(waiting(gain), config) < 0 < kept
@@ -370,7 +374,7 @@ def test_waiting_forever_with_a_useful_seed_is_worse_than_keeping_it(config: Rew
 @both_families
 @few
 @given(gain=st.floats(0, 1))
-def test_rent_is_paid_from_germination_on_connected_or_not(config: RewardConfig, gain: float) -> None:
+def test_rent_is_paid_from_germination_on_connected_or_not(config: ControllerRewardConfig, gain: float) -> None:
     life = Life()
     life.germinate(0, gain, alpha=0.0)
     life.wait()
@@ -381,7 +385,7 @@ def test_rent_is_paid_from_germination_on_connected_or_not(config: RewardConfig,
 
 
 @both_families
-def test_pruning_ends_the_rent_but_not_the_cost_of_training(config: RewardConfig) -> None:
+def test_pruning_ends_the_rent_but_not_the_cost_of_training(config: ControllerRewardConfig) -> None:
     life = Life()
     life.germinate(0, 0.0)
     life.germinate(1, 0.0)
@@ -393,7 +397,7 @@ def test_pruning_ends_the_rent_but_not_the_cost_of_training(config: RewardConfig
 
 
 @all_forms
-def test_a_rollback_has_a_lasting_cost(config: RewardConfig) -> None:
+def test_a_rollback_has_a_lasting_cost(config: ControllerRewardConfig) -> None:
     life = Life()
     life.wait(3)
     life.rollbacks += 2
@@ -406,7 +410,7 @@ def test_a_rollback_has_a_lasting_cost(config: RewardConfig) -> None:
 def test_the_loss_by_rent_is_bounded() -> None:
     worth = potential(
         HostStanding(*(torch.tensor([0.1, 0.1], dtype=torch.float64) * scale for scale in (1, 0, torch.tensor([5, 500.0]), 0, 0))),
-        RewardConfig(most=0.3),
+        ControllerRewardConfig(most=0.3),
     )
     assert worth.tolist() == pytest.approx([-0.3, -0.3])
 

@@ -10,9 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from esper.controller import ControllerConfig
-from esper.controller.config import DomainConfig
+from esper.controller.config import DomainConfig, SlotNetworkConfig
 from esper.controller.learned import Learned, load_controller
-from esper.controller.network_config import SlotNetworkConfig
 from esper.controller.training import CONTROLLER, train_controller
 from esper.fleet.config import FleetConfig
 from esper.growth.config import GrowthConfig, LifecycleConfig

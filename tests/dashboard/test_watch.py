@@ -65,9 +65,9 @@ def test_without_nicegui_the_extra_is_named(replay: Path, monkeypatch: pytest.Mo
 
 def test_the_page_gets_the_tensors_of_a_battle_in_known_types() -> None:
     pytest.importorskip("nicegui")
-    from esper.dashboard.page import HERE, for_the_browser
+    from esper.dashboard.page import HERE, browser_data
 
-    sent = for_the_browser(WON)
+    sent = browser_data(WON)
     header = json.loads(sent[8 : 8 + int.from_bytes(sent[:8], "little")])
     assert set(header) == {"__metadata__", *DRAWN}
     known = re.findall(r"(\w+): \w+Array", (HERE / "player" / "replay.js").read_text(encoding="utf-8"))

@@ -184,8 +184,9 @@ def step_in_two_precisions(
         fleet.advance()
     for name, tensor in exact.host.rows.tensors().items():
         torch.testing.assert_close(lower.host.rows.tensors()[name].to(tensor.dtype), tensor, atol=tolerance, rtol=tolerance)
-    for slot, bank in exact.banks.items():
-        torch.testing.assert_close(lower.banks[slot].tensors["weights"].double(), bank.tensors["weights"], atol=tolerance, rtol=tolerance)
+    for slot, storage in exact.seed_storages.items():
+        weights = lower.seed_storages[slot].tensors["weights"].double()
+        torch.testing.assert_close(weights, storage.tensors["weights"], atol=tolerance, rtol=tolerance)
     return exact, lower
 
 
@@ -261,8 +262,8 @@ def assert_row_equals(fleet: Fleet, row: int, grown: esper.Grown, *, atol: float
     for name, tensor in fleet.host.rows.state_dict_of(row).items():
         torch.testing.assert_close(tensor, state[name], atol=atol, rtol=0)
     for slot, backend in host_growth.lifecycles.occupied():
-        seed_kind = fleet.banks[slot].seed_kind[str(backend.life.blueprint)]
-        flat = fleet.banks[slot].tensors["weights"][row : row + 1, : seed_kind.layout.width]
+        seed_kind = fleet.seed_storages[slot].seed_kinds[str(backend.life.blueprint)]
+        flat = fleet.seed_storages[slot].tensors["weights"][row : row + 1, : seed_kind.layout.width]
         for name, weight in seed_kind.layout.unflatten(flat).items():
             (grown_weight,) = (state[key] for key in state if key.startswith(f"{slot}.") and key.endswith(f".esper_seed.{name}"))
             torch.testing.assert_close(weight[0], grown_weight, atol=atol, rtol=0)

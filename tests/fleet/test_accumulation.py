@@ -115,8 +115,11 @@ def test_a_row_equals_the_same_host_alone_with_accumulated_gradients() -> None:
     for name, tensor in fleet.host.rows.state_dict_of(1).items():
         torch.testing.assert_close(tensor, state[name], atol=1e-9, rtol=0)
     for slot, backend in host_growth.lifecycles.occupied():
-        seed_kind, seed = fleet.banks[slot].seed_kind[str(backend.life.blueprint)], dict(slotted.slots[slot].seed.named_parameters())
-        flat = fleet.banks[slot].tensors["weights"][1:2, : seed_kind.layout.width]
+        seed_kind, seed = (
+            fleet.seed_storages[slot].seed_kinds[str(backend.life.blueprint)],
+            dict(slotted.slots[slot].seed.named_parameters()),
+        )
+        flat = fleet.seed_storages[slot].tensors["weights"][1:2, : seed_kind.layout.width]
         for name, weight in seed_kind.layout.unflatten(flat).items():
             torch.testing.assert_close(weight[0], seed[name], atol=1e-9, rtol=0)
 

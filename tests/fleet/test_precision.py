@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from esper.fleet import Fleet, FleetConfig, optimizers as loss_scale
-from esper.fleet.optimizers import LossScales
+from esper import gradients
+from esper.fleet import Fleet, FleetConfig
+from esper.gradients import LossScales
 from esper.growth.config import GrowthConfig, LifecycleConfig
 from esper.growth.lifecycle.stages import Decision
 from tests.fleet.builders import (
@@ -72,8 +73,8 @@ def test_one_step_in_float16_agrees_with_float64(lifecycle: LifecycleConfig) -> 
     assert other.tensors()["host good steps"].tolist() == [1, 1, 1]
     for name, tensor in fleet.host.rows.tensors().items():
         torch.testing.assert_close(other.host.rows.tensors()[name].to(tensor.dtype), tensor, atol=1e-2, rtol=1e-2)
-    for slot, bank in fleet.banks.items():
-        torch.testing.assert_close(other.banks[slot].tensors["weights"].double(), bank.tensors["weights"], atol=1e-2, rtol=1e-2)
+    for slot, storage in fleet.seed_storages.items():
+        torch.testing.assert_close(other.seed_storages[slot].tensors["weights"].double(), storage.tensors["weights"], atol=1e-2, rtol=1e-2)
     for own, there in zip(fleet.rows, other.rows, strict=True):
         assert there.host_growth.history.train_losses[-1] == pytest.approx(own.host_growth.history.train_losses[-1], rel=1e-2)
         assert there.host_growth.history.val_losses[-1] == pytest.approx(own.host_growth.history.val_losses[-1], rel=1e-2)
@@ -115,7 +116,7 @@ def test_an_overflow_in_one_seed_skips_the_step_of_all_seeds_of_its_host(lifecyc
         fleet.advance()
         fleet.advance()
     with torch.no_grad():
-        other.banks["blocks.2"].tensors["weights"][0] *= 10000
+        other.seed_storages["blocks.2"].tensors["weights"][0] *= 10000
     before = trained_tensors(other, [0])
     for fleet in (calm, other):
         fleet.advance()
@@ -171,7 +172,7 @@ def test_the_loss_scale_of_a_host_does_not_affect_the_others(lifecycle: Lifecycl
 
 
 def test_scales_halve_at_once_and_double_after_many_good_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_scale, "_GROWTH_INTERVAL", 3)
+    monkeypatch.setattr(gradients, "GROWTH_INTERVAL", 3)
     scales = LossScales.fresh(2, "cpu")
     places = [tensor.data_ptr() for tensor in scales.tensors.values()]
     seen = []
@@ -235,7 +236,7 @@ def test_loss_scales_are_restored_and_reset_with_their_host() -> None:
 @pytest.mark.slow
 @LIFECYCLES
 def test_a_saved_fleet_in_float16_goes_on_bit_for_bit(lifecycle: LifecycleConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_scale, "_GROWTH_INTERVAL", 3)
+    monkeypatch.setattr(gradients, "GROWTH_INTERVAL", 3)
     fleet, resumed = make_growing_fleet(lifecycle), make_growing_fleet(lifecycle)
     enlarge_head(fleet, 1)
     for _ in range(2):

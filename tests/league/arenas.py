@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from esper.arena.config import ArenaConfig
+from esper.league.config import ArenaTrainConfig, SelfPlayConfig, UnitNetworkConfig
 from esper.league.network import make_policy
 from esper.league.selfplay import SelfPlay
-from esper.league.training_config import ArenaTrainConfig, SelfPlayConfig, UnitNetworkConfig
 from esper.rl.config import NetworkConfig, PPOConfig
 from esper.rl.policy import Policy
 from esper.runs import Event
@@ -24,12 +24,12 @@ def small_arena(**settings: Any) -> ArenaConfig:
 def small_training(
     *, arena: dict[str, Any] | None = None, selfplay: dict[str, Any] | None = None, ppo: dict[str, Any] | None = None, **settings: Any
 ) -> ArenaTrainConfig:
-    """Eight battles of two seconds: two against each of two bots, one in each of two opponent slots, two of self-play."""
+    """Eight battles of two seconds: two against each of two bots, one in each of two opponent slots, two against oneself."""
     learner = {"num_steps": 8, "num_epochs": 1, "num_minibatches": 2, "bptt_length": 4, "normalize_observations": False}
     return ArenaTrainConfig(
         arena=small_arena(**(arena or {})),
         selfplay=SelfPlayConfig(
-            **{"bots": ("random", "middle"), "past_seats": 2, "enter_every": 2, "entry_battles": 2, **(selfplay or {})}
+            **{"bots": ("random", "middle"), "opponent_slots": 2, "enter_every": 2, "entry_battles": 2, **(selfplay or {})}
         ),
         unit=UNIT,
         ppo=PPOConfig(**{**learner, "network": NetworkConfig(hidden_size=8), **(ppo or {})}),
@@ -42,7 +42,7 @@ def small_policy(config: ArenaTrainConfig, seed: int = 0) -> Policy:
     return make_policy(config.unit, config.ppo.network, config.arena, generator=generator, device=torch.device("cpu"))
 
 
-def make_selfplay(config: ArenaTrainConfig, *, seed: int = 0, events: list[Event] | None = None) -> SelfPlay:
+def attached(config: ArenaTrainConfig, *, seed: int = 0, events: list[Event] | None = None) -> SelfPlay:
     """Self-play with a learner that never learns."""
     env = SelfPlay(config, device=torch.device("cpu"), seed=seed, on_event=(events if events is not None else []).append)
     env.attach(small_policy(config))

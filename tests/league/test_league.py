@@ -33,9 +33,9 @@ def test_a_candidate_that_does_not_beat_the_best_is_refused() -> None:
     league.enter("two", 2, weights_of(2))
     league.record("two", "one", WinRecord(wins=50, losses=50))
     league.record("two", "strong", WinRecord(wins=1))
-    settled = league.settle("two")
-    assert not settled.is_promoted
-    assert settled.reason.startswith("50.0 % [40.4, 59.6] against one, needed from 50.0 % on")
+    result = league.settle("two")
+    assert not result.is_promoted
+    assert result.reason.startswith("50.0 % [40.4, 59.6] against one, needed from 50.0 % on")
     assert league.members == ("one",)
     assert "two" not in league.weights
     assert league.table.total("strong").battles == 0
@@ -78,8 +78,8 @@ def test_a_full_league_retires_the_least_useful_player_and_keeps_its_results() -
     league.record(LEARNER, "one", WinRecord(losses=10))
     league.enter("three", 3, weights_of(3))
     league.record("three", "two", WIN)
-    settled = league.settle("three")
-    assert settled.retired == ("two",)
+    result = league.settle("three")
+    assert result.retired == ("two",)
     assert league.members == ("one", "three")
     assert league.entry("two").kind == "retired"
     assert set(league.weights) == {"one", "three"}

@@ -9,9 +9,8 @@ import torch
 
 from esper.arena.config import ArenaConfig
 from esper.arena.replay import Recorder, verify
-from esper.league import recording
-from esper.league.matches import MatchArena, Tally
-from esper.league.recording import play_and_record
+from esper.league import matches
+from esper.league.matches import MatchArena, Tally, play_and_record
 from esper.replay_file import read_replay
 from tests.league.arenas import small_arena, small_policy, small_training
 
@@ -35,7 +34,7 @@ def test_every_battle_is_counted_once_and_both_sides_are_played() -> None:
 def test_every_pair_of_battles_has_a_map_of_its_own_and_swapped_sides() -> None:
     place = match_arena(battles=6, maps=2, seconds=0.5)
     maps = []
-    place.play("weak", "middle", on_step=lambda result: maps.append(place.arena.state.contest.map.clone()))
+    place.play("weak", "middle", on_step=lambda result: maps.append(place.arena.state.status.map.clone()))
     assert maps[0].tolist() == [0, 0, 1, 1, 2, 2]
     heights = place.arena.atlas.worlds.height
     assert all(not torch.equal(heights[one], heights[other]) for one, other in ((0, 1), (0, 2), (1, 2)))
@@ -64,7 +63,7 @@ def test_every_rival_in_a_match_meets_the_player_on_the_same_maps_as_alone() -> 
 def test_other_maps_make_another_match_on_the_same_ground() -> None:
     place = match_arena(battles=2, seconds=0.5)
     first = place.arena.atlas.worlds.height.clone()
-    place.open(7)
+    place.use_maps(7)
     assert not torch.equal(place.arena.atlas.worlds.height, first)
     assert place.play("weak", "random") == MatchArena(place.config, seed=7, device="cpu").play("weak", "random")
 
@@ -139,7 +138,7 @@ def test_the_replay_of_a_place_names_the_players_by_their_side(battle: int, team
 @pytest.mark.slow
 @pytest.mark.parametrize("watched", [8, 0])
 def test_the_replay_of_a_match_is_a_battle_that_was_won(watched: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording, "_WATCHED", watched)  # none: the match is played once more
+    monkeypatch.setattr(matches, "_RECORDED", watched)  # none: the match is played once more
     kept = play_and_record(CONFIG, "strong", "random", seed=2, path=tmp_path / "won.safetensors", names=("learner", "bot"))
     assert kept.path is not None
     assert kept.battle in kept.result.won

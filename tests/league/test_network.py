@@ -9,7 +9,7 @@ from torch import Tensor
 from esper.arena.arena import Arena
 from esper.arena.config import ArenaConfig
 from esper.arena.env import observation_spec, unit_rows
-from esper.arena.layout import parts
+from esper.arena.observe import parts
 from esper.arena.orders import FIRE, action_spec
 from esper.league.network import make_policy
 from esper.rl.config import NetworkConfig

@@ -8,7 +8,8 @@ import torch
 from esper.arena.arena import Arena, StepResult
 from esper.arena.bots import Bot
 from esper.arena.env import unit_rows
-from esper.league.players import BotPlayer, PolicyPlayer, join, side_rows
+from esper.league.players import BotPlayer, PolicyPlayer, join_actions, side_rows
+from esper.rl.policy import Policy
 from tests.league.arenas import small_policy, small_training
 
 CONFIG = small_training(arena={"battles": 3, "seconds": 30.0})
@@ -29,7 +30,7 @@ def test_the_rows_of_a_side_are_its_units() -> None:
 def test_joined_actions_hold_the_actions_of_every_player_in_its_rows() -> None:
     one = (torch.tensor([3, 0]), {"fire": torch.tensor([1, 2]), "motion": torch.ones(2, 4)})
     other = (torch.tensor([1, 2]), {"fire": torch.tensor([5, 6]), "motion": torch.zeros(2, 4)})
-    joined = join([one, other], 4)
+    joined = join_actions([one, other], 4)
     assert joined["fire"].tolist() == [2, 5, 6, 1]
     assert joined["motion"][:, 0].tolist() == [1.0, 0.0, 0.0, 1.0]
 
@@ -42,6 +43,18 @@ def test_a_bot_acts_for_its_rows_and_resumes_from_its_saved_state(arena: Arena) 
     one, other = player.act(result), again.act(result)
     assert all(len(value) == len(ROWS) for value in one.values())
     assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def test_a_policy_on_another_device_waits_for_that_device(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    player = PolicyPlayer(small_policy(CONFIG), ROWS, units=UNITS)
+    player.act(arena.reset())
+    assert not waited
+    player.is_elsewhere = True
+    monkeypatch.setattr(Policy, "device", torch.device("cuda", 1))
+    player.act(arena.reset())
+    assert waited == [torch.device("cuda", 1)]
 
 
 def with_ends(result: StepResult, *battles: int) -> StepResult:
@@ -101,7 +114,7 @@ def test_a_player_resumes_with_saved_memories_and_can_be_reset(arena: Arena) -> 
     going_on = with_ends(result)
     one, other = player.act(going_on), again.act(going_on)
     assert all(torch.equal(value, other[name]) for name, value in one.items())
-    player.forget()
+    player.reset_memory()
     assert not player.state.any()
 
 

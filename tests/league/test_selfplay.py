@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,19 +12,18 @@ import torch
 
 from esper.arena.bots import BOTS
 from esper.arena.rewards import Rewards
-from esper.config import ConfigError
-from esper.league.config import LeagueConfig
-from esper.league.dealing import SELF, deal
+from esper.config import ConfigError, load_saved
+from esper.league.config import ANCHORS, ArenaTrainConfig, LeagueConfig, SelfPlayConfig
 from esper.league.events import LeagueChanged, RoundFought
+from esper.league.opponents import SELF, divide_battles
 from esper.league.players import BotPlayer, PolicyPlayer
 from esper.league.record import WinRecord
 from esper.league.selfplay import SelfPlay
-from esper.league.training_config import ANCHORS, SelfPlayConfig
 from esper.runs import Event
 from esper.runs.events import scalars
 from esper.vecenv import Actions, Timestep
 from esper.vecenv.check import check_env, sample_actions
-from tests.league.arenas import make_selfplay, small_policy, small_training
+from tests.league.arenas import attached, small_policy, small_training
 
 
 def steps(env: SelfPlay, timestep: Timestep, count: int, *, seed: int = 0) -> Iterator[Timestep]:
@@ -40,35 +40,35 @@ def drive(env: SelfPlay, timestep: Timestep, count: int, *, seed: int = 0) -> Ti
 
 
 def test_the_learner_has_one_side_by_parity_and_both_sides_in_self_play() -> None:
-    env = make_selfplay(small_training())
+    env = attached(small_training())
     teams, units = env.config.arena.team_size, env.config.arena.units
     expected = []
-    for table in env.tables:
-        for battle in table.battles.tolist():
-            sides = (0, 1) if table.name == SELF else (battle % 2,)
+    for group in env.opponent_groups:
+        for battle in group.battles.tolist():
+            sides = (0, 1) if group.name == SELF else (battle % 2,)
             expected += [battle * units + side * teams + unit for side in sides for unit in range(teams)]
     assert sorted(env.rows.tolist()) == sorted(expected)
-    assert [(table.name, len(table.battles)) for table in env.tables] == [
-        ("random", 2), ("middle", 2), ("seat 0", 1), ("seat 1", 1), (SELF, 2)
+    assert [(group.name, len(group.battles)) for group in env.opponent_groups] == [
+        ("random", 2), ("middle", 2), ("slot 0", 1), ("slot 1", 1), (SELF, 2)
     ]  # fmt: skip
     assert env.num_envs == len(expected) == 6 * teams + 2 * units
 
 
 def test_every_unit_is_driven_by_exactly_one_player() -> None:
-    env = make_selfplay(small_training())
-    theirs = [row for table in env.tables if table.opponent is not None for row in table.opponent.rows.tolist()]
+    env = attached(small_training())
+    theirs = [row for group in env.opponent_groups if group.opponent is not None for row in group.opponent.rows.tolist()]
     everybody = Counter(theirs + env.rows.tolist())
     assert everybody == Counter(range(env.config.arena.battles * env.config.arena.units))
 
 
 @pytest.mark.slow
 def test_actions_of_the_learner_reach_its_own_rows_and_bots_act_in_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    env = make_selfplay(small_training(selfplay={"bots": ("middle",), "bot_share": 0.5, "past_share": 0.0}))
+    env = attached(small_training(selfplay={"bots": ("middle",), "bot_share": 0.5, "past_share": 0.0}))
     heard: list[Actions] = []
     step = env.arena.step
     monkeypatch.setattr(env.arena, "step", lambda actions: (heard.append(actions), step(actions))[1])
     timestep = env.reset()
-    bot = next(table.opponent for table in env.tables if isinstance(table.opponent, BotPlayer))
+    bot = next(group.opponent for group in env.opponent_groups if isinstance(group.opponent, BotPlayer))
     for seed in range(4):
         expected = {name: value.clone() for name, value in bot.bot.act().items()}
         given = sample_actions(env.action_spec, timestep.masks, env.num_envs, torch.Generator().manual_seed(seed))
@@ -80,7 +80,7 @@ def test_actions_of_the_learner_reach_its_own_rows_and_bots_act_in_the_others(mo
 
 @pytest.mark.slow
 def test_rows_are_the_units_of_the_arena_and_dead_ones_are_neither_paid_nor_valid() -> None:
-    env = make_selfplay(small_training(arena={"seconds": 30.0}, selfplay={"bots": ("strong",), "enter_every": 1000}))
+    env = attached(small_training(arena={"seconds": 30.0}, selfplay={"bots": ("strong",), "enter_every": 1000}))
     dead = 0
     for timestep in steps(env, env.reset(), 30):
         result = env.result
@@ -97,7 +97,7 @@ def test_rows_are_the_units_of_the_arena_and_dead_ones_are_neither_paid_nor_vali
 
 @pytest.mark.slow
 def test_each_observation_is_built_once_for_learner_bots_and_past_selves_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    env = with_members(make_selfplay(small_training(arena={"state_view": True}, selfplay={"enter_every": 1000})), "one")
+    env = with_members(attached(small_training(arena={"state_view": True}, selfplay={"enter_every": 1000})), "one")
     built: list[int] = []
     for owner, name in ((env.arena, "_observe"), (env.arena.observer, "whole_battle")):
         view = getattr(owner, name)
@@ -111,14 +111,14 @@ def test_each_observation_is_built_once_for_learner_bots_and_past_selves_togethe
 
 @pytest.mark.slow
 def test_self_play_keeps_the_contract_of_environments_and_repeats_itself_once_it_is_loaded() -> None:
-    check_env(make_selfplay(small_training()), steps=12)
+    check_env(attached(small_training()), steps=12)
 
 
 @pytest.mark.slow
 def test_another_self_play_goes_on_where_the_first_was_saved() -> None:
     config = small_training(selfplay={"enter_every": 1, "entry_battles": 2})
-    one, other = make_selfplay(config), make_selfplay(config)
-    last = drive(one, one.reset(), 11)  # a league member sits in the seats, and battles have ended
+    one, other = attached(config), attached(config)
+    last = drive(one, one.reset(), 11)  # a league member fills the slots, and battles have ended
     assert None not in one.opponent_slots.names
     other.load_state_dict(one.state_dict())
     assert other.opponent_slots.state_dict() == one.opponent_slots.state_dict()
@@ -134,26 +134,26 @@ def test_another_self_play_goes_on_where_the_first_was_saved() -> None:
 @pytest.mark.slow
 def test_counted_results_equal_those_of_an_independent_count() -> None:
     events: list[Event] = []
-    env = make_selfplay(small_training(), events=events)
-    counted: dict[str, list[int]] = {table.name: [0, 0, 0] for table in env.tables}
+    env = attached(small_training(), events=events)
+    counted: dict[str, list[int]] = {group.name: [0, 0, 0] for group in env.opponent_groups}
     for number, _ in enumerate(steps(env, env.reset(), 3 * 8 + 1)):
         if number == 3 * 8:
             break  # with this step the last round was told
         result = env.result
         assert result is not None
-        for table in env.tables:
-            for battle in table.battles.tolist():
+        for group in env.opponent_groups:
+            for battle in group.battles.tolist():
                 if bool(result.ended[battle]):
                     winner = int(result.winner[battle])
-                    counted[table.name][1 if winner < 0 else 0 if winner == battle % 2 else 2] += 1
+                    counted[group.name][1 if winner < 0 else 0 if winner == battle % 2 else 2] += 1
     rounds = [event for event in events if isinstance(event, RoundFought)]
     assert [event.update for event in rounds] == [1, 2, 3]
     for name in ("random", "middle", SELF):
         told = [sum(event.results[name][which] for event in rounds) for which in range(3)]
         assert told == counted[name]
     others = [counts for event in rounds for name, counts in event.results.items() if name not in ("random", "middle", SELF)]
-    in_seats = [sum(counts[which] for counts in others) for which in range(3)]
-    assert in_seats == [counted["seat 0"][which] + counted["seat 1"][which] for which in range(3)]
+    in_slots = [sum(counts[which] for counts in others) for which in range(3)]
+    assert in_slots == [counted["slot 0"][which] + counted["slot 1"][which] for which in range(3)]
     assert sum(counted["random"]) == 2 * 3  # battles of 8 decisions at most, of which 24 were taken
 
 
@@ -161,7 +161,7 @@ def test_counted_results_equal_those_of_an_independent_count() -> None:
 def test_reported_parts_of_the_reward_sum_to_the_learners_reward() -> None:
     events: list[Event] = []
     config = small_training()
-    env = make_selfplay(config, events=events)
+    env = attached(config, events=events)
     paid, parts = torch.zeros(env.num_envs), dict.fromkeys(Rewards._fields, 0.0)
     for timestep in steps(env, env.reset(), 8):
         assert env.result is not None
@@ -194,7 +194,7 @@ def test_teams_grow_with_the_updates() -> None:
     events: list[Event] = []
     selfplay = {"first_team": 1, "team_grows": 2, "enter_every": 1000}
     config = small_training(arena={"team_size": 3, "seconds": 1.0}, selfplay=selfplay, ppo={"num_steps": 4})
-    env = make_selfplay(config, events=events)
+    env = attached(config, events=events)
     timestep = env.reset()
     sizes = [int(env.arena.state.units.present[0, :3].sum())]
     for _ in range(6):
@@ -206,17 +206,17 @@ def test_teams_grow_with_the_updates() -> None:
 
 
 @pytest.mark.slow
-def test_the_first_candidate_is_promoted_and_takes_its_opponent_slot_with_fresh_memories() -> None:
+def test_the_first_to_enter_is_promoted_and_fills_a_slot_without_the_memories_of_its_last_player() -> None:
     events: list[Event] = []
-    env = make_selfplay(small_training(), events=events)
+    env = attached(small_training(), events=events)
     timestep = drive(env, env.reset(), 16)  # two rollouts; the second is told with the next step
-    player = next(table.opponent for table in env.tables if table.name == "seat 0")
+    player = next(group.opponent for group in env.opponent_groups if group.name == "slot 0")
     assert isinstance(player, PolicyPlayer)
     assert env.opponent_slots.names == [None, None]
     assert player.state.any()
     memories: list[Any] = []
-    forget = player.forget
-    player.forget = lambda: (forget(), memories.append(player.state.clone()))[0]  # type: ignore[method-assign]
+    reset_memory = player.reset_memory
+    player.reset_memory = lambda: (reset_memory(), memories.append(player.state.clone()))[0]  # type: ignore[method-assign]
     drive(env, timestep, 1)
     changes = [event for event in events if isinstance(event, LeagueChanged)]
     assert [(event.name, event.is_promoted) for event in changes] == [("update-2", True)]
@@ -231,14 +231,14 @@ def test_the_first_candidate_is_promoted_and_takes_its_opponent_slot_with_fresh_
 
 
 @pytest.mark.slow
-def test_an_opponent_slot_without_a_past_self_holds_the_current_learner() -> None:
-    env = make_selfplay(small_training())
+def test_a_slot_without_a_past_self_holds_the_learner_of_today() -> None:
+    env = attached(small_training())
     timestep = drive(env, env.reset(), 8)
     assert env.learner is not None
     with torch.no_grad():
         for parameter in env.learner.parameters():
             parameter.add_(0.01)
-    player = next(table.opponent for table in env.tables if table.name == "seat 1")
+    player = next(group.opponent for group in env.opponent_groups if group.name == "slot 1")
     assert isinstance(player, PolicyPlayer)
     before = player.policy.log_std.clone()
     drive(env, timestep, 1)
@@ -248,7 +248,7 @@ def test_an_opponent_slot_without_a_past_self_holds_the_current_learner() -> Non
 
 @pytest.mark.slow
 def test_only_battles_against_players_of_the_league_are_recorded_in_it() -> None:
-    env = make_selfplay(small_training(selfplay={"enter_every": 1000}))
+    env = attached(small_training(selfplay={"enter_every": 1000}))
     drive(env, env.reset(), 17)
     assert env.league.learner_score("random") is not None
     assert env.league.learner_score("middle") is not None
@@ -268,10 +268,10 @@ def with_members(env: SelfPlay, *names: str) -> SelfPlay:
 
 
 @pytest.mark.slow
-def test_a_past_self_keeps_its_opponent_slot_for_at_least_one_battle() -> None:
+def test_a_past_self_stays_in_its_slot_until_a_battle_can_be_over() -> None:
     rollouts_of_4 = {"num_steps": 4}
-    config = small_training(arena={"seconds": 2.5}, selfplay={"enter_every": 1000, "past_seats": 1}, ppo=rollouts_of_4)  # 10 decisions
-    env = with_members(make_selfplay(config), "one", "two", "three", "four")
+    config = small_training(arena={"seconds": 2.5}, selfplay={"enter_every": 1000, "opponent_slots": 1}, ppo=rollouts_of_4)  # 10 decisions
+    env = with_members(attached(config), "one", "two", "three", "four")
     assert env.opponent_slots.rollouts == 3
     timestep, names, draws = env.reset(), [], []
     for rollout in range(13):
@@ -281,13 +281,13 @@ def test_a_past_self_keeps_its_opponent_slot_for_at_least_one_battle() -> None:
     assert names[0] is None  # nobody had joined when it began
     assert draws == [0, 1, 1, 1, 4, 4, 4, 7, 7, 7, 10, 10, 10]
     assert len(set(names[1:])) > 1
-    assert make_selfplay(small_training(selfplay={"seat_rollouts": 5})).opponent_slots.rollouts == 5
+    assert attached(small_training(selfplay={"slot_rollouts": 5})).opponent_slots.rollouts == 5
 
 
 @pytest.mark.slow
-def test_a_retired_player_leaves_its_opponent_slot() -> None:
-    selfplay = {"enter_every": 1000, "seat_rollouts": 100, "past_seats": 1}
-    env = with_members(make_selfplay(small_training(selfplay=selfplay, league=LeagueConfig(size=1))), "one")
+def test_a_player_that_leaves_the_league_leaves_its_slot() -> None:
+    selfplay = {"enter_every": 1000, "slot_rollouts": 100, "opponent_slots": 1}
+    env = with_members(attached(small_training(selfplay=selfplay, league=LeagueConfig(size=1))), "one")
     timestep = drive(env, env.reset(), 9)
     assert env.opponent_slots.names == ["one"]
     with_members(env, "two")
@@ -301,10 +301,10 @@ def test_a_retired_player_leaves_its_opponent_slot() -> None:
 def test_only_battles_that_a_past_self_began_are_credited_to_it() -> None:
     """Battles of 6 decisions, rollouts of 4, and somebody sits down after the first of them."""
     events: list[Event] = []
-    selfplay = {"enter_every": 1000, "seat_rollouts": 100, "past_seats": 1}
+    selfplay = {"enter_every": 1000, "slot_rollouts": 100, "opponent_slots": 1}
     config = small_training(arena={"seconds": 1.5}, selfplay=selfplay, ppo={"num_steps": 4})
-    env = with_members(make_selfplay(config, events=events), "one")
-    place = next(table.battles for table in env.tables if table.name == "seat 0").tolist()
+    env = with_members(attached(config, events=events), "one")
+    place = next(group.battles for group in env.opponent_groups if group.name == "slot 0").tolist()
     whole, cut = 0, 0
     began = dict.fromkeys(place, 0)
     for number, _ in enumerate(steps(env, env.reset(), 5 * 4 + 1)):
@@ -323,15 +323,15 @@ def test_only_battles_that_a_past_self_began_are_credited_to_it() -> None:
 @pytest.mark.slow
 def test_shots_without_a_free_slot_are_reported_once() -> None:
     events: list[Event] = []
-    env = make_selfplay(small_training(selfplay={"enter_every": 1000}, ppo={"num_steps": 4}), events=events)
+    env = attached(small_training(selfplay={"enter_every": 1000}, ppo={"num_steps": 4}), events=events)
     timestep = env.reset()
-    env.arena.state.contest.overflow[2] += 3
+    env.arena.state.status.overflow[2] += 3
     drive(env, timestep, 4 * 3 + 1)
     assert [event.overflow for event in events if isinstance(event, RoundFought)] == [3, 0, 0]
 
 
 def test_the_anchors_of_a_config_are_all_existing_bots() -> None:
-    assert ANCHORS == BOTS == make_selfplay(small_training()).league.anchors
+    assert ANCHORS == BOTS == attached(small_training()).league.anchors
 
 
 def test_a_config_that_deals_more_than_all_battles_is_refused() -> None:
@@ -347,11 +347,11 @@ def test_a_config_that_deals_more_than_all_battles_is_refused() -> None:
         small_training(ppo={"normalize_observations": True})
 
 
-def test_too_few_battles_for_the_opponent_groups_are_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"1 battles cannot be dealt to .*'middle': 0.*use at least 5 battles"):
-        make_selfplay(small_training(arena={"battles": 1}))
-    with pytest.raises(ValueError, match=r"3 battles cannot be dealt to .*use at least 4 battles"):
-        make_selfplay(
+def test_too_few_battles_for_the_opponents_are_an_error_that_names_them() -> None:
+    with pytest.raises(ValueError, match=r"1 battles cannot be divided into .*'middle': 0.*use at least 5 battles"):
+        attached(small_training(arena={"battles": 1}))
+    with pytest.raises(ValueError, match=r"3 battles cannot be divided into .*use at least 4 battles"):
+        attached(
             small_training(
                 arena={"battles": 3}, selfplay={"bots": ("random", "weak", "middle", "strong"), "bot_share": 0.9, "past_share": 0.0}
             )
@@ -359,19 +359,19 @@ def test_too_few_battles_for_the_opponent_groups_are_refused_by_name() -> None:
 
 
 def test_battles_too_few_for_all_opponents_are_refused_with_the_number_needed() -> None:
-    config = SelfPlayConfig(bots=("weak", "strong", "strong"), bot_share=0.6, past_share=0.1, past_seats=2)
-    with pytest.raises(ValueError, match=r"'seat 0': 0.*at least one to each opponent; use at least 11 battles"):
-        deal(config, 8)
+    config = SelfPlayConfig(bots=("weak", "strong", "strong"), bot_share=0.6, past_share=0.1, opponent_slots=2)
+    with pytest.raises(ValueError, match=r"'slot 0': 0.*at least one for each opponent; use at least 11 battles"):
+        divide_battles(config, 8)
     for battles in range(11, 40):
-        dealt = deal(config, battles)
-        assert sum(dealt.values()) == battles
-        assert {"weak", "strong", "seat 0", "seat 1"} <= set(dealt)
+        divided = divide_battles(config, battles)
+        assert sum(divided.values()) == battles
+        assert {"weak", "strong", "slot 0", "slot 1"} <= set(divided)
 
 
 def test_all_units_learn_without_bots_and_past_selves() -> None:
-    env = make_selfplay(small_training(selfplay={"bot_share": 0.0, "past_share": 0.0}))
+    env = attached(small_training(selfplay={"bot_share": 0.0, "past_share": 0.0}))
     assert env.num_envs == 8 * 4
-    assert [table.name for table in env.tables] == [SELF]
+    assert [group.name for group in env.opponent_groups] == [SELF]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -384,8 +384,14 @@ def test_past_selves_may_be_on_another_device() -> None:
     chance = torch.Generator(device="cuda").manual_seed(0)
     for _ in range(20):
         timestep = env.step(sample_actions(env.action_spec, timestep.masks, env.num_envs, chance, device="cuda"))
-    player = next(table.opponent for table in env.tables if table.name == "seat 0")
+    player = next(group.opponent for group in env.opponent_groups if group.name == "slot 0")
     assert isinstance(player, PolicyPlayer)
     assert (player.policy.device.type, player.rows.device.type) == ("cpu", "cuda")
     assert None not in env.opponent_slots.names
     assert player.state.any()
+
+
+def test_the_settings_of_runs_that_named_opponent_slots_seats_still_load(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("[selfplay]\npast_seats = 3\nseat_rollouts = 7\n")
+    selfplay = load_saved(ArenaTrainConfig, tmp_path / "config.toml").selfplay
+    assert (selfplay.opponent_slots, selfplay.slot_rollouts) == (3, 7)

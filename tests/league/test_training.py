@@ -19,12 +19,12 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from esper.league import training
+from esper.league.config import ArenaTrainConfig
 from esper.league.events import LeagueChanged, RoundFought
 from esper.league.league import League
-from esper.league.matches import MatchArena, unseen
+from esper.league.matches import MatchArena, seed_of_unseen_maps
 from esper.league.store import FOLDER, LeagueStore
-from esper.league.training import against_bot, load_player, prepare_arena, train_arena
-from esper.league.training_config import ArenaTrainConfig
+from esper.league.training import load_player, play_against_bot, prepare_arena, train_arena
 from esper.parallel import Ranks
 from esper.rl.checkpoints import open_store
 from esper.rl.events import Update
@@ -42,7 +42,7 @@ ROWS = 6 * 2 + 2 * 4  # that learn, in eight battles of two against two
 
 
 def config_for(updates: int = UPDATES, **settings: Any) -> ArenaTrainConfig:
-    """A player enters the league after every update and takes both opponent slots."""
+    """A member enters the league after every update and fills both slots from then on."""
     given = {
         "arena": {"seconds": 1.5},
         "selfplay": {"enter_every": 1, "entry_battles": 2},
@@ -136,11 +136,11 @@ def test_a_run_writes_its_league_and_its_player(tmp_path: Path) -> None:
 
     policy, saved = load_player(tmp_path / "run", which="latest")
     assert saved == config
-    assert against_bot(policy, config, "random", battles=2, seed=5).record.battles == 2
+    assert play_against_bot(policy, config, "random", battles=2, seed=5).record.battles == 2
 
 
 def test_mistakes_in_a_config_are_refused_before_anything_is_written(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"1 battles cannot be dealt to .*use at least 5 battles"):
+    with pytest.raises(RunError, match=r"1 battles cannot be divided into .*use at least 5 battles"):
         train_arena(config_for(arena={"battles": 1}), tmp_path / "run")
     assert not (tmp_path / "run").exists()
     with pytest.raises(RunError):
@@ -179,7 +179,7 @@ def test_evaluations_of_a_run_are_fought_in_one_arena_whose_maps_no_small_seed_g
     assert first == second
     assert other is not None
     assert len(made) == 2
-    seeds = {unseen(purpose, seed) for purpose in ("evaluation", "commands") for seed in range(100)}
+    seeds = {seed_of_unseen_maps(purpose, seed) for purpose in ("evaluation", "commands") for seed in range(100)}
     assert len(seeds) == 200
     assert min(seeds) > 100_000
 
@@ -291,7 +291,7 @@ def resident_bytes() -> int:
 def test_memory_does_not_grow_over_many_updates() -> None:
     config = config_for(
         arena={"battles": 4, "team_size": 1, "seconds": 1.0},
-        selfplay={"bots": ("middle",), "enter_every": 10, "entry_battles": 2, "past_seats": 1},
+        selfplay={"bots": ("middle",), "enter_every": 10, "entry_battles": 2, "opponent_slots": 1},
         ppo={"num_steps": 2, "num_minibatches": 1, "bptt_length": 2},
     )
     sizes = []

@@ -185,7 +185,7 @@ def test_a_run_makes_its_environments_for_evaluation_once(tmp_path: Path, monkey
     make_env, made = run_setup.make_env, []
     monkeypatch.setattr(run_setup, "make_env", lambda *given: made.append(make_env(*given)) or made[-1])
     closed = []
-    monkeypatch.setattr("esper.vecenv.builtin.base.BuiltinEnv.close", lambda env: closed.append(env))
+    monkeypatch.setattr("esper.vecenv.builtin.BuiltinEnv.close", lambda env: closed.append(env))
     train_run(CONFIG, tmp_path / "run")
     assert len(made) == 2, "one to train in, and one for three checkpoints and the end"
     assert sorted(map(id, closed)) == sorted(map(id, made))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from esper.controller.config import ControllerConfig
-from esper.league.training_config import ArenaTrainConfig
+from esper.league.config import ArenaTrainConfig
 from esper.rl.batch import pack, prepare
 from esper.rl.collector import Staging
 from esper.rl.config import NetworkConfig, PPOConfig, ThresholdsConfig

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from esper.parallel import ALONE, FirstFailed, Group, Ranks
+from esper.parallel import ALONE, FirstRankFailed, Group, Ranks
 from esper.rl.batch import Rollout
 from esper.rl.checkpoints import open_store
 from esper.rl.config import NetworkConfig, PPOConfig
@@ -172,7 +172,7 @@ def exchange(rank: int) -> dict:
         found["opened"] = file is not None
     try:
         group.first(lambda: 1 // 0)
-    except (ZeroDivisionError, FirstFailed) as error:
+    except (ZeroDivisionError, FirstRankFailed) as error:
         found["error"] = type(error).__name__
     return found
 
@@ -267,7 +267,7 @@ def test_a_group_sums_merges_broadcasts_and_agrees(results: list[dict]) -> None:
         assert found["first"] == "made on 0"
         assert found["weights"] == [0.0, 0.0, 0.0]
         assert found["opened"] == (rank == 0)
-        assert found["error"] == ("ZeroDivisionError", "FirstFailed")[rank]
+        assert found["error"] == ("ZeroDivisionError", "FirstRankFailed")[rank]
 
 
 OPTIONS = [

@@ -18,7 +18,7 @@ from esper.rl.events import CompileFailed, EpisodesRestarted
 from esper.rl.ppo import PPO
 from esper.rng import Streams
 from esper.vecenv import ActionSpec, Discrete, TensorSpec, make
-from esper.vecenv.builtin.base import BuiltinEnv, Outcome
+from esper.vecenv.builtin import BuiltinEnv, Outcome
 from esper.vecenv.gymnasium import from_gymnasium
 from tests.conftest import Clock
 from tests.rl.counting import Counting

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from esper.gradients import GROWTH_INTERVAL, LARGEST, START, LossScales
 from esper.rl.config import NetworkConfig, PPOConfig
 from esper.rl.events import Skipped
-from esper.rl.loss import LARGEST, PATIENCE, START, LossScale
 from esper.rl.ppo import PPO
 from esper.runs import CheckpointStore
 from esper.vecenv import make
@@ -78,29 +78,29 @@ def test_a_loss_that_is_not_finite_skips_the_step_and_keeps_the_scale(monkeypatc
 
 @pytest.mark.slow
 def test_the_scale_grows_with_patience_and_within_bounds() -> None:
-    scale = LossScale(CPU)
-    for _ in range(PATIENCE - 1):
-        scale.update(NO, YES)
+    scale = LossScales.fresh(None, CPU)
+    for _ in range(GROWTH_INTERVAL - 1):
+        scale.update_(YES, NO)
     assert scale.scale.item() == START
-    scale.update(NO, NO)  # not taken for another reason
+    scale.update_(NO, NO)  # not taken for another reason
     assert scale.scale.item() == START
-    scale.update(NO, YES)
+    scale.update_(YES, NO)
     assert scale.scale.item() == 2 * START
-    scale.update(YES, NO)
+    scale.update_(NO, YES)
     assert scale.scale.item() == START
     scale.scale.fill_(LARGEST)
-    scale.good_steps.fill_(PATIENCE)
-    scale.update(NO, YES)
+    scale.good_steps.fill_(GROWTH_INTERVAL)
+    scale.update_(YES, NO)
     assert scale.scale.item() == LARGEST
 
 
 def test_an_overflow_at_a_scale_of_one_counts_as_a_skipped_step() -> None:
     """Otherwise a gradient that never will be finite would be waited for without end."""
-    scale = LossScale(CPU)
+    scale = LossScales.fresh(None, CPU)
     loss, norm = torch.tensor(1.0), torch.tensor(math.inf)
     steps = 0
     while scale.overflowed(loss, norm):
-        scale.update(YES, NO)
+        scale.update_(NO, YES)
         steps += 1
     assert steps == 16
     assert scale.scale.item() == 1.0

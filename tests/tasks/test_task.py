@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from esper.tasks import TASKS, Split, Task, TaskError, load_task
-from esper.tasks.augment import crop_and_flip
-from esper.tasks.splits import stratified_parts
+from esper.tasks.images import crop_and_flip, stratified_parts
 
 OWN_DATA = ("digits", "digits-1d")
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from esper.vecenv import Saveable, Timestep, VecEnv, check_env, check_timestep, make, sample_actions
-from esper.vecenv.builtin import BUILTIN
-from esper.vecenv.builtin.cartpole import ANGLE_LIMIT
+from esper.vecenv.builtin import ANGLE_LIMIT, BUILTIN
 
 SHORT = {"cue": {"delay": 7, "jitter": 3}, "cartpole-hidden": {"max_steps": 40}, "pendulum-hidden": {"max_steps": 30}}
 

@@ -12,7 +12,7 @@ from esper.lazy import lazy_names
 if TYPE_CHECKING:
     from esper.arena.arena import Arena as Arena, StepResult as StepResult
     from esper.arena.bots import BOTS as BOTS, Bot as Bot
-    from esper.arena.config import ArenaConfig as ArenaConfig, RewardConfig as RewardConfig
+    from esper.arena.config import ArenaConfig as ArenaConfig, ArenaRewardConfig as ArenaRewardConfig
     from esper.arena.env import ArenaEnv as ArenaEnv
     from esper.arena.pettingzoo import parallel_env as parallel_env
     from esper.arena.recorder import Recorder as Recorder

@@ -37,9 +37,10 @@ from esper.arena.orders import (
 from esper.arena.rewards import Rewards, has_died, pay, shared
 from esper.arena.sensing import sense
 from esper.arena.start import fresh, make_atlas, within_bits
-from esper.arena.state import Score, State, cloned, copy_into, from_named, named_tensors, replace_rows, select
+from esper.arena.state import BattleStatus, State, cloned, copy_into, from_named, named_tensors, replace_rows, select
 from esper.arena.tables import make_tables
-from esper.arena.zone import Ending, judge
+from esper.arena.zone import Ending, find_ended
+from esper.devices import GraphRecorder
 from esper.vecenv import Actions, Masks
 
 
@@ -167,7 +168,7 @@ class Arena:
             actions = _mended(actions, config)
         orders = read_orders(actions, before.senses, before.units, tables, battles=config.battles)
         after, step_events = decide(before, orders, tables, tick=self._tick)
-        ending = judge(after.contest, after.units, config)
+        ending = find_ended(after.status, after.units, config)
         parts = pay(before, after, step_events, ending, tables, config)
         reward = shared(parts, before.units, config)
         died = has_died(before.units, after.units)
@@ -179,17 +180,17 @@ class Arena:
     def _begun_anew(self, after: State, ending: Ending) -> State:
         """Replace ended battles by the next ones. On the CPU only those are made; a captured step makes all and selects."""
         if self.is_recorded or self.device.type != "cpu":
-            return select(ending.ended, self._next(self.place, after.contest), after)
+            return select(ending.ended, self._next(self.place, after.status), after)
         if not bool(ending.ended.any()):
             return after
         rows = torch.nonzero(ending.ended).squeeze(1)
-        contest = Score(*(part[rows] for part in after.contest))
-        return replace_rows(after, rows, self._next(rows, contest))
+        status = BattleStatus(*(part[rows] for part in after.status))
+        return replace_rows(after, rows, self._next(rows, status))
 
-    def _next(self, place: Tensor, contest: Score) -> State:
+    def _next(self, place: Tensor, status: BattleStatus) -> State:
         """Return the battles that follow these at the same indices."""
-        begun = self._fresh(place, contest.episode + 1)
-        return begun._replace(contest=begun.contest._replace(overflow=contest.overflow))
+        begun = self._fresh(place, status.episode + 1)
+        return begun._replace(status=begun.status._replace(overflow=status.overflow))
 
     def _views(self, state: State) -> tuple[Tensor, Tensor | None, Masks]:
         whole = self.observer.whole_battle(state) if self.config.state_view else None
@@ -197,7 +198,7 @@ class Arena:
 
     def _last(self, state: State) -> Tensor:
         alive = state.units.is_alive.view(self.config.battles, 2, -1).sum(2)
-        return torch.cat((state.contest.decision.unsqueeze(1).float(), state.contest.score, alive.float()), 1)
+        return torch.cat((state.status.decision.unsqueeze(1).float(), state.status.score, alive.float()), 1)
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the state, because a captured step overwrites the old one."""
@@ -278,17 +279,18 @@ class _Recording:
         self.actions = {name: value.clone() for name, value in actions.items()}
         self.state = cloned(arena.state)
         problem = arena._problem.clone()
-        stream = torch.cuda.Stream(arena.device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(arena.device))
-        with torch.cuda.stream(stream):  # run once before the capture, to load kernels and make workspaces
-            arena._advance(self.state, self.actions)
-        torch.cuda.current_stream(arena.device).wait_stream(stream)
-        arena._problem.copy_(problem)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            state, self.result = arena._advance(self.state, self.actions)
-            copy_into(self.state, state)
+        recorder = GraphRecorder(arena.device)
+        with recorder.stream():
+            arena._advance(self.state, self.actions)  # run once before the recording, to load kernels and make workspaces
+            arena._problem.copy_(problem)
+            torch.cuda.empty_cache()  # the recording has memory of its own: give back that of the first run
+            self.graph, self.result = recorder.record(lambda: self._advance(arena))
         arena.state = self.state
+
+    def _advance(self, arena: Arena) -> StepResult:
+        state, result = arena._advance(self.state, self.actions)
+        copy_into(self.state, state)
+        return result
 
     def replay(self, arena: Arena, actions: Actions) -> StepResult:
         if arena.state is not self.state:  # the caller has set another state

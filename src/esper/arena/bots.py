@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from esper.arena.arena import Arena
-from esper.arena.ground import columns, read, unit_at
+from esper.arena.map_columns import columns, read, unit_at
 from esper.arena.motion import can_act
 from esper.arena.orders import action_masks, in_reach
 from esper.arena.routes import STEPS
@@ -179,7 +179,7 @@ class Bot:
 
     def _coins(self) -> Tensor:
         """Return 1 or -1 for every unit, drawn again every second: the direction of the sideways motion that makes a unit hard to hit."""
-        contest, count = self.arena.state.contest, self.arena.config.units
-        battle = mixed(self.arena.place * _BATTLE + contest.episode * _EPISODE + contest.decision // _SWAY + self.seed)
+        status, count = self.arena.state.status, self.arena.config.units
+        battle = mixed(self.arena.place * _BATTLE + status.episode * _EPISODE + status.decision // _SWAY + self.seed)
         words = mixed(battle.unsqueeze(1) + torch.arange(count, device=battle.device))
         return 1.0 - 2.0 * ((words >> 40) & 1)

@@ -19,7 +19,7 @@ TeamSize = Annotated[int, Meta(ge=1, le=16)]
 FEWEST_PROJECTILES = 48  # smallest number of projectile slots in one battle
 
 
-class RewardConfig(Config):
+class ArenaRewardConfig(Config):
     """Weights of the parts of a unit's reward. Each part is a function in `esper.arena.rewards`."""
 
     zone: NonNegativeFloat = 0.05  # for each second that the own team holds the zone
@@ -53,7 +53,7 @@ class ArenaConfig(Config):
     contacts: Width = 5  # number of nearest sensed enemies that a unit observes and can aim at
     allies: NonNegativeInt = 4  # number of nearest units of the own team that it observes
     state_view: bool = False  # add the whole battle to the observations, for a centralised critic
-    reward: RewardConfig = RewardConfig()
+    reward: ArenaRewardConfig = ArenaRewardConfig()
 
     def check(self) -> None:
         for name in self.pack:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from esper.arena.damage import strike, together
 from esper.arena.fire import Aim, hit_at_once, launch, pull_triggers, take_aim
-from esper.arena.ground import destroy
+from esper.arena.map_columns import destroy
 from esper.arena.motion import drive, fly, move, top_speed, turn
 from esper.arena.orders import Orders
 from esper.arena.shells import advance, explode, smoke, steer, terrain_hits
@@ -39,7 +39,7 @@ PHASES = (
 )
 AFTER_TICKS = (
     ("terrain", "destroyed columns become open ground"),
-    ("judge", "battles end by score, elimination or time, and rewards are paid"),
+    ("end", "battles end by score, elimination or time, and rewards are paid"),
     ("reset", "ended battles are replaced by new ones, on a map drawn from all maps"),
     ("sense", "units sense their enemies; what they know holds until the end of the next decision"),
 )
@@ -70,8 +70,8 @@ def decide(state: State, orders: Orders, tables: Tables, *, tick: Tick | None = 
         taken, fired = taken + by_whom, fired | shot
         rubble.append(hits)
     column, damage = (torch.cat(parts, 1) for parts in zip(*rubble, strict=True))
-    contest = state.contest._replace(decision=state.contest.decision + 1)
-    return state._replace(world=destroy(state.world, column, damage), contest=contest), StepEvents(taken, fired)
+    status = state.status._replace(decision=state.status.decision + 1)
+    return state._replace(world=destroy(state.world, column, damage), status=status), StepEvents(taken, fired)
 
 
 def one_tick(state: State, aim: Aim, tables: Tables) -> tuple[State, Tensor, Tensor, tuple[Tensor, Tensor]]:
@@ -91,7 +91,7 @@ def one_tick(state: State, aim: Aim, tables: Tables) -> tuple[State, Tensor, Ten
     units, by_whom = strike(units, together(hit_at_once(units, aim, shots), explode(impact, units, tables)), tables)
 
     units = balance(cool(units, tables))
-    contest = hold(state.contest, units, world, tables)
-    contest = contest._replace(overflow=contest.overflow + overflow.sum(1))
-    after = state._replace(units=units, shells=shells, clouds=clouds, contest=contest)
+    status = hold(state.status, units, world, tables)
+    status = status._replace(overflow=status.overflow + overflow.sum(1))
+    after = state._replace(units=units, shells=shells, clouds=clouds, status=status)
     return after, by_whom, shots.fired, terrain_hits(impact, tables, world.floor.shape[1])

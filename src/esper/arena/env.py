@@ -15,7 +15,7 @@ from torch import Tensor
 
 from esper.arena.arena import Arena, StepResult
 from esper.arena.config import ArenaConfig
-from esper.arena.layout import observation_width, state_width
+from esper.arena.observe import observation_width, state_width
 from esper.vecenv import Actions, Obs, ObservationSpec, TensorSpec, Timestep
 
 

@@ -32,26 +32,26 @@ class FeedWriter:
         """Return the feed items of the decision before a frame: kills, falls and shutdowns."""
         died = has_died(was, now)
         falls, stops = (now.fallen > 0) & (was.fallen == 0) & now.is_alive, now.is_shut_down & ~was.is_shut_down
-        told = []
+        items = []
         killers = kill_table(died, step_events, self.tables)[0]
         for unit in _which(died):
             by = _killer(killers, step_events, unit)
             text = f"{self.names[unit]} is destroyed" if by is None else f"{self.names[by]} destroys {self.names[unit]}"
-            told.append(FeedItem(frame=frame, kind="kill", by=by, unit=unit, text=text))
-        told += [FeedItem(frame=frame, kind="fall", unit=unit, text=f"{self.names[unit]} falls") for unit in _which(falls)]
+            items.append(FeedItem(frame=frame, kind="kill", by=by, unit=unit, text=text))
+        items += [FeedItem(frame=frame, kind="fall", unit=unit, text=f"{self.names[unit]} falls") for unit in _which(falls)]
         for unit in _which(stops):
-            told.append(FeedItem(frame=frame, kind="shutdown", unit=unit, text=f"{self.names[unit]} overheats and shuts down"))
-        return told
+            items.append(FeedItem(frame=frame, kind="shutdown", unit=unit, text=f"{self.names[unit]} overheats and shuts down"))
+        return items
 
     def whole(self, decisions: Mapping[int, Sequence[FeedItem]], holders: Sequence[int], end: FeedItem) -> list[FeedItem]:
         """Return the whole feed of a battle, given the items of `decision` by frame, and the holder of the zone at each frame [F]."""
-        told, last = list[FeedItem](), -1
+        items, last = list[FeedItem](), -1
         for frame, holder in enumerate(holders):
-            told += decisions.get(frame, ())
+            items += decisions.get(frame, ())
             if holder not in (-1, last):
                 last = holder
-                told.append(FeedItem(frame=frame, kind="zone", text=f"{self.teams[holder]} takes the zone"))
-        return [*told, end]
+                items.append(FeedItem(frame=frame, kind="zone", text=f"{self.teams[holder]} takes the zone"))
+        return [*items, end]
 
     def end(self, frame: int, alive: Tensor, winner: int | None, *, is_by_time: bool) -> FeedItem:
         """Return the last feed item. `alive` [U] are the living units after the last decision."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from esper.arena.damage import Hits, one_hot
-from esper.arena.ground import unit_at
+from esper.arena.map_columns import unit_at
 from esper.arena.motion import can_act
 from esper.arena.orders import Orders
 from esper.arena.specs import PHYSICS

@@ -93,54 +93,54 @@ def _made(seeds: Tensor, size: int, choices: Tensor) -> Maps:
     for which, name in enumerate(LANDSCAPES):
         members = (landscape == which).nonzero()[:, 0]
         if len(members):
-            ground = BUILDERS[name](Chance(seeds[members], size=size))
-            height[members], material[members] = ground.height, ground.material
-    ground = _with_zone(HeightMap(height, material), chance, radius)
-    ground = _with_corners(ground, chance)
-    ground = HeightMap(mirrored(ground.height), mirrored(ground.material))
-    ground = _with_ways(ground, chance)
-    return Maps(ground.height, ground.material, radius, landscape)
+            height_map = BUILDERS[name](Chance(seeds[members], size=size))
+            height[members], material[members] = height_map.height, height_map.material
+    height_map = _with_zone(HeightMap(height, material), chance, radius)
+    height_map = _with_corners(height_map, chance)
+    height_map = HeightMap(mirrored(height_map.height), mirrored(height_map.material))
+    height_map = _with_ways(height_map, chance)
+    return Maps(height_map.height, height_map.material, radius, landscape)
 
 
-def _with_zone(ground: HeightMap, chance: Chance, radius: Tensor) -> HeightMap:
+def _with_zone(height_map: HeightMap, chance: Chance, radius: Tensor) -> HeightMap:
     """Flatten the zone, except for water, and add some cover that leaves the middle free and two columns between its pieces."""
     distance = (chance.x * chance.x + chance.y * chance.y).sqrt()  # [S, S]
     reach = radius[:, None, None]
     is_zone = distance <= reach + 1
-    is_water = ground.material == Material.WATER
-    ground = _eased(ground, distance - reach)
-    ground = ground.with_columns(is_zone & ~is_water, 0.0, Material.OPEN)
+    is_water = height_map.material == Material.WATER
+    height_map = _eased(height_map, distance - reach)
+    height_map = height_map.with_columns(is_zone & ~is_water, 0.0, Material.OPEN)
     is_block = blocks(chance.size) & (chance.per_cell("cover", pitch=BLOCK_PITCH) < 0.4)
     is_hedge = chance.per_cell("hedges", pitch=BLOCK_PITCH) < 0.3
     is_cover = is_block & is_zone & ~is_water & (distance > 2)
-    return ground.with_columns(is_cover, COVER_M, torch.where(is_hedge, Material.FOLIAGE, Material.SOLID).to(torch.int8))
+    return height_map.with_columns(is_cover, COVER_M, torch.where(is_hedge, Material.FOLIAGE, Material.SOLID).to(torch.int8))
 
 
-def _with_corners(ground: HeightMap, chance: Chance) -> HeightMap:
+def _with_corners(height_map: HeightMap, chance: Chance) -> HeightMap:
     """Make the squares in which teams start flat and open."""
     edge = corner_side(chance.size) - chance.size / 2
     from_first = torch.maximum(chance.x - edge, chance.y - edge)  # in metres; < 0 inside the corner
     from_corner = torch.minimum(from_first, from_first.flip(0, 1))
-    ground = _eased(ground, from_corner)
-    return ground.with_columns((from_corner < 0).expand_as(ground.height), 0.0, Material.OPEN)
+    height_map = _eased(height_map, from_corner)
+    return height_map.with_columns((from_corner < 0).expand_as(height_map.height), 0.0, Material.OPEN)
 
 
-def _eased(ground: HeightMap, from_flat: Tensor) -> HeightMap:
+def _eased(height_map: HeightMap, from_flat: Tensor) -> HeightMap:
     """Turn cliffs at the border of flat ground into slopes. `from_flat` is the distance to the flat ground in metres."""
     most = torch.floor(from_flat.clamp(min=0) * 2) / 2
-    return ground.with_columns((ground.material == Material.OPEN) & (ground.height > most), most, Material.OPEN)
+    return height_map.with_columns((height_map.material == Material.OPEN) & (height_map.height > most), most, Material.OPEN)
 
 
-def _with_ways(ground: HeightMap, chance: Chance) -> HeightMap:
+def _with_ways(height_map: HeightMap, chance: Chance) -> HeightMap:
     """Clear a way three columns wide on maps without a way two columns wide to the zone. It has a bend, which limits the line of sight."""
-    is_cut_off = ~has_a_wide_way(ground.height, ground.material)
+    is_cut_off = ~has_a_wide_way(height_map.height, height_map.material)
     size = chance.size
     start = (corner_side(size) - size) / 2  # x and y of the middle of the corner
     aside = chance.uniform("bend", low=-size / 5, high=size / 5)[:, None, None]
     bend_x, bend_y = start * 0.6 + aside, start * 0.6 - aside
     is_way = _is_near_line(chance, start, start, bend_x, bend_y) | _is_near_line(chance, bend_x, bend_y, 0.0, 0.0)
-    is_way = (is_way | is_way.flip(1, 2)) & is_cut_off[:, None, None] & (ground.material != Material.WATER)
-    return ground.with_columns(is_way, 0.0, Material.OPEN)
+    is_way = (is_way | is_way.flip(1, 2)) & is_cut_off[:, None, None] & (height_map.material != Material.WATER)
+    return height_map.with_columns(is_way, 0.0, Material.OPEN)
 
 
 def _is_near_line(chance: Chance, from_x: Tensor | float, from_y: Tensor | float, to_x: Tensor | float, to_y: Tensor | float) -> Tensor:

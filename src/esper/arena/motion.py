@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from esper.arena.ground import columns, read
+from esper.arena.map_columns import columns, read
 from esper.arena.orders import Orders
 from esper.arena.specs import CLIMB_M, PHYSICS
 from esper.arena.state import Units, World

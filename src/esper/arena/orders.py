@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from esper.arena.config import ArenaConfig
-from esper.arena.ground import unit_at
+from esper.arena.map_columns import unit_at
 from esper.arena.specs import WEAPONS
 from esper.arena.state import Senses, Units
 from esper.arena.tables import Tables

@@ -27,7 +27,7 @@ except ImportError as error:
 
 from esper.arena.arena import Arena, StepResult, no_actions
 from esper.arena.config import ArenaConfig
-from esper.arena.layout import observation_width, state_width
+from esper.arena.observe import observation_width, state_width
 from esper.arena.specs import RULES_VERSION
 from esper.arena.state import State
 from esper.arena.zone import Ending
@@ -52,7 +52,7 @@ def parallel_env(config: ArenaConfig | None = None, *, seed: int = 0, render_mod
 class ArenaParallelEnv(ParallelEnv[str, dict[str, Any], dict[str, Any]]):  # type: ignore[misc]  # PettingZoo has no types
     """One battle; `battles` of the config is ignored.
 
-    An observation is {"observation": the vector of `esper.arena.layout`, "action_mask": int8 by head}. The infos have the agent's team
+    An observation is {"observation": the vector of `esper.arena.observe`, "action_mask": int8 by head}. The infos have the agent's team
     and, at the end, the winner: "red", "blue" or "draw". `reset(seed)` begins the first battle of that seed, `reset()` the next battle.
     """
 
@@ -110,7 +110,7 @@ class ArenaParallelEnv(ParallelEnv[str, dict[str, Any], dict[str, Any]]):  # typ
         return observations, rewards, terminations, truncations, infos
 
     def state(self) -> Array:
-        """Return the whole battle from the view of the first team: `esper.arena.layout.STATE_UNIT` for every unit."""
+        """Return the whole battle from the view of the first team: `esper.arena.observe.STATE_UNIT` for every unit."""
         whole: Array = self._battle.observer.whole_battle(self._battle.state)[0, 0].numpy()
         return whole
 
@@ -179,7 +179,7 @@ class _Battle(Arena):
         return after
 
     def next(self) -> StepResult:
-        self.state = self._sensed(self._fresh(self.place, self.state.contest.episode + 1))
+        self.state = self._sensed(self._fresh(self.place, self.state.status.episode + 1))
         return self.look()
 
 

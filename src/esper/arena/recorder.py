@@ -55,7 +55,7 @@ class Recorder:
         self._actions: list[dict[str, Tensor]] = []
         self._keyframes: dict[int, dict[str, Tensor]] = {}
         self._changes: list[Tensor] = []
-        self._told: dict[int, list[FeedItem]] = {}
+        self._feed_items: dict[int, list[FeedItem]] = {}
         self._end: FeedItem | None = None
         self._hashes: list[StateHash] = []
         self._origin: Origin | None = None
@@ -65,13 +65,13 @@ class Recorder:
         if self._frames:
             raise ValueError("this recorder has begun already; make a new one for another battle")
         self._now = self._here()
-        decision = int(self._now.contest.decision)
+        decision = int(self._now.status.decision)
         if decision:
             raise ValueError(f"battle {self.battle} has had {decision} decisions already; call begin() at the beginning of a battle")
         self._origin = Origin(
             config=msgspec.to_builtins(self.arena.config),
             place=self.battle,
-            episode=int(self._now.contest.episode),
+            episode=int(self._now.status.episode),
             largest_team=int(self.arena.largest_team),
         )
         units = self._now.units.heat.shape[1]
@@ -95,7 +95,7 @@ class Recorder:
         self._actions.append(_written(own, before))
         self._keep(after, shots(orders, step_events), is_last=self.is_over)
         frame = len(self._actions)
-        self._told[frame] = self.feed_writer.decision(frame, before.units, after.units, step_events)
+        self._feed_items[frame] = self.feed_writer.decision(frame, before.units, after.units, step_events)
         if self.is_over:
             winner = int(result.winner[self.battle])
             self.winner = None if winner < 0 else winner
@@ -160,7 +160,7 @@ class Recorder:
             device=device_kind(self.arena.device),
             zone_radius=float(self._keyframes[0]["world/zone_radius"]),
             teams=self.teams,
-            feed=self.feed_writer.whole(self._told, holders, self._end),
+            feed=self.feed_writer.whole(self._feed_items, holders, self._end),
             winner=self.winner,
             hashes=self._hashes,
             origin=self._origin,
@@ -217,8 +217,8 @@ def pictures(state: State, fired: Tensor) -> dict[str, Tensor]:
         "clouds": smoke.flatten(1, 2),
         "shots": fired,
         "sensed": state.senses.sensed.to(torch.uint8) + state.senses.seen.to(torch.uint8),
-        "score": state.contest.score,
-        "holder": state.contest.holder.to(torch.int8),
+        "score": state.status.score,
+        "holder": state.status.holder.to(torch.int8),
     }
 
 

@@ -30,11 +30,11 @@ from esper.arena.tables import Tables, make_tables
 from esper.replay_file import FeedItem
 from esper.vecenv import Actions
 
-__all__ = ["Battle", "Recorder", "Verified", "device_kind", "load_battle", "verify"]
+__all__ = ["Battle", "Recorder", "VerifyResult", "device_kind", "load_battle", "verify"]
 
 
 @dataclass(frozen=True)
-class Verified:
+class VerifyResult:
     """Result of `verify`. If `ok` is false and the device is of another kind, the replay may still be correct."""
 
     ok: bool  # the computed battle equals the recorded one, bit for bit
@@ -44,7 +44,7 @@ class Verified:
     message: str
 
 
-def verify(path: Path | str, device: torch.device | str = "cpu") -> Verified:
+def verify(path: Path | str, device: torch.device | str = "cpu") -> VerifyResult:
     """Compute a recorded battle again and compare it with the replay. Raise ReplayError for a replay of other rules."""
     battle, device = load_battle(path), torch.device(device)
     kind = device_kind(device)
@@ -59,12 +59,12 @@ def verify(path: Path | str, device: torch.device | str = "cpu") -> Verified:
         # The result of a device may depend on the size of the batch and on the index in it: try again with those of the recording.
         alike = [_compute(battle, [segment] * battle.config.battles, {battle.origin.place: segment}, device) for segment in segments]
         found = _together(alike)
-    broken = None if found.wrong else wrong_feed(battle, found.told)
-    return _told(battle, found, kind) if broken is None else _changed(*broken, device_matches=matches)
+    broken = None if found.wrong else wrong_feed(battle, found.feed_items)
+    return _result(battle, found, kind) if broken is None else _changed(*broken, device_matches=matches)
 
 
-def _changed(frame: int, what: str, *, device_matches: bool) -> Verified:
-    return Verified(False, 0, frame, device_matches, f"{what}; the file was changed or damaged after it was recorded")
+def _changed(frame: int, what: str, *, device_matches: bool) -> VerifyResult:
+    return VerifyResult(False, 0, frame, device_matches, f"{what}; the file was changed or damaged after it was recorded")
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class _Findings:
     """Differences between the computed and the recorded battle."""
 
     wrong: dict[int, list[str]] = field(default_factory=dict)  # frame -> names of the tensors that differ
-    told: dict[int, list[FeedItem]] = field(default_factory=dict)  # frame -> feed items of the decision before it, as computed
+    feed_items: dict[int, list[FeedItem]] = field(default_factory=dict)  # frame -> feed items of the decision before it, as computed
     apart_m: float = 0.0  # largest distance of a unit from its recorded position
 
 
@@ -81,7 +81,7 @@ def _compute(battle: Battle, rows: Sequence[int], looked_at: dict[int, int], dev
     config, tables, feed_writer = battle.config, make_tables(battle.config, device), FeedWriter(battle.config, battle.info.teams)
     ends = [*battle.at[1:], battle.decisions]
     state = each(battle.keyframes, lambda tensor: tensor[list(rows)].to(device))
-    wrong, told, apart = _wrong_senses(battle, state, looked_at, tables), dict[int, list[FeedItem]](), 0.0
+    wrong, feed_items, apart = _wrong_senses(battle, state, looked_at, tables), dict[int, list[FeedItem]](), 0.0
     first = torch.tensor([battle.at[segment] for segment in rows])
     for step in range(max(ends[segment] - battle.at[segment] for segment in rows)):
         decision = (first + step).clamp_max(battle.decisions - 1)  # shorter segments continue, but are not compared
@@ -94,7 +94,7 @@ def _compute(battle: Battle, rows: Sequence[int], looked_at: dict[int, int], dev
             frame = battle.at[segment] + step + 1
             if frame > ends[segment]:
                 continue
-            told[frame] = feed_writer.decision(frame, _units_of(before, row), _units_of(state, row), _events_of(step_events, row))
+            feed_items[frame] = feed_writer.decision(frame, _units_of(before, row), _units_of(state, row), _events_of(step_events, row))
             names = [f"frames/{name}" for name, value in drawn.items() if not torch.equal(value[row], battle.frames[name][frame])]
             if not torch.equal(aims[row], battle.targets[frame - 1]):
                 names.append("actions/target")
@@ -106,7 +106,7 @@ def _compute(battle: Battle, rows: Sequence[int], looked_at: dict[int, int], dev
             if names:
                 wrong[frame] = names
                 apart = max(apart, float((drawn["units"][row] - battle.frames["units"][frame])[:, :3].abs().max()))
-    return _Findings(wrong, told, apart)
+    return _Findings(wrong, feed_items, apart)
 
 
 def _wrong_senses(battle: Battle, state: State, looked_at: dict[int, int], tables: Tables) -> dict[int, list[str]]:
@@ -129,13 +129,13 @@ def _together(findings: Sequence[_Findings]) -> _Findings:
     """Combine the findings of all segments. A frame between two segments may have findings in both."""
     all_of_them = _Findings(apart_m=max(found.apart_m for found in findings))
     for found in findings:
-        all_of_them.told.update(found.told)
+        all_of_them.feed_items.update(found.feed_items)
         for frame, names in found.wrong.items():
             all_of_them.wrong[frame] = all_of_them.wrong.get(frame, []) + names
     return all_of_them
 
 
-def _told(battle: Battle, found: _Findings, kind: str) -> Verified:
+def _result(battle: Battle, found: _Findings, kind: str) -> VerifyResult:
     """Return the result with its message."""
     frames, matches = battle.decisions + 1, kind == battle.info.device
     first = min(found.wrong, default=None)
@@ -150,4 +150,4 @@ def _told(battle: Battle, found: _Findings, kind: str) -> Verified:
             f"it was recorded on {battle.info.device} and this is {kind}, which rounds otherwise: it can be played here, and verified only "
             f"there. Computed here from keyframe to keyframe, no unit is further than {found.apart_m:.3g} m from its recorded position"
         )
-    return Verified(first is None, frames, first, matches, message)
+    return VerifyResult(first is None, frames, first, matches, message)

@@ -21,13 +21,13 @@ from esper.arena.config import ArenaConfig
 from esper.arena.orders import wrong_values
 from esper.arena.specs import RULES_VERSION, WEAPONS, Material
 from esper.arena.start import fresh, make_atlas
-from esper.arena.state import Clouds, Score, Senses, Shells, State, Units, World, named_tensors
+from esper.arena.state import BattleStatus, Clouds, Senses, Shells, State, Units, World, named_tensors
 from esper.arena.tables import make_tables
 from esper.config import from_mapping
 from esper.replay_file import ACTIONS, KEYFRAMES, Origin, ReplayError, ReplayInfo, read_replay
 from esper.vecenv import Actions
 
-_GROUPS: dict[str, Any] = {"world": World, "units": Units, "shells": Shells, "clouds": Clouds, "contest": Score, "senses": Senses}
+_GROUPS: dict[str, Any] = {"world": World, "units": Units, "shells": Shells, "clouds": Clouds, "contest": BattleStatus, "senses": Senses}
 _MOST_EPISODES = 2**40  # limit of the number of battles at one index
 
 

@@ -14,7 +14,7 @@ from esper.arena.recorder import known_info, pictures
 from esper.arena.replay_battle import Battle
 from esper.arena.specs import Material
 from esper.arena.state import named_tensors, state_hash
-from esper.arena.zone import Ending, judge
+from esper.arena.zone import Ending, find_ended
 from esper.replay_file import UNIT_COLUMNS, FeedItem
 
 Wrong = tuple[int, str] | None
@@ -29,17 +29,17 @@ def find_broken(battle: Battle) -> Wrong:
     return None
 
 
-def wrong_feed(battle: Battle, told: Mapping[int, Sequence[FeedItem]]) -> Wrong:
-    """Compare the feed of the replay with `told`, the feed items by frame as computed again."""
+def wrong_feed(battle: Battle, feed_items: Mapping[int, Sequence[FeedItem]]) -> Wrong:
+    """Compare the feed of the replay with `feed_items`, the feed items by frame as computed again."""
     feed_writer, ending = FeedWriter(battle.config, battle.info.teams), _ending(battle)
     alive = battle.frames["units"][-1, :, UNIT_COLUMNS.index("hit_points")] > 0
     end = feed_writer.end(battle.decisions, alive, battle.info.winner, is_by_time=bool(ending.by_time[-1]))
-    expected, given = feed_writer.whole(told, [int(holder) for holder in battle.frames["holder"]], end), battle.info.feed
+    expected, given = feed_writer.whole(feed_items, [int(holder) for holder in battle.frames["holder"]], end), battle.info.feed
     if given == expected:
         return None
     first = next((index for index, pair in enumerate(zip(given, expected, strict=False)) if pair[0] != pair[1]), None)
     item = (given[len(expected) :] or expected[len(given) :])[0] if first is None else expected[first]
-    return item.frame, f"the feed tells of frame {item.frame} what did not happen, or not what did"
+    return item.frame, f"the feed is wrong at frame {item.frame}"
 
 
 def _wrong_info(battle: Battle) -> Wrong:
@@ -83,7 +83,7 @@ def _wrong_terrain(battle: Battle) -> Wrong:
     for axis in column:
         is_there &= (axis >= 0) & (axis < battle.config.size)
     if not bool(is_there.all()):
-        return 0, "terrain/changes tells of frames or columns that are not there"
+        return 0, "terrain/changes names frames or columns that are not there"
     for index, at in enumerate(battle.at):
         material, is_gone = terrain["material"].clone(), frame <= at
         material[column[0][is_gone], column[1][is_gone]] = Material.OPEN
@@ -119,5 +119,5 @@ def _ending(battle: Battle) -> Ending:
     """Return whether and how the battle was over at every frame [F]."""
     units, score = battle.frames["units"], battle.frames["score"]
     hit_points, heat = (units[..., UNIT_COLUMNS.index(name)] for name in ("hit_points", "heat"))
-    contest = battle.keyframes.contest._replace(score=score, decision=torch.arange(len(score)))
-    return judge(contest, battle.keyframes.units._replace(hit_points=hit_points, heat=heat), battle.config)
+    status = battle.keyframes.status._replace(score=score, decision=torch.arange(len(score)))
+    return find_ended(status, battle.keyframes.units._replace(hit_points=hit_points, heat=heat), battle.config)

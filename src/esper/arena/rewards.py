@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from esper.arena.config import ArenaConfig, RewardConfig
+from esper.arena.config import ArenaConfig, ArenaRewardConfig
 from esper.arena.decision import StepEvents
-from esper.arena.ground import columns, read
-from esper.arena.state import Score, State, Units, World
+from esper.arena.map_columns import columns, read
+from esper.arena.state import BattleStatus, State, Units, World
 from esper.arena.tables import Tables
 from esper.arena.zone import Ending
 
@@ -31,14 +31,14 @@ class Rewards(NamedTuple):
     approach: Tensor
 
 
-def zone_gain(before: Score, after: Score, tables: Tables, config: RewardConfig) -> Tensor:
+def zone_gain(before: BattleStatus, after: BattleStatus, tables: Tables, config: ArenaRewardConfig) -> Tensor:
     """Return the seconds that the own team held the zone minus those of the other team, each with its weight."""
     gained = after.score - before.score  # [B, 2]
     own, other = gained[:, tables.units.team], gained[:, 1 - tables.units.team]
     return own * config.zone - other * config.zone_lost
 
 
-def damage_dealt(step_events: StepEvents, tables: Tables, config: RewardConfig) -> Tensor:
+def damage_dealt(step_events: StepEvents, tables: Tables, config: ArenaRewardConfig) -> Tensor:
     """Return the damage to enemies minus the damage to the own team and oneself, weighted. Damage is in full hit points of the victim."""
     weight = torch.where(tables.units.is_enemy, config.damage, -config.friendly_fire)
     return (step_events.taken * weight).sum(2)
@@ -99,7 +99,7 @@ def pay(before: State, after: State, step_events: StepEvents, ending: Ending, ta
     killed_by = kill_table(died, step_events, tables)
     alive = before.units.is_alive
     return Rewards(
-        zone=zone_gain(before.contest, after.contest, tables, weights) * alive,
+        zone=zone_gain(before.status, after.status, tables, weights) * alive,
         damage=damage_dealt(step_events, tables, weights) * alive,
         hurt=-weights.hurt * damage_suffered(step_events) * alive,
         kill=weights.kill * killed_by.float().sum(2) * alive,

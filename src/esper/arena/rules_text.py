@@ -6,12 +6,13 @@ python -m esper.arena.rules_text > docs/arena_rules.md
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
-from esper.arena.config import DECISION_S, LARGEST, SMALLEST, ArenaConfig, RewardConfig, in_flight
+from esper.arena.config import DECISION_S, LARGEST, SMALLEST, ArenaConfig, ArenaRewardConfig, in_flight
 from esper.arena.decision import AFTER_TICKS, PHASES
-from esper.arena.layout import CELL_M, STATE_UNIT, VIEW, Field, Part, observation_width, parts, slices, state_width, width
+from esper.arena.observe import CELL_M, STATE_UNIT, VIEW, Field, Part, observation_width, parts, slices, state_width, width
 from esper.arena.orders import FIRE, MOTION, action_spec
 from esper.arena.specs import CLASSES, CLIMB_M, MATERIALS, PHYSICS, RULES_VERSION, WEAPONS, MaterialSpec, Physics, UnitClass, Weapon
 from esper.arena.state import CLOUDS
@@ -222,7 +223,7 @@ def _part_text(part: Part) -> list[str]:
 
 
 def _rewards() -> list[str]:
-    rows = [(f"`{name}`", f"{value:g}", meaning) for name, value, meaning in describe(RewardConfig())]
+    rows = [(f"`{name}`", f"{value:g}", meaning) for name, value, meaning in describe(ArenaRewardConfig())]
     return [
         "## Rewards",
         "",
@@ -274,7 +275,7 @@ def _spec_table(specs: Mapping[str, msgspec.Struct], kind: type[msgspec.Struct])
     return _table(("", *specs, "meaning"), rows)
 
 
-def _fields_table(fields: tuple[Field, ...]) -> list[str]:
+def _fields_table(fields: tuple[Field[Any], ...]) -> list[str]:
     rows = [(f"`{field.name}`", _numbers(slices(fields)[field.name]), field.meaning) for field in fields]
     return _table(("field", "numbers", "meaning"), rows)
 

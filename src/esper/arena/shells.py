@@ -13,7 +13,7 @@ from torch import Tensor
 
 from esper.arena.damage import Hits, one_hot
 from esper.arena.fire import REAR_COS
-from esper.arena.ground import columns, read, unit_at
+from esper.arena.map_columns import columns, read, unit_at
 from esper.arena.specs import PHYSICS
 from esper.arena.state import Clouds, Shells, Units, World
 from esper.arena.tables import Tables, WeaponTable

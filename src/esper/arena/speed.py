@@ -45,7 +45,7 @@ def measure_speed(
         agent_steps_per_s=round(steps / seconds),
         ms_per_decision=round(1e3 * seconds / decisions, 3),
         living_share=round(steps / (decisions * config.battles * config.units), 3),
-        overflow=int(arena.state.contest.overflow.sum()),
+        overflow=int(arena.state.status.overflow.sum()),
     )
 
 

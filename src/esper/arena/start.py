@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from esper.arena.config import ArenaConfig
-from esper.arena.ground import floors, sight_tops
+from esper.arena.map_columns import floors, sight_tops
 from esper.arena.maps import generate_maps, spawn_points
 from esper.arena.routes import find_ways
 from esper.arena.specs import PHYSICS
-from esper.arena.state import CLOUDS, Clouds, Score, Senses, Shells, State, Units, World
+from esper.arena.state import CLOUDS, BattleStatus, Clouds, Senses, Shells, State, Units, World
 from esper.arena.tables import Tables
 from esper.arena.terrain_chance import mixed
 
@@ -110,7 +110,7 @@ def fresh(
             life=zeros(count, slots, dtype=ticks),
         ),
         clouds=Clouds(position=zeros(count, CLOUDS, 3), left=zeros(count, CLOUDS, dtype=ticks)),
-        contest=Score(
+        status=BattleStatus(
             score=zeros(2),
             holder=zeros(dtype=whole) - 1,
             decision=zeros(dtype=whole),

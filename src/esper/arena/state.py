@@ -73,8 +73,8 @@ class Clouds(NamedTuple):
     left: Tensor  # [B, U, CLOUDS] timer, int32
 
 
-class Score(NamedTuple):
-    """Score and counters of each battle."""
+class BattleStatus(NamedTuple):
+    """BattleStatus and counters of each battle."""
 
     score: Tensor  # [B, 2] float32, seconds that each team has held the zone
     holder: Tensor  # [B] int64, team that holds the zone; -1: none
@@ -100,14 +100,17 @@ class State(NamedTuple):
     units: Units
     shells: Shells
     clouds: Clouds
-    contest: Score
+    status: BattleStatus
     senses: Senses
 
 
+SAVED_GROUPS = ("world", "units", "shells", "clouds", "contest", "senses")  # names of the groups in files; "contest" is the status
+
+
 def named_tensors(state: State) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor with its name, such as "units/heat"."""
+    """Yield every tensor with its name in files, such as "units/heat"."""
     groups: tuple[Any, ...] = state
-    for group_name, group in zip(state._fields, groups, strict=True):
+    for group_name, group in zip(SAVED_GROUPS, groups, strict=True):
         for name, tensor in zip(group._fields, group, strict=True):
             yield f"{group_name}/{name}", tensor
 
@@ -124,7 +127,7 @@ def from_named(tensors: dict[str, Tensor], like: State) -> State:
     known: tuple[Any, ...] = like
     groups: list[Any] = [
         type(group)(*(tensors[f"{group_name}/{name}"].to(expected[f"{group_name}/{name}"].device) for name in group._fields))
-        for group_name, group in zip(like._fields, known, strict=True)
+        for group_name, group in zip(SAVED_GROUPS, known, strict=True)
     ]
     return State(*groups)
 

@@ -47,7 +47,7 @@ class HeightMap(NamedTuple):
         return (self.height == 0) & (self.material == Material.OPEN)
 
 
-def flat_ground(chance: Chance) -> HeightMap:
+def flat_map(chance: Chance) -> HeightMap:
     shape = (len(chance.keys), chance.size, chance.size)
     return HeightMap(torch.zeros(shape, dtype=torch.float32), torch.zeros(shape, dtype=torch.int8))
 
@@ -87,20 +87,20 @@ def city(chance: Chance) -> HeightMap:
     height = chance.whole("storeys", number, low=2, high=8)
     walls = torch.where(chance.uniform("walls", number) < 0.3, Material.REINFORCED, Material.SOLID)
     walls = torch.where(is_shop & is_front, Material.GLASS, walls).to(torch.int8)
-    ground = flat_ground(chance).with_columns(is_plot & ~is_park & ~(is_shop & is_inside), height, walls)
+    height_map = flat_map(chance).with_columns(is_plot & ~is_park & ~(is_shop & is_inside), height, walls)
     # Trees block sight but not movement: they stand in parks, and here and there in streets to break long lines of sight.
     trees = chance.per_column("trees")
-    return ground.with_columns(torch.where(is_plot & is_park, trees < 0.5, ~is_plot & (trees < 0.04)), TREE_M, Material.FOLIAGE)
+    return height_map.with_columns(torch.where(is_plot & is_park, trees < 0.5, ~is_plot & (trees < 0.04)), TREE_M, Material.FOLIAGE)
 
 
 def forest(chance: Chance) -> HeightMap:
     """Make thickets between clearings, single trees, bare hills and boulders."""
-    ground = _with_hills(flat_ground(chance), chance, pitch=11, above=0.66, steepness=11.0, highest_m=3.0)
-    ground = _with_boulders(ground, chance, share=0.10)
+    height_map = _with_hills(flat_map(chance), chance, pitch=11, above=0.66, steepness=11.0, highest_m=3.0)
+    height_map = _with_boulders(height_map, chance, share=0.10)
     thickness = 0.65 * chance.smooth("thickets", pitch=7) + 0.35 * chance.smooth("thicket edges", pitch=3)
     trees = chance.per_column("trees")
     is_tree = (thickness > 0.54) & (trees < 0.85) | (thickness > 0.40) & (trees < 0.10)
-    return ground.with_columns(is_tree & ground.is_flat(), TREE_M, Material.FOLIAGE)
+    return height_map.with_columns(is_tree & height_map.is_flat(), TREE_M, Material.FOLIAGE)
 
 
 def river(chance: Chance) -> HeightMap:
@@ -127,18 +127,18 @@ def river(chance: Chance) -> HeightMap:
     is_bridge = from_bridge < 1.6
     is_tower = (from_bridge >= 1.6) & (from_bridge < 3.2) & (from_water >= 0) & (from_water < 1.6)  # on the four sides of a bridge
 
-    ground = _with_hills(flat_ground(chance), chance, pitch=12, above=0.68, steepness=9.0, highest_m=2.0)
-    ground = _with_boulders(ground, chance, share=0.22)
+    height_map = _with_hills(flat_map(chance), chance, pitch=12, above=0.68, steepness=9.0, highest_m=2.0)
+    height_map = _with_boulders(height_map, chance, share=0.22)
     trees = 0.6 * chance.smooth("groves", pitch=6) + 0.4 * chance.per_column("trees")
-    ground = ground.with_columns((trees > 0.57) & ground.is_flat(), TREE_M, Material.FOLIAGE)
-    ground = ground.with_columns(is_bridge & (from_water < 3.0), 0.0, Material.OPEN)
-    ground = ground.with_columns(is_tower & (chance.per_cell("towers", pitch=2) < 0.6), 3.0, Material.SOLID)
-    return ground.with_columns((from_water < 0) & ~is_bridge, 0.0, Material.WATER)
+    height_map = height_map.with_columns((trees > 0.57) & height_map.is_flat(), TREE_M, Material.FOLIAGE)
+    height_map = height_map.with_columns(is_bridge & (from_water < 3.0), 0.0, Material.OPEN)
+    height_map = height_map.with_columns(is_tower & (chance.per_cell("towers", pitch=2) < 0.6), 3.0, Material.SOLID)
+    return height_map.with_columns((from_water < 0) & ~is_bridge, 0.0, Material.WATER)
 
 
 def ridges(chance: Chance) -> HeightMap:
     """Make long ridges with steep sides and ramps at their ends; between them boulders and pools of lava."""
-    ground = flat_ground(chance)
+    height_map = flat_map(chance)
     for number, x, y in _places(chance, "ridge", pitch=12):
         direction = chance.whole(f"direction of ridge {number}", low=0, high=len(DIRECTIONS) - 1).long()
         to_x, to_y = DIRECTIONS[direction].unbind(-1)
@@ -151,17 +151,19 @@ def ridges(chance: Chance) -> HeightMap:
         ramp = torch.floor((half_length - along) * 1.4) / 2  # 0.7 m up for every metre: no step is higher than a metre
         height = torch.where(aside < half_width, torch.minimum(ramp.clamp(min=0), top), 0.0)
         material = torch.where(height == top, Material.REINFORCED, Material.OPEN)
-        ground = ground.with_columns(height > ground.height, height, material)
-    ground = ground.with_columns(ground.height.flip(1, 2) > ground.height, ground.height.flip(1, 2), ground.material.flip(1, 2))
-    ground = _with_boulders(ground, chance, share=0.10, material=Material.REINFORCED)
-    is_lava = torch.zeros_like(ground.height, dtype=torch.bool)
+        height_map = height_map.with_columns(height > height_map.height, height, material)
+    height_map = height_map.with_columns(
+        height_map.height.flip(1, 2) > height_map.height, height_map.height.flip(1, 2), height_map.material.flip(1, 2)
+    )
+    height_map = _with_boulders(height_map, chance, share=0.10, material=Material.REINFORCED)
+    is_lava = torch.zeros_like(height_map.height, dtype=torch.bool)
     shore = 1.6 * chance.smooth("shores", pitch=3) - 0.8
     for number, x, y in _places(chance, "pool", pitch=16):
         radius = chance.uniform(f"radius of pool {number}", low=0.5, high=3.4)[:, None, None]
         reach = (radius + shore).clamp(min=0)
         is_lava |= (chance.x - x) * (chance.x - x) + (chance.y - y) * (chance.y - y) < reach * reach
     is_lava |= is_lava.flip(1, 2)
-    return ground.with_columns(is_lava & ground.is_flat(), 0.0, Material.LAVA)
+    return height_map.with_columns(is_lava & height_map.is_flat(), 0.0, Material.LAVA)
 
 
 def ruins(chance: Chance) -> HeightMap:
@@ -179,10 +181,10 @@ def ruins(chance: Chance) -> HeightMap:
     rubble = chance.per_column("rubble")
     is_rubble = (is_wall | near_wall & (rubble < 0.3)) & ~is_standing & (rubble < 0.75)
     rubble_height = torch.where(rubble < 0.15, 0.5, 1.0)
-    ground = flat_ground(chance).with_columns(is_rubble, rubble_height, Material.SOLID)
-    ground = ground.with_columns(is_standing, height, Material.SOLID)
+    height_map = flat_map(chance).with_columns(is_rubble, rubble_height, Material.SOLID)
+    height_map = height_map.with_columns(is_standing, height, Material.SOLID)
     bushes = 0.7 * chance.smooth("bushes", pitch=5) + 0.3 * chance.per_column("leaves")
-    return ground.with_columns((bushes > 0.63) & ground.is_flat(), TREE_M, Material.FOLIAGE)
+    return height_map.with_columns((bushes > 0.63) & height_map.is_flat(), TREE_M, Material.FOLIAGE)
 
 
 BUILDERS: dict[str, Callable[[Chance], HeightMap]] = {"city": city, "forest": forest, "river": river, "ridges": ridges, "ruins": ruins}
@@ -200,15 +202,15 @@ def _places(chance: Chance, label: str, *, pitch: int) -> list[tuple[int, Tensor
     return places
 
 
-def _with_hills(ground: HeightMap, chance: Chance, *, pitch: int, above: float, steepness: float, highest_m: float) -> HeightMap:
+def _with_hills(height_map: HeightMap, chance: Chance, *, pitch: int, above: float, steepness: float, highest_m: float) -> HeightMap:
     """Add bare hills where smooth noise is above a level. Units can walk up their sides nearly everywhere."""
     rise = (chance.smooth("hills", pitch=pitch) - above) * steepness
     height = torch.floor(rise.clamp(0, highest_m) * 2) / 2
-    return ground.with_columns(height > ground.height, height, Material.OPEN)
+    return height_map.with_columns(height > height_map.height, height, Material.OPEN)
 
 
-def _with_boulders(ground: HeightMap, chance: Chance, *, share: float, material: Material = Material.SOLID) -> HeightMap:
+def _with_boulders(height_map: HeightMap, chance: Chance, *, share: float, material: Material = Material.SOLID) -> HeightMap:
     """Add rocks of two by two columns, in a `share` of the squares of four by four columns."""
     is_rock = blocks(chance.size) & (chance.per_cell("boulders", pitch=BLOCK_PITCH) < share)
     height = torch.floor(chance.per_cell("height of boulders", pitch=BLOCK_PITCH) * 3) + 2
-    return ground.with_columns(is_rock & ground.is_flat(), height, material)
+    return height_map.with_columns(is_rock & height_map.is_flat(), height, material)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from esper.arena.config import ticks
-from esper.arena.ground import columns, read
+from esper.arena.map_columns import columns, read
 from esper.arena.orders import Orders
 from esper.arena.specs import PHYSICS
 from esper.arena.state import Clouds, Units, World

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from esper.arena.config import DECISION_S, ArenaConfig
 from esper.cli.command import FAILED, CommandError
 from esper.files import reason_of
-from esper.league.training_config import ANCHORS, ArenaTrainConfig
+from esper.league.config import ANCHORS, ArenaTrainConfig
 from esper.text_table import did_you_mean
 
 if TYPE_CHECKING:
@@ -26,42 +26,42 @@ if TYPE_CHECKING:
     from esper.rl.policy import Policy
 
 
-COMMANDS = "commands"  # purpose of the match arena: its maps are used by no training and no evaluation of one
+MAPS_OF_COMMANDS = "commands"  # purpose of their maps, which no training and no evaluation during a training uses
 _OBSERVED = ("contacts", "allies", "state_view")  # fields of an arena that shape its observations
 
 
-class Contender(NamedTuple):
+class MatchPlayer(NamedTuple):
     name: str  # as the user gave it
     player: str | Policy  # the name of a bot, or a policy
     arena: ArenaConfig | None = None  # arena of its training
 
 
-def contender(text: str, *, device: torch.device) -> Contender:
+def find_player(text: str, *, device: torch.device) -> MatchPlayer:
     """Return the player that a word names: a bot, RUN (its best player), RUN:latest, RUN:member of its league, or a file of a member."""
     if text in ANCHORS:
-        return Contender(text, text)
+        return MatchPlayer(text, text)
     path = Path(text)
     if path.is_dir():
-        return of_run(path, "best", device=device, name=text)
+        return player_of_run(path, "best", device=device, name=text)
     if path.is_file():
-        return _of_file(path, device=device)
+        return _player_of_file(path, device=device)
     folder, colon, member = text.rpartition(":")
     if colon and Path(folder).is_dir():
         if member in ("best", "latest"):
-            return of_run(Path(folder), "latest" if member == "latest" else "best", device=device, name=text)
-        return _of_league(Path(folder), member, device=device)
+            return player_of_run(Path(folder), "latest" if member == "latest" else "best", device=device, name=text)
+        return _player_of_league(Path(folder), member, device=device)
     choices = f"give a bot ({', '.join(ANCHORS)}), the folder of a run, or RUN:member of its league"
     raise CommandError(f"there is no player {text!r}; {did_you_mean(text, ANCHORS, otherwise=choices)}")
 
 
-def of_run(folder: Path, which: Literal["best", "latest"], *, device: torch.device, name: str | None = None) -> Contender:
+def player_of_run(folder: Path, which: Literal["best", "latest"], *, device: torch.device, name: str | None = None) -> MatchPlayer:
     from esper.league.training import load_player
 
-    config = saved_arena(folder)
-    return Contender(name or str(folder), load_player(folder, which=which, device=device)[0], config.arena)
+    config = saved_train_config(folder)
+    return MatchPlayer(name or str(folder), load_player(folder, which=which, device=device)[0], config.arena)
 
 
-def saved_arena(folder: Path) -> ArenaTrainConfig:
+def saved_train_config(folder: Path) -> ArenaTrainConfig:
     """Return the config of the run in a folder."""
     from esper.config import load_saved
     from esper.runs.folder import CONFIG, check_holds_a_run
@@ -72,37 +72,37 @@ def saved_arena(folder: Path) -> ArenaTrainConfig:
     return load_saved(ArenaTrainConfig, folder / CONFIG)
 
 
-def _of_league(folder: Path, member: str, *, device: torch.device) -> Contender:
+def _player_of_league(folder: Path, member: str, *, device: torch.device) -> MatchPlayer:
     from esper.league.network import make_player
     from esper.league.store import FOLDER, LeagueStore
 
-    config = saved_arena(folder)
+    config = saved_train_config(folder)
     weights = LeagueStore(folder / FOLDER).load().weights
     if member not in weights:
         members = f"there are {', '.join(weights) or 'none yet'}; {folder}:latest is the player of today"
         hint = did_you_mean(member, weights, otherwise=members)
         raise CommandError(f"the league of {folder} has no member {member!r}; {hint}")
-    return Contender(f"{folder}:{member}", make_player(config, weights[member], device=device), config.arena)
+    return MatchPlayer(f"{folder}:{member}", make_player(config, weights[member], device=device), config.arena)
 
 
-def _of_file(path: Path, *, device: torch.device) -> Contender:
+def _player_of_file(path: Path, *, device: torch.device) -> MatchPlayer:
     from esper.league.network import make_player
     from esper.league.store import FOLDER, MEMBERS, read_weights
 
     place = path.resolve().parent
     if (place.parent.name, place.name) != (FOLDER, MEMBERS):
         raise CommandError(f"{path} is no player: those are the files in RUN/{FOLDER}/{MEMBERS}, beside the config of their run")
-    config = saved_arena(place.parent.parent)
+    config = saved_train_config(place.parent.parent)
     try:
-        return Contender(str(path), make_player(config, read_weights(path), device=device), config.arena)
+        return MatchPlayer(str(path), make_player(config, read_weights(path), device=device), config.arena)
     except ValueError as error:
         raise CommandError(f"{path} is no player: {error}") from error
 
 
-def check_fits(arena: ArenaConfig, contenders: list[Contender]) -> None:
+def check_fits(arena: ArenaConfig, players: list[MatchPlayer]) -> None:
     """Raise CommandError if a player was trained on other observations than this arena gives. Sizes of maps and teams may differ."""
-    for who in contenders:
-        trained = who.arena
+    for player in players:
+        trained = player.arena
         if trained is None:
             continue
         fields = (*_OBSERVED, "team_size") if trained.state_view and arena.state_view else _OBSERVED
@@ -110,8 +110,8 @@ def check_fits(arena: ArenaConfig, contenders: list[Contender]) -> None:
             was, given = getattr(trained, name), getattr(arena, name)
             if was != given:
                 why = "whose network reads the whole battle" if name == "team_size" else "so that its units observe other things"
-                told = f"it was trained with arena.{name} {_text(was)}, {why}, and this arena has {_text(given)}"
-                raise CommandError(f"{who.name} cannot fight here: {told}; let players meet that have the same {', '.join(fields)}")
+                problem = f"it was trained with arena.{name} {_text(was)}, {why}, and this arena has {_text(given)}"
+                raise CommandError(f"{player.name} cannot fight here: {problem}; let players meet that have the same {', '.join(fields)}")
 
 
 def _text(value: object) -> str:
@@ -119,7 +119,7 @@ def _text(value: object) -> str:
 
 
 @contextlib.contextmanager
-def mistakes() -> Iterator[None]:
+def user_errors() -> Iterator[None]:
     """Turn errors that the user has to put right, and broken files, into one line."""
     from esper.league.league import LeagueError
     from esper.replay_file import ReplayError
@@ -135,7 +135,7 @@ def mistakes() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def enough_memory(arena: ArenaConfig) -> Iterator[None]:
+def memory_errors(arena: ArenaConfig) -> Iterator[None]:
     import torch
 
     try:
@@ -155,58 +155,57 @@ def record_json(record: WinRecord) -> dict[str, Any]:
     return {**counts, "maps": maps, "score": interval.estimate, "interval": [interval.low, interval.high]}
 
 
-Actions = Literal["likeliest", "drawn"]
+ActionChoice = Literal["likeliest", "drawn"]
 
 
-class Fought(NamedTuple):
+class PlayedMatch(NamedTuple):
     result: MatchResult
     wants_replay: bool
     replay: Path | None  # of a battle that the first player won
-    actions: Actions | None  # how policies chose; None: only bots fought
+    actions: ActionChoice | None  # how policies chose; None: only bots fought
 
 
-def fight(
-    arena: ArenaConfig, first: Contender, second: Contender, *, seed: int, device: torch.device, replay: Path | None, draw: bool
-) -> Fought:  # fmt: skip
+def play_match(
+    arena: ArenaConfig, first: MatchPlayer, second: MatchPlayer, *, seed: int, device: torch.device, replay: Path | None, draw: bool
+) -> PlayedMatch:  # fmt: skip
     """Play a match, and record one battle if a file or folder for it is given.
 
     Policies take the likeliest actions, as in the evaluations of their training; with `draw`, they draw them."""
-    from esper.league.matches import MatchArena, unseen
-    from esper.league.recording import play_and_record
+    from esper.league.matches import MatchArena, play_and_record, seed_of_unseen_maps
 
     path = None if replay is None else _replay_file(replay, first, second)
     has_policy = not isinstance(first.player, str) or not isinstance(second.player, str)
-    actions: Actions | None = None if not has_policy else "drawn" if draw else "likeliest"
-    ground_seed = unseen(COMMANDS, seed)
-    with enough_memory(arena), sign_of_life("battles", arena.decisions) as on_step:
+    actions: ActionChoice | None = None if not has_policy else "drawn" if draw else "likeliest"
+    map_seed = seed_of_unseen_maps(MAPS_OF_COMMANDS, seed)
+    with memory_errors(arena), progress_bar("battles", arena.decisions) as on_step:
         if path is None:
-            match_arena = MatchArena(arena, seed=ground_seed, device=device)
-            result = match_arena.play(first.player, second.player, on_step=on_step, draws=draw)
-            return Fought(result, wants_replay=False, replay=None, actions=actions)
+            match_arena = MatchArena(arena, seed=map_seed, device=device)
+            result = match_arena.play(first.player, second.player, on_step=on_step, sample=draw)
+            return PlayedMatch(result, wants_replay=False, replay=None, actions=actions)
         try:
             recorded = play_and_record(
                 arena,
                 first.player,
                 second.player,
-                seed=ground_seed,
+                seed=map_seed,
                 path=path,
                 names=_names(first, second),
                 device=device,
                 on_step=on_step,
-                draws=draw,
+                sample=draw,
             )
         except OSError as error:
             raise CommandError(f"the replay cannot be written to {path}: {reason_of(error)}", exit_code=FAILED) from error
-    return Fought(recorded.result, wants_replay=True, replay=recorded.path, actions=actions)
+    return PlayedMatch(recorded.result, wants_replay=True, replay=recorded.path, actions=actions)
 
 
-def _names(first: Contender, second: Contender) -> tuple[str, str]:
+def _names(first: MatchPlayer, second: MatchPlayer) -> tuple[str, str]:
     """Return the names of the two players in a replay: a run is named by its folder."""
-    one, other = (Path(who.name).absolute().name for who in (first, second))
+    one, other = (Path(player.name).absolute().name for player in (first, second))
     return (f"{one} (A)", f"{other} (B)") if one == other else (one, other)
 
 
-def _replay_file(given: Path, first: Contender, second: Contender) -> Path:
+def _replay_file(given: Path, first: MatchPlayer, second: MatchPlayer) -> Path:
     """Return a file that can be written: the given one, or a new one in the given folder. Checked before a battle is played."""
     from esper.replay_file import SUFFIX
 
@@ -223,7 +222,7 @@ def _replay_file(given: Path, first: Contender, second: Contender) -> Path:
 
 
 @contextlib.contextmanager
-def sign_of_life(what: str, decisions: int) -> Iterator[Callable[..., None]]:
+def progress_bar(what: str, decisions: int) -> Iterator[Callable[..., None]]:
     """Show a progress bar on a terminal. Yield a function to call after each decision of all battles; most battles end early."""
     if not sys.stderr.isatty():
         yield lambda *_: None
@@ -237,12 +236,12 @@ def sign_of_life(what: str, decisions: int) -> Iterator[Callable[..., None]]:
         yield lambda *_: bars.advance(task)
 
 
-def in_words(arena: ArenaConfig) -> str:
+def describe_arena(arena: ArenaConfig) -> str:
     return f"{arena.team_size} against {arena.team_size} on maps of {arena.size} × {arena.size}"
 
 
-def print_match(fought: Fought) -> None:
-    result = fought.result
+def print_match(played: PlayedMatch) -> None:
+    result = played.result
     battles = result.record.battles
     print(f"score            {result.record.in_words()}")
     for title, record in zip(("as first team", "as second team"), result.by_side, strict=True):
@@ -250,25 +249,25 @@ def print_match(fought: Fought) -> None:
             print(f"{title:<15}  {record} of {record.battles}")
     length = f"a battle took {result.decisions * DECISION_S:.1f} s, {result.decisions:.0f} decisions"
     print(f"ended by time    {100 * result.by_time / battles:.1f} % of the battles; {length}")
-    if fought.actions is not None:
-        print(f"actions          {'drawn' if fought.actions == 'drawn' else 'the likeliest ones; --draw draws them'}")
-    if fought.replay is not None:
-        file = shlex.quote(str(fought.replay))
+    if played.actions is not None:
+        print(f"actions          {'drawn' if played.actions == 'drawn' else 'the likeliest ones; --draw draws them'}")
+    if played.replay is not None:
+        file = shlex.quote(str(played.replay))
         print(f"replay           {file}\nsee it           esper arena watch {file}")
-    elif fought.wants_replay:
+    elif played.wants_replay:
         print("replay           none: no battle was won; try another --seed, or more --battles")
 
 
-def match_json(fought: Fought, arena: ArenaConfig) -> dict[str, Any]:
-    result = fought.result
+def match_json(played: PlayedMatch, arena: ArenaConfig) -> dict[str, Any]:
+    result = played.result
     return {
         "team_size": arena.team_size,
-        "actions": fought.actions,
+        "actions": played.actions,
         **record_json(result.record),
         "by_side": [record_json(record) for record in result.by_side],
         "by_time": result.by_time,
         "by_time_share": result.by_time / result.record.battles,
         "mean_decisions": result.decisions,
         "mean_seconds": result.decisions * DECISION_S,
-        "replay": None if fought.replay is None else str(fought.replay),
+        "replay": None if played.replay is None else str(played.replay),
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from esper.arena.config import ArenaConfig, TeamSize
-from esper.cli.arena_battles import enough_memory, mistakes
+from esper.cli.arena_battles import memory_errors, user_errors
 from esper.cli.command import CommandResult
 from esper.cli.parse import parse
 from esper.config import Config, Count, NonNegativeInt, PositiveInt, Threads
@@ -42,13 +42,13 @@ def run(argv: list[str], prog: str) -> CommandResult:
     from esper.devices import find_device, threads
 
     config = ArenaConfig(battles=arguments.battles, team_size=arguments.team_size)
-    with mistakes(), enough_memory(config), threads(arguments.threads):
+    with user_errors(), memory_errors(config), threads(arguments.threads):
         device = find_device(arguments.device)
         result = _measured(config, arguments, device)
     print(f"{config.battles} battles of {config.team_size} against {config.team_size} on {result['name']}, strong bots on both sides")
     speed = f"{result['steps_per_s']:,} steps/s, {result['agent_steps_per_s']:,} agent-steps/s"
     print(f"{speed}, {result['ms_per_decision']:.2f} ms for a decision of all battles")
-    print(f"{100 * result['living_share']:.0f} % of the units were alive; peak memory {_in_words(result['peak_memory'])}")
+    print(f"{100 * result['living_share']:.0f} % of the units were alive; peak memory {result['peak_memory'] / 2**30:.2f} GiB")
     return CommandResult(result)
 
 
@@ -80,7 +80,3 @@ def _peak_memory(device: torch.device) -> int:
         return torch.cuda.max_memory_reserved(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-def _in_words(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB"

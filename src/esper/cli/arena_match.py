@@ -12,28 +12,55 @@ import tyro
 
 from esper.arena.config import ArenaConfig, MapSize, TeamSize
 from esper.cli.arena_battles import (
-    COMMANDS,
-    Contender,
+    MAPS_OF_COMMANDS,
+    MatchPlayer,
     check_fits,
-    contender,
-    enough_memory,
-    fight,
-    in_words,
+    describe_arena,
+    find_player,
     match_json,
-    mistakes,
-    of_run,
+    memory_errors,
+    play_match,
+    player_of_run,
     print_match,
     record_json,
-    saved_arena,
+    saved_train_config,
+    user_errors,
 )
 from esper.cli.command import CommandError, CommandResult
 from esper.cli.parse import parse
 from esper.config import Config, NonNegativeInt
-from esper.league.config import EvenCount, PairedBattles
-from esper.league.training_config import Anchor, ArenaTrainConfig
+from esper.league.config import Anchor, ArenaTrainConfig, EvenCount, PairedBattles
 
 if TYPE_CHECKING:
     from esper.league.league import League
+
+
+class MatchOptions(Config):
+    """Options of `match` and of `eval`."""
+
+    battles: PairedBattles = 512
+    """how many, all at once: two on every map, one from each side"""
+    seed: NonNegativeInt = 0
+    """of the maps and of all that is drawn"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda where there is one"""
+    draw: tyro.conf.FlagCreatePairsOff[bool] = False
+    """draw the actions of policies, as in training; else they take the likeliest ones"""
+    replay: Path | None = None
+    """keep the first battle that the first player won, in this file, or in the folder replays of this run"""
+
+
+def _play(options: MatchOptions, arena: ArenaConfig, first: MatchPlayer, second: MatchPlayer, *, title: str) -> dict[str, Any]:
+    """Play and print a match in this arena, with the number of battles of the options. Return its result as JSON."""
+    from esper.devices import find_device
+
+    device = find_device(options.device)
+    arena = msgspec.structs.replace(arena, battles=options.battles, smallest_team=None)
+    check_fits(arena, [first, second])
+    print(f"{title}: {describe_arena(arena)}, on {device}", flush=True)
+    played = play_match(arena, first, second, seed=options.seed, device=device, replay=options.replay, draw=options.draw)
+    print_match(played)
+    return match_json(played, arena)
 
 
 DESCRIPTION = """Lets two players fight, twice on every map with sides swapped. The score is A's, draws half; the interval is over maps.
@@ -47,46 +74,29 @@ A and B are bots (random, weak, middle, strong), folders of runs (their best pla
 else B. Runs can meet when their arenas have the same contacts, allies and state_view; teams and maps may be of any size."""
 
 
-class MatchArguments(Config):
+class MatchArguments(MatchOptions):
     first: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="A")]
     """a bot, RUN, RUN:member, or a member's file"""
     second: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="B")]
     """likewise"""
-    battles: PairedBattles = 512
-    """how many, all at once: two on every map, one from each side"""
     team_size: TeamSize | None = None
     """units on each side; None: as A or B was trained, else 5"""
     size: MapSize | None = None
     """columns on a side of the map; None: as A or B was trained, else 64"""
-    seed: NonNegativeInt = 0
-    """of the maps and of all that is drawn"""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: cuda where there is one"""
-    draw: tyro.conf.FlagCreatePairsOff[bool] = False
-    """draw the actions of policies, as in training; else they take the likeliest ones"""
-    replay: Path | None = None
-    """keep the first battle that A won, in this file, or in the folder replays of this run"""
 
 
 def run(argv: list[str], prog: str) -> CommandResult:
     arguments = parse(MatchArguments, argv, prog, description=DESCRIPTION)
     from esper.devices import find_device
 
-    with mistakes():
+    with user_errors():
         device = find_device(arguments.device)
-        first, second = (contender(name, device=device) for name in (arguments.first, arguments.second))
-        arena = _arena(arguments, first, second)
-        check_fits(arena, [first, second])
-        print(f"{first.name} against {second.name}: {in_words(arena)}, on {device}", flush=True)
-        fought = fight(arena, first, second, seed=arguments.seed, device=device, replay=arguments.replay, draw=arguments.draw)
-    print_match(fought)
-    return CommandResult({"first": first.name, "second": second.name, **match_json(fought, arena)})
-
-
-def _arena(arguments: MatchArguments, first: Contender, second: Contender) -> ArenaConfig:
-    base = first.arena or second.arena or ArenaConfig()
-    team_size, size = arguments.team_size or base.team_size, arguments.size or base.size
-    return msgspec.structs.replace(base, battles=arguments.battles, smallest_team=None, team_size=team_size, size=size)
+        first, second = (find_player(name, device=device) for name in (arguments.first, arguments.second))
+        arena = first.arena or second.arena or ArenaConfig()
+        team_size, size = arguments.team_size or arena.team_size, arguments.size or arena.size
+        arena = msgspec.structs.replace(arena, team_size=team_size, size=size)
+        result = _play(arguments, arena, first, second, title=f"{first.name} against {second.name}")
+    return CommandResult({"first": first.name, "second": second.name, **result})
 
 
 EVAL_DESCRIPTION = """Lets the player of a run fight a scripted bot on maps that it was never trained on, twice on each with sides swapped.
@@ -97,40 +107,26 @@ EVAL_DESCRIPTION = """Lets the player of a run fight a scripted bot on maps that
 The score counts draws half, and its 95 % interval is over the maps. Another opponent than a bot: esper arena match."""
 
 
-class EvalArguments(Config):
+class ArenaEvalArguments(MatchOptions):
     run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
     """folder of the run"""
     against: Anchor = "strong"
     """the bot"""
-    battles: PairedBattles = 512
-    """how many, all at once: two on every map, one from each side"""
     checkpoint: Literal["best", "latest"] = "best"
     """which of its players"""
-    seed: NonNegativeInt = 0
-    """of the maps and of all that is drawn"""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: cuda where there is one"""
-    draw: tyro.conf.FlagCreatePairsOff[bool] = False
-    """draw its actions, as in training; else it takes the likeliest ones"""
-    replay: Path | None = None
-    """keep the first battle that it won, in this file, or in the folder replays of this run"""
 
 
 def run_eval(argv: list[str], prog: str) -> CommandResult:
-    arguments = parse(EvalArguments, argv, prog, description=EVAL_DESCRIPTION)
+    arguments = parse(ArenaEvalArguments, argv, prog, description=EVAL_DESCRIPTION)
     from esper.devices import find_device
 
-    with mistakes():
-        config = saved_arena(arguments.run)
-        device = find_device(arguments.device)
-        player = of_run(arguments.run, arguments.checkpoint, device=device)
-        arena = msgspec.structs.replace(config.arena, battles=arguments.battles, smallest_team=None)
-        bot = Contender(arguments.against, arguments.against)
-        print(f"{arguments.checkpoint} player of {arguments.run} against {bot.name}: {in_words(arena)}, on {device}", flush=True)
-        fought = fight(arena, player, bot, seed=arguments.seed, device=device, replay=arguments.replay, draw=arguments.draw)
-    print_match(fought)
-    about = {"run": str(arguments.run), "checkpoint": arguments.checkpoint, "against": bot.name}
-    return CommandResult({**about, **match_json(fought, arena)})
+    with user_errors():
+        player = player_of_run(arguments.run, arguments.checkpoint, device=find_device(arguments.device))
+        assert player.arena is not None
+        bot = MatchPlayer(arguments.against, arguments.against)
+        title = f"{arguments.checkpoint} player of {arguments.run} against {bot.name}"
+        result = _play(arguments, player.arena, player, bot, title=title)
+    return CommandResult({"run": str(arguments.run), "checkpoint": arguments.checkpoint, "against": bot.name, **result})
 
 
 LEAGUE_DESCRIPTION = """Shows the league of a run: past selves and bots, their ratings, and scores against the bots with 95 % intervals.
@@ -160,8 +156,8 @@ def run_league(argv: list[str], prog: str) -> CommandResult:
     from esper.league.standing_table import standing_rows, standings
     from esper.league.store import FOLDER, LeagueStore
 
-    with mistakes():
-        config = saved_arena(arguments.run)
+    with user_errors():
+        config = saved_train_config(arguments.run)
         store = LeagueStore(arguments.run / FOLDER)
         if not store.exists():
             raise CommandError(f"{arguments.run} has no league yet; it is written with the first checkpoint, so train for longer")
@@ -174,13 +170,14 @@ def run_league(argv: list[str], prog: str) -> CommandResult:
     if arguments.battles:
         print(f"\nscore of the row against the column, in percent\n{_pairs(league)}")
     rows = [msgspec.to_builtins(row) for row in standing_rows(league, with_retired=arguments.retired)]
-    return CommandResult({"run": str(arguments.run), "best": league.best, "standings": rows, "pairs": _pairs_json(league)})
+    pairs = [{"first": first, "second": second, **record_json(record)} for first, second, record in league.table]
+    return CommandResult({"run": str(arguments.run), "best": league.best, "standings": rows, "pairs": pairs})
 
 
 def _round_robin(league: League, config: ArenaTrainConfig, arguments: LeagueArguments) -> None:
     """Play every member and anchor against every other on the same maps. Members draw their actions, as in their training."""
     from esper.devices import find_device
-    from esper.league.matches import MatchArena, unseen
+    from esper.league.matches import MatchArena, seed_of_unseen_maps
     from esper.league.network import make_player
 
     device = find_device(arguments.device)
@@ -192,10 +189,10 @@ def _round_robin(league: League, config: ArenaTrainConfig, arguments: LeagueArgu
     pairs = list(itertools.combinations(names, 2))
     print(f"{len(names)} players, {len(pairs)} matches of {arguments.battles} battles on {device}", flush=True)
     began = time.monotonic()
-    with enough_memory(arena):
-        match_arena = MatchArena(arena, seed=unseen(COMMANDS, arguments.seed), device=device)
+    with memory_errors(arena):
+        match_arena = MatchArena(arena, seed=seed_of_unseen_maps(MAPS_OF_COMMANDS, arguments.seed), device=device)
         for number, (first, second) in enumerate(pairs, 1):
-            record = match_arena.play(players[first], players[second], draws=True).record
+            record = match_arena.play(players[first], players[second], sample=True).record
             try:
                 league.record(first, second, record)
             except ImportError as error:
@@ -227,7 +224,3 @@ def _pairs(league: League) -> str:
         return f"{100 * record.score:.0f}" if row != column and record.battles else "-"
 
     return aligned([["", *names], *([row, *(cell(row, column) for column in names)] for row in names)], numbers=True)
-
-
-def _pairs_json(league: League) -> list[dict[str, Any]]:
-    return [{"first": first, "second": second, **record_json(record)} for first, second, record in league.table]

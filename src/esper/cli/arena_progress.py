@@ -16,8 +16,8 @@ from rich.text import Text
 
 from esper.cli import ppo_progress
 from esper.cli.ppo_progress import BAR_WIDTH
+from esper.league.config import ANCHORS
 from esper.league.events import LeagueChanged, RoundFought
-from esper.league.training_config import ANCHORS
 from esper.rl.events import Update
 from esper.rl.run_setup import RunStarted
 from esper.runs import EventRecord, read

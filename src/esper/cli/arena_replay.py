@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from esper.cli.arena_battles import mistakes
+from esper.cli.arena_battles import user_errors
 from esper.cli.command import FAILED, OK, CommandError, CommandResult
 from esper.cli.parse import parse
 from esper.config import Config, NonNegativeInt
@@ -41,7 +41,7 @@ def run(argv: list[str], prog: str) -> CommandResult:
     path = arguments.path
     if not path.exists():
         raise CommandError(f"there is no {path}; give a replay, or the folder of a run")
-    with mistakes():
+    with user_errors():
         return _listed(path, prog) if path.is_dir() else _shown(path, arguments)
 
 
@@ -151,7 +151,7 @@ def run_watch(argv: list[str], prog: str) -> CommandResult:
         what = f"{count} {'replay' if count == 1 else 'replays'} of {arguments.path}" if arguments.path.is_dir() else str(arguments.path)
         print(f"{address} plays {what}; Ctrl-C ends it", flush=True)
 
-    with mistakes():
+    with user_errors():
         try:
             serve(arguments.path, port=arguments.port, show=arguments.show, announce=announce)
         except ImportError as error:

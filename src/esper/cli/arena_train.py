@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from esper.cli.arena_battles import enough_memory
+from esper.cli.arena_battles import memory_errors
 from esper.cli.command import OK, CommandError, CommandResult, failures, how_to_resume, in_group, show_plan
 from esper.cli.parse import parse, saved_config, settings_of, short_names, take_option, train_defaults
 from esper.config import PositiveFloat, describe
-from esper.league.training_config import ArenaTrainConfig
+from esper.league.config import ArenaTrainConfig
 from esper.runs.signals import StopSignals
 from esper.text_table import did_you_mean
 
@@ -103,7 +103,7 @@ def run(argv: list[str], prog: str) -> CommandResult:
         description=DESCRIPTION,
     )
     config = arguments.settings()
-    with in_group(config.device) as group, enough_memory(config.arena):
+    with in_group(config.device) as group, memory_errors(config.arena):
         return _dry_run(config, group, begins=not arguments.resume) if arguments.dry_run else _train(config, arguments, group)
 
 
@@ -118,21 +118,20 @@ def _dry_run(config: ArenaTrainConfig, group: Group, *, begins: bool) -> Command
             "device": str(ppo.device),
             "parameters": count_parameters(ppo.policy),
             "units_that_learn": ppo.env.num_envs,
-            "battles_against": _dealt(ppo.env),
+            "battles_against": _battles_by_opponent(ppo.env),
             "steps_per_update": ppo.steps_per_update,
             "updates": -(-config.total_steps // ppo.steps_per_update),
         }
     return show_plan(config, plan)
 
 
-def _dealt(env: SelfPlay) -> dict[str, int]:
-    """Return the number of battles by opponent."""
-    from esper.league.dealing import is_seat
+def _battles_by_opponent(env: SelfPlay) -> dict[str, int]:
+    from esper.league.opponents import is_slot
 
     counts: dict[str, int] = {}
-    for table in env.tables:
-        name = "past selves" if is_seat(table.name) else table.name
-        counts[name] = counts.get(name, 0) + len(table.battles)
+    for group in env.opponent_groups:
+        name = "past selves" if is_slot(group.name) else group.name
+        counts[name] = counts.get(name, 0) + len(group.battles)
     return counts
 
 

@@ -125,7 +125,7 @@ def failures(
 def in_group(device: Literal["auto", "cpu", "cuda"]) -> Iterator[Group]:
     """Join the group of processes that torchrun started, if it did. Only rank 0 writes to the standard output and reports errors."""
     from esper.devices import find_device
-    from esper.parallel import FirstFailed, GroupError, joined
+    from esper.parallel import FirstRankFailed, GroupError, joined
     from esper.runs.folder import RunError
 
     try:
@@ -135,7 +135,7 @@ def in_group(device: Literal["auto", "cpu", "cuda"]) -> Iterator[Group]:
             yield group
     except (RunError, GroupError) as error:
         raise CommandError(str(error)) from error
-    except FirstFailed as error:
+    except FirstRankFailed as error:
         raise CommandError(str(error), exit_code=FAILED, is_printed=True) from error
 
 

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from esper.cli.command import CommandError, CommandResult
-from esper.cli.parse import gathered, parse, take_option
+from esper.cli.parse import gather_option, parse, take_option
 from esper.config import ConfigError, load
-from esper.controller.compare_config import NAMES, CompareConfig
-from esper.controller.config import ControllerConfig, DomainConfig
+from esper.controller.config import BUILTIN_CONTROLLERS, CompareConfig, ControllerConfig, DomainConfig
 from esper.experiment.config import is_file_name
 from esper.text_table import did_you_mean
 
@@ -43,7 +42,7 @@ def compare_words(argv: list[str]) -> list[str]:
             words += [name, *values.split(",")]
         else:
             words += word.split(",") if words[-1:] == ["--controllers"] else [word]
-    return gathered(gathered(words, "--task", "--tasks"), "--host", "--hosts")
+    return gather_option(gather_option(words, "--task", "--tasks"), "--host", "--hosts")
 
 
 def compare_defaults(argv: list[str]) -> CompareArguments:
@@ -66,7 +65,7 @@ hosts trained longer and the final size from the start, both at the same FLOPs, 
 def run(argv: list[str], prog: str) -> CommandResult:
     words = compare_words(argv)
     config = parse(CompareArguments, words, prog, default=compare_defaults(words), description=DESCRIPTION).settings()
-    with _mistakes():
+    with _user_errors():
         load = _checked(config)
         from esper.controller.compare import compare
 
@@ -80,32 +79,29 @@ def _checked(config: CompareConfig) -> Callable[[str], Task]:
     """Check files, tasks and hosts before anything is trained; return the function that loads the tasks."""
     if config.seeds * len(config.tasks) * len(config.hosts) < 2:
         raise CommandError("one pair has no interval; ask for 2 --seeds at least, better for 20")
-    _check_horizon(config)
+    try:  # the horizon must fit the rule for training a controller
+        ControllerConfig(growth=config.growth, domain=DomainConfig(horizon=(config.horizon, config.horizon)))
+    except ConfigError as error:
+        raise CommandError(f"--horizon: expected {error.expected}, got {config.horizon}") from error
     from esper.controller.learned import load_controller
-    from esper.controller.training import load_from
+    from esper.controller.training import load_task_from
 
     for name in config.files:
         if not is_file_name(name):
-            hint = did_you_mean(name, NAMES, otherwise=f"there are {', '.join(NAMES)}, and paths of controller files")
+            hint = did_you_mean(
+                name, BUILTIN_CONTROLLERS, otherwise=f"there are {', '.join(BUILTIN_CONTROLLERS)}, and paths of controller files"
+            )
             raise CommandError(f"no controller is named {name!r}; {hint}")
         load_controller(name)
-    load = functools.cache(functools.partial(load_from, config.data_dir))
+    load = functools.cache(functools.partial(load_task_from, config.data_dir))
     for task in map(load, config.tasks):
         for host in (*config.hosts, *config.sweep):
             task.make_host(host, seed=0)
     return load
 
 
-def _check_horizon(config: CompareConfig) -> None:
-    """Check the horizon by the rule for training a controller."""
-    try:
-        ControllerConfig(growth=config.growth, domain=DomainConfig(horizon=(config.horizon, config.horizon)))
-    except ConfigError as error:
-        raise CommandError(f"--horizon: expected {error.expected}, got {config.horizon}") from error
-
-
 @contextlib.contextmanager
-def _mistakes() -> Iterator[None]:
+def _user_errors() -> Iterator[None]:
     """Turn errors that the user has to put right into one line."""
     from esper.controller.learned import ControllerError
     from esper.fleet.config import FleetError

@@ -23,7 +23,7 @@ from esper.text_table import duration
 _RECENT_FLEETS = 10  # fleets whose results are shown
 
 
-class Recent(NamedTuple):
+class RecentHosts(NamedTuple):
     """Results of the last hosts: means in nats of validation loss, and counts of their seeds."""
 
     hosts: int
@@ -65,13 +65,13 @@ class ControllerProgress(ppo_progress.PPOProgress):
         return f"round {self.update.update}/{-(-self.started.total_steps // self.started.steps_per_update)}"
 
     @property
-    def recent(self) -> Recent:
+    def recent(self) -> RecentHosts:
         hosts = sum(end.hosts for end in self._ended)
         utility, gain, rent = (
             sum(getattr(end, name) * end.hosts for end in self._ended) / hosts if hosts else math.nan
             for name in ("utility", "gain", "rent")
         )
-        return Recent(hosts, utility, gain, rent, sum(end.grown for end in self._ended), sum(end.kept for end in self._ended))
+        return RecentHosts(hosts, utility, gain, rent, sum(end.grown for end in self._ended), sum(end.kept for end in self._ended))
 
     @property
     def memory_per_host(self) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import tyro
 
 from esper.cli.command import CommandResult, failures, how_to_resume, in_group, show_plan
-from esper.cli.parse import gathered, parse, saved_config, settings_of, train_defaults
+from esper.cli.parse import gather_option, parse, saved_config, settings_of, train_defaults
 from esper.controller.config import ControllerConfig
 from esper.runs.signals import StopSignals
 
@@ -45,7 +45,7 @@ def train_words(argv: list[str]) -> list[str]:
     ['--ppo.seed=3', '--domain.tasks', 'digits', 'digits-1d']
     """
     words = ["--ppo.seed" + word.removeprefix("--seed") if word == "--seed" or word.startswith("--seed=") else word for word in argv]
-    return gathered(words, "--task", "--domain.tasks")
+    return gather_option(words, "--task", "--domain.tasks")
 
 
 DESCRIPTION = """Trains a controller, which decides when, where and what networks grow, and keeps everything in a run folder.

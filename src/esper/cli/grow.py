@@ -86,15 +86,12 @@ def run(argv: list[str], prog: str) -> CommandResult:
         description=DESCRIPTION,
     )
     if arguments.task is None and arguments.model is None:
-        raise CommandError(f"name what to grow: --task TASK, or --model and --data of your own. {_known_tasks()}")
-    with _mistakes():
+        from esper.tasks import TASKS
+
+        tasks = "; ".join(f"{name} ({entry.title})" for name, entry in TASKS.items())
+        raise CommandError(f"name what to grow: --task TASK, or --model and --data of your own. Tasks: {tasks}")
+    with _user_errors():
         return _dry_run(arguments.settings()) if arguments.dry_run else _grow(arguments)
-
-
-def _known_tasks() -> str:
-    from esper.tasks import TASKS
-
-    return "Tasks: " + "; ".join(f"{name} ({entry.title})" for name, entry in TASKS.items())
 
 
 def _dry_run(config: GrowTaskConfig) -> CommandResult:
@@ -129,7 +126,7 @@ def _grow(arguments: GrowArguments) -> CommandResult:
 
 
 @contextlib.contextmanager
-def _mistakes() -> Iterator[None]:
+def _user_errors() -> Iterator[None]:
     """Turn errors that the user has to put right into one line."""
     from esper.experiment import UserCodeError
     from esper.growth.config import GrowthError

@@ -20,8 +20,8 @@ from esper.growth.report.story import Story
 from esper.growth.run import MODEL
 
 
-def print_summary(result: ExperimentResult, config: GrowTaskConfig, *, console: Console | None = None) -> None:
-    console = console or Console(highlight=False)
+def print_summary(result: ExperimentResult, config: GrowTaskConfig) -> None:
+    console = Console(highlight=False)
     if result.status == "had finished":
         console.print(Text(f"{result.folder} had already finished its {config.epochs} epochs; ask for more with --epochs"))
     console.print()

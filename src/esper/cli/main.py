@@ -9,6 +9,7 @@ import contextlib
 import errno
 import importlib
 import io
+import itertools
 import os
 import sys
 import traceback
@@ -66,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not isinstance(error, BrokenPipeError):  # the reader has gone, so nobody would see a message
             from esper.files import reason_of
 
-            _say(f"error: the output cannot be written: {reason_of(error)}; send it elsewhere, or free some space")
+            _print_error(f"error: the output cannot be written: {reason_of(error)}; send it elsewhere, or free some space")
         return FAILED
 
 
@@ -94,11 +95,11 @@ def _result_of(arguments: list[str], *, wants_debug: bool) -> tuple[dict[str, An
             traceback.print_exc()
         message, code = _explain(error)
         if not getattr(error, "is_printed", False):
-            _say(f"error: {message}")
+            _print_error(f"error: {message}")
         return {"error": message}, code
 
 
-def _say(text: str) -> None:
+def _print_error(text: str) -> None:
     with contextlib.suppress(OSError):  # the exit code still reports the failure
         print(text, file=sys.stderr, flush=True)
 
@@ -114,7 +115,7 @@ def _dispatch(arguments: list[str]) -> CommandResult:
     if arguments == ["--version"]:
         print(f"esper {esper.__version__}")
         return CommandResult({"version": esper.__version__})
-    words = _leading_words(arguments)
+    words = list(itertools.takewhile(lambda argument: not argument.startswith("-"), arguments))
     if words and words[-1] == "help" and len(words) <= 2:
         words, arguments = words[:-1], [*words[:-1], "--help"]
     for count in (2, 1):
@@ -127,11 +128,6 @@ def _dispatch(arguments: list[str]) -> CommandResult:
 def function_of(command: Command) -> Callable[[list[str], str], CommandResult]:
     function: Callable[[list[str], str], CommandResult] = getattr(importlib.import_module(command.module), command.function)
     return function
-
-
-def _leading_words(arguments: list[str]) -> list[str]:
-    first_flag = next((index for index, argument in enumerate(arguments) if argument.startswith("-")), len(arguments))
-    return arguments[:first_flag]
 
 
 def _help_or_mistake(words: list[str], arguments: list[str]) -> CommandResult:

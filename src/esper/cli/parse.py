@@ -147,10 +147,10 @@ def train_defaults(
     return arguments_type(**{name: getattr(base, name) for name in config_type.__struct_fields__})
 
 
-def gathered(argv: list[str], short: str, full: str) -> list[str]:
+def gather_option(argv: list[str], short: str, full: str) -> list[str]:
     """Put the values of a short option, which may be given several times, behind one full option.
 
-    >>> gathered(["--task", "digits", "--seed=3", "--task=digits-1d"], "--task", "--tasks")
+    >>> gather_option(["--task", "digits", "--seed=3", "--task=digits-1d"], "--task", "--tasks")
     ['--seed=3', '--tasks', 'digits', 'digits-1d']
     """
     words, values = list(argv), []

@@ -21,7 +21,7 @@ MAX_VIDEO_STEPS = 1000  # steps of the episode in a video
 DESCRIPTION = "Plays fresh episodes with the policy of a run, in the environment that it was trained in."
 
 
-class EvalArguments(Config):
+class PPOEvalArguments(Config):
     run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
     """folder of the run"""
     episodes: PositiveInt = 100
@@ -41,7 +41,7 @@ class EvalArguments(Config):
 
 
 def run(argv: list[str], prog: str) -> CommandResult:
-    arguments = parse(EvalArguments, argv, prog, description=DESCRIPTION)
+    arguments = parse(PPOEvalArguments, argv, prog, description=DESCRIPTION)
     from esper.rl.evaluate import VideoError
     from esper.runs import CheckpointError
     from esper.runs.folder import RunError
@@ -54,11 +54,12 @@ def run(argv: list[str], prog: str) -> CommandResult:
         raise CommandError(str(error), exit_code=FAILED) from error
 
 
-def _evaluate(arguments: EvalArguments) -> CommandResult:
+def _evaluate(arguments: PPOEvalArguments) -> CommandResult:
     from esper.config import load_saved
     from esper.devices import find_device
-    from esper.rl.checkpoints import load_checkpoint, policy_from
+    from esper.rl.checkpoints import load_checkpoint, policy_state
     from esper.rl.evaluate import check_video_path
+    from esper.rl.policy import Policy
     from esper.rl.run_config import TrainConfig
     from esper.rl.run_setup import EpisodeEvaluator
     from esper.runs.folder import CONFIG, check_holds_a_run
@@ -69,7 +70,7 @@ def _evaluate(arguments: EvalArguments) -> CommandResult:
     check_holds_a_run(arguments.run, "ppo")
     config = load_saved(TrainConfig, arguments.run / CONFIG)
     checkpoint = load_checkpoint(arguments.run, arguments.checkpoint)
-    policy = policy_from(checkpoint, device=find_device(arguments.device or config.device))
+    policy = Policy.from_state(policy_state(checkpoint), device=find_device(arguments.device or config.device))
     player = EpisodeEvaluator(config, episodes=arguments.episodes, deterministic=not arguments.stochastic, max_steps=arguments.max_steps)
     with contextlib.closing(player) as evaluator:
         evaluation = evaluator.score(policy, 1 + arguments.seed)  # number 0 are the episodes that chose the best checkpoint
@@ -102,7 +103,7 @@ def _evaluate(arguments: EvalArguments) -> CommandResult:
     return CommandResult(result)
 
 
-def _record(policy: Policy, config: TrainConfig, arguments: EvalArguments) -> str:
+def _record(policy: Policy, config: TrainConfig, arguments: PPOEvalArguments) -> str:
     """Write a video of one episode, and print its return."""
     from esper.rl.evaluate import VideoError, record_video
 

@@ -22,7 +22,7 @@ class PPOProgress(progress.Progress):
         self.started: RunStarted | None = None
         self.update: Update | None = None
         self.rate = Ema(_RATE_MOMENTUM)  # steps per second
-        self.has_told_of_cuts = False
+        self.has_reported_cuts = False
 
     def take(self, record: EventRecord) -> bool:
         if isinstance(record.event, RunStarted):
@@ -62,8 +62,8 @@ class PPOProgress(progress.Progress):
                 return f"step {bad.step:,}: {bad.count} rewards were not finite; those steps teach nothing"
             case Skipped() as skipped:
                 return f"step {skipped.step:,}: {skipped.count} gradient steps were not finite and were skipped"
-            case CheckpointEvaluated(cut=cut) as evaluated if cut and not self.has_told_of_cuts:
-                self.has_told_of_cuts = True
+            case CheckpointEvaluated(cut=cut) as evaluated if cut and not self.has_reported_cuts:
+                self.has_reported_cuts = True
                 which = f"{cut} of {evaluated.episodes} episodes of the evaluation at step {evaluated.step:,}"
                 return f"{which} had not ended and were cut; --eval-max-steps sets the limit"
             case CompileFailed() as failed:

@@ -113,6 +113,8 @@ def run(argv: list[str], prog: str) -> CommandResult:
 def _dry_run(config: TrainConfig, group: Group) -> CommandResult:
     from esper.rl.run_setup import count_parameters, prepare
 
+    learner = config.ppo
+    sequences = learner.num_steps // learner.sequence_length * config.num_envs / learner.minibatches_of(config.num_envs)
     with prepare(config, group=group) as (ppo, _):
         plan = {
             "env": config.env,
@@ -120,15 +122,9 @@ def _dry_run(config: TrainConfig, group: Group) -> CommandResult:
             "parameters": count_parameters(ppo.policy),
             "steps_per_update": ppo.steps_per_update,
             "updates": -(-config.total_steps // ppo.steps_per_update),
-            "minibatch": _minibatch_shape(config),
+            "minibatch": f"{sequences:g} sequences of {learner.sequence_length} steps",
         }
     return show_plan(config, plan)
-
-
-def _minibatch_shape(config: TrainConfig) -> str:
-    ppo = config.ppo
-    sequences = ppo.num_steps // ppo.sequence_length * config.num_envs / ppo.minibatches_of(config.num_envs)
-    return f"{sequences:g} sequences of {ppo.sequence_length} steps"
 
 
 def _train(config: TrainConfig, arguments: TrainArguments, group: Group) -> CommandResult:

@@ -61,22 +61,22 @@ class PlainLines:
     def __init__(self, progress: Progress, stream: TextIO, *, every_s: float = PLAIN_EVERY_S) -> None:
         self._progress, self._stream, self._every_s = progress, stream, every_s
         self._printed_at = time.monotonic()
-        self._has_news = False
+        self._has_changed = False
 
     def write(self, record: EventRecord) -> None:
-        self._has_news |= self._progress.take(record)
+        self._has_changed |= self._progress.take(record)
         line = self._progress.notice(record) or self._progress.plain_notice(record)
         if line is not None:
             self._print(line)
-        self._print_news()
+        self._print_progress()
 
     def close(self) -> None:
         self._progress.is_over = True
-        self._print_news()
+        self._print_progress()
 
-    def _print_news(self) -> None:
-        if self._has_news and (self._progress.is_over or time.monotonic() - self._printed_at >= self._every_s):
-            self._has_news, self._printed_at = False, time.monotonic()
+    def _print_progress(self) -> None:
+        if self._has_changed and (self._progress.is_over or time.monotonic() - self._printed_at >= self._every_s):
+            self._has_changed, self._printed_at = False, time.monotonic()
             self._print(self._progress.line())
 
     def _print(self, line: str) -> None:
@@ -92,13 +92,13 @@ class LiveView:
         self._live = Live(console=self._console, auto_refresh=False)
 
     def write(self, record: EventRecord) -> None:
-        is_news = self._progress.take(record)
+        has_changed = self._progress.take(record)
         line = self._progress.notice(record)
         if line is not None:
             self._console.print(line, highlight=False, markup=False)
-        if is_news:
+        if has_changed:
             self._live.start()  # not earlier: it hides the cursor, which would stay hidden if the run never started
-        if is_news or self._progress.is_over:
+        if has_changed or self._progress.is_over:
             self._draw()
 
     def close(self) -> None:

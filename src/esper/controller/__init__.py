@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING
 from esper.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from esper.controller.compare import compare as compare
-    from esper.controller.compare_config import CompareConfig as CompareConfig
-    from esper.controller.comparison import Comparison as Comparison
+    from esper.controller.compare import Comparison as Comparison, compare as compare
     from esper.controller.config import (
         RENT_LEVELS as RENT_LEVELS,
+        CompareConfig as CompareConfig,
         ControllerConfig as ControllerConfig,
+        ControllerRewardConfig as ControllerRewardConfig,
         DomainConfig as DomainConfig,
-        RewardConfig as RewardConfig,
     )
     from esper.controller.env import GrowthEnv as GrowthEnv
     from esper.controller.learned import (

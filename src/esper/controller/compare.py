@@ -18,7 +18,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -27,12 +28,10 @@ from typing import Any
 import msgspec
 import torch
 
-from esper.controller.compare_config import CompareConfig
-from esper.controller.comparison import Comparison
-from esper.controller.config import RENT_LEVELS
+from esper.controller.config import RENT_LEVELS, CompareConfig
 from esper.controller.domain import training_seeds
+from esper.controller.evaluation import EvalCase, EvalRun, EvalSetting, run_cases
 from esper.controller.learned import load_controller
-from esper.controller.lives import Contestant, EvalRun, EvalSetting, live
 from esper.devices import find_device, threads
 from esper.fleet.config import HostConfig
 from esper.fleet.data import TaskTensors
@@ -44,15 +43,19 @@ from esper.growth.lifecycle.slots import options_for
 from esper.growth.lifecycle.stages import Controller, Cost
 from esper.growth.measure.contribution import rent_of
 from esper.rng import Streams
+from esper.statistics import Interval, bootstrap_interval, holm, paired_interval, paired_p_value
 from esper.tasks import Task
+from esper.text_table import aligned
 
-Progress = Callable[[str, int], Any]  # (present part of the comparison, number of decisions just made)
+OnProgress = Callable[[str, int], Any]  # (present part of the comparison, number of decisions just made)
 Plan = tuple[tuple[int, str, str], ...]  # (epoch, slot, blueprint) of every seed
 
 SCHEDULE_TIMES = (0.0, 0.2)  # parts of the training after which fixed schedules grow
+SWEEP = "sweep"  # name of the best static size in the tables
+HEADING = ("controller", "test loss", "gain", "rent", "utility [95 %]", "parameters", "FLOPs", "compared − this [95 %]", "Holm p")
 
 
-def compare(config: CompareConfig, load: Callable[[str], Task], *, on_progress: Progress = lambda what, decisions: None) -> Comparison:
+def compare(config: CompareConfig, load: Callable[[str], Task], *, on_progress: OnProgress = lambda what, decisions: None) -> Comparison:
     """Run all controllers on all tasks and hosts of the config. `load` returns a task by name."""
     runs: list[EvalRun] = []
     schedules: dict[str, str] = {}
@@ -65,10 +68,10 @@ def compare(config: CompareConfig, load: Callable[[str], Task], *, on_progress: 
             tensors = TaskTensors.of(task, device=device, dtype=dtype)
             for host in config.hosts:
                 eval_setting = EvalSetting(task, host, tensors, config.fleet, config.growth, device, config.rows)
-                contest = _Contest(config, eval_setting, on_progress)
-                runs += contest.run() + (contest.sweep() if host == config.hosts[0] else [])
-                schedules |= {f"{name} {host} {level}": plan for level, plan in contest.chosen.items()}
-                notes += contest.notes
+                setting_runs = _SettingRuns(config, eval_setting, on_progress)
+                runs += setting_runs.run() + (setting_runs.sweep() if host == config.hosts[0] else [])
+                schedules |= {f"{name} {host} {level}": plan for level, plan in setting_runs.chosen.items()}
+                notes += setting_runs.notes
     return Comparison(config, runs, schedules, notes=notes)
 
 
@@ -83,32 +86,31 @@ def _not_held_out(config: CompareConfig) -> list[str]:
     ]
 
 
-class _Contest:
+class _SettingRuns:
     """Runs all controllers on one task and one architecture."""
 
-    def __init__(self, config: CompareConfig, eval_setting: EvalSetting, on_progress: Progress) -> None:
+    def __init__(self, config: CompareConfig, eval_setting: EvalSetting, on_progress: OnProgress) -> None:
         self.config, self.eval_setting, self._on_progress = config, eval_setting, on_progress
-        self.files, self.compared = config.files, config.compared
+        self.files, self.compared, self.seeds = config.files, config.compared, range(config.seeds)
         self.chosen: dict[str, str] = {}  # rent level -> description of the chosen fixed schedule
         self.notes: list[str] = []
 
     def run(self) -> list[EvalRun]:
         """Return the runs of all controllers and controls."""
-        runs = self._live("never", [Contestant("never", self._setting(seed), Never(), is_measured=False) for seed in self._seeds()])
+        runs = self._run_cases("never", [EvalCase("never", self._setting(seed), Never(), is_measured=False) for seed in self.seeds])
         for name in (*self.files, *(["heuristic"] if "heuristic" in self.config.controllers else [])):
-            runs += self._live(name, self._for_all_levels(name, self._maker(name)))
+            make = self._maker(name)
+            settings = [(level, self._setting(seed, level)) for level in self.config.levels for seed in self.seeds]
+            runs += self._run_cases(name, [EvalCase(name, setting, make(setting), level) for level, setting in settings])
         if "schedule" in self.config.controllers:
-            runs += self._scheduled()
+            runs += self._run_schedule()
         if "random" in self.config.controllers:
-            runs += self._live("random", self._random(runs))
+            runs += self._run_cases("random", self._random_cases(runs))
         if self.config.controls and self.compared != "never":
-            runs += self._live("controls", self._controls(runs))
+            runs += self._run_cases("controls", self._control_cases(runs))
         return runs
 
-    # Contestants
-
-    def _seeds(self) -> range:
-        return range(self.config.seeds)
+    # Cases
 
     def _setting(self, seed: int, level: str | None = None, *, horizon: int | None = None) -> HostConfig:
         rent = RentConfig() if level is None else RENT_LEVELS[level]
@@ -121,65 +123,57 @@ class _Contest:
         if name == "heuristic":
             return lambda setting: Heuristic(msgspec.structs.replace(growth, rent=setting.rent, seed=setting.growth_seed))
         fresh = load_controller(Path(name))
-        return lambda setting: fresh.anew()
+        return lambda setting: fresh.new_copy()
 
-    def _for_all_levels(self, name: str, make: Callable[[HostConfig], Controller]) -> list[Contestant]:
-        settings = [(level, self._setting(seed, level)) for level in self.config.levels for seed in self._seeds()]
-        return [Contestant(name, setting, make(setting), level) for level, setting in settings]
-
-    def _random(self, runs: Sequence[EvalRun]) -> list[Contestant]:
+    def _random_cases(self, runs: Sequence[EvalRun]) -> list[EvalCase]:
         """Return the random plans, with as many seeds in total as the compared controller has grown at that level.
 
         The seeds are distributed evenly over the hosts. If the compared controller did not run at that level, each plan draws its number.
         """
-        contestants = []
+        cases = []
         where = f"{self.eval_setting.task.name} {self.eval_setting.host}"
         for level in self.config.levels:
             used = [run.grown for run in runs if run.controller == self.compared and run.level in (level, None)]
             streams = Streams(self.config.seed).spawn(f"random plans {where} {level}")
-            counts = _shared_out(sum(used), len(self._seeds()), streams) if used else [None] * len(self._seeds())
-            for seed, count in zip(self._seeds(), counts, strict=True):
+            counts = _distribute(sum(used), self.config.seeds, streams) if used else [None] * self.config.seeds
+            for seed, count in zip(self.seeds, counts, strict=True):
                 plan = Random(seed=streams.integer(f"plan {seed}"), seeds=count)
-                contestants.append(Contestant("random", self._setting(seed, level), plan, level))
-        return contestants
+                cases.append(EvalCase("random", self._setting(seed, level), plan, level))
+        return cases
 
-    def _controls(self, runs: Sequence[EvalRun]) -> list[Contestant]:
+    def _control_cases(self, runs: Sequence[EvalRun]) -> list[EvalCase]:
         """Return the controls `longer` and `final size` for every run of the compared controller.
 
         Both spend the FLOPs of that run, including its measurements, on training alone, because they need no measurements.
         """
-        contestants = []
+        cases, fleet = [], self.config.fleet
+        samples_per_segment = fleet.steps_for(len(self.eval_setting.task.train)) * fleet.batch_size
         for run in [run for run in runs if run.controller == self.compared]:
             # Convert the FLOPs into a number of training segments; a larger network gets fewer of them.
-            decisions = run.total_flops / self._training_flops(run.flops_per_sample)
+            decisions = run.total_flops / (3 * run.flops_per_sample * samples_per_segment)
             setting = self._setting(run.seed, run.level, horizon=math.ceil(decisions))
-            contestants.append(Contestant("longer", setting, Never(), run.level, is_measured=False))
+            cases.append(EvalCase("longer", setting, Never(), run.level, is_measured=False))
             share = 1 + run.added_flops / run.flops_per_sample
             setting = self._setting(run.seed, run.level, horizon=math.ceil(decisions / share))
             plan = Planned([(0, slot, blueprint) for slot, blueprint in run.kept])
-            contestants.append(Contestant("final size", setting, plan, run.level, is_static=True, is_measured=False))
-        return contestants
-
-    def _training_flops(self, flops_per_sample: int) -> int:
-        """Return the FLOPs of training a host between two decisions."""
-        fleet = self.config.fleet
-        return 3 * flops_per_sample * fleet.steps_for(len(self.eval_setting.task.train)) * fleet.batch_size
+            cases.append(EvalCase("final size", setting, plan, run.level, is_static=True, is_measured=False))
+        return cases
 
     # The best fixed schedule
 
-    def _scheduled(self) -> list[EvalRun]:
+    def _run_schedule(self) -> list[EvalRun]:
         """Choose the best fixed plan for each rent level on training seeds, and run it on the held-out seeds."""
         plans = self._plans()
         seeds = training_seeds(self.config.tuning_seeds, seed=self.config.seed)
-        tuning = [Contestant(str(number), self._setting(seed), Planned(plan)) for number, plan in enumerate(plans) for seed in seeds]
-        found = self._live("tuning the schedule", tuning)
+        tuning = [EvalCase(str(number), self._setting(seed), Planned(plan)) for number, plan in enumerate(plans) for seed in seeds]
+        found = self._run_cases("tuning the schedule", tuning)
         never = {run.seed: run.val_loss for run in found[: len(seeds)]}  # the first plan grows nothing
         # Note the cost of the choice.
         times = sum(run.total_flops for run in found) / fmean(run.total_flops for run in found[: len(seeds)])
         where = f"{self.eval_setting.task.name} {self.eval_setting.host}"
         self.notes.append(f"{where}: the schedules were chosen by {len(found)} runs that took {times:.0f} times the FLOPs of never")
         # For each level, take the plan with the highest mean utility by validation loss.
-        contestants = []
+        cases = []
         for level in self.config.levels:
             worth = [
                 fmean(
@@ -191,8 +185,8 @@ class _Contest:
             ]
             best = plans[max(range(len(plans)), key=worth.__getitem__)]
             self.chosen[level] = ", ".join(f"{blueprint} after {slot} at {epoch}" for epoch, slot, blueprint in best) or "grow nothing"
-            contestants += [Contestant("schedule", self._setting(seed, level), Planned(best), level) for seed in self._seeds()]
-        return self._live("schedule", contestants)
+            cases += [EvalCase("schedule", self._setting(seed, level), Planned(best), level) for seed in self.seeds]
+        return self._run_cases("schedule", cases)
 
     def _plans(self) -> list[Plan]:
         """Return the fixed plans: grow nothing; every blueprint in each slot alone and in all slots, at each of SCHEDULE_TIMES."""
@@ -214,16 +208,16 @@ class _Contest:
         found: list[EvalRun] = []
         for host in self.config.sweep:
             eval_setting = dataclasses.replace(self.eval_setting, host=host)
-            contestants = [Contestant(f"static {host}", self._setting(seed), Never(), is_measured=False) for seed in self._seeds()]
-            found += live(eval_setting, contestants, partial(self._on_progress, f"{self.eval_setting.task.name}: sweep"))
+            cases = [EvalCase(f"static {host}", self._setting(seed), Never(), is_measured=False) for seed in self.seeds]
+            found += run_cases(eval_setting, cases, partial(self._on_progress, f"{self.eval_setting.task.name}: sweep"))
         return found
 
-    def _live(self, what: str, contestants: Sequence[Contestant]) -> list[EvalRun]:
+    def _run_cases(self, what: str, cases: Sequence[EvalCase]) -> list[EvalRun]:
         where = f"{self.eval_setting.task.name} {self.eval_setting.host}: {what}"
-        return live(self.eval_setting, contestants, partial(self._on_progress, where))
+        return run_cases(self.eval_setting, cases, partial(self._on_progress, where))
 
 
-def _shared_out(total: int, hosts: int, streams: Streams) -> list[int]:
+def _distribute(total: int, hosts: int, streams: Streams) -> list[int]:
     """Distribute `total` as evenly as possible over the hosts; draw the ones that get one more."""
     each, rest = divmod(total, hosts)
     lucky = set(streams.numpy("who gets more").permutation(hosts)[:rest].tolist())
@@ -233,3 +227,152 @@ def _shared_out(total: int, hosts: int, streams: Streams) -> list[int]:
 def rent_at(run: EvalRun, rent: RentConfig) -> float:
     """Return the rent of the network of a run, in nats for ten classes."""
     return rent_of(Cost(run.added_parameters, run.added_flops), Cost(run.parameters, run.flops_per_sample), rent)
+
+
+# Results: all runs, and a table per rent level with paired intervals
+
+
+@dataclass(frozen=True)
+class RunScore:
+    """RunScore of one run at one rent level."""
+
+    run: EvalRun
+    gain: float  # test loss of never with the same seed, minus that of the run
+    rent: float
+
+    @property
+    def utility(self) -> float:
+        return self.gain - self.rent
+
+
+@dataclass(frozen=True)
+class ControllerStanding:
+    """Result of a controller at one rent level: its mean utility, and the paired difference to the compared controller."""
+
+    controller: str
+    level: str
+    utility: Interval
+    ahead: Interval | None  # utility of the compared controller minus that of this one; None for the compared controller itself
+    p_value: float | None  # corrected by Holm's method over all controllers of the level
+
+
+class Comparison:
+    """Runs of all controllers, with their scores and statistics.
+
+    `schedules` holds the fixed plans that were chosen, `notes` remarks for the reader.
+    """
+
+    def __init__(self, config: CompareConfig, runs: Sequence[EvalRun], schedules: Mapping[str, str], notes: Sequence[str] = ()) -> None:
+        self.config, self.runs, self.schedules, self.notes = config, list(runs), dict(schedules), list(notes)
+        self._never = {(run.task, run.host, run.seed): run for run in runs if run.controller == "never"}
+        self.compared = config.compared
+
+    def scores(self, controller: str, level: str) -> list[RunScore]:
+        """Return the scores of a controller, sorted by task, host and seed, so that those of two controllers are paired."""
+        own = [run for run in self.runs if run.controller == controller and run.level in (level, None)]
+        if controller == SWEEP:
+            own = [self._swept(never, level) for never in self._never.values()]
+        return [self._score(run, level) for run in sorted(own, key=lambda run: (run.task, run.host, run.seed))]
+
+    def _swept(self, never: EvalRun, level: str) -> EvalRun:
+        """Return the run that a sweep over static sizes would choose instead of growing this host.
+
+        The sizes include the host itself. The best one by validation loss plus rent wins, and it is charged the FLOPs of all sizes.
+        """
+        static = [f"static {size}" for size in self.config.sweep]
+        sizes = [never, *(run for run in self.runs if (run.task, run.seed) == (never.task, never.seed) and run.controller in static)]
+        as_host = [msgspec.structs.replace(run, controller=SWEEP, host=never.host) for run in sizes]
+        best = min(as_host, key=lambda run: run.val_loss + self._score(run, level).rent)
+        return msgspec.structs.replace(best, total_flops=sum(run.total_flops for run in sizes))
+
+    def _score(self, run: EvalRun, level: str) -> RunScore:
+        """Return gain and rent of a run, both relative to the host that never grew."""
+        never = self._never_of(run)
+        host = Cost(never.parameters, never.flops_per_sample)
+        whole = Cost(run.parameters + run.added_parameters, run.flops_per_sample + run.added_flops)
+        added = Cost(
+            max(whole.parameters - host.parameters, 0), max(whole.flops - host.flops, 0)
+        )  # no negative rent for a smaller static size
+        return RunScore(run, never.test_loss - run.test_loss, run.unit * rent_of(added, host, RENT_LEVELS[level]))
+
+    def _never_of(self, run: EvalRun) -> EvalRun:
+        """Return the run of the same host that never grew."""
+        return self._never[run.task, run.host, run.seed]
+
+    def controllers(self) -> list[str]:
+        """Return the names of all controllers, with the sweep in place of the single static sizes."""
+        names = dict.fromkeys(run.controller for run in self.runs if not run.controller.startswith("static "))
+        return [*names, *([SWEEP] if self.config.sweep else [])]
+
+    def standings(self, level: str) -> list[ControllerStanding]:
+        """Return the results of all controllers at one rent level, the compared one first."""
+        ours = [score.utility for score in self.scores(self.compared, level)]
+        others = [name for name in self.controllers() if name != self.compared]
+        rng = Streams(self.config.seed).numpy(f"bootstrap {level}")
+        pairs = {name: [score.utility for score in self.scores(name, level)] for name in others}
+        # Hosts are the pairs: permutation p-values, corrected for the number of controllers, and bootstrap intervals.
+        raw = [paired_p_value(ours, theirs, rng=rng) for theirs in pairs.values()]
+        adjusted = dict(zip(others, holm(raw), strict=True)) if others else {}
+        found = [ControllerStanding(self.compared, level, bootstrap_interval(ours, rng=rng), None, None)]
+        for name, theirs in pairs.items():
+            ahead = paired_interval(ours, theirs, rng=rng)
+            found.append(ControllerStanding(name, level, bootstrap_interval(theirs, rng=rng), ahead, float(adjusted[name])))
+        return found
+
+    def pooled(self, other: str) -> Interval:
+        """Return the mean difference in utility to another controller over all rent levels, with an interval over the hosts."""
+        rng = Streams(self.config.seed).numpy(f"pooled {other}")
+        return paired_interval(self._over_levels(self.compared), self._over_levels(other), rng=rng)
+
+    def _over_levels(self, controller: str) -> list[float]:
+        """Return the mean utility of each host over all rent levels."""
+        columns = [[score.utility for score in self.scores(controller, level)] for level in self.config.levels]
+        return [fmean(values) for values in zip(*columns, strict=True)]
+
+    def tables(self) -> str:
+        """Return all tables and notes as text."""
+        parts = [self._table(level) for level in self.config.levels]
+        others = [name for name in self.controllers() if name != self.compared]
+        pooled = [f"{self.compared} − {name}, all levels: {interval_text(self.pooled(name))} nats" for name in others]
+        return "\n\n".join([*parts, "\n".join(pooled), *self.notes]).strip()
+
+    def _table(self, level: str) -> str:
+        """Return the table of one rent level, with one line per controller."""
+        rent = RENT_LEVELS[level]
+        rows = [HEADING]
+        for standing in self.standings(level):
+            scores = self.scores(standing.controller, level)
+            flops = fmean(score.run.total_flops / self._never_of(score.run).total_flops for score in scores)
+            rows.append(
+                (
+                    standing.controller,
+                    f"{fmean(score.run.test_loss for score in scores):.4f}",
+                    f"{fmean(score.gain for score in scores):+.4f}",
+                    f"{fmean(score.rent for score in scores):.4f}",
+                    interval_text(standing.utility),
+                    f"{fmean(score.run.parameters + score.run.added_parameters for score in scores):,.0f}",
+                    f"{flops:.2f}×",
+                    "" if standing.ahead is None else interval_text(standing.ahead),
+                    "" if standing.p_value is None else f"{standing.p_value:.3f}",
+                )
+            )
+        title = (
+            f"rent {level}: {rent.parameters:g}·log(1 + added/host parameters) + {rent.flops:g}·added/host FLOPs, in nats for ten classes"
+        )
+        return f"{title}\n{aligned(rows, numbers=True)}"
+
+    def to_builtins(self) -> dict[str, Any]:
+        """Return everything as plain data, for JSON."""
+        return {
+            "compared": self.compared,
+            "config": msgspec.to_builtins(self.config),
+            "schedules": self.schedules,
+            "notes": self.notes,
+            "runs": msgspec.to_builtins(self.runs),
+            "standings": [msgspec.to_builtins(standing) for level in self.config.levels for standing in self.standings(level)],
+            "pooled": {name: msgspec.to_builtins(self.pooled(name)) for name in self.controllers() if name != self.compared},
+        }
+
+
+def interval_text(interval: Interval) -> str:
+    return f"{interval.estimate:+.4f} [{interval.low:+.4f}, {interval.high:+.4f}]"

@@ -1,4 +1,4 @@
-"""Settings of the training of a controller. Imports no torch, so that the command line shows them quickly.
+"""Settings of the training and of the comparison of controllers. Imports no torch, so that the command line shows them quickly.
 
 Rent levels are fixed here, in nats for ten classes, before any controller is trained. They were chosen from the gain of a single seed in
 test loss over the twin, when it grew after a tenth of the training (AdamW, cosine schedule, one or two hosts each, so only a rough
@@ -16,8 +16,18 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from esper.config import Config, ConfigError, Count, Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Threads
-from esper.controller.network_config import SlotNetworkConfig
+from esper.config import (
+    Config,
+    ConfigError,
+    Count,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Threads,
+    Width,
+)
 from esper.fleet.config import FleetConfig, Share
 from esper.growth.config import GrowthConfig, RentConfig
 from esper.rl.config import PPOConfig
@@ -32,9 +42,11 @@ RENT_LEVELS = {
 HELD_OUT_SEEDS = 10_000  # host seeds below this are reserved for comparisons, all others are for training
 
 Channels = Annotated[str, Meta(pattern=r"^[1-9]\d*(-[1-9]\d*)*$")]  # channels of the blocks of a host, first to last: "4-8-16"
+BUILTIN_CONTROLLERS = ("never", "random", "schedule", "heuristic")  # in comparisons; other names are paths of controller files
+RentLevel = Literal["low", "middle", "high"]
 
 
-class RewardConfig(Config):
+class ControllerRewardConfig(Config):
     """Reward of a controller, in nats of validation loss for ten classes; see `esper.controller.reward`."""
 
     family: Literal["loss", "contribution"] = "loss"  # loss: difference to the twin's validation loss; contribution: sum over the seeds
@@ -78,6 +90,26 @@ class DomainConfig(Config):
                 raise ConfigError(name, expected="a range, the smaller number first", got=(least, most))
 
 
+class SlotNetworkConfig(Config):
+    """Encoder and actor of the policy: the encoder of slots and candidates, and the pointers back to them."""
+
+    width: Width = 32  # width of an encoded slot
+    candidate_width: Width = 16  # width of an encoded candidate
+    blocks: NonNegativeInt = 1  # number of attention blocks over the slots
+    attention_heads: PositiveInt = 4  # in each block; must divide width
+    summary_width: Width = 64  # width of the input of the core, a summary of the host and all its slots
+    # Initial logits of these ops in a new policy; other ops have 0. At a high rent, pruning pays at once but keeping pays late. A policy
+    # without a bias may therefore learn to prune before it has seen the gain of kept seeds, and then grow and prune in turn at any rent. It
+    # also fills all slots within a few decisions, so that it hardly sees hosts that grow late or never.
+    wait_bias: float = 0.0
+    fossilize_bias: float = 0.0
+    prune_bias: float = -3.0
+
+    def check(self) -> None:
+        if self.width % self.attention_heads:
+            raise ConfigError("attention_heads", expected=f"a divisor of width ({self.width})", got=self.attention_heads)
+
+
 class ControllerConfig(ShownConfig):
     """Training of a controller."""
 
@@ -92,7 +124,7 @@ class ControllerConfig(ShownConfig):
     host_events: bool = True  # write the stages, measurements, refusals and rollbacks of every host to the events of the run
     actions: PositiveInt = 1  # most actions in one decision, each about another slot; the policy takes one step per action
     ops: tuple[Literal["germinate", "advance", "retarget", "fossilize", "prune"], ...] = ("germinate", "advance", "fossilize", "prune")
-    reward: RewardConfig = RewardConfig()
+    reward: ControllerRewardConfig = ControllerRewardConfig()
     domain: DomainConfig = DomainConfig()
     fleet: FleetConfig = FleetConfig()
     growth: GrowthConfig = GrowthConfig()
@@ -133,3 +165,47 @@ class ControllerConfig(ShownConfig):
     def total_steps(self) -> int:
         """Steps of all hosts of one rank."""
         return self.rounds * self.hosts * self.ppo.num_steps
+
+
+class CompareConfig(Config):
+    """Comparison of controllers on the same hosts with the same data orders, seed by seed, with all costs counted."""
+
+    controllers: tuple[str, ...] = BUILTIN_CONTROLLERS  # names, or paths of controller files; the first file is compared with all others
+    tasks: tuple[str, ...] = ("digits",)
+    hosts: tuple[Channels, ...] = ("4-8-16",)  # channels of the blocks of the hosts
+    seeds: PositiveInt = 20  # hosts per task and architecture; their seeds 0, 1, ... are never trained on
+    levels: tuple[RentLevel, ...] = ("low", "middle", "high")  # rent levels
+    horizon: PositiveInt = 20  # training segments of a host
+    learning_rate: PositiveFloat = 0.01
+    controls: bool = True  # add the controls longer and final size, both with the FLOPs of the compared controller
+    sweep: tuple[Channels, ...] = ()  # static sizes to try instead of growing
+    tuning_seeds: PositiveInt = 6  # number of training seeds for choosing the fixed schedule
+    rows: Count = 128  # hosts trained at once
+    seed: NonNegativeInt = 0  # random seed of random plans and bootstrap
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if available
+    threads: Threads | None = None  # CPU threads of torch; None: torch's default
+    data_dir: str | None = None  # folder with the files of tasks that need some
+    fleet: FleetConfig = FleetConfig()
+    growth: GrowthConfig = GrowthConfig()
+
+    def check(self) -> None:
+        for name in ("controllers", "tasks", "hosts", "levels"):
+            given = getattr(self, name)
+            if not given or len(set(given)) < len(given):
+                raise ConfigError(name, expected="names, at least one and each once", got=given)
+        if self.seeds > HELD_OUT_SEEDS:
+            raise ConfigError("seeds", expected=f"at most {HELD_OUT_SEEDS:,}, because host seeds above are for training", got=self.seeds)
+        if self.controls and self.growth.lifecycle.raise_mode == "shadow":
+            raise ConfigError(
+                "controls", expected="false with raise_mode shadow, because a shadow seed is not part of the host from the start", got=True
+            )
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Controllers that are given as paths of files."""
+        return tuple(name for name in self.controllers if name not in BUILTIN_CONTROLLERS)
+
+    @property
+    def compared(self) -> str:
+        """The controller that is compared with all others: the first file, else the first built-in one of a fixed order."""
+        return next((name for name in (*self.files, "heuristic", "schedule", "random") if name in self.controllers), "never")

@@ -42,10 +42,6 @@ from esper.vecenv import Actions, Masks, Obs, Timestep
 LoadTask = Callable[[str], Task]
 
 
-def _ignore(event: Event) -> None:
-    pass
-
-
 class GrowthEnv:
     """Batch of environments (see `esper.vecenv`) whose agents decide about growing hosts.
 
@@ -60,7 +56,7 @@ class GrowthEnv:
         *,
         seed: int,
         device: torch.device | str = "cpu",
-        on_event: Callable[[Event], None] = _ignore,
+        on_event: Callable[[Event], None] = lambda event: None,
     ) -> None:
         self.config, self.device, self.on_event = config, torch.empty(0, device=device).device, on_event
         self.num_envs = config.hosts
@@ -89,7 +85,7 @@ class GrowthEnv:
         self._rounds = [0] * len(fleets)
         self.twinned_fleets = []
         for setting in fleets:
-            self.twinned_fleets.append(self._squad(setting, len(self.twinned_fleets)))
+            self.twinned_fleets.append(self._build_fleet(setting, len(self.twinned_fleets)))
         self._standings = [HostStanding.start(twinned.hosts) for twinned in self.twinned_fleets]
         self._chosen = [[[] for _ in range(twinned.hosts)] for twinned in self.twinned_fleets]
         zeros = torch.zeros(self.num_envs)
@@ -157,7 +153,7 @@ class GrowthEnv:
         reward = torch.where(valid, reward, torch.zeros_like(reward))
         self._standings[number] = standing
         if is_last:
-            self._tell(twinned, standing)
+            self._report_round(twinned, standing)
             del twinned
             self._begin_next(number)
         return reward, ended, valid
@@ -165,31 +161,31 @@ class GrowthEnv:
     def _begin_next(self, number: int) -> None:
         """Draw new hosts for a fleet. Reuse the fleet if the architecture stays the same."""
         self._rounds[number] += 1
-        setting = self._drawn(number)
+        setting = self._draw_setting(number)
         if self.twinned_fleets[number].fits(setting):
             self.twinned_fleets[number].begin(setting)
         else:
             del self.twinned_fleets[number]  # free its memory before the next fleet is built
             gc.collect()  # torch's FLOP counter leaves it in a reference cycle
-            self.twinned_fleets.insert(number, self._squad(setting, number))
+            self.twinned_fleets.insert(number, self._build_fleet(setting, number))
         self._standings[number] = HostStanding.start(self.twinned_fleets[number].hosts)
 
-    def _drawn(self, number: int) -> FleetSetting:
+    def _draw_setting(self, number: int) -> FleetSetting:
         return draw_round(self.config.domain, round_number=self._rounds[number], hosts=self.num_envs, seed=self._seed)[number]
 
-    def _squad(self, setting: FleetSetting, number: int) -> FleetWithTwins:
+    def _build_fleet(self, setting: FleetSetting, number: int) -> FleetWithTwins:
         """Build the fleet with this number. Its events carry the index of the host in the batch."""
 
-        def tell(event: Event) -> None:
+        def emit(event: Event) -> None:
             if self.config.host_events:
                 before = sum(twinned.hosts for twinned in self.twinned_fleets[:number])
                 self.on_event(msgspec.structs.replace(event, env=before + (event.env or 0)))
 
         return FleetWithTwins(
-            setting, self.config, self._tasks[setting.task], self._tensors[setting.task], device=self.device, on_event=tell
+            setting, self.config, self._tasks[setting.task], self._tensors[setting.task], device=self.device, on_event=emit
         )
 
-    def _tell(self, twinned: FleetWithTwins, standing: HostStanding) -> None:
+    def _report_round(self, twinned: FleetWithTwins, standing: HostStanding) -> None:
         """Emit the summary of a fleet whose hosts have ended."""
         entries = [entry for host in twinned.fleet.rows[: twinned.hosts] for entry in host.host_growth.ledger.entries]
         self.on_event(
@@ -236,7 +232,7 @@ class GrowthEnv:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._seed, self._rounds = state["seed"], list(state["rounds"])
-        self.twinned_fleets = [self._squad(self._drawn(number), number) for number in range(len(self._rounds))]
+        self.twinned_fleets = [self._build_fleet(self._draw_setting(number), number) for number in range(len(self._rounds))]
         for twinned, saved in zip(self.twinned_fleets, state["squads"], strict=True):
             twinned.load_state_dict(saved)
         self._standings = [HostStanding(*values) for values in state["standings"]]

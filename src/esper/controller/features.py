@@ -28,14 +28,14 @@ Thing = TypeVar("Thing")
 
 
 @dataclass(frozen=True, slots=True)
-class HostView:
+class ObservedHost:
     """Input of the features of HOST."""
 
     state: GrowthState
 
 
 @dataclass(frozen=True, slots=True)
-class SlotView:
+class ObservedSlot:
     """Input of the features of SLOT."""
 
     state: GrowthState
@@ -44,7 +44,7 @@ class SlotView:
 
 
 @dataclass(frozen=True, slots=True)
-class CandidateView:
+class ObservedCandidate:
     """Input of the features of CANDIDATE."""
 
     state: GrowthState
@@ -125,12 +125,12 @@ def epochs_left(state: GrowthState) -> float | None:
     return None if state.epochs is None else max(state.epochs - state.epoch, 0)
 
 
-def rule(name: str) -> Feature[HostView]:
+def rule(name: str) -> Feature[ObservedHost]:
     """Feature for the length of a stage in the rules of the run."""
     return signed_log(name, "epochs", 3, 30, lambda v: getattr(v.state.lifecycle, name))
 
 
-HOST: FeatureTable[HostView] = FeatureTable((
+HOST: FeatureTable[ObservedHost] = FeatureTable((
     flag("has_horizon", lambda v: v.state.epochs is not None),
     share("progress", "of the planned epochs", lambda v: ratio(v.state.epoch, v.state.epochs)),
     signed_log("epochs_left", "epochs", 3, 300, lambda v: epochs_left(v.state)),
@@ -171,19 +171,19 @@ HOST: FeatureTable[HostView] = FeatureTable((
 ))  # fmt: skip
 
 
-def is_kind(kind: Kind) -> Feature[SlotView]:
+def is_kind(kind: Kind) -> Feature[ObservedSlot]:
     return flag(f"is_{kind}", lambda v: v.slot.place.kind == kind)
 
 
-def is_in_stage(stage: Stage) -> Feature[SlotView]:
+def is_in_stage(stage: Stage) -> Feature[ObservedSlot]:
     return flag(f"is_{stage.name.lower()}", lambda v: v.slot.stage is stage)
 
 
-def may(what: str) -> Feature[SlotView]:
+def may(what: str) -> Feature[ObservedSlot]:
     return flag(f"may_{what}", lambda v: v.may[what])
 
 
-def gain(name: str, end: Callable[[Interval], float]) -> tuple[Feature[SlotView], Feature[SlotView]]:
+def gain(name: str, end: Callable[[Interval], float]) -> tuple[Feature[ObservedSlot], Feature[ObservedSlot]]:
     """Features for one end of the interval of a seed's contribution, before and after rent."""
     return (
         signed_log(name, "units", 1e-3, 3, lambda v: when(v.slot.contribution, lambda c: in_units(end(c.gain), v.state))),
@@ -207,7 +207,7 @@ def largest(state: GrowthState) -> int:
     return max(slot.place.positions for slot in state.slots)
 
 
-SLOT: FeatureTable[SlotView] = FeatureTable((
+SLOT: FeatureTable[ObservedSlot] = FeatureTable((
     flag("exists", lambda v: True),
     *map(is_kind, KINDS),
     *map(is_in_stage, Stage),
@@ -239,39 +239,39 @@ SLOT: FeatureTable[SlotView] = FeatureTable((
 ))  # fmt: skip
 
 
-def relative_parameters(view: CandidateView) -> float | None:
+def relative_parameters(view: ObservedCandidate) -> float | None:
     return when(view.candidate, lambda candidate: ratio(candidate.cost.parameters, view.state.host_cost.parameters))
 
 
-def relative_flops(view: CandidateView) -> float | None:
+def relative_flops(view: ObservedCandidate) -> float | None:
     return when(view.candidate, lambda candidate: ratio(candidate.cost.flops, view.state.host_cost.flops))
 
 
-def promised(view: CandidateView) -> float | None:
+def estimated_fall(view: ObservedCandidate) -> float | None:
     """Return the fall of the loss in an epoch that the probe estimates, in units of the scale."""
-    promise = None if view.candidate is None else view.candidate.promise
-    return in_units(when(promise, lambda fall: fall * max(view.state.steps_per_epoch, 1)), view.state)
+    estimate = None if view.candidate is None else view.candidate.promise
+    return in_units(when(estimate, lambda fall: fall * max(view.state.steps_per_epoch, 1)), view.state)
 
 
-def promised_after_rent(view: CandidateView) -> float | None:
-    return when(promised(view), lambda fall: fall - (rent_in_units(view) or 0.0))
+def estimated_fall_after_rent(view: ObservedCandidate) -> float | None:
+    return when(estimated_fall(view), lambda fall: fall - (rent_in_units(view) or 0.0))
 
 
-def rent_in_units(view: CandidateView) -> float | None:
+def rent_in_units(view: ObservedCandidate) -> float | None:
     return when(view.candidate, lambda candidate: in_units(candidate.rent, view.state))
 
 
-def weights_per_width(view: CandidateView) -> float | None:
+def weights_per_width(view: ObservedCandidate) -> float | None:
     """Return weights / width²: 1 for a square dense layer, 9 for a 3×3 convolution."""
     return when(view.candidate, lambda candidate: candidate.cost.parameters / view.slot.place.width**2)
 
 
-def reuse(view: CandidateView) -> float | None:
+def reuse(view: ObservedCandidate) -> float | None:
     """Return the multiplications per weight and position: 1 for a convolution, less for a branch on pooled values, more for attention."""
     return when(view.candidate, lambda candidate: ratio(candidate.cost.flops, 2 * candidate.cost.parameters * view.slot.place.positions))
 
 
-CANDIDATE: FeatureTable[CandidateView] = FeatureTable((
+CANDIDATE: FeatureTable[ObservedCandidate] = FeatureTable((
     flag("exists", lambda v: True),
     flag("fits", lambda v: v.candidate is not None),
     flag("may_germinate", lambda v: v.may),
@@ -284,6 +284,6 @@ CANDIDATE: FeatureTable[CandidateView] = FeatureTable((
     log("weights_per_width", "weights / width²", 1e-3, 1e2, weights_per_width),
     log("reuse", "multiplications of a weight at each position", 1e-3, 10, reuse),
     flag("is_probed", lambda v: v.candidate is not None and v.candidate.promise is not None),
-    signed_log("promise", "units per epoch", 1e-3, 3, promised),
-    signed_log("promise_after_rent", "units per epoch", 1e-3, 3, promised_after_rent),
+    signed_log("promise", "units per epoch", 1e-3, 3, estimated_fall),
+    signed_log("promise_after_rent", "units per epoch", 1e-3, 3, estimated_fall_after_rent),
 ))  # fmt: skip

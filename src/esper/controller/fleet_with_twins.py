@@ -16,7 +16,7 @@ import torch
 
 from esper.controller.config import ControllerConfig
 from esper.controller.domain import FleetSetting
-from esper.controller.reward import HostStanding, standing_of
+from esper.controller.reward import HostStanding, standing_after
 from esper.fleet.config import HostConfig
 from esper.fleet.data import TaskTensors
 from esper.fleet.fleet import Fleet
@@ -65,7 +65,7 @@ class FleetWithTwins:
         """Replace all hosts and twins by new ones."""
         twins = _twins(setting)
         self.setting = setting
-        self.twin_of = [self.hosts + twins.index(_training_of(host)) for host in setting.hosts]
+        self.twin_of = [self.hosts + twins.index(_twin_setting(host)) for host in setting.hosts]
         self.fleet.reset(dict(enumerate((*setting.hosts, *twins))))
         self.fleet.samples_trained = 0
         self._recordings_before = self.fleet.recordings
@@ -90,7 +90,7 @@ class FleetWithTwins:
     def states(self) -> list[GrowthState]:
         """Return the present state of each host. Cached, because observation, decision and reward all need it."""
         if self._states is None:
-            self._states = [finite(self.fleet.state(row)) for row in range(self.hosts)]
+            self._states = [with_finite_losses(self.fleet.state(row)) for row in range(self.hosts)]
         return self._states
 
     def decide(self, decisions: Mapping[int, Decision]) -> None:
@@ -113,7 +113,7 @@ class FleetWithTwins:
     def standing(self) -> HostStanding:
         """Return the standing of the hosts, by the validation losses after the last training segment."""
         start = self.task.uninformed_loss
-        twins = {row: _mended(self.fleet.rows[row].host_growth.history.val_losses, start)[-1] for row in set(self.twin_of)}
+        twins = {row: _without_nonfinite(self.fleet.rows[row].host_growth.history.val_losses, start)[-1] for row in set(self.twin_of)}
         return self._standing(self.states(), [twins[row] for row in self.twin_of])
 
     def last_standing(self) -> HostStanding:
@@ -126,12 +126,11 @@ class FleetWithTwins:
         return standing
 
     def _standing(self, states: Sequence[GrowthState], twin_losses: Sequence[float]) -> HostStanding:
-        return standing_of(states, twin_losses=twin_losses, spent=[self._spent(row) for row in range(self.hosts)])
-
-    def _spent(self, row: int) -> float:
-        """Return the FLOPs spent on seeds that are gone, as a share of those of the host's whole training."""
+        # FLOPs spent on seeds that are gone, as a share of those of the host's whole training.
         samples = self.fleet.config.batch_size * self.fleet.steps_per_decision * self.setting.horizon
-        return self.fleet.rows[row].spent_flops / (3 * samples * self.fleet.discovery.host.flops)
+        whole = 3 * samples * self.fleet.discovery.host.flops
+        spent = [host.spent_flops / whole for host in self.fleet.rows[: self.hosts]]
+        return standing_after(states, twin_losses=twin_losses, spent=spent)
 
     def state_dict(self) -> dict[str, Any]:
         return {"fleet": self.fleet.state_dict()}
@@ -143,25 +142,27 @@ class FleetWithTwins:
 
 def _twins(setting: FleetSetting) -> list[HostConfig]:
     """Return the settings of the twins: one for all hosts that share initialisation, data and order."""
-    return list(dict.fromkeys(map(_training_of, setting.hosts)))
+    return list(dict.fromkeys(map(_twin_setting, setting.hosts)))
 
 
-def _training_of(host: HostConfig) -> HostConfig:
+def _twin_setting(host: HostConfig) -> HostConfig:
     """Return the setting of the twin of a host, which has no rent and no growth."""
     return msgspec.structs.replace(host, rent=RentConfig(), growth_seed=0)
 
 
-def finite(state: GrowthState) -> GrowthState:
+def with_finite_losses(state: GrowthState) -> GrowthState:
     """Replace losses that are not finite by the loss before them, since the host was rolled back to that state."""
     if all(map(math.isfinite, (*state.train_losses, *state.val_losses))):
         return state
     start = state.uninformed_loss or 0.0
-    return replace(state, train_losses=_mended(state.train_losses, start), val_losses=_mended(state.val_losses, start))
+    return replace(
+        state, train_losses=_without_nonfinite(state.train_losses, start), val_losses=_without_nonfinite(state.val_losses, start)
+    )
 
 
-def _mended(losses: Sequence[float], start: float) -> tuple[float, ...]:
+def _without_nonfinite(losses: Sequence[float], start: float) -> tuple[float, ...]:
     """Replace every loss that is not finite by the one before it; the first by `start`."""
-    mended: list[float] = []
+    losses_so_far: list[float] = []
     for loss in losses:
-        mended.append(loss if math.isfinite(loss) else (mended or [start])[-1])
-    return tuple(mended)
+        losses_so_far.append(loss if math.isfinite(loss) else (losses_so_far or [start])[-1])
+    return tuple(losses_so_far)

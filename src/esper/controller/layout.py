@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from esper.controller.features import CANDIDATE, HOST, SLOT, CandidateView, HostView, SlotView
+from esper.controller.features import CANDIDATE, HOST, SLOT, ObservedCandidate, ObservedHost, ObservedSlot
 from esper.growth.lifecycle.stages import (
     Action,
     Advance,
@@ -122,22 +122,25 @@ def observe(
         names = blueprint_names(whole)
         busy, state = _so_far(whole, chosen[row] if chosen else ())
         _check_room(state, names, slots=slots, blueprints=blueprints)
-        host[row] = HOST.values(HostView(state))
+        host[row] = HOST.values(ObservedHost(state))
         for place, one in enumerate(state.slots):
             allowed = _Allowed(state, one, names, is_busy=one.place.name in busy)
             may_op[row, :, place] = list(allowed.ops.values())
             may_grow[row, place, : len(names)] = allowed.blueprints
             may_move[row, place] = allowed.alphas
-            slot[row, place] = SLOT.values(SlotView(state, one, dict(zip(OPS, allowed.ops.values(), strict=True))))
+            slot[row, place] = SLOT.values(ObservedSlot(state, one, dict(zip(OPS, allowed.ops.values(), strict=True))))
             for column, name in enumerate(names):
-                view = CandidateView(state, one, name, allowed.candidates.get(name), allowed.blueprints[column])
+                view = ObservedCandidate(state, one, name, allowed.candidates.get(name), allowed.blueprints[column])
                 candidate[row, place, column] = CANDIDATE.values(view)
 
     # Mask the ops that are switched off.
     for op in Op:
         may_op[:, op] &= op is Op.WAIT or op.name.lower() in ops
+    # An op is allowed if at least one slot allows it; waiting always, even in a host without slots.
+    some_slot: NDArray[np.bool_] = np.any(may_op, axis=2)
+    some_slot[:, Op.WAIT] = True
     obs = {"host": HOST.scaled(host), "slots": SLOT.scaled(slot), "candidates": CANDIDATE.scaled(candidate)}
-    masks = {"op": _ops(may_op), "slot": may_op, "blueprint": may_grow, "alpha": may_move}
+    masks = {"op": some_slot, "slot": may_op, "blueprint": may_grow, "alpha": may_move}
     return {name: torch.from_numpy(part) for name, part in obs.items()}, {name: torch.from_numpy(mask) for name, mask in masks.items()}
 
 
@@ -209,13 +212,6 @@ class _Allowed:
             self.ops = {op: op is Op.WAIT for op in Op}
 
 
-def _ops(may_op: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Return the mask of ops [N, ops]: those that at least one slot allows, and waiting, even in a host without slots."""
-    allowed: NDArray[np.bool_] = np.any(may_op, axis=2)
-    allowed[:, Op.WAIT] = True
-    return allowed
-
-
 def _check_room(state: GrowthState, names: Sequence[str], *, slots: int, blueprints: int) -> None:
     """Raise ValueError if a host has more slots or blueprints than the observation has room for."""
     for what, found, room in (("slots", len(state.slots), slots), ("blueprints", len(names), blueprints)):
@@ -244,8 +240,8 @@ def _action(state: GrowthState, slot: SlotState, op: Op, action: Mapping[str, in
 
 
 def _why_grow(candidate: Candidate) -> str:
-    promise = "" if candidate.promise is None else f" and an estimated fall of the loss by {candidate.promise:.2g} per step"
-    return f"the policy grows it here: it adds {candidate.cost.parameters:,} parameters for a rent of {figure(candidate.rent)}{promise}"
+    estimate = "" if candidate.promise is None else f" and an estimated fall of the loss by {candidate.promise:.2g} per step"
+    return f"the policy grows it here: it adds {candidate.cost.parameters:,} parameters for a rent of {figure(candidate.rent)}{estimate}"
 
 
 def _worth(slot: SlotState) -> str:

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 import esper
+from esper.controller.config import SlotNetworkConfig
 from esper.controller.layout import LAYOUT_VERSION, OPS, blueprint_names, decision, observe, spec
 from esper.controller.network import SlotEncoder, make_policy
-from esper.controller.network_config import SlotNetworkConfig
 from esper.files import FileError, parse_json, reason_of, write_file
 from esper.growth.lifecycle.stages import Decision, GrowthState
 from esper.rl.config import NetworkConfig
@@ -38,7 +38,7 @@ class ControllerError(ValueError):
     """A controller file or state that cannot be used; the message says why and what to do."""
 
 
-class Description(msgspec.Struct, frozen=True, kw_only=True):
+class ControllerDescription(msgspec.Struct, frozen=True, kw_only=True):
     """Description of the weights in a controller file."""
 
     layout: str  # version of the layout of observations and actions
@@ -68,7 +68,7 @@ def save_controller(
     if not isinstance(encoder, SlotEncoder):
         raise ControllerError(f"a controller's policy needs a SlotEncoder, but this one has a {type(encoder).__name__}; see make_parts")
     weights = {name: weight.detach().cpu().contiguous() for name, weight in plain_names(policy.state_dict()).items()}
-    description = Description(
+    description = ControllerDescription(
         layout=LAYOUT_VERSION,
         esper=esper.__version__,
         network=encoder.config,
@@ -102,7 +102,7 @@ class Learned:
 
     name = "learned"
 
-    def __init__(self, weights: Mapping[str, Tensor], description: Description, *, seed: int | None = None) -> None:
+    def __init__(self, weights: Mapping[str, Tensor], description: ControllerDescription, *, seed: int | None = None) -> None:
         self.description = description
         self._weights = dict(weights)
         self._streams = None if seed is None else Streams(seed)
@@ -110,7 +110,7 @@ class Learned:
         self._room = (1, 1)  # number of slots and blueprints that the policy is built for
         self._policy = self._build()
 
-    def anew(self) -> Learned:
+    def new_copy(self) -> Learned:
         """Return a new controller with the same weights and an empty memory."""
         return Learned(self._weights, self.description, seed=None if self._streams is None else self._streams.seed)
 
@@ -176,7 +176,7 @@ class Learned:
         self._memory = memory
 
 
-def _read(path: Path) -> tuple[dict[str, Tensor], Description]:
+def _read(path: Path) -> tuple[dict[str, Tensor], ControllerDescription]:
     """Read weights and description of a controller file, or raise ControllerError."""
     try:
         weights, metadata = read_tensors(path)
@@ -206,7 +206,7 @@ def _why_no_controller(folder: Path) -> str:
     return f"{what}; give the file RUN/controller.safetensors of a controller run"
 
 
-def _check_sizes(path: Path, description: Description, weights: Mapping[str, Tensor]) -> None:
+def _check_sizes(path: Path, description: ControllerDescription, weights: Mapping[str, Tensor]) -> None:
     """Raise ControllerError if the described network is larger than the weights, before memory is allocated for it."""
     largest = max((size for weight in weights.values() for size in weight.shape), default=0)
     most = max(largest, len(weights), _SMALL)
@@ -217,13 +217,13 @@ def _check_sizes(path: Path, description: Description, weights: Mapping[str, Ten
                 raise ControllerError(f"{path} is damaged: its {name} is larger than its weights; {_ANOTHER}")
 
 
-def _describe(path: Path, header: str) -> Description:
+def _describe(path: Path, header: str) -> ControllerDescription:
     """Parse the description of a controller file, and check that its layout is the present one."""
     try:
         raw = parse_json(header)
         found, writer = raw["layout"], raw["esper"]
         if found == LAYOUT_VERSION:
-            description = msgspec.convert(raw, Description)
+            description = msgspec.convert(raw, ControllerDescription)
             if description.heads == tuple(head.name for head in spec(1, 1)[1].heads):
                 return description
             found = f"{found} with the heads {', '.join(description.heads)}"

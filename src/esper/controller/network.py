@@ -19,9 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from esper.controller.config import SlotNetworkConfig
 from esper.controller.features import CANDIDATE, HOST, SLOT
 from esper.controller.layout import ALPHA_TARGETS, Op, spec
-from esper.controller.network_config import SlotNetworkConfig
 from esper.rl.config import NetworkConfig
 from esper.rl.networks import Dense, initialize, mlp
 from esper.rl.policy import Policy
@@ -45,13 +45,13 @@ def pool(values: Tensor, exists: Tensor) -> Tensor:
     return torch.cat((mean, most.masked_fill(~there.any(-2), 0.0)), dim=-1)
 
 
-def point(wanted: Tensor, offered: Tensor) -> Tensor:
+def pointer_logits(wanted: Tensor, offered: Tensor) -> Tensor:
     """Return logits [...]: the scaled dot products of queries `wanted` [..., F] with keys `offered` [..., F]."""
     # A batched matrix product would be slower: torch goes through the batch one by one for products this small.
     return (wanted * offered).sum(-1) / math.sqrt(offered.shape[-1])
 
 
-class Attention(nn.Module):
+class SlotAttention(nn.Module):
     """Transformer block over the slots: self-attention, then an MLP per slot, both residual."""
 
     def __init__(self, width: int, heads: int) -> None:
@@ -89,7 +89,7 @@ class SlotEncoder(nn.Module):
         self.host = mlp((HOST.width, width), _ACTIVATION)
         self.candidate = mlp((CANDIDATE.width, 2 * config.candidate_width, config.candidate_width), _ACTIVATION)
         self.slot = mlp((SLOT.width + 2 * config.candidate_width + width, width, width), _ACTIVATION)
-        self.attention = nn.ModuleList(Attention(width, config.attention_heads) for _ in range(config.blocks))
+        self.attention = nn.ModuleList(SlotAttention(width, config.attention_heads) for _ in range(config.blocks))
         self.norm = nn.LayerNorm(width)
         self.summary = mlp((3 * width, config.summary_width), _ACTIVATION)
 
@@ -132,14 +132,14 @@ class PointerActor(nn.Module):
         # Queries for slots come from core and summary; queries for candidates and the logits of alpha also see their slot.
         trunk = self.trunk(front)  # [B, D]
         wanted = self.wanted_slots(trunk).view(count, len(Op), -1)  # [B, ops, D]
-        slot_logits = point(wanted.unsqueeze(2), slots.unsqueeze(1))  # [B, ops, S]
+        slot_logits = pointer_logits(wanted.unsqueeze(2), slots.unsqueeze(1))  # [B, ops, S]
         context = apply_to_rows(self.context, torch.cat((trunk.unsqueeze(1).expand_as(slots), slots), dim=2))  # [B, S, D]
-        candidate_logits = point(apply_to_rows(self.wanted_candidates, context).unsqueeze(2), candidates)  # [B, S, K]
+        candidate_logits = pointer_logits(apply_to_rows(self.wanted_candidates, context).unsqueeze(2), candidates)  # [B, S, K]
         alpha_logits = apply_to_rows(self.alpha, context)  # [B, S, alphas]
         return torch.cat([part.flatten(1) for part in (self.op(trunk), slot_logits, candidate_logits, alpha_logits)], dim=1)
 
 
-class Front(nn.Module):
+class FirstColumns(nn.Module):
     """Returns the first `width` columns: core output and summary, the input of the critic, which does not need single slots."""
 
     def __init__(self, width: int) -> None:
@@ -150,7 +150,7 @@ class Front(nn.Module):
         return features[:, : self.width]
 
 
-class Parts(NamedTuple):
+class ControllerNetworkParts(NamedTuple):
     """Custom parts of a controller's policy: `PPO(env, config, parts.encoder, actor=parts.actor, critic=parts.critic)`."""
 
     encoder: SlotEncoder
@@ -158,7 +158,9 @@ class Parts(NamedTuple):
     critic: nn.Sequential
 
 
-def make_parts(config: SlotNetworkConfig, memory: NetworkConfig, *, slots: int, blueprints: int, generator: torch.Generator) -> Parts:
+def make_parts(
+    config: SlotNetworkConfig, memory: NetworkConfig, *, slots: int, blueprints: int, generator: torch.Generator
+) -> ControllerNetworkParts:
     """Build encoder, actor and critic for at most `slots` slots and `blueprints` blueprints. The weights do not depend on these numbers."""
     # torch's layers draw initial weights from the global generator. Fork it, so that it stays as it is; `initialize` overwrites them.
     with torch.random.fork_rng(devices=[]):
@@ -166,7 +168,7 @@ def make_parts(config: SlotNetworkConfig, memory: NetworkConfig, *, slots: int, 
         core_width = encoder.output_size if memory.core == "none" else memory.hidden_size
         actor = PointerActor(config, core_width=core_width, slots=slots, blueprints=blueprints)
         front = actor.sizes[0]
-        critic = nn.Sequential(Front(front), *mlp((front, config.width), _ACTIVATION), Dense(config.width, 1))
+        critic = nn.Sequential(FirstColumns(front), *mlp((front, config.width), _ACTIVATION), Dense(config.width, 1))
     # A nearly uniform policy to start with, except for the biases of the config.
     for part in (encoder, actor, critic):
         initialize(part, generator)
@@ -176,7 +178,7 @@ def make_parts(config: SlotNetworkConfig, memory: NetworkConfig, *, slots: int, 
         for op, bias in ((Op.WAIT, config.wait_bias), (Op.FOSSILIZE, config.fossilize_bias), (Op.PRUNE, config.prune_bias)):
             actor.op.bias[op] = bias
     initialize(critic[-1], generator, gain=1.0)
-    return Parts(encoder, actor, critic)
+    return ControllerNetworkParts(encoder, actor, critic)
 
 
 def make_policy(

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from esper.controller.config import RewardConfig
+from esper.controller.config import ControllerRewardConfig
 from esper.growth.lifecycle.stages import OCCUPIED, GrowthState
 from esper.growth.measure.contribution import rent_of
 
@@ -52,12 +52,12 @@ class HostStanding:
         return (self.gain, self.contributions, self.rent, self.spent, self.rollbacks)
 
     @classmethod
-    def start(cls, hosts: int, *, device: str | torch.device = "cpu") -> HostStanding:
+    def start(cls, hosts: int) -> HostStanding:
         """Return the standing before the first decision: all zero."""
-        return cls(*(torch.zeros(hosts, dtype=torch.float64, device=device) for _ in range(5)))
+        return cls(*(torch.zeros(hosts, dtype=torch.float64) for _ in range(5)))
 
 
-def standing_of(states: Sequence[GrowthState], *, twin_losses: Sequence[float], spent: Sequence[float]) -> HostStanding:
+def standing_after(states: Sequence[GrowthState], *, twin_losses: Sequence[float], spent: Sequence[float]) -> HostStanding:
     """Compute the standing of the hosts.
 
     `states` is what their controllers see, `twin_losses` the validation losses of their twins, and `spent` the share of FLOPs that went
@@ -80,23 +80,23 @@ def standing_of(states: Sequence[GrowthState], *, twin_losses: Sequence[float], 
 # Terms of the potential: each [N], in nats, times its weight
 
 
-def gain_term(standing: HostStanding, config: RewardConfig) -> Tensor:
+def gain_term(standing: HostStanding, config: ControllerRewardConfig) -> Tensor:
     """Return the gain from growing, measured as the family of the reward says."""
     nats = standing.gain if config.family == "loss" else standing.contributions
     return config.gain * nats
 
 
-def rent_term(standing: HostStanding, config: RewardConfig) -> Tensor:
+def rent_term(standing: HostStanding, config: ControllerRewardConfig) -> Tensor:
     """Return the cost of all seeds in the host."""
     return -config.rent * standing.rent
 
 
-def spent_term(standing: HostStanding, config: RewardConfig) -> Tensor:
+def spent_term(standing: HostStanding, config: ControllerRewardConfig) -> Tensor:
     """Return the cost of the FLOPs that went into pruned seeds."""
     return -config.spent * standing.spent
 
 
-def rollback_term(standing: HostStanding, config: RewardConfig) -> Tensor:
+def rollback_term(standing: HostStanding, config: ControllerRewardConfig) -> Tensor:
     """Return the cost of rollbacks, in addition to the lost training."""
     return -config.rollback * standing.rollbacks
 
@@ -104,7 +104,7 @@ def rollback_term(standing: HostStanding, config: RewardConfig) -> Tensor:
 TERMS = {"gain": gain_term, "rent": rent_term, "spent": spent_term, "rollback": rollback_term}
 
 
-def potential(standing: HostStanding, config: RewardConfig) -> Tensor:
+def potential(standing: HostStanding, config: ControllerRewardConfig) -> Tensor:
     """Return the potential of each host [N], in nats, clipped to ±`config.most`.
 
     At a high rent, a bad seed can cost a hundred times the gain of a good one elsewhere. Without the limit, such losses would dominate the
@@ -114,7 +114,7 @@ def potential(standing: HostStanding, config: RewardConfig) -> Tensor:
     return whole.clamp(-config.most, config.most)
 
 
-def rewards(before: HostStanding, after: HostStanding, is_last: Tensor, config: RewardConfig, *, gamma: float = 1.0) -> Tensor:
+def rewards(before: HostStanding, after: HostStanding, is_last: Tensor, config: ControllerRewardConfig, *, gamma: float = 1.0) -> Tensor:
     """Return the reward of each host's decision [N], in nats. `is_last` [N] marks the ends of episodes; `gamma` is the learner's."""
     worth = gamma * potential(after, config)
     if config.is_sparse:

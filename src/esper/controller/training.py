@@ -54,7 +54,7 @@ def prepare_controller(config: ControllerConfig, group: Group = ALONE) -> Iterat
     device, relay = group.place(find_device(config.device)), Relay()
     with threads(config.threads), determinism(config.deterministic):
         try:
-            env = GrowthEnv(config, partial(load_from, config.data_dir), seed=config.ppo.seed, device=device, on_event=relay)
+            env = GrowthEnv(config, partial(load_task_from, config.data_dir), seed=config.ppo.seed, device=device, on_event=relay)
             parts = make_parts(
                 config.network,
                 config.ppo.network,
@@ -69,7 +69,7 @@ def prepare_controller(config: ControllerConfig, group: Group = ALONE) -> Iterat
             yield ppo, relay
 
 
-def load_from(data_dir: str | None, name: str) -> Task:
+def load_task_from(data_dir: str | None, name: str) -> Task:
     """Load a task by name. Tasks with built-in data do not get the folder."""
     return load_task(name, data_dir=None if name in TASKS and TASKS[name].has_own_data else data_dir)
 

@@ -73,7 +73,7 @@ def build_app(list_replays: Callable[[], list[Path]]) -> FastAPI:
         if path is None:
             return Response(f"{name} does not exist any more; load this page again", status_code=404, media_type="text/plain")
         try:
-            return Response(for_the_browser(path), media_type="application/octet-stream", headers={"Cache-Control": "no-store"})
+            return Response(browser_data(path), media_type="application/octet-stream", headers={"Cache-Control": "no-store"})
         except ReplayError as error:
             return Response(printable(str(error)), status_code=422 if path.exists() else 404, media_type="text/plain")
 
@@ -97,7 +97,7 @@ def build_app(list_replays: Callable[[], list[Path]]) -> FastAPI:
     return app
 
 
-def for_the_browser(path: Path) -> bytes:
+def browser_data(path: Path) -> bytes:
     """Read and check a replay, and return a file in the same format with only the tensors that the page needs."""
     from safetensors.torch import save
 

@@ -51,8 +51,8 @@ const template = `
 
     <section v-if="team === 0" class="feed">
       <h2>What happened</h2>
-      <p v-if="!told.length" class="quiet">nothing yet</p>
-      <button v-for="item in told" :key="item.index" type="button" class="item" :class="'is-' + item.kind" :data-kind="item.kind" @click="seek(item.frame)">
+      <p v-if="!pastItems.length" class="quiet">nothing yet</p>
+      <button v-for="item in pastItems" :key="item.index" type="button" class="item" :class="'is-' + item.kind" :data-kind="item.kind" @click="seek(item.frame)">
         <time>{{ clock(item.frame) }}</time><span class="dot" :class="'team-' + item.team"></span><span>{{ item.text }}</span>
       </button>
     </section>
@@ -133,7 +133,7 @@ export default {
       if (this.frame < this.last) return "";
       return this.info.winner === null ? "a draw" : `${this.info.teams[this.info.winner]} wins`;
     },
-    told() {
+    pastItems() {
       const { replay, frame } = this;
       const teamOf = ({ by, unit }) => (by !== null ? replay.team(by) : unit !== null ? replay.team(unit) : -1);
       const items = this.info.feed.map((item, index) => ({ ...item, index, team: teamOf(item) }));

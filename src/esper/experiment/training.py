@@ -32,7 +32,7 @@ from torch import nn
 from esper.config import load_saved, saved_text
 from esper.devices import determinism, find_device, threads
 from esper.experiment.config import GrowTaskConfig
-from esper.experiment.work import Score, Work, make_work
+from esper.experiment.work import Work, make_work
 from esper.files import make_folder
 from esper.growth.batches import example_of
 from esper.growth.config import GrowthError
@@ -192,7 +192,8 @@ def _train_in(
         if grown.status == "stopped":
             return
         if work.score is not None:
-            run.emit(_tested(work.score(work.model), work.score(grown.model)))
+            before, after = work.score(work.model), work.score(grown.model)
+            run.emit(FinalTest(loss_before=before.loss, loss=after.loss, accuracy_before=before.accuracy, accuracy=after.accuracy))
         compared = None if twin_of is None else _compared(work, twin_of, grown.model)
         if compared is not None:
             run.emit(compared)
@@ -203,10 +204,6 @@ def _shown(folder: Path, config: GrowTaskConfig, *, is_twin: bool) -> list[Sink]
     """Return the sinks named in the config. A twin has its own, in its own folder."""
     name = f"{folder.parent.name}-{folder.name}" if is_twin else folder.name
     return sinks_in(folder, tensorboard=config.tensorboard, wandb=config.wandb, config=msgspec.to_builtins(config), run=name)
-
-
-def _tested(before: Score, after: Score) -> FinalTest:
-    return FinalTest(loss_before=before.loss, loss=after.loss, accuracy_before=before.accuracy, accuracy=after.accuracy)
 
 
 def _compared(work: Work, grown: Path, twin: nn.Module) -> TwinCompared | None:

@@ -25,7 +25,7 @@ from esper.growth.training_loop import Training, move, size_of, step_loss_of
 from esper.tasks import load_task
 
 
-class Score(NamedTuple):
+class ModelScore(NamedTuple):
     """Score of a model on the test part."""
 
     loss: float
@@ -44,7 +44,7 @@ class Work:
     train_loader: Iterable[Any]
     val_loader: Iterable[Any]
     step_loss: StepLoss
-    score: Callable[[nn.Module], Score] | None  # on the test part; None: there is none
+    score: Callable[[nn.Module], ModelScore] | None  # on the test part; None: there is none
     compare: Compare | None  # on the test part; None: there is none
     growth: TrainingConfig
 
@@ -73,9 +73,9 @@ def _from_task(config: GrowTaskConfig, device: torch.device) -> Work:
     )
     test_loader = task.test_loader(device=device)
 
-    def score(model: nn.Module) -> Score:
+    def score(model: nn.Module) -> ModelScore:
         result = task.evaluate(model, test_loader)
-        return Score(result.loss, result.accuracy)
+        return ModelScore(result.loss, result.accuracy)
 
     return Work(
         model=task.make_host(config.host).to(device),
@@ -92,7 +92,9 @@ def _from_user_code(config: GrowTaskConfig, device: torch.device) -> Work:
     """Make the work from the user's own functions. They draw from the global generators, which are seeded first."""
     assert config.model is not None
     assert config.data is not None
-    _seed_everything(config.seed)
+    random.seed(config.seed)
+    np.random.seed(config.seed % 2**32)  # noqa: NPY002
+    torch.manual_seed(config.seed)
     model = make_model(config.model).to(device)
     train_loader, val_loader, test_loader = make_loaders(config.data)
     is_classifier = config.loss is None and config.step_loss is None
@@ -107,13 +109,7 @@ def _growth_part(config: GrowTaskConfig) -> TrainingConfig:
     return TrainingConfig(**{name: getattr(config, name) for name in TrainingConfig.__struct_fields__})
 
 
-def _seed_everything(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002
-    torch.manual_seed(seed)
-
-
-def _score(loader: Iterable[Any], step_loss: StepLoss, device: torch.device, is_classifier: bool, model: nn.Module) -> Score:
+def _score(loader: Iterable[Any], step_loss: StepLoss, device: torch.device, is_classifier: bool, model: nn.Module) -> ModelScore:
     """Return the mean loss over samples, and the accuracy of a classifier."""
     losses, hits, counts = [], [], []
     with torch.inference_mode():
@@ -126,9 +122,9 @@ def _score(loader: Iterable[Any], step_loss: StepLoss, device: torch.device, is_
             hits.append(math.nan if is_right is None else float(is_right.float().mean()))
     total = sum(counts)
     if not total:
-        return Score(math.nan, None)
+        return ModelScore(math.nan, None)
     loss, share = (sum(value * count for value, count in zip(values, counts, strict=True)) / total for values in (losses, hits))
-    return Score(loss, share if math.isfinite(share) else None)
+    return ModelScore(loss, share if math.isfinite(share) else None)
 
 
 def _compare(loader: Iterable[Any], device: torch.device, classes: int, grown: nn.Module, never: nn.Module) -> Tensor | None:

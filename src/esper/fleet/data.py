@@ -107,16 +107,12 @@ class FleetData:
 
     def batch(self, index: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return inputs [B, hosts, ...] and targets of the samples `index` [B, hosts], with the labels of the hosts in `rows` [hosts]."""
-        labels = self._labels()
-        inputs = self._inputs.index_select(0, index.flatten()).view(*index.shape, *self._inputs.shape[1:])
-        return inputs, self.tensors.targets[index] if labels is None else labels[rows, index]
-
-    def _labels(self) -> Tensor | None:
-        """Return the labels of every row [N, M]; None where all hosts have those of the task."""
         if self._noisy and self._stacked is None:
-            rows = [self._noisy.get(row, self.tensors.labels) for row in range(len(self.orders))]
-            self._stacked = torch.stack(rows).to(self.tensors.targets.device)
-        return self._stacked
+            # Some hosts have wrong labels: stack the labels of all rows [N, M] once, until a row is reset.
+            rows_of_labels = [self._noisy.get(row, self.tensors.labels) for row in range(len(self.orders))]
+            self._stacked = torch.stack(rows_of_labels).to(self.tensors.targets.device)
+        inputs = self._inputs.index_select(0, index.flatten()).view(*index.shape, *self._inputs.shape[1:])
+        return inputs, self.tensors.targets[index] if self._stacked is None else self._stacked[rows, index]
 
     def _chosen(self, setting: HostConfig) -> Tensor:
         """Return the numbers of the samples that a host sees: those of its classes, and of these its share of the data."""

@@ -8,11 +8,13 @@ and takes about as long as an ordinary step. It is therefore made anew for every
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 
 import torch
 from torch import Tensor
+
+from esper.devices import GraphRecorder
 
 Numbers = Tensor | Sequence[int] | Sequence[float] | Sequence[Sequence[float]]
 
@@ -74,48 +76,19 @@ class Repeater:
         if self._recorder is None or not self.records(count):
             for _ in range(count):
                 step()
-        else:
-            self._recorder.run(step, count)
-            self.recordings += 1
-
-
-class _Recorder:
-    """Records and replays steps on one device. All recordings share one stream and one memory pool, since no two run at once."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._last: torch.cuda.CUDAGraph | None = None  # kept alive until the next recording has taken over its memory pool
-
-    def run(self, step: Step, count: int) -> None:
-        current = torch.cuda.current_stream(self._stream.device)
-        self._stream.wait_stream(current)
-        try:
-            with torch.cuda.stream(self._stream):
-                step()  # the first step is not recorded: kernels are loaded and algorithms chosen at their first use
-                graph = self._record(step)
-                for _ in range(count - 1):
-                    graph.replay()
-        finally:
-            current.wait_stream(self._stream)
-
-    def _record(self, step: Step) -> torch.cuda.CUDAGraph:
-        """Record one step. `torch.cuda.graph` is not used because it first waits for the device and collects garbage."""
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=None if self._last is None else self._last.pool(), capture_error_mode="thread_local")
-        try:
-            step()
-        except BaseException:
-            with suppress(RuntimeError):  # ending a failed recording may fail too; the first error is the one to report
-                graph.capture_end()
-            raise
-        graph.capture_end()
-        self._last = graph
-        return graph
+            return
+        with self._recorder.stream():
+            step()  # the first step is not recorded: kernels are loaded and algorithms chosen at their first use
+            graph, _ = self._recorder.record(step)
+            for _ in range(count - 1):
+                graph.replay()
+        self.recordings += 1
 
 
 @cache
-def _recorder(device: torch.device) -> _Recorder:
-    return _Recorder(device)
+def _recorder(device: torch.device) -> GraphRecorder:
+    """Return the recorder of all fleets on a device. Its recordings share one memory pool, since no two are replayed in turns."""
+    return GraphRecorder(device, reuse_memory=True)
 
 
 @contextmanager

@@ -112,7 +112,7 @@ class Fleet:
         self.host = HostStorage(
             template, list(self.places), hosts=hosts, make=make, device=self.device, dtype=self.dtype, scales=self._has_scales
         )
-        self.banks = {name: SeedStorage(self.places[name], kinds, hosts=hosts, make=make) for name, kinds in seed_kinds.items()}
+        self.seed_storages = {name: SeedStorage(self.places[name], kinds, hosts=hosts, make=make) for name, kinds in seed_kinds.items()}
         self._snapshots = RowSnapshots(self.tensors(), self.growth.governor.keep)
         self._pending = PendingCopies()
         self.samples = self._samples(tensors.validation, self.config.validation_samples)
@@ -124,8 +124,8 @@ class Fleet:
     def tensors(self) -> dict[str, Tensor]:
         """Return all state of hosts and seeds, name -> [N, ...]. The tensors are the live ones."""
         parts = {f"host {name}": tensor for name, tensor in self.host.tensors.items()}
-        for slot, bank in self.banks.items():
-            parts |= {f"{slot} {name}": tensor for name, tensor in bank.tensors.items()}
+        for slot, storage in self.seed_storages.items():
+            parts |= {f"{slot} {name}": tensor for name, tensor in storage.tensors.items()}
         return parts
 
     @property
@@ -169,8 +169,8 @@ class Fleet:
         """Return the bytes that a host takes, with the largest seed in every slot."""
         with self._on_device():
             largest = [
-                max(seed_bytes(seed_kind, self._part_size, self._precision) for seed_kind in bank.seed_kind.values())
-                for bank in self.banks.values()
+                max(seed_bytes(seed_kind, self._part_size, self._precision) for seed_kind in storage.seed_kinds.values())
+                for storage in self.seed_storages.values()
             ]
         return Memory(self._memory.state, self._memory.step, sum(largest))
 
@@ -197,7 +197,7 @@ class Fleet:
 
     def _host(self, row: int, setting: HostConfig) -> Host:
         """Build the bookkeeping of a host; its tensors are not touched."""
-        backends = {name: RowBackend(self.places[name], bank, row) for name, bank in self.banks.items()}
+        backends = {name: RowBackend(self.places[name], storage, row) for name, storage in self.seed_storages.items()}
         growth = msgspec.structs.replace(self.growth, rent=setting.rent, seed=setting.growth_seed)
         scale = LossRange.of(self.task.uninformed_loss, loss_range=growth.loss_range)
         host_growth = HostGrowth(backends, growth, host=self.discovery.host, load=self.discovery.load, epochs=setting.horizon, scale=scale)
@@ -223,8 +223,10 @@ class Fleet:
         self._check_rows(decisions)
         for decision in decisions.values():
             for action in decision.actions:
-                if action.slot not in self.banks:
-                    raise FleetError(f"no slot named {action.slot!r} where something could grow; these hosts have {', '.join(self.banks)}")
+                if action.slot not in self.seed_storages:
+                    raise FleetError(
+                        f"no slot named {action.slot!r} where something could grow; these hosts have {', '.join(self.seed_storages)}"
+                    )
         for row, decision in decisions.items():
             self.rows[row].decide(decision, by=by)
         self._emit_events(decisions)
@@ -276,8 +278,8 @@ class Fleet:
         """Return the plan of the training of these hosts until their next decision. Advances the blending of their seeds by it."""
         rates = upload([self.rows[row].rate(self.config.schedule) for row in rows], self.device, self.dtype)
         asking = {position: self.rows[row].host_growth for position, row in enumerate(rows) if self.rows[row].wants_probe}
-        probes = probes_of(self.banks, asking, self.steps_per_decision)
-        connected, in_shadow = seed_batches_of(self.banks, self._lifecycles(rows), self.steps_per_decision)
+        probes = probes_of(self.seed_storages, asking, self.steps_per_decision)
+        connected, in_shadow = seed_batches_of(self.seed_storages, self._lifecycles(rows), self.steps_per_decision)
         recompute = recomputed if self.config.checkpoint else None
         alpha = self.growth.lifecycle.alpha_target
         return Plan(rows, rates, connected, in_shadow, alpha, self._precision, probes, self.config.accumulate, recompute)
@@ -319,7 +321,7 @@ class Fleet:
 
     def stacked_model(self, rows: Sequence[int], *, only_kept: bool = False) -> StackedModel:
         """Return these hosts as one network, with their connected seeds; `only_kept` leaves out seeds that are not fossilized."""
-        stacked_seeds = stacked_seeds_of(self.banks, self._lifecycles(rows), only_kept=only_kept)
+        stacked_seeds = stacked_seeds_of(self.seed_storages, self._lifecycles(rows), only_kept=only_kept)
         with torch.no_grad():
             tensors = {name: tensor.detach() for name, tensor in self.host.rows.tensors(upload(rows, self.device)).items()}
         return StackedModel(self.host.stacked, tensors, stacked_seeds, self._precision)

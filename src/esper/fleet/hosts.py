@@ -168,6 +168,7 @@ class RowRecovery(SnapshotHistory):
     def take_snapshot(self) -> None:
         # Losses can look healthy while weights are not finite. A snapshot of such a state would be no use.
         if self.is_finite:
+            # The key "garden" is older than the name `lifecycles`; saved fleets have it.
             state = {"garden": self.lifecycles.state_dict(), "governor": self.governor.loss_state(), "clock": self.clock}
             self.take(state, epoch=self.lifecycles.epoch)
 
@@ -305,6 +306,7 @@ class Host:
     def state_dict(self) -> dict[str, Any]:
         return {
             "setting": msgspec.to_builtins(self.setting),
+            # The keys "plot", "garden" and "judge" are older than the names in this file; saved fleets have them.
             "plot": self.host_growth.state_dict(),
             "garden": self.host_growth.lifecycles.state_dict(),
             "judge": self.host_growth.governor.state_dict(),

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from esper.fleet.device import upload
 from esper.fleet.hosts import RowBackend
-from esper.fleet.seed_groups import Banks, SeedKind, SeedStorage, StackedSeed, of_hosts
+from esper.fleet.seed_groups import SeedKind, SeedStorage, SeedStorages, StackedSeed, of_hosts
 from esper.fleet.stacked_model import StackedModel
 from esper.growth.config import GrowthConfig
 from esper.growth.host.layout import CPU
@@ -128,7 +128,7 @@ def are_finite(stacked_model: StackedModel, trained: Iterable[str], hosts: int) 
     return found
 
 
-def probes_of(banks: Banks, asking: Mapping[int, HostGrowth[RowBackend]], steps: int) -> list[RowProbe]:
+def probes_of(seed_storages: SeedStorages, asking: Mapping[int, HostGrowth[RowBackend]], steps: int) -> list[RowProbe]:
     """Return the probes of the hosts that ask for one, within the `steps` steps until the next decision.
 
     `asking` maps the position of a host among those that train to its growth. Candidates are divided into portions, one after another, that
@@ -139,7 +139,7 @@ def probes_of(banks: Banks, asking: Mapping[int, HostGrowth[RowBackend]], steps:
     groups: dict[range, dict[int, tuple[Key, ...]]] = defaultdict(dict)
     for position, host_growth in asking.items():
         length = host_growth.history.length
-        costs = {key: cost_of(get_blueprint(key[1]), banks[key[0]].place) for key in _candidates(host_growth.lifecycles)}
+        costs = {key: cost_of(get_blueprint(key[1]), seed_storages[key[0]].place) for key in _candidates(host_growth.lifecycles)}
         plan = portions(costs, host_growth.lifecycles.host, probe_steps=host_growth.config.probe_steps, length=length)
         first = 0 if length is None else max(steps - sum(portion.steps for portion in plan), 0)
         for portion in plan:
@@ -147,7 +147,7 @@ def probes_of(banks: Banks, asking: Mapping[int, HostGrowth[RowBackend]], steps:
                 groups[window][position] = portion.candidates
             first += portion.steps
     all_lifecycles = {position: host_growth.lifecycles for position, host_growth in asking.items()}
-    return [RowProbe(banks, all_lifecycles, asked, window=window) for window, asked in groups.items()]
+    return [RowProbe(seed_storages, all_lifecycles, asked, window=window) for window, asked in groups.items()]
 
 
 def _candidates(lifecycles: SlotLifecycles[RowBackend]) -> Iterator[Key]:
@@ -165,16 +165,21 @@ class RowProbe:
     """
 
     def __init__(
-        self, banks: Banks, all_lifecycles: Mapping[int, SlotLifecycles[RowBackend]], asked: Mapping[int, Sequence[Key]], *, window: range
+        self,
+        seed_storages: SeedStorages,
+        all_lifecycles: Mapping[int, SlotLifecycles[RowBackend]],
+        asked: Mapping[int, Sequence[Key]],
+        *,
+        window: range,
     ) -> None:
         self.window = window
         self.flops: dict[int, int] = defaultdict(int)  # position -> FLOPs per sample of a step in the window
-        self._banks, self._lifecycles = banks, all_lifecycles
+        self._seed_storages, self._lifecycles = seed_storages, all_lifecycles
         self._positions: dict[Key, list[int]] = defaultdict(list)
         for position, keys in asked.items():
             for slot, blueprint in keys:
                 self._positions[slot, blueprint].append(position)
-                self.flops[position] += flops_of_asking(cost_of(get_blueprint(blueprint), banks[slot].place).flops)
+                self.flops[position] += flops_of_asking(cost_of(get_blueprint(blueprint), seed_storages[slot].place).flops)
         self._slots = {slot for slot, _ in self._positions}
         self._trials: list[_Trial] = []
         self._found: Tensor | None = None  # the estimates, after `close`
@@ -201,7 +206,7 @@ class RowProbe:
         """Add this step to the estimate of every candidate. `gradients` are those of `caught`, in order."""
         if not self._trials:
             self._trials = [
-                _Trial(slot, self._banks[slot], blueprint, positions, [self._lifecycles[position].config for position in positions])
+                _Trial(slot, self._seed_storages[slot], blueprint, positions, [self._lifecycles[position].config for position in positions])
                 for (slot, blueprint), positions in self._positions.items()
             ]
         by_slot = dict(zip(self._caught, gradients, strict=True))
@@ -235,10 +240,10 @@ class _Trial:
     Only the weights of the branch's zeroed last layer (`_live`, L numbers per host) have a gradient.
     """
 
-    def __init__(self, slot: str, bank: SeedStorage, blueprint: str, positions: list[int], configs: Sequence[GrowthConfig]) -> None:
-        self.slot, self.seed_kind, self.positions = slot, bank.seed_kind[blueprint], positions
-        self._bank, self._max_norm = bank, configs[0].seed_optimizer.max_grad_norm
-        self._index = upload(positions, bank.place.device)
+    def __init__(self, slot: str, storage: SeedStorage, blueprint: str, positions: list[int], configs: Sequence[GrowthConfig]) -> None:
+        self.slot, self.seed_kind, self.positions = slot, storage.seed_kinds[blueprint], positions
+        self._storage, self._max_norm = storage, configs[0].seed_optimizer.max_grad_norm
+        self._index = upload(positions, storage.place.device)
         self._weights = _weights(self.seed_kind, [config.seed for config in configs])
         self._live = {name: self._weights[name].requires_grad_() for name in self.seed_kind.live}  # [R, ...]
         first = next(iter(self._live.values()))
@@ -265,7 +270,7 @@ class _Trial:
         expected = self._sums * signal_scale(sum_square, self._squares, self._steps).to(self._sums.dtype).unsqueeze(1)
         # Clip as in training, and ask the optimiser for its move along that gradient.
         clip = clip_scale(self._squares, self._steps, self._max_norm)
-        moved = self._bank.make(expected[:, :0]).moves(expected * clip.to(expected.dtype).unsqueeze(1), STEPS_ALONG)
+        moved = self._storage.make(expected[:, :0]).moves(expected * clip.to(expected.dtype).unsqueeze(1), STEPS_ALONG)
         return (moved.double() * expected.double()).sum(1)
 
 

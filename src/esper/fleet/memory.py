@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from esper.fleet.config import FleetError
-from esper.fleet.optimizers import LossScales
 from esper.fleet.seed_groups import MakeRowOptimizer, SeedKind, SeedKinds
 from esper.fleet.stacked.lowering import Compute, Recompute, lower
 from esper.fleet.stacked.rows import ModuleRows
 from esper.fleet.stacked_model import StackedModel
+from esper.gradients import LossScales
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,8 @@ def explained(hosts: int, memory: Callable[[], Memory], least: int, *, room: int
     try:
         yield
     except RuntimeError as error:
-        if not _is_out_of_memory(error):
+        # On a CPU, an error about memory has no class of its own, only a text.
+        if not (isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)):
             raise
         traceback.clear_frames(error.__traceback__)  # free the tensors that the failed frames hold
         if device.type == "cuda":
@@ -216,11 +217,6 @@ def explained(hosts: int, memory: Callable[[], Memory], least: int, *, room: int
             each = least
         room = room or 0
         raise FleetError(_too_many(hosts, each, min(room // each, hosts - 1), room, device)) from error
-
-
-def _is_out_of_memory(error: RuntimeError) -> bool:
-    """Return whether the error is about memory. On a CPU it has no class of its own, only a text."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def _too_many(hosts: int, each: int, fitting: int, room: int, device: torch.device) -> str:

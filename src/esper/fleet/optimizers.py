@@ -1,120 +1,20 @@
-"""Loss scales and optimisers of many hosts at once, one row per host.
+"""Optimisers of many hosts at once, one row per host.
 
-Optimisers: `SGD`, `Adam` and `AdamW` do to the rows of one tensor [N, P] what torch.optim does to N models one after another. Every row has
-its own learning rate, moments and step count. So a host that starts late, or is left out of a step, is where it would be if it had been
-trained alone.
+`SGD`, `Adam` and `AdamW` do to the rows of one tensor [N, P] what torch.optim does to N models one after another. Every row has its own
+learning rate, moments and step count. So a host that starts late, or is left out of a step, is where it would be if it had been trained
+alone.
 
-Loss scales are for float16, whose gradients vanish below 6e-8 and overflow above 65504. The loss of each host is multiplied by a scale, as
-large as its gradients allow, and its gradients are divided by it before they are used. A host skips the step and halves its scale when its
-own gradients or those of one of its seeds overflow. Other hosts are not affected. The numbers are those of torch.amp.GradScaler. All of
-this happens on the device, in tensors that stay in place, so that steps can be recorded.
-
-Shapes: N = rows (hosts or seeds), A = hosts that train, R = some of those, P = weights of a row, B = samples.
+Shapes: N = rows (hosts or seeds), P = weights of a row.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
 from torch import Tensor
-
-_START, _SMALLEST, _LARGEST = 2.0**16, 2.0**-32, 2.0**32
-_GROWTH_INTERVAL = 2000  # good steps in a row after which the scale is doubled
-
-
-class NoLossScales:
-    """The interface of loss scales, and an implementation that scales nothing, for precisions with the range of float32."""
-
-    def __init__(self, skipped: Tensor) -> None:
-        self.skipped = skipped  # [N], number of steps that each host has skipped
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """The state, name -> [N]."""
-        return {}
-
-    def scaled(self, losses: Tensor, hosts: Tensor | None = None) -> Tensor:
-        """Return the losses [R] of these hosts [R] times their scales; None: of all hosts, in order."""
-        return losses
-
-    def unscaled(self, gradient: Tensor) -> Tensor:
-        """Return the gradient of activations [B, A, ...] of all hosts divided by their scales."""
-        return gradient
-
-    def unscale_(self, gradients: Sequence[tuple[Tensor, Tensor | None]], stepping: Tensor | None = None) -> Tensor | None:
-        """Divide gradients in place and return which hosts may step by them [A]; None: all hosts, even where a gradient is not finite.
-
-        `gradients` are pairs of a gradient [R, P] and its hosts [R] (None: all, in order). A host may step if it is in `stepping` [A]
-        (None: all) and all its gradients are finite.
-        """
-        return None
-
-    def update_(self, stepping: Tensor | None) -> None:
-        """Adapt the scales after a step that only the hosts of `stepping` [A] took."""
-
-    def reset_(self, rows: Tensor) -> None:
-        """Set the scales of these rows back to the start."""
-
-    def of(self, rows: Tensor) -> NoLossScales:
-        """Return a copy of these rows."""
-        return self
-
-
-class LossScales(NoLossScales):
-    """One loss scale per host."""
-
-    def __init__(self, scale: Tensor, good_steps: Tensor, skipped: Tensor) -> None:
-        super().__init__(skipped)
-        self.scale = scale  # [N]
-        self.good_steps = good_steps  # [N], steps in a row without an overflow since the scale last changed
-
-    @classmethod
-    def fresh(cls, hosts: int, device: torch.device | str) -> LossScales:
-        good_steps, skipped = (torch.zeros(hosts, dtype=torch.int64, device=device) for _ in range(2))
-        return cls(torch.full((hosts,), _START, device=device), good_steps, skipped)
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        return {"scale": self.scale, "good steps": self.good_steps, "skipped steps": self.skipped}
-
-    def scaled(self, losses: Tensor, hosts: Tensor | None = None) -> Tensor:
-        return losses * self._of(hosts)
-
-    def unscaled(self, gradient: Tensor) -> Tensor:
-        return gradient.to(self.scale.dtype) / self.scale.view(1, -1, *[1] * (gradient.ndim - 2))
-
-    def unscale_(self, gradients: Sequence[tuple[Tensor, Tensor | None]], stepping: Tensor | None = None) -> Tensor:
-        every = torch.arange(len(self.scale), device=self.scale.device)
-        overflows = torch.zeros_like(self.scale)  # [A], number of gradients of each host that overflowed
-        for gradient, hosts in gradients:
-            gradient.div_(self._of(hosts).unsqueeze(1))
-            overflows.index_add_(0, every if hosts is None else hosts, (~gradient.isfinite().all(1)).to(overflows.dtype))
-        return overflows == 0 if stepping is None else stepping & (overflows == 0)
-
-    def update_(self, stepping: Tensor | None) -> None:
-        assert stepping is not None
-        # Double the scale after enough good steps in a row, halve it after an overflow.
-        self.skipped.add_(~stepping)
-        self.good_steps.add_(1).mul_(stepping)
-        is_due = self.good_steps >= _GROWTH_INTERVAL
-        self.scale.mul_(torch.where(stepping, 1.0 + is_due, 0.5)).clamp_(_SMALLEST, _LARGEST)
-        self.good_steps.mul_(~is_due)
-
-    def reset_(self, rows: Tensor) -> None:
-        self.scale.index_fill_(0, rows, _START)
-        self.good_steps.index_fill_(0, rows, 0)
-        self.skipped.index_fill_(0, rows, 0)
-
-    def of(self, rows: Tensor) -> LossScales:
-        return LossScales(*(tensor.index_select(0, rows) for tensor in (self.scale, self.good_steps, self.skipped)))
-
-    def _of(self, hosts: Tensor | None) -> Tensor:
-        return self.scale if hosts is None else self.scale.index_select(0, hosts)
-
 
 _CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grads_with_norm_
 

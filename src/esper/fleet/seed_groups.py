@@ -67,8 +67,10 @@ class SeedKind:
         if self.blending == "multiply":
             return h * branch.tanh()
         if self._gate is not None:
-            # The gate sees h averaged over space (conv) or over the sequence, and gives one number per sample.
-            pooled = h if self.place.kind == "dense" else h.mean(dim=self._pooled_dims(h))
+            # The gate sees h averaged over space (the dimensions after [B, R, C] of a conv) or over the sequence (those between [B, R] and
+            # the features), and gives one number per sample.
+            averaged = range(3, h.ndim) if self.place.kind == "conv" else range(2, h.ndim - 1)
+            pooled = h if self.place.kind == "dense" else h.mean(dim=tuple(averaged))
             opening = self._gate(_without_prefix("gate.", weights), pooled, training=True).sigmoid()  # [B, R, 1]
             return opening.reshape(*h.shape[:2], *([1] * (h.ndim - 2))) * branch
         return branch
@@ -76,10 +78,6 @@ class SeedKind:
     def branch(self, weights: Mapping[str, Tensor], h: Tensor) -> Tensor:
         """Return the output of the branches for h [B, R, ...], without gate or blending. `weights` are named as in `branch_layout`."""
         return self._branch(weights, h, training=True)
-
-    def _pooled_dims(self, h: Tensor) -> tuple[int, ...]:
-        """Return the dimensions of h that the gate averages over: those after [B, R, C] of a conv, or between [B, R] and the features."""
-        return tuple(range(3, h.ndim)) if self.place.kind == "conv" else tuple(range(2, h.ndim - 1))
 
 
 def _without_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -93,9 +91,9 @@ class SeedStorage:
     The end of a row that its seed does not need, and a row without a seed, hold arbitrary values.
     """
 
-    def __init__(self, place: Place, seed_kind: Mapping[str, SeedKind], *, hosts: int, make: MakeRowOptimizer) -> None:
-        self.place, self.seed_kind, self.make = place, seed_kind, make
-        weights = torch.zeros(hosts, max(kind.layout.width for kind in seed_kind.values()), dtype=place.dtype, device=place.device)
+    def __init__(self, place: Place, seed_kinds: Mapping[str, SeedKind], *, hosts: int, make: MakeRowOptimizer) -> None:
+        self.place, self.seed_kinds, self.make = place, seed_kinds, make  # `seed_kinds` maps a blueprint to its kind
+        weights = torch.zeros(hosts, max(kind.layout.width for kind in seed_kinds.values()), dtype=place.dtype, device=place.device)
         self.tensors: dict[str, Tensor] = {
             "weights": weights,
             "warmup": torch.zeros(hosts, dtype=torch.int64, device=place.device),  # steps over which the learning rate of a seed rises
@@ -104,7 +102,7 @@ class SeedStorage:
 
     def plant(self, row: int, plan: SeedPlan) -> None:
         """Put a new seed into the row of a host. Does not wait for the device: the seed is built on the CPU and sent in one piece."""
-        layout, weights = self.seed_kind[plan.blueprint].layout, self.tensors["weights"]
+        layout, weights = self.seed_kinds[plan.blueprint].layout, self.tensors["weights"]
         seed = Seed(replace(self.place, device=CPU), plan.blueprint, random_seed=plan.random_seed, blending=plan.blending)
         fresh = torch.zeros(1, weights.shape[1], dtype=weights.dtype)
         with torch.no_grad():
@@ -197,7 +195,7 @@ class SeedGroup:
     """Seeds of one kind, with the rows of storage they come from. `hosts` are positions in the list of hosts that compute together."""
 
     slot: str
-    bank: SeedStorage
+    storage: SeedStorage
     blueprint: str
     hosts: Sequence[int]
     index: Tensor  # `hosts` on the device [R]
@@ -205,22 +203,22 @@ class SeedGroup:
     alphas: Tensor  # alpha of every seed in every step [T, R]
 
     @classmethod
-    def of(cls, slot: str, bank: SeedStorage, blueprint: str, rows: Sequence[int], hosts: Sequence[int], alphas: Tensor) -> SeedGroup:
-        device = bank.place.device
-        return cls(slot, bank, blueprint, hosts, upload(hosts, device), upload(rows, device), alphas)
+    def of(cls, slot: str, storage: SeedStorage, blueprint: str, rows: Sequence[int], hosts: Sequence[int], alphas: Tensor) -> SeedGroup:
+        device = storage.place.device
+        return cls(slot, storage, blueprint, hosts, upload(hosts, device), upload(rows, device), alphas)
 
     @property
     def seed_kind(self) -> SeedKind:
-        return self.bank.seed_kind[self.blueprint]
+        return self.storage.seed_kinds[self.blueprint]
 
     def read(self, name: str) -> Tensor:
         """Return a copy of these seeds' rows of a storage tensor, [R] or [R, width of the kind]."""
-        rows = self.bank.tensors[name].index_select(0, self.rows)
+        rows = self.storage.tensors[name].index_select(0, self.rows)
         return rows if rows.ndim == 1 else rows[:, : self.seed_kind.layout.width]
 
     def write(self, name: str, rows: Tensor) -> None:
         """Write rows back to a storage tensor. They may be wider than those of `read`; the rest is ignored."""
-        whole, width = self.bank.tensors[name], self.seed_kind.layout.width
+        whole, width = self.storage.tensors[name], self.seed_kind.layout.width
         (whole if whole.ndim == 1 else whole[:, :width]).index_copy_(0, self.rows, rows if rows.ndim == 1 else rows[:, :width])
 
     def stacked(self, weights: Mapping[str, Tensor], alpha: Tensor, *, hosts: int) -> StackedSeed:
@@ -244,7 +242,7 @@ class SeedBatch:
         self.skipped = torch.zeros(len(self.hosts), dtype=torch.int64, device=self.hosts.device)
         self.flat = self._read("weights").requires_grad_()  # [Q, P]
         self._warmup = self._read("warmup")
-        self._optimizer = groups[0].bank.make(self.flat)
+        self._optimizer = groups[0].storage.make(self.flat)
         for name, tensor in self._optimizer.state.items():
             tensor.copy_(self._read(name))
 
@@ -307,7 +305,7 @@ class SeedBatch:
         return torch.cat(rows if rows[0].ndim == 1 else [F.pad(own, (0, width - own.shape[1])) for own in rows])
 
 
-Banks = Mapping[str, SeedStorage]  # slot -> storage, in the order in which the slots run
+SeedStorages = Mapping[str, SeedStorage]  # slot -> storage, in the order in which the slots run
 AllLifecycles = Sequence[
     tuple[int, SlotLifecycles[RowBackend]]
 ]  # (row in the fleet, lifecycles) of hosts; a position is a place in this list
@@ -330,7 +328,7 @@ def seed_kinds_for(places: Mapping[str, Place], growth: GrowthConfig) -> dict[st
     return {name: kinds for name, kinds in seed_kinds.items() if kinds}
 
 
-def seed_batches_of(banks: Banks, all_lifecycles: AllLifecycles, steps: int) -> tuple[SeedBatch, SeedBatch]:
+def seed_batches_of(seed_storages: SeedStorages, all_lifecycles: AllLifecycles, steps: int) -> tuple[SeedBatch, SeedBatch]:
     """Return the seeds that learn in the next `steps` steps: the connected ones, and the ones in the shadow.
 
     Advances the blending of the lifecycles by these steps.
@@ -341,28 +339,28 @@ def seed_batches_of(banks: Banks, all_lifecycles: AllLifecycles, steps: int) -> 
             placed[slot, blueprint, is_connected].append((row, position, alphas))
     # One group per slot, blueprint and way of learning, in the order in which the slots run.
     groups: dict[bool, list[SeedGroup]] = {True: [], False: []}
-    order = list(banks)
+    order = list(seed_storages)
     for (slot, blueprint, is_connected), seeds in sorted(placed.items(), key=lambda item: (order.index(item[0][0]), item[0])):
-        groups[is_connected].append(_group(slot, banks[slot], blueprint, seeds))
+        groups[is_connected].append(_group(slot, seed_storages[slot], blueprint, seeds))
     return SeedBatch(groups[True]), SeedBatch(groups[False])
 
 
-def stacked_seeds_of(banks: Banks, all_lifecycles: AllLifecycles, *, only_kept: bool) -> list[StackedSeed]:
+def stacked_seeds_of(seed_storages: SeedStorages, all_lifecycles: AllLifecycles, *, only_kept: bool) -> list[StackedSeed]:
     """Return the connected seeds with their present weights and alphas; `only_kept` leaves out those that are not fossilized."""
     placed: dict[tuple[str, str], list[Placed]] = defaultdict(list)
     for position, (row, lifecycles) in enumerate(all_lifecycles):
         for slot, backend in lifecycles.occupied():
             if backend.is_connected and (not only_kept or backend.life.stage is Stage.FOSSILIZED):
                 placed[slot, str(backend.life.blueprint)].append((row, position, [backend.alpha]))
-    groups = [_group(slot, banks[slot], blueprint, seeds) for (slot, blueprint), seeds in placed.items()]
+    groups = [_group(slot, seed_storages[slot], blueprint, seeds) for (slot, blueprint), seeds in placed.items()]
     weights = [group.seed_kind.layout.unflatten(group.read("weights")) for group in groups]
     return [group.stacked(own, group.alphas[0], hosts=len(all_lifecycles)) for group, own in zip(groups, weights, strict=True)]
 
 
-def _group(slot: str, bank: SeedStorage, blueprint: str, seeds: Sequence[Placed]) -> SeedGroup:
+def _group(slot: str, storage: SeedStorage, blueprint: str, seeds: Sequence[Placed]) -> SeedGroup:
     """Return the group of these seeds of one kind."""
-    alphas = upload([alphas for _, _, alphas in seeds], bank.place.device, bank.place.dtype).T.contiguous()  # [T, R]
-    return SeedGroup.of(slot, bank, blueprint, [row for row, _, _ in seeds], [position for _, position, _ in seeds], alphas)
+    alphas = upload([alphas for _, _, alphas in seeds], storage.place.device, storage.place.dtype).T.contiguous()  # [T, R]
+    return SeedGroup.of(slot, storage, blueprint, [row for row, _, _ in seeds], [position for _, position, _ in seeds], alphas)
 
 
 def _alphas(lifecycles: SlotLifecycles[RowBackend], steps: int) -> Iterable[tuple[str, str, bool, list[float]]]:

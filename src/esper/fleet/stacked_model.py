@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from esper.fleet.device import upload
-from esper.fleet.optimizers import LossScales, NoLossScales
 from esper.fleet.seed_groups import MakeRowOptimizer, StackedSeed, act
 from esper.fleet.stacked.lowering import Recompute, Stacked, lower
 from esper.fleet.stacked.rows import Layout, ModuleRows
+from esper.gradients import LossScales, NoLossScales
 
 
 class HostStorage:
@@ -73,23 +73,23 @@ class HostStorage:
 class HostGroup:
     """Hosts that train together, in compact copies of their rows. Call `put_back()` last."""
 
-    def __init__(self, bank: HostStorage, rows: Sequence[int], rates: Tensor) -> None:
-        self.bank, self.stacked = bank, bank.stacked
+    def __init__(self, storage: HostStorage, rows: Sequence[int], rates: Tensor) -> None:
+        self.storage, self.stacked = storage, storage.stacked
         self._index = upload(rows, rates.device)
-        self._layout: Layout = bank.rows.parameters.layout
-        self.flat = bank.rows.parameters.read(self._index).requires_grad_()  # [A, P]
-        self._constants = [part.read(self._index) for part in bank.rows.constants]
+        self._layout: Layout = storage.rows.parameters.layout
+        self.flat = storage.rows.parameters.read(self._index).requires_grad_()  # [A, P]
+        self._constants = [part.read(self._index) for part in storage.rows.constants]
         # Views of the copied buffers by name: layers update running statistics in place, and `put_back` writes the copies.
         self._views = {
             name: view
-            for part, copy in zip(bank.rows.constants, self._constants, strict=True)
+            for part, copy in zip(storage.rows.constants, self._constants, strict=True)
             for name, view in part.layout.unflatten(copy).items()
         }
-        self._optimizer = bank.make(self.flat)
+        self._optimizer = storage.make(self.flat)
         self._optimizer.lr.copy_(rates)
         for name, tensor in self._optimizer.state.items():
-            tensor.copy_(bank._moments[name].index_select(0, self._index))
-        self.scales = bank.scales.of(self._index)
+            tensor.copy_(storage._moments[name].index_select(0, self._index))
+        self.scales = storage.scales.of(self._index)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return parameters and buffers by name, [A, ...]; gradients of the parameters flow to `flat`."""
@@ -101,11 +101,11 @@ class HostGroup:
 
     def put_back(self) -> None:
         """Write weights, buffers, moments and loss scales back to the storage."""
-        self.bank.rows.write(self._index, [self.flat.detach(), *self._constants])
+        self.storage.rows.write(self._index, [self.flat.detach(), *self._constants])
         for name, tensor in self._optimizer.state.items():
-            self.bank._moments[name].index_copy_(0, self._index, tensor)
+            self.storage._moments[name].index_copy_(0, self._index, tensor)
         for name, tensor in self.scales.tensors.items():
-            self.bank.scales.tensors[name].index_copy_(0, self._index, tensor)
+            self.storage.scales.tensors[name].index_copy_(0, self._index, tensor)
 
 
 Watch = Callable[[str, Tensor], Tensor]  # called with a slot and its activations before any seed; returns those to continue with

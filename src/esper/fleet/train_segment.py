@@ -69,8 +69,11 @@ class TrainSegment:
     def run(self, batches: Tensor) -> Tensor:
         """Train on the samples of `batches` [T, B, A], given by number. Return the losses [T, A], on the device."""
         losses = torch.zeros(len(batches), len(self.plan.rows), device=batches.device, dtype=self._group.flat.dtype)
+        # Divide the steps into runs with the same active probes: every step of a run is the same program.
+        active = [[probe for probe in self.plan.probes if step in probe.window] for step in range(len(batches))]
         done = 0
-        for probes, steps in self._sections(len(batches)):
+        for probes, run in groupby(active):
+            steps = len(list(run))
             self._repeat(partial(self._step, batches, losses, probes), steps)
             done += steps
             for probe in probes:
@@ -79,11 +82,6 @@ class TrainSegment:
         for learner in (self.plan.connected, self.plan.in_shadow, self._group):
             learner.put_back()
         return losses
-
-    def _sections(self, steps: int) -> list[tuple[list[RowProbe], int]]:
-        """Divide the steps into runs with the same active probes. Return the probes and the number of steps of each run."""
-        active = [[probe for probe in self.plan.probes if step in probe.window] for step in range(steps)]
-        return [(probes, len(list(run))) for probes, run in groupby(active)]
 
     def _step(self, batches: Tensor, all_losses: Tensor, probes: Sequence[RowProbe]) -> None:
         """Take one training step. All its inputs and results are tensors that stay in place, so that it can be replayed."""
@@ -119,7 +117,12 @@ class TrainSegment:
         learning = [self._group.flat, *([seeds.flat] if len(seeds) else [])]
         caught = [h for probe in probes for h in probe.caught]  # activations that the probes need the gradient of
         gradients = torch.autograd.grad(self._group.scales.scaled(losses).sum(), [*learning, *caught])
-        _answer(probes, [self._group.scales.unscaled(gradient) for gradient in gradients[len(learning) :]])
+        # Give every probe the gradients of the activations it caught.
+        left = [self._group.scales.unscaled(gradient) for gradient in gradients[len(learning) :]]
+        for probe in probes:
+            count = len(probe.caught)
+            probe.ask(left[:count])
+            left = left[count:]
         return [losses.detach(), *gradients[: len(learning)]]
 
     def _watch(self, probes: Sequence[RowProbe]) -> Watch | None:
@@ -145,14 +148,6 @@ def _means(parts: Iterable[list[Tensor]]) -> list[Tensor]:
         for tensor, own in zip(total, part, strict=True):
             tensor += own
     return total if count == 1 else [tensor.div_(count) for tensor in total]
-
-
-def _answer(probes: Sequence[RowProbe], gradients: Sequence[Tensor]) -> None:
-    """Give every probe the gradients of the activations it caught. `gradients` has those of all probes, in order."""
-    for probe in probes:
-        count = len(probe.caught)
-        probe.ask(gradients[:count])
-        gradients = gradients[count:]
 
 
 class _Shadow:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from esper.league import ratings, rules
+from esper.league import ratings
 from esper.league.config import LeagueConfig
 from esper.league.ratings import Rating
 from esper.league.record import TableRow, WinRecord, WinTable, check_pair, in_order
@@ -34,13 +34,14 @@ EntryKind = Literal["anchor", "candidate", "member", "retired"]
 LEARNER = "learner"
 VERSION = 2  # of the saved state; higher versions are refused. Records of version 1 have no maps
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # names become file names
+_NEWCOMER = Rating().ordinal  # stands in for a missing rating
 
 
 class LeagueError(ValueError):
     """A request that a league refuses, or a saved league that cannot be read. The message says why and what to do."""
 
 
-class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class LeagueEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One player of the league."""
 
     name: str
@@ -48,24 +49,24 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step: int | None = None  # step of the learner when the player entered, counted as in events; None for anchors
 
 
-class Recent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RecentScore(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The learner's score against one opponent. Older battles weigh less."""
 
     points: float = 0.0
     battles: float = 0.0
 
-    def then(self, record: WinRecord, *, memory: int) -> Recent:
+    def then(self, record: WinRecord, *, memory: int) -> RecentScore:
         """Return the score after more battles, scaled down so that at most `memory` battles count."""
         points, battles = self.points + record.points, self.battles + record.battles
         scale = min(1.0, memory / battles)
-        return Recent(points * scale, battles * scale)
+        return RecentScore(points * scale, battles * scale)
 
     @property
     def score(self) -> float:
         return self.points / self.battles
 
 
-class Settled(msgspec.Struct, frozen=True):
+class TrialResult(msgspec.Struct, frozen=True):
     """Result of a candidate's trial: whether it was promoted, and which members retired."""
 
     is_promoted: bool
@@ -79,10 +80,10 @@ class LeagueState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: int
     config: LeagueConfig
     is_rated: bool
-    entries: list[Entry]
+    entries: list[LeagueEntry]
     table: list[TableRow]
     ratings: dict[str, Rating]
-    recent: dict[str, Recent]
+    recent: dict[str, RecentScore]
 
 
 class League:
@@ -98,18 +99,18 @@ class League:
         if self.is_rated and not ratings.is_available():
             raise ImportError(f"a league with ratings needs openskill; {ratings.HOW_TO_INSTALL}")
         self.table = WinTable()
-        self._entries: dict[str, Entry] = {}  # anchors first, then past selves; members in the order of their promotion
+        self._entries: dict[str, LeagueEntry] = {}  # anchors first, then past selves; members in the order of their promotion
         self._weights: dict[str, dict[str, Tensor]] = {}  # weights of candidates and members
         self._ratings: dict[str, Rating] = {}
-        self._recent: dict[str, Recent] = {}
+        self._recent: dict[str, RecentScore] = {}
         for name in anchors:
             self._check_is_free(name)
-            self._entries[name] = Entry(name, "anchor")
+            self._entries[name] = LeagueEntry(name, "anchor")
 
     # Queries
 
     @property
-    def entries(self) -> tuple[Entry, ...]:
+    def entries(self) -> tuple[LeagueEntry, ...]:
         return tuple(self._entries.values())
 
     @property
@@ -131,7 +132,7 @@ class League:
         """Weights of all candidates and members, on the CPU. Do not change them in place."""
         return dict(self._weights)
 
-    def entry(self, name: str) -> Entry:
+    def entry(self, name: str) -> LeagueEntry:
         if name not in self._entries:
             raise LeagueError(f"there is no player {name!r} in the league; it has {sorted(self._entries)}")
         return self._entries[name]
@@ -149,7 +150,7 @@ class League:
     def opponents(self, names: Iterable[str] | None = None) -> dict[str, float]:
         """Return the probability of each of `names`, by default all members, to be drawn as the learner's opponent."""
         scores = {name: self.learner_score(name) for name in (self.members if names is None else names)}
-        return rules.opponent_weights(scores, power=self.config.hardness_power, floor=self.config.hardness_floor)
+        return opponent_weights(scores, power=self.config.hardness_power, floor=self.config.hardness_floor)
 
     # Changes
 
@@ -161,7 +162,7 @@ class League:
         if not weights:
             raise LeagueError(f"{name!r} has no weights; give its state_dict()")
         self._weights[name] = {key: tensor.detach().cpu().clone() for key, tensor in weights.items()}
-        self._entries[name] = Entry(name, "candidate", step)
+        self._entries[name] = LeagueEntry(name, "candidate", step)
 
     def record(self, player: str, opponent: str, record: WinRecord) -> None:
         """Add battles between two players, counted from the side of `player`. One of them may be `LEARNER`."""
@@ -173,19 +174,19 @@ class League:
             return
         if LEARNER in (player, opponent):
             other, from_learner = (opponent, record) if player == LEARNER else (player, record.reversed())
-            self._recent[other] = self._recent.get(other, Recent()).then(from_learner, memory=self.config.memory)
+            self._recent[other] = self._recent.get(other, RecentScore()).then(from_learner, memory=self.config.memory)
             return
         first, second, ordered = in_order(player, opponent, record)
         if self.is_rated:
-            self._rate(first, second, ordered)
+            self._update_ratings(first, second, ordered)
         self.table.add(first, second, ordered)
 
-    def _rate(self, first: str, second: str, record: WinRecord) -> None:
+    def _update_ratings(self, first: str, second: str, record: WinRecord) -> None:
         """Update the ratings of both players; only the candidate's if one of them is a candidate.
 
         The opponents of a candidate are rated when it becomes a member (`_rate_opponents`), so a rejected candidate leaves no trace.
         """
-        after = ratings.rated(self._ratings.get(first, Rating()), self._ratings.get(second, Rating()), record)
+        after = ratings.rate_match(self._ratings.get(first, Rating()), self._ratings.get(second, Rating()), record)
         candidates = [name for name in (first, second) if self.entry(name).kind == "candidate"]
         for name, rating in zip((first, second), after, strict=True):
             if not candidates or name in candidates:
@@ -197,9 +198,9 @@ class League:
         for other in (entry.name for entry in self.entries if entry.kind in ("anchor", "member") and entry.name != name):
             record = self.table.between(name, other)
             if record.battles:
-                self._ratings[other] = ratings.rated(own, self._ratings.get(other, Rating()), record)[1]
+                self._ratings[other] = ratings.rate_match(own, self._ratings.get(other, Rating()), record)[1]
 
-    def settle(self, name: str) -> Settled:
+    def settle(self, name: str) -> TrialResult:
         """Decide on a candidate after its trial: promote it to member, or remove it.
 
         Promotion retires the least useful members while the league is larger than `config.size`. Raises LeagueError if the candidate has
@@ -213,15 +214,15 @@ class League:
         if against is not None and not against.battles:
             raise LeagueError(f"{name!r} has not met the best member, {best!r}; let them play and record it first")
         reason = "it is the first" if against is None else f"{against} against {best}, needed from {100 * at:.1f} % on"
-        if not rules.is_promoted(against, promote_at=at):
-            self._forget(name)
-            return Settled(False, reason)
+        if not is_promoted(against, promote_at=at):
+            self._remove_candidate(name)
+            return TrialResult(False, reason)
         # Delete and insert again, so that the new member comes last: `best` relies on that order.
         del self._entries[name]
-        self._entries[name] = Entry(name, "member", entry.step)
+        self._entries[name] = LeagueEntry(name, "member", entry.step)
         if self.is_rated:
             self._rate_opponents(name)
-        leaving = rules.retirements(
+        leaving = retirements(
             self.members,
             size=self.config.size,
             learner_scores={member: recent.score for member, recent in self._recent.items()},
@@ -230,7 +231,7 @@ class League:
         )
         for member in leaving:
             self._retire(member)
-        return Settled(True, reason, tuple(leaving))
+        return TrialResult(True, reason, tuple(leaving))
 
     # State
 
@@ -272,7 +273,10 @@ class League:
         league._ratings, league._recent = dict(saved.ratings), dict(saved.recent)
         if weights is not None:
             playing = [entry.name for entry in saved.entries if entry.kind in ("candidate", "member")]
-            league._weights = {name: _weights_of(name, weights) for name in playing}
+            missing = [name for name in playing if name not in weights]
+            if missing:
+                raise LeagueError(f"the weights of {missing[0]!r} are missing; only those of {sorted(weights)} are given")
+            league._weights = {name: dict(weights[name]) for name in playing}
         return league
 
     def _names(self, kind: EntryKind) -> tuple[str, ...]:
@@ -289,11 +293,11 @@ class League:
 
     def _retire(self, name: str) -> None:
         """Remove a member's weights. Its results stay in the table."""
-        self._entries[name] = Entry(name, "retired", self._entries[name].step)
+        self._entries[name] = LeagueEntry(name, "retired", self._entries[name].step)
         del self._weights[name]
         self._recent.pop(name, None)
 
-    def _forget(self, name: str) -> None:
+    def _remove_candidate(self, name: str) -> None:
         """Remove a candidate and all its results."""
         self.table.remove(name)
         del self._entries[name], self._weights[name]
@@ -301,10 +305,52 @@ class League:
         self._recent.pop(name, None)
 
 
-def _weights_of(name: str, weights: Mapping[str, Weights]) -> dict[str, Tensor]:
-    if name not in weights:
-        raise LeagueError(f"the weights of {name!r} are missing; only those of {sorted(weights)} are given")
-    return dict(weights[name])
+# Rules of the league, as pure functions
+
+
+def is_promoted(against_best: WinRecord | None, *, promote_at: float) -> bool:
+    """Return whether a candidate becomes a member: if the lower end of the 95 % interval of its score against the best member is at least
+    `promote_at`, or if there is no member yet (None)."""
+    return against_best is None or against_best.interval().low >= promote_at
+
+
+def least_useful(members: Sequence[str], *, learner_scores: Mapping[str, float], ordinals: Mapping[str, float], beaten_at: float) -> str:
+    """Return the member that teaches the learner least. `members` are ordered by promotion, oldest first.
+
+    It is the lowest rated of those against whom the learner scores at least `beaten_at`; among equals the oldest. If there are none, it is
+    the oldest member. The newest member is the best one and is never returned.
+    """
+    if len(members) < 2:
+        raise ValueError(f"the best member never leaves, and there are only {list(members)}")
+    older = members[:-1]
+    beaten = [name for name in older if learner_scores.get(name, 0.0) >= beaten_at]
+    return min(beaten, key=lambda name: ordinals.get(name, _NEWCOMER)) if beaten else older[0]
+
+
+def retirements(
+    members: Sequence[str], *, size: int, learner_scores: Mapping[str, float], ordinals: Mapping[str, float], beaten_at: float
+) -> list[str]:
+    """Return the members that retire, in order, so that at most `size` stay."""
+    staying, leaving = list(members), list[str]()
+    while len(staying) > size:
+        leaving.append(least_useful(staying, learner_scores=learner_scores, ordinals=ordinals, beaten_at=beaten_at))
+        staying.remove(leaving[-1])
+    return leaving
+
+
+def opponent_weights(scores: Mapping[str, float | None], *, power: float, floor: float) -> dict[str, float]:
+    """Return the probability of each opponent to be drawn, by how hard it is for the learner: prioritised fictitious self-play.
+
+    `scores` are the learner's scores; an opponent that it has not met (None) counts as even (0.5). The result sums to 1.
+
+    >>> opponent_weights({"easy": 1.0, "even": 0.5, "new": None}, power=1.0, floor=0.25)
+    {'easy': 0.2, 'even': 0.4, 'new': 0.4}
+    """
+    weights = {name: max((1 - (0.5 if score is None else score)) ** power, floor) for name, score in scores.items()}
+    total = sum(weights.values())
+    if total == 0:  # the learner beats all of them always, and the floor is 0
+        return dict.fromkeys(weights, 1 / len(weights)) if weights else {}
+    return {name: weight / total for name, weight in weights.items()}
 
 
 def _with_article(kind: EntryKind) -> str:

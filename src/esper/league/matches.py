@@ -1,4 +1,4 @@
-"""Matches: battles of one player against one or several rivals.
+"""Matches: battles of one player against one or several rivals, and the replay of one of them.
 
 On every map the player fights two battles against each rival, one from each side. No two pairs of battles of the same players share a map,
 because players that choose the likeliest action would repeat the same battle. All rivals meet the player on the same maps. Confidence
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 import torch
@@ -21,12 +22,13 @@ from esper.arena.arena import Arena, StepResult
 from esper.arena.bots import Bot
 from esper.arena.config import ArenaConfig
 from esper.arena.recorder import Recorder
-from esper.league.players import BotPlayer, Player, PolicyPlayer, join, side_rows
+from esper.league.players import BotPlayer, Player, PolicyPlayer, join_actions, side_rows
 from esper.league.record import WinRecord
 from esper.rl.policy import Policy
 from esper.rng import Streams
 
 Contender = str | Policy  # name of a bot, or a policy
+_RECORDED = 8  # battles recorded at the same time, in search of one that the first player wins
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class MatchResult:
     points: tuple[float, ...]  # points of each battle: 1, 1/2 or 0; battles 2i and 2i + 1 share a map
 
 
-def unseen(purpose: str, seed: int) -> int:
+def seed_of_unseen_maps(purpose: str, seed: int) -> int:
     """Return the arena seed for a purpose such as "evaluation".
 
     It is derived from a label, so its maps differ from those of any run, whatever seed the run was given.
@@ -63,7 +65,7 @@ class MatchArena:
         paired = msgspec.structs.replace(config, battles=rivals * config.battles, maps=config.battles // 2, battles_per_map=2 * rivals)
         self.arena = Arena(paired, seed=seed, device=device)
 
-    def open(self, seed: int) -> None:
+    def use_maps(self, seed: int) -> None:
         """Use the maps of another seed from now on."""
         self.seed = seed
         self.arena.reset(seed)
@@ -75,14 +77,14 @@ class MatchArena:
         *,
         on_step: Callable[[StepResult], None] | None = None,
         recorders: Sequence[Recorder] = (),
-        draws: bool = False,
+        sample: bool = False,
     ) -> MatchResult:
         """Play a match between two players and return the result of the first.
 
-        The first player is the first team in battles with an even index. Policies take the likeliest actions, or sample them with `draws`.
+        The first player is the first team in battles with an even index. Policies take the likeliest actions, or sample them with `sample`.
         `recorders` must be new and belong to `self.arena`; they record their battles from beginning to end.
         """
-        return self.play_all(first, [second], on_step=on_step, recorders=recorders, draws=draws)[0]
+        return self.play_all(first, [second], on_step=on_step, recorders=recorders, sample=sample)[0]
 
     def play_all(
         self,
@@ -91,7 +93,7 @@ class MatchArena:
         *,
         on_step: Callable[[StepResult], None] | None = None,
         recorders: Sequence[Recorder] = (),
-        draws: bool = False,
+        sample: bool = False,
     ) -> list[MatchResult]:
         """Play against all rivals at the same time and return the result against each. The arguments are those of `play`."""
         if len(rivals) != self.rivals:
@@ -101,16 +103,16 @@ class MatchArena:
         battles = torch.arange(config.battles, device=arena.device)
         # The player is on alternating sides of all battles; each rival is on the other side of its own battles.
         side = battles % 2
-        players = [self._make_player(first, side_rows(battles, side, team_size=config.team_size), 1, draws=draws)]
+        players = [self._make_player(first, side_rows(battles, side, team_size=config.team_size), 1, sample=sample)]
         for number, rival in enumerate(rivals):
             theirs = battles[battles // 2 % self.rivals == number]
             rows = side_rows(theirs, 1 - side[theirs], team_size=config.team_size)
-            players.append(self._make_player(rival, rows, 2 + number, draws=draws))
+            players.append(self._make_player(rival, rows, 2 + number, sample=sample))
         tally = Tally(config.battles, arena.device)
         for recorder in recorders:
             recorder.begin()
         for decision in range(config.decisions):
-            actions = join([(player.rows, player.act(result)) for player in players], config.battles * config.units)
+            actions = join_actions([(player.rows, player.act(result)) for player in players], config.battles * config.units)
             result = arena.step(actions)
             tally.add(result, side)
             for recorder in recorders:
@@ -123,11 +125,11 @@ class MatchArena:
         arena.check()
         return tally.results(self.rivals)
 
-    def _make_player(self, contender: Contender, rows: Tensor, number: int, *, draws: bool) -> Player:
+    def _make_player(self, contender: Contender, rows: Tensor, number: int, *, sample: bool) -> Player:
         streams = Streams(self.seed).spawn(f"match player {number}")
         if isinstance(contender, str):
             return BotPlayer(Bot(contender, self.arena, seed=streams.integer("bot")), rows)
-        generator = streams.torch("actions", contender.device) if draws else None
+        generator = streams.torch("actions", contender.device) if sample else None
         return PolicyPlayer(contender, rows, units=self.config.units, generator=generator)
 
 
@@ -167,3 +169,60 @@ class Tally:
 def _record(points: Sequence[float]) -> WinRecord:
     """Return the record of battles that share no map with each other."""
     return WinRecord(wins=points.count(1.0), draws=points.count(0.5), losses=points.count(0.0))
+
+
+# Replays
+
+
+@dataclass(frozen=True)
+class RecordedMatch:
+    """The result of a match and the replay of one of its battles. `path` is None if no battle was the wanted one."""
+
+    result: MatchResult
+    path: Path | None
+    battle: int | None  # index of the recorded battle
+    winner: int | None  # team that won it; None: a draw
+
+
+def play_and_record(
+    config: ArenaConfig,
+    first: Contender,
+    second: Contender,
+    *,
+    seed: int,
+    path: Path | str,
+    battle: int | None = None,
+    names: tuple[str, str] | None = None,
+    device: torch.device | str = "cpu",
+    on_step: Callable[[StepResult], None] | None = None,
+    sample: bool = False,
+) -> RecordedMatch:
+    """Play a match as `MatchArena.play` does and save the replay of one battle: `battle`, or one that the first player won.
+
+    `names` are the names of the two players in the replay.
+    """
+    match_arena = MatchArena(config, seed=seed, device=device)
+    names = names or (_name(first), _name(second))
+    watched = range(min(_RECORDED, config.battles)) if battle is None else [battle]
+    recorders = [_recorder(match_arena, index, names) for index in watched]
+    result = match_arena.play(first, second, on_step=on_step, recorders=recorders, sample=sample)
+    wanted = result.won if battle is None else (battle,)
+    kept = next((recorder for recorder in recorders if recorder.battle in wanted), None)
+    if kept is None and wanted:
+        # The first player won, but in a battle that was not recorded. Play again: the same seed gives the same battles.
+        kept = _recorder(match_arena, wanted[0], names)
+        match_arena.play(first, second, recorders=[kept], sample=sample)
+        if kept.winner != kept.battle % 2:
+            return RecordedMatch(result, None, None, None)
+    if kept is None:
+        return RecordedMatch(result, None, None, None)
+    return RecordedMatch(result, kept.write(path), kept.battle, kept.winner)
+
+
+def _recorder(match_arena: MatchArena, battle: int, names: tuple[str, str]) -> Recorder:
+    """Return a recorder of one battle. The first player is the first team in battles with an even index."""
+    return Recorder(match_arena.arena, battle, teams=names if battle % 2 == 0 else (names[1], names[0]))
+
+
+def _name(player: Contender) -> str:
+    return player if isinstance(player, str) else "policy"

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from esper.arena.config import ArenaConfig
 from esper.arena.env import observation_spec
-from esper.arena.layout import parts, state_width
+from esper.arena.observe import parts, state_width
 from esper.arena.orders import action_spec
-from esper.league.training_config import ArenaTrainConfig, UnitNetworkConfig
+from esper.league.config import ArenaTrainConfig, UnitNetworkConfig
 from esper.rl.config import NetworkConfig
 from esper.rl.distributions import ActionDistribution
 from esper.rl.networks import Dense, initialize, mlp
@@ -88,13 +88,13 @@ class UnitActor(nn.Module):
         return outputs
 
 
-class Parts(NamedTuple):
+class UnitNetworkParts(NamedTuple):
     encoder: UnitEncoder
     actor: UnitActor
     critic: nn.Sequential
 
 
-def make_parts(config: UnitNetworkConfig, network: NetworkConfig, arena: ArenaConfig, *, generator: torch.Generator) -> Parts:
+def make_parts(config: UnitNetworkConfig, network: NetworkConfig, arena: ArenaConfig, *, generator: torch.Generator) -> UnitNetworkParts:
     """Make encoder, actor and critic, initialised with `generator`."""
     with torch.random.fork_rng(devices=[]):  # constructors of torch's layers draw from the global generator; keep it unchanged
         encoder = UnitEncoder(config, arena)
@@ -105,7 +105,7 @@ def make_parts(config: UnitNetworkConfig, network: NetworkConfig, arena: ArenaCo
         initialize(module, generator)
     initialize(actor.layers[-1], generator, gain=_NEARLY_UNIFORM)
     initialize(critic[-1], generator, gain=1.0)
-    return Parts(encoder, actor, critic)
+    return UnitNetworkParts(encoder, actor, critic)
 
 
 def make_policy(

@@ -76,7 +76,10 @@ class PolicyPlayer:
         if not self.is_elsewhere:
             return actions
         moved = self._back.move(actions)
-        torch.cuda.synchronize()  # wait, because the next transfer reuses these buffers
+        # Wait for the transfers, because the next ones reuse their buffers.
+        for device in (self.policy.device, self.rows.device):
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
         return moved
 
     @torch.no_grad()
@@ -89,7 +92,7 @@ class PolicyPlayer:
         noise = None if self.generator is None else distribution.noise((len(self.rows),), self.generator)
         return distribution.actions(distribution.choose(policy.decide(features), masks, noise))
 
-    def forget(self) -> None:
+    def reset_memory(self) -> None:
         """Reset the recurrent state of all rows, because the policy has changed."""
         self.state = self.policy.initial_state(len(self.rows))
 
@@ -106,7 +109,7 @@ def side_rows(battles: Tensor, sides: Tensor, *, team_size: int) -> Tensor:
     return (first.unsqueeze(1) + torch.arange(team_size, device=battles.device)).flatten()
 
 
-def join(actions: list[tuple[Tensor, Actions]], rows: int) -> Actions:
+def join_actions(actions: list[tuple[Tensor, Actions]], rows: int) -> Actions:
     """Return the actions of all `rows` units, given the (rows, actions) of every player."""
     joined: Actions = {}
     for name, value in actions[0][1].items():

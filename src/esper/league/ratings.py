@@ -7,7 +7,7 @@ Two limits keep ratings from becoming too certain. A match counts as at most `MA
 battles of the same two players say nothing about how they do against others. And sigma never falls below `LEAST_SIGMA`, so ratings keep
 moving as other players join. Past selves do not change, so openskill's own drift (tau) is off.
 
-openskill is imported on first use: without it, everything except `rated` works.
+openskill is imported on first use: without it, everything except `rate_match` works.
 """
 
 from __future__ import annotations
@@ -54,20 +54,20 @@ def is_available() -> bool:
     return importlib.util.find_spec("openskill") is not None
 
 
-def rated(player: Rating, opponent: Rating, record: WinRecord) -> tuple[Rating, Rating]:
+def rate_match(player: Rating, opponent: Rating, record: WinRecord) -> tuple[Rating, Rating]:
     """Return both ratings after a match. `record` is from the side of `player`. The same match always gives the same ratings."""
     model = _model()
     ours, theirs = (model.create_rating([rating.mu, rating.sigma]) for rating in (player, opponent))
-    for outcome in spread(shrunk(record, MATCH_BATTLES)):
+    for outcome in spread_outcomes(shrink_record(record, MATCH_BATTLES)):
         [[ours], [theirs]] = model.rate([[ours], [theirs]], ranks=_RANKS[outcome])
         ours.sigma, theirs.sigma = max(ours.sigma, LEAST_SIGMA), max(theirs.sigma, LEAST_SIGMA)
     return Rating(ours.mu, ours.sigma), Rating(theirs.mu, theirs.sigma)
 
 
-def shrunk(record: WinRecord, battles: int) -> WinRecord:
+def shrink_record(record: WinRecord, battles: int) -> WinRecord:
     """Scale a record down to at most `battles` battles, rounding by largest remainders.
 
-    >>> shrunk(WinRecord(wins=300, draws=100, losses=112), 32)
+    >>> shrink_record(WinRecord(wins=300, draws=100, losses=112), 32)
     WinRecord(wins=19, draws=6, losses=7)
     """
     if record.battles <= battles:
@@ -81,12 +81,12 @@ def shrunk(record: WinRecord, battles: int) -> WinRecord:
     return WinRecord(wins, draws, losses)
 
 
-def spread(record: WinRecord) -> list[Outcome]:
+def spread_outcomes(record: WinRecord) -> list[Outcome]:
     """Return the battles one by one, with each outcome spread evenly over the match.
 
     Later battles weigh more in a rating, and a record does not say in which order the battles were fought.
 
-    >>> spread(WinRecord(wins=3, draws=1, losses=1))
+    >>> spread_outcomes(WinRecord(wins=3, draws=1, losses=1))
     ['win', 'draw', 'loss', 'win', 'win']
     """
     counts: tuple[tuple[Outcome, int], ...] = (("draw", record.draws), ("loss", record.losses), ("win", record.wins))

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,29 +24,19 @@ from esper.arena.arena import Arena, StepResult
 from esper.arena.bots import BOTS, Bot
 from esper.arena.env import ends, observation_spec, unit_rows
 from esper.arena.rewards import Rewards
-from esper.league.dealing import SELF, deal, is_seat
+from esper.league.config import ArenaTrainConfig
 from esper.league.events import LeagueChanged, RoundFought
 from esper.league.league import LEARNER, League
 from esper.league.network import make_player
-from esper.league.opponent_slots import OpponentSlot, OpponentSlots
-from esper.league.players import BotPlayer, Player, PolicyPlayer, join, side_rows
+from esper.league.opponents import SELF, OpponentGroup, OpponentSlot, OpponentSlots, divide_battles, is_slot
+from esper.league.players import BotPlayer, Player, PolicyPlayer, join_actions, side_rows
 from esper.league.record import WinRecord
-from esper.league.training_config import ArenaTrainConfig
 from esper.league.trials import Trials
 from esper.parallel import ALONE, Group
 from esper.rl.policy import Policy
 from esper.rng import Streams
 from esper.runs import Event
 from esper.vecenv import Actions, Timestep
-
-
-@dataclass
-class OpponentGroup:
-    """The battles that the learner fights against one opponent. `opponent` is None where the learner plays both sides."""
-
-    name: str  # name of a bot, name of an opponent slot ("seat 0"), or "self"
-    battles: Tensor  # [n] indices of the battles
-    opponent: Player | None
 
 
 class SelfPlay:
@@ -66,7 +55,8 @@ class SelfPlay:
         group: Group = ALONE,
     ) -> None:
         self.config, self.on_event, self.group = config, on_event, group
-        dealt = deal(config.selfplay, config.arena.battles)  # first, because it may raise and the arena takes a while to make its maps
+        # Divide the battles first: that may raise, and the arena takes a while to make its maps.
+        counts = divide_battles(config.selfplay, config.arena.battles)
         self.arena = Arena(config.arena, seed=seed, device=device, compile=config.compile)
         self.device = device = self.arena.device
         self.streams = Streams(seed).spawn("self-play")
@@ -76,16 +66,16 @@ class SelfPlay:
         self.side = torch.arange(config.arena.battles, device=device) % 2  # [B] side of the learner in battles against an opponent
         self.learner: Policy | None = None
         # Each opponent group gets a range of neighbouring battles.
-        ranges = torch.split(torch.arange(config.arena.battles, device=device), list(dealt.values()))
-        self.tables = [
-            OpponentGroup(name, battles, self._make_opponent(name, battles)) for name, battles in zip(dealt, ranges, strict=True)
+        ranges = torch.split(torch.arange(config.arena.battles, device=device), list(counts.values()))
+        self.opponent_groups = [
+            OpponentGroup(name, battles, self._make_opponent(name, battles)) for name, battles in zip(counts, ranges, strict=True)
         ]
-        self.table_of = torch.cat([torch.full_like(table.battles, index) for index, table in enumerate(self.tables)])  # [B] group index
+        self.group_of = torch.cat([torch.full_like(battles, index) for index, battles in enumerate(ranges)])  # [B] group index
         self.opponent_slots = self._make_opponent_slots()
         self.rows = self._learning_rows()  # [N] indices into the B·U units
         self.num_envs = len(self.rows)
         self.results = torch.zeros(
-            len(self.tables), 3, dtype=torch.int64, device=device
+            len(self.opponent_groups), 3, dtype=torch.int64, device=device
         )  # per group: won, drawn, lost since the last round
         self.decisions = 0  # taken by every row so far
         self.updates = 0
@@ -101,18 +91,21 @@ class SelfPlay:
             return None
         arena = self.config.arena
         rows = side_rows(battles, 1 - self.side[battles], team_size=arena.team_size)
-        if not is_seat(name):
+        if not is_slot(name):
             return BotPlayer(Bot(name, self.arena, seed=self.streams.integer(name)), rows)
         device = torch.device(self.config.selfplay.opponent_device or self.device)
         policy = make_player(self.config, device=device)
-        return PolicyPlayer(policy, rows, units=arena.units, generator=self.streams.torch(name, device))
+        label = name.replace("slot", "seat")  # random streams keep the labels of earlier versions, so that their runs can be resumed
+        return PolicyPlayer(policy, rows, units=arena.units, generator=self.streams.torch(label, device))
 
     def _make_opponent_slots(self) -> OpponentSlots:
         config = self.config
         # By default a past self stays as long as the longest battle, rounded up to whole rollouts.
-        rollouts = config.selfplay.seat_rollouts or -(-config.arena.decisions // config.ppo.num_steps)
+        rollouts = config.selfplay.slot_rollouts or -(-config.arena.decisions // config.ppo.num_steps)
         slots = {
-            table.name: OpponentSlot(table.opponent, table.battles) for table in self.tables if isinstance(table.opponent, PolicyPlayer)
+            group.name: OpponentSlot(group.opponent, group.battles)
+            for group in self.opponent_groups
+            if isinstance(group.opponent, PolicyPlayer)
         }
         return OpponentSlots(slots, rollouts=rollouts, battles=config.arena.battles, device=self.device)
 
@@ -120,11 +113,11 @@ class SelfPlay:
         """Return the units that the learner drives [N]: one side of most battles, both sides where it plays itself."""
         team_size = self.config.arena.team_size
         rows = []
-        for table in self.tables:
-            side = self.side[table.battles]
-            rows.append(side_rows(table.battles, side, team_size=team_size))
-            if table.opponent is None:
-                rows.append(side_rows(table.battles, 1 - side, team_size=team_size))
+        for group in self.opponent_groups:
+            side = self.side[group.battles]
+            rows.append(side_rows(group.battles, side, team_size=team_size))
+            if group.opponent is None:
+                rows.append(side_rows(group.battles, 1 - side, team_size=team_size))
         return torch.cat(rows)
 
     def attach(self, learner: Policy) -> None:
@@ -148,8 +141,8 @@ class SelfPlay:
             self._between_rollouts()
         # Join the learner's actions with those of all opponents, so that every unit has one.
         chosen = [(self.rows, actions)]
-        chosen += [(table.opponent.rows, table.opponent.act(self.result)) for table in self.tables if table.opponent is not None]
-        result = self.arena.step(join(chosen, self.config.arena.battles * self.config.arena.units))
+        chosen += [(group.opponent.rows, group.opponent.act(self.result)) for group in self.opponent_groups if group.opponent is not None]
+        result = self.arena.step(join_actions(chosen, self.config.arena.battles * self.config.arena.units))
         self.decisions += 1
         self._count(result)
         assert result.parts is not None  # it is None only after a reset
@@ -174,7 +167,7 @@ class SelfPlay:
         """Add the battles that ended in this step to `results`, on the device."""
         outcome = torch.where(result.winner == -1, 1, torch.where(result.winner == self.side, 0, 2))  # [B] 0 won, 1 drawn, 2 lost
         counts = result.ended & self.opponent_slots.is_credited(result.last[:, 0], self.decisions)
-        self.results.view(-1).scatter_add_(0, self.table_of * 3 + outcome, counts.long())
+        self.results.view(-1).scatter_add_(0, self.group_of * 3 + outcome, counts.long())
 
     def close(self) -> None:
         pass
@@ -189,15 +182,15 @@ class SelfPlay:
         self.updates += 1
         self.arena.check()
         # Read all numbers in one transfer: parts of the reward, overflow, and won / drawn / lost of every group.
-        parts = (self.paid / self.num_envs, self.arena.state.contest.overflow.sum().view(1), self.results.view(-1))
+        parts = (self.paid / self.num_envs, self.arena.state.status.overflow.sum().view(1), self.results.view(-1))
         numbers = torch.cat([part.double() for part in parts]).tolist()
         overflow, *counts = map(int, numbers[len(Rewards._fields) :])
         self.results.zero_()
         self.paid.zero_()
         # Results of this rank by opponent. A past self may fill several slots; an empty slot is filled by a copy of the learner.
         records: dict[str, WinRecord] = {}
-        for index, table in enumerate(self.tables):
-            name = (self.opponent_slots.name(table.name) or LEARNER) if is_seat(table.name) else table.name
+        for index, group in enumerate(self.opponent_groups):
+            name = (self.opponent_slots.name(group.name) or LEARNER) if is_slot(group.name) else group.name
             won, drawn, lost = counts[3 * index : 3 * index + 3]
             records[name] = records.get(name, WinRecord()) + WinRecord(won, drawn, lost)
         # Every rank records the results of all ranks. Battles of the learner against itself say nothing.
@@ -231,16 +224,16 @@ class SelfPlay:
         assert self.learner is not None
         name = f"update-{self.updates}"
         step = self.decisions * self.num_envs * self.group.world_size  # counted as the learner counts steps
-        self.league, settled, against = self.trials.enter(self.league, name, step, self.learner)
+        self.league, result, against = self.trials.enter(self.league, name, step, self.learner)
         if self.group.rank:
             return  # only rank 0 reports it
         self.on_event(
             LeagueChanged(
                 update=self.updates,
                 name=name,
-                is_promoted=settled.is_promoted,
-                reason=settled.reason,
-                retired=list(settled.retired),
+                is_promoted=result.is_promoted,
+                reason=result.reason,
+                retired=list(result.retired),
                 against=_plain(against),
             )
         )
@@ -257,7 +250,7 @@ class SelfPlay:
             "league": self.league.to_state() if is_first else None,
             "members": self.league.weights if is_first else {},
             "seats": self.opponent_slots.state_dict(),
-            "seated": [self._opponent_state(table.opponent) for table in self.tables],
+            "seated": [self._opponent_state(group.opponent) for group in self.opponent_groups],
             "results": self.results.clone(),
             "paid": self.paid.clone(),
             "counters": {"steps": self.decisions, "updates": self.updates, "overflow": self.overflow},
@@ -274,8 +267,8 @@ class SelfPlay:
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self.arena.load_state_dict(saved["arena"])
         self.streams.load_state_dict(saved["streams"])
-        state, members = self.group.first(lambda: (saved["league"], saved["members"]))
-        self.league = League.from_state(state, members, config=self.config.league)
+        league, members = self.group.first(lambda: (saved["league"], saved["members"]))
+        self.league = League.from_state(league, members, config=self.config.league)
         self.opponent_slots.load_state_dict(saved["seats"])
         unknown = [name for name in self.opponent_slots.names if name is not None and name not in self.league.members]
         if self.group.any(bool(unknown)):
@@ -284,12 +277,12 @@ class SelfPlay:
                 f"({', '.join(unknown) or 'on another rank'}) are not members of rank 0's league; start a new run, with start_from set to "
                 "a file in RUN/league/members"
             )
-        for table, seated in zip(self.tables, saved["seated"], strict=True):
-            if table.opponent is None or seated is None:
+        for group, state in zip(self.opponent_groups, saved["seated"], strict=True):
+            if group.opponent is None or state is None:
                 continue
-            if isinstance(table.opponent, PolicyPlayer):
-                table.opponent.policy.load_state_dict(seated["policy"])
-            table.opponent.load_state_dict(seated)
+            if isinstance(group.opponent, PolicyPlayer):
+                group.opponent.policy.load_state_dict(state["policy"])
+            group.opponent.load_state_dict(state)
         self.results.copy_(saved["results"])
         if "paid" in saved:  # older files lack it; the next event then reports only the rewards since the resume
             self.paid.copy_(saved["paid"])

@@ -10,7 +10,7 @@ from esper.league.record import WinRecord
 from esper.text_table import aligned
 
 
-class Standing(msgspec.Struct, frozen=True, kw_only=True):
+class PlayerStanding(msgspec.Struct, frozen=True, kw_only=True):
     """One player in the standings."""
 
     name: str
@@ -22,10 +22,10 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     learner_score: float | None  # recent score of the learner against it
 
 
-def standing_rows(league: League, *, with_retired: bool = False) -> list[Standing]:
+def standing_rows(league: League, *, with_retired: bool = False) -> list[PlayerStanding]:
     """Return the players, strongest first. Without ratings: anchors first, then the others, newest first."""
     rows = [
-        Standing(
+        PlayerStanding(
             name=entry.name,
             kind=entry.kind,
             step=entry.step,
@@ -54,7 +54,7 @@ def standings(league: League, *, with_retired: bool = False) -> str:
     return "\n".join([aligned(lines, numbers=True), *notes])
 
 
-def _line(row: Standing, league: League) -> list[str]:
+def _line(row: PlayerStanding, league: League) -> list[str]:
     score = "-" if row.learner_score is None else f"{100 * row.learner_score:.1f} %"
     against = [str(row.against.get(anchor, WinRecord())) for anchor in league.anchors]
     kind = "best" if row.name == league.best else row.kind

@@ -28,11 +28,10 @@ from esper.files import (
     remove,
     remove_temporaries,
     with_digest,
-    without_digest,
     write_file,
 )
 from esper.league.league import League, LeagueError, Weights
-from esper.runs.checkpoints import FileDigest, digest, to_json
+from esper.runs.checkpoints import FileDigest, digest, format_of, to_json, without_checked_digest
 from esper.runs.tensors import decode_tensors, encode_tensors, read_tensors
 
 if TYPE_CHECKING:
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
 
 FOLDER, LEAGUE, MEMBERS = "league", "league.json", "members"  # FOLDER is in the run's folder
 FORMAT = 2  # format of the folder; higher ones are refused
-WITHOUT_DIGEST = 1  # in this format, `league.json` has no sha256 of itself
 _SUFFIX = ".safetensors"
 _READS = 5  # attempts to read a folder that another process is changing
 
@@ -50,12 +48,6 @@ class WeightsFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     file: str  # file name in `members`
     digest: FileDigest
-
-
-class _Format(msgspec.Struct):
-    """The one field of `league.json` that all formats share, later ones included."""
-
-    format: int
 
 
 class LeagueFile(msgspec.Struct, frozen=True):
@@ -150,10 +142,8 @@ def _encoded(name: str, weights: Weights) -> bytes:
 def _decoded(content: bytes, path: Path, members: Path | None) -> League:
     try:
         raw = parse_json(content)
-        found = msgspec.convert(raw, _Format).format
-        file = None
-        if found <= FORMAT:
-            file = msgspec.convert(without_digest(raw, is_required=found != WITHOUT_DIGEST), LeagueFile)
+        found = format_of(raw)
+        file = without_checked_digest(raw, LeagueFile) if found <= FORMAT else None
     except (ValueError, RecursionError) as error:
         raise LeagueError(
             f"{path} is corrupt: it is not the file of a league ({error}); restore it, or resume the run, which writes it again"

@@ -23,12 +23,12 @@ import torch
 
 from esper.config import load_saved
 from esper.devices import determinism, find_device, threads
+from esper.league.config import ArenaTrainConfig
 from esper.league.league import League
-from esper.league.matches import MatchArena, MatchResult, unseen
+from esper.league.matches import MatchArena, MatchResult, seed_of_unseen_maps
 from esper.league.network import make_parts, make_player
 from esper.league.selfplay import SelfPlay
 from esper.league.store import FOLDER, LeagueStore, read_weights
-from esper.league.training_config import ArenaTrainConfig
 from esper.parallel import ALONE, Group
 from esper.rl.checkpoints import open_store
 from esper.rl.evaluate import PolicyEvaluation
@@ -50,7 +50,7 @@ def train_arena(
     `should_stop()` becomes true.
     """
     has_begun = resume and folder is not None and open_store(folder).has_any()  # a run without a checkpoint starts from the beginning
-    return run_trainer(_GOES_ON if has_begun else ARENA, config, folder, resume=resume, **options)
+    return run_trainer(_ARENA_RESUMED if has_begun else ARENA, config, folder, resume=resume, **options)
 
 
 @contextlib.contextmanager
@@ -101,12 +101,12 @@ class BotEvaluator:
 def evaluation_arena(config: ArenaTrainConfig, battles: int, seed: int, device: torch.device) -> MatchArena:
     """Return an arena of full teams, on maps that no run trains on."""
     arena = msgspec.structs.replace(config.arena, battles=battles, smallest_team=None)
-    return MatchArena(arena, seed=unseen("evaluation", seed), device=device)
+    return MatchArena(arena, seed=seed_of_unseen_maps("evaluation", seed), device=device)
 
 
-def against_bot(policy: Policy, config: ArenaTrainConfig, bot: str, *, battles: int, seed: int, draws: bool = False) -> MatchResult:
-    """Play a match of full teams against a bot. The policy takes the likeliest actions, or samples them with `draws`."""
-    return evaluation_arena(config, battles, seed, policy.device).play(policy, bot, draws=draws)
+def play_against_bot(policy: Policy, config: ArenaTrainConfig, bot: str, *, battles: int, seed: int, sample: bool = False) -> MatchResult:
+    """Play a match of full teams against a bot. The policy takes the likeliest actions, or samples them with `sample`."""
+    return evaluation_arena(config, battles, seed, policy.device).play(policy, bot, sample=sample)
 
 
 def write_league(folder: Path, config: ArenaTrainConfig, step: int, state: dict[str, Any]) -> None:
@@ -126,7 +126,7 @@ ARENA = Trainer(
     run_kind="arena",
     after_checkpoint=write_league,
 )
-_GOES_ON = dataclasses.replace(ARENA, prepare=lambda config, encoder, group: prepare_arena(config, group, begins=False))
+_ARENA_RESUMED = dataclasses.replace(ARENA, prepare=lambda config, encoder, group: prepare_arena(config, group, begins=False))
 
 
 def load_player(

@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 import torch
 
-from esper.league.league import League, Settled
+from esper.league.config import ArenaTrainConfig
+from esper.league.league import League, TrialResult
 from esper.league.matches import Contender, MatchArena
 from esper.league.network import make_player
 from esper.league.record import WinRecord
-from esper.league.training_config import ArenaTrainConfig
 from esper.parallel import ALONE, Group
 from esper.rl.policy import Policy
 from esper.rng import Streams
@@ -31,7 +31,7 @@ class Trials:
         self.config, self.seed, self.device, self.group = config, seed, device, group
         self._match_arena: MatchArena | None = None
 
-    def enter(self, league: League, name: str, step: int, learner: Policy) -> tuple[League, Settled, dict[str, WinRecord]]:
+    def enter(self, league: League, name: str, step: int, learner: Policy) -> tuple[League, TrialResult, dict[str, WinRecord]]:
         """Enter a copy of the learner as a candidate, play its trial, and settle it.
 
         Returns the league after rank 0's decision, the decision, and the candidate's record against each rival.
@@ -39,21 +39,24 @@ class Trials:
         league.enter(name, step, learner.state_dict())
         candidate = make_player(self.config, league.weights[name], device=self.device)
         rivals = [*league.anchors, *([league.best] if league.best is not None else [])]
-        shares = self.group.gather_objects(self.fight(candidate, [self._player(league, rival) for rival in rivals], trial=name))
+        players = [
+            rival if rival in league.anchors else make_player(self.config, league.weights[rival], device=self.device) for rival in rivals
+        ]
+        shares = self.group.gather_objects(self.play(candidate, players, trial=name))
         against = {rival: sum(records, WinRecord()) for rival, *records in zip(rivals, *shares, strict=True)}
 
-        def decide() -> tuple[Settled, dict[str, Any]]:
+        def decide() -> tuple[TrialResult, dict[str, Any]]:
             for rival, record in against.items():
                 league.record(name, rival, record)
             return league.settle(name), league.to_state()
 
         # Rank 0 decides; the other ranks rebuild their league from its state.
-        settled, state = self.group.first(decide)
+        result, state = self.group.first(decide)
         if self.group.rank:
             league = League.from_state(state, league.weights, config=league.config)
-        return league, settled, against
+        return league, result, against
 
-    def fight(self, policy: Policy, rivals: Sequence[Contender], *, trial: str) -> list[WinRecord]:
+    def play(self, policy: Policy, rivals: Sequence[Contender], *, trial: str) -> list[WinRecord]:
         """Play this rank's share of the battles on the maps of this trial, and return the candidate's record against each rival.
 
         Policies sample their actions, as they do in training.
@@ -63,8 +66,5 @@ class Trials:
             pairs = -(-self.config.selfplay.entry_battles // (2 * self.group.world_size))
             arena = msgspec.structs.replace(self.config.arena, battles=2 * pairs, smallest_team=None)
             self._match_arena = MatchArena(arena, seed=seed, device=self.device, rivals=len(rivals))
-        self._match_arena.open(seed)
-        return [result.record for result in self._match_arena.play_all(policy, rivals, draws=True)]
-
-    def _player(self, league: League, name: str) -> Contender:
-        return name if name in league.anchors else make_player(self.config, league.weights[name], device=self.device)
+        self._match_arena.use_maps(seed)
+        return [result.record for result in self._match_arena.play_all(policy, rivals, sample=True)]

@@ -254,7 +254,9 @@ def prepare(rollout: Rollout, policy: Policy, config: PPOConfig, reward_normaliz
     # A step without a reward stays in its fragment, because the memory went through it.
     starts, was_real = np.asarray(torch.stack((rollout.starts, rollout.valid)).cpu())
     entropy, head_counts = group.sum_(torch.stack(((old.entropy * weight).sum(0), weight.sum(0)))).unbind(0)  # [J] each
-    all_values, all_returns, all_valid = _of_all_ranks(group, rollout.values, returns, valid)
+    # Put the values, returns and flags of all ranks side by side, [T, ranks·N] each.
+    by_rank = group.gather((rollout.values, returns, valid.to(rollout.values.dtype)))
+    all_values, all_returns, all_valid = (torch.cat(parts, dim=1) for parts in zip(*by_rank, strict=True))
     return Batch(
         obs=obs,
         masks=flat_masks,
@@ -266,17 +268,10 @@ def prepare(rollout: Rollout, policy: Policy, config: PPOConfig, reward_normaliz
         valid=None if was_real.all() else was_real,
         mattered=head_counts > 0,
         entropy=entropy / head_counts.clamp_min(1),
-        explained_variance=explained_variance(all_values, all_returns, all_valid),
+        explained_variance=explained_variance(all_values, all_returns, all_valid.bool()),
         value_spread=all_values.std(correction=0),
         return_spread=all_returns.std(correction=0),
     )
-
-
-def _of_all_ranks(group: Group, values: Tensor, returns: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the tensors [T, N] of all ranks side by side, [T, ranks·N]."""
-    by_rank = group.gather((values, returns, valid.to(values.dtype)))
-    all_values, all_returns, all_valid = (torch.cat(parts, dim=1) for parts in zip(*by_rank, strict=True))
-    return all_values, all_returns, all_valid.bool()
 
 
 def _in_critic_units(policy: Policy, returns: Tensor, values: Tensor, valid: Tensor, group: Group) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Read and write learners: the checkpoints of a training run, files of single learners, and the policies in either.
+"""Read and write the states of learners: checkpoints of a training run, files of single learners, and the policies in either.
 
 States of older versions are migrated when they are read (`MIGRATIONS`).
 """
@@ -10,18 +10,17 @@ from typing import Any, Literal
 
 import msgspec
 import torch
-from torch import nn
 
 from esper.files import FileError, reason_of
 from esper.rl.config import PPOConfig
 from esper.rl.normalize import is_bytes
-from esper.rl.policy import FILE_KIND, FILE_SCHEMA, Policy
 from esper.runs import Checkpoint, CheckpointError, CheckpointStore, Tree, read_state_file, write_state
 from esper.runs.folder import CHECKPOINTS
 from esper.vecenv import ObservationSpec
 
-KIND = "ppo"
+KIND = "ppo"  # of checkpoints and files of learners
 SCHEMA = 5  # version of the state; raise it together with a new row in MIGRATIONS
+POLICY_KIND, POLICY_SCHEMA = "policy", 1  # kind and version of the files that `Policy.save` writes
 
 _MANIFEST = "manifest.json"  # a checkpoint's folder has it, a run's folder has not
 
@@ -82,24 +81,15 @@ def open_store(run: Path | str, *, keep: int = 3) -> CheckpointStore:
     return CheckpointStore(Path(run) / CHECKPOINTS, kind=KIND, keep=keep, schema_version=SCHEMA, migrations=MIGRATIONS)
 
 
-def load_policy(
-    source: Path | str,
-    which: Literal["best", "latest"] = "best",
-    encoder: nn.Module | None = None,
-    *,
-    actor: nn.Module | None = None,
-    critic: nn.Sequential | None = None,
-    device: torch.device | str = "cpu",
-) -> Policy:
-    """Return the policy of a run's folder, of a checkpoint's folder, or of a file of `Policy.save` or `PPO.save`, ready to act.
+def read_policy(source: Path | str, which: Literal["best", "latest"] = "best") -> Tree:
+    """Return the state of the policy in a run's folder, a checkpoint's folder, or a file of `Policy.save` or `PPO.save`.
 
-    `which` only matters for runs. A policy that was trained with custom parts needs fresh instances of them.
+    It is the state that `Policy.from_state` takes. `which` only matters for runs.
     """
-    parts = {"encoder": encoder, "actor": actor, "critic": critic}
     if not Path(source).is_file():
-        return policy_from(load_checkpoint(source, which), device=device, **parts)
+        return policy_state(load_checkpoint(source, which))
     kind, state = _read_file(source)
-    return Policy.from_state(state if kind == FILE_KIND else _policy_state(state["ppo"]), device=device, **parts)
+    return state if kind == POLICY_KIND else _policy_of_learner(state["ppo"])
 
 
 def load_checkpoint(folder: Path | str, which: Literal["best", "latest"] = "best") -> Checkpoint:
@@ -110,12 +100,12 @@ def load_checkpoint(folder: Path | str, which: Literal["best", "latest"] = "best
     return open_store(folder).load(which)
 
 
-def policy_from(checkpoint: Checkpoint, encoder: nn.Module | None = None, *, device: torch.device | str = "cpu", **parts: Any) -> Policy:
-    """Return the policy of a checkpoint, on `device`, in evaluation mode."""
-    return Policy.from_state(_policy_state(checkpoint.state["ppo"]), device=device, encoder=encoder, **parts)
+def policy_state(checkpoint: Checkpoint) -> Tree:
+    """Return the state of the policy in a checkpoint, for `Policy.from_state`."""
+    return _policy_of_learner(checkpoint.state["ppo"])
 
 
-def _policy_state(ppo: dict[str, Any]) -> dict[str, Any]:
+def _policy_of_learner(ppo: dict[str, Any]) -> Tree:
     """Return the part of a learner's state that `Policy.save` writes."""
     config = msgspec.convert(ppo["config"], PPOConfig)
     return {
@@ -149,7 +139,7 @@ def _read_file(path: Path | str) -> tuple[str, Tree]:
         raise CheckpointError(str(error)) from error
     except OSError as error:
         raise CheckpointError(reason_of(error)) from error
-    known = {KIND: SCHEMA, FILE_KIND: FILE_SCHEMA}
+    known = {KIND: SCHEMA, POLICY_KIND: POLICY_SCHEMA}
     if kind not in known:
         raise CheckpointError(f"{path} holds a state of kind {kind!r}, which is neither a policy nor a learner")
     if schema > known[kind]:

@@ -21,10 +21,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from esper.gradients import LossScales, NoLossScales
 from esper.parallel import ALONE, Group
 from esper.rl.batch import Batch, Fragments, Minibatch, Rollout, minibatches, prepare, split
 from esper.rl.config import PPOConfig
-from esper.rl.loss import Coefficients, Counts, LossScale, NoLossScale, Terms, add_up, ppo_loss
+from esper.rl.loss import Coefficients, Counts, Terms, add_up, ppo_loss
 from esper.rl.normalize import RewardNormalizer
 from esper.rl.policy import Policy
 from esper.vecenv import Obs
@@ -88,7 +89,8 @@ class Learner:
         self.weights = [parameter for parameter in policy.parameters() if parameter.requires_grad]
         self.gradient = _flat_gradients(self.weights)  # every gradient is a view of this
         self.optimizer = torch.optim.Adam(self.weights, lr=config.learning_rate, eps=config.adam_eps, fused=True)
-        self.loss_scale = LossScale(self.device) if config.precision == "float16" else NoLossScale(self.device)
+        none_skipped = torch.zeros((), dtype=torch.int64, device=self.device)
+        self.loss_scale = LossScales.fresh(None, self.device) if config.precision == "float16" else NoLossScales(none_skipped)
         self.clip = torch.ones((), device=self.device)  # the factor by which the last gradient was clipped
         self.in_a_row = torch.zeros((), device=self.device)  # skipped steps in a row up to now
         self.batch_norms = [module for module in policy.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
@@ -195,7 +197,7 @@ class Learner:
         overflowed = self.loss_scale.overflowed(terms.loss, norm) & ~stopped
         broken = skip & ~stopped & ~overflowed
         log.write(terms, norm, broken=broken, taken=~skip, overflowed=overflowed)
-        self.loss_scale.update(overflowed, ~skip)
+        self.loss_scale.update_(~skip, overflowed)
         self.in_a_row = torch.where(stopped | overflowed, self.in_a_row, (self.in_a_row + 1) * broken)
         self.clip = (self.config.max_grad_norm / (norm + 1e-6)).clamp_max(1.0)
         self.gradient.mul_(self.clip)
@@ -216,7 +218,7 @@ class Learner:
             self.on_compile_failure(error)
             own = self._own_backward(batch, fragments, counts, coef)
         self.group.sum_(self.gradient)
-        self.loss_scale.unscale_(self.gradient)
+        self.loss_scale.divide_(self.gradient)
         return add_up([Terms(*terms) for terms in self.group.gather(own)])
 
     def _own_backward(self, batch: Batch, fragments: Fragments, counts: Counts, coef: Coefficients) -> Terms:

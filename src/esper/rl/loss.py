@@ -1,11 +1,7 @@
-"""PPO's loss as pure functions of tensors, and the loss scale for float16.
+"""PPO's loss as pure functions of tensors.
 
 Every term of the loss is a sum over steps divided by given counts, so that the terms of the pieces of a minibatch add up to those of the
 whole.
-
-The gradients of float16 vanish below 6e-8 and overflow above 65504. So the loss is multiplied by a scale, as large as the gradients allow,
-and the gradients are divided by it before they are used. A step whose gradients overflow is not taken, and the scale is halved. All of this
-happens on the device.
 
 Shapes: M = steps in the minibatch (or a piece of it), J = heads, or 1 where the ratio is that of the whole action.
 """
@@ -13,7 +9,7 @@ Shapes: M = steps in the minibatch (or a piece of it), J = heads, or 1 where the
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -123,68 +119,3 @@ def normalize_advantages(advantages: Tensor, weight: Tensor, valid: Tensor, grou
     mean, head_mean = means[0], means[1:]
     spread = (group.sum_(((advantages - mean) * valid).square().sum()) / counts[0].clamp_min(1)).sqrt()
     return (advantages.unsqueeze(-1) - head_mean) * weight / (spread + 1e-8)
-
-
-START, LARGEST = 2.0**16, 2.0**32
-PATIENCE = 2000  # steps without overflow before the scale is doubled
-
-
-class NoLossScale:
-    """The interface of a loss scale, and an implementation that scales nothing, for precisions with the range of float32."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._never = torch.zeros((), dtype=torch.bool, device=device)
-
-    def scaled(self, loss: Tensor) -> Tensor:
-        """Return the loss times the scale."""
-        return loss
-
-    def unscale_(self, gradient: Tensor) -> None:
-        """Divide a gradient of the scaled loss by the scale, in place."""
-
-    def overflowed(self, loss: Tensor, norm: Tensor) -> Tensor:
-        """Return whether the gradient of this norm is not finite because of the scale: [] bool."""
-        return self._never
-
-    def update(self, overflowed: Tensor, taken: Tensor) -> None:
-        """Adapt the scale after a step that `overflowed` or was `taken`, [] bool each."""
-
-    def state_dict(self) -> dict[str, Any] | None:
-        return None
-
-    def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        pass
-
-
-class LossScale(NoLossScale):
-    """A loss scale that is halved after an overflow and doubled after `PATIENCE` good steps."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self.scale = torch.full((), START, device=device)
-        self.good_steps = torch.zeros((), device=device)  # steps taken since the scale last changed
-
-    def scaled(self, loss: Tensor) -> Tensor:
-        return loss * self.scale
-
-    def unscale_(self, gradient: Tensor) -> None:
-        gradient.div_(self.scale)
-
-    def overflowed(self, loss: Tensor, norm: Tensor) -> Tensor:
-        # At a scale of 1 the scale is not the cause: a smaller one would not help.
-        return torch.isfinite(loss) & ~torch.isfinite(norm) & (self.scale > 1)
-
-    def update(self, overflowed: Tensor, taken: Tensor) -> None:
-        good_steps = self.good_steps + taken
-        has_patience = good_steps < PATIENCE
-        grown = torch.where(has_patience, self.scale, (self.scale * 2).clamp_max(LARGEST))
-        self.scale = torch.where(overflowed, self.scale / 2, grown)
-        self.good_steps = good_steps * (has_patience & ~overflowed)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"scale": self.scale, "good_steps": self.good_steps}
-
-    def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        if state is not None:  # a learner of another precision has saved none
-            self.scale.copy_(state["scale"])
-            self.good_steps.copy_(state["good_steps"])

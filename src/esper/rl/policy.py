@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from esper.rl.checkpoints import POLICY_KIND, POLICY_SCHEMA, read_policy
 from esper.rl.config import NetworkConfig
 from esper.rl.distributions import ActionDistribution
 from esper.rl.networks import Dense, Encoder, initialize, mlp
@@ -27,8 +28,6 @@ from esper.runs import load_module, plain_names, write_state
 from esper.vecenv import Actions, ActionSpec, Masks, Obs, ObservationSpec
 from esper.vecenv.info_masks import KEY as MASK_KEY, split_masks
 from esper.vecenv.spaces import Spaces, action_part_for, first_of, observation_parts, read_observation, spaces_of_specs
-
-FILE_KIND, FILE_SCHEMA = "policy", 1  # kind and version of the files that `Policy.save` writes
 
 _ACTOR_GAIN = 0.01  # small, so that the first actions are nearly uniform
 _CRITIC_GAIN = 1.0
@@ -97,7 +96,10 @@ class Policy(nn.Module):
             )  # input width of actor and of critic
             self.actor: nn.Module = self._head(self.distribution.num_outputs) if actor is None else actor
             self.critic = self._head(1) if critic is None else critic
-        self.log_std = nn.Parameter(_first_log_std(action_spec, network.log_std))
+        # One log standard deviation per continuous number. A head without bounds starts with a spread of at most 1.
+        bounds = [head.is_bounded for head in action_spec.continuous for _ in range(head.size)]
+        log_std = [network.log_std if is_bounded else min(network.log_std, 0.0) for is_bounded in bounds]
+        self.log_std = nn.Parameter(torch.tensor(log_std, dtype=torch.get_default_dtype()))
         self._initialize(generator, given=(encoder, actor, critic))
         self.to(device)
 
@@ -290,7 +292,7 @@ class Policy(nn.Module):
             "normalize_values": self.value_normalizer is not None,
         }
         state = {**msgspec.to_builtins(about), "weights": plain_names(self.state_dict())}
-        write_state(path, state, kind=FILE_KIND, schema=FILE_SCHEMA)
+        write_state(path, state, kind=POLICY_KIND, schema=POLICY_SCHEMA)
 
     @staticmethod
     def load(
@@ -305,8 +307,6 @@ class Policy(nn.Module):
 
         A policy that was trained with custom parts needs fresh instances of them. Nothing in the file is executed.
         """
-        from esper.rl.checkpoints import load_policy
-
         return load_policy(path, encoder=encoder, actor=actor, critic=critic, device=device)
 
     @staticmethod
@@ -354,6 +354,22 @@ class Policy(nn.Module):
         return rows
 
 
+def load_policy(
+    source: Path | str,
+    which: Literal["best", "latest"] = "best",
+    encoder: nn.Module | None = None,
+    *,
+    actor: nn.Module | None = None,
+    critic: nn.Sequential | None = None,
+    device: torch.device | str = "cpu",
+) -> Policy:
+    """Return the policy of a run's folder, of a checkpoint's folder, or of a file of `Policy.save` or `PPO.save`, ready to act.
+
+    `which` only matters for runs. A policy that was trained with custom parts needs fresh instances of them.
+    """
+    return Policy.from_state(read_policy(source, which), device=device, encoder=encoder, actor=actor, critic=critic)
+
+
 class _ExportableStep(nn.Module):
     """One deterministic step of a policy as a function of tensors alone."""
 
@@ -366,12 +382,6 @@ class _ExportableStep(nn.Module):
         features, state = policy.step(policy.normalize({"obs": obs} if isinstance(obs, Tensor) else obs), state)
         choice = policy.distribution.choose(policy.decide(features), {}, None)
         return policy.distribution.actions(choice), state
-
-
-def _first_log_std(spec: ActionSpec, log_std: float) -> Tensor:
-    """Return the initial log standard deviation of every continuous number. A head without bounds starts with a spread of at most 1."""
-    first = [log_std if head.is_bounded else min(log_std, 0.0) for head in spec.continuous for _ in range(head.size)]
-    return torch.tensor(first, dtype=torch.get_default_dtype())
 
 
 def _global_generator(device: torch.device) -> torch.Generator:

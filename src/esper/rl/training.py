@@ -376,7 +376,9 @@ class _Session:
         try:
             for update in ppo.train(total_steps):
                 self._write_of_others()
-                stops = group.any(self.options.should_stop() | self._is_ended_by_callback(update))
+                was_asked, callback = self.options.should_stop(), self.options.callback
+                is_ended_by_callback = callback is not None and callback(ppo, update) is False
+                stops = group.any(was_asked or is_ended_by_callback)
                 is_last = update.step >= total_steps
                 is_due = is_last or update.update % config.checkpoint_every == 0
                 if stops or is_due:
@@ -392,10 +394,6 @@ class _Session:
         if is_last and not stops:
             return self._finish(update.step, _summary(update))
         return RunResult(self.folder, "stopped", update.step, self._seconds(), **_summary(update))
-
-    def _is_ended_by_callback(self, update: Update) -> bool:
-        callback = self.options.callback
-        return callback is not None and callback(self.ppo, update) is False
 
     def _start(self) -> int:
         """Emit the start of the session; return the number of steps after which it ends."""

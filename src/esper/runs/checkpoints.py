@@ -45,9 +45,11 @@ from esper.files import (
 from esper.runs.tensors import Tree, join, split
 
 FORMAT = 2  # format of the folder; higher ones are refused
-WITHOUT_DIGEST = 1  # in this format, the manifest has no digest of itself
+WITHOUT_DIGEST = 1  # in this format, manifests and `league.json` have no digest of themselves
 MANIFEST, STATE, TENSORS = "manifest.json", "state.json", "tensors.safetensors"
 MISFITS = (ValueError, KeyError, AttributeError, TypeError, RecursionError)  # errors that decoding and `join` raise on foreign content
+
+Content = TypeVar("Content")
 
 
 class CheckpointError(ValueError):
@@ -62,12 +64,6 @@ class FileDigest(msgspec.Struct, frozen=True):
 
     sha256: str
     size: int  # bytes
-
-
-class _Format(msgspec.Struct):
-    """The one field of a manifest that all formats share, later ones included."""
-
-    format: int
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,6 +107,22 @@ def to_json(value: Any, *, indent: int | None = None) -> bytes:
     return json.dumps(value, allow_nan=False, indent=indent).encode()
 
 
+class _Format(msgspec.Struct):
+    """The one field of a manifest or `league.json` that all formats share, later ones included."""
+
+    format: int
+
+
+def format_of(values: Any) -> int:
+    """Return the format of the values of a manifest or `league.json`. Raise ValueError if they have none."""
+    return msgspec.convert(values, _Format).format
+
+
+def without_checked_digest(values: Any, content: type[Content]) -> Content:
+    """Check the digest of the values of a manifest or `league.json` and return them as `content`. Raise ValueError if they do not fit."""
+    return msgspec.convert(without_digest(values, is_required=format_of(values) != WITHOUT_DIGEST), content)
+
+
 def read_manifest(folder: Path) -> Manifest:
     """Return the manifest of a checkpoint folder. Raise CheckpointError if it is missing, damaged or too new."""
     if not folder.is_dir():
@@ -118,9 +130,9 @@ def read_manifest(folder: Path) -> Manifest:
     content = _read(folder, MANIFEST, max_bytes=MAX_JSON_BYTES)
     try:
         raw = parse_json(content)
-        found = msgspec.convert(raw, _Format).format
+        found = format_of(raw)
         if found <= FORMAT:
-            manifest = msgspec.convert(without_digest(raw, is_required=found != WITHOUT_DIGEST), Manifest)
+            manifest = without_checked_digest(raw, Manifest)
             return msgspec.structs.replace(manifest, note=join(manifest.note, {}))
     except MISFITS as error:  # not text, not JSON, not a manifest, or not a note
         raise CheckpointError(f"{folder} is corrupt: {MANIFEST} cannot be understood ({error})") from error

@@ -299,7 +299,4 @@ class Reader:
 
     def __iter__(self) -> Iterator[EventRecord]:
         self.skipped.clear()
-        return read(self.path, on_skip=self._skip)
-
-    def _skip(self, kind: str) -> None:
-        self.skipped[kind] += 1
+        return read(self.path, on_skip=lambda kind: self.skipped.update([kind]))

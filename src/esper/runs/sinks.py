@@ -218,6 +218,9 @@ class WandbSink:
             from wandb import Error, Settings, init
         except ImportError as error:
             raise ImportError(f"Weights & Biases cannot be imported ({error}); install it with: pip install 'esper-grow[wandb]'") from error
+        # Keep W&B silent and leave standard output alone. Offline, also keep it from inspecting the machine, which may use the network.
+        settings = {"silent": True, "console": "off", "disable_git": True, "disable_code": True}
+        settings |= dict.fromkeys(("x_disable_machine_info", "x_disable_meta", "x_disable_stats"), mode == "offline")
         try:
             self._run: Any = init(
                 dir=str(folder),
@@ -227,7 +230,7 @@ class WandbSink:
                 mode=mode,
                 config=dict(config or {}),
                 reinit="create_new",  # leave other W&B runs of this process alone
-                settings=Settings(**_settings(mode)),
+                settings=Settings(**settings),
             )
         except Error as error:
             raise RuntimeError(f"Weights & Biases does not start in mode {mode!r}: {error}") from error
@@ -241,11 +244,3 @@ class WandbSink:
 
     def close(self) -> None:
         self._run.finish()
-
-
-def _settings(mode: WandbMode) -> dict[str, Any]:
-    """Return settings that keep W&B silent and leave standard output alone. Offline, they also keep it from inspecting the machine, which
-    may use the network."""
-    about_the_machine = ("x_disable_machine_info", "x_disable_meta", "x_disable_stats")
-    quiet = {"silent": True, "console": "off", "disable_git": True, "disable_code": True}
-    return quiet | {name: mode == "offline" for name in about_the_machine}

@@ -8,9 +8,9 @@ task.evaluate(host, task.val_loader()).accuracy
 """
 
 from esper.tasks.conv_host import ConvBlock, ConvHost
-from esper.tasks.errors import TaskError
 from esper.tasks.gpt_host import GPTBlock, GPTHost
 from esper.tasks.loader import BatchLoader, batch_bounds, shuffled_order
+from esper.tasks.options import TaskError
 from esper.tasks.registry import TASKS, TaskEntry, load_task
 from esper.tasks.task import HOST_SIZES, Split, Task, TaskEvaluation
 

@@ -15,11 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from esper.tasks.augment import crop_and_flip
 from esper.tasks.conv_host import ConvHost
-from esper.tasks.errors import TaskError
-from esper.tasks.images import Images, Labels, normalised, train_and_validation
-from esper.tasks.options import TaskOptions, import_for_data
+from esper.tasks.images import Images, Labels, crop_and_flip, normalised, train_and_validation
+from esper.tasks.options import TaskError, TaskOptions, import_for_data
 from esper.tasks.task import Task
 
 SPLIT_SEED = 32_323

@@ -12,9 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from esper.tasks.conv_host import ConvHost
-from esper.tasks.errors import TaskError
-from esper.tasks.options import TaskOptions
-from esper.tasks.splits import Indices, stratified_parts
+from esper.tasks.images import Indices, stratified_parts
+from esper.tasks.options import TaskError, TaskOptions
 from esper.tasks.task import Split, Task
 
 PART_SIZES = (1_000, 397, 400)  # train, validation, test

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from esper.rng import Streams
-from esper.tasks.errors import TaskError
+from esper.tasks.options import TaskError
 
 Augmentation = Callable[[Tensor, torch.Generator], Tensor]  # (inputs [B, ...], CPU generator) -> changed inputs [B, ...]
 

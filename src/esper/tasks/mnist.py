@@ -16,9 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from esper.tasks.conv_host import ConvHost
-from esper.tasks.errors import TaskError
 from esper.tasks.images import Images, Labels, normalised, train_and_validation
-from esper.tasks.options import TaskOptions
+from esper.tasks.options import TaskError, TaskOptions
 from esper.tasks.task import Task
 
 SPLIT_SEED = 28_281

@@ -1,4 +1,4 @@
-"""Options of `load_task`, and the checks that all tasks share."""
+"""Options of `load_task`, the checks that all tasks share, and the error for mistakes that a user can correct."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from esper.tasks.errors import TaskError
+
+class TaskError(ValueError):
+    """A task cannot be loaded or used as asked. The message says what is wrong and what to do."""
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,8 @@ from pathlib import Path
 from esper.tasks.cifar10 import load_cifar10
 from esper.tasks.digits import load_digits
 from esper.tasks.digits_1d import load_digits_1d
-from esper.tasks.errors import TaskError
 from esper.tasks.mnist import load_fashion_mnist, load_mnist
-from esper.tasks.options import TaskOptions
+from esper.tasks.options import TaskError, TaskOptions
 from esper.tasks.task import Task
 from esper.tasks.text import load_text
 from esper.text_table import did_you_mean

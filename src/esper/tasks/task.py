@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from esper.rng import Streams
-from esper.tasks.errors import TaskError
 from esper.tasks.loader import Augmentation, BatchLoader
+from esper.tasks.options import TaskError
 
 HOST_SIZES = ("starved", "right", "oversized")
 

@@ -20,9 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from esper.tasks.errors import TaskError
 from esper.tasks.gpt_host import GPTHost
-from esper.tasks.options import TaskOptions
+from esper.tasks.options import TaskError, TaskOptions
 from esper.tasks.task import Split, Task
 
 

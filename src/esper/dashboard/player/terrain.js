@@ -10,13 +10,13 @@ const SUN = [-0.55, -0.35, 0.76]; // direction of the sun
 const SHADOW = 0.55, CORNER = 0.13, SUNK = -0.18;
 
 export function terrainMesh({ size, height, material }) {
-  const ground = new Ground(size, height, material);
+  const heightMap = new HeightMap(size, height, material);
   const solid = new Quads(), clear = new Quads();
   for (let i = 0; i < size; i++) {
     for (let j = 0; j < size; j++) {
-      const kind = ground.kind(i, j);
-      if (kind === FOLIAGE) addTree(solid, ground, i, j);
-      else addColumn(kind === GLASS ? clear : solid, ground, i, j);
+      const kind = heightMap.kind(i, j);
+      if (kind === FOLIAGE) addTree(solid, heightMap, i, j);
+      else addColumn(kind === GLASS ? clear : solid, heightMap, i, j);
     }
   }
   const geometry = Quads.geometry(solid, clear);
@@ -27,7 +27,7 @@ export function terrainMesh({ size, height, material }) {
   return new THREE.Mesh(geometry, materials);
 }
 
-class Ground {
+class HeightMap {
   constructor(size, height, material) {
     Object.assign(this, { size, height, material });
     this.half = size / 2;
@@ -87,30 +87,30 @@ class Ground {
   }
 }
 
-function addColumn(quads, ground, i, j) {
-  const top = ground.top(i, j), colour = ground.colour(i, j);
-  const glows = ground.kind(i, j) === LAVA;
+function addColumn(quads, heightMap, i, j) {
+  const top = heightMap.top(i, j), colour = heightMap.colour(i, j);
+  const glows = heightMap.kind(i, j) === LAVA;
   const corners = [[0, 0], [1, 0], [1, 1], [0, 1]];
   const lights = corners.map(([a, b]) => {
-    const light = ground.light(i + 0.1 + 0.8 * a, j + 0.1 + 0.8 * b, top) * ground.corner(i, j, a ? 1 : -1, b ? 1 : -1);
+    const light = heightMap.light(i + 0.1 + 0.8 * a, j + 0.1 + 0.8 * b, top) * heightMap.corner(i, j, a ? 1 : -1, b ? 1 : -1);
     return glows ? 1 : light;
   });
-  const at = ([a, b], z) => [i + a - ground.half, j + b - ground.half, z];
+  const at = ([a, b], z) => [i + a - heightMap.half, j + b - heightMap.half, z];
   quads.add(corners.map((corner) => at(corner, top)), [0, 0, 1], colour, lights);
   const sides = [[[1, 0], [1, 1], [1, 0, 0]], [[0, 1], [0, 0], [-1, 0, 0]], [[1, 1], [0, 1], [0, 1, 0]], [[0, 0], [1, 0], [0, -1, 0]]];
   for (const [from, to, normal] of sides) {
-    const below = ground.top(i + normal[0], j + normal[1]);
+    const below = heightMap.top(i + normal[0], j + normal[1]);
     if (below >= top) continue;
     quads.add([at(from, below), at(to, below), at(to, top), at(from, top)], normal, colour, [0.55, 0.55, 0.92, 0.92]);
   }
 }
 
 // A tree becomes narrower towards its top, so that a wood does not look like a wall, and stands on ordinary ground.
-function addTree(quads, ground, i, j) {
-  const height = ground.height[i * ground.size + j];
-  const colour = ground.colour(i, j);
-  const lights = [[0.1, 0.1], [0.9, 0.1], [0.9, 0.9], [0.1, 0.9]].map(([a, b]) => Math.min(0.8, ground.light(i + a, j + b, 0)));
-  const x = i - ground.half, y = j - ground.half;
+function addTree(quads, heightMap, i, j) {
+  const height = heightMap.height[i * heightMap.size + j];
+  const colour = heightMap.colour(i, j);
+  const lights = [[0.1, 0.1], [0.9, 0.1], [0.9, 0.9], [0.1, 0.9]].map(([a, b]) => Math.min(0.8, heightMap.light(i + a, j + b, 0)));
+  const x = i - heightMap.half, y = j - heightMap.half;
   quads.add([[x, y, 0], [x + 1, y, 0], [x + 1, y + 1, 0], [x, y + 1, 0]], [0, 0, 1], COLOURS[OPEN], lights);
   const lean = Math.abs(Math.sin(i * 12.9898 + j * 78.233) * 43758.5453) % 1;
   const top = height * (0.75 + 0.25 * lean), cx = x + 0.4 + 0.2 * lean, cy = y + 0.6 - 0.2 * lean;

@@ -56,20 +56,14 @@ def sequential(module: nn.Sequential, scope: Scope, x: Tensor) -> Tensor:
 @lowers(ConvBlock)
 def conv_block(block: ConvBlock, scope: Scope, x: Tensor) -> Tensor:
     shape = tiled_shape(block.conv, scope, x)
-    if shape is not None and _is_fusible(block, scope, x):
+    # The fused kernels cannot compute a block with a slot inside, with a pool over an image of odd size, or a norm in evaluation that needs
+    # gradients.
+    pools_all = isinstance(block.pool, nn.Identity) or (x.ndim == 5 and not any(size % 2 for size in x.shape[3:]))
+    if shape is not None and pools_all and not scope.has_slots_inside() and (scope.training or not torch.is_grad_enabled()):
         return _fused(block, shape, scope, x)
     for name in ("conv", "norm", "relu", "pool"):
         x = scope.child(name, x)
     return x
-
-
-def _is_fusible(block: ConvBlock, scope: Scope, x: Tensor) -> bool:
-    """Return whether the fused kernels can compute the block.
-
-    They cannot where a slot is inside, where the pool is not over an image of even size, or where a norm in evaluation needs gradients.
-    """
-    pools_all = isinstance(block.pool, nn.Identity) or (x.ndim == 5 and not any(size % 2 for size in x.shape[3:]))
-    return pools_all and not scope.has_slots_inside() and (scope.training or not torch.is_grad_enabled())
 
 
 def _fused(block: ConvBlock, shape: Any, scope: Scope, x: Tensor) -> Tensor:
@@ -159,7 +153,9 @@ def run_vmapped(module: nn.Module, scope: Scope, x: Tensor, *, at: At | None = N
         outputs: Tensor = functional_call(module, tensors, (x,))
         return outputs
 
-    with _hooked(module, scope, at, slots), _attention_of(x.device):
+    # vmap would call the fused attention of the CPU for one host after another, so avoid it there.
+    attention: AbstractContextManager[None] = sdpa_kernel(SDPBackend.MATH) if x.device.type == "cpu" else nullcontext()
+    with _hooked(module, scope, at, slots), attention:
         outputs: Tensor = vmap(of_one_host, in_dims=(0, 1), out_dims=1, randomness="different")(tensors, x)
     if scope.training:
         with torch.no_grad():
@@ -182,12 +178,6 @@ def _hooked(module: nn.Module, scope: Scope, at: At | None, slots: Iterable[str]
             assert at is not None
             handles.enter_context(module.get_submodule(slot.removeprefix(prefix)).register_forward_hook(_hook(at, slot)))
         yield
-
-
-def _attention_of(device: torch.device) -> AbstractContextManager[None]:
-    """Return a context that avoids the fused attention of the CPU, which vmap would call for one host after another."""
-    context: AbstractContextManager[None] = sdpa_kernel(SDPBackend.MATH) if device.type == "cpu" else nullcontext()
-    return context
 
 
 def _forget_padding(layer: nn.Embedding, given: tuple[Tensor], output: Tensor) -> Tensor:
@@ -252,15 +242,12 @@ def _blocks_inside(name: str, module: nn.Module, slots: Collection[str]) -> Iter
         if not any(True for _ in child.children()):
             continue  # a single layer keeps little more than its input
         has_slots = any(slot.startswith(f"{full}.") for slot in slots)
+        is_chain_of_blocks = type(child) is nn.Sequential and any(True for part in child.children() for _ in part.children())
         is_lowered = all(lowering_of(part, training=True) is not None for part in child.modules())
-        if is_lowered and not has_slots and not _is_chain_of_blocks(child):
+        if is_lowered and not has_slots and not is_chain_of_blocks:
             yield full
         else:
             yield from _blocks_inside(full, child, slots)
-
-
-def _is_chain_of_blocks(module: nn.Module) -> bool:
-    return type(module) is nn.Sequential and any(True for child in module.children() for _ in child.children())
 
 
 __all__ = ["At", "Stacked", "lower"]
@@ -306,7 +293,9 @@ class Stacked:
         `training` holds for all submodules, whatever mode they were in when the module was lowered. In training with gradients, `recompute`
         runs the blocks.
         """
-        _check_hosts(tensors, x)
+        hosts = {len(tensor) for tensor in tensors.values()}
+        if hosts and hosts != {x.shape[1]}:
+            raise ValueError(f"the input must be [samples, hosts, ...]; got {list(x.shape)} with tensors of {sorted(hosts)} hosts")
         if self._module.training != training:
             self._module.train(training)
         by_every_name = {**tensors, **{name: tensors[first] for name, first in self._aliases.items()}}
@@ -345,12 +334,6 @@ class _Pass:
             inside = [slot for slot in slots if slot != name]
             return run_vmapped(module, scope, x, at=self.at, slots=inside)
         return lowering(module, scope, x)
-
-
-def _check_hosts(tensors: Mapping[str, Tensor], x: Tensor) -> None:
-    hosts = {len(tensor) for tensor in tensors.values()}
-    if hosts and hosts != {x.shape[1]}:
-        raise ValueError(f"the input must be [samples, hosts, ...]; got {list(x.shape)} with tensors of {sorted(hosts)} hosts")
 
 
 def _check_embeddings(submodules: Mapping[str, nn.Module]) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from esper.arena.decision import decide
-from esper.arena.ground import columns, destroy, floors, read, sight_tops, unit_at
+from esper.arena.map_columns import columns, destroy, floors, read, sight_tops, unit_at
 from esper.arena.specs import Material
 from esper.arena.state import World
 from tests.arena.worlds import build, flat_arena, make_orders, place, put, unit_field

@@ -13,19 +13,17 @@ from typing import Any
 import msgspec
 import torch
 
-from esper.controller.fleet_with_twins import finite
+from esper.controller.fleet_with_twins import with_finite_losses
 from esper.fleet.config import FleetConfig, HostConfig
 from esper.fleet.data import TaskTensors
 from esper.fleet.fleet import Fleet
-from esper.fleet.hosts import RowBackend
 from esper.growth.config import GrowthConfig
-from esper.growth.lifecycle.slots import SlotLifecycles
 from esper.growth.lifecycle.stages import Controller, Stage
 from esper.tasks import Task
 
 
 @dataclass(frozen=True)
-class Contestant:
+class EvalCase:
     """A host to train, and the controller that decides for it."""
 
     name: str  # of the controller in the tables
@@ -72,76 +70,70 @@ class EvalSetting:
     rows: int  # hosts that train at once
 
 
-def live(
-    eval_setting: EvalSetting, contestants: Sequence[Contestant], on_progress: Callable[[int], Any] = lambda decisions: None
+def run_cases(
+    eval_setting: EvalSetting, cases: Sequence[EvalCase], on_progress: Callable[[int], Any] = lambda decisions: None
 ) -> list[EvalRun]:
-    """Train the hosts of all contestants and return their results, in the same order.
+    """Train the hosts of all cases and return their results, in the same order.
 
-    Contestants of similar horizons share a fleet. `on_progress` gets the number of decisions just made.
+    Cases of similar horizons share a fleet. `on_progress` gets the number of decisions just made.
     """
-    order = sorted(range(len(contestants)), key=lambda index: contestants[index].setting.horizon)
+    order = sorted(range(len(cases)), key=lambda index: cases[index].setting.horizon)
     runs: dict[int, EvalRun] = {}
     for start in range(0, len(order), eval_setting.rows):
         some = order[start : start + eval_setting.rows]
-        runs |= dict(zip(some, _live_together(eval_setting, [contestants[index] for index in some], on_progress), strict=True))
-    return [runs[index] for index in range(len(contestants))]
+        runs |= dict(zip(some, _run_in_one_fleet(eval_setting, [cases[index] for index in some], on_progress), strict=True))
+    return [runs[index] for index in range(len(cases))]
 
 
-def _live_together(eval_setting: EvalSetting, contestants: Sequence[Contestant], on_progress: Callable[[int], Any]) -> list[EvalRun]:
-    """Train contestants in one fleet."""
+def _run_in_one_fleet(eval_setting: EvalSetting, cases: Sequence[EvalCase], on_progress: Callable[[int], Any]) -> list[EvalRun]:
+    """Train cases in one fleet."""
     fleet = Fleet(
         eval_setting.task,
         eval_setting.task.maker(eval_setting.host),
-        hosts=len(contestants),
+        hosts=len(cases),
         growth=eval_setting.growth,
         config=eval_setting.fleet,
         device=eval_setting.device,
         tensors=eval_setting.tensors,
     )
-    fleet.reset({row: contestant.setting for row, contestant in enumerate(contestants)})
-    rows = list(range(len(contestants)))
+    fleet.reset({row: case.setting for row, case in enumerate(cases)})
+    rows = list(range(len(cases)))
     while True:
-        fleet.decide({row: contestants[row].controller.decide(finite(fleet.state(row))) for row in rows if not fleet.rows[row].is_given_up})
+        fleet.decide(
+            {row: cases[row].controller.decide(with_finite_losses(fleet.state(row))) for row in rows if not fleet.rows[row].is_given_up}
+        )
         for row in rows:
-            if contestants[row].is_static:
-                _settle(fleet.rows[row].host_growth.lifecycles)
+            if cases[row].is_static:  # fossilize its seeds at once, without the gate that needs a measurement
+                lifecycles = fleet.rows[row].host_growth.lifecycles
+                for name in [name for name in lifecycles.living() if lifecycles.backends[name].life.stage is Stage.HOLDING]:
+                    lifecycles.fossilize(name, "a part of the network from the start")
         on_progress(len(rows))
         rows = fleet.advance()
         if not rows:
             break
-    return _runs(eval_setting, fleet, contestants)
-
-
-def _settle(lifecycles: SlotLifecycles[RowBackend]) -> None:
-    """Fossilize the seeds of a static network at once, without the gate that needs a measurement."""
-    for name in [name for name in lifecycles.living() if lifecycles.backends[name].life.stage is Stage.HOLDING]:
-        lifecycles.fossilize(name, "a part of the network from the start")
-
-
-def _runs(eval_setting: EvalSetting, fleet: Fleet, contestants: Sequence[Contestant]) -> list[EvalRun]:
-    """Finish a fleet and measure its hosts on test and validation data."""
-    fleet.finish(range(len(contestants)))
+    # Prune the seeds that were not kept, and measure the hosts on test and validation data.
+    fleet.finish(range(len(cases)))
     test, validation = fleet.losses(eval_setting.task.test).tolist(), fleet.losses(eval_setting.task.validation).tolist()
-    return [_run(eval_setting, fleet, row, contestant, test[row], validation[row]) for row, contestant in enumerate(contestants)]
+    return [_result(eval_setting, fleet, row, case, test[row], validation[row]) for row, case in enumerate(cases)]
 
 
-def _run(eval_setting: EvalSetting, fleet: Fleet, row: int, contestant: Contestant, test_loss: float, val_loss: float) -> EvalRun:
+def _result(eval_setting: EvalSetting, fleet: Fleet, row: int, case: EvalCase, test_loss: float, val_loss: float) -> EvalRun:
     host_growth = fleet.rows[row].host_growth
     added, entries = host_growth.lifecycles.added(), host_growth.ledger.entries
     return EvalRun(
         task=eval_setting.task.name,
         host=eval_setting.host,
-        controller=contestant.name,
-        level=contestant.level,
-        seed=contestant.setting.seed,
-        horizon=contestant.setting.horizon,
+        controller=case.name,
+        level=case.level,
+        seed=case.setting.seed,
+        horizon=case.setting.horizon,
         test_loss=test_loss,
         val_loss=val_loss,
         parameters=host_growth.lifecycles.host.parameters,
         added_parameters=added.parameters,
         flops_per_sample=host_growth.lifecycles.host.flops,
         added_flops=added.flops,
-        total_flops=host_growth.history.flops - (0 if contestant.is_measured else fleet.rows[row].validation_flops),
+        total_flops=host_growth.history.flops - (0 if case.is_measured else fleet.rows[row].validation_flops),
         grown=len(entries),
         kept=[(name, str(backend.life.blueprint)) for name, backend in host_growth.lifecycles.occupied()],
         rollbacks=host_growth.governor.rollbacks,

@@ -7,8 +7,8 @@ import itertools
 import pytest
 from hypothesis import given, strategies as st
 
+from esper.league.league import is_promoted, least_useful, opponent_weights, retirements
 from esper.league.record import WinRecord
-from esper.league.rules import is_promoted, least_useful, opponent_weights, retirements
 
 SCORES = st.dictionaries(st.text(min_size=1), st.none() | st.floats(0, 1), min_size=1)
 
