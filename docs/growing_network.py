@@ -23,7 +23,7 @@ from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch
 from PIL import Image
 
 import esper
-from esper.growth import GrowthConfig, Lifecycle
+from esper.growth import GrowthConfig, LifecycleConfig
 from esper.tasks import load_task
 
 OUTPUT = Path(__file__).parent / "images" / "growing_network.gif"
@@ -67,7 +67,7 @@ def train(controller: str, epochs: int) -> list[Epoch]:
             optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
             scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs),
             controller=controller,
-            config=GrowthConfig(lifecycle=Lifecycle(raise_mode="shadow")),
+            config=GrowthConfig(lifecycle=LifecycleConfig(raise_mode="shadow")),
             run=Path(folder) / "run",
         )
         events = [json.loads(line) for line in (Path(folder) / "run" / "events.jsonl").read_text().splitlines()]
