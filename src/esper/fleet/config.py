@@ -70,7 +70,7 @@ class HostConfig(Config):
 
 
 def check_state(state: Mapping[str, Any], tensors: Mapping[str, Tensor], *, hosts: int, keep: int) -> None:
-    """Raise FleetError unless the state fits a fleet with this number of hosts and snapshots and tensors of these names and shapes."""
+    """Raise FleetError unless the state fits a fleet with these tensors, `hosts` hosts, and `keep` snapshots of every host."""
     if len(state["rows"]) != hosts:
         raise FleetError(f"the saved fleet has {len(state['rows'])} hosts, and this one {hosts}; make one of the same size")
     if len(state["snapshots"]) > keep:
@@ -78,10 +78,10 @@ def check_state(state: Mapping[str, Any], tensors: Mapping[str, Tensor], *, host
             f"the saved fleet has {len(state['snapshots'])} snapshots of every host, but this one keeps {keep}; "
             "make one with the same governor.keep"
         )
-    own, saved = ({name: list(tensor.shape) for name, tensor in some.items()} for some in (tensors, state["tensors"]))
+    own, saved = ({name: list(tensor.shape) for name, tensor in named.items()} for named in (tensors, state["tensors"]))
     for name in sorted(own.keys() | saved.keys()):
         if own.get(name) != saved.get(name):
-            there, here = (shapes.get(name, "missing") for shapes in (saved, own))
             raise FleetError(
-                f"the saved fleet has other hosts: the shape of {name!r} is {there} in it and {here} here; make one of the same hosts"
+                f"the saved fleet has other hosts: the shape of {name!r} is {saved.get(name, 'missing')} in it "
+                f"and {own.get(name, 'missing')} here; make one of the same hosts"
             )

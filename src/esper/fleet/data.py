@@ -42,6 +42,7 @@ class Order:
         return torch.cat(parts)
 
     def move_to(self, epoch: int, position: int) -> None:
+        """Continue at this position of this epoch."""
         self.epoch, self.position, self._shuffled = epoch, position, None
 
 
@@ -54,10 +55,11 @@ class TaskTensors:
     labels: Tensor  # the targets on the CPU, where samples are chosen by class
     validation: Split
     num_classes: int
-    _rounded: dict[torch.dtype, Tensor] = field(default_factory=dict)
+    _rounded: dict[torch.dtype, Tensor] = field(default_factory=dict)  # cache of `rounded`
 
     @classmethod
     def of(cls, task: Task, *, device: torch.device, dtype: torch.dtype) -> TaskTensors:
+        """Copy the samples of a task to the device, with inputs of floating-point numbers in `dtype`."""
         train, validation = task.train, task.validation
         placed = Split(placed_inputs(validation.inputs, device, dtype), validation.targets.to(device))
         return cls(placed_inputs(train.inputs, device, dtype), train.targets.to(device), train.targets, placed, task.num_classes)
@@ -66,7 +68,7 @@ class TaskTensors:
         return len(self.labels)
 
     def rounded(self, dtype: torch.dtype) -> Tensor:
-        """Return the training inputs in half precision, converted once: each step then gathers half the bytes and converts nothing."""
+        """Return the training inputs in a half precision, converted once: each step then gathers half the bytes and converts nothing."""
         if dtype not in self._rounded:
             self._rounded[dtype] = rounded_inputs(self.inputs, dtype)
         return self._rounded[dtype]
@@ -89,33 +91,33 @@ class FleetData:
         self.tensors = tensors
         self._inputs = tensors.inputs if precision is None else tensors.rounded(precision)
         self.orders = [Order(torch.arange(len(tensors)), seed=0) for _ in range(hosts)]
-        self._noisy: dict[int, Tensor] = {}  # row -> its labels [M], for hosts with label noise
-        self._stacked: Tensor | None = None  # labels of every row [N, M] on the device, where any host has label noise
+        self._noisy_labels: dict[int, Tensor] = {}  # row -> labels [M] of a host with label noise
+        self._labels_of_rows: Tensor | None = None  # [N, M] on the device; None: not needed, or out of date
 
     def reset(self, row: int, setting: HostConfig) -> None:
         """Start the data of a row anew, by this setting."""
-        self.orders[row] = Order(self._chosen(setting), seed=setting.seed)
-        self._noisy.pop(row, None)
+        self.orders[row] = Order(self._choose_samples(setting), seed=setting.seed)
+        self._noisy_labels.pop(row, None)
         if setting.label_noise:
-            self._noisy[row] = self._wrong_labels(setting)
-        self._stacked = None
+            self._noisy_labels[row] = self._draw_noisy_labels(setting)
+        self._labels_of_rows = None
 
     def batches(self, steps: int, batch_size: int, *, rows: Sequence[int]) -> Tensor:
-        """Return the numbers of the samples that these hosts see in the next steps, [T, B, hosts] on the device, and move on by them."""
+        """Take the samples that these hosts see in the next steps. Return their numbers [T, B, hosts], on the device."""
         taken = [self.orders[row].take(steps * batch_size) for row in rows]
         return upload(torch.stack(taken, dim=1).reshape(steps, batch_size, len(taken)), self.tensors.targets.device)
 
     def batch(self, index: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return inputs [B, hosts, ...] and targets of the samples `index` [B, hosts], with the labels of the hosts in `rows` [hosts]."""
-        if self._noisy and self._stacked is None:
+        if self._noisy_labels and self._labels_of_rows is None:
             # Some hosts have wrong labels: stack the labels of all rows [N, M] once, until a row is reset.
-            rows_of_labels = [self._noisy.get(row, self.tensors.labels) for row in range(len(self.orders))]
-            self._stacked = torch.stack(rows_of_labels).to(self.tensors.targets.device)
+            labels = [self._noisy_labels.get(row, self.tensors.labels) for row in range(len(self.orders))]
+            self._labels_of_rows = torch.stack(labels).to(self.tensors.targets.device)
         inputs = self._inputs.index_select(0, index.flatten()).view(*index.shape, *self._inputs.shape[1:])
-        return inputs, self.tensors.targets[index] if self._stacked is None else self._stacked[rows, index]
+        return inputs, self.tensors.targets[index] if self._labels_of_rows is None else self._labels_of_rows[rows, index]
 
-    def _chosen(self, setting: HostConfig) -> Tensor:
-        """Return the numbers of the samples that a host sees: those of its classes, and of these its share of the data."""
+    def _choose_samples(self, setting: HostConfig) -> Tensor:
+        """Return the numbers of the samples that a host sees: its share of the samples of its classes."""
         chosen = torch.arange(len(self.tensors.labels))
         streams = Streams(setting.seed)
         if setting.classes_share < 1:
@@ -132,7 +134,7 @@ class FleetData:
             chosen = chosen[torch.randperm(len(chosen), generator=streams.torch("data share"))[:count]].sort().values
         return chosen
 
-    def _wrong_labels(self, setting: HostConfig) -> Tensor:
+    def _draw_noisy_labels(self, setting: HostConfig) -> Tensor:
         """Return the labels [M] of a host, some of them replaced by another class drawn at random."""
         generator = Streams(setting.seed).torch("label noise")
         is_wrong = torch.rand(len(self.tensors.labels), generator=generator) < setting.label_noise

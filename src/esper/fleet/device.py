@@ -1,4 +1,4 @@
-"""Talk to the device seldom: upload without waiting, read once per decision, and replay training steps as CUDA graphs.
+"""Keep a GPU busy: upload without waiting for it, read from it once per decision, and replay training steps as CUDA graphs.
 
 `Repeater` runs a training step many times. On a GPU it records the second step as a CUDA graph and replays it for the rest, so that a step
 of many small kernels takes as long as they compute, not as long as Python takes to launch them. A recording is valid for one set of seeds
@@ -65,7 +65,7 @@ class Repeater:
 
     def __init__(self, device: torch.device, *, records: bool = True) -> None:
         self._recorder = _recorder(device) if records and device.type == "cuda" else None
-        self.recordings = 0  # so far
+        self.recordings = 0  # number of CUDA graphs recorded so far
 
     def records(self, count: int) -> bool:
         """Return whether `count` steps would be recorded."""
@@ -95,8 +95,7 @@ def _recorder(device: torch.device) -> GraphRecorder:
 def on_gpu(device: torch.device) -> Iterator[None]:
     """Launch Triton kernels on this device, and compute float32 convolutions without TF32.
 
-    By default cuDNN rounds the inputs of convolutions to TF32, which has three decimal digits. bfloat16 is the faster choice for those who
-    accept that.
+    By default cuDNN rounds the inputs of convolutions to TF32, which has three decimal digits. Where that is enough, bfloat16 is faster.
     """
     before = torch.backends.cudnn.allow_tf32
     torch.backends.cudnn.allow_tf32 = False

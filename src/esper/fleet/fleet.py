@@ -58,9 +58,9 @@ from esper.growth.measure.probe import Promises
 from esper.runs import Event
 from esper.tasks import Split, Task
 
-# A pass without gradients keeps no activations, so on a GPU it may have this many times the samples of a training step. On a CPU it may
-# not: its caches are small.
-_SAMPLES_AT_ONCE = 4
+# Samples of a pass without gradients on a GPU, in training steps. It keeps no activations, so more of them fit. On a CPU a pass has one
+# validation batch, because the caches are small.
+_STEPS_PER_PASS = 4
 _HALF_PRECISIONS = {"bfloat16": torch.bfloat16, "float16": torch.float16}  # of activations; the weights stay in float32
 
 
@@ -68,7 +68,7 @@ class Fleet:
     """N hosts that train together. `make_host(seed)` returns a fresh host on the CPU; all hosts have one architecture.
 
     `on_event` is called with the events of every host (stages, measurements, refusals and rollbacks), with the host's row as `env`. Events
-    of probes are left out, because they would be most of the file.
+    of probes are left out, because they would be most of the events.
     """
 
     def __init__(
@@ -116,10 +116,10 @@ class Fleet:
         self._snapshots = RowSnapshots(self.tensors(), self.growth.governor.keep)
         self._pending = PendingCopies()
         self.samples = self._samples(tensors.validation, self.config.validation_samples)
-        self.rows: list[Host] = [self._host(row, HostConfig()) for row in range(hosts)]
+        self.rows: list[Host] = [self._new_host(row, HostConfig()) for row in range(hosts)]
         self.samples_trained = 0  # by all hosts together
 
-    # Parts
+    # State and memory
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all state of hosts and seeds, name -> [N, ...]. The tensors are the live ones."""
@@ -152,11 +152,11 @@ class Fleet:
         if self._precision is not None:
             inputs = rounded_inputs(inputs, self._precision)
         targets, batch = split.targets[:count].to(self.device), self.config.validation_batch
-        at_once = batch if self.device.type == "cpu" else max(_SAMPLES_AT_ONCE * self._part_size // batch, 1) * batch
+        at_once = batch if self.device.type == "cpu" else max(_STEPS_PER_PASS * self._part_size // batch, 1) * batch
         return Samples(inputs, targets, batch, at_once)
 
     def _least_memory(self, template: nn.Module, seed_kinds: SeedKinds, make: MakeRowOptimizer, tensors: TaskTensors) -> Memory:
-        """Return the memory of a host, without the activations of seeds."""
+        """Return the memory of a host, with `seeds` at 0: the activations of seeds do not count."""
         copies = 2 + self.growth.governor.keep  # the storage, the compact copy that trains, and the snapshots
         chosen = torch.arange(self._part_size, device=self.device) % len(tensors)
         inputs, targets = tensors.inputs[chosen], tensors.targets[chosen]
@@ -191,12 +191,12 @@ class Fleet:
         self.host.load(list(settings), [made[setting.seed] for setting in settings.values()])
         for row, setting in settings.items():
             self.data.reset(row, setting)
-            self.rows[row] = self._host(row, setting)
+            self.rows[row] = self._new_host(row, setting)
             self.rows[row].recovery.take_snapshot()
         self._pending.carry_out(self._snapshots)
 
-    def _host(self, row: int, setting: HostConfig) -> Host:
-        """Build the bookkeeping of a host; its tensors are not touched."""
+    def _new_host(self, row: int, setting: HostConfig) -> Host:
+        """Make the Python object of a new host. Its tensors are not touched."""
         backends = {name: RowBackend(self.places[name], storage, row) for name, storage in self.seed_storages.items()}
         growth = msgspec.structs.replace(self.growth, rent=setting.rent, seed=setting.growth_seed)
         scale = LossRange.of(self.task.uninformed_loss, loss_range=growth.loss_range)
@@ -275,7 +275,7 @@ class Fleet:
         return rows
 
     def plan(self, rows: list[int]) -> Plan:
-        """Return the plan of the training of these hosts until their next decision. Advances the blending of their seeds by it."""
+        """Return the plan of the training of these hosts until their next decision. Advances the blending of their seeds to there."""
         rates = upload([self.rows[row].rate(self.config.schedule) for row in rows], self.device, self.dtype)
         asking = {position: self.rows[row].host_growth for position, row in enumerate(rows) if self.rows[row].wants_probe}
         probes = probes_of(self.seed_storages, asking, self.steps_per_decision)
@@ -308,7 +308,7 @@ class Fleet:
             self.rows[row].note_steps(steps, samples=steps * batch_size, probe_flops=probed)
 
     def _promises(self, plan: Plan, found: Mapping[str, Tensor]) -> dict[int, Promises]:
-        """Return the probe's estimates by position, for the hosts that asked, at the learning rate a seed would start with."""
+        """Return the probes' estimates, by the position of the host, at the learning rate that a seed would start with."""
         promises: dict[int, Promises] = defaultdict(dict)
         for number, probe in enumerate(plan.probes):
             for position, estimates in probe.by_position(found[f"promises {number}"].tolist()).items():
@@ -374,12 +374,12 @@ class Fleet:
     ) -> None:
         """End the epoch of every host with the measurements as read from the device."""
         sizes = [float(size) for size in self.samples.sizes]
-        validation = found["validation"].T.tolist()
+        validation = found["validation"].T.tolist()  # [A, V]
         without: dict[int, dict[str, Losses]] = defaultdict(dict)
         for slot, positions in trials.items():
             for position, values in zip(positions, found[f"without {slot}"].T.tolist(), strict=True):
                 without[position][slot] = Losses(values, sizes)
-        chunks = chunk_means(found["losses"], self.growth.governor.checks_per_epoch).T.tolist()
+        chunks = chunk_means(found["losses"], self.growth.governor.checks_per_epoch).T.tolist()  # [A, checks]
         is_finite = found["finite"].tolist()
         for position, row in enumerate(rows):
             host = self.rows[row]
@@ -408,7 +408,7 @@ class Fleet:
         for row, saved in enumerate(state["rows"]):
             setting = msgspec.convert(saved["setting"], HostConfig)
             self.data.reset(row, setting)
-            self.rows[row] = self._host(row, setting)
+            self.rows[row] = self._new_host(row, setting)
             self.rows[row].load_state_dict(saved)
         with torch.no_grad():
             for name, tensor in self.tensors().items():

@@ -36,7 +36,7 @@ from esper.growth.seeds.seed import Blending
 
 
 class SlotRows(Protocol):
-    """The storage of the seeds of one slot, one row per host."""
+    """The part of a `SeedStorage` that is used here. Its module imports this one."""
 
     def plant(self, row: int, plan: SeedPlan) -> None: ...
 
@@ -166,14 +166,14 @@ class RowRecovery(SnapshotHistory):
         return len(self) > 0
 
     def take_snapshot(self) -> None:
-        # Losses can look healthy while weights are not finite. A snapshot of such a state would be no use.
+        """Take a snapshot, unless weights are not finite: losses can look healthy all the same, but a rollback to it would be no use."""
         if self.is_finite:
             # The key "garden" is older than the name `lifecycles`; saved fleets have it.
             state = {"garden": self.lifecycles.state_dict(), "governor": self.governor.loss_state(), "clock": self.clock}
             self.take(state, epoch=self.lifecycles.epoch)
 
     def _store(self, state: dict[str, Any], over: dict[str, Any] | None) -> dict[str, Any]:
-        """Request a copy of the host's rows: over that of the snapshot that is replaced, else into one that is free."""
+        """Request a copy of the host's rows, in place of the copy of the replaced snapshot `over`, or else in a free one."""
         taken = {entry.state["copy"] for entry in self._entries}
         copy = over["copy"] if over else next(number for number in range(self.keep) if number not in taken)
         self.pending.snapshots[self.row] = copy
@@ -208,6 +208,7 @@ class PendingCopies:
         self.restores: dict[int, int] = {}
 
     def carry_out(self, snapshots: RowSnapshots) -> None:
+        """Make all requested copies, and forget the requests."""
         snapshots.restore(self.restores)
         snapshots.take(self.snapshots)
         self.restores.clear()
@@ -216,7 +217,7 @@ class PendingCopies:
 
 @dataclass
 class Host:
-    """One host of a fleet without its tensors: setting, growth, snapshots and costs."""
+    """One host of a fleet without its tensors."""
 
     setting: HostConfig
     host_growth: HostGrowth[RowBackend]
@@ -228,7 +229,7 @@ class Host:
 
     @property
     def is_over(self) -> bool:
-        """Whether it trains no more: never reset, given up, at its horizon, or at a plateau."""
+        """Whether it does not train: never reset, given up, at its horizon, or at a plateau."""
         has_ended = self.is_given_up or not self.recovery.has_begun or self.host_growth.epoch >= self.setting.horizon
         return has_ended or self.host_growth.is_stuck()
 
@@ -258,19 +259,18 @@ class Host:
         self.recovery.clock += 1
         for name, backend in lifecycles.occupied():
             assert backend.life.number is not None
-            flops = 3 * samples * lifecycles.cost(name).flops  # the backward pass costs twice the forward pass
+            flops = 3 * samples * lifecycles.cost(name).flops  # forward and backward pass
             self.seed_flops[backend.life.number] = self.seed_flops.get(backend.life.number, 0) + flops
 
     def _step_flops(self) -> int:
-        """Return the FLOPs of one training step per sample."""
+        """Return the FLOPs of one training step per sample. A backward pass costs twice a forward pass."""
         lifecycles = self.host_growth.lifecycles
         flops = 3 * (lifecycles.host.flops + lifecycles.connected().flops)
-        shadow = [(name, backend) for name, backend in lifecycles.backends.items() if backend.life.stage is Stage.TRAINING]
-        if shadow:
+        in_shadow = [(name, backend) for name, backend in lifecycles.backends.items() if backend.life.stage is Stage.TRAINING]
+        if in_shadow:
             # The second pass: forward through the whole host, backward as far as the first slot in the shadow, and the seeds themselves.
-            flops += (
-                lifecycles.host.flops + 2 * shadow[0][1].place.flops_behind + 3 * sum(lifecycles.cost(name).flops for name, _ in shadow)
-            )
+            behind = in_shadow[0][1].place.flops_behind
+            flops += lifecycles.host.flops + 2 * behind + 3 * sum(lifecycles.cost(name).flops for name, _ in in_shadow)
         return flops
 
     def note_validation(self, *, samples: int, passes: int) -> None:

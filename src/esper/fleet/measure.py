@@ -1,11 +1,11 @@
-"""Measure all hosts of a fleet at once: validation losses, the contribution of each seed on trial, and the first-order probe.
+"""Measure all hosts of a fleet at once: validation losses, contributions of seeds, finite weights, and the first-order probe.
 
 A contribution takes one pass with all seeds connected, and one pass for each slot without its seed. The probe estimates the gain of each
 candidate (a blueprint in a slot); `esper.growth.measure.probe` explains the estimate. All hosts that ask about one candidate are probed
 together.
 
-Shapes: A = hosts that are measured, R = hosts with a seed on trial, or with the same candidate, in one slot, V = validation batches,
-L = weights of a candidate's zeroed layer, B = samples, M = all samples of a split.
+Shapes: A = hosts that are measured, R = those of them with a seed on trial in one slot, or that are probed for one candidate,
+V = validation batches, L = weights of a candidate's zeroed layer, B = samples of a batch, M = all samples of a split.
 """
 
 from __future__ import annotations
@@ -65,28 +65,31 @@ def losses_of(stacked_model: StackedModel, samples: Samples) -> Tensor:
 
 
 def losses_without(stacked_model: StackedModel, samples: Samples, trials: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
-    """Return slot -> losses [V, R] of its hosts with a seed on trial, without that seed. `trials` maps a slot to their positions."""
+    """Return for each slot the losses [V, R] of the hosts with a seed on trial there, without that seed.
+
+    `trials` maps a slot to the positions of these hosts.
+    """
     return {slot: losses_of(part_of(stacked_model, hosts, without=slot), samples) for slot, hosts in trials.items()}
 
 
 def mean_losses(stacked_model: StackedModel, samples: Samples) -> Tensor:
     """Return the mean loss of every host on all samples [A], on the CPU."""
-    return _over_samples(losses_of(stacked_model, samples), samples)
+    return _mean_over_samples(losses_of(stacked_model, samples), samples)
 
 
 def contributions(stacked_model: StackedModel, samples: Samples, seeds: Mapping[str, Sequence[int]]) -> Tensor:
-    """Return the sum of the contributions of these seeds for every host [A], on the CPU. `seeds` maps a slot to positions of hosts.
+    """Return the sum of the contributions of these seeds for every host [A], on the CPU. `seeds` maps a slot to positions of their hosts.
 
     Each contribution is measured alone: the loss without that seed minus the loss with all.
     """
     whole = mean_losses(stacked_model, samples)
     total = torch.zeros_like(whole)
     for slot, losses in losses_without(stacked_model, samples, seeds).items():
-        total[seeds[slot]] += _over_samples(losses, samples) - whole[seeds[slot]]
+        total[seeds[slot]] += _mean_over_samples(losses, samples) - whole[seeds[slot]]
     return total
 
 
-def _over_samples(losses: Tensor, samples: Samples) -> Tensor:
+def _mean_over_samples(losses: Tensor, samples: Samples) -> Tensor:
     """Return the mean over all samples [hosts] of losses that are means of batches [V, hosts]."""
     weights = torch.tensor(samples.sizes, dtype=torch.float64)
     return (losses.double().cpu() * weights.unsqueeze(1)).sum(0) / weights.sum()
@@ -161,7 +164,7 @@ class RowProbe:
     """A probe of some candidates of some hosts, in the steps of its `window`.
 
     In every step call `catch` in the forward pass, then `ask` with the gradients of the tensors in `caught`. Call `close` after the last
-    step. `asked` maps a position to the candidates of that host. Their branches are built at the first step.
+    step. `asked` maps the position of a host to its candidates. Their branches are built at the first step.
     """
 
     def __init__(
@@ -211,7 +214,7 @@ class RowProbe:
             ]
         by_slot = dict(zip(self._caught, gradients, strict=True))
         for trial in self._trials:
-            trial.answer(self._caught[trial.slot].detach(), by_slot[trial.slot])
+            trial.add_step(self._caught[trial.slot].detach(), by_slot[trial.slot])
         self._caught.clear()
 
     def close(self) -> None:
@@ -244,7 +247,7 @@ class _Trial:
         self.slot, self.seed_kind, self.positions = slot, storage.seed_kinds[blueprint], positions
         self._storage, self._max_norm = storage, configs[0].seed_optimizer.max_grad_norm
         self._index = upload(positions, storage.place.device)
-        self._weights = _weights(self.seed_kind, [config.seed for config in configs])
+        self._weights = _draw_weights(self.seed_kind, [config.seed for config in configs])
         self._live = {name: self._weights[name].requires_grad_() for name in self.seed_kind.live}  # [R, ...]
         first = next(iter(self._live.values()))
         # Sum of the gradients [R, L], sum of their squared norms [R], and number of steps [R] over the steps with a finite gradient.
@@ -252,7 +255,7 @@ class _Trial:
         self._squares = torch.zeros(len(positions), dtype=torch.float64, device=first.device)
         self._steps = torch.zeros_like(self._squares)
 
-    def answer(self, h: Tensor, g: Tensor) -> None:
+    def add_step(self, h: Tensor, g: Tensor) -> None:
         """Add one step, given the activations h [B, A, ...] of the slot and the gradient g of the loss by them."""
         own, own_gradient = (of_hosts(tensor, self._index).to(self._sums.dtype) for tensor in (h, g))
         output = self.seed_kind.branch(self._weights, own)
@@ -275,7 +278,7 @@ class _Trial:
 
 
 @torch.no_grad()
-def _weights(seed_kind: SeedKind, seeds: Sequence[int]) -> dict[str, Tensor]:
+def _draw_weights(seed_kind: SeedKind, seeds: Sequence[int]) -> dict[str, Tensor]:
     """Return the weights of branches drawn from these random seeds, name -> [R, ...]. Equal seeds give equal branches."""
     blueprint, place = get_blueprint(seed_kind.blueprint), replace(seed_kind.place, device=CPU)
     branches = {seed: dict(build_branch(blueprint, place, seed=seed).named_parameters()) for seed in set(seeds)}

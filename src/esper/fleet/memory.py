@@ -29,7 +29,7 @@ class Memory:
 
     state: int  # weights, buffers and moments with a seed in every slot, in all copies: stored, training, and in every snapshot
     step: int  # a training step of the host alone
-    seeds: int  # what the largest seed in every slot adds to the step
+    seeds: int  # added to the step by the largest seed in every slot
 
     @property
     def least(self) -> int:
@@ -92,12 +92,12 @@ def seed_bytes(seed_kind: SeedKind, samples: int, precision: torch.dtype | None)
     h = torch.zeros(samples, 1, *place.shape, dtype=place.dtype, device=place.device, requires_grad=True)
     flat = torch.zeros(1, seed_kind.layout.width, dtype=place.dtype, device=place.device, requires_grad=True)
 
-    def act(recompute: Recompute) -> Tensor:
+    def outputs(recompute: Recompute) -> Tensor:
         with torch.autocast(place.device.type, dtype=precision, enabled=precision is not None):
             return h + seed_kind.delta(seed_kind.layout.unflatten(flat), h)
 
     with _own_random_state(place.device):
-        return _backward_bytes(act, apart_from=[h, flat])
+        return _backward_bytes(outputs, apart_from=[h, flat])
 
 
 @contextmanager
@@ -117,7 +117,7 @@ def _backward_bytes(compute: Callable[[Recompute], Tensor], *, apart_from: Itera
     """
     known = {tensor.untyped_storage().data_ptr() for tensor in apart_from}
     kept: dict[int, int] = {}  # address -> bytes
-    blocks: list[dict[int, int]] = [{}]  # the same for each block
+    blocks: list[dict[int, int]] = [{}]  # the same for each block that is recomputed, and an empty one, because there may be none
 
     def note(tensor: Tensor, sizes: dict[int, int]) -> Tensor:
         storage = tensor.untyped_storage()
@@ -162,6 +162,13 @@ def _room_of_machine(table: Path) -> Iterator[int]:
             yield int(value.split()[0]) * 1024
 
 
+# Controllers of a control group (v2: empty) -> file of its limit, file of its use, and name of the cached files in memory.stat.
+_GROUP_FILES = {
+    "": ("memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+
+
 def rooms_of_groups(root: Path, membership: Path) -> Iterator[int]:
     """Yield the bytes left under the memory limit of each control group (v1 or v2) of this process: containers, batch jobs."""
     lines = membership.read_text().splitlines() if membership.exists() else []
@@ -171,26 +178,22 @@ def rooms_of_groups(root: Path, membership: Path) -> Iterator[int]:
             group = top / own.lstrip("/")
             # Look at the group and all its parents. In a container the group's own folder may not exist: its files are in the topmost one.
             for folder in (group, *group.parents[: len(group.parts) - len(top.parts)]):
-                yield from _room_of_group(folder, *(_GROUP_FILES[controllers]))
+                yield from _room_of_group(folder, *_GROUP_FILES[controllers])
 
 
-# The limit, the use, and the part of the use that is cached files, which the system drops when memory is needed; by controllers, which are
-# empty in version 2.
-_GROUP_FILES = {
-    "": ("memory.max", "memory.current", "inactive_file"),
-    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-}
-
-
-def _room_of_group(folder: Path, limit: str, used: str, forgettable: str) -> Iterator[int]:
+def _room_of_group(folder: Path, limit: str, used: str, cached: str) -> Iterator[int]:
+    """Yield the bytes left under the limit of one group, if it has one. The system drops cached files when memory is needed."""
     if not (folder / limit).exists() or (most := (folder / limit).read_text().strip()) == "max":
         return
     statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    yield max(int(most) - int((folder / used).read_text()) + int(statistics.get(forgettable, 0)), 0)
+    yield max(int(most) - int((folder / used).read_text()) + int(statistics.get(cached, 0)), 0)
+
+
+# Errors
 
 
 def check_fits(hosts: int, each: int, *, room: int | None, device: torch.device) -> None:
-    """Raise FleetError where `hosts` hosts of `each` bytes do not fit into `room` bytes. A room of None is unknown and not checked."""
+    """Raise FleetError if `hosts` hosts of `each` bytes do not fit into `room` bytes. None: the room is unknown, so nothing is checked."""
     if room is not None and hosts * each > room:
         raise FleetError(_too_many(hosts, each, room // each, room, device))
 
@@ -220,6 +223,7 @@ def explained(hosts: int, memory: Callable[[], Memory], least: int, *, room: int
 
 
 def _too_many(hosts: int, each: int, fitting: int, room: int, device: torch.device) -> str:
+    """Return the message of the error: `fitting` is the number of hosts that would fit."""
     return (
         f"{hosts} hosts do not fit: one takes about {in_words(each)}, and {device} had {in_words(room)} for them; "
         f"{fitting or 'not even one'} would fit. Take fewer hosts, a smaller batch_size, a larger accumulate, checkpoint = true, "

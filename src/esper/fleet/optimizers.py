@@ -1,8 +1,8 @@
 """Optimisers of many hosts at once, one row per host.
 
 `SGD`, `Adam` and `AdamW` do to the rows of one tensor [N, P] what torch.optim does to N models one after another. Every row has its own
-learning rate, moments and step count. So a host that starts late, or is left out of a step, is where it would be if it had been trained
-alone.
+learning rate, moments and step count. So a host that starts late, or is left out of a step, has the weights it would have if it were
+trained alone.
 
 Shapes: N = rows (hosts or seeds), P = weights of a row.
 """
@@ -22,7 +22,7 @@ _CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grads_with_norm_
 class RowOptimizer(ABC):
     """An optimiser of `flat` [N, P], in place. `lr` [N] may be written to between steps. Every tensor of `state` is [N] or [N, P]."""
 
-    moments: ClassVar[tuple[str, ...]]
+    moments: ClassVar[tuple[str, ...]]  # names of the state tensors that are [N, P]
 
     def __init__(self, flat: Tensor, *, lr: float | Tensor, weight_decay: float = 0.0) -> None:
         self.flat = flat
@@ -30,7 +30,7 @@ class RowOptimizer(ABC):
         if isinstance(lr, Tensor):
             self.lr.copy_(lr)
         else:
-            self.lr.fill_(lr)  # torch.tensor(lr) would be a copy to the device that waits for it
+            self.lr.fill_(lr)  # torch.tensor(lr, device=...) would wait for the device
         self.weight_decay = weight_decay
         self.state = {name: torch.zeros_like(flat, requires_grad=False) for name in self.moments}
         self.state["steps"] = torch.zeros(len(flat), dtype=torch.int64, device=flat.device)
@@ -98,11 +98,12 @@ class Adam(RowOptimizer):
         self._step_along(gradient.add(self.flat, alpha=self.weight_decay) if self.weight_decay else gradient)
 
     def _step_along(self, gradient: Tensor) -> None:
+        """Update the moments with the gradient, and the weights with the bias-corrected moments."""
         mean_correction, square_correction = (self._correction(beta) for beta in self.betas)
         mean = self.state["mean"].lerp_(gradient, 1 - self.betas[0])
         square = self.state["square"].mul_(self.betas[1]).addcmul_(gradient, gradient, value=1 - self.betas[1])
-        spread = square.sqrt().div_(square_correction.sqrt()).add_(self.eps)
-        self.flat.addcdiv_(mean * (self.lr.unsqueeze(1) / mean_correction), spread, value=-1)
+        denominator = square.sqrt().div_(square_correction.sqrt()).add_(self.eps)
+        self.flat.addcdiv_(mean * (self.lr.unsqueeze(1) / mean_correction), denominator, value=-1)
 
     def moves(self, gradient: Tensor, steps: int) -> Tensor:
         return gradient / (gradient.abs() + self.eps)  # the bias-corrected moments of a constant gradient are g and g²

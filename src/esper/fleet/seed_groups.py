@@ -133,9 +133,9 @@ class StackedSeed:
 
 
 def act(stacked_seeds: Sequence[StackedSeed], h: Tensor) -> Tensor:
-    """Return h [B, N, ...] plus alpha times the deltas of these seeds. They belong to one slot, and no two of them to one host."""
+    """Return h [B, N, ...] plus alpha times the deltas of these seeds. All belong to one slot, and a host has one of them at most."""
     if len(stacked_seeds) == 1 and stacked_seeds[0].index is None:
-        return h + _times(stacked_seeds[0].alpha, stacked_seeds[0].delta(h), hosts=1)
+        return h + _times(stacked_seeds[0].alpha, stacked_seeds[0].delta(h), host_dim=1)
     indices = [stacked.index for stacked in stacked_seeds if stacked.index is not None]
     assert len(indices) == len(stacked_seeds)  # one without an index has every host, so it is the only one
     # Gather the hosts of all kinds of seeds at once, compute the deltas kind by kind, and scatter-add them at once.
@@ -158,19 +158,19 @@ def of_hosts(h: Tensor, index: Tensor) -> Tensor:
 def _blended(h: Tensor, index: Tensor, alpha: Tensor, deltas: Sequence[Tensor]) -> Tensor:
     """Return h with alpha [R] times the deltas added to the hosts in `index` [R]. Concatenated, the deltas are [B, R, ...]."""
     order, inverse = _order_in_memory(h)
-    in_order, hosts = h.permute(order), order.index(1)
-    delta = torch.cat([part.permute(order) for part in deltas], dim=hosts)
+    in_order, host_dim = h.permute(order), order.index(1)
+    delta = torch.cat([part.permute(order) for part in deltas], dim=host_dim)
     blended: Tensor = (
         _row_kernels().blend(in_order, index, alpha, delta)
         if _has_row_kernels(h, order)
-        else in_order.index_add(hosts, index, _times(alpha, delta, hosts=hosts))
+        else in_order.index_add(host_dim, index, _times(alpha, delta, host_dim=host_dim))
     )
     return blended.permute(inverse)
 
 
-def _times(alpha: Tensor, delta: Tensor, *, hosts: int) -> Tensor:
-    """Return alpha [R] times delta in the precision of delta. `hosts` is the number of the host dimension of delta."""
-    return (alpha.view(*[1] * hosts, -1, *[1] * (delta.ndim - hosts - 1)) * delta).to(delta.dtype)
+def _times(alpha: Tensor, delta: Tensor, *, host_dim: int) -> Tensor:
+    """Return alpha [R] times delta, in the precision of delta. `host_dim` is the dimension of delta that has R entries."""
+    return (alpha.view(*[1] * host_dim, -1, *[1] * (delta.ndim - host_dim - 1)) * delta).to(delta.dtype)
 
 
 def _has_row_kernels(h: Tensor, order: Sequence[int]) -> bool:
@@ -192,7 +192,7 @@ def _order_in_memory(h: Tensor) -> tuple[list[int], list[int]]:
 
 @dataclass(frozen=True)
 class SeedGroup:
-    """Seeds of one kind, with the rows of storage they come from. `hosts` are positions in the list of hosts that compute together."""
+    """Seeds of one kind, with their rows in the storage. `hosts` are positions in the list of hosts that compute together."""
 
     slot: str
     storage: SeedStorage
@@ -233,8 +233,8 @@ class SeedBatch:
     def __init__(self, groups: Sequence[SeedGroup]) -> None:
         self.groups = groups
         if not groups:
-            return
-        self._counts = [len(group.hosts) for group in groups]
+            return  # an empty batch has no tensors
+        self._counts = [len(group.hosts) for group in groups]  # R of each group
         self.hosts = torch.cat([group.index for group in groups])  # [Q]
         self._alphas = torch.cat([group.alphas for group in groups], dim=1)  # [T, Q]
         self.norms = torch.zeros_like(self._alphas)  # gradient norm of every seed in every step [T, Q]
@@ -247,7 +247,7 @@ class SeedBatch:
             tensor.copy_(self._read(name))
 
     def __len__(self) -> int:
-        """Return the number of groups."""
+        """Return the number of groups; 0 for an empty batch."""
         return len(self.groups)
 
     def weights(self) -> list[dict[str, Tensor]]:
@@ -289,7 +289,9 @@ class SeedBatch:
     @torch.no_grad()
     def put_back(self) -> None:
         """Write weights and optimiser state back to the storage."""
-        for name, rows in {"weights": self.flat, **self._optimizer.state}.items() if self.groups else ():
+        if not self.groups:
+            return
+        for name, rows in {"weights": self.flat, **self._optimizer.state}.items():
             for group, own in zip(self.groups, rows.split_with_sizes(self._counts), strict=True):
                 group.write(name, own)
 
@@ -306,9 +308,8 @@ class SeedBatch:
 
 
 SeedStorages = Mapping[str, SeedStorage]  # slot -> storage, in the order in which the slots run
-AllLifecycles = Sequence[
-    tuple[int, SlotLifecycles[RowBackend]]
-]  # (row in the fleet, lifecycles) of hosts; a position is a place in this list
+# (row in the fleet, lifecycles) of the hosts that compute together; the position of a host is its index in this sequence
+AllLifecycles = Sequence[tuple[int, SlotLifecycles[RowBackend]]]
 Placed = tuple[int, int, list[float]]  # a seed: row and position of its host, and its alpha in every step
 SeedKinds = Mapping[str, Mapping[str, SeedKind]]  # slot -> blueprint -> kind of seed
 
@@ -364,7 +365,10 @@ def _group(slot: str, storage: SeedStorage, blueprint: str, seeds: Sequence[Plac
 
 
 def _alphas(lifecycles: SlotLifecycles[RowBackend], steps: int) -> Iterable[tuple[str, str, bool, list[float]]]:
-    """Return slot, blueprint, whether the host sees it, and its alpha in each of the coming steps, for every seed of a host."""
+    """Return (slot, blueprint, whether it is connected, its alpha in each of the coming steps) of every seed of a host.
+
+    Advances the blending by these steps.
+    """
     backends = dict(lifecycles.occupied())
     alphas = {name: [backend.alpha] * steps for name, backend in backends.items()}
     # Where a seed is blending, advance its alpha step by step and note every value on the way.

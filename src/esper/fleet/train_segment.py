@@ -9,7 +9,8 @@ One step:
 3. second pass for the seeds in the shadow, which learn without being seen by the host (`_Shadow`);
 4. update of the loss scales (float16).
 
-Shapes: A = hosts that train, R = seeds of one group, T = steps, B = samples. Activations are [B, A, ...].
+Shapes: A = hosts that train, R = seeds of one group, Q = seeds of a batch of seeds, P = weights of a host or of the widest of those seeds,
+T = steps, B = samples. Activations are [B, A, ...].
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Plan:
     shadow_alpha: float  # alpha of the seeds in the second pass
     precision: torch.dtype | None  # of activations; None: that of the weights
     probes: Sequence[RowProbe] = ()
-    parts: int = 1  # that each batch is cut into; only the activations of one part are in memory at a time
+    parts: int = 1  # number of parts that each batch is cut into; only the activations of one part are in memory at a time
     recompute: Recompute | None = None  # runs the blocks whose activations are recomputed in the backward pass; None: keep all
 
     @property
@@ -108,7 +109,7 @@ class TrainSegment:
     def _pass(self, inputs: Tensor, targets: Tensor, probes: Sequence[RowProbe]) -> list[Tensor]:
         """Return the losses [A], the gradient of the hosts [A, P], and that of the connected seeds [Q, P] where there are any.
 
-        The gradients are still multiplied by the loss scales. Lets the probes look at the activations and their gradients.
+        The gradients are still multiplied by the loss scales. The probes get the activations and their gradients.
         """
         seeds = self.plan.connected
         stacked_seeds = seeds.stacked_seeds(self._now, hosts=len(self.plan.rows))
@@ -118,11 +119,11 @@ class TrainSegment:
         caught = [h for probe in probes for h in probe.caught]  # activations that the probes need the gradient of
         gradients = torch.autograd.grad(self._group.scales.scaled(losses).sum(), [*learning, *caught])
         # Give every probe the gradients of the activations it caught.
-        left = [self._group.scales.unscaled(gradient) for gradient in gradients[len(learning) :]]
+        remaining = [self._group.scales.unscaled(gradient) for gradient in gradients[len(learning) :]]
         for probe in probes:
             count = len(probe.caught)
-            probe.ask(left[:count])
-            left = left[count:]
+            probe.ask(remaining[:count])
+            remaining = remaining[count:]
         return [losses.detach(), *gradients[: len(learning)]]
 
     def _watch(self, probes: Sequence[RowProbe]) -> Watch | None:
@@ -190,7 +191,7 @@ class _Shadow:
         return h.index_copy(1, places, self._recorded[slot][part].index_select(1, positions))
 
     def step(self, host: HostGroup, parts: Parts, now: Tensor, config: SeedOptimizerConfig, stepping: Tensor | None) -> Tensor | None:
-        """Train the seeds of the hosts that are `stepping` [A]. Return those hosts without the ones whose gradient overflowed here."""
+        """Train the seeds of the hosts that are `stepping` [A]. Return `stepping` without the hosts whose gradients overflowed here."""
         seeds = self.plan.in_shadow
         (gradient,) = _means(self._pass(host, number, inputs, targets, now) for number, (inputs, targets) in enumerate(parts))
         stepping = host.scales.unscale_([(gradient, seeds.hosts)], stepping)
