@@ -97,9 +97,9 @@ class Shape(NamedTuple):
 
 
 def fits(shape: Shape) -> bool:
-    """Return whether the kernels support a shape: its padding must not be wider than the kernel.
+    """Return whether the kernels support a shape: its padding must be narrower than the kernel.
 
-    Such outputs would see only padding, and the convolution of the gradient would need a negative padding.
+    With a wider one, the convolution that computes the gradient of the input would need a negative padding.
     """
     turned = shape.turned()
     return min(turned.pad_height, turned.pad_width) >= 0
@@ -177,7 +177,7 @@ def _block(size: int, most: int) -> int:
     return max(min(int(triton.next_power_of_2(size)), most), 16)
 
 
-def _depth(shape: Shape) -> int:
+def _columns_at_once(shape: Shape) -> int:
     """Return how many columns of the matrix of windows are multiplied at once: 64 if there are no more, else the size that wastes least."""
     return 64 if shape.depth <= 64 else 16 if shape.block <= 16 else 32
 
@@ -218,7 +218,7 @@ def _outputs(x: Tensor, weight: Tensor, bias: Tensor | None, shape: Shape, *, de
         DESCRIBES=describes,
         BLOCK_O=block,
         BLOCK_M=_TILE,
-        BLOCK_K=_depth(shape),
+        BLOCK_K=_columns_at_once(shape),
         num_warps=_WARPS,
     )
     return outputs.movedim(-1, 2), described[0], described[1]
@@ -233,7 +233,7 @@ def _weight_gradients(x: Tensor, gradient: Tensor, shape: Shape) -> tuple[Tensor
     splits = triton.cdiv(pixels, each)
     parts = x.new_empty(splits, hosts, shape.depth + 1, shape.outputs, dtype=torch.float32)  # the last row is for the bias
     blocks_k = triton.cdiv(shape.depth, block_k)
-    _weigh[(splits, hosts, triton.cdiv(shape.outputs, block_o) * blocks_k)](
+    _sum_weight_gradients[(splits, hosts, triton.cdiv(shape.outputs, block_o) * blocks_k)](
         x,
         gradient,
         parts,
@@ -348,7 +348,7 @@ def _convolve(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _weigh(  # type: ignore[no-untyped-def]
+def _sum_weight_gradients(  # type: ignore[no-untyped-def]
     x,
     gradient,
     parts,
@@ -385,16 +385,16 @@ def _weigh(  # type: ignore[no-untyped-def]
     k = (block % BLOCKS_K) * BLOCK_K + tl.arange(0, BLOCK_K)
     own, hosts = x + host.to(tl.int64) * stride_n, tl.num_programs(1)
     total = tl.zeros((BLOCK_K, BLOCK_O), dtype=tl.float32)
-    alone = tl.zeros((BLOCK_O,), dtype=tl.float32)
+    bias_total = tl.zeros((BLOCK_O,), dtype=tl.float32)
     for start in range(split * each, (split + 1) * each, BLOCK_M):
         m = start + tl.arange(0, BLOCK_M)
         sample, pixel = m // pixels, m % pixels
         windows = _windows(own, sample, pixel, k, samples, stride_b, C, CP, H, W, OW, KH, KW, PH, PW, DH, DW, STRIDE_C, STRIDE_H, STRIDE_W)
         places = ((sample.to(tl.int64) * hosts + host) * pixels + pixel) * OUT
-        pull = tl.load(gradient + places[:, None] + o[None, :], mask=(sample < samples)[:, None] & (o < OUT)[None, :], other=0.0)
-        total = tl.dot(tl.trans(windows), pull, total, input_precision="ieee")
-        alone += tl.sum(pull.to(tl.float32), 0)
+        out_gradient = tl.load(gradient + places[:, None] + o[None, :], mask=(sample < samples)[:, None] & (o < OUT)[None, :], other=0.0)
+        total = tl.dot(tl.trans(windows), out_gradient, total, input_precision="ieee")
+        bias_total += tl.sum(out_gradient.to(tl.float32), 0)
     place = parts + (split * hosts + host).to(tl.int64) * ((depth + 1) * OUT)
     tl.store(place + k[:, None] * OUT + o[None, :], total, mask=(k < depth)[:, None] & (o < OUT)[None, :])
     if block % BLOCKS_K == 0:  # the bias has no K: one of the blocks stores it
-        tl.store(place + depth * OUT + o, alone, mask=o < OUT)
+        tl.store(place + depth * OUT + o, bias_total, mask=o < OUT)

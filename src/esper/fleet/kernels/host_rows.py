@@ -92,24 +92,24 @@ def _places(index, hosts, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped
 @triton.jit
 def _take(h, index, alpha, own, hosts, size, SCALES: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Copy a block of all hosts' `h` to the chosen hosts' `own`, times alpha with SCALES."""
-    there, here, mask = _places(index, hosts, size, BLOCK)
-    values = tl.load(h + here, mask=mask)
+    in_own, in_all, mask = _places(index, hosts, size, BLOCK)
+    values = tl.load(h + in_all, mask=mask)
     if SCALES:
         values = values * tl.load(alpha + tl.program_id(1))
-    tl.store(own + there, values.to(own.dtype.element_ty), mask=mask)
+    tl.store(own + in_own, values.to(own.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _put(own, index, whole, hosts, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Copy a block of the chosen hosts' `own` to all hosts' `whole`."""
-    there, here, mask = _places(index, hosts, size, BLOCK)
-    tl.store(whole + here, tl.load(own + there, mask=mask), mask=mask)
+    in_own, in_all, mask = _places(index, hosts, size, BLOCK)
+    tl.store(whole + in_all, tl.load(own + in_own, mask=mask), mask=mask)
 
 
 @triton.jit
 def _add(delta, index, alpha, whole, hosts, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Add alpha times a block of the chosen hosts' `delta` to all hosts' `whole`."""
-    there, here, mask = _places(index, hosts, size, BLOCK)
-    share = tl.load(delta + there, mask=mask) * tl.load(alpha + tl.program_id(1))  # in alpha's precision
-    total = tl.load(whole + here, mask=mask) + share
-    tl.store(whole + here, total.to(whole.dtype.element_ty), mask=mask)
+    in_own, in_all, mask = _places(index, hosts, size, BLOCK)
+    share = tl.load(delta + in_own, mask=mask) * tl.load(alpha + tl.program_id(1))  # in alpha's precision
+    total = tl.load(whole + in_all, mask=mask) + share
+    tl.store(whole + in_all, total.to(whole.dtype.element_ty), mask=mask)

@@ -127,7 +127,7 @@ def _sum_gradients(  # type: ignore[no-untyped-def]
     y, settings, gradient, parts, samples, each, C: tl.constexpr, CP: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
     POOLS: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """Sum over some samples of one host, for every channel, the gradient of the norm's output, and that times the normalised pixel.
+    """Sum the gradient of the norm's output over some samples of one host, for every channel: alone, and times the normalised pixel.
 
     Only the largest pixel of each window, if it is positive, gets a gradient.
     """
@@ -144,7 +144,7 @@ def _sum_gradients(  # type: ignore[no-untyped-def]
         r = start + tl.arange(0, R)
         mask = (r < last)[:, None] & is_channel[None, :]
         plane = (r // size).to(tl.int64) * hosts + host
-        pull = _load(gradient + ((plane * size + r % size) * C)[:, None] + c[None, :], mask)
+        out_gradient = _load(gradient + ((plane * size + r % size) * C)[:, None] + c[None, :], mask)
         places = y + ((plane * (H * W) + _corner(r % size, W, POOLS)) * C)[:, None] + c[None, :]
         pixel = _load(places, mask)
         if POOLS:
@@ -154,18 +154,18 @@ def _sum_gradients(  # type: ignore[no-untyped-def]
             pixel = tl.where(_greater(third * scale + shift, pixel * scale + shift), third, pixel)
             fourth = _load(places + (W * C + C), mask)
             pixel = tl.where(_greater(fourth * scale + shift, pixel * scale + shift), fourth, pixel)
-        pull = tl.where(pixel * scale + shift <= 0, 0.0, pull)
-        plain += pull
-        weighed += pull * ((pixel - mean) * inverse)
+        out_gradient = tl.where(pixel * scale + shift <= 0, 0.0, out_gradient)
+        plain += out_gradient
+        weighed += out_gradient * ((pixel - mean) * inverse)
     place = parts + (host * tl.num_programs(1) + split) * C + c
     tl.store(place, tl.sum(plain, 0), mask=is_channel)
     tl.store(place + hosts * tl.num_programs(1) * C, tl.sum(weighed, 0), mask=is_channel)
 
 
 @triton.jit
-def _back(pixel, pull, scale, mean, inverse, plain, weighed):  # type: ignore[no-untyped-def]
-    """Return the gradient of a norm's input at one pixel, given the means of the two sums over its channel."""
-    return scale * (pull - plain - (pixel - mean) * inverse * weighed)
+def _back(pixel, out_gradient, scale, mean, inverse, plain, weighed):  # type: ignore[no-untyped-def]
+    """Return the gradient of a norm's input at one pixel, given the gradient of its output and the means of the two sums of its channel."""
+    return scale * (out_gradient - plain - (pixel - mean) * inverse * weighed)
 
 
 @triton.jit
@@ -183,7 +183,7 @@ def _backward(  # type: ignore[no-untyped-def]
     scale, shift = _load(settings + channel, mask), _load(settings + width + channel, mask)
     mean, inverse = _load(settings + 2 * width + channel, mask), _load(settings + 3 * width + channel, mask)
     plain, weighed = _load(means + channel, mask), _load(means + width + channel, mask)
-    pull = _load(gradient + first * C + (tl.arange(0, R) * C)[:, None] + c[None, :], mask)
+    out_gradient = _load(gradient + first * C + (tl.arange(0, R) * C)[:, None] + c[None, :], mask)
     place = plane * (H * W * C) + (((r // size) * (H * W) + _corner(r % size, W, POOLS)) * C)[:, None] + c[None, :]
     kind = of_y.dtype.element_ty
     a = _load(y + place, mask)
@@ -197,12 +197,14 @@ def _backward(  # type: ignore[no-untyped-def]
         largest = tl.where(chosen == 2, d * scale + shift, largest)
         chosen = tl.where(_greater(e * scale + shift, largest), 3, chosen)
         largest = tl.where(chosen == 3, e * scale + shift, largest)
-        pull = tl.where(largest <= 0, 0.0, pull)
-        tl.store(of_y + place, _back(a, tl.where(chosen == 0, pull, 0.0), scale, mean, inverse, plain, weighed).to(kind), mask=mask)
-        tl.store(of_y + place + C, _back(b, tl.where(chosen == 1, pull, 0.0), scale, mean, inverse, plain, weighed).to(kind), mask=mask)
+        out_gradient = tl.where(largest <= 0, 0.0, out_gradient)
+        tl.store(of_y + place, _back(a, tl.where(chosen == 0, out_gradient, 0.0), scale, mean, inverse, plain, weighed).to(kind), mask=mask)
+        tl.store(
+            of_y + place + C, _back(b, tl.where(chosen == 1, out_gradient, 0.0), scale, mean, inverse, plain, weighed).to(kind), mask=mask
+        )
         low = of_y + place + W * C
-        tl.store(low, _back(d, tl.where(chosen == 2, pull, 0.0), scale, mean, inverse, plain, weighed).to(kind), mask=mask)
-        tl.store(low + C, _back(e, tl.where(chosen == 3, pull, 0.0), scale, mean, inverse, plain, weighed).to(kind), mask=mask)
+        tl.store(low, _back(d, tl.where(chosen == 2, out_gradient, 0.0), scale, mean, inverse, plain, weighed).to(kind), mask=mask)
+        tl.store(low + C, _back(e, tl.where(chosen == 3, out_gradient, 0.0), scale, mean, inverse, plain, weighed).to(kind), mask=mask)
     else:
-        pull = tl.where(largest <= 0, 0.0, pull)
-        tl.store(of_y + place, _back(a, pull, scale, mean, inverse, plain, weighed).to(kind), mask=mask)
+        out_gradient = tl.where(largest <= 0, 0.0, out_gradient)
+        tl.store(of_y + place, _back(a, out_gradient, scale, mean, inverse, plain, weighed).to(kind), mask=mask)

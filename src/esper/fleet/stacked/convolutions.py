@@ -25,7 +25,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from esper.fleet.stacked.layers import Convolution, Scope, lowers
 
-Conv = nn.Conv1d | nn.Conv2d | _ConvNd  # always one of the first two
+Conv = nn.Conv1d | nn.Conv2d | _ConvNd  # always one of the first two; for mypy, the layer of a `ConvBlock` is a _ConvNd
 _WIDEST_TILED = 64  # most channels of a layer that the tiled kernels are chosen for
 _AT_ALL = (slice(None), slice(None))  # index of all hosts and channels
 
@@ -39,8 +39,8 @@ def choose_convolution(device: torch.device, dtype: torch.dtype, channels: int) 
     """
     if device.type == "cpu":
         return "unfolded"
-    is_measured = dtype in (torch.bfloat16, torch.float16) and channels <= _WIDEST_TILED
-    return "tiled" if is_measured and has_triton() else "grouped"
+    is_half_and_narrow = dtype in (torch.bfloat16, torch.float16) and channels <= _WIDEST_TILED
+    return "tiled" if is_half_and_narrow and has_triton() else "grouped"
 
 
 @cache
@@ -58,9 +58,10 @@ def tiled_shape(layer: Conv, scope: Scope, x: Tensor) -> Any:
     if any(before != after for before, after in windows.padding):
         return None
     pads = tuple(before for before, _ in windows.padding)
-    rows, none = ((1,), (0,)) if windows.spatial == 1 else ((), ())  # a series is an image of one row
-    height, width = rows + tuple(x.shape[3:])
-    kernel, padding, dilation = rows + windows.kernel, none + pads, rows + windows.dilation
+    # A series is an image of one row: put a size of 1, or a padding of 0, in front of its settings.
+    one, zero = ((1,), (0,)) if windows.spatial == 1 else ((), ())
+    height, width = one + tuple(x.shape[3:])
+    kernel, padding, dilation = one + windows.kernel, zero + pads, one + windows.dilation
     shape = tiled.Shape(x.shape[2], height, width, layer.out_channels, *kernel, *padding, *dilation)
     return shape if tiled.fits(shape) else None
 
@@ -95,6 +96,7 @@ def convolve_and_describe(shape: Any, weight: Tensor, x: Tensor) -> tuple[Tensor
 
 
 def _as_images(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x [B, N, C, H, W] in working precision, and kernels [N, O, C, kh, kw]; a series becomes an image of one row."""
     x = _in_working_precision(x)
     return (x, weight) if x.ndim == 5 else (x.unsqueeze(-2), weight.unsqueeze(-2))
 
@@ -197,19 +199,20 @@ class _Unfold(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (columns,) = gradients
-        padded = columns.new_zeros(ctx.shape)
+        (gradient,) = gradients
+        padded = gradient.new_zeros(ctx.shape)
         seen = ctx.windows.seen(padded)
+        # Add up one position of the kernel at a time: at one position, the windows do not overlap.
         for tap in product(*map(range, ctx.windows.kernel)):
-            seen[_AT_ALL + tap] += columns[_AT_ALL + tap]  # windows at one position of the kernel do not overlap
+            seen[_AT_ALL + tap] += gradient[_AT_ALL + tap]
         return ctx.windows.interior(padded), None
 
 
 class _Product(torch.autograd.Function):
     """A batched product [.., O, K] × [.., K, M] with K and O small and M large.
 
-    The gradient of the left factor is a product with the transposed right factor, for which BLAS is slow at such sizes. So backward
-    transposes the smaller gradient instead, and copies it where M is small enough for that to pay.
+    The gradient of the kernels is gradient × columnsᵀ, but BLAS is slow with such a transposed factor. So backward computes
+    (columns × gradientᵀ)ᵀ instead, and makes gradientᵀ contiguous where M is small enough for the copy to pay.
     """
 
     @staticmethod
@@ -219,11 +222,11 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        (outputs,), (kernels, columns) = gradients, ctx.saved_tensors
+        (gradient,), (kernels, columns) = gradients, ctx.saved_tensors
         kernel_gradient = column_gradient = None
         if ctx.needs_input_grad[0]:
-            transposed = outputs.mT.contiguous() if outputs.shape[2] <= 512 else outputs.mT
+            transposed = gradient.mT.contiguous() if gradient.shape[2] <= 512 else gradient.mT
             kernel_gradient = torch.bmm(columns, transposed).mT
         if ctx.needs_input_grad[1]:
-            column_gradient = torch.bmm(kernels.mT, outputs)
+            column_gradient = torch.bmm(kernels.mT, gradient)
         return kernel_gradient, column_gradient

@@ -58,11 +58,12 @@ class Scope:
         return replace(self, name=self.full_name(name))
 
     def has_slots_inside(self) -> bool:
+        """Return whether a descendant of this submodule has a slot."""
         return any(slot.startswith(self.full_name("")) for slot in self.slots)
 
 
-Lowering = Callable[[Any, Scope, Tensor], Tensor]
-Fits = Callable[[Any, bool], bool]
+Lowering = Callable[[Any, Scope, Tensor], Tensor]  # module, scope, input -> output
+Fits = Callable[[Any, bool], bool]  # module, training -> whether a lowering supports it
 
 
 def _always(module: nn.Module, training: bool) -> bool:
@@ -158,7 +159,7 @@ def _flat(tensor: Tensor | None) -> Tensor | None:
 
 
 def _on_channels(x: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
-    """Run `compute` on [B, N·C, S...] or, where samples are innermost, on [1, N·C, S...·B]."""
+    """Run `compute` on x as [B, N·C, S...] or, where samples are innermost, as [1, N·C, S...·B]."""
     if x.ndim > 3 and _has_samples_innermost(x):
         last = x.movedim(0, -1)  # [N, C, S..., B]
         return compute(last.reshape(1, last.shape[0] * last.shape[1], -1)).view(last.shape).movedim(-1, 0)
@@ -181,7 +182,7 @@ def layer_norm(layer: nn.LayerNorm, scope: Scope, x: Tensor) -> Tensor:
 
 
 def _pool_each_channel(x: Tensor, pool: Callable[[Tensor], Tensor], spatial: int) -> Tensor:
-    """Run `pool` on images [B, N·C, H, W] or, where samples are innermost, on [N·C, B, H, W], which is then channels-last for torch."""
+    """Run `pool` on x as images [B, N·C, H, W] or, where samples are innermost, as [N·C, B, H, W], which is channels-last for torch."""
     images = x if spatial == 2 else x.unsqueeze(-2)
     if _has_samples_innermost(x):
         by_channel = pool(images.permute(1, 2, 0, 3, 4).flatten(0, 1))

@@ -8,7 +8,8 @@ Modules with a lowering compute all hosts in one kernel. The others run through 
 gradient of the sum of the hosts' losses is, for every host, the gradient that it has alone.
 
 The file has four parts:
-- lowerings of modules that are made of others. They call their children by name, so that seeds can act after any of them;
+- lowerings of modules that are made of others. They call their children by name, so that seeds can act after any of them. Those of single
+  layers are in `esper.fleet.stacked.layers` and `esper.fleet.stacked.convolutions`, and are registered when this file imports them;
 - `run_vmapped`, for modules without a lowering;
 - `recomputed` and `blocks_of`: the activations inside a block of a host can be recomputed in the backward pass instead of kept. A block is
   computed twice from the same input, the second time with copies of its buffers, so that running statistics move once. A module is a block
@@ -37,13 +38,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from esper.fleet.config import FleetError
-from esper.fleet.stacked import convolutions, layers
 from esper.fleet.stacked.convolutions import convolve, convolve_and_describe, tiled_shape
 from esper.fleet.stacked.layers import Convolution, Scope, lowering_of, lowers, mean_over_space, track, without_gradient_of_padding
 from esper.fleet.stacked.rows import aliases
 from esper.growth.seeds.branches import Attention, SqueezeExcite
 from esper.tasks.conv_host import ConvBlock, ConvHost
 from esper.tasks.gpt_host import CausalAttention, GPTBlock, GPTHost
+
+# Lowerings of modules that are made of others
 
 
 @lowers(nn.Sequential)
@@ -56,10 +58,10 @@ def sequential(module: nn.Sequential, scope: Scope, x: Tensor) -> Tensor:
 @lowers(ConvBlock)
 def conv_block(block: ConvBlock, scope: Scope, x: Tensor) -> Tensor:
     shape = tiled_shape(block.conv, scope, x)
-    # The fused kernels cannot compute a block with a slot inside, with a pool over an image of odd size, or a norm in evaluation that needs
-    # gradients.
-    pools_all = isinstance(block.pool, nn.Identity) or (x.ndim == 5 and not any(size % 2 for size in x.shape[3:]))
-    if shape is not None and pools_all and not scope.has_slots_inside() and (scope.training or not torch.is_grad_enabled()):
+    # The fused kernels do not support a slot inside the block, a pool over a series or over an image of odd size, and gradients in
+    # evaluation.
+    has_fused_pool = isinstance(block.pool, nn.Identity) or (x.ndim == 5 and not any(size % 2 for size in x.shape[3:]))
+    if shape is not None and has_fused_pool and not scope.has_slots_inside() and (scope.training or not torch.is_grad_enabled()):
         return _fused(block, shape, scope, x)
     for name in ("conv", "norm", "relu", "pool"):
         x = scope.child(name, x)
@@ -134,7 +136,10 @@ def gpt_host(host: GPTHost, scope: Scope, ids: Tensor) -> Tensor:
     return scope.child("head", scope.child("norm", states))
 
 
-At = Callable[[str, Tensor], Tensor]
+# Modules without a lowering
+
+
+At = Callable[[str, Tensor], Tensor]  # name of a slot, its output -> the output to continue with
 
 
 def run_vmapped(module: nn.Module, scope: Scope, x: Tensor, *, at: At | None = None, slots: Iterable[str] = ()) -> Tensor:
@@ -167,7 +172,7 @@ def run_vmapped(module: nn.Module, scope: Scope, x: Tensor, *, at: At | None = N
 
 @contextmanager
 def _hooked(module: nn.Module, scope: Scope, at: At | None, slots: Iterable[str]) -> Iterator[None]:
-    """Add forward hooks for one pass: `at` after each slot, and the padding of embeddings, which vmap does not respect."""
+    """Add forward hooks for one pass: `at` after each slot, and no gradient for the padding of embeddings, which vmap would compute."""
     prefix = scope.full_name("")
     inside = [slot for slot in slots if at is not None and slot.startswith(prefix)]
     embeddings = [embedding for embedding in module.modules() if isinstance(embedding, nn.Embedding)]
@@ -211,6 +216,9 @@ class _OutsideVmap(torch.autograd.Function):
         return at(slot, output.movedim(host_dim, 1)), 1
 
 
+# Recomputed blocks
+
+
 Compute = Callable[[Tensor], Tensor]
 Recompute = Callable[[Compute, Compute, Tensor], Tensor]  # first computation, recomputation, input -> output
 
@@ -250,9 +258,7 @@ def _blocks_inside(name: str, module: nn.Module, slots: Collection[str]) -> Iter
             yield from _blocks_inside(full, child, slots)
 
 
-__all__ = ["At", "Stacked", "lower"]
-
-_REGISTERED = (convolutions, layers)  # importing them fills the table of lowerings
+# Lowered modules
 
 
 def lower(module: nn.Module, *, slots: Iterable[str] = (), convolution: Convolution | None = None) -> Stacked:
@@ -327,6 +333,7 @@ class _Pass:
         return replace(self, tensors={**self.tensors, **{buffer: self.tensors[buffer].clone() for buffer in full}})
 
     def _compute(self, name: str, x: Tensor) -> Tensor:
+        """Return the output of the submodule of this full name for x, by its lowering or through vmap."""
         module, slots = self.stacked.submodules[name], self.stacked.slots
         scope = Scope(name, self.tensors, self.training, self.stacked.convolution, self.run, slots)
         lowering = lowering_of(module, training=self.training)
@@ -337,6 +344,7 @@ class _Pass:
 
 
 def _check_embeddings(submodules: Mapping[str, nn.Module]) -> None:
+    """Raise ValueError for an embedding with settings that neither its lowering nor vmap supports."""
     for name, layer in submodules.items():
         if isinstance(layer, nn.Embedding):
             settings = {"max_norm": layer.max_norm is not None, "scale_grad_by_freq": layer.scale_grad_by_freq, "sparse": layer.sparse}

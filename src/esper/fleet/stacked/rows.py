@@ -146,8 +146,9 @@ class ModuleRows:
                 part.write(rows, self._gathered(part, rows, states))
 
     def _gathered(self, part: Rows, rows: Tensor, states: Sequence[State]) -> Tensor:
-        """Return the rows [M, P] of these states on the device. They are put together where the states are and sent in one piece."""
+        """Return these states as rows [M, P] on the device. They are put together where the states are and sent in one piece."""
         names, dtype = part.layout.shapes, part.layout.dtype
+        # Tensors that a state does not have, such as buffers that are not persistent, keep their present values.
         missing = [{name for name in names if name not in state} for state in states]
         kept = part.layout.unflatten(part.read(rows)) if any(missing) else {}
         whole = [
