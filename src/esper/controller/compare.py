@@ -50,7 +50,7 @@ from esper.text_table import aligned
 OnProgress = Callable[[str, int], Any]  # (present part of the comparison, number of decisions just made)
 Plan = tuple[tuple[int, str, str], ...]  # (epoch, slot, blueprint) of every seed
 
-SCHEDULE_TIMES = (0.0, 0.2)  # parts of the training after which fixed schedules grow
+SCHEDULE_TIMES = (0.0, 0.2)  # shares of the training after which fixed schedules grow
 SWEEP = "sweep"  # name of the best static size in the tables
 HEADING = ("controller", "test loss", "gain", "rent", "utility [95 %]", "parameters", "FLOPs", "compared − this [95 %]", "Holm p")
 
@@ -59,7 +59,7 @@ def compare(config: CompareConfig, load: Callable[[str], Task], *, on_progress: 
     """Run all controllers on all tasks and hosts of the config. `load` returns a task by name."""
     runs: list[EvalRun] = []
     schedules: dict[str, str] = {}
-    notes = _not_held_out(config)
+    notes = _notes_on_training_hosts(config)
     device = find_device(config.device)
     dtype = torch.float64 if config.fleet.precision == "float64" else torch.float32
     with threads(config.threads):
@@ -75,7 +75,7 @@ def compare(config: CompareConfig, load: Callable[[str], Task], *, on_progress: 
     return Comparison(config, runs, schedules, notes=notes)
 
 
-def _not_held_out(config: CompareConfig) -> list[str]:
+def _notes_on_training_hosts(config: CompareConfig) -> list[str]:
     """Return a note for every host that a compared controller was trained on."""
     trained = {name: load_controller(Path(name)).description.info.get("domain", {}).get("hosts", ()) for name in config.files}
     return [
@@ -119,6 +119,7 @@ class _SettingRuns:
         )
 
     def _maker(self, name: str) -> Callable[[HostConfig], Controller]:
+        """Return a function that makes a new controller for a host: the heuristic, or one from a file."""
         growth = self.config.growth
         if name == "heuristic":
             return lambda setting: Heuristic(msgspec.structs.replace(growth, rent=setting.rent, seed=setting.growth_seed))
@@ -126,9 +127,9 @@ class _SettingRuns:
         return lambda setting: fresh.new_copy()
 
     def _random_cases(self, runs: Sequence[EvalRun]) -> list[EvalCase]:
-        """Return the random plans, with as many seeds in total as the compared controller has grown at that level.
+        """Return the cases with random plans: at each level, as many seeds in total as the compared controller has grown there.
 
-        The seeds are distributed evenly over the hosts. If the compared controller did not run at that level, each plan draws its number.
+        The seeds are distributed evenly over the hosts. If the compared controller did not run at a level, each plan draws its number.
         """
         cases = []
         where = f"{self.eval_setting.task.name} {self.eval_setting.host}"
@@ -218,10 +219,10 @@ class _SettingRuns:
 
 
 def _distribute(total: int, hosts: int, streams: Streams) -> list[int]:
-    """Distribute `total` as evenly as possible over the hosts; draw the ones that get one more."""
+    """Return the share of each host of `total`, as even as possible. The hosts that get one more are drawn."""
     each, rest = divmod(total, hosts)
-    lucky = set(streams.numpy("who gets more").permutation(hosts)[:rest].tolist())
-    return [each + (place in lucky) for place in range(hosts)]
+    with_one_more = set(streams.numpy("who gets more").permutation(hosts)[:rest].tolist())
+    return [each + (place in with_one_more) for place in range(hosts)]
 
 
 def rent_at(run: EvalRun, rent: RentConfig) -> float:
@@ -234,7 +235,7 @@ def rent_at(run: EvalRun, rent: RentConfig) -> float:
 
 @dataclass(frozen=True)
 class RunScore:
-    """RunScore of one run at one rent level."""
+    """Gain and rent of one run at one rent level, in nats."""
 
     run: EvalRun
     gain: float  # test loss of never with the same seed, minus that of the run
@@ -290,9 +291,8 @@ class Comparison:
         never = self._never_of(run)
         host = Cost(never.parameters, never.flops_per_sample)
         whole = Cost(run.parameters + run.added_parameters, run.flops_per_sample + run.added_flops)
-        added = Cost(
-            max(whole.parameters - host.parameters, 0), max(whole.flops - host.flops, 0)
-        )  # no negative rent for a smaller static size
+        # A static size that is smaller than the host has no negative rent.
+        added = Cost(max(whole.parameters - host.parameters, 0), max(whole.flops - host.flops, 0))
         return RunScore(run, never.test_loss - run.test_loss, run.unit * rent_of(added, host, RENT_LEVELS[level]))
 
     def _never_of(self, run: EvalRun) -> EvalRun:
@@ -320,7 +320,7 @@ class Comparison:
         return found
 
     def pooled(self, other: str) -> Interval:
-        """Return the mean difference in utility to another controller over all rent levels, with an interval over the hosts."""
+        """Return the mean utility of the compared controller minus another's, over all rent levels, with an interval over the hosts."""
         rng = Streams(self.config.seed).numpy(f"pooled {other}")
         return paired_interval(self._over_levels(self.compared), self._over_levels(other), rng=rng)
 

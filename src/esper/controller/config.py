@@ -55,7 +55,7 @@ class ControllerRewardConfig(Config):
     rent: NonNegativeFloat = 1.0  # weight of the rent of all seeds in the host
     spent: NonNegativeFloat = 0.05  # nats per FLOPs of the host's whole training, for FLOPs that went into pruned seeds
     rollback: NonNegativeFloat = 0.02  # nats per rollback
-    most: PositiveFloat = 1.0  # limit of the total of a host in nats, in both directions
+    most: PositiveFloat = 1.0  # the total of a host is clipped to ± this, in nats
 
 
 class DomainConfig(Config):
@@ -194,7 +194,7 @@ class CompareConfig(Config):
             if not given or len(set(given)) < len(given):
                 raise ConfigError(name, expected="names, at least one and each once", got=given)
         if self.seeds > HELD_OUT_SEEDS:
-            raise ConfigError("seeds", expected=f"at most {HELD_OUT_SEEDS:,}, because host seeds above are for training", got=self.seeds)
+            raise ConfigError("seeds", expected=f"at most {HELD_OUT_SEEDS:,}, because larger host seeds are for training", got=self.seeds)
         if self.controls and self.growth.lifecycle.raise_mode == "shadow":
             raise ConfigError(
                 "controls", expected="false with raise_mode shadow, because a shadow seed is not part of the host from the start", got=True

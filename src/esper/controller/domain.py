@@ -5,7 +5,7 @@ still be computed. Within a fleet, groups of hosts share everything but the rent
 order are the same, so that one twin serves the whole group. All other settings differ between groups.
 
 A draw depends only on the seed, the round and the config, so a resumed run needs no saved state for it. Each quantity has a random stream
-of its own, so adding hosts does not change the first ones. Seeds below HELD_OUT_SEEDS are never drawn; comparisons use them.
+of its own, so adding hosts to a fleet does not change its first ones. Seeds below HELD_OUT_SEEDS are never drawn; comparisons use them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class FleetSetting:
 
 
 def draw_round(config: DomainConfig, *, round_number: int, hosts: int, seed: int) -> list[FleetSetting]:
-    """Return the fleets of a round, each with another architecture. `hosts` are distributed as evenly as possible."""
+    """Return the settings of a round's fleets, each with another architecture. `hosts` is their total, divided as evenly as possible."""
     if hosts < 1:
         raise ValueError(f"a round needs at least one host; got hosts={hosts}")
     streams = Streams(seed).spawn(f"round {round_number}")
@@ -83,7 +83,7 @@ def _draw_fleet(config: DomainConfig, task: str, host: str, *, hosts: int, strea
     """Draw the settings of the hosts of one fleet: one set per group of `hosts_per_twin` hosts, and a rent per host."""
     least, most = config.horizon
     horizon = int(streams.numpy("horizon").integers(least, most, endpoint=True))
-    # Plain hosts train on the unchanged task; all streams are drawn for them too, so that the others do not depend on it.
+    # Plain hosts train on the unchanged task. Values are drawn for them all the same, so that those of the other hosts stay the same.
     groups = math.ceil(hosts / config.hosts_per_twin)
     is_plain = streams.numpy("plain").random(groups) < config.plain_share
     seeds = _draw_seeds(streams, groups)
@@ -92,19 +92,20 @@ def _draw_fleet(config: DomainConfig, task: str, host: str, *, hosts: int, strea
     data = np.where(is_plain, 1.0, _uniform(streams, "data share", *config.data_share, groups))
     classes = np.where(is_plain, 1.0, _uniform(streams, "classes share", *config.classes_share, groups))
     rents, growth_seeds = _draw_rents(config, streams, hosts), _draw_seeds(streams, hosts, "growth seeds")
-    drawn = [
-        HostConfig(
-            seed=seeds[number // config.hosts_per_twin],
+    drawn = []
+    for number, (rent, growth_seed) in enumerate(zip(rents, growth_seeds, strict=True)):
+        group = number // config.hosts_per_twin
+        setting = HostConfig(
+            seed=seeds[group],
             growth_seed=growth_seed,
             horizon=horizon,
-            learning_rate=rates[number // config.hosts_per_twin],
-            label_noise=float(noise[number // config.hosts_per_twin]),
-            data_share=float(data[number // config.hosts_per_twin]),
-            classes_share=float(classes[number // config.hosts_per_twin]),
+            learning_rate=rates[group],
+            label_noise=float(noise[group]),
+            data_share=float(data[group]),
+            classes_share=float(classes[group]),
             rent=rent,
         )
-        for number, (rent, growth_seed) in enumerate(zip(rents, growth_seeds, strict=True))
-    ]
+        drawn.append(setting)
     return FleetSetting(task, host, tuple(drawn))
 
 
@@ -116,13 +117,14 @@ def _draw_rents(config: DomainConfig, streams: Streams, hosts: int) -> list[Rent
     """Draw a rent per host: one of the fixed levels, or log-uniform between the lowest and the highest."""
     levels = list(RENT_LEVELS.values())
     is_level = streams.numpy("is level").random(hosts) < config.rent_level_share
-    level = streams.numpy("level").integers(len(levels), size=hosts)
-    height = _uniform(streams, "rent", 0.0, 1.0, hosts)
-    return [levels[index] if is_one else _rent_between(float(share)) for is_one, index, share in zip(is_level, level, height, strict=True)]
+    numbers = streams.numpy("level").integers(len(levels), size=hosts)
+    shares = _uniform(streams, "rent", 0.0, 1.0, hosts)
+    drawn = zip(is_level, numbers, shares, strict=True)
+    return [levels[number] if is_fixed else _rent_between(float(share)) for is_fixed, number, share in drawn]
 
 
 def _rent_between(share: float) -> RentConfig:
-    """Interpolate both prices on a log scale: share 0 is the low level, 1 the high one."""
+    """Interpolate both prices between the low level (share 0) and the high one (share 1), on a log scale."""
     low, high = RENT_LEVELS["low"], RENT_LEVELS["high"]
     return RentConfig(parameters=_log_between(low.parameters, high.parameters, share), flops=_log_between(low.flops, high.flops, share))
 

@@ -67,8 +67,8 @@ class GrowthEnv:
         self.slots, self.blueprints = most_slots_and_blueprints(self._tasks, config)
         self.observation_spec, self.action_spec = spec(self.slots, self.blueprints)
         self.twinned_fleets: list[FleetWithTwins] = []
-        self._rounds: list[int] = []  # number of the round of each fleet
-        self._standings: list[HostStanding] = []  # of each fleet, after the last decision
+        self._rounds: list[int] = []  # number of the present round, by fleet
+        self._standings: list[HostStanding] = []  # of the hosts after the last decision, by fleet
         # The next step overwrites the staging buffers. It reads the actions from the device first, so the copies have finished by then.
         self._staging = Staging(self.device) if self.device.type == "cuda" else None
         self._chosen: list[list[list[dict[str, int]]]] = []  # [fleet][host]: actions of the present decision so far
@@ -84,8 +84,8 @@ class GrowthEnv:
         fleets = draw_round(self.config.domain, round_number=0, hosts=self.num_envs, seed=self._seed)
         self._rounds = [0] * len(fleets)
         self.twinned_fleets = []
-        for setting in fleets:
-            self.twinned_fleets.append(self._build_fleet(setting, len(self.twinned_fleets)))
+        for number, setting in enumerate(fleets):
+            self.twinned_fleets.append(self._build_fleet(setting, number))
         self._standings = [HostStanding.start(twinned.hosts) for twinned in self.twinned_fleets]
         self._chosen = [[[] for _ in range(twinned.hosts)] for twinned in self.twinned_fleets]
         zeros = torch.zeros(self.num_envs)
@@ -105,14 +105,14 @@ class GrowthEnv:
         obs, masks = self._observe()
         parts = {"reward": reward, "ended": ended, "truncated": torch.zeros_like(ended), "valid": valid}
         parts |= {f"obs {name}": part for name, part in obs.items()} | {f"mask {head}": mask for head, mask in masks.items()}
-        there = parts if self._staging is None else self._staging.move(parts)
+        on_device = parts if self._staging is None else self._staging.move(parts)
         return Timestep(
-            {name: there[f"obs {name}"] for name in obs},
-            there["reward"],
-            terminated=there["ended"],
-            truncated=there["truncated"],
-            masks={head: there[f"mask {head}"] for head in masks},
-            valid=None if bool(valid.all()) else there["valid"],
+            {name: on_device[f"obs {name}"] for name in obs},
+            on_device["reward"],
+            terminated=on_device["ended"],
+            truncated=on_device["truncated"],
+            masks={head: on_device[f"mask {head}"] for head in masks},
+            valid=None if bool(valid.all()) else on_device["valid"],
         )
 
     def close(self) -> None:
@@ -154,7 +154,7 @@ class GrowthEnv:
         self._standings[number] = standing
         if is_last:
             self._report_round(twinned, standing)
-            del twinned
+            del twinned  # so that `_begin_next` can free the fleet
             self._begin_next(number)
         return reward, ended, valid
 
@@ -215,7 +215,7 @@ class GrowthEnv:
     def _observe(self) -> tuple[Obs, Masks]:
         """Return observations and masks on the CPU."""
         states = [state for twinned in self.twinned_fleets for state in twinned.states()]
-        chosen = [choices for twinned in self._chosen for choices in twinned]
+        chosen = [choices for fleet_choices in self._chosen for choices in fleet_choices]
         return observe(states, slots=self.slots, blueprints=self.blueprints, ops=self.config.ops, chosen=chosen)
 
     # Saving
@@ -225,9 +225,10 @@ class GrowthEnv:
         return {
             "seed": self._seed,
             "rounds": list(self._rounds),
+            # The key "squads" is older than the name `twinned_fleets`; saved runs have it.
             "squads": [_copied(twinned.state_dict()) for twinned in self.twinned_fleets],
             "standings": [list(standing.values()) for standing in self._standings],
-            "chosen": [[[dict(choice) for choice in choices] for choices in twinned] for twinned in self._chosen],
+            "chosen": [[[dict(choice) for choice in choices] for choices in fleet_choices] for fleet_choices in self._chosen],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -236,10 +237,11 @@ class GrowthEnv:
         for twinned, saved in zip(self.twinned_fleets, state["squads"], strict=True):
             twinned.load_state_dict(saved)
         self._standings = [HostStanding(*values) for values in state["standings"]]
-        self._chosen = [[[dict(choice) for choice in choices] for choices in twinned] for twinned in state["chosen"]]
+        self._chosen = [[[dict(choice) for choice in choices] for choices in fleet_choices] for fleet_choices in state["chosen"]]
 
 
 def _copied(tree: Tree) -> Tree:
+    """Return nested dicts and lists with copies of all tensors."""
     if isinstance(tree, dict):
         return {name: _copied(value) for name, value in tree.items()}
     if isinstance(tree, list | tuple):
@@ -248,7 +250,7 @@ def _copied(tree: Tree) -> Tree:
 
 
 def most_slots_and_blueprints(tasks: Mapping[str, Task], config: ControllerConfig) -> tuple[int, int]:
-    """Return the largest number of slots and of blueprints of any host of the domain, including held-out hosts."""
+    """Return the largest numbers of slots and of blueprints that any host of the domain has, including held-out hosts."""
     slots, blueprints, growth = 0, 0, config.growth
     for task in tasks.values():
         for host in (*config.domain.hosts, *config.domain.held_out_hosts):

@@ -3,6 +3,9 @@
 No feature depends on the unit of the loss. Losses run from 0 (floor of the loss scale) to 1 (uninformed loss). Gains, rents, estimates of
 the probe and norms of gradients are in units of that scale, which are nats for ten classes.
 
+In the tables, `v` is the input of a feature: an `ObservedHost`, `ObservedSlot` or `ObservedCandidate`. The functions that a table needs are
+above it.
+
 Names, units and ranges are part of the layout version of controller files: changing one makes existing files unusable.
 """
 
@@ -72,7 +75,7 @@ def relative(loss: float | None, state: GrowthState) -> float | None:
 
 
 def in_units(loss: float | None, state: GrowthState) -> float | None:
-    """Return a difference of losses, such as a gain or a rent, in units of the scale. Before it is known, rents are already in units."""
+    """Return a difference of losses, such as a gain or a rent, in units of the scale. Before that is known, rents already are in units."""
     return loss if loss is None or state.scale is None else loss / state.scale.unit
 
 
@@ -126,7 +129,7 @@ def epochs_left(state: GrowthState) -> float | None:
 
 
 def rule(name: str) -> Feature[ObservedHost]:
-    """Feature for the length of a stage in the rules of the run."""
+    """Return the feature of one length in the rules of the run, such as that of a stage."""
     return signed_log(name, "epochs", 3, 30, lambda v: getattr(v.state.lifecycle, name))
 
 
@@ -184,7 +187,7 @@ def may(what: str) -> Feature[ObservedSlot]:
 
 
 def gain(name: str, end: Callable[[Interval], float]) -> tuple[Feature[ObservedSlot], Feature[ObservedSlot]]:
-    """Features for one end of the interval of a seed's contribution, before and after rent."""
+    """Return the features of one value of the interval of a seed's contribution, before and after rent."""
     return (
         signed_log(name, "units", 1e-3, 3, lambda v: when(v.slot.contribution, lambda c: in_units(end(c.gain), v.state))),
         signed_log(
@@ -253,12 +256,12 @@ def estimated_fall(view: ObservedCandidate) -> float | None:
     return in_units(when(estimate, lambda fall: fall * max(view.state.steps_per_epoch, 1)), view.state)
 
 
-def estimated_fall_after_rent(view: ObservedCandidate) -> float | None:
-    return when(estimated_fall(view), lambda fall: fall - (rent_in_units(view) or 0.0))
-
-
 def rent_in_units(view: ObservedCandidate) -> float | None:
     return when(view.candidate, lambda candidate: in_units(candidate.rent, view.state))
+
+
+def estimated_fall_after_rent(view: ObservedCandidate) -> float | None:
+    return when(estimated_fall(view), lambda fall: fall - (rent_in_units(view) or 0.0))
 
 
 def weights_per_width(view: ObservedCandidate) -> float | None:

@@ -76,7 +76,7 @@ class FleetWithTwins:
         """Number of times that training steps were recorded for replay on a GPU, since these hosts began."""
         return self.fleet.recordings - self._recordings_before
 
-    # Lives
+    # Decisions and training
 
     @property
     def is_last(self) -> bool:
@@ -108,7 +108,7 @@ class FleetWithTwins:
         self.fleet.finish(range(self.hosts))
         self._states = None
 
-    # Standings
+    # Standings: the figures that the reward is computed from
 
     def standing(self) -> HostStanding:
         """Return the standing of the hosts, by the validation losses after the last training segment."""
@@ -126,7 +126,7 @@ class FleetWithTwins:
         return standing
 
     def _standing(self, states: Sequence[GrowthState], twin_losses: Sequence[float]) -> HostStanding:
-        # FLOPs spent on seeds that are gone, as a share of those of the host's whole training.
+        # FLOPs spent on seeds that are gone, as a share of the FLOPs of the host's whole training.
         samples = self.fleet.config.batch_size * self.fleet.steps_per_decision * self.setting.horizon
         whole = 3 * samples * self.fleet.discovery.host.flops
         spent = [host.spent_flops / whole for host in self.fleet.rows[: self.hosts]]
@@ -146,7 +146,7 @@ def _twins(setting: FleetSetting) -> list[HostConfig]:
 
 
 def _twin_setting(host: HostConfig) -> HostConfig:
-    """Return the setting of the twin of a host, which has no rent and no growth."""
+    """Return the setting of the twin of a host: the same without rent and without a seed of its growth."""
     return msgspec.structs.replace(host, rent=RentConfig(), growth_seed=0)
 
 

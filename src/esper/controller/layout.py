@@ -59,6 +59,9 @@ class Op(IntEnum):
     PRUNE = 5
 
 
+OPS = tuple(op.name.lower() for op in Op)
+
+
 def _version() -> str:
     """Return the version of the layout, with a hash of all tables."""
     tables = "\n".join(table.description() for table in (HOST, SLOT, CANDIDATE))
@@ -97,9 +100,6 @@ def blueprint_names(state: GrowthState) -> tuple[str, ...]:
     return tuple(sorted(names))
 
 
-OPS = tuple(op.name.lower() for op in Op)
-
-
 def observe(
     states: Sequence[GrowthState],
     *,
@@ -113,25 +113,26 @@ def observe(
     `chosen` holds the earlier actions of the present decision of each host, if a decision has several actions; see `decision`.
     """
     count = len(states)
-    host, slot, candidate = HOST.nothing(count), SLOT.nothing(count, slots), CANDIDATE.nothing(count, slots, blueprints)
+    host_values, slot_values = HOST.nothing(count), SLOT.nothing(count, slots)  # [N, features], [N, S, features]
+    candidate_values = CANDIDATE.nothing(count, slots, blueprints)  # [N, S, K, features]
     may_op = np.zeros((count, len(Op), slots), dtype=bool)
     may_grow = np.zeros((count, slots, blueprints), dtype=bool)
     may_move = np.zeros((count, slots, len(ALPHA_TARGETS)), dtype=bool)
     # Fill the arrays host by host, slot by slot and candidate by candidate; they are scaled all at once below.
-    for row, whole in enumerate(states):
-        names = blueprint_names(whole)
-        busy, state = _so_far(whole, chosen[row] if chosen else ())
+    for row, before in enumerate(states):
+        names = blueprint_names(before)
+        busy, state = _so_far(before, chosen[row] if chosen else ())
         _check_room(state, names, slots=slots, blueprints=blueprints)
-        host[row] = HOST.values(ObservedHost(state))
-        for place, one in enumerate(state.slots):
-            allowed = _Allowed(state, one, names, is_busy=one.place.name in busy)
+        host_values[row] = HOST.values(ObservedHost(state))
+        for place, slot in enumerate(state.slots):
+            allowed = _Allowed(state, slot, names, is_busy=slot.place.name in busy)
             may_op[row, :, place] = list(allowed.ops.values())
             may_grow[row, place, : len(names)] = allowed.blueprints
             may_move[row, place] = allowed.alphas
-            slot[row, place] = SLOT.values(ObservedSlot(state, one, dict(zip(OPS, allowed.ops.values(), strict=True))))
+            slot_values[row, place] = SLOT.values(ObservedSlot(state, slot, dict(zip(OPS, allowed.ops.values(), strict=True))))
             for column, name in enumerate(names):
-                view = ObservedCandidate(state, one, name, allowed.candidates.get(name), allowed.blueprints[column])
-                candidate[row, place, column] = CANDIDATE.values(view)
+                view = ObservedCandidate(state, slot, name, allowed.candidates.get(name), allowed.blueprints[column])
+                candidate_values[row, place, column] = CANDIDATE.values(view)
 
     # Mask the ops that are switched off.
     for op in Op:
@@ -139,7 +140,7 @@ def observe(
     # An op is allowed if at least one slot allows it; waiting always, even in a host without slots.
     some_slot: NDArray[np.bool_] = np.any(may_op, axis=2)
     some_slot[:, Op.WAIT] = True
-    obs = {"host": HOST.scaled(host), "slots": SLOT.scaled(slot), "candidates": CANDIDATE.scaled(candidate)}
+    obs = {"host": HOST.scaled(host_values), "slots": SLOT.scaled(slot_values), "candidates": CANDIDATE.scaled(candidate_values)}
     masks = {"op": some_slot, "slot": may_op, "blueprint": may_grow, "alpha": may_move}
     return {name: torch.from_numpy(part) for name, part in obs.items()}, {name: torch.from_numpy(mask) for name, mask in masks.items()}
 
@@ -168,7 +169,8 @@ def _so_far(state: GrowthState, chosen: Choices) -> tuple[set[str], GrowthState]
     """
     acting = _acting(chosen)
     slots = list(state.slots)
-    busy = {slot.place.name for slot in slots} if len(acting) < len(chosen) else {slots[choice["slot"]].place.name for choice in acting}
+    has_waited = len(acting) < len(chosen)  # then no slot allows a further action
+    busy = {slot.place.name for slot in (slots if has_waited else [slots[choice["slot"]] for choice in acting])}
     growing = [choice for choice in acting if choice["op"] == Op.GERMINATE]
     if not growing:
         return busy, state
@@ -176,9 +178,9 @@ def _so_far(state: GrowthState, chosen: Choices) -> tuple[set[str], GrowthState]
     allowed = Allowance(state.seeds_left, state.parameters_left, state.flops_left)
     for choice in growing:
         slot = slots[choice["slot"]]
-        one = next(candidate for candidate in slot.candidates if candidate.blueprint == names[choice["blueprint"]])
-        slots[choice["slot"]] = dataclasses.replace(slot, blueprint=one.blueprint, cost=one.cost, rent=one.rent)
-        added, allowed = total((added, one.cost)), allowed.after(one.cost)
+        grown = next(candidate for candidate in slot.candidates if candidate.blueprint == names[choice["blueprint"]])
+        slots[choice["slot"]] = dataclasses.replace(slot, blueprint=grown.blueprint, cost=grown.cost, rent=grown.rent)
+        added, allowed = total((added, grown.cost)), allowed.after(grown.cost)
     return busy, dataclasses.replace(
         state,
         slots=tuple(slots),
@@ -219,17 +221,18 @@ def _check_room(state: GrowthState, names: Sequence[str], *, slots: int, bluepri
             raise ValueError(f"a host has {found} {what} and there is room for {room}; observe it with {what}={found} or more")
 
 
-def _action(state: GrowthState, slot: SlotState, op: Op, action: Mapping[str, int]) -> Action:
+def _action(state: GrowthState, slot: SlotState, op: Op, choice: Mapping[str, int]) -> Action:
     """Convert one choice into an action of growth, with a reason for the ledger."""
     name = slot.place.name
     match op:
         case Op.GERMINATE:
-            chosen = blueprint_names(state)[int(action["blueprint"])]
-            return Germinate(name, _why_grow(next(one for one in slot.candidates if one.blueprint == chosen)), chosen)
+            blueprint = blueprint_names(state)[int(choice["blueprint"])]
+            candidate = next(candidate for candidate in slot.candidates if candidate.blueprint == blueprint)
+            return Germinate(name, _why_grow(candidate), blueprint)
         case Op.ADVANCE:
             return Advance(name, f"the policy lets it blend after {slot.epochs_in_stage} epochs of learning")
         case Op.RETARGET:
-            target = ALPHA_TARGETS[int(action["alpha"])]
+            target = ALPHA_TARGETS[int(choice["alpha"])]
             return Retarget(name, f"the policy moves alpha from {slot.alpha:.2f} to {target:g}", target)
         case Op.FOSSILIZE:
             return Fossilize(name, f"the policy keeps it: {_worth(slot)}")

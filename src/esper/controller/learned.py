@@ -1,7 +1,7 @@
 """Trained controllers: their file, and the controller for growth that decides by the policy in it.
 
 The file is in the safetensors format: the weights of the policy, and in the header a JSON description and a sha256 of everything. Files of
-earlier versions only have a sha256 of the weights. Loading a file executes nothing.
+earlier versions only have the sha256 of the weights, which is in the description. Loading a file executes nothing from it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from esper.runs.tensors import encode_tensors
 
 _HEADER = "esper controller"  # key of the description in the file's metadata
 _SMALL = 1024  # sizes up to this are not checked, since they may belong to optional parts without weights
-_ANOTHER = "copy the file again, or train a new controller"
+_WHAT_TO_DO = "copy the file again, or train a new controller"
 
 
 class ControllerError(ValueError):
@@ -44,8 +44,8 @@ class ControllerDescription(msgspec.Struct, frozen=True, kw_only=True):
     layout: str  # version of the layout of observations and actions
     esper: str  # version that wrote the file
     network: SlotNetworkConfig
-    memory: NetworkConfig
-    heads: tuple[str, ...]
+    memory: NetworkConfig  # of the recurrent core
+    heads: tuple[str, ...]  # of an action, see `esper.controller.layout`
     normalize_values: bool
     is_probing: bool  # it was trained with a probe of all candidates before every decision
     ops: tuple[str, ...] = OPS  # allowed kinds of action
@@ -94,7 +94,7 @@ def load_controller(path: Path | str, *, seed: int | None = None) -> Learned:
     try:
         return Learned(weights, description, seed=seed)
     except ValueError as error:
-        raise ControllerError(f"the weights in {path} do not fit their own description; {_ANOTHER} ({error})") from error
+        raise ControllerError(f"the weights in {path} do not fit their own description; {_WHAT_TO_DO} ({error})") from error
 
 
 class Learned:
@@ -139,7 +139,7 @@ class Learned:
             self._policy = self._build()
 
     def decide(self, state: GrowthState) -> Decision:
-        # Choose the actions of this decision one after another; each observation shows the choices before it.
+        """Choose the actions of this decision one after another. Each observation shows the choices before it."""
         self._fit(state)
         slots, blueprints = self._room
         generator = None if self._streams is None else self._streams.torch("actions")
@@ -185,15 +185,15 @@ def _read(path: Path) -> tuple[dict[str, Tensor], ControllerDescription]:
     except IsADirectoryError as error:
         raise ControllerError(f"{path} {_why_no_controller(path)}") from error
     except FileError as error:
-        raise ControllerError(f"{error}; {_ANOTHER}") from error
+        raise ControllerError(f"{error}; {_WHAT_TO_DO}") from error
     except OSError as error:
         raise ControllerError(f"no controller can be read: {reason_of(error)}") from error
     header = metadata.get(_HEADER)
     if header is None:
         raise ControllerError(f"{path} holds tensors, but no controller; give a controller file, such as RUN/controller.safetensors")
-    description = _describe(path, header)
+    description = _parse_description(path, header)
     if _digest(weights) != description.sha256:
-        raise ControllerError(f"{path} is damaged: its weights do not match their sha256; {_ANOTHER}")
+        raise ControllerError(f"{path} is damaged: its weights do not match their sha256; {_WHAT_TO_DO}")
     return weights, description
 
 
@@ -214,10 +214,10 @@ def _check_sizes(path: Path, description: ControllerDescription, weights: Mappin
         for name, value in msgspec.to_builtins(part).items():
             sizes = value if isinstance(value, list | tuple) else [value]
             if len(sizes) > most or any(type(size) is int and size > most for size in sizes):
-                raise ControllerError(f"{path} is damaged: its {name} is larger than its weights; {_ANOTHER}")
+                raise ControllerError(f"{path} is damaged: its {name} is larger than its weights; {_WHAT_TO_DO}")
 
 
-def _describe(path: Path, header: str) -> ControllerDescription:
+def _parse_description(path: Path, header: str) -> ControllerDescription:
     """Parse the description of a controller file, and check that its layout is the present one."""
     try:
         raw = parse_json(header)
@@ -228,7 +228,7 @@ def _describe(path: Path, header: str) -> ControllerDescription:
                 return description
             found = f"{found} with the heads {', '.join(description.heads)}"
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ControllerError(f"{path} is damaged: its description cannot be understood; {_ANOTHER} ({error})") from error
+        raise ControllerError(f"{path} is damaged: its description cannot be understood; {_WHAT_TO_DO} ({error})") from error
     raise ControllerError(
         f"{path} has layout {found} of observations and actions, but this esper {esper.__version__} has layout {LAYOUT_VERSION}; "
         f"use it with esper {writer}, or train a new controller"

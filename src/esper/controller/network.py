@@ -39,16 +39,16 @@ def apply_to_rows(module: nn.Module, values: Tensor) -> Tensor:
 
 def pool(values: Tensor, exists: Tensor) -> Tensor:
     """Return mean and maximum over the existing items: ([..., M, F], [..., M]) -> [..., 2F]; zeros if none exists."""
-    there = exists.unsqueeze(-1)
-    mean = (values * there).sum(-2) / there.sum(-2).clamp_min(1)
-    most = values.masked_fill(~there, torch.finfo(values.dtype).min).amax(-2)
-    return torch.cat((mean, most.masked_fill(~there.any(-2), 0.0)), dim=-1)
+    mask = exists.unsqueeze(-1)
+    mean = (values * mask).sum(-2) / mask.sum(-2).clamp_min(1)
+    maximum = values.masked_fill(~mask, torch.finfo(values.dtype).min).amax(-2)
+    return torch.cat((mean, maximum.masked_fill(~mask.any(-2), 0.0)), dim=-1)
 
 
-def pointer_logits(wanted: Tensor, offered: Tensor) -> Tensor:
-    """Return logits [...]: the scaled dot products of queries `wanted` [..., F] with keys `offered` [..., F]."""
+def pointer_logits(queries: Tensor, keys: Tensor) -> Tensor:
+    """Return logits [...]: the scaled dot products of queries [..., F] with keys [..., F]."""
     # A batched matrix product would be slower: torch goes through the batch one by one for products this small.
-    return (wanted * offered).sum(-1) / math.sqrt(offered.shape[-1])
+    return (queries * keys).sum(-1) / math.sqrt(keys.shape[-1])
 
 
 class SlotAttention(nn.Module):
@@ -58,19 +58,19 @@ class SlotAttention(nn.Module):
         super().__init__()
         self.heads = heads
         self.norm = nn.LayerNorm(width)
-        self.looks = Dense(width, 3 * width)
+        self.looks = Dense(width, 3 * width)  # query, key and value
         self.mix = Dense(width, width)
         self.layers = nn.Sequential(nn.LayerNorm(width), *mlp((width, 2 * width), _ACTIVATION), Dense(2 * width, width))
 
     def forward(self, slots: Tensor, exists: Tensor) -> Tensor:
         """([B, S, D], [B, S]) -> [B, S, D]."""
         count, places, _ = slots.shape
-        looks = apply_to_rows(self.looks, self.norm(slots)).view(count, places, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        query, key, value = looks.unbind(0)  # [B, heads, S, D / heads]
+        joint = apply_to_rows(self.looks, self.norm(slots)).view(count, places, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        query, key, value = joint.unbind(0)  # [B, heads, S, D / heads]
         # Attend to existing slots only. In a host without slots, padding attends to padding, so that no row is NaN.
         visible = exists | ~exists.any(1, keepdim=True)
-        heard = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=visible[:, None, None, :])
-        slots = slots + apply_to_rows(self.mix, heard.transpose(1, 2).flatten(2))
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=visible[:, None, None, :])
+        slots = slots + apply_to_rows(self.mix, mixed.transpose(1, 2).flatten(2))
         return slots + apply_to_rows(self.layers, slots)
 
 
@@ -98,8 +98,8 @@ class SlotEncoder(nn.Module):
         host = self.host(obs["host"])  # [B, D]
         candidates = apply_to_rows(self.candidate, obs["candidates"])  # [B, S, K, C]
         options = pool(candidates, obs["candidates"][..., CANDIDATE.column("exists")] > 0.5)  # [B, S, 2C]
-        beside = host.unsqueeze(1).expand(-1, exists.shape[1], -1)
-        slots = apply_to_rows(self.slot, torch.cat((obs["slots"], options, beside), dim=-1))  # [B, S, D]
+        host_of_slots = host.unsqueeze(1).expand(-1, exists.shape[1], -1)  # [B, S, D]
+        slots = apply_to_rows(self.slot, torch.cat((obs["slots"], options, host_of_slots), dim=-1))  # [B, S, D]
         for block in self.attention:
             slots = block(slots, exists)
         slots = self.norm(slots)
@@ -118,9 +118,9 @@ class PointerActor(nn.Module):
         self.slots, self.blueprints = slots, blueprints
         self.trunk = mlp((front, width), _ACTIVATION)
         self.op = Dense(width, len(Op))
-        self.wanted_slots = Dense(width, len(Op) * width)
+        self.wanted_slots = Dense(width, len(Op) * width)  # a query for each op
         self.context = mlp((2 * width, width), _ACTIVATION)
-        self.wanted_candidates = Dense(width, candidate_width)
+        self.wanted_candidates = Dense(width, candidate_width)  # a query for each slot
         self.alpha = Dense(width, len(ALPHA_TARGETS))
 
     def forward(self, features: Tensor) -> Tensor:
@@ -131,8 +131,8 @@ class PointerActor(nn.Module):
 
         # Queries for slots come from core and summary; queries for candidates and the logits of alpha also see their slot.
         trunk = self.trunk(front)  # [B, D]
-        wanted = self.wanted_slots(trunk).view(count, len(Op), -1)  # [B, ops, D]
-        slot_logits = pointer_logits(wanted.unsqueeze(2), slots.unsqueeze(1))  # [B, ops, S]
+        queries = self.wanted_slots(trunk).view(count, len(Op), -1)  # [B, ops, D]
+        slot_logits = pointer_logits(queries.unsqueeze(2), slots.unsqueeze(1))  # [B, ops, S]
         context = apply_to_rows(self.context, torch.cat((trunk.unsqueeze(1).expand_as(slots), slots), dim=2))  # [B, S, D]
         candidate_logits = pointer_logits(apply_to_rows(self.wanted_candidates, context).unsqueeze(2), candidates)  # [B, S, K]
         alpha_logits = apply_to_rows(self.alpha, context)  # [B, S, alphas]
@@ -169,7 +169,7 @@ def make_parts(
         actor = PointerActor(config, core_width=core_width, slots=slots, blueprints=blueprints)
         front = actor.sizes[0]
         critic = nn.Sequential(FirstColumns(front), *mlp((front, config.width), _ACTIVATION), Dense(config.width, 1))
-    # A nearly uniform policy to start with, except for the biases of the config.
+    # Start with a nearly uniform policy, except for the biases of the config.
     for part in (encoder, actor, critic):
         initialize(part, generator)
     for layer in (actor.op, actor.wanted_slots, actor.wanted_candidates, actor.alpha):

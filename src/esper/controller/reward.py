@@ -13,7 +13,7 @@ paid again at every decision, and a seed would earn by looking good for a while.
 only the end counts, and a long episode counts as much as a short one.
 
 At the end only fossilized seeds count: the environment prunes all living seeds, measures the host again, and takes its last standing. The
-FLOPs of a seed that was never kept are spent for nothing.
+FLOPs of a pruned seed count as spent.
 
 The family `loss` compares the validation loss with that of the twin. The family `contribution` takes the sum of the measured contributions
 of all seeds. Because a host learns to rely on its seeds, contributions can be large although growing gained nothing, so `loss` is the
@@ -60,8 +60,8 @@ class HostStanding:
 def standing_after(states: Sequence[GrowthState], *, twin_losses: Sequence[float], spent: Sequence[float]) -> HostStanding:
     """Compute the standing of the hosts.
 
-    `states` is what their controllers see, `twin_losses` the validation losses of their twins, and `spent` the share of FLOPs that went
-    into pruned seeds.
+    `states` are the states that their controllers see, `twin_losses` the validation losses of their twins, and `spent` the shares of FLOPs
+    that went into pruned seeds.
     """
     units = [1.0 if state.scale is None else state.scale.unit for state in states]
     rows = [
@@ -77,7 +77,7 @@ def standing_after(states: Sequence[GrowthState], *, twin_losses: Sequence[float
     return HostStanding(*torch.tensor(rows, dtype=torch.float64).reshape(-1, 5).unbind(dim=1))
 
 
-# Terms of the potential: each [N], in nats, times its weight
+# Terms of the potential, each [N], in nats, weighted
 
 
 def gain_term(standing: HostStanding, config: ControllerRewardConfig) -> Tensor:

@@ -67,13 +67,14 @@ class FeatureTable(Generic[View]):
     features: Sequence[Feature[View]]
 
     def __post_init__(self) -> None:
-        assert len({feature.name for feature in self.features}) == len(self.features), "names differ"
+        assert len({feature.name for feature in self.features}) == len(self.features), "two features have the same name"
 
     @property
     def width(self) -> int:
         return len(self.features)
 
     def column(self, name: str) -> int:
+        """Return the index of the feature of this name."""
         return next(column for column, feature in enumerate(self.features) if feature.name == name)
 
     def nothing(self, *shape: int) -> Floats:
@@ -81,7 +82,7 @@ class FeatureTable(Generic[View]):
         return np.full((*shape, self.width), np.nan)
 
     def values(self, view: View) -> list[float | None]:
-        """Return the values [F] in their units; None for unknown ones, which becomes NaN in an array of floats."""
+        """Return the values [F] in their units. Unknown ones are None, which becomes NaN in an array of floats."""
         return [feature.value(view) for feature in self.features]
 
     @cached_property

@@ -1,8 +1,8 @@
 """Training of a controller: a PPO run in the environment `GrowthEnv`. Its result is a file for `esper grow --controller`.
 
-result = train_controller(ControllerConfig(rounds=50), "runs/controller")
-result = train_controller(None, "runs/controller", resume=True)   # after a crash, or with a config of more rounds
-controller = load_controller("runs/controller/controller.safetensors")
+    result = train_controller(ControllerConfig(rounds=50), "runs/controller")
+    result = train_controller(None, "runs/controller", resume=True)   # after a crash, or with a config of more rounds
+    controller = load_controller("runs/controller/controller.safetensors")
 
 The controller is the last policy, not the one with the best returns. Rounds draw different architectures, and these change the possible
 gain by more than policies differ; and only the last policy has seen the end of the schedules of learning rate and entropy. The file is
