@@ -69,7 +69,7 @@ def _read(folder: Path) -> tuple[Images, Labels, Images, Labels]:
         *batches, (test_images, test_labels) = (_read_binary(path) for path in binary)
         images, labels = (np.concatenate(arrays) for arrays in zip(*batches, strict=True))
     else:
-        raise TaskError(f"{_what_is_there(folder)}; put {WANTED} there, and pass it with --data-dir")
+        raise TaskError(f"{_why_unusable(folder)}; put {WANTED} there, and pass it with --data-dir")
     return images, labels, test_images, test_labels
 
 
@@ -79,7 +79,7 @@ def _check_complete(paths: list[Path]) -> None:
         raise TaskError(f"no {' and no '.join(missing)} in {paths[0].parent}; put {WANTED} there")
 
 
-def _what_is_there(folder: Path) -> str:
+def _why_unusable(folder: Path) -> str:
     """Return why a folder has no usable data, for an error message."""
     pickled = [folder / "data_batch_1", folder / "cifar-10-batches-py", folder / "cifar-10-python.tar.gz"]
     found = next((path.name for path in pickled if path.exists()), None)
@@ -91,6 +91,14 @@ def _what_is_there(folder: Path) -> str:
     if nested.is_dir():
         return f"the data are in a subfolder: pass {nested}"
     return f"no train.parquet and no data_batch_1.bin in {folder}"
+
+
+def _checked_labels(labels: Labels, path: Path) -> Labels:
+    """Return the labels, or raise TaskError if one of them is not a class."""
+    wrong = np.flatnonzero((labels < 0) | (labels > 9))
+    if len(wrong):
+        raise TaskError(f"{path} is damaged or not CIFAR-10: the label of image {wrong[0]} is {labels[wrong[0]]}, but classes are 0 to 9")
+    return labels
 
 
 # The binary version
@@ -142,10 +150,3 @@ def _decoded(column: Any, path: Path) -> Images:
             )
         images[row] = pixels
     return np.ascontiguousarray(images.transpose(0, 3, 1, 2))
-
-
-def _checked_labels(labels: Labels, path: Path) -> Labels:
-    wrong = np.flatnonzero((labels < 0) | (labels > 9))
-    if len(wrong):
-        raise TaskError(f"{path} is damaged or not CIFAR-10: the label of image {wrong[0]} is {labels[wrong[0]]}, but classes are 0 to 9")
-    return labels

@@ -82,7 +82,7 @@ def make_series(count: int, generator: np.random.Generator) -> Split:
     start = generator.uniform(0, 1, (count, 1)) * (LENGTH - 1 - width)
     amplitude = generator.uniform(*AMPLITUDES, (count, 1))
     slope = generator.normal(0, SHEAR, (count, 1))
-    time = (np.arange(LENGTH) - start) / width  # [M, L], 0 .. 1 within the curve
+    time = (np.arange(LENGTH) - start) / width  # [M, L], 0 .. 1 where the curve is
     within = (time >= 0) & (time <= 1)
     curve = _curves_at(labels, np.clip(time, 0, 1)) + slope * (time - 0.5)
     series = amplitude * curve * within + NOISE * _slow_noise(count, generator)

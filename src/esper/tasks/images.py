@@ -1,4 +1,4 @@
-"""Data of images: their division into parts, their normalisation, and random crops and flips for training.
+"""Image data: normalisation, division into parts, and random crops and flips for training.
 
 The division of samples into train and validation never changes. It comes from a hash and not from a random generator, because the draws of
 a generator may change with the version of its library. A network must not be tested on samples that it was trained on with another version.
@@ -69,6 +69,7 @@ def _stratified_order(labels: Labels, seed: int) -> Indices:
 
 
 def _hash(seed: int, index: int) -> int:
+    """Return 64 bits that depend only on the seed and the index."""
     return int.from_bytes(hashlib.sha256(f"{seed} {index}".encode()).digest()[:8], "little")
 
 
@@ -82,5 +83,5 @@ def crop_and_flip(images: Tensor, generator: torch.Generator) -> Tensor:
     rows = down + torch.arange(height, device=images.device)  # [B, H], 0 .. H + 2·PADDING - 1
     columns = right + torch.where(is_mirrored, across.flip(0), across)  # [B, W]
     padded = F.pad(images, (PADDING, PADDING, PADDING, PADDING)).movedim(1, -1)  # [B, H + 8, W + 8, C]
-    which = torch.arange(count, device=images.device)[:, None, None]
-    return padded[which, rows[:, :, None], columns[:, None, :]].movedim(-1, 1).contiguous()
+    image = torch.arange(count, device=images.device)[:, None, None]
+    return padded[image, rows[:, :, None], columns[:, None, :]].movedim(-1, 1).contiguous()

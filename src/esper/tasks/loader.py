@@ -93,6 +93,7 @@ class BatchLoader:
         return self._batches(self._iteration, self._epoch, self._position)
 
     def _batches(self, iteration: int, epoch: int, position: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the batches of an epoch from a position on. Only the newest iteration moves the position of the loader."""
         order = None if self.seed is None else shuffled_order(self.num_samples, seed=self.seed, epoch=epoch).to(self.inputs.device)
         for index in range(position, len(self)):
             batch = self._batch(order, epoch, index)

@@ -2,6 +2,8 @@
 
 An idx file has two zero bytes, the type of the values (8: bytes), the number of dimensions, each dimension as 32 bits (big-endian), and the
 values.
+
+Shapes: M = images.
 """
 
 from __future__ import annotations
@@ -65,6 +67,7 @@ def _host(channels: tuple[int, ...]) -> ConvHost:
 
 
 def _read_pair(folder: Path, part: str) -> tuple[Images, Labels]:
+    """Return images [M, 1, 28, 28] and labels [M] of a part, "train" or "t10k"."""
     images_path, labels_path = (_find(folder, f"{part}-{rest}") for rest in ("images-idx3-ubyte", "labels-idx1-ubyte"))
     images, labels = _read_idx(images_path, dimensions=3), _read_idx(labels_path, dimensions=1)
     if images.shape[1:] != (28, 28):
@@ -79,6 +82,7 @@ def _read_pair(folder: Path, part: str) -> tuple[Images, Labels]:
 
 
 def _find(folder: Path, name: str) -> Path:
+    """Return the path of a file, gzipped or not."""
     for path in (folder / name, folder / f"{name}.gz"):
         if path.is_file():
             return path
@@ -86,6 +90,7 @@ def _find(folder: Path, name: str) -> Path:
 
 
 def _read_idx(path: Path, *, dimensions: int) -> NDArray[np.uint8]:
+    """Return the values of an idx file in their shape. Raise TaskError if it is damaged or has another number of dimensions."""
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (OSError, EOFError, zlib.error) as error:

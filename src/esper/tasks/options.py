@@ -29,10 +29,12 @@ class TaskOptions:
                 raise TaskError(f"{name} is an int >= 1; got {value!r}")
 
     def refuse_data_dir(self, task: str) -> None:
+        """Raise TaskError if there is a data folder, for a task that has its own data."""
         if self.data_dir is not None:
             raise TaskError(f"{task} brings its own data and reads nothing from {self.data_dir}; leave out --data-dir")
 
     def refuse_sequence_length(self, task: str) -> None:
+        """Raise TaskError if there is a sequence length, for a task without sequences."""
         if self.sequence_length is not None:
             raise TaskError(f"{task} has no sequences; leave out the sequence length")
 

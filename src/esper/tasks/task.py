@@ -1,4 +1,4 @@
-"""Task: data in three parts, hosts in three sizes, a loss, and the evaluation of a model.
+"""The class `Task`: data in three parts, hosts in three sizes, a loss, and the evaluation of a model.
 
 Shapes: M = samples of a part, B = samples of a batch, T = tokens of a sequence (text only), K = classes.
 """
@@ -23,7 +23,7 @@ HOST_SIZES = ("starved", "right", "oversized")
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """One part of the data, on the CPU."""
+    """One part of the data. The parts of a task are on the CPU."""
 
     inputs: Tensor  # float32 [M, channels, ...], or int64 [M, T]
     targets: Tensor  # int64 [M], or int64 [M, T], 0 .. K - 1
@@ -94,11 +94,12 @@ class Task:
         return lambda seed: self.make_host(size, seed=seed)
 
     def _builder(self, size: str) -> Callable[[], nn.Module]:
+        """Return the function that makes a host of a size, given by name or by the channels of its blocks."""
         if size in self.hosts:
             return self.hosts[size]
         if self.host_of is None or not re.fullmatch(r"[1-9]\d*(-[1-9]\d*)*", size):
-            widths = "" if self.host_of is None else ', or one by the channels of its blocks, such as "5-10-20"'
-            raise TaskError(f"no host named {size!r}; {self.name} has {', '.join(self.hosts)}{widths}")
+            or_channels = "" if self.host_of is None else ', or one by the channels of its blocks, such as "5-10-20"'
+            raise TaskError(f"no host named {size!r}; {self.name} has {', '.join(self.hosts)}{or_channels}")
         return partial(self.host_of, tuple(map(int, size.split("-"))))
 
     def train_loader(

@@ -26,14 +26,14 @@ from esper.tasks.task import Split, Task
 
 
 class GPTShape(TypedDict):
-    """Size of a GPT host."""
+    """Sizes of a GPT host."""
 
     width: int
     layers: int
     heads: int
 
 
-SEQUENCE_LENGTH = 64
+SEQUENCE_LENGTH = 64  # characters of a sample
 SHARES = (0.90, 0.05)  # shares of train and validation; the rest is test
 HOSTS: dict[str, GPTShape] = {
     "starved": {"width": 32, "layers": 2, "heads": 2},
@@ -74,16 +74,18 @@ def load_text(options: TaskOptions) -> Task:
 
 
 def _cut(text: str) -> dict[str, str]:
+    """Return the texts of the three parts, by name."""
     first = int(len(text) * SHARES[0])
     second = first + int(len(text) * SHARES[1])
     return {"train": text[:first], "validation": text[first:second], "test": text[second:]}
 
 
-def _check_length(part: str, have: int, sequence_length: int, total: int) -> None:
+def _check_length(part: str, length: int, sequence_length: int, total: int) -> None:
+    """Raise TaskError if a part of this length has too few characters for its samples."""
     samples = 2 if part == "train" else 1  # so that `Task.example_input` has two samples
-    if have < samples * sequence_length + 1:
+    if length < samples * sequence_length + 1:
         raise TaskError(
-            f"a text of {total:,} characters leaves {have:,} for the {part} part, less than {samples} × {sequence_length} + 1; "
+            f"a text of {total:,} characters leaves {length:,} for the {part} part, less than {samples} × {sequence_length} + 1; "
             "use a longer text or a smaller sequence length"
         )
 
