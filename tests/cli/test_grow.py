@@ -549,7 +549,7 @@ def test_a_task_without_a_test_split_has_no_test_result(capsys: pytest.CaptureFi
         ("mycode", "mycode:make_loaders", 2, "expected package.module:function"),
         ("mycode:make_modle", "mycode:make_loaders", 2, "has no 'make_modle'; did you mean 'make_model'?"),
         ("mycode:number", "mycode:make_loaders", 2, "is of type int and cannot be called"),
-        ("mycode:make_loaders", "mycode:make_loaders", 2, "what it returned is of type list, and must be an nn.Module"),
+        ("mycode:make_loaders", "mycode:make_loaders", 2, "it returned something of type list; expected an nn.Module"),
         ("mycode:broken", "mycode:make_loaders", 1, "mycode:broken raised KeyError: 'missing' (mycode.py, line"),
         (
             "badcode:make_model",

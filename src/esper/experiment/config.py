@@ -1,4 +1,4 @@
-"""Settings of an experiment: a model, its data, who decides about its growth, and whether a twin is trained. Imports no torch."""
+"""Settings of an experiment: model, data, training, the controller of the growth, and the twin. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CONTROLLERS = ("heuristic", "random", "schedule", "never")  # controllers that n
 
 
 def is_file_name(controller: str) -> bool:
-    """Return whether this is a path: it has a slash or ends in .safetensors. Any other word is meant as a name.
+    """Return whether this is a path: it has a slash or ends in .safetensors. Any other word is the name of a controller.
 
     >>> is_file_name("./mine"), is_file_name("mine.safetensors"), is_file_name("heuristc")
     (True, True, False)
@@ -29,21 +29,21 @@ class GrowTaskConfig(TrainingConfig):
     data_dir: Path | None = None  # folder with the data of a task that does not bring its own
     batch_size: Count | None = None  # of a task; None: the task's own
     sequence_length: Count | None = None  # of the text task, in characters; None: the task's own
-    augment: bool = False  # disturb the training images of a task that knows how, such as cifar10
-    model: str | None = None  # package.module:make_model, which gives an nn.Module
-    data: str | None = None  # package.module:make_loaders, which gives loaders: (train, validation) or (train, validation, test)
+    augment: bool = False  # crop and flip training images at random, in tasks that support it, such as cifar10
+    model: str | None = None  # package.module:make_model, which returns an nn.Module
+    data: str | None = None  # package.module:make_loaders, which returns loaders: (train, validation) or (train, validation, test)
     loss: str | None = None  # package.module:loss, called as loss(outputs, targets); None: cross entropy
-    step_loss: str | None = None  # package.module:step_loss, called as step_loss(model, batch), for anything that is not a pair
+    step_loss: str | None = None  # package.module:step_loss, called as step_loss(model, batch), for batches that are not (inputs, targets)
     controller: str = "heuristic"  # decides what grows: heuristic, random, schedule, never, or the file of a trained one
     twin: bool = False  # train a twin that never grows as well, from the same weights on the same batches
     epochs: PositiveInt = 40
     optimizer: Literal["adamw", "sgd"] = "adamw"  # of the host; sgd: with Nesterov momentum 0.9
     learning_rate: PositiveFloat = 1e-3
-    weight_decay: NonNegativeFloat | None = None  # None: what the optimizer does by itself
+    weight_decay: NonNegativeFloat | None = None  # None: the default of the optimizer
     schedule: Literal["none", "cosine"] = "none"  # of the learning rate; cosine: falls towards 0, by epochs or by step_schedule
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where there is one
-    threads: Threads | None = None  # CPU threads of torch; None: its own choice
-    deterministic: bool = False  # the same bits in every run on a GPU too, by slower kernels; else cuDNN chooses the fastest ones
+    threads: Threads | None = None  # CPU threads of torch; None: torch's default
+    deterministic: bool = False  # bit-identical runs on a GPU too, with slower kernels; otherwise cuDNN chooses the fastest
     tensorboard: bool = False  # also write scalars for TensorBoard into the run folder
     wandb: Literal["offline", "online"] | None = None
     """also write scalars for Weights & Biases into the run folder; online: and send them to your account"""

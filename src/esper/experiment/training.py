@@ -11,8 +11,8 @@
         twin/                    the same training without growth
         ...                      and the files of every run
 
-A trained controller comes from a file. The file may be gone, or hold another controller, when the run goes on: training a controller
-replaces its file. So the run keeps a copy, and goes on with that.
+The file of a trained controller may be gone, or hold another controller, when the run goes on: training a controller replaces its file.
+So the run keeps a copy, and goes on with that.
 """
 
 from __future__ import annotations
@@ -48,44 +48,19 @@ from esper.runs import Sink, check_installed, sinks_in
 from esper.runs.folder import CONFIG, EVENTS, GROW, RunError, default_folder, remove_empty
 from esper.statistics import student_interval
 
-COPY = "controller.safetensors"  # in the run folder
-
-
-def make_controller(config: GrowTaskConfig, copy: Path | None) -> Controller | str:
-    """Return the controller's name, or the controller in its file; the run's own copy of the file comes first."""
-    if config.controller_file is None:
-        return config.controller
-    from esper.controller.learned import ControllerError, load_controller
-
-    try:
-        return load_controller(copy or config.controller_file)
-    except ControllerError as error:
-        raise RunError(str(error)) from error
-
-
-def controller_copy(config: GrowTaskConfig, folder: Path, copy: Path | None) -> dict[str, bytes]:
-    """Return name and content of the copy of its controller's file that a new run needs; empty if it needs none."""
-    if config.controller_file is None or copy is not None:
-        return {}
-    try:
-        content = Path(config.controller_file).read_bytes()
-        if (folder / COPY).exists() and (folder / COPY).read_bytes() != content:
-            raise RunError(f"{folder} holds a {COPY}, which the run would replace; choose another folder")
-    except OSError as error:
-        raise RunError(f"the controller's file cannot be read: {error}") from error
-    return {COPY: content}
-
-
-MAY_CHANGE = {"epochs", "device", "threads", "twin", "tensorboard", "wandb"}  # when a run goes on
+COPY = "controller.safetensors"  # the run's own copy of the file of its controller
+MAY_CHANGE = {"epochs", "device", "threads", "twin", "tensorboard", "wandb"}  # settings that may change when a run goes on
 
 MakeSink = Callable[[str], Sink]  # makes a sink, given the title of what is trained
 
 
 @dataclass(frozen=True)
 class ExperimentResult:
+    """Result of `grow_task`."""
+
     folder: Path
-    story: Story
-    twin: Story | None
+    story: Story  # of the host
+    twin: Story | None  # None: there is none, or it has not begun
     report: Path
     status: str  # "finished", "stopped early", "stopped", or "had finished" if nothing was left to do
 
@@ -100,9 +75,9 @@ def grow_task(
 ) -> ExperimentResult:
     """Grow the model of a task, or of the user's code, in the folder of a new run; with `resume`, go on with the run in the folder.
 
-    A resumed run needs no `config`; one that is given may change what `MAY_CHANGE` lists. Without a `folder`, a new run gets one of its
-    own under runs/. `make_sink(title)` makes a sink for the events of the host's training and one for those of its twin's. The run stops
-    after the step in which `should_stop()` becomes true, with a checkpoint.
+    A resumed run needs no `config`; a given one may differ in the settings of `MAY_CHANGE`. Without a `folder`, a new run gets one of its
+    own under runs/. `make_sink(title)` makes a sink for the events of the host's training, and another one for those of its twin's. The run
+    stops after the step in which `should_stop()` becomes true, with a checkpoint.
     """
     if resume:
         if folder is None:
@@ -130,6 +105,7 @@ def _grow_in(
     make_sink: MakeSink | None,
     should_stop: Callable[[], bool],
 ) -> ExperimentResult:
+    """Train the host and its twin in a folder, as far as they are not trained yet, and write the report."""
     goes_on = resume and (folder / CONFIG).is_file()  # a run that was killed before it had one begins from the start
     was_over = goes_on and _all_complete(folder, config)
     _train_in(
@@ -144,9 +120,9 @@ def _grow_in(
     twin = None
     if config.twin and not should_stop():
         never = msgspec.structs.replace(config, controller="never", twin=False)
-        has_begun = (folder / TWIN / CONFIG).exists()
+        twin_goes_on = (folder / TWIN / CONFIG).exists()
         twin_sink = None if make_sink is None else partial(make_sink, "its twin, which never grows")
-        _train_in(folder / TWIN, never, resume=has_begun, device=device, sink=twin_sink, should_stop=should_stop, twin_of=folder / MODEL)
+        _train_in(folder / TWIN, never, resume=twin_goes_on, device=device, sink=twin_sink, should_stop=should_stop, twin_of=folder / MODEL)
         twin = read_story(folder / TWIN)
     story = read_story(folder)
     status = "had finished" if was_over else "stopped"
@@ -176,7 +152,8 @@ def _train_in(
     check_installed(tensorboard=config.tensorboard, wandb=config.wandb)
     work = make_work(config, device)
     training = work.training(config)
-    make_controller(config, controller_file)  # before anything is written
+    make_controller(config, controller_file)  # raises if its file is wrong, before anything is written
+    # The settings are written last: a folder that has them can be resumed, and needs the copy of the controller then.
     files = {**controller_copy(config, folder, controller_file), GROW: saved_text(config).encode()}
     with open_run(
         folder,
@@ -184,7 +161,7 @@ def _train_in(
         config=work.growth,
         files=files,
         results=(MODEL, REPORT),
-        sinks=lambda: [*([] if sink is None else [sink()]), *_shown(folder, config, is_twin=twin_of is not None)],
+        sinks=lambda: [*([] if sink is None else [sink()]), *_sinks_of(folder, config, is_twin=twin_of is not None)],
         should_stop=should_stop,
     ) as run:
         controller = make_controller(config, folder / COPY)
@@ -194,19 +171,44 @@ def _train_in(
         if work.score is not None:
             before, after = work.score(work.model), work.score(grown.model)
             run.emit(FinalTest(loss_before=before.loss, loss=after.loss, accuracy_before=before.accuracy, accuracy=after.accuracy))
-        compared = None if twin_of is None else _compared(work, twin_of, grown.model)
+        compared = None if twin_of is None else _compared(work, twin_of, twin=grown.model)  # a twin "grows" under the controller never
         if compared is not None:
             run.emit(compared)
         grown.save(folder / MODEL)
 
 
-def _shown(folder: Path, config: GrowTaskConfig, *, is_twin: bool) -> list[Sink]:
+def make_controller(config: GrowTaskConfig, own_copy: Path | None) -> Controller | str:
+    """Return the name of the controller or, if it is trained, load it: from the run's own copy of its file, if the run has one."""
+    if config.controller_file is None:
+        return config.controller
+    from esper.controller.learned import ControllerError, load_controller
+
+    try:
+        return load_controller(own_copy or config.controller_file)
+    except ControllerError as error:
+        raise RunError(str(error)) from error
+
+
+def controller_copy(config: GrowTaskConfig, folder: Path, own_copy: Path | None) -> dict[str, bytes]:
+    """Return name -> content of the controller's file, to be copied into the folder; empty if there is none or the run has its copy."""
+    if config.controller_file is None or own_copy is not None:
+        return {}
+    try:
+        content = Path(config.controller_file).read_bytes()
+        if (folder / COPY).exists() and (folder / COPY).read_bytes() != content:
+            raise RunError(f"{folder} holds a {COPY}, which the run would replace; choose another folder")
+    except OSError as error:
+        raise RunError(f"the controller's file cannot be read: {error}") from error
+    return {COPY: content}
+
+
+def _sinks_of(folder: Path, config: GrowTaskConfig, *, is_twin: bool) -> list[Sink]:
     """Return the sinks named in the config. A twin has its own, in its own folder."""
     name = f"{folder.parent.name}-{folder.name}" if is_twin else folder.name
     return sinks_in(folder, tensorboard=config.tensorboard, wandb=config.wandb, config=msgspec.to_builtins(config), run=name)
 
 
-def _compared(work: Work, grown: Path, twin: nn.Module) -> TwinCompared | None:
+def _compared(work: Work, grown: Path, *, twin: nn.Module) -> TwinCompared | None:
     """Compare the grown model with its twin sample by sample. Return None without a test part or an accuracy."""
     differences = None if work.compare is None else work.compare(load_grown(grown, model=copy.deepcopy(work.model)), twin)
     if differences is None or len(differences) < 2:
@@ -216,7 +218,7 @@ def _compared(work: Work, grown: Path, twin: nn.Module) -> TwinCompared | None:
 
 
 def _is_complete(folder: Path, config: GrowTaskConfig) -> bool:
-    """Return whether the run has finished and no more epochs are asked for."""
+    """Return whether the run in the folder has finished all epochs of the config."""
     if not (folder / MODEL).exists() or not (folder / EVENTS).exists():
         return False
     story = read_story(folder)
@@ -228,6 +230,7 @@ def _all_complete(folder: Path, config: GrowTaskConfig) -> bool:
 
 
 def _check_same(saved: GrowTaskConfig, wanted: GrowTaskConfig, folder: Path) -> None:
+    """Raise RunError if a run cannot go on with the wanted config."""
     for name in GrowTaskConfig.__struct_fields__:
         before, now = getattr(saved, name), getattr(wanted, name)
         if before != now and name not in MAY_CHANGE:
@@ -240,12 +243,13 @@ def _check_same(saved: GrowTaskConfig, wanted: GrowTaskConfig, folder: Path) -> 
 
 @contextlib.contextmanager
 def run_folder(config: GrowTaskConfig, wanted: Path | None) -> Iterator[Path]:
-    """Yield the folder to train in. If it was made here and no training begins in it, it is removed."""
+    """Yield the folder to train in. If it was made here and an error leaves it empty, it is removed."""
     if wanted is not None:
         yield wanted  # made later, by the run that holds its lock
         return
+    # Make the folder at once, so that no other run can choose it. If another one was faster, propose the next.
     folder, made = _proposed(config), list[Path]()
-    while folder not in (made := [*make_folder(folder), *made]):  # at once, so that nobody else can choose it
+    while folder not in (made := [*make_folder(folder), *made]):
         folder = _proposed(config)
     try:
         yield folder
@@ -259,14 +263,15 @@ def _proposed(config: GrowTaskConfig) -> Path:
 
 
 def has_begun(folder: Path) -> bool:
+    """Return whether a training has begun in the folder."""
     return (folder / EVENTS).is_file() and read_story(folder).began is not None
 
 
 def plan(config: GrowTaskConfig) -> tuple[dict[str, Any], str]:
-    """Return the figures of a run that would be started, and a table of the places where seeds could grow. Touch no file of a run."""
+    """Return the figures of the run that this config would start, and a table of the places where seeds could grow. Writes nothing."""
     device = find_device(config.device)
     work = make_work(config, device)
-    make_controller(config, None)  # raises where its file is wrong
+    make_controller(config, None)  # raises if its file is wrong
     batch = next(iter(work.val_loader), None)
     if batch is None:
         raise GrowthError("the validation loader yields nothing; it needs at least one batch")

@@ -18,7 +18,7 @@ from esper.text_table import did_you_mean
 
 
 class UserCodeError(Exception):
-    """The user's code cannot be used. `was_raised` tells that the code was found and raised an error itself."""
+    """The user's code cannot be used. `was_raised`: the code was found, and raised an error itself."""
 
     def __init__(self, message: str, *, was_raised: bool = False) -> None:
         super().__init__(message)
@@ -26,7 +26,7 @@ class UserCodeError(Exception):
 
 
 def find_function(name: str, option: str) -> Callable[..., Any]:
-    """Return the function that `package.module:function` names."""
+    """Return the function of this name, package.module:function. `option` is the option it was given with, for errors."""
     module_name, colon, function_name = name.partition(":")
     if not (module_name and colon and function_name):
         raise UserCodeError(f"{option} {name}: expected package.module:function, such as mycode.nets:make_model")
@@ -43,6 +43,7 @@ def find_function(name: str, option: str) -> Callable[..., Any]:
 
 
 def _import(name: str, option: str) -> Any:
+    """Import a module from the current folder or from the installed packages."""
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -59,14 +60,15 @@ def _import(name: str, option: str) -> Any:
 
 
 def make_model(name: str) -> nn.Module:
+    """Call the user's function of this name and return its model."""
     model = _call(name, "--model")
     if not isinstance(model, nn.Module):
-        raise UserCodeError(f"--model {name}: what it returned is of type {type(model).__name__}, and must be an nn.Module")
+        raise UserCodeError(f"--model {name}: it returned something of type {type(model).__name__}; expected an nn.Module")
     return model
 
 
 def make_loaders(name: str) -> tuple[Iterable[Any], Iterable[Any], Iterable[Any] | None]:
-    """Return the loaders for training, validation and, if there is one, test."""
+    """Call the user's function of this name. Return its loaders for training, validation and, if there is one, test."""
     loaders = _call(name, "--data")
     rule = "expected loaders: (train, validation) or (train, validation, test)"
     if not isinstance(loaders, tuple | list) or len(loaders) not in (2, 3):
@@ -89,6 +91,7 @@ def _call(name: str, option: str) -> Any:
 
 
 def _raised(what: str, error: Exception) -> UserCodeError:
+    """Return the error for an exception of the user's code, with the place where it was raised."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
     where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
     text = " ".join(f"{type(error).__name__}: {error}".split())

@@ -38,14 +38,14 @@ Compare = Callable[[nn.Module, nn.Module], Tensor | None]
 
 @dataclass(frozen=True)
 class Work:
-    """A model, its data and its losses. It is made again for the twin, which so gets the same weights and batches."""
+    """A model, its data and its losses. It is made again for the twin, so that the twin gets the same weights and batches."""
 
     model: nn.Module
     train_loader: Iterable[Any]
     val_loader: Iterable[Any]
     step_loss: StepLoss
     score: Callable[[nn.Module], ModelScore] | None  # on the test part; None: there is none
-    compare: Compare | None  # on the test part; None: there is none
+    compare: Compare | None  # on the test part; None: there is none, or the loss is not that of a classifier
     growth: TrainingConfig
 
     def training(self, config: GrowTaskConfig) -> Training:
@@ -63,6 +63,7 @@ class Work:
 
 
 def make_work(config: GrowTaskConfig, device: torch.device) -> Work:
+    """Make the work that a config describes, with the model on the device."""
     return _from_task(config, device) if config.task is not None else _from_user_code(config, device)
 
 
@@ -83,7 +84,7 @@ def _from_task(config: GrowTaskConfig, device: torch.device) -> Work:
         val_loader=task.val_loader(device=device),
         step_loss=step_loss_of(task.loss_fn, None),
         score=score,
-        compare=partial(_compare, test_loader, device, -1),
+        compare=partial(_compare, test_loader, device, -1),  # logits of a task are [..., classes]
         growth=_growth_part(config),
     )
 
@@ -101,11 +102,13 @@ def _from_user_code(config: GrowTaskConfig, device: torch.device) -> Work:
     loss_fn = None if config.step_loss else find_function(config.loss, "--loss") if config.loss else F.cross_entropy
     step_loss = step_loss_of(loss_fn, find_function(config.step_loss, "--step-loss") if config.step_loss else None)
     score = None if test_loader is None else partial(_score, test_loader, step_loss, device, is_classifier)
+    # F.cross_entropy takes logits [samples, classes, ...].
     compare = partial(_compare, test_loader, device, 1) if is_classifier and test_loader is not None else None
     return Work(model, train_loader, val_loader, step_loss, score, compare, _growth_part(config))
 
 
 def _growth_part(config: GrowTaskConfig) -> TrainingConfig:
+    """Return the settings of the config that `Training` needs."""
     return TrainingConfig(**{name: getattr(config, name) for name in TrainingConfig.__struct_fields__})
 
 
@@ -118,7 +121,7 @@ def _score(loader: Iterable[Any], step_loss: StepLoss, device: torch.device, is_
             batch = move(raw, device)
             counts.append(size_of(batch))
             losses.append(float(step_loss(model, batch)))
-            is_right = _is_right(model(batch[0]), batch[1], classes=1) if is_classifier else None
+            is_right = _is_right(model(batch[0]), batch[1], class_dim=1) if is_classifier else None
             hits.append(math.nan if is_right is None else float(is_right.float().mean()))
     total = sum(counts)
     if not total:
@@ -127,17 +130,18 @@ def _score(loader: Iterable[Any], step_loss: StepLoss, device: torch.device, is_
     return ModelScore(loss, share if math.isfinite(share) else None)
 
 
-def _compare(loader: Iterable[Any], device: torch.device, classes: int, grown: nn.Module, never: nn.Module) -> Tensor | None:
-    """Return the differences in accuracy, sample by sample.
+def _compare(loader: Iterable[Any], device: torch.device, class_dim: int, grown: nn.Module, never: nn.Module) -> Tensor | None:
+    """Return the differences in accuracy, sample by sample: [samples]. The targets of one sample are averaged.
 
-    Both models see a batch before the next one is loaded, because a loader may shuffle. The targets of one sample are averaged."""
+    Both models see a batch before the next one is loaded, because a loader may shuffle.
+    """
     differences = []
     with torch.inference_mode():
         for raw in loader:
             inputs, targets = move(raw, device)[:2]
             shares = []
             for model in (grown, never):
-                is_right = _is_right(model.eval()(inputs), targets, classes=classes)
+                is_right = _is_right(model.eval()(inputs), targets, class_dim=class_dim)
                 if is_right is None:
                     return None
                 shares.append(is_right.double().reshape(len(targets), -1).mean(dim=1))
@@ -145,11 +149,11 @@ def _compare(loader: Iterable[Any], device: torch.device, classes: int, grown: n
     return torch.cat(differences).cpu() if differences else None
 
 
-def _is_right(outputs: Tensor, targets: Tensor, *, classes: int) -> Tensor | None:
-    """Return whether each target has the highest score along the dimension `classes`; None if the targets are not class numbers."""
+def _is_right(outputs: Tensor, targets: Tensor, *, class_dim: int) -> Tensor | None:
+    """Return whether each target has the highest score along the dimension `class_dim`; None if the targets are not class numbers."""
     if targets.is_floating_point() or outputs.ndim < 2:
         return None
-    return outputs.argmax(dim=classes) == targets
+    return outputs.argmax(dim=class_dim) == targets
 
 
 def _make_optimizer(config: GrowTaskConfig, parameters: Iterable[nn.Parameter]) -> Optimizer:
