@@ -110,9 +110,15 @@ class _SettingRuns:
             runs += self._run_cases("controls", self._control_cases(runs))
         return runs
 
+    def _run_cases(self, what: str, cases: Sequence[EvalCase]) -> list[EvalRun]:
+        """Run cases; `what` names this part of the comparison to `on_progress`."""
+        where = f"{self.eval_setting.task.name} {self.eval_setting.host}: {what}"
+        return run_cases(self.eval_setting, cases, partial(self._on_progress, where))
+
     # Cases
 
     def _setting(self, seed: int, level: str | None = None, *, horizon: int | None = None) -> HostConfig:
+        """Return the setting of the host of a seed, with the rent of a level; None: the default rent."""
         rent = RentConfig() if level is None else RENT_LEVELS[level]
         return HostConfig(
             seed=seed, growth_seed=seed, horizon=horizon or self.config.horizon, learning_rate=self.config.learning_rate, rent=rent
@@ -212,10 +218,6 @@ class _SettingRuns:
             cases = [EvalCase(f"static {host}", self._setting(seed), Never(), is_measured=False) for seed in self.seeds]
             found += run_cases(eval_setting, cases, partial(self._on_progress, f"{self.eval_setting.task.name}: sweep"))
         return found
-
-    def _run_cases(self, what: str, cases: Sequence[EvalCase]) -> list[EvalRun]:
-        where = f"{self.eval_setting.task.name} {self.eval_setting.host}: {what}"
-        return run_cases(self.eval_setting, cases, partial(self._on_progress, where))
 
 
 def _distribute(total: int, hosts: int, streams: Streams) -> list[int]:

@@ -118,6 +118,7 @@ def _run_in_one_fleet(eval_setting: EvalSetting, cases: Sequence[EvalCase], on_p
 
 
 def _result(eval_setting: EvalSetting, fleet: Fleet, row: int, case: EvalCase, test_loss: float, val_loss: float) -> EvalRun:
+    """Return the result of one host of a finished fleet."""
     host_growth = fleet.rows[row].host_growth
     added, entries = host_growth.lifecycles.added(), host_growth.ledger.entries
     return EvalRun(

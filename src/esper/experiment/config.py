@@ -53,19 +53,19 @@ class GrowTaskConfig(TrainingConfig):
         of_model = {name: getattr(self, name) for name in ("data", "loss", "step_loss")}
         of_task = {name: getattr(self, name) for name in ("data_dir", "batch_size", "sequence_length", "augment")}
         if self.task is not None and self.model is not None:
-            raise ConfigError("model", expected="nothing beside a task: either one of esper's or your own model", got=self.model)
+            raise ConfigError("model", expected="no model together with a task: either a task of esper or your own model", got=self.model)
         for name, value in of_model.items():
             if value is not None and self.model is None:
-                raise ConfigError(name, expected="a model of your own beside it (model = package.module:make_model)", got=value)
+                raise ConfigError(name, expected="a model of your own with it (model = package.module:make_model)", got=value)
         for name, value in of_task.items():
             if value not in (None, False) and self.model is not None:
-                raise ConfigError(name, expected="nothing: make_loaders decides about the data of your own model", got=value)
+                raise ConfigError(name, expected="nothing, because make_loaders decides about the data of your own model", got=value)
         if self.model is not None and self.data is None:
-            raise ConfigError("data", expected="package.module:make_loaders beside the model", got=self.data)
+            raise ConfigError("data", expected="package.module:make_loaders, which the model needs", got=self.data)
         if self.loss is not None and self.step_loss is not None:
-            raise ConfigError("step_loss", expected="nothing beside loss; one of them", got=self.step_loss)
+            raise ConfigError("step_loss", expected="only one of loss and step_loss", got=self.step_loss)
         if self.schedule == "none" and self.step_schedule != "auto":
-            raise ConfigError("step_schedule", expected="a schedule beside it (--schedule cosine)", got=self.step_schedule)
+            raise ConfigError("step_schedule", expected="a schedule with it (--schedule cosine)", got=self.step_schedule)
         if self.controller not in CONTROLLERS and self.controller_file is None:
             expected = f"one of {', '.join(CONTROLLERS)}, or the path of a trained one, such as ./controller.safetensors"
             raise ConfigError("controller", expected=expected, got=self.controller)

@@ -371,7 +371,7 @@ def _alphas(lifecycles: SlotLifecycles[RowBackend], steps: int) -> Iterable[tupl
     """
     backends = dict(lifecycles.occupied())
     alphas = {name: [backend.alpha] * steps for name, backend in backends.items()}
-    # Where a seed is blending, advance its alpha step by step and note every value on the way.
+    # If a seed is blending, advance all alphas step by step, and note the value before every step.
     if any(backend.life.ramp is not None for backend in backends.values()):
         for step in range(steps):
             for name, backend in backends.items():

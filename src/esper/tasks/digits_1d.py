@@ -57,7 +57,7 @@ def load_digits_1d(options: TaskOptions) -> Task:
     train, validation, test = (make_series(count, streams.numpy(part)) for part, count in PART_SIZES.items())
     return Task(
         name="digits-1d",
-        title="disturbed curves of digits, series of 40 values",
+        title="distorted curves of digits, series of 40 values",
         source=f"made by esper.tasks.digits_1d from the data seed {DATA_SEED}; no licence needed",
         num_classes=10,
         train=train,

@@ -21,14 +21,14 @@ class TaskEntry:
     """One task in the list of tasks."""
 
     title: str
-    data: str  # data that --data-dir must hold, for people
+    data: str  # files that --data-dir must hold, as shown to users
     load: Callable[[TaskOptions], Task]
-    has_own_data: bool = False  # whether it brings its data and takes no --data-dir
+    has_own_data: bool = False  # whether its data come with esper, so that it takes no --data-dir
 
 
 TASKS: dict[str, TaskEntry] = {
     "digits": TaskEntry("handwritten digits, 8×8 pixels", "none: comes with esper", load_digits, has_own_data=True),
-    "digits-1d": TaskEntry("disturbed curves of digits, series of 40 values", "none: made by esper", load_digits_1d, has_own_data=True),
+    "digits-1d": TaskEntry("distorted curves of digits, series of 40 values", "none: made by esper", load_digits_1d, has_own_data=True),
     "cifar10": TaskEntry("CIFAR-10, colour photographs, 32×32 pixels", "train.parquet and test.parquet, or *.bin", load_cifar10),
     "mnist": TaskEntry("MNIST, handwritten digits, 28×28 pixels", "the four idx files", load_mnist),
     "fashion-mnist": TaskEntry("Fashion-MNIST, articles of clothing, 28×28 pixels", "the four idx files", load_fashion_mnist),

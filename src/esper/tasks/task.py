@@ -46,7 +46,7 @@ class Task:
     """A task, as `load_task` returns it. Neither decisions nor rewards may depend on `test`."""
 
     name: str
-    title: str  # one line for people
+    title: str  # one line, shown to users
     source: str  # source of the data and their licence
     num_classes: int
     train: Split
