@@ -60,7 +60,7 @@ class ExperimentResult:
 
     folder: Path
     story: Story  # of the host
-    twin: Story | None  # None: there is none, or it has not begun
+    twin: Story | None  # None: there is none, or the run stopped before its training
     report: Path
     status: str  # "finished", "stopped early", "stopped", or "had finished" if nothing was left to do
 
@@ -171,7 +171,7 @@ def _train_in(
         if work.score is not None:
             before, after = work.score(work.model), work.score(grown.model)
             run.emit(FinalTest(loss_before=before.loss, loss=after.loss, accuracy_before=before.accuracy, accuracy=after.accuracy))
-        compared = None if twin_of is None else _compared(work, twin_of, twin=grown.model)  # a twin "grows" under the controller never
+        compared = None if twin_of is None else _compared(work, twin_of, twin=grown.model)  # the model trained here is the twin
         if compared is not None:
             run.emit(compared)
         grown.save(folder / MODEL)

@@ -58,7 +58,7 @@ from esper.growth.measure.probe import Promises
 from esper.runs import Event
 from esper.tasks import Split, Task
 
-# Samples of a pass without gradients on a GPU, in training steps. It keeps no activations, so more of them fit. On a CPU a pass has one
+# On a GPU, a pass without gradients has the samples of this many training steps, because it keeps no activations. On a CPU it has one
 # validation batch, because the caches are small.
 _STEPS_PER_PASS = 4
 _HALF_PRECISIONS = {"bfloat16": torch.bfloat16, "float16": torch.float16}  # of activations; the weights stay in float32
@@ -275,7 +275,7 @@ class Fleet:
         return rows
 
     def plan(self, rows: list[int]) -> Plan:
-        """Return the plan of the training of these hosts until their next decision. Advances the blending of their seeds to there."""
+        """Return the plan of the training of these hosts until their next decision. Advances the blending of their seeds up to it."""
         rates = upload([self.rows[row].rate(self.config.schedule) for row in rows], self.device, self.dtype)
         asking = {position: self.rows[row].host_growth for position, row in enumerate(rows) if self.rows[row].wants_probe}
         probes = probes_of(self.seed_storages, asking, self.steps_per_decision)

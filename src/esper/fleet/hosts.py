@@ -166,7 +166,7 @@ class RowRecovery(SnapshotHistory):
         return len(self) > 0
 
     def take_snapshot(self) -> None:
-        """Take a snapshot, unless weights are not finite: losses can look healthy all the same, but a rollback to it would be no use."""
+        """Take a snapshot, unless weights are not finite. Losses can look healthy even then, but a rollback to such weights is no use."""
         if self.is_finite:
             # The key "garden" is older than the name `lifecycles`; saved fleets have it.
             state = {"garden": self.lifecycles.state_dict(), "governor": self.governor.loss_state(), "clock": self.clock}
