@@ -2,8 +2,8 @@
 
 `fused_step` copies the weights once per rollout, transposed for plain products. Each step then computes encoder layers, memory and actor in
 NumPy and in the kernel of the LSTM, without torch's cost per call (measured on Arm, 8 environments, LSTM 64, actor 64-64: 0.15 ms instead
-of 0.46 a step). Its results are those of `Policy.step` and `Policy.decide` up to rounding. `plain_step` calls these two, for policies with
-custom parts and for other devices.
+of 0.46 a step). Its results are those of `Policy.step` and `Policy.decide` up to rounding. `plain_step` calls these two and
+serves all other policies: those with custom parts, GRUs or layer norms, and those on other devices.
 
 Shapes: N = environments, I = input width, G = memories, H = hidden width, S = state width, P = distribution parameters.
 """
@@ -40,10 +40,11 @@ def plain_step(policy: Policy) -> Step:
 
 
 def fused_step(policy: Policy) -> Step | None:
-    """Return the step of a policy with a copy of its present weights; None where a part of it is not built-in or not on the CPU."""
+    """Return a step with a copy of the policy's present weights; None if a part of the policy is not supported."""
     encoder, core, actor = policy.encoder, policy.core, policy.actor
     memories: list[nn.Module] = [] if type(core) is NoMemory else [core.actor, core.critic] if type(core) is ActorCriticCores else [core]
-    is_known = (
+    # Only float32 on the CPU, and only an encoder, LSTMs and an actor of built-in layers, without layer norms and hooks.
+    is_supported = (
         policy.device.type == "cpu"
         and type(encoder) is Encoder
         and type(actor) is nn.Sequential
@@ -53,7 +54,7 @@ def fused_step(policy: Policy) -> Step | None:
         and all(parameter.dtype == torch.float32 for parameter in policy.parameters())
         and not any(module._forward_hooks or module._forward_pre_hooks for module in policy.modules())
     )
-    if not is_known:
+    if not is_supported:
         return None
     assert isinstance(encoder, Encoder)
     assert isinstance(actor, nn.Sequential)

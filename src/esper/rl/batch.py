@@ -1,13 +1,14 @@
 """From a rollout to minibatches.
 
 1. `Rollout`: the tensors of T steps in N environments, allocated once and filled by the collector.
-2. `prepare` turns it into a `Batch`: advantages, targets and old log-probabilities, flattened and ready to be gathered.
+2. `prepare` turns it into a `Batch`: advantages, targets and old log-probabilities, flattened to [T·N].
 3. `minibatches` divides the steps into `Fragments`, and `Batch.gather` collects their tensors into a `Minibatch`.
 
 A rollout [T, N] is cut into units of `length` consecutive steps of one environment. Units are shuffled and dealt to minibatches. Within a
 unit, the steps are cut again wherever an episode starts. A recurrent core sees the resulting fragments, sorted by length and packed
-time-major (see `esper.rl.recurrent`). A step that was not real teaches nothing. It is always a fragment of its own, because the step after
-it starts an episode, and such fragments are left out. This is integer bookkeeping in NumPy: the core needs the sizes on the host anyway.
+time-major (see `esper.rl.recurrent`). A step that was not real (see `Timestep.valid`) teaches nothing and is left out. It is always a
+fragment of its own: it starts an episode, and so does the step after it. All of this is integer bookkeeping in NumPy, because the core
+needs the sizes on the host.
 
 Shapes: T = steps, N = environments, U = units of a minibatch, L = steps in a unit, F = fragments, M = flattened steps: T·N in a batch,
 packed steps (at most U·L) in a minibatch, S = state width, H = core output width, P = distribution parameters, D = discrete heads,
@@ -38,78 +39,6 @@ from esper.vecenv import Masks, Obs
 
 Integers = NDArray[np.int64]
 Booleans = NDArray[np.bool_]
-
-
-class Fragments(NamedTuple):
-    """The fragments of one minibatch, as indices into the rollout."""
-
-    rows: Integers  # [M] indices into the rollout flattened to [T·N], in packed order
-    sizes: list[int]  # number of fragments that have a step 0, 1, 2, …
-    states: Integers  # [F] indices into the stored states flattened to [T/L·N]; one past the end for a fragment that starts an episode
-
-
-def minibatches(
-    starts: Booleans, *, length: int, parts: int, rng: np.random.Generator, valid: Booleans | None = None
-) -> Iterator[Fragments]:
-    """Yield the minibatches of one pass over a rollout, in random order.
-
-    `starts` [T, N] is true where a step is the first of an episode, `valid` [T, N] where it was real (None: everywhere).
-    """
-    num_steps, num_envs = starts.shape
-    units = rng.permutation(num_steps // length * num_envs)
-    for part in np.array_split(units, parts):
-        yield pack(starts, part, length=length, valid=valid)
-
-
-def pack(starts: Booleans, units: Integers, *, length: int, valid: Booleans | None = None) -> Fragments:
-    """Return the fragments of some units. Unit `u` is chunk `u // N` of environment `u % N`."""
-    num_steps, num_envs = starts.shape
-    chunk, env = np.divmod(units, num_envs)
-    rows = (chunk * length)[:, None] * num_envs + env[:, None] + np.arange(length) * num_envs  # [U, L] into [T·N]
-    if length == 1:
-        kept = _real(valid, rows[:, 0])
-        rows, units = rows[kept], units[kept]
-        return Fragments(rows[:, 0], [len(units)], np.where(starts.ravel()[rows[:, 0]], num_steps * num_envs, units))
-
-    # Cut the units where an episode starts, leave out fragments that were not real, and sort the others by length.
-    is_start = starts.ravel()[rows]  # [U, L]
-    is_cut = is_start.copy()
-    is_cut[:, 0] = True
-    first = np.flatnonzero(is_cut)  # [F] positions in [U·L]
-    lengths = np.diff(first, append=len(units) * length)
-    kept = _real(valid, rows.ravel()[first])
-    first, lengths = first[kept], lengths[kept]
-    order = np.argsort(-lengths, kind="stable")
-    first, lengths = first[order], lengths[order]
-
-    # Pack them time-major: all first steps, then all second steps, and so on.
-    sizes = np.searchsorted(-lengths, -np.arange(lengths[0]), side="left")  # for every t, the number of fragments longer than t
-    steps = np.arange(lengths[0])[:, None]
-    packed = (first + steps)[steps < lengths]  # boolean indexing goes row by row, and a row is a time
-    zero_state = num_steps // length * num_envs
-    states = np.where(is_start.ravel()[first], zero_state, units[first // length])
-    return Fragments(rows.ravel()[packed], sizes.tolist(), states)
-
-
-def _real(valid: Booleans | None, rows: Integers) -> Integers:
-    """Return the indices of the steps that were real; that of the first one if none was, because a minibatch cannot be empty."""
-    if valid is None:
-        return np.arange(len(rows))
-    kept = np.flatnonzero(valid.ravel()[rows])
-    return kept if len(kept) else np.zeros(1, dtype=np.int64)
-
-
-def split(fragments: Fragments, parts: int) -> list[Fragments]:
-    """Split a minibatch into pieces for gradient accumulation. Fragments are dealt in turn, so that each piece has long and short ones."""
-    if parts == 1:
-        return [fragments]
-    offsets = np.concatenate(([0], np.cumsum(fragments.sizes)))
-    pieces = []
-    for part in range(min(parts, len(fragments.states))):
-        steps = [np.arange(start + part, stop, parts) for start, stop in itertools.pairwise(offsets)]
-        steps = [step for step in steps if len(step)]
-        pieces.append(Fragments(fragments.rows[np.concatenate(steps)], [len(step) for step in steps], fragments.states[part::parts]))
-    return pieces
 
 
 @dataclass
@@ -165,18 +94,6 @@ class Rollout:
 
 
 @dataclass
-class Minibatch:
-    """Some steps of the rollout in packed order, [M, ...]."""
-
-    obs: Obs
-    masks: Masks
-    choice: Choice
-    states: Tensor  # [F, S]
-    sizes: list[int]
-    samples: Samples
-
-
-@dataclass
 class Batch:
     """A whole rollout, flattened to [M, ...]."""
 
@@ -220,7 +137,7 @@ class Batch:
 
 @torch.no_grad()
 def prepare(rollout: Rollout, policy: Policy, config: PPOConfig, reward_normalizer: RewardNormalizer | None, group: Group = ALONE) -> Batch:
-    """Return the batch of a rollout. Also updates all normalisers with the rollouts of all ranks; they change nowhere else."""
+    """Return the batch of a rollout. Also update all normalisers, which change nowhere else, with the rollouts of all ranks."""
     ended, valid = rollout.ended, rollout.valid & ~rollout.bad_rewards
     broken = ended | rollout.bad_rewards  # the discounted sum of rewards starts again after a step without a reward
     rewards = rollout.rewards if reward_normalizer is None else reward_normalizer(rollout.rewards, broken, valid, group)
@@ -244,6 +161,7 @@ def prepare(rollout: Rollout, policy: Policy, config: PPOConfig, reward_normaliz
         if config.normalize_advantages
         else flat_advantages.unsqueeze(1) * counted
     )
+    # The fields of `Samples`, in its order, as columns.
     columns = [per_head, old.log_prob, weight, *(part.reshape(-1, 1) for part in (real, targets, old_values))]
 
     # Normalise the observations as when they were acted on; only then update the normaliser.
@@ -281,3 +199,87 @@ def _in_critic_units(policy: Policy, returns: Tensor, values: Tensor, valid: Ten
         return returns, values
     normalizer.update(returns, valid, policy.last_critic_layer, group)
     return normalizer.normalize(returns), normalizer.normalize(values)
+
+
+@dataclass
+class Minibatch:
+    """Some steps of the rollout in packed order, [M, ...]."""
+
+    obs: Obs
+    masks: Masks
+    choice: Choice
+    states: Tensor  # [F, S]
+    sizes: list[int]
+    samples: Samples
+
+
+class Fragments(NamedTuple):
+    """The fragments of one minibatch, as indices into the rollout."""
+
+    rows: Integers  # [M] indices into the rollout flattened to [T·N], in packed order
+    sizes: list[int]  # number of fragments that have a step 0, 1, 2, …
+    states: Integers  # [F] indices into the stored states flattened to [T/L·N]; one past the end for a fragment that starts an episode
+
+
+def minibatches(
+    starts: Booleans, *, length: int, parts: int, rng: np.random.Generator, valid: Booleans | None = None
+) -> Iterator[Fragments]:
+    """Yield the minibatches of one pass over a rollout, in random order.
+
+    `starts` [T, N] is true where a step is the first of an episode, `valid` [T, N] where it was real (None: everywhere).
+    """
+    num_steps, num_envs = starts.shape
+    units = rng.permutation(num_steps // length * num_envs)
+    for part in np.array_split(units, parts):
+        yield pack(starts, part, length=length, valid=valid)
+
+
+def pack(starts: Booleans, units: Integers, *, length: int, valid: Booleans | None = None) -> Fragments:
+    """Return the fragments of some units. Unit `u` is chunk `u // N` of environment `u % N`."""
+    num_steps, num_envs = starts.shape
+    chunk, env = np.divmod(units, num_envs)
+    rows = (chunk * length)[:, None] * num_envs + env[:, None] + np.arange(length) * num_envs  # [U, L] into [T·N]
+    if length == 1:  # without memory; every step is a fragment
+        kept = _real(valid, rows[:, 0])
+        rows, units = rows[kept], units[kept]
+        return Fragments(rows[:, 0], [len(units)], np.where(starts.ravel()[rows[:, 0]], num_steps * num_envs, units))
+
+    # Cut the units where an episode starts, leave out fragments that were not real, and sort the others by length.
+    is_start = starts.ravel()[rows]  # [U, L]
+    is_cut = is_start.copy()
+    is_cut[:, 0] = True
+    first = np.flatnonzero(is_cut)  # [F] positions in [U·L]
+    lengths = np.diff(first, append=len(units) * length)
+    kept = _real(valid, rows.ravel()[first])
+    first, lengths = first[kept], lengths[kept]
+    order = np.argsort(-lengths, kind="stable")
+    first, lengths = first[order], lengths[order]
+
+    # Pack them time-major: all first steps, then all second steps, and so on.
+    sizes = np.searchsorted(-lengths, -np.arange(lengths[0]), side="left")  # for every t, the number of fragments longer than t
+    steps = np.arange(lengths[0])[:, None]
+    packed = (first + steps)[steps < lengths]  # boolean indexing goes row by row, and a row is a time
+    zero_state = num_steps // length * num_envs
+    states = np.where(is_start.ravel()[first], zero_state, units[first // length])
+    return Fragments(rows.ravel()[packed], sizes.tolist(), states)
+
+
+def _real(valid: Booleans | None, rows: Integers) -> Integers:
+    """Return the positions in `rows` of the steps that were real. If none was, return the first one: a minibatch cannot be empty."""
+    if valid is None:
+        return np.arange(len(rows))
+    kept = np.flatnonzero(valid.ravel()[rows])
+    return kept if len(kept) else np.zeros(1, dtype=np.int64)
+
+
+def split(fragments: Fragments, parts: int) -> list[Fragments]:
+    """Split a minibatch into pieces for gradient accumulation. Fragments are dealt in turn, so that each piece has long and short ones."""
+    if parts == 1:
+        return [fragments]
+    offsets = np.concatenate(([0], np.cumsum(fragments.sizes)))
+    pieces = []
+    for part in range(min(parts, len(fragments.states))):
+        steps = [np.arange(start + part, stop, parts) for start, stop in itertools.pairwise(offsets)]
+        steps = [step for step in steps if len(step)]
+        pieces.append(Fragments(fragments.rows[np.concatenate(steps)], [len(step) for step in steps], fragments.states[part::parts]))
+    return pieces

@@ -22,7 +22,7 @@ KIND = "ppo"  # of checkpoints and files of learners
 SCHEMA = 5  # version of the state; raise it together with a new row in MIGRATIONS
 POLICY_KIND, POLICY_SCHEMA = "policy", 1  # kind and version of the files that `Policy.save` writes
 
-_MANIFEST = "manifest.json"  # a checkpoint's folder has it, a run's folder has not
+_MANIFEST = "manifest.json"  # file in the folder of a checkpoint, but not in that of a run
 
 
 def _rng_to_streams(state: Tree) -> Tree:
@@ -33,7 +33,7 @@ def _rng_to_streams(state: Tree) -> Tree:
 
 
 def _without_spaces(state: Tree) -> Tree:
-    """2 -> 3: add spaces and number of environments, which were not saved, and the encoder of images, of which there was only "small"."""
+    """2 -> 3: add spaces and number of environments, which were not saved, and the image encoder, which was always "small"."""
     ppo = state["ppo"]
     network = {**ppo["config"]["network"], "image_encoder": "small"}
     return {**state, "ppo": {**ppo, "spaces": None, "num_envs": None, "config": {**ppo["config"], "network": network}}}
@@ -45,13 +45,14 @@ def _evaluation_after_saving(state: Tree) -> Tree:
 
 
 def _bytes_in_units_of_255(state: Tree) -> Tree:
-    """4 -> 5: move the scaling of bytes that are no image from the encoder to the normaliser, and add a count of rewards not finite.
+    """4 -> 5: move the scaling of bytes that are no image from the encoder to the normaliser, and add the count of bad rewards.
 
-    The encoder divided such bytes by 255. The normaliser gets moments with so much weight that it keeps dividing by 255, as the policy has
-    learned.
+    The built-in encoder divided such bytes by 255. The normaliser gets moments with so much weight that it keeps dividing by 255, which is
+    what the policy has learned from.
     """
     ppo = dict(state["ppo"])
-    for rank in (ppo, *(others := [dict(other) for other in ppo.get("other_ranks", [])])):
+    others = [dict(other) for other in ppo.get("other_ranks", [])]
+    for rank in (ppo, *others):
         if rank["collector"] is not None:
             rank["collector"] = {**rank["collector"], "bad_rewards": 0}
     if others:
@@ -93,7 +94,7 @@ def read_policy(source: Path | str, which: Literal["best", "latest"] = "best") -
 
 
 def load_checkpoint(folder: Path | str, which: Literal["best", "latest"] = "best") -> Checkpoint:
-    """Return a checkpoint of the run in a folder, or the checkpoint in it if it is a checkpoint's folder."""
+    """Return a checkpoint, given the folder of its run or its own folder. `which` only matters for runs."""
     folder = Path(folder)
     if (folder / _MANIFEST).exists():
         return open_store(folder.parent.parent).load(folder)

@@ -119,7 +119,7 @@ class Finals:
             obs = {name: value.new_zeros(rows, *value.shape[1:]) for name, value in final_obs.items()}
             self._buffer = (obs, state.new_zeros(rows, state.shape[1]), torch.zeros(rows, dtype=torch.int64, device=self.device))
         obs, states, positions = self._buffer
-        place = self._count + torch.cumsum(truncated, 0) - 1
+        place = self._count + torch.cumsum(truncated, 0) - 1  # [N] next free rows of the buffer
         place = torch.where(truncated, place, self.capacity)
         for name, value in final_obs.items():
             obs[name].index_copy_(0, place, value)
@@ -146,7 +146,7 @@ class Finals:
         return positions, policy.value(features)
 
 
-RECENT_EPISODES = 100
+RECENT_EPISODES = 100  # finished episodes that mean returns and lengths are over
 
 
 class Collector:
@@ -168,7 +168,7 @@ class Collector:
         self.recent_lengths: deque[float] = deque(maxlen=RECENT_EPISODES)
         self._has_stepped = False
         self._rollout: Rollout | None = None
-        elsewhere = env.device != self.device
+        elsewhere = env.device != self.device  # then observations and actions are moved in every step
         self._to_learner = Staging(self.device) if elsewhere else None
         self._to_env = Staging(env.device) if elsewhere else None
 
@@ -190,37 +190,35 @@ class Collector:
     def collect(self, generator: torch.Generator) -> Rollout:
         """Return the next `num_steps` steps of every environment. The next call overwrites the rollout."""
         assert self.timestep is not None, "reset first"
-        rollout = self._allocate()
+        if self._rollout is None:
+            self._rollout = Rollout.allocate(self.policy, num_steps=self.num_steps, num_envs=self.env.num_envs, length=self.length)
+        rollout = self._rollout
         self.env_seconds = 0.0
         with torch.no_grad():
-            self._fill(rollout, generator)
+            self._take_steps(rollout, generator)
             torch.logical_not(torch.isfinite(rollout.rewards), out=rollout.bad_rewards)
             rollout.rewards.masked_fill_(rollout.bad_rewards, 0.0)
-            self._value(rollout)
+            self._fill_values(rollout)
             self._count_episodes(rollout)
         return rollout
 
-    def _fill(self, rollout: Rollout, generator: torch.Generator) -> None:
+    def _take_steps(self, rollout: Rollout, generator: torch.Generator) -> None:
         """Take all steps of a rollout."""
         distribution = self.policy.distribution
         noise = distribution.noise((self.num_steps, self.env.num_envs), generator)
-        problems = torch.zeros(self.env.num_envs, len(distribution.head_names), dtype=torch.bool, device=self.device)
+        empty_masks = torch.zeros(self.env.num_envs, len(distribution.head_names), dtype=torch.bool, device=self.device)  # [N, J]
         rollout.valid.fill_(True)
         act = fused_step(self.policy) or plain_step(self.policy)  # made for each rollout, because it copies the weights
-        decisions = [self._step(rollout, step, Noise(*drawn), problems, act) for step, drawn in enumerate(zip(*noise, strict=True))]
+        decisions = [self._step(rollout, step, Noise(*drawn), empty_masks, act) for step, drawn in enumerate(zip(*noise, strict=True))]
+        # Copy the decisions of all steps at once: one stack per tensor instead of one copy per step.
         stores = (rollout.features, rollout.parameters, *rollout.choice)
         for store, steps in zip(stores, zip(*decisions, strict=True), strict=True):
             torch.stack(steps, out=store)
         if not self.checks_at_once:
-            raise_on_empty_rows(distribution, problems)
+            raise_on_empty_rows(distribution, empty_masks)
             _raise_on_non_finite(rollout.parameters)
 
-    def _allocate(self) -> Rollout:
-        if self._rollout is None:
-            self._rollout = Rollout.allocate(self.policy, num_steps=self.num_steps, num_envs=self.env.num_envs, length=self.length)
-        return self._rollout
-
-    def _step(self, rollout: Rollout, step: int, noise: Noise, problems: Tensor, act: Step) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _step(self, rollout: Rollout, step: int, noise: Noise, empty_masks: Tensor, act: Step) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Take one step. Return the features that the heads saw, the distribution parameters and the two parts of the choice."""
         timestep, distribution = self.timestep, self.policy.distribution
         assert timestep is not None
@@ -243,7 +241,7 @@ class Collector:
             empty = distribution.empty_rows(masks, choice)
             if self.checks_at_once:
                 raise_on_empty_rows(distribution, empty)
-            problems |= empty
+            empty_masks |= empty
 
         actions = distribution.actions(Choice(*(part.clone() for part in choice)))
         actions = self._to_env_device(actions)
@@ -315,7 +313,7 @@ class Collector:
         self.state = state.masked_fill(starts.unsqueeze(-1), 0.0)
 
     @torch.inference_mode()
-    def _value(self, rollout: Rollout) -> None:
+    def _fill_values(self, rollout: Rollout) -> None:
         """Compute the values of all steps and of the states after them, and copy them into the rollout."""
         assert self.timestep is not None
         following, _ = self.policy.step(self.policy.normalize(self.timestep.obs), self.state)
@@ -337,7 +335,9 @@ class Collector:
         out.
         """
         ended = rollout.ended
-        is_bad = torch.isnan(self.running_return)
+        # Sum over each episode's steps so far: rewards, lengths and the number of bad rewards. An episode that was bad before this rollout
+        # starts with a count of 1.
+        is_bad = torch.isnan(self.running_return)  # [N]
         returns = discounted_sums(rollout.rewards, ended, self.running_return.masked_fill(is_bad, 0.0), gamma=1.0)
         lengths = discounted_sums(rollout.valid.to(returns.dtype), ended, self.running_length, gamma=1.0)
         bad = discounted_sums(rollout.bad_rewards.to(returns.dtype), ended, is_bad.to(returns.dtype), gamma=1.0)

@@ -1,4 +1,4 @@
-"""All settings of the learner. Imports no torch, so that a command line can show them at once."""
+"""Settings of the learner: networks, PPO, thresholds of warnings. Imports no torch, so that the command line starts quickly."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class PPOConfig(Config):
     target_kl: PositiveFloat | None = None  # an update stops once its KL exceeds 1.5 times this; None: never
     value_coef: NonNegativeFloat = 0.5  # weight of the value loss
     value_clip_coef: PositiveFloat | None = None  # how far a value may move in one update, in the critic's units; None: no limit
-    normalize_advantages: bool = True  # centre advantages per head where it mattered, divide by the rollout's spread
+    normalize_advantages: bool = True  # centre each head's over the steps where it mattered, divide by the rollout's spread
 
     entropy_coef: NonNegativeFloat = 0.01  # weight of the normalised entropy of each head
     entropy_coef_end: NonNegativeFloat | None = 0.0  # its value at the last step, reached linearly; None: constant
@@ -74,7 +74,7 @@ class PPOConfig(Config):
     entropy_floor_until: Fraction = 0.5  # share of training after which the floor is 0
 
     normalize_observations: bool = True  # by running mean and spread
-    observation_momentum: Momentum | None = None  # forget old observations at this rate per rollout; None: average all
+    observation_momentum: Momentum | None = None  # share of the old moments that each rollout keeps; None: average all observations
     normalize_rewards: bool = True  # divide by the running spread of discounted returns
     normalize_values: bool = True  # let the critic predict returns in units of their running spread
 

@@ -1,4 +1,4 @@
-"""The events of the learner: small records, emitted where the fact is known; and the warnings about an update, by thresholds."""
+"""Events of the learner, and the thresholds that turn diagnostics of an update into warnings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from esper.runs import Event
 
 
 class Update(Event, tag="update"):
-    """One rollout was collected and learned from. Means are over the gradient steps taken; per head, over the steps where it mattered."""
+    """One rollout was collected and learned from. Means are over the gradient steps taken; a head's, over the steps where it mattered."""
 
     step: int  # environment steps so far
     update: int
@@ -43,7 +43,7 @@ class GradientNorms(Event, tag="gradient_norms"):
 
     step: int
     norms: dict[str, float]
-    health: dict[str, float]  # 1 healthy … 0 vanished or exploded
+    health: dict[str, float]  # 1 healthy, 0.5 vanished, 0 exploded
 
 
 class RewardsNotFinite(Event, tag="rewards_not_finite"):
@@ -79,9 +79,6 @@ class Warned(Event, tag="warned"):
         return {self.diagnostic: {self.subject: self.value} if self.subject else self.value}
 
 
-OF_ALL_RANKS = (Update, GradientNorms, RewardsNotFinite, Skipped, Warned)  # computed over all ranks, so they are the same on each
-
-
 class CompileFailed(Event, tag="compile_failed"):
     """torch.compile failed; training continues without it."""
 
@@ -92,6 +89,9 @@ class EpisodesRestarted(Event, tag="episodes_restarted"):
     """New episodes were begun on resuming, because the environment cannot be saved."""
 
     step: int
+
+
+OF_ALL_RANKS = (Update, GradientNorms, RewardsNotFinite, Skipped, Warned)  # computed over all ranks, so they are the same on each
 
 
 def warnings(

@@ -80,9 +80,9 @@ def ppo_loss(new: ActionEvaluation, predicted: Tensor, samples: Samples, counts:
     """
     valid_count, head_counts = counts.valid.clamp_min(1), counts.weight.clamp_min(1)
     log_ratio = (new.log_prob - samples.old_log_prob) * samples.weight  # [M, J]
-    drift = torch.expm1(log_ratio) - log_ratio  # [M, J] an estimate of the KL that is never negative
+    drift = torch.expm1(log_ratio) - log_ratio  # [M, J] (ratio - 1) - log ratio: an estimate of the KL that is never negative
     if coef.joint_ratio:
-        log_ratio = log_ratio.sum(-1, keepdim=True)
+        log_ratio = log_ratio.sum(-1, keepdim=True)  # [M, 1]
     ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     clipped = ratio.clamp(1 - coef.clip, 1 + coef.clip)
     policy_loss = -(torch.minimum(ratio * samples.advantages, clipped * samples.advantages)).sum() / valid_count
@@ -93,8 +93,9 @@ def ppo_loss(new: ActionEvaluation, predicted: Tensor, samples: Samples, counts:
     with torch.no_grad():
         head_drift = (drift * samples.weight).sum(0)
         outside = ((ratio - 1).abs() > coef.clip).to(ratio.dtype).sum()
-        ratios = valid_count if coef.joint_ratio else head_counts.sum()
-        diagnostics = head_drift / head_counts, head_drift.sum() / valid_count, outside / ratios, ratio.max()
+        num_ratios = valid_count if coef.joint_ratio else head_counts.sum()
+        kl, total_kl = head_drift / head_counts, head_drift.sum() / valid_count
+        diagnostics = kl, total_kl, outside / num_ratios, ratio.max()
     return Terms(loss, policy_loss.detach(), value_loss.detach(), entropy.detach(), *diagnostics)
 
 
@@ -111,7 +112,7 @@ def normalize_advantages(advantages: Tensor, weight: Tensor, valid: Tensor, grou
     """Return advantages [M] per head [M, J], centred over the steps where the head mattered, and divided by the spread over all real steps.
 
     Mean and spread are over all ranks. Centring per head is a baseline that knows whether the head mattered: the choice of a slot is not
-    blamed for the decision to use one. A head that mattered once, or a rollout of one step, gets 0; an empty one stays empty.
+    blamed for the decision to use one. A head that mattered in one step only gets 0 there.
     """
     counted = torch.cat((valid.unsqueeze(1), weight), dim=1)  # [M, 1 + J]
     counts, sums = group.sum_(torch.stack((counted.sum(0), (advantages.unsqueeze(1) * counted).sum(0)))).unbind(0)

@@ -1,4 +1,4 @@
-"""The settings of a training run, and presets. Imports no torch, so that a command line can show them at once."""
+"""The settings of a training run, and presets. Imports no torch, so that the command line starts quickly."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from esper.config import Config, ConfigError, Count, Fraction, NonNegativeInt, P
 from esper.rl.config import NetworkConfig, PPOConfig
 
 EnvValue = bool | int | float | str | None | list[bool | int | float | str]
-
-
 MAX_ROLLOUT = 2**31  # most steps of all environments in one update; a step takes hundreds of bytes
 
 
@@ -34,9 +32,7 @@ class TrainConfig(ShownConfig):
     deterministic: bool = False  # the same bits in every run on a GPU too, with slower kernels; otherwise cuDNN chooses the fastest ones
     checkpoint_every: PositiveInt = 20  # updates between checkpoints
     keep: PositiveInt = 3  # number of checkpoints that are kept, besides the best
-    eval_episodes: NonNegativeInt = (
-        16  # new episodes that decide which checkpoint is best, and as many others that it plays at the end; 0: none
-    )
+    eval_episodes: NonNegativeInt = 16  # episodes that choose the best checkpoint, and as many others that it plays at the end; 0: none
     eval_max_steps: PositiveInt = 10_000  # steps after which an evaluation cuts an episode
     eval_share: Fraction = 0.1  # share of the environment steps that evaluations may take; a checkpoint beyond it is saved without a score
     ppo: PPOConfig = PPOConfig()
@@ -48,7 +44,7 @@ class TrainConfig(ShownConfig):
 
 
 def _classic(env: str, total_steps: int, **ppo: Any) -> TrainConfig:
-    """Return the settings for a classic task. Its observations tell everything, so no memory is needed."""
+    """Return the settings for a classic task. It needs no memory, because an observation is the whole state."""
     return TrainConfig(env=env, total_steps=total_steps, ppo=PPOConfig(network=NetworkConfig(core="none"), **ppo))
 
 
@@ -59,4 +55,4 @@ PRESETS = {
     "pendulum": _classic("Pendulum-v1", 100_000),
     "lunar-lander": _classic("LunarLander-v3", 300_000),
 }
-"""Settings with which classic tasks are learned, by the name that `--preset` takes."""
+"""Settings that learn classic tasks, by the name that `--preset` takes."""
