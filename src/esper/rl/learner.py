@@ -1,4 +1,4 @@
-"""The PPO update: several passes of clipped gradient steps over one rollout.
+"""The PPO update: several passes of gradient steps over one rollout.
 
 The device is read twice per update: before the first gradient step, for the positions where episodes start, and after the last, for all
 statistics. The device itself decides whether a step is skipped (loss or gradient not finite) and whether the update has stopped (KL too
@@ -57,14 +57,14 @@ class Outcome:
     grad_norm: float
     steps_taken: int
     skipped: int  # steps that were not finite
-    skipped_in_a_row: int  # up to now, over several updates
+    skipped_in_a_row: int  # up to now, counted across updates
     first_skipped: InvalidUpdate | None
     overflows: int  # steps not taken because the loss scale of float16 was too large
     gradient_norms: dict[str, float]  # of the last minibatch before clipping, by layer and head
     explained_variance: float
     value_spread: float
     return_spread: float
-    mattered: list[bool]  # per head: whether it mattered in any step
+    mattered: list[bool]  # per head: whether it mattered in any step of the rollout
 
 
 class Learner:
@@ -92,7 +92,7 @@ class Learner:
         none_skipped = torch.zeros((), dtype=torch.int64, device=self.device)
         self.loss_scale = LossScales.fresh(None, self.device) if config.precision == "float16" else NoLossScales(none_skipped)
         self.clip = torch.ones((), device=self.device)  # the factor by which the last gradient was clipped
-        self.in_a_row = torch.zeros((), device=self.device)  # skipped steps in a row up to now
+        self.in_a_row = torch.zeros((), device=self.device)  # broken steps in a row up to now
         self.batch_norms = [module for module in policy.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
         self.on_compile_failure = on_compile_failure
         self.is_compiled = config.compile
@@ -136,31 +136,6 @@ class Learner:
                     return self._read(batch, log)
         return self._read(batch, log)
 
-    @torch.no_grad()
-    def _update_batch_norms(self, batch: Batch, rollout: Rollout) -> None:
-        """Add a rollout to the running statistics of batch norms, once, after the gradient steps.
-
-        So acting and learning use the same statistics, and the probability ratio is 1 before the first gradient step. With the statistics
-        of minibatches, the policy would be another one in each.
-        """
-        for norm in self.batch_norms:
-            norm.train()
-        parts = self.config.num_minibatches
-        by_name = {name: value.chunk(parts) for name, value in batch.obs.items()}
-        for index in range(len(next(iter(by_name.values())))):
-            self.policy.encode({name: chunks[index] for name, chunks in by_name.items()})
-        for features in rollout.features.flatten(0, 1).chunk(parts):
-            self.policy.decide(features)
-            self.policy.critic_output(features)
-        statistics = [value for norm in self.batch_norms for value in (norm.running_mean, norm.running_var) if value is not None]
-        for value in statistics:
-            self.group.sum_(value).div_(self.group.world_size)
-
-    def forget_episodes(self) -> None:
-        """Forget the returns of unfinished episodes, because all environments begin new ones."""
-        if self.reward_normalizer is not None:
-            self.reward_normalizer.forget_episodes()
-
     def _coefficients(self, batch: Batch, progress: float) -> Coefficients:
         """Return the coefficients of the loss. The weight of a head's entropy rises with the distance of that entropy below the floor."""
         config = self.config
@@ -182,29 +157,6 @@ class Learner:
             raise ValueError(f"the learning rate must be finite and at least 0; the schedule gave {rate} at {progress:.1%} of training")
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-
-    @property
-    def learning_rate(self) -> float:
-        return float(self.optimizer.param_groups[0]["lr"])
-
-    def _step(self, terms: Terms, stopped: Tensor, log: _Log) -> Tensor:
-        """Take one step of the optimiser, or skip it, by tensors that stay on the device. Return whether the update has stopped."""
-        norm = torch.linalg.vector_norm(self.gradient)
-        if self.config.target_kl is not None:
-            stopped = stopped | (terms.total_kl > KL_SLACK * self.config.target_kl)
-        # A step that is not finite is either an overflow of the loss scale, which is normal in float16, or broken.
-        skip = ~torch.isfinite(terms.loss + norm) | stopped
-        overflowed = self.loss_scale.overflowed(terms.loss, norm) & ~stopped
-        broken = skip & ~stopped & ~overflowed
-        log.write(terms, norm, broken=broken, taken=~skip, overflowed=overflowed)
-        self.loss_scale.update_(~skip, overflowed)
-        self.in_a_row = torch.where(stopped | overflowed, self.in_a_row, (self.in_a_row + 1) * broken)
-        self.clip = (self.config.max_grad_norm / (norm + 1e-6)).clamp_max(1.0)
-        self.gradient.mul_(self.clip)
-        # The fused optimiser skips its step on the device where `found_inf` is 1; torch's GradScaler does it the same way.
-        self.optimizer.grad_scale, self.optimizer.found_inf = None, skip.float()  # type: ignore[attr-defined]
-        self.optimizer.step()
-        return stopped
 
     def _backward(self, batch: Batch, fragments: Fragments, counts: Counts, coef: Coefficients) -> Terms:
         """Fill the gradient buffer from one minibatch, summed over all ranks. Return the terms of the loss."""
@@ -239,10 +191,31 @@ class Learner:
             self.loss_scale.scaled(terms.loss).backward()  # type: ignore[no-untyped-call]
         return Terms(*(term.detach() for term in terms))
 
+    def _step(self, terms: Terms, stopped: Tensor, log: _Log) -> Tensor:
+        """Take one step of the optimiser, or skip it, by tensors that stay on the device. Return whether the update has stopped."""
+        norm = torch.linalg.vector_norm(self.gradient)
+        if self.config.target_kl is not None:
+            stopped = stopped | (terms.total_kl > KL_SLACK * self.config.target_kl)
+        # A step that is not finite is either an overflow of the loss scale, which is normal in float16, or broken.
+        skip = ~torch.isfinite(terms.loss + norm) | stopped
+        overflowed = self.loss_scale.overflowed(terms.loss, norm) & ~stopped
+        broken = skip & ~stopped & ~overflowed
+        log.write(terms, norm, broken=broken, taken=~skip, overflowed=overflowed)
+        self.loss_scale.update_(~skip, overflowed)
+        # Count broken steps in a row: a good step sets the count to 0, a stopped or overflowed one leaves it as it is.
+        self.in_a_row = torch.where(stopped | overflowed, self.in_a_row, (self.in_a_row + 1) * broken)
+        self.clip = (self.config.max_grad_norm / (norm + 1e-6)).clamp_max(1.0)
+        self.gradient.mul_(self.clip)
+        # The fused optimiser skips its step on the device where `found_inf` is 1; torch's GradScaler does it the same way.
+        self.optimizer.grad_scale, self.optimizer.found_inf = None, skip.float()  # type: ignore[attr-defined]
+        self.optimizer.step()
+        return stopped
+
     @torch.no_grad()
     def _read(self, batch: Batch, log: _Log) -> Outcome:
         """Read the statistics of an update from the device in one transfer."""
-        norms = {part: norm / self.clip for part, norm in gradient_norms(self.policy).items()}
+        norms = {part: norm / self.clip for part, norm in gradient_norms(self.policy).items()}  # undo the clipping
+        # Join all numbers into one tensor: the log, one flag per head, four scalars, and the norms. Then cut the list apart again.
         scalars = (batch.explained_variance, batch.value_spread, batch.return_spread, self.in_a_row)
         parts = [log.rows.flatten(), batch.mattered, torch.stack([*(s.to(torch.float32) for s in scalars), *norms.values()])]
         numbers = torch.cat([part.to(torch.float32) for part in parts]).tolist()
@@ -259,6 +232,35 @@ class Learner:
             return_spread=return_spread,
             mattered=[bool(flag) for flag in rest[:heads]],
         )
+
+    @torch.no_grad()
+    def _update_batch_norms(self, batch: Batch, rollout: Rollout) -> None:
+        """Add a rollout to the running statistics of batch norms, once, after the gradient steps.
+
+        So acting and learning use the same statistics, and the probability ratio is 1 before the first gradient step. With the statistics
+        of minibatches, the policy would be another one in each.
+        """
+        for norm in self.batch_norms:
+            norm.train()
+        parts = self.config.num_minibatches
+        by_name = {name: value.chunk(parts) for name, value in batch.obs.items()}
+        for index in range(len(next(iter(by_name.values())))):
+            self.policy.encode({name: chunks[index] for name, chunks in by_name.items()})
+        for features in rollout.features.flatten(0, 1).chunk(parts):
+            self.policy.decide(features)
+            self.policy.critic_output(features)
+        statistics = [value for norm in self.batch_norms for value in (norm.running_mean, norm.running_var) if value is not None]
+        for value in statistics:
+            self.group.sum_(value).div_(self.group.world_size)
+
+    @property
+    def learning_rate(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def forget_episodes(self) -> None:
+        """Forget the returns of unfinished episodes, because all environments begin new ones."""
+        if self.reward_normalizer is not None:
+            self.reward_normalizer.forget_episodes()
 
     def state_dict(self) -> dict[str, Any]:
         rewards = None if self.reward_normalizer is None else self.reward_normalizer.state_dict()
@@ -294,7 +296,7 @@ def learning_rate_at(config: PPOConfig, progress: float) -> float:
 
 
 def _flat_gradients(weights: list[nn.Parameter]) -> Tensor:
-    """Return one buffer that all gradients become views of, so that zeroing, norm and clipping are one operation each."""
+    """Make all gradients views of one buffer, so that zeroing, norm and clipping are one operation each. Return the buffer."""
     flat = torch.zeros(sum(weight.numel() for weight in weights), device=weights[0].device, dtype=weights[0].dtype)
     offset = 0
     for weight in weights:

@@ -1,10 +1,11 @@
-"""The networks around the core: a fast linear layer, MLPs, and encoders of observations.
+"""The networks around the recurrent core: a fast linear layer, MLPs, and encoders of observations.
 
 `Dense` is a linear layer, with or without tanh, that is fast on the CPU at the sizes of reinforcement learning. Two things are slow there
 in plain torch (measured on Arm). First, `torch.nn.functional.linear` multiplies by a transposed weight, and torch gives such products to a
 library whose preparation for each call costs up to ten times a small product. `Dense` transposes the weight first, which costs next to
 nothing, and then uses a plain product, forward and backward. Second, NumPy's tanh takes less than half the time of torch's, and that of the
-Numba kernels (`esper.jit`) less than half of NumPy's. On other devices, under autocast and when compiled, the layer is torch's own.
+Numba kernels (`esper.rl.lstm_kernels`) less than half of NumPy's. On other devices, under autocast and when compiled, the layer is
+torch's own.
 
 Shapes: B = any leading dimension (environments, or packed steps).
 """
@@ -12,6 +13,7 @@ Shapes: B = any leading dimension (environments, or packed steps).
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -64,6 +66,8 @@ def _tanh_in_place(array: NDArray[Any]) -> None:
 
 
 class _Layer(torch.autograd.Function):
+    """`_forward` with its gradient, which torch cannot derive because the tanh is not torch's."""
+
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor, has_tanh: bool) -> Tensor:
         output = _forward(rows, weight, bias, has_tanh)
@@ -82,7 +86,7 @@ class _Layer(torch.autograd.Function):
 
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "silu": nn.SiLU}
-_GAIN = 2.0**0.5
+_GAIN = 2.0**0.5  # of the first weights of hidden layers
 _SMALLEST_FOR_NATURE = 36  # pixels on a side; the last convolution of "nature" reduces them to one
 _SMALLEST_IMAGE = 8  # pixels on a side; smaller arrays are treated as vectors
 
@@ -112,7 +116,7 @@ def is_image(shape: tuple[int, ...]) -> bool:
 
 
 class ImageEncoder(nn.Module):
-    """Three strided convolutions for an image, [C, H, W] or [H, W, C] (the smaller of the outer two dimensions are the channels).
+    """Three strided convolutions for an image, [C, H, W] or [H, W, C] (the channels are the smaller of the two outer dimensions).
 
     The convolutions of "nature" are those of Mnih et al. (2015), for images of at least 36 pixels on each side: 84 × 84 become 7 × 7, with
     less than half the work of "small". "auto" uses "nature" wherever it fits.
@@ -157,10 +161,9 @@ class Encoder(nn.Module):
     def __init__(self, spec: ObservationSpec, sizes: Sequence[int], activation: str, image_encoder: str = "small") -> None:
         super().__init__()
         self.names = tuple(sorted(spec))
-        self.images = nn.ModuleDict(
-            {name: ImageEncoder(spec[name].shape, image_encoder) for name in self.names if is_image(spec[name].shape)}
-        )
-        widths = [_width(spec[name].shape, dict(self.images.items()).get(name)) for name in self.names]
+        images = {name: ImageEncoder(spec[name].shape, image_encoder) for name in self.names if is_image(spec[name].shape)}
+        self.images = nn.ModuleDict(images)
+        widths = [images[name].output_size if name in images else math.prod(spec[name].shape) for name in self.names]
         self.layers = mlp([sum(widths), *sizes], activation)
         self.output_size = sizes[-1] if sizes else sum(widths)
 
@@ -177,7 +180,3 @@ class Encoder(nn.Module):
 def _flat(values: Tensor) -> Tensor:
     flat = values.reshape(values.shape[0], -1)  # works for single numbers [B] too
     return flat if flat.is_floating_point() else flat.to(torch.float32)
-
-
-def _width(shape: tuple[int, ...], image: nn.Module | None) -> int:
-    return image.output_size if isinstance(image, ImageEncoder) else int(torch.Size(shape).numel())

@@ -72,7 +72,7 @@ class Policy(nn.Module):
         super().__init__()
         _check_parts(network, encoder, critic)
         self.observation_spec, self.action_spec, self.network = observation_spec, action_spec, network
-        self.spaces = spaces or spaces_of_specs(observation_spec, action_spec)  # of the observations and actions of `predict`
+        self.spaces = spaces or spaces_of_specs(observation_spec, action_spec)  # spaces of the observations and actions of `predict`
         self.distribution = ActionDistribution(action_spec)
         self.takes_tensor = encoder is not None and set(observation_spec) == {"obs"}
         # torch's layers draw their first weights from the global generator. Fork it, so that the caller's random numbers do not change;
@@ -91,9 +91,8 @@ class Policy(nn.Module):
             self.core = _core(network, int(built.output_size), _bypass_size(encoder))
             self.norm_before = nn.LayerNorm(int(built.output_size)) if network.norm_before else nn.Identity()
             self.norm_after = nn.LayerNorm(self.core.output_size) if network.norm_after else nn.Identity()
-            self.width = self.core.output_size // (
-                2 if isinstance(self.core, ActorCriticCores) else 1
-            )  # input width of actor and of critic
+            # Input width of actor and of critic: each sees all features, or the half of its own core.
+            self.width = self.core.output_size // (2 if isinstance(self.core, ActorCriticCores) else 1)
             self.actor: nn.Module = self._head(self.distribution.num_outputs) if actor is None else actor
             self.critic = self._head(1) if critic is None else critic
         # One log standard deviation per continuous number. A head without bounds starts with a spread of at most 1.
@@ -129,7 +128,7 @@ class Policy(nn.Module):
 
     @property
     def last_actor_layer(self) -> nn.Linear | None:
-        """The last layer of the actor, whose outputs are those of the heads; None where a custom actor does not end in a linear layer."""
+        """The last layer of the actor, whose rows belong to the heads; None if a custom actor does not end in a linear layer."""
         layer = self.actor[-1] if isinstance(self.actor, nn.Sequential) else None
         return layer if isinstance(layer, nn.Linear) else None
 
@@ -171,7 +170,8 @@ class Policy(nn.Module):
         return self.with_spread(outputs)
 
     def _share(self, features: Tensor, part: slice) -> Tensor:
-        """Return the part of the features [B, H] that actor or critic sees. Slicing all of them would cost a copy in the backward pass."""
+        """Return the part of the features [B, H] that actor or critic sees."""
+        # A slice of all columns would cost a copy in the backward pass.
         return features if features.shape[-1] == self.width else features[..., part]
 
     def with_spread(self, outputs: Tensor) -> Tensor:
@@ -264,7 +264,7 @@ class Policy(nn.Module):
         return first_of(batch) if is_single else batch, after.cpu().numpy() if self.core.state_size else None
 
     def fit_spaces(self, spaces: Spaces) -> None:
-        """Use the spaces of an environment if the policy was saved without any. Raise ValueError where its observations do not fit."""
+        """Use the spaces of an environment if the policy was saved without any. Raise ValueError if they do not fit this policy."""
         if self.spaces == spaces_of_specs(self.observation_spec, self.action_spec):
             action_part_for(spaces.action, self.action_spec)
             self.spaces = spaces
@@ -282,13 +282,12 @@ class Policy(nn.Module):
 
     def save(self, path: Path | str) -> None:
         """Write everything that acting needs into one safetensors file, for `Policy.load`. Of custom parts only the weights are saved."""
-        normalizer = self.normalizer
         about = {
             "observation_spec": self.observation_spec,
             "action_spec": self.action_spec,
             "spaces": self.spaces,
             "network": self.network,
-            "normalize_observations": normalizer is not None,
+            "normalize_observations": self.normalizer is not None,
             "normalize_values": self.value_normalizer is not None,
         }
         state = {**msgspec.to_builtins(about), "weights": plain_names(self.state_dict())}
@@ -391,7 +390,7 @@ def _global_generator(device: torch.device) -> torch.Generator:
 
 
 def raise_on_empty_rows(distribution: ActionDistribution, empty: Tensor) -> None:
-    """Raise ValueError for the first environment and head that allow no choice, if `empty` [N, J] bool has one."""
+    """Raise ValueError if `empty` [N, J] bool is true anywhere, and name the first environment and head that allow no choice."""
     if bool(empty.any()):
         env, head = (int(number) for number in empty.nonzero()[0])
         raise ValueError(f"environment {env} allows nothing for head {distribution.head_names[head]!r}: its mask is all false")
@@ -421,7 +420,7 @@ def _bypass_size(encoder: nn.Module | None) -> int:
 
 
 def _core(network: NetworkConfig, input_size: int, bypass_size: int) -> Core:
-    """Build the core: one for actor and critic, or one for each."""
+    """Build the core: one that actor and critic share, or one for each."""
 
     def single() -> Core:
         if network.core == "none":

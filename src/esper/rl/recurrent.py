@@ -33,15 +33,15 @@ from esper.jit import has_numba
 
 Array = NDArray[Any]
 
-# Products of one step up to this many multiplications go to the kernel, which runs on the calling thread.
+# Steps whose products have at most this many multiplications run in the kernel, on the calling thread.
 _LARGE_PRODUCT = 1 << 23
-# Other products up to this many multiplications go to NumPy, whose BLAS keeps them on the calling thread; larger ones to torch,
-# which obeys `torch.set_num_threads`.
+# Without the kernel, products of at most this many multiplications go to NumPy, whose BLAS keeps them on the calling thread. Larger ones
+# go to torch, which obeys `torch.set_num_threads`.
 SMALL_PRODUCT = 1 << 18
 
 
 class PackedLSTM(torch.autograd.Function):
-    """`apply(inputs [M, I], state [F, 2GH], sizes, *weights) -> hidden [M, GH]`.
+    """The LSTM recurrence on the CPU: `apply(inputs [M, I], state [F, 2GH], sizes, *weights) -> hidden [M, GH]`.
 
     The state is [h | c] of each memory in turn. The weights are weight_ih [I, 4H], weight_hh [H, 4H] and bias [4H] of each memory in turn.
     """
@@ -306,6 +306,34 @@ class LSTM(Core):
             return torch.lstm(inputs, torch.tensor(sizes), initial, weights, True, 1, 0.0, self.training, False)[0]
 
 
+class GRU(Core):
+    """Gated recurrent unit; the state is h. Learning uses torch's packed GRU."""
+
+    def __init__(self, input_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.output_size = self.state_size = hidden_size
+        self.weight_ih = nn.Parameter(torch.empty(3 * hidden_size, input_size))
+        self.weight_hh = nn.Parameter(torch.empty(3 * hidden_size, hidden_size))
+        self.bias_ih = nn.Parameter(torch.empty(3 * hidden_size))
+        self.bias_hh = nn.Parameter(torch.empty(3 * hidden_size))
+
+    def initialize(self, generator: torch.Generator) -> None:
+        """Draw orthogonal weights per gate and set the biases to zero."""
+        with torch.no_grad():
+            _initialize_gates((self.weight_ih, self.weight_hh), 3, generator)
+            self.bias_ih.zero_()
+            self.bias_hh.zero_()
+
+    def step(self, inputs: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = torch.gru_cell(inputs, state, self.weight_ih, self.weight_hh, self.bias_ih, self.bias_hh)
+        return hidden, hidden
+
+    def sequence(self, inputs: Tensor, state: Tensor, sizes: list[int]) -> Tensor:
+        weights = (self.weight_ih, self.weight_hh, self.bias_ih, self.bias_hh)
+        with _without_cudnn_warning():
+            return torch.gru(inputs, torch.tensor(sizes), state.unsqueeze(0), weights, True, 1, 0.0, self.training, False)[0]
+
+
 def _initialize_gates(weights: tuple[Tensor, ...], gates: int, generator: torch.Generator) -> None:
     """Draw orthogonal weights per gate, scaled so that the variance of every unit is that of the inputs.
 
@@ -315,6 +343,20 @@ def _initialize_gates(weights: tuple[Tensor, ...], gates: int, generator: torch.
         for gate in weight.chunk(gates):
             units, inputs = gate.shape
             nn.init.orthogonal_(gate, gain=max(1.0, units / inputs) ** 0.5, generator=generator)
+
+
+def _torch_gate_order(parameter: Tensor) -> Tensor:
+    """Return a parameter with its gates in torch's order: from output, input, forget, candidate to input, forget, candidate, output."""
+    out, inp, forget, candidate = parameter.chunk(4)
+    return torch.cat((inp, forget, candidate, out))
+
+
+@contextlib.contextmanager
+def _without_cudnn_warning() -> Iterator[None]:
+    """Silence torch's warning that the weights are not contiguous and must be copied for cuDNN. They are small."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk")
+        yield
 
 
 class Bypass(Core):
@@ -362,45 +404,3 @@ class ActorCriticCores(Core):
             return output
         for_actor, for_critic = self._apart(state)
         return torch.cat((self.actor.sequence(inputs, for_actor, sizes), self.critic.sequence(inputs, for_critic, sizes)), dim=1)
-
-
-@contextlib.contextmanager
-def _without_cudnn_warning() -> Iterator[None]:
-    """Silence torch's warning that the weights are not contiguous and must be copied for cuDNN. They are small."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk")
-        yield
-
-
-def _torch_gate_order(parameter: Tensor) -> Tensor:
-    """Return a parameter with its gates in torch's order: from output, input, forget, candidate to input, forget, candidate, output."""
-    out, inp, forget, candidate = parameter.chunk(4)
-    return torch.cat((inp, forget, candidate, out))
-
-
-class GRU(Core):
-    """Gated recurrent unit; the state is h. Learning uses torch's packed GRU."""
-
-    def __init__(self, input_size: int, hidden_size: int) -> None:
-        super().__init__()
-        self.output_size = self.state_size = hidden_size
-        self.weight_ih = nn.Parameter(torch.empty(3 * hidden_size, input_size))
-        self.weight_hh = nn.Parameter(torch.empty(3 * hidden_size, hidden_size))
-        self.bias_ih = nn.Parameter(torch.empty(3 * hidden_size))
-        self.bias_hh = nn.Parameter(torch.empty(3 * hidden_size))
-
-    def initialize(self, generator: torch.Generator) -> None:
-        """Draw orthogonal weights per gate and set the biases to zero."""
-        with torch.no_grad():
-            _initialize_gates((self.weight_ih, self.weight_hh), 3, generator)
-            self.bias_ih.zero_()
-            self.bias_hh.zero_()
-
-    def step(self, inputs: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = torch.gru_cell(inputs, state, self.weight_ih, self.weight_hh, self.bias_ih, self.bias_hh)
-        return hidden, hidden
-
-    def sequence(self, inputs: Tensor, state: Tensor, sizes: list[int]) -> Tensor:
-        weights = (self.weight_ih, self.weight_hh, self.bias_ih, self.bias_hh)
-        with _without_cudnn_warning():
-            return torch.gru(inputs, torch.tensor(sizes), state.unsqueeze(0), weights, True, 1, 0.0, self.training, False)[0]
