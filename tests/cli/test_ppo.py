@@ -385,7 +385,7 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
 
     train_run(CONFIG, tmp_path / "run", encoder=Encoder(5, 12), should_stop=after_update(4))
     before = (tmp_path / "run/events.jsonl").read_bytes()
-    with pytest.raises(RunError, match="cannot go on from"):
+    with pytest.raises(RunError, match="cannot continue from"):
         train_run(None, tmp_path / "run", resume=True)
     assert (tmp_path / "run/events.jsonl").read_bytes() == before
 

@@ -31,7 +31,6 @@ from esper.vecenv.spaces import spaces_of
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-
 MAX_STEPS = 10_000  # steps after which an episode is cut
 _ASK_EVERY_S = 0.5  # seconds between calls of `should_stop`
 
@@ -47,7 +46,7 @@ class PolicyEvaluation:
     returns: list[float]
     lengths: list[int]
     cut: int = 0  # episodes that had not ended at the step limit
-    steps: int = 0  # calls of `env.step`; each steps all environments
+    steps: int = 0  # calls of `env.step`, each of which steps all environments
 
     @property
     def mean_return(self) -> float:
@@ -115,11 +114,11 @@ def _evaluate(
     steps = cut = 0
     asked = time.monotonic()
     while bool((left > 0).any()):
-        # A single environment cannot be reset. One that was cut waits until the others are done; then all of them are reset, until every
-        # environment has played its episodes.
+        # A VecEnv can only be reset as a whole. So an environment whose episode was cut waits until all others have played theirs; then
+        # all are reset, and those with episodes left play on.
         timestep, state = env.reset(seed), policy.initial_state(num_envs)
         seed += 1
-        waits = left <= 0
+        waits = left <= 0  # [N] environments whose steps are not counted any more
         returns, lengths = torch.zeros(num_envs), torch.zeros(num_envs, dtype=torch.int64)
         starts = torch.ones(num_envs, dtype=torch.bool, device=device)
         while not bool(waits.all()):
@@ -137,6 +136,7 @@ def _evaluate(
             ended = timestep.ended.cpu()
             returns += torch.where(valid, timestep.reward.cpu(), 0.0)
             lengths += valid
+            # Note the episodes that ended or were cut, except those of waiting environments.
             is_cut = ~ended & (lengths >= max_steps) & ~waits
             for row in ((ended | is_cut) & ~waits).nonzero().flatten().tolist():
                 finished[row].append((float(returns[row]), int(lengths[row])))

@@ -53,7 +53,8 @@ def _ignore(event: Event) -> None:
 
 Callback = Callable[["PPO", Update], bool | None]  # called after every update; False ends training
 
-_SHARED = tuple(field.name for field in dataclasses.fields(Outcome) if field.name in Update.__struct_fields__)  # copied to the event
+# Fields that `Outcome` and the event `Update` share.
+_SHARED = tuple(field.name for field in dataclasses.fields(Outcome) if field.name in Update.__struct_fields__)
 
 
 class PPO:
@@ -65,8 +66,8 @@ class PPO:
     - `encoder`, `actor`, `critic`: replace the built-in ones (see `Policy`).
     - `device`: of the policy; by default that of the environment.
     - `on_event`: called with every event: updates, skipped steps, warnings.
-    - `learning_rate`: a schedule that replaces the config's: a function of the share of training that is left, from 1 to 0.
-    - `group`: with one, every rank trains the same policy in environments of its own.
+    - `learning_rate`: replaces the schedule of the config; a function of the share of training that is left, which falls from 1 to 0.
+    - `group`: the ranks that train together; all train the same policy, each in its own environments.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class PPO:
         self.step = 0  # steps of all environments of all ranks so far
         self.updates = 0
         self.skipped = 0  # gradient steps that were not finite so far
-        self._reported_bad_rewards = 0  # of all ranks, in events so far
+        self._reported_bad_rewards = 0  # bad rewards of all ranks that events have reported so far
         self._has_begun = False  # whether the environments were reset
 
     @property
@@ -140,13 +141,13 @@ class PPO:
             raise ValueError(f"total_steps must be at least 1; got {total_steps}")
         done = None
         while self.step < total_steps:
-            # `other` is the time since the update before, which the caller spent.
-            other = 0.0 if done is None else time.perf_counter() - done
+            other = 0.0 if done is None else time.perf_counter() - done  # time that the caller spent since the previous update
             watch = Stopwatch(self.device)
             watch.mark()
             rollout = self.collect()
             watch.mark()
-            outcome = self.update(rollout, progress=min(1.0, (self.step - self.steps_per_update) / total_steps))
+            begun_at = self.step - self.steps_per_update  # step at which this rollout began; `collect` has counted it already
+            outcome = self.update(rollout, progress=min(1.0, begun_at / total_steps))
             watch.mark()
             collect_seconds, update_seconds = watch.seconds()
             update = self._report(outcome, collect_seconds, update_seconds, other)
@@ -159,7 +160,7 @@ class PPO:
                 )
 
     def learn(self, total_steps: int, callback: Callback | None = None) -> PPO:
-        """Train until `total_steps` steps in all. `callback(ppo, update)` is called after every update and ends training by False."""
+        """Train until `total_steps` steps in all. `callback(ppo, update)` is called after every update; False ends training."""
         for update in self.train(total_steps):
             if callback is not None and callback(self, update) is False:
                 break
@@ -185,6 +186,61 @@ class PPO:
         self.updates += 1
         self.skipped += outcome.skipped
         return outcome
+
+    def _report(self, outcome: Outcome, collect_seconds: float, update_seconds: float, other_seconds: float) -> Update:
+        """Emit the events of an update: its summary, gradient norms, bad rewards, skipped steps and warnings. Return the summary."""
+        heads, norms = self.policy.distribution.head_names, outcome.gradient_norms
+        update = self._summary(outcome, collect_seconds, update_seconds, other_seconds)
+        gradients = GradientNorms(step=self.step, norms=norms, health={name: gradient_health(norm) for name, norm in norms.items()})
+        self.on_event(update)
+        self.on_event(gradients)
+        if update.bad_rewards > self._reported_bad_rewards:
+            self.on_event(RewardsNotFinite(step=self.step, count=update.bad_rewards - self._reported_bad_rewards))
+            self._reported_bad_rewards = update.bad_rewards
+        if outcome.first_skipped is not None:
+            parts = outcome.first_skipped._asdict()
+            self.on_event(Skipped(step=self.step, count=outcome.skipped, in_a_row=outcome.skipped_in_a_row, **parts))
+        for warned in warnings(
+            update,
+            gradients,
+            value_spread=outcome.value_spread,
+            return_spread=outcome.return_spread,
+            mattered={head.name: outcome.mattered[heads.index(head.name)] for head in self.env.action_spec.discrete},
+            thresholds=self.config.thresholds,
+        ):
+            self.on_event(warned)
+        return update
+
+    def _summary(self, outcome: Outcome, collect_seconds: float, update_seconds: float, other_seconds: float) -> Update:
+        """Return the event of an update, with the episodes of all ranks."""
+        collector, heads = self.collector, self.policy.distribution.head_names
+        own = (collector.episodes, list(collector.recent_returns), list(collector.recent_lengths), collector.bad_rewards)
+        episodes, returns, lengths, bad_rewards = zip(*self.group.gather_objects(own), strict=True)
+        # The outcome has lists by head and the count of this update; the event has dictionaries and the count so far.
+        changed = {
+            "entropy": dict(zip(heads, outcome.entropy, strict=True)),
+            "kl": dict(zip(heads, outcome.kl, strict=True)),
+            "skipped": self.skipped,
+        }
+        return Update(
+            **({name: getattr(outcome, name) for name in _SHARED} | changed),
+            step=self.step,
+            update=self.updates,
+            episodes=sum(episodes),
+            mean_return=_mean(list(itertools.chain(*returns))),
+            mean_length=_mean(list(itertools.chain(*lengths))),
+            learning_rate=self.learner.learning_rate,
+            gradient_steps=outcome.steps_taken,
+            steps_per_second=self.steps_per_update / (collect_seconds + update_seconds + other_seconds),
+            collect_seconds=collect_seconds,
+            env_seconds=self.collector.env_seconds,
+            update_seconds=update_seconds,
+            other_seconds=other_seconds,
+            bad_rewards=sum(bad_rewards),
+        )
+
+    def _compile_failed(self, error: Exception) -> None:
+        self.on_event(CompileFailed(reason=f"{type(error).__name__}: {error}".splitlines()[0][:500]))
 
     def evaluate(
         self,
@@ -256,60 +312,6 @@ class PPO:
         ppo.load_state_dict(state)
         return ppo
 
-    def _compile_failed(self, error: Exception) -> None:
-        self.on_event(CompileFailed(reason=f"{type(error).__name__}: {error}".splitlines()[0][:500]))
-
-    def _report(self, outcome: Outcome, collect_seconds: float, update_seconds: float, other_seconds: float) -> Update:
-        """Emit the events of an update: its summary, gradient norms, bad rewards, skipped steps and warnings. Return the summary."""
-        heads, norms = self.policy.distribution.head_names, outcome.gradient_norms
-        update = self._summary(outcome, collect_seconds, update_seconds, other_seconds)
-        gradients = GradientNorms(step=self.step, norms=norms, health={name: gradient_health(norm) for name, norm in norms.items()})
-        self.on_event(update)
-        self.on_event(gradients)
-        if update.bad_rewards > self._reported_bad_rewards:
-            self.on_event(RewardsNotFinite(step=self.step, count=update.bad_rewards - self._reported_bad_rewards))
-            self._reported_bad_rewards = update.bad_rewards
-        if outcome.first_skipped is not None:
-            parts = outcome.first_skipped._asdict()
-            self.on_event(Skipped(step=self.step, count=outcome.skipped, in_a_row=outcome.skipped_in_a_row, **parts))
-        for warned in warnings(
-            update,
-            gradients,
-            value_spread=outcome.value_spread,
-            return_spread=outcome.return_spread,
-            mattered={head.name: outcome.mattered[heads.index(head.name)] for head in self.env.action_spec.discrete},
-            thresholds=self.config.thresholds,
-        ):
-            self.on_event(warned)
-        return update
-
-    def _summary(self, outcome: Outcome, collect_seconds: float, update_seconds: float, other_seconds: float) -> Update:
-        """Return the event of an update, with the episodes of all ranks."""
-        collector, heads = self.collector, self.policy.distribution.head_names
-        own = (collector.episodes, list(collector.recent_returns), list(collector.recent_lengths), collector.bad_rewards)
-        episodes, returns, lengths, bad_rewards = zip(*self.group.gather_objects(own), strict=True)
-        changed = {
-            "entropy": dict(zip(heads, outcome.entropy, strict=True)),
-            "kl": dict(zip(heads, outcome.kl, strict=True)),
-            "skipped": self.skipped,
-        }
-        return Update(
-            **({name: getattr(outcome, name) for name in _SHARED} | changed),
-            step=self.step,
-            update=self.updates,
-            episodes=sum(episodes),
-            mean_return=_mean(list(itertools.chain(*returns))),
-            mean_length=_mean(list(itertools.chain(*lengths))),
-            learning_rate=self.learner.learning_rate,
-            gradient_steps=outcome.steps_taken,
-            steps_per_second=self.steps_per_update / (collect_seconds + update_seconds + other_seconds),
-            collect_seconds=collect_seconds,
-            env_seconds=self.collector.env_seconds,
-            update_seconds=update_seconds,
-            other_seconds=other_seconds,
-            bad_rewards=sum(bad_rewards),
-        )
-
     def state_dict(self) -> dict[str, Any]:
         """Return everything needed to continue exactly, as a tree for `esper.runs`. Call it between updates.
 
@@ -360,7 +362,7 @@ def _as_batch(env: VecEnv | EnvSource, num_envs: int | None, device: torch.devic
     """Return the environments to train in, made from `env` unless it is a batch already."""
     if isinstance(env, VecEnv) or hasattr(env, "num_envs"):
         return make(env, env.num_envs if num_envs is None else num_envs)
-    on_device = device is not None and isinstance(env, str) and env in BUILTIN
+    on_device = device is not None and isinstance(env, str) and env in BUILTIN  # all others run on the CPU
     default = 1 if hasattr(env, "step") and not isinstance(env, type) else DEFAULT_NUM_ENVS
     return make(env, default if num_envs is None else num_envs, device=device if on_device and device is not None else "cpu")
 
@@ -384,7 +386,7 @@ class _NoEnvironment:
 
 
 def _without_episodes(state: dict[str, Any], num_envs: int) -> dict[str, Any]:
-    """Return a saved state that fits another number of environments: the state of its episodes is dropped."""
+    """Drop the state of the episodes from a saved state, so that it fits another number of environments."""
     learner, rewards = state["learner"], state["learner"]["reward_normalizer"]
     if rewards is not None:
         learner = {**learner, "reward_normalizer": {**rewards, "running": torch.zeros(num_envs)}}

@@ -1,4 +1,4 @@
-"""Builds the parts of a training run: device, environments, learner, evaluator; and the events that a run adds to the learner's.
+"""Parts of a training run (environments, learner, evaluator), and the events that a run adds to those of the learner.
 
 Nothing here touches a file.
 """
@@ -26,7 +26,7 @@ from esper.vecenv.builtin import BUILTIN
 
 
 class Relay:
-    """Holds back events of the learner until there is a log: everything is built and checked before a folder is touched."""
+    """Passes events of the learner on to the log. Keeps them until there is one: the learner is built before the folder is touched."""
 
     def __init__(self) -> None:
         self._waiting: list[Event] = []
@@ -118,18 +118,18 @@ class RunStarted(Event, tag="run_started"):
 
 
 class CheckpointEvaluated(Event, tag="checkpoint_evaluated"):
-    """The policy of a checkpoint played the episodes that the best one is chosen by."""
+    """The policy of a checkpoint played the episodes that choose the best checkpoint."""
 
     step: int
     episodes: int
     mean_return: float
     mean_length: float
     cut: int = 0  # episodes that had not ended at the step limit
-    steps: int = 0  # of all environments together
+    steps: int = 0  # calls of `env.step`, each of which steps all environments
 
 
 class Evaluated(Event, tag="evaluated"):
-    """The best policy played fresh episodes."""
+    """The best policy played episodes that did not choose it."""
 
     step: int  # of the checkpoint that was played
     episodes: int

@@ -1,12 +1,12 @@
-"""A training run as a folder: started, stopped and gone on with as if it had never stopped.
+"""A training run as a folder: it can be stopped or killed at any time and resumed as if it had never stopped.
 
     result = train_run(TrainConfig(env="cue"), "runs/first")
     result = train_run(None, "runs/first", resume=True)             # after a crash, or with a config of more total_steps
     policy = load_policy("runs/first")
 
-A checkpoint holds the whole learner and where the event log stood; resuming cuts the events after it. Both together make a run that was
-killed and resumed equal to one that was not, bit for bit on the CPU with the same number of threads. Whatever else was missing when a run
-was killed is made when it goes on: the files that are written after a checkpoint, its evaluation, and the one at the end.
+A checkpoint holds the whole learner and the length of the event log; resuming cuts the events after it. So a run that was killed and
+resumed equals one that was not, bit for bit on the CPU with the same number of threads. A resumed run also makes up for everything that the
+killed one had not finished: the files that are written after a checkpoint, its evaluation, and the evaluation at the end.
 
 On several ranks all of them call these functions with the same arguments and a `group`. Only rank 0 touches the folder; it writes the
 events of the others after every update, with their ranks.
@@ -57,7 +57,7 @@ from esper.vecenv import EnvSource
 from esper.vecenv.registry import named
 
 _CHOOSING, _AT_THE_END = 0, 1  # seeds of the episodes that choose the best checkpoint, and of the final evaluation
-_EVALUATION = "evaluation"  # in the note of a checkpoint
+_EVALUATION = "evaluation"  # key in the note of a checkpoint
 
 
 class RunConfig(Protocol):
@@ -93,19 +93,18 @@ class Evaluator(Protocol):
 
 @dataclass(frozen=True)
 class Trainer(Generic[AnyConfig]):
-    """Describes what is trained: how the learner is made, and how a policy is scored."""
+    """A kind of training run: how its learner is made, and how a policy is scored."""
 
     config: type[AnyConfig]
-    title: Callable[[AnyConfig], str]  # of its folder
+    title: Callable[[AnyConfig], str]  # name of the environment, also used for the default folder
     prepare: Callable[[AnyConfig, nn.Module | None, Group], AbstractContextManager[tuple[PPO, Relay]]]
     changeable: tuple[str, ...]  # settings that may change when resuming
     is_evaluated: Callable[[AnyConfig], bool] = lambda config: False  # whether policies are scored at all
     make_evaluator: Callable[[AnyConfig], Evaluator] | None = None  # scores policies; needed where `is_evaluated`
-    eval_share: Callable[[AnyConfig], float] = lambda config: (
-        1.0
-    )  # share of the environments' steps that evaluations at checkpoints may take
+    # Share of the environments' steps that evaluations at checkpoints may take.
+    eval_share: Callable[[AnyConfig], float] = lambda config: 1.0
     run_kind: RunKind = "ppo"  # kind of its run folder
-    steps_of_all_ranks: bool = True  # total_steps counts the steps of all ranks; else those of one
+    steps_of_all_ranks: bool = True  # whether total_steps counts the steps of all ranks, or those of each
     after_checkpoint: Callable[[Path, AnyConfig, int, dict[str, Any]], None] | None = None  # writes further files of a checkpoint
 
     def total_steps(self, config: AnyConfig, group: Group) -> int:
@@ -181,16 +180,16 @@ def train_run(
     callback: Callback | None = None,
     **options: Unpack[RunOptions],
 ) -> RunResult:
-    """Train PPO in the folder of a new run; with `resume`, go on with the run in the folder.
+    """Train PPO in the folder of a new run; with `resume`, continue the run in the folder.
 
-    A resumed run goes on from its latest checkpoint, or from the start if there is none. `config` may then be None, or ask for more steps
+    A resumed run continues from its latest checkpoint, or from the start if there is none. `config` may then be None, or ask for more steps
     than the saved one. Without a `folder`, a new run gets one of its own under runs/.
 
     `env` is a function that makes one environment, or a Gymnasium environment; the name in the config then stands for it. Give it again
     when resuming. `callback(ppo, update)` is called after every update; if it returns False, the run stops.
 
-    Of `options`, `tensorboard` and `wandb` become part of the config (None: as it says), and the run stops after the update in which
-    `should_stop()` becomes true, with a checkpoint.
+    The options `tensorboard` and `wandb` replace those of the config unless they are None. The run stops with a checkpoint after the update
+    in which `should_stop()` becomes true.
     """
     return run_trainer(ENVIRONMENT, config, folder, resume=resume, encoder=encoder, env=env, callback=callback, **options)
 
@@ -210,22 +209,48 @@ def run_trainer(
     should_stop: Callable[[], bool] = _never,
     group: Group = ALONE,
 ) -> RunResult:
-    """Train by any trainer; see `train_run`."""
+    """Train as any kind of run; see `train_run`."""
     options = Options(encoder, tuple(sinks), should_stop, group, trainer, callback)
     if resume:
         if folder is None:
-            raise RunError("there is no folder to resume in; name that of the run")
+            raise RunError("there is no folder to resume in; give the folder of the run")
         place = Path(folder)
-        goes_on = _shown_by(group.first(lambda: _config_to_go_on_with(place, config, trainer)), tensorboard, wandb)
-        check_installed(tensorboard=goes_on.tensorboard, wandb=goes_on.wandb)
-        with named(trainer.title(goes_on), env), group.only_first(lambda: locked(place)):
-            return _resume(goes_on, place, options)
+        resumed = _with_sinks(group.first(lambda: _resumed_config(place, config, trainer)), tensorboard, wandb)
+        check_installed(tensorboard=resumed.tensorboard, wandb=resumed.wandb)
+        with named(trainer.title(resumed), env), group.only_first(lambda: locked(place)):
+            return _resume(resumed, place, options)
     if config is None:
-        raise RunError("a new run needs a config; with resume=True, the run in the folder goes on with its own")
-    return _begin(_shown_by(config, tensorboard, wandb), folder, env, options)
+        raise RunError("a new run needs a config; with resume=True, the run in the folder continues with its own")
+    return _begin(_with_sinks(config, tensorboard, wandb), folder, env, options)
+
+
+def _resumed_config(folder: Path, wanted: RunConfig | None, trainer: Trainer[Any]) -> Any:
+    """Return the wanted config, or the saved one if none is given. Raise RunError if a resumed run must not change to it."""
+    check_holds_a_run(folder, trainer.run_kind)
+    saved = load_saved(trainer.config, folder / CONFIG)
+    _check_changes(saved, wanted or saved, trainer.changeable)
+    return wanted or saved
+
+
+def _check_changes(saved: Any, wanted: Any, changeable: Sequence[str]) -> None:
+    """Raise RunError if a resumed run would change a setting that concerns the learner."""
+    for (name, before, _), (_, after, _) in zip(describe(saved), describe(wanted), strict=True):
+        may_change = name in (*changeable, *ShownConfig.__struct_fields__) or name.startswith("ppo.thresholds.")
+        if before != after and not may_change:
+            raise RunError(
+                f"{name} is {before!r} in the saved run and cannot become {after!r} now; a resumed run "
+                f"may change {', '.join(changeable)}. Start a new run for the rest"
+            )
+
+
+def _with_sinks(config: Any, tensorboard: bool | None, wandb: WandbMode | None) -> Any:
+    """Return the config with these two settings replaced, unless they are None."""
+    given = {"tensorboard": tensorboard, "wandb": wandb}
+    return msgspec.structs.replace(config, **{name: value for name, value in given.items() if value is not None})
 
 
 def _begin(config: Any, folder: Path | str | None, env: EnvSource | None, options: Options) -> RunResult:
+    """Train in a new folder. Everything is built and checked before the folder is made."""
     trainer, group = options.trainer, options.group
     place = group.first(lambda: default_folder(trainer.title(config)) if folder is None else Path(folder))
     group.first(lambda: check_is_free(place))
@@ -241,6 +266,7 @@ def _begin(config: Any, folder: Path | str | None, env: EnvSource | None, option
 
 @contextlib.contextmanager
 def _new_log(config: Any, folder: Path, options: Options) -> Iterator[EventLog]:
+    """Make the folder of a new run, hold its lock, save the config and open the log."""
     make_folder(folder)
     with locked(folder):
         check_is_free(folder)
@@ -250,28 +276,69 @@ def _new_log(config: Any, folder: Path, options: Options) -> Iterator[EventLog]:
             yield log
 
 
+def _all_sinks(config: Any, folder: Path, options: Options) -> tuple[Sink, ...]:
+    """Return the caller's sinks, and open those that the config asks for."""
+    shown = sinks_in(folder, tensorboard=config.tensorboard, wandb=config.wandb, config=msgspec.to_builtins(config))
+    return *options.sinks, *shown
+
+
 def _resume(config: Any, folder: Path, options: Options) -> RunResult:
+    """Continue the run in a folder from its latest checkpoint, or from the start if it has none. The caller holds its lock."""
     trainer, group = options.trainer, options.group
     checkpoint = group.first(lambda: _latest(folder))
     is_trained = checkpoint is not None and checkpoint.step >= trainer.total_steps(config, group)
+    # Nothing is left to do if all steps were trained and the evaluation at the end was finished, or none is configured.
     if checkpoint is not None and is_trained and not group.first(lambda: trainer.is_evaluated(config) and not _has_evaluation(folder)):
-        group.first(lambda: _write_others(trainer, folder, config, checkpoint))
+        group.first(lambda: _write_further_files(trainer, folder, config, checkpoint))
         return _result_of(checkpoint, folder)
     with trainer.prepare(config, options.encoder, group) as (ppo, relay):
         _load(ppo, checkpoint)  # before anything is changed, because it may not fit
-        group.first(lambda: _write_others(trainer, folder, config, checkpoint))
-        before = None if checkpoint is None else _Before.of(checkpoint)
-        checkpoint = None  # frees a second copy of everything
+        group.first(lambda: _write_further_files(trainer, folder, config, checkpoint))
+        before = None if checkpoint is None else _ResumePoint.of(checkpoint)
+        checkpoint = None  # free its memory: the learner has a copy of everything
         with (
             group.only_first(lambda: _reopened_log(config, folder, before, options)) as log,
             contextlib.closing(_Session(config, folder, ppo, relay, log, options)) as session,
         ):
-            return session.run() if before is None else session.go_on_from(before, is_trained=is_trained)
+            return session.run() if before is None else session.continue_from(before, is_trained=is_trained)
+
+
+def _latest(folder: Path) -> Checkpoint | None:
+    store = open_store(folder)
+    return store.load("latest") if store.has_any() else None
+
+
+def _has_evaluation(folder: Path) -> bool:
+    """Return whether the log holds the evaluation at the end. One of an earlier end, with fewer steps, was cut when the run was resumed."""
+    try:
+        return any(isinstance(record.event, Evaluated) for record in read(folder / EVENTS))
+    except (OSError, EventError):
+        return False
+
+
+def _write_further_files(trainer: Trainer[Any], folder: Path, config: Any, checkpoint: Checkpoint | None) -> None:
+    """Write the further files of a checkpoint, in case the process was killed before it wrote them, or an older checkpoint is used."""
+    if checkpoint is not None and trainer.after_checkpoint is not None:
+        trainer.after_checkpoint(folder, config, checkpoint.step, checkpoint.state)
+
+
+def _result_of(checkpoint: Checkpoint, folder: Path) -> RunResult:
+    seconds: float = checkpoint.state["seconds"]
+    return RunResult(folder, "had finished", checkpoint.step, seconds, **checkpoint.state["summary"])
+
+
+def _load(ppo: PPO, checkpoint: Checkpoint | None) -> None:
+    if checkpoint is None:
+        return
+    try:
+        ppo.load_state_dict(checkpoint.state["ppo"])
+    except ValueError as error:
+        raise RunError(f"cannot continue from {checkpoint.path}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
-class _Before:
-    """Facts about the checkpoint that a session goes on from, without the learner's state."""
+class _ResumePoint:
+    """The checkpoint that a session continues from, without the learner's state, which takes much memory."""
 
     step: int
     best: tuple[bool, float]
@@ -284,36 +351,20 @@ class _Before:
     skipped: tuple[Refused, ...]
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint) -> _Before:
+    def of(cls, checkpoint: Checkpoint) -> _ResumePoint:
         names = ("best", "seconds", "events_offset", "summary", "eval_steps", "awaits_evaluation")
         kept = {name: checkpoint.state[name] for name in names}
         return cls(step=checkpoint.step, skipped=checkpoint.skipped, evaluation=(checkpoint.note or {}).get(_EVALUATION), **kept)
 
 
-def _has_evaluation(folder: Path) -> bool:
-    """Return whether the log holds the evaluation at the end. Resuming cuts that of an earlier end."""
-    try:
-        return any(isinstance(record.event, Evaluated) for record in read(folder / EVENTS))
-    except (OSError, EventError):
-        return False
-
-
-def _write_others(trainer: Trainer[Any], folder: Path, config: Any, checkpoint: Checkpoint | None) -> None:
-    """Write the files that belong to a checkpoint: the process may have been killed right after it, or fallen back to an older one."""
-    if checkpoint is not None and trainer.after_checkpoint is not None:
-        trainer.after_checkpoint(folder, config, checkpoint.step, checkpoint.state)
-
-
-def _config_to_go_on_with(folder: Path, wanted: RunConfig | None, trainer: Trainer[Any]) -> Any:
-    check_holds_a_run(folder, trainer.run_kind)
-    saved = load_saved(trainer.config, folder / CONFIG)
-    _check_changes(saved, wanted or saved, trainer.changeable)
-    return wanted or saved
-
-
-def _latest(folder: Path) -> Checkpoint | None:
-    store = open_store(folder)
-    return store.load("latest") if store.has_any() else None
+def _reopened_log(config: Any, folder: Path, before: _ResumePoint | None, options: Options) -> EventLog:
+    """Save the config, cut the log after the checkpoint, and open it again."""
+    path, sinks = folder / EVENTS, _all_sinks(config, folder, options)
+    save(config, folder / CONFIG)
+    if before is None:
+        remove(path)  # everything in it happens again
+        return EventLog(path, run=folder.name, sinks=sinks)
+    return EventLog.resume(path, before.events_offset, step=before.step, sinks=sinks)
 
 
 class _Session:
@@ -325,20 +376,20 @@ class _Session:
         make_evaluator = options.trainer.make_evaluator
         self.evaluator = None if make_evaluator is None else make_evaluator(config)
         self.best = (False, -math.inf)  # whether the best checkpoint has a score, and the score
-        self.eval_steps = 0  # steps taken by evaluations at checkpoints, all environments together
+        self.eval_steps = 0  # calls of `env.step` by evaluations at checkpoints, each of which steps all environments
         self.awaits_evaluation = False  # whether the checkpoint just saved still has to be evaluated
         self.began = time.perf_counter()
         self.emit: Callable[[Event], None] = _ignore if log is None else log.emit
-        self._told: list[tuple[float, int, Event]] = []  # events of this rank for rank 0 to write: time, step, event
+        self._kept_events: list[tuple[float, int, Event]] = []  # time, step and event; rank 0 writes them after every update
         if log is not None:
             log.clock = lambda: ppo.step
-        relay.connect(self._tell_first if log is None else self.emit)
+        relay.connect(self._keep_for_first if log is None else self.emit)
 
     def close(self) -> None:
         if self.evaluator is not None:
             self.evaluator.close()
 
-    def go_on_from(self, before: _Before, *, is_trained: bool) -> RunResult:
+    def continue_from(self, before: _ResumePoint, *, is_trained: bool) -> RunResult:
         """Finish the pending evaluation of the checkpoint, then train on unless all steps were done."""
         self.best, self.eval_steps, self.awaits_evaluation = before.best, before.eval_steps, before.awaits_evaluation
         self.began -= before.seconds
@@ -354,28 +405,12 @@ class _Session:
         self._start()
         return self._finish(before.step, before.summary)
 
-    def _tell_first(self, event: Event) -> None:
-        """Keep an event of this rank for rank 0, except those that rank 0 emits for all ranks."""
-        if not isinstance(event, OF_ALL_RANKS):
-            self._told.append((time.time(), self.ppo.step, event))
-
-    def _write_of_others(self) -> None:
-        """Write the events of the other ranks since the previous update."""
-        if self.options.group.world_size == 1:
-            return
-        told_by_rank = self.options.group.gather_objects(self._told)
-        self._told = []
-        if self.log is not None:
-            for rank, told in enumerate(told_by_rank):
-                for at, step, event in told:
-                    self.log.emit(event, rank=rank, time=at, step=step)
-
     def run(self) -> RunResult:
         ppo, config, group = self.ppo, self.config, self.options.group
         total_steps = self._start()
         try:
             for update in ppo.train(total_steps):
-                self._write_of_others()
+                self._write_events_of_others()
                 was_asked, callback = self.options.should_stop(), self.options.callback
                 is_ended_by_callback = callback is not None and callback(ppo, update) is False
                 stops = group.any(was_asked or is_ended_by_callback)
@@ -396,7 +431,7 @@ class _Session:
         return RunResult(self.folder, "stopped", update.step, self._seconds(), **_summary(update))
 
     def _start(self) -> int:
-        """Emit the start of the session; return the number of steps after which it ends."""
+        """Emit the start of the session. Return the number of steps after which training ends."""
         ppo, group = self.ppo, self.options.group
         total_steps = self.options.trainer.total_steps(self.config, group)
         self.emit(
@@ -412,18 +447,29 @@ class _Session:
         )
         return total_steps
 
-    def _finish(self, step: int, summary: dict[str, Any]) -> RunResult:
-        evaluation, has_stopped = self.options.group.first(self._evaluate)
-        status: Literal["finished", "stopped"] = "stopped" if has_stopped else "finished"
-        return RunResult(self.folder, status, step, self._seconds(), **summary, evaluation=evaluation)
+    def _keep_for_first(self, event: Event) -> None:
+        """Keep an event of this rank for rank 0, except those that rank 0 emits for all ranks."""
+        if not isinstance(event, OF_ALL_RANKS):
+            self._kept_events.append((time.time(), self.ppo.step, event))
+
+    def _write_events_of_others(self) -> None:
+        """Write the events of the other ranks since the previous update."""
+        if self.options.group.world_size == 1:
+            return
+        events_by_rank = self.options.group.gather_objects(self._kept_events)
+        self._kept_events = []
+        if self.log is not None:
+            for rank, events in enumerate(events_by_rank):
+                for at, step, event in events:
+                    self.log.emit(event, rank=rank, time=at, step=step)
 
     def _save(self, update: Update, *, is_due: bool, is_last: bool = False) -> None:
-        """Write a checkpoint; its evaluation follows."""
+        """Write a checkpoint, and decide whether it is evaluated afterwards. All ranks must call it."""
         ppo, trainer = self.ppo.state_dict(), self.options.trainer  # of all ranks
         if self.log is None:
             return
         is_evaluated = trainer.is_evaluated(self.config)
-        steps = update.step / (self.ppo.env.num_envs * self.options.group.world_size)
+        steps = update.step / (self.ppo.env.num_envs * self.options.group.world_size)  # calls of `env.step` in training
         has_share = is_last or self.eval_steps <= trainer.eval_share(self.config) * steps
         self.awaits_evaluation = is_due and is_evaluated and has_share
         score = (False, float(update.step)) if is_evaluated else _score_in_training(update)
@@ -441,9 +487,6 @@ class _Session:
         self.store.save(update.step, state, is_best=is_best, note=_summary(update))
         if trainer.after_checkpoint is not None:
             trainer.after_checkpoint(self.folder, self.config, update.step, state)
-
-    def _seconds(self) -> float:
-        return time.perf_counter() - self.began
 
     def _evaluate_checkpoint(self, step: int, summary: dict[str, Any]) -> bool:
         """Score the policy of the checkpoint just saved or loaded. Return False if the evaluation was stopped.
@@ -474,7 +517,12 @@ class _Session:
         self.eval_steps += event.steps
         self.store.annotate(event.step, {**summary, _EVALUATION: msgspec.structs.asdict(event)}, is_best=is_best)
 
-    def _evaluate(self) -> tuple[PolicyEvaluation | None, bool]:
+    def _finish(self, step: int, summary: dict[str, Any]) -> RunResult:
+        evaluation, has_stopped = self.options.group.first(self._evaluate_best)
+        status: Literal["finished", "stopped"] = "stopped" if has_stopped else "finished"
+        return RunResult(self.folder, status, step, self._seconds(), **summary, evaluation=evaluation)
+
+    def _evaluate_best(self) -> tuple[PolicyEvaluation | None, bool]:
         """Evaluate the best policy on episodes that did not choose it; return the result and whether this was stopped."""
         if not self.options.trainer.is_evaluated(self.config):
             return None, False
@@ -490,8 +538,12 @@ class _Session:
             self.emit(Evaluated(step=best.step, **_means(evaluation)))
         return evaluation, False
 
+    def _seconds(self) -> float:
+        return time.perf_counter() - self.began
+
 
 def _means(evaluation: PolicyEvaluation) -> dict[str, Any]:
+    """Return the fields that both events of an evaluation have."""
     return {
         "episodes": len(evaluation.returns),
         "mean_return": evaluation.mean_return,
@@ -509,47 +561,3 @@ def _score_in_training(update: Update) -> tuple[bool, float]:
 
 def _summary(update: Update) -> dict[str, Any]:
     return {"episodes": update.episodes, "mean_return": update.mean_return, "mean_length": update.mean_length}
-
-
-def _result_of(checkpoint: Checkpoint, folder: Path) -> RunResult:
-    seconds: float = checkpoint.state["seconds"]
-    return RunResult(folder, "had finished", checkpoint.step, seconds, **checkpoint.state["summary"])
-
-
-def _load(ppo: PPO, checkpoint: Checkpoint | None) -> None:
-    if checkpoint is None:
-        return
-    try:
-        ppo.load_state_dict(checkpoint.state["ppo"])
-    except ValueError as error:
-        raise RunError(f"cannot go on from {checkpoint.path}: {error}") from error
-
-
-def _reopened_log(config: Any, folder: Path, before: _Before | None, options: Options) -> EventLog:
-    path, sinks = folder / EVENTS, _all_sinks(config, folder, options)
-    save(config, folder / CONFIG)
-    if before is None:
-        remove(path)  # everything in it happens again
-        return EventLog(path, run=folder.name, sinks=sinks)
-    return EventLog.resume(path, before.events_offset, step=before.step, sinks=sinks)
-
-
-def _check_changes(saved: Any, wanted: Any, changeable: Sequence[str]) -> None:
-    """Raise RunError if a resumed run would change a setting that concerns the learner."""
-    for (name, before, _), (_, after, _) in zip(describe(saved), describe(wanted), strict=True):
-        may_change = name in (*changeable, *ShownConfig.__struct_fields__) or name.startswith("ppo.thresholds.")
-        if before != after and not may_change:
-            raise RunError(
-                f"{name} is {before!r} in the saved run and cannot become {after!r} now; what may change when resuming is "
-                f"{', '.join(changeable)}. Start a new run for the rest"
-            )
-
-
-def _shown_by(config: Any, tensorboard: bool | None, wandb: WandbMode | None) -> Any:
-    given = {"tensorboard": tensorboard, "wandb": wandb}
-    return msgspec.structs.replace(config, **{name: value for name, value in given.items() if value is not None})
-
-
-def _all_sinks(config: Any, folder: Path, options: Options) -> tuple[Sink, ...]:
-    shown = sinks_in(folder, tensorboard=config.tensorboard, wandb=config.wandb, config=msgspec.to_builtins(config))
-    return *options.sinks, *shown
