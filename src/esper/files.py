@@ -178,7 +178,7 @@ def read_file(path: Path | str, *, max_bytes: int) -> bytes:
 def parse_json(content: bytes | str) -> Any:
     """Return the value of a JSON text. Raise FileError if it is nested too deeply, and ValueError if it is not JSON."""
     try:
-        # Not msgspec: it cannot read integers beyond 64 bits, which states of random generators have.
+        # msgspec cannot read integers beyond 64 bits, which states of random generators have.
         value = json.loads(content)
     except RecursionError:
         raise FileError(_TOO_DEEP) from None

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from esper.vecenv import Actions, ActionSpec, Masks
 
-LOG_STD_RANGE = (-5.0, 2.0)
-_QUADRATURE_NODES = 16
+LOG_STD_RANGE = (-5.0, 2.0)  # log standard deviations are clamped to this
+_QUADRATURE_NODES = 16  # points at which the entropy of a squashed Gaussian is computed
 _UNIT_ENTROPY = 0.5 * math.log(2 * math.pi * math.e)  # of a Gaussian with a standard deviation of 1
 
 
@@ -46,7 +46,8 @@ class Noise(NamedTuple):
 class ActionEvaluation(NamedTuple):
     """Log-probability [B, J] of a choice and normalised entropy [B, J], per head.
 
-    An entropy of 1 is that of a uniform choice among the allowed ones, or, for a head without bounds, of a standard Gaussian.
+    An entropy of 1 is that of a uniform choice: among the allowed choices of a discrete head, or in [-1, 1] for a bounded continuous head.
+    For a head without bounds it is that of a standard Gaussian.
     """
 
     log_prob: Tensor
@@ -128,8 +129,8 @@ class ActionDistribution:
 
     def choose(self, parameters: Tensor, masks: Masks, noise: Noise | None) -> Choice:
         """Return a random choice, or without noise the most likely one. A masked choice is never returned."""
-        # Discrete heads in order, because a mask or logits may depend on the choice of an earlier head. The argmax of logits plus Gumbel
-        # noise is a sample of the softmax.
+        # Choose the discrete heads in order, because a mask or logits may depend on the choice of an earlier head. The argmax of logits
+        # plus Gumbel noise is a sample of the softmax.
         columns: list[Tensor] = []
         for head in self._heads:
             if head.column is None:
@@ -165,11 +166,12 @@ class ActionDistribution:
                     own = head.own
                     if head.is_bounded:
                         log_probs[head.name] = (density[..., own] - log_derivative_of_tanh(choice.latent[..., own])).sum(-1)
-                        spread = entropy_of_squashed_gaussian(mean[..., own], log_std[..., own]) / math.log(2.0)
+                        # A uniform distribution over [-1, 1] has the entropy log 2.
+                        entropy = entropy_of_squashed_gaussian(mean[..., own], log_std[..., own]) / math.log(2.0)
                     else:
                         log_probs[head.name] = density[..., own].sum(-1)
-                        spread = 1.0 + log_std[..., own] / _UNIT_ENTROPY
-                    entropies[head.name] = spread.mean(-1)
+                        entropy = 1.0 + log_std[..., own] / _UNIT_ENTROPY
+                    entropies[head.name] = entropy.mean(-1)
         return ActionEvaluation(*(torch.stack([part[name] for name in self.head_names], dim=-1) for part in (log_probs, entropies)))
 
     def relevance(self, choice: Choice) -> Tensor:
@@ -238,6 +240,7 @@ class _Rule:
 
     @staticmethod
     def of(spec: ActionSpec, names: tuple[str, ...], name: str) -> _Rule | None:
+        """Return the rule of the head `name`; None if it always matters."""
         row = next((row for row in spec.relevance if row.head == name), None)
         if row is None:
             return None

@@ -1,8 +1,8 @@
 """Normalisers of observations, rewards and values.
 
-They are frozen while a rollout is collected and updated after it, with the rollouts of all ranks, so all ranks have the same moments.
-Numbers that are not finite are left out, so that one of them does not spoil the moments for good. The normalisers are not thread-safe: one
-learner owns them.
+They do not change while a rollout is collected. They are updated after it with the rollouts of all ranks, so all ranks have the same
+moments. Numbers that are not finite are left out, so that one of them does not spoil the moments for good. The normalisers are not
+thread-safe: one learner owns them.
 
 Shapes: T = steps in the rollout, N = parallel environments.
 """

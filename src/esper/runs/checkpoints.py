@@ -4,11 +4,11 @@
       step-000000001024/      tensors.safetensors, state.json, and manifest.json, which is written last and holds the digests of all three
       latest, best            files with the name of such a folder and the sha256 of that name
       .tmp-*                  unfinished or half deleted folders; removed by the next save
-      .replaced-step-*        the older of two checkpoints of the same step, until the newer one is in place
+      .replaced-step-*        an older checkpoint of the same step, until the newer one is in place
 
 A folder gets its final name only when its content is on disk, and a pointer (`latest`, `best`) only ever names such a folder. So there is
 always a complete checkpoint that `latest` points to. One process saves; others may load at the same time. Damaged checkpoints and pointers
-are skipped; the manifests say which checkpoint a damaged pointer meant.
+are skipped; the order of saves and the best checkpoint are then read from the manifests.
 
 The file has three parts: one checkpoint folder (`write_folder`, `read_manifest`, `read_state`), weights that load into a module whether it
 is compiled, wrapped for data parallelism, or neither (`plain_names`, `load_module`), and the store of all checkpoints (`CheckpointStore`).
@@ -103,7 +103,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def to_json(value: Any, *, indent: int | None = None) -> bytes:
-    # Not msgspec: it writes NaN as null, and cannot read back integers beyond 64 bits, which states of random generators have.
+    # msgspec would write NaN as null, and could not read back integers beyond 64 bits, which states of random generators have.
     return json.dumps(value, allow_nan=False, indent=indent).encode()
 
 
@@ -298,7 +298,7 @@ class CheckpointStore:
             )
 
     def save(self, step: int, state: Tree, *, is_best: bool = False, note: dict[str, Any] | None = None) -> Path:
-        """Write a checkpoint, make it the latest one (and the best one), and remove all but the last `keep` and the best.
+        """Write a checkpoint, make it the latest one (with `is_best`, also the best), and remove all but the last `keep` and the best.
 
         `note` is a small tree without tensors, kept in the manifest. A checkpoint of the same step is replaced.
         """
@@ -319,7 +319,8 @@ class CheckpointStore:
             note=note,
             is_best=is_best,
         )
-        # Write under a temporary name, then rename. An older checkpoint of this step steps aside, and is removed after the pointers moved.
+        # Write under a temporary name, then rename. An older checkpoint of this step is renamed first, and removed after the pointers have
+        # moved.
         write_folder(temporary, manifest, state)
         if folder.exists():
             rename(folder, self.root / f"{_REPLACED}{folder.name}")

@@ -135,7 +135,7 @@ class EventLog:
                 sink.close()
                 if sink.dropped:
                     self._append(SinkDropped(sink=sink.name, dropped=sink.dropped))
-            self._sinks = []  # if the disk is full and close is called again, do not report them twice
+            self._sinks = []  # so that a second call after a full disk does not report them again
             self._stop.set()
             self._flusher.join()
             with self._file_lock:
@@ -170,7 +170,7 @@ class EventLog:
         return record
 
     def _step_of(self, event: Event) -> int:
-        """Return the step of an event: its own, that of the clock, its epoch, or the latest known one."""
+        """Return the step of an event: its own, else that of the clock; without a clock its epoch, else the latest known step or epoch."""
         own = getattr(event, "step", None)
         if not isinstance(own, int) and self.clock is not None:
             return self.clock()
@@ -179,10 +179,10 @@ class EventLog:
         return self._step
 
     def _write_pending(self, sync: bool) -> None:
-        # Hold the lock of the lines only to take them, so that `emit` does not wait for a slow disk. Lines that could not be written are
-        # put back in front of newer ones.
         if self._is_closed:
             return
+        # Hold the lock of the lines only to take them, so that `emit` does not wait for a slow disk. Lines that could not be written are
+        # put back in front of newer ones.
         lines = bytearray()
         try:
             with self._pending_lock:

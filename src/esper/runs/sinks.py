@@ -2,7 +2,7 @@
 
 Each sink has a bounded queue and a thread (`Queued`), so a slow or failing sink neither delays nor ends the run.
 
-W&B writes into the run folder and sends nothing by default. Send it later with W&B's program: `wandb sync runs/maze-7/wandb/offline-run-*`.
+By default W&B writes into the run folder and sends nothing. Send it later with W&B's program: `wandb sync runs/maze-7/wandb/offline-run-*`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from esper.runs.events import EventRecord, Header, scalars_of
 from esper.runs.folder import RunError
 
 SINK_FOLDERS = ("tensorboard", "wandb")  # folders that the sinks make in a run folder
+WandbMode = Literal["offline", "online"]
+STEP = "step"  # metric of W&B's x-axis
 
 
 class Sink(Protocol):
@@ -115,29 +117,6 @@ class Queued:
             self.on_failure(error)
 
 
-def check_installed(*, tensorboard: bool, wandb: WandbMode | None) -> None:
-    """Raise RunError if the package of a wanted sink is missing. Extras have the same names as the packages."""
-    for name, is_wanted, without in (("tensorboard", tensorboard, "--no-tensorboard"), ("wandb", wandb, "--wandb None")):
-        if is_wanted and importlib.util.find_spec(name) is None:
-            how = f"install it with: pip install 'esper-grow[{name}]', or run without it: {without} on the command line"
-            raise RunError(f"{name} is not installed; {how}")
-
-
-def sinks_in(folder: Path, *, tensorboard: bool, wandb: WandbMode | None, config: Mapping[str, Any], run: str | None = None) -> list[Sink]:
-    """Open the sinks of a run, which write into its folder. `run` is the name shown by W&B, by default the name of the folder."""
-    sinks: list[Sink] = []
-    try:
-        if tensorboard:
-            sinks.append(TensorBoardSink(folder / SINK_FOLDERS[0]))
-        if wandb is not None:
-            sinks.append(WandbSink(folder, run=printable(run or folder.name), mode=wandb, config=config))
-    except RuntimeError as error:
-        for sink in sinks:
-            sink.close()
-        raise RunError(str(error)) from error
-    return sinks
-
-
 class TensorBoardSink:
     """Writes the numbers of every event (`scalars_of`) to TensorBoard at the step of the record."""
 
@@ -181,17 +160,13 @@ class TensorBoardSink:
 
 
 def _wait_for_a_later_name(folder: Path) -> None:
-    """Wait for the next second if a file of this second exists.
+    """Wait for the next second if a file was made in this one.
 
     TensorBoard reads files in the order of their names, which contain the second. Within one second the order may be wrong.
     """
     seconds = {path.name.split(".")[3] for path in folder.glob("events.out.tfevents.*")}
     if str(int(time.time())) in seconds:
         time.sleep(1 - time.time() % 1)
-
-
-WandbMode = Literal["offline", "online"]
-STEP = "step"  # metric of the x-axis
 
 
 class WandbSink:
@@ -244,3 +219,26 @@ class WandbSink:
 
     def close(self) -> None:
         self._run.finish()
+
+
+def check_installed(*, tensorboard: bool, wandb: WandbMode | None) -> None:
+    """Raise RunError if the package of a wanted sink is missing. Extras have the same names as the packages."""
+    for name, is_wanted, without in (("tensorboard", tensorboard, "--no-tensorboard"), ("wandb", wandb, "--wandb None")):
+        if is_wanted and importlib.util.find_spec(name) is None:
+            how = f"install it with: pip install 'esper-grow[{name}]', or run without it: {without} on the command line"
+            raise RunError(f"{name} is not installed; {how}")
+
+
+def sinks_in(folder: Path, *, tensorboard: bool, wandb: WandbMode | None, config: Mapping[str, Any], run: str | None = None) -> list[Sink]:
+    """Open the sinks of a run, which write into its folder. `run` is the name shown by W&B, by default the name of the folder."""
+    sinks: list[Sink] = []
+    try:
+        if tensorboard:
+            sinks.append(TensorBoardSink(folder / SINK_FOLDERS[0]))
+        if wandb is not None:
+            sinks.append(WandbSink(folder, run=printable(run or folder.name), mode=wandb, config=config))
+    except RuntimeError as error:
+        for sink in sinks:
+            sink.close()
+        raise RunError(str(error)) from error
+    return sinks

@@ -124,7 +124,7 @@ class _Splitter:
         return name
 
     def _free_name(self, wanted: str) -> str:
-        """Return `wanted`, with a number added if it is taken: the keys "a/b" and "a", "b" give the same name, and so do 0 and "0"."""
+        """Return `wanted`, with a number added if it is taken: the key "a/b" gives the same name as "b" in "a", and 0 the same as "0"."""
         name, count = wanted, 1
         while name in self.tensors or name in ("", "__metadata__"):  # safetensors reserves the last one
             count += 1
@@ -230,7 +230,7 @@ def decode_tensors(content: bytes, source: Path | str) -> tuple[dict[str, Tensor
 
 
 def _problem(header: dict[str, Any], metadata: dict[str, str], data: memoryview) -> str | None:
-    """Check the digest. Return what is wrong with the file, or None."""
+    """Check the digest. Return what is wrong with the file; None if nothing is."""
     if FORMAT_KEY not in metadata and DIGEST not in metadata:
         return None  # written by another program, or by an esper without digests
     if FORMAT_KEY not in metadata or DIGEST not in metadata:
@@ -242,7 +242,7 @@ def _problem(header: dict[str, Any], metadata: dict[str, str], data: memoryview)
 
 
 def _absurd_shape(header: dict[str, Any]) -> str | None:
-    """Return what is wrong with the first shape that is too large to be real, or None."""
+    """Return what is wrong with the first shape that is too large to be real; None if there is none."""
     for name, entry in header.items():
         shape = entry["shape"]
         if len(shape) > MAX_DIMENSIONS:

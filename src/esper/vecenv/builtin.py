@@ -85,10 +85,10 @@ class BuiltinEnv(ABC):
         if not self.state:
             raise RuntimeError("call reset() before step()")
         state, outcome = self.advance(self.state, actions)
-        seen = self.observe(state)
+        seen = self.observe(state)  # observation and masks
         ended = outcome.terminated | outcome.truncated
-        # On the CPU, skip the reset if no episode ended. On other devices that question would wait for the device, so draw new states for
-        # all environments and use them where an episode ended.
+        # On the CPU, skip the reset if no episode ended. On other devices that check would wait for the device. So draw new states for all
+        # environments and use them where an episode ended.
         if self.device.type == "cpu" and not ended.any():
             self.state = state
             return self._timestep(outcome, seen)
@@ -373,11 +373,11 @@ class PendulumHidden(BuiltinEnv):
         return {"obs": self.xp.stack((self.xp.cos(angle), self.xp.sin(angle)), 1)}, {}
 
 
-# All of them
+# List of all built-in environments
 
 
 class Builtin(NamedTuple):
-    """A built-in environment and its line in the command line's help."""
+    """A built-in environment and its description in the help of the command line."""
 
     factory: Callable[..., BuiltinEnv]  # called with (num_envs, *, device, seed) and the environment's own keywords
     help: str

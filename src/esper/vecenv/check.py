@@ -1,7 +1,7 @@
 """Check that an environment follows the interface in `esper.vecenv.contract`.
 
-`check_timestep` checks shapes, types and devices and is cheap enough for the first step of every run. `check_env` plays the environment
-and checks everything.
+`check_timestep` checks shapes, types and devices; it is so cheap that every run checks its first step. `check_env` plays random steps and
+checks everything.
 
 Shapes: N = parallel environments.
 """
@@ -76,7 +76,7 @@ def check_env(env: VecEnv, steps: int = 100, generator: torch.Generator | None =
         _check_finite(timestep)
         _check_unchanged(before, kept, "changed when the environment was stepped: it must own its memory")
     if isinstance(env, Saveable):
-        _check_saving(env, env, timestep.masks, generator)
+        _check_saving(env, env, timestep.masks, generator)  # given twice: as a VecEnv and as a Saveable
     env.reset(seed=0)
 
 

@@ -19,7 +19,7 @@ from esper.vecenv.actions import ActionSpec
 
 Obs = dict[str, Tensor]  # name -> [N, ...]
 Masks = dict[str, Tensor]  # discrete head -> [N, size] or [N, parent size, size] bool; a head without a mask may choose anything
-Actions = dict[str, Tensor]  # head -> [N] int64 or [N, size] float in [-1, 1]
+Actions = dict[str, Tensor]  # head -> [N] int64, or [N, size] float, in [-1, 1] if the head is bounded
 
 
 class TensorSpec(msgspec.Struct, frozen=True):

@@ -1,8 +1,8 @@
-"""Adapter from a Gymnasium vector environment to a VecEnv. `ToGymnasium` is the opposite direction. Needs Gymnasium.
+"""Adapter from a Gymnasium vector environment to a VecEnv; `ToGymnasium` is the adapter in the other direction. Needs Gymnasium.
 
 Gymnasium has three modes of automatic reset. All are supported, with correct final observations:
     SAME_STEP  as in `esper.vecenv.contract`; the final observation is in the infos
-    NEXT_STEP  the step after an end only resets: `valid` is false for it, and the last step's own observation is the final one
+    NEXT_STEP  the step after an end only resets, so `valid` is false for it; the final observation is that of the step before
     DISABLED   the adapter resets ended environments in the same step
 
 Action masks are read from, in this order:
@@ -59,7 +59,7 @@ class GymnasiumEnv:
         self._resetting: Array | None = None  # [N] bool: rows whose next step only resets them (NEXT_STEP)
 
         space = vector_env.single_observation_space
-        # These two return copies of their buffers, so their memory can be shared. Other vector environments may reuse their buffers.
+        # These two classes return copies of their buffers, which tensors can share. Other vector environments may overwrite theirs.
         copies = type(vector_env) in (gymnasium.vector.SyncVectorEnv, gymnasium.vector.AsyncVectorEnv) and getattr(
             vector_env, "copy", False
         )
@@ -118,7 +118,7 @@ class GymnasiumEnv:
     def _end(
         self, ended: Array, truncated: Array, raw: Any, infos: dict[str, Any], obs: Obs, masks: Masks
     ) -> tuple[Obs, Masks, Obs | None]:
-        """Return the next observation, its masks and the final observation of a step in which the rows `ended` [N] ended."""
+        """Return the next observations, their masks, and the final observations after a step in which episodes `ended` [N]."""
         if self._mode is AutoresetMode.SAME_STEP:
             return obs, masks, self._final_obs(raw, infos, truncated)
         rows = torch.from_numpy(ended)
@@ -131,7 +131,7 @@ class GymnasiumEnv:
         return self._observe(next_raw), _merged(rows, fresh, masks), obs
 
     def _final_obs(self, raw: Any, infos: dict[str, Any], truncated: Array) -> Obs | None:
-        """Return the final observations in the infos, which hold an object array with one entry per row, or a batch of observations."""
+        """Return the final observations in the infos, which are an object array with one observation per row, or a batch."""
         final = infos.get("final_obs")
         present = infos.get("_final_obs", np.full(self.num_envs, final is not None))
         if (truncated & ~present).any():

@@ -44,7 +44,7 @@ class MaskReader:
         self._ask = ask
         self._shapes = {head.name: spec.mask_shape(head) for head in spec.discrete}
         self._keys = {f"{KEY}/{name}": name for name in self._shapes}
-        # A flat mask concatenates the masks of all heads. That is impossible for a head with a parent, whose mask is a matrix.
+        # A flat mask concatenates the masks of all heads. A head with a parent has a matrix as its mask, so it cannot be part of it.
         self._widths = {head.name: head.size for head in spec.discrete if head.parent is None}
         self._is_flat = len(self._widths) == len(self._shapes)
 
@@ -58,6 +58,7 @@ class MaskReader:
         return self._split({KEY: [_flat(mask) for mask in self._ask()]}) if not found and self._ask is not None else found
 
     def _split(self, source: Mapping[str, Any]) -> Masks:
+        """Return the masks by head from `source[KEY]`, which is a flat mask or a dictionary by head."""
         by_head = source[KEY]
         if isinstance(by_head, Mapping):
             return {

@@ -87,8 +87,9 @@ def _make_gymnasium(env: EnvSource, num_envs: int, wrappers: Sequence[Callable[[
     if wrappers:  # a natively vectorised environment could not apply them
         kwargs = {"vectorization_mode": "sync", **kwargs, "wrappers": wrappers}
     try:
+        # Without a given mode, `make_vec` uses the natively vectorised environment if there is one, else "sync".
         if kwargs.get("vectorization_mode", None if gymnasium.spec(source).vector_entry_point else "sync") in ("sync", "async"):
-            # Gymnasium's default, NEXT_STEP, uses one step per episode only for the reset, which is half of all steps if episodes have one.
+            # Gymnasium's default, NEXT_STEP, spends one step per episode on the reset: half of all steps if episodes have one step.
             same_step = {"autoreset_mode": gymnasium.vector.AutoresetMode.SAME_STEP}
             kwargs = {**kwargs, "vector_kwargs": {**same_step, **(kwargs.get("vector_kwargs") or {})}}
         return gymnasium.make_vec(source, num_envs=num_envs, **kwargs)
@@ -184,7 +185,7 @@ def _check_batch(env: Any, num_envs: int, wrappers: Sequence[Wrapper]) -> None:
 
 @contextlib.contextmanager
 def named(name: str, env: EnvSource | None) -> Iterator[None]:
-    """Let `make(name, ...)` make environments from `env` inside the context. None changes nothing."""
+    """Make environments from `env` wherever `make(name, ...)` is called inside the context. None changes nothing."""
     if env is None:
         yield
         return
@@ -192,7 +193,7 @@ def named(name: str, env: EnvSource | None) -> Iterator[None]:
 
     if isinstance(env, VecEnv | gymnasium.vector.VectorEnv):
         raise ValueError("a run makes environments for training and for evaluation; give a function that makes a batch: make_env(num_envs)")
-    # One function for all calls: the first call, for training, gets the environment itself; evaluation gets copies.
+    # Use one function for all calls of `make`: training, which comes first, gets the environment itself, and evaluation gets copies.
     _GIVEN[name] = _itself_and_copies(env) if isinstance(env, gymnasium.Env) else env
     try:
         yield
@@ -212,7 +213,7 @@ def named_object(name: str) -> Any:
 
 
 def _function_of(name: str) -> Any:
-    """Return the user's function of this name, or the name itself if it is a Gymnasium id."""
+    """Return the function that `package.module:function` names, or the name itself if it is a Gymnasium id."""
     module_name, colon, attribute = name.partition(":")
     if not colon:
         return name

@@ -1,4 +1,4 @@
-"""Spaces of environments: convert their observations to named tensors, and named actions to what they expect.
+"""Spaces of environments: convert observations to named arrays, and named actions to the form that an environment takes.
 
 `Space` describes a Gymnasium space as plain data. A policy is saved with it, and then needs neither the environment nor Gymnasium to read
 an observation or to return an action in the environment's units. Only `spaces_of` needs Gymnasium.
@@ -140,6 +140,7 @@ def _action_space(space: Any, name: str) -> Space:
 
 
 def _discrete_space(space: Any) -> Space:
+    """Return the description of a Discrete or MultiDiscrete space."""
     if not hasattr(space, "nvec"):
         return DiscreteSpace(int(space.n), int(space.start), space.dtype.name)
     return MultiDiscreteSpace(_plain(space.nvec.ravel()), _plain(space.start.ravel()), _plain(space.shape), space.dtype.name)
@@ -150,6 +151,7 @@ def _plain(numbers: Sequence[int] | Array) -> tuple[int, ...]:
 
 
 def _joined(name: str, key: object) -> str:
+    """Return the name of a nested space, for error messages. The names of the outermost spaces are left out."""
     return str(key) if name in ("obs", ROOT) else f"{name}/{key}"
 
 
@@ -222,6 +224,8 @@ def _array_of(part: Part, observation: Any) -> Array:
 
 
 def _as_type(dtype: Any, shape: tuple[int, ...], *, share_memory: bool) -> Callable[[Array], Array]:
+    """Return a function that converts values to arrays [N, *shape] of this type."""
+
     def convert(values: Array) -> Array:
         array: Array = np.asarray(values, dtype=dtype) if share_memory else np.array(values, dtype=dtype)
         return array.reshape(len(array), *shape)
@@ -258,7 +262,7 @@ def action_part(space: Space, name: str = ROOT, *, is_nested: bool = False) -> A
     if isinstance(space, DiscreteSpace):
         return ActionPart((Discrete(name, space.size),), _discrete(name, space.start, np.dtype(space.dtype)))
     if isinstance(space, MultiDiscreteSpace):
-        return _several(name, space)
+        return _multi_discrete(name, space)
     if isinstance(space, ArraySpace):
         return _continuous(name, space)
     if isinstance(space, DictSpace):
@@ -267,7 +271,7 @@ def action_part(space: Space, name: str = ROOT, *, is_nested: bool = False) -> A
 
 
 def action_part_for(space: Space, spec: ActionSpec) -> ActionPart:
-    """Return the action part whose heads are those of `spec`, which may use another name for a single head."""
+    """Return the action part whose heads are those of `spec`. If the space has one head, `spec` may give it any name."""
     for name in (ROOT, spec.heads[0].name):
         part = action_part(space, name)
         if set(map(_form, part.heads)) == set(map(_form, spec.heads)):
@@ -276,7 +280,7 @@ def action_part_for(space: Space, spec: ActionSpec) -> ActionPart:
 
 
 def _form(head: Head) -> tuple[str, int, bool | None]:
-    """Return the properties of a head that an action space determines. It does not determine on which other head a head depends."""
+    """Return the properties of a head that an action space determines. Dependencies on other heads are not among them."""
     return head.name, head.size, head.is_bounded if isinstance(head, Continuous) else None
 
 
@@ -290,12 +294,14 @@ def first_of(batch: Any) -> Any:
 
 
 def _discrete(name: str, start: int, dtype: Any) -> Callable[[Actions], Any]:
+    """Return a function from the actions to the integers of one head, counted from `start`."""
     if start == 0 and dtype == np.int64:
         return lambda actions: actions[name].numpy()
     return lambda actions: (actions[name].numpy() + start).astype(dtype)
 
 
-def _several(name: str, space: MultiDiscreteSpace) -> ActionPart:
+def _multi_discrete(name: str, space: MultiDiscreteSpace) -> ActionPart:
+    """Return one head per integer, named by its index."""
     names = [f"{name}_{index}" for index in range(len(space.sizes))]
     start = np.array(space.starts)
 
@@ -325,6 +331,7 @@ def _continuous(name: str, space: ArraySpace) -> ActionPart:
 
 
 def _group(name: str, inner: dict[Any, Space], *, as_tuple: bool, is_nested: bool) -> ActionPart:
+    """Return the heads of a dictionary or tuple of spaces, in order."""
     prefix = f"{name}/" if is_nested else ""
     parts = {key: action_part(space, f"{prefix}{key}", is_nested=True) for key, space in inner.items()}
     heads = tuple(head for part in parts.values() for head in part.heads)

@@ -19,10 +19,10 @@ class ToGymnasium(VectorEnv[Any, Any, Any]):
     """A Gymnasium vector environment that wraps `vec_env`. It resets in the same step, with `final_obs` in the infos.
 
     Masks are in the infos as int8: `action_mask` if the action has one head, else `action_mask/<head>`. An observation whose only part is
-    "obs" is an array, others are dictionaries; likewise an action of one head is an array. `metadata["action_spec"]` holds the action spec,
-    from which `from_gymnasium` reads the dependencies between heads, which spaces cannot express.
+    "obs" is an array, others are dictionaries; likewise an action of one head is an array. `metadata["action_spec"]` holds the action spec.
+    `from_gymnasium` reads from it the dependencies between heads, which spaces cannot express.
 
-    `valid` in the infos is false for rows whose action was ignored, because they only waited for their next episode. Do not learn from
+    `valid` in the infos is false for rows whose action was ignored because they only waited for their next episode. Do not learn from
     those steps. Without `valid`, no action was ignored.
     """
 
