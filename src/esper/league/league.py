@@ -4,12 +4,12 @@
     league.enter("step-1000", step=1000, weights=policy.state_dict())
     league.record("step-1000", "strong", WinRecord(wins=100, draws=4, losses=152))
     league.settle("step-1000")                                                  # it becomes a member or is removed
-    league.record(LEARNER, "step-1000", WinRecord(wins=20, losses=12))             # battles of the training itself
+    league.record(LEARNER, "step-1000", WinRecord(wins=20, losses=12))          # battles of the training itself
     league.opponents()                                                          # {'step-1000': 1.0}
 
-Anchors never leave. A past self enters as a candidate and plays a trial. A candidate that beats the best member becomes a member, and the
-best one; if the league is then too large, the least useful member retires. The learner changes with every update, so its own battles only
-say how hard each opponent is for it now. They count neither in the table nor in the ratings.
+Anchors never leave. A past self enters as a candidate and plays a trial. A candidate that beats the best member becomes a member and is
+the best one from then on; if the league is then too large, the least useful member retires. The learner changes with every update, so its
+own battles only tell how hard each opponent is for it now. They count neither in the table nor in the ratings.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Weights = Mapping[str, "Tensor"]
 EntryKind = Literal["anchor", "candidate", "member", "retired"]
 
 LEARNER = "learner"
-VERSION = 2  # of the saved state; higher versions are refused. Records of version 1 have no maps
+VERSION = 2  # version of the saved state; higher ones are refused. Records of version 1 have no maps
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # names become file names
 _NEWCOMER = Rating().ordinal  # stands in for a missing rating
 
@@ -50,7 +50,7 @@ class LeagueEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RecentScore(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The learner's score against one opponent. Older battles weigh less."""
+    """The learner's score against one opponent. Older battles count less."""
 
     points: float = 0.0
     battles: float = 0.0
@@ -152,6 +152,9 @@ class League:
         scores = {name: self.learner_score(name) for name in (self.members if names is None else names)}
         return opponent_weights(scores, power=self.config.hardness_power, floor=self.config.hardness_floor)
 
+    def _names(self, kind: EntryKind) -> tuple[str, ...]:
+        return tuple(entry.name for entry in self._entries.values() if entry.kind == kind)
+
     # Changes
 
     def enter(self, name: str, step: int, weights: Weights) -> None:
@@ -163,6 +166,15 @@ class League:
             raise LeagueError(f"{name!r} has no weights; give its state_dict()")
         self._weights[name] = {key: tensor.detach().cpu().clone() for key, tensor in weights.items()}
         self._entries[name] = LeagueEntry(name, "candidate", step)
+
+    def _check_is_free(self, name: str) -> None:
+        if not _NAME.fullmatch(name):
+            raise LeagueError(
+                f"{name!r} cannot be a player's name; use up to 100 letters, digits, '.', '_' and '-', starting with a letter or digit"
+            )
+        if name == LEARNER or name in self._entries:
+            owner = "the learner" if name == LEARNER else _with_article(self._entries[name].kind)
+            raise LeagueError(f"{name!r} is taken by {owner}; choose another name")
 
     def record(self, player: str, opponent: str, record: WinRecord) -> None:
         """Add battles between two players, counted from the side of `player`. One of them may be `LEARNER`."""
@@ -191,14 +203,6 @@ class League:
         for name, rating in zip((first, second), after, strict=True):
             if not candidates or name in candidates:
                 self._ratings[name] = rating
-
-    def _rate_opponents(self, name: str) -> None:
-        """Update the ratings of all players that a new member met in its trial."""
-        own = self._ratings.get(name, Rating())
-        for other in (entry.name for entry in self.entries if entry.kind in ("anchor", "member") and entry.name != name):
-            record = self.table.between(name, other)
-            if record.battles:
-                self._ratings[other] = ratings.rate_match(own, self._ratings.get(other, Rating()), record)[1]
 
     def settle(self, name: str) -> TrialResult:
         """Decide on a candidate after its trial: promote it to member, or remove it.
@@ -232,6 +236,27 @@ class League:
         for member in leaving:
             self._retire(member)
         return TrialResult(True, reason, tuple(leaving))
+
+    def _rate_opponents(self, name: str) -> None:
+        """Update the ratings of all players that a new member met in its trial."""
+        own = self._ratings.get(name, Rating())
+        for other in (entry.name for entry in self.entries if entry.kind in ("anchor", "member") and entry.name != name):
+            record = self.table.between(name, other)
+            if record.battles:
+                self._ratings[other] = ratings.rate_match(own, self._ratings.get(other, Rating()), record)[1]
+
+    def _retire(self, name: str) -> None:
+        """Remove a member's weights. Its results stay in the table."""
+        self._entries[name] = LeagueEntry(name, "retired", self._entries[name].step)
+        del self._weights[name]
+        self._recent.pop(name, None)
+
+    def _remove_candidate(self, name: str) -> None:
+        """Remove a candidate and all its results."""
+        self.table.remove(name)
+        del self._entries[name], self._weights[name]
+        self._ratings.pop(name, None)
+        self._recent.pop(name, None)
 
     # State
 
@@ -279,38 +304,15 @@ class League:
             league._weights = {name: dict(weights[name]) for name in playing}
         return league
 
-    def _names(self, kind: EntryKind) -> tuple[str, ...]:
-        return tuple(entry.name for entry in self._entries.values() if entry.kind == kind)
-
-    def _check_is_free(self, name: str) -> None:
-        if not _NAME.fullmatch(name):
-            raise LeagueError(
-                f"{name!r} cannot be a player's name; use up to 100 letters, digits, '.', '_' and '-', starting with a letter or digit"
-            )
-        if name == LEARNER or name in self._entries:
-            owner = "the learner" if name == LEARNER else _with_article(self._entries[name].kind)
-            raise LeagueError(f"{name!r} is taken by {owner}; choose another name")
-
-    def _retire(self, name: str) -> None:
-        """Remove a member's weights. Its results stay in the table."""
-        self._entries[name] = LeagueEntry(name, "retired", self._entries[name].step)
-        del self._weights[name]
-        self._recent.pop(name, None)
-
-    def _remove_candidate(self, name: str) -> None:
-        """Remove a candidate and all its results."""
-        self.table.remove(name)
-        del self._entries[name], self._weights[name]
-        self._ratings.pop(name, None)
-        self._recent.pop(name, None)
-
 
 # Rules of the league, as pure functions
 
 
 def is_promoted(against_best: WinRecord | None, *, promote_at: float) -> bool:
-    """Return whether a candidate becomes a member: if the lower end of the 95 % interval of its score against the best member is at least
-    `promote_at`, or if there is no member yet (None)."""
+    """Return whether a candidate becomes a member, given its record against the best member; None if there is no member yet.
+
+    The first candidate always does. Later ones do if the lower end of the 95 % interval of their score is at least `promote_at`.
+    """
     return against_best is None or against_best.interval().low >= promote_at
 
 

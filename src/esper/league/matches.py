@@ -1,8 +1,8 @@
 """Matches: battles of one player against one or several rivals, and the replay of one of them.
 
-On every map the player fights two battles against each rival, one from each side. No two pairs of battles of the same players share a map,
-because players that choose the likeliest action would repeat the same battle. All rivals meet the player on the same maps. Confidence
-intervals are over maps.
+On every map the player fights two battles against each rival, one from each side. They never fight another pair of battles on the same map,
+because players that choose the likeliest actions would repeat it. All rivals meet the player on the same maps. Confidence intervals are
+over maps.
 
 Shapes: R = rivals, P = pairs of battles with each rival = maps. The battles of the arena are ordered as [P, R, 2]; the last index is the
 side of the player.
@@ -28,7 +28,7 @@ from esper.rl.policy import Policy
 from esper.rng import Streams
 
 Contender = str | Policy  # name of a bot, or a policy
-_RECORDED = 8  # battles recorded at the same time, in search of one that the first player wins
+_RECORDED = 8  # battles recorded at the same time, to find one that the first player wins
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class Tally:
     """Results of the first battle at every index of the arena, kept on the device. Later battles at the same index are not counted."""
 
     def __init__(self, battles: int, device: torch.device) -> None:
-        self.points = torch.full((battles,), -1, dtype=torch.int64, device=device)  # -1 not over, 0 lost, 1 drawn, 2 won
+        self.points = torch.full((battles,), -1, dtype=torch.int64, device=device)  # in half points: -1 not over, 0 lost, 1 drawn, 2 won
         self.by_time = torch.zeros(battles, dtype=torch.bool, device=device)
         self.length = torch.zeros(battles, device=device)
 
@@ -161,8 +161,8 @@ class Tally:
             points = tuple((halves[theirs] / 2).tolist())
             sides = _record(points[0::2]), _record(points[1::2])
             won = tuple(theirs[halves[theirs] == 2].tolist())
-            ended = int(by_time[theirs].sum()), float(length[theirs].mean())
-            found.append(MatchResult(WinRecord.of_pairs(points), *ended, sides, won, points))
+            decisions = float(length[theirs].mean())
+            found.append(MatchResult(WinRecord.of_pairs(points), int(by_time[theirs].sum()), decisions, sides, won, points))
         return found
 
 
@@ -212,6 +212,7 @@ def play_and_record(
         # The first player won, but in a battle that was not recorded. Play again: the same seed gives the same battles.
         kept = _recorder(match_arena, wanted[0], names)
         match_arena.play(first, second, recorders=[kept], sample=sample)
+        # On devices whose results vary, the first player may lose it this time. Then there is no replay.
         if kept.winner != kept.battle % 2:
             return RecordedMatch(result, None, None, None)
     if kept is None:

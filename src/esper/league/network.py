@@ -33,8 +33,10 @@ _NEARLY_UNIFORM = 0.01  # gain of the actor's last layer: first choices are near
 
 
 class UnitEncoder(nn.Module):
-    """Encode observations as [B, E + bypass_size]: the input of the core [B, E], then its bypass: the same [B, E] and, with a state view,
-    the encoded battle [B, Z]."""
+    """Encodes observations as [B, E + bypass_size]: the input of the core [B, E], then the columns that bypass it.
+
+    These are the same vector [B, E] and, with a state view, the encoded battle [B, Z].
+    """
 
     def __init__(self, config: UnitNetworkConfig, arena: ArenaConfig) -> None:
         super().__init__()
@@ -61,8 +63,8 @@ class UnitEncoder(nn.Module):
             features.append(self.ally(allies.reshape(rows * self.layout["allies"].times, -1)).view(rows, -1, self.ally_width).amax(1))
         features.append(self.terrain(terrain))
         joint = self.joint(torch.cat(features, 1))
-        around = [joint, joint] if self.battle is None or isinstance(obs, Tensor) else [joint, joint, self.battle(obs["state"])]
-        return torch.cat(around, 1)
+        columns = [joint, joint] if self.battle is None or isinstance(obs, Tensor) else [joint, joint, self.battle(obs["state"])]
+        return torch.cat(columns, 1)
 
     @property
     def ally_width(self) -> int:
@@ -73,9 +75,9 @@ class UnitEncoder(nn.Module):
 
 
 class UnitActor(nn.Module):
-    """Compute the outputs of the action distribution from the core and the unit's own vector.
+    """Computes logits and means of the action from the first `width` features: the core's output and the unit's own vector.
 
-    The features end with the encoded battle, which only the critic may read: the actor takes the first `width` columns.
+    The features may end with the encoded battle, which only the critic reads.
     """
 
     def __init__(self, width: int, hidden: int, outputs: int) -> None:
@@ -89,6 +91,8 @@ class UnitActor(nn.Module):
 
 
 class UnitNetworkParts(NamedTuple):
+    """Custom parts of a `Policy`."""
+
     encoder: UnitEncoder
     actor: UnitActor
     critic: nn.Sequential

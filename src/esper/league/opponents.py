@@ -86,7 +86,7 @@ class OpponentSlot:
     battles: Tensor  # [n] indices of its battles
     name: str | None = None  # member of the league; None: a copy of the current learner
     since: int = 0  # decision at which this player took the slot
-    drawn: int = 0  # update of the last draw, which may have chosen the same player again
+    drawn: int = 0  # update at which this player was last drawn; it may be drawn several times in a row
 
 
 class OpponentSlots:
@@ -106,9 +106,9 @@ class OpponentSlots:
         return self._slots[opponent_slot].name
 
     def is_credited(self, age: Tensor, decision: int) -> Tensor:
-        """Return whether the opponent fought the whole battle [B], given the age of each battle [B] in decisions.
+        """Return whether each opponent fought its whole battle [B], given the age of each battle [B] in decisions.
 
-        True for all battles without a slot.
+        It is true for all battles without a slot.
         """
         return age <= decision - self.since
 

@@ -4,8 +4,8 @@ The model is Bradley and Terry's: the probability to win a battle grows with the
 the scores. (Plackett and Luce's model extends it to more than two sides; with two sides they are the same.)
 
 Two limits keep ratings from becoming too certain. A match counts as at most `MATCH_BATTLES` battles in the same proportions, because more
-battles of the same two players say nothing about how they do against others. And sigma never falls below `LEAST_SIGMA`, so ratings keep
-moving as other players join. Past selves do not change, so openskill's own drift (tau) is off.
+battles of the same two players say nothing about how they do against others. Sigma never falls below `LEAST_SIGMA`, so ratings keep moving
+as other players join. Past selves do not change, so openskill's own drift (tau) is off.
 
 openskill is imported on first use: without it, everything except `rate_match` works.
 """
@@ -23,8 +23,8 @@ from esper.league.record import WinRecord
 if TYPE_CHECKING:
     from openskill.models import BradleyTerryFull
 
-MATCH_BATTLES = 32
-LEAST_SIGMA = 1.0
+MATCH_BATTLES = 32  # battles that a match counts as, at most
+LEAST_SIGMA = 1.0  # lower limit of a rating's sigma
 HOW_TO_INSTALL = "install openskill with: pip install 'esper-grow[league]'"
 
 Outcome = Literal["win", "draw", "loss"]

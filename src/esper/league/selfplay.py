@@ -74,13 +74,12 @@ class SelfPlay:
         self.opponent_slots = self._make_opponent_slots()
         self.rows = self._learning_rows()  # [N] indices into the B·U units
         self.num_envs = len(self.rows)
-        self.results = torch.zeros(
-            len(self.opponent_groups), 3, dtype=torch.int64, device=device
-        )  # per group: won, drawn, lost since the last round
+        # Per group: battles won, drawn and lost since the last round.
+        self.results = torch.zeros(len(self.opponent_groups), 3, dtype=torch.int64, device=device)
         self.decisions = 0  # taken by every row so far
         self.updates = 0
         self.overflow = 0  # projectile overflow that events have reported so far
-        self.paid = torch.zeros(len(Rewards._fields), dtype=torch.float64, device=device)  # parts of the reward, summed over learning rows
+        self.paid = torch.zeros(len(Rewards._fields), dtype=torch.float64, device=device)  # parts of the reward, summed over rows and steps
         self.result: StepResult | None = None
         self._set_team()
 
@@ -139,7 +138,7 @@ class SelfPlay:
         assert self.result is not None, "reset first"
         if self.decisions and self.decisions % self.config.ppo.num_steps == 0:
             self._between_rollouts()
-        # Join the learner's actions with those of all opponents, so that every unit has one.
+        # Join the learner's actions with those of all opponents, so that every unit gets an action.
         chosen = [(self.rows, actions)]
         chosen += [(group.opponent.rows, group.opponent.act(self.result)) for group in self.opponent_groups if group.opponent is not None]
         result = self.arena.step(join_actions(chosen, self.config.arena.battles * self.config.arena.units))
@@ -204,7 +203,7 @@ class SelfPlay:
                 opponents=[name for name in self.opponent_slots.names if name is not None],
                 team=self._set_team(),
                 overflow=overflow - self.overflow,
-                reward=dict(zip(Rewards._fields, numbers, strict=False)),
+                reward=dict(zip(Rewards._fields, numbers, strict=False)),  # the parts of the reward are the first numbers
             )
         )
         self.overflow = overflow

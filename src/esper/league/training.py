@@ -49,7 +49,8 @@ def train_arena(
     A resumed run needs no `config`; a given one may ask for more steps. The run stops with a checkpoint after the update in which
     `should_stop()` becomes true.
     """
-    has_begun = resume and folder is not None and open_store(folder).has_any()  # a run without a checkpoint starts from the beginning
+    # A resumed run without a checkpoint begins anew, so it reads the file of its first weights again.
+    has_begun = resume and folder is not None and open_store(folder).has_any()
     return run_trainer(_ARENA_RESUMED if has_begun else ARENA, config, folder, resume=resume, **options)
 
 
@@ -77,8 +78,8 @@ def prepare_arena(config: ArenaTrainConfig, group: Group = ALONE, *, begins: boo
 class BotEvaluator:
     """Scores policies in battles against a bot. A battle counts 1, 0.5 or 0 points; battles 2i and 2i + 1 share a map.
 
-    The arena is made for the first score and kept until `close`, because a new one would make its maps again and capture its step in
-    more GPU memory.
+    The arena is made for the first score and kept until `close`: a new one would have to make its maps again, and on a GPU it would take
+    more memory for its captured step.
     """
 
     def __init__(self, config: ArenaTrainConfig) -> None:
