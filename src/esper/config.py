@@ -9,13 +9,14 @@ The help of a field is the comment behind it or the docstring below it. tyro sho
 show the `description` of a `msgspec.Meta`.
 
 Values come from the defaults, then the TOML file, then the command line: `tyro.cli(RunConfig, default=load(RunConfig, path))`. tyro prints
-a wrong value on the command line with its path and exits with status 2. A key that is missing in the file keeps its default. TOML has no
-null, so "None" stands for None in an optional field, as on the command line; in an optional field of text, where "None" is a text, the
-empty table {} stands for None.
+a wrong value on the command line with its path and exits with status 2. A key that is missing in the file keeps its default.
+
+TOML has no null. In an optional field, "None" stands for None, as on the command line. If the field may hold a text, "None" could be that
+text, so there the empty table {} stands for None.
 
 `save` writes the config of a run with the sha256 of its values in a comment, and `load_saved` refuses a file that was changed since. Files
-of early versions have neither comments nor a sha256 and are read without the check. `load` reads files that people write, and ignores
-comments.
+of early versions have neither comments nor a sha256 and are read without the check. `load` reads files that people write, and checks no
+sha256.
 
 This module imports neither torch nor numpy, so that the command line prints its help quickly.
 """
@@ -52,7 +53,7 @@ Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
 MAX_SHOWN = 300  # characters of a wrong value in a message
 NONE = "None"  # stands for None in a TOML file, except in fields that may hold a text, where {} does
 
-_EMPTY = "{} is None"  # part of the first line of a saved file; files without it use "None" for None in fields of text too
+_EMPTY = "{} is None"  # part of the first line of a saved file; older files lack it and write None as "None" in fields of text too
 _FIRST_LINE = f"# The settings of a run; {_EMPTY}. The last line holds the sha256 of their values, which is checked when the run is read.\n"
 _LAST_LINE = "# sha256 {}"
 
@@ -81,7 +82,8 @@ def _shown(value: object) -> str:
 
 
 class _ConfigMeta(msgspec.StructMeta):
-    # msgspec does not pass `kw_only` on to subclasses. Set all strict options here, so that no config class can forget one.
+    """Sets the strict options of every config class, because msgspec does not pass `kw_only` on to subclasses."""
+
     def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **options: Any) -> _ConfigMeta:
         strict = {"frozen": True, "kw_only": True, "forbid_unknown_fields": True}
         return super().__new__(mcs, name, bases, namespace, **(strict | options))
@@ -138,8 +140,9 @@ def load_saved(config_type: type[ConfigT], path: str | Path) -> ConfigT:
 
 
 def _is_as_saved(text: str, values: dict[str, object]) -> bool:
+    """Return whether a comment of the file holds the sha256 of its values, or the file is too old to have one."""
     if not re.search(r"^\s*#", text, re.MULTILINE):
-        return bool(text.strip())  # files without any comment are from early versions, which wrote no digest
+        return bool(text.strip())  # a file without any comment is from an early version, unless it is empty
     return _LAST_LINE.format(digest_of(values)) in (line.strip() for line in text.splitlines())
 
 
@@ -160,6 +163,7 @@ def _parse_file(path: str | Path) -> tuple[str, dict[str, object]]:
 
 
 def _from_values(config_type: type[ConfigT], values: dict[str, object], path: str | Path, *, is_none_a_text: bool = True) -> ConfigT:
+    """Return the config of a file. `is_none_a_text` is false for old files, in which "None" stands for None in fields of text too."""
     try:
         return from_mapping(config_type, values if is_none_a_text else _with_none(config_type, values))
     except ConfigError as error:
@@ -237,7 +241,7 @@ def _build(config_type: type[ConfigT], mapping: Mapping[str, object], *, default
 
 
 def _parse(info: Type, given: object, *, default: object) -> object:
-    """Return a value with the tables in it turned into configs. The config that holds the value checks it later."""
+    """Return a value in which tables are turned into configs. Its type is checked later, by the config that holds it."""
     kinds = _kinds(info)
     if (given == {} or given == NONE) and given == _none_of(info):
         return None
@@ -266,12 +270,13 @@ def _under(prefix: str) -> Iterator[None]:
 
 
 def _with_none(config_type: type[Config], values: Mapping[str, object]) -> dict[str, object]:
-    """Convert the values of an old file, in which "None" always stands for None, to the present notation."""
+    """Convert the values of an old file, in which "None" stands for None in every optional field, to the present notation."""
     fields = _fields(config_type)
     return {name: _with_none_in(fields[name][1], given) if name in fields else given for name, given in values.items()}
 
 
 def _with_none_in(info: Type, given: object) -> object:
+    """Convert one value of an old file, given the type of its field."""
     if given == NONE:
         return given if _none_of(info) is None else _none_of(info)
     if not isinstance(given, Mapping):
@@ -288,10 +293,11 @@ def _with_none_in(info: Type, given: object) -> object:
 
 
 def _plain_table(config: Config, *, default: object) -> dict[str, object]:
+    """Return a config as a TOML table. A field that is None is left out if its default is None, because TOML has no null."""
     defaults = _defaults(type(config), default)
     table: dict[str, object] = {}
     for name, (_, info) in _fields(type(config)).items():
-        value, usual = getattr(config, name), defaults.get(name, NONE)
+        value, usual = getattr(config, name), defaults.get(name, NONE)  # a field without a default is always written
         if value is not None:
             table[name] = _plain(value, info, default=usual)
         elif usual is not None:
@@ -300,6 +306,7 @@ def _plain_table(config: Config, *, default: object) -> dict[str, object]:
 
 
 def _plain(value: object, info: Type, *, default: object = None) -> object:
+    """Return a value as TOML can hold it. `default` is the default of its field."""
     if isinstance(value, Config):
         return _plain_table(value, default=default)
     if isinstance(value, list | tuple):

@@ -1,9 +1,8 @@
 """Write files atomically, read untrusted files safely, and detect files that were changed.
 
 Every file that esper writes goes through `write_file`; only the event log, which grows line by line, has its own code. When `write_file`
-returns, the content and the name of the file are on disk; at any moment a reader finds either the old file or the new one. The functions
-below it do the same for making, renaming and removing folders. All of them call `os`, so tests can inject faults in one place:
-`esper.files.os`.
+returns, the content and the name of the file are on disk; at any moment a reader finds either the old file or the new one. `make_folder`,
+`rename` and `remove` do the same for folders. All of them call `os`, so tests can inject faults in one place: `esper.files.os`.
 
 Files that esper reads may come from anywhere. `read_file`, `parse_json` and `parse_toml` refuse pipes, devices, huge files and deep
 nesting, which would fill the memory or the stack, or never end.
@@ -14,7 +13,7 @@ Every file that esper reads back has a sha256, in itself or in another file that
     manifest.json, league.json     the key "sha256", over all other keys                 `with_digest`, `without_digest`
     tensors and state of a         in the manifest                                       `esper.runs`
     checkpoint
-    model, controller, league      in the metadata of the safetensors file, over         `write_tensors`, `read_tensors`
+    models, controllers, league    in the metadata of the safetensors file, over         `write_tensors`, `read_tensors`
     members, replays, policies     names, types, shapes, values and metadata
     and learners
 
@@ -41,7 +40,7 @@ DIGEST = "sha256"  # key of the digest in a table
 MAX_DEPTH = 100  # nesting of lists and tables; recursive code then stays far below Python's limit
 MAX_CONFIG_BYTES = 2**20
 MAX_NAME_BYTES = 255  # length of a file name on nearly every file system
-MAX_JSON_BYTES = 2**28  # size of a JSON file, if no manifest says its size
+MAX_JSON_BYTES = 2**28  # size of a JSON file whose size is in no manifest
 
 _TOO_DEEP = f"it is nested more than {MAX_DEPTH} levels deep"
 # Matches a dotted key of more than MAX_DEPTH parts. Such keys are refused before tomllib parses them in quadratic time.

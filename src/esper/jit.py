@@ -29,7 +29,7 @@ _FAST_MATH = {"contract", "reassoc"}
 
 @functools.cache
 def has_numba() -> bool:
-    """Return whether kernels are compiled in this process. Decided once, so that the arithmetic does not change during a run."""
+    """Return whether this process uses compiled kernels. It is decided once, so that the arithmetic does not change during a run."""
     is_wanted = os.environ.get("ESPER_NUMBA", "1") != "0" and os.environ.get("NUMBA_DISABLE_JIT", "0") in ("", "0")
     if not is_wanted or importlib.util.find_spec("numba") is None:
         return False

@@ -21,7 +21,7 @@ from typing import Any
 def lazy_names(package: str, *, need_extras: Collection[str] = ()) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Return `__getattr__`, `__dir__` and `__all__` for a package, from the imports under its `if TYPE_CHECKING:`.
 
-    Names that `need_extras` are not in `__all__`: a star import works without the extras.
+    Names in `need_extras` are left out of `__all__`, so that a star import works without the extras.
 
     >>> import esper.rl
     >>> "PPO" in dir(esper.rl), esper.rl.PPO.__module__

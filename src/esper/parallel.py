@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 --no-python -- esper ppo train cue          # `--` separates torchrun's options from esper's
 
-Every rank computes sums over its own environments. The sums of all ranks, divided by the counts of all ranks, equal those of one process
-with all environments. So weights, normalisers and decisions are the same on all ranks.
+Every rank computes sums over its own environments. Their total over all ranks, divided by the total count, is the mean that one process
+with all environments would compute. So weights, normalisers and decisions are the same on all ranks.
 
 All ranks must call the methods of their group in the same order. `ALONE` is the group of a single process: its methods return their input.
 """
@@ -43,7 +43,7 @@ class Group:
     world_size = 1
 
     def place(self, device: torch.device) -> torch.device:
-        """Return the device of this rank, given the kind of device, such as "cuda"."""
+        """Return the device of this rank, such as "cuda:1", given the kind of device."""
         return device
 
     def sum_(self, tensor: Tensor) -> Tensor:

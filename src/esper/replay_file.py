@@ -1,8 +1,8 @@
 """Replays: the file of one recorded battle, with everything needed to draw it and to compute it again.
 
 A replay is a safetensors file with `ReplayInfo` as JSON in its metadata, so reading it executes no code. The metadata also hold a sha256 of
-everything; replays of early versions have none and are read without the check. `LAYOUT` lists the required tensors. There may be more
-actions under `actions/`, and the fields of the battle's state under `keyframes/`.
+everything; replays of early versions have none and are read without the check. `LAYOUT` lists the required tensors. A file may hold more:
+further actions under `actions/`, and the fields of the battle's state under `keyframes/`.
 
 Shapes: F = frames (frame 0 is the start, frame f the state after decision f), A = F - 1 decisions, U = units (team 0 is the first half),
 P = projectile slots, Q = cloud slots, S = side of the map, C = columns of `info.unit_columns`, N = destroyed terrain columns,
@@ -57,7 +57,6 @@ LAYOUT: dict[str, tuple[Dimensions, torch.dtype]] = {
     "keyframes/at": (("K",), torch.int64),  # the frame of each keyframe
 }
 
-
 # Tensors that a player on a web page reads; the others are needed only to compute the battle again.
 DRAWN = tuple(name for name in LAYOUT if not name.startswith(KEYFRAMES))
 
@@ -84,7 +83,7 @@ class StateHash(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
-    """The start of the battle, together with the seed."""
+    """The start of the battle. Together with the seed, it determines the first state."""
 
     config: dict[str, Any]  # config of the arena
     place: int  # index of the battle in its batch
@@ -235,7 +234,7 @@ def _misfit(name: str, tensor: Tensor, dimensions: Dimensions, dtype: torch.dtyp
         for dimension, size in zip(dimensions, tensor.shape, strict=True):
             if isinstance(dimension, str):
                 sizes.setdefault(dimension, size)
-    wanted = [dimension if isinstance(dimension, int) else sizes.get(dimension) for dimension in dimensions]
+    wanted = [dimension if isinstance(dimension, int) else sizes.get(dimension) for dimension in dimensions]  # None: not known yet
     found = []
     if list(tensor.shape) != wanted or (dimensions[0] == "F" and not len(tensor)):
         named = ", ".join(str(dimension) if size is None else str(size) for dimension, size in zip(dimensions, wanted, strict=True))

@@ -10,7 +10,7 @@ import hashlib
 from typing import Any
 
 import numpy as np
-import torch as pytorch
+import torch as pytorch  # `torch` is a method of Streams
 from numpy.random import PCG64, Generator as NumpyGenerator, SeedSequence
 from torch import Generator as TorchGenerator
 
@@ -32,7 +32,7 @@ class Streams:
         if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
             raise ValueError(f"a seed is an int >= 0; got {seed!r}")
         self.seed = seed
-        self._key: tuple[int, ...] = ()  # spawn key of this family of streams
+        self._key: tuple[int, ...] = ()  # key of this family of streams for numpy's SeedSequence; `spawn` extends it
         self._torch: dict[tuple[str, str], TorchGenerator] = {}  # (name, device) -> generator
         self._numpy: dict[str, NumpyGenerator] = {}
         self._children: dict[str, Streams] = {}
@@ -102,7 +102,7 @@ class Streams:
         return int(self._sequence(f"torch {place}", name).generate_state(1, np.uint64)[0])
 
 
-_NOTHING: dict[str, Any] = {"torch": {}, "numpy": {}, "children": {}}
+_NOTHING: dict[str, Any] = {"torch": {}, "numpy": {}, "children": {}}  # state of a family that was not saved
 
 
 def _check_loadable(state: dict[str, Any], seed: int) -> None:

@@ -19,8 +19,8 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 Floats = NDArray[np.float64]
-EXACT_PAIRS = 12  # up to this many pairs, all sign flips (2¹²) are enumerated instead of sampled
-LEAST_COUNT = 1.5  # effective number of values below which their spread says nothing
+EXACT_PAIRS = 12  # up to this many pairs, all sign flips are enumerated instead of sampled
+LEAST_COUNT = 1.5  # effective number of values below which an interval is infinite
 RESAMPLED_AT_ONCE = 1 << 20  # numbers that a bootstrap or permutation test draws at once; bounds its memory
 
 
@@ -181,7 +181,7 @@ def _checked_momentum(momentum: float) -> float:
 def explained_variance(predictions: Tensor, targets: Tensor, valid: Tensor | None = None) -> Tensor:
     """Return the share of the targets' variance that the predictions explain, at most 1, as float64 [] on the device.
 
-    It is 0 if the targets do not vary or there are none; a number, unlike NaN, keeps averages of logs defined.
+    It is 0 if the targets do not vary or there are none, because a NaN would spoil averages over updates.
     """
     if predictions.shape != targets.shape:
         raise ValueError(f"give one prediction per target; got {tuple(predictions.shape)} for {tuple(targets.shape)}")
@@ -217,6 +217,7 @@ def bootstrap_interval(values: ArrayLike, *, confidence: float = 0.95, resamples
         return Interval(estimate, estimate, estimate)
     means = _in_chunks(lambda rows: rng.choice(sample, size=(rows, len(sample))).mean(axis=1), resamples, width=len(sample))
     normal = NormalDist()
+    # BCa: shift the percentiles of the resampled means by the bias and the skew of the sample.
     below = (np.count_nonzero(means < estimate) + 0.5 * np.count_nonzero(means == estimate)) / resamples
     bias = normal.inv_cdf(min(max(below, 1 / resamples), 1 - 1 / resamples))
     deviation = sample - estimate
@@ -343,8 +344,8 @@ def student_quantile(probability: float, freedom: float) -> float:
 def paired_p_value(ours: ArrayLike, theirs: ArrayLike, *, resamples: int = 10_000, rng: np.random.Generator) -> float:
     """Return the two-sided p-value of the hypothesis "neither is better", by a sign-flip permutation test.
 
-    It is the share of random signs of the differences that give a mean at least as far from 0. It is exact up to 12 pairs, where its
-    smallest value is 2 / 2ⁿ (five pairs cannot get below 0.0625), and sampled above.
+    It is the share of sign flips of the differences that give a mean at least as far from 0. Up to 12 pairs all flips are counted, so it is
+    exact and at least 2 / 2ⁿ (five pairs cannot get below 0.0625). Above, flips are sampled.
     """
     differences = _differences(ours, theirs)
     pairs = len(differences)
@@ -393,7 +394,7 @@ def _confidence(confidence: float) -> float:
 
 
 def _in_chunks(draw: Callable[[int], Floats], count: int, *, width: int) -> Floats:
-    """Return `count` results of `draw`, in chunks of rows of which each has at most RESAMPLED_AT_ONCE numbers (`width` per row)."""
+    """Return `count` results of `draw(rows)`, which draws `width` numbers per row. One call draws at most RESAMPLED_AT_ONCE numbers."""
     if count < 1:
         raise ValueError(f"at least one resample is needed; got {count}")
     rows = max(1, RESAMPLED_AT_ONCE // width)

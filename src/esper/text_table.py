@@ -49,7 +49,7 @@ def duration(seconds: float) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str], *, otherwise: str = "", before: str = "", cutoff: float = 0.6) -> str:
-    """Ask for the known name nearest to a wrong one; return `otherwise` if none is near. `before` is written in front of the name.
+    """Return a question that suggests the known name nearest to a wrong one, or `otherwise` if none is near. `before` precedes the name.
 
     >>> did_you_mean("heuristc", ["never", "heuristic"]), did_you_mean("x", ["never"], otherwise="there is never")
     ("did you mean 'heuristic'?", 'there is never')
