@@ -1,4 +1,4 @@
-"""Named random streams: every user of random numbers asks for its own stream by name. No code draws from a global generator.
+"""Named random streams: code that needs random numbers asks for its own stream by name instead of drawing from a global generator.
 
 A stream depends only on the seed and on its name, so new streams and another order of calls never change the draws of existing ones. All
 streams can be saved and continued exactly.

@@ -90,7 +90,7 @@ class League:
     """Anchors, candidates and members, with their results, ratings and weights. Not thread-safe.
 
     `is_rated` is fixed when the league is made; by default, a league is rated if openskill is installed. Ratings help to choose the members
-    that retire, so a rated league cannot go on without openskill.
+    that retire, so a rated league cannot continue without openskill.
     """
 
     def __init__(self, anchors: Sequence[str] = (), config: LeagueConfig | None = None, *, is_rated: bool | None = None) -> None:

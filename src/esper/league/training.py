@@ -49,7 +49,7 @@ def train_arena(
     A resumed run needs no `config`; a given one may ask for more steps. The run stops with a checkpoint after the update in which
     `should_stop()` becomes true.
     """
-    # A resumed run without a checkpoint begins anew, so it reads the file of its first weights again.
+    # A resumed run without a checkpoint starts from the beginning, so it reads the file of its first weights again.
     has_begun = resume and folder is not None and open_store(folder).has_any()
     return run_trainer(_ARENA_RESUMED if has_begun else ARENA, config, folder, resume=resume, **options)
 

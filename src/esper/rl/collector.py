@@ -32,7 +32,7 @@ _ALIGNMENT = 16  # bytes; a tensor of any dtype may start at a multiple of it
 
 
 class Staging:
-    """Moves dictionaries of tensors to `device` in one transfer. The layout is made anew when shapes or types change.
+    """Moves dictionaries of tensors to `device` in one transfer. The layout is computed again when shapes or types change.
 
     `move` returns views of a buffer that the next call overwrites. A transfer from pinned memory may still be running when `move` returns,
     so synchronise before the next call. Acting does so by reading the actions.

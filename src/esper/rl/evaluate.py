@@ -81,7 +81,7 @@ def evaluate(
     max_steps: int = MAX_STEPS,
     should_stop: Callable[[], bool] = _never,
 ) -> PolicyEvaluation:
-    """Play `episodes` episodes, the same number in each environment, or one more in the first ones.
+    """Play `episodes` episodes: the same number in each environment, and one more in the first ones if the number does not divide evenly.
 
     With a generator the actions are drawn at random, without one they are the most likely ones. An episode that is longer than `max_steps`
     steps is cut. Raises EvaluationStopped soon after `should_stop()` becomes true.
@@ -107,6 +107,7 @@ def _evaluate(
     max_steps: int,
     should_stop: Callable[[], bool],
 ) -> PolicyEvaluation:
+    """Play the episodes of `evaluate` with a policy in evaluation mode."""
     device, num_envs = policy.device, env.num_envs
     share, extra = divmod(episodes, num_envs)
     left = share + (torch.arange(num_envs) < extra).to(torch.int64)  # [N] episodes still to play

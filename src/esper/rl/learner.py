@@ -35,7 +35,7 @@ _HALF_PRECISIONS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class InvalidUpdate(NamedTuple):
-    """The losses and the gradient norm of a gradient step that was not finite."""
+    """The losses and the gradient norm of a gradient step that was skipped because it was not finite."""
 
     policy_loss: float
     value_loss: float
@@ -196,7 +196,8 @@ class Learner:
         norm = torch.linalg.vector_norm(self.gradient)
         if self.config.target_kl is not None:
             stopped = stopped | (terms.total_kl > KL_SLACK * self.config.target_kl)
-        # A step that is not finite is either an overflow of the loss scale, which is normal in float16, or broken.
+        # A step is skipped after a stop, or if it is not finite: then either the loss scale overflowed, which is normal in float16, or the
+        # step is broken.
         skip = ~torch.isfinite(terms.loss + norm) | stopped
         overflowed = self.loss_scale.overflowed(terms.loss, norm) & ~stopped
         broken = skip & ~stopped & ~overflowed

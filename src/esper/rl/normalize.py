@@ -1,7 +1,7 @@
 """Normalisers of observations, rewards and values.
 
 They do not change while a rollout is collected. They are updated after it with the rollouts of all ranks, so all ranks have the same
-moments. Numbers that are not finite are left out, so that one of them does not spoil the moments for good. The normalisers are not
+moments. Numbers that are not finite are left out, so that one of them does not spoil the moments forever. The normalisers are not
 thread-safe: one learner owns them.
 
 Shapes: T = steps in the rollout, N = parallel environments.
@@ -22,7 +22,7 @@ from esper.statistics import ExponentialMoments, RunningMoments, Sums, sums_of
 from esper.vecenv import Obs, ObservationSpec, TensorSpec
 
 CLIP = 10.0  # normalised observations and rewards are clipped to ± this
-SMALLEST_SPREAD = 1e-4  # lower limit of a spread, so that a feature that never varies is not blown up
+SMALLEST_SPREAD = 1e-4  # lower limit of a spread, so that a feature that hardly varies is not scaled up without limit
 VALUE_MOMENTUM = 0.9  # per rollout; old returns are forgotten because they change with the policy
 
 
@@ -98,7 +98,7 @@ class RewardNormalizer:
         return (rewards / self.moments.std.clamp_min(SMALLEST_SPREAD).to(rewards.dtype)).clamp_(-CLIP, CLIP)
 
     def forget_episodes(self) -> None:
-        """Set the returns of unfinished episodes to zero, because all episodes begin anew."""
+        """Set the returns of unfinished episodes to zero, because all environments begin new ones."""
         self.running = torch.zeros_like(self.running)
 
     def state_dict(self) -> dict[str, Any]:

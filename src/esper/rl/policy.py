@@ -281,7 +281,7 @@ class Policy(nn.Module):
         return _ExportableStep(self)
 
     def save(self, path: Path | str) -> None:
-        """Write everything that acting needs into one safetensors file, for `Policy.load`. Of custom parts only the weights are saved."""
+        """Write everything that acting needs into one safetensors file, for `Policy.load`. Custom parts save only their weights."""
         about = {
             "observation_spec": self.observation_spec,
             "action_spec": self.action_spec,
@@ -304,7 +304,7 @@ class Policy(nn.Module):
     ) -> Policy:
         """Return the policy of a file of `Policy.save` or `PPO.save`, or the best one of a run folder, ready to act without an environment.
 
-        A policy that was trained with custom parts needs fresh instances of them. Nothing in the file is executed.
+        A policy that was trained with custom parts needs fresh instances of them. Reading the file executes no code.
         """
         return load_policy(path, encoder=encoder, actor=actor, critic=critic, device=device)
 

@@ -287,7 +287,7 @@ def _resume(config: Any, folder: Path, options: Options) -> RunResult:
     trainer, group = options.trainer, options.group
     checkpoint = group.first(lambda: _latest(folder))
     is_trained = checkpoint is not None and checkpoint.step >= trainer.total_steps(config, group)
-    # Nothing is left to do if all steps were trained and the evaluation at the end was finished, or none is configured.
+    # The run had finished if all steps were trained and the evaluation at the end was done, or none is configured.
     if checkpoint is not None and is_trained and not group.first(lambda: trainer.is_evaluated(config) and not _has_evaluation(folder)):
         group.first(lambda: _write_further_files(trainer, folder, config, checkpoint))
         return _result_of(checkpoint, folder)
@@ -341,14 +341,14 @@ class _ResumePoint:
     """The checkpoint that a session continues from, without the learner's state, which takes much memory."""
 
     step: int
-    best: tuple[bool, float]
-    seconds: float
+    best: tuple[bool, float]  # see `_Session.best`
+    seconds: float  # time that all sessions before took
     events_offset: int
     summary: dict[str, Any]
     eval_steps: int
     awaits_evaluation: bool
     evaluation: dict[str, Any] | None  # event of its evaluation, if that was finished
-    skipped: tuple[Refused, ...]
+    skipped: tuple[Refused, ...]  # newer checkpoints that could not be loaded
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> _ResumePoint:
@@ -375,7 +375,7 @@ class _Session:
         self.store = open_store(folder, keep=config.keep)
         make_evaluator = options.trainer.make_evaluator
         self.evaluator = None if make_evaluator is None else make_evaluator(config)
-        self.best = (False, -math.inf)  # whether the best checkpoint has a score, and the score
+        self.best = (False, -math.inf)  # of the best checkpoint: (True, its score), or (False, its step) if it has no score
         self.eval_steps = 0  # calls of `env.step` by evaluations at checkpoints, each of which steps all environments
         self.awaits_evaluation = False  # whether the checkpoint just saved still has to be evaluated
         self.began = time.perf_counter()
@@ -406,6 +406,7 @@ class _Session:
         return self._finish(before.step, before.summary)
 
     def run(self) -> RunResult:
+        """Train until the last step, or until a user stops the run. Save and evaluate checkpoints on the way."""
         ppo, config, group = self.ppo, self.config, self.options.group
         total_steps = self._start()
         try:
@@ -465,13 +466,14 @@ class _Session:
 
     def _save(self, update: Update, *, is_due: bool, is_last: bool = False) -> None:
         """Write a checkpoint, and decide whether it is evaluated afterwards. All ranks must call it."""
-        ppo, trainer = self.ppo.state_dict(), self.options.trainer  # of all ranks
+        ppo, trainer = self.ppo.state_dict(), self.options.trainer  # the state of all ranks, so all of them take part
         if self.log is None:
             return
         is_evaluated = trainer.is_evaluated(self.config)
         steps = update.step / (self.ppo.env.num_envs * self.options.group.world_size)  # calls of `env.step` in training
         has_share = is_last or self.eval_steps <= trainer.eval_share(self.config) * steps
         self.awaits_evaluation = is_due and is_evaluated and has_share
+        # Until its evaluation is done, a checkpoint has no score, and the latest one counts as the best of these.
         score = (False, float(update.step)) if is_evaluated else _score_in_training(update)
         is_best = score >= self.best
         self.best = max(score, self.best)

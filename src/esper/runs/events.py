@@ -1,4 +1,4 @@
-"""Events of a run: their base class, the lines of the log they are saved as, the numbers that plotting tools show, and reading a log.
+"""Events of a run: their base class, the lines of a log that hold them, the numbers that plotting tools show, and how a log is read.
 
 A line is a JSON object with `kind`, `time` (unix seconds), `run`, `rank`, `env`, `step`, and the fields of the event. The unit of `step`
 depends on the run: environment steps of a learner, or epochs of a growing host. JSON has no NaN or infinity, so such a float is written as
@@ -32,8 +32,10 @@ class EventError(ValueError):
 # Subclasses inherit `frozen` in msgspec; type checkers must be told.
 @dataclass_transform(frozen_default=True, field_specifiers=(msgspec.field,))
 class EventMeta(msgspec.StructMeta):
-    """Registers every event class under its tag when it is defined. It is a metaclass because `__init_subclass__` runs before msgspec has
-    finished the struct."""
+    """Registers every event class under its tag when it is defined.
+
+    It is a metaclass because `__init_subclass__` runs before msgspec has finished the struct.
+    """
 
     def __init__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **config: Any) -> None:
         super().__init__(name, bases, namespace)

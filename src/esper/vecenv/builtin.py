@@ -161,8 +161,8 @@ class Cue(BuiltinEnv):
     def advance(self, state: State, actions: Actions) -> tuple[State, Outcome]:
         terminated = state["until_go"] == 0
         reward = (terminated & (actions["action"] == state["cue"])).float()
-        moved = {"cue": state["cue"], "until_go": state["until_go"] - 1, "shown": torch.zeros_like(state["shown"])}
-        return moved, Outcome(reward, terminated, torch.zeros_like(terminated))
+        after = {"cue": state["cue"], "until_go": state["until_go"] - 1, "shown": torch.zeros_like(state["shown"])}
+        return after, Outcome(reward, terminated, torch.zeros_like(terminated))
 
     def observe(self, state: State) -> tuple[Obs, Masks]:
         cue = one_hot(state["cue"], self.choices) * state["shown"].unsqueeze(1)  # [N, K]

@@ -55,7 +55,9 @@ class MaskReader:
         if KEY in infos:
             return self._split(infos)
         found = {name: torch.from_numpy(self._rows(infos, key, self._shapes[name])) for key, name in self._keys.items() if key in infos}
-        return self._split({KEY: [_flat(mask) for mask in self._ask()]}) if not found and self._ask is not None else found
+        if found or self._ask is None:
+            return found
+        return self._split({KEY: [_flat(mask) for mask in self._ask()]})
 
     def _split(self, source: Mapping[str, Any]) -> Masks:
         """Return the masks by head from `source[KEY]`, which is a flat mask or a dictionary by head."""
