@@ -264,7 +264,7 @@ class Policy(nn.Module):
         return first_of(batch) if is_single else batch, after.cpu().numpy() if self.core.state_size else None
 
     def fit_spaces(self, spaces: Spaces) -> None:
-        """Use the spaces of an environment if the policy was saved without any. Raise ValueError if they do not fit this policy."""
+        """Use the spaces of an environment if the policy was saved without any; raise ValueError if they do not fit it then."""
         if self.spaces == spaces_of_specs(self.observation_spec, self.action_spec):
             action_part_for(spaces.action, self.action_spec)
             self.spaces = spaces
