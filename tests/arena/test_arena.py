@@ -472,5 +472,5 @@ def test_a_state_of_other_battles_is_refused() -> None:
         arena.load_state_dict(saved)
     assert arena.state is before
     saved["state"].pop("units/heat")
-    with pytest.raises(ValueError, match="missing are \\['units/heat'\\]"):
+    with pytest.raises(ValueError, match="missing: \\['units/heat'\\], unknown: \\[\\]"):
         arena.load_state_dict(saved)

@@ -335,7 +335,7 @@ def test_unknown_landscapes_and_odd_seeds_are_refused() -> None:
         generate_maps([])
     with pytest.raises(ValueError, match=r"torch.float32 of shape \[2\]"):
         generate_maps(torch.tensor([1.0, 2.0]))
-    with pytest.raises(ValueError, match=r"fits into 64 bits with its sign; got 9223372036854775808"):
+    with pytest.raises(ValueError, match=r"must fit into 64 bits with its sign; got 9223372036854775808"):
         generate_maps([1, 2**63])
     with pytest.raises(TypeError, match="float"):
         generate_maps([1.5])  # type: ignore[list-item]

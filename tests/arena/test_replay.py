@@ -240,7 +240,7 @@ def test_a_changed_keyframe_seed_or_place_is_detected_on_any_device(path: Path) 
     assert f"keyframe at frame {KEYFRAME_EVERY}" in keyframe.message
     seed = verify(changed(path, "seed.safetensors", seed=4))
     assert (seed.ok, seed.first_wrong_frame) == (False, 0)
-    assert "does not begin as seed 4 has it" in seed.message
+    assert "does not begin as seed 4 makes it" in seed.message
     assert replay.info.origin is not None
     episode = verify(changed(path, "place.safetensors", origin=msgspec.structs.replace(replay.info.origin, episode=1)))
     assert (episode.ok, episode.first_wrong_frame) == (False, 0)
@@ -371,7 +371,7 @@ def with_keyframes(name: str, change: Callable[[Tensor], Tensor]) -> Change:
         (with_keyframes("contest/map", lambda number: number[:, None]), "contest/map does not name one of its 4 maps"),
         (with_keyframes("at", lambda at: at.flip(0)), "keyframes are at frames"),
         (with_keyframes("at", lambda at: at + 1000), "keyframes are at frames"),
-        (with_tensor("actions/contact", lambda contact: contact.add_(100)), "actions that cannot be"),
+        (with_tensor("actions/contact", lambda contact: contact.add_(100)), "actions with impossible values"),
         (
             lambda replay: {"tensors": {"actions/contact": replay.tensors["actions/contact"].float()}},
             "actions/contact is missing, or not one",
@@ -451,7 +451,7 @@ def test_a_replay_without_an_origin_or_with_impossible_actions_is_an_error(path:
         verify(changed(path, "no_origin.safetensors", origin=None))
     fire = read_replay(path).tensors["actions/fire"].clone()
     fire[3, 0] = 100
-    with pytest.raises(ReplayError, match="actions that cannot be"):
+    with pytest.raises(ReplayError, match="actions with impossible values"):
         verify(changed(path, "impossible.safetensors", tensors={"actions/fire": fire}))
 
 

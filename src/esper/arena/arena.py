@@ -65,7 +65,8 @@ class StepResult(NamedTuple):
 class Arena:
     """B battles. `state` is their whole state; after changing it, call `look` for the new observations.
 
-    A step may overwrite the memory of the state before it. Clone a state to keep it.
+    `record` captures the decision as a CUDA graph (None: on a GPU), and `compile` fuses it by torch's compiler; see above. A step may
+    overwrite the memory of the state before it. Clone a state to keep it.
     """
 
     def __init__(
@@ -88,7 +89,8 @@ class Arena:
         self._tick, self._observe, self._sense = fuse(one_tick), fuse(self.observer.observe), fuse(sense)
         self.checks_at_once = self.device.type == "cpu"
         self.largest_team = torch.full((), self.config.team_size, device=self.device)
-        self._problem = torch.full((1 + len(FIRST_WRONG),), -1.0, dtype=torch.float64, device=self.device)  # row, and what it held
+        # First wrong action since the reset, found on a GPU: its row, -1 if there is none, and its values.
+        self._problem = torch.full((1 + len(FIRST_WRONG),), -1.0, dtype=torch.float64, device=self.device)
         self._recording: _Recording | None = None
         self.seed = seed
         self._seed_word = torch.full((), within_bits(seed), dtype=torch.int64, device=self.device)
@@ -96,8 +98,8 @@ class Arena:
         self.place = torch.arange(self.config.battles, device=self.device)
         self.state = self._sensed(self._fresh(self.place, torch.zeros_like(self.place)))
 
-    def _open(self, seed: int) -> None:
-        """Write the maps of another seed over the old ones: a recorded step goes on reading the same memory."""
+    def _change_seed(self, seed: int) -> None:
+        """Begin the first battles of another seed. Its maps overwrite the old ones, because a captured step reads the same memory."""
         self.seed = seed
         self._seed_word.fill_(within_bits(seed))
         for old, new in zip(self.atlas.worlds, make_atlas(self.config, self.tables, seed=seed, device=self.device).worlds, strict=True):
@@ -107,7 +109,7 @@ class Arena:
     def reset(self, seed: int | None = None) -> StepResult:
         """Begin new battles everywhere: the first ones of `seed` if it is given, else the first ones of the current seed."""
         if seed is not None and seed != self.seed:
-            self._open(seed)
+            self._change_seed(seed)
         else:
             self.state = self._sensed(self._fresh(self.place, torch.zeros_like(self.place)))
         self._problem.fill_(-1.0)
@@ -161,11 +163,11 @@ class Arena:
         return state._replace(senses=senses)
 
     def _advance(self, before: State, actions: Actions) -> tuple[State, StepResult]:
-        """Compute one decision. It is a pure function of its arguments, except for `_problem` on a GPU."""
+        """Return the next state and the result of one decision. On a GPU, note wrong actions in `_problem`."""
         config, tables = self.config, self.tables
         if not self.checks_at_once:
             self._problem.copy_(torch.where(self._problem[0] >= 0, self._problem, first_wrong(actions, config)))
-            actions = _mended(actions, config)
+            actions = _with_valid_values(actions, config)
         orders = read_orders(actions, before.senses, before.units, tables, battles=config.battles)
         after, step_events = decide(before, orders, tables, tick=self._tick)
         ending = find_ended(after.status, after.units, config)
@@ -178,7 +180,7 @@ class Arena:
         return state, result
 
     def _begun_anew(self, after: State, ending: Ending) -> State:
-        """Replace ended battles by the next ones. On the CPU only those are made; a captured step makes all and selects."""
+        """Replace ended battles by the next ones. On the CPU only those are made, in place; a captured step makes all and selects."""
         if self.is_recorded or self.device.type != "cpu":
             return select(ending.ended, self._next(self.place, after.status), after)
         if not bool(ending.ended.any()):
@@ -188,15 +190,17 @@ class Arena:
         return replace_rows(after, rows, self._next(rows, status))
 
     def _next(self, place: Tensor, status: BattleStatus) -> State:
-        """Return the battles that follow these at the same indices."""
+        """Return the battles that follow those of `status` at the same indices. The counter of lost shots goes on."""
         begun = self._fresh(place, status.episode + 1)
         return begun._replace(status=begun.status._replace(overflow=status.overflow))
 
     def _views(self, state: State) -> tuple[Tensor, Tensor | None, Masks]:
+        """Return observations, the view of the whole battle if the config asks for it, and masks."""
         whole = self.observer.whole_battle(state) if self.config.state_view else None
         return self._observe(state), whole, action_masks(state.senses, state.units, self.tables)
 
     def _last(self, state: State) -> Tensor:
+        """Return `StepResult.last` [B, 5]."""
         alive = state.units.is_alive.view(self.config.battles, 2, -1).sum(2)
         return torch.cat((state.status.decision.unsqueeze(1).float(), state.status.score, alive.float()), 1)
 
@@ -207,7 +211,7 @@ class Arena:
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         if saved["seed"] != self.seed:
-            self._open(int(saved["seed"]))
+            self._change_seed(int(saved["seed"]))
         state = from_named(saved["state"], like=self.state)
         if self._recording is None:
             self.state = cloned(state)
@@ -246,6 +250,7 @@ class _Fused:
 
 
 def _tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors of nested tuples, in order."""
     return [value] if isinstance(value, Tensor) else [tensor for part in value for tensor in _tensors_in(part)]
 
 
@@ -261,14 +266,15 @@ def _as_is(part: Any) -> Any:
     return part
 
 
-def _mended(actions: Actions, config: ArenaConfig) -> Actions:
-    """Replace wrong values by valid ones, so that no index leads outside of its table."""
-    mended = {head.name: actions[head.name].clamp(0, head.size - 1) for head in action_spec(config).discrete}
+def _with_valid_values(actions: Actions, config: ArenaConfig) -> Actions:
+    """Return the actions with wrong values replaced by the nearest valid ones, so that no index leads outside of its table; NaN by 0."""
+    choices = {head.name: actions[head.name].clamp(0, head.size - 1) for head in action_spec(config).discrete}
     motion = actions["motion"]
-    return {**mended, "motion": torch.where(motion.isfinite(), motion, 0.0).clamp(-1.0, 1.0)}
+    return {**choices, "motion": torch.where(motion.isfinite(), motion, 0.0).clamp(-1.0, 1.0)}
 
 
 def _indexed(device: torch.device) -> torch.device:
+    """Return the device with its index, because "cuda" and "cuda:0" are not equal."""
     return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
 
 

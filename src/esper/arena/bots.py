@@ -58,7 +58,7 @@ SKILLS = {
     "strong": Skill(keeps_moving=True, picks_weapon=True, vents_at=0.85, tactics=Tactics()),
 }
 _SWAY = 4  # decisions between two random changes of the sideways direction
-_BATTLE, _EPISODE = 1_000_003, 7_919
+_BATTLE, _EPISODE = 1_000_003, 7_919  # factors that keep indices and episodes apart in the hash of a battle
 _NAMES = list(WEAPONS)
 _TOUGHEST = max(unit.hit_points for unit in CLASSES.values())
 _LIKED_M = {"scout": 7.0, "light": 4.0, "medium": 7.0, "heavy": 8.0}  # preferred distance to enemies
@@ -84,6 +84,7 @@ class Bot:
         self.liked_m = torch.tensor([_LIKED_M[name] for name in arena.config.unit_classes], device=device)  # [U]
 
     def act(self) -> Actions:
+        """Return actions of all units in the present state of the arena."""
         return self._random() if self.skill is None else self._scripted(self.skill)
 
     def _random(self) -> Actions:
@@ -102,6 +103,7 @@ class Bot:
         return {"fire": fire, "target": drawn(targets), "vent": drawn(masks["vent"]), "motion": motion}
 
     def _scripted(self, skill: Skill) -> Actions:
+        """Return the actions of a bot with this skill."""
         state, tables, config = self.arena.state, self.arena.tables, self.arena.config
         units, senses = state.units, state.senses
         reach = in_reach(senses, units, tables) & tables.units.has_weapon.unsqueeze(-1)  # [B, U, W, C]
@@ -109,19 +111,19 @@ class Bot:
             cool_enough = units.heat.unsqueeze(-1) + tables.weapons.heat <= skill.tactics.caution * tables.units.heat_cap.unsqueeze(-1)
             reach = reach & cool_enough.unsqueeze(-1)
         fire, slot, has_target = self._choose(reach, skill)
-        is_met = senses.is_contact.any(-1)  # whether there is any contact
-        watched = torch.where(has_target, slot, 0)
-        at = unit_at(units.position, senses.contacts.gather(2, watched.unsqueeze(-1)).squeeze(-1)) - units.position
+        has_contact = senses.is_contact.any(-1)
+        watched = torch.where(has_target, slot, 0)  # the target, else the nearest contact
+        line = unit_at(units.position, senses.contacts.gather(2, watched.unsqueeze(-1)).squeeze(-1)) - units.position
 
-        wanted = self._way(skill, at, is_met, has_target)  # [B, U, 2] in the world's frame, at most 1 long
-        look = torch.where(is_met.unsqueeze(-1), at[..., :2], wanted)
+        wanted = self._direction(skill, line, has_contact, has_target)  # [B, U, 2] in the world's frame, at most 1 long
+        look = torch.where(has_contact.unsqueeze(-1), line[..., :2], wanted)
         cos, sin = units.heading.cos(), units.heading.sin()
         error = torch.atan2(look[..., 1] * cos - look[..., 0] * sin, look[..., 0] * cos + look[..., 1] * sin)
         yaw = (error * _TURN_GAIN).clamp(-1.0, 1.0)
         forward = wanted[..., 0] * cos + wanted[..., 1] * sin
         strafe = wanted[..., 0] * sin - wanted[..., 1] * cos
         jets = torch.full_like(forward, -1.0)
-        vents_at = torch.where(is_met, skill.vents_at, skill.tactics.idle_vents_at) if skill.tactics is not None else skill.vents_at
+        vents_at = torch.where(has_contact, skill.vents_at, skill.tactics.idle_vents_at) if skill.tactics is not None else skill.vents_at
         vent = (units.heat > vents_at * tables.units.heat_cap) & can_act(units)
         motion = torch.stack((forward, strafe, yaw, jets), -1).clamp(-1.0, 1.0)
         return {
@@ -138,6 +140,7 @@ class Bot:
         is_ready = units.cooldown <= PHYSICS.ticks_per_decision - 1  # [B, U, W] within this decision
         can = reach & is_ready.unsqueeze(-1)
         can[:, :, _NAMES.index("smoke")] = False
+        # The value of every weapon against every contact [B, U, W, C]; 0 where it cannot be used.
         if not skill.picks_weapon:
             value = reach.float() / (1.0 + torch.arange(reach.shape[2], device=reach.device)).view(-1, 1)
         else:
@@ -154,18 +157,18 @@ class Bot:
         slots = reach.shape[3]
         return which // slots + 1, which % slots, best > 0
 
-    def _way(self, skill: Skill, at: Tensor, is_met: Tensor, has_target: Tensor) -> Tensor:
-        """Return the direction to go [B, U, 2]: to the zone, or near enemies as the skill says."""
+    def _direction(self, skill: Skill, line: Tensor, has_contact: Tensor, has_target: Tensor) -> Tensor:
+        """Return the direction to go [B, U, 2]: to the zone, or near enemies as the skill says. `line` [B, U, 3] leads to an enemy."""
         state, tables = self.arena.state, self.arena.tables
         units, world = state.units, state.world
         x, y = units.position[..., 0], units.position[..., 1]
         column = columns(x, y, self.arena.config.size)
         to_zone = self.directions[read(world.way, column).long()]  # [B, U, 2], zero in the middle of the zone
-        distance = torch.linalg.vector_norm(at[..., :2], dim=-1, keepdim=True).clamp_min(1e-3)
-        towards = at[..., :2] / distance
+        distance = torch.linalg.vector_norm(line[..., :2], dim=-1, keepdim=True).clamp_min(1e-3)
+        towards = line[..., :2] / distance
         tactics = skill.tactics
         if tactics is None:
-            seeks = to_zone + 0.7 * towards * (is_met & ~has_target).unsqueeze(-1)  # approach contacts that cannot be shot at yet
+            seeks = to_zone + 0.7 * towards * (has_contact & ~has_target).unsqueeze(-1)  # approach contacts that cannot be shot at yet
             return torch.where(has_target.unsqueeze(-1), to_zone * (0.5 if skill.keeps_moving else 0.0), seeks)
         around = torch.stack((-towards[..., 1], towards[..., 0]), -1)
         sway = around * (tactics.sway * self._coins()).unsqueeze(-1)
@@ -174,7 +177,7 @@ class Bot:
         wanted_m = self.liked_m * tactics.spacing + tactics.retreat_m * (hurt | hot)
         gap = (distance.squeeze(-1) - wanted_m).clamp(-3.0, 3.0) / 3.0
         fight = towards * gap.unsqueeze(-1) + sway + tactics.pull * to_zone
-        close = is_met & (distance.squeeze(-1) < 16.0)
+        close = has_contact & (distance.squeeze(-1) < 16.0)
         return torch.where(close.unsqueeze(-1), fight, to_zone)
 
     def _coins(self) -> Tensor:

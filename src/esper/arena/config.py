@@ -25,7 +25,7 @@ class ArenaRewardConfig(Config):
     zone: NonNegativeFloat = 0.05  # for each second that the own team holds the zone
     zone_lost: NonNegativeFloat = 0.0  # cost of each second that the other team holds it; if deaths cost little, this rewards dying early
     damage: NonNegativeFloat = 1.0  # for damage equal to the victim's full hit points
-    hurt: NonNegativeFloat = 0.2  # cost of damage equal to the own full hit points, whatever its cause
+    hurt: NonNegativeFloat = 0.2  # cost of damage by weapons equal to the own full hit points, whoever fired
     friendly_fire: NonNegativeFloat = 1.0  # cost of damage equal to the full hit points of a unit of the own team, oneself included
     kill: NonNegativeFloat = 0.5  # for the unit that did the most damage in the decision in which the victim died
     assist: NonNegativeFloat = 0.2  # for every other unit that damaged the victim shortly before
@@ -104,11 +104,12 @@ def corner_side(size: int) -> int:
 
 
 def units_per_row(size: int) -> int:
-    """Return how many units start side by side in a corner. There is room for as many such rows."""
+    """Return how many units start side by side in a corner. A corner has as many rows as units in a row."""
     return int(corner_side(size) / APART_M)
 
 
 def room_for_team(size: int) -> int:
+    """Return how many units have room in the corner of a map."""
     return units_per_row(size) ** 2
 
 

@@ -28,6 +28,7 @@ class Hits(NamedTuple):
 
 
 def together(first: Hits, second: Hits) -> Hits:
+    """Return all hits of both. Suppression and paint last for the longer of the two times."""
     return Hits(
         damage=first.damage + second.damage,
         legs=first.legs + second.legs,
@@ -39,9 +40,11 @@ def together(first: Hits, second: Hits) -> Hits:
 
 
 def strike(units: Units, hits: Hits, tables: Tables) -> tuple[Units, Tensor]:
-    """Apply hits to units. Also return the damage taken by attacker [B, U, U], as a share of the victim's full hit points, at most what
-    it had left."""
-    total = hits.damage.sum(1)
+    """Apply hits to units. Also return the damage by attacker and victim [B, U, U].
+
+    The damage is a share of the victim's full hit points. Its sum over the attackers is at most the share that the victim had left.
+    """
+    total = hits.damage.sum(1)  # [B, U] by victim
     taken = torch.minimum(total, units.hit_points)
     share = taken / total.clamp_min(1e-6) / tables.units.hit_points
     by_whom = hits.damage * share.unsqueeze(1)

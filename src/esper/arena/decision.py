@@ -24,7 +24,7 @@ from esper.arena.upkeep import balance, clear_smoke, cool, count_down, endure
 from esper.arena.zone import hold
 
 PHASES = (
-    ("count down", "timers lose a tick, smoke thins, venting begins or ends as ordered"),
+    ("count down", "timers of units and smoke lose a tick, venting begins or ends as ordered"),
     ("turn", "headings follow the yaw orders"),
     ("drive", "velocities over ground follow the orders, as fast as legs, ground, suppression and venting allow"),
     ("fly", "jets lift, gravity pulls, fuel is spent or regained"),
@@ -52,6 +52,7 @@ class StepEvents(NamedTuple):
     fired: Tensor  # [B, U] bool: the unit fired
 
 
+# The type of `one_tick`.
 Tick = Callable[[State, Aim, Tables], tuple[State, Tensor, Tensor, tuple[Tensor, Tensor]]]
 
 
@@ -64,12 +65,12 @@ def decide(state: State, orders: Orders, tables: Tables, *, tick: Tick | None = 
     aim = take_aim(orders, state.units, tables)
     taken = torch.zeros_like(state.units.harm, dtype=torch.float32)
     fired = torch.zeros_like(orders.is_firing)
-    rubble: list[tuple[Tensor, Tensor]] = []
+    terrain: list[tuple[Tensor, Tensor]] = []  # columns hit and their damage, by tick
     for _ in range(PHYSICS.ticks_per_decision):
         state, by_whom, shot, hits = run(state, aim, tables)
         taken, fired = taken + by_whom, fired | shot
-        rubble.append(hits)
-    column, damage = (torch.cat(parts, 1) for parts in zip(*rubble, strict=True))
+        terrain.append(hits)
+    column, damage = (torch.cat(parts, 1) for parts in zip(*terrain, strict=True))
     status = state.status._replace(decision=state.status.decision + 1)
     return state._replace(world=destroy(state.world, column, damage), status=status), StepEvents(taken, fired)
 

@@ -1,6 +1,7 @@
 """Weapons: decide which units fire in a tick, apply instant hits, and launch projectiles.
 
-Shapes: B = battles, U = units, K = projectile slots of one unit. Everything is [B, U], by the unit that fires, unless stated.
+Shapes: B = battles, U = units, W = kinds of weapons, K = projectile slots of one unit. Everything is [B, U], by the unit that fires,
+unless stated.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class Aim(NamedTuple):
     """Properties of the weapon and target that each unit chose, looked up once per decision."""
 
     orders: Orders
-    at_weapon: Tensor  # [B, U, W] bool
-    at_target: Tensor  # [B, U, U] bool
+    at_weapon: Tensor  # [B, U, W] bool, true at the chosen weapon
+    at_target: Tensor  # [B, U, U] bool, true at the target
     range_m: Tensor
     arc_cos: Tensor
     heat: Tensor
@@ -43,6 +44,7 @@ class Aim(NamedTuple):
 
 
 def take_aim(orders: Orders, units: Units, tables: Tables) -> Aim:
+    """Look up the weapons and targets of the orders."""
     weapons, weapon = tables.weapons, orders.weapon
     is_painted = unit_at(units.painted, orders.target) > 0
     is_instant = weapons.is_instant[weapon]
@@ -74,8 +76,10 @@ class Shots(NamedTuple):
 
 
 def pull_triggers(units: Units, aim: Aim) -> tuple[Units, Shots]:
-    """Fire weapons: those that are ordered to, are ready, and have a living target in range and in their arc. The unit must be able to act
-    and not be venting. Firing adds heat."""
+    """Fire the ordered weapons that are loaded and have a living target in range and in their arc, if the unit can act and is not venting.
+
+    Firing adds heat and starts the cooldown. Also return the shots.
+    """
     line = unit_at(units.position, aim.orders.target) - units.position
     distance = torch.linalg.vector_norm(line, dim=-1)
     ahead = line[..., 0] * units.heading.cos() + line[..., 1] * units.heading.sin()
@@ -112,7 +116,7 @@ def hit_at_once(units: Units, aim: Aim, shots: Shots) -> Hits:
 def launch(units: Units, shells: Shells, aim: Aim, shots: Shots) -> tuple[Shells, Tensor]:
     """Launch projectiles from the muzzle towards their targets. Ballistic ones lead the target and fly in an arc.
 
-    Also returns [B, U] bool: shots that found no free slot.
+    Also return [B, U] bool: shots that found no free slot.
     """
     is_launched = shots.fired & ~aim.is_instant
     speed = aim.speed.clamp_min(1.0)
@@ -121,10 +125,12 @@ def launch(units: Units, shells: Shells, aim: Aim, shots: Shots) -> tuple[Shells
     line = torch.cat((shots.line[..., :2] + lead, shots.line[..., 2:]), -1)
     flight_s = torch.linalg.vector_norm(line, dim=-1).clamp_min(1e-3) / speed
     velocity = line / flight_s.unsqueeze(-1)
+    # Upward speed that lets a ballistic projectile come down at the height of its target.
     lob = 0.5 * PHYSICS.gravity_mps2 * flight_s * aim.is_ballistic
     velocity = torch.cat((velocity[..., :2], (velocity[..., 2] + lob).unsqueeze(-1)), -1)
     muzzle = torch.cat((units.position[..., :2], (units.position[..., 2] + PHYSICS.muzzle_m).unsqueeze(-1)), -1)
 
+    # Each launched projectile takes the first free slot of its unit.
     is_free = shells.life == 0  # [B, U, K]
     slot = is_free.int().argmax(-1)
     takes = one_hot(slot, is_free.shape[-1]) & is_free & is_launched.unsqueeze(-1)

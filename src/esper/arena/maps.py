@@ -132,7 +132,7 @@ def _eased(height_map: HeightMap, from_flat: Tensor) -> HeightMap:
 
 
 def _with_ways(height_map: HeightMap, chance: Chance) -> HeightMap:
-    """Clear a way three columns wide on maps without a way two columns wide to the zone. It has a bend, which limits the line of sight."""
+    """Clear a way about three columns wide on maps without one of two columns to the zone. Its bend limits the line of sight."""
     is_cut_off = ~has_a_wide_way(height_map.height, height_map.material)
     size = chance.size
     start = (corner_side(size) - size) / 2  # x and y of the middle of the corner
@@ -144,7 +144,7 @@ def _with_ways(height_map: HeightMap, chance: Chance) -> HeightMap:
 
 
 def _is_near_line(chance: Chance, from_x: Tensor | float, from_y: Tensor | float, to_x: Tensor | float, to_y: Tensor | float) -> Tensor:
-    """Return [M, S, S] bool: columns up to 1.6 m from the line, wide enough for two columns side by side."""
+    """Return [M, S, S] bool: columns less than 1.6 m from the line. They are at least two side by side everywhere."""
     ahead_x, ahead_y = to_x - from_x, to_y - from_y
     x, y = chance.x - from_x, chance.y - from_y
     share = ((x * ahead_x + y * ahead_y) / (ahead_x * ahead_x + ahead_y * ahead_y)).clamp(0, 1)
@@ -153,10 +153,11 @@ def _is_near_line(chance: Chance, from_x: Tensor | float, from_y: Tensor | float
 
 
 def _checked_seeds(seeds: Tensor | Sequence[int]) -> Tensor:
+    """Return the seeds on the CPU, [M] int64."""
     if not isinstance(seeds, Tensor):
         numbers = [operator.index(seed) for seed in seeds]
         if too_large := [number for number in numbers if not -(2**63) <= number < 2**63]:
-            raise ValueError(f"a seed fits into 64 bits with its sign; got {too_large[0]}")
+            raise ValueError(f"a seed must fit into 64 bits with its sign; got {too_large[0]}")
         seeds = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     if seeds.dim() != 1 or not len(seeds) or seeds.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"maps need a list of at least one seed, as integers; got {seeds.dtype} of shape {list(seeds.shape)}")

@@ -33,7 +33,7 @@ def has_a_way(height: Tensor, material: Tensor) -> Tensor:
 
 
 def has_a_wide_way(height: Tensor, material: Tensor) -> Tensor:
-    """Return [M] bool: the same for a way two columns wide, on maps that are mirrored.
+    """Return [M] bool: whether a way two columns wide, without lava, joins the first corner and the middle. For mirrored maps.
 
     A square of two by two columns is passable if its floors differ by no more than a step. Neighbouring squares overlap by half.
     """
@@ -49,7 +49,7 @@ def has_a_wide_way(height: Tensor, material: Tensor) -> Tensor:
 def _reached_from_first_corner(joined_x: Tensor, joined_y: Tensor) -> Tensor:
     """Return [M, N, N] bool: columns that are joined to the column (0, 0) by any number of steps.
 
-    Sweeps run over all maps at once, along x and y in turn, each over the whole map. A way needs one such turn for every two of its bends.
+    Sweeps run over all maps at once, along x and y in turn. A pair of sweeps follows a way past two of its bends.
     """
     count, side = joined_y.shape[:2]
     along_x = joined_x.movedim(1, 0).contiguous()  # [N - 1, M, N]: one wave front is contiguous

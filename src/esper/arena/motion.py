@@ -45,11 +45,13 @@ def drive(units: Units, orders: Orders, speed: Tensor, tables: Tables) -> Units:
     forward, strafe = orders.motion[..., 0], orders.motion[..., 1]
     forward = torch.where(forward < 0, forward * PHYSICS.sideways_factor, forward)
     strafe = strafe * PHYSICS.sideways_factor
+    # Orders longer than 1 are shortened, so that a unit is not faster diagonally.
     length = (forward.square() + strafe.square()).sqrt().clamp_min(1.0)
     cos, sin = units.heading.cos(), units.heading.sin()
     wanted_x = (forward * cos + strafe * sin) * speed / length
     wanted_y = (forward * sin - strafe * cos) * speed / length
     change_x, change_y = wanted_x - units.velocity[..., 0], wanted_y - units.velocity[..., 1]
+    # The largest change of the velocity in one tick.
     most = tables.units.max_speed * torch.where(units.is_grounded, 1.0, PHYSICS.air_control) * (PHYSICS.tick_s / PHYSICS.acceleration_s)
     share = (most / (change_x.square() + change_y.square()).sqrt().clamp_min(1e-6)).clamp_max(1.0)
     velocity = torch.stack(
@@ -63,11 +65,11 @@ def fly(units: Units, orders: Orders, tables: Tables) -> Units:
     tick = PHYSICS.tick_s
     throttle = orders.motion[..., 3].clamp_min(0.0) * (can_act(units) & (units.fuel > 0) & (tables.units.jets > 0))
     lift = throttle * tables.units.jets - PHYSICS.gravity_mps2
-    is_rising = ~units.is_grounded | (lift > 0)
-    upward = torch.where(is_rising, units.velocity[..., 2] + lift * tick, 0.0)
+    is_airborne = ~units.is_grounded | (lift > 0)
+    speed_z = torch.where(is_airborne, units.velocity[..., 2] + lift * tick, 0.0)
     refuelled = torch.where(units.is_grounded & (throttle <= 0), PHYSICS.refuel_per_s, 0.0)
     return units._replace(
-        velocity=torch.cat((units.velocity[..., :2], upward.unsqueeze(-1)), -1),
+        velocity=torch.cat((units.velocity[..., :2], speed_z.unsqueeze(-1)), -1),
         fuel=(units.fuel + (refuelled - throttle) * tick).clamp(0.0, PHYSICS.fuel_s),
         heat=units.heat + throttle * (PHYSICS.jets_heat_per_s * tick),
     )
@@ -83,27 +85,27 @@ def move(units: Units, world: World) -> tuple[Units, Tensor]:
     size, tick = world.floor.shape[1], PHYSICS.tick_s
     limit = size / 2 - PHYSICS.radius_m
     x, y, z = units.position.unbind(-1)
-    push_x, push_y = _apart(x, y, z, units.is_alive)
+    push_x, push_y = _push_apart(x, y, z, units.is_alive)
     step_x, step_y = units.velocity[..., 0] * tick + push_x, units.velocity[..., 1] * tick + push_y
 
-    reach = z + CLIMB_M
-    is_free_x = read(world.floor, columns(x + step_x + step_x.sign() * PHYSICS.radius_m, y, size)) <= reach
+    highest = z + CLIMB_M  # ground that the unit can step onto
+    is_free_x = read(world.floor, columns(x + step_x + step_x.sign() * PHYSICS.radius_m, y, size)) <= highest
     new_x = torch.where(is_free_x, (x + step_x).clamp(-limit, limit), x)
-    is_free_y = read(world.floor, columns(new_x, y + step_y + step_y.sign() * PHYSICS.radius_m, size)) <= reach
+    is_free_y = read(world.floor, columns(new_x, y + step_y + step_y.sign() * PHYSICS.radius_m, size)) <= highest
     new_y = torch.where(is_free_y, (y + step_y).clamp(-limit, limit), y)
 
     ground = read(world.floor, columns(new_x, new_y, size))
-    fall = units.velocity[..., 2]
-    is_stepping_down = units.is_grounded & (fall <= 0) & (z - ground <= CLIMB_M)
-    new_z = torch.where(is_stepping_down, ground, z + fall * tick).clamp_max(PHYSICS.ceiling_m)
+    speed_z = units.velocity[..., 2]
+    follows_ground = units.is_grounded & (speed_z <= 0) & (z - ground <= CLIMB_M)
+    new_z = torch.where(follows_ground, ground, z + speed_z * tick).clamp_max(PHYSICS.ceiling_m)
     is_grounded = new_z <= ground
-    hard = torch.where(is_grounded & ~units.is_grounded, (-fall - PHYSICS.landing_mps).clamp_min(0.0), 0.0)
-    is_stopped = is_grounded | ((new_z >= PHYSICS.ceiling_m) & (fall > 0))
+    hard = torch.where(is_grounded & ~units.is_grounded, (-speed_z - PHYSICS.landing_mps).clamp_min(0.0), 0.0)
+    is_stopped = is_grounded | ((new_z >= PHYSICS.ceiling_m) & (speed_z > 0))
     velocity = torch.stack(
         (
             torch.where(is_free_x & (new_x.abs() < limit), units.velocity[..., 0], 0.0),
             torch.where(is_free_y & (new_y.abs() < limit), units.velocity[..., 1], 0.0),
-            torch.where(is_stopped, 0.0, fall),
+            torch.where(is_stopped, 0.0, speed_z),
         ),
         dim=-1,
     )
@@ -111,7 +113,7 @@ def move(units: Units, world: World) -> tuple[Units, Tensor]:
     return units._replace(position=position, velocity=velocity, is_grounded=is_grounded), hard
 
 
-def _apart(x: Tensor, y: Tensor, z: Tensor, is_alive: Tensor) -> tuple[Tensor, Tensor]:
+def _push_apart(x: Tensor, y: Tensor, z: Tensor, is_alive: Tensor) -> tuple[Tensor, Tensor]:
     """Return how far overlapping units are pushed apart in x and y."""
     apart_x, apart_y, apart_z = (value.unsqueeze(2) - value.unsqueeze(1) for value in (x, y, z))  # [B, U, U]
     distance = (apart_x.square() + apart_y.square()).sqrt()

@@ -1,4 +1,4 @@
-"""What a unit observes: one table of names, widths, meanings and formulas, and the code that fills an observation from it.
+"""Observations of units: one table of names, widths, meanings and formulas, and the code that fills an observation from it.
 
 Directions are in the unit's own frame: ahead is x, left is y. Positions in the world frame are turned by half a turn for the second team,
 so that both sides observe the same. Widths, slices, the order of the numbers and the tables of docs/arena_rules.md all come from here.
@@ -55,6 +55,7 @@ class Field(NamedTuple, Generic[View]):
 
 
 def width(fields: tuple[Field[Any], ...]) -> int:
+    """Return how many numbers all fields have together."""
     return sum(field.width for field in fields)
 
 
@@ -72,9 +73,9 @@ def fill(fields: tuple[Field[View], ...], view: View) -> Tensor:
     numbers: list[Tensor] = []
     for field in fields:
         values = field.formula(view)
-        own = (values,) if isinstance(values, Tensor) else values
-        assert len(own) == field.width, f"{field.name} has {len(own)} numbers; its width is {field.width}"
-        numbers += own
+        group = (values,) if isinstance(values, Tensor) else values
+        assert len(group) == field.width, f"{field.name} has {len(group)} numbers; its width is {field.width}"
+        numbers += group
     return torch.stack(numbers, -1)
 
 
@@ -90,11 +91,11 @@ class OwnView(NamedTuple):
     table: UnitTable
     config: ArenaConfig
     half: float  # half a side of the map, in metres
-    sides: Tensor  # [U] 1 for the first team, -1 for the second
+    sides: Tensor  # [U] 1 for the first team, -1 for the second: turns its world by half a turn
     classes: Tensor  # [B, U, classes] one-hot
     roles: Tensor  # [B, U, roles] one-hot
     has_weapon: Tensor  # [B, U, W]
-    loading: Tensor  # [B, U, W]
+    loading: Tensor  # [B, U, W] share of the cooldown that is left
     cos: Tensor  # of the heading
     sin: Tensor
     x: Tensor
@@ -415,7 +416,7 @@ class Observer:
         return fill(OWN, view)
 
     def _view(self, state: State, others: Tensor, cos: Tensor, sin: Tensor) -> OtherView:
-        """Return the view that each unit has of the units `others` [B, U, N]."""
+        """Return the view that each unit has of the units `others` [B, U, N]. `cos` and `sin` [B, U] are of all headings."""
         units, table = state.units, self.tables.units
         # Gather all values of the others at once: position, four single numbers, class.
         singles = torch.stack((cos, sin, units.hit_points / table.hit_points, units.heat / table.heat_cap), -1)

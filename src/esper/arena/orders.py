@@ -19,7 +19,7 @@ from esper.vecenv import Actions, ActionSpec, Continuous, Discrete, Relevance
 
 MOTION = ("forward", "strafe", "yaw", "jets")  # strafe is to the right, yaw to the left; jets below 0 are off
 FIRE = ("none", *WEAPONS)
-FIRST_WRONG = (*MOTION, "fire", "target", "vent")  # values of a wrong action that are kept for the error message
+FIRST_WRONG = (*MOTION, "fire", "target", "vent")  # names of the values that `first_wrong` returns for the error message
 
 
 def action_spec(config: ArenaConfig) -> ActionSpec:
@@ -39,9 +39,9 @@ class Orders(NamedTuple):
     """Orders of all units, which hold for all ticks of a decision."""
 
     motion: Tensor  # [B, U, 4] in [-1, 1]
-    weapon: Tensor  # [B, U] int64, index into WEAPONS; 0 where nothing is fired
+    weapon: Tensor  # [B, U] int64, index into WEAPONS; meaningful where `is_firing`
     is_firing: Tensor  # [B, U] bool
-    target: Tensor  # [B, U] int64, a unit; 0 where nothing is fired
+    target: Tensor  # [B, U] int64, index of a unit; meaningful where `is_firing`
     is_venting: Tensor  # [B, U] bool
 
 
@@ -83,7 +83,7 @@ def first_wrong(actions: Actions, config: ArenaConfig) -> Tensor:
 
 
 def raise_on_wrong_values(row: int, held: dict[str, float], config: ArenaConfig) -> None:
-    """Raise ValueError that names the battle and the unit of a wrong action."""
+    """Raise ValueError that names the battle, the unit and the wrong value of the action in `row`. `held` are its values by name."""
     battle, unit = divmod(row, config.units)
     place = f"battle {battle}, unit {unit} ({config.unit_classes[unit]} of team {unit // config.team_size})"
     motion = [held[name] for name in MOTION]
@@ -114,15 +114,18 @@ def read_orders(actions: Actions, senses: Senses, units: Units, tables: Tables, 
 
 
 def action_masks(senses: Senses, units: Units, tables: Tables) -> dict[str, Tensor]:
-    """Return the masks of all discrete heads, bool [N, ...], true where allowed. Not firing and not venting are always allowed."""
+    """Return the masks of all discrete heads, bool, true where allowed: fire [N, 1 + W], target [N, 1 + W, C] by weapon, vent [N, 2].
+
+    Not firing and not venting are always allowed.
+    """
     battles, count = units.heat.shape
     ready = units.is_alive & (units.fallen == 0) & ~units.is_shut_down
     reach = in_reach(senses, units, tables)  # [B, U, W, C]
     can_fire = tables.units.has_weapon & ready.unsqueeze(2) & reach.any(3)  # [B, U, W]
     yes = torch.ones_like(ready).unsqueeze(2)
-    fire = torch.cat((yes, can_fire), 2)
+    fire = torch.cat((yes, can_fire), 2)  # [B, U, 1 + W]
     nobody = torch.zeros_like(reach[:, :, :1])
-    target = torch.cat((nobody, reach), 2)
+    target = torch.cat((nobody, reach), 2)  # [B, U, 1 + W, C]
     # Even an irrelevant head must have an allowed choice.
     target = target | (~target.any(3, keepdim=True) & (torch.arange(target.shape[3], device=target.device) == 0))
     vent = torch.cat((yes, (units.is_alive & ~units.is_shut_down & (units.heat > 0)).unsqueeze(2)), 2)

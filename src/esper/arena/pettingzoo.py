@@ -50,10 +50,10 @@ def parallel_env(config: ArenaConfig | None = None, *, seed: int = 0, render_mod
 
 
 class ArenaParallelEnv(ParallelEnv[str, dict[str, Any], dict[str, Any]]):  # type: ignore[misc]  # PettingZoo has no types
-    """One battle; `battles` of the config is ignored.
+    """One battle as a `ParallelEnv`; `battles` of the config is ignored.
 
     An observation is {"observation": the vector of `esper.arena.observe`, "action_mask": int8 by head}. The infos have the agent's team
-    and, at the end, the winner: "red", "blue" or "draw". `reset(seed)` begins the first battle of that seed, `reset()` the next battle.
+    and, at the end, the winner: "red", "blue" or "draw". `reset(seed)` begins the first battle of that seed, `reset()` the next one.
     """
 
     metadata: dict[str, Any] = {"name": f"esper_arena_v{RULES_VERSION}", "render_modes": [], "is_parallelizable": True}

@@ -39,8 +39,10 @@ from esper.vecenv import Actions
 
 
 class Recorder:
-    """Records the battle at one index of an arena from beginning to end. `teams` are the names of the players, first team first;
-    `keyframe_every` is in decisions."""
+    """Records the battle at one index of an arena from beginning to end.
+
+    `teams` are the names of the players, first team first; `keyframe_every` is in decisions.
+    """
 
     def __init__(self, arena: Arena, battle: int, *, teams: tuple[str, str] = ("red", "blue"), keyframe_every: int = 40) -> None:
         if not 0 <= battle < arena.config.battles:
@@ -50,7 +52,7 @@ class Recorder:
         self.arena, self.battle, self.teams, self.keyframe_every = arena, battle, teams, keyframe_every
         self.feed_writer = FeedWriter(arena.config, teams)
         self.is_over = False
-        self.winner: int | None = None  # None: nobody, or not yet
+        self.winner: int | None = None  # None: a draw, or not over yet
         self._frames: list[dict[str, Tensor]] = []
         self._actions: list[dict[str, Tensor]] = []
         self._keyframes: dict[int, dict[str, Tensor]] = {}
@@ -116,9 +118,9 @@ class Recorder:
         return each(self.arena.state, lambda tensor: tensor[self.battle : self.battle + 1].to("cpu", copy=True))
 
     def _last(self, before: State, actions: Actions) -> State:
-        """Compute the final state of the battle again.
+        """Compute the final state of the battle again, because the arena has replaced it.
 
-        It is computed at every index of a batch of the same size, because the result of a device may depend on shape and index.
+        A batch of the same size, with copies of the battle at every index, gives the same bits: they may depend on shape and index.
         """
         arena, battles = self.arena, self.arena.config.battles
         copies = each(before, lambda tensor: tensor.to(arena.device).expand(battles, *tensor.shape[1:]).contiguous())
@@ -127,6 +129,7 @@ class Recorder:
         return each(after, lambda tensor: tensor[self.battle : self.battle + 1].to("cpu", copy=True))
 
     def _keep(self, state: State, fired: Tensor, *, is_last: bool) -> None:
+        """Keep a frame: the state, `fired` [1, U, 2], the columns destroyed since the frame before, and keyframe and hash if due."""
         frame = len(self._frames)
         if frame:
             gone = destroyed(self._now.world.material[0], state.world.material[0])
@@ -139,6 +142,7 @@ class Recorder:
             self._hashes.append(StateHash(frame=frame, sha256=state_hash(state, 0)))
 
     def _tensors(self) -> dict[str, Tensor]:
+        """Return all tensors of the replay by their names in the file."""
         first, keys = self._keyframes[0], list(self._keyframes)
         tensors = {
             "terrain/height": first["world/height"],

@@ -1,7 +1,7 @@
 """Verify replays: compute a recorded battle again and compare.
 
     verified = verify("runs/arena/replays/won.safetensors")
-    print(verified.message)            # all 431 frames and 12 hashes are what this device computes from the seed and the actions
+    print(verified.message)            # all 431 frames and 12 hashes are what this device computes from seed and actions
 
 The start of the battle is made again from the seed. The segments between keyframes are then computed: every segment begins with the
 recorded state and must lead, with the recorded actions and through the recorded frames, to the next keyframe, bit for bit. Another kind of
@@ -52,8 +52,8 @@ def verify(path: Path | str, device: torch.device | str = "cpu") -> VerifyResult
     broken = find_broken(battle)
     if broken is not None:
         return _changed(*broken, device_matches=matches)
-    # Compute all segments at once.
     segments = range(len(battle.at))
+    # Compute all segments at once.
     found = _compute(battle, segments, dict(enumerate(segments)), device)
     if found.wrong and matches:
         # The result of a device may depend on the size of the batch and on the index in it: try again with those of the recording.
@@ -64,6 +64,7 @@ def verify(path: Path | str, device: torch.device | str = "cpu") -> VerifyResult
 
 
 def _changed(frame: int, what: str, *, device_matches: bool) -> VerifyResult:
+    """Return the result for a file that contradicts itself."""
     return VerifyResult(False, 0, frame, device_matches, f"{what}; the file was changed or damaged after it was recorded")
 
 
@@ -76,21 +77,21 @@ class _Findings:
     apart_m: float = 0.0  # largest distance of a unit from its recorded position
 
 
-def _compute(battle: Battle, rows: Sequence[int], looked_at: dict[int, int], device: torch.device) -> _Findings:
-    """Compute the segments `rows` [B] at once, and compare those in `looked_at`, index in the batch -> segment."""
+def _compute(battle: Battle, segments: Sequence[int], compared: dict[int, int], device: torch.device) -> _Findings:
+    """Compute these segments [B] at once, as a batch, and compare those in `compared`, index in the batch -> segment."""
     config, tables, feed_writer = battle.config, make_tables(battle.config, device), FeedWriter(battle.config, battle.info.teams)
     ends = [*battle.at[1:], battle.decisions]
-    state = each(battle.keyframes, lambda tensor: tensor[list(rows)].to(device))
-    wrong, feed_items, apart = _wrong_senses(battle, state, looked_at, tables), dict[int, list[FeedItem]](), 0.0
-    first = torch.tensor([battle.at[segment] for segment in rows])
-    for step in range(max(ends[segment] - battle.at[segment] for segment in rows)):
+    state = each(battle.keyframes, lambda tensor: tensor[list(segments)].to(device))
+    wrong, feed_items, apart = _wrong_senses(battle, state, compared, tables), dict[int, list[FeedItem]](), 0.0
+    first = torch.tensor([battle.at[segment] for segment in segments])
+    for step in range(max(ends[segment] - battle.at[segment] for segment in segments)):
         decision = (first + step).clamp_max(battle.decisions - 1)  # shorter segments continue, but are not compared
         actions: Actions = {name: value[decision].flatten(0, 1).to(device) for name, value in battle.actions.items()}
         before = state
         state, orders, step_events = advanced(before, actions, tables, config)
         drawn = {name: value.cpu() for name, value in pictures(state, shots(orders, step_events)).items()}
         aims = targets(actions, before.senses).cpu()
-        for row, segment in looked_at.items():
+        for row, segment in compared.items():
             frame = battle.at[segment] + step + 1
             if frame > ends[segment]:
                 continue
@@ -109,11 +110,11 @@ def _compute(battle: Battle, rows: Sequence[int], looked_at: dict[int, int], dev
     return _Findings(wrong, feed_items, apart)
 
 
-def _wrong_senses(battle: Battle, state: State, looked_at: dict[int, int], tables: Tables) -> dict[int, list[str]]:
+def _wrong_senses(battle: Battle, state: State, compared: dict[int, int], tables: Tables) -> dict[int, list[str]]:
     """Return the keyframes whose senses are not what their state gives. For the first keyframe, this is the only check of the senses."""
     senses = sense(state.units, state.world, state.clouds, tables, contacts=battle.config.contacts)
     pairs = list(zip(senses, state.senses, strict=True))
-    is_same = {segment: all(torch.equal(one[row], other[row]) for one, other in pairs) for row, segment in looked_at.items()}
+    is_same = {segment: all(torch.equal(one[row], other[row]) for one, other in pairs) for row, segment in compared.items()}
     return {battle.at[segment]: ["keyframes/senses"] for segment, same in is_same.items() if not same}
 
 
@@ -127,12 +128,12 @@ def _events_of(step_events: StepEvents, row: int) -> StepEvents:
 
 def _together(findings: Sequence[_Findings]) -> _Findings:
     """Combine the findings of all segments. A frame between two segments may have findings in both."""
-    all_of_them = _Findings(apart_m=max(found.apart_m for found in findings))
+    together = _Findings(apart_m=max(found.apart_m for found in findings))
     for found in findings:
-        all_of_them.feed_items.update(found.feed_items)
+        together.feed_items.update(found.feed_items)
         for frame, names in found.wrong.items():
-            all_of_them.wrong[frame] = all_of_them.wrong.get(frame, []) + names
-    return all_of_them
+            together.wrong[frame] = together.wrong.get(frame, []) + names
+    return together
 
 
 def _result(battle: Battle, found: _Findings, kind: str) -> VerifyResult:

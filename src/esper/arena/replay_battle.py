@@ -27,8 +27,9 @@ from esper.config import from_mapping
 from esper.replay_file import ACTIONS, KEYFRAMES, Origin, ReplayError, ReplayInfo, read_replay
 from esper.vecenv import Actions
 
+# Type of each group of tensors, by the names of `SAVED_GROUPS`.
 _GROUPS: dict[str, Any] = {"world": World, "units": Units, "shells": Shells, "clouds": Clouds, "contest": BattleStatus, "senses": Senses}
-_MOST_EPISODES = 2**40  # limit of the number of battles at one index
+_MOST_EPISODES = 2**40  # limit of the number of earlier battles at one index
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,7 @@ def load_battle(path: Path | str) -> Battle:
 
 
 def _config(info: ReplayInfo, origin: Origin) -> ArenaConfig:
+    """Return the config of the arena, after checking it and the place of the battle in it."""
     config = from_mapping(ArenaConfig, origin.config)
     if config.units != info.units:
         raise ValueError(f"it has {info.units} units, but its config has {config.units}")
@@ -99,6 +101,7 @@ def _config(info: ReplayInfo, origin: Origin) -> ArenaConfig:
 
 
 def _places_of_keyframes(at: Tensor, frames: int) -> list[int]:
+    """Return the frame of each keyframe, after checking them."""
     places = [int(frame) for frame in at]
     if not places or places != sorted(set(places)) or places[0] < 0 or places[-1] >= frames:
         raise ValueError(f"its keyframes are at frames {places}, which must rise from 0 to {frames - 1} at most")
@@ -114,7 +117,7 @@ def _map(tensors: Mapping[str, Tensor], config: ArenaConfig) -> int:
 
 
 def _start(config: ArenaConfig, origin: Origin, *, seed: int, which: int) -> State:
-    """Make the first state from the seed. Only the map `which` is made; its index is compared later."""
+    """Make the first state from the seed. Only the map `which` is made, and stands for all maps; `find_broken` compares its index."""
     device = torch.device("cpu")
     tables = make_tables(config, device)
     atlas = make_atlas(config, tables, seed=seed, device=device, only=which)
@@ -124,6 +127,7 @@ def _start(config: ArenaConfig, origin: Origin, *, seed: int, which: int) -> Sta
 
 
 def _keyframes(tensors: Mapping[str, Tensor], start: State) -> State:
+    """Return the keyframes [K, ...], after checking that they have the shapes and types of `start` and that no index is out of range."""
     units = start.units.heat.shape[1]
     limits = {"senses/contacts": units, "shells/target": units, "shells/weapon": len(WEAPONS), "world/material": len(Material)}
     for name, like in named_tensors(start):
@@ -142,13 +146,14 @@ def _keyframes(tensors: Mapping[str, Tensor], start: State) -> State:
 
 
 def _actions(tensors: Mapping[str, Tensor], config: ArenaConfig) -> Actions:
+    """Return the actions [A, U, ...] as the arena takes them: `target` is the contact slot, not the unit."""
     fire, contact = tensors[f"{ACTIONS}fire"], tensors.get(f"{ACTIONS}contact")
     if contact is None or contact.shape != fire.shape or contact.is_floating_point():
         raise ValueError(f"{ACTIONS}contact is missing, or not one whole number for every unit and decision")
     chosen = {"fire": fire, "target": contact, "vent": tensors[f"{ACTIONS}vent"]}
     actions = {**{name: value.long() for name, value in chosen.items()}, "motion": tensors[f"{ACTIONS}motion"]}
     if bool(wrong_values({name: value.flatten(0, 1) for name, value in actions.items()}, config).any()):
-        raise ValueError("it holds actions that cannot be")
+        raise ValueError("it holds actions with impossible values")
     return actions
 
 

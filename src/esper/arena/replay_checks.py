@@ -21,7 +21,7 @@ Wrong = tuple[int, str] | None
 
 
 def find_broken(battle: Battle) -> Wrong:
-    """Return the first thing that is wrong, or None."""
+    """Return the first contradiction that a check finds, or None."""
     for check in (_wrong_info, _wrong_hashes, _wrong_start, _wrong_terrain, _wrong_pictures, _wrong_end):
         found = check(battle)
         if found is not None:
@@ -43,6 +43,7 @@ def wrong_feed(battle: Battle, feed_items: Mapping[int, Sequence[FeedItem]]) -> 
 
 
 def _wrong_info(battle: Battle) -> Wrong:
+    """Compare the info with the config, the rules and the first keyframe."""
     info = battle.info
     for name, value in known_info(battle.config).items():
         if getattr(info, name) != value:
@@ -53,6 +54,7 @@ def _wrong_info(battle: Battle) -> Wrong:
 
 
 def _wrong_hashes(battle: Battle) -> Wrong:
+    """Check that every keyframe and the last frame has a hash, and that those of the keyframes are right."""
     if battle.at[0] != 0 or battle.decisions not in battle.hashes:
         return 0, "the first keyframe or the last hash is missing"
     expected = sorted({*battle.at, battle.decisions})
@@ -60,15 +62,16 @@ def _wrong_hashes(battle: Battle) -> Wrong:
         return 0, f"the hashes are not those of the keyframes and the last frame, which are {expected}"
     for index, frame in enumerate(battle.at):
         if battle.hashes[frame] != state_hash(battle.keyframes, index):
-            return frame, f"the keyframe at frame {frame} has not the hash that was written down for it"
+            return frame, f"the keyframe at frame {frame} does not have its recorded hash"
     return None
 
 
 def _wrong_start(battle: Battle) -> Wrong:
+    """Compare the first keyframe with the start that the seed gives."""
     started = dict(named_tensors(battle.start))
     for name, tensor in named_tensors(battle.keyframes):
-        if not name.startswith("senses/") and not torch.equal(tensor[:1], started[name]):  # senses are a device's own
-            return 0, f"the battle does not begin as seed {battle.info.seed} has it: {name} differs"
+        if not name.startswith("senses/") and not torch.equal(tensor[:1], started[name]):  # the device rounds senses; `verify` checks them
+            return 0, f"the battle does not begin as seed {battle.info.seed} makes it: {name} differs"
     return None
 
 
@@ -93,16 +96,18 @@ def _wrong_terrain(battle: Battle) -> Wrong:
 
 
 def _wrong_pictures(battle: Battle) -> Wrong:
+    """Compare the drawn frames at the keyframes with the keyframes."""
     fired = torch.full((len(battle.at), battle.config.units, 2), -1, dtype=torch.int8)
     for name, drawn in pictures(battle.keyframes, fired).items():
         for index, at in enumerate(battle.at):
-            is_known = name != "shots" or at == 0  # what was fired before a later keyframe is not in it
+            is_known = name != "shots" or at == 0  # a keyframe does not hold the shots of the decision before it
             if is_known and not torch.equal(drawn[index], battle.frames[name][at]):
                 return at, f"frames/{name} is not that of the keyframe at frame {at}"
     return None
 
 
 def _wrong_end(battle: Battle) -> Wrong:
+    """Check that the battle ends at the last frame and not before, with the recorded winner."""
     ending, last = _ending(battle), battle.decisions
     over = [int(frame) for frame in ending.ended.nonzero().flatten()]
     if not over:

@@ -50,12 +50,15 @@ def damage_suffered(step_events: StepEvents) -> Tensor:
 
 
 def has_died(before: Units, after: Units) -> Tensor:
+    """Return the units that died in a decision, bool."""
     return before.is_alive & ~after.is_alive
 
 
 def kill_table(died: Tensor, step_events: StepEvents, tables: Tables) -> Tensor:
-    """Return which unit gets the credit for whose death, [B, U, U] bool: the enemy that did the most damage to the victim in the decision
-    in which it died. Without damage by an enemy there is no credit."""
+    """Return the kills by killer and victim, [B, U, U] bool.
+
+    The killer is the enemy that did the most damage to the victim in the decision in which it died, if any enemy did.
+    """
     by_enemies = step_events.taken * tables.units.is_enemy
     most, killer = by_enemies.max(1)
     credited = died & (most > 0)
@@ -63,7 +66,7 @@ def kill_table(died: Tensor, step_events: StepEvents, tables: Tables) -> Tensor:
 
 
 def assists(died: Tensor, killed_by: Tensor, after: Units, tables: Tables) -> Tensor:
-    """Return the number of enemies that died after this unit damaged them recently, without the credit for the kill (`kill_table`)."""
+    """Return the number of enemies that died soon after this unit damaged them, except for its kills, `killed_by` [B, U, U]."""
     helped = (after.harm > 0) & tables.units.is_enemy & died.unsqueeze(1) & ~killed_by
     return helped.float().sum(2)
 
@@ -86,8 +89,10 @@ def nearness(units: Units, world: World) -> Tensor:
 
 
 def approach(before: State, after: State, ending: Ending, *, gamma: float) -> Tensor:
-    """Return gamma times the new potential minus the old one. The potential is 0 after the end of a battle, so the discounted sum
-    over a battle does not depend on the actions."""
+    """Return gamma times the new potential minus the old one.
+
+    The potential is 0 for dead units and after the end of a battle, so the discounted sum over a unit's life does not depend on actions.
+    """
     new = nearness(after.units, after.world) * ~ending.ended.unsqueeze(1)
     return (gamma * new - nearness(before.units, before.world)) * before.units.is_alive
 

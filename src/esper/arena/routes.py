@@ -15,12 +15,12 @@ from torch import Tensor
 from esper.arena.specs import CLIMB_M, MATERIALS, Material
 
 STEPS = ((1, 0), (1, 1), (0, 1), (-1, 1), (-1, 0), (-1, -1), (0, -1), (1, -1))  # in columns, by direction; k is k·45° from the x axis
-ARRIVED = len(STEPS)  # stands for "no step" inside the zone
+ARRIVED = len(STEPS)  # direction of columns in the zone: no step
 
 _LAVA_COST = 20.0  # times the length
 _BESIDE_WALL_COST = 0.7  # added
-_DROP_COST = 5.0  # added for a drop of more than _HURTS_M
-_HURTS_M = 2.0
+_DROP_COST = 5.0  # added for a drop of more than _HIGH_DROP_M
+_HIGH_DROP_M = 2.0
 
 
 def find_ways(floor: Tensor, material: Tensor, zone_radius: Tensor) -> tuple[Tensor, Tensor]:
@@ -29,6 +29,7 @@ def find_ways(floor: Tensor, material: Tensor, zone_radius: Tensor) -> tuple[Ten
     costs = _step_costs(floor, material)
     along = torch.arange(size) - (size - 1) / 2
     is_goal = along.square()[:, None] + along.square()[None, :] <= (zone_radius.view(-1, 1, 1) - 1.0).square()
+    # Shorten all distances by one step in every direction, until nothing changes.
     distance = torch.where(is_goal, 0.0, torch.inf)
     for _ in range(4 * size):
         before = distance
@@ -58,7 +59,7 @@ def _step_costs(floor: Tensor, material: Tensor) -> list[Tensor]:
         length = 2**0.5 if is_diagonal else 1.0
         cost = length * _neighbour(ground, step, outside=1.0) + _BESIDE_WALL_COST * _neighbour(is_beside_wall.float(), step, outside=0.0)
         drop = floor - _neighbour(floor, step, outside=0.0)
-        costs.append(torch.where(allowed, cost + _DROP_COST * (drop > _HURTS_M), torch.inf))
+        costs.append(torch.where(allowed, cost + _DROP_COST * (drop > _HIGH_DROP_M), torch.inf))
     return costs
 
 
@@ -70,7 +71,7 @@ def _neighbour(grid: Tensor, step: tuple[int, int], outside: float = torch.inf) 
 
 
 def _mirrored_way(way: Tensor) -> Tensor:
-    """Make the routes of both sides equal: of equally short routes, the second half takes the turned choice of the first half."""
+    """Copy the steps of the first half of a map to the second, turned by half a turn, so that ties are decided alike for both teams."""
     half = way.shape[1] // 2
     turned = way[:, :half].flip(1, 2)
     turned = torch.where(turned == ARRIVED, ARRIVED, (turned + len(STEPS) // 2) % len(STEPS))

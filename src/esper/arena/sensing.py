@@ -41,8 +41,9 @@ def nearest_first(distance: Tensor, *, slots: int, of_others: bool) -> tuple[Ten
     count = distance.shape[1]
     half = count // 2
     first, second = distance[:, :half], distance[:, half:]
-    own = (second[..., :half], first[..., half:]) if of_others else (first[..., :half], second[..., half:])
-    near = torch.cat(own if not of_others else own[::-1], 1)  # [B, U, T]
+    # Distances of each unit to the units of one team [B, T, T]: to the first team, and to the second team.
+    to_teams = (second[..., :half], first[..., half:]) if of_others else (first[..., :half], second[..., half:])
+    near = torch.cat(to_teams if not of_others else to_teams[::-1], 1)  # [B, U, T], rows in the order of the units
     member = torch.arange(half, device=distance.device)
     one, other = near.unsqueeze(-1), near.unsqueeze(-2)
     rank = ((other < one) | ((other == one) & (member < member.unsqueeze(1)))).sum(-1)  # [B, U, T]
@@ -73,13 +74,13 @@ def _sees(units: Units, world: World, clouds: Clouds) -> Tensor:
 def _is_smoked(eyes: Tensor, aims: Tensor, clouds: Clouds) -> Tensor:
     """Return the lines [B, P] that pass through a cloud."""
     centres = clouds.position.flatten(1, 2).unsqueeze(1).unbind(-1)  # [B, 1, clouds] each
-    stands = (clouds.left.flatten(1, 2) > 0).unsqueeze(1)
+    is_there = (clouds.left.flatten(1, 2) > 0).unsqueeze(1)
     starts = eyes.unsqueeze(2).unbind(-1)  # [B, P, 1] each
     line = (aims - eyes).unsqueeze(2).unbind(-1)
     off = [centre - start for centre, start in zip(centres, starts, strict=True)]  # [B, P, clouds] each
-    length = line[0].square() + line[1].square() + line[2].square()
+    length_squared = line[0].square() + line[1].square() + line[2].square()
     along = torch.addcmul(torch.addcmul(off[0] * line[0], off[1], line[1]), off[2], line[2])
-    share = (along / length.clamp_min(1e-9)).clamp(0.0, 1.0)
+    share = (along / length_squared.clamp_min(1e-9)).clamp(0.0, 1.0)  # of the line, at its point nearest to the centre
     miss = [torch.addcmul(apart, share, step, value=-1.0) for apart, step in zip(off, line, strict=True)]
-    apart = torch.addcmul(torch.addcmul(miss[0].square(), miss[1], miss[1]), miss[2], miss[2])
-    return ((apart < PHYSICS.cloud_m**2) & stands).any(-1)
+    distance_squared = torch.addcmul(torch.addcmul(miss[0].square(), miss[1], miss[1]), miss[2], miss[2])
+    return ((distance_squared < PHYSICS.cloud_m**2) & is_there).any(-1)

@@ -1,7 +1,7 @@
 """Projectiles: their flight, their impacts, and the effects of impacts.
 
-Shapes: B = battles, U = units (first those that fired, last those that may be hit), K = projectile slots of one unit. Everything is
-[B, U, K] unless stated.
+Shapes: B = battles, U = units, K = projectile slots of one unit. Everything is [B, U, K] unless stated. In [B, U, K, U], the first U fired
+and the last U may be hit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Impact(NamedTuple):
 
     ended: Tensor  # bool: hit something or reached the end of its life
     burst: Tensor  # bool: hit something
-    victim: Tensor  # int64
+    victim: Tensor  # int64; meaningful where `is_direct`
     is_direct: Tensor  # bool: a unit was hit
     point: Tensor  # [B, U, K, 3]
     velocity: Tensor  # [B, U, K, 3]
@@ -36,8 +36,8 @@ class Impact(NamedTuple):
 def steer(shells: Shells, units: Units, tables: Tables) -> Shells:
     """Turn homing projectiles towards their living targets at the same speed, and let ballistic ones fall."""
     weapons = tables.weapons
-    aim = unit_at(units.position, shells.target)
-    line = torch.cat((aim[..., :2], (aim[..., 2] + PHYSICS.muzzle_m).unsqueeze(-1)), -1) - shells.position
+    feet = unit_at(units.position, shells.target)
+    line = torch.cat((feet[..., :2], (feet[..., 2] + PHYSICS.muzzle_m).unsqueeze(-1)), -1) - shells.position
     speed = weapons.speed[shells.weapon].unsqueeze(-1)
     wanted = line * (speed / torch.linalg.vector_norm(line, dim=-1, keepdim=True).clamp_min(1e-6))
     turned = shells.velocity + (wanted - shells.velocity) * (PHYSICS.steering_per_s * PHYSICS.tick_s)
@@ -49,8 +49,7 @@ def steer(shells: Shells, units: Units, tables: Tables) -> Shells:
 
 
 def advance(shells: Shells, units: Units, world: World) -> tuple[Shells, Impact]:
-    """Move all projectiles for one tick, or until they hit a unit of either team (except the one that fired), the terrain, or the edge of
-    the map."""
+    """Move all projectiles for one tick, or until they hit a unit other than the one that fired, the terrain, or the edge of the map."""
     flies = shells.life > 0
     when, victim = _first_unit(shells, units, flies)
     wall = _first_terrain(shells, world)
@@ -73,14 +72,16 @@ def _first_unit(shells: Shells, units: Units, flies: Tensor) -> tuple[Tensor, Te
     x = torch.where(flies, shells.position[..., 0], -_FAR_M).unsqueeze(-1)  # [B, U, K, 1]
     y, z = shells.position[..., 1:2], shells.position[..., 2:3]
     step_x, step_y, step_z = (shells.velocity * PHYSICS.tick_s).unsqueeze(-2).unbind(-1)
+    # The point of the flight nearest to each body, seen from above, as a share of the tick. From here on, operations are in place.
     apart_x, apart_y = body_x - x, body_y - y  # [B, U, K, U]
     along = torch.addcmul(apart_x * step_x, apart_y, step_y)
     nearest = along.div_((step_x.square() + step_y.square()).clamp_min(1e-9)).clamp_(0.0, 1.0)
+    # A projectile hits if it is then within the body's radius and height.
     off_x, off_y = apart_x.addcmul_(nearest, step_x, value=-1), apart_y.addcmul_(nearest, step_y, value=-1)
-    apart = off_x.square_().addcmul_(off_y, off_y)
+    distance_squared = off_x.square_().addcmul_(off_y, off_y)
     above = (z - body_z).addcmul_(nearest, step_z).abs_()
     others = ~torch.eye(count, dtype=torch.bool, device=flies.device)[:, None, :]  # [U, 1, U]
-    meets = (apart <= PHYSICS.radius_m**2) & (above <= 0.5 * PHYSICS.tall_m) & others
+    meets = (distance_squared <= PHYSICS.radius_m**2) & (above <= 0.5 * PHYSICS.tall_m) & others
     when, victim = torch.where(meets, nearest, 2.0).min(-1)
     return when, victim
 
@@ -98,8 +99,10 @@ def _first_terrain(shells: Shells, world: World) -> Tensor:
 
 
 def explode(impact: Impact, units: Units, tables: Tables) -> Hits:
-    """Return the hits of bursts: on the unit that was hit, with more damage from behind, and on all others within the splash, less with
-    distance. Splash damages bodies and legs alike."""
+    """Return the hits of bursts: on the unit that was hit, with more damage from behind, and on all others within the splash.
+
+    The splash does less damage at a larger distance, and damages bodies and legs alike.
+    """
     weapons, weapon = tables.weapons, impact.weapon
     count = units.heat.shape[1]
     hit = one_hot(impact.victim, count) & impact.is_direct.unsqueeze(-1)  # [B, U, K, U]
@@ -109,17 +112,17 @@ def explode(impact: Impact, units: Units, tables: Tables) -> Hits:
     full = weapons.damage[weapon] * impact.burst
     direct = full * torch.where(facing < REAR_COS, PHYSICS.rear_factor, 1.0)
 
-    reach = splash_share(impact, units, weapons).masked_fill_(hit, 0.0)  # [B, U, K, U]
-    half = full * PHYSICS.splash_share
+    nearness = splash_share(impact, units, weapons).masked_fill_(hit, 0.0)  # [B, U, K, U]
+    splash = full * PHYSICS.splash_share  # damage in the middle of the splash
     shaken = weapons.stability[weapon] * impact.burst
     stuns = weapons.suppresses[weapon].to(full.dtype) * impact.is_direct
     # Sum over projectiles by matrix products: effect of each projectile times the units that it struck.
-    struck, near = hit.flatten(1, 2).to(reach.dtype), reach.flatten(1, 2)  # [B, U·K, U]
+    struck, near = hit.flatten(1, 2).to(nearness.dtype), nearness.flatten(1, 2)  # [B, U·K, U]
     straight = torch.stack((direct * weapons.leg_share[weapon], shaken, stuns), 1).flatten(2) @ struck  # [B, 3, U]
-    around = torch.stack((half, shaken * PHYSICS.splash_share), 1).flatten(2) @ near  # [B, 2, U]
+    around = torch.stack((splash, shaken * PHYSICS.splash_share), 1).flatten(2) @ near  # [B, 2, U]
     longest = weapons.suppresses.max()
     return Hits(
-        damage=torch.where(hit, direct.unsqueeze(-1), reach.mul_(half.unsqueeze(-1))).sum(2),
+        damage=torch.where(hit, direct.unsqueeze(-1), nearness.mul_(splash.unsqueeze(-1))).sum(2),
         legs=straight[:, 0] + around[:, 0],
         stability=straight[:, 1] + around[:, 1],
         heat=torch.zeros_like(units.heat),

@@ -1,9 +1,9 @@
 """Line of sight over columns, computed exactly and without stepping along the line.
 
-A line is divided into slabs: a slab is the row of columns between two neighbouring grid planes across the line's longer axis. Within a
-slab, the line changes by at most one column on the other axis, so it meets at most two columns. All slabs of all lines are computed at
-once, in a frame in which the line never falls. There, the line is lowest in a column where it enters it, so two comparisons per slab
-decide. The number of tensor operations does not depend on the data.
+A line is divided into slabs: a slab is the strip of columns between two neighbouring grid planes across the line's longer axis. The
+columns of a slab are numbered by row. Within a slab, the line changes by at most one row, so it meets at most two columns. All slabs of all
+lines are computed at once, in a frame in which the line never falls. There, the line is lowest in a column where it enters it, so two
+comparisons per slab decide. The number of tensor operations does not depend on the data.
 
 Shapes: B = battles, P = lines per battle, S = side of the map, N = B·P lines, K = slabs.
 """
@@ -88,7 +88,7 @@ def _in_their_own_frame(eyes: Tensor, aims: Tensor, side: int) -> _Lines:
     along_sign, across_sign = (1.0 - 2.0 * mirrored for mirrored in (falls, is_mirrored))
 
     half = side // 2
-    shift = side / 2 - half  # moves the planes of an odd map to integers
+    shift = side / 2 - half  # on a map with an odd side, it moves the grid planes to integers
     one, other = along_sign * eye_along, along_sign * aim_along
     low, high = torch.minimum(one, other) + shift, torch.maximum(one, other) + shift
     begin, end = low.floor(), high.ceil() - 1

@@ -105,6 +105,7 @@ class UnitClass(msgspec.Struct, frozen=True):
 
 ROLES = ("scout", "striker", "line", "anchor")
 
+# Speed, yaw, jets, hit points, leg points, heat cap, cooling, tons, radar quality, role and weapons.
 CLASSES: dict[str, UnitClass] = {
     "scout": UnitClass(7.0, 1.8, 18, 60, 30, 75, 13, 20, 1.5, "scout", ("laser", "painter", "smoke")),
     "light": UnitClass(6.8, 1.5, 16, 80, 40, 80, 12, 35, 1.2, "striker", ("laser", "flamer", "smoke")),

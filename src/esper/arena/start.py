@@ -23,7 +23,8 @@ from esper.arena.state import CLOUDS, BattleStatus, Clouds, Senses, Shells, Stat
 from esper.arena.tables import Tables
 from esper.arena.terrain_chance import mixed
 
-_PLACE, _EPISODE, _MAP, _TEAM = 1_000_003, 7_919, 1, 2
+_PLACE, _EPISODE = 1_000_003, 7_919  # factors that keep seeds, indices and episodes apart in the hash of a battle
+_MAP, _TEAM = 1, 2  # added to that hash for the draw of the map and of the team size
 _Seed = TypeVar("_Seed", int, Tensor, int | Tensor)
 
 
@@ -65,13 +66,13 @@ def fresh(
     device = place.device
     battles, count, slots = len(place), config.units, config.projectiles
     key = mixed(mixed(place + _spread(seed)) + episode * _EPISODE)
-    which = _below(mixed(key + _MAP), config.maps)
+    which = _below(mixed(key + _MAP), config.maps)  # [B] index of the map
     if config.battles_per_map is not None:
         groups = -(-config.battles // config.battles_per_map)  # groups of battles that share a map; later battles take the next maps
         which = (place // config.battles_per_map + episode * groups) % config.maps
     world = World(*(part[which] for part in atlas.worlds))
     least = torch.clamp_max(largest_team, config.smallest_team or config.team_size)
-    size = least + _below(mixed(key + _TEAM), largest_team - least + 1)
+    size = least + _below(mixed(key + _TEAM), largest_team - least + 1)  # [B] units of a team that take part
 
     def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.zeros(battles, *shape, dtype=dtype, device=device)
@@ -128,7 +129,7 @@ def fresh(
 
 
 def within_bits(seed: int) -> int:
-    """Return an equivalent seed that fits into a tensor."""
+    """Return the seed that gives the same battles and fits into an int64 tensor, also after `_spread`."""
     return seed % 2**42
 
 
@@ -138,5 +139,5 @@ def _spread(seed: _Seed) -> _Seed:
 
 
 def _below(words: Tensor, limit: Tensor | int) -> Tensor:
-    """Return integers from 0 to limit - 1, int64."""
+    """Return random integers from 0 to limit - 1, int64, from the upper bits of random words."""
     return ((words >> 33) & 0x3FFFFFFF) % limit

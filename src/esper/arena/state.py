@@ -25,7 +25,7 @@ class World(NamedTuple):
     hit_points: Tensor  # [B, S, S] int32; 0 where nothing can be destroyed
     floor: Tensor  # [B, S, S] float32, height that carries units and stops shots; follows from height and material
     tops: Tensor  # [B, S, S] float32, height that blocks sight; likewise
-    way: Tensor  # [B, S, S] int8, which of eight neighbours is next on the route to the zone (`esper.arena.routes`)
+    way: Tensor  # [B, S, S] int8, which of eight neighbours is next on the route to the zone; 8 in the zone (`esper.arena.routes`)
     route_m: Tensor  # [B, S, S] float32, length of the route to the zone
     zone_radius: Tensor  # [B] float32
 
@@ -74,7 +74,7 @@ class Clouds(NamedTuple):
 
 
 class BattleStatus(NamedTuple):
-    """BattleStatus and counters of each battle."""
+    """Score, holder of the zone and counters of each battle."""
 
     score: Tensor  # [B, 2] float32, seconds that each team has held the zone
     holder: Tensor  # [B] int64, team that holds the zone; -1: none
@@ -119,7 +119,8 @@ def from_named(tensors: dict[str, Tensor], like: State) -> State:
     """Return a state from its named tensors, on the device of `like`. Names, shapes and types must be those of `like`."""
     expected = dict(named_tensors(like))
     if set(tensors) != set(expected):
-        raise ValueError(f"a state is made of {sorted(expected)}; missing are {sorted(set(expected) - set(tensors))}")
+        missing, unknown = sorted(set(expected) - set(tensors)), sorted(set(tensors) - set(expected))
+        raise ValueError(f"a state has the tensors {sorted(expected)}; missing: {missing}, unknown: {unknown}")
     for name, tensor in tensors.items():
         if tensor.shape != expected[name].shape or tensor.dtype != expected[name].dtype:
             wanted, given = expected[name], tensor
@@ -134,25 +135,26 @@ def from_named(tensors: dict[str, Tensor], like: State) -> State:
 
 def select(condition: Tensor, new: State, old: State) -> State:
     """Return the new state where `condition` [B] holds, and the old state elsewhere."""
-    return _both(lambda after, before: torch.where(condition.view(-1, *(1,) * (before.dim() - 1)), after, before), new, old)
+    return _pairwise(lambda after, before: torch.where(condition.view(-1, *(1,) * (before.dim() - 1)), after, before), new, old)
 
 
 def replace_rows(state: State, rows: Tensor, new: State) -> State:
     """Replace the battles `rows` [N] by the new ones, in place, and return the state."""
-    return _both(lambda after, before: before.index_copy_(0, rows, after), new, state)
+    return _pairwise(lambda after, before: before.index_copy_(0, rows, after), new, state)
 
 
 def copy_into(target: State, source: State) -> None:
     """Copy all tensors of `source` into those of `target`."""
-    _both(lambda after, before: before.copy_(after), source, target)
+    _pairwise(lambda after, before: before.copy_(after), source, target)
 
 
 def cloned(state: State) -> State:
     """Return a copy of the state."""
-    return _both(lambda tensor, _: tensor.clone(), state, state)
+    return _pairwise(lambda tensor, _: tensor.clone(), state, state)
 
 
-def _both(change: Callable[[Tensor, Tensor], Tensor], new: State, old: State) -> State:
+def _pairwise(change: Callable[[Tensor, Tensor], Tensor], new: State, old: State) -> State:
+    """Return the state of `change(tensor of new, tensor of old)` for every pair of tensors."""
     groups: list[Any] = [
         type(before)(*(change(after, was) for after, was in zip(group, before, strict=True)))
         for group, before in zip(new, old, strict=True)

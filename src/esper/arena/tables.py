@@ -74,12 +74,16 @@ class MaterialTable:
 
 @dataclass(frozen=True)
 class Tables:
+    """Properties of all units, weapons and materials."""
+
     units: UnitTable
     weapons: WeaponTable
     materials: MaterialTable
 
 
 def make_tables(config: ArenaConfig, device: torch.device) -> Tables:
+    """Return the tables of the units of this config, and of all weapons and materials."""
+
     def numbers(values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float32, device=device)
 

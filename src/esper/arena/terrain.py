@@ -48,12 +48,16 @@ class HeightMap(NamedTuple):
 
 
 def flat_map(chance: Chance) -> HeightMap:
+    """Return flat, open terrain."""
     shape = (len(chance.keys), chance.size, chance.size)
     return HeightMap(torch.zeros(shape, dtype=torch.float32), torch.zeros(shape, dtype=torch.int8))
 
 
 def blocks(size: int) -> Tensor:
-    """Return [S, S] bool: the two by two columns in the middle of every square of `Chance.per_cell`, with two free columns between them."""
+    """Return [S, S] bool: the two by two columns in the middle of every square of `Chance.per_cell(pitch=BLOCK_PITCH)`.
+
+    Two free columns are between them.
+    """
     inside = (torch.arange(size) - size // 2) % BLOCK_PITCH
     is_middle = (inside == 1) | (inside == 2)
     return is_middle[:, None] & is_middle
@@ -62,7 +66,7 @@ def blocks(size: int) -> Tensor:
 def city(chance: Chance) -> HeightMap:
     """Make rows of houses along streets at least three columns wide. Rows are shifted, so that cross streets end at the next row.
 
-    A house is numbered by its row (a multiple of half a row, 0 in the centre) and its column. The half turn negates both.
+    A house is numbered by its row, in half rows from the centre, and by its place in the row. The half turn negates both.
     """
     half_x, half_y = (chance.whole(f"half a block {axis}", low=3, high=5)[:, None, None] for axis in "xy")
     street_x, street_y = (chance.whole(f"street {axis}", low=3, high=4)[:, None, None] for axis in "xy")
@@ -72,10 +76,10 @@ def city(chance: Chance) -> HeightMap:
     row = 2 * torch.floor(chance.y / pitch_y + (1 - is_between) / 2) + is_between
     y = chance.y - row * pitch_y / 2  # from the row's middle
     shift = torch.floor(chance.uniform("shift of the row", row.abs().long()) * pitch_x) * row.sign()
-    column = torch.floor((chance.x - shift) / pitch_x + 0.5)
-    x = chance.x - shift - column * pitch_x  # from the house's middle
+    house = torch.floor((chance.x - shift) / pitch_x + 0.5)  # place in the row
+    x = chance.x - shift - house * pitch_x  # from the house's middle
 
-    number = (row * 1024 + column).abs().long()  # the same for a house and its mirror image
+    number = (row * 1024 + house).abs().long()  # the same for a house and its mirror image
     trim_x, trim_y = (chance.whole(f"trim {axis}", number, low=0, high=1) for axis in "xy")
     inner_x, inner_y = x.abs() - (half_x - trim_x), y.abs() - (half_y - trim_y)  # < 0 inside the house, ≥ -1 in its walls
     is_plot = (inner_x < 0) & (inner_y < 0)

@@ -84,7 +84,7 @@ def wave(x: Tensor) -> Tensor:
 
 
 def mixed(words: Tensor) -> Tensor:
-    """Scramble 64-bit words one-to-one, so that every bit depends on every other. Products wrap around."""
+    """Scramble 64-bit words one-to-one, as SplitMix64 does, so that every bit depends on every other. Products wrap around."""
     words = (words ^ _shifted(words, 30)) * FIRST
     words = (words ^ _shifted(words, 27)) * SECOND
     return words ^ _shifted(words, 31)

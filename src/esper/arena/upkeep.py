@@ -29,11 +29,12 @@ def count_down(units: Units, orders: Orders) -> Units:
 
 
 def clear_smoke(clouds: Clouds) -> Clouds:
+    """Reduce the time left of every cloud by a tick."""
     return clouds._replace(left=(clouds.left - 1).clamp_min(0))
 
 
 def endure(units: Units, world: World, hard: Tensor, tables: Tables) -> Units:
-    """Apply the terrain: it heats or cools units that stand on it, lava damages body and legs, and hard landings damage legs.
+    """Apply the terrain: it heats or cools units that stand on it, lava damages body and legs, and hard landings (`move`) damage legs.
 
     No unit gets a reward for damage by terrain.
     """
